@@ -1,7 +1,8 @@
-"""What the Python API raises: torch's own exceptions where the caller has them, else their shape.
+"""Exceptions of the Python API: torch's own classes if the caller has imported them, else
+equivalents.
 
-A caller who writes `except ChildFailedError` has imported torch's class, so torch's class is what
-must be raised; one who has not should not pay a second for importing torch in order to fail.
+A caller who writes `except ChildFailedError` has imported torch's class, so that class must be
+raised. A caller without torch should not spend a second importing torch in order to fail.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ _TORCH_SIGNALS: Final = "torch.distributed.elastic.multiprocessing.api"
 
 
 class LaunchError(RuntimeError):
-    """The job ended, and neither a failed rank nor a signal is to blame: too few nodes, no master,
-    an agent that was killed, logs that cannot be written. The text is one sentence; `exit_code` is
-    what the command `elasticrun` would have ended with."""
+    """The job ended, but not because of a failed rank or a signal: too few nodes, no master, a
+    killed agent, unwritable logs. The message is one sentence; `exit_code` is the exit code of the
+    command `elasticrun` in this case."""
 
     def __init__(self, reason: str, exit_code: int = 1) -> None:
         super().__init__(reason)
@@ -48,7 +49,7 @@ class ProcessFailure:
     timestamp: int = 0
 
     def signal_name(self) -> str:
-        """The name of the signal it died of, `<N/A>` if it exited by itself."""
+        """The name of the signal that killed it, `<N/A>` if it exited by itself."""
         return signal_name(self.exitcode) if self.exitcode < 0 else "<N/A>"
 
     def timestamp_isoformat(self) -> str:
@@ -57,8 +58,8 @@ class ProcessFailure:
 
 
 class ChildFailedError(Exception):
-    """Ranks have failed and no restart was left. `failures` is by global rank, and
-    `get_first_failure()` is the root cause of the whole job, wherever it was."""
+    """Ranks failed and no restart was left. `failures` is keyed by global rank;
+    `get_first_failure()` is the root cause of the whole job, on any node."""
 
     def __init__(self, name: str, failures: dict[int, Any]) -> None:
         self.name = name
@@ -71,12 +72,12 @@ class ChildFailedError(Exception):
         return rank, self.failures[rank]
 
     def format_msg(self, boarder_delim: str = "=", section_delim: str = "-") -> str:
-        """The summary, as torchrun prints it (the parameters are torch's, and without effect)."""
+        """The summary, as torchrun prints it (torch's parameters, without effect)."""
         return self.name
 
 
 class SignalException(Exception):
-    """This process received a death signal, and the ranks were ended because of it."""
+    """This process received a death signal, and therefore ended the ranks."""
 
     def __init__(self, msg: str, sigval: signal.Signals) -> None:
         super().__init__(msg)
@@ -84,14 +85,14 @@ class SignalException(Exception):
 
 
 def child_failed_error(name: str, failures: Sequence[Failure]) -> Exception:
-    """The exception for these failures, the root cause first among them."""
+    """The exception for these failures, of which the first is the root cause."""
     torch = sys.modules.get(_TORCH_ERRORS)
     base: type[Any] = getattr(torch, "ChildFailedError", ChildFailedError)
     root = failures[0]
     text = format_failures(name, failures, root)
 
     class Rooted(base):  # type: ignore[misc]
-        # torch's own takes the smallest whole second for the cause, and reads files that may lie
+        # torch's method picks the earliest whole second as the cause, and reads files that may be
         # on another node.
         def get_first_failure(self) -> tuple[int, Any]:
             return root.rank, self.failures[root.rank]
@@ -120,11 +121,11 @@ def signal_exception(signum: int) -> Exception:
 
 def _process_failure(failure: Failure, torch: ModuleType | None) -> Any:
     kind: type[Any] = getattr(torch, "ProcessFailure", ProcessFailure)
-    # Without a file, so that torch does not read one that may hold rubbish.
+    # No file, so that torch does not read one that may be corrupt.
     made = kind(failure.local_rank, failure.pid, failure.exitcode, "")
     data = read_error_file(failure.error_file).data
     made.error_file = failure.error_file or "<N/A>"
-    made.timestamp = failure.time_us // 1_000_000 or int(time.time())  # a hang, which has none
+    made.timestamp = failure.time_us // 1_000_000 or int(time.time())  # 0 for a hang
     if data is not None:
         made.message = data["message"]
         made.error_file_data = data

@@ -1,7 +1,7 @@
-"""Launching ranks from Python: `LaunchConfig`, `elastic_launch`, `launch_agent`.
+"""Launches ranks from Python: `LaunchConfig`, `elastic_launch`, `launch_agent`.
 
-The names, fields, defaults and results are those of `torch.distributed.launcher`. The agent runs
-as a process of its own, so a caller never has grpc's threads in it and may fork its ranks.
+Names, fields, defaults and results are those of `torch.distributed.launcher`. The agent runs in a
+separate process, so the caller has no grpc threads and may fork its ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ T = TypeVar("T")
 
 
 def _ignore_unknown_fields(cls: type[T]) -> type[T]:
-    """Let a dataclass take fields of a later torch: they are ignored, and a line names them."""
+    """Let a dataclass accept fields of a later torch: they are ignored, and a log line names
+    them."""
     known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     generated = cls.__init__
 
@@ -59,13 +60,13 @@ def _ignore_unknown_fields(cls: type[T]) -> type[T]:
 class LaunchConfig:
     """What to launch on how many nodes; fields and defaults are torch's (2.13 and later).
 
-    `rdzv_backend` defaults to "etcd" there. No etcd is ever asked here: a job of one node without
-    an endpoint needs no meeting point, and with more nodes `rdzv_endpoint` names the one whose
-    agent starts the job master, whatever the backend is called.
-    `monitor_interval` and `metrics_cfg` have no effect (nothing is polled; figures are the job
-    master's, at its status page). What follows a hang is said by $ELASTICRUN_ON_HANG and
-    $ELASTICRUN_HANG_LIMIT, as no field is for it. `logs_specs` is torch's DefaultLogsSpecs or
-    None; for a class of your own use the entry-point group `torchrun.logs_specs`.
+    `rdzv_backend` defaults to "etcd" there. Here etcd is never used: a job of one node without an
+    endpoint needs no rendezvous, and with more nodes `rdzv_endpoint` names the node whose agent
+    starts the job master, whatever the backend's name. `monitor_interval` and `metrics_cfg` have no
+    effect (nothing is polled; the job master's status page has metrics). $ELASTICRUN_ON_HANG and
+    $ELASTICRUN_HANG_LIMIT configure the reaction to a hang, because no field does. `logs_specs` is
+    torch's DefaultLogsSpecs or None; for your own class use the entry-point group
+    `torchrun.logs_specs`.
     """
 
     min_nodes: int
@@ -109,7 +110,7 @@ class elastic_launch:
     """`elastic_launch(config, entrypoint)(*args)` runs the entry point as ranks of this node.
 
     The entry point is a function (called with `args` in every rank) or the path of a program
-    (executed with `args`). Returns what the function returned, by global rank (None for programs).
+    (executed with `args`). Returns the function's results by global rank (None for programs).
     """
 
     def __init__(
@@ -135,9 +136,9 @@ def launch_agent(
 ) -> dict[int, Any]:
     """Run one agent to the end of its job; see `elastic_launch`.
 
-    Raises ChildFailedError when ranks failed and no restart was left, SignalException when this
-    process received a death signal meanwhile (both are torch's classes if torch's are imported),
-    LaunchError for other ends, ValueError for a configuration that cannot be.
+    Raises ChildFailedError if ranks failed and no restart was left, SignalException if this process
+    received a death signal meanwhile (both are torch's classes if torch's are imported),
+    LaunchError for other failures, ValueError for an invalid configuration.
     """
     if health_check_server is not None:
         logger.warning("launch_agent: health_check_server has no effect here")
@@ -157,8 +158,8 @@ def launch_agent(
 
 
 def entrypoint_name(entrypoint: Callable[..., Any] | str | None, args: list[Any]) -> str:
-    """What a summary of failures calls it: the function's name, the program, or, where the program
-    is this interpreter, its script."""
+    """The entry point's name in a summary of failures: the function's name, the program, or, if the
+    program is this interpreter, its script."""
     if callable(entrypoint):
         return str(getattr(entrypoint, "__name__", type(entrypoint).__name__))
     if entrypoint == sys.executable:
@@ -169,7 +170,7 @@ def entrypoint_name(entrypoint: Callable[..., Any] | str | None, args: list[Any]
 def agent_config_of(
     config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: list[Any]
 ) -> AgentConfig:
-    """The agent's configuration; what cannot be raises ValueError with a sentence."""
+    """The agent's configuration. Raises ValueError with a sentence for an invalid one."""
     try:
         resolved = resolve(_as_flags(config), withdraw(), this_machine())
     except UsageError as error:
@@ -183,7 +184,7 @@ def agent_config_of(
         resolved,
         entry=entry_of(entrypoint, args),
         logs=log_words(config),
-        set_omp_threads=False,  # as with torch, that is the command line's doing
+        set_omp_threads=False,  # as in torch, only the command line sets it
         numa_binding=_numa_word(config.numa_options),
         numa_may_fail=getattr(config.numa_options, "should_fall_back_if_binding_fails", False),
         notes=tuple(note for note in resolved.notes if "OMP_NUM_THREADS" not in note),
@@ -192,8 +193,8 @@ def agent_config_of(
 
 
 def entry_of(entrypoint: Callable[..., Any] | str, args: list[Any]) -> Entrypoint:
-    """The entry point in the spawner's words. This interpreter with a script or a module is known
-    as such, so that it can be forked."""
+    """The entry point for the spawner. This interpreter with a script or a module is recognized, so
+    that the rank can be forked."""
     if callable(entrypoint):
         return Entrypoint(EntryKind.FUNCTION, entrypoint_name(entrypoint, args))
     words = [str(arg) for arg in args]
@@ -229,8 +230,8 @@ def _outcome(
     spawner: FunctionSpawner | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> Exit:
-    """Run an agent to the end; nothing is left of it, nor of its ranks. `variables`: further ones
-    for every rank."""
+    """Run an agent to the end; neither it nor its ranks remain. `variables`: added for every
+    rank."""
     agent = AgentProcess(config, None if spawner is None else spawner.agents_end, variables or {})
     try:
         with signals_passed_on(agent, config.signals_to_handle) as handlers:
@@ -244,7 +245,7 @@ def _outcome(
 
 
 def raise_for(outcome: Exit, name: str) -> None:
-    """Raise what this end of a job is in Python; nothing for a good one."""
+    """Raise the exception for this end of a job; nothing for success."""
     if outcome.signum:
         raise signal_exception(outcome.signum)
     if outcome.failures:
@@ -254,7 +255,7 @@ def raise_for(outcome: Exit, name: str) -> None:
 
 
 def _as_flags(config: LaunchConfig) -> argparse.Namespace:
-    """The same wishes in the words of the command line; what is not among them has its default."""
+    """The configuration as command-line flags; missing ones have their defaults."""
     one_node = config.max_nodes == 1
     backend, endpoint = config.rdzv_backend, config.rdzv_endpoint.strip()
     if backend in ("etcd", "etcd-v2") and not endpoint:  # torch's default is etcd
@@ -267,7 +268,7 @@ def _as_flags(config: LaunchConfig) -> argparse.Namespace:
     conf = {key: value for key, value in config.rdzv_configs.items() if value is not None}
     rank = conf.pop("rank", -1)
     if backend != "static":
-        conf.pop("timeout", None)  # torch's default for all backends; only the static one uses it
+        conf.pop("timeout", None)  # torch's default for all backends; only static uses it
     return argparse.Namespace(
         nnodes=f"{config.min_nodes}:{config.max_nodes}",
         nproc_per_node=str(config.nproc_per_node),
@@ -293,7 +294,7 @@ def _as_flags(config: LaunchConfig) -> argparse.Namespace:
 
 
 def _numa_word(options: Any) -> str | None:
-    """The word of --numa-binding in torch's NumaOptions."""
+    """The --numa-binding word for torch's NumaOptions."""
     if options is None:
         return None
     mode = getattr(options, "affinity_mode", options)

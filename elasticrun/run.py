@@ -1,13 +1,13 @@
-"""The command line as a Python API: what `torch.distributed.run` has, by the same names.
+"""The command line as a Python API, with the names of `torch.distributed.run`.
 
-`run(args)` takes a namespace of our parser, of torch's, or of a program that has made one itself
-(accelerate); what it lacks has its default. The job runs in an agent process of its own, so the
-caller never holds grpc, and an end that is not a good one is raised.
+`run(args)` takes a namespace from our parser, from torch's, or built by a program (accelerate);
+missing flags have their defaults. The job runs in a separate agent process, so the caller never
+loads grpc. A failed job raises.
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # python -m elasticrun.run is the command, agent and all
+if __name__ == "__main__":  # python -m elasticrun.run is the command, including the agent
     import _signal  # type: ignore[import-not-found]
     import os
 
@@ -52,12 +52,12 @@ __all__ = [
 
 
 def get_args_parser() -> argparse.ArgumentParser:
-    """An argparse parser of every flag of torchrun's and ours."""
+    """An argparse parser with every flag of torchrun and ours."""
     return flags.get_args_parser()
 
 
 def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line (sys.argv where it is None); ends the process where it is wrong."""
+    """Parse a command line (None: sys.argv); exits the process on an error."""
     return get_args_parser().parse_args(args)
 
 
@@ -67,11 +67,11 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Launch what the namespace says and return when it has ended well.
+    """Launch the job of the namespace and return when it has succeeded.
 
-    Raises ChildFailedError when ranks failed and no restart was left, SignalException when this
-    process received a death signal (torch's classes, if torch's are imported), LaunchError for
-    other ends, ValueError for wishes that cannot be met.
+    Raises ChildFailedError if ranks failed and no restart was left, SignalException if this process
+    received a death signal (torch's classes, if torch's are imported), LaunchError for other
+    failures, ValueError for invalid settings.
     """
     config = _resolve(args)
     for note in config.notes:
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> None:
 def config_from_args(
     args: argparse.Namespace,
 ) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
-    """The namespace as `elastic_launch` takes it: configuration, entry point, its arguments."""
+    """The namespace as arguments of `elastic_launch`: configuration, entry point, its arguments."""
     config = _resolve(args)
     entry = config.entry
     command: Callable[..., Any] | str = config.python_exec or sys.executable
@@ -102,7 +102,7 @@ def config_from_args(
 
 def parse_min_max_nnodes(nnodes: str) -> tuple[int, int]:
     """`N` or `MIN:MAX` as two numbers. Raises RuntimeError for another number of colons, and
-    ValueError for what is no number, as torch's function does."""
+    ValueError for other text, as torch's function does."""
     parts = nnodes.split(":")
     if len(parts) > 2:
         raise RuntimeError(f'nnodes={nnodes} is not in "MIN:MAX" format')
@@ -110,8 +110,8 @@ def parse_min_max_nnodes(nnodes: str) -> tuple[int, int]:
 
 
 def determine_local_world_size(nproc_per_node: str) -> int:
-    """How many ranks `N`, cpu, gpu, xpu, auto or a private backend's name means on this node.
-    Raises ValueError."""
+    """The number of ranks that `N`, cpu, gpu, xpu, auto or a private backend's name means on this
+    node. Raises ValueError."""
     wish = argparse.Namespace(
         nproc_per_node=str(nproc_per_node), standalone=True, training_script="-",
         training_script_args=(),
@@ -120,7 +120,7 @@ def determine_local_world_size(nproc_per_node: str) -> int:
 
 
 def run_script_path(training_script: str, *training_script_args: str) -> None:
-    """Run a script within this interpreter, as `__main__`, with these arguments."""
+    """Run a script in this interpreter, as `__main__`, with these arguments."""
     sys.argv = [training_script, *training_script_args]
     runpy.run_path(training_script, run_name="__main__")
 
@@ -138,7 +138,7 @@ def _resolve(args: argparse.Namespace) -> AgentConfig:
 
 def _launch_config(args: argparse.Namespace, config: AgentConfig) -> LaunchConfig:
     spec, place, logs = config.spec, config.rendezvous, config.logs
-    static = place.kind in ("static", "open")  # torch's own default where nothing was said
+    static = place.kind in ("static", "open")  # torch's default if nothing is given
     endpoint = {
         "standalone": "localhost:0",
         "open": f"127.0.0.1:{settings.STATIC_PORT}",

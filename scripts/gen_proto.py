@@ -3,10 +3,10 @@
     python scripts/gen_proto.py            write the files
     python scripts/gen_proto.py --check    exit 1 and name the files that are stale
 
-protoc writes the descriptor and the type stubs; the module around the descriptor is ours and uses
-protobuf's public functions alone. protoc's own Python refuses every runtime older than the protoc
-that made it, and its gRPC stubs likewise: a launcher must not tell its users which protobuf to
-have. No service needs a stub: methods are named in `wire/rpc/channel.py` and `wire/rpc/etcd.py`.
+protoc writes the descriptor and the type stubs; our own module wraps the descriptor and uses only
+protobuf's public functions. protoc's own Python code, and its gRPC stubs, reject every runtime
+older than the protoc that made them, but a launcher must not dictate its users' protobuf version.
+No service needs a stub: methods are named in `wire/rpc/channel.py` and `wire/rpc/etcd.py`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _message(name):
 
 
 def protoc_run(*arguments: str) -> None:
-    """Run protoc in this process; a complaint of its own ends the script."""
+    """Run protoc in this process; exits the script if protoc fails."""
     # Imported here so that --help works in an environment without the development tools.
     from grpc_tools import protoc
 
@@ -69,7 +69,7 @@ def module_text(source: Path, scratch: Path) -> str:
 
 
 def generate() -> dict[str, str]:
-    """File name -> text of everything that belongs into the package."""
+    """All files of the package: text by file name."""
     made = {"__init__.py": PACKAGE}
     plugin = Path(sysconfig.get_path("scripts")) / "protoc-gen-mypy"
     with tempfile.TemporaryDirectory() as folder:
@@ -85,9 +85,9 @@ def generate() -> dict[str, str]:
 
 
 def main() -> int:
-    """Write the package, or with --check compare its code with what is there.
+    """Write the package, or with --check compare its code with the existing files.
 
-    Stubs are written but not compared: their wording follows the version of mypy-protobuf.
+    Stubs are written but not compared: their text depends on the version of mypy-protobuf.
     """
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="only say whether files are stale")

@@ -53,14 +53,14 @@ OUTPUTS: dict[str, tuple[Any, str]] = {
     "hosts": (list[HostRow], "elasticrun top nodes"),
     "cluster_nodes": (list[NodeRow], "elasticrun top nodes --on k8s"),
 }
-"""By the name in the schema: the type, and who prints it."""
+"""Each name in the schema: its type, and the verbs that print it."""
 
 
 def generate() -> str:
-    """The file's text."""
+    """The text of the file."""
     types = [kind for kind, _ in OUTPUTS.values()]
     roots, parts = msgspec.json.schema_components(types, ref_template="#/$defs/{name}")
-    for part in parts.values():  # docstrings
+    for part in parts.values():  # these are docstrings
         part["description"] = " ".join(part["description"].split())
     named = {
         name: {"description": text, **root}
@@ -76,7 +76,7 @@ def generate() -> str:
 
 
 def main() -> int:
-    """Write the file, or with --check compare it with what is there."""
+    """Write the file, or with --check compare it with the existing one."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--check", action="store_true", help="only say whether it is stale")
     made = generate()

@@ -1,8 +1,8 @@
-"""What the house weighs: counts over elasticrun's source, for the ratchets in tests/test_house.py.
+"""Counts over elasticrun's source, for the ratchets in tests/test_house.py.
 
     python scripts/house.py [ROOT]
 
-Each count is a number and where it comes from. The source is read, nothing of it runs.
+Each count is a number and its locations. The source is parsed and never executed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 CRUMB: Final = 80
-"""Lines of a module below which one importer is too few."""
+"""A module with fewer lines needs more than one importer."""
 
 PARAMETERS: Final = 8
-"""A function with more takes a record instead."""
+"""A function with more parameters should take a record instead."""
 
 RETIRED: Final = frozenset(
     re.findall(
@@ -30,9 +30,9 @@ RETIRED: Final = frozenset(
         "culprit acquit settlement roster crew succession",
     )
 )
-"""Private words for which the field has one: pending handshakes, servicer, children, started,
-reaped, keepalive, worker pool, slot, pruning, history, back-off, attribution, suspect, cleared,
-budget, registry, participants, takeover."""
+"""Private words that have a standard term: pending handshakes, servicer, children, started, reaped,
+keepalive, worker pool, slot, pruning, history, back-off, attribution, suspect, cleared, budget,
+registry, participants, takeover."""
 
 
 NAMED_BOOKS: Final = {
@@ -48,7 +48,7 @@ NAMED_BOOKS: Final = {
     "core.snapshots.ledger:_said": "one for each of several rounds",
     "core.snapshots.snapshots:_nodes": "the first of those that leave is named",
 }
-"""Dictionaries by node beside its record, each with its reason."""
+"""Dictionaries by node outside the node's record, each with its reason."""
 
 
 # ---------------------------------------------------------------- docs/decisions/039
@@ -66,7 +66,7 @@ _OF_RE: Final = frozenset(
 )  # fmt: skip
 
 _PROSE: Final = re.compile(r"[A-Za-z]['\",:;)]* +[A-Za-z(]|^ +[a-z]|[a-z][,;:]* +$")
-"""Two words, or one with a blank at its end, as pieces of sentences have it."""
+"""Two words, or one followed by a blank, as in parts of sentences."""
 
 _SENTENCES: Final = frozenset(
     {
@@ -74,7 +74,7 @@ _SENTENCES: Final = frozenset(
         "outcome",
     }
 )  # fmt: skip
-"""A variable of one of these names holds a sentence, whatever it is compared with."""
+"""A variable with one of these names holds a sentence, whatever it is compared with."""
 
 FOREIGN: Final = {
     "agent.sight.outside": "the kernel's errors",
@@ -101,7 +101,7 @@ FOREIGN: Final = {
 FOREIGN_NAMES: Final = frozenset(
     {"_PEER_LOST", "_PASSING", "NO_TRACEBACK", "_NETWORK", "_HARDWARE"}
 )
-"""Constants that hold words of libraries, in modules that have sentences of their own."""
+"""Constants with other libraries' texts, in modules that have their own sentences."""
 
 MAILBOXES: Final = {
     "Watch": ("demand",),
@@ -110,7 +110,7 @@ MAILBOXES: Final = {
     "HealthPolicy": ("unfit",),
     "JobContext": ("changed",),
 }
-"""Attributes by which a part says what it wants; the job looks whether they are set."""
+"""Attributes by which a part requests something; the job polls them."""
 
 ROUNDS: Final = frozenset(
     {
@@ -118,16 +118,16 @@ ROUNDS: Final = frozenset(
         "Participants", "Generation",
     }
 )  # fmt: skip
-"""Types that each hold a part of what one round is; a name that is gone counts no more."""
+"""Types that each hold a part of a round; a removed name no longer counts."""
 
 OF_A_ROUND: Final = frozenset(["world_size", "restart_count", "group_rank", "seats", "restore"])
-"""A class that has a RoundName and three of these is a type of a round too."""
+"""A class with a RoundName and three of these is a type of a round too."""
 
 A_FACT: Final = "slow_ages"
-"""A fact of the master, whose places are counted."""
+"""A fact of the master; its locations are counted."""
 
 AN_ORDER: Final = "Warn"
-"""An order of the master, whose places are counted."""
+"""An order of the master; its locations are counted."""
 
 
 class Count(NamedTuple):
@@ -147,7 +147,7 @@ class Module:
 
     @cached_property
     def nodes(self) -> dict[type, list[ast.AST]]:
-        """All of the tree by their kind, from one walk."""
+        """All nodes of the tree by type, from one walk."""
         found: dict[type, list[ast.AST]] = defaultdict(list)
         for node in ast.walk(self.tree):
             found[type(node)].append(node)
@@ -166,7 +166,7 @@ class Module:
 
 
 class House:
-    """The modules of `elasticrun` below a repository's root, without generated code."""
+    """The modules of `elasticrun` in a repository, without generated code."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -192,7 +192,7 @@ class House:
         )
 
     def files_in_the_fullest_folder(self) -> Count:
-        """Without `__init__` and `__main__`."""
+        """Files per folder, without `__init__` and `__main__`."""
         folders = Counter(
             module.folder
             for module in self.modules.values()
@@ -201,7 +201,7 @@ class House:
         return Count(max(folders.values()), [f"{n} {f}" for f, n in folders.most_common() if n > 9])
 
     def classes_over_files(self) -> Count:
-        """Subclasses of a class of another module, errors and protocols left out."""
+        """Subclasses of a class of another module, except errors and protocols."""
         home: dict[str, list[str]] = defaultdict(list)
         for module, node in self._nodes(ast.ClassDef):
             assert isinstance(node, ast.ClassDef)
@@ -217,7 +217,7 @@ class House:
         return Count(len(found), found)
 
     def crumbs(self) -> Count:
-        """Short modules that one other module imports."""
+        """Short modules that only one other module imports."""
         users: dict[str, set[str]] = defaultdict(set)
         for module, node in self._nodes(ast.ImportFrom):
             assert isinstance(node, ast.ImportFrom)
@@ -234,7 +234,7 @@ class House:
         return Count(len(found), found)
 
     def names_used_twice(self) -> Count:
-        """Public classes that share their name with one of another module."""
+        """Public classes that have the same name as a class of another module."""
         homes: dict[str, list[str]] = defaultdict(list)
         for module in self.modules.values():
             for node in module.tree.body:
@@ -244,7 +244,7 @@ class House:
         return Count(len(twice), [f"{name}: {', '.join(where)}" for name, where in twice.items()])
 
     def constructors_with_callables(self) -> Count:
-        """`__init__` with two parameters or more that are called back."""
+        """`__init__` methods with at least two callback parameters."""
         found = []
         for module, node in self._nodes(ast.FunctionDef):
             assert isinstance(node, ast.FunctionDef)
@@ -256,7 +256,7 @@ class House:
         return Count(len(found), found)
 
     def tasks_without_an_owner(self) -> Count:
-        """The agent's loop, agent/runtime.py, is the one that starts tasks."""
+        """Tasks of the agent that its loop, agent/runtime.py, does not start."""
         found = []
         for module, node in self._nodes(ast.Call):
             assert isinstance(node, ast.Call)
@@ -283,8 +283,8 @@ class House:
         return Count(len(found), found)
 
     def books_by_node(self) -> Count:
-        """Attributes in the core, outside core/nodes, that are dictionaries or sets by a text, but
-        for NAMED_BOOKS."""
+        """Attributes in the core, outside core/nodes, that are dictionaries or sets keyed by a
+        string, except NAMED_BOOKS."""
         found = []
         for module, node in self._nodes(ast.AnnAssign):
             assert isinstance(node, ast.AnnAssign)
@@ -298,7 +298,7 @@ class House:
         return Count(len(found), found)
 
     def retired_words(self) -> Count:
-        """Names of modules, classes, functions and attributes that consist of one or have one."""
+        """Names of modules, classes, functions and attributes that contain a retired word."""
         found = []
         for module in self.modules.values():
             names = [(1, module.path.stem)]
@@ -315,8 +315,8 @@ class House:
     # ------------------------------------------------------------ docs/decisions/039
 
     def readers_of_our_sentences(self) -> Count:
-        """Modules that test, cut or search a text of ours: by a literal that looks like prose, or
-        through a variable that is called as sentences are. Texts of other programs are FOREIGN."""
+        """Modules that test, cut or search one of our texts: with a literal that looks like prose,
+        or through a variable named like a sentence. Texts of other programs are in FOREIGN."""
         public = {
             name: texts
             for module in self.modules.values()
@@ -337,7 +337,8 @@ class House:
         return Count(len(found), [where for every in found.values() for where in every])
 
     def callables_assigned_from_outside(self) -> Count:
-        """`loop.on_over = ...`: an attribute that its class declares as a callable."""
+        """`loop.on_over = ...`: assignments to an attribute that its class declares as a
+        callable."""
         called: set[str] = set()
         for _, node in self._nodes(ast.AnnAssign):
             assert isinstance(node, ast.AnnAssign)
@@ -353,7 +354,7 @@ class House:
         return Count(len(found), found)
 
     def polled_mailboxes(self) -> Count:
-        """Of MAILBOXES those that their classes still have."""
+        """The attributes in MAILBOXES that their classes still have."""
         found = []
         for module, node in self._nodes(ast.ClassDef):
             assert isinstance(node, ast.ClassDef)
@@ -384,7 +385,7 @@ class House:
         return self._places(A_FACT)
 
     def places_of_an_order(self) -> Count:
-        """The same of AN_ORDER."""
+        """Functions and classes that name AN_ORDER."""
         return self._places(AN_ORDER)
 
     def _places(self, name: str) -> Count:
@@ -408,7 +409,7 @@ class House:
         return self._attributes_of("elasticrun.agent.node", "NodeAgent")
 
     def attributes_of_the_hang_watch(self) -> Count:
-        """The most that the watch, one of its states or one of its parts has."""
+        """The most attributes of the watch, one of its states or one of its parts."""
         whole = "elasticrun.core.sight.hangs"
         most = Count(0, [])
         for name in ("watch", "states", "schedule", "limits"):
@@ -429,7 +430,7 @@ class House:
         return Count(len(found), found)
 
     def replaced_configs(self) -> Count:
-        """`replace(config, ...)`: a configuration that is not what the user asked for any more."""
+        """`replace(config, ...)`: a configuration that differs from what the user asked for."""
         found = []
         for module, node in self._nodes(ast.Call):
             assert isinstance(node, ast.Call)
@@ -441,8 +442,8 @@ class House:
         return Count(len(found), found)
 
     def import_circles(self) -> Count:
-        """Groups of modules each of which imports, by way of others, itself; imports for types only
-        and imports in functions are imports."""
+        """Groups of modules that import each other in a cycle; type-only imports and imports in
+        functions count."""
         wants = {name: set[str]() for name in self.modules}
         for module, node in self._nodes(ast.ImportFrom, ast.Import):
             for alias in node.names:  # type: ignore[attr-defined]
@@ -471,7 +472,7 @@ def _is_self(node: ast.AST) -> bool:
 
 
 def _attributes(node: ast.ClassDef) -> set[str]:
-    """That its methods give to it."""
+    """Attributes that its methods assign."""
     return {
         one.attr
         for one in ast.walk(node)
@@ -480,7 +481,7 @@ def _attributes(node: ast.ClassDef) -> set[str]:
 
 
 def _fields(node: ast.ClassDef) -> set[str]:
-    """Of a dataclass."""
+    """Fields of a dataclass."""
     return {
         one.target.id
         for one in node.body
@@ -517,7 +518,7 @@ def _constants(module: Module) -> dict[str, list[str]]:
 
 
 def _lines_of(module: Module, names: frozenset[str]) -> set[int]:
-    """On which these constants are written down."""
+    """The lines of these constants' definitions."""
     return {
         line
         for name, node in _assigned(module)
@@ -527,7 +528,7 @@ def _lines_of(module: Module, names: frozenset[str]) -> set[int]:
 
 
 def _texts(node: ast.AST, constants: dict[str, list[str]] | None = None) -> list[str]:
-    """Literals in an expression, and those of the constants that it names."""
+    """String literals in an expression, and those of the constants that it names."""
     found = []
     for one in ast.walk(node):
         if isinstance(one, ast.Constant) and isinstance(one.value, str):
@@ -539,7 +540,7 @@ def _texts(node: ast.AST, constants: dict[str, list[str]] | None = None) -> list
 
 
 def _reads_text(node: ast.Call | ast.Compare, constants: dict[str, list[str]]) -> bool:
-    """Whether this looks for, cuts off or compares a piece of a sentence."""
+    """Whether this searches for, cuts off or compares a part of a sentence."""
     if isinstance(node, ast.Compare):
         texts = [text for side in (node.left, *node.comparators) for text in _texts(side)]
         texts += [t for s in (node.left, *node.comparators) for t in _named(s, constants)]
@@ -559,7 +560,7 @@ def _reads_text(node: ast.Call | ast.Compare, constants: dict[str, list[str]]) -
 
 
 def _named(node: ast.AST, constants: dict[str, list[str]]) -> list[str]:
-    """The text of a constant, where that is all that the expression is."""
+    """The text of a constant if the expression is only its name."""
     name = getattr(node, "attr", getattr(node, "id", ""))
     texts = constants.get(name, []) if name.isupper() else []
     return texts if len(texts) == 1 else []

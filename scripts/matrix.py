@@ -1,12 +1,11 @@
-"""The same real jobs with one torch after another, as rows of a table (docs/matrix.md).
+"""Runs the same real jobs with different versions of torch, as rows of a table (docs/matrix.md).
 
     make matrix TORCH=2.14.1 PYTHON=python3.12
 
-Makes `.venv-matrix-2.14.1` of that Python with that version as the package index has it (for Linux
-the CUDA build, 5 GB), unless `--python` names the interpreter of an environment that has it, and
-runs a few tests of ours in it, each with real processes and no mock. Prints the table's row; ends
-with 1 if a cell of it failed. uv is used for the installation if it is on the PATH, for it takes a
-quarter of the time.
+Creates `.venv-matrix-2.14.1` with that Python and that version from the package index (for Linux
+the CUDA build, 5 GB), unless `--python` names the interpreter of an environment that has it. Runs a
+few tests in it, each with real processes and no mock. Prints the table's row; exits with 1 if a
+cell failed. Installs with uv if it is on the PATH, because it takes a quarter of the time.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ print(f"{torch.__version__.partition('+')[0]} ({built})", platform.python_versio
 
 
 def main() -> int:
-    """One row; 1 if a cell failed."""
+    """Print one row; 1 if a cell failed."""
     parser = argparse.ArgumentParser(description="Run real jobs with one version of torch.")
     parser.add_argument("torch", metavar="VERSION", help="such as 2.14.1")
     parser.add_argument("--python", help="of an environment that has this torch; none is made")
@@ -91,12 +90,12 @@ def main() -> int:
 
 
 def environment(version: str) -> str:
-    """The interpreter of an environment with this torch and all that the tests need."""
+    """The interpreter of an environment with this torch and all packages that the tests need."""
     folder = ROOT / f".venv-matrix-{version}"
     python = str(folder / "bin/python")
-    # what is asked for exactly stays: no range of another package brings another build
+    # pin the exact version, so that another package's range cannot select another build
     wanted = [f"torch=={version}", "-e", f"{ROOT}[demo,dev,frameworks]"]
-    # the build of the package index, also where a build for this machine lies in a folder
+    # the build of the package index, even if a local folder has one for this machine
     env = {name: text for name, text in os.environ.items() if name != "PIP_FIND_LINKS"}
     if uv := shutil.which("uv"):
         making = [uv, "venv", "-q", "--allow-existing", "--python", sys.executable, str(folder)]
@@ -110,7 +109,7 @@ def environment(version: str) -> str:
 
 
 def cell(python: str, tests: list[str], notes: list[str]) -> str:
-    """`yes`, `no (2 of 3 failed)`, or `-` where all were skipped; notes say why."""
+    """`yes`, `no (2 of 3 failed)`, or `-` if all were skipped; notes give the reasons."""
     with tempfile.NamedTemporaryFile(suffix=".xml") as report:
         words = ["-m", "pytest", "-q", "-p", "no:randomly"]
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Fixtures for all rooms: a world of processes that must be empty when its test ends."""
+"""Fixtures for all packages, such as a world of processes that must be empty when its test ends."""
 
 from __future__ import annotations
 
@@ -34,41 +34,42 @@ QUICK = "not slow and not soak"
 SLOW_AS_A_WHOLE = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.M)
 
 STARTERS = frozenset({"world", "torchrun_world", "lab", "elastic_job", "inner"})
-"""Fixtures, also of other fixtures, with which a test starts processes: it is `slow` by itself."""
+"""Fixtures, also of other fixtures, with which a test starts processes: such a test becomes `slow`
+automatically."""
 
 
 LONG = ("faults", "snapshots", "slurm", "partitions", "etcd", "health", "containers", "training")
-"""Rooms with files that take minutes, in the order in which they begin."""
+"""Packages with files that take minutes, in the order in which they begin."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A run in the background (a shell's `&`, `nohup`) is born ignoring SIGINT or SIGHUP, and so
-    would be all that the tests start: what they send would be lost. With a handler that does
-    nothing we ignore them no less, but what is exec'd has the default again."""
+    """A background run (a shell's `&`, `nohup`) ignores SIGINT or SIGHUP from the start, and so
+    would all processes of the tests, which would lose the tests' signals. An empty handler also
+    ignores the signals in this process, but processes after exec get the default action."""
     for number in ignored_signals():
         signal.signal(number, lambda *_: None)
-    os.environ.pop("PYTHONUNBUFFERED", None)  # all jobs have one environment, so one warm process
-    if not hasattr(config, "workerinput"):  # of xdist: its controller does it for all
+    os.environ.pop("PYTHONUNBUFFERED", None)  # one environment for all jobs, so one warm process
+    if not hasattr(config, "workerinput"):  # xdist's controller does it for all workers
         planted.plant()
-        state = tempfile.mkdtemp(prefix="elasticrun-state-")  # run folders, for one
+        state = tempfile.mkdtemp(prefix="elasticrun-state-")  # run folders, for example
         config.stash[STATE] = os.environ["XDG_STATE_HOME"] = state
 
 
 def pytest_runtest_setup() -> None:
-    """torch sets this variable in a process that imports its compiler: the jobs of such a worker
-    would differ from those of all others, for which the run's warm process was made."""
+    """torch sets this variable in a process that imports its compiler. The jobs of such a worker
+    would then differ from all others, for which the run's warm process was made."""
     os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """What the run has planted goes."""
+    """Remove what the run has planted."""
     if not hasattr(config, "workerinput"):
         planted.remove()
         shutil.rmtree(config.stash[STATE], ignore_errors=True)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files that are slow as a whole are not even imported for `make check`."""
+    """`make check` does not even import files that are slow as a whole."""
     if config.option.markexpr != QUICK or not collection_path.name.startswith("test_"):
         return None
     text = collection_path.read_text(encoding="utf-8") if collection_path.is_file() else ""
@@ -77,9 +78,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True, wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
-    """Who starts a job is not one of the quick tests (`make check`). Of several processes that
-    share the files none is left with a long one at the end: those begin, and quick ones are last
-    (`--no-loadscope-reorder`; else the files with few tests would be, which are the long ones)."""
+    """Mark tests that start a job as slow, so that they are not quick tests (`make check`). Long
+    files come first and quick tests last, so that none of several processes is left with a long
+    file at the end (`--no-loadscope-reorder`; otherwise files with few tests, which are the long
+    ones, come last)."""
     for item in items:
         if STARTERS.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)
@@ -97,7 +99,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A test that is a coroutine runs on the loop that all tests share."""
+    """Run a coroutine test on the event loop that all tests share."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = pyfuncitem._fixtureinfo.argnames
@@ -107,7 +109,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Keep each phase's report on the item, so that fixtures know whether their test failed."""
+    """Store each phase's report on the item, so that fixtures know whether their test failed."""
     outcome = yield
     report = outcome.get_result()  # type: ignore[attr-defined]
     setattr(item, "report_" + report.when, report)
@@ -115,7 +117,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture
 def world(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[World]:
-    """Processes of this test; at the end none of them may live and /dev/shm is as it was."""
+    """Processes of this test; at the end none may live and /dev/shm must be unchanged."""
     created = World(tmp_path)
     yield created
     created.close(strict=passed(request))
@@ -123,7 +125,8 @@ def world(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[World]:
 
 @pytest.fixture
 def torchrun_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """A second world for torchrun's side of a comparison: what it leaves is only removed."""
+    """A second world for torchrun's side of a comparison: its leftovers are removed without
+    complaint."""
     created = World(tmp_path_factory.mktemp("torchrun"))
     yield created
     created.close(strict=False)
@@ -131,7 +134,7 @@ def torchrun_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Iterator[Lab]:
-    """Hosts, or a skip with the reason."""
+    """A `Lab` of hosts, or a skip with the reason."""
     needs.several_hosts()
     made = Lab(tmp_path)
     yield made
@@ -142,7 +145,7 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
 def counting(
     elastic_job: Any, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[Counting]:
-    """One job that counts its steps; at the end nothing of it is left, in /dev/shm either."""
+    """One job that counts its steps; at the end nothing of it is left, also in /dev/shm."""
     created = Counting(elastic_job, tmp_path)
     yield created
     if passed(request):

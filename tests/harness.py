@@ -1,11 +1,11 @@
-"""What every test with real processes stands on: start, listen, wait for events, leave nothing.
+"""The base of every test with real processes: start, read messages, wait for events, leave nothing.
 
-A `World` belongs to one test. Everything it starts carries the test's own marker in its
-environment, so that at the end each process that is still there can be found and named, whoever
-its parent has become. Scripts under tests/scripts connect to the world's `Hub` (a Unix socket) and
-say what they see; a test waits for those words, for exits (pidfd) and for lines in files (inotify),
-never for time to pass. `LIMIT` is how long an event may take on a busy machine, not how long it
-should take.
+A `World` belongs to one test. Everything that it starts has the test's own marker in its
+environment, so that at the end each remaining process can be found and named, whatever its parent
+is now. Scripts under tests/scripts connect to the world's `Hub` (a Unix socket) and report what
+they see; a test waits for these messages, for exits (pidfd) and for lines in files (inotify), never
+for time to pass. `LIMIT` is how long an event may take on a busy machine, not how long it should
+take.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from elasticrun.testing import node, plugin, processes
 from elasticrun.testing.hosts import Lab
 
 LIMIT = 240.0
-"""Seconds any awaited event may take before the test fails; generous, the machine is shared."""
+"""Seconds for any awaited event before the test fails; generous, because the machine is shared."""
 
 MARK = "ELASTICRUN_TEST_MARK"
 SOCKET = "ELASTICRUN_TEST_SOCKET"
@@ -51,7 +51,8 @@ COMMANDS = {
 }
 
 PATIENT = {"ELASTICRUN_RDZV_CONF": "heartbeat_timeout=60"}
-"""The environment of a job whose lives are counted: no agent is dead for standing still a while."""
+"""The environment of a job whose restarts are counted: an agent that stands still for a while is
+not declared dead."""
 
 COLD = {"ELASTICRUN_WARM_SERVER": "off"}
 """The environment of a job whose fork server is not forked from the run's warm process."""
@@ -78,7 +79,7 @@ _FOREIGN_NAMES = {
 
 
 def clean_environment() -> dict[str, str]:
-    """This process' environment without anything that a launcher would take as a setting."""
+    """This process's environment without variables that a launcher would read as settings."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -87,21 +88,21 @@ def clean_environment() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A TCP port that is free on loopback, and that the kernel gives to nobody who asks for any:
-    it is bound seconds later, while other tests run."""
+    """A TCP port that is free on loopback and outside the kernel's ephemeral range: it is bound
+    seconds later, while other tests run."""
     return node.free_port()
 
 
 def await_exit(pids: Iterable[int], limit: float = LIMIT) -> set[int]:
-    """Wait until these processes (anybody's children) have exited; the pids that have not."""
+    """Wait until these processes (of any parent) have exited. Returns the pids that have not."""
     return processes.await_end(pids, limit)
 
 
 def program(
     *words: str, env: Mapping[str, str] | None = None, before: Callable[[], None] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Python with these words, which ends by itself; what it printed. `before`: done in its process
-    before it is one."""
+    """Run Python with these words until it exits. Returns its output. `before`: runs in the child
+    before exec."""
     return subprocess.run(
         [sys.executable, *words],
         env=env,
@@ -115,13 +116,13 @@ def program(
 
 
 def ran(*words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """`elasticrun` with these words, which ends by itself; what it printed."""
+    """Run `elasticrun` with these words until it exits. Returns its output."""
     return program("-m", "elasticrun", *words, env=clean_environment() if env is None else env)
 
 
 def status_of(*words: str, env: Mapping[str, str] | None = None) -> str:
-    """What `elasticrun status` prints with these words, as soon as the master answers: it gives one
-    that stands still no more than five seconds."""
+    """The output of `elasticrun status` with these words, once the master answers; the verb itself
+    waits at most five seconds for a master that does not respond."""
     printed: list[str] = []
 
     def answered() -> bool:
@@ -134,13 +135,13 @@ def status_of(*words: str, env: Mapping[str, str] | None = None) -> str:
 
 
 def passed(request: pytest.FixtureRequest) -> bool:
-    """For fixtures: whether their test has."""
+    """For fixtures: whether their test has passed."""
     report = getattr(request.node, "report_call", None)
     return report is not None and bool(report.passed)
 
 
 def await_true(condition: Callable[[], object], what: str, limit: float = LIMIT) -> None:
-    """Wait for what tells nobody of itself."""
+    """Poll for a condition that sends no notification."""
     end = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < end, f"no {what} within {limit:g} s"
@@ -148,7 +149,7 @@ def await_true(condition: Callable[[], object], what: str, limit: float = LIMIT)
 
 
 def await_listener(port: int) -> None:
-    """Wait until somebody listens on this TCP port, without a word to it."""
+    """Wait until a process listens on this TCP port, without connecting to it."""
     number = f":{port:04X}"
 
     def listens() -> bool:
@@ -160,7 +161,7 @@ def await_listener(port: int) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of this pid runs (a zombie does not)."""
+    """Whether a process with this pid runs (a zombie does not)."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -169,7 +170,7 @@ def is_alive(pid: int) -> bool:
 
 @dataclass
 class Peer:
-    """One process of the job that talks to the test; `gone` is set when its socket has closed."""
+    """One process of the job that reports to the test; `gone`: its socket has closed."""
 
     connection: socket.socket
     hello: dict[str, Any] = field(default_factory=dict)
@@ -183,13 +184,13 @@ class Peer:
             raise AttributeError(name) from None
 
     def order(self, do: str, **more: Any) -> None:
-        """Tell the script what to do next (see tests/scripts/puppet.py)."""
+        """Order the script's next action (see tests/scripts/puppet.py)."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.connection.sendall(json.dumps({"do": do, **more}).encode() + b"\n")
 
 
 class Hub:
-    """The socket to which scripts connect, with everything they said, in the order of arrival."""
+    """The socket to which scripts connect, with all their messages in the order of arrival."""
 
     def __init__(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="er-hub-")
@@ -225,14 +226,15 @@ class Hub:
             self._changed.notify_all()
 
     def until(self, condition: Callable[[], Any], what: str, limit: float = LIMIT) -> Any:
-        """Wait until `condition()` is true (looked at after each word or loss) and return it."""
+        """Wait until `condition()` is true (checked after each message or disconnect) and return
+        it."""
         with self._changed:
             result = self._changed.wait_for(condition, limit)
         assert result, f"no {what} within {limit:g} s; heard: {[p.said for p in self.peers]}"
         return result
 
     def ranks(self, count: int, limit: float = LIMIT, **wanted: Any) -> list[Peer]:
-        """The first `count` peers, sorted by rank, whose hello has all of `wanted` (values may
+        """The first `count` peers, sorted by rank, whose hello matches all of `wanted` (values may
         be functions); waits for them."""
 
         def enough() -> list[Peer]:
@@ -264,7 +266,7 @@ class Hub:
         self.until(lambda: all(p.gone for p in peers), "end of the peers", limit)
 
     def close(self) -> None:
-        """Stop listening and hang up on everybody."""
+        """Stop listening and close all connections."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -294,7 +296,7 @@ class Launched:
 
     @property
     def stdout(self) -> str:
-        """What it and its ranks have written to standard output so far."""
+        """The standard output of the launcher and its ranks so far."""
         return self._out.read_text(errors="replace") if self._out.exists() else ""
 
     @property
@@ -302,7 +304,7 @@ class Launched:
         return self._err.read_text(errors="replace") if self._err.exists() else ""
 
     def wait(self, limit: float = LIMIT) -> int:
-        """Its exit code as subprocess has it, within `limit` seconds."""
+        """Its exit code, as in subprocess, within `limit` seconds."""
         try:
             return self.process.wait(limit)
         except subprocess.TimeoutExpired:
@@ -324,11 +326,11 @@ class Launched:
         return processes_of(processes.below(self.pid))
 
     def children(self) -> list[psutil.Process]:
-        """Those of them that it has started itself, or that were forked for it."""
+        """The descendants that it started itself, or that were forked for it."""
         return processes_of(processes.children(self.pid))
 
     def until_text(self, text: str, limit: float = LIMIT, stream: str = "stderr") -> str:
-        """Wait until the console shows `text`; everything that it shows then."""
+        """Wait until the console shows `text`. Returns all its text."""
         return until_file(
             self._err if stream == "stderr" else self._out, lambda t: text in t, limit
         )
@@ -351,7 +353,7 @@ def agent_of(peer: Peer, jobs: Iterable[Launched]) -> Launched:
 
 
 def until_file(path: Path, good: Callable[[str], bool], limit: float = LIMIT) -> str:
-    """Wait (inotify) until the text of `path` satisfies `good`; that text."""
+    """Wait (inotify) until the text of `path` satisfies `good`. Returns the text."""
     end = time.monotonic() + limit
     with INotify() as watcher:
         watcher.add_watch(path.parent, flags.CREATE | flags.MODIFY | flags.MOVED_TO)
@@ -365,7 +367,7 @@ def until_file(path: Path, good: Callable[[str], bool], limit: float = LIMIT) ->
 
 
 class World:
-    """The processes of one test, their socket, and the promise that none of them stays."""
+    """The processes of one test and their socket; none of them may remain."""
 
     def __init__(self, scratch: Path) -> None:
         self.scratch = scratch
@@ -378,7 +380,7 @@ class World:
         self._shm = shm_entries()
 
     def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
-        """What a launcher of this world is started with."""
+        """The environment of a launcher in this world."""
         environ = {
             **clean_environment(),
             MARK: self.marker,
@@ -402,9 +404,9 @@ class World:
         umask: int = -1,
         ignoring: str = "",
     ) -> Launched:
-        """Start any command in a session of its own; its console goes to files unless given.
+        """Start any command in its own session; its console goes to files unless given.
 
-        `ignoring`: signals by their short names, as `nohup` and `&` in a script leave them."""
+        `ignoring`: signals by their short names, ignored as after `nohup` and `&` in a script."""
         if ignoring:
             argv = ("sh", "-c", f'trap "" {ignoring}; exec "$@"', "sh", *argv)
         number = len(self.jobs)
@@ -429,7 +431,7 @@ class World:
         return self.command((*COMMANDS[launcher], *args), **how)
 
     def survivors(self) -> list[psutil.Process]:
-        """Every living process that carries this world's marker, zombies aside."""
+        """Every process with this world's marker, except zombies."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
@@ -450,15 +452,15 @@ class World:
         assert not living, f"still there after {limit:g} s: {[describe(p) for p in living]}"
 
     def kill_all(self) -> None:
-        """SIGKILL everything that carries the marker, until nothing does; at one moment, so that
-        nobody sees another's death."""
+        """SIGKILL everything with the marker, until nothing is left; all at the same moment, so
+        that no process observes another's death."""
         for _ in range(20):
             if not self.survivors():
                 return
             processes.kill_all(lambda: [process.pid for process in self.survivors()], 5)
 
     def close(self, *, strict: bool) -> None:
-        """End everything; with `strict`, complain about what had not ended by itself."""
+        """End everything; with `strict`, fail if something had not ended by itself."""
         try:
             for job in self.jobs:
                 if not job.ended():
@@ -474,7 +476,7 @@ class World:
 
 
 def processes_of(pids: Iterable[int]) -> list[psutil.Process]:
-    """Those of them that still live."""
+    """Those that still live."""
     found = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -483,7 +485,7 @@ def processes_of(pids: Iterable[int]) -> list[psutil.Process]:
 
 
 def describe(process: psutil.Process) -> str:
-    """One process in words, for a failing assertion."""
+    """A description of one process, for a failing assertion."""
     with contextlib.suppress(psutil.Error):
         return f"{process.pid} (parent {process.ppid()}): {' '.join(process.cmdline())[:160]}"
     return f"{process.pid} (gone)"
@@ -494,13 +496,13 @@ def shm_entries() -> set[str]:
 
 
 LOOK_AGAIN = 0.5
-"""Seconds after which what lies in /dev/shm is looked at anew."""
+"""Seconds after which /dev/shm is checked again."""
 
 
 def shm_since(before: set[str], limit: float = LIMIT) -> list[str]:
-    """Folders of agents in /dev/shm that were not there `before`, that no living agent holds and no
-    living process has mapped: what a job beside this test has there is held, and none of its
-    business. What is only on its way out goes within `limit` seconds."""
+    """Agents' folders in /dev/shm that did not exist `before`, that no living agent holds and no
+    living process has mapped: those in use belong to a concurrent job. Folders that are being
+    removed have `limit` seconds."""
     left = {name for name in shm_entries() - before if OF_AN_AGENT.fullmatch(name)}
     end = time.monotonic() + limit
     with INotify() as watcher:
@@ -511,14 +513,14 @@ def shm_since(before: set[str], limit: float = LIMIT) -> list[str]:
             rest = end - time.monotonic()
             if not left or rest <= 0:
                 break
-            # nothing tells when a folder is mapped again, by the next life of another test's job
+            # no event reports that a folder is mapped again, when another test's job restarts
             watcher.read(timeout=int(min(rest, LOOK_AGAIN) * 1000) + 1)
     return sorted(left)
 
 
 def _has_agent(name: str) -> bool:
-    """Whether a living agent holds this folder's lock (which is looked at, not tried: another
-    agent that wants it now would find it taken)."""
+    """Whether a living agent holds this folder's lock. Only checked, not tried: otherwise an agent
+    that wants the lock at this moment would find it taken."""
     try:
         number = os.stat(SHM / name / "lock").st_ino
     except OSError:
@@ -528,7 +530,7 @@ def _has_agent(name: str) -> bool:
 
 
 def _shm_in_use() -> set[str]:
-    """Names under /dev/shm that some living process has mapped."""
+    """Names under /dev/shm that a living process has mapped."""
     used: set[str] = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
@@ -541,7 +543,7 @@ def _shm_in_use() -> set[str]:
 
 @contextlib.contextmanager
 def world_in(scratch: Path) -> Iterator[World]:
-    """A world for the length of a block; strict about leftovers only if the block succeeded."""
+    """A world for the duration of a block; strict about leftovers only if the block succeeded."""
     world = World(scratch)
     try:
         yield world

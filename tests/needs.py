@@ -1,5 +1,6 @@
-"""What a test needs of this machine; where it cannot be had, the test is skipped and says why, or
-fails where `.ci/run` has said that everything must be there."""
+"""Requirements of tests on this machine. If one is missing, the test is skipped with the reason, or
+fails if `.ci/run` requires all of them.
+"""
 
 from __future__ import annotations
 
@@ -19,28 +20,28 @@ from elasticrun.testing import hosts
 from tests.harness import LIMIT, await_true
 
 LAB: Final = "ELASTICRUN_LAB"
-"""`required` in this variable: what `scripts/lab_packages.sh` installs, and what it takes to use
-it, must be there."""
+"""`required` in this variable: what `scripts/lab_packages.sh` installs, and the rights to use it,
+must be available."""
 
 _MOUNT = 'mount -t tmpfs -o size={size} none "$0" && exec "$@"'
 
 
 def lacking(why: str) -> NoReturn:
-    """This test cannot run here."""
+    """Skip this test, or fail it if everything is required."""
     if os.environ.get(LAB) == "required":
         pytest.fail(f"{why}; {LAB}=required does not let this test be skipped", pytrace=False)
     pytest.skip(why)
 
 
 def packages(*names: str) -> None:
-    """These are installed, else the module's tests are skipped. None is imported: that would cost
-    every test process seconds while it collects."""
+    """Skip the module's tests unless these packages are installed. None is imported: that would
+    cost every test process seconds during collection."""
     if missing := [name for name in names if importlib.util.find_spec(name) is None]:
         pytest.skip(f"not installed: {', '.join(missing)}", allow_module_level=True)
 
 
 def program(*names: str, package: str, path: str | None = None) -> str:
-    """Where the first of these programs is; `package` is Debian's, `path` replaces PATH."""
+    """The path of the first of these programs; `package` is Debian's, `path` replaces PATH."""
     for name in names:
         if found := shutil.which(name, path=path):
             return found
@@ -48,23 +49,25 @@ def program(*names: str, package: str, path: str | None = None) -> str:
 
 
 def hooked_backends() -> None:
-    """torch's flight recorder has what backends do that record nothing themselves."""
+    """Require that torch's flight recorder records backends that do not record themselves."""
     from torch._C import _distributed_c10d
 
-    # that a hook records into a recorder of the backend's own, and not of all backends, is as new
+    # hooks that record into the backend's own recorder, not that of all backends, are as new as
+    # this
     if not hasattr(_distributed_c10d, "_reset_fr_trace"):
         pytest.skip("torch attaches no hook to such a backend before 2.15")
 
 
 def browser() -> str:
-    """Where a browser is that shows pages to nobody, for playwright; it brings none of its own."""
+    """The path of a headless browser for playwright, which brings none of its own."""
     return program(
         "chromium-headless-shell", "chromium", "google-chrome", package="chromium-headless-shell"
     )
 
 
 def several_hosts(*, lines: bool = False) -> None:
-    """Hosts of network namespaces (elasticrun.testing.hosts); with `lines`, slow ones too."""
+    """Require hosts of network namespaces (elasticrun.testing.hosts); with `lines`, faulty lines
+    too."""
     try:
         hosts.require()
         if lines:
@@ -74,14 +77,15 @@ def several_hosts(*, lines: bool = False) -> None:
 
 
 def namespaces(*apart: str) -> None:
-    """Namespaces of a process' own, by these options of unshare."""
+    """Require private namespaces, given as options of unshare."""
     if why := _why_not(("unshare", *apart)):
         lacking(f"no namespaces ({' '.join(apart)}) here: {why}")
 
 
 def tmpfs(folder: Path, size: str) -> tuple[str, ...]:
-    """What stands before a command that is to find an empty file system of this size (`8m`) at
-    this folder. Nobody else sees it, and it goes with the command, whose pid is the first one's."""
+    """The words before a command that mount an empty file system of this size (`8m`) at this
+    folder. Only the command sees it, it disappears with the command, and the command keeps the
+    pid."""
     before = ("unshare", "-rm", "sh", "-c", _MOUNT.format(size=size), str(folder))
     if why := _why_not(before):
         lacking(f"no tmpfs can be mounted in a namespace here: {why}")
@@ -90,7 +94,7 @@ def tmpfs(folder: Path, size: str) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def freezer() -> Iterator[Callable[[int], None]]:
-    """Puts a process into a cgroup of its own (v2) and freezes that."""
+    """A function that puts a process into its own cgroup (v2) and freezes it."""
     mounts = (line.split() for line in Path("/proc/mounts").read_text().splitlines())
     root = next((Path(words[1]) for words in mounts if words[2] == "cgroup2"), None)
     if root is None:
@@ -118,7 +122,7 @@ def freezer() -> Iterator[Callable[[int], None]]:
 
 @functools.cache
 def _why_not(before: tuple[str, ...]) -> str:
-    """Why no command can run behind this, "" if one can."""
+    """Why no command can run with this prefix, "" if one can."""
     try:
         done = subprocess.run(
             [*before, "true"], capture_output=True, text=True, timeout=LIMIT, check=False

@@ -1,6 +1,6 @@
-"""TEXT -> CONFIG -> A PROCESS.
+"""The command line: from text to a configuration to a process.
 
-`flags` is the table of flags, `resolve` turns flags and environment into `config.AgentConfig`
-(pure: what it needs to know of the machine is handed in), `main` starts what was asked for.
-Forbidden here: torch, and grpc before an agent, a master or `status` really starts.
+`flags` builds the parser, `resolve` turns flags and environment into `config.AgentConfig` (pure:
+facts about the machine are arguments), `main` starts the process. Forbidden here: torch, and grpc
+before an agent, a master or `status` really starts.
 """

@@ -1,8 +1,8 @@
-"""How many accelerators and cores this node has, found out without importing torch here.
+"""Counts this node's accelerators and cores without importing torch in this process.
 
-It resolves the words of --nproc-per-node. `host.accelerators` counts GPUs; what only torch knows is
-asked of torch in a short-lived child with a time limit, because torch in the agent would cost
-memory for the life of the job.
+It resolves the words of --nproc-per-node. `host.accelerators` counts GPUs. What only torch knows
+comes from a short-lived child with a time limit, because torch in the agent would cost memory while
+the job runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from elasticrun.cli.detection.found import HostFacts
 
 TORCH_LIMIT: Final = 120.0
-"""Seconds for importing torch in a child and asking it; shared file systems are slow."""
+"""Seconds for a child to import torch and count; shared file systems are slow."""
 
 _TORCH_CHILD: Final = """
 import json, sys, torch
@@ -52,7 +52,7 @@ def this_machine(
     environ: Mapping[str, str] | None = None,
     say: Callable[[str], None] = lambda sentence: None,
 ) -> Machine:
-    """The machine we run on; nothing is asked of it before it is needed."""
+    """This machine; every fact is determined lazily."""
     variables = os.environ if environ is None else environ
     return Machine(
         cores=lambda: cores(say),
@@ -64,8 +64,8 @@ def this_machine(
 
 
 def shared_folder(folder: str, environ: Mapping[str, str]) -> str:
-    """The name of the network file system that a folder is on, "" for none, or for a folder that
-    cannot be asked. What $ELASTICRUN_SHARED names is shared whatever it is on."""
+    """The name of the network file system that contains the folder, "" if there is none or it
+    cannot be determined. Folders in $ELASTICRUN_SHARED always count as shared."""
     where = os.path.realpath(folder)
     for named in filter(None, environ.get(SHARED_VARIABLE, "").split(":")):
         top = os.path.realpath(named)
@@ -78,8 +78,8 @@ def shared_folder(folder: str, environ: Mapping[str, str]) -> str:
 
 
 def facts(environ: Mapping[str, str]) -> HostFacts:
-    """What the environment does not say. The full host name is looked up in pods only, where the
-    kubelet has written it into /etc/hosts: elsewhere a name server may take its time."""
+    """Facts that the environment does not contain. The full host name is looked up only in pods,
+    where the kubelet has written it to /etc/hosts: elsewhere DNS may be slow."""
     from elasticrun.cli.detection.found import HostFacts
 
     try:
@@ -92,8 +92,8 @@ def facts(environ: Mapping[str, str]) -> HostFacts:
 
 
 def cores(say: Callable[[str], None], quota: float | None = None) -> int:
-    """Cores that ranks may fill: those that torch counts, or as many as the container's CPU time
-    (`quota`, in cores; looked up where none is given) is enough for, which is said."""
+    """The number of cores for ranks: torch's count, or what the container's CPU quota allows
+    (`quota`, in cores; determined if not given), in which case the user sees a note."""
     from elasticrun.host.doctor.resources import cpu_quota
 
     counted = all_cores()
@@ -118,10 +118,10 @@ def entry_points(group: str) -> list[str]:
 def count_accelerators(
     word: str, environ: Mapping[str, str], say: Callable[[str], None]
 ) -> int | None:
-    """How many devices `word` (gpu, xpu, auto, a private backend) means on this node.
+    """The number of devices that `word` (gpu, xpu, auto, a private backend) means on this node.
 
-    None where no torch knows the word. CUDA devices are counted by NVML; everything else by a
-    child that imports torch, which takes seconds and is said.
+    None if torch does not know the word. NVML counts CUDA devices; for everything else a child
+    imports torch, which takes seconds and is announced.
     """
     build = torch_build()
     common = word in ("gpu", "xpu", "auto")

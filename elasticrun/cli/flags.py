@@ -1,9 +1,9 @@
-"""The command line's grammar: the argparse parser built from the table.
+"""The command line's grammar: builds the argparse parser from the table.
 
-A flag is data (`table.FLAGS`); this module turns the data into an ordinary parser. Both spellings
-of every flag, abbreviations of torchrun's and defaults from the environment are as torchrun has
-them; torch is not needed to read them. What stands behind the script is cut off before any flag is
-looked for: argparse itself matches every word, and refuses a script's own `--log` as ambiguous.
+A flag is data (`table.FLAGS`); this module turns the data into a parser. As in torchrun, every flag
+has two spellings, torchrun's flags may be abbreviated, and defaults come from the environment; none
+of this needs torch. Words after the script are cut off before parsing: argparse itself matches
+every word, and would reject a script's own `--log` as ambiguous.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ PROG = "elasticrun"
 
 
 class FromEnvironment(str):
-    """A default that was found in the environment: the text, and the variable's name."""
+    """A default from the environment: the text, and the variable's name."""
 
     variable: str
 
 
 class Parsed(argparse.Namespace):
-    """A namespace that also knows which flags stood on the command line, and in which spelling.
+    """A namespace that records which flags the command line contained, and in which spelling.
 
-    `given` is a slot, so `vars()` shows what argparse's own namespace would.
+    `given` is a slot, so `vars()` shows the same as for argparse's own namespace.
     """
 
     __slots__ = ("given",)
@@ -43,7 +43,7 @@ class Parsed(argparse.Namespace):
 
 
 class Store(argparse.Action):
-    """Store a value, or True for a switch, and remember that the flag was given."""
+    """Store a value, or True for a switch, and record that the flag was given."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
@@ -52,7 +52,7 @@ class Store(argparse.Action):
 
 
 class StoreAll(Store):
-    """A list with commas: each time the flag is given adds to it."""
+    """A comma-separated list; each use of the flag extends it."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         if self.dest in getattr(namespace, "given", ()) and (
@@ -63,20 +63,20 @@ class StoreAll(Store):
 
 
 def _convert(flag: Flag, kind: Callable[[str], Any], text: str) -> Any:
-    """Text to value, with a sentence that names the variable when the text came from one."""
+    """Convert text to a value; the error names the variable if the text came from one."""
     where = f" (from {text.variable})" if isinstance(text, FromEnvironment) else ""
     try:
         value = kind(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}{where} is not {flag.wants}") from None
-    if where and flag.choices and value not in flag.choices:  # argparse checks typed ones only
+    if where and flag.choices and value not in flag.choices:  # argparse checks only typed values
         words = ", ".join(flag.choices)
         raise argparse.ArgumentTypeError(f"{text!r}{where} is not one of {words}")
     return value
 
 
 class Described(Exception):
-    """A parser that was not to parse, but to be looked at."""
+    """Carries a parser that should be inspected instead of run."""
 
     def __init__(self, parser: Parser) -> None:
         super().__init__(parser.prog)
@@ -92,15 +92,16 @@ ELSEWHERE: Final = {
     "--main-process-port": "--master-port",
     "--restarts": "--max-restarts",
 }
-"""Flags of accelerate, DeepSpeed and mpirun, and what they are called here."""
+"""Flags of accelerate, DeepSpeed and mpirun, and their names here."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one sentence, and in which only torchrun's flags may be
-    abbreviated: what torchrun resolves means the same here whatever flags we add."""
+    """An ArgumentParser with one-sentence errors, in which only torchrun's flags may be
+    abbreviated: abbreviations mean the same as in torchrun, whatever flags are added here."""
 
     describes = False
-    """Raise `Described` in the place of parsing: `elasticrun completion` wants parsers."""
+    """Raise `Described` instead of parsing; `elasticrun completion` uses this to get the
+    parsers."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{"formatter_class": FlagHelp, **kwargs})
@@ -131,7 +132,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, Parsed() if namespace is None else namespace)
 
     def error(self, message: str) -> Any:
-        """Argparse's form without its page of usage: one line, what to do, exit 2."""
+        """Print argparse's error without the usage: one line with a hint, exit code 2."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} {self.all_help})\n")
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
@@ -139,7 +140,7 @@ class Parser(argparse.ArgumentParser):
         contract = [match for match in found if match[0].dest in self.contract | {"help"}]
         meant = contract or [match for match in found if match[0].dest in self.newer]
         if len(meant) > 1 and len({match[0].dest for match in meant}) == 1:
-            # torchrun refuses it too: its two spellings are two flags to argparse
+            # torchrun rejects it too: its two spellings are two flags to argparse
             typed = option_string.partition("=")[0]
             whole = next(name for name in meant[0][0].option_strings if name.startswith("--"))
             self.error(f"ambiguous option: {typed}; did you mean {whole}?")
@@ -147,15 +148,15 @@ class Parser(argparse.ArgumentParser):
 
 
 def leave_word(sentence: str) -> None:
-    """Why this launch cannot begin, for whoever has named a file for that."""
-    if LAST_WORDS in os.environ:  # late: others have no need of it
+    """Write why this launch cannot begin to the file that the environment names, if any."""
+    if LAST_WORDS in os.environ:  # late import: rarely needed
         from elasticrun.host.runs.last_word import LastWord, leave
 
         leave(LastWord(sentence))
 
 
 class LaunchParser(Parser):
-    """The parser of the launcher itself: flags, the script, and what is the script's."""
+    """The parser of the launcher itself: flags, the script, and the script's arguments."""
 
     def error(self, message: str) -> Any:
         leave_word(message)
@@ -169,13 +170,13 @@ class LaunchParser(Parser):
         found, extra = super().parse_known_args(words[: at + 1], namespace)
         behind = words[at + 1 :]
         if behind[:1] == ["--"] and "--" not in words[:at]:
-            del behind[0]  # as torchrun: it ends the launcher's flags, behind the script as well
+            del behind[0]  # as in torchrun, `--` ends the launcher's flags, also after the script
         if behind:
             found.training_script_args = behind
         return found, extra
 
     def script_at(self, words: Sequence[str]) -> int:
-        """Where the script stands, or the end where there is none."""
+        """The index of the script, or of the end without a script."""
         at = 0
         while at < len(words):
             if words[at] == "--":
@@ -186,7 +187,8 @@ class LaunchParser(Parser):
         return len(words)
 
     def _is_flag(self, word: str) -> bool:
-        """As argparse has it: `-`, a negative number and a text with a space are none."""
+        """Whether argparse treats the word as a flag: not `-`, a negative number or text with a
+        space."""
         if not word.startswith("-") or word == "-":
             return False
         known = self._option_string_actions
@@ -195,7 +197,8 @@ class LaunchParser(Parser):
         return " " not in word and not self._negative_number_matcher.match(word)
 
     def _takes_the_next(self, word: str) -> bool:
-        """Whether its value is the next word; of no matter for a flag that argparse refuses."""
+        """Whether the flag's value is the next word; irrelevant for a flag that argparse
+        rejects."""
         known = self._option_string_actions
         if word in known:
             return known[word].nargs != 0
@@ -203,7 +206,7 @@ class LaunchParser(Parser):
             return False
         if word.startswith("--"):
             return any(match[0].nargs != 0 for match in self._get_option_tuples(word))
-        for at, letter in enumerate(word[1:], start=2):  # short ones together: -m, -r3, -mr
+        for at, letter in enumerate(word[1:], start=2):  # combined short flags: -m, -r3, -mr
             flag = known.get(f"-{letter}")
             if flag is None or flag.nargs != 0:
                 return flag is not None and at == len(word)
@@ -211,7 +214,7 @@ class LaunchParser(Parser):
 
 
 class FlagHelp(argparse.HelpFormatter):
-    """Help that shows each flag once, with dashes, and leaves a text of several lines as it is."""
+    """Help that shows each flag once, with dashes, and keeps multi-line text unchanged."""
 
     def __init__(self, prog: str) -> None:
         import shutil
@@ -251,20 +254,21 @@ class _Version(argparse.Action):
 
 
 class _Help(argparse.Action):
-    """One screen; --help-all is argparse's page of everything."""
+    """One screen of help; --help-all is argparse's page of everything."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        parser._print_message(HELP, sys.stdout)  # where it fails, `main` sees it
+        parser._print_message(HELP, sys.stdout)  # `main` handles a write error
         parser.exit(0)
 
 
 class _Shells:
-    """Those that shtab completes for; looked up once the flag is given: its import takes long."""
+    """The shells that shtab supports; looked up only when the flag is given, because the import is
+    slow."""
 
     def __iter__(self) -> Iterator[str]:
         try:
             import shtab
-        except ImportError:  # torch's, in this case
+        except ImportError:  # as in torch
             return iter(("bash", "zsh", "tcsh"))
         return iter(shtab.SUPPORTED_SHELLS)
 
@@ -287,11 +291,11 @@ SPECIAL: Mapping[str, type[argparse.Action]] = {
     "version": _Version,
     "print_completion": _PrintCompletion,
 }
-"""Flags that do something at once and end, instead of storing a value."""
+"""Flags that act at once and exit, instead of storing a value."""
 
 
 def truth(text: str) -> bool:
-    """The value of a switch in the environment: a number as torchrun has it, or a word."""
+    """The value of a switch in the environment: a number as in torchrun, or a word."""
     word = text.strip().lower()
     if word in ("true", "yes", "on", "t", "y"):
         return True
@@ -301,7 +305,7 @@ def truth(text: str) -> bool:
 
 
 def get_args_parser(environ: Mapping[str, str] | None = None) -> LaunchParser:
-    """The parser of the whole command line, with defaults taken from `environ` (os.environ)."""
+    """The parser of the whole command line, with defaults from `environ` (os.environ)."""
     parser = LaunchParser(
         prog=PROG,
         usage=f"{PROG} [options] script [arguments of the script ...]",
@@ -331,7 +335,8 @@ def get_args_parser(environ: Mapping[str, str] | None = None) -> LaunchParser:
 
 
 def in_torchruns_words(environ: Mapping[str, str]) -> dict[str, str]:
-    """For torchrun in our place: the PET_ variables that mean what ELASTICRUN_ ones mean to us."""
+    """The PET_ variables for a torchrun that replaces this process, from our ELASTICRUN_
+    variables."""
     rows = [(flag, flag.variable_in(environ)) for flag in FLAGS if flag.origin == TORCHRUN]
     return {
         flag.variable: environ[name] if flag.kind else str(int(truth(environ[name])))
@@ -349,7 +354,7 @@ def add_group(
         options: dict[str, Any] = {"dest": flag.dest, "help": _help(flag)}
         special = SPECIAL.get(flag.dest)
         if special is not None:
-            # torch's parser leaves None for its own in the namespace
+            # torch's parser leaves None in the namespace for its own
             none = flag.default if flag.origin == NEWER else argparse.SUPPRESS
             options |= {"action": special, "default": none}
             shells = {"choices": _Shells(), "metavar": flag.metavar}

@@ -1,5 +1,6 @@
-"""The command: a verb, or a script to run as ranks. Every error of ours is one sentence, and
-whether the script can be run at all is looked at before anything is started for it.
+"""The command: a verb, or a script to run as ranks.
+
+Every error of ours is one sentence. The script is checked before anything is started for it.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from elasticrun.wire.types import EntryKind, Entrypoint
 
 
 def check_program(entry: Entrypoint) -> str:
-    """Raise `NoProgram` where the program cannot be run here; else a hint for the user, or "".
+    """Raise `NoProgram` if the program cannot run here; else return a hint for the user, or "".
 
-    A module is not looked for: finding it may mean importing its packages.
+    Modules are not checked: finding one may import its packages.
     """
     if entry.kind in (EntryKind.SCRIPT, EntryKind.RUN_PATH):
         return _check_script(entry.target)
@@ -70,7 +71,7 @@ def _check_script(path: str) -> str:
 
 
 def check_data(folders: Mapping[str, str]) -> None:
-    """Raise `NotHere` where one of the folders of --data cannot be read here."""
+    """Raise `NotHere` if a folder of --data cannot be read here."""
     for name, path in folders.items():
         if not os.path.isdir(path):
             what = "is no folder" if os.path.exists(path) else "is not there"
@@ -90,7 +91,7 @@ OF_CLUSTERS: Final = (
     *LOOKS,
     *ORDERS,
 )
-"""Verbs for jobs in Kubernetes as well."""
+"""Verbs that also work for jobs in Kubernetes."""
 
 _AT: Final = {
     "doctor": "cli.verbs.doctor",
@@ -115,11 +116,11 @@ _AT: Final = {
     **dict.fromkeys(ORDERS, "jobs.running.orders"),
     **dict.fromkeys(OF_A_SUBMITTED, "jobs.manage.jobs"),
 }
-"""The module of each verb, imported on use, and its function where that is not `main`. Nothing else
-names a module of `elasticrun/jobs` from outside that folder."""
+"""The module of each verb, imported on use, with the function's name if that is not `main`. Outside
+`elasticrun/jobs`, only this table and `_jobs` name its modules."""
 
 _HEARD: Final = ("submit", "render", "convert", "warm", "join")
-"""Verbs whose functions are told how to say something to the user."""
+"""Verbs whose functions take `say`, which prints a line for the user."""
 
 VERBS: Final = ("master", *_AT)
 """First words that are not a script."""
@@ -134,20 +135,20 @@ ELSEWHERE: Final = {
     "log": "logs",
     "dump": "stacks",
 }
-"""What other tools call them."""
+"""Other tools' names for the verbs."""
 
 
 def meant(word: str) -> str:
-    """The end of a sentence, for a word that is another tool's."""
+    """The end of an error sentence, for a word that is another tool's verb."""
     return f"; did you mean {ELSEWHERE[word]}?" if word in ELSEWHERE else ""
 
 
 UNREAD: Final = 128 + 13
-"""The exit code of a command whose reader has gone: 13 is SIGPIPE."""
+"""The exit code of a command whose reader has exited: 13 is SIGPIPE."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line (sys.argv where none is given) and return the exit code."""
+    """Run the command line (default: sys.argv) and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     verb = verb_of(words)
     if os.getpid() == 1:
@@ -161,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not verb:
             leave_word(f"{error}{hint}")
         return EXIT_USAGE if hint else error.exit_code
-    except KeyboardInterrupt:  # before there was an agent to handle it
+    except KeyboardInterrupt:  # before an agent handles it
         return 130
 
 
@@ -169,19 +170,19 @@ def _do(verb: str, words: Sequence[str]) -> int:
     try:
         if verb == "master":
             return _master(words[1:])
-        if words[:2] == ["top", "node"]:  # kubectl and Arena know both
+        if words[:2] == ["top", "node"]:  # kubectl and Arena accept both
             words = ["top", "nodes", *words[2:]]
         return _verb(verb, words[1:]) if verb else _launch(words)
-    except SystemExit as end:  # argparse has printed a page of help
+    except SystemExit as end:  # argparse has printed help
         if end.code or not (code := _printed(lambda: EXIT_OK)):
             raise
         return code
 
 
 def _be_mortal() -> None:
-    """The first process of a container is deaf to every signal that it has no handler for, and one
-    that fetches code has things to put away. Until the agent has its own handlers, which may take
-    seconds from a slow disk, these end us as they end any other process, with an exception."""
+    """Install signal handlers for process 1 of a container: the kernel ignores signals to it that
+    have no handler. A process that fetches code also has to clean up. Until the agent installs its
+    own handlers, which may take seconds on a slow disk, these end the process with an exception."""
     import signal
 
     def leave(number: int, _frame: object) -> None:
@@ -193,8 +194,8 @@ def _be_mortal() -> None:
 
 
 def verb_of(words: Sequence[str]) -> str:
-    """The verb a command line begins with, "" for none: a file of that name is a script, and so is
-    a folder that Python could run; other folders, such as `logs`, are not."""
+    """The verb that a command line begins with, "" for none. A file of that name is a script, and
+    so is a folder that Python can run; other folders, such as `logs`, are not."""
     if not words or words[0] not in VERBS:
         return ""
     name = words[0]
@@ -204,8 +205,9 @@ def verb_of(words: Sequence[str]) -> str:
 
 
 def say(sentence: str) -> None:
-    """One line for the user, on standard error; a full disk or a closed pipe there ends no job."""
-    if sys.stderr is None:  # our caller has closed it
+    """Print one line for the user on standard error; a full disk or a closed pipe there is
+    ignored."""
+    if sys.stderr is None:  # the caller has closed it
         return
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{PROG}: {sentence}\n")
@@ -271,20 +273,20 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
     if config.rendezvous.kind in ("file", "open"):
         from elasticrun.cli.rendezvous import for_others
 
-        # nodes that meet by a file type the same words, and mean the same by them
+        # nodes that meet through a file have the same command line, so it means the same for all
         grow = config.spec.grow if config.rendezvous.kind == "open" else ""
         to_join = for_others(words, Asked(ns, environ), os.getcwd(), grow)
     plan = dataclasses.replace(config.run, command=(PROG, *words), program=program)
     if plan.folder:
         config.env[RUN_FOLDER] = os.path.abspath(plan.folder)
-    # its notes have been printed
+    # its notes are already printed
     return run(dataclasses.replace(config, notes=(), run=plan, to_join=to_join))
 
 
 def _already(config: AgentConfig) -> str:
-    """What is said in place of running again what has succeeded in its run folder. Of a job of
-    several nodes its master tells them all: not each of them need have that folder. UsageError
-    where another program has succeeded there."""
+    """The message if this program has already succeeded in its run folder. In a job of several
+    nodes the master tells every node, because not every node need have that folder. Raises
+    UsageError if another program has succeeded there."""
     plan = config.run
     alone = config.spec.max_nodes == 1 or config.node_rank > 0
     if not plan.folder or plan.fresh or not alone:
@@ -303,7 +305,7 @@ def _already(config: AgentConfig) -> str:
 
 
 def _check(config: AgentConfig) -> str:
-    """Refuse a program that is not there. On one node of several only say so, and let the rank
+    """Raise if the program cannot run. With several nodes only return the error and let the rank
     fail: then the job ends everywhere, instead of waiting for this node."""
     try:
         return check_program(config.entry)
@@ -314,13 +316,13 @@ def _check(config: AgentConfig) -> str:
 
 
 def _leave_to_torchrun(plugin: str, words: Sequence[str], ns: argparse.Namespace) -> int:
-    """Become torchrun, which alone can serve a rendezvous plug-in; returns only if it cannot. The
-    `--` keeps it from taking a script's words for abbreviations of its own flags."""
+    """Replace this process with torchrun, which alone supports rendezvous plug-ins; returns only on
+    failure. The `--` keeps torchrun from reading a script's words as abbreviations of its flags."""
     from elasticrun.cli.flags import in_torchruns_words
 
     say(f"--rdzv-backend={plugin} is a plug-in of torchrun's: torchrun takes over from here")
     os.environ.update(in_torchruns_words(os.environ))
-    # -P: the folder we were started in is not on the path of the console script torchrun either
+    # -P: the console script torchrun does not have the working directory on its path either
     command = [sys.executable, "-P", "-m", "torch.distributed.run"]
     ours = [word for word in words[: get_args_parser().script_at(words)] if word != "--"]
     command += [*ours, "--", ns.training_script, *ns.training_script_args]
@@ -343,7 +345,7 @@ def _master(words: Sequence[str]) -> int:
 
 
 def _verb(verb: str, words: Sequence[str]) -> int:
-    """One that prints."""
+    """Run a verb."""
     if verb in OF_CLUSTERS:
         words, run_there = _jobs("placing").placed(verb, words, say)
         if run_there is not None:
@@ -358,7 +360,7 @@ def _verb(verb: str, words: Sequence[str]) -> int:
 
 def _jobs(module: str) -> ModuleType:
     """A module of `elasticrun/jobs`, imported by name: a launcher without that folder still runs.
-    UsageError if it is not installed."""
+    Raises UsageError if it is not installed."""
     try:
         return importlib.import_module(f"elasticrun.jobs.{module}")
     except ModuleNotFoundError as missing:
@@ -370,7 +372,7 @@ def _jobs(module: str) -> ModuleType:
 
 
 def _function_of(verb: str) -> Callable[[Sequence[str]], int]:
-    """What does it with the words behind it."""
+    """The function that runs the verb with its words."""
     folder, _, rest = _AT[verb].partition(".")
     module, _, name = rest.partition(":")
     found = (
@@ -386,7 +388,7 @@ def _function_of(verb: str) -> Callable[[Sequence[str]], int]:
 
 
 def _printed(show: Callable[[], int]) -> int:
-    """Run what writes to standard output; a full disk there is one sentence."""
+    """Run a function that writes to standard output; a write error becomes one sentence."""
     try:
         return _read(show)
     except OSError as error:
@@ -395,8 +397,8 @@ def _printed(show: Callable[[], int]) -> int:
 
 
 def _read(show: Callable[[], int]) -> int:
-    """The same for what meets other errors too. A reader that has gone (`| head -1`) is no error:
-    then the code is what a shell shows of a program that SIGPIPE has ended."""
+    """Like `_printed`, for functions with other errors too. A reader that has exited (`| head -1`)
+    is not an error: the exit code is then the one that a shell shows for SIGPIPE."""
     try:
         code = show()
         if sys.stdout is not None:
@@ -408,5 +410,6 @@ def _read(show: Callable[[], int]) -> int:
 
 
 def _write_nowhere() -> None:
-    """What is still to be written goes nowhere, or the interpreter fails on it again as it ends."""
+    """Redirect stdout to /dev/null; otherwise the interpreter fails again when it flushes at
+    exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

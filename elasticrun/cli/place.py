@@ -1,12 +1,12 @@
-"""Where a scheduler has put this node: detection's values in the place of flags nobody has given.
+"""Applies a scheduler's values for this node in the place of flags that were not given.
 
-A flag, or its variable, always counts more. What is filled in is what the user could have typed,
-so everything behind it (`cli.rendezvous`) knows only flags.
+A flag, or its variable, always takes precedence. The filled-in values are ones that the user could
+have typed, so later code (`cli.rendezvous`) sees only flags.
 
 With `--srun`, in a Slurm batch script or under salloc, this process becomes srun, which starts the
-same command once on each node of the job. Only ever on request: under torchrun the bare command
-runs on this host alone, and a script that starts it on each node by ssh counts on that. With
-`--dry-run` it starts nothing, and the command is printed.
+same command once on each node of the job. This happens only on request: under torchrun the bare
+command runs on this host alone, and a script that starts it on each node by ssh relies on that.
+With `--dry-run` it only prints the command.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ if TYPE_CHECKING:
 
 
 OPTIONS: Final = ("--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "--wait=0")
-"""One agent a node; and whether a job goes on without one is not for srun to say."""
+"""One agent per node; srun must not end the job when one agent exits."""
 
 NOT_HANDED_ON: Final = ("--srun", "--dry-run", "--dry_run")
-"""Flags that srun's tasks are not given."""
+"""Flags that are removed from the command of srun's tasks."""
 
 _OF_A_SHELL: Final = (PTY, "SLURM_PTY_WIN_COL", "SLURM_PTY_WIN_ROW")
-"""What `srun --pty` has left in a shell and says nothing about a step that is started from it."""
+"""Variables that `srun --pty` leaves in a shell; they do not describe a step started from it."""
 
 
 def become_srun(
     words: Sequence[str], dry: bool, environ: Mapping[str, str], say: Callable[[str], None]
 ) -> int:
-    """Say the command and become it, or print it where it is `dry`; the exit code. UsageError."""
+    """Announce the srun command and exec it; with `dry`, print it. Returns the exit code. Raises
+    UsageError."""
     interactive = sys.stdin is not None and sys.stdin.isatty()
     command = srun_command(words, environ, interactive=interactive)
     if dry:
@@ -64,7 +65,7 @@ def become_srun(
 def srun_command(
     words: Sequence[str], environ: Mapping[str, str], *, interactive: bool
 ) -> list[str]:
-    """srun's command line for these words of ours, which hold --srun. UsageError."""
+    """srun's command line for our words, which contain --srun. Raises UsageError."""
     nodes = number(environ, "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
     if number(environ, "SLURM_JOB_ID", "SLURM_JOBID") is None or nodes is None:
         raise UsageError(
@@ -79,10 +80,10 @@ def srun_command(
             EXIT_USAGE,
         )
     count = amount(nodes)
-    # A batch script's own number of tasks would win over one task a node.
+    # A batch script's own number of tasks would override one task per node.
     options = [f"--nodes={count}", f"--ntasks={count}", *OPTIONS]
     if environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID"):
-        options.append("--overlap")  # the shell we are in holds the job's resources
+        options.append("--overlap")  # the surrounding shell holds the job's resources
     script = get_args_parser().script_at(words)
     handed_on = [word for word in words[:script] if word not in NOT_HANDED_ON]
     program = [sys.executable, "-P", "-m", "elasticrun"]
@@ -90,12 +91,12 @@ def srun_command(
 
 
 PLACE_FLAGS: Final = (*MEETING_FLAGS, "node_rank", "auto_config")
-"""Flags that say where nodes meet, or which of them this is. No scheduler overrules
-one: with any of them torchrun's rules are all there is."""
+"""Flags that name the rendezvous or the node rank. No scheduler overrides them: with any of them
+only torchrun's rules apply."""
 
 
 def settle(asked: Asked, machine: Machine, facts: HostFacts) -> Whereabouts:
-    """What the scheduler says, as far as the flags leave room. UsageError for a bad --nnodes."""
+    """Apply the scheduler's values where flags permit. Raises UsageError for a bad --nnodes."""
     found = detect(asked.environ, facts)
     if found is None:
         return NOWHERE
@@ -109,12 +110,12 @@ def settle(asked: Asked, machine: Machine, facts: HostFacts) -> Whereabouts:
 
 
 def _said(asked: Asked) -> str:
-    """The first flag or variable that says where nodes meet, "" for none."""
+    """The first flag or variable that names the rendezvous, "" for none."""
     return next((asked.source(dest) for dest in PLACE_FLAGS if asked.explicitly(dest)), "")
 
 
 def _bare(asked: Asked, found: Found, machine: Machine) -> Whereabouts:
-    """Nobody has said how many nodes, nor where they meet."""
+    """Neither the number of nodes nor the rendezvous is given."""
     if found.why_alone or amount(found.nodes) <= 1 or found.nodes is None or found.host is None:
         return Whereabouts(found, note=_alone(found))
     filled = {"nnodes": found.nodes, **_place(asked, found)}
@@ -126,8 +127,8 @@ def _bare(asked: Asked, found: Found, machine: Machine) -> Whereabouts:
 
 
 def _of_some(asked: Asked, found: Found) -> Whereabouts:
-    """--nnodes says how many; which one this is, and where they meet, the scheduler knows. Where
-    there are more nodes, the others are spares."""
+    """--nnodes gives the number; the scheduler gives the node rank and the rendezvous. Extra nodes
+    are spares."""
     low, high = settings.nodes(asked.text("nnodes"))
     if high == 1:
         return Whereabouts(found, note=_again(found))
@@ -154,7 +155,7 @@ def _of_some(asked: Asked, found: Found) -> Whereabouts:
 
 
 def _beside_flags(asked: Asked, found: Found, by: str) -> Whereabouts:
-    """Flags say where nodes meet. The node's number there is welcome, where it is but a wish."""
+    """Flags name the rendezvous. The scheduler's node rank is used only if it is a preference."""
     elastic = asked.explicitly("rdzv_backend") and asked.text("rdzv_backend") in ELASTIC_WORDS
     wish = elastic and asked.text("rdzv_endpoint") and not asked.explicitly("node_rank")
     known = found.host is not None and found.node_rank is not None and not found.crowd
@@ -164,7 +165,8 @@ def _beside_flags(asked: Asked, found: Found, by: str) -> Whereabouts:
 
 
 def _dlrover(asked: Asked, found: Found) -> Whereabouts:
-    """Its words have always been obeyed (`cli.rendezvous`); here they get their sources."""
+    """DLRover's values were applied from the start (`cli.rendezvous`); here they get their
+    sources."""
     filled: dict[str, Given] = {}
     shown: dict[str, Given] = {}
     if found.host is not None and not any(map(asked.explicitly, MEETING_FLAGS)):
@@ -181,13 +183,13 @@ def _dlrover(asked: Asked, found: Found) -> Whereabouts:
 
 
 def _place(asked: Asked, found: Found) -> dict[str, Given]:
-    """Where the nodes meet, under which name, and which of them this is."""
+    """The rendezvous endpoint, the job id, and the node rank."""
     assert found.host is not None
     assert found.port is not None
     filled: dict[str, Given] = {"rdzv_backend": Given("c10d", found.family)}
     port = found.port
     if asked.explicitly("rdzv_id"):
-        # Two jobs of the user's in one step have two names, and so two ports.
+        # Two jobs of the user in one step have different names, and so different ports.
         port = Given(str(port_of_name(asked.text("rdzv_id"))), asked.source("rdzv_id"))
     elif found.job_id is not None:
         filled["rdzv_id"] = found.job_id
@@ -203,7 +205,7 @@ def _rank(found: Found) -> dict[str, Given]:
 
 
 def _visible(machine: Machine) -> Given | None:
-    """Accelerators that the scheduler does not count, and torch can use."""
+    """Accelerators that the scheduler does not count, but torch can use."""
     count = machine.accelerators("gpu") or 0
     return Given(str(count), "GPUs seen here") if count else None
 
@@ -217,7 +219,7 @@ def _used(found: Found, filled: Mapping[str, Given]) -> str:
 
 
 def _alone(found: Found) -> str:
-    """What was seen and is not used, and which flag would use it."""
+    """The detected place that is not used, and the flag that would use it."""
     if not found.why_alone:
         return _again(found)
     use = "--nnodes and --rdzv-endpoint make one job of several"
@@ -233,13 +235,13 @@ def _again(found: Found) -> str:
 
 
 def _seen(found: Found) -> str:
-    """What this process is, and which attempt of the scheduler's."""
+    """This process's place, and the scheduler's attempt number."""
     again = f", attempt {found.attempt} ({found.attempt_source})" if found.attempt > 1 else ""
     return f"{found.seen}{again}"
 
 
 def explain(place: Whereabouts) -> str:
-    """For `elasticrun doctor`: what was seen, and what a bare command means here."""
+    """For `elasticrun doctor`: what was detected, and what a bare command means here."""
     if place.found is None:
         return "no scheduler is seen; a command without flags is a job of one node"
     if place.note:
@@ -250,7 +252,7 @@ def explain(place: Whereabouts) -> str:
 
 
 def look(asked: Asked, machine: Machine) -> Whereabouts:
-    """What the scheduler says, as far as the flags leave room. UsageError for a bad --nnodes."""
+    """Apply the scheduler's values where flags permit. Raises UsageError for a bad --nnodes."""
     if machine.facts is None or not any(name.startswith(settings.MARKS) for name in asked.environ):
         return NOWHERE
     return settle(asked, machine, machine.facts())

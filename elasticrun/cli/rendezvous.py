@@ -1,9 +1,8 @@
-"""Where the nodes of a job meet: flags and environment to `config.Rendezvous`.
+"""Resolves where the nodes of a job meet: flags and environment to `config.MasterPlace`.
 
-The words are torchrun's (static, c10d, an endpoint, a master address); what they stand for here is
-where the job master lives and who starts it. A command for several nodes may also name a file, or
-nothing at all (no flag, no variable, no scheduler). Pure: what must be asked of the machine is
-handed in.
+The words are torchrun's (static, c10d, an endpoint, a master address); here they determine where
+the job master runs and who starts it. A command for several nodes may also name a file, or nothing
+at all (no flag, no variable, no scheduler). Pure: facts about the machine are arguments.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ if TYPE_CHECKING:
     from elasticrun.cli.detection.found import Machine
 
 FILE: Final = "file:"
-"""How an endpoint begins that is a file."""
+"""Prefix of an endpoint that is a file."""
 
 SHARED_VARIABLE: Final = "ELASTICRUN_SHARED"
-"""Folders, with colons between, that several machines share although statfs does not say so."""
+"""Colon-separated folders that several machines share although statfs does not show it."""
 
 MEETING_FLAGS: Final = (
     "standalone",
@@ -40,26 +39,27 @@ MEETING_FLAGS: Final = (
     "master_port",
     "master_store",
 )
-"""Flags that say where nodes meet."""
+"""Flags that name the rendezvous."""
 
 _OF_ONE_NODE: Final = ("--node-id", "--local-addr")
-"""Flags that are another's on each node."""
+"""Flags whose values differ on each node."""
 
 
 def says_nothing(asked: Asked) -> bool:
-    """Whether neither a flag nor a variable says where nodes meet, or which of them this is."""
+    """Whether neither a flag nor a variable names the rendezvous or the node rank."""
     numbered = any(asked.environ.get(name, "").strip() for name in ("NODE_RANK", "WORKER_RANK"))
     return not numbered and not any(map(asked.explicitly, (*MEETING_FLAGS, "node_rank")))
 
 
 def by_hand(place: MasterPlace) -> bool:
-    """Whether people type the command on one machine after another, since nothing says where nodes
-    meet: who types it wants that machine in at once."""
+    """Whether people start the command on one machine after another, since nothing names the
+    rendezvous: then a new machine should join at once."""
     return place.kind == "open" or bool(place.found)
 
 
 def refuse_fixed(asked: Asked, nodes: int) -> UsageError:
-    """Why a fixed number of nodes cannot begin: every one of them would wait for the others."""
+    """The error for a fixed number of nodes without a rendezvous: each node would wait for the
+    others."""
     what = f"--nnodes={nodes}" if asked.explicitly("nnodes") else f"a job of {nodes} nodes"
     return UsageError(
         f"{what} does not say where the nodes meet, and no scheduler does: add "
@@ -72,11 +72,11 @@ def refuse_fixed(asked: Asked, nodes: int) -> UsageError:
 
 
 def open_place(asked: Asked, machine: Machine) -> tuple[MasterPlace, str]:
-    """Where nodes meet that were told nothing: by a file beside the script where this folder is on
-    a network file system, else at this node; and a sentence for the user."""
+    """The rendezvous without any setting: a file beside the script if this folder is on a network
+    file system, else this node; and a sentence for the user."""
     try:
         here = os.getcwd()
-    except OSError:  # it was removed
+    except OSError:  # the folder was removed
         here = "/"
     named = asked.text("rdzv_id") if asked.explicitly("rdzv_id") else ""
     kind = machine.shared(here)
@@ -103,7 +103,7 @@ def open_place(asked: Asked, machine: Machine) -> tuple[MasterPlace, str]:
 
 
 def file_place(asked: Asked, conf: Mapping[str, str]) -> MasterPlace:
-    """The rendezvous file that the endpoint names; raises `UsageError`."""
+    """The rendezvous file that the endpoint names. Raises `UsageError`."""
     text = asked.text("rdzv_endpoint").strip()
     path = text.removeprefix(FILE)
     if path.startswith("//"):
@@ -131,7 +131,7 @@ def file_place(asked: Asked, conf: Mapping[str, str]) -> MasterPlace:
 
 
 def job_stem(asked: Asked) -> str:
-    """What a job is called after its script."""
+    """The job's name derived from its script."""
     name = str(asked.ns.training_script)
     if not asked.switch("module"):
         name = os.path.basename(name.rstrip("/"))
@@ -143,8 +143,8 @@ def _plain(text: str) -> str:
 
 
 def for_others(words: Sequence[str], asked: Asked, folder: str, grow: str = "") -> JoinCommand:
-    """The command of other nodes, made from the words of this one and its working directory.
-    `grow`: the value of --grow."""
+    """The command for other nodes, from this node's words and working directory. `grow`: the value
+    of --grow."""
     tail = 1 + len(asked.ns.training_script_args or ())
     flags, program = without(words[:-tail], _OF_ONE_NODE), list(words[-tail:])
     given: Mapping[str, str] = getattr(asked.ns, "given", {})
@@ -156,7 +156,7 @@ def for_others(words: Sequence[str], asked: Asked, folder: str, grow: str = "") 
 
 
 def without(flags: Sequence[str], names: Collection[str]) -> list[str]:
-    """These words without the flags of these names, and their values."""
+    """The words without the flags of these names and their values."""
     kept: list[str] = []
     drop = False
     for word in flags:
@@ -181,36 +181,36 @@ def _meant(word: str) -> Flag | None:
 
 
 ELASTIC_WORDS: Final = ("c10d", "elasticrun")
-"""Backends under which a node rank is a wish."""
+"""Backends under which a node rank is only a preference."""
 ETCD_WORDS: Final = ("etcd", "etcd-v2")
 
 PLUGIN_GROUP: Final = "torchrun.handlers"
-"""Entry points of other rendezvous backends."""
+"""Entry-point group of other rendezvous backends."""
 
 
 class Meeting(NamedTuple):
-    """Where, under which name, with how many nodes, and as which of them."""
+    """The rendezvous, the job id, the number of nodes, and the node rank."""
 
     rendezvous: MasterPlace
     job_id: str
     min_nodes: int
     max_nodes: int
-    node_rank: int  # -1: none was given
+    node_rank: int  # -1: none given
     notes: tuple[str, ...] = ()
-    delegate: str = ""  # the plug-in that has to be asked instead of us
-    store: str = ""  # etcd's URL, where the master's record and leadership are
+    delegate: str = ""  # the plug-in that torchrun must serve
+    store: str = ""  # etcd's URL, for the master's record and leadership
 
 
 def fresh_id() -> str:
-    """A job id that nobody else has."""
+    """A new unique job id."""
     import uuid
 
     return str(uuid.uuid4())
 
 
 def find_meeting(asked: Asked, conf: Mapping[str, str], machine: Machine, *, bare: bool) -> Meeting:
-    """Everything that is settled by how and where nodes meet. `bare`: it is a command, and no
-    scheduler is here; else it means what it means to torchrun."""
+    """All settings that depend on the rendezvous. `bare`: this is a command line and no scheduler
+    was detected; otherwise the words mean what they mean to torchrun."""
     case = _Case(asked, conf)
     word = asked.text("rdzv_backend")
     if store := asked.text("master_store"):
@@ -241,7 +241,7 @@ def find_meeting(asked: Asked, conf: Mapping[str, str], machine: Machine, *, bar
 
 
 class _Case:
-    """One command: what it asks for, and what is to be said of that."""
+    """One command: its settings, and the notes for the user."""
 
     def __init__(self, asked: Asked, conf: Mapping[str, str]) -> None:
         self.asked = asked
@@ -250,13 +250,14 @@ class _Case:
         self.endpoint = asked.text("rdzv_endpoint").strip()
 
     def meeting(self, place: MasterPlace) -> Meeting:
-        """There, and else as the flags say. The node rank is a wish: -1 unless the user gave it."""
+        """A meeting there, otherwise as the flags say. The node rank is a preference: -1 unless the
+        user gave it."""
         wish = self.asked.number("node_rank") if self.asked.explicitly("node_rank") else -1
         job_id, notes = self.asked.text("rdzv_id"), tuple(self.notes)
         return Meeting(place, job_id, self.low, self.high, max(-1, wish), notes)
 
     def standalone(self) -> Meeting:
-        """A job that nobody else has to find has a name of its own, unless the user gave it one."""
+        """A job that no other node has to find gets its own id, unless the user gave one."""
         if self.low > 1:
             raise UsageError(
                 f"--standalone is for one node and --nnodes={self.asked.text('nnodes')} asks for "
@@ -269,7 +270,7 @@ class _Case:
         return found._replace(job_id=job_id, min_nodes=1, max_nodes=1)
 
     def bare(self, machine: Machine) -> Meeting:
-        """Several nodes, and nobody says where."""
+        """Several nodes without a named rendezvous."""
         if self.low == self.high:
             raise refuse_fixed(self.asked, self.high)
         place, note = open_place(self.asked, machine)
@@ -277,15 +278,15 @@ class _Case:
         return self.shared(place)
 
     def shared(self, place: MasterPlace) -> Meeting:
-        """The first node makes up the job's name; the others hear it."""
+        """The first node chooses the job's id; the others learn it."""
         found = self.meeting(place)
         if place.named:
             return found
         return found._replace(job_id=f"{job_stem(self.asked)}-{fresh_id()[:8]}")
 
     def comes_and_goes(self) -> bool:
-        """Whether only `min:max` and an endpoint say how nodes meet. torchrun's default, static,
-        makes a fixed number of that range, and gives every node rank 0: nobody can mean that."""
+        """Whether only `min:max` and an endpoint are given. torchrun's default, static, would use a
+        fixed number of nodes and give every node rank 0, which nobody can want."""
         return (
             self.low != self.high
             and bool(self.endpoint)
@@ -294,7 +295,7 @@ class _Case:
         )
 
     def static(self) -> Meeting:
-        """At an address that all know, with a fixed number of nodes."""
+        """At a known address, with a fixed number of nodes."""
         asked, high = self.asked, self.high
         number = asked.value("master_port")
         if not self.endpoint and number is None and high == 1:
@@ -353,7 +354,7 @@ class _Case:
         return self.meeting(MasterPlace("elastic", host, port, is_host))
 
     def etcd_of_torchrun(self, word: str) -> Meeting:
-        """torchrun's nodes meet in etcd itself; ours learn there which of them has the master."""
+        """torchrun's nodes meet in etcd itself; ours look up the master's endpoint there."""
         if not self.endpoint:
             raise UsageError(
                 f"--rdzv-backend={word} needs --rdzv-endpoint=HOST:PORT, the address of etcd; "
@@ -371,7 +372,7 @@ class _Case:
     def etcd(
         self, store: str, flag: str = "--master-store", given: str = "--master-store"
     ) -> Meeting:
-        """The nodes choose the master's host by way of etcd, whose URL `flag` has given."""
+        """The nodes elect the master's host through etcd, whose URL came from `flag`."""
         try:
             place = parse_place(store)
         except PlaceError as wrong:
@@ -386,7 +387,7 @@ class _Case:
         return found._replace(store=store)
 
     def _port_beside_a_store(self) -> int:
-        """Beside --master-store only the port of an endpoint counts."""
+        """With --master-store only the port of an endpoint is used."""
         asked, word = self.asked, self.asked.text("rdzv_backend")
         if asked.switch("standalone"):
             raise UsageError("--master-store has no use with --standalone: no other node can join")
@@ -404,7 +405,7 @@ class _Case:
         return port
 
     def external(self, master: str) -> Meeting:
-        """DLRover's operator has a master of its own."""
+        """DLRover's operator has its own master."""
         host, port = settings.endpoint(master, None, "DLROVER_MASTER_ADDR")
         self.notes.append(
             f"the job master is expected at {master} (DLROVER_MASTER_ADDR); with "
@@ -421,7 +422,8 @@ class _Case:
 
 
 def _how_many(asked: Asked) -> tuple[int, int, list[str]]:
-    """Smallest and largest number of nodes. --nnodes beats $NODE_NUM, which dlrover-run uses."""
+    """Smallest and largest number of nodes. --nnodes overrides $NODE_NUM, which dlrover-run
+    uses."""
     low, high = settings.nodes(asked.text("nnodes"))
     auto = asked.switch("auto_config")
     if asked.explicitly("nnodes") or not (auto or _dlrover_master(asked)):
@@ -437,12 +439,12 @@ def _how_many(asked: Asked) -> tuple[int, int, list[str]]:
 
 
 def _dlrover_master(asked: Asked) -> str:
-    """$DLROVER_MASTER_ADDR, unless a flag or a PET_ variable says where nodes meet."""
+    """$DLROVER_MASTER_ADDR, unless a flag or a PET_ variable names the rendezvous."""
     return "" if _stronger(asked) else asked.environ.get("DLROVER_MASTER_ADDR", "").strip()
 
 
 def _stronger(asked: Asked) -> str:
-    """The flag or variable that says where nodes meet, "" where the user gave none."""
+    """The flag or variable that names the rendezvous, "" if the user gave none."""
     if asked.switch("standalone"):
         return asked.source("standalone")
     for dest in ("rdzv_endpoint", "rdzv_backend", "master_addr", "master_port"):
@@ -456,7 +458,7 @@ def _is_host(conf: Mapping[str, str]) -> bool | None:
 
 
 def _rank_variable(asked: Asked, default: int = -1) -> int:
-    """$NODE_RANK (dlrover-run's $WORKER_RANK where it is missing)."""
+    """$NODE_RANK (or, without it, dlrover-run's $WORKER_RANK)."""
     for name in ("NODE_RANK", "WORKER_RANK"):
         text = asked.environ.get(name, "").strip()
         if text:

@@ -1,7 +1,7 @@
-"""Flags and environment to `AgentConfig`. Pure: what the machine knows is handed in as `Machine`.
+"""Resolves flags and environment to `AgentConfig`. Pure: facts about the machine are in `Machine`.
 
-Nothing inherited from an outer launcher (RANK, WORLD_SIZE, MASTER_ADDR, ...) is read here; where an
-operator of Kubernetes uses these words for its nodes, `detection` knows.
+Variables inherited from an outer launcher (RANK, WORLD_SIZE, MASTER_ADDR, ...) are not read here;
+if a Kubernetes operator uses them for its nodes, `detection` handles that.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _HEALTH_TIMES: Final = {
 """Keys of --rdzv-conf that are times of node health, with their defaults."""
 
 AUTO_CHECK_NODES: Final = 4
-"""From so many nodes on, --auto-config checks the network, as dlrover-run does."""
+"""Number of nodes from which --auto-config checks the network, as dlrover-run does."""
 
 _OTHER_KEYS: Final = ("is_host", "store_type", "node_unit", "rank")
 _ALIASES: Final = {"lastcall_timeout": "last_call_timeout", "heartbeat": "heartbeat_timeout"}
@@ -63,12 +63,12 @@ _WITHOUT_EFFECT: Final = (
 )
 
 MOST_UNREAD: Final = 5
-"""Variables that are named, of those that nobody reads."""
+"""Maximum number of unknown variables that a note names."""
 
 _OF_OTHERS: Final = re.compile(
     r"ELASTICRUN_(JOB_UID$|(TEST|STEP|LAB|REWRITE)(_|$)|(.*_)?SERVICE_(HOST|PORT)|(.*_)?PORT(_\d|$))"
 )
-"""Of manifests and tests, and what Kubernetes sets in every pod for a Service with our name."""
+"""Set by manifests and tests, and by Kubernetes in every pod for a Service with our name."""
 
 _ONE_THREAD: Final = (
     "OMP_NUM_THREADS is 1 in each rank, so that together they do not overload this machine; set it "
@@ -77,15 +77,15 @@ _ONE_THREAD: Final = (
 
 
 def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine) -> AgentConfig:
-    """What the agent is to do; raises `UsageError` with one sentence where it cannot be done, and
-    `NothingToDo` where another task on this node is the agent."""
+    """The agent's configuration. Raises `UsageError` with one sentence if it is impossible, and
+    `NothingToDo` if another task on this node is the agent."""
     place = look(Asked(ns, environ), machine)
     if place.idle:
         raise NothingToDo(place.idle)
     asked = Asked(ns, environ, place.filled)
     notes: list[str] = [place.note] if place.note else []
     conf = conf_keys(asked)
-    # callers from Python, who hand in no facts, mean what torchrun means
+    # Python callers provide no facts; for them torchrun's meaning applies
     bare = machine.facts is not None and place.found is None
     meeting = find_meeting(asked, conf, machine, bare=bare)
     if meeting.delegate:
@@ -137,7 +137,7 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
 
 
 def run_plan(asked: Asked) -> RunPlan:
-    """Where the run folder is, and what the job is called there; raises `UsageError`."""
+    """The run folder, and the job's name there. Raises `UsageError`."""
     folder, fresh = asked.text("run_dir"), asked.switch("fresh")
     if fresh and not folder:
         raise UsageError("--fresh is for a job with --run-dir: name its folder")
@@ -159,7 +159,7 @@ def run_plan(asked: Asked) -> RunPlan:
 
 
 def _told(asked: Asked) -> dict[str, Any]:
-    """To whom it is told what happens, and where it is written."""
+    """Settings for event logs, the status page and the run folder."""
     return {
         "event_log_handler": asked.text("event_log_handler"),
         "status_port": settings.port(asked.number("status_port"), "--status-port"),
@@ -169,20 +169,20 @@ def _told(asked: Asked) -> dict[str, Any]:
 
 
 def _node_id(asked: Asked, meeting: Meeting) -> str:
-    """In a static job the node rank says who a node is over its lives."""
+    """The node's id. In a static job the node rank identifies a node across its restarts."""
     static = meeting.rendezvous.kind == "static" and meeting.node_rank >= 0
     given = settings.name(asked.text("node_id"), "--node-id")
     return given or (f"rank-{meeting.node_rank}" if static else "")
 
 
 def conf_keys(asked: Asked) -> dict[str, str]:
-    """--rdzv-conf, with dlrover-run's and the documentation's spellings of keys made ours."""
+    """--rdzv-conf, with the keys of dlrover-run and of the documentation renamed to ours."""
     found = settings.pairs(asked.text("rdzv_conf"))
     return {_ALIASES.get(key, key): value for key, value in found.items()}
 
 
 def job_spec(asked: Asked, conf: Mapping[str, str], meeting: Meeting, shutdown: float) -> JobSpec:
-    """What this node brings as the agreement of the whole job."""
+    """The job's spec as this node proposes it."""
     restarts = asked.number("max_restarts")
     if not asked.explicitly("max_restarts") and meeting.min_nodes < meeting.max_nodes:
         restarts = config.ELASTIC_RESTARTS
@@ -221,7 +221,7 @@ def job_spec(asked: Asked, conf: Mapping[str, str], meeting: Meeting, shutdown: 
         saves=_saves(asked),
         watch=_watch(asked),
         scheduler_codes=asked.text("exit_codes") == "scheduler",
-        nodes_return=POD in asked.environ,  # its controller makes lost pods anew
+        nodes_return=POD in asked.environ,  # its controller recreates lost pods
     )
 
 
@@ -235,7 +235,7 @@ def _times(conf: Mapping[str, str], defaults: Mapping[str, float]) -> dict[str, 
 
 
 def _saves(asked: Asked) -> SaveSpec:
-    """What the job does with its snapshots; raises `UsageError`."""
+    """The snapshot settings. Raises `UsageError`."""
     limit = settings.seconds(str(asked.value("save_limit")), "--save-limit")
     step = asked.value("restore_step")
     if step is not None and not 0 <= step < 2**53:
@@ -245,14 +245,14 @@ def _saves(asked: Asked) -> SaveSpec:
 
 
 def _watch(asked: Asked) -> WatchSpec:
-    """How the job is watched for hangs, and what its time costs; raises `UsageError`."""
+    """The settings of the hang watch and the price of time. Raises `UsageError`."""
     limit = settings.seconds(str(asked.value("hang_limit")), "--hang-limit", zero=True)
     price = _number(asked, "slot_price", "a price, 0 or more", lambda x: x >= 0)
     return WatchSpec(on_hang=asked.text("on_hang"), hang_limit=limit, slot_price=price)
 
 
 def ranks_per_node(asked: Asked, machine: Machine, notes: list[str]) -> int:
-    """What --nproc-per-node means on this machine; raises `UsageError`."""
+    """The number of ranks that --nproc-per-node means on this machine. Raises `UsageError`."""
     text = asked.text("nproc_per_node").strip()
     if asked.switch("auto_config") and not asked.explicitly("nproc_per_node"):
         found = machine.accelerators("gpu")
@@ -289,7 +289,7 @@ def _devices(word: str, machine: Machine) -> int:
 
 def entry_of(asked: Asked) -> Entrypoint:
     args = tuple(str(arg) for arg in asked.ns.training_script_args or ())
-    if not getattr(asked.ns, "use_env", True):  # torch.distributed.launch of old
+    if not getattr(asked.ns, "use_env", True):  # an old torch.distributed.launch
         args = ("--local-rank=${local_rank}", *args)
     if asked.switch("run_path"):
         kind = EntryKind.RUN_PATH
@@ -338,7 +338,7 @@ def shutdown_timeout(asked: Asked) -> float:
 
 
 def _stopping(asked: Asked, shutdown: float) -> dict[str, Any]:
-    """What ends a node, and how long it may take."""
+    """The signals that end a node, and the time limits."""
     barrier = "TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT"
     return {
         "signals_to_handle": settings.signals(asked.text("signals_to_handle")),
@@ -350,7 +350,7 @@ def _stopping(asked: Asked, shutdown: float) -> dict[str, Any]:
 
 
 def _optional_time(asked: Asked, dest: str, variable: str = "") -> float | None:
-    """A time that a flag gives, else a variable, else None."""
+    """A time from a flag, else from a variable, else None."""
     if asked.value(dest) is not None:
         return _time(asked, dest)
     text = asked.environ.get(variable, "") if variable else ""
@@ -362,7 +362,7 @@ def _time(asked: Asked, dest: str) -> float:
 
 
 def _choices(asked: Asked) -> None:
-    """Words that a namespace of another maker may have wrong; argparse has checked its own."""
+    """Check choices in a namespace from another parser; argparse has checked its own."""
     for flag in table.FLAGS:
         if flag.choices:
             value = asked.value(flag.dest)
@@ -371,7 +371,7 @@ def _choices(asked: Asked) -> None:
 
 
 def _conf_notes(conf: Mapping[str, str], kind: str) -> list[str]:
-    """What --rdzv-conf says that has no effect."""
+    """Notes about parts of --rdzv-conf without effect."""
     notes = []
     used = {"static": ("timeout",), "etcd": ("protocol",)}.get(kind, ())
     idle = [key for key in conf if key in _WITHOUT_EFFECT and key not in used]
@@ -387,7 +387,7 @@ def _conf_notes(conf: Mapping[str, str], kind: str) -> list[str]:
 
 
 def _nothing_yet(asked: Asked) -> list[str]:
-    """One line for each flag of dlrover-run that is accepted and does nothing in this version."""
+    """One note for each dlrover-run flag that is accepted but has no effect in this version."""
     notes = []
     defaults = {flag.dest: flag.default or False for flag in table.FLAGS}
     for dest in table.NOTHING_YET:
@@ -398,7 +398,7 @@ def _nothing_yet(asked: Asked) -> list[str]:
 
 
 def _unread(environ: Mapping[str, str]) -> list[str]:
-    """One line that names the variables which look like ours and which nobody reads."""
+    """One note that names variables with our prefix that nothing reads."""
     begins = "ELASTICRUN_"
     known = {value for value in vars(env).values() if isinstance(value, str)}
     known |= {f"{begins}{flag.dest.upper()}" for flag in table.FLAGS if flag.env == "*"}
@@ -413,7 +413,7 @@ def _unread(environ: Mapping[str, str]) -> list[str]:
 
 
 def _only_torchrun_flags(asked: Asked, plugin: str) -> None:
-    """A plug-in's job is torchrun's: a flag that torchrun does not have cannot be passed on."""
+    """Refuse flags that torchrun lacks: a plug-in's job is run by torchrun."""
     given: Mapping[str, str] = getattr(asked.ns, "given", {})
     contract = {flag.dest for flag in table.FLAGS if flag.origin == TORCHRUN}
     for dest, spelling in given.items():
@@ -429,7 +429,7 @@ def _only_torchrun_flags(asked: Asked, plugin: str) -> None:
 
 
 def checks(asked: Asked, conf: Mapping[str, str], min_nodes: int) -> CheckSpec:
-    """How the job looks after the health of its nodes; raises `UsageError`."""
+    """The node health checks. Raises `UsageError`."""
     level = precheck(asked)
     auto = asked.switch("auto_config") and min_nodes >= AUTO_CHECK_NODES
     times = _times(conf, _HEALTH_TIMES)
@@ -446,7 +446,7 @@ def checks(asked: Asked, conf: Mapping[str, str], min_nodes: int) -> CheckSpec:
 
 
 def precheck(asked: Asked) -> int:
-    """The level of --precheck; raises `UsageError` where there is no such level."""
+    """The level of --precheck. Raises `UsageError` for an unknown level."""
     level = asked.number("precheck")
     if level not in (0, 1, 2):
         raise UsageError(f"--precheck={level}: use 0, 1 or 2", config.EXIT_USAGE)
@@ -454,7 +454,8 @@ def precheck(asked: Asked) -> int:
 
 
 def accelerator(asked: Asked) -> str:
-    """The name of --accelerator as `accelerators.of` knows it; "" where it is found by itself."""
+    """The name of --accelerator as `accelerators.of` knows it; "" if it is detected
+    automatically."""
     word = asked.text("accelerator")
     if not word or word in accelerators.UNSUPPORTED:
         return ""
@@ -466,7 +467,7 @@ def accelerator(asked: Asked) -> str:
 
 
 def health_notes(asked: Asked, found: CheckSpec) -> list[str]:
-    """What was asked for and has no effect, and what --auto-config has switched on."""
+    """Notes about settings without effect, and about what --auto-config has enabled."""
     told = []
     word = asked.text("accelerator")
     if word in accelerators.UNSUPPORTED:

@@ -1,9 +1,8 @@
-"""What the user asked for: texts with a grammar of their own (pure functions that raise
-`UsageError` with one sentence), what a scheduler says in the place of flags that nobody gave, and
-which of them a value came from.
+"""The user's settings: parsers for texts with their own grammar (pure; they raise `UsageError` with
+one sentence), values that a scheduler gives for flags that were not given, and each value's source.
 
-What follows from a scheduler is `cli.place`'s. Most commands run where none is, and must not wait
-until detection is imported.
+`cli.place` applies a scheduler's values. Most commands run without a scheduler, and must not wait
+for the import of detection.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ if TYPE_CHECKING:
 
 
 C10D_PORT: Final = 29400
-"""Port of an endpoint that names none (torchrun's, for c10d)."""
+"""Default port of an endpoint (torchrun's, for c10d)."""
 
 STATIC_PORT: Final = 29500
-"""--master-port where none is given (torchrun's)."""
+"""Default --master-port (torchrun's)."""
 
 _HOST = re.compile(r"(?!:\Z)[\w.:%-]+\Z")
 _JOB_NAME = re.compile(r"[\w.+=@,%][\w.+=@,%-]{,127}")
@@ -36,11 +35,11 @@ _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*\Z")
 
 
 class UsageError(Exception):
-    """One sentence for the user: what was asked for that cannot be, and what to do instead.
+    """One sentence for the user: what is impossible, and what to do instead.
 
-    `exit_code` is 1 where torchrun, too, finds out only after parsing (a ValueError there), and 2
-    for what no torchrun has. `for_scheduler` is what takes the place of 1 with
-    --exit-codes=scheduler: the same words are wrong on every try.
+    `exit_code` is 1 if torchrun, too, fails only after parsing (a ValueError there), and 2 for
+    settings that torchrun does not have. `for_scheduler` replaces 1 with --exit-codes=scheduler:
+    the same words fail on every try.
     """
 
     for_scheduler = config.EXIT_USAGE
@@ -51,19 +50,19 @@ class UsageError(Exception):
 
 
 class NotHere(UsageError):
-    """What was asked for is not here: another machine, or another try, may have it."""
+    """Something is missing here; another machine, or another try, may have it."""
 
     for_scheduler = config.EXIT_FAILED
 
 
 class NoProgram(UsageError):
-    """There is no script that could be run."""
+    """There is no script to run."""
 
     for_scheduler = config.EXIT_FINAL
 
 
 class NothingToDo(Exception):
-    """This process has no part in the job, which is no failure; the text is one sentence."""
+    """This process has no part in the job, which is not a failure; the message is one sentence."""
 
 
 def nodes(text: str, flag: str = "--nnodes") -> tuple[int, int]:
@@ -85,7 +84,7 @@ def nodes(text: str, flag: str = "--nnodes") -> tuple[int, int]:
 
 
 def name(text: str, flag: str) -> str:
-    """A name that goes over the wire: printable, and of MAX_NAME characters at most."""
+    """A name sent over the wire: printable, at most MAX_NAME characters."""
     if len(text) > MAX_NAME:
         raise UsageError(f"{flag}: a name has at most {MAX_NAME} characters, not {len(text)}")
     if not text.isprintable():
@@ -94,8 +93,8 @@ def name(text: str, flag: str) -> str:
 
 
 def job_name(said: str, otherwise: str) -> str:
-    """What a job is called: by --name, else by what is made of `otherwise`. It stands in lines that
-    are printed to be typed, so a shell must read it as one word."""
+    """The job's name: --name, else derived from `otherwise`. Printed commands contain it, so a
+    shell must read it as one word."""
     if not said:
         return re.sub(r"\A-|[^\w.+=@,%-]", "_", otherwise)[:128]
     if not _JOB_NAME.fullmatch(said):
@@ -110,8 +109,8 @@ def job_name(said: str, otherwise: str) -> str:
 def endpoint(text: str, default_port: int | None, flag: str) -> tuple[str, int]:
     """`HOST`, `HOST:PORT` or `[IPv6]:PORT`: host without brackets, and port.
 
-    Of an IPv6 address without brackets the last group is the port, as under torchrun. Raises where
-    there is no port and no default for it.
+    The last group of an IPv6 address without brackets is the port, as under torchrun. Raises
+    UsageError if there is neither a port nor a default.
     """
     text = text.strip()
     before, colon, after = text.rpartition(":")
@@ -130,7 +129,7 @@ def endpoint(text: str, default_port: int | None, flag: str) -> tuple[str, int]:
 
 
 def host_name(text: str, flag: str) -> str:
-    """A host name or an address; an IPv6 address may stand in brackets."""
+    """A host name or an address; an IPv6 address may be in brackets."""
     text = text.strip()
     bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     if not _HOST.match(bare):
@@ -139,7 +138,7 @@ def host_name(text: str, flag: str) -> str:
 
 
 def data(text: str) -> dict[str, str]:
-    """`NAME:/PATH,...` of --data: where each folder is."""
+    """`NAME:/PATH,...` of --data: the path of each folder."""
     found: dict[str, str] = {}
     for item in filter(None, map(str.strip, text.split(","))):
         label, _, path = item.partition(":")
@@ -177,7 +176,7 @@ def pairs(text: str) -> dict[str, str]:
 
 
 def seconds(text: str, name: str, *, zero: bool = False) -> float:
-    """A time in seconds, above 0 (or 0 where `zero` allows it); fractions are welcome."""
+    """A time in seconds, above 0 (or 0 if `zero` allows it); may be fractional."""
     try:
         value = float(text)
     except ValueError:
@@ -203,8 +202,8 @@ def boolean(text: str, name: str) -> bool:
 def streams(text: str, flag: str) -> tuple[int, dict[int, int]]:
     """The grammar of -r and -t: one digit for all ranks, or `LOCAL_RANK:DIGIT,...`.
 
-    0 none, 1 stdout, 2 stderr, 3 both. Returns the value for ranks that are not named, and those
-    that are.
+    Digits: 0 none, 1 stdout, 2 stderr, 3 both. Returns the value for ranks that are not named, and
+    the values of named ranks.
     """
     if re.fullmatch(r"[0-3]", text):
         return int(text), {}
@@ -240,7 +239,7 @@ def signals(text: str) -> tuple[str, ...]:
 
 
 def modules(text: str) -> tuple[str, ...]:
-    """--preload: names of modules. `off` is none of them, the default."""
+    """--preload: names of modules. `off`, the default, means none."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     for word in words:
         if not _MODULE.match(word):
@@ -268,17 +267,17 @@ MARKS: Final = (
     "DLROVER_MASTER_ADDR",
     "SKYPILOT_",
 )
-"""How the names of variables begin without one of which no scheduler is to be seen."""
+"""Prefixes of variable names; without any such variable no scheduler can be detected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """What follows from the scheduler for this command.
+    """The scheduler's values for this command.
 
-    filled: flags by their dest. shown: the same, for people alone: what counts in the place of
-    these flags although it has not become one of them. note: one line about what was seen and
-    what is made of it, "" where nothing is to be said. idle: this process has nothing to do, and
-    why. by: the flag or variable that says where nodes meet, "" where none does."""
+    filled: values by flag dest. shown: the same, for display only: values that apply although they
+    did not become flags. note: one line about what was detected and how it is used, "" for none.
+    idle: why this process has nothing to do. by: the flag or variable that names the rendezvous, ""
+    for none."""
 
     found: Found | None = None
     filled: Mapping[str, Given] = field(default_factory=dict)
@@ -296,10 +295,10 @@ _BY_DEST: dict[str, Flag] = {flag.dest: flag for flag in FLAGS}
 
 @dataclass
 class Asked:
-    """A namespace of parsed flags and the environment beside it.
+    """A namespace of parsed flags, and the environment.
 
-    The namespace may be torch's own or accelerate's: a flag that it lacks has our default.
-    `filled`: what detection has put in the place of flags that nobody gave.
+    The namespace may be torch's or accelerate's: a flag that it lacks has our default. `filled`:
+    values from detection for flags that were not given.
     """
 
     ns: argparse.Namespace
@@ -315,12 +314,12 @@ class Asked:
         return getattr(self.ns, dest, default)
 
     def text(self, dest: str) -> str:
-        """The value of a flag that is a text ("" where there is none)."""
+        """The value of a text flag ("" if unset)."""
         value = self.value(dest)
         return "" if value is None else str(value)
 
     def number(self, dest: str) -> int:
-        """The value of a flag that is a whole number."""
+        """The value of an integer flag."""
         return int(self.value(dest))
 
     def switch(self, dest: str) -> bool:
@@ -328,7 +327,7 @@ class Asked:
         return bool(self.value(dest))
 
     def source(self, dest: str) -> str:
-        """Where a value comes from: a spelling on the command line, a variable, or "default"."""
+        """The source of a value: a spelling on the command line, a variable, or "default"."""
         if dest in self.filled:
             return self.filled[dest].source
         given: Mapping[str, str] = getattr(self.ns, "given", {})
@@ -340,17 +339,17 @@ class Asked:
             return f"${name}"
         default: Any = list(flag.default) if isinstance(flag.default, tuple) else flag.default
         if self.value(dest) != (bool(default) if flag.kind is None else default):
-            return "the caller"  # a namespace that no parser of ours has made
+            return "the caller"  # a namespace from another parser
         return "default"
 
     def explicitly(self, dest: str) -> bool:
-        """Whether somebody gave it: the user by a flag or a variable, a namespace of another maker,
-        or the scheduler."""
+        """Whether the value was given: by a flag or a variable, by another parser's namespace, or
+        by the scheduler."""
         return self.source(dest) != "default"
 
 
 class Setting(NamedTuple):
-    """A row for people: a flag without its dashes, its value as text, and where that is from."""
+    """A row for display: a flag without its dashes, its value as text, and the source."""
 
     name: str
     value: str
@@ -358,7 +357,7 @@ class Setting(NamedTuple):
 
 
 def setting(asked: Asked, dest: str) -> Setting:
-    """The row of a flag; a value of None or no items is shown as ""."""
+    """The row of a flag; a value of None or an empty list is shown as ""."""
     value = asked.value(dest)
     shown = "" if value is None or value == [] else str(value)
     return Setting(_BY_DEST[dest].name[2:], shown, asked.source(dest))
@@ -379,11 +378,11 @@ CALLED: Final = {
     "at_breakpoint": "save_at_breakpoint",
     "limit": "save_limit",
 }
-"""Fields of the job's agreement whose flag, or key of --rdzv-conf, has another name."""
+"""Fields of the job's spec whose flag, or key of --rdzv-conf, has another name."""
 
 
 def sources(asked: Asked, conf: Mapping[str, str]) -> dict[str, str]:
-    """Who has set each field of the job's agreement that somebody has set."""
+    """The source of each field of the job's spec that was given."""
     found = {}
     for kind in (JobSpec, CheckSpec, SaveSpec, WatchSpec):
         for name in kind.__struct_fields__:

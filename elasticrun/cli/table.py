@@ -1,6 +1,6 @@
-"""The table of flags: torchrun's, those that newer torchruns add, dlrover-run's, and ours.
+"""The table of flags: torchrun's, those of newer torchruns, dlrover-run's, and ours.
 
-One row a flag. `tests/compat/test_flags.py` compares the rows with the installed torch's parser.
+One row per flag. `tests/compat/test_flags.py` compares the rows with the installed torch's parser.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 from elasticrun import config
 
 TORCHRUN = "torchrun"
-"""Origin of the flags that torchrun 2.13 has: their abbreviations stay valid whatever we add."""
+"""Origin of the flags of torchrun 2.13: their abbreviations stay valid whatever flags are added."""
 NEWER = "torchrun 2.14+"
 DLROVER = "dlrover-run"
 OURS = "elasticrun"
@@ -20,8 +20,8 @@ OURS = "elasticrun"
 class Flag(NamedTuple):
     """One flag, as a row of the table.
 
-    `name` is the long spelling with dashes; the one with underscores exists as well. `kind` turns
-    text into the value (ValueError when it cannot, `wants` then says what it should have been);
+    `name` is the long spelling with dashes; the one with underscores exists as well. `kind`
+    converts text to the value (ValueError if it cannot; `wants` then describes the expected value);
     None makes it a switch. `env` is the variable of the default: "" for none, "*" for the usual
     name (PET_<DEST>; ELASTICRUN_<DEST> for a flag of ours; see `variable_in`).
     """
@@ -50,14 +50,14 @@ class Flag(NamedTuple):
 
     @property
     def variable(self) -> str:
-        """The environment variable that holds its default, "" for none."""
+        """The environment variable for its default, "" for none."""
         if self.env != "*":
             return self.env
         return ("ELASTICRUN_" if self.origin == OURS else "PET_") + self.dest.upper()
 
     def variable_in(self, environ: Mapping[str, str]) -> str:
-        """The variable that gives its default in this environment, "" for none. Where the usual
-        name is PET_<DEST>, an ELASTICRUN_<DEST> that is not empty counts more."""
+        """The variable that sets its default in this environment, "" for none. If the usual name is
+        PET_<DEST>, a nonempty ELASTICRUN_<DEST> takes precedence."""
         ours = f"ELASTICRUN_{self.dest.upper()}"
         if self.env == "*" and environ.get(ours):
             return ours
@@ -122,7 +122,7 @@ subcommands, each with its own --help (JOB: a name, or its beginning):
   elasticrun master, warm, operator a master by hand; torch kept; ElasticJobs
   elasticrun replay, completion     a master's decisions again; for your shell
 """
-"""What --help prints: one screen. `--help-all` prints all there is."""
+"""The text of --help: one screen. `--help-all` prints everything."""
 
 EPILOG: Final = """\
 verbs, as the first word and where no file of that name exists (each has its own --help):
@@ -161,13 +161,13 @@ brackets, and ELASTICRUN_NNODES beats PET_NNODES: all PET_ variables have such a
 
 
 def comma_separated(text: str) -> list[str]:
-    """Items between commas; a doubled comma stands for one inside an item."""
+    """Comma-separated items; a doubled comma is a comma inside an item."""
     mark = "\0"
     return [item.replace(mark, ",") for item in text.replace(",,", mark).split(",")]
 
 
 def seconds(text: str) -> int | float:
-    """Seconds; whole ones stay an int, as torchrun has them."""
+    """Seconds; whole numbers stay an int, as in torchrun."""
     try:
         return int(text)
     except ValueError:
@@ -421,12 +421,12 @@ _ROWS: Final[Mapping[str, tuple[Flag, ...]]] = {
             "yet).", DLROVER),
     ),
 }  # fmt: skip
-"""By their group."""
+"""By group."""
 
 FLAGS: Final = tuple(flag._replace(group=key) for key, rows in _ROWS.items() for flag in rows)
 
 TRUST: Final = tuple(flag for flag in FLAGS if flag.group == "trust")
-"""What every command must be told that speaks with a job of a token or TLS."""
+"""Flags that every command needs to connect to a job with a token or TLS."""
 
 NOTHING_YET: Final = ("auto_tunning", "membind_policy", "training_port", "ucp_device_type")
-"""Flags of dlrover-run that are accepted and have no effect in this version."""
+"""dlrover-run flags that are accepted and have no effect in this version."""

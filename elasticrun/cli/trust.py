@@ -1,4 +1,4 @@
-"""The job's secret and the files of its transport security, from flags and environment."""
+"""The job's secret and its TLS files, from flags and environment."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from elasticrun.wire.env import GIT_PASSWORDS, GIT_USERNAMES
 TOKEN_VARIABLE: Final = "ELASTICRUN_TOKEN"
 TOKEN_FILE_VARIABLE: Final = "ELASTICRUN_TOKEN_FILE"
 GIT_SECRETS: Final = (*GIT_USERNAMES, *GIT_PASSWORDS)
-"""Variables that git alone is to have (--git)."""
+"""Variables that only git may see (--git)."""
 MAX_TOKEN: Final = 4096
-"""Longest secret in characters; one of 32 random bytes has 64."""
+"""Longest secret in characters; 32 random bytes have 64."""
 
 SHORT_TOKEN: Final = 16
-"""A secret of fewer characters can be guessed: whoever reaches the master may try offline, since
-the master proves itself first."""
+"""A shorter secret can be guessed: anyone who reaches the master can try offline, since the master
+authenticates first."""
 
 _withdrawn: dict[str, str] = {}
 
 
 def withdraw(*names: str) -> dict[str, str]:
-    """This process' environment, out of which the secret is taken, and what these variables hold:
-    no child inherits them from now on, and /proc/<pid>/environ does not show them. The result has
-    them, at later calls as well."""
+    """Remove the secret and these variables from this process's environment. Children do not
+    inherit them, and /proc/<pid>/environ does not show them. Returns the environment with them,
+    also in later calls."""
     for name in (TOKEN_VARIABLE, *names):
         if name in os.environ:
             _withdrawn[name] = os.environ[name]
@@ -38,7 +38,7 @@ def withdraw(*names: str) -> dict[str, str]:
 
 
 def _blot(name: str) -> None:
-    """Overwrite the value where the kernel put it: `unsetenv` only forgets the place."""
+    """Overwrite the value in the kernel's memory area: `unsetenv` only drops the pointer."""
     import ctypes
 
     libc = ctypes.CDLL(None)
@@ -48,7 +48,7 @@ def _blot(name: str) -> None:
 
 
 def token(asked: Asked) -> str:
-    """The secret that was given, "" for none: the file named by the flag beats the variable."""
+    """The secret, "" for none: the flag's file overrides the variable."""
     path = _file(asked, "token_file")
     if not path:
         return _checked(asked.environ.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE)
@@ -74,7 +74,7 @@ def _checked(text: str, where: str) -> str:
 
 
 def tls(asked: Asked) -> Tls | None:
-    """The files that were named; None for plain TCP."""
+    """The TLS files; None for plain TCP."""
     files = {name: _file(asked, f"tls_{name}") for name in ("cert", "key", "ca")}
     if not any(files.values()):
         return None
@@ -88,18 +88,18 @@ def tls(asked: Asked) -> Tls | None:
 
 
 def _file(asked: Asked, dest: str) -> str:
-    """A path from a flag, or from its variable where the namespace is not of our parser."""
+    """A path from a flag, or from its variable if the namespace is not from our parser."""
     return asked.text(dest) or asked.environ.get(f"ELASTICRUN_{dest.upper()}", "")
 
 
 def notes(where: MasterPlace, most_nodes: int, secret: str, files: Tls | None) -> list[str]:
-    """What the user should know about who can join, and who can listen; [] where all is well."""
+    """Notes about who can join, and who can eavesdrop; [] if nothing is wrong."""
     if where.kind == "standalone":
         return ["TLS is not used: a standalone job's master is on loopback alone"] if files else []
     if names_this_host_only(where.host) or (where.kind == "static" and most_nodes == 1):
-        return []  # the agent mints a token for the latter
+        return []  # the agent creates a token for the latter
     if where.kind in ("file", "open") and not secret:
-        return []  # the agent mints one
+        return []  # the agent creates one
     told = []
     mutual = files is not None and bool(files.cert and files.ca)
     if not secret and not mutual:

@@ -1,8 +1,8 @@
-"""Limits for the processes of one node: CPU time and memory, by cgroups of either version.
+"""CPU and memory limits for the processes of one node, through cgroups v1 or v2.
 
-A `Group` is a folder in each hierarchy that it needs, with a name that says which process made it.
-What a killed process leaves is removed by a keeper, which waits for its end, and what a killed
-keeper leaves by the next one who makes a group, as with the hosts of `hosts.py`.
+A `Group` is a folder in each hierarchy that it needs; its name identifies the process that made it.
+A keeper process removes the groups of its maker when the maker ends. If the keeper is killed too,
+the next process that makes a group removes them, as with the hosts of `hosts.py`.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from elasticrun.testing.hosts import Impossible, LabError
 
 ROOT: Final = Path("/sys/fs/cgroup")
 PERIOD_US: Final = 100_000
-"""Over which CPU time is counted; the kernel's own default."""
+"""Period over which CPU time is counted; the kernel's default."""
 
 KILL_LIMIT: Final = 60.0
-"""Seconds for the processes of a group to be gone after SIGKILL."""
+"""Seconds for the processes of a group to exit after SIGKILL."""
 
 ENTER: Final = (
     'left=$1; shift; while [ "$left" -gt 0 ]; do '
     'echo $$ >"$1" || exit; shift; left=$((left - 1)); done; exec "$@"'
 )
-"""Arguments: a number, so many cgroup.procs files, then a command."""
+"""Arguments: a number, that many cgroup.procs files, then a command."""
 
 
 def require() -> None:
-    """Impossible where no limits can be set here."""
+    """Raises Impossible if no limits can be set here."""
     if why := _why_none():
         raise Impossible(f"CPU time and memory cannot be limited here: {why}")
 
@@ -42,12 +42,12 @@ def _places() -> list[Path]:
 
 
 def folders(name: str) -> list[Path]:
-    """Where the group of this name is, in every hierarchy that has it."""
+    """The group's folder in every hierarchy that has it."""
     return [place / name for place in _places() if (place / name / "cgroup.procs").exists()]
 
 
 class Group:
-    """The limits of one node. Impossible, LabError. `close` it, whatever happens."""
+    """The limits of one node. Raises Impossible, LabError. Always `close` it."""
 
     def __init__(self, what: str) -> None:
         require()
@@ -62,17 +62,17 @@ class Group:
             raise LabError(f"a cgroup could not be made: {error}") from None
 
     def cpus(self, cores: float | None) -> None:
-        """So many cores' worth of time from now on; None: no limit."""
+        """Limit CPU time to this many cores; None: no limit."""
         quota = None if cores is None else int(cores * PERIOD_US)
         self._write("cpu", "cpu.max", f"{quota or 'max'} {PERIOD_US}", "cpu.cfs_quota_us", quota)
 
     def memory(self, nbytes: int | None) -> None:
-        """So many bytes from now on, beyond which the kernel kills; None: no limit. What its
-        processes had before they were added is not counted. There is no swap for them."""
+        """Limit memory to this many bytes, beyond which the kernel kills; None: no limit. Memory
+        that processes allocated before they were added does not count. They get no swap."""
         folder = _hierarchy("memory") / self.name
         swap, none = folder / "memory.memsw.limit_in_bytes", folder / "memory.swap.max"
         if swap.exists():
-            swap.write_text("-1")  # it may not be below the other one
+            swap.write_text("-1")  # it must not be below the other limit
         self._write("memory", "memory.max", str(nbytes or "max"), "memory.limit_in_bytes", nbytes)
         if swap.exists() and nbytes is not None:
             swap.write_text(str(nbytes))
@@ -90,19 +90,19 @@ class Group:
             raise LabError(f"{what} could not be limited ({text}): {error.strerror}") from None
 
     def add(self, pids: Iterable[int]) -> None:
-        """These processes, and what they start from now on."""
+        """Add these processes; their later children are included."""
         for pid in pids:
             for folder in folders(self.name):
                 with contextlib.suppress(ProcessLookupError):
                     (folder / "cgroup.procs").write_text(str(pid))
 
     def prefix(self) -> list[str]:
-        """The words before a command that make it run in this group, as the process it then is."""
+        """The words before a command that run it in this group, with exec."""
         files = [str(folder / "cgroup.procs") for folder in folders(self.name)]
         return ["sh", "-c", ENTER, "sh", str(len(files)), *files]
 
     def close(self) -> None:
-        """Kill what is in it and remove it; as often as one likes."""
+        """Kill the group's processes and remove it. May be called repeatedly."""
         remove(self.name)
         self._keeper.communicate()
 
@@ -111,12 +111,12 @@ def keep(prefix: str) -> None:
     """Remove all groups whose names begin with `prefix`."""
     for name in _names():
         if name.startswith(prefix):
-            with contextlib.suppress(OSError):  # a sweeper was faster
+            with contextlib.suppress(OSError):  # another process removed it first
                 remove(name)
 
 
 def sweep() -> None:
-    """Remove the groups of processes that are no more."""
+    """Remove the groups whose makers have ended."""
     for name in _names():
         if processes.is_orphaned(name):
             with contextlib.suppress(OSError):
@@ -124,16 +124,16 @@ def sweep() -> None:
 
 
 def remove(name: str) -> None:
-    """Kill what is in the group of this name and remove it."""
+    """Kill the processes of the group with this name and remove it."""
     processes.kill_all(functools.partial(members, name), KILL_LIMIT)
     for folder in folders(name):
         for below, _, _ in os.walk(folder, topdown=False):
-            with contextlib.suppress(FileNotFoundError):  # who removes it too was faster
+            with contextlib.suppress(FileNotFoundError):  # another process removed it first
                 os.rmdir(below)
 
 
 def members(name: str) -> list[int]:
-    """The processes in the group of this name."""
+    """The processes in the group with this name."""
     found: set[int] = set()
     for folder in folders(name):
         for file in folder.rglob("cgroup.procs"):
@@ -148,7 +148,7 @@ def _names() -> list[str]:
 
 
 def _hierarchy(controller: str) -> Path:
-    """Where the folders of this controller are made."""
+    """The folder that contains this controller's groups."""
     old = ROOT / controller
     return old if (old / "cgroup.procs").exists() else ROOT
 

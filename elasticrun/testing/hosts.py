@@ -1,18 +1,18 @@
-"""Hosts made of network namespaces, a cable each to one switch, and what goes wrong there.
+"""Hosts made of network namespaces, each connected by a cable to one switch, and network faults.
 
-A `Lab` is a switch (a bridge in a namespace of its own) and hosts with the addresses 192.0.2.1,
-192.0.2.2, ... of a range that is reserved for documentation: nothing can leave. A command runs on
-a host by `prefix`, with the host's own network, name and /etc/hosts, where all hosts stand by name.
-Of a name with dots the host's own is the first part, as with pods.
+A `Lab` is a switch (a bridge in a separate namespace) and hosts with the addresses 192.0.2.1,
+192.0.2.2, ... from a range reserved for documentation, so no packet can leave. `prefix` runs a
+command on a host, with the host's own network, name and /etc/hosts, which lists all hosts. A host's
+own name is the part of its name before the first dot, as with pods.
 
-A pulled cable is a link that is down. All else (a pair that cannot see each other, one that hears
-but is not heard, loss, delay, little bandwidth, flapping) is done by `line.py`, put between cable
-and switch the first time it is asked for: it needs no netfilter and no netem, which a kernel may
-not have.
+A pulled cable is a link that is down. `line.py` implements all other faults (a pair that cannot
+reach each other, one-way connectivity, loss, delay, low bandwidth, flapping). It is inserted
+between cable and switch on first use, and needs neither netfilter nor netem, which a kernel may
+lack.
 
-Names carry the process that made them, so labs of several processes stand side by side. A keeper, a
-process that waits for the end of ours, removes what we leave behind if we are killed; what is left
-when both are killed is swept by the next lab.
+Names identify the process that made them, so several processes can have labs at the same time. A
+keeper process removes the lab when its maker ends. If both are killed, the next lab removes the
+rest.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ NETNS: Final = Path("/run/netns")
 NETWORK: Final = "192.0.2."
 MOST_HOSTS: Final = 250
 COMMAND_LIMIT: Final = 120.0
-"""Seconds for one `ip`; it needs milliseconds."""
+"""Timeout in seconds of one `ip` command; it takes milliseconds."""
 
 KILL_LIMIT: Final = 60.0
-"""Seconds for the processes of a host to be gone after SIGKILL."""
+"""Seconds for the processes of a host to exit after SIGKILL."""
 
 ENTER: Final = (
     'mount --bind "$1" /etc/hosts && echo "$2" >/proc/sys/kernel/hostname && shift 2 && exec "$@"'
@@ -46,15 +46,15 @@ ENTER: Final = (
 
 
 class Impossible(Exception):
-    """This machine has not got what a test needs; the text is one sentence."""
+    """This machine lacks what a test needs; the message is one sentence."""
 
 
 class LabError(Exception):
-    """A lab could not be made or changed; the text is one sentence."""
+    """A lab could not be made or changed; the message is one sentence."""
 
 
 def require() -> None:
-    """Impossible where hosts cannot be made here."""
+    """Raises Impossible if hosts cannot be made here."""
     if why := _why_no_hosts():
         raise Impossible(f"hosts of network namespaces cannot be made here: {why}")
 
@@ -82,7 +82,7 @@ def _why_no_hosts() -> str:
 
 
 def require_lines() -> None:
-    """Impossible where a kernel gives no TAP devices, that is, no loss and no delay."""
+    """Raises Impossible if the kernel lacks TAP devices, which loss and delay need."""
     try:
         os.close(os.open("/dev/net/tun", os.O_RDWR))
     except OSError as error:
@@ -106,12 +106,12 @@ class Host:
 
     @property
     def names(self) -> list[str]:
-        """By which others find it; the last one is what it calls itself."""
+        """Its names for other hosts; the last one is its own host name."""
         return list(dict.fromkeys((self.name, self.name.partition(".")[0])))
 
     @property
     def netns(self) -> str:
-        """The file that stands for its network."""
+        """The file of its network namespace."""
         return str(NETNS / self.namespace)
 
     def pids(self) -> list[int]:
@@ -120,7 +120,7 @@ class Host:
 
 
 class Lab:
-    """A switch and its hosts. Impossible, LabError. `close` it, whatever happens."""
+    """A switch and its hosts. Raises Impossible, LabError. Always `close` it."""
 
     def __init__(self, scratch: Path) -> None:
         """`scratch`: an existing folder, for the hosts' /etc/hosts."""
@@ -144,7 +144,7 @@ class Lab:
             raise
 
     def add(self, name: str) -> Host:
-        """One more host, at the next address."""
+        """Add a host, at the next address."""
         number = next(self._numbers)
         if number > MOST_HOSTS:
             raise LabError(f"a lab has {MOST_HOSTS} hosts at most")
@@ -161,25 +161,25 @@ class Lab:
         return host
 
     def remove(self, name: str) -> None:
-        """A host goes without a word, with its address and its name, and what runs there; `add`
-        makes another of that name, at another address."""
+        """Remove a host without notice, with its address, name and processes. `add` makes another
+        host of that name, at another address."""
         host = self.hosts.pop(name)
         self._sw("link", "set", f"v{host.number}", "down")
         _remove([host.namespace])
         self._name_all()
 
     def _name_all(self) -> None:
-        """Written in place: what runs on hosts has this very file mounted."""
+        """Written in place, because this file is mounted on the hosts."""
         rows = [f"{h.address} {' '.join(h.names)}" for h in self.hosts.values()]
         self._table.write_text("\n".join(["127.0.0.1 localhost", *rows, ""]))
 
     @property
     def keeper(self) -> int:
-        """The process that removes the lab when ours is killed."""
+        """The process that removes the lab when the tests' process is killed."""
         return self._keeper.pid
 
     def prefix(self, name: str) -> list[str]:
-        """The words before a command that make it run on this host, as the process it then is."""
+        """The words before a command that run it on this host, with exec."""
         host = self.hosts[name]
         enter = ["nsenter", f"--net={host.netns}", "unshare", "--mount", "--uts"]
         return [*enter, "sh", "-c", ENTER, "sh", str(self._table), host.names[-1]]
@@ -191,7 +191,7 @@ class Lab:
         self._sw("link", "set", f"v{self.hosts[name].number}", "down")
 
     def mend(self) -> None:
-        """Plug every cable in, and let every line carry everything at once again."""
+        """Plug in every cable, and remove all faults from every line."""
         for host in self.hosts.values():
             self._sw("link", "set", f"v{host.number}", "up")
             host.deaf.clear()
@@ -201,32 +201,32 @@ class Lab:
                 self._say({"host": host.number, "deaf": [], "mute": [], **plain})
 
     def plug(self, name: str) -> None:
-        """Plug the cable of one host in again."""
+        """Plug in the cable of one host."""
         self._sw("link", "set", f"v{self.hosts[name].number}", "up")
 
     def part(self, one: str, other: str) -> None:
-        """These two cannot reach each other; all others reach both."""
+        """Disconnect these two hosts from each other; all others reach both."""
         self._rule(one, lambda h: h.deaf.add(self.hosts[other].mac))
         self._rule(one, lambda h: h.mute.add(self.hosts[other].mac))
 
     def one_way(self, sender: str, receiver: str) -> None:
-        """What `sender` sends does not reach `receiver`; the other way is open."""
+        """Drop what `sender` sends to `receiver`; the other direction works."""
         self._rule(receiver, lambda h: h.deaf.add(self.hosts[sender].mac))
 
     def loss(self, name: str, share: float) -> None:
-        """This share (0 to 1) of the packets to a host is lost."""
+        """Drop this share (0 to 1) of the packets to a host."""
         self._say({"host": self._on_line(name).number, "loss": share})
 
     def delay(self, name: str, seconds: float) -> None:
-        """Every packet to or from a host arrives so much later."""
+        """Delay every packet to or from a host by `seconds`."""
         self._say({"host": self._on_line(name).number, "delay": seconds})
 
     def slow(self, name: str, rate: float) -> None:
-        """So many bytes per second pass the cable of a host, each way; 0: as many as can."""
+        """Limit the cable of a host to `rate` bytes per second, each way; 0: no limit."""
         self._say({"host": self._on_line(name).number, "rate": rate})
 
     def flap(self, name: str, down: float, up: float) -> None:
-        """The link of a host is down for `down` seconds, up for `up` seconds, and so on."""
+        """Alternate the link of a host: down for `down` seconds, up for `up` seconds."""
         self._say({"host": self._on_line(name).number, "down": down, "up": up})
 
     # ------------------------------------------------------------ lines
@@ -237,7 +237,7 @@ class Lab:
         self._say({"host": host.number, "deaf": sorted(host.deaf), "mute": sorted(host.mute)})
 
     def _on_line(self, name: str) -> Host:
-        """Put the relay between a host's cable and the switch, where it is not there yet."""
+        """Insert the relay between a host's cable and the switch, if it is not there yet."""
         host = self.hosts[name]
         if host.on_line:
             return host
@@ -275,7 +275,7 @@ class Lab:
     # ------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Kill what runs on the hosts and remove everything; as often as one likes."""
+        """Kill the hosts' processes and remove everything. May be called repeatedly."""
         if self._relay is not None:
             self._relay.kill()
             self._relay.communicate()
@@ -290,17 +290,17 @@ def keep(prefix: str) -> None:
     """Remove all namespaces whose names begin with `prefix`."""
     for name in sorted(os.listdir(NETNS)):
         if name.startswith(prefix):
-            with contextlib.suppress(LabError, OSError):  # a sweeper was faster
+            with contextlib.suppress(LabError, OSError):  # another process removed it first
                 _remove([name])
 
 
 def sweep() -> None:
-    """Remove the labs of processes that are no more."""
+    """Remove the labs whose makers have ended."""
     if not NETNS.is_dir():
         return
     for name in sorted(os.listdir(NETNS)):
         if processes.is_orphaned(name):
-            with contextlib.suppress(LabError, OSError):  # another sweeper was faster
+            with contextlib.suppress(LabError, OSError):  # another process removed it first
                 _remove([name])
 
 

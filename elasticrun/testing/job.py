@@ -1,9 +1,8 @@
-"""A job under test: real agents on this host, and everything a test may do to them.
+"""A job under test: real agents on this host, and everything that a test may do to them.
 
-Nodes are named by their number, from 0 in the order of their start; the master that a test started
-by hand is "master". Whatever does something to the job returns when it did it (CLOCK_MONOTONIC,
-seconds, the clock of the step log), so that a test can wait for what came `since` and measure how
-long it took.
+Nodes are numbered from 0 in the order of their start; a master that the test started by hand is
+"master". Each method that acts on the job returns the time of the action (CLOCK_MONOTONIC, seconds,
+the clock of the step log), so that a test can wait for events `since` then and measure durations.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from elasticrun.wire.messages import JobStatus
 KILL: Final = int(signal.SIGKILL)
 
 TIMEOUT: Final = 60.0
-"""Seconds that anything awaited may take: what a busy machine may need, not what it should."""
+"""Seconds for any wait: enough for a busy machine, not a performance target."""
 
 LEFTOVER_LIMIT: Final = 30.0
-"""Seconds after the end of an agent in which all that it started must be gone."""
+"""Seconds after an agent's end within which all processes that it started must exit."""
 
 Where = int | Literal["master"]
 
 ASK_AGAIN: Final = 1.0
-"""The status is asked for when an agent or a master has said something, and at the latest after so
-many seconds, since not every change has a line."""
+"""The status is polled when an agent or a master has printed something, and at least this often in
+seconds, since not every change prints a line."""
 
 ASK_SPACING: Final = 0.05
-"""Seconds between two looks at what grows all the time, however much ranks print."""
+"""Minimum seconds between two reads of files that grow all the time, however much ranks print."""
 
 
 class JobError(AssertionError):
@@ -48,13 +47,13 @@ class JobError(AssertionError):
 
 
 mistake = methodcaller("errisinstance", (JobError, ValueError))
-"""For pytest: whether an error is what a test has done or found, not a defect of these modules."""
+"""For pytest: whether an error comes from a test, and is not a defect of these modules."""
 
 __tracebackhide__ = mistake  # pytest shows the line of the test
 
 
 def variables(env: Mapping[str, object] | None) -> dict[str, str]:
-    """Variables as a process wants them."""
+    """Variables with values as strings."""
     return {name: str(value) for name, value in (env or {}).items()}
 
 
@@ -63,11 +62,11 @@ class Result:
     """How a job ended, by node."""
 
     exit_codes: tuple[int | None, ...]
-    """Of the agents, as subprocess has them."""
+    """Exit codes of the agents, as in subprocess."""
     outcomes: tuple[str, ...]
-    """The same in words; a node that the test had killed is told from one that failed."""
+    """The same in words; distinguishes nodes that the test killed from nodes that failed."""
     ok: bool
-    """Every node that the test had not killed ended with 0."""
+    """Whether every node that the test did not kill exited with 0."""
 
 
 def start(
@@ -89,18 +88,17 @@ def start(
     memory: int | None = None,
     timeout: float = TIMEOUT,
 ) -> ElasticJob:
-    """Start `script` with its arguments under elasticrun; what the fixture `elastic_job` calls.
+    """Start `script` with its arguments under elasticrun; the fixture `elastic_job` calls this.
 
-    `nnodes`: N or MIN:MAX. `nodes`: how many agents are started, MIN if not given. `options`:
-    further flags of the command line. `env`: further variables of the agents and their ranks.
-    `hosts`: each node is a host of its own, with a cable (needs root; else the test is skipped).
-    `master`: run `elasticrun master` by hand, with `master_options`, in the place of a master that
-    node 0 starts. `cpus`, `memory`: what each node may use from its start, in cores' worth of time
-    and bytes (needs root; else the test is skipped). `together`: start all nodes at the same
-    moment; else the others follow when the master of node 0 serves. `timeout`: seconds that a wait
-    for this job may take, where it has no `timeout` of its own. Returns when the master serves: the
-    other nodes may be on their way. ValueError for what can never run, JobError when it does not
-    start.
+    `nnodes`: N or MIN:MAX. `nodes`: number of agents to start, default MIN. `options`: further
+    flags of the command line. `env`: further variables of the agents and their ranks. `hosts`: each
+    node gets its own host with a cable (needs root; else the test is skipped). `master`: run
+    `elasticrun master` by hand, with `master_options`, instead of a master that node 0 starts.
+    `cpus`, `memory`: limits of each node from its start, in cores and bytes (needs root; else the
+    test is skipped). `together`: start all nodes at the same moment; else the others start once the
+    master of node 0 serves. `timeout`: seconds for waits of this job without their own `timeout`.
+    Returns when the master serves; the other nodes may still be starting. Raises ValueError for a
+    job that can never run, JobError if it does not start.
     """
     plan = JobPlan(
         script=str(script),
@@ -118,21 +116,21 @@ def start(
     if count < 0 or (count == 0 and not master):
         raise ValueError(f"nodes={nodes}: a job without a master of its own begins with a node")
     job = ElasticJob(plan, scratch, hosts=hosts, timeout=timeout)
-    register(job)  # from here on the fixture ends it, whatever comes
+    register(job)  # from here on the fixture ends it
     job.begin(count, master_options if master else None, together=together)
     return job
 
 
 class ElasticJob:
-    """See the module's head. `nodes`: those that were started so far, by their number. `timeout`,
-    where a method has it: the job's own where none is given; JobError when what is waited for has
-    not come by then, or when every agent has ended. `since`: see the module's head."""
+    """A job under test; see the module docstring, also for `since`. `nodes`: the nodes started so
+    far, by number. `timeout` of a method: defaults to the job's. Raises JobError if the awaited
+    event does not occur in time, or if every agent has ended."""
 
     def __init__(
         self, plan: JobPlan, scratch: Path, *, hosts: bool, timeout: float = TIMEOUT
     ) -> None:
         self.timeout = timeout
-        """Seconds that anything awaited may take where no other limit is given."""
+        """Default seconds for any wait."""
         self.nodes: list[JobNode] = []
         self.master_node: JobNode | None = None
         """The master that was started by hand."""
@@ -143,19 +141,19 @@ class ElasticJob:
         for folder in (self._consoles, self._log_folder):
             folder.mkdir()
         self._log = StepLog(str(self._log_folder / "steps.jsonl"))
-        self._said = Waiter()  # what agents, ranks and masters say
+        self._said = Waiter()  # output of agents, ranks and masters
         self._said.folder(str(self._consoles))
         self._stepped = Waiter()
         self._stepped.folder(str(self._log_folder))
         self._runs: dict[Path, None] = {}
         self._closed = False
         self.lab: Lab | None = Lab(scratch) if hosts else None
-        """The hosts and their switch, where there are some."""
+        """The hosts and their switch, if the job has hosts."""
 
     # ------------------------------------------------------------ nodes come
 
     def begin(self, count: int, master: Sequence[str] | None, *, together: bool) -> None:
-        """Start a master by hand where it has options, then `count` nodes; called by `start`."""
+        """Start a master by hand if it has options, then `count` nodes; called by `start`."""
         if master is not None:
             node = self.master_node = self._made("master")
             self._plan.place(node.host)
@@ -174,7 +172,7 @@ class ElasticJob:
         env: Mapping[str, object] | None = None,
         nproc_per_node: str | int | None = None,
     ) -> JobNode:
-        """Start one more agent, on a host of its own where nodes have hosts; the new node."""
+        """Start one more agent, on its own host if the job has hosts. Returns the new node."""
         node = self._made(f"node{len(self.nodes)}")
         if not self.nodes and self.master_node is None:
             self._plan.place(node.host)
@@ -189,7 +187,7 @@ class ElasticJob:
         return node
 
     def restart_node(self, number: int) -> JobNode:
-        """Start the agent of a node that has ended again: the same node, a new life."""
+        """Start the agent of an ended node again: the same node, a new incarnation."""
         node = self._node(number)
         if node.exit_code is None:
             raise ValueError(f"node {number} still runs: kill it before it is started again")
@@ -234,7 +232,7 @@ class ElasticJob:
     # ------------------------------------------------------------ what is seen
 
     def status(self) -> JobStatus:
-        """The job as its master sees it. JobError where no master answers."""
+        """The job's status from its master. Raises JobError if no master answers."""
         try:
             return page.status(self._runs)
         except page.NoPage as error:
@@ -253,7 +251,7 @@ class ElasticJob:
         return list(self._log.steps)
 
     def output(self, number: Where) -> str:
-        """What a node's agent and ranks have written to their standard streams so far."""
+        """The standard output and error of a node's agent and ranks so far."""
         return self._named(number).output()
 
     # ------------------------------------------------------------ for those who do things to it
@@ -284,18 +282,18 @@ class ElasticJob:
     # ------------------------------------------------------------ worlds
 
     def one_world(self) -> None:
-        """Assert that no two worlds of this job have completed steps at a time."""
+        """Assert that two worlds of this job never completed steps at the same time."""
         if wrong := steps.overlap(self.steps()):
             raise JobError(f"two worlds at a time: {wrong}")
 
     def no_gap(self) -> None:
-        """Assert that every step, from the first to the one before the last, was completed by all
-        ranks of one world: the script took up its work where it had been saved."""
+        """Assert that all ranks of one world completed every step, from the first to the one before
+        the last: the script resumed from its saved state."""
         if wrong := steps.gap(self.worlds()):
             raise JobError(f"steps are missing: {wrong}")
 
     def worlds(self) -> list[World]:
-        """The worlds that have completed a step so far, in the order of their first."""
+        """The worlds that have completed a step so far, in the order of their first step."""
         return steps.worlds(self.steps())
 
     def wait_for_world(
@@ -307,11 +305,11 @@ class ElasticJob:
         since: float | None = None,
         timeout: float | None = None,
     ) -> World:
-        """Wait for a world, every rank of which has completed a step (`step`: that or a later one).
-        JobError when there is none within `timeout` seconds, or when every agent has ended.
+        """Wait for a world in which every rank has completed a step (`step`: that or a later one).
+        Raises JobError if there is none within `timeout` seconds, or if every agent has ended.
 
-        `world_size`: its ranks. `round`: that world (`World.round`) and no other. `since`: the
-        first such world of those that began after this moment. Without both: the newest world.
+        `world_size`: its number of ranks. `round`: only the world with this `World.round`. `since`:
+        the first such world that began after this moment. Without both: the newest world.
         """
         deadline = self._deadline(timeout)
         while True:
@@ -333,9 +331,9 @@ class ElasticJob:
     def wait_for_output(
         self, number: Where, text: str | re.Pattern[str], *, timeout: float | None = None
     ) -> str:
-        """Wait until a node's agent or ranks have printed `text` (a pattern is searched for); all
-        that they have printed then. JobError when they have not within `timeout` seconds, or when
-        the agent has ended."""
+        """Wait until a node's agent or ranks have printed `text` (a pattern is searched for).
+        Returns all their output. Raises JobError after `timeout` seconds, or if the agent has
+        ended."""
         node = self._named(number)
         deadline = self._deadline(timeout)
         while True:
@@ -374,14 +372,14 @@ class ElasticJob:
         since: float | None = None,
         timeout: float | None = None,
     ) -> Step | JobStatus:
-        """Wait until the job is as described; JobError when it is not within `timeout` seconds, or
-        when every agent has ended.
+        """Wait until the job is in the described state. Raises JobError after `timeout` seconds, or
+        if every agent has ended.
 
         With `step`: until a rank of the newest world has completed that step or a later one, in a
-        world of `world_size` ranks where that is given, in a world that began `since` some moment
-        where that is given; returns the first such step. Else: until the master's status shows
-        this world size (running), this round or a later one, this phase, this text in the reason of
-        the job or of a node, and satisfies `condition`; returns that status.
+        world of `world_size` ranks and one that began after `since`, if given; returns the first
+        such step. Else: until the master's status shows this world size (running), this round or a
+        later one, this phase, this text in the reason of the job or of a node, and satisfies
+        `condition`; returns that status.
         """
         if step is not None:
             if condition or round or phase or reason:
@@ -436,7 +434,7 @@ class ElasticJob:
             time.sleep(ASK_SPACING)
 
     def result(self, timeout: float | None = None) -> Result:
-        """Wait until every agent has ended. JobError when one has not within `timeout` seconds."""
+        """Wait until every agent has ended. Raises JobError after `timeout` seconds."""
         deadline = self._deadline(timeout)
         while not self._over():
             if deadline.over():
@@ -466,13 +464,13 @@ class ElasticJob:
     def kill_node(self, number: int) -> float:
         """SIGKILL the agent, its fork server and its ranks at once, as when a node is lost.
 
-        On a host of its own all that runs there goes, a master too; where nodes share this host the
-        master that the agent had started is spared (see `kill_master`)."""
+        On a separate host this kills everything, including a master; if nodes share this host, the
+        master that the agent started is spared (see `kill_master`)."""
         return self._node(number).kill(masters=self.lab is not None)
 
     def power_off(self, number: int) -> float:
-        """The same without a word to anybody: the cable of its host is pulled first, so that no
-        connection is seen to end. `restart_node` plugs it in again. Needs `hosts=True`."""
+        """Like `kill_node`, but the host's cable is pulled first, so that peers see no closed
+        connection. `restart_node` plugs it in again. Needs `hosts=True`."""
         lab, name = self._cable(number)
         node = self._node(number)
         lab.cut(name)
@@ -480,14 +478,14 @@ class ElasticJob:
         return node.kill(masters=True)
 
     def limit_cpus(self, number: int, cores: float | None) -> float:
-        """From now on all processes of a node (but a master on a host that it shares) have so many
-        cores' worth of time; None: as much as there is. Needs root and cgroups, as `memory`."""
+        """Limit the CPU time of all processes of a node (except a master on a shared host) to this
+        many cores; None: no limit. Needs root and cgroups, as `memory` does."""
         self._group(number).cpus(cores)
         return _now()
 
     def limit_memory(self, number: int, nbytes: int | None) -> float:
-        """What all processes of a node take from now on (from the first, where `start` was given
-        `memory`) is so many bytes at most: the kernel kills one of them when it is more."""
+        """Limit the memory of all processes of a node to this many bytes: beyond it the kernel
+        kills one of them. Counts from now on, or from the start if `start` was given `memory`."""
         self._group(number).memory(nbytes)
         return _now()
 
@@ -499,7 +497,7 @@ class ElasticJob:
         return node.group
 
     def kill_agent(self, number: int) -> float:
-        """SIGKILL the agent's process alone."""
+        """SIGKILL the agent's process only."""
         return self._node(number).signal(signal.SIGKILL)
 
     def signal(self, number: int, signum: int) -> float:
@@ -507,15 +505,15 @@ class ElasticJob:
         return self._node(number).signal(signum)
 
     def kill_rank(self, rank: int, signum: int = KILL) -> float:
-        """SIGKILL the process of this rank of the present world, or send it another signal."""
+        """SIGKILL the process of this rank of the current world, or send it another signal."""
         pid = self.rank_pid(rank)
         at = _now()
         processes.signal_all(lambda: [pid], signum)
         return at
 
     def rank_pid(self, rank: int) -> int:
-        """The process of this rank, as the master's status has it. A rank may be in a step before
-        its agent has told the master of it: that is waited for."""
+        """The process of this rank, from the master's status. Waits for it, because a rank may be
+        in a step before its agent has reported it to the master."""
 
         def known(status: JobStatus) -> bool:
             never = status.phase == "ended" or not 0 <= rank < status.world_size
@@ -527,8 +525,7 @@ class ElasticJob:
         raise JobError(f"no rank {rank} runs; the job is {status.phase}: {status.reason}")
 
     def freeze_node(self, number: int, *, agent_only: bool = False) -> float:
-        """SIGSTOP every process of a node (a master on a host that it shares is spared), or its
-        agent alone."""
+        """SIGSTOP every process of a node (except a master on a shared host), or only its agent."""
         node = self._node(number)
         node.frozen = True
         if agent_only:
@@ -542,7 +539,7 @@ class ElasticJob:
         return node.signal_everything(signal.SIGCONT, masters=True)
 
     def kill_master(self) -> float:
-        """SIGKILL the job's master, whoever has started it."""
+        """SIGKILL the job's master, whoever started it."""
         if self.master_node is not None:
             self.master_node.killed = True
         return self._signal_master(signal.SIGKILL)
@@ -568,29 +565,29 @@ class ElasticJob:
     # ------------------------------------------------------------ what befalls cables (hosts=True)
 
     def cut(self, one: Where, other: Where | None = None) -> float:
-        """Pull the cable of a host, or let two hosts not reach each other."""
+        """Pull the cable of a host, or disconnect two hosts from each other."""
         if other is None:
             return self._on_cable(one, Lab.cut)
         return self._on_cable(one, Lab.part, self._cable(other)[1])
 
     def one_way(self, sender: Where, receiver: Where) -> float:
-        """What `sender` sends does not reach `receiver`; the other way is open."""
+        """Drop what `sender` sends to `receiver`; the other direction works."""
         return self._on_cable(sender, Lab.one_way, self._cable(receiver)[1])
 
     def loss(self, where: Where, percent: float) -> float:
-        """So much of what a host receives is lost."""
+        """Drop this percentage of the packets to a host."""
         return self._on_cable(where, Lab.loss, percent / 100)
 
     def delay(self, where: Where, milliseconds: float) -> float:
-        """Every packet to or from a host arrives so much later."""
+        """Delay every packet to or from a host."""
         return self._on_cable(where, Lab.delay, milliseconds / 1000)
 
     def slow(self, where: Where, megabits: float) -> float:
-        """So many Mbit per second pass the cable of a host, each way."""
+        """Limit the cable of a host to this many Mbit per second, each way."""
         return self._on_cable(where, Lab.slow, megabits * 1e6 / 8)
 
     def flap(self, where: Where, *, down: float, up: float) -> float:
-        """The link of a host is down for `down` seconds, up for `up` seconds, and so on."""
+        """Alternate the link of a host: down for `down` seconds, up for `up` seconds."""
         return self._on_cable(where, Lab.flap, down, up)
 
     def _on_cable(self, where: Where, befall: Callable[..., None], *how: object) -> float:
@@ -599,14 +596,14 @@ class ElasticJob:
         return _now()
 
     def mend(self) -> float:
-        """End all of these."""
+        """Remove all cable faults."""
         self._cable(0 if self.nodes else "master")[0].mend()
         return _now()
 
     # ------------------------------------------------------------ the end
 
     def sections(self, title: str) -> list[tuple[str, str]]:
-        """What a failing test shows: how each node stands, and what it said last."""
+        """What a failing test shows: each node's state and its last output."""
         shown = [
             (f"{title}: {n.name}, which {n.outcome()}", n.tail() or "(nothing yet)")
             for n in self._everybody()
@@ -615,7 +612,8 @@ class ElasticJob:
         return [*shown, (f"{title}: the last steps", steps)] if steps else shown
 
     def close(self) -> str:
-        """End everything and remove it; what should have ended by itself before, in a sentence."""
+        """End everything and remove it. Returns a sentence about what should have ended by
+        itself."""
         if self._closed:
             return ""
         self._closed = True
@@ -626,7 +624,7 @@ class ElasticJob:
         return "; ".join(filter(None, complaints))
 
     def _leftovers(self) -> list[str]:
-        """What has outlived agents that ended, by themselves or by `kill_agent`."""
+        """Processes that have outlived agents that ended by themselves or by `kill_agent`."""
         told = []
         masters = self._told_outcome()
         for node in self.nodes:
@@ -639,9 +637,9 @@ class ElasticJob:
         return told
 
     def _told_outcome(self) -> bool:
-        """Whether the job's master has no reason to live: it outlives its agent while it serves
-        others, but here all agents ended by themselves, or those that the test had not killed with
-        success, of which they tell the master."""
+        """Whether the job's master should have exited: it outlives its agent while it serves
+        others, but here all agents ended by themselves, or those that the test did not kill
+        succeeded and reported that to the master."""
         own_ends = [node.exit_code for node in self.nodes if not node.killed]
         if not self._over() or not own_ends or any(node.frozen for node in self.nodes):
             return False
@@ -666,7 +664,7 @@ def _reasons(status: JobStatus) -> list[str]:
 
 
 def _pid(status: JobStatus, rank: int) -> int:
-    """The process of this rank; 0: none is known."""
+    """The process of this rank; 0: unknown."""
     for node in status.nodes:
         if node.group_rank >= 0 and 0 <= rank - node.first_rank < len(node.pids):
             return node.pids[rank - node.first_rank]

@@ -1,22 +1,22 @@
-"""Bad lines: a relay that delays, loses and holds back the frames of some hosts, for any kernel.
+"""Faulty lines: a relay that delays, drops and holds back the frames of some hosts, on any kernel.
 
-Run as a program inside the network of the switch, by `hosts.py`. For each host it is asked to put
-on a line it makes two TAP devices, `near<I>` (towards the switch) and `far<I>` (towards the host),
-and hands frames from one to the other by the rules it was told. One process carries all frames:
-good for control traffic and small collectives, not for bulk.
+`hosts.py` runs it as a program inside the network of the switch. For each host it creates two TAP
+devices, `near<I>` (towards the switch) and `far<I>` (towards the host), and passes frames between
+them according to its rules. One process carries all frames: fast enough for control traffic and
+small collectives, not for bulk data.
 
-Commands, one line of JSON each on standard input, answered by one line ("ok", or why not):
+Commands, one line of JSON each on standard input, each answered by one line ("ok", or why not):
 
     {"line": 2}                                 make the devices of host 2
-    {"host": 2, "delay": 0.2}                   each frame to or from it arrives that much later
-    {"host": 2, "loss": 0.3}                    that share of what it receives is lost
+    {"host": 2, "delay": 0.2}                   delay each frame to or from it by that many seconds
+    {"host": 2, "loss": 0.3}                    drop that share of what it receives
     {"host": 2, "rate": 1000000.0}              bytes per second, each way; 0: no limit
-    {"host": 2, "deaf": ["02:00:00:00:00:01"]}  it does not hear these hosts
-    {"host": 2, "mute": ["02:00:00:00:00:01"]}  these hosts do not hear it
-    {"host": 2, "down": 1.0, "up": 2.0}         nothing passes for 1 s, then all for 2 s, and so on
+    {"host": 2, "deaf": ["02:00:00:00:00:01"]}  drop frames from these hosts to it
+    {"host": 2, "mute": ["02:00:00:00:00:01"]}  drop frames from it to these hosts
+    {"host": 2, "down": 1.0, "up": 2.0}         pass nothing for 1 s, then all for 2 s, and so on
 
-A rule stands until another of the same kind replaces it. Chance comes from one seed, so that a run
-can be repeated as far as the kernel allows. The program ends when its input does.
+A rule applies until another of the same kind replaces it. Random numbers come from a fixed seed, so
+that a run is repeatable as far as the kernel allows. The program exits at EOF of its input.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ IFF_TAP_NO_PI: Final = 0x1002
 TUN: Final = "/dev/net/tun"
 FRAME: Final = 65536
 MOST_HELD: Final = 20_000
-"""Frames on their way at a time; more are lost, as in a router whose buffer is full."""
+"""Maximum number of frames in flight; more are dropped, as in a router with a full buffer."""
 
 MOST_BEHIND: Final = 0.2
-"""Seconds of frames that wait for a slow line; what comes then is lost: senders slow down by it."""
+"""Seconds of queued frames on a slow line; later frames are dropped, which makes senders slow
+down."""
 
 
 @dataclass
@@ -62,7 +63,7 @@ class HostLine:
     since: float = field(default_factory=time.monotonic)
 
     def rule(self, words: dict[str, Any]) -> None:
-        """Take over what a command says."""
+        """Apply a command."""
         for name, value in words.items():
             if name in ("deaf", "mute"):
                 setattr(self, name, frozenset(bytes.fromhex(m.replace(":", "")) for m in value))
@@ -74,7 +75,7 @@ class HostLine:
             self.since = time.monotonic()
 
     def passes(self, frame: bytes, outward: bool, now: float, chance: random.Random) -> bool:
-        """Whether a frame gets through; `outward`: the host has sent it."""
+        """Whether a frame gets through; `outward`: the host sent it."""
         if self.down > 0 and (now - self.since) % (self.down + self.up) < self.down:
             return False
         if outward:
@@ -82,7 +83,7 @@ class HostLine:
         return frame[6:12] not in self.deaf and not (self.loss and chance.random() < self.loss)
 
     def through(self, size: int, outward: bool, now: float) -> float | None:
-        """When a frame of `size` bytes has passed at the line's rate; None if it is lost."""
+        """When a frame of `size` bytes has passed at the line's rate; None if it is dropped."""
         if self.rate <= 0:
             return now
         free = max(now, self.free[outward])
@@ -99,11 +100,11 @@ class Relay:
         self._chance = random.Random(1)
         self._lines: dict[int, HostLine] = {}
         self._ends: dict[int, tuple[HostLine, bool]] = {}
-        self._due: list[tuple[float, int, int, bytes]] = []  # when, order, to whom, frame
+        self._due: list[tuple[float, int, int, bytes]] = []  # time, sequence, destination, frame
         self._order = itertools.count()
 
     def run(self) -> None:
-        """Until standard input ends."""
+        """Run until EOF of standard input."""
         rest = b""
         while True:
             wait = max(0.0, self._due[0][0] - time.monotonic()) if self._due else None
@@ -142,7 +143,7 @@ class Relay:
         line, outward = self._ends[fd]
         try:
             frame = os.read(fd, FRAME)
-        except OSError:  # the device is not up yet, or there is nothing after all
+        except OSError:  # the device is not up yet, or has no data
             return
         now = time.monotonic()
         if len(self._due) >= MOST_HELD or not line.passes(frame, outward, now, self._chance):
@@ -155,7 +156,7 @@ class Relay:
     def _deliver(self) -> None:
         while self._due and self._due[0][0] <= time.monotonic():
             _, _, fd, frame = heapq.heappop(self._due)
-            with contextlib.suppress(OSError):  # down, or its queue is full: lost as on a wire
+            with contextlib.suppress(OSError):  # down, or its queue is full: lost
                 os.write(fd, frame)
 
 

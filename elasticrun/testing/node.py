@@ -1,5 +1,5 @@
-"""One node of a job under test: the plan of its command line, a real agent, its console in a file,
-and all that runs below it.
+"""One node of a job under test: its command line, a real agent, its console in a file, and its
+descendants.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from elasticrun.wire.env import RANK_VARIABLES, RUNS
 __tracebackhide__ = methodcaller("errisinstance", ValueError)  # pytest shows the line of the test
 
 KILL_LIMIT: Final = 60.0
-"""Seconds for a process to be gone after SIGKILL; one in uninterruptible sleep is told about."""
+"""Seconds for a process to exit after SIGKILL; one in uninterruptible sleep is reported."""
 
 TAIL_LINES: Final = 60
 """Lines of a console that a failing test shows."""
 
 FOREIGN_PREFIXES: Final = ("PET_", "TORCHELASTIC_", "ELASTICRUN_", "DLROVER_", "SLURM_")
 FOREIGN: Final = RANK_VARIABLES | {"NODE_RANK", "NODE_NUM", "LOGLEVEL"}
-"""Variables of this process that a launcher would take for settings of its own."""
+"""Variables of this process that a launcher would read as its own settings."""
 
 ELASTICRUN: Final = (sys.executable, "-m", "elasticrun")
 """The command under test, with the interpreter of the tests."""
 
 PORT: Final = 29400
-"""The master's port where a host has its own network, so that it is free."""
+"""The master's port on a host with its own network, where it is always free."""
 
 LOOPBACK: Final = "127.0.0.1"
 
 LOWEST_PORT: Final = 10_000
-"""Below are the services that have a port of their own."""
+"""Lower ports belong to well-known services."""
 
 PORT_TRIES: Final = 100
-"""Ports that are looked at before the kernel is asked for any."""
+"""Ports that are tried before the kernel chooses one."""
 
 _OTHER_PROGRAMS: Final = ("-m", "--module", "--no-python", "--no_python")
 
 
 def environment(scratch: Path, mark: str, more: Mapping[str, str]) -> dict[str, str]:
-    """What a launcher under test is started with; `scratch` stands for the host's own folders."""
+    """The environment of a launcher under test; `scratch` contains the host's own folders."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -75,20 +75,20 @@ def environment(scratch: Path, mark: str, more: Mapping[str, str]) -> dict[str, 
 
 @dataclass(eq=False)
 class JobNode:
-    """An agent (or a master by hand) that a test has started, and what it started in its turn."""
+    """An agent (or a master) that a test started, and its descendants."""
 
     name: str
-    """Its `--node-id`; its host's name where it has a host of its own."""
+    """Its `--node-id`, and its host's name if it has its own host."""
     mark: str
     console: Path
     host: Host | None
     killed: bool = False
-    """Whether the test has killed it, so that its exit code says nothing."""
+    """Whether the test has killed it, so that its exit code means nothing."""
     frozen: bool = False
     off: bool = False
-    """Whether the test has powered its host off."""
+    """Whether the test has powered off its host."""
     group: Group | None = None
-    """The limits of CPU time and memory that its processes have, where they have some."""
+    """The limits of CPU time and memory of its processes, if any."""
     command: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     _process: subprocess.Popen[bytes] | None = None
@@ -96,9 +96,10 @@ class JobNode:
     def start(
         self, command: Sequence[str], environ: Mapping[str, str], prefix: Sequence[str]
     ) -> None:
-        """Start it, again where it had ended. It dies with this process, however that ends."""
-        # By a program: what runs in the child between fork and exec must not be Python here, since
-        # the process of the tests may have any threads.
+        """Start it, or start it again after it ended. It dies with this process, however this one
+        ends."""
+        # An external program does it, because no Python code may run in the child between fork and
+        # exec: the process of the tests may have threads.
         setpriv = shutil.which("setpriv")
         guard = [setpriv, "--pdeathsig", "KILL"] if setpriv else []
         limits = self.group.prefix() if self.group is not None else []
@@ -115,31 +116,31 @@ class JobNode:
 
     @property
     def pid(self) -> int:
-        """Of the agent's process."""
+        """The agent's pid."""
         assert self._process is not None
         return self._process.pid
 
     @property
     def exit_code(self) -> int | None:
-        """The agent's, as subprocess has it; None while it runs."""
+        """The agent's exit code, as in subprocess; None while it runs."""
         return self._process.poll() if self._process is not None else None
 
     def output(self) -> str:
-        """What the agent and its ranks have written to their standard streams so far."""
+        """The standard output and error of the agent and its ranks so far."""
         return self.console.read_text(errors="replace")
 
     def tail(self) -> str:
-        """The last lines of that."""
+        """The last lines of the output."""
         return "\n".join(self.output().splitlines()[-TAIL_LINES:])
 
     def pids(self, *, masters: bool = True) -> list[int]:
-        """Every process of this node; all that runs on its host, where it has one of its own."""
+        """Every process of this node, or of its host if it has its own."""
         found = self.host.pids() if self.host else processes.marked(self.mark)
         return found if masters else [pid for pid in found if not processes.is_master(pid)]
 
     def kill(self, *, masters: bool) -> float:
-        """SIGKILL everything of this node at once; when that was (CLOCK_MONOTONIC). A master is
-        spared where `masters` is false. RuntimeError if the kernel lets something live."""
+        """SIGKILL everything of this node at once. Returns the time (CLOCK_MONOTONIC). A master is
+        spared if `masters` is false. Raises RuntimeError if a process survives."""
         self.killed = True
         at = time.clock_gettime(time.CLOCK_MONOTONIC)
         left = processes.kill_all(lambda: self.pids(masters=masters), KILL_LIMIT)
@@ -150,7 +151,7 @@ class JobNode:
         return at
 
     def signal(self, number: int) -> float:
-        """Send a signal to the agent alone; when that was."""
+        """Send a signal to the agent only. Returns the time."""
         at = time.clock_gettime(time.CLOCK_MONOTONIC)
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
@@ -161,7 +162,7 @@ class JobNode:
         return at
 
     def signal_everything(self, number: int, *, masters: bool) -> float:
-        """Send a signal to every process of this node; when that was."""
+        """Send a signal to every process of this node. Returns the time."""
         at = time.clock_gettime(time.CLOCK_MONOTONIC)
         processes.signal_all(lambda: self.pids(masters=masters), number)
         return at
@@ -179,12 +180,12 @@ class JobNode:
 
 
 _used: Final[set[int]] = set()
-"""Ports that were given once; when all have been, the kernel is asked for any."""
+"""Ports already handed out; once all have been, the kernel chooses one."""
 
 
 @dataclass
 class JobPlan:
-    """One job; `place` says where its master is before a command is asked for."""
+    """One job. `place` sets the master's address, before a command is requested."""
 
     script: str
     args: tuple[str, ...]
@@ -200,7 +201,8 @@ class JobPlan:
     _port: int = PORT
 
     def check(self) -> int:
-        """The fewest nodes; ValueError with a sentence for what can never run."""
+        """The smallest number of nodes. Raises ValueError with a sentence for a job that can never
+        run."""
         if isinstance(self.options, str):
             raise ValueError(f"options={self.options!r}: give a list of flags")
         low, colon, high = self.nnodes.partition(":")
@@ -215,7 +217,7 @@ class JobPlan:
         return int(low)
 
     def place(self, host: Host | None) -> None:
-        """The master is on this host; None: on this machine, at a port that is free now."""
+        """Put the master on this host; None: on this machine, at a port that is free now."""
         if host is not None:
             self._host, self._port = host.address, PORT
             return
@@ -249,9 +251,9 @@ class JobPlan:
 
 
 def free_port() -> int:
-    """A port of loopback that is free now, and that the kernel gives to nobody who connects to
-    something, so that it is still free when the master gets there. Nobody else is given it by this
-    process, nor by another one of pytest-xdist: it may take seconds until it is bound."""
+    """A loopback port that is free now and outside the kernel's ephemeral range, so that it is
+    still free when the master binds it, which may take seconds. Neither this process nor another
+    pytest-xdist worker hands it out again."""
     first = LOWEST_PORT
     which, of = _worker()
     try:
@@ -273,7 +275,8 @@ def free_port() -> int:
 
 
 def _worker() -> tuple[int, int]:
-    """Which process of how many this is, as pytest-xdist says; (0, 1): the only one."""
+    """The index of this process and the number of processes under pytest-xdist; (0, 1) without
+    it."""
     name, count = (os.environ.get(f"PYTEST_XDIST_WORKER{more}", "") for more in ("", "_COUNT"))
     number = name.removeprefix("gw")
     if number.isdecimal() and count.isdecimal() and int(number) < int(count):

@@ -1,8 +1,8 @@
-"""The status of a job under test, read from its master's page, in whatever network that listens.
+"""The status of a job under test, read from its master's page, in any network namespace.
 
-The page is found by the file that a master publishes in its user's folder, so it is found again
-when another master serves, here or on another host. A socket belongs to the network in which it was
-made: a thread enters the master's, makes one, and ends.
+A master publishes its page in a file in its user's folder, so the page is found again when another
+master serves, here or on another host. A socket belongs to the network namespace in which it was
+created: a thread enters the master's namespace, creates a socket, and ends.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from elasticrun.host.user_folder import Published, published
 from elasticrun.wire.messages import JobStatus
 
 ANSWER_LIMIT: Final = 60.0
-"""Seconds a page may take: for the first visit a master imports what serves it, on a machine that
-may have other things to do. One that is stopped does not answer, and is not asked."""
+"""Seconds for a page to answer: on the first request a master imports its HTTP server, possibly on
+a busy machine. A stopped master does not answer and is not queried."""
 
 MAX_PAGE: Final = 64 * 1024 * 1024
 CLONE_NEWNET: Final = 0x4000_0000
 
 
 class NoPage(Exception):
-    """No master's page answers; the text is a sentence."""
+    """No master's page answers; the message is a sentence."""
 
 
 def masters(folders: Iterable[Path]) -> list[Published]:
-    """The masters that have published themselves in these folders and are alive."""
+    """The live masters that have published themselves in these folders."""
     return [master for folder in folders if folder.is_dir() for master in published(folder)]
 
 
 def ask(master: Published) -> JobStatus:
-    """The job as this master sees it. NoPage."""
+    """The job's status from this master. Raises NoPage."""
     if not master.status_url:
         raise NoPage(f"the master of process {master.pid} has no status page")
     if state(master.pid) == "T":
@@ -56,7 +56,7 @@ def ask(master: Published) -> JobStatus:
         body = answer.read(MAX_PAGE)
         if answer.status != 200:
             raise NoPage(f"the status page answers {answer.status}")
-        # what a later version adds is left out
+        # fields of later versions are ignored
         return msgspec.json.decode(body, type=JobStatus)
     except (OSError, http.client.HTTPException, ValueError, msgspec.MsgspecError) as error:
         raise NoPage(f"no status page at {master.status_url}: {error}") from None
@@ -65,7 +65,8 @@ def ask(master: Published) -> JobStatus:
 
 
 def _connect(address: tuple[str, int], namespace: str) -> socket.socket:
-    """A connection made in another network namespace, where it is another. OSError."""
+    """A connection made in another network namespace if it differs from this one. Raises
+    OSError."""
     if os.path.samestat(os.stat(namespace), os.stat("/proc/self/ns/net")):
         return socket.create_connection(address, ANSWER_LIMIT)
 
@@ -81,7 +82,8 @@ def _connect(address: tuple[str, int], namespace: str) -> socket.socket:
 
 
 def status(folders: Iterable[Path]) -> JobStatus:
-    """The job as its master sees it; of several masters, the one of the highest round. NoPage."""
+    """The job's status from its master; of several masters, the one with the highest round. Raises
+    NoPage."""
     found: list[JobStatus] = []
     reasons = []
     for master in masters(folders):
@@ -97,7 +99,8 @@ def status(folders: Iterable[Path]) -> JobStatus:
 
 
 def user_folder(xdg: Path) -> Path:
-    """Where masters started with XDG_RUNTIME_DIR=`xdg` publish themselves; made if need be."""
+    """The folder in which masters started with XDG_RUNTIME_DIR=`xdg` publish themselves; created if
+    missing."""
     folder = xdg / "elasticrun"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder

@@ -1,10 +1,11 @@
-"""What pytest loads (entry point `pytest11`): the fixture `elastic_job`, and logs where tests fail.
+"""The plugin that pytest loads (entry point `pytest11`): the fixture `elastic_job`, and the logs of
+failed tests.
 
 Nothing else of elasticrun is imported before a test uses the fixture. See docs/testing.md.
 
-A run of pytest has one warm process, from which the jobs of its tests are forked. It is started by
-the first job that may use it and shared by all processes of the run (xdist's workers, too). A job
-whose environment differs in what matters starts cold, as outside of tests; so does one with
+A run of pytest has one warm process, from which the jobs of its tests are forked. The first job
+that can use it starts it, and all processes of the run share it (including xdist's workers). A job
+with a relevant difference in its environment starts cold, as outside of tests; so does one with
 ELASTICRUN_WARM_SERVER=off.
 """
 
@@ -28,32 +29,33 @@ if TYPE_CHECKING:
 JOBS = pytest.StashKey[list["ElasticJob"]]()
 FAILED = pytest.StashKey[bool]()
 WARM_FOLDER = "ELASTICRUN_TEST_WARM"
-"""Variable that names the folder to all processes of the run; `off`: there is none."""
+"""Variable with the folder for all processes of the run; `off`: no warm process."""
 WARM = pytest.StashKey[str]()
 LIMIT = "elasticrun_timeout"
 
 IDLE: Final = 900.0
-"""Seconds without a job after which it ends by itself, where the run was killed."""
+"""Seconds without a job after which the warm process exits by itself if the run was killed."""
 
 MAX_STARTS: Final = 16
-"""It ends by itself when a test installs a package, and is started again; not for ever."""
+"""The warm process exits when a test installs a package, and is restarted; this limits the
+restarts."""
 
 OF_A_TEST: Final = ("ELASTICRUN_TEST_", "TMPDIR", "XDG_RUNTIME_DIR", "ELASTICRUN_RUNS")
-"""Variables that belong to one test, by which its processes are found or kept apart."""
+"""Variables that belong to one test; they identify or separate its processes."""
 
 _SOCKET: Final = "warm.sock"
 _ONE_RANK: Final = f"{_SOCKET}.free"
-"""Of the one for jobs of one rank, whose OMP_NUM_THREADS is not set (`warm.FREE_THREADS`)."""
+"""Socket for jobs of one rank, whose OMP_NUM_THREADS is not set (`warm.FREE_THREADS`)."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """One limit for all waits of a project, which knows how busy its machines are."""
+    """Add the setting for the default timeout of a project, which depends on its machines."""
     parser.addini(LIMIT, "seconds that anything awaited of an elastic_job may take (default: 60)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The folder of the run's warm process is named before xdist's workers are
-    started; it is made by the first job."""
+    """Choose the folder of the run's warm process before xdist's workers start; the first job
+    creates it."""
     if WARM_FOLDER not in os.environ:
         name = f"elasticrun-warm-{os.getpid()}-{secrets.token_hex(4)}"
         os.environ[WARM_FOLDER] = os.path.join(tempfile.gettempdir(), name)
@@ -61,7 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """The warm process ends with the run."""
+    """End the warm process with the run."""
     if folder := config.stash.get(WARM, ""):
         os.environ.pop(WARM_FOLDER, None)
         if os.path.isdir(folder):
@@ -85,14 +87,14 @@ def _limit(config: pytest.Config) -> dict[str, float]:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add what agents and ranks said last to the report of a test that failed."""
+    """Add the last output of agents and ranks to the report of a failed test."""
     report = yield
     if report.failed:
         item.stash[FAILED] = True
         jobs: list[ElasticJob] = item.stash.get(JOBS, [])
         for number, job in enumerate(jobs):
             title = f"elastic_job {number}" if number else "elastic_job"
-            with contextlib.suppress(OSError, ValueError):  # a folder has gone, a line is no step
+            with contextlib.suppress(OSError, ValueError):  # removed folder, or not a step
                 report.sections += job.sections(title)
     return report
 
@@ -102,9 +104,9 @@ def elastic_job(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
     """A factory of jobs: `elastic_job(script, *args, nnodes="2:4", ...)` starts real agents on this
-    host, each a node of its own; see `elasticrun.testing.job.start` for its arguments.
+    host, each a separate node; see `elasticrun.testing.job.start` for its arguments.
 
-    At the end of the test every job is ended; a process that had outlived its agent is an error.
+    At the end of the test every job is ended; a process that outlives its agent is an error.
     """
     from elasticrun.testing.hosts import Impossible
     from elasticrun.testing.job import start
@@ -113,7 +115,7 @@ def elastic_job(
     limit = _limit(request.config)
 
     def factory(script: Any, *args: Any, **options: Any) -> ElasticJob:
-        __tracebackhide__ = True  # a mistake is shown at the line of the test that made it
+        __tracebackhide__ = True  # an error shows the line of the test that caused it
         scratch = tmp_path_factory.mktemp("elastic-job")
         try:
             own = {**limit, **options}
@@ -136,13 +138,13 @@ def end(folder: str) -> None:
     for name in (_SOCKET, _ONE_RANK):
         with contextlib.suppress(OSError), connect(Path(folder, name), 5.0) as conn:
             conn.sendall(frames.encode(spawning.Leave()))
-            conn.recv(1)  # its end
+            conn.recv(1)  # waits for its exit
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def named(environ: Mapping[str, str]) -> dict[str, str]:
     """The variable by which a launcher with these variables finds the run's warm process, which is
-    started with them if there is none yet; nothing where the run has none."""
+    started if necessary; empty if the run has none."""
     from elasticrun.wire import env
 
     folder = os.environ.get(WARM_FOLDER, "")
@@ -161,7 +163,7 @@ def named(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _start_at(place: Path, environ: Mapping[str, str]) -> None:
-    """Start a warm process there unless there is one; where it cannot be, jobs start cold."""
+    """Start a warm process there unless there is one; if that fails, jobs start cold."""
     from elasticrun.agent.warm import start
 
     if place.is_socket():

@@ -1,5 +1,5 @@
-"""Processes of a job under test: found by a mark in their environment or by their network, whoever
-their parent has become; signalled together; waited for by the kernel's word, like files.
+"""Processes of a job under test: finds them by a mark in their environment or by their network
+namespace, whatever their parent is now; signals them together; waits for them with pidfds.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from elasticrun.host.system.processes import Process, ProcessId, boot_id, everyb
 from elasticrun.host.system.title import FORK_SERVER, MASTER
 
 MARK: Final = "ELASTICRUN_TEST_NODE"
-"""Variable by which every process of a node is known; its value names the job and the node."""
+"""Variable that identifies every process of a node; its value names the job and the node."""
 
 ROUNDS: Final = 100
-"""How often processes are looked for again while new ones appear; a fork bomb ends somewhere."""
+"""Maximum number of searches while new processes appear, so that a fork bomb cannot loop
+forever."""
 
-IN_MOVED: Final = 0x0000_00C0  # from and to
+IN_MOVED: Final = 0x0000_00C0  # IN_MOVED_FROM | IN_MOVED_TO
 
 IN_CREATE_DELETE: Final = 0x0000_0300
 
@@ -37,14 +38,14 @@ _COUNT: Final = itertools.count()
 
 
 def new_name(what: str) -> str:
-    """A name for something of the kernel's that no other has, and by which it is known which
-    process made it. `what`: letters."""
+    """A unique name for a kernel object that identifies the process that made it. `what`:
+    letters."""
     own = ProcessId.own()
     return f"elasticrun-{own.pid}-{own.started}-{own.namespace}-{next(_COUNT)}-{what}"
 
 
 def is_owned(name: str) -> bool:
-    """Whether `new_name` has made this name."""
+    """Whether `new_name` made this name."""
     return _OWNED.fullmatch(name) is not None
 
 
@@ -59,43 +60,43 @@ def is_orphaned(name: str) -> bool:
 
 
 def start_keeper(module: str, prefix: str) -> subprocess.Popen[bytes]:
-    """A process that calls `keep(prefix)` of this module when ours has ended."""
+    """Start a process that calls `keep(prefix)` of this module when this process has ended."""
     code = f"import sys; from {module} import keep; sys.stdin.buffer.read(); keep(sys.argv[1])"
     return subprocess.Popen(
         [sys.executable, "-c", code, prefix],
         stdin=subprocess.PIPE,
-        start_new_session=True,  # a Ctrl-C is for us
+        start_new_session=True,  # Ctrl-C must not reach it
     )
 
 
 def living() -> list[Process]:
-    """Every process of this machine that runs, zombies aside; never ourselves."""
+    """Every process of this machine except zombies and this process."""
     return [p for p in everybody() if not p.has_ended and p.pid != os.getpid()]
 
 
 def _that(holds: Callable[[int], bool]) -> list[int]:
     found = []
     for process in living():
-        with contextlib.suppress(OSError):  # it has gone, or it is another user's
+        with contextlib.suppress(OSError):  # it has exited, or belongs to another user
             if holds(process.pid):
                 found.append(process.pid)
     return found
 
 
 def marked(mark: str) -> list[int]:
-    """The processes that were started with $ELASTICRUN_TEST_NODE=`mark`, and what they forked."""
+    """The processes started with $ELASTICRUN_TEST_NODE=`mark`, and their forks."""
     wanted = f"{MARK}={mark}".encode()
     return _that(lambda pid: wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
 
 
 def in_network(namespace: str) -> list[int]:
-    """The processes whose network is the one that `namespace` (a file) stands for."""
+    """The processes in the network namespace of this file."""
     there = os.stat(namespace)
     return _that(lambda pid: os.path.samestat(os.stat(f"/proc/{pid}/ns/net"), there))
 
 
 def is_master(pid: int) -> bool:
-    """Whether this is the process of a job master, be it only about to say so."""
+    """Whether this is the process of a job master, even before it has set its title."""
     line = command(pid)
     words = line.split()
     return line.startswith(MASTER.format("")) or any(
@@ -111,8 +112,8 @@ def is_fork_server(pid: int) -> bool:
 
 
 def children(pid: int) -> list[int]:
-    """The children of a process; of an agent also fork servers that a warm process forked for it,
-    which are their guard's children."""
+    """The children of a process. An agent's include fork servers that a warm process forked for it,
+    which are children of their guard."""
     parents = {process.pid: process.parent for process in living()}
     guard = f"elasticrun: guard of agent {pid}"
     guards = {each for each, parent in parents.items() if parent != pid and command(each) == guard}
@@ -130,7 +131,7 @@ def below(pid: int) -> list[int]:
 
 
 def command(pid: int) -> str:
-    """Its command line in one line, "" where it has gone."""
+    """Its command line in one line, "" if it has exited."""
     try:
         data = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -139,8 +140,9 @@ def command(pid: int) -> str:
 
 
 def signal_all(find: Callable[[], Iterable[int]], number: int) -> set[int]:
-    """Send a signal to all that `find` finds, again until it finds nobody new; who was sent it.
-    Children before parents (by pid): a stopped master is woken by the death of its agent."""
+    """Send a signal to all that `find` finds, repeatedly until it finds no new ones. Returns the
+    signalled pids. Higher pids first, usually children before parents: the death of its agent wakes
+    a stopped master."""
     sent: set[int] = set()
     for _ in range(ROUNDS):
         fresh = sorted((pid for pid in find() if pid not in sent), reverse=True)
@@ -154,16 +156,16 @@ def signal_all(find: Callable[[], Iterable[int]], number: int) -> set[int]:
 
 
 def kill_all(find: Callable[[], Iterable[int]], limit: float) -> set[int]:
-    """SIGKILL all that `find` finds and wait for their end, `limit` seconds at most; those left.
+    """SIGKILL all that `find` finds and wait up to `limit` seconds. Returns those left.
 
-    At one moment, as a machine that loses its power: they stand still before the first one dies, so
-    that no agent tells of its rank's death before its own turn comes."""
+    All processes are stopped before the first is killed, as when a machine loses power, so that no
+    agent reports its rank's death before it is killed itself."""
     signal_all(find, signal.SIGSTOP)
     return await_end(signal_all(find, signal.SIGKILL), limit)
 
 
 def await_end(pids: Iterable[int], limit: float) -> set[int]:
-    """Wait until these processes (anybody's children) have ended; those that have not."""
+    """Wait until these processes (of any parent) have ended. Returns those that have not."""
     fds: dict[int, int] = {}
     poller = select.poll()
     try:
@@ -188,8 +190,8 @@ def await_end(pids: Iterable[int], limit: float) -> set[int]:
 
 
 class Waiter:
-    """Wakes when something in the watched folders is written, made or removed, or a watched
-    process ends. OSError where the kernel has no inotify (instance) to give."""
+    """Wakes when a file in a watched folder is written, created or removed, or when a watched
+    process ends. Raises OSError if the kernel has no inotify instance left."""
 
     def __init__(self) -> None:
         self._inotify = Inotify()
@@ -202,14 +204,14 @@ class Waiter:
         self._inotify.watch(path, IN_MODIFY | IN_MOVED | IN_CREATE_DELETE)
 
     def process(self, pid: int) -> None:
-        """Watch for the end of a child of ours that has not been waited for."""
+        """Watch for the exit of an unreaped child of this process."""
         fd = os.pidfd_open(pid)
         self._ends[fd] = pid
         self._poller.register(fd, select.POLLIN)
 
     def wait(self, limit: float) -> bool:
-        """Until something happens, `limit` seconds at most; whether it did. What has happened
-        since the last call counts, so nothing is missed between looking and waiting."""
+        """Wait for an event, at most `limit` seconds. Returns whether there was one. Events since
+        the last call count, so none is missed between checking and waiting."""
         happened = self._poller.poll(max(0.0, limit) * 1000)
         for fd, _ in happened:
             if fd in self._ends:
@@ -221,7 +223,7 @@ class Waiter:
         return bool(happened)
 
     def close(self) -> None:
-        """Give everything back to the kernel."""
+        """Close all descriptors."""
         for fd in self._ends:
             os.close(fd)
         self._ends.clear()
@@ -229,16 +231,16 @@ class Waiter:
 
 
 class Deadline:
-    """The time by which something has to have happened."""
+    """A time limit for something to happen."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._end = time.monotonic() + seconds
 
     def left(self) -> float:
-        """Seconds that are left, never less than 0."""
+        """Seconds left, never below 0."""
         return max(0.0, self._end - time.monotonic())
 
     def over(self) -> bool:
-        """Whether it has passed."""
+        """Whether the time is over."""
         return self.left() <= 0

@@ -1,19 +1,19 @@
-"""The step log of a job under test: what its ranks write, and what a test reads from it.
+"""The step log of a job under test: ranks write it, tests read it.
 
-A rank says that it has completed a step by one line of JSON, written by one `write` to the file
-that $ELASTICRUN_STEP_LOG names (opened for appending, so that lines of several ranks never mix):
+A rank reports a completed step with one line of JSON, in a single `write` to the file that
+$ELASTICRUN_STEP_LOG names (opened for appending, so that lines of several ranks never mix):
 
     {"rank": 0, "step": 17, "world_size": 4, "world": "10.0.0.1:43117/0", "pid": 471, "time": 81.2,
      "node": 1, "group_rank": 0, "restarts": 0}
 
-`step(17)` does that and needs nothing but the standard library; a script that must run where
-elasticrun is not installed writes the line itself, and may leave the second row out. Without the
-variable it does nothing, so the call may stay in the script. `time` is CLOCK_MONOTONIC in seconds,
-which is one clock for all processes of a machine; `world` tells the worlds of a job apart: where
-their store is, and how often ranks had been restarted. `node` is $ELASTICRUN_STEP_NODE.
+`step(17)` does that and needs only the standard library. A script that must run where elasticrun is
+not installed writes the line itself, and may omit the second row. Without the variable `step` does
+nothing, so the call may stay in the script. `time` is CLOCK_MONOTONIC in seconds, one clock for all
+processes of a machine. `world` identifies a world of the job by its store's address and the number
+of restarts. `node` is $ELASTICRUN_STEP_NODE.
 
-A world is the ranks that trained together, from when to when, and on which nodes: what ranks did,
-not what the launcher believes.
+A world is the set of ranks that trained together, with its time span and nodes: what ranks did, not
+what the launcher reports.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ STEP_LOG: Final = "ELASTICRUN_STEP_LOG"
 """Variable with the path of the step log; unset outside a test."""
 
 STEP_NODE: Final = "ELASTICRUN_STEP_NODE"
-"""Variable with the number of the node on which a rank runs, as the test counts them."""
+"""Variable with the number of a rank's node, as the test counts them."""
 
 MAX_LINE: Final = 4096
-"""Bytes of one line; a longer one is none of ours."""
+"""Maximum bytes of a line; a longer line is not a step."""
 
 MOST_SHOWN: Final = 10
-"""Numbers of steps that a sentence names."""
+"""Maximum number of steps that a sentence names."""
 
 
 def step(number: int) -> None:
-    """Say that this rank has just completed step `number`. Does nothing outside a test."""
+    """Report that this rank has just completed step `number`. Does nothing outside a test."""
     path = os.environ.get(STEP_LOG)
     if not path:
         return
@@ -68,11 +68,11 @@ def step(number: int) -> None:
 class Step:
     """One step that one rank completed.
 
-    `world` is the name under which the rank wrote it; `round` numbers the worlds of the job from 1
-    in the order in which they were first heard of (a round that completed no step has no number
-    here). `time`: CLOCK_MONOTONIC, seconds. `node`: its number in the test. `restarts`: how many
-    the job had been charged when this world began. The last three are -1 where a script that
-    writes its lines by itself does not say them."""
+    `world` is the name that the rank wrote; `round` numbers the worlds of the job from 1 in the
+    order of their first line (a round that completed no step has no number here). `time`:
+    CLOCK_MONOTONIC, seconds. `node`: its number in the test. `restarts`: restarts charged to the
+    job when this world began. The last three are -1 if a script that writes its own lines omits
+    them."""
 
     rank: int
     step: int
@@ -90,18 +90,18 @@ class StepLog:
     """Reads the file of a job as it grows."""
 
     def __init__(self, path: str) -> None:
-        """Makes the file, which must not be there yet."""
+        """Creates the file, which must not exist yet."""
         self.path = path
         self.steps: list[Step] = []
         self._rounds: dict[tuple[str, int], int] = {}
-        self._newest: dict[str, tuple[int, int, set[int]]] = {}  # number, size, ranks heard of
+        self._newest: dict[str, tuple[int, int, set[int]]] = {}  # number, size, ranks seen
         self._rest = b""
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed by close)
 
     def read(self) -> list[Step]:
-        """Take up what was written since the last call; these steps alone, in order of arrival.
-        ValueError where somebody has written what is no step."""
+        """Read what was written since the last call. Returns only these steps, in order of arrival.
+        Raises ValueError for a line that is not a step."""
         if self._file.closed:
             return []
         data = self._rest + (self._file.read() or b"")
@@ -135,8 +135,8 @@ class StepLog:
             ) from None
 
     def _numbered(self, record: Step) -> Step:
-        """With the number of its world. Two worlds may have one name, since a port is used again
-        some day; but a process lives in one world, and a rank of a world is one process."""
+        """The step with the number of its world. Two worlds may have the same name, since ports are
+        reused; but a process belongs to one world, and a rank of a world is one process."""
         life = (record.world, record.pid)
         if life not in self._rounds:
             number, size, ranks = self._newest.get(record.world, (0, 0, set()))
@@ -148,19 +148,18 @@ class StepLog:
         return dataclasses.replace(record, round=self._rounds[life])
 
     def close(self) -> None:
-        """Close the file, which stays."""
+        """Close the file; it remains on disk."""
         self._file.close()
 
 
 def overlap(steps: Iterable[Step], held: Collection[int] | None = None) -> str:
-    """Where two worlds of one job ran at a time: the first such pair in a sentence, or "".
+    """Where two worlds of a job overlapped in time: the first such pair as a sentence, or "".
 
-    After the first step of one round no step of an earlier round may be completed. The times that
-    the ranks wrote themselves are compared, not the order in which lines arrived. A step is
-    completed when the first of its ranks says so: the others have taken part in its collective by
-    then, and one that is stopped at that very moment says so when it goes on, however late.
-    `held`: the processes that were stopped, where the test knows them all; a rank that is none of
-    them has no excuse for a late line."""
+    After the first step of a round no step of an earlier round may be completed. The ranks' own
+    times are compared, not the order of arrival. A step is completed when the first of its ranks
+    reports it: the others have then taken part in its collective, and a rank that is stopped at
+    that moment reports it when it continues, however late. `held`: the processes that were stopped,
+    if the test knows them all; the late line of any other rank counts as an overlap."""
     done: dict[tuple[tuple[str, int], int], Step] = {}
     prompt: list[Step] = []
     for record in steps:
@@ -186,33 +185,33 @@ def overlap(steps: Iterable[Step], held: Collection[int] | None = None) -> str:
 
 
 def _steps_world(record: Step) -> tuple[str, int]:
-    """Two worlds may have one name, at different times."""
+    """Two worlds may have the same name, at different times."""
     return record.world, record.round
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The ranks that trained together, as far as they have said so."""
+    """The ranks that trained together, as far as they have reported."""
 
     round: int
     """Its number, as in the steps of its ranks; see `elasticrun.testing.Step`."""
     world_size: int
     restarts: int
-    """Restarts that the job had been charged when it began; -1 where the script does not say."""
+    """Restarts charged to the job when it began; -1 if the script does not say."""
     began: float
     """When its first step was completed: CLOCK_MONOTONIC, seconds."""
     ended: float
-    """When the last one was, so far."""
+    """When its last step so far was completed."""
     nodes: Mapping[int, int]
-    """Number of the node by group rank; empty where the script does not say."""
+    """Number of the node by group rank; empty if the script does not say."""
     pids: Mapping[int, int]
     """Process by rank."""
     first: int
-    """The lowest step that a rank of it has completed: where it took up the work."""
+    """The lowest step that one of its ranks has completed: where it started or resumed."""
     last: int
-    """The highest."""
+    """The highest step that one of its ranks has completed."""
     whole: frozenset[int]
-    """The steps that every one of its ranks has completed."""
+    """The steps that all of its ranks have completed."""
 
     def has_done(self, step: int | None) -> bool:
         """Whether all its ranks have completed a step (`step`: that or a later one)."""
@@ -220,7 +219,8 @@ class World:
 
 
 def worlds(steps: Iterable[Step]) -> list[World]:
-    """Every world in which at least one rank has completed a step, in the order of their first."""
+    """Every world in which at least one rank has completed a step, in the order of their first
+    step."""
     lives: dict[int, list[Step]] = {}
     for record in steps:
         lives.setdefault(record.round, []).append(record)
@@ -247,10 +247,11 @@ def _world(steps: Sequence[Step]) -> World:
 
 
 def gap(found: Sequence[World]) -> str:
-    """The steps that no whole world has completed though a later one was: a sentence, or "".
+    """A sentence about the steps that no whole world completed although a later one was completed,
+    or "".
 
-    A script that goes on from its last checkpoint may do a step twice, but leaves none out; the
-    last step of all may have been interrupted."""
+    A script that resumes from its last checkpoint may repeat a step, but skips none; the very last
+    step may have been interrupted."""
     if not found:
         return ""
     done = frozenset().union(*(world.whole for world in found))
@@ -263,7 +264,7 @@ def gap(found: Sequence[World]) -> str:
 
 
 def story(found: Sequence[World]) -> str:
-    """The worlds in a few words, for a test that fails."""
+    """A short description of the worlds, for a failing test."""
     if not found:
         return "no rank has completed a step"
     start = found[0].began
@@ -277,7 +278,7 @@ def story(found: Sequence[World]) -> str:
 def earliest(
     steps: Sequence[Step], step: int, world_size: int | None, since: float | None
 ) -> Step | None:
-    """The earliest step that fits, of the newest world or of those that began `since`."""
+    """The earliest matching step, of the newest world or of those that began after `since`."""
     began: dict[int, float] = {}
     for record in steps:
         began[record.round] = min(record.time, began.get(record.round, record.time))
@@ -293,7 +294,7 @@ def earliest(
 
 
 def candidates(found: Sequence[World], round: int | None, since: float | None) -> Sequence[World]:
-    """The world of this number, those that began `since`, or else the newest."""
+    """The world of this number, those that began after `since`, or else the newest."""
     if round is not None:
         return [world for world in found if world.round == round]
     return found[-1:] if since is None else [world for world in found if world.began > since]

@@ -1,4 +1,4 @@
-"""Which scheduler this is: the first that knows itself in the environment."""
+"""Detects the scheduler: the first family that recognizes the environment."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from elasticrun.cli.detection.found import (
 
 
 def dlrover(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
-    """What DLRover's operator says; None where it has not made this pod. Its master is somebody
-    else's to start, and NODE_RANK and NODE_NUM mean nodes."""
+    """The values of DLRover's operator; None unless it created this pod. Its master is started
+    elsewhere, and NODE_RANK and NODE_NUM count nodes."""
     master = text(environ, "DLROVER_MASTER_ADDR")
     if master is None:
         return None
@@ -37,7 +37,7 @@ def dlrover(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
 
 
 def skypilot(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
-    """What SkyPilot says; None outside it."""
+    """SkyPilot's values; None outside SkyPilot."""
     rank = number(environ, "SKYPILOT_NODE_RANK")
     addresses = text(environ, "SKYPILOT_NODE_IPS")
     if rank is None or addresses is None:
@@ -68,7 +68,7 @@ def skypilot(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
 Family = Callable[[Mapping[str, str], HostFacts], Found | None]
 
 ORDER: Final[tuple[Family, ...]] = (
-    kubernetes.kubeflow,  # PET_*: torchrun's own variables count more than any scheduler's
+    kubernetes.kubeflow,  # PET_*: torchrun's own variables take precedence over any scheduler's
     dlrover,
     slurm.detect,  # before Kubernetes: slurmd may run in a pod
     kubernetes.leader_worker_set,
@@ -76,16 +76,16 @@ ORDER: Final[tuple[Family, ...]] = (
     kubernetes.indexed_job,  # and JobSet
     kubernetes.pytorch_job,
     skypilot,
-    kubernetes.stateful_set,  # last: nothing but the host name shows it
+    kubernetes.stateful_set,  # last: only the host name indicates it
 )
 
 INSIDE: Final = "TORCHELASTIC_RUN_ID"
-"""Set in every rank. What a rank starts inherits the scheduler's variables as well, and is one
-process on one node all the same."""
+"""Set in every rank. A process that a rank starts inherits the scheduler's variables too, but it is
+a single process on one node."""
 
 
 def detect(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
-    """This node's place in its job; None where no scheduler is to be seen."""
+    """This node's place in its job; None if no scheduler is detected."""
     found = next(filter(None, (family(environ, facts) for family in ORDER)), None)
     if found is None or INSIDE not in environ or found.external:
         return found

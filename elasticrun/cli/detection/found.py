@@ -1,11 +1,11 @@
-"""What detection takes and what it gives; and the port at which a job's nodes meet where nobody has
-named one: the same on every node.
+"""The input and output of scheduler detection, and the default rendezvous port: the same on every
+node of a job.
 
-The port follows from the job's id alone, and lies outside Linux' ephemeral range (32768 to 60999),
-from which any process may have been given one, and away from 29400 and 29500, which are torchrun's.
-Two jobs of one host can be told the same port all the same. They never mix: the master of a job
-lets in nobody with another job's id (`wire.auth`), and who is refused ends with that sentence;
-`--rdzv-endpoint` names another port.
+The port is derived from the job's id alone. It lies outside Linux's ephemeral range (32768 to
+60999), whose ports may be assigned to any process, and away from torchrun's 29400 and 29500. Two
+jobs on one host can still get the same port. They never mix: a job's master refuses agents with
+another job's id (`wire.auth`), and a refused agent exits with that sentence. `--rdzv-endpoint`
+selects another port.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ from typing import Final, NamedTuple
 PORTS: Final = range(20_000, 29_000)
 
 _STEPS_APART: Final = 1_009
-"""How far the ports of two steps of one job are apart; further than jobs of one host mostly are."""
+"""Distance between the ports of two steps of a job; larger than the usual distance between jobs of
+one host."""
 
 
 def port_of_number(job: int, step: int = 0) -> int:
-    """Of a job that has a number: the next len(PORTS) jobs all have others."""
+    """The port of a job with a number: the next len(PORTS) job numbers have other ports."""
     return PORTS[(job + step * _STEPS_APART) % len(PORTS)]
 
 
 def port_of_name(name: str) -> int:
-    """Of a job that has a name only."""
+    """The port of a job that only has a name."""
     return PORTS[zlib.crc32(name.encode()) % len(PORTS)]
 
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What the environment does not say.
+    """Facts that the environment does not contain.
 
-    terminal: standard input is one, so a person sits there. hostname: this host's own name; fqdn:
-    the same with its domain, as far as the host knows (in a pod: with the subdomain)."""
+    terminal: standard input is a terminal, so a user is present. hostname: this host's name; fqdn:
+    with its domain, as far as the host knows (in a pod: with the subdomain)."""
 
     terminal: bool = False
     hostname: str = ""
@@ -44,7 +45,7 @@ class HostFacts:
 
 
 class Given(NamedTuple):
-    """A value and where it comes from, as `--dry-run` shows it: "$SLURM_NODEID"."""
+    """A value and its source, as `--dry-run` shows it: "$SLURM_NODEID"."""
 
     value: str
     source: str
@@ -52,18 +53,17 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """This node's place as its scheduler tells it; None where it does not.
+    """This node's place according to its scheduler; None for unknown values.
 
-    family: the scheduler, for people ("Slurm"). seen: what this process is there, as the beginning
-    of a sentence ("task 2 of 4 in Slurm step 123.0"). nodes: how many there are. node_rank: which
-    one this is. nproc: accelerators of this node. job_id, host, port: the job's name, and where the
-    node with rank 0 can be reached. attempt: how often the scheduler has started the job, from 1.
+    family: the scheduler's display name ("Slurm"). seen: what this process is there, as the
+    beginning of a sentence ("task 2 of 4 in Slurm step 123.0"). nodes: their number. node_rank:
+    this node's rank. nproc: accelerators of this node. job_id, host, port: the job's name, and the
+    address of the node with rank 0. attempt: how often the scheduler has started the job, from 1.
 
-    why_alone: why a bare command is a job of one node here; "" where it is one of all nodes.
-    use: the flags that would make it one of all nodes, "" where there are none.
-    crowd: several of the scheduler's tasks run on each node, and one of them has to be the agent.
-    second: this is another one of them.
-    external: somebody else hosts the master."""
+    why_alone: why a bare command is a job of one node here; "" if it is a job of all nodes. use:
+    the flags that would make it a job of all nodes, "" if there are none. crowd: several of the
+    scheduler's tasks run on each node, and one of them must be the agent. second: this is another
+    of those tasks. external: the master is hosted elsewhere."""
 
     family: str
     seen: str
@@ -83,7 +83,7 @@ class Found:
 
 
 def number(environ: Mapping[str, str], *names: str) -> Given | None:
-    """The first of these variables that holds a whole number, 0 or more, of sane length."""
+    """The first of these variables that holds an integer, 0 or more, of plausible length."""
     for name in names:
         text = environ.get(name, "").strip()
         if text.isascii() and text.isdigit() and len(text) <= 12:
@@ -92,12 +92,12 @@ def number(environ: Mapping[str, str], *names: str) -> Given | None:
 
 
 def amount(given: Given | None) -> int:
-    """The number, 0 where there is none."""
+    """The number; 0 for None."""
     return int(given.value) if given is not None else 0
 
 
 def not_a_number(environ: Mapping[str, str], name: str) -> str:
-    """Why a variable that counts nodes, or is the number of one, says nothing."""
+    """Why a variable that holds a number of nodes or a node's index is unusable."""
     told = environ.get(name, "").strip()
     if not told:
         return f"{name} is not set"
@@ -114,17 +114,17 @@ def text(environ: Mapping[str, str], *names: str) -> Given | None:
 
 
 TERMINAL = "standard input is a terminal"
-"""Why a person's command stays on one node, whatever the scheduler has set up around it."""
+"""Why an interactive command stays on one node, whatever the scheduler has set up."""
 
 
 class Machine(NamedTuple):
-    """What resolving needs to know of this machine; tests hand in one of their own.
+    """Facts about this machine for resolving; tests provide their own.
 
-    `cores()` counts the cores this process may use. `accelerators(word)` counts the devices that
-    `gpu`, `xpu`, `auto` or a private backend's name means, and returns None for a word that no
-    installed torch knows; `say` hears one sentence when that takes long. `facts()` is what the
-    detection of schedulers needs beside the environment; without it nothing is detected.
-    `shared(folder)` names the network file system of a folder, "" for one of this host's.
+    `cores()` counts the cores that this process may use. `accelerators(word)` counts the devices
+    that `gpu`, `xpu`, `auto` or a private backend's name means, and returns None for a word that
+    the installed torch does not know; `say` prints a sentence if that takes long. `facts()` gives
+    scheduler detection its input besides the environment; without it nothing is detected.
+    `shared(folder)` names the network file system of a folder, "" for a local one.
     """
 
     cores: Callable[[], int]

@@ -1,13 +1,12 @@
-"""Pods, with and without an operator of PyTorch's.
+"""Pods, with and without an operator for PyTorch.
 
-PyTorchJob (training-operator, also by way of Arena), Kubeflow Trainer and Volcano's PyTorch plugin
-tell their pods in torch's words. Newer ones set PET_*, which is torchrun's own way and is obeyed as
-under torchrun. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT mean *nodes* there; no rank ever gets
-these values. Without such an operator: LeaderWorkerSet, Volcano, Indexed Job (alone or in a
-JobSet), StatefulSet.
+PyTorchJob (training-operator, also through Arena), Kubeflow Trainer and Volcano's PyTorch plugin
+set torch's variables. Newer ones set PET_*, which torchrun reads; they mean the same here. In these
+pods RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT count *nodes*; ranks never get these values.
+Without such an operator: LeaderWorkerSet, Volcano, Indexed Job (alone or in a JobSet), StatefulSet.
 
-An index is all that an Indexed Job and a StatefulSet tell their pods; how many there are must be
-said. Pod 0 is known by this pod's own name with the last number set to 0: the kubelet writes the
+An Indexed Job and a StatefulSet give their pods only an index; the user must give the number of
+nodes. Pod 0's name is this pod's own name with the last number set to 0: the kubelet writes the
 name with its subdomain into the pod's /etc/hosts.
 """
 
@@ -38,7 +37,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.:-]+\Z")
 
 
 def kubeflow(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
-    """PET_NNODES and PET_MASTER_ADDR in a pod: all is said in torchrun's own words."""
+    """PET_NNODES and PET_MASTER_ADDR in a pod: torchrun's own variables contain everything."""
     nodes = text(environ, "PET_NNODES")
     where = text(environ, "PET_RDZV_ENDPOINT", "PET_MASTER_ADDR")
     if nodes is None or where is None or POD not in environ:
@@ -50,8 +49,8 @@ def kubeflow(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
 
 
 def pytorch_job(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
-    """A pod of a PyTorchJob without PET_*. Outside Kubernetes these variables are as likely those
-    of a launcher that has started us as a rank, so they say nothing."""
+    """A pod of a PyTorchJob without PET_*. Outside Kubernetes these variables may as well come from
+    a launcher that started this process as a rank, so they are ignored."""
     if POD not in environ:
         return None
     seen = f"pod {facts.hostname} of a PyTorchJob or the like"
@@ -61,14 +60,14 @@ def pytorch_job(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
 def node_level(
     environ: Mapping[str, str], facts: HostFacts, family: str, seen: str
 ) -> Found | None:
-    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as an operator means them."""
+    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as an operator sets them, counting nodes."""
     rank, size = number(environ, "RANK"), number(environ, "WORLD_SIZE")
     master = text(environ, "MASTER_ADDR")
     if rank is None or size is None or master is None or not _NAME.match(master.value):
         return None
     host, name = master, Given(master.value.partition(".")[0], master.source)
     if amount(size) > 1 and master.value in _HERE:
-        # To pod 0 some operators say so; the others know it by its name.
+        # Some operators give pod 0 this address; the other pods use its name.
         if amount(rank) != 0 or not facts.fqdn:
             return None
         host = Given(facts.fqdn, "the host name")
@@ -90,7 +89,7 @@ _HOSTS = re.compile(r"VC_([A-Z0-9_]+)_HOSTS\Z")
 
 
 def leader_worker_set(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
-    """One group of a LeaderWorkerSet; LWS_WORKER_INDEX is there from its version 0.6 on."""
+    """One group of a LeaderWorkerSet; LWS_WORKER_INDEX exists since its version 0.6."""
     leader = text(environ, "LWS_LEADER_ADDRESS")
     if leader is None:
         return None
@@ -105,7 +104,7 @@ def leader_worker_set(environ: Mapping[str, str], facts: HostFacts) -> Found | N
 
 
 def volcano(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
-    """A task of a Volcano job with the plugins svc and env, or with the one for PyTorch."""
+    """A task of a Volcano job with the plugins svc and env, or with the PyTorch plugin."""
     index = number(environ, "VC_TASK_INDEX", "VK_TASK_INDEX")
     if index is None:
         return None
@@ -130,7 +129,7 @@ def volcano(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
 
 
 def indexed_job(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
-    """A pod of an Indexed Job, by itself or as part of a JobSet."""
+    """A pod of an Indexed Job, alone or as part of a JobSet."""
     index = number(environ, "JOB_COMPLETION_INDEX")
     if index is None:
         return None
@@ -149,20 +148,20 @@ def indexed_job(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
         why = f"its host name {facts.hostname} is not the pod's, and pod 0's is not known"
         return replace(found, family="Indexed Job", seen=seen, why_alone=why)
     if family == "JobSet" and job:
-        # How many pods the jobs before this one have, nobody says.
+        # The number of pods of the earlier jobs is unknown.
         found = replace(found, node_rank=None)
     return _by_index(found, domain, first, stem)
 
 
 def stateful_set(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
-    """A pod of a StatefulSet, which nothing but its name shows."""
+    """A pod of a StatefulSet, recognized only by its name."""
     stem, own = _numbered(facts.hostname)
     domain = _domain(facts)
     if POD not in environ or own is None or not domain:
         return None
     seen = f"pod {own} of what looks like the StatefulSet {stem}"
     found = Found("StatefulSet", seen, node_rank=Given(str(own), "the host name"))
-    # A name proves little: many pods look like this, and a bare command says nothing of it.
+    # The name is weak evidence: many pods look like this, so a bare command ignores it.
     return replace(_by_index(found, domain, f"{stem}-0", stem), why_alone="", use="")
 
 
@@ -179,7 +178,7 @@ def _named(found: Found, host: Given, name: str) -> Found:
 
 
 def _of_all(found: Found, facts: HostFacts) -> Found:
-    """A bare command is about all nodes, if they are known to be several."""
+    """A bare command covers all nodes if there are several."""
     count = amount(found.nodes)
     if count <= 1:
         return found
@@ -196,6 +195,6 @@ def _numbered(name: str) -> tuple[str, int | None]:
 
 
 def _domain(facts: HostFacts) -> str:
-    """What follows the host's own name in the full one, "" where there is nothing."""
+    """The part of the full host name after the short name, "" if none."""
     name, _, domain = facts.fqdn.partition(".")
     return domain if name == facts.hostname else ""

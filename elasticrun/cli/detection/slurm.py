@@ -1,9 +1,10 @@
-"""Slurm: a task of a step, or a batch script or salloc around it. Its lists of nodes,
-`n[1-3,7],gpu[01-04]-ib`, are read here: no `scontrol` is asked.
+"""Slurm: a task of a step, or a batch script or salloc around it.
 
-A step is believed where srun has started exactly one task on each of several nodes. A batch script
-has SLURM_PROCID=0 and SLURM_NODEID=0 too, so what counts is SLURM_STEP_ID; and Slurm's own steps
-(batch, interactive, extern) have numbers at the end of 32 bits.
+Node lists such as `n[1-3,7],gpu[01-04]-ib` are parsed here, without `scontrol`.
+
+A step is used if srun has started exactly one task on each of several nodes. A batch script has
+SLURM_PROCID=0 and SLURM_NODEID=0 too, so SLURM_STEP_ID decides; Slurm's own steps (batch,
+interactive, extern) have numbers at the end of the 32-bit range.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from elasticrun.cli.detection.found import (
 )
 
 MAX_NAMES: Final = 100_000
-"""Names in one list; beyond it something else is wrong."""
+"""Maximum number of names in a list; more indicate an error."""
 
 MAX_LENGTH: Final = 1_000_000
-"""Characters of a list."""
+"""Maximum characters of a list."""
 
 MAX_DIGITS: Final = 18
 
@@ -40,11 +41,11 @@ _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?\Z")
 
 
 class BadHostlist(Exception):
-    """The text is no list of nodes; the sentence says why."""
+    """The text is not a list of nodes; the message says why."""
 
 
 def expand(text: str) -> list[str]:
-    """The names in their order. BadHostlist."""
+    """The names in order. Raises BadHostlist."""
     if len(text) > MAX_LENGTH:
         raise BadHostlist(f"a list of nodes has {MAX_LENGTH} characters at most")
     names: list[str] = []
@@ -54,7 +55,7 @@ def expand(text: str) -> list[str]:
 
 
 def _items(text: str) -> list[str]:
-    """What stands between the commas outside brackets."""
+    """The parts between commas outside brackets."""
     if re.search(r"[][]", _BRACKETS.sub("", text)):
         raise BadHostlist(f"the brackets of {_short(text)} do not fit together")
     marked = _BRACKETS.sub(lambda found: found[0].replace(",", "\0"), text)
@@ -65,7 +66,7 @@ def _items(text: str) -> list[str]:
 
 
 def _expanded(item: str, room: int) -> list[str]:
-    """One item: text and brackets in turn. The last bracket counts fastest."""
+    """Expand one item of alternating text and brackets; the last bracket varies fastest."""
     pieces = re.split(r"[\[\]]", item)  # text, ranges, text, ranges, ... text
     choices: list[list[str]] = []
     total = 1
@@ -83,7 +84,7 @@ def _expanded(item: str, room: int) -> list[str]:
 
 
 def _numbers(text: str, item: str, room: int) -> list[str]:
-    """`1-3,07-12` as texts of the width of the first number."""
+    """`1-3,07-12` as texts with the width of the first number."""
     found: list[str] = []
     for part in text.split(","):
         match = _RANGE.match(part)
@@ -106,14 +107,14 @@ def _short(text: str) -> str:
 FAMILY: Final = "Slurm"
 
 OWN_STEPS: Final = 0xFFFFFFF0
-"""From here on step numbers are Slurm's own."""
+"""Step numbers from here on are Slurm's own."""
 
 PTY: Final = "SLURM_PTY_PORT"
-"""Set in everything that `srun --pty` has started, and in what is started from there."""
+"""Set in processes that `srun --pty` starts, and in their children."""
 
 
 def detect(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
-    """What Slurm says; None outside it."""
+    """Slurm's values; None outside Slurm."""
     job = number(environ, "SLURM_JOB_ID", "SLURM_JOBID")
     if job is None:
         return None
@@ -122,7 +123,7 @@ def detect(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
 
 
 def step_of(environ: Mapping[str, str]) -> int | None:
-    """The number of srun's step that this is a task of; None in a batch script and in salloc."""
+    """The number of the srun step of this task; None in a batch script and in salloc."""
     step = number(environ, "SLURM_STEP_ID", "SLURM_STEPID")
     if step is None or amount(step) >= OWN_STEPS:
         return None
@@ -181,7 +182,8 @@ def _task(environ: Mapping[str, str], facts: HostFacts, job: Given, step: int) -
 
 
 def _first(environ: Mapping[str, str], job: Given, seen: str) -> Found:
-    """What holds in and outside a step. SLURM_RESTART_COUNT is not set in a job's first life."""
+    """Values that apply in and outside a step. SLURM_RESTART_COUNT is unset before the first
+    requeue."""
     again = number(environ, "SLURM_RESTART_COUNT")
     return Found(
         FAMILY,
@@ -193,7 +195,7 @@ def _first(environ: Mapping[str, str], job: Given, seen: str) -> Found:
 
 
 def _job_id(environ: Mapping[str, str], job: Given, step: int) -> Given:
-    """Each task of an array is a job of its own, and so is each later step of one job."""
+    """The job id: each task of an array is a separate job, and so is each later step of a job."""
     name, source = job
     array = number(environ, "SLURM_ARRAY_JOB_ID")
     task = number(environ, "SLURM_ARRAY_TASK_ID")
@@ -205,7 +207,7 @@ def _job_id(environ: Mapping[str, str], job: Given, step: int) -> Given:
 
 
 def _first_host(environ: Mapping[str, str], count: int) -> tuple[Given | None, str]:
-    """Where the step's first node can be reached, or why nobody knows."""
+    """The address of the step's first node, or why it is unknown."""
     listed = text(environ, "SLURM_STEP_NODELIST")
     if listed is None:
         return None, "SLURM_STEP_NODELIST is not set"
@@ -216,7 +218,7 @@ def _first_host(environ: Mapping[str, str], count: int) -> tuple[Given | None, s
     if len(names) != count:
         return None, f"SLURM_STEP_NODELIST has {len(names)} name(s) for {count} nodes"
     for alias in environ.get("SLURM_NODE_ALIASES", "").split(","):
-        # Nodes of a cloud have addresses that no name server knows.
+        # Cloud nodes have addresses that DNS does not know.
         match = re.fullmatch(r"([^:]+):([^:\s()]+):[^:]*", alias)
         if match is not None and match[1] == names[0]:
             return Given(match[2], "$SLURM_NODE_ALIASES"), ""
@@ -224,7 +226,7 @@ def _first_host(environ: Mapping[str, str], count: int) -> tuple[Given | None, s
 
 
 def _devices(environ: Mapping[str, str]) -> Given | None:
-    """GPUs of this node, or fewer where this task may see fewer."""
+    """GPUs of this node, or fewer if this task sees fewer."""
     devices = number(environ, "SLURM_GPUS_ON_NODE")
     if devices is None or not amount(devices):
         return None

@@ -1,4 +1,11 @@
-"""if one did not or there is none.
+"""`elasticrun status [ENDPOINT]`: a line for each job, or one page for a single job, from its
+master over gRPC.
+
+If the job's leadership is in etcd (`--master-store`), etcd names the leader. Without an endpoint,
+every master of this user on this host is queried: the user's folder contains their addresses and
+the credentials for each. `elasticrun list` also shows jobs that have ended. A master on another
+host requires the job's token, as it does from nodes. The exit code is 0 if every queried master
+answered, else 1; also 1 if there is no master.
 
 A name is never broken or cut, because a broken name can be neither read nor copied. A name too wide
 for the terminal gets its own line, as in `df`.
