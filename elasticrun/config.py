@@ -96,7 +96,7 @@ RESTART_HEALTHY_AFTER: Final = 30.0
 """A rank that ran this long was healthy: its next restart is immediate again."""
 
 RESTART_WINDOW: Final = 0.0
-"""The restart budget counts the failures of the last this many seconds; 0 counts the whole job."""
+"""The restart budget counts failures within this many seconds; 0 counts the whole job."""
 
 EXCLUDE_FAILING_AFTER: Final = 3
 """A node whose ranks were the root cause in this many consecutive rounds is put in backoff, if the
@@ -221,7 +221,7 @@ it."""
 LOG_DRAIN: Final = 0.5
 """How long the console copy of a dead rank's log is still read before the rest is abandoned."""
 
-# ---------------------------------------------------------------- mastership by etcd (seconds)
+# ---------------------------------------------------------------- leadership through etcd (seconds)
 
 LEADER_TTL: Final = 3
 """Lease of the leadership: a lost master is replaced this long after its last renewal. Lower it and
@@ -267,7 +267,7 @@ CONSOLE_QUEUE_LINES: Final = 10_000
 EXIT_OK: Final = 0
 """Done."""
 EXIT_FAILED: Final = 1
-"""Failed, or stopped by a signal with nothing saved: may be retried."""
+"""Failed, or told to leave with nothing saved: may be retried."""
 EXIT_USAGE: Final = 2
 """The command line is wrong: a retry cannot help."""
 EXIT_BAD_NODE: Final = 75
@@ -275,7 +275,7 @@ EXIT_BAD_NODE: Final = 75
 EXIT_FINAL: Final = 93
 """Must not be retried; a script also exits with it to say so."""
 EXIT_SAVED: Final = 99
-"""Stopped by a signal after a step that all ranks saved reached storage: resume from there."""
+"""Told to leave, and a step that all ranks saved is in storage: resume from there."""
 
 EXIT_PORT_TAKEN: Final = 79
 """The master's port is in use by another process (only the master exits with it)."""

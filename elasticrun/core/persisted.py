@@ -137,8 +137,7 @@ class SnapshotFacts(Struct, frozen=True):
 
 
 class LongWait(Struct, frozen=True):
-    """The longest wait of ranks for one another, at this place in the user's source, that ended
-    well."""
+    """The longest wait for a rank at this place in the user's source that ended well."""
 
     place: str
     seconds: float
@@ -187,7 +186,7 @@ class LedgerFacts(Struct, frozen=True):
     newest: int = -1  # newest reported step
     done: int = 0  # steps that were kept
     trained: int = 0  # microseconds spent on them
-    saves: int = 0  # saves made by one rank, in total
+    saves: int = 0  # number of saves, summed over all slots
     nodes: tuple[LedgerNode, ...] = ()
     stood: tuple[tuple[Cause, float], ...] = ()  # seconds without training, by cause of incidents
     hung: float = 0.0  # seconds of hangs in these

@@ -143,7 +143,7 @@ class MasterFull(_Typed, frozen=True):
     most: int
 
 
-# ---------------------------------------------------------------- why a round is over
+# ---------------------------------------------------------------- why a round ended
 
 
 class Joined(_Typed, frozen=True):
@@ -330,7 +330,7 @@ class NoRestartsLeft(_Typed, frozen=True):
 
 
 class AllLeft(_Typed, frozen=True):
-    """Every node received a signal to leave."""
+    """Every node has left before the ranks were done."""
 
 
 class Unfit(_Typed, frozen=True):

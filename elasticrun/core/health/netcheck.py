@@ -144,7 +144,7 @@ class Check:
         took = now - self._began
         return words.outcome(self.trials, self._found, self._failed, self.passes, took)
 
-    # ------------------------------------------------------------ small change
+    # ------------------------------------------------------------ helpers
 
     def _open(self) -> list[Trial]:
         return [one for one in self.trials.values() if not one.good and not one.out]
@@ -488,7 +488,7 @@ class NetCheck:
         news, self._news = self._news, ""
         return news
 
-    # ------------------------------------------------------------ small change
+    # ------------------------------------------------------------ helpers
 
     def _next(self, over: Pass, now: float) -> tuple[ProbeGroup, ...]:
         self._pass = None

@@ -172,7 +172,7 @@ class HealthPolicy:
             one.told = why
             self._ctx.tell(one.session, m.Wait(why))
 
-    # ------------------------------------------------------------ at the gate of a running round
+    # ------------------------------------------------------------ probing pending nodes
 
     def _is_probed_at_door(self, node: str) -> bool:
         """A node has joined. Return whether it must be probed alone before the rendezvous may know
@@ -236,7 +236,7 @@ class HealthPolicy:
         self._rdzv.join(node, now, not_before=until, why=why)
         self.call_in_the_doubted()
 
-    # ------------------------------------------------------------ a check goes on
+    # ------------------------------------------------------------ a running check
 
     def _answer(self, node: str, answer: m.Probed) -> None:
         if self._netcheck is not None:
@@ -363,7 +363,7 @@ class HealthPolicy:
             self._ctx.out.append(FoundSlow(node, reason))
         self._nodes[node].slow = reason
 
-    # ------------------------------------------------------------ while training
+    # ------------------------------------------------------------ in training
 
     def stepped(self, node: str, report: m.Steps) -> Slowness | None:
         """Process the steps of a member of the running round; return the node that is suspected, if

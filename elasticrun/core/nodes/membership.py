@@ -127,7 +127,7 @@ class Admission:
     refusal: Reason | None = None  # None: admitted
     newer: bool = False  # an earlier incarnation of this node was known
     superseded: bool = False  # the earlier incarnation was not declared dead yet; it is now
-    silent_since: float = 0.0  # ... and when its stream broke
+    silent_since: float = 0.0  # when the stream of the superseded one broke
     returned: bool = False  # this incarnation had been declared dead
     old_session: int | None = None  # a stream that this one replaces
     forgotten: str = ""  # a departed node that was dropped to make room
@@ -158,7 +158,7 @@ class Membership:
         self.present: dict[str, None] = {}
         """Nodes that are alive or suspect."""
         self.moved: set[str] = set()
-        """Nodes that attached, broke off or left since the ledger last read this."""
+        """Nodes that attached, lost contact or left since the ledger last read this."""
         self._deadlines: Deadlines[str] = Deadlines()
         self.mass_silence = MassSilence()
         self._past: dict[str, Deaths] = {}  # from the record: nodes that have not attached yet

@@ -241,8 +241,8 @@ class Ending(StrEnum):
     FINAL = "final"  # a rank failed, and its script said that a retry cannot help
     BELOW_FLOOR = "below the floor"  # all nodes together missed --comm-perf-threshold
     TOO_FEW = "too few"  # nodes: a lost one was not replaced, or too few joined in time
-    LEFT = "left"  # stopped by a signal, and nothing was saved after it
-    SAVED = "saved"  # the same, and the state of the ranks at that moment, or later, is in storage
+    LEFT = "left"  # stopped by a signal or an operator, and nothing was saved
+    SAVED = "saved"  # the same, but the state of the ranks then, or later, is in storage
     UNSAVED = "unsaved"  # every rank exited with 0, but the last checkpoint is not in storage
     REFUSED = "refused"  # by the master: another version, another job, a node id in use
     NO_MASTER = "no master"  # ranks had failed or could not finish, and no master answered

@@ -146,7 +146,7 @@ class Rendezvous:
         self._announced: dict[str, None] = {}  # attached, not joined
         self.backing_off = Backoffs()
         """Nodes in backoff: they are pending until it ends."""
-        self._kept: dict[str, Reason] = {}  # excluded until the network check passes them, and why
+        self._kept: dict[str, Reason] = {}  # kept out until the network check passes them, and why
         self._shortage: NodeExcluded | None = None  # since the last round formed
         self._awaited: Deadlines[str] = Deadlines()  # survivors, and until when they are waited for
         self._call = LastCall(spec.last_call_timeout)
@@ -244,7 +244,7 @@ class Rendezvous:
         unit = self._spec.node_unit
         return len(others) // unit * unit >= self._spec.min_nodes
 
-    # ------------------------------------------------------------ nodes come and go
+    # ------------------------------------------------------------ nodes join and leave
 
     def announce(self, node: str, now: float) -> None:
         """The node is connected; it is expected to join."""
@@ -350,7 +350,7 @@ class Rendezvous:
         self._recount = True
 
     def leave_out(self, node: str, until: float, how: BackedOff) -> None:
-        """Put this member in backoff until then. This is not a loss that others may follow."""
+        """Put this member in backoff until then. It does not count towards a storm."""
         self.last.away[node] = None
         self._awaited.disarm(node)
         self.last.lost.append(NodeLost(node, how))
@@ -376,7 +376,7 @@ class Rendezvous:
         if self.phase is Phase.GATHERING and node in self.last.away:
             self._awaited.arm(node, now + within)
 
-    # ------------------------------------------------------------ what becomes of a round's ranks
+    # ------------------------------------------------------------ a round's ranks stop
 
     def stopping(self, node: str, remaining: float, now: float) -> None:
         """This member is stopping its ranks; they will have exited within `remaining` seconds."""

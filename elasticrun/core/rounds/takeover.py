@@ -1,7 +1,8 @@
 """Takeover: a master continues a round that its predecessor formed.
 
-In both cases the round is accepted as it was, and nodes that have not reported are waited for
-during REATTACH_GRACE. Agents redial within a second, so a node that is silent for longer is lost.
+With or without a record, the round is accepted as it was, and nodes that have not reported are
+waited for during REATTACH_GRACE. Agents redial within a second, so a node that is silent for longer
+is lost.
 
 With a record, the master *restores* the round as RUNNING or as ended. Its nodes are members from
 the start, unheard until they attach, so no second round begins beside it, no matter which node

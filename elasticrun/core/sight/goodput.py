@@ -197,8 +197,8 @@ def _savings(found: Account, spec: JobSpec) -> Iterator[tuple[int, str]]:
 
 
 def _by_imports(found: Account) -> Iterator[tuple[int, str]]:
-    """What a restart does not repeat is mostly the import of torch, which a warm process also does
-    before a first start."""
+    """What a restart does not repeat is mostly the import of torch. With a warm process, a first
+    start does not need it either."""
     if not found.backs:
         return
     least = min(found.backs)

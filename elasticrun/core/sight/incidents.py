@@ -127,7 +127,7 @@ class Incidents:
             why = last.why_stopped
             self.round_over(why, origin_of(ctx, why), Stood())
 
-    # ------------------------------------------------------------ what happens
+    # ------------------------------------------------------------ events
 
     def heard(self, report: m.Quiet | m.LastLines) -> None:
         """Process a report that belongs to the open incident."""
@@ -329,7 +329,7 @@ class Incidents:
         ctx = self._ctx
         return {one.node for one in ctx.exclusions.page(ctx.now)} | set(ctx.rdzv.backing_off)
 
-    # ------------------------------------------------------------ what tells that training moves
+    # ------------------------------------------------------------ signs that training continues
 
     def _quiet(self, report: m.Quiet) -> None:
         round_ = self._ctx.round

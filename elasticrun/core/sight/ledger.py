@@ -93,7 +93,7 @@ class SlotLedger:
         self._gap = 0  # slot-microseconds in UNKNOWN that belong to the round if it continues
         self._ends: dict[Cause, LedgerEnd] = {}
 
-    # ------------------------------------------------------------ what is told
+    # ------------------------------------------------------------ reports
 
     def heard(self, node: str, report: m.Quiet | m.Steps) -> None:
         """Process a report that ranks train."""
@@ -433,7 +433,7 @@ class SlotLedger:
             for node in self._ctx.nodes:
                 self._look(node, short=short)
 
-    # ------------------------------------------------------------ for people
+    # ------------------------------------------------------------ for display
 
     def sums(self) -> tuple[dict[Key, int], int]:
         """Slot-microseconds by category and cause, and the total held."""

@@ -209,7 +209,7 @@ class Checkpoints:
             elif attempt.committing:
                 self._outbox.tell(m.CommitCheckpoint(attempt.name), node)
 
-    # ------------------------------------------------------------ what is written
+    # ------------------------------------------------------------ writing
 
     def save(self, restore: m.Restore, now: float) -> None:
         """Write this snapshot, which a failure left, unless it is written or being written."""
@@ -358,7 +358,7 @@ class Checkpoints:
             parts.append(f"step {self._plan.key[1]} waits to be saved: {why}")
         return parts
 
-    # ------------------------------------------------------------ what is wanted
+    # ------------------------------------------------------------ what ranks want written
 
     def _wanted(self, now: float) -> Key | None:
         """The newest snapshot that ranks want written, once no more ranks will add to it."""

@@ -8,15 +8,19 @@ reports that its ranks have stopped.
 
 *The watermark* is the newest whole step of the current round; older ones are no longer needed. With
 replicas it is the newest step with every part on two nodes (`replication`). If ranks come to hold
-different steps above it, none of which can become whole, their slots would stay full for ever:
-those steps are *given up*, and no longer count. *The choice* is the newest whole step of the
-current round, else of the previous one, without bad steps (a shard did not match its hash). Suspect
-steps come last. *Suspect* is a step from which MAX_REJECTED rounds resumed training and failed by
-themselves within FEW_STEPS, before they had a whole step of their own. Ranks that fail before they
-have restored it and done a step, a signal from outside and the loss of a node say nothing about it.
-Suspicion discards nothing: if nothing else is whole in memory, nor in storage, the step is tried
-again. *A person may request* a step (--restore-step). Only that one is restored, from memory or
-storage, until a round that did so has a whole step of its own; and again if memory is lost before a
+different steps above it, none of which can become whole, their slots would never become free: those
+steps are *given up*, and no longer count.
+
+*The choice* is the newest whole step of the current round, else of the previous one, without bad
+steps (a shard did not match its hash). Suspect steps come last.
+
+*Suspect* is a step from which MAX_REJECTED rounds resumed training and failed by themselves within
+FEW_STEPS, before they had a whole step of their own. Ranks that fail before they have restored it
+and done a step, a signal from outside and the loss of a node say nothing about it. Suspicion
+discards nothing: if nothing else is whole in memory, nor in storage, the step is tried again.
+
+*A person may request* a step (--restore-step). Only that one is restored, from memory or storage,
+until a round that did so has a whole step of its own; and again if memory is lost before a
 checkpoint of the result is written.
 
 *A master that knows of no round* (a new one without a record, and no living rank that could report
@@ -26,6 +30,7 @@ set back, newer snapshots would seem older. Decision 025.
 
 Ranks with state of their own (`per_rank`) get it back if that costs a step or two: of the whole
 steps, the newest one that has every such rank is preferred to a newer one that lacks some.
+
 *Training is rewound* when a snapshot is suspect. A checkpoint of that step or a later one is no
 better, so it comes last too (`rewound_from`), until a newer one is committed, which by itself shows
 that those were left.
@@ -230,7 +235,7 @@ class RestorePoints:
                 ledger.give_up(self.watermark, never)
                 self._outbox.tell(self._mark(), *self.reports)
             elif whole and whole[0] > self.watermark:
-                continue  # a brief state: to be given up together with the steps above it
+                continue  # it waits for replicas: giving up now would drop it too
             elif ledger.passed > max(self.watermark, ledger.given_up[1]) and ledger.is_all_said(
                 self.reports
             ):
@@ -298,8 +303,8 @@ class RestorePoints:
         return Choice(None, why, Skip(self.rewound_from))
 
     def _with_own(self, ledger: Ledger, whole: list[int]) -> tuple[int, str]:
-        """Which of the whole steps (newest first) to restore, and why it is not the first: the
-        first lacks state that living ranks have on their own at another."""
+        """Which of the whole steps (newest first) to restore, and, if not the first, why not:
+        the first lacks `per_rank` state that living ranks have at the restored one."""
         own = {
             rank
             for report in self.reports.values()

@@ -305,7 +305,7 @@ class Ledger:
         unknown = [rank for rank in range(self.world_size) if rank not in snap.expected]
         return f"{in_spans(unknown)} never had a snapshot" if unknown else ""
 
-    # ------------------------------------------------------------ small change
+    # ------------------------------------------------------------ helpers
 
     def _is_open(self, step: int) -> bool:
         """Whether this step counts."""

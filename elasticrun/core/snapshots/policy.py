@@ -220,7 +220,7 @@ class SnapshotPolicy:
         self._send()
         return None
 
-    # ------------------------------------------------------------ small change
+    # ------------------------------------------------------------ helpers
 
     def _send(self) -> None:
         """Send out the orders and news that have accumulated."""

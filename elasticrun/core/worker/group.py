@@ -250,7 +250,7 @@ class WorkerGroup:
         if self.stores.offer is not None:
             self.say(m.Join(self.stores.offer))
 
-    # ------------------------------------------------------------ the master and the way to it
+    # ------------------------------------------------------------ the master and the link
 
     def _welcome(self, order: m.Welcome, now: float) -> None:
         if order.term < self.term:
@@ -451,7 +451,7 @@ class WorkerGroup:
             self.report(m.Stopped)
             self._after_sweep()
 
-    # ------------------------------------------------------------ ends of ranks and of the agent
+    # ------------------------------------------------------------ stopping ranks, ending the agent
 
     def _begin_stop(self, state: State, signum: int, grace: float, now: float) -> None:
         """Signal the ranks that are alive and report how long they have; sweep if there are
@@ -564,7 +564,7 @@ class WorkerGroup:
         self.say(m.Leaving(text(why), 0))
         self.over(ending(code, why, cause_first(self.failures())))
 
-    # ------------------------------------------------------------ what is said
+    # ------------------------------------------------------------ reports and notes
 
     def failures(self) -> tuple[m.Failure, ...]:
         """Failures of the local ranks, in the order in which they were reaped."""

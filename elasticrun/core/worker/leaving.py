@@ -109,7 +109,7 @@ class Draining:
         self._cut_short = False
         self._asked = self._written = -1
 
-    # ------------------------------------------------------------ snapshots that are written out
+    # ------------------------------------------------------------ pending writes
 
     def persist(self, order: m.Persist, now: float) -> None:
         """An attempt begins; a repeated order grants no more time."""

@@ -1,6 +1,6 @@
-"""How long a verdict must hold before users are told, and before the round is ended for it.
+"""How long a verdict must hold before users see it, and before the round is ended for it.
 
-class     told     acted on (--on-hang=auto)
+class     shown    acted on (--on-hang=auto)
 certain   10 s     30 s
 strong    60 s     never; with --on-hang=restart, as long as that place may wait (`stillness`)
 weak      120 s    never, unless --hang-limit
@@ -25,7 +25,7 @@ TOLD: Final[Mapping[Klass, float]] = {
     Klass.WEAK: 120.0,
     Klass.STILL: 300.0,
 }
-"""Seconds of stillness after which users are told a verdict of this class."""
+"""Seconds of stillness after which users see a verdict of this class."""
 
 CERTAIN_ENDS: Final = 30.0
 """Seconds of stillness after which a round that certainly cannot continue is ended."""
@@ -56,7 +56,7 @@ class HangLimits:
         return at + GRAIN >= _told_since(still, opinion) + TOLD[klass]
 
     def needs_stacks(self, still: Still, opinion: Opinion) -> bool:
-        """Whether users are told after a sample taken now, and the message needs stacks."""
+        """Whether users see the verdict after a sample taken now, and the message needs stacks."""
         klass = opinion.impasse.klass
         due = self._ctx.now + GRAIN >= _told_since(still, opinion) + TOLD[klass]
         return due and klass is not Klass.WEAK

@@ -46,7 +46,7 @@ WORTH: Final = 5.0
 
 
 NEWS: Final = 1.2
-"""A wait this many times longer than the longest known one is recorded at once."""
+"""A wait longer than the longest known one times this is recorded at once."""
 
 
 def place_of(line: str, library: str) -> Place:

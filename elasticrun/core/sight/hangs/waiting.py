@@ -294,7 +294,7 @@ def judge(scene: Scene) -> Impasse | None:
     return sure or _on_purpose(scene, _fabric(scene) or _halted(scene) or _still(scene))
 
 
-# ---------------------------------------------------------------- what the look says
+# ---------------------------------------------------------------- verdicts
 
 
 def _mismatch(scene: Scene) -> Impasse | None:
@@ -585,7 +585,7 @@ def _on_purpose(scene: Scene, found: Impasse | None) -> Impasse | None:
     return found
 
 
-# ---------------------------------------------------------------- small change
+# ---------------------------------------------------------------- helpers
 
 
 def _gather(ranks: Mapping[int, Sighting]) -> list[_Group]:

@@ -66,8 +66,8 @@ class Stood:
     """The ranks of a round when it ended."""
 
     quiet: float = 0.0  # seconds since anything moved; 0.0 while a rank works for all others
-    left: float = 0.0  # of these, since users were told
-    verdict: VerdictRow | None = None  # on a hang that users were told about
+    left: float = 0.0  # of these, since users saw a verdict
+    verdict: VerdictRow | None = None  # the one on a hang that users saw
     stacks: tuple[StackRow, ...] = ()  # of the last sample with stacks
     wrote: str = ""  # last output of the odd rank, at the sample that was dumped
 
@@ -100,7 +100,7 @@ class Watch:
         self._limits = HangLimits(ctx)
         self._state: State = Moving()
 
-    # ------------------------------------------------------------ what happens
+    # ------------------------------------------------------------ events
 
     def heard(self, node: str, report: m.Quiet | m.Inspected | m.Stacks) -> bool:
         """Whether the report is news."""
@@ -191,7 +191,7 @@ class Watch:
         return Stood(quiet, left, verdict, self.stacks()[0], wrote)
 
     def verdict(self) -> VerdictRow | None:
-        """What users have been told and still applies."""
+        """The verdict that users see, if it still applies."""
         still = self._state
         if isinstance(still, Moving) or (told := still.reported) is None:
             return None

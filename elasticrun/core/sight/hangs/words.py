@@ -21,7 +21,7 @@ def in_words(impasse: Impasse, lines: Mapping[str, str]) -> Lasting:
 
 
 def note(said: Lasting, impasse: Impasse, before: Reported | None, then: str, where: str) -> str:
-    """The line about a verdict. `before`: what users were told until now."""
+    """The line about a verdict. `before`: what users saw until now."""
     kind = "no hang" if impasse.kind == SAID else f"hang ({impasse.klass.value})"
     says = "" if before is None or impasse.says else before.noted.says
     over = f" (its time in {says} is over)" if says else ""
