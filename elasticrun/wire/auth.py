@@ -1,8 +1,8 @@
-"""The proof of the job's secret (its token), which comes before any other message, and TLS files.
+"""Mutual proof of the job's secret (its token) before any other message, join codes, and TLS files.
 
-The token never crosses the wire. Each side shows an HMAC-SHA256 under it, over everything that
-both have said so far, with a label that says which side it is of. The master proves first: an agent
-shows nothing to a master that could not, and never follows one.
+The token is never sent. Each side sends an HMAC-SHA256 under it, over everything exchanged so far,
+with a label for its side. The master proves first: an agent sends no proof to a master without a
+valid one, and never follows it.
 
     agent                                  master
     Knock      nonce, job, role, node  ->
@@ -10,20 +10,20 @@ shows nothing to a master that could not, and never follows one.
     Proof      the agent's proof       ->
     Hello                              ->              the session is bound to the knock's node
 
-The agent's side of this is `Guest`, the master's `Doorkeeper`; neither does any I/O. Both judge by
-one table:
+`Guest` is the agent's side, `Doorkeeper` the master's; neither does any I/O. Both decide by one
+table:
 
-    own token   shown     verdict
-    none        nothing   let in: a job without a secret (the exchange still tells versions)
-    none        a proof   refused: give this side the token
-    a token     nothing   refused: the other side has none
-    a token     a proof   let in if it is right, else refused: another token
+    own token   proof     verdict
+    none        none      accepted: a job without a secret (the exchange still compares versions)
+    none        present   refused: give this side the token
+    a token     none      refused: the other side has none
+    a token     present   accepted if it is valid, else refused: another token
 
-What is refused is told one fixed sentence; nothing secret and nothing the peer has sent is in it.
+A refused peer gets one fixed sentence, without anything secret or anything that the peer has sent.
 
-Certificates and keys are PEM files, checked together and told apart when they do not fit. Whoever
-needs them reads them, at the moment of the need: an agent before each connection (a renewed
-certificate is used from the next one on), a master at its start.
+Certificates and keys are PEM files. They are checked together, and each mismatch has its own error.
+They are read when needed: by an agent before each connection (a renewed certificate is used from
+the next one on), by a master at its start.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ OTHER_JOB: Final = "the master here serves another job: check the endpoint and -
 
 
 class Denied(Exception):
-    """One side does not let the other in; the text is the sentence for whoever is refused.
+    """One side refuses the other; the text is the sentence for the refused side.
 
-    `word`: what the refusing side may log about it; fixed words, nothing of the peer's."""
+    `word`: what the refusing side may log about it; fixed text, nothing from the peer."""
 
     def __init__(self, sentence: str, word: str = "") -> None:
         super().__init__(sentence)
@@ -96,11 +96,11 @@ class Denied(Exception):
 
 
 class OutOfTurn(Exception):
-    """A message at a moment when no honest peer sends it; the text is a sentence."""
+    """A message that no honest peer sends at this point; the text is a sentence."""
 
 
 class Side(Enum):
-    """Whose proof it is. The labels keep one side's proofs from being shown as the other's."""
+    """The side of a proof. The labels prevent that a proof of one side is used as the other's."""
 
     MASTER = f"elasticrun/{PROTOCOL_VERSION} master"
     PEER = f"elasticrun/{PROTOCOL_VERSION} peer"
@@ -108,7 +108,7 @@ class Side(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """All that a proof is about; equal on both sides unless somebody has changed it on the way."""
+    """Everything that a proof covers; equal on both sides unless it was modified on the way."""
 
     job_id: str
     role: Role
@@ -120,49 +120,49 @@ class Exchange:
 
 
 def prove(token: str, side: Side, exchange: Exchange) -> bytes:
-    """The proof of `side`; empty where there is no token."""
+    """The proof of `side`; empty without a token."""
     if not token:
         return b""
     x = exchange
     words = (x.job_id, x.role.value, x.node, x.incarnation, str(x.term))
     parts = (*(word.encode() for word in words), x.peer_nonce, x.master_nonce)
-    # Each part with its length: no two exchanges run together into the same bytes.
+    # Each part is prefixed with its length, so different exchanges never give the same bytes.
     said = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
     return hmac.digest(token.encode(), side.value.encode() + said, "sha256")
 
 
 def is_right(token: str, side: Side, exchange: Exchange, shown: bytes) -> bool:
-    """Whether this is the proof of `side`; takes as long for a nearly right one as for noise."""
+    """Whether this is the proof of `side`; the time does not depend on how much of it is right."""
     return hmac.compare_digest(prove(token, side, exchange), shown)
 
 
 def reader_token(token: str) -> str:
-    """What a reader of the status proves in the place of the token: made from it, and of no use to
-    an agent. A master leaves it for its own user's `elasticrun status`."""
+    """What a reader of the status proves instead of the token: derived from it, and useless for an
+    agent. A master leaves it for `elasticrun status` of its own user."""
     if not token:
         return ""
     return hmac.digest(token.encode(), b"elasticrun reader", "sha256").hex()
 
 
 def operator_token(secret: str) -> str:
-    """What an operator proves, who may stop the job: made from the token or, in a job that has
-    none, from a secret that its master has minted. A master leaves it for its own user."""
+    """What an operator, who may stop the job, proves: derived from the token or, in a job without
+    one, from a secret created by its master. A master leaves it for its own user."""
     return hmac.digest(secret.encode(), b"elasticrun operator", "sha256").hex()
 
 
 PAGE_KEY_LIFE: Final = 900.0
-"""Seconds for which the key in a link to the job's page is good, by the clock of its host."""
+"""Seconds for which the key in a link to the job's page is valid, by the clock of its host."""
 
 
 def page_key(operator: str, now: float) -> str:
-    """A new key for one visit to the job's page, by who has the operator's token; `now`: seconds
-    since 1970 on the master's host."""
+    """A new key for one visit to the job's page, for the holder of the operator's token; `now`:
+    seconds since 1970 on the master's host."""
     said = f"{int(now + PAGE_KEY_LIFE):x}.{secrets.token_urlsafe(9)}"
     return f"{said}.{_seal(operator, said)}"
 
 
 def key_until(operator: str, key: str) -> float:
-    """Until when this key is good, in seconds since 1970; 0.0 if it is no key of this job."""
+    """The end of this key's validity, in seconds since 1970; 0.0 if it is not a key of this job."""
     said, _, seal = key.rpartition(".")
     if not hmac.compare_digest(_seal(operator, said).encode(), seal.encode()):
         return 0.0
@@ -177,30 +177,31 @@ def _seal(operator: str, said: str) -> str:
 # ---------------------------------------------------------------- join codes
 
 # A join code is a short-lived secret, pasted on another machine, that yields the job's token. It is
-# base32 of 20 bytes: the second (since 1970, on the master's host) until which it is good, and 128
-# bits of HMAC-SHA256(token, that second). The master stores nothing: it derives the secret again
-# from its token, so a code survives a restart of the master, and only the token makes one. Joiner
-# and master prove the secret to each other exactly as agents prove the token. Then the master sends
-# what a node needs, sealed under keys derived from the secret and both nonces.
-#
+# the base32 of 20 bytes: the second (since 1970, on the master's host) until which it is valid, and
+# 128 bits of HMAC-SHA256(token, that second). The master stores nothing: it derives the secret from
+# its token again, so a code survives a restart of the master, and only the token can create one.
+# Joiner and master prove the secret to each other exactly as agents prove the token. Then the
+# master sends what a node needs, sealed under keys derived from the secret and both nonces.
+
 # 128 bits cannot be guessed, online or from a recorded exchange, so no PAKE is needed (decision
 # 010). There is no forward secrecy: whoever has recorded the exchange and learns the code later can
-# read the token. TLS is for that.
+# read the token. Use TLS against that.
 
 JOIN_CODE_LIFE: Final = 3600
-"""Seconds for which a code is good."""
+"""Seconds for which a code is valid."""
 
 _TIME_BYTES, _SECRET_BYTES = 4, 16
 _TAG_BYTES: Final = 32
 
 
 class BadCode(ValueError):
-    """This text is no join code; the text is a sentence."""
+    """The text is not a join code; a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class JoinCode:
-    """What a code says: until when it is good, in seconds since 1970, and its secret in hex."""
+    """The content of a code: the end of its validity, in seconds since 1970, and its secret in
+    hex."""
 
     until: int
     secret: str = field(repr=False)
@@ -211,7 +212,7 @@ class JoinCode:
 
 
 class JoinAnswer(Struct, frozen=True):
-    """What a node needs to join: who it meets, how it proves that, and the command line."""
+    """What a node needs to join: the job's id, the token, and the command line."""
 
     job_id: Annotated[str, WholeText(256)]
     token: Annotated[str, WholeText(64 * 1024)]
@@ -221,19 +222,19 @@ class JoinAnswer(Struct, frozen=True):
 
 
 def join_code(token: str, now: float) -> JoinCode:
-    """A new code for the job that has this token; `now`: seconds since 1970."""
+    """A new code for the job with this token; `now`: seconds since 1970."""
     until = int(now) + JOIN_CODE_LIFE
     return JoinCode(until, code_secret(token, until))
 
 
 def code_secret(token: str, until: int) -> str:
-    """The secret part of the code that is good until then."""
+    """The secret of the code that is valid until then."""
     said = b"elasticrun join " + str(until).encode()
     return hmac.digest(token.encode(), said, "sha256")[:_SECRET_BYTES].hex()
 
 
 def parse_code(text: str) -> JoinCode:
-    """The code that somebody typed; case, spaces and hyphens do not matter. BadCode."""
+    """Parse a code that somebody typed; ignores case, spaces and hyphens. Raises BadCode."""
     plain = "".join(text.split()).replace("-", "").upper()
     try:
         raw = base64.b32decode(plain)
@@ -253,7 +254,7 @@ def seal(secret: str, nonces: bytes, plain: bytes) -> str:
 
 
 def unseal(secret: str, nonces: bytes, sealed: str) -> bytes:
-    """What was sealed; BadCode if anything was changed on the way."""
+    """Decrypt; raises BadCode if anything was changed on the way."""
     encrypt, authenticate = _keys(secret, nonces)
     try:
         raw = base64.b64decode(sealed, validate=True)
@@ -266,7 +267,7 @@ def unseal(secret: str, nonces: bytes, sealed: str) -> bytes:
 
 
 def _keys(secret: str, nonces: bytes) -> tuple[bytes, bytes]:
-    """HKDF-Expand (RFC 5869) with one label for each purpose."""
+    """HKDF-Expand (RFC 5869) with a label per purpose."""
     key = secret.encode()
     labels = (b"elasticrun join encrypt ", b"elasticrun join authenticate ")
     encrypt, authenticate = (hmac.digest(key, label + nonces, "sha256") for label in labels)
@@ -284,7 +285,7 @@ def _mask(key: bytes, data: bytes) -> bytes:
 
 
 class Guest:
-    """The side that knocks."""
+    """The side that opens the stream."""
 
     def __init__(
         self,
@@ -296,7 +297,7 @@ class Guest:
         node: str = "",
         incarnation: str = "",
     ) -> None:
-        """`token`: a reader's is `reader_token`, an operator's `operator_token`; "" for none.
+        """`token`: for a reader `reader_token`, for an operator `operator_token`; "" for none.
         `version`: our own release."""
         self._token = token
         self.knock = Knock(
@@ -310,15 +311,15 @@ class Guest:
             proves=bool(token),
         )
         self.nonces = b""
-        """Both sides', once the master has proved itself."""
+        """Of both sides, once the master has proved itself."""
 
     @classmethod
     def with_code(cls, code: JoinCode, version: str) -> Guest:
-        """The side that has a join code in the place of the token."""
+        """A guest with a join code instead of the token."""
         return cls(code.secret, version, Role.JOINER, node=str(code.until))
 
     def answer(self, challenge: Challenge) -> Proof:
-        """Our proof, once the master has shown its own. Denied if it could not."""
+        """Check the master's proof and return ours. Raises Denied if the master's is not valid."""
         exchange = _exchange(self.knock, challenge.nonce, challenge.term)
         if not self._token and challenge.proof:
             raise Denied(TOKEN_WANTED)
@@ -342,50 +343,49 @@ class _State(Enum):
 
 
 class Doorkeeper:
-    """The master's side of one stream: a message in, an answer or None out.
+    """The master's side of one stream: one message in, an answer or None out.
 
-    | waits for | hears | checks                               | answers   | next              |
-    |-----------|-------|--------------------------------------|-----------|-------------------|
-    | KNOCK     | Knock | job (an agent's), has token as we do | Challenge | PROOF             |
-    | PROOF     | Proof | that it is right                     | nothing   | HELLO; IN: others |
-    | HELLO     | Hello | job, node, life are the knock's      | nothing   | IN                |
+    | waits for | receives | checks                               | answers   | next              |
+    |-----------|----------|--------------------------------------|-----------|-------------------|
+    | KNOCK     | Knock    | job (an agent's), has token as we do | Challenge | PROOF             |
+    | PROOF     | Proof    | its validity                         | nothing   | HELLO; IN: others |
+    | HELLO     | Hello    | job, node, incarnation as in Knock   | nothing   | IN                |
 
-    Any other pair is OutOfTurn. After Denied or OutOfTurn the door is shut for good."""
+    Any other message is OutOfTurn. After Denied or OutOfTurn all messages are refused."""
 
     def __init__(self, token: str, version: str, job_id: str, term: int, role: Role) -> None:
-        """`token` is the job's own, or the one for operators; `role`: for what this stream is
-        meant."""
+        """`token` is the job's, or the operators'; `role`: the role that this stream is for."""
         self._token = reader_token(token) if role is Role.READER else token
         self._version, self._job_id, self._term, self._role = version, job_id, term, role
         self._state = _State.KNOCK
         self._knock: Knock
         self._exchange: Exchange
         self.hello: Hello | None = None
-        """An agent's, once it is in."""
+        """An agent's Hello, once it is accepted."""
 
     @property
     def code(self) -> JoinCode:
-        """A joiner's, once it is in."""
+        """A joiner's code, once it is accepted."""
         return JoinCode(int(self._knock.node), self._token)
 
     @property
     def nonces(self) -> bytes:
-        """Both sides', once the peer is in."""
+        """Of both sides, once the peer is accepted."""
         return self._exchange.peer_nonce + self._exchange.master_nonce
 
     @property
     def is_in(self) -> bool:
-        """Whether the peer has proved all that it has to."""
+        """Whether the peer has proved everything that it must."""
         return self._state is _State.IN
 
     @property
     def awaits(self) -> str:
-        """The message that is due, for a sentence about its absence."""
+        """The expected message, for a sentence about its absence."""
         return self._state.value
 
     def hear(self, report: Report) -> Challenge | None:
-        """Take the next message. Denied, OutOfTurn."""
-        # Shut unless the message turns out to be right: no way out of here leaves it ajar.
+        """Process the next message. Raises Denied or OutOfTurn."""
+        # Closed unless the message turns out to be valid: no exception leaves it open.
         state, self._state = self._state, _State.SHUT
         match state, report:
             case _State.KNOCK, Knock():
@@ -448,12 +448,12 @@ def _exchange(knock: Knock, master_nonce: bytes, term: int) -> Exchange:
 
 
 MAX_PEM_BYTES: Final = 1024 * 1024
-"""A longer file is no certificate; the bundles of all public CAs have a quarter of it."""
+"""A longer file is not a certificate; bundles of all public CAs have a quarter of this."""
 
 _EXPIRED, _NOT_YET = 10, 9
 """X509_V_ERR_CERT_HAS_EXPIRED, X509_V_ERR_CERT_NOT_YET_VALID"""
 _OTHER_ISSUER: Final = (18, 19, 20, 21)
-"""Self-signed, or signed by somebody whose certificate is not at hand (X509_V_ERR_*)."""
+"""Self-signed, or signed by an unknown issuer (X509_V_ERR_*)."""
 
 
 class Files(Protocol):
@@ -468,12 +468,12 @@ class Files(Protocol):
 
 
 class TlsError(Exception):
-    """These files cannot serve; the text is one sentence that names the flag."""
+    """These files are unusable; the text is one sentence that names the flag."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pem:
-    """What the files hold; b"" for none."""
+    """The content of the files; b"" for none."""
 
     cert: bytes = b""
     key: bytes = field(default=b"", repr=False)
@@ -481,9 +481,9 @@ class Pem:
 
 
 def read_pem(files: Files, *, serving: bool = False) -> Pem:
-    """The contents of the files, once they are known to fit together. TlsError. Blocks.
+    """Read the files and check that they fit together. Raises TlsError. Blocks.
 
-    `serving`: for a master, which cannot do without a certificate of its own."""
+    `serving`: for a master, which must have its own certificate."""
     if serving and not files.cert:
         raise TlsError("the job's master needs a certificate: give --tls-cert and --tls-key")
     pem = Pem(*(_content(name, getattr(files, name)) for name in ("cert", "key", "ca")))
@@ -492,8 +492,8 @@ def read_pem(files: Files, *, serving: bool = False) -> Pem:
 
 
 def client_context(files: Files) -> ssl.SSLContext:
-    """The same for a handshake by Python's own ssl, which says in words why one fails. Blocks.
-    TlsError, OSError."""
+    """The same for a handshake by Python's ssl, which gives the reason for a failure. Blocks.
+    Raises TlsError or OSError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.set_alpn_protocols(["h2"])
     if files.ca:
@@ -519,7 +519,7 @@ def _content(name: str, path: str) -> bytes:
 
 
 def _check(files: Files, pem: Pem) -> None:
-    """Sentences in the place of gRPC's, which says no more than that a handshake failed."""
+    """Give precise errors, because gRPC only reports that a handshake failed."""
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if pem.ca:
         try:
@@ -530,7 +530,7 @@ def _check(files: Files, pem: Pem) -> None:
         return
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        # A password is never asked for: nobody sits at a node.
+        # Never ask for a password: there is no terminal.
         server.load_cert_chain(files.cert, files.key, password=lambda: "")
     except (ssl.SSLError, OSError, ValueError) as wrong:
         why = "do not belong together or cannot be read"
@@ -542,7 +542,7 @@ def _check(files: Files, pem: Pem) -> None:
 
 
 def _check_own(files: Files, client: ssl.SSLContext, server: ssl.SSLContext) -> None:
-    """What our peers will find wrong with our own certificate: shake hands with ourselves."""
+    """Find out whether peers will reject our own certificate: do a handshake with ourselves."""
     client.check_hostname = False
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (client.wrap_bio(down, up), server.wrap_bio(up, down, server_side=True))
@@ -558,6 +558,6 @@ def _check_own(files: Files, client: ssl.SSLContext, server: ssl.SSLContext) -> 
                 raise TlsError(f"{cert} or what has signed it {when}") from None
             if wrong.verify_code in _OTHER_ISSUER:
                 raise TlsError(f"{cert} is not signed by --tls-ca={files.ca}") from None
-            return  # its purpose, say: a peer's affair
+            return  # e.g. its purpose; only a peer can judge that
         except ssl.SSLError:
             return

@@ -1,7 +1,9 @@
-"""A debugger in this process that follows into the processes it starts: pydevd, which debugpy, VS
-Code and PyCharm use. It patches how processes are started, so that each Python among them attaches
-itself to the debugger before it runs. Ranks are to do so. Our helpers are not: they would wait for
-a client that knows nothing of them."""
+"""Handles debuggers that follow child processes: pydevd, used by debugpy, VS Code and PyCharm.
+
+pydevd patches the starting of processes, so that each Python child attaches to the debugger before
+it runs. That is wanted for ranks. It is not wanted for our helpers, which would wait for a client
+that does not know them.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,20 @@ from typing import Any
 
 
 def follows() -> bool:
-    """Whether a debugger attaches to the Python processes that this one starts."""
+    """Whether a debugger attaches to Python processes started by this one."""
     patched: Any = getattr(subprocess, "_fork_exec", None)
     return getattr(patched, "__module__", "") == "_pydev_bundle.pydev_monkey"
 
 
 def escaped() -> AbstractContextManager[None]:
-    """Within it, what this thread starts is not debugged."""
+    """A block in which processes started by this thread are not debugged."""
     skip: Any = getattr(_monkey(), "skip_subprocess_arg_patch", None)
     return skip() if skip is not None else contextlib.nullcontext()
 
 
 def debugged(command: Sequence[str]) -> list[str]:
-    """The command line by which a program is debugged that a process of ours starts for us, not we
-    ourselves. Other programs than Python, and all where no debugger follows, stay as they are."""
+    """The command line that debugs a program which another process of ours starts for us. Programs
+    other than Python, and all programs without a following debugger, are unchanged."""
     patch: Any = getattr(_monkey(), "patch_args", None)
     if patch is None or not follows():
         return list(command)

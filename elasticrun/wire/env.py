@@ -1,24 +1,24 @@
-"""Every environment variable by name, the only place where the strings stand; and planted faults.
+"""Names of all environment variables, the only place with these strings; and fault injection.
 
-Three groups: what a rank is given (torchrun's table, and nothing of ours that a script could
-stumble over), what the launcher reads, and what elasticrun itself adds. `PET_*` names are formed by
-the table of flags from the flags' own names and are not listed.
+Three groups: what a rank gets (torchrun's table, plus names that no script uses), what the launcher
+reads, and elasticrun's own. `PET_*` names are formed by the table of flags from the flags' names
+and are not listed.
 
-Faults are what ELASTICRUN_FAULT asks of which node; off unless the variable is set.
-`probe-fail@n2,slow=3x@n5` is a list of them, each with the id of the node that shall have it
-(`--node-id`; `rank-N` in a static job) or `*` for every node:
+ELASTICRUN_FAULT injects faults into nodes; nothing is injected unless it is set.
+`probe-fail@n2,slow=3x@n5` is a list of faults, each with the id of its node (`--node-id`; `rank-N`
+in a static job) or `*` for every node:
 
 probe-fail[=compute|comm|wrong]   its probes fail: in the matmul, in the all_reduce (the default),
-                                  or by a matmul whose result is wrong
-probe-hang[=compute|meet|comm]    its probes stop for ever in that phase (the default is comm)
-slow=3x                           its matmuls and all_reduces take three times as long (and 10 ms
-                                  longer at the least, so that it shows on a busy machine), and so
-                                  does its own part of every step that `elasticrun.training` is told
-                                  of
+                                  or by a matmul with a wrong result
+probe-hang[=compute|meet|comm]    its probes hang forever in that phase (default: comm)
+slow=3x                           its matmuls and all_reduces take three times as long (and at
+                                  least 10 ms longer, so that it shows on a busy machine), and so
+                                  does its own part of every step reported to
+                                  `elasticrun.training`
 
-They are for tests, and for people who want to see what happens; the agent says loudly that they
-are there. A rank and a probe are given those of their own node (`own_fault_words`), without
-the node.
+They are for tests, and for people who want to see the consequences; the agent logs them
+prominently. A rank or a probe gets the faults of its own node (`own_fault_words`), without the
+node.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MASTER_PORT: Final = "MASTER_PORT"
 RESTART_COUNT: Final = "TORCHELASTIC_RESTART_COUNT"
 MAX_RESTARTS: Final = "TORCHELASTIC_MAX_RESTARTS"
 RUN_ID: Final = "TORCHELASTIC_RUN_ID"
-"""Its presence is what `torch.distributed.is_torchelastic_launched()` means."""
+"""`torch.distributed.is_torchelastic_launched()` checks for its presence."""
 USE_AGENT_STORE: Final = "TORCHELASTIC_USE_AGENT_STORE"
 ERROR_FILE: Final = "TORCHELASTIC_ERROR_FILE"
 SIGNALS_TO_HANDLE: Final = "TORCHELASTIC_SIGNALS_TO_HANDLE"
@@ -74,8 +74,9 @@ RANK_VARIABLES: Final = frozenset(
         ERROR_FILE,
     }
 )
-"""What says *which* rank a process is: a module that reads one of them while it is imported must
-not be preloaded, since every rank forked from that import would believe the same."""
+"""Variables that identify the rank: a module that reads one of them at import must not be
+preloaded, because every rank forked from that import would see the same value.
+"""
 
 # ---------------------------------------------------------------- what the launcher reads
 
@@ -100,81 +101,86 @@ PLACEMENT_VARIABLES: Final = (
     "GOMP_CPU_AFFINITY",
     "KMP_AFFINITY",
 )
-"""An OpenMP runtime fixes its places by these when it is loaded, so a mask that is set after a fork
-comes too late; ranks that are bound to cores are exec'd where one is set."""
+"""An OpenMP runtime fixes its places by these variables when it is loaded, so an affinity mask set
+after a fork is too late; ranks bound to cores are exec'd if one of them is set.
+"""
 
 # ---------------------------------------------------------------- elasticrun's own
 
 LAUNCH: Final = "ELASTICRUN_LAUNCH"
 RUN_FOLDER: Final = "ELASTICRUN_RUN_FOLDER"
-"""What --run-dir names, for the ranks."""
+"""The value of --run-dir, for the ranks."""
 RUNS: Final = "ELASTICRUN_RUNS"
-"""Where the run folders of this user are, in place of the state folder of the home."""
+"""Where this user's run folders are, instead of the state folder in the home."""
 ON: Final = "ELASTICRUN_ON"
-"""Where `elasticrun submit` starts jobs, in place of this host."""
+"""Where `elasticrun submit` starts jobs, instead of this host."""
 WARM_SERVER: Final = "ELASTICRUN_WARM_SERVER"
-"""The socket of the warm process to use, in place of the one in the user's folder; `off`: none."""
+"""The socket of the warm process to use, instead of the one in the user's folder; `off`: none."""
 RESTART_BACKOFF: Final = "ELASTICRUN_RESTART_BACKOFF"
 
 STATE_DIR: Final = "ELASTICRUN_STATE_DIR"
 """The default of `elasticrun master --state-dir`."""
 
 LAST_WORDS: Final = "ELASTICRUN_LAST_WORDS"
-"""File that a pod's termination message is read from. `elasticrun master` leaves the job's result
-there, every other launcher why it ended (`host/runs/last_word.py`)."""
+"""The file from which a pod's termination message is read. `elasticrun master` writes the job's
+result to it, every other launcher the reason for its exit (`host/runs/last_word.py`).
+"""
 
 CLUSTER_NODE: Final = "ELASTICRUN_CLUSTER_NODE"
-"""In a pod: the cluster's node that it is on, which its successor need not be on."""
+"""In a pod: its node in the cluster; the pod's successor may be on another one."""
 
 TRACE_DIR: Final = "ELASTICRUN_TRACE_DIR"
-"""Where masters that agents host leave their traces for good, a folder for each launch; without it
-a trace goes with the record when the job ends."""
+"""Where masters that agents host keep their traces permanently, one folder per launch; without it a
+trace is deleted with the record when the job ends.
+"""
 
 GIT_USERNAMES: Final = ("ELASTICRUN_GIT_USERNAME", "GIT_SYNC_USERNAME")
 GIT_PASSWORDS: Final = ("ELASTICRUN_GIT_PASSWORD", "GIT_SYNC_PASSWORD")
-"""Credentials of --git; the first that is set counts. The second ones are git-sync's."""
+"""Credentials of --git; the first one that is set is used. The second ones are git-sync's."""
 
 BY_SSH: Final = "ELASTICRUN_BY_SSH"
-"""Set where --hosts has started this agent."""
+"""Set if --hosts has started this agent."""
 
 CALLER: Final = "ELASTICRUN_CALLER"
-"""In ranks whose program is a function: by this mark their caller knows what they left behind."""
+"""In ranks that run a function: a mark by which their caller finds the processes that they leave
+behind.
+"""
 
 FAULT: Final = "ELASTICRUN_FAULT"
-"""Faults to plant for tests, with the nodes that shall have them; read by the agent
-(`wire/env.py`)."""
+"""Faults to inject for tests, with their nodes; read by the agent (`wire/env.py`)."""
 
 NODE_FAULT: Final = "ELASTICRUN_NODE_FAULT"
-"""In ranks of a node with planted faults: which they are. Not set otherwise."""
+"""In ranks of a node with injected faults: these faults. Otherwise not set."""
 
 PROGRESS: Final = "ELASTICRUN_PROGRESS"
-"""In ranks: where `elasticrun.training.progress` tells their steps (`wire/progress.py`)."""
+"""In ranks: where `elasticrun.training.progress` reports steps (`wire/progress.py`)."""
 
 SNAPSHOTS: Final = "ELASTICRUN_SNAPSHOTS"
-"""In ranks: where `elasticrun.training.Checkpointer` speaks to its agent (`wire/snapshots.py`)."""
+"""In ranks: where `elasticrun.training.Checkpointer` connects to its agent
+(`wire/snapshots.py`)."""
 
 SHM_DIR: Final = "ELASTICRUN_SHM_DIR"
-"""Where segments are kept; a folder on a tmpfs, /dev/shm if it is not set."""
+"""Where segments are stored: a folder on a tmpfs; default: /dev/shm."""
 
 # ---------------------------------------------------------------- torch's own recorder
 
 FLIGHT_RECORDER_SIZE: Final = "TORCH_FR_BUFFER_SIZE"
 NCCL_TRACE_SIZE: Final = "TORCH_NCCL_TRACE_BUFFER_SIZE"
-"""The older name of the same."""
+"""The older name of the same variable."""
 NCCL_ENABLE_TIMING: Final = "TORCH_NCCL_ENABLE_TIMING"
 
 
 EVERY_NODE: Final = "*"
 
 MAX_SLOW: Final = 100.0
-"""A factor above this is a typing error: nobody waits for it."""
+"""Upper limit of the factor; more is a typing error."""
 
 MAX_FAULTS: Final = 1000
-"""Faults in one list."""
+"""Maximum number of faults in a list."""
 
 
 class FaultKind(StrEnum):
-    """What is planted."""
+    """Kinds of injected faults."""
 
     PROBE_FAIL = "probe-fail"
     PROBE_HANG = "probe-hang"
@@ -185,29 +191,29 @@ VALUES: Final[Mapping[FaultKind, tuple[str, ...]]] = {
     FaultKind.PROBE_FAIL: ("comm", "compute", "wrong"),
     FaultKind.PROBE_HANG: ("comm", "compute", "meet"),
 }
-"""What may stand behind `=`; the first one is the default."""
+"""Allowed values after `=`; the first one is the default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One planted fault. `node` is a node id, or `*`; "" in the words for one node's processes."""
+    """One injected fault. `node` is a node id, or `*`; "" in the text for one node's processes."""
 
     kind: FaultKind
-    value: str  # one of VALUES, or the factor of a slow one: `3x`
+    value: str  # one of VALUES, or the factor of a slow node: `3x`
     node: str
 
     @property
     def words(self) -> str:
-        """As it is written, without the node."""
+        """The fault as text, without the node."""
         return f"{self.kind}={self.value}"
 
 
 class BadFault(ValueError):
-    """The list cannot be read; the text is one sentence that names the part."""
+    """The list is invalid; the text is one sentence that names the part."""
 
 
 def read_faults(text: str) -> tuple[Fault, ...]:
-    """All faults of a list. Raises BadFault."""
+    """All faults in a list. Raises BadFault."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if len(parts) > MAX_FAULTS:
         raise BadFault(f"{FAULT} lists {len(parts)} faults; at most {MAX_FAULTS} are planted")
@@ -221,19 +227,19 @@ def read_faults(text: str) -> tuple[Fault, ...]:
 
 
 def faults_of_node(text: str, node: str) -> tuple[Fault, ...]:
-    """Those of a list that concern this node, in their order. Raises BadFault."""
+    """The faults in a list that concern this node, in order. Raises BadFault."""
     return tuple(fault for fault in read_faults(text) if fault.node in (node, EVERY_NODE))
 
 
 def own_fault_words(faults: Iterable[Fault]) -> str:
-    """What processes of the node that has them are given (`wire.env.NODE_FAULT`, and
+    """The text for processes of the node with these faults (`wire.env.NODE_FAULT`, and
     `ProbePlan.fault`); "" for none."""
     return ",".join(fault.words for fault in faults)
 
 
 def own_faults(text: str) -> tuple[Fault, ...]:
-    """Back from `own_fault_words`; the faults have no node. What cannot be read is no fault: a
-    training script must not end because of it."""
+    """The inverse of `own_fault_words`; the faults have no node. Ignores invalid parts: a training
+    script must not fail because of them."""
     found = []
     for part in text.split(",")[:MAX_FAULTS]:
         with suppress(BadFault):
@@ -247,7 +253,7 @@ def fault_value(faults: Iterable[Fault], kind: FaultKind) -> str:
 
 
 def slowness(faults: Iterable[Fault]) -> float:
-    """How many times as long the node's own work shall take; 1.0 without such a fault."""
+    """By which factor the node's own work is slowed down; 1.0 without such a fault."""
     return _factor(fault_value(faults, FaultKind.SLOW)) or 1.0
 
 
@@ -270,7 +276,7 @@ def _one(what: str, part: str, node: str) -> Fault:
 
 
 def _factor(value: str) -> float:
-    """0.0 for what is no factor."""
+    """The factor; 0.0 if invalid."""
     try:
         factor = float(value.removesuffix("x"))
     except ValueError:

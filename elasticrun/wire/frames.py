@@ -1,15 +1,15 @@
-"""Frames of messages, four bytes of length (big endian) and then one JSON object; and conversations
-in frames over a stream socket.
+"""Frames of messages, and connections that exchange frames over a stream socket.
 
-Used between the agent (or a caller of elastic_launch) and the fork server (`wire.spawning`),
-between ranks, savers and their agent (`wire.snapshots`), and between savers (`saver.transfer`).
-Anything that is not exactly one of the expected messages raises `FrameError`, whose text is one
-sentence for the operator: there is no second guess about what a peer may have meant.
+A frame is four bytes of length (big endian), then one JSON object. Frames are used between the
+agent (or a caller of elastic_launch) and the fork server (`wire.spawning`), between ranks, savers
+and their agent (`wire.snapshots`), and between savers (`saver.transfer`). Anything that is not
+exactly one of the expected messages raises `FrameError`, whose text is one sentence for the
+operator: nothing guesses what a peer may have meant.
 
-A `Connection` has descriptors beside its messages and a bounded outbox. It is for asyncio, for
-selectors and for callers who wait, and imports none of them: whoever owns it hooks its `fileno`
-into their own loop, calls `receive` when it can be read and `flush` when it can be written (while
-`unsent` is not 0), and says what the end of it means.
+A `Connection` also transfers descriptors and has a bounded outbox. It works with asyncio, selectors
+and blocking callers, and imports none of them: its owner registers its `fileno` in an event loop,
+calls `receive` when it is readable and `flush` when it is writable (while `unsent` is not 0), and
+handles its end.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 MAX_FRAME_BYTES = 4 * 1024 * 1024
-"""Room for an environment of 2 MB (Linux' own bound for one exec) with its JSON escapes."""
+"""Enough for an environment of 2 MB (Linux's limit for one exec) with its JSON escapes."""
 
 LENGTH_BYTES = 4
 
 
 class FrameError(ValueError):
-    """The bytes are no message of this conversation; the conversation must end."""
+    """The bytes are not a message of this connection; the connection must end."""
 
 
 def encode(message: DataclassInstance) -> bytes:
-    """One whole frame of a message of one of the unions. Raises FrameError if it would be longer
+    """One complete frame with a message of one of the unions. Raises FrameError if it is longer
     than MAX_FRAME_BYTES."""
     body = {"type": _name_of(type(message)), **plain(message)}
     payload = json.dumps(body, separators=(",", ":")).encode("ascii")
@@ -55,7 +55,8 @@ def encode(message: DataclassInstance) -> bytes:
 
 
 def length_of(prefix: bytes | bytearray, most: int = MAX_FRAME_BYTES) -> int:
-    """How many bytes of a frame follow its first LENGTH_BYTES. FrameError for more than `most`."""
+    """Number of bytes that follow a frame's first LENGTH_BYTES. Raises FrameError for more than
+    `most`."""
     length = int.from_bytes(prefix[:LENGTH_BYTES], "big")
     if length > most:
         raise FrameError(f"a frame claims {length} bytes; at most {most} are allowed")
@@ -85,25 +86,25 @@ def types_of(union: types.UnionType) -> dict[str, type]:
 
 
 def _name_of(kind: type) -> str:
-    """A class that is called otherwise than its message says so by `on_wire`."""
+    """The name on the wire; a class with a different name declares it by `on_wire`."""
     name: str = getattr(kind, "on_wire", kind.__name__)
     return name
 
 
 class FrameBuffer:
-    """Bytes in, messages out, for one direction of one conversation.
+    """Converts bytes to messages, for one direction of one connection.
 
-    Holds at most one frame and what one read brought with it.
+    Holds at most one frame and the rest of one read.
     """
 
     def __init__(self, union: Any) -> None:
-        """`union`, such as `ToSpawner` or `FromRank`: the messages that may come."""
+        """`union`, such as `ToSpawner` or `FromRank`: the expected messages."""
         self._types = types_of(union)
         resolve(union)
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """Take in bytes; yield each message that is complete now. Raises FrameError."""
+        """Add bytes; yield each message that is complete. Raises FrameError."""
         self._bytes += data
         while len(self._bytes) >= LENGTH_BYTES:
             end = LENGTH_BYTES + length_of(self._bytes)
@@ -115,7 +116,7 @@ class FrameBuffer:
 
     @property
     def pending(self) -> int:
-        """How many bytes of an unfinished frame are held; not 0 at EOF means a cut frame."""
+        """Number of bytes of an incomplete frame; if not 0 at EOF, a frame was cut off."""
         return len(self._bytes)
 
 
@@ -124,15 +125,14 @@ class FrameBuffer:
 READ_BYTES: Final = 256 * 1024
 
 MAX_UNSENT: Final = 16 * 1024 * 1024
-"""Bytes that may wait for a peer that does not read."""
+"""Maximum bytes that may wait for a peer that does not read."""
 
 
 _PEER: Final = struct.Struct("3i")  # pid, uid, gid
 
 
 def peer_of(sock: socket.socket) -> tuple[int, int]:
-    """Process and user id of who is at the other end, which the kernel says; process 0: of another
-    pid namespace."""
+    """Pid and user id of the peer, from the kernel; pid 0: it is in another pid namespace."""
     pid, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return pid, uid
 
@@ -142,15 +142,15 @@ class HungUp(ConnectionError):
 
 
 class NotRead(ConnectionError):
-    """The peer does not read what it is told."""
+    """The peer does not read what is sent."""
 
 
 class DescriptorsLost(ConnectionError):
-    """There was room for no more of them."""
+    """The process has too many descriptors to receive more."""
 
 
 class Connection:
-    """The socket is the connection's from here on. After an error it is to be closed."""
+    """Takes ownership of the socket. Must be closed after an error."""
 
     def __init__(
         self,
@@ -161,9 +161,9 @@ class Connection:
         most_messages: int = 0,
         descriptors: int = 0,
     ) -> None:
-        """`union`: the messages that may come. `most_bytes`, `most_messages`: what may wait for
-        the peer to read, 0: any number. `descriptors`: how many may come with one read; where none
-        are expected the kernel closes them."""
+        """`union`: the expected messages. `most_bytes`, `most_messages`: limits of what may wait
+        for the peer to read, 0: unlimited. `descriptors`: maximum per read; if none are expected,
+        the kernel closes those that arrive."""
         sock.setblocking(False)
         self._socket = sock
         self._frames = FrameBuffer(union)
@@ -176,16 +176,17 @@ class Connection:
 
     @property
     def cut(self) -> bool:
-        """Whether half a frame has come: where the peer has gone, in the middle of a message."""
+        """Whether an incomplete frame has been received: if the peer has exited, then in the middle
+        of a message."""
         return self._frames.pending > 0
 
     def fileno(self) -> int:
-        """-1 once it is closed: take it out of a loop before."""
+        """-1 once closed: remove it from an event loop before."""
         return self._socket.fileno()
 
     def send(self, message: Any, descriptor: int = -1) -> None:
-        """Queue a message, with a descriptor beside it (a duplicate: the caller keeps its own), and
-        write what the socket takes. NotRead where too much waits then."""
+        """Queue a message, with a descriptor (duplicated: the caller keeps its own), and write as
+        much as the socket accepts. Raises NotRead if too much is waiting after that."""
         data = encode(message)
         self._outbox.append((data, os.dup(descriptor) if descriptor >= 0 else -1))
         self.unsent += len(data)
@@ -194,8 +195,8 @@ class Connection:
             raise NotRead("it does not read what it is told")
 
     def flush(self) -> None:
-        """Write what the socket takes. What cannot be sent any more is dropped: what the peer said
-        before is read first, and then `receive` tells that it is over."""
+        """Write as much as the socket accepts. On an error, drop everything unsent: messages that
+        the peer has sent before are read first, and then `receive` reports the end."""
         try:
             while self._outbox:
                 data, descriptor = self._outbox[0]
@@ -204,7 +205,7 @@ class Connection:
                     rights = array.array("i", [descriptor])
                     beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
                 sent = self._socket.sendmsg([data], beside, socket.MSG_NOSIGNAL)
-                if descriptor >= 0:  # it went with the first byte
+                if descriptor >= 0:  # it was sent with the first byte
                     os.close(descriptor)
                 self.unsent -= sent
                 if sent < len(data):
@@ -215,12 +216,12 @@ class Connection:
             return
         except OSError as error:
             self._drop_outbox()
-            if not isinstance(error, ConnectionError):  # too many descriptors under way, say
+            if not isinstance(error, ConnectionError):  # e.g. too many descriptors in flight
                 self.hang_up()
 
     def receive(self) -> Iterator[Any] | None:
-        """The messages that have come, to be taken up to the end; None if nothing has. HungUp and
-        other OSErrors; FrameError for what is no message, after those before it."""
+        """The messages that have arrived, to be iterated to the end; None if there are none. Raises
+        HungUp and other OSErrors; FrameError for an invalid message, after those before it."""
         try:
             data = self._read()
         except BlockingIOError:
@@ -230,7 +231,7 @@ class Connection:
         return self._frames.feed(data)
 
     def wait(self) -> Iterator[Any]:
-        """As `receive`, once something has come."""
+        """Like `receive`, but blocks until data arrive."""
         self._socket.setblocking(True)
         try:
             found = self.receive()
@@ -240,7 +241,7 @@ class Connection:
         return found
 
     def descriptor(self) -> int | None:
-        """The next one that came beside a message, from here on the caller's; None: none came."""
+        """The next received descriptor, owned by the caller; None if there is none."""
         return self._descriptors.popleft() if self._descriptors else None
 
     def _read(self) -> bytes:
@@ -256,12 +257,13 @@ class Connection:
         return data
 
     def hang_up(self) -> None:
-        """End it for every process that has this socket; what has come can be received yet."""
+        """Shut down the connection for every process that shares this socket; data that has arrived
+        can still be received."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Also of descriptors that nobody has sent or taken yet."""
+        """Close the socket, and descriptors that were not sent or taken yet."""
         self._socket.close()
         self._drop_outbox()
         while self._descriptors:

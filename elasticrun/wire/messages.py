@@ -1,14 +1,14 @@
 """The messages between an agent and the job master, one frozen struct each, with their bounds.
 
-An agent sends Reports and the master sends Orders, on one `Attend` stream per agent; a reader of
-the status sends what an agent sends first, and is sent a page. Orders are level-triggered: they
-describe what the node should be doing now, so a repeated order is harmless, and a report that lists
-something (`Holdings`) takes the place of the one before. All durations are seconds as floats and
-relative; no message carries a clock reading that the receiver would compare with its own clock
-(`Failure.time_us` is shown to people only). A snapshot is named (round, step).
+An agent sends Reports and the master sends Orders, on one `Attend` stream per agent. A reader of
+the status starts like an agent and receives a page. Orders are level-triggered: they describe what
+the node should be doing now, so a repeated order is harmless, and a report that contains a list
+(`Holdings`) replaces the previous one. All durations are relative seconds as floats; no message
+carries a clock reading that the receiver compares with its own clock (`Failure.time_us` is only for
+people). A snapshot is identified by (round, step).
 
-What a field may hold, its annotation says (`wire/types.py`); what fields may hold together,
-`agree` of their message. `wire/rpc/protobuf.py` checks both in both directions.
+Annotations say which values a field may have (`wire/types.py`); a message's `agree` checks
+combinations of fields. `wire/rpc/protobuf.py` checks both in both directions.
 """
 
 from __future__ import annotations
@@ -47,71 +47,76 @@ from elasticrun.wire.types import (
 )
 
 PROTOCOL_VERSION: Final = 9
-"""Raised with every change of the wire that an older peer cannot read."""
+"""Incremented with every change of the protocol that an older peer cannot read."""
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024
 """No message on `Attend` is longer: beats would wait behind it, in the stream and while it is
-decoded. A longer one is refused, not truncated."""
+decoded. A longer one is refused, not truncated.
+"""
 
 MAX_STATUS_BYTES: Final = 64 * 1024 * 1024
-"""Room for a status reply of MAX_NODES nodes; it does not travel on `Attend`."""
+"""Enough for a status reply with MAX_NODES nodes; it is not sent on `Attend`."""
 
 MAX_NODES: Final = 100_000
-"""A claim above this is a typing error."""
+"""More is a typing error."""
 
 MAX_RANKS: Final = 10_000_000
-"""Largest world size that is believed."""
+"""Largest accepted world size."""
 
 MAX_CODE: Final = 2048
-"""Bytes of the fields of a reason; of a longer one only the text is sent."""
+"""Bytes of the fields of a reason; if they are longer, only the text is sent."""
 
 MAX_FAILURES: Final = 16
-"""Most failures listed in one message; the first ones by time are kept."""
+"""Maximum number of failures in one message; the first ones by time are kept."""
 
 MAX_TRANSFERS: Final = 16
-"""Most message sizes that one probe measures."""
+"""Maximum number of message sizes that one probe measures."""
 
 MAX_EXCLUDED: Final = 1000
-"""Most excluded nodes that are remembered; the oldest are forgotten first."""
+"""Maximum number of excluded nodes that are remembered; the oldest are forgotten first."""
 
 MAX_HOLDINGS: Final = 8
-"""Snapshots that one node reports; the newest ones."""
+"""Maximum number of snapshots that one node reports; the newest ones."""
 
 MAX_CONTENTS: Final = 4096
-"""Local ranks listed in one report, over all its holdings; older holdings are left out before."""
+"""Maximum number of local ranks in one report, over all its holdings; older holdings are dropped
+first.
+"""
 
 MAX_MARGIN: Final = 1_000_000
-"""Steps that a departing node may ask for, so that word comes to every rank."""
+"""Steps that a departing node may request as margin for the order to reach every rank."""
 
 MAX_INSPECTED: Final = 8
-"""Ranks that one Inspected tells of; a node with more says several."""
+"""Maximum number of ranks in one Inspected; a node with more sends several."""
 
 MAX_GROUPS: Final = 16
-"""Process groups of a rank that are looked at: those with an open collective first."""
+"""Maximum number of process groups of a rank that are inspected: those with an open collective
+first.
+"""
 
 MAX_PLACES: Final = 8
-"""Process groups of which a rank tells where it is."""
+"""Maximum number of process groups for which a rank reports its position."""
 
 MAX_STACKS: Final = 8
-"""Groups of like stacks that one node tells of; what is rarer stands in its files."""
+"""Maximum number of groups of equal stacks that one node reports; rarer ones are in its files."""
 
 MAX_SAID: Final = 10
-"""Lines of its ranks' output that one node tells of, the newest."""
+"""Maximum number of output lines that one node reports, the newest."""
 
 MAX_METRICS: Final = 32
-"""Names of metrics that a job may have; of more the first are kept."""
+"""Maximum number of metric names in a job; the first ones are kept."""
 
 MAX_METRIC_ROWS: Final = 64
-"""Steps that one Metrics tells of."""
+"""Maximum number of steps in one Metrics."""
 
 MAX_ANSWER: Final = 8 * 1024 * 1024
-"""Bytes of an answer to a Request, as JSON; it does not travel on `Attend`."""
+"""Bytes of an answer to a Request, as JSON; it is not sent on `Attend`."""
 
 NONCE_BYTES: Final = 32
-"""Random bytes that each side adds to what is proved, so that no proof is good twice."""
+"""Random bytes that each side adds to what is proved, so that no proof can be reused."""
 
 PROOF_BYTES: Final = 32
-"""Length of a proof (an HMAC-SHA256); an empty one says that there is no token."""
+"""Length of a proof (an HMAC-SHA256); an empty one means that there is no token."""
 
 Rank = Annotated[int, Between(0, MAX_RANKS)]
 RankOrNone = Annotated[int, Between(-1, MAX_RANKS)]
@@ -132,36 +137,37 @@ ContentsHeld = Annotated[tuple[Annotated[int, Between(1, INT64)], ...], AtMost(M
 
 
 class CheckSpec(Struct, frozen=True):
-    """How the job looks after the health of its nodes; part of the JobSpec."""
+    """How the job checks the health of its nodes; part of the JobSpec."""
 
-    network: bool = False  # --network-check: no node enters a round before it has passed
+    network: bool = False  # --network-check: nodes must pass before they enter a round
     perf: bool = False  # --comm-perf-test: one all_reduce over all good nodes, once before training
     perf_floor: Amount = 0.0  # bus bandwidth (GB/s) to reach at its largest size; 0: none
     exclude_stragglers: bool = False  # --exclude-straggler
-    slow_ratio: Ratio = 1.5  # times the others' median from which a node is slow
-    slow_for: float = 30.0  # and while training: for so many seconds
-    probe_limit: Limit = 60.0  # seconds for one probe, after which it is ended
+    slow_ratio: Ratio = 1.5  # multiple of the others' median from which a node is slow
+    slow_for: float = 30.0  # and while training: for this many seconds
+    probe_limit: Limit = 60.0  # seconds for one probe, after which it is killed
     exclude_for: float = 3600.0  # seconds for which an excluded node is refused
 
 
 class SaveSpec(Struct, frozen=True):
     """What the job does with its snapshots; part of the JobSpec."""
 
-    at_breakpoint: bool = False  # --save-at-breakpoint: what ranks lost is written out too
+    at_breakpoint: bool = False  # --save-at-breakpoint: also write what ranks lost
     limit: Limit = 120.0  # seconds that one attempt to write a checkpoint may take
-    restore_step: StepOrNone = -1  # --restore-step: what a person wants; -1: the newest
+    restore_step: StepOrNone = -1  # --restore-step: the requested one; -1: the newest
 
 
 class WatchSpec(Struct, frozen=True):
-    """How the job is watched for hangs, and what its time costs; part of the JobSpec."""
+    """How the job detects hangs, and the price of its time; part of the JobSpec."""
 
     on_hang: Annotated[str, OneOf("auto", "tell", "restart", "off")] = "auto"
     hang_limit: Amount = 0.0  # seconds for which any rank may be waited for; 0: no limit
-    slot_price: Amount = 0.0  # of one slot for one hour; 0: costs are told in hours alone
+    slot_price: Amount = 0.0  # of one slot per hour; 0: costs are reported in hours only
 
 
 class JobSpec(Struct, frozen=True):
-    """What the whole job has agreed on; every agent brings it, the master's own copy counts."""
+    """The settings of the whole job; every agent sends them, the master's own copy is
+    authoritative."""
 
     job_id: NameOrEmpty
     min_nodes: Nodes
@@ -169,7 +175,7 @@ class JobSpec(Struct, frozen=True):
     node_unit: Nodes
     max_restarts: Count
     restart_backoff: float  # longest wait between restarts, 0 for none
-    restart_window: float  # the budget counts failures of this many seconds, 0: of the whole job
+    restart_window: float  # the budget counts failures in this many seconds, 0: in the whole job
     join_timeout: float
     last_call_timeout: float
     heartbeat_timeout: float  # silence after which a node is dead
@@ -181,7 +187,7 @@ class JobSpec(Struct, frozen=True):
     saves: SaveSpec = field(default_factory=SaveSpec)
     watch: WatchSpec = field(default_factory=WatchSpec)
     scheduler_codes: bool = False  # --exit-codes=scheduler (core.rounds.failures.CONTRACT)
-    nodes_return: bool = False  # somebody makes a node anew that has gone, as Kubernetes does pods
+    nodes_return: bool = False  # lost nodes are replaced by a controller, like pods in Kubernetes
 
     def agree(self, where: str) -> None:
         if self.min_nodes > self.max_nodes:
@@ -189,41 +195,41 @@ class JobSpec(Struct, frozen=True):
 
 
 class FailureKind(StrEnum):
-    """What a failed rank died of, as `core/rounds/failures.py` classifies it."""
+    """Why a rank failed, as `core/rounds/failures.py` classifies it."""
 
     SCRIPT = "script"  # an exception or a non-zero exit of its own
-    FINAL = "final"  # ended with EXIT_FINAL: the script's own word for "do not try again"
+    FINAL = "final"  # exit code EXIT_FINAL: the script says "do not retry"
     SIGNAL = "signal"  # killed by a signal nobody in the job sent
-    OOM = "oom"  # SIGKILL together with the kernel's or cgroup's word for it
-    PEER_LOST = "peer-lost"  # a collective broke because another rank had gone
+    OOM = "oom"  # SIGKILL, and the kernel or cgroup reports an OOM kill
+    PEER_LOST = "peer-lost"  # a collective broke because another rank had exited
     STOPPED = "stopped"  # died of a signal its agent had just received or sent
     STUCK = "stuck"  # would not die: uninterruptible sleep
     SPAWN = "spawn"  # could not be started at all
-    SPAWNER = "spawner"  # its fork server died under it
+    SPAWNER = "spawner"  # its fork server died
     HUNG = "hung"  # the others waited for it, and the job's watch ended the round
 
 
 class Failure(Struct, frozen=True):
-    """One failed rank, as its agent saw it."""
+    """One failed rank, as reported by its agent."""
 
     host: NameOrEmpty
     rank: RankOrNone
     local_rank: Annotated[int, Between(-1, MAX_LOCAL_RANKS)]
     pid: Pid
-    exitcode: Annotated[int, Between(-INT32, INT32)]  # as subprocess has it: negative for a signal
+    exitcode: Annotated[int, Between(-INT32, INT32)]  # like subprocess: negative for a signal
     time_us: int  # wall clock of the node, microseconds since the epoch; for people
     kind: FailureKind
     message: str  # one line
     traceback: Annotated[str, tail]  # empty if none is known
     error_file: str  # path on the node, empty if none
-    ended_before: str = ""  # ranks here that had ended with 0 when it lost its connection: "0-2"
+    ended_before: str = ""  # local ranks that had exited with 0 when it lost its connection: "0-2"
 
 
 Failures = Annotated[tuple[Failure, ...], AtMost(MAX_FAILURES)]
 
 
 class Restore(Struct, frozen=True):
-    """What the ranks of a round go on from; part of Start."""
+    """What the ranks of a round restore; part of Start."""
 
     round: RoundName
     step: int
@@ -239,7 +245,7 @@ def _agree_on_place(value: Start | RoundReport | Probe, where: str) -> None:
 
 
 class RoundReport(Struct, frozen=True):
-    """A round whose ranks still live on this node, told to a master that may have forgotten it."""
+    """A round whose ranks still run on this node, for a master that may have forgotten it."""
 
     round: RoundName
     group_rank: Rank
@@ -259,7 +265,7 @@ class RoundReport(Struct, frozen=True):
 
 
 class Role(StrEnum):
-    """What a stream is opened for; a proof made for one role is none for the other."""
+    """What a stream is opened for; a proof for one role is invalid for another."""
 
     AGENT = "agent"  # takes part in the job
     READER = "reader"  # reads its status
@@ -268,14 +274,14 @@ class Role(StrEnum):
 
 
 class Knock(Struct, frozen=True):
-    """First message on every stream: who wants in, and the nonce that the master must answer."""
+    """First message on every stream: who opens it, and the nonce that the master must answer."""
 
     protocol: Count
     version: Name
     job_id: NameOrEmpty  # "" for a reader
     role: Role
-    # what the session is bound to: its Hello may name no other; "" for a reader, for a joiner
-    # the second until which its code is good
+    # what the session is bound to: its Hello must name the same node; "" for a reader; for a joiner
+    # the second until which its code is valid
     node: NameOrEmpty
     incarnation: NameOrEmpty
     nonce: Nonce
@@ -283,7 +289,7 @@ class Knock(Struct, frozen=True):
 
 
 class Challenge(Struct, frozen=True):
-    """The master's answer: its own proof first, and the nonce for the other one's."""
+    """The master's answer: its own proof, and the nonce for the peer's."""
 
     protocol: Count
     version: Name
@@ -293,7 +299,7 @@ class Challenge(Struct, frozen=True):
 
 
 class Proof(Struct, frozen=True):
-    """What lets the stream in: Reports follow, or the status page."""
+    """The peer's proof; if it is valid, Reports follow, or the status page."""
 
     proof: ProofBytes
 
@@ -302,31 +308,31 @@ class Proof(Struct, frozen=True):
 
 
 class Hello(Struct, frozen=True):
-    """First message of a proved session: who this is, in full."""
+    """First message of an authenticated session: who this is, in full."""
 
     protocol: Count
     version: Name
-    node: Name  # node id, stable over the lives of the agent
+    node: Name  # node id, stable over restarts of the agent
     incarnation: Name
-    host: NameOrEmpty  # name for people
-    address: Name  # what other nodes dial to reach a store here
+    host: NameOrEmpty  # for display
+    address: Name  # address at which other nodes reach a store here
     pid: Pid
     node_rank: Annotated[int, Between(-1, MAX_NODES - 1)]  # -1: none was given
     local_world_size: LocalRanks
     role: NameOrEmpty
     spec: JobSpec
     attached: RoundReport | None
-    last_term: int = 0  # of the last master this agent obeyed, 0: none yet
+    last_term: int = 0  # of the last master that this agent obeyed, 0: none yet
 
 
 class Join(Struct, frozen=True):
-    """No rank of an earlier round lives here; count this node in. Carries its ready store."""
+    """No rank of an earlier round runs here; include this node. Contains its ready store."""
 
     store: Endpoint
 
 
 class Running(Struct, frozen=True):
-    """The ranks of `round` have been started; pids by local rank, for status."""
+    """The ranks of `round` have been started; pids by local rank, for the status."""
 
     round: RoundName
     pids: Pids
@@ -337,15 +343,15 @@ class RanksFailed(Struct, frozen=True):
 
     round: RoundName
     failures: Failures
-    newest: StepOrNone = -1  # step that a rank here has come to; -1: not known
+    newest: StepOrNone = -1  # newest step of a rank here; -1: unknown
 
 
 class Stopping(Struct, frozen=True):
-    """Ranks of `round` are being stopped and will be gone within `remaining` seconds."""
+    """Ranks of `round` are being stopped and will have exited within `remaining` seconds."""
 
     round: RoundName
     remaining: float
-    ended: Ranks = ()  # local ranks that had ended with 0 before
+    ended: Ranks = ()  # local ranks that had exited with 0 before
 
 
 class Stopped(Struct, frozen=True):
@@ -356,40 +362,40 @@ class Stopped(Struct, frozen=True):
 
 
 class Finished(Struct, frozen=True):
-    """Every local rank of `round` ended with 0."""
+    """Every local rank of `round` exited with 0."""
 
     round: RoundName
 
 
 class Leaving(Struct, frozen=True):
-    """This node goes: a signal, or its own decision. Not a failure of any rank."""
+    """This node leaves: by a signal, or its own decision. Not a failure of any rank."""
 
     reason: str
     signal: Annotated[int, Between(0, 64)]  # 0: none
 
 
 class Departing(Struct, frozen=True):
-    """Report: this node has received a death signal and leaves, as soon as a step that all ranks
-    save is written out, or its grace is over. Answer: SaveAt to all nodes of the round."""
+    """Report: this node has received a termination signal and leaves, as soon as a step that all
+    ranks save is written, or its grace period is over. Answer: SaveAt to all nodes of the round."""
 
     round: RoundName
     reason: str
     signal: Annotated[int, Between(1, 64)]
-    step: int  # the newest that a rank here is at
-    margin: Annotated[int, Between(1, MAX_MARGIN)]  # steps in which word comes to every rank
-    asked: StepOrNone = -1  # the step that this node has been asked to save; -1: none yet
+    step: int  # the newest step of a rank here
+    margin: Annotated[int, Between(1, MAX_MARGIN)]  # steps until the order is everywhere
+    asked: StepOrNone = -1  # the step that this node must save; -1: none yet
 
 
 class Beat(Struct, frozen=True):
-    """The agent's loop is alive and has seen orders up to `seen`."""
+    """The agent's loop is alive and has processed orders up to `seen`."""
 
     number: int
 
 
 class ProbePhase(StrEnum):
-    """How far a probe has come; a failed one names the phase in which it failed."""
+    """How far a probe has come; a failed one reports the phase in which it failed."""
 
-    START = "start"  # its process was not there yet, or could not import what it needs
+    START = "start"  # its process did not run yet, or could not import what it needs
     COMPUTE = "compute"  # the timed matmul
     MEET = "meet"  # forming the process group with the partner
     COMM = "comm"  # the timed all_reduce
@@ -397,56 +403,56 @@ class ProbePhase(StrEnum):
 
 
 class Transfer(Struct, frozen=True):
-    """One size of all_reduce, as the slowest local rank saw it."""
+    """One size of all_reduce, as measured by the slowest local rank."""
 
     size: int  # bytes of the reduced buffer
     seconds: float  # of one all_reduce
 
 
 class Probed(Struct, frozen=True):
-    """What came of the m.Probe of the same `check` on this node: the worst of its local ranks."""
+    """Result of the m.Probe with the same `check` on this node: the worst of its local ranks."""
 
     check: Name
     ok: bool
     phase: ProbePhase  # where it failed; DONE if it did not
-    own: bool  # it failed by itself, with no part of any other node in it (START and COMPUTE)
-    excused: bool  # it could not be finished because another node of the group said it had failed
+    own: bool  # it failed alone, without any other node involved (START and COMPUTE)
+    excused: bool  # incomplete, because another node of the group reported a failure
     reason: str  # a clause with the time it took and the limit, without phase and partner; "" if ok
-    compute: float  # seconds of one matmul, the slowest local rank's; 0.0: not measured
+    compute: float  # seconds of one matmul of the slowest local rank; 0.0: not measured
     flops: Amount  # floating point operations of one matmul
     transfers: Annotated[tuple[Transfer, ...], AtMost(MAX_TRANSFERS)]
-    seconds: float  # that the whole probe took, of which ...
-    timed: float  # ... so many were timed work
+    seconds: float  # duration of the whole probe, of which ...
+    timed: float  # ... this was timed work
 
 
 class Steps(Struct, frozen=True):
-    """How training goes on this node, by the slowest local rank, from the calls of `progress` of
-    elasticrun.training or, where there are none, of a Checkpointer's `step`.
+    """Training progress on this node, of the slowest local rank, from the calls of `progress` of
+    elasticrun.training or, without any, of a Checkpointer's `step`.
 
-    Means over the steps since the last report, in seconds. `waited` is what the rank spent in
-    collectives, waiting for others: a slow rank waits least. The last three are sums over the life
-    of the ranks so far, so that a report that is lost, or heard twice, changes nothing."""
+    Means over the steps since the last report, in seconds. `waited` is the time in collectives,
+    waiting for others: a slow rank waits least. The last three are sums since the ranks started, so
+    that a lost or duplicated report does no harm."""
 
     round: RoundName
     step: int  # the newest
     steps: Annotated[int, Between(1, INT32)]  # in this report
     seconds: float  # of one step
-    own: float  # of one step, without waiting; 0.0 where it is not known
+    own: float  # of one step, without waiting; 0.0 if unknown
     waited: float
-    saves: Count = 0  # of the rank that has most
-    saved: float = 0.0  # seconds that saves kept local ranks from training, of all of them together
-    restored: float = 0.0  # the same of restores
+    saves: Count = 0  # of the rank with the most
+    saved: float = 0.0  # seconds that saves blocked local ranks, all of them together
+    restored: float = 0.0  # the same for restores
 
 
 class Quiet(Struct, frozen=True):
-    """Report: on this node no counter of a collective and no step of `progress` has moved for
-    `seconds`; 0.0: they move again, or have for the first time (`first`). Said when that changes
-    and when a stream is opened, so a node that trains says nothing.
+    """Report: on this node no counter of a collective and no step of `progress` has advanced for
+    `seconds`; 0.0: they advance again, or for the first time (`first`). Sent when that changes and
+    when a stream is opened, so a node that trains sends nothing.
 
-    `first`: seconds from the start of the life to its first collective or step; 0.0: told before,
-    or not yet. `counted`: whether torch counts the collectives of a rank here. `waiting`: ranks
-    that are in a collective which is not complete. `busy`: whether any rank here used the CPU or
-    did I/O worth the name in the last window."""
+    `first`: seconds from the start of the ranks to their first collective or step; 0.0: reported
+    before, or not yet. `counted`: whether torch counts the collectives of a rank here. `waiting`:
+    number of ranks in an incomplete collective. `busy`: whether any rank here used the CPU or did
+    I/O noticeably in the last window."""
 
     round: RoundName
     seconds: float
@@ -457,11 +463,11 @@ class Quiet(Struct, frozen=True):
 
 
 class Being(StrEnum):
-    """What the kernel says a rank does."""
+    """What a rank does, according to the kernel."""
 
     RUNS = "runs"
     SLEEPS = "sleeps"
-    STOPPED = "stopped"  # SIGSTOP, and nobody traces it
+    STOPPED = "stopped"  # SIGSTOP, without a tracer
     TRACED = "traced"  # by a debugger
     DISK = "disk"  # uninterruptible sleep
     FROZEN = "frozen"  # its cgroup is
@@ -469,28 +475,29 @@ class Being(StrEnum):
 
 
 class Position(Struct, frozen=True):
-    """Where a rank is in the collectives of one process group, by torch's counters."""
+    """The position of a rank in the collectives of one process group, by torch's counters."""
 
     group: Annotated[int, Between(0, MAX_GROUPS - 1)]  # index into Inspected.groups
-    entered: int  # collectives that it has called
-    done: int  # of these, the ones that are complete
-    started: Annotated[int, Between(-1, INT64)] = -1  # that the device has begun; -1: not told
-    call: str = ""  # the oldest that is not complete: "all_reduce [1000] float32"; "": none
-    age: float = 0.0  # seconds since it was called
-    limit: float = 0.0  # seconds after which torch itself ends the job for it; 0.0: not told
+    entered: int  # collectives called
+    done: int  # collectives completed
+    started: Annotated[int, Between(-1, INT64)] = -1  # begun by the device; -1: unknown
+    call: str = ""  # the oldest incomplete one: "all_reduce [1000] float32"; "": none
+    age: float = 0.0  # seconds since that call
+    limit: float = 0.0  # seconds after which torch itself ends the job; 0.0: unknown
 
 
 class GroupSeen(Struct, frozen=True):
-    """A process group, under the name that all ranks know it by."""
+    """A process group, under the name that all ranks use."""
 
     name: Name
-    title: NameOrEmpty  # what the script called it; "" for none
+    title: NameOrEmpty  # the script's description; "" for none
     members: str  # "0-41,43-63", "0-62:2"; "": all ranks
 
 
 class RankSeen(Struct, frozen=True):
-    """One rank at one look. `answers`: the thread in it that answers did; `forked`: there is one.
-    Rates are means over the node's last window of some seconds, of the rank and all below it."""
+    """One rank in one sample. `answers`: its monitor thread answered; `forked`: it has such a
+    thread. Rates are means over the node's last window of some seconds, for the rank with its
+    descendants."""
 
     rank: Rank
     pid: Pid
@@ -498,29 +505,30 @@ class RankSeen(Struct, frozen=True):
     forked: bool
     answers: bool
     cpu: Amount  # cores
-    io: Amount  # bytes a second, read and written
+    io: Amount  # bytes per second, read and written
     rss: Count = 0  # MiB
-    gpu: Annotated[int, Between(-1, 100)] = -1  # percent; -1: not known
+    gpu: Annotated[int, Between(-1, 100)] = -1  # percent; -1: unknown
     gpu_mib: Count = 0
-    quiet: float = 0.0  # seconds since a counter or a step of it moved
+    quiet: float = 0.0  # seconds since a counter or step of it advanced
     kernel: NameOrEmpty = ""  # where it sleeps in the kernel (wchan)
     place: NameOrEmpty = ""  # innermost line of the user's own source: "train.py:88 load_shard"
     library: NameOrEmpty = (
         ""  # outermost known library that this line has called: "torch.serialization"
     )
-    holds: bool = False  # it has not answered, and C code holds its interpreter
+    holds: bool = False  # it has not answered, because C code holds the interpreter
     step: StepOrNone = -1
     step_seconds: float = 0.0
-    says: NameOrEmpty = ""  # what it is in that takes long on purpose; "": nothing
-    says_left: float = 0.0  # seconds for which that holds yet, at most
+    says: NameOrEmpty = ""  # its `quiet` block, which takes long on purpose; "": none
+    says_left: float = 0.0  # seconds until that expires
     at: Annotated[tuple[Position, ...], AtMost(MAX_PLACES)] = ()
-    partial: bool = False  # it is in groups that `at` does not tell of
-    idle: float = 0.0  # seconds since it used the CPU, or read or wrote; 0.0: not known
+    partial: bool = False  # it is in groups that are not in `at`
+    idle: float = 0.0  # seconds since it used the CPU or did I/O; 0.0: unknown
 
 
 class StackGroup(Struct, frozen=True):
-    """Threads of ranks with the same frames, innermost first; or a line that ranks have written.
-    `key`: the same on every node for the same. `text`: a line a frame, "train.py:88 load_shard"."""
+    """Threads of ranks with equal frames, innermost first; or a line that ranks have written.
+    `key`: equal on every node for equal content. `text`: a line per frame, "train.py:88
+    load_shard"."""
 
     key: Name
     ranks: str  # "0-41,43-63"
@@ -530,9 +538,9 @@ class StackGroup(Struct, frozen=True):
 
 
 class Inspected(Struct, frozen=True):
-    """Report, the answer to Inspect: the ranks of this node, in as many of these as it takes;
-    `left`: how many ranks are still to come. `said`, in the last of these, where lines are wanted:
-    what all have written last, each line once, the newest last."""
+    """Report, answers Inspect: the ranks of this node, in as many messages as needed; `left`: how
+    many ranks are still to come. `said`, in the last message, if lines are wanted: the last output
+    of all ranks, each line once, the newest last."""
 
     round: RoundName
     number: Count  # of the Inspect
@@ -543,8 +551,8 @@ class Inspected(Struct, frozen=True):
 
 
 class Stacks(Struct, frozen=True):
-    """Report, after the Inspected that was asked for with stacks. `missing`: ranks whose stack
-    could not be had, and why, in a clause. `folder`: where they are whole, here; "" nowhere."""
+    """Report, follows an Inspected with stacks. `missing`: ranks whose stack is not available, and
+    why, in a clause. `folder`: where the complete stacks are on this node; "" nowhere."""
 
     round: RoundName
     number: Count
@@ -554,7 +562,7 @@ class Stacks(Struct, frozen=True):
 
 
 class LastLines(Struct, frozen=True):
-    """Report: what a rank that failed here wrote last, after the RanksFailed that names it."""
+    """Report: the last output of a rank that failed here, after the RanksFailed that names it."""
 
     round: RoundName
     rank: Rank
@@ -566,8 +574,8 @@ MetricValue = Annotated[str, OneLine(0, 24)]
 
 
 class MetricRow(Struct, frozen=True):
-    """What rank 0 has said of a step. `age`: seconds before the report. `values`: numbers as text,
-    in the order of the names; "" where it has said nothing of one."""
+    """What rank 0 has reported for a step. `age`: seconds before the report. `values`: numbers as
+    text, in the order of the names; "" for a missing one."""
 
     step: int
     age: float
@@ -575,8 +583,8 @@ class MetricRow(Struct, frozen=True):
 
 
 class Metrics(Struct, frozen=True):
-    """Report: rows for the run folder, by what rank 0 has handed to `progress`; nothing is decided
-    by them. `dropped`: rows of this life so far that were not kept."""
+    """Report: rows for the run folder, from rank 0's calls of `progress`; no decision depends on
+    them. `dropped`: rows that were not kept since the rank started."""
 
     round: RoundName
     names: Annotated[tuple[MetricName, ...], AtMost(MAX_METRICS)]
@@ -585,7 +593,7 @@ class Metrics(Struct, frozen=True):
 
 
 class ReachMe(Struct, frozen=True):
-    """A reader asks the master to dial `port` at the address its stream comes from, and to read
+    """A reader requests that the master connects to `port` at the address of its stream, and reads
     `nonce` there (elasticrun doctor)."""
 
     port: Annotated[int, Between(1024, 65535)]
@@ -593,7 +601,7 @@ class ReachMe(Struct, frozen=True):
 
 
 class Request(Struct, frozen=True):
-    """What a reader wants to know, or an operator wants done. Answer: Reply."""
+    """A query of a reader, or a command of an operator. Answer: Reply."""
 
     verb: Annotated[
         str,
@@ -603,22 +611,22 @@ class Request(Struct, frozen=True):
         ),
     ]
     node: NameOrEmpty = ""
-    number: Count = 0  # scale: of nodes
-    live: bool = False  # picture: with what the ranks do at this moment
-    who: NameOrEmpty = ""  # user@host, for the event that it becomes
+    number: Count = 0  # scale: number of nodes
+    live: bool = False  # picture: with a fresh sample of the ranks
+    who: NameOrEmpty = ""  # user@host, for the resulting event
     reason: NameOrEmpty = ""
 
 
 class Holding(Struct, frozen=True):
-    """One snapshot of one node: all of its local ranks of that round have committed it, or those of
-    them whose content is not 0. `replica`: of another node's ranks, copied from there."""
+    """One snapshot on one node: all of its local ranks of that round have committed it, or those
+    whose content is not 0. `replica`: of another node's ranks, copied from there."""
 
     round: RoundName
     step: int
     first_rank: Rank
     world_size: WorldSize
     contents: Contents  # of local ranks first_rank..: Layout.content, 0: not held
-    wanted: bool  # the ranks have asked for it to be written out
+    wanted: bool  # the ranks want it to be written to storage
     replica: bool = False
     own: bool = False  # its ranks have state that no other rank has (per_rank)
 
@@ -631,29 +639,29 @@ class Holding(Struct, frozen=True):
 
 
 class LastRound(Struct, frozen=True):
-    """The newest round whose ranks lived on a node, as an agent before this one may have noted it;
-    told to a master that may know of no round."""
+    """The newest round whose ranks ran on a node, possibly recorded by an earlier agent; for a
+    master that may not know of any round."""
 
     round: RoundName
     world_size: WorldSize
     restore: Restore | None = None  # as in Start
-    rewound_from: StepOrNone = -1  # `storage_from`, until a checkpoint committed since says it
+    rewound_from: StepOrNone = -1  # `storage_from`, until it is in a checkpoint
 
 
 class WentOn(Struct, frozen=True):
-    """A rank of this round has put back here what its Start named, and done steps since, up to
-    `step`. Told once no rank of the round lives here any more."""
+    """A rank of this round has restored here what its Start named, and has trained since, up to
+    `step`. Sent once no rank of the round runs here any more."""
 
     round: RoundName
     step: int
 
 
 class Holdings(Struct, frozen=True):
-    """Report: every whole snapshot that this node holds, in place of what it said before. `saver`:
-    where other nodes fetch from it; None: it has none yet. `replicas`: its ranks want every part of
-    the state in the memory of two nodes. `last`: None if no rank ever lived here. `went_on`: None
-    if no rank of the newest round has trained on here from what it put back. `skipped`: snapshots
-    of that round for which a rank of this node had no free slot, of the rank with the most."""
+    """Report: every complete snapshot on this node, replacing the previous report. `saver`: where
+    other nodes fetch from it; None: it has none yet. `replicas`: its ranks want every part of the
+    state in the memory of two nodes. `last`: None if no rank ever ran here. `went_on`: None if no
+    rank of the newest round has trained here after restoring. `skipped`: snapshots of that round
+    skipped for lack of a free slot, by the local rank with the most."""
 
     saver: Endpoint | None
     held: Annotated[tuple[Holding, ...], AtMost(MAX_HOLDINGS)]
@@ -676,9 +684,9 @@ class WhereIs(Struct, frozen=True):
 
 
 class ShardBad(Struct, frozen=True):
-    """Report: what this node holds of a rank of (round, step) is not what was written, or cannot be
-    had from the node that was named; it is to count as absent. Of the round that runs, for a rank
-    that lives here and holds nothing of that step: it could not save it, and never will."""
+    """Report: this node's copy of a rank's shard of (round, step) is corrupt, or cannot be fetched
+    from the named node; it counts as absent. For the running round, and a local rank that holds
+    nothing of that step: the rank could not save it, and never will."""
 
     round: RoundName
     step: int
@@ -687,7 +695,7 @@ class ShardBad(Struct, frozen=True):
 
 
 class NotReplicated(Struct, frozen=True):
-    """Report: this node could not copy all that a Replicate named."""
+    """Report: this node could not copy everything that a Replicate named."""
 
     round: RoundName
     step: int
@@ -695,7 +703,7 @@ class NotReplicated(Struct, frozen=True):
 
 
 class Persisted(Struct, frozen=True):
-    """Report: what came of this node's share, or, with `committed`, of the commit."""
+    """Report: the result of this node's share, or, with `committed`, of the commit."""
 
     attempt: Attempt
     ok: bool
@@ -706,11 +714,11 @@ class Persisted(Struct, frozen=True):
 
 
 class Missed(Struct, frozen=True):
-    """Report: a rank of this node was past the step that SaveAt named, or had no room for it."""
+    """Report: a rank of this node had passed the step of SaveAt, or had no slot for it."""
 
     round: RoundName
     asked: int
-    step: int  # that it is at
+    step: int  # its current step
 
 
 SaveReport = Holdings | WhereIs | ShardBad | NotReplicated | Persisted | Departing | Missed
@@ -730,7 +738,7 @@ Report = (
 
 
 class Welcome(Struct, frozen=True):
-    """The answer to a Hello that was accepted."""
+    """The answer to an accepted Hello."""
 
     protocol: Count
     version: Name
@@ -738,8 +746,8 @@ class Welcome(Struct, frozen=True):
     term: int
     beat_interval: float
     master_lost_timeout: float
-    status_url: NameOrEmpty  # "" until the page is up
-    clock_us: int = 0  # the master's wall clock, microseconds since the epoch; for people only
+    status_url: NameOrEmpty  # "" until the page is available
+    clock_us: int = 0  # the master's wall clock, microseconds since the epoch; for display only
 
 
 class ReasonCode(Struct, frozen=True):
@@ -750,7 +758,7 @@ class ReasonCode(Struct, frozen=True):
 
 
 class Refused(Struct, frozen=True):
-    """The answer to a Hello that was not: the agent ends with `exit_code` and the sentence."""
+    """The answer to a refused Hello: the agent exits with `exit_code` and the sentence."""
 
     reason: str
     exit_code: ExitCode
@@ -758,16 +766,16 @@ class Refused(Struct, frozen=True):
 
 
 class Wait(Struct, frozen=True):
-    """Nothing to do yet, and why; told once per change of the sentence."""
+    """Nothing to do yet, and why; sent once per change of the sentence."""
 
     reason: str
-    left: float = 0.0  # seconds after which the wait is over at the latest; 0: it has no end
+    left: float = 0.0  # seconds after which the wait ends at the latest; 0: unlimited
     code: ReasonCode | None = None
 
 
 class Start(Struct, frozen=True):
-    """This node's place in a new round, and nothing about anybody else's, so that its size does not
-    grow with the number of nodes."""
+    """This node's place in a new round, and no other node's, so that its size does not depend on
+    the number of nodes."""
 
     round: RoundName
     group_rank: Rank
@@ -778,10 +786,10 @@ class Start(Struct, frozen=True):
     role_world_size: WorldSize
     restart_count: Count
     store: Endpoint
-    host_store: bool  # this node's store is the one: keep it
-    restore: Restore | None = None  # the snapshot that all ranks go on from; None: none in memory
+    host_store: bool  # this node's store is used: keep it
+    restore: Restore | None = None  # the snapshot that all ranks restore; None: none in memory
     skip: Skip = NOTHING
-    why: str = ""  # what ended the round before it, in a clause; "": it is the first, or not known
+    why: str = ""  # what ended the previous round, in a clause; "": this is the first, or unknown
     code: ReasonCode | None = None  # of `why`
 
     def agree(self, where: str) -> None:
@@ -801,41 +809,41 @@ class End(Struct, frozen=True):
 
     exit_code: ExitCode
     reason: str
-    failures: Failures  # the root cause first; empty on success
-    goodput: str = ""  # where the time went, in a line; "" where it is not worth one
+    failures: Failures  # root cause first; empty on success
+    goodput: str = ""  # how the time was spent, in one line; "" if trivial
     saved: StepOrNone = -1  # the newest step in storage; -1: none
     code: ReasonCode | None = None
 
 
 class Echo(Struct, frozen=True):
-    """The answer to a Beat of the same number."""
+    """The answer to a Beat with the same number."""
 
     number: int
-    beat_interval: float = 0.0  # how often to beat from now on; 0: as before
+    beat_interval: float = 0.0  # new interval of beats; 0: unchanged
 
 
 class Probe(Struct, frozen=True):
-    """Probe this machine, and its links to the other nodes of a small group, of which only this
-    node's own place is told. A newer `check` takes the place of one that is under way."""
+    """Probe this machine, and its links to the other nodes of a small group. Contains only this
+    node's own place. A newer `check` replaces a running one."""
 
     check: Name  # unique name of this group's probe; also the prefix of its keys in the store
     perf: bool  # the all_reduce over all good nodes, in several sizes; no matmul
-    partners: str  # the other nodes, in words; "" where there is none
+    partners: str  # the other nodes, in words; "" if none
     group_rank: Rank
     group_world_size: Nodes  # nodes; 1: this machine alone
     first_rank: Rank
     world_size: WorldSize  # ranks in the group
     store: Endpoint  # offered in a Join by the group's first node
-    limit: float  # seconds, after which the probe is ended and has failed
+    limit: float  # seconds after which the probe is killed and counts as failed
 
     def agree(self, where: str) -> None:
         _agree_on_place(self, where)
 
 
 class Inspect(Struct, frozen=True):
-    """Order: look at every rank of this node. Report back: Inspected, and Stacks where `stacks`.
-    `dump`: write all that can be known of them to the log folder, as `hang-<dump>`; 0: do not.
-    `lines`: tell what they have written last."""
+    """Order: inspect every rank of this node. Answers: Inspected, and Stacks if `stacks`. `dump`:
+    write all available information to the log folder, as `hang-<dump>`; 0: do not. `lines`: report
+    their last output."""
 
     round: RoundName
     number: Count
@@ -845,26 +853,26 @@ class Inspect(Struct, frozen=True):
 
 
 class Warn(Struct, frozen=True):
-    """Order: tell the user of this node, who may see no line of the master's."""
+    """Order: inform the user of this node, who may not see the master's log."""
 
     text: str
 
 
 class Recovery(Struct, frozen=True):
-    """Order: tell the user of this node how long training has stood still. Sent when all ranks of
-    `round` run, and again when the first step or collective is told. Seconds count from what ended
-    the round before, as in its incident."""
+    """Order: inform the user of this node how long training was interrupted. Sent when all ranks of
+    `round` run, and again when the first step or collective is reported. Seconds count from the
+    event that ended the previous round, as in its incident."""
 
     round: RoundName
     restarted: float  # until all ranks ran again
-    first_step: float = 0.0  # until training went on; 0.0: not yet
-    repeated: StepOrNone = -1  # steps that are done again; -1: not known
+    first_step: float = 0.0  # until training continued; 0.0: not yet
+    repeated: StepOrNone = -1  # steps that are repeated; -1: unknown
 
 
 class Watermark(Struct, frozen=True):
-    """Order: this step of the present round is whole over the whole job, so that older ones are
-    needed no more; -1: none is yet. Steps above it up to `given_up` will never be Whole, because
-    some nodes have them and others went on without; -1: none."""
+    """Order: this step of the current round is complete in the whole job, so older ones are not
+    needed any more; -1: none is yet. Steps above it up to `given_up` will never be complete,
+    because some nodes have saved them and others continued without; -1: none."""
 
     round: RoundName
     step: StepOrNone
@@ -872,8 +880,8 @@ class Watermark(Struct, frozen=True):
 
 
 class SaveAt(Struct, frozen=True):
-    """Order: every rank of the round takes a snapshot at its first step from this one on, and wants
-    it written out; `reason` says in a clause who leaves. Report back, if a rank cannot: Missed."""
+    """Order: every rank of the round takes a snapshot at its first step from this one on, to be
+    written to storage; `reason` says in a clause who leaves. Answer, if a rank cannot: Missed."""
 
     round: RoundName
     step: int
@@ -881,8 +889,8 @@ class SaveAt(Struct, frozen=True):
 
 
 class Holder(Struct, frozen=True):
-    """Order: who has it. `holds` is the rank asked for, or one of the same content; `saver` None:
-    nobody, and `reason` says why."""
+    """Order: who holds a shard. `holds` is the requested rank, or one with the same content;
+    `saver` None: nobody, for `reason`."""
 
     round: RoundName
     step: int
@@ -893,9 +901,9 @@ class Holder(Struct, frozen=True):
 
 
 class Replicate(Struct, frozen=True):
-    """Order: copy what these ranks have of (round, step) from another node's saver, and hold it as
-    replicas. What is held already is not copied again; of several orders the newest step counts.
-    Report back: Holdings, or NotReplicated."""
+    """Order: copy what these ranks have of (round, step) from another node's saver, and keep it as
+    replicas. What is held already is not copied again; of several orders only the newest step
+    counts. Answer: Holdings, or NotReplicated."""
 
     round: RoundName
     step: int
@@ -913,20 +921,20 @@ class Replicate(Struct, frozen=True):
 
 class Persist(Struct, frozen=True):
     """Order: write this node's share of the checkpoint of (round, step). The snapshot is pinned
-    until PersistOver. Report back: Persisted."""
+    until PersistOver. Answer: Persisted."""
 
     attempt: Attempt
     round: RoundName
     step: int
     world_size: WorldSize
-    ranks: Ranks  # of that round, held here, that write a part
-    shared: Ranks  # those of them that write their shared items too
-    writers: WorldSize  # parts of all nodes, one a rank
+    ranks: Ranks  # ranks of that round, held here, that write a part
+    shared: Ranks  # those that also write their shared items
+    writers: WorldSize  # parts of all nodes, one per rank
     coordinates: bool
-    coordinator: Endpoint | None  # its saver, where this node does not coordinate
+    coordinator: Endpoint | None  # its saver, if this node does not coordinate
     reason: Annotated[str, OneOf("periodic", "breakpoint", "asked")]
     limit: Limit  # seconds until the attempt is given up
-    rewound_from: StepOrNone = -1  # training was taken back from it since the newest checkpoint
+    rewound_from: StepOrNone = -1  # training was rewound from it since the newest checkpoint
 
     def agree(self, where: str) -> None:
         if not self.ranks or max(self.ranks) >= self.world_size:
@@ -938,15 +946,15 @@ class Persist(Struct, frozen=True):
 
 
 class CommitCheckpoint(Struct, frozen=True):
-    """Order to the coordinator: every part is written; write the marker. Report back: Persisted
-    with `committed`."""
+    """Order to the coordinator: all parts are written; write the marker. Answer: Persisted with
+    `committed`."""
 
     attempt: Attempt
 
 
 class PersistOver(Struct, frozen=True):
     """Order: the attempt was committed or given up, or (`attempt` "") there will be none for a
-    snapshot that the ranks wanted written; it is no longer pinned for that."""
+    snapshot that the ranks wanted to be written; it is no longer pinned for that."""
 
     attempt: Annotated[str, OneLine(0, MAX_ATTEMPT)]
     round: RoundName
@@ -986,7 +994,7 @@ class ExcludedNode(Struct, frozen=True):
     kind: Annotated[str, OneOf("failed", "slow", "asked")]  # network check, straggler, operator
     reason: str  # the verdict with its evidence
     age: float  # seconds since
-    remaining: float  # seconds until it may come back and is probed anew
+    remaining: float  # seconds until it may return and is probed again
 
 
 class NodeStatus(Struct, frozen=True):
@@ -998,7 +1006,7 @@ class NodeStatus(Struct, frozen=True):
     state: NameOrEmpty  # the membership word: alive, suspect, dead, left
     activity: NameOrEmpty  # joining, at-the-door, starting, running, stopping, finished, spare
     reason: str  # why it waits, empty if it does not
-    group_rank: RankOrNone  # -1: has no place in the current round
+    group_rank: RankOrNone  # -1: not in the current round
     first_rank: RankOrNone
     local_world_size: Annotated[int, Between(0, MAX_LOCAL_RANKS)]
     pids: Pids
@@ -1024,20 +1032,20 @@ class JobStatus(Struct, frozen=True):
     excluded: Annotated[tuple[ExcludedNode, ...], AtMost(MAX_EXCLUDED)] = ()
     check: str = ""  # what the last network check found, in a sentence; "" if there was none
     snapshot: str = ""  # newest whole step, newest written one, what is under way; "" if none is
-    step: StepOrNone = -1  # the newest that ranks have told of; -1: none
-    step_age: float = 0.0  # seconds since it was heard
-    age: float = 0.0  # seconds since the job's first master on this host began
-    verdict: str = ""  # what keeps the ranks from going on, in a sentence; "": nothing is known to
-    quiet: float = 0.0  # seconds since a collective or a step of any rank was complete
-    goodput: str = ""  # where the time went, in a line; "" before the first round
-    hang: str = ""  # what the verdict is: certain, strong, weak, still; "": none, or on purpose
-    name: NameOrEmpty = ""  # by which people know the job; "": by its id
+    step: StepOrNone = -1  # newest step reported by ranks; -1: none
+    step_age: float = 0.0  # seconds since it was reported
+    age: float = 0.0  # seconds since the job's first master on this host started
+    verdict: str = ""  # what blocks the ranks, in a sentence; "": nothing known
+    quiet: float = 0.0  # seconds since a collective or step of any rank completed
+    goodput: str = ""  # how the time was spent, in one line; "" before the first round
+    hang: str = ""  # kind of the verdict: certain, strong, weak, still; "": none, or on purpose
+    name: NameOrEmpty = ""  # the job's name for people; "": its id
     failed: ReasonCode | None = None  # of `last_failure`
     ended: ReasonCode | None = None  # of `outcome`
 
 
 class Reached(Struct, frozen=True):
-    """The answer to a ReachMe, and what a doctor wants to know of the master's host."""
+    """The answer to a ReachMe, with what `doctor` needs to know of the master's host."""
 
     ok: bool
     reason: str  # why not, in a clause
@@ -1048,8 +1056,7 @@ class Reached(Struct, frozen=True):
 
 
 class Reply(Struct, frozen=True):
-    """What came of a Request. `body`: JSON as `core/sight/picture.py` has it, "" where there is
-    none."""
+    """The result of a Request. `body`: JSON as in `core/sight/picture.py`, "" if none."""
 
     ok: bool
     reason: str
@@ -1057,5 +1064,6 @@ class Reply(Struct, frozen=True):
 
 
 StatusAnswer = Challenge | Refused | JobStatus | Reached | Reply
-"""What a reader is sent: a challenge to its knock; to its proof the page, what its ReachMe led to,
-or a refusal."""
+"""What a reader receives: a challenge for its Knock; for its proof the page, the result of its
+ReachMe, or a refusal.
+"""

@@ -1,13 +1,13 @@
-"""What a rank and its agent say in datagrams, and the names where they are sent.
+"""The datagrams between a rank and its agent, and the names of their sockets.
 
-A rank tells of its steps, of what saves and restores have cost, and of what takes long on purpose,
-by itself, in small datagrams. What else it does, a thread in it answers when the agent asks
+A rank reports its steps, the cost of saves and restores, and its `quiet` blocks unasked, in small
+datagrams. Everything else is answered by a thread in the rank when the agent queries it
 (`RankAsked`, `RankSays`).
 
-A socket is an abstract one (a name without a file: nothing can be left behind) whose name has 128
-random bits, a fresh one for each life of the ranks: what a rank of an older life says reaches
-nobody, and two jobs never meet. The agent looks at the sender's user besides (SO_PASSCRED), since
-every process of the host can read the names in /proc/net/unix.
+A socket is an abstract one (a name without a file: nothing is left behind). Its name has 128 random
+bits and is new for each restart of the ranks, so that datagrams of ranks from before a restart are
+lost, and two jobs never meet. The agent also checks the sender's user (SO_PASSCRED), because every
+process on the host can read the names in /proc/net/unix.
 """
 
 from __future__ import annotations
@@ -29,55 +29,59 @@ _LAYOUT: Final = struct.Struct("<BBHIqddd")
 _COSTS: Final = struct.Struct("<BxHIqdd")
 
 MAX_WORD: Final = 64
-"""Bytes of what a rank says that it is in."""
+"""Bytes of the text of a `quiet` block."""
 
 _WORD: Final = struct.Struct(f"<BxHd{MAX_WORD}s")
 
 DATAGRAM_BYTES: Final = 64 * 1024
-"""No datagram is longer. Rows are JSON; each other kind has a length of its own; anything else is
-none of ours."""
+"""No datagram is longer. Rows are JSON; every other kind has its own length; anything else is not
+ours.
+"""
 
 MAX_ROWS: Final = 64
 MAX_COLUMNS: Final = 32
 MAX_COLUMN_NAME: Final = 64
 MAX_VALUE: Final = 24
-"""Rows of a datagram, their columns, and the characters of a column's name and of a number."""
+"""Maximum numbers: rows in a datagram, their columns, characters of a column's name and of a
+number.
+"""
 
 LONGEST_WORD: Final = 86400.0
-"""Seconds for which a rank's word holds at most."""
+"""Maximum seconds of a `quiet` block."""
 
 MAX_SECONDS: Final = 1e7
-"""A step longer than this (four months) is nonsense."""
+"""A longer step (four months) is invalid."""
 
 
 class Own(IntEnum):
     """What is known of a rank's own part of a step."""
 
-    KNOWN = 0  # this datagram says it
+    KNOWN = 0  # it is in this datagram
     LATER = 1  # measured from time to time, and not since the last datagram
-    ALONE = 2  # no process group: there is nobody to wait for, and nobody to be slower than
-    UNTOLD = 3  # torch's flight recorder is off, or does not say enough
+    ALONE = 2  # no process group: there is nobody to wait for or to compare with
+    UNTOLD = 3  # torch's flight recorder is off, or has too little information
 
 
 @dataclass(frozen=True, slots=True)
 class RankSteps:
-    """The steps of one rank since its last datagram; times in seconds, means over these steps."""
+    """The steps of one rank since its last datagram; times are means over these steps, in
+    seconds."""
 
     local_rank: int
     step: int  # the newest; not negative
     steps: int  # at least 1
     seconds: float  # of one step, from one call of `progress` to the next
-    own: float = math.nan  # of one step, until it entered the last collective; NaN: not known
-    waited: float = math.nan  # of one step, in collectives; NaN: not known
+    own: float = math.nan  # of one step, until it entered the last collective; NaN: unknown
+    waited: float = math.nan  # of one step, in collectives; NaN: unknown
     knows: Own = Own.LATER
 
 
 @dataclass(frozen=True, slots=True)
 class RankCosts:
-    """What saves and restores have kept this process from training, since it began; seconds."""
+    """Time in which saves and restores have blocked this process since its start, in seconds."""
 
     local_rank: int
-    step: int = -1  # the newest that the Checkpointer was told of; -1: none
+    step: int = -1  # the newest one reported to the Checkpointer; -1: none
     saves: int = 0
     saved: float = 0.0
     restored: float = 0.0
@@ -85,8 +89,7 @@ class RankCosts:
 
 @dataclass(frozen=True, slots=True)
 class RankWord:
-    """What a rank is in that takes long on purpose, and for how many seconds at most; "" and 0.0:
-    in nothing."""
+    """A rank's `quiet` block and its remaining seconds; "" and 0.0: none."""
 
     local_rank: int
     what: str = ""
@@ -95,9 +98,9 @@ class RankWord:
 
 @dataclass(frozen=True, slots=True)
 class RankRows:
-    """What the script says of its steps. `rows`: step, moment (seconds since 1970), and numbers as
-    text in the order of `names`, "" where there is none. `dropped`: rows that were not kept, of
-    this process so far."""
+    """Metrics of the script's steps. `rows`: step, time (seconds since 1970), and numbers as text
+    in the order of `names`, "" for a missing one. `dropped`: rows of this process that were not
+    kept."""
 
     local_rank: int
     names: tuple[str, ...]
@@ -106,23 +109,23 @@ class RankRows:
 
 
 def mint_name() -> str:
-    """A fresh name for a socket."""
+    """A new name for a socket."""
     return f"elasticrun-{os.urandom(16).hex()}"
 
 
 def address(name: str) -> str:
-    """What `bind` and `sendto` take for a name: the NUL puts it into the abstract namespace."""
+    """The address of a name for `bind` and `sendto`: the NUL selects the abstract namespace."""
     return "\0" + name
 
 
 def place(name: str, local_rank: int) -> str:
-    """What a rank is given (wire.env.PROGRESS): the name, and which rank it is to its agent, which
+    """The text for a rank (wire.env.PROGRESS): the name, and its local rank, which
     --virtual-local-rank hides from it."""
     return f"{name}/{local_rank}"
 
 
 def read_place(text: str) -> tuple[str, int]:
-    """Back from `place`. ValueError."""
+    """The inverse of `place`. Raises ValueError."""
     name, _, local_rank = text.rpartition("/")
     return name, int(local_rank)
 
@@ -131,7 +134,7 @@ RankTold = RankSteps | RankCosts | RankWord | RankRows
 
 
 def encode(said: RankTold) -> bytes:
-    """The datagram. struct.error for numbers that do not fit."""
+    """The datagram. Raises struct.error for numbers that do not fit."""
     if isinstance(said, RankWord):
         return _WORD.pack(VERSION, said.local_rank, said.seconds, said.what.encode()[:MAX_WORD])
     if isinstance(said, RankRows):
@@ -152,7 +155,7 @@ def encode(said: RankTold) -> bytes:
 
 
 def decode(datagram: bytes) -> RankTold | None:
-    """Back from `encode`; None for what is no such datagram or cannot be true."""
+    """The inverse of `encode`; None for an invalid datagram."""
     if datagram[:1] == b"{":
         return _rows(datagram)
     if len(datagram) == _WORD.size:
@@ -180,7 +183,7 @@ def decode(datagram: bytes) -> RankTold | None:
 
 
 def _rows(datagram: bytes) -> RankRows | None:
-    import msgspec  # a script that tells its steps goes without
+    import msgspec  # not needed in scripts that report steps
 
     try:
         said = msgspec.json.decode(datagram, type=RankRows)
@@ -202,7 +205,7 @@ def _rows(datagram: bytes) -> RankRows | None:
 
 
 def is_column(name: str) -> bool:
-    """Whether a column may be called so."""
+    """Whether a column may have this name."""
     return 0 < len(name) <= MAX_COLUMN_NAME and name.isprintable()
 
 
@@ -211,13 +214,13 @@ def _is_value(text: str) -> bool:
 
 
 def hear_at(made: socket.socket, name: str) -> None:
-    """Have this datagram socket hear at `name`, and who says what it hears. OSError."""
+    """Bind this datagram socket to `name`, with credentials of senders. Raises OSError."""
     made.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
     made.bind(address(name))
 
 
 def hearing_at(name: str) -> socket.socket:
-    """A socket that hears at `name` and does not block. OSError."""
+    """A non-blocking socket bound to `name`. Raises OSError."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
     try:
         hear_at(made, name)
@@ -228,7 +231,7 @@ def hearing_at(name: str) -> socket.socket:
 
 
 def sender_of(credentials: Iterable[tuple[int, int, bytes]]) -> tuple[int, int] | None:
-    """The process and the user that have sent a datagram, as the kernel says; None: it does not."""
+    """Pid and user id of a datagram's sender, from the kernel; None if missing."""
     for level, kind, data in credentials:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
             pid, uid, _ = _CREDENTIALS.unpack_from(data)
@@ -237,7 +240,7 @@ def sender_of(credentials: Iterable[tuple[int, int, bytes]]) -> tuple[int, int] 
 
 
 def sent_by_us(credentials: Iterable[tuple[int, int, bytes]]) -> bool:
-    """Whether the kernel says that a datagram's sender runs as this user."""
+    """Whether a datagram's sender runs as this user, according to the kernel."""
     sender = sender_of(credentials)
     return sender is not None and sender[1] == os.getuid()
 
@@ -248,15 +251,15 @@ def sent_by_us(credentials: Iterable[tuple[int, int, bytes]]) -> bool:
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 
 CREDENTIALS_BYTES: Final = socket.CMSG_SPACE(_CREDENTIALS.size)
-"""Room that they take beside a datagram."""
+"""Space for the credentials beside a datagram."""
 
 _QUESTION: Final = struct.Struct("<BBBBI")
 
 QUESTION_BYTES: Final = _QUESTION.size
-"""Every question is exactly this long."""
+"""The exact length of every question."""
 
 ANSWER_BYTES: Final = 128 * 1024
-"""An answer is no longer: the kernel takes none of more than some 200 KB."""
+"""Maximum length of an answer: the kernel accepts at most about 200 KB."""
 
 MAX_GROUPS_SAID: Final = 16
 """Process groups in an answer."""
@@ -268,8 +271,8 @@ MAX_FRAMES_SAID: Final = 60
 
 @dataclass(frozen=True, slots=True)
 class RankAsked:
-    """Where is the rank in its collectives? `full`: by name, and in which call; `stacks`: and where
-    do its threads stand? `number` comes back with the answer."""
+    """Query a rank's position in its collectives. `full`: with names and the open call; `stacks`:
+    also the stacks of its threads. `number` is returned in the answer."""
 
     number: int
     full: bool = False
@@ -278,19 +281,19 @@ class RankAsked:
 
 @dataclass(frozen=True, slots=True)
 class GroupSays:
-    """A process group as one rank counts its collectives; the fields after `done` are in a full
-    answer alone."""
+    """A process group with one rank's counters of its collectives; the fields after `done` are only
+    in a full answer."""
 
     key: str  # number in this process
     entered: int
-    started: int  # -1: not told
+    started: int  # -1: unknown
     done: int
-    name: str = ""  # by which all ranks know it
+    name: str = ""  # the name that all ranks use
     title: str = ""
     members: str = ""  # as in messages.GroupSeen
-    call: str = ""  # the oldest that is open
-    age: float = 0.0  # seconds since it was called
-    limit: float = 0.0  # seconds that torch gives it; 0.0: not told
+    call: str = ""  # the oldest open one
+    age: float = 0.0  # seconds since the call
+    limit: float = 0.0  # torch's timeout in seconds; 0.0: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +319,7 @@ def encode_question(asked: RankAsked) -> bytes:
 
 
 def read_question(datagram: bytes) -> RankAsked | None:
-    """Back from it; None for what is no question."""
+    """The question in a datagram; None if invalid."""
     if len(datagram) != QUESTION_BYTES:
         return None
     version, full, stacks, _, number = _QUESTION.unpack(datagram)
@@ -324,7 +327,7 @@ def read_question(datagram: bytes) -> RankAsked | None:
 
 
 def encode_answer(said: RankSays) -> bytes:
-    """The datagram. Where the stacks do not fit, each is told less far out."""
+    """The datagram. If the stacks do not fit, each is cut to fewer frames."""
     depth = MAX_FRAMES_SAID
     while True:
         data = json.dumps(asdict(said), separators=(",", ":")).encode("ascii")
@@ -336,8 +339,8 @@ def encode_answer(said: RankSays) -> bytes:
 
 
 def read_answer(datagram: bytes) -> RankSays | None:
-    """Back from it; None for what is no answer."""
-    import msgspec  # a script that tells its steps goes without
+    """The answer in a datagram; None if invalid."""
+    import msgspec  # not needed in scripts that report steps
 
     if len(datagram) > ANSWER_BYTES:
         return None

@@ -1,11 +1,11 @@
-"""What ranks, savers and their agent say to each other about snapshots.
+"""The messages about snapshots between ranks, savers and their agent.
 
-They travel as frames (`wire.frames`) over one AF_UNIX stream socket of the agent, an abstract one
-whose name has 128 random bits; the agent looks at its peer's user besides (SO_PEERCRED). A rank is
-told the name with its local rank (`env.SNAPSHOTS`), a saver in its order. The first message says
-who comes. Descriptors travel beside the messages that say so (SCM_RIGHTS), one each.
+They are frames (`wire.frames`) over one AF_UNIX stream socket of the agent, an abstract one whose
+name has 128 random bits; the agent also checks the user of its peer (SO_PEERCRED). A rank gets the
+name with its local rank (`env.SNAPSHOTS`), a saver in its order. The first message identifies the
+sender. Some messages come with one descriptor (SCM_RIGHTS).
 
-State itself never travels here: it lies in segments (`shm.segment`).
+State itself is never sent here: it is in segments (`shm.segment`).
 """
 
 from __future__ import annotations
@@ -16,59 +16,59 @@ from typing import ClassVar, Final
 from elasticrun.wire.types import NOTHING, RoundName, Skip
 
 NO_ROUND: Final = RoundName(0, 0, "")
-"""In the place of a round where there is none."""
+"""Replaces a round where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """What the ranks of this life go on from: the snapshot (`round`, `step`), which the master has
-    chosen for all; step -1: there is none in memory. `present` names the life's own round."""
+    """What the ranks restore: the snapshot (`round`, `step`) that the master has chosen for all;
+    step -1: there is none in memory. `present` is the current round."""
 
     present: RoundName
     round: RoundName
     step: int
     world_size: int  # of that round
-    same: bool  # whether this rank's own snapshot of that round lies on this node
+    same: bool  # whether this rank's own snapshot of that round is on this node
     skip: Skip = NOTHING
-    put_off: tuple[int, ...] = ()  # signals that the rank is to put off until its state is saved
+    put_off: tuple[int, ...] = ()  # signals to defer until the rank's state is saved
 
 
 @dataclass(frozen=True, slots=True)
 class RankRefused:
-    """The answer to RankHere where this rank's Checkpointer contradicts that of another rank of
-    this node. The rank ends with `reason`, a sentence."""
+    """The answer to RankHere if this rank's Checkpointer contradicts that of another rank of this
+    node. The rank ends with `reason`, a sentence."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentHere:
-    """A descriptor comes with it if `ok`; else `reason` says in a sentence why there is none."""
+    """Comes with a descriptor if `ok`; otherwise `reason` says why not, in a sentence."""
 
     ok: bool
     reason: str
-    fresh: bool  # no snapshot of an earlier life is in it, and its layout has yet to be written
+    fresh: bool  # it has no snapshot from before a restart, and its layout must be written
 
 
 @dataclass(frozen=True, slots=True)
 class RoomThere:
-    """What AwaitRoom asked for has come."""
+    """What AwaitRoom waits for has happened."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardHere:
-    """A descriptor of a whole segment comes with it if `ok`; the snapshot lies in `slot`."""
+    """Comes with a descriptor of a whole segment if `ok`; the snapshot is in `slot`."""
 
     ok: bool
     reason: str
-    rank: int  # whose it is: the one asked for, or one of the same content
+    rank: int  # whose it is: the requested one's, or one with the same content
     slot: int
     sequence: int
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """`ok` also where there were no hashes to compare with."""
+    """The answer to IsWhole; also `ok` without hashes to compare with."""
 
     rank: int
     ok: bool
@@ -83,23 +83,24 @@ ToRank = Resume | RankRefused | SegmentHere | RoomThere | ShardHere | Whole
 
 @dataclass(frozen=True, slots=True)
 class RankHere:
-    """First message of a rank that has a Checkpointer. Answer: Resume, or RankRefused."""
+    """First message of a rank with a Checkpointer. Answer: Resume, or RankRefused."""
 
     version: int  # segment.VERSION
     local_rank: int
     rank: int
     world_size: int
-    folder: str  # where its checkpoints lie: an absolute path or a URL
-    keep_last: int  # checkpoints that are kept, 0: all
-    keep_every: int  # steps; such checkpoints are kept for good, 0: none
-    replicas: int = 0  # other nodes in whose memory its state is to be, too: 0 or 1
+    folder: str  # of its checkpoints: an absolute path or a URL
+    keep_last: int  # number of checkpoints to keep, 0: all
+    keep_every: int  # checkpoints of every such step are kept forever, 0: none
+    replicas: int = 0  # number of other nodes that hold its state in memory: 0 or 1
 
 
 @dataclass(frozen=True, slots=True)
 class NeedSegment:
-    """Give me a segment for this layout. Answer: SegmentHere, with a descriptor if `ok`. One that
-    this local rank has had for the same layout, in an earlier life too, is given again: its pages
-    are warm. The newest snapshot of another layout stays until the new segment has a whole one."""
+    """Request a segment for this layout. Answer: SegmentHere, with a descriptor if `ok`. A segment
+    that this local rank has had for the same layout, also before a restart, is reused: its pages
+    are allocated. The newest snapshot of another layout stays until the new segment has a complete
+    one."""
 
     layout: int  # Layout.key
     content: int  # Layout.content
@@ -107,12 +108,13 @@ class NeedSegment:
     slot_bytes: int
     slots: int
     own: bool = False  # it has state that no other rank has
-    least: int = 0  # slots that will do where there is no room for more; 0: no fewer
+    least: int = 0  # acceptable minimum without memory for more; 0: no fewer
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A snapshot stands. `persist`: it is to be written out, and its slot is pinned. No answer."""
+    """A snapshot is complete. `persist`: it will be written to storage, and its slot is pinned. No
+    answer."""
 
     step: int
     slot: int
@@ -122,67 +124,68 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class AwaitRoom:
-    """No slot is free: say when one is, or when step `whole` is whole. Answer: RoomThere, unless
-    this life ends before. A rank that has waited long enough does not look at the answer."""
+    """No slot is free: request a notification when one is, or when step `whole` is complete.
+    Answer: RoomThere, unless the ranks are restarted before. A rank whose wait has timed out
+    ignores it."""
 
     whole: int  # a step, or segment.NONE for a free slot
 
 
 @dataclass(frozen=True, slots=True)
 class WantShard:
-    """For the restore that Resume offered: the snapshot of this rank of that round, or of one with
-    the same content. Answer: ShardHere, with a descriptor if `ok`. It may be this local rank's own
-    segment, another's of this node, or a copy that was fetched from another node."""
+    """For the offered restore: request the snapshot of this rank of that round, or of one with the
+    same content. Answer: ShardHere, with a descriptor if `ok`. It may be this local rank's own
+    segment, another's on this node, or a copy fetched from another node."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class IsWhole:
-    """Has this shard been compared with its hashes? Answer: Whole, once that is known."""
+    """Ask whether this shard matches its hashes. Answer: Whole, once that is known."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What came of the restore: the step that training goes on from, and where from. No answer."""
+    """The result of the restore: the step from which training continues, and its source. No
+    answer."""
 
     step: int
     source: str  # memory, storage, nothing
-    looked: bool = True  # what is in the folder was looked at: the script has called restore()
+    looked: bool = True  # the folder was examined: the script has called restore()
 
 
 @dataclass(frozen=True, slots=True)
 class CannotRestore:
-    """The snapshot that Resume offered cannot be used: it is to count as absent, and another is to
-    be found. No answer but the end of this rank's life."""
+    """The offered snapshot is unusable: it counts as absent, and another one must be found. Not
+    answered: the rank is ended."""
 
-    rank: int  # whose shard
+    rank: int  # of the shard
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class PutsOff:
-    """These signals do not end this rank at once any more, but when it has saved its state. No
-    answer."""
+    """The rank defers these signals until it has saved its state. No answer."""
 
     signals: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StepMissed:
-    """The rank was past the step that its segment's `save_at` named, or could not save it. No
-    answer."""
+    """The rank had passed the step in its segment's `save_at`, or could not save it. No answer."""
 
     on_wire: ClassVar = "Missed"
     asked: int
-    step: int  # that it is at
+    step: int  # its current step
 
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """So many snapshots were due in this life and not taken, since no slot was free. No answer."""
+    """The number of snapshots that were due since the rank started and were skipped, because no
+    slot was free. No answer."""
 
     count: int
 
@@ -190,7 +193,7 @@ class Skipped:
 @dataclass(frozen=True, slots=True)
 class SaveFailed:
     """This rank could not take the snapshot of a step, and never will. `persist`: it was to be
-    written out. No answer."""
+    written to storage. No answer."""
 
     step: int
     persist: bool
@@ -217,8 +220,8 @@ FromRank = RankAsks | RankTells
 
 @dataclass(frozen=True, slots=True)
 class SegmentOpen:
-    """A segment to work with, under a key of the agent's; its descriptor comes with it. `write`:
-    the saver may write into it (a copy that is to be fetched)."""
+    """Provide a segment under a key of the agent's; comes with its descriptor. `write`: the saver
+    may write into it (a copy to be fetched)."""
 
     key: int
     local_rank: int
@@ -226,15 +229,15 @@ class SegmentOpen:
 
 @dataclass(frozen=True, slots=True)
 class SegmentClosed:
-    """It is not needed any more."""
+    """The segment is not needed any more."""
 
     key: int
 
 
 @dataclass(frozen=True, slots=True)
 class HashSnapshot:
-    """Hash this snapshot when there is nothing more important to do, and keep the hashes in its
-    slot; of several for one segment only the newest counts. No answer."""
+    """Hash this snapshot with low priority, and store the hashes in its slot; of several orders for
+    one segment only the newest counts. No answer."""
 
     key: int
     slot: int
@@ -252,21 +255,22 @@ class CheckSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class PartOf:
-    """One rank's share in a checkpoint."""
+    """One rank's share of a checkpoint."""
 
     key: int  # of its segment
     slot: int
     sequence: int
     rank: int
-    shared: bool  # whether its shared items are written, or its own alone
+    shared: bool  # whether shared items are written, or only own ones
 
 
 @dataclass(frozen=True, slots=True)
 class PersistParts:
     """Write these shares of the checkpoint of (`round`, `step`). Answer: PartsDone, once they are
-    on stable storage and, unless this node coordinates, the coordinator has what it needs of them.
+    on stable storage and, unless this node coordinates, the coordinator has the information about
+    them.
 
-    The coordinator's saver takes in the other nodes' parts by its own port until CommitNow."""
+    The coordinator's saver accepts the other nodes' parts on its own port until CommitNow."""
 
     attempt: str
     round: RoundName
@@ -275,28 +279,28 @@ class PersistParts:
     world_size: int
     parts: tuple[PartOf, ...]
     coordinates: bool
-    coordinator_host: str  # where its saver listens; "" where this one coordinates
+    coordinator_host: str  # where its saver listens; "" if this one coordinates
     coordinator_port: int
     reason: str  # periodic, breakpoint, asked
     keep_last: int
     keep_every: int
     rewound_from: int = -1  # as in messages.Persist
     in_use: tuple[int, ...] = ()  # checkpoints that ranks may be reading
-    base: int = -1  # the step that the ranks of `round` went on from; -1: not known
+    base: int = -1  # the step that the ranks of `round` restored; -1: unknown
 
 
 @dataclass(frozen=True, slots=True)
 class CommitNow:
     """To the coordinator: every part is written. Write the manifest and then the marker, and remove
-    what is not to be kept. Answer: CommitDone."""
+    checkpoints that are not kept. Answer: CommitDone."""
 
     attempt: str
-    writers: int  # how many ranks have written a part
+    writers: int  # number of ranks that have written a part
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """This attempt is over: remove what it has written, if it was not committed. No answer."""
+    """This attempt is over: remove its files, unless it was committed. No answer."""
 
     attempt: str
 
@@ -304,10 +308,10 @@ class GiveUp:
 @dataclass(frozen=True, slots=True)
 class Fetch:
     """Get the snapshot of (`round`, `step`, `rank`) from another node's saver. Answer: FetchSize
-    with its segment's sizes, then, after FetchInto has brought the memory, Fetched. `replica`: it
-    is to be kept, and no rank waits for it."""
+    with the sizes of its segment, then, after FetchInto has provided the memory, Fetched.
+    `replica`: it will be kept, and no rank waits for it."""
 
-    key: int  # the agent's, for the memory that is to come
+    key: int  # the agent's, for the memory that follows
     round: RoundName
     step: int
     rank: int
@@ -318,8 +322,8 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class FetchInto:
-    """The memory for a Fetch, a descriptor beside it. `layout`: the only one that a snapshot may
-    have there (Layout.key), 0: any."""
+    """The memory for a Fetch, with a descriptor. `layout`: the only allowed layout of the snapshot
+    (Layout.key), 0: any."""
 
     key: int
     slot: int = 0
@@ -328,7 +332,7 @@ class FetchInto:
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """Serve this snapshot of a segment to other nodes that ask for (`round`, `step`, `rank`)."""
+    """Serve this snapshot of a segment to other nodes that request (`round`, `step`, `rank`)."""
 
     key: int
     slot: int
@@ -343,7 +347,7 @@ AboutSegments = SegmentOpen | SegmentClosed | HashSnapshot | CheckSnapshot | Ser
 
 @dataclass(frozen=True, slots=True)
 class PingSaver:
-    """Is its loop running? Answer: SaverPong with the same number."""
+    """Check that the loop runs. Answer: SaverPong with the same number."""
 
     number: int
 
@@ -364,7 +368,7 @@ class SaverHere:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Also `ok` where there were no hashes to compare with; `reason` says so."""
+    """The answer to CheckSnapshot. Also `ok` without hashes to compare with; `reason` says so."""
 
     key: int
     slot: int
@@ -375,7 +379,7 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class PartsDone:
-    """What came of PersistParts: bytes that were written, and how long it took."""
+    """The result of PersistParts: bytes written, and the duration."""
 
     attempt: str
     ok: bool
@@ -386,7 +390,7 @@ class PartsDone:
 
 @dataclass(frozen=True, slots=True)
 class CommitDone:
-    """What came of CommitNow."""
+    """The result of CommitNow."""
 
     attempt: str
     ok: bool
@@ -395,7 +399,7 @@ class CommitDone:
 
 @dataclass(frozen=True, slots=True)
 class FetchSize:
-    """What a Fetch will need; `ok` is false where the other node has no such snapshot."""
+    """What a Fetch needs; not `ok` if the other node does not have the snapshot."""
 
     key: int
     ok: bool
@@ -407,7 +411,7 @@ class FetchSize:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The copy stands in the slot that FetchInto named, and was found whole."""
+    """The copy is in the slot that FetchInto named, and has been verified."""
 
     key: int
     ok: bool
@@ -424,7 +428,7 @@ class SaverPong:
 FromSaver = SaverHere | Checked | PartsDone | CommitDone | FetchSize | Fetched | Remark | SaverPong
 
 FromPeer = FromRank | FromSaver
-"""What may come in at the agent's socket."""
+"""What the agent's socket receives."""
 
 ToPeer = ToRank | ToSaver
 """What the agent may answer."""

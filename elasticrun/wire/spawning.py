@@ -1,12 +1,12 @@
-"""The messages between an agent and its spawner, those of a launcher and a warm process, and how
+"""The messages between an agent and its spawner, and between a launcher and a warm process; and how
 the fork server is started.
 
-The spawner is the fork server, or a caller of elastic_launch. They speak over a private socketpair
-in frames (`wire.frames`), and one that is not understood ends the conversation with a sentence. A
-*key* names one process the spawner was told to start; the agent never uses a key twice.
+The spawner is the fork server, or a caller of elastic_launch. They exchange frames (`wire.frames`)
+over a private socketpair; an invalid one ends the connection with a sentence. A *key* identifies
+one process that the spawner was ordered to start; the agent never reuses a key.
 
-The fork server's command line and a Popen that keeps signals off it stand here because the agent
-writes that command line and the fork server reads it, and neither room knows the other.
+The fork server's command line, and a Popen that keeps signals away from it, are here because the
+agent writes that command line and the fork server reads it, and neither package imports the other.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from elasticrun.wire.types import EntryKind, Entrypoint
 
 @dataclass(frozen=True, slots=True)
 class Configure:
-    """First message: how to get ready. `launch` is auto, fork or exec."""
+    """First message: how to prepare. `launch` is auto, fork or exec."""
 
     launch: str
     preload: tuple[str, ...]  # modules to import beside torch
-    entry: Entrypoint  # read once, to see whether its text forbids forking
+    entry: Entrypoint  # read once, to find out whether its text forbids forking
     start_method: str  # spawn, fork, forkserver: for function and run-path entries
     numa: bool  # ranks will be bound to cores
 
 
 @dataclass(frozen=True, slots=True)
 class SpawnRank:
-    """Start one rank in a session of its own."""
+    """Start one rank in its own session."""
 
     key: int
     local_rank: int
     entry: Entrypoint  # args with `${local_rank}` filled in
-    env: dict[str, str]  # set over the spawner's own first environment
+    env: dict[str, str]  # added to the spawner's first environment
     unset: tuple[str, ...]  # removed from it
-    stdout: str  # file to write (truncated), "" to inherit, "/dev/null" to drop
+    stdout: str  # file to write (truncated), "" to inherit, "/dev/null" to discard
     stderr: str
-    error_file: str  # where an uncaught exception is described, "" for nowhere
-    numa: str = ""  # torch's word of --numa-binding, "" for the spawner's first mask
-    numa_may_fail: bool = False  # it runs unbound where torch finds no cores
+    error_file: str  # file for an uncaught exception, "" for none
+    numa: str = ""  # mode of --numa-binding, "" for the spawner's first mask
+    numa_may_fail: bool = False  # run unbound if torch finds no cores
     monitor: str = ""  # where a forked rank answers questions (wire.progress); "" nowhere
 
 
@@ -74,7 +74,7 @@ _RUN_PATH = (
 
 @dataclass(frozen=True, slots=True)
 class SpawnStore:
-    """Start a c10d store host listening on `port`, which the agent holds bound (SO_REUSEPORT)."""
+    """Start a c10d store host listening on `port`, which the agent keeps bound (SO_REUSEPORT)."""
 
     key: int
     port: int
@@ -84,30 +84,30 @@ class SpawnStore:
 class ProbePlan:
     """What one probe process does: a timed matmul, then a timed all_reduce with its group.
 
-    The group meets at `store` under the prefix `check`; ranks say there whether their own part
-    went well before any collective, so that one that failed does not leave the others hanging."""
+    The group meets at `store` under the prefix `check`. Before any collective, ranks report there
+    whether their own part succeeded, so that a failed one does not leave the others hanging."""
 
     check: str
     rank: int  # in the group
     world_size: int
     store_host: str
     store_port: int
-    device: str  # torch's word: cpu, cuda, npu
+    device: str  # torch's name: cpu, cuda, npu
     device_index: int
     backend: str  # gloo, nccl, hccl
     matrix: int  # edge of the square matrices, 0: no matmul
     dtype: str  # torch's name of their type
-    matmuls: int  # that are timed, after `warmup`
-    sizes: tuple[int, ...]  # bytes of each all_reduce that is timed
-    transfers: int  # all_reduces of each size that are timed, after `warmup`
+    matmuls: int  # number of timed ones, after `warmup`
+    sizes: tuple[int, ...]  # bytes of each timed all_reduce
+    transfers: int  # number of timed all_reduces of each size, after `warmup`
     warmup: int
     limit: float  # seconds; also the process group's own
-    fault: str = ""  # planted, see wire/env.py; "" is none
+    fault: str = ""  # injected, see wire/env.py; "" for none
 
 
 @dataclass(frozen=True, slots=True)
 class SpawnProbe:
-    """Start one probe. It says its phases and its result (ProbeSaid), then ends (Exited)."""
+    """Start one probe. It reports its phases and its result (ProbeSaid), then exits (Exited)."""
 
     key: int
     plan: ProbePlan
@@ -117,21 +117,21 @@ class SpawnProbe:
 
 @dataclass(frozen=True, slots=True)
 class SpawnSaver:
-    """Start the saver, one a node. It dials `place`, an abstract socket of the agent, and speaks
-    `wire.snapshots` there from then on; it ends with that conversation (Exited)."""
+    """Start the saver, one per node. It connects to `place`, an abstract socket of the agent, and
+    uses `wire.snapshots` there; it exits when that connection ends (Exited)."""
 
     key: int
     place: str
     host: str  # address where it serves other nodes, "" for nowhere
-    secret: str  # hex; what another node's saver must prove to know, "" for nothing
+    secret: str  # hex; another node's saver must prove it, "" for none
     env: dict[str, str]
     unset: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SendSignal:
-    """Send a signal to the process group of a rank (or to a store host). `alone`: to that process
-    and to no other of its group."""
+    """Send a signal to the process group of a rank (or to a store host). `alone`: only to that
+    process."""
 
     key: int
     signal: int
@@ -140,11 +140,11 @@ class SendSignal:
 
 @dataclass(frozen=True, slots=True)
 class SweepOrder:
-    """These ranks have exited: remove what they left. SIGKILL to their groups at once; SIGTERM to
-    descendants with a session of their own, SIGKILL after `grace` seconds. Answer: Swept.
+    """These ranks have exited: remove what they left behind. SIGKILL to their groups at once;
+    SIGTERM to descendants in other sessions, SIGKILL after `grace` seconds. Answer: Swept.
 
-    With `linger`, all descendants may go on for so many seconds, and all get SIGTERM then; where
-    that is to be told, a Lingering comes before the Swept."""
+    With `linger`, all descendants may continue for that many seconds, and then all get SIGTERM; if
+    there are any to report, a Lingering precedes the Swept."""
 
     on_wire: ClassVar = "Sweep"
     keys: tuple[int, ...]
@@ -154,21 +154,21 @@ class SweepOrder:
 
 @dataclass(frozen=True, slots=True)
 class CloseStore:
-    """End a store host; nobody needs its round any more."""
+    """End a store host whose round is over."""
 
     key: int
 
 
 @dataclass(frozen=True, slots=True)
 class Quit:
-    """Kill and reap every descendant, then end with 0."""
+    """Kill and reap every descendant, then exit with 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keepalive:
-    """The agent's loop is alive. From the first one on, `limit` seconds without another end every
-    rank: a stopped agent must not leave ranks of an old round at work, since a next one may write
-    the same checkpoints."""
+    """The agent's loop is alive. After the first one, `limit` seconds without another end every
+    rank: a stopped agent must not leave ranks of an old round running, because the next round may
+    write the same checkpoints."""
 
     on_wire: ClassVar = "Pet"
     limit: float
@@ -176,13 +176,13 @@ class Keepalive:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Say Pong with this number when all orders before it have been carried out."""
+    """Answer with a Pong of this number when all earlier orders have been carried out."""
 
     number: int
 
 
 Spawn = SpawnRank | SpawnStore | SpawnProbe | SpawnSaver
-"""Orders that make a process."""
+"""Orders that start a process."""
 
 ToSpawner = Configure | Spawn | SendSignal | SweepOrder | CloseStore | Quit | Keepalive | Ping
 
@@ -192,8 +192,8 @@ ToSpawner = Configure | Spawn | SendSignal | SweepOrder | CloseStore | Quit | Ke
 
 @dataclass(frozen=True, slots=True)
 class SpawnerReady:
-    """The spawner can start ranks now. `mode` is fork or exec, `reason` says why it is exec
-    although a fork was wanted (empty otherwise)."""
+    """The spawner can start ranks now. `mode` is fork or exec; `reason` says why it is exec
+    although fork was requested (otherwise empty)."""
 
     pid: int
     mode: str
@@ -204,8 +204,7 @@ class SpawnerReady:
 
 @dataclass(frozen=True, slots=True)
 class Spawned:
-    """The rank or store host runs. `forked`: our own code runs first in it; false where it was
-    exec'd."""
+    """The rank or store host runs. `forked`: it runs our code first; false if it was exec'd."""
 
     key: int
     pid: int
@@ -241,10 +240,10 @@ class StoreListening:
 
 @dataclass(frozen=True, slots=True)
 class ProbeSaid:
-    """A word from a probe: that it enters `phase`, or, with `done`, what it found.
+    """A message of a probe: that it enters `phase`, or, with `done`, its result.
 
-    The texts and numbers mean what they mean in messages.Probed; `transfers` has seconds for each
-    of the plan's sizes that was measured."""
+    Texts and numbers mean the same as in messages.Probed; `transfers` has seconds for each measured
+    size of the plan."""
 
     key: int
     phase: str
@@ -260,7 +259,8 @@ class ProbeSaid:
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """Every descendant of these ranks has been reaped, but for `stuck` (pids the kernel keeps)."""
+    """Every descendant of these ranks has been reaped, except `stuck` (pids that the kernel
+    keeps)."""
 
     keys: tuple[int, ...]
     stuck: tuple[int, ...]
@@ -268,7 +268,7 @@ class Swept:
 
 @dataclass(frozen=True, slots=True)
 class Lingering:
-    """Descendants of these ranks that still run, and the command of each. `ending`: their time is
+    """Descendants of these ranks that still run, with the command of each. `ending`: their time is
     over, and they have been sent SIGTERM."""
 
     keys: tuple[int, ...]
@@ -279,7 +279,7 @@ class Lingering:
 
 @dataclass(frozen=True, slots=True)
 class Execed:
-    """A forked rank has executed itself (same process): none of our code runs in it any more."""
+    """A forked rank has called exec (same process): it runs none of our code any more."""
 
     key: int
 
@@ -293,8 +293,8 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """A file that this spawner has imported was changed since: a new spawner is wanted. Until
-    there is one, ranks are exec'd, so that they run what now is on disk."""
+    """A file that this spawner has imported has changed: a new spawner is needed. Until there is
+    one, ranks are exec'd, so that they run what is on disk now."""
 
     reason: str
 
@@ -307,7 +307,7 @@ class Pong:
 
 
 FromChild = Spawned | Execed | SpawnFailed | Exited | StoreListening | ProbeSaid
-"""About one process, named by its key."""
+"""About one process, identified by its key."""
 
 FromSpawner = FromChild | SpawnerReady | Swept | Lingering | Notice | Stale | Pong
 
@@ -315,16 +315,17 @@ FromSpawner = FromChild | SpawnerReady | Swept | Lingering | Notice | Stale | Po
 # ---------------------------------------------------------------- a launcher and a warm process
 
 DESCRIPTORS: Final = 5
-"""Sent once an Ask is granted: the agent's conversation, standard streams, working directory."""
+"""Sent once an Ask is granted: the agent's connection, standard streams, working directory."""
 
 NAMESPACES: Final = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
-"""None of these may be left by a fork."""
+"""The namespaces that a fork shares with its parent; all must be the launcher's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Fork a fork server with these variables, signal dispositions and signal mask. The descriptors
-    come when that is granted, with one byte: a process that stands still must not hold them."""
+    """Fork a fork server with these variables, signal dispositions and signal mask. The
+    descriptors follow when that is granted, with one byte, because a stopped warm process must
+    not hold them."""
 
     env: dict[str, str]
     ignored: tuple[int, ...]
@@ -333,12 +334,12 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Describe:
-    """Say what you are."""
+    """Request a Description."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """End; the fork servers that were forked stay."""
+    """Exit; fork servers forked from it continue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,14 +349,14 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Forked:
-    """The fork server runs. From here on its guard speaks, which is its parent."""
+    """The fork server runs. From now on its guard, which is its parent, sends the messages."""
 
     pid: int
 
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """The fork server has ended (negative: by that signal), and nothing below it is left."""
+    """The fork server has exited (negative: by that signal), and nothing below it is left."""
 
     code: int
 
@@ -370,7 +371,7 @@ class Declined:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """`modules`: how many are imported; `left`: seconds until it ends unless it is used."""
+    """`modules`: number of imported ones; `left`: seconds until it exits if unused."""
 
     pid: int
     torch: str
@@ -386,7 +387,7 @@ FromWarm = Granted | Forked | Over | Declined | Description
 # ---------------------------------------------------------------- how the server is started
 
 SERVER_FILE = Path(__file__).resolve().parent.parent / "forkserver" / "server.py"
-"""Started by its path, so that no folder of the user's can stand in front of our package."""
+"""Started by its path, so that no folder of the user can shadow our package."""
 
 SHIELDED = (
     signal.SIGINT,
@@ -396,19 +397,21 @@ SHIELDED = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
-"""Signals that schedulers and terminals send to every process at once; our helpers ignore them
-and obey their socket, so that the script's own handler can finish."""
+"""Signals that schedulers and terminals send to every process at once; our helpers ignore them and
+obey their socket, so that the script's own handler can finish.
+"""
 
 ARGV_PAD = 1024
-"""Blank bytes at the end of the server's command line: where the kernel does not let a child move
-its command line, the rank's is written over the server's and must fit in."""
+"""Blank bytes at the end of the server's command line: where the kernel does not allow a child to
+move its command line, the rank's overwrites the server's and must fit in.
+"""
 
 
 def ignored_signals() -> tuple[int, ...]:
-    """The signals this process was started with as ignored (nohup, a shell's `&`).
+    """The signals that were ignored when this process started (nohup, a shell's `&`).
 
-    Call it before any handler is installed. SIGPIPE and SIGXFSZ are left out: Python ignores them
-    itself at start, and subprocess gives a child the default again, as torchrun's ranks have it.
+    Call it before any handler is installed. SIGPIPE and SIGXFSZ are left out: Python itself ignores
+    them at startup, and subprocess resets them in a child, as for torchrun's ranks.
     """
     mine = {signal.SIGPIPE, signal.SIGXFSZ}
     return tuple(
@@ -419,17 +422,17 @@ def ignored_signals() -> tuple[int, ...]:
 
 
 def is_kept_ignored(number: int) -> bool:
-    """Whether a launcher does not catch this death signal: it was started by nohup, which is to
-    keep it and its ranks alive when the terminal goes. Other signals that were ignored at the start
-    are caught, as torchrun does: a shell has its background jobs ignore SIGINT."""
+    """Whether a launcher leaves this termination signal ignored: it was started by nohup, which
+    keeps it and its ranks alive when the terminal closes. Other signals that were ignored at the
+    start are caught, as in torchrun: a shell's background jobs ignore SIGINT."""
     return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
 def server_words(
     fd: int, *, parent: int, ignored: Iterable[int], blocked: Iterable[int]
 ) -> list[str]:
-    """The server's `sys.argv`. `fd`: its end of the socketpair; `ignored` and `blocked`: the signal
-    dispositions and mask that ranks are to start with."""
+    """The server's `sys.argv`. `fd`: its end of the socketpair; `ignored` and `blocked`: the
+    initial signal dispositions and mask of ranks."""
     return [
         str(SERVER_FILE),
         f"--fd={fd}",
@@ -441,8 +444,9 @@ def server_words(
 
 
 def warm_command(place: Path, *, idle: float, tells: int) -> list[str]:
-    """The command line of a warm process, which is a fork server's before it has an agent: where it
-    listens, seconds until it ends if nobody asks, the descriptor where it says that it is ready."""
+    """The command line of a warm process, which is that of a fork server without an agent: the path
+    of its socket, seconds until it exits when idle, the descriptor on which it reports that it is
+    ready."""
     return [
         *(sys.executable, "-u", str(SERVER_FILE), f"--warm={place}", f"--idle={idle!r}"),
         *(f"--tells={tells}", " " * ARGV_PAD),
@@ -452,12 +456,12 @@ def warm_command(place: Path, *, idle: float, tells: int) -> list[str]:
 def start_server(
     *, ignored: Iterable[int], env: Mapping[str, str] | None = None
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a fork server in a session of its own; return it and our end of the conversation.
+    """Start a fork server in its own session; return it and our end of the connection.
 
-    Call it from the main thread (the server's parent-death signal follows the thread). `ignored`
-    is what `ignored_signals()` said at our start; `env` is the environment that ranks build on.
-    The shielded signals are blocked over the start, so that none can kill the server before its
-    first instruction, and none that is meant for us is lost.
+    Call it from the main thread (the server's parent-death signal depends on the thread). `ignored`
+    is the result of `ignored_signals()` at our start; `env` is the environment that ranks build on.
+    The shielded signals are blocked during the start, so that none can kill the server before its
+    first instruction, and none meant for us is lost.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)

@@ -1,20 +1,21 @@
-"""What a field of a message may hold; the records that most processes speak of (rounds, endpoints,
-the user's program, what a check of a machine has found); and any record as JSON.
+"""Bounds of message fields, common records, and the conversion of any record to JSON.
 
-An annotation says what a field may hold: `Annotated[int, Between(1, 65535)]`. A bound takes where a
-value stands (for its sentence) and the value, and returns it or raises `WireError`. What comes in
-is checked field by field before anything of elasticrun sees it: no negative size, no endless text,
-no word outside its enum, no NaN. What goes out passes the same checks, after texts have been cut to
-their bound. A field without a bound of its own has that of its type: a `str` is `text`, a `float`
-is `seconds`, an `int` is from 0 to INT64.
+The common records are rounds, endpoints, the user's program and the findings of a check.
 
-A record is a dataclass or a struct: `loads(dumps(record), type(record)) == record`. What is not
-exactly such a record raises ValueError with a sentence: there is no second guess about what
-somebody may have meant. `strict` is for what other processes say: no text with a NUL, no number
-that no field can mean.
+An annotation states what a field may contain: `Annotated[int, Between(1, 65535)]`. A bound takes
+the location of a value (for its sentence) and the value, and returns it or raises `WireError`.
+Received data is checked field by field before any other code sees it: no negative sizes, no
+unlimited texts, no words outside an enum, no NaN. Sent data passes the same checks, after texts
+have been cut to their bound. A field without its own bound has that of its type: a `str` is `text`,
+a `float` is `seconds`, an `int` is from 0 to INT64.
 
-Ranks and the fork server import this: it knows structs without importing msgspec, and nothing
-stands here that costs them anything.
+A record is a dataclass or a struct: `loads(dumps(record), type(record)) == record`. Anything that
+is not exactly such a record raises ValueError with a sentence: nothing guesses what somebody may
+have meant. `strict` is for data from other processes: no text with a NUL, no number that no field
+can have.
+
+Ranks and the fork server import this module: it handles structs without importing msgspec, and
+contains nothing that costs them anything.
 """
 
 from __future__ import annotations
@@ -36,32 +37,32 @@ INT32: Final = 2**31 - 1
 INT64: Final = 2**63 - 1
 
 MAX_TEXT: Final = 4096
-"""Longest sentence, traceback or path in a message, in characters; the sender cuts."""
+"""Longest sentence, traceback or path in a message, in characters; the sender cuts it."""
 
 MAX_NAME: Final = 1024
 """Longest name (of a job, node, host, role), in characters; a longer one is refused, not cut."""
 
 MAX_SECONDS: Final = 1e9
-"""Longest duration that is believed: 31 years, which people write for "for ever"."""
+"""Longest valid duration: 31 years, which people write for "forever"."""
 
 MAX_LOCAL_RANKS: Final = 4096
-"""Most ranks on one node; ten times the cores of the largest hosts there are."""
+"""Maximum number of ranks on one node; ten times the cores of the largest hosts."""
 
 MAX_ATTEMPT: Final = 64
-"""Characters of the name of an attempt to persist."""
+"""Maximum characters of the name of an attempt to persist."""
 
 Bound = Callable[[str, Any], Any]
 
 
 class WireError(ValueError):
-    """A message that is not one of ours or breaks a bound; the text is a sentence for people."""
+    """An invalid message, or one that violates a bound; the text is a sentence for people."""
 
 
 # ---------------------------------------------------------------- bounds
 
 
 class Between:
-    """A whole number between these two."""
+    """An integer between these two, inclusive."""
 
     def __init__(self, low: int, high: int) -> None:
         self.low, self.high = low, high
@@ -73,7 +74,7 @@ class Between:
 
 
 def _number(holds: Callable[[float], bool], else_it_is: str) -> Bound:
-    """A number for which this holds, and neither NaN nor without end."""
+    """A number with this property that is neither NaN nor infinite."""
 
     def bound(where: str, value: float) -> float:
         if not (math.isfinite(value) and holds(value)):
@@ -95,26 +96,26 @@ ratio = _number(lambda value: value > 1, ", not a ratio above 1")
 
 
 def limit(where: str, value: float) -> float:
-    """A duration in which something is to be done."""
+    """A time limit; must not be 0."""
     if seconds(where, value) == 0:
         raise WireError(f"{where} is {value} s, with which nothing can be done in time")
     return float(value)
 
 
 def text(where: str, value: str) -> str:
-    """Free text for people: the sender cuts it, the receiver refuses what is longer."""
+    """Free text for people: the sender cuts it, the receiver refuses a longer one."""
     if len(value) > MAX_TEXT:
         raise WireError(f"{where} has {len(value)} characters, more than {MAX_TEXT}")
     return value
 
 
 def tail(where: str, value: str) -> str:
-    """Text of which the sender keeps the end: a traceback says last what went wrong."""
+    """Text of which the sender keeps the end: a traceback's last lines name the error."""
     return text(where, value)
 
 
 class OneLine:
-    """One printable line of so many characters, never cut, because a cut name is another name."""
+    """One printable line of this length; never cut, because a cut name is another name."""
 
     def __init__(self, least: int, most: int) -> None:
         self.least, self.most = least, most
@@ -130,7 +131,7 @@ class OneLine:
 
 
 class WholeText:
-    """Text of so many bytes, never cut: half of it could not be read."""
+    """Text of at most so many bytes; never cut, because half of it would be unreadable."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -142,7 +143,7 @@ class WholeText:
 
 
 class OneOf:
-    """One of a few words; `make` turns it into its enum."""
+    """One of a few words; `make` converts it to its enum."""
 
     def __init__(self, *words: str, make: Callable[[str], str] = str) -> None:
         self.words, self.make = words, make
@@ -154,7 +155,7 @@ class OneOf:
 
 
 class Exactly:
-    """Bytes of this length, or (`empty`) none at all."""
+    """Bytes of this length, or none at all if `empty`."""
 
     def __init__(self, length: int, *, empty: bool = False) -> None:
         self.length, self.empty = length, empty
@@ -166,7 +167,7 @@ class Exactly:
 
 
 class AtMost:
-    """A list that is no longer."""
+    """A list of at most this length."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -178,7 +179,8 @@ class AtMost:
 
 
 def cut(value: str, most: int, *, keep_end: bool = False) -> str:
-    """At most `most` characters, none of which UTF-8 cannot carry (half a surrogate pair)."""
+    """Cut to at most `most` characters, and replace those that UTF-8 cannot encode (half a
+    surrogate pair)."""
     if len(value) > most:
         value = "…" + value[1 - most :] if keep_end else value[: most - 1] + "…"
     return value.encode("utf-8", "replace").decode()
@@ -201,7 +203,7 @@ Attempt = Annotated[str, OneLine(1, MAX_ATTEMPT)]
 
 
 def runs(ranks: Iterable[int]) -> list[tuple[int, int]]:
-    """First and last of all that follow each other, in ascending order."""
+    """First and last of each sequence of consecutive numbers, ascending."""
     found: list[tuple[int, int]] = []
     for rank in sorted(set(ranks)):
         if found and rank == found[-1][1] + 1:
@@ -212,11 +214,11 @@ def runs(ranks: Iterable[int]) -> list[tuple[int, int]]:
 
 
 SHORTEST_RANGE: Final = 3
-"""Ranks in a row that are written as a range; fewer are listed."""
+"""Minimum number of consecutive ranks written as a range; fewer are listed."""
 
 
 def write_ranges(ranks: Iterable[int], *, pairs: bool = False) -> str:
-    """The ranks in ascending order, each once; "" for none. `pairs`: two neighbours are a range."""
+    """The ranks in ascending order, each once; "" for none. `pairs`: two neighbors form a range."""
     rest = sorted(set(ranks))
     parts: list[str] = []
     at = 0
@@ -236,7 +238,7 @@ def write_ranges(ranks: Iterable[int], *, pairs: bool = False) -> str:
 
 
 def read_ranges(text: str, limit: int) -> tuple[int, ...]:
-    """The ranks below `limit` that such a text names, in its order. ValueError where it is none."""
+    """The ranks below `limit` in such a text, in its order. Raises ValueError if invalid."""
     found: list[int] = []
     for part in text.split(",") if text else ():
         span, _, stride = part.partition(":")
@@ -251,9 +253,9 @@ def read_ranges(text: str, limit: int) -> tuple[int, ...]:
 # ---------------------------------------------------------------- records
 
 SAID_AGAIN: Final = 1.0
-"""Seconds after a SIGTERM in which another one is the same: Slurm says it twice within
-milliseconds, to every process, at a time limit and where another job takes the place. (A second ^C
-is meant.)"""
+"""Seconds after a SIGTERM within which another one counts as the same: Slurm sends it twice within
+milliseconds, to every process, at a time limit and at a preemption. (A second ^C is intentional.)
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,12 +276,11 @@ class RoundName:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """What the ranks of a round leave out when they restore. It is tried again where nothing else
-    is left."""
+    """What the ranks of a round do not restore, unless nothing else is left."""
 
-    storage_from: StepOrNone = -1  # checkpoints of this step and later ones; -1: none
-    memory: bool = False  # the snapshot in memory: ranks have failed soon after it
-    all_but: StepOrNone = -1  # all steps but this one, that a person wants; -1: nobody does
+    storage_from: StepOrNone = -1  # checkpoints of this step and later; -1: none
+    memory: bool = False  # the snapshot in memory: ranks failed soon after restoring it
+    all_but: StepOrNone = -1  # all steps except this one, which a person requests; -1: none
 
 
 NOTHING: Final = Skip()
@@ -297,12 +298,12 @@ class Endpoint:
 
 
 def mint_incarnation() -> str:
-    """A name for one life of an agent; random, because clocks and pids can go backwards."""
+    """A name for one run of an agent; random, because clocks and pids can repeat."""
     return os.urandom(8).hex()
 
 
 def mint_nonce() -> str:
-    """Eight hex digits that tell two rounds of one number apart."""
+    """Eight hex digits that distinguish two rounds with the same number."""
     return os.urandom(4).hex()
 
 
@@ -318,7 +319,7 @@ class EntryKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Entrypoint:
-    """The user's program: what to run and its arguments, `${local_rank}` not yet filled in."""
+    """The user's program: what to run and its arguments, before `${local_rank}` is filled in."""
 
     kind: EntryKind
     target: str
@@ -330,7 +331,7 @@ class Entrypoint:
 
 
 class Level(StrEnum):
-    """How a check came out. A warning never stops a job; a failure does with `--precheck`."""
+    """The result of a check. A warning never stops a job; a failure does with `--precheck`."""
 
     OK = "ok"
     WARNING = "warning"
@@ -339,11 +340,11 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The outcome of one check of one machine.
+    """The result of one check of one machine.
 
-    check: which check, some plain words ("disk, log folder", "shared memory"); one check may have
-    several findings. seen: what was found, in a sentence, with the figure and the limit.
-    todo: what the operator can do; empty where nothing is to be done.
+    check: which check, in plain words ("disk, log folder", "shared memory"); one check may have
+    several findings. seen: what was found, in a sentence, with the figure and the limit. todo: what
+    the operator can do; empty if nothing.
     """
 
     check: str
@@ -355,11 +356,11 @@ class Finding:
 # ---------------------------------------------------------------- any record as JSON
 
 _SCALARS: Final = frozenset({str, int, float, bool, type(None)})
-"""Types whose values are their own JSON: most of a large round is, and takes a short way."""
+"""Types whose values are JSON already: most of a large round is, and takes a fast path."""
 
 _STRICT_INT: Final = 2**63
 _STRICT_FLOAT: Final = 1e18
-_FLOAT_BITS: Final = 1024  # an int of more has no float
+_FLOAT_BITS: Final = 1024  # a larger int has no float
 
 R = TypeVar("R")
 
@@ -370,7 +371,7 @@ def dumps(record: Any) -> str:
 
 
 def loads(text: str | bytes, kind: type[R]) -> R:
-    """The record of type `kind` in `text`. ValueError."""
+    """The record of type `kind` in `text`. Raises ValueError."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -380,7 +381,7 @@ def loads(text: str | bytes, kind: type[R]) -> R:
 
 
 def plain(value: Any) -> Any:
-    """A record as `json.dumps` takes it; `typed(plain(record), type(record)) == record`."""
+    """A record for `json.dumps`; `typed(plain(record), type(record)) == record`."""
     kind: type = type(value)
     if kind in _SCALARS:
         return value
@@ -397,8 +398,8 @@ def plain(value: Any) -> Any:
 
 
 def typed(value: Any, kind: Any, where: str = "", *, strict: bool = False) -> Any:
-    """The value of type `kind` that was made `plain`; `where` it stands, for the sentence.
-    ValueError."""
+    """The value of type `kind` from its `plain` form; `where`: its location, for the sentence.
+    Raises ValueError."""
     where = where or getattr(kind, "__name__", str(kind))
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
@@ -426,7 +427,7 @@ def typed(value: Any, kind: Any, where: str = "", *, strict: bool = False) -> An
 
 
 def is_record(kind: type) -> bool:
-    """Whether it is a class of named fields: a dataclass, or a struct of msgspec."""
+    """Whether it is a class with named fields: a dataclass, or a struct of msgspec."""
     return hasattr(kind, "__struct_fields__") or is_dataclass(kind)
 
 
@@ -440,7 +441,7 @@ def _names(kind: type) -> tuple[str, ...]:
 
 @cache
 def fields_of(kind: type) -> dict[str, Any]:
-    """The fields of a record with their types; ten thousand seats of a round ask for them."""
+    """The fields of a record with their types; cached for rounds with ten thousand seats."""
     hints = typing.get_type_hints(kind)
     return {name: hints[name] for name in _names(kind)}
 
@@ -455,7 +456,7 @@ def resolve(kind: Any) -> None:
 
 
 def _item(value: Any, kind: Any, where: str, strict: bool) -> Any:
-    """By the short way where there is one."""
+    """With a fast path for scalars."""
     if type(value) is kind and kind in _SCALARS and (not strict or _is_usual(value)):
         return value
     return typed(value, kind, where, strict=strict)
@@ -504,5 +505,5 @@ def _is_usual(value: Any) -> bool:
     if isinstance(value, str):
         return "\0" not in value
     if isinstance(value, float):
-        return abs(value) < _STRICT_FLOAT  # a NaN is not
+        return abs(value) < _STRICT_FLOAT  # false for NaN
     return not isinstance(value, int) or -_STRICT_INT <= value < _STRICT_INT

@@ -1,7 +1,7 @@
-"""A folder of checkpoints: what is in it, whether that is whole, and what is no longer kept.
+"""A folder of checkpoints: its content, whether it is intact, and what is no longer kept.
 
-A checkpoint `step-000000123` is committed once its marker `.metadata` is there, which is written
-last. It is found by listing; no file that points to the latest is believed.
+A checkpoint `step-000000123` is committed once its marker `.metadata` exists, which is written
+last. Checkpoints are found by listing; there is no pointer file to the latest one.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ REMOVED: Final = "elasticrun.removed"
 MAX_STEP: Final = 2**53
 MAX_REMARKS: Final = 32
 MAX_VERDICT: Final = 4096
-"""Bytes that say why a checkpoint was condemned."""
+"""Maximum bytes of the reason for which a checkpoint was condemned."""
 
 _STEP: Final = re.compile(r"step-(\d{9,16})\Z")
 _OURS: Final = re.compile(r"(__\d+_\d+\.\d+\..+\.distcp|elasticrun\..+|\.metadata\..+\.tmp)\Z")
 
 
 def step_name(step: int) -> str:
-    """Name of a checkpoint's folder."""
+    """The name of a checkpoint's folder."""
     return f"step-{step:09d}"
 
 
@@ -48,18 +48,18 @@ class CheckpointFault(NamedTuple):
 
     @property
     def clause(self) -> str:
-        """The rest of a sentence that begins with the checkpoint."""
+        """The rest of a sentence that starts with the checkpoint."""
         return f"is spoiled: {self.what}" if self.spoiled else self.what
 
 
 class Folder:
-    """`url`: an absolute path, a `file://` URL, or any other that fsspec takes.
+    """`url`: an absolute path, a `file://` URL, or any other URL that fsspec supports.
 
-    Methods raise StorageError where the storage does not do its work; what they find to be wrong
-    with a checkpoint they return as a sentence."""
+    Methods raise StorageError if the storage fails; they return what is wrong with a checkpoint as
+    a sentence."""
 
     def __init__(self, url: str, *, calls: Calls | None = None) -> None:
-        """StorageError if nothing can lie there. The storage is not asked yet."""
+        """Raises StorageError if the URL is invalid. Does not access the storage yet."""
         self.url = url
         path = url.removeprefix("file://")
         self.is_local = path != url or url.startswith("/") or "://" not in url
@@ -70,15 +70,16 @@ class Folder:
             LocalPlace(path, calls or Calls()) if self.is_local else UrlPlace(url)
         )
         self.unfit = self._place.unfit
-        """Why a job must not keep its checkpoints there, in a sentence; "" if it may."""
+        """Why a job must not keep its checkpoints there, as a sentence; "" if it may."""
 
     @property
     def shows_others(self) -> bool:
-        """Whether what other nodes have written is seen here at once; not so on mounted buckets."""
+        """Whether writes of other nodes are visible here at once; they are not on mounted
+        buckets."""
         return self._place.fresh
 
     def path(self, step: int) -> str:
-        """Of a checkpoint, for torch's readers (`checkpoint_id`)."""
+        """The path of a checkpoint for torch's readers (`checkpoint_id`)."""
         return self._place.full(step_name(step))
 
     def remark(self, text: str) -> None:
@@ -87,7 +88,7 @@ class Folder:
             self._place.remarks.append(text)
 
     def take_remarks(self) -> list[str]:
-        """What is to be told the operator since the last call; each sentence comes once."""
+        """New sentences for the operator since the last call; each appears once."""
         fresh = [r for r in dict.fromkeys(self._place.remarks) if r not in self._said]
         self._place.remarks.clear()
         if len(self._said) < MAX_REMARKS:
@@ -103,17 +104,17 @@ class Folder:
         return {entry.name: entry for entry in self._place.entries(step_name(step))}
 
     def survey(self) -> list[Listed]:
-        """Every checkpoint that is there or was begun, by steps; one listing of each."""
+        """Every finished or unfinished checkpoint, ordered by step; lists each folder once."""
         return [_found(step, self._entries(step)) for step in self._steps()]
 
     def committed(self) -> list[int]:
-        """Steps that have a marker and were not condemned, ascending; also what was left."""
+        """Steps with a marker that were not condemned, ascending; includes abandoned timelines."""
         return [one.step for one in self.survey() if one.committed]
 
     def newest(self, below: int = -1, above: int = -1) -> int:
-        """The step that a start goes on from, -1 for none: the newest one that was committed and
-        not left. `below`: nothing from that step on; -1: any. `above`: one that is later than this
-        step, or none; where the folder has no later one, it takes a single listing to say so."""
+        """The step that a start restores, -1 for none: the newest one that is committed and not on
+        an abandoned timeline. `below`: only steps below it; -1: any. `above`: only steps above it;
+        a single listing is enough if there are none."""
         names = self._steps()
         if not names or names[-1] <= above:
             return -1
@@ -121,13 +122,13 @@ class Folder:
         return max((s for s in steps if s > above and (below < 0 or s < below)), default=-1)
 
     def condemned(self) -> list[int]:
-        """Steps that were found to be spoiled, ascending."""
+        """Steps that were found to be corrupt, ascending."""
         return [one.step for one in self.survey() if one.condemned]
 
     def uncommitted(self, older_than: float, found: Iterable[Listed] | None = None) -> list[int]:
-        """Steps without a marker, of our making alone, on which nothing was written for so many
-        seconds, and all whose removal has begun. The storage's own clock counts: its now is the
-        last change of any checkpoint. `found`: a survey of just now."""
+        """Steps without a marker that contain only our files and have not changed for so many
+        seconds, and all whose removal has begun. Uses the storage's clock: its current time is the
+        last change of any checkpoint. `found`: a recent survey."""
         found = self.survey() if found is None else list(found)
         now = max((one.changed for one in found), default=0.0)
         begun = [one for one in found if not one.marker and one.only_ours and one.changed]
@@ -135,12 +136,12 @@ class Folder:
         return sorted({*old, *(one.step for one in found if one.removed)})
 
     def files(self, step: int) -> dict[str, int]:
-        """Names and sizes of what lies in a checkpoint."""
+        """Names and sizes of the files in a checkpoint."""
         return {e.name: e.size for e in self._entries(step).values() if not e.folder}
 
     def size(self, step: int, name: str) -> int | None:
-        """Of one file, None if it is not there; by opening it, since listings and what they say of
-        sizes may be some seconds old on NFS and on mounted buckets."""
+        """Size of a file, None if it does not exist. Opens the file, because listings and the sizes
+        in them may be several seconds old on NFS and on mounted buckets."""
         try:
             with self._place.opened(f"{step_name(step)}/{name}") as file:
                 return int(file.seek(0, os.SEEK_END))
@@ -148,12 +149,12 @@ class Folder:
             return None
 
     def lacks(self, step: int, wanted: Iterable[FileEntry]) -> str:
-        """ "" if these files are there in their sizes, else what is wrong with one, in words."""
+        """ "" if these files exist with these sizes, else what is wrong with one of them."""
         return self._wrong(step, {one.name: one.size for one in wanted}, eq, "not {}")
 
     def short(self, step: int, least: Mapping[str, int]) -> str:
-        """ "" if these files are there with so many bytes or more, else what is wrong with one, in
-        words: for checkpoints of torch alone, which have no manifest."""
+        """ "" if these files exist with at least so many bytes, else what is wrong with one. For
+        checkpoints written by torch alone, which have no manifest."""
         return self._wrong(step, least, ge, "and {} were written")
 
     def _wrong(
@@ -172,7 +173,7 @@ class Folder:
         why: str = "not {}",
     ) -> str:
         name, bytes_ = wanted
-        if fits(sizes.get(name, -1), bytes_):  # of a listing, which may be old
+        if fits(sizes.get(name, -1), bytes_):  # from a listing, which may be old
             return ""
         size = self.size(step, name)
         if size is None:
@@ -180,11 +181,12 @@ class Folder:
         return "" if fits(size, bytes_) else f"{name} has {size} bytes, {why.format(bytes_)}"
 
     def has_manifest(self, step: int) -> bool:
-        """Whether we have written it, so that there is something to compare it with."""
+        """Whether we have written the checkpoint, so that there is something to compare it with."""
         return self.size(step, manifests.NAME) is not None
 
     def manifest(self, step: int) -> Manifest | None:
-        """None where there is none: not committed, or written by torch alone. ManifestError."""
+        """The manifest; None if there is none: not committed, or written by torch alone. Raises
+        ManifestError."""
         try:
             data = self._read(step, manifests.NAME, manifests.MAX_BYTES)
         except FileNotFoundError:
@@ -206,14 +208,14 @@ class Folder:
 
     def verify(self, step: int, part: int = 0, of: int = 1) -> str:
         """Compare a checkpoint with its manifest: all sizes, its marker, and the hashes of every
-        `of`-th file from the `part`-th on (0: of no file). "" or what is wrong, in a sentence. ""
-        too for what has no manifest, since torch has written it: there is nothing to compare
-        with."""
+        `of`-th file starting at the `part`-th (`of`=0: of no file). Return "" or a sentence about a
+        fault. Also "" without a manifest (torch has written it), because there is nothing to
+        compare with."""
         wrong = next(self.faults(step, part, of), None)
         return f"{self._where(step)} {wrong.clause}" if wrong is not None else ""
 
     def faults(self, step: int, part: int = 0, of: int = 1) -> Iterator[CheckpointFault]:
-        """The same of every file that is wrong. Sizes come before hashes."""
+        """The same for every file with a fault. Sizes are checked before hashes."""
         sizes = self.files(step)
         if MARKER not in sizes and self.size(step, MARKER) is None:
             cut_off = "is being removed, or its removal was cut off"
@@ -238,7 +240,8 @@ class Folder:
         return f"step {step} in {self.url}"
 
     def _unread(self, step: int, name: str, error: OSError) -> CheckpointFault:
-        """StorageError where the storage is away, which says nothing of a file."""
+        """A fault; raises StorageError if the storage is unreachable, which proves nothing about a
+        file."""
         why = error.strerror or repr(error)
         if error.errno != errno.EIO and not isinstance(error, FileNotFoundError):
             raise StorageError(f"{self._where(step)} cannot be read: {why}") from error
@@ -289,23 +292,24 @@ class Folder:
         return ""
 
     def verdict(self, step: int) -> str:
-        """Of a condemned one what it was condemned for; "" where it was not. StorageError."""
+        """Why a checkpoint was condemned; "" if it was not. Raises StorageError."""
         try:
             return self._read(step, CONDEMNED, MAX_VERDICT).decode(errors="replace").strip()
         except FileNotFoundError:
             return ""
 
     def condemn(self, step: int, what: str) -> None:
-        """Never again list this checkpoint as committed; the first reason stays."""
+        """Never again list this checkpoint as committed; the first reason is kept."""
         data = what.encode()[: MAX_VERDICT - 1] + b"\n"
         self._place.put_first(f"{step_name(step)}/{CONDEMNED}", data)
 
     def clear_condemned(self, step: int) -> None:
-        """The checkpoint is about to be written anew."""
+        """Clear the condemnation: the checkpoint is about to be written again."""
         self._place.unlink(f"{step_name(step)}/{CONDEMNED}")
 
     def remove(self, step: int) -> None:
-        """The marker first, so that what is half removed is no checkpoint; what says so last."""
+        """Remove the marker first, so that a half-removed folder is not a checkpoint; remove the
+        file REMOVED last."""
         if MARKER in self._entries(step):
             self._place.put_first(f"{step_name(step)}/{REMOVED}", b"")
             self._place.unlink(f"{step_name(step)}/{MARKER}")
@@ -313,23 +317,23 @@ class Folder:
         self._place.remove(step_name(step), last=REMOVED)
 
     def begin(self, step: int) -> None:
-        """Make the folder of a checkpoint that is to be written."""
+        """Create the folder of a checkpoint that is about to be written."""
         self._place.make(step_name(step))
 
     def create(self, step: int, name: str, size: int) -> Sink:
-        """A large file of a checkpoint."""
+        """Create a large file of a checkpoint."""
         return self._place.create(f"{step_name(step)}/{name}", size)
 
     def settle(self, step: int) -> None:
-        """Make the names of its files last."""
+        """Make the names of its files durable."""
         self._place.settle(step_name(step))
 
     def put(self, step: int, name: str, data: bytes) -> None:
-        """A small file of a checkpoint, at once and in place of an older one."""
+        """Write a small file of a checkpoint atomically, replacing an older one."""
         self._place.put(f"{step_name(step)}/{name}", data)
 
     def unlink(self, step: int, names: Iterable[str]) -> None:
-        """Remove files of a checkpoint, and its folder if nothing is left in it."""
+        """Remove files of a checkpoint, and its folder if it becomes empty."""
         for name in names:
             self._place.unlink(f"{step_name(step)}/{name}")
         self._place.remove_empty(step_name(step))

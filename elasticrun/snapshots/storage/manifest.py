@@ -1,7 +1,7 @@
-"""`elasticrun.json`: what a checkpoint consists of, so that a changed byte of it is found.
+"""`elasticrun.json`: the content of a checkpoint, with hashes to detect any changed byte.
 
-It is JSON in two parts: a first line with the checksum of all that follows it, then the rest. Files
-are hashed in blocks: their stretch of tensors in blocks of `block` bytes, then the rest at once.
+JSON in two parts: a first line with the checksum of everything that follows, then the rest. Files
+are hashed in blocks: their tensors in blocks of `block` bytes, then the rest in one.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ _FILE_NAME: Final = re.compile(r"[A-Za-z0-9_.\-]{1,200}\Z")
 
 
 class ManifestError(ValueError):
-    """The bytes are no manifest, or were changed; a sentence."""
+    """The bytes are not a manifest, or were changed; a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One data file: what one rank has written."""
+    """One data file, written by one rank."""
 
     name: str
     rank: int
-    shared: bool  # whether the rank's shared items are in it, or its own alone
+    shared: bool  # whether it contains the rank's shared items, or only own ones
     layout: int  # Layout.key
     size: int
-    stretch: int  # bytes of tensors, from the file's first; the rest are opaque values
-    block: int  # bytes of the stretch that one hash covers
+    stretch: int  # bytes of tensors at the start; the rest are opaque values
+    block: int  # bytes of tensors that one hash covers
     hashes: tuple[int, ...]  # xxh3 (64 bits) of each block, then of the rest
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """First byte and end of what each hash covers."""
+        """Start and end of what each hash covers."""
         for at in range(0, self.stretch, self.block):
             yield at, min(at + self.block, self.stretch)
         yield self.stretch, self.size
@@ -55,7 +55,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A whole checkpoint."""
+    """A complete checkpoint."""
 
     step: int
     round: RoundName
@@ -89,7 +89,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes) -> Manifest:
-    """Back from `encode`, with every number checked. ManifestError."""
+    """The inverse of `encode`, with every number checked. Raises ManifestError."""
     first = _FIRST.match(data)
     if first is None:
         raise ManifestError("the manifest is no manifest")
@@ -105,13 +105,14 @@ def decode(data: bytes) -> Manifest:
 
 
 def plain_file(entry: FileEntry) -> dict[str, Any]:
-    """As JSON takes it."""
+    """The entry in JSON form."""
     plain = {one.name: getattr(entry, one.name) for one in fields(entry)}
     return {**plain, "hashes": [_hex(h) for h in entry.hashes]}
 
 
 def file_of(row: Any) -> FileEntry:
-    """Back from `plain_file`, checked. ManifestError, ValueError, TypeError, KeyError."""
+    """The inverse of `plain_file`, checked. Raises ManifestError, ValueError, TypeError or
+    KeyError."""
     name = row["name"]
     if not isinstance(name, str) or not _FILE_NAME.match(name) or name in (".", ".."):
         raise ManifestError(f"{name!r:.40} is no name of a file")

@@ -1,8 +1,9 @@
-"""Where files lie: a folder of a file system (`LocalPlace`) or what fsspec reaches (`UrlPlace`).
+"""Storage backends: a folder of a file system (`LocalPlace`) or whatever fsspec supports
+(`UrlPlace`).
 
 Names are relative to the place, with `/` between folder and file. Every method raises StorageError
-with a sentence, and FileNotFoundError where that is said. What fsspec reaches is there once it was
-closed; nothing is ever renamed.
+with a sentence, and FileNotFoundError where documented. On fsspec a file exists once it is closed;
+nothing is ever renamed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from elasticrun.snapshots.storage.writing import (
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A name in a folder. `changed`: seconds by the storage's own clock, 0 if it does not say."""
+    """An entry in a folder. `changed`: seconds by the storage's clock, 0 if unknown."""
 
     name: str
     folder: bool
@@ -43,11 +44,11 @@ class Entry:
 
 
 class StoragePlace(Protocol):
-    """See above."""
+    """The interface described above."""
 
     remarks: list[str]
     unfit: str
-    """Why checkpoints must not lie there, in a sentence; "" if they may."""
+    """Why checkpoints must not be stored there, as a sentence; "" if they may."""
 
     @property
     def fresh(self) -> bool:
@@ -56,35 +57,35 @@ class StoragePlace(Protocol):
     def full(self, name: str) -> str: ...
     def make(self, name: str) -> None: ...
     def entries(self, name: str) -> list[Entry]:
-        """Of a folder; [] if there is none."""
+        """The entries of a folder; [] if it does not exist."""
 
     def opened(self, name: str) -> AbstractContextManager[Any]:
-        """For reading; FileNotFoundError."""
+        """Open for reading. Raises FileNotFoundError."""
 
     def create(self, name: str, size: int) -> Sink: ...
     def put(self, name: str, data: bytes) -> None:
-        """A small file, at once and in place of an older one."""
+        """Write a small file atomically, replacing an older one."""
 
     def put_first(self, name: str, data: bytes) -> bool:
-        """False if there is one."""
+        """Write a small file unless it exists; False if it does."""
 
     def settle(self, name: str) -> None:
-        """Make the names in a folder last."""
+        """Make the names in a folder durable."""
 
     def unlink(self, name: str) -> None:
-        """Nothing happens if it is not there."""
+        """Remove a file; a no-op if it does not exist."""
 
     def remove(self, name: str, *, last: str = "") -> None:
-        """A folder with all that is in it. `last`: the file that goes last, where the storage does
+        """Remove a folder with its content. `last`: the file to remove last, if the storage does
         not remove all of them by one request."""
 
     def remove_empty(self, name: str) -> None:
-        """A folder, if nothing is in it."""
+        """Remove a folder if it is empty."""
 
 
 @contextmanager
 def _said(path: str, doing: str) -> Iterator[None]:
-    """What the system refuses in the block is a StorageError; FileNotFoundError stays as it is."""
+    """Convert OSErrors in the block to StorageError, except FileNotFoundError."""
     try:
         yield
     except FileNotFoundError:
@@ -95,8 +96,8 @@ def _said(path: str, doing: str) -> Iterator[None]:
 
 class LocalPlace:
     """A folder by its absolute path, which need not exist yet. The constructor makes no system
-    call: a script names its folder in its main thread, where a file system that hangs would hold
-    up the start of the ranks without limit."""
+    call: a script creates it in its main thread, where a hanging file system would block the start
+    of the ranks indefinitely."""
 
     def __init__(self, root: str, calls: Calls) -> None:
         self._root, self._calls = os.path.normpath(root), calls
@@ -106,7 +107,7 @@ class LocalPlace:
 
     @property
     def _ways(self) -> Ways:
-        """Found out by the first call that needs to know."""
+        """Determined at first use."""
         if self._known is None:
             self._known = ways_of(self._root, self._calls, self.remarks)
         return self._known
@@ -138,7 +139,7 @@ class LocalPlace:
         path = self.full(name)
         with suppress(FileNotFoundError), _said(path, "listed"), os.scandir(path) as listing:
             for one in listing:
-                with suppress(FileNotFoundError):  # removed by another in this moment
+                with suppress(FileNotFoundError):  # removed by another process just now
                     stat = one.stat(follow_symlinks=False)
                     folder = one.is_dir(follow_symlinks=False)
                     found.append(Entry(one.name, folder, stat.st_size, stat.st_mtime))
@@ -155,7 +156,7 @@ class LocalPlace:
         except StorageError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
-        self.make(os.path.dirname(name))  # another node gave up and found the folder empty
+        self.make(os.path.dirname(name))  # another node gave up and removed the empty folder
         return FileSink(self._ways, self.full(name), size)
 
     def put(self, name: str, data: bytes) -> None:
@@ -189,7 +190,7 @@ class LocalPlace:
 T = TypeVar("T")
 
 _CHANGED = ("mtime", "updated", "LastModified", "last_modified", "created", "timeCreated")
-"""How file systems of fsspec call the moment of the last change."""
+"""The names that file systems in fsspec use for the time of the last change."""
 
 
 class ObjectSink:
@@ -210,9 +211,9 @@ class ObjectSink:
         _tried(self._path, "written", self._file.close)
 
     def abort(self) -> None:
-        # what a library raises here is its own; the file is unwanted in any case
+        # ignore all errors of the library; the file is unwanted anyway
         with suppress(Exception):
-            self._file.discard()  # an upload in parts that was not finished
+            self._file.discard()  # an unfinished multipart upload
         with suppress(Exception):
             self._file.closed = True
         with suppress(Exception):
@@ -221,12 +222,12 @@ class ObjectSink:
 
 _MEMORY = frozenset({"memory"})
 _CACHES = frozenset({"cached", "blockcache", "filecache", "simplecache"})
-"""Protocols of fsspec that keep files, or copies of them, where other processes do not see them."""
+"""Protocols in fsspec that keep files, or copies of them, where other processes cannot see them."""
 
 
 def _unfit(url: str, kind: Any) -> str:
-    """Why checkpoints must not lie there, "" if they may. `kind`: the class of a file system that
-    the URL names."""
+    """Why checkpoints must not be stored there, "" if they may. `kind`: the class of a file system
+    in the URL."""
     named = kind.protocol
     protocols = {named} if isinstance(named, str) else set(named)
     if protocols & _MEMORY:
@@ -244,8 +245,9 @@ def _unfit(url: str, kind: Any) -> str:
 
 
 class UrlPlace:
-    """See StoragePlace. `url`: as fsspec takes it, with its protocol. The constructor looks for the
-    protocol's package alone: to make a file system may ask a server for credentials."""
+    """See StoragePlace. `url`: with protocol, as fsspec expects it. The constructor only looks for
+    the package of the protocol, because creating a file system may request credentials from a
+    server."""
 
     fresh = True
 
@@ -266,7 +268,7 @@ class UrlPlace:
             raise _no_package(url, error) from None
 
     def _reach(self) -> tuple[Any, str]:
-        """The file system and the place in it. StorageError."""
+        """The file system and the path in it. Raises StorageError."""
         if self._reached is None:
             import fsspec
 
@@ -274,7 +276,7 @@ class UrlPlace:
                 self._reached = fsspec.core.url_to_fs(self._given)
             except (ImportError, ValueError) as error:
                 raise _no_package(self._url, error) from None
-            except Exception as error:  # of the library that knows the storage
+            except Exception as error:  # of the library for this storage
                 raise StorageError(f"{self._url} cannot be reached: {error!s:.300}") from error
         return self._reached
 
@@ -290,7 +292,7 @@ class UrlPlace:
         return f"{root}/{name}" if name else root
 
     def _do(self, name: str, doing: str, work: Callable[[str], T]) -> T:
-        """`work` is given the path as the file system has it."""
+        """Call `work` with the path as the file system expects it."""
         return _tried(self.full(name), doing, partial(work, self._path(name)))
 
     def make(self, name: str) -> None:
@@ -298,7 +300,7 @@ class UrlPlace:
 
     def entries(self, name: str) -> list[Entry]:
         path = self._path(name)
-        self._fs.invalidate_cache(path)  # other processes write there as well
+        self._fs.invalidate_cache(path)  # other processes write there too
         try:
             found = self._do(name, "listed", lambda path: self._fs.ls(path, detail=True))
         except FileNotFoundError:
@@ -329,7 +331,7 @@ class UrlPlace:
         return True
 
     def settle(self, name: str) -> None:
-        """Objects need nothing of the kind."""
+        """Not necessary for objects."""
 
     def unlink(self, name: str) -> None:
         with suppress(FileNotFoundError):
@@ -341,12 +343,12 @@ class UrlPlace:
 
     def remove_empty(self, name: str) -> None:
         if not self.entries(name):
-            with suppress(Exception):  # most object stores have no folders to remove
+            with suppress(Exception):  # most object stores have no folders
                 self._fs.rmdir(self._path(name))
 
 
 def _no_package(url: str, error: Exception) -> StorageError:
-    """Nothing here knows this kind of storage."""
+    """The error that no installed package supports this kind of storage."""
     return StorageError(
         f"{url} cannot be reached: {error}; install the package that fsspec names for it"
     )
@@ -370,7 +372,7 @@ def _entry(found: dict[str, Any]) -> Entry:
 
 
 def _tried(path: str, doing: str, work: Callable[[], T]) -> T:
-    """Libraries of fsspec raise what they please; all of it is a sentence for us."""
+    """Libraries of fsspec raise all kinds of exceptions; convert them to StorageError."""
     try:
         return work()
     except FileNotFoundError:

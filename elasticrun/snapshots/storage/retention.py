@@ -1,4 +1,4 @@
-"""What is removed of a folder: what attempts have left, and checkpoints that are not kept."""
+"""Removes from a folder what attempts have left behind, and checkpoints that are not kept."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from elasticrun.snapshots.storage.timeline import PERIODIC, chain, not_kept, tim
 from elasticrun.snapshots.storage.writing import StorageError
 
 OLD: Final = 3600.0
-"""Seconds after which a checkpoint that was never committed is removed."""
+"""Seconds after which an uncommitted checkpoint is removed."""
 
 _NAME: Final = re.compile(r"__(?P<rank>\d+)_\d+\.\d+\.(?P<attempt>.+)\.distcp\Z")
 _DRAFT: Final = re.compile(r"(elasticrun\.json|\.metadata)\.[0-9a-f]{8}\.tmp\Z")
 
 
 def file_name(rank: int, number: int, sequence: int, attempt: str) -> str:
-    """Of a part. No other attempt, round or life writes a file of this name."""
+    """The file name of a part. It is unique to the attempt, the round and the snapshot."""
     return f"__{rank}_{number}.{sequence}.{attempt}.distcp"
 
 
 def is_of_attempt(name: str) -> bool:
-    """Whether attempts write a file of this name."""
+    """Whether the file name is one that attempts use."""
     return bool(_NAME.match(name) or _DRAFT.match(name) or timeline_of(name))
 
 
 def clear_earlier(folder: Folder, step: int, ranks: Collection[int], attempt: str) -> None:
-    """Remove what earlier attempts of savers that were killed have left of these ranks: on a disk
-    that is nearly full no new one would come through. The checkpoint is no longer one whose removal
-    has begun. StorageError."""
+    """Remove what earlier attempts of killed savers have left of these ranks: on a nearly full
+    disk, no new attempt would succeed otherwise. Also cancels a removal that has begun. Raises
+    StorageError."""
     files = folder.files(step)
     if MARKER in files:
         return
@@ -44,7 +44,7 @@ def clear_earlier(folder: Folder, step: int, ranks: Collection[int], attempt: st
 
 
 def give_up(folder: Folder, step: int, attempt: str) -> None:
-    """Remove what an attempt has written, unless it was committed. StorageError."""
+    """Remove what an attempt has written, unless it was committed. Raises StorageError."""
     files = folder.files(step)
     names = [n for n in files if (found := _NAME.match(n)) and found["attempt"] == attempt]
     try:
@@ -60,7 +60,7 @@ def give_up(folder: Folder, step: int, attempt: str) -> None:
 
 
 class SweepResult(NamedTuple):
-    """Steps whose checkpoints were removed, and sentences about those that could not be."""
+    """Steps whose checkpoints were removed, and sentences about failures."""
 
     removed: tuple[int, ...]
     remarks: tuple[str, ...]
@@ -69,8 +69,8 @@ class SweepResult(NamedTuple):
 def sweep(
     folder: Folder, *, keep_last: int, keep_every: int, in_use: Collection[int] = ()
 ) -> SweepResult:
-    """Remove what is not to be kept (storage.timeline), what was condemned and is older than all
-    that is kept, and what was begun and never committed. To be called after a commit."""
+    """Remove what is not kept (storage.timeline): also condemned checkpoints older than all that
+    are kept, and uncommitted ones. Call after a commit."""
     removed, remarks = [], []
     try:
         found = folder.survey()
@@ -89,7 +89,7 @@ def sweep(
 
 
 def _reasons(folder: Folder, committed: Sequence[int], last: int) -> list[tuple[int, str]]:
-    """Only manifests that matter are read: back to the newest periodic checkpoint."""
+    """Read only the manifests that matter: back to the newest periodic checkpoint."""
     found: list[tuple[int, str]] = []
     for step in reversed(committed):
         reason = ""

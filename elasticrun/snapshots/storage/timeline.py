@@ -1,11 +1,11 @@
-"""Which checkpoints training has left behind when it was taken back to an older step, and which are
-no longer kept. Pure.
+"""Finds checkpoints that a rewind has left behind, and checkpoints that are no longer kept. Pure.
 
-A *timeline* is training without going back. When it is taken back, because a state turned out to be
-poison, checkpoints of later steps may stand already: they are of a timeline that was left. They are
-neither renamed nor condemned. The first checkpoint of the new timeline says so of itself, by a file
-`elasticrun.timeline.N.from.S` beside its marker: this is timeline N, and whatever an older one has
-of step S or later was left. All later checkpoints say the same. Timeline 0 says nothing.
+A *timeline* is training without a rewind. When training is rewound to an older step, because a
+state turned out to be bad, there may be checkpoints of later steps: they are on an abandoned
+timeline. They are neither renamed nor condemned. The first checkpoint of the new timeline has a
+file `elasticrun.timeline.N.from.S` beside its marker: this is timeline N, and checkpoints of older
+timelines with step S or later are abandoned. All later checkpoints have the same file. Timeline 0
+has none.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _NAME: Final = re.compile(r"elasticrun\.timeline\.(\d{1,9})\.from\.(\d{1,16})\Z"
 
 @dataclass(frozen=True, slots=True, order=True)
 class Timeline:
-    """`start`: the first step that it does not have from older ones."""
+    """`start`: the first step that it does not share with older ones."""
 
     number: int = 0
     start: int = 0
 
     @property
     def file(self) -> str:
-        """Name of the file that says so; "" for the first one, which has none."""
+        """Name of the file that declares it; "" for timeline 0."""
         return f"elasticrun.timeline.{self.number}.from.{self.start}" if self.number else ""
 
     @property
     def sentence(self) -> str:
-        """What stands in that file, for people."""
+        """The content of that file, for people."""
         return (
             f"Training was taken back to a step below {self.start}. Checkpoints of that step and "
             f"later ones whose timeline is below {self.number} are whole, and no start goes on "
@@ -41,21 +41,21 @@ class Timeline:
 
 
 def timeline_of(name: str) -> Timeline | None:
-    """What a file of this name says, None for any other file."""
+    """The timeline that a file of this name declares; None for any other file."""
     found = _NAME.match(name)
     return Timeline(int(found[1]), int(found[2])) if found and int(found[1]) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """What the listing of a checkpoint's folder says. Times are the storage's own, 0 if unknown."""
+    """What the listing of a checkpoint's folder shows. Times are the storage's, 0 if unknown."""
 
     step: int
     marker: bool  # it was committed
-    condemned: bool  # and found to be spoiled
+    condemned: bool  # and found to be corrupt
     removed: bool  # its removal has begun
-    ours: bool  # it has a manifest: torch alone writes none
-    only_ours: bool  # nothing lies in it that we have not made
+    ours: bool  # it has a manifest, which torch alone does not write
+    only_ours: bool  # it contains only our files
     timeline: Timeline
     marked: float  # when its marker was written
     changed: float  # the newest change of anything in it
@@ -66,12 +66,12 @@ class Listed:
 
 
 def left(found: Iterable[Listed]) -> set[int]:
-    """Steps whose checkpoints are of a timeline that was left before that step.
+    """Steps whose checkpoints are on a timeline that was abandoned before that step.
 
-    What torch alone has written does not say of which timeline it is; it was left if it is older
-    than what says so."""
+    Checkpoints written by torch alone have no timeline; they are abandoned if they are older than
+    those of the later timeline."""
     marked = [one for one in found if one.marker]
-    newest: dict[Timeline, float] = {}  # when each timeline was last gone on with
+    newest: dict[Timeline, float] = {}  # when each timeline was last continued
     for one in marked:
         newest[one.timeline] = max(one.marked, newest.get(one.timeline, 0.0))
     return {
@@ -84,7 +84,7 @@ def left(found: Iterable[Listed]) -> set[int]:
 
 
 def chain(found: Iterable[Listed]) -> list[int]:
-    """Steps that a start may go on from, ascending: committed, not spoiled, not left."""
+    """Steps that a start may restore, ascending: committed, not corrupt, not abandoned."""
     found = list(found)
     gone = left(found)
     return sorted(one.step for one in found if one.committed and one.step not in gone)
@@ -92,7 +92,7 @@ def chain(found: Iterable[Listed]) -> list[int]:
 
 def join(found: Iterable[Listed], step: int, rewound_from: int) -> Timeline:
     """The timeline of a checkpoint that is about to be committed. `rewound_from`: the step from
-    which training was taken back since the newest checkpoint; -1: it was not."""
+    which training was rewound since the newest checkpoint; -1: it was not."""
     found = list(found)
     now = max((one.timeline for one in found if one.marker), default=Timeline())
     above = [one for one in chain(found) if one >= rewound_from and one != step]
@@ -102,7 +102,7 @@ def join(found: Iterable[Listed], step: int, rewound_from: int) -> Timeline:
 
 
 PERIODIC: Final = "periodic"
-"""Reason of a checkpoint that was due; others are `breakpoint` and `asked`."""
+"""Reason of a scheduled checkpoint; others are `breakpoint` and `asked`."""
 
 
 def surplus(
@@ -112,11 +112,10 @@ def surplus(
     every: int,
     in_use: Collection[int] = (),
 ) -> list[int]:
-    """Steps to remove, the oldest first, out of all committed ones with their reasons.
+    """Steps to remove, oldest first, from all committed ones with their reasons.
 
-    Kept are the `last` newest of any reason (0: all are kept), the newest periodic one, so that
-    saves at breakpoints never push it out, every step that `every` divides (0: none for that), and
-    those `in_use`.
+    Kept are the `last` newest of any reason (0: all), the newest periodic one, so that saves at
+    breakpoints never displace it, every step that `every` divides (0: none), and those `in_use`.
     """
     steps = dict(committed)
     if last <= 0:
@@ -136,10 +135,10 @@ def not_kept(
     every: int,
     in_use: Collection[int] = (),
 ) -> list[int]:
-    """Steps to remove out of all that was `found`. `chain`: what a start may go on from, with its
-    reasons; `surplus` judges that. What was left with its timeline goes once training has passed it
-    again, what was condemned once it is older than all that is kept: until then people may want to
-    look at it."""
+    """Steps to remove from all that was `found`. `chain`: steps that a start may restore, with
+    their reasons; `surplus` decides on these. Abandoned checkpoints are removed once training has
+    passed their step again, condemned ones once they are older than all that are kept: until then
+    people may want to inspect them."""
     gone = surplus(chain, last=last, every=every, in_use=in_use)
     steps = {step for step, _ in chain}
     kept = sorted(steps.difference(gone))

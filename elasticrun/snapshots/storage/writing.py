@@ -1,10 +1,10 @@
-"""How one file gets onto a disk for certain, and what is said where it cannot.
+"""Writes a file durably to a disk, with a sentence for each failure.
 
-The best way first: room is taken at once (`fallocate`: a full disk is told before hours of work),
-the bulk goes past the page cache (O_DIRECT from page-aligned memory), then fsync. What a file
-system refuses is left out from then on, and one sentence says so. gcsfuse is known by the mount
-table: one sequential writer, no rename, no reading back; there a file exists once `close` has
-succeeded, so an error of `close` is an error of the file.
+It uses the best way first: space is allocated at once (`fallocate`: a full disk is reported before
+hours of work), the bulk bypasses the page cache (O_DIRECT from page-aligned memory), then fsync.
+Features that a file system refuses are not used again, and one sentence reports it. gcsfuse is
+recognized in the mount table: one sequential writer, no rename, no reading back; there a file
+exists once `close` has succeeded, so an error of `close` is an error of the file.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ GCSFUSE: Final = "fuse.gcsfuse"
 
 PAGE: Final = 4096
 PIECE: Final = 8 * 1024 * 1024
-"""Bytes of one write: larger ones were no faster on a local disk, smaller ones were."""
+"""Bytes of one write: larger ones were not faster on a local disk, smaller ones were slower."""
 
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-"""A file of one attempt that is begun again (its saver died) takes the place of what stands."""
+"""A repeated attempt (its saver died) replaces its earlier file."""
 
 REFUSED: Final = frozenset(
     {errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS, errno.EPERM}
 )
-"""How a file system says that it does not have a feature, rather than that it has failed."""
+"""Errors by which a file system reports that it does not have a feature, rather than a failure."""
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class StorageError(Exception):
-    """Storage did not do what it was asked to; one sentence, with the file and the way out."""
+    """Storage failed; one sentence, with the file and what to do."""
 
 
 def sentence(error: OSError, path: str, doing: str, free: int | None = None) -> str:
-    """`doing`: written, read, removed, listed. `free`: bytes that are left where `path` lies."""
+    """`doing`: written, read, removed, listed. `free`: bytes available where `path` is."""
     if error.errno in _FULL:
         left = "" if free is None else f" ({free / 2**30:.2f} GiB are left)"
         what = "the quota is used up" if error.errno == errno.EDQUOT else "there is no room"
@@ -54,8 +54,8 @@ def sentence(error: OSError, path: str, doing: str, free: int | None = None) -> 
 
 
 class Calls:
-    """The system calls, in one object: a test can refuse some. Each raises OSError as the call
-    itself does."""
+    """The system calls in one object, so that tests can refuse some. Each raises OSError like the
+    call itself."""
 
     pwrite = staticmethod(os.pwrite)
     write = staticmethod(os.write)
@@ -65,14 +65,14 @@ class Calls:
     mkdir = staticmethod(os.mkdir)
     unlink = staticmethod(os.unlink)
     remove = staticmethod(shutil.rmtree)
-    """A folder with all that is in it; links in it are not followed."""
+    """A folder with its content; does not follow links."""
 
     def open(self, path: str, flags: int) -> int:
         return os.open(path, flags | os.O_CLOEXEC, 0o666)
 
     def fallocate(self, fd: int, size: int) -> None:
-        """Linux's own call. C libraries imitate posix_fallocate where a file system has none, by
-        writing into every block: hours over a network."""
+        """Linux's own call. C libraries emulate posix_fallocate on file systems without it by
+        writing to every block, which takes hours over a network."""
         call = getattr(_LIBC, "fallocate64", _LIBC.fallocate)
         while call(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
             number = ctypes.get_errno()
@@ -80,11 +80,11 @@ class Calls:
                 raise OSError(number, os.strerror(number))
 
     def cached(self, fd: int) -> None:
-        """No longer O_DIRECT from here on."""
+        """Turn O_DIRECT off from here on."""
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
 
     def drop(self, fd: int) -> None:
-        """What was written need not stay in the page cache."""
+        """Release the written data from the page cache."""
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def mounts(self) -> str:
@@ -92,7 +92,7 @@ class Calls:
 
 
 def is_gcsfuse(path: str, mounts: str) -> bool:
-    """Whether `path` (absolute, resolved) lies on a bucket that gcsfuse has mounted."""
+    """Whether `path` (absolute, resolved) is on a bucket mounted by gcsfuse."""
     deepest, kind = "", ""
     for line in mounts.splitlines():
         fields = line.split(" ")
@@ -105,21 +105,21 @@ def is_gcsfuse(path: str, mounts: str) -> bool:
 
 
 class Sink(Protocol):
-    """A file that is being written, from its first byte to its last."""
+    """A file that is written from its first byte to its last."""
 
     def write(self, data: memoryview) -> None:
-        """The next bytes. StorageError."""
+        """Write the next bytes. Raises StorageError."""
 
     def close(self) -> None:
-        """On stable storage when this returns. StorageError."""
+        """Close; the file is on stable storage when this returns. Raises StorageError."""
 
     def abort(self) -> None:
-        """Remove what there is of it; never raises."""
+        """Remove what has been written; never raises."""
 
 
 @dataclass
 class Ways:
-    """What a file system was not found to refuse so far, and what is to be said about it."""
+    """Features that a file system has not refused so far, and remarks about those that it has."""
 
     calls: Calls
     direct: bool = True
@@ -129,7 +129,7 @@ class Ways:
     remarks: list[str] = field(default_factory=list)
 
     def without(self, feature: str, path: str, error: OSError, instead: str) -> None:
-        """Go on without what a file system says it does not have; another error is raised."""
+        """Continue without a feature that the file system does not have; raise any other error."""
         if error.errno not in REFUSED:
             raise error
         setattr(self, feature, False)
@@ -141,8 +141,9 @@ class Ways:
 
 
 def ways_of(root: str, calls: Calls, remarks: list[str] | None = None) -> Ways:
-    """Of the file system where `root`, an absolute path that need not exist yet, lies; it is
-    resolved, which hangs where a file system on the way does. `remarks`: where to put them."""
+    """The features of the file system that contains `root`, an absolute path that need not exist
+    yet. Resolves the path, which hangs if a file system on the way does. `remarks`: list to append
+    to."""
     found = Ways(calls, remarks=[] if remarks is None else remarks)
     with suppress(OSError):
         if is_gcsfuse(os.path.realpath(root), calls.mounts()):
@@ -151,10 +152,10 @@ def ways_of(root: str, calls: Calls, remarks: list[str] | None = None) -> Ways:
 
 
 class FileSink:
-    """A large file of `size` bytes, as far as that is known before; see Sink."""
+    """A large file of `size` bytes, as far as known in advance; see Sink."""
 
     def __init__(self, ways: Ways, path: str, size: int, flags: int = _NEW) -> None:
-        """StorageError; FileExistsError with O_EXCL."""
+        """Raises StorageError; FileExistsError with O_EXCL."""
         self._ways, self._calls, self._path = ways, ways.calls, path
         self._at = 0
         self._direct = ways.direct and size >= PAGE
@@ -183,12 +184,12 @@ class FileSink:
         self._direct = False
 
     def write(self, data: memoryview) -> None:
-        """`data` is best aligned to pages, in memory and in length, up to the last piece."""
+        """Ideally, `data` is page-aligned in memory and in length, except the last piece."""
         at = 0
         try:
             while at < len(data):
                 took = self._some(data[at : at + PIECE])
-                if took < 1:  # or it would be tried for ever
+                if took < 1:  # would loop forever
                     raise OSError(errno.EIO, "a write took nothing")
                 at += took
         except OSError as error:
@@ -197,7 +198,7 @@ class FileSink:
     def _some(self, piece: memoryview) -> int:
         whole = len(piece) // PAGE * PAGE
         if self._direct and (self._at % PAGE or not whole):
-            self._calls.cached(self._fd)  # the ragged end of a file
+            self._calls.cached(self._fd)  # the unaligned end of a file
             self._direct = False
         try:
             took = self._put(piece[:whole] if self._direct else piece)
@@ -216,7 +217,7 @@ class FileSink:
         return self._calls.write(self._fd, piece)
 
     def close(self, *, drop: bool = True) -> None:
-        """`drop`: nobody reads it soon."""
+        """`drop`: the file is not read soon."""
         try:
             if self._ways.fsync:
                 self._calls.fsync(self._fd)
@@ -243,10 +244,11 @@ class FileSink:
 
 
 def write_small(ways: Ways, path: str, data: bytes) -> None:
-    """Put a small file in place at once: a reader sees the old one or all of the new. StorageError.
+    """Replace a small file atomically: a reader sees the old one or the complete new one. Raises
+    StorageError.
 
-    Without rename: where a file appears with its `close` that is so too; elsewhere a reader may
-    see half of it, which its checksum tells."""
+    Without rename this still holds if a file appears with its `close`; otherwise a reader may see a
+    partial file, which its checksum reveals."""
     if ways.rename:
         draft = f"{path}.{secrets.token_hex(4)}.tmp"
         _write_all(ways, draft, data, _NEW | os.O_EXCL)
@@ -265,7 +267,7 @@ def write_small(ways: Ways, path: str, data: bytes) -> None:
 
 
 def write_first(ways: Ways, path: str, data: bytes) -> bool:
-    """Make a small file unless there is one; False then. StorageError."""
+    """Create a small file unless it exists; False if it does. Raises StorageError."""
     try:
         _write_all(ways, path, data, _NEW | os.O_EXCL)
     except FileExistsError:
@@ -275,15 +277,15 @@ def write_first(ways: Ways, path: str, data: bytes) -> bool:
 
 
 def _write_all(ways: Ways, path: str, data: bytes, flags: int) -> None:
-    """StorageError; FileExistsError with O_EXCL."""
+    """Raises StorageError; FileExistsError with O_EXCL."""
     sink = FileSink(ways, path, 0, flags)
     sink.write(memoryview(data))
     sink.close(drop=False)
 
 
 def sync_folder(ways: Ways, path: str) -> None:
-    """Make the names in a folder outlive a loss of power. A file system that has no such thing
-    keeps its names by itself. StorageError."""
+    """Make the names in a folder survive a power failure. A file system without such a call keeps
+    its names anyway. Raises StorageError."""
     if not ways.fsync:
         return
     try:
@@ -298,7 +300,7 @@ def sync_folder(ways: Ways, path: str) -> None:
 
 
 def free_bytes(path: str) -> int | None:
-    """Left for us where `path` lies; None if that cannot be known."""
+    """Bytes available to us where `path` is; None if unknown."""
     try:
         found = os.statvfs(path)
     except OSError:

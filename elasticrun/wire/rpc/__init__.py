@@ -1,4 +1,4 @@
-"""What needs protobuf and gRPC: envelopes, channels, etcd.
+"""Everything that needs protobuf and gRPC: envelopes, channels, etcd.
 
 Forbidden here: torch. Ranks, the fork server and `core` never import it.
 """

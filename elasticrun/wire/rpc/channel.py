@@ -1,13 +1,13 @@
-"""gRPC as elasticrun uses it: one place for every option of channels and servers, and its words.
+"""gRPC in elasticrun: all options of channels and servers, and plain words for its errors.
 
-gRPC's defaults are made for data centres behind load balancers. Each option below replaces one
-that would cost a job its life; what goes wrong without it stands beside it, and a test shows it.
+gRPC's defaults are made for data centers behind load balancers. Each option below replaces a
+default that would cost a job its life; the comment beside it says what goes wrong without it, and a
+test shows it.
 
-An agent: `open_channel`, then `attend` for its stream (`Attendance`), whose `enter` proves the
-job's token and says hello. A reader: `get_status`, `reach_me`, `ask_for`. The master:
-`make_server`, `listen`. Bytes are turned into messages here or, in the master, by the handler
-itself, so that a message which is not understood becomes a sentence for its sender and never an
-exception inside gRPC.
+An agent uses `open_channel`, then `attend` for its stream (`Attendance`), whose `enter` proves the
+job's token and sends Hello. A reader uses `get_status`, `reach_me`, `ask_for`; the master
+`make_server`, `listen`. Bytes are decoded here or, in the master, by the handler itself, so that an
+invalid message becomes a sentence for its sender and never an exception inside gRPC.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from elasticrun.wire.types import Endpoint, WireError
 A = TypeVar("A")
 
 MAX_WORDS: Final = 400
-"""Characters of an explanation that are shown."""
+"""Maximum characters of an explanation."""
 
 _PLAIN: Final = {
     "Cancelling all calls": "it has ended",
@@ -53,20 +53,20 @@ _PLAIN: Final = {
     "connection attempt timed out before receiving SETTINGS frame": "it accepts no connection",
     "Timeout occurred: FD Shutdown": "it accepts no connection",
 }
-"""gRPC's words (1.85) for what happens most, and ours."""
+"""gRPC's texts (1.85) for the most frequent errors, and ours."""
 
 _PREFIX: Final = re.compile(
     r"^failed to connect to all addresses; last error: (?:[A-Z_]+: )?(?:ipv[46]:\S+: )?"
 )
-"""What stands before the cause where no connection is made."""
+"""The text before the cause when no connection can be made."""
 
 
 def in_words(code: str, details: str | None) -> str:
-    """An explanation of at most MAX_WORDS characters. `code`: the name of the status, for where
-    gRPC has nothing more to say."""
+    """An explanation of at most MAX_WORDS characters. `code`: the name of the status, if gRPC gives
+    no details."""
     text = " ".join((details or "").split()) or code.lower().replace("_", " ")
     # "failed to connect to all addresses; last error: UNKNOWN: ipv4:...: Failed to connect to
-    # remote host: Connection refused" tells the same thrice
+    # remote host: Connection refused" says the same three times
     text = _PREFIX.sub("", text.rpartition("remote host: ")[2])
     if "address lookup failed" in text:
         text = "the name server does not know this host"
@@ -74,11 +74,11 @@ def in_words(code: str, details: str | None) -> str:
 
 
 def _import_grpc() -> Any:
-    """Import grpc with its C core silent and without fork handlers, and leave no trace of that in
-    the environment, which the ranks inherit. A user's own settings are respected.
+    """Import grpc with its C core silent and without fork handlers, without a trace of that in the
+    environment, which the ranks inherit. A user's own settings are respected.
 
-    The core reads these variables once, at import. Its log would go to the user's terminal; what
-    matters comes back as a status. Its fork handlers print a warning for every child.
+    The core reads these variables once, at import. Its log would go to the user's terminal; errors
+    that matter are returned as a status. Its fork handlers print a warning for every child.
     """
     ours = {"GRPC_VERBOSITY": "NONE", "GRPC_ENABLE_FORK_SUPPORT": "0"}
     ours = {name: word for name, word in ours.items() if name not in os.environ}
@@ -103,21 +103,21 @@ OPERATE: Final = f"/{SERVICE}/Operate"
 JOIN: Final = f"/{SERVICE}/Join"
 
 SERVER_OPTIONS: Final[Mapping[str, int]] = {
-    # Two masters would share one port, and each agent meet one of them by chance.
+    # Without this, two masters could share one port, and each agent reach one of them by chance.
     "grpc.so_reuseport": 0,
-    # A stopped or unplugged node is noticed after 5 s. `ping_timeout` is what rules: with its
-    # default of 60 s the keepalive values alone saw nothing in 12 s of SIGSTOP.
+    # A stopped or unplugged node is noticed after 5 s. `ping_timeout` is decisive: with its default
+    # of 60 s, the keepalive values alone detected nothing in 12 s of SIGSTOP.
     "grpc.keepalive_time_ms": 1000,
     "grpc.keepalive_timeout_ms": 4000,
     "grpc.http2.ping_timeout_ms": 4000,
     "grpc.keepalive_permit_without_calls": 1,
     "grpc.http2.max_pings_without_data": 0,
-    # An agent's own pings (a proxy's, a later version's) are no reason to hang up on it.
+    # Do not disconnect an agent because of its own pings (a proxy's, a later version's).
     "grpc.http2.min_ping_interval_without_data_ms": 500,
     "grpc.http2.max_ping_strikes": 0,
-    # Bounds: of a message, of headers, of streams on one connection (an agent has one; each costs
-    # a stranger nothing and us some 27 kB), of connections, of the time a stranger may take to say
-    # that it speaks HTTP/2, and of the time a connection may stand without a stream.
+    # Bounds: of a message, of headers, of streams on one connection (an agent has one; each costs a
+    # stranger nothing and us about 27 kB), of connections, of the time for a stranger to start
+    # HTTP/2, and of the time that a connection may have no stream.
     "grpc.max_receive_message_length": MAX_MESSAGE_BYTES,
     "grpc.max_metadata_size": 8 * 1024,
     "grpc.absolute_max_metadata_size": 16 * 1024,
@@ -129,8 +129,8 @@ SERVER_OPTIONS: Final[Mapping[str, int]] = {
 
 
 def server_options(silence: float) -> Mapping[str, int]:
-    """SERVER_OPTIONS for a master that is to notice a silent node after `silence` seconds: below
-    the usual five it pings as much faster; above, a break is early news and costs nothing."""
+    """SERVER_OPTIONS for a master that must notice a silent node after `silence` seconds: below the
+    usual five it pings proportionally faster; above, noticing earlier does no harm."""
     share = min(1.0, max(0.1, silence / 5.0))
     every, answer = round(1000 * share), round(4000 * share)
     return {
@@ -142,16 +142,16 @@ def server_options(silence: float) -> Mapping[str, int]:
 
 
 CLIENT_OPTIONS: Final[Mapping[str, int]] = {
-    # $http_proxy would carry the way to a master on loopback through a proxy that refuses it.
+    # $http_proxy would route connections to a master on loopback through a proxy that refuses them.
     "grpc.enable_http_proxy": 0,
-    # A master that comes back, under a new address even, is found at once; the defaults back off
-    # up to 120 s and look a name up at most every 30 s.
+    # A master that returns, even under a new address, is found at once; the defaults back off up to
+    # 120 s and resolve a name at most every 30 s.
     "grpc.dns_min_time_between_resolutions_ms": 500,
     "grpc.initial_reconnect_backoff_ms": 100,
     "grpc.max_reconnect_backoff_ms": 1000,
-    # How long one attempt to connect may take: two lost SYNs.
+    # Time for one attempt to connect: two lost SYNs.
     "grpc.min_reconnect_backoff_ms": 4000,
-    # A channel opened afresh is a fresh connection; by default it would join a dying one.
+    # A new channel is a new connection; by default it would share a dying one.
     "grpc.use_local_subchannel_pool": 1,
     "grpc.max_receive_message_length": MAX_MESSAGE_BYTES,
 }
@@ -161,9 +161,9 @@ CLIENT_OPTIONS: Final[Mapping[str, int]] = {
 
 
 class LinkError(Exception):
-    """The stream is gone or could not be opened; the text is a sentence.
+    """The stream broke or could not be opened; the text is a sentence.
 
-    `rejected`: the peer answered that it does not understand us, so dialling again is no use.
+    `rejected`: the peer answered that it does not understand us, so retrying is useless.
     """
 
     def __init__(self, reason: str, *, rejected: bool = False) -> None:
@@ -172,7 +172,7 @@ class LinkError(Exception):
 
 
 class Unproved(LinkError):
-    """Whoever answers there is not to be followed: it could not prove the job's token."""
+    """The peer must not be followed: it could not prove the job's token."""
 
 
 def open_channel(
@@ -182,11 +182,11 @@ def open_channel(
     tls: Pem | None = None,
     name: str = "",
 ) -> Any:
-    """A grpc.aio channel to the master at `endpoint`; nothing is dialled before it is used.
+    """A grpc.aio channel to the master at `endpoint`; connects when it is used.
 
-    `tls`: what to show and to trust, None for plain TCP. `name`: the host name or address that the
-    master's certificate must bear, "" for the endpoint's.
-    `dns:///` keeps a host such as `unix` from being read as a scheme; addresses pass as they are.
+    `tls`: certificates to present and to trust, None for plain TCP. `name`: the host name or
+    address that the master's certificate must contain, "" for the endpoint's. `dns:///` prevents
+    that a host such as `unix` is parsed as a scheme; addresses are unaffected.
     """
     where = f"dns:///{endpoint}"
     if tls is None:
@@ -199,8 +199,8 @@ def open_channel(
 class Attendance:
     """An agent's stream to the master: Reports out, Orders in.
 
-    One task may send while another receives. Cancelling a task inside either cancels the stream;
-    do so before the channel is closed: grpc never wakes a send whose stream did not come to stand.
+    One task may send while another receives. Cancelling a task inside either cancels the stream. Do
+    so before the channel is closed: grpc never wakes a send whose stream was never established.
     """
 
     def __init__(self, call: Any) -> None:
@@ -209,8 +209,9 @@ class Attendance:
         """Whether the master has proved the job's token (or there is none to prove)."""
 
     async def enter(self, hello: Hello, token: str = "") -> Order | None:
-        """Prove the token to the master and have it proved by it, say hello, and hear the answer: a
-        Welcome or a Refused, as a rule. LinkError; Unproved for a master that is not the job's."""
+        """Prove the token to the master and check its proof, send Hello, and return the answer:
+        usually a Welcome or a Refused. Raises LinkError; Unproved for a master that is not the
+        job's."""
         guest = Guest(
             token,
             hello.version,
@@ -223,7 +224,7 @@ class Attendance:
         answer = await self.receive()
         if answer is None or isinstance(answer, Refused):
             return answer
-        if not isinstance(answer, Challenge):  # a Welcome, say, of somebody who proves nothing
+        if not isinstance(answer, Challenge):  # e.g. a Welcome from a peer that proves nothing
             self.cancel()
             raise Unproved(f"it answered our knock with {type(answer).__name__}")
         try:
@@ -237,7 +238,7 @@ class Attendance:
         return await self.receive()
 
     async def send(self, report: Report) -> None:
-        """Hand one report to the transport, waiting while its window is full. LinkError."""
+        """Pass one report to the transport, waiting while its window is full. Raises LinkError."""
         data = protobuf.report_to_wire(report)
         try:
             await self._call.write(data)
@@ -247,7 +248,7 @@ class Attendance:
             raise LinkError("the stream to the master has ended") from None
 
     async def receive(self) -> Order | None:
-        """The next order; None when the master has closed the stream in good order. LinkError."""
+        """The next order; None when the master has closed the stream properly. Raises LinkError."""
         try:
             data = await self._call.read()
             if data is grpc.aio.EOF:
@@ -264,7 +265,7 @@ class Attendance:
             raise LinkError(f"the master sent {wrong}", rejected=True) from None
 
     async def close(self) -> None:
-        """Say that no report follows: the master takes this for a clean departure."""
+        """Declare that no report follows: the master takes this for a clean departure."""
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # it has ended already
             await self._call.done_writing()
 
@@ -274,7 +275,7 @@ class Attendance:
 
 
 def attend(channel: Any) -> Attendance:
-    """Open the stream; `enter` comes before anything else on it."""
+    """Open the stream; call `enter` before anything else on it."""
     return Attendance(channel.stream_stream(ATTEND)(wait_for_ready=False))
 
 
@@ -287,9 +288,10 @@ async def get_status(
     name: str = "",
     version: str = "status",
 ) -> JobStatus:
-    """Ask the master at `endpoint` for its page; `token` is a reader's (`auth.reader_token`).
+    """Get the page of the master at `endpoint`; `token` is a reader's (`auth.reader_token`).
 
-    LinkError after `timeout` seconds at most; its `rejected` says that asking again is no use."""
+    Raises LinkError after at most `timeout` seconds; its `rejected` means that retrying is
+    useless."""
     guest = Guest(token, version)
     return await _ask(GET_STATUS, guest, None, JobStatus, endpoint, timeout, tls, name)
 
@@ -304,8 +306,8 @@ async def reach_me(
     name: str = "",
     version: str = "doctor",
 ) -> Reached:
-    """Have the master at `endpoint` dial us as `asked`, and tell what it knows of us; `token` is a
-    reader's (`auth.reader_token`). LinkError as with `get_status`."""
+    """Make the master at `endpoint` connect to us as `asked`, and return what it knows of us;
+    `token` is a reader's (`auth.reader_token`). Raises LinkError like `get_status`."""
     guest = Guest(token, version)
     return await _ask(REACH, guest, asked, Reached, endpoint, timeout, tls, name)
 
@@ -320,8 +322,8 @@ async def ask_for(
     tls: Pem | None = None,
     name: str = "",
 ) -> Reply:
-    """Have the master at `endpoint` look at the ranks or, as an operator, do something; `token` is
-    that of the role (`auth.reader_token`, `auth.operator_token`). LinkError as above."""
+    """Make the master at `endpoint` inspect the ranks or, as an operator, do something; `token` is
+    that of the role (`auth.reader_token`, `auth.operator_token`). Raises LinkError as above."""
     method = OPERATE if role is Role.OPERATOR else ASK_FOR
     guest = Guest(token, request.verb, role)
     return await _ask(method, guest, request, Reply, endpoint, timeout, tls, name)
@@ -330,8 +332,8 @@ async def ask_for(
 async def ask_to_join(
     endpoint: Endpoint, timeout: float, guest: Guest, *, tls: Pem | None = None
 ) -> Reply:
-    """What the master at `endpoint` gives to who has a join code (`Guest.with_code`); the body is
-    sealed (`wire.auth`). LinkError as above."""
+    """Get what the master at `endpoint` gives to the holder of a join code (`Guest.with_code`); the
+    body is sealed (`wire.auth`). Raises LinkError as above."""
     return await _ask(JOIN, guest, Request("join"), Reply, endpoint, timeout, tls, "")
 
 
@@ -345,8 +347,8 @@ async def _ask(
     tls: Pem | None,
     name: str,
 ) -> A:
-    """What a reader is answered once both sides have proved the token; `asked`: what it says after
-    its proof, if anything. LinkError, also for a refusal."""
+    """The answer to a reader after both sides have proved the token; `asked`: what it sends after
+    its proof, if anything. Raises LinkError, also for a refusal."""
     options = {**CLIENT_OPTIONS, "grpc.max_receive_message_length": MAX_STATUS_BYTES}
     async with open_channel(endpoint, options, tls=tls, name=name) as channel:
         call = channel.stream_stream(method)(timeout=timeout, wait_for_ready=False)
@@ -362,7 +364,7 @@ async def _ask(
                 answer = await _answer(call)
         except grpc.aio.AioRpcError as broken:
             raise _link_error(broken.code(), broken.details()) from None
-        except asyncio.InvalidStateError:  # it ended while we wrote
+        except asyncio.InvalidStateError:  # the stream ended during a write
             raise _link_error(await call.code(), await call.details()) from None
         except WireError as wrong:
             raise LinkError(f"{endpoint} sent {wrong}", rejected=True) from None
@@ -381,7 +383,7 @@ async def _ask(
 
 
 async def _answer(call: Any) -> Any:
-    """The next answer to a reader. WireError, AioRpcError."""
+    """The next answer to a reader. Raises WireError or AioRpcError."""
     data = await call.read()
     if data is grpc.aio.EOF:
         raise _link_error(await call.code(), await call.details())
@@ -393,7 +395,7 @@ def _link_error(code: Any, details: str | None) -> LinkError:
     rejected = code in (codes.INVALID_ARGUMENT, codes.UNIMPLEMENTED)
     text = in_words(code.name, details)
     if code is codes.INTERNAL and "from Core" in text:
-        text = "the stream broke while it was written to"  # grpc's word for it says nothing
+        text = "the stream broke while it was written to"  # gRPC's text for it says nothing
     if code is codes.UNIMPLEMENTED:
         text = f"it is no elasticrun master ({text})"
     return LinkError(text, rejected=rejected)
@@ -403,7 +405,7 @@ def _link_error(code: Any, details: str | None) -> LinkError:
 
 
 class ListenError(OSError):
-    """A port could not be had; the text is a sentence. `taken`: somebody else listens there."""
+    """A port is not available; the text is a sentence. `taken`: another process listens there."""
 
     def __init__(self, reason: str, *, taken: bool) -> None:
         super().__init__(reason)
@@ -411,7 +413,7 @@ class ListenError(OSError):
 
 
 Serve = Callable[[Any], Awaitable[None]]
-"""Handler of one stream: gets the grpc.aio context, whose read() and write() carry bytes."""
+"""Handler of one stream: gets the grpc.aio context, whose read() and write() transfer bytes."""
 
 
 def make_server(
@@ -448,9 +450,9 @@ def make_server(
 
 
 def listen(server: Any, host: str, port: int, tls: Pem | None = None) -> int:
-    """Bind the server; returns the port (a free one for 0). ListenError says why not.
+    """Bind the server; return the port (a free one for 0). Raises ListenError.
 
-    `tls` with a `ca` serves only those whose certificate that CA has signed."""
+    `tls` with a `ca` serves only clients whose certificate that CA has signed."""
     where = Endpoint(host, port)
     try:
         if tls is None:
@@ -467,7 +469,7 @@ def listen(server: Any, host: str, port: int, tls: Pem | None = None) -> int:
 
 
 def _why_not(where: Endpoint) -> ListenError:
-    """gRPC only says that it failed; the same bind once more, by hand, says why."""
+    """gRPC only says that it failed; repeat the bind by hand to get the reason."""
     try:
         found = socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM)
         family, kind, proto, _, address = found[0]

@@ -1,11 +1,11 @@
-"""A client of etcd (v3) as far as we need one: read, decide by transaction, lease, follow.
+"""A minimal client of etcd (v3): read, transactions, leases, watch.
 
-Every call goes to one server of the list and, if that one does not answer in time, to the next.
-A call that failed may have been carried out all the same (its answer was lost): callers make their
-transactions conditional, so that doing one twice is harmless. Servers without a majority do not
-answer (`hasleader`), so nothing old is ever read.
+Every call goes to one server of the list and, if that one does not answer in time, to the next. A
+failed call may have been carried out anyway (its answer was lost), so callers use conditional
+transactions, which are harmless when repeated. Servers without a majority do not answer
+(`hasleader`), so no stale data is ever read.
 
-One loop owns an `Etcd`; nothing here blocks it.
+One event loop owns an `Etcd`; nothing here blocks it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from elasticrun.wire.rpc.etcd_place import EtcdPlace
 from elasticrun.wire.types import Endpoint
 
 CALL_LIMIT: Final = 2.0
-"""Seconds for one server to answer before the next is asked."""
+"""Seconds for one server to answer before the next one is tried."""
 
 BACKOFF_FIRST: Final = 0.1
 BACKOFF_MOST: Final = 1.0
-"""Seconds between rounds of all servers while none answers, doubled each time and jittered."""
+"""Seconds between rounds over all servers while none answers, doubled each time and jittered."""
 
 OPTIONS: Final[Mapping[str, int]] = {
     "grpc.enable_http_proxy": 0,
@@ -36,8 +36,8 @@ OPTIONS: Final[Mapping[str, int]] = {
     "grpc.initial_reconnect_backoff_ms": 100,
     "grpc.max_reconnect_backoff_ms": 1000,
     "grpc.use_local_subchannel_pool": 1,
-    # A follower must notice that its server's host has gone without a word. etcd hangs up on who
-    # pings more often than every 5 s.
+    # A watcher must notice that its server's host has vanished. etcd disconnects clients that ping
+    # more often than every 5 s.
     "grpc.keepalive_time_ms": 6000,
     "grpc.keepalive_timeout_ms": 2000,
     "grpc.http2.ping_timeout_ms": 2000,
@@ -51,7 +51,7 @@ _FINAL: Final = (
     *("INVALID_ARGUMENT", "NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED", "UNIMPLEMENTED"),
     "FAILED_PRECONDITION",
 )
-"""gRPC's words for answers that stay the same however often one asks."""
+"""gRPC's status codes for answers that a retry does not change."""
 
 
 class EtcdError(Exception):
@@ -59,16 +59,17 @@ class EtcdError(Exception):
 
 
 class EtcdSilent(EtcdError):
-    """No server answered: it may have been done or not, and may be tried again."""
+    """No server answered: the call may have been carried out or not, and may be retried."""
 
 
 class EtcdRefused(EtcdError):
-    """etcd has answered that it will not: trying again is no use."""
+    """etcd refused: retrying is useless."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyValue:
-    """A key with its value. `created` is unique to this life of the key, over all keys for ever."""
+    """A key with its value. `created` is unique to this creation of the key, over all keys,
+    forever."""
 
     key: str
     value: bytes
@@ -78,7 +79,7 @@ class KeyValue:
 
 @dataclass(frozen=True, slots=True)
 class TxnResult:
-    """What came of a transaction; `items` are those its reads have found."""
+    """The result of a transaction; `items` are the results of its reads."""
 
     succeeded: bool
     revision: int
@@ -89,12 +90,12 @@ class TxnResult:
 
 
 def created_at(key: str, revision: int) -> pb.Compare:
-    """The condition that this very life of the key stands; 0: that there is no such key."""
+    """The condition that the key exists with this create_revision; 0: that it does not exist."""
     return pb.Compare(result=0, target=1, key=key.encode(), create_revision=revision)
 
 
 def put(key: str, value: bytes, lease: int = 0) -> pb.RequestOp:
-    """Write a key; with a lease it goes when the lease does."""
+    """Write a key; with a lease it is deleted when the lease ends."""
     return pb.RequestOp(request_put=pb.PutRequest(key=key.encode(), value=value, lease=lease))
 
 
@@ -116,7 +117,7 @@ def get_all(prefix: str) -> pb.RequestOp:
 
 
 def _end_of(prefix: str) -> bytes:
-    """The first key after all that begin with `prefix`, which ends with "/"."""
+    """The first key after all that start with `prefix`, which ends with "/"."""
     raw = prefix.encode()
     return raw[:-1] + bytes([raw[-1] + 1])
 
@@ -125,7 +126,7 @@ def _end_of(prefix: str) -> bytes:
 
 
 class Etcd:
-    """One client of one etcd; `close` it in the loop that used it."""
+    """One client of one etcd; `close` it in the event loop that used it."""
 
     def __init__(
         self,
@@ -137,7 +138,7 @@ class Etcd:
         limit: float = CALL_LIMIT,
         options: Mapping[str, int] = OPTIONS,
     ) -> None:
-        """`ca`, `cert`, `key`: files (PEM) for `etcds://`, read here. EtcdRefused."""
+        """`ca`, `cert`, `key`: files (PEM) for `etcds://`, read here. Raises EtcdRefused."""
         self.place = place
         self._limit = limit
         self._options = tuple(options.items())
@@ -146,7 +147,7 @@ class Etcd:
         self._first = 0
 
     async def close(self) -> None:
-        """Hang up; calls that are under way end."""
+        """Close all connections; calls in progress end."""
         channels = list(self._channels.values())
         self._channels.clear()
         for channel in channels:
@@ -162,18 +163,18 @@ class Etcd:
         *,
         limit: float | None = None,
     ) -> TxnResult:
-        """If all conditions hold do `then`, else `otherwise`, at one instant. EtcdError."""
+        """If all conditions hold do `then`, else `otherwise`, atomically. Raises EtcdError."""
         request = pb.TxnRequest(compare=conditions, success=then, failure=otherwise)
         answer = await self._ask("KV/Txn", request, pb.TxnResponse, limit)
         found = [_item(kv) for part in answer.responses for kv in part.response_range.kvs]
         return TxnResult(answer.succeeded, answer.header.revision, tuple(found))
 
     async def read(self, prefix: str) -> TxnResult:
-        """Every key with this prefix, as of now (the answer is a majority's). EtcdError."""
+        """Every key with this prefix, as of now (a linearizable read). Raises EtcdError."""
         return await self.txn((), (get_all(prefix),))
 
     async def grant(self, seconds: int) -> int:
-        """A new lease. EtcdError."""
+        """A new lease. Raises EtcdError."""
         request = pb.LeaseGrantRequest(TTL=seconds)
         answer = await self._ask("Lease/LeaseGrant", request, pb.LeaseGrantResponse)
         if answer.error:
@@ -181,26 +182,27 @@ class Etcd:
         return int(answer.ID)
 
     async def revoke(self, lease: int) -> None:
-        """End a lease now, and every key that hangs on it. EtcdError, but not if it has gone."""
+        """End a lease now, with every key attached to it; a no-op if it does not exist. Raises
+        EtcdError."""
         request = pb.LeaseRevokeRequest(ID=lease)
         with contextlib.suppress(EtcdRefused):
             await self._ask("Lease/LeaseRevoke", request, pb.LeaseRevokeResponse)
 
     async def renew(self, lease: int, limit: float | None = None) -> bool:
-        """Begin the lease's time anew; False if there is no such lease any more. EtcdError."""
+        """Renew a lease; False if it does not exist any more. Raises EtcdError."""
         request = pb.LeaseKeepAliveRequest(ID=lease)
-        # A stream in etcd's API; one request and one answer are a call like any other.
+        # A stream in etcd's API, but one request and one answer work like a unary call.
         answer = await self._ask("Lease/LeaseKeepAlive", request, pb.LeaseKeepAliveResponse, limit)
         return int(answer.TTL) > 0
 
     async def follow(
         self, prefix: str, trouble: Callable[[str], None] = lambda sentence: None
     ) -> AsyncIterator[dict[str, KeyValue]]:
-        """All that lies under `prefix` by key: now, and after each change, for ever.
+        """All items under `prefix` by key: now, and after each change, forever.
 
-        Never fails for want of an etcd: `trouble(sentence)` is called when none answers and
-        `trouble("")` when one does again. What happens meanwhile is made good by reading afresh,
-        so changes that follow each other fast may be seen as one. EtcdRefused."""
+        Never fails when etcd is unavailable: `trouble(sentence)` is called when no server answers
+        and `trouble("")` when one answers again. Changes in between are caught up by a new read, so
+        quick changes may appear as one. Raises EtcdRefused."""
         pause = BACKOFF_FIRST
         while True:
             try:
@@ -223,9 +225,9 @@ class Etcd:
             pause = min(BACKOFF_MOST, 2 * pause)
 
     async def _watch(self, prefix: str, revision: int) -> AsyncIterator[list[Any]]:
-        """Changes from `revision` on, as long as one server tells them; an empty list when it has
-        begun to. EtcdSilent, EtcdRefused when the stream breaks; ends when the revision is
-        compacted away: then read afresh."""
+        """Changes from `revision` on, while one server sends them; the first list is empty and
+        confirms the watch. Raises EtcdSilent or EtcdRefused when the stream breaks; ends when the
+        revision is compacted away: then read again."""
         call = self._channel().stream_stream(
             "/etcdserverpb.Watch/Watch",
             request_serializer=pb.WatchRequest.SerializeToString,
@@ -237,8 +239,8 @@ class Etcd:
         try:
             begin = call.write(pb.WatchRequest(create_request=create))
             await asyncio.wait_for(begin, self._limit)
-            # Until it says `created` it is an open question; from then on silence is good news,
-            # and the transport's pings say whether anybody is there.
+            # Until `created` arrives the outcome is open; from then on silence is normal, and the
+            # transport's pings detect a dead server.
             answer = await asyncio.wait_for(call.read(), self._limit)
             while answer is not grpc.aio.EOF and not answer.canceled:
                 yield list(answer.events)
@@ -249,7 +251,7 @@ class Etcd:
                 raise EtcdSilent(f"{self.place} does not answer") from None
             if isinstance(broken, grpc.aio.AioRpcError):
                 raise _error(broken, self.place) from None
-            # InvalidStateError is grpc.aio's word for a stream that ended under a write.
+            # InvalidStateError is grpc.aio's error for a stream that ended during a write.
             raise EtcdSilent(f"{self.place} ended the stream") from None
         finally:
             call.cancel()
@@ -257,7 +259,7 @@ class Etcd:
     # ------------------------------------------------------------ servers in turn
 
     def _channel(self) -> Any:
-        """To the server whose turn it is."""
+        """The channel to the current server."""
         server = self.place.servers[self._first % len(self.place.servers)]
         if server not in self._channels:
             target = f"dns:///{server}"
@@ -271,7 +273,7 @@ class Etcd:
     async def _ask(
         self, method: str, request: Any, answer: type[Any], limit: float | None = None
     ) -> Any:
-        """Ask one server after the other, each once, beginning with the last good one."""
+        """Call one server after the other, each once, starting with the last good one."""
         error: EtcdError | None = None
         for _ in self.place.servers:
             ask = self._channel().unary_unary(
@@ -296,7 +298,8 @@ def _item(kv: Any) -> KeyValue:
 
 
 def _error(broken: Any, place: EtcdPlace) -> EtcdError:
-    """Whether another try may help. A server that goes down or has lost its majority is silent."""
+    """The error, by whether a retry may help. A server that is stopping or without a majority
+    counts as silent."""
     code = broken.code().name
     text = in_words(code, broken.details())
     if code in _FINAL:
@@ -306,7 +309,7 @@ def _error(broken: Any, place: EtcdPlace) -> EtcdError:
 
 
 def _credentials(ca: str, cert: str, key: str) -> Any:
-    """TLS to etcd by these files; without `ca` the system's authorities count."""
+    """TLS to etcd with these files; without `ca` the system's CAs are trusted."""
     try:
         parts = [Path(path).read_bytes() if path else None for path in (ca, key, cert)]
     except OSError as wrong:

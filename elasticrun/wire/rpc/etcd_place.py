@@ -1,6 +1,6 @@
-"""What agents and masters of one job agree on about etcd: where it is, and what lies there.
+"""Where a job's etcd is, and which keys agents and masters use in it.
 
-Everything of a job lies under `/elasticrun/v1/<job id>/`:
+All keys of a job are under `/elasticrun/v1/<job id>/`:
 
 lead/master     who leads (`Leader`), under its lease; the key's create_revision is the fencing
                 token of every decision. The term of that master is this plus `terms`
@@ -11,7 +11,7 @@ terms           what is added to a revision to make a term: 0 (no key), or, in a
                 its history while the job ran, the highest term that was known then
 crashes         how many masters in a row have failed on these facts, for a minute each
 
-Agents watch `lead/` alone, which is small; the record grows with the number of nodes.
+Agents watch only `lead/`, which is small; the record grows with the number of nodes.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from elasticrun.wire.types import Endpoint, dumps, loads
 ROOT: Final = "/elasticrun/v1"
 DEFAULT_PORT: Final = 2379
 MAX_SERVERS: Final = 16
-"""Servers named in one URL; etcd's own advice is seven at most."""
+"""Maximum number of servers in one URL; etcd recommends at most seven."""
 MAX_VALUE: Final = 8 * 1024
-"""Longest value under `lead/` that is believed, in bytes."""
+"""Longest valid value under `lead/`, in bytes."""
 
 _HOST: Final = re.compile(r"[\w.:%-]+")
 
 
 class PlaceError(ValueError):
-    """No place of an etcd; the text is a sentence."""
+    """Not an address of etcd; the text is a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class EtcdPlace:
-    """The servers of one etcd, to be tried in turn; `secure`: by TLS."""
+    """The servers of one etcd, tried in turn; `secure`: by TLS."""
 
     servers: tuple[Endpoint, ...]
     secure: bool = False
@@ -50,7 +50,7 @@ class EtcdPlace:
 
 
 def parse_place(text: str) -> EtcdPlace:
-    """`etcd://HOST[:PORT][,HOST[:PORT]...]`, or `etcds://` for TLS. PlaceError with a sentence."""
+    """Parse `etcd://HOST[:PORT][,HOST[:PORT]...]`, or `etcds://` for TLS. Raises PlaceError."""
     scheme, mark, rest = text.strip().partition("://")
     if not mark or scheme not in ("etcd", "etcds"):
         raise PlaceError(f"{text!r} is no etcd: write etcd://HOST:PORT[,HOST:PORT...]")
@@ -76,7 +76,7 @@ def _server(part: str, text: str) -> Endpoint:
 
 
 class Keys:
-    """The keys of one job; an id may hold any character, a slash too."""
+    """The keys of one job; an id may contain any character, even a slash."""
 
     def __init__(self, job_id: str) -> None:
         self.base = f"{ROOT}/{quote(job_id, safe='')}/"
@@ -96,8 +96,8 @@ class Leader:
 
     host: str
     port: int
-    holder: str  # names the life of the agent that started this master
-    nonce: str  # names this very master
+    holder: str  # identifies the agent's incarnation that started this master
+    nonce: str  # identifies this master
 
     @property
     def endpoint(self) -> Endpoint:
@@ -108,8 +108,8 @@ class Leader:
 
 
 def leader_from_bytes(data: bytes) -> Leader | None:
-    """The leader in these bytes; None if they are not one, which only a stranger can have written:
-    then agents wait for a better one instead of dialling it."""
+    """The leader in these bytes; None if they are invalid, so not written by elasticrun: then
+    agents wait for a valid one instead of connecting."""
     if len(data) > MAX_VALUE:
         return None
     try:

@@ -1,9 +1,9 @@
-"""Messages as bytes and back: the only importer of the generated protobuf code.
+"""Converts messages to bytes and back: the only importer of the generated protobuf code.
 
-What is written and read of a field, and its bound, comes from the annotations in `messages.py`;
-the kinds of an envelope come from the proto. Bytes that are no message of ours, or whose fields
-break a bound, raise `WireError` with a sentence. What goes out fits into one message: texts are cut
-to their bound, and what failures say is shortened until it has at most MAX_MESSAGE_BYTES.
+The annotations in `messages.py` determine how a field is read and written, and its bound; the kinds
+of an envelope come from the proto file. Bytes that are not a message of ours, or whose fields
+violate a bound, raise `WireError` with a sentence. Sent data fits into one message: texts are cut
+to their bound, and texts of failures are shortened until it has at most MAX_MESSAGE_BYTES.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from elasticrun.wire.types import (
 
 
 class ProtocolMismatch(WireError):
-    """The peer speaks another version of the protocol (`protocol`; `version` is its release)."""
+    """The peer uses another version of the protocol (`protocol`; `version` is its release)."""
 
     def __init__(self, protocol: int, version: str) -> None:
         self.protocol, self.version = protocol, version
@@ -51,7 +51,7 @@ class ProtocolMismatch(WireError):
 
 
 class _Scalar:
-    """How a field is read from a protobuf message, and how it is written, within its bound."""
+    """Reads and writes a field of a protobuf message, within its bound."""
 
     def __init__(self, bound: Bound) -> None:
         self.bound = bound
@@ -64,7 +64,7 @@ class _Scalar:
 
 
 class _Text(_Scalar):
-    """The sender cuts it."""
+    """A text that the sender cuts."""
 
     def store(self, where: str, message: Any, name: str, value: str) -> None:
         setattr(message, name, cut(value, MAX_TEXT, keep_end=self.bound is tail))
@@ -118,7 +118,7 @@ _BOUNDS: Final[dict[type, Bound]] = {
     str: text,
     bool: lambda where, value: bool(value),
 }
-"""Of a field whose annotation names none."""
+"""Bounds of fields whose annotation has none."""
 
 
 def _rule(kind: Any) -> _Scalar | _Part | _Many:
@@ -143,7 +143,7 @@ def _rule(kind: Any) -> _Scalar | _Part | _Many:
 
 @cache
 def rules(of: Any) -> Mapping[str, _Scalar | _Part | _Many]:
-    """The fields of a message, in their order."""
+    """The fields of a message, in order."""
     hints = typing.get_type_hints(of, include_extras=True)
     return {name: _rule(kind) for name, kind in hints.items()}
 
@@ -170,11 +170,11 @@ def _store(value: Any, message: Any, where: str) -> None:
 # ---------------------------------------------------------------- envelopes
 
 NAMES: Final = {"Round": RoundName, "Endpoint": Endpoint, "StatusReply": m.JobStatus}
-"""Messages that the proto calls otherwise, or that are not of `messages.py`."""
+"""Messages with another name in the proto, or defined outside `messages.py`."""
 
 
 def kinds(envelope: Any) -> dict[str, type[Any]]:
-    """What may stand in an envelope, by the names of its fields."""
+    """The message types in an envelope, by the names of its fields."""
     fields = envelope.DESCRIPTOR.fields
     named = {field.name: field.message_type.name for field in fields}
     return {field: NAMES.get(name) or getattr(m, name) for field, name in named.items()}
@@ -197,7 +197,7 @@ def _from_wire(of: Any, data: bytes, what: str, most: int = m.MAX_MESSAGE_BYTES)
         raise WireError(f"a {what} of a kind that protocol {m.PROTOCOL_VERSION} does not have")
     message = getattr(envelope, kind)
     if kind in _VERSIONED and message.protocol != m.PROTOCOL_VERSION:
-        # Read before the checks: fields of another version may mean other things.
+        # Checked first: fields of another version may have other meanings.
         version = cut(message.version, 80)
         raise ProtocolMismatch(message.protocol, version if version.isprintable() else "")
     return _load(_KINDS[of][kind], message, kind)
@@ -218,7 +218,7 @@ def _to_wire(envelope: Callable[[], Any], value: Any, what: str) -> bytes:
 
 
 def _fitting(envelope: Callable[[], Any], value: Any, what: str) -> bytes:
-    """Encode; shorten what its failures say until the message is within its bound."""
+    """Encode; shorten the texts of failures until the message is within its bound."""
     failures = getattr(value, "failures", ())
     if len(failures) > m.MAX_FAILURES:
         failures = failures[: m.MAX_FAILURES]
@@ -240,7 +240,7 @@ def _shorter(failure: m.Failure, room: int) -> m.Failure:
         failure,
         message=cut(failure.message, room),
         traceback=cut(failure.traceback, room, keep_end=True),
-        error_file=path if len(path) <= max(room, 256) else "",  # half a path is none
+        error_file=path if len(path) <= max(room, 256) else "",  # half a path is useless
     )
 
 
