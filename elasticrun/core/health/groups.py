@@ -3,8 +3,8 @@
 *What a failure proves.* A node fails *alone* if its own part went wrong without another node (its
 matmul, its process; anything in a probe of one node). Otherwise the *group* fails, and any of its
 nodes may be at fault, or a link between two of them. A node is convicted when its failures have no
-innocent explanation left. Innocent is anything that one bad link of this node and one bad link
-between others explain together:
+innocent explanation left. An explanation is innocent if it needs at most one bad link of this node
+and one bad link between others. So a node is convicted if both are true:
 
 * it has failed at least twice, counting only failures that its partners do not explain: failures
   alone, and failures with partners that all work with other nodes;
