@@ -117,7 +117,7 @@ _AT: Final = {
     **dict.fromkeys(OF_A_SUBMITTED, "jobs.manage.jobs"),
 }
 """The module of each verb, imported on use, with the function's name if that is not `main`. Outside
-`elasticrun/jobs`, only this table and `_jobs` name its modules."""
+`elasticrun/jobs`, only this table and calls of `_jobs` name modules of that folder."""
 
 _HEARD: Final = ("submit", "render", "convert", "warm", "join")
 """Verbs whose functions take `say`, which prints a line for the user."""

@@ -59,10 +59,8 @@ class Submission(Struct, frozen=True, kw_only=True):
     min_nodes: int = 1
     max_nodes: int = 1
     scaled: int = 0  # last maximum set by `scale`; 0: never scaled
-    gpus: tuple[
-        str, ...
-    ] = ()  # that the nodes of this host share out, as CUDA_VISIBLE_DEVICES has it
-    port: int = 0  # where the nodes of this host meet; 0: one node
+    gpus: tuple[str, ...] = ()  # split among the nodes of this host; as in CUDA_VISIBLE_DEVICES
+    port: int = 0  # of this host's rendezvous; 0: one node
     agents: tuple[LocalAgent, ...] = ()  # as in `runs.layout.Starting`
     hosts: tuple[str, ...] = ()  # reached by ssh, with user names
     ssh: tuple[str, ...] = ()  # the command that reaches them

@@ -32,19 +32,19 @@ class JobRow(Struct, frozen=True, kw_only=True):
     """What `elasticrun list -o json` prints of a job; its fields are a stable schema."""
 
     name: str
-    state: str  # as in `RunFolder.state`, or what its master says it does
+    state: str  # as in `RunFolder.state`, or from its master
     where: str  # local, ssh, slurm, k8s
     id: str = ""  # its rendezvous id; in a cluster NAMESPACE/NAME
     run_id: str = ""  # 8 hexadecimal digits that identify its run folder; verbs take it
     user: str = ""
-    host: str = ""  # that launched it
+    host: str = ""  # the host that launched it
     endpoint: str = ""  # of its master
     run: str = ""  # its run folder
-    nodes: int = 0  # that have a place
+    nodes: int = 0  # nodes in the current round
     max_nodes: int = 0
-    step: int = -1  # the newest that was told; -1: none
+    step: int = -1  # the newest reported; -1: none
     restarts: int = 0
-    age: float = 0.0  # seconds since it began, over suspend and resume
+    age: float = 0.0  # seconds since it began, including suspensions
     reason: str = ""  # why it waits, or how it ended
 
 
@@ -52,10 +52,10 @@ class JobPage(JobRow, frozen=True, kw_only=True):
     """What `elasticrun status -o json` prints of a job: a row of `list`, and more. In a cluster
     also `kind`, `namespace`, `conditions`, `pods` and `events`."""
 
-    exit_code: int | None = None  # of its launcher, once it has ended
+    exit_code: int | None = None  # of its launcher, after the end
     page: str = ""  # URL for a browser, while it runs here; good once, for 15 minutes
     tensorboard: str = ""  # URL
-    master: JobStatus | None = None  # all that its master says; null of one that does not run
+    master: JobStatus | None = None  # its master's status; null if it does not run
 
 
 class DoneRow(Struct, frozen=True, kw_only=True):

@@ -184,7 +184,7 @@ class Lab:
         enter = ["nsenter", f"--net={host.netns}", "unshare", "--mount", "--uts"]
         return [*enter, "sh", "-c", ENTER, "sh", str(self._table), host.names[-1]]
 
-    # ------------------------------------------------------------ what befalls cables
+    # ------------------------------------------------------------ faults of cables
 
     def cut(self, name: str) -> None:
         """Pull the cable of a host."""

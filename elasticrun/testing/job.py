@@ -150,7 +150,7 @@ class ElasticJob:
         self.lab: Lab | None = Lab(scratch) if hosts else None
         """The hosts and their switch, if the job has hosts."""
 
-    # ------------------------------------------------------------ nodes come
+    # ------------------------------------------------------------ starting nodes
 
     def begin(self, count: int, master: Sequence[str] | None, *, together: bool) -> None:
         """Start a master by hand if it has options, then `count` nodes; called by `start`."""
@@ -229,7 +229,7 @@ class ElasticJob:
                 raise JobError(f"the job did not start: {how}; it said:\n{node.tail()}")
             self._said.wait(deadline.left())
 
-    # ------------------------------------------------------------ what is seen
+    # ------------------------------------------------------------ observing
 
     def status(self) -> JobStatus:
         """The job's status from its master. Raises JobError if no master answers."""
@@ -254,7 +254,7 @@ class ElasticJob:
         """The standard output and error of a node's agent and ranks so far."""
         return self._named(number).output()
 
-    # ------------------------------------------------------------ for those who do things to it
+    # ------------------------------------------------------------ finding nodes
 
     def _everybody(self) -> list[JobNode]:
         return [*self.nodes, *filter(None, [self.master_node])]
@@ -326,7 +326,7 @@ class ElasticJob:
             self._stepped.wait(deadline.left())
             time.sleep(min(ASK_SPACING, deadline.left()))
 
-    # ------------------------------------------------------------ words, steps, status
+    # ------------------------------------------------------------ waiting for output, steps, status
 
     def wait_for_output(
         self, number: Where, text: str | re.Pattern[str], *, timeout: float | None = None
@@ -459,7 +459,7 @@ class ElasticJob:
             when = "every agent ended" if self._over() else "it ended"
         return JobError(f"waited for {what}, but {when} ({ends}); {seen}")
 
-    # ------------------------------------------------------------ what befalls nodes
+    # ------------------------------------------------------------ faults of nodes
 
     def kill_node(self, number: int) -> float:
         """SIGKILL the agent, its fork server and its ranks at once, as when a node is lost.
@@ -562,7 +562,7 @@ class ElasticJob:
             processes.await_end(pids, LEFTOVER_LIMIT)
         return at
 
-    # ------------------------------------------------------------ what befalls cables (hosts=True)
+    # ------------------------------------------------------------ faults of cables (hosts=True)
 
     def cut(self, one: Where, other: Where | None = None) -> float:
         """Pull the cable of a host, or disconnect two hosts from each other."""

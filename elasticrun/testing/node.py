@@ -98,7 +98,7 @@ class JobNode:
     ) -> None:
         """Start it, or start it again after it ended. It dies with this process, however this one
         ends."""
-        # An external program does it, because no Python code may run in the child between fork and
+        # setpriv does it, because no Python code may run in the child between fork and
         # exec: the process of the tests may have threads.
         setpriv = shutil.which("setpriv")
         guard = [setpriv, "--pdeathsig", "KILL"] if setpriv else []

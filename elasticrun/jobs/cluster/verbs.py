@@ -151,7 +151,7 @@ def _act(verb: str, api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> Aw
     return acts.resume(api, job) if verb == "resume" else acts.delete(api, job)
 
 
-# ---------------------------------------------------------------- looking
+# ---------------------------------------------------------------- read-only verbs
 
 
 async def _list(api: KubeApi, ns: argparse.Namespace) -> int:

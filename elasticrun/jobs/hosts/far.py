@@ -45,7 +45,7 @@ MOST_ORDER: Final = 4 * 1024 * 1024
 """Maximum bytes of a line on stdin: command line, variables and token."""
 CHUNK: Final = 64 * 1024
 ORDER_LIMIT: Final = 180.0
-"""Seconds until the other side has chosen the host of the rendezvous."""
+"""Seconds to wait for the order; the other side first chooses the host of the rendezvous."""
 BEGIN_LIMIT: Final = 30.0
 """Seconds within which another connection must have started the agent."""
 LOOK_EVERY: Final = 0.5
@@ -244,7 +244,7 @@ def _start(folder: Path, order: Mapping[str, Any]) -> None:
         os.setsid()
         set_title(b"elasticrun: waits for the agent")
         for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: None)  # unlike SIG_IGN, a handler is not inherited
+            signal.signal(number, lambda *_: None)  # unlike SIG_IGN, reset by exec
         for fd, path in enumerate((Path(os.devnull), *(folder / name for name in STREAMS))):
             file = os.open(path, os.O_RDWR | os.O_APPEND)
             os.dup2(file, fd)

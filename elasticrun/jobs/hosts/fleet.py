@@ -121,7 +121,7 @@ class Fleet:
         alone = all(map(is_here, self.plan.hosts))
         return "127.0.0.1" if alone else routed_address() or host.name
 
-    # ------------------------------------------------------------ what members tell
+    # ------------------------------------------------------------ reports of members
 
     def ended(self, member: Member, code: int) -> None:
         """An agent has ended for good."""

@@ -25,7 +25,7 @@ def _kind(job: ClusterJob) -> Any:
     return ELASTIC_JOBS if job.is_elastic else INDEXED_JOBS
 
 
-# ---------------------------------------------------------------- which there are
+# ---------------------------------------------------------------- finding jobs
 
 
 async def jobs(api: KubeApi, namespace: str = "") -> tuple[list[ClusterJob], list[str]]:
@@ -83,7 +83,7 @@ async def pods(api: KubeApi, job: ClusterJob) -> list[SeenPod]:
     return in_order(await api.list(PODS, job.namespace, labels=job.pods), job)
 
 
-# ---------------------------------------------------------------- made and removed
+# ---------------------------------------------------------------- creating and deleting
 
 
 async def make(api: KubeApi, documents: Sequence[Json], *, trial: bool = False) -> ClusterJob:
@@ -118,7 +118,7 @@ async def delete(api: KubeApi, job: ClusterJob) -> str:
     return f"job {job.name} is deleted from namespace {job.namespace}; its pods save and leave"
 
 
-# ---------------------------------------------------------------- changed
+# ---------------------------------------------------------------- changing
 
 
 async def scale(api: KubeApi, job: ClusterJob, nodes: int) -> str:

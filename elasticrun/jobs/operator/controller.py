@@ -116,7 +116,7 @@ class Controller:
                     async with asyncio.timeout(max(0.0, left)):
                         await self._change.wait()
 
-    # ------------------------------------------------------------ who is next
+    # ------------------------------------------------------------ the queue
 
     def _ready(self) -> list[api.Key]:
         now, room = _clock(), MOST_PASSES - len(self._busy)
@@ -326,7 +326,7 @@ def _words(error: BaseException) -> str:
     return " ".join(said.split())[:400] or type(error).__name__
 
 
-# ---------------------------------------------------------------- one of several leads
+# ---------------------------------------------------------------- leader election
 
 
 async def lead(cluster: api.Cluster, me: str, controller: Controller) -> None:
