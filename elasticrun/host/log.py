@@ -1,12 +1,14 @@
-"""The operator's lines: what agent and master say on stderr, as `elasticrun: text`, and in a job of
-several nodes as `elasticrun[NODE]: text`. With LOGLEVEL=DEBUG they have the shape of torchrun's
-(glog) instead, with time and place: `W1121 02:57:27.668000 PID elasticrun/agent/node.py:9] text`.
+"""Log lines of agent and master on stderr.
 
-A line of level NOTICE tells the story of the job (who came, what was lost, what it cost) and is
-shown by default; INFO and DEBUG are for who asks by LOGLEVEL.
+A line has the form `elasticrun: text`, in a job of several nodes `elasticrun[NODE]: text`. With
+LOGLEVEL=DEBUG lines have torchrun's format (glog) with time and source location: `W1121
+02:57:27.668000 PID elasticrun/agent/node.py:9] text`.
 
-A terminal that is frozen (Ctrl-S, a pager) blocks whoever writes to it, so lines go through a
-bounded queue to a thread; what does not fit is dropped and counted, and the count is told.
+Lines of level NOTICE report the main events of the job (which nodes joined, what was lost, what it
+cost) and are shown by default; INFO and DEBUG are shown on request by LOGLEVEL.
+
+A frozen terminal (Ctrl-S, a pager) blocks its writers, so lines go through a bounded queue to a
+thread; lines that do not fit are dropped and counted, and the count is printed.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ from elasticrun.host.system.sandbox import NoThread, start_thread
 from elasticrun.wire import env
 
 QUEUE_LINES: Final = 2000
-"""Lines held for a frozen terminal; we say little, so more would only be repetition."""
+"""Lines held for a frozen terminal; more would only be repetitive."""
 
 NOTICE: Final = 25
-"""The level of the story, between INFO and WARNING."""
+"""The level of the main events, between INFO and WARNING."""
 
 LEVELS: Final = {"info": logging.INFO, "notice": NOTICE, "warning": 30, "error": 40}
-"""The words that brains use for levels."""
+"""The names of levels in `core`."""
 
 logger = logging.getLogger("elasticrun")
 
@@ -46,7 +48,7 @@ def _text(formatter: logging.Formatter, record: logging.LogRecord) -> str:
 
 
 class GlogFormatter(logging.Formatter):
-    """Level letter, date, time with microseconds, pid, place in our source, text."""
+    """Level letter, date, time with microseconds, pid, source location, text."""
 
     def format(self, record: logging.LogRecord) -> str:
         letter = _LETTERS.get(record.levelname, "I")
@@ -58,7 +60,7 @@ class GlogFormatter(logging.Formatter):
 
 
 class PlainFormatter(logging.Formatter):
-    """Who speaks, and the text; who speaks in colour where that is wanted."""
+    """The sender and the text; the sender in color if wanted."""
 
     def __init__(self, *, colour: bool) -> None:
         super().__init__()
@@ -72,24 +74,24 @@ class PlainFormatter(logging.Formatter):
 
 
 class OpenLine:
-    """The line without an end on one terminal or pipe (a prompt, a progress bar), shared by all
-    writers of this process. Whoever writes something else there ends it first."""
+    """The unterminated line on one terminal or pipe (a prompt, a progress bar), shared by all
+    writers of this process. A writer of anything else terminates it first."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._owner: object = None
         self._shown = b""
         self._broken: dict[object, bytes] = {}
-        """Lines without an end that others have cut off, by whose they are."""
+        """Unterminated lines that others have cut off, by owner."""
 
     def then(self, owner: object, data: bytes, *, ends: bool = True, columns: int = 0) -> bytes:
-        """The bytes to write so that `data`, the whole line of `owner` so far, is shown next.
+        """The bytes to write so that `data`, the complete line of `owner` so far, is shown next.
 
-        `ends`: it has a line break. `columns`: of a terminal where a line that fits can be written
-        over; 0: it cannot be."""
+        `ends`: it has a line break. `columns`: the width of a terminal on which a line that fits
+        can be overwritten; 0: it cannot."""
         with self._lock:
             before = self._broken.pop(owner, None)
-            if before is not None and data.rstrip(b"\n") == before:  # it stands there already
+            if before is not None and data.rstrip(b"\n") == before:  # it is shown already
                 if not ends:
                     self._broken[owner] = before
                 return b""
@@ -110,13 +112,13 @@ class OpenLine:
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 _TO_END_OF_LINE = b"\x1b[K"
-"""Clears what an earlier, longer text has left of the line."""
+"""Clears the rest of an earlier, longer text."""
 
 _open_lines: dict[tuple[int, int, int], OpenLine] = {}
 
 
 def columns_of(fd: int) -> int:
-    """How wide the terminal is, if it can write over a line; else 0."""
+    """The width of the terminal if it supports overwriting a line; else 0."""
     if os.environ.get("TERM", "dumb") == "dumb":
         return 0
     try:
@@ -126,14 +128,14 @@ def columns_of(fd: int) -> int:
 
 
 def cut_to(text: bytes, columns: int) -> bytes:
-    """As much as one line of the terminal takes, so that it can be written over; escape sequences,
-    which may be cut in two, go then."""
+    """As much text as fits on one line of the terminal, so that it can be overwritten; removes
+    escape sequences then, because they could be cut in two."""
     bare = _ESCAPES.sub("", text.decode(errors="replace"))
     return text if not columns or len(bare) < columns else bare[: columns - 1].encode()
 
 
 def open_line(fd: int) -> OpenLine:
-    """Of the terminal, pipe or file behind this descriptor."""
+    """The open line of the terminal, pipe or file behind this descriptor."""
     try:
         found = os.fstat(fd)
     except OSError:
@@ -142,7 +144,7 @@ def open_line(fd: int) -> OpenLine:
 
 
 class StderrWriter:
-    """One thread that writes to a file descriptor what others hand it; never blocks them."""
+    """A thread that writes queued text to a file descriptor; never blocks the callers."""
 
     def __init__(self, fd: int = 2) -> None:
         self._fd = fd
@@ -152,10 +154,10 @@ class StderrWriter:
         self._lock = threading.Lock()
 
     def write(self, text: str) -> None:
-        """Queue `text` as it is; dropped when the queue is full."""
+        """Queue `text` unchanged; drop it if the queue is full."""
         try:
             self._start()
-        except NoThread:  # what is said of that is worth a wait
+        except NoThread:  # then it is worth blocking
             with suppress(OSError):
                 os.write(self._fd, text.encode(errors="backslashreplace"))
             return
@@ -165,7 +167,7 @@ class StderrWriter:
             self._dropped += 1
 
     def flush(self, limit: float) -> bool:
-        """Wait until all that was queued has been written, `limit` seconds at most."""
+        """Wait until everything queued has been written, at most `limit` seconds."""
         if self._thread is None:
             return True
         written = threading.Event()
@@ -193,12 +195,12 @@ class StderrWriter:
             try:
                 while item:
                     item = item[os.write(self._fd, item) :]
-            except OSError:  # nobody reads it any more; the job does not depend on it
+            except OSError:  # the reader is gone; the job does not depend on it
                 pass
 
 
 class WriterHandler(logging.Handler):
-    """A logging handler in front of a StderrWriter."""
+    """A logging handler for a StderrWriter."""
 
     def __init__(self, writer: StderrWriter, formatter: logging.Formatter) -> None:
         super().__init__()
@@ -210,7 +212,7 @@ class WriterHandler(logging.Handler):
 
 
 def level_from(word: str) -> int:
-    """A word or number as a level of `logging`; WARNING if it is not understood."""
+    """A word or number as a level of `logging`; WARNING if invalid."""
     word = word.strip().upper()
     if word.isdecimal():
         return int(word)
@@ -219,8 +221,8 @@ def level_from(word: str) -> int:
 
 
 def set_up(default: int = NOTICE) -> StderrWriter:
-    """Send the package's log lines to stderr, from LOGLEVEL (or `default`) on; the writer it
-    returns takes other text as well."""
+    """Send the package's log lines to stderr, from LOGLEVEL (or `default`) on; the returned writer
+    accepts other text as well."""
     if (handler := _handler()) is not None:
         return handler.writer
     fd = sys.stderr.fileno() if _has_fileno() else 2
@@ -235,14 +237,14 @@ def set_up(default: int = NOTICE) -> StderrWriter:
 
 
 def name_speaker(who: str) -> None:
-    """Lines begin with this from now on: `elasticrun[a]`."""
+    """Set the prefix of all following lines: `elasticrun[a]`."""
     handler = _handler()
     if handler is not None and isinstance(handler.formatter, PlainFormatter):
         handler.formatter.who = who
 
 
 def last_word(sentence: str, at: int = logging.ERROR) -> None:
-    """A line that is written whatever LOGLEVEL says: why this process ends."""
+    """Write a line regardless of LOGLEVEL: why this process exits."""
     handler = _handler()
     if handler is not None:
         handler.handle(logger.makeRecord(logger.name, at, __file__, 0, sentence, (), None))
@@ -253,7 +255,7 @@ def _handler() -> WriterHandler | None:
 
 
 def _wants_colour(fd: int) -> bool:
-    """On a terminal, unless its user has said no (https://no-color.org) or it can show none."""
+    """True on a terminal, unless its user (https://no-color.org) or TERM says otherwise."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
         return False
     return os.isatty(fd)

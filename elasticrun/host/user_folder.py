@@ -1,17 +1,17 @@
 """The user's own folder on this host, and where a master keeps its record.
 
-Running masters, as small files: a master writes one when it serves and removes it when it
-ends; `elasticrun status` without an endpoint reads them. A file whose process is gone shows that a
-master was killed, and the agents of its host go by it (`agent.rendezvous`): whoever finds one,
-`status` too, marks it as dead and leaves it for DEAD_KEPT more seconds. The folder may be shared
-with other hosts and PID namespaces, whose processes cannot be seen: such a file counts as alive for
-as long as its master renews it. Nothing there is needed for a job to run.
+Running masters, as small files: a master writes one when it serves and removes it when it exits;
+`elasticrun status` without an endpoint reads them. A file whose process has exited shows that the
+master was killed, and agents of its host use that (`agent.rendezvous`): every reader, also
+`status`, marks such a file as dead and leaves it for DEAD_KEPT more seconds. The folder may be
+shared with other hosts and PID namespaces, whose processes are not visible: such a file counts as
+alive as long as its master renews it. Jobs run without any of this.
 
-A record lies on a disk of this very host. A hosted master's folder belongs to the launch of its
-agent. Agent and master hold a shared lock on it for as long as they live; whoever ends last removes
-it, and a folder that nobody holds is stale and is removed by whoever finds it. A folder that a
-person named (`elasticrun master --state-dir`) stays; there the lock is the master's alone, so that
-no two masters write one record.
+A record is on a local disk. The folder of a hosted master belongs to the launch of its agent. Agent
+and master hold a shared lock on it as long as they live; the last one to exit removes it. A folder
+without a lock is stale and is removed by whoever finds it. A folder named by a person (`elasticrun
+master --state-dir`) stays; its lock is exclusive to the master, so that no two masters write one
+record.
 """
 
 from __future__ import annotations
@@ -39,33 +39,35 @@ if TYPE_CHECKING:
     pass
 
 MAX_FILE_BYTES: Final = 16 * 1024
-"""A longer file is not one of ours."""
+"""A longer file is not ours."""
 
 MAX_FILES: Final = 4096
-"""Files looked at; nobody has that many jobs on one host."""
+"""Maximum number of files read; no user has that many jobs on one host."""
 
 DEAD_KEPT: Final = 600.0
-"""Seconds for which a file is kept after its master was first found dead: an agent of a busy host
-has noticed the silence by then. A host's clock that jumps makes that longer or shorter."""
+"""Seconds for which a file is kept after its master was first found dead: by then even an agent of
+a busy host has noticed. Jumps of the host's clock change that time.
+"""
 
 RENEWED: Final = 60.0
-"""Seconds after which a master renews its file's time, and writes it again where it is gone."""
+"""Seconds after which a master renews its file's mtime, or rewrites a missing file."""
 
 FAR_LIMIT: Final = 600.0
-"""Seconds since it was renewed for which a file is believed whose process cannot be seen from here.
-Where clocks differ by more, the file is marked as dead and its master writes another one."""
+"""Seconds after its last renewal for which a file of an invisible process is valid. If clocks
+differ by more, the file is marked as dead and its master writes a new one.
+"""
 
 LIVING, DEAD = "master-*.json", "dead-master-*.json"
-"""Names of the files as masters write them, and once somebody has found their masters dead."""
+"""Names of the files as masters write them, and after their masters were found dead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
     """One running master.
 
-    `reader` proves that somebody may read its status (`auth.reader_token`; "" for a job without a
-    token), `operator` that he may end it (`auth.operator_token`): the folder is this user's alone,
-    and neither lets a node in."""
+    `reader` proves the right to read its status (`auth.reader_token`; "" for a job without a
+    token), `operator` the right to stop it (`auth.operator_token`): only this user can access the
+    folder, and neither admits a node."""
 
     job_id: str
     host: str
@@ -75,24 +77,24 @@ class Published:
     reader: str = field(default="", repr=False)
     operator: str = field(default="", repr=False)
     tls: bool = False
-    began: float = 0.0  # when the job did on this host, in seconds since 1970; 0.0: not known
+    began: float = 0.0  # start of the job on this host, in seconds since 1970; 0.0: unknown
     run: str = ""  # its run folder
-    name: str = ""  # by which people know the job
+    name: str = ""  # the job's name for people
 
     @property
     def pid(self) -> int:
-        """Of its process, in its own PID namespace."""
+        """The pid of its process, in its own PID namespace."""
         return self.process.pid
 
     @property
     def endpoint(self) -> Endpoint:
-        """Where `GetStatus` is answered."""
+        """Where `GetStatus` is served."""
         return Endpoint(self.host, self.port)
 
 
 def user_folder(environ: Mapping[str, str]) -> Path:
-    """$XDG_RUNTIME_DIR/elasticrun, or ~/.cache/elasticrun where that is not set or not usable;
-    made with mode 0700. OSError if there is none that is ours alone."""
+    """$XDG_RUNTIME_DIR/elasticrun, or ~/.cache/elasticrun if that is not set or unusable; created
+    with mode 0700. Raises OSError if there is no folder that only this user can access."""
     base = Path(environ.get("XDG_RUNTIME_DIR", ""))
     if not (base.is_absolute() and base.is_dir() and os.access(base, os.W_OK)):
         base = home() / ".cache"
@@ -106,22 +108,22 @@ def user_folder(environ: Mapping[str, str]) -> Path:
 
 
 def publish(folder: Path, master: Published) -> Path:
-    """Write the file of a master; returns its path. Files that dead masters of its job have left at
-    its port go: it has taken their place. OSError if that cannot be done."""
+    """Write the file of a master; return its path. Removes files of dead masters of the same job
+    and port, which it replaces. Raises OSError."""
     path = folder / _name(master.process)
     _write(path, master)
     for left, before in _of(folder, master.job_id, master.port):
         if left != path and not _lives(left, before):
-            with contextlib.suppress(OSError):  # another master's start was faster
+            with contextlib.suppress(OSError):  # another starting master was faster
                 left.unlink()
     return path
 
 
 def renew(path: Path, master: Published) -> None:
-    """Show that this master, whose file is at `path`, still runs. OSError."""
+    """Show that this master, whose file is at `path`, still runs. Raises OSError."""
     try:
         os.utime(path)
-    except FileNotFoundError:  # somebody marked it as dead, or emptied the folder
+    except FileNotFoundError:  # it was marked as dead, or the folder was emptied
         _write(path, master)
 
 
@@ -132,8 +134,8 @@ def _name(process: ProcessId) -> str:
 
 
 def published(folder: Path) -> list[Published]:
-    """The masters that run now, those of this host and PID namespace first, in order of job id;
-    what is left of dead ones is cleared away."""
+    """The running masters, those of this host and PID namespace first, ordered by job id; cleans up
+    files of dead ones."""
     living = []
     for path in _files(folder, LIVING):
         if (master := _read(path)) and _lives(path, master):
@@ -151,14 +153,15 @@ def published(folder: Path) -> list[Published]:
 
 
 def began_before(folder: Path, job_id: str, port: int) -> float:
-    """When a job began whose master here was killed, before its file is removed; 0.0: unknown."""
+    """The start of a job whose master on this host was killed, before its file is removed; 0.0:
+    unknown."""
     began = [master.began for _, master in _of(folder, job_id, port) if master.began > 0]
     return min(began, default=0.0)
 
 
 def was_killed(folder: Path, job_id: str, port: int) -> bool:
-    """Whether a master of this job ended here without taking its file away: one that did its work
-    has, and its job is over."""
+    """Whether a master of this job died here without removing its file. One that exited normally
+    has removed it, and its job is over."""
     lives = [_lives(path, master) for path, master in _of(folder, job_id, port)]
     return bool(lives) and not any(lives)
 
@@ -184,7 +187,7 @@ def _lives(path: Path, master: Published) -> bool:
 
 
 def _read(path: Path) -> Published | None:
-    """What such a file says; None if it is gone or none of ours."""
+    """The content of such a file; None if it is missing or not ours."""
     try:
         with path.open() as file:
             return loads(file.read(MAX_FILE_BYTES), Published)
@@ -193,7 +196,7 @@ def _read(path: Path) -> Published | None:
 
 
 def _write(path: Path, record: Published) -> None:
-    """As a whole or not at all. OSError."""
+    """Write atomically. Raises OSError."""
     draft = path.with_suffix(".new")
     with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
         file.write(dumps(record))
@@ -203,19 +206,19 @@ def _write(path: Path, record: Published) -> None:
 # ---------------------------------------------------------------- where a record may lie
 
 PREFIX: Final = "elasticrun-record-"
-"""How the folders of launches are called; the rest of the name is random."""
+"""Prefix of the folders of launches; the rest of the name is random."""
 
 MAX_SWEPT: Final = 256
-"""Folders looked at in one sweep."""
+"""Maximum number of folders in one sweep."""
 
 ROOM: Final = 1024 * 1024
-"""Bytes that must be free where a record is begun; it stays below that for 1,000 nodes."""
+"""Bytes that must be free for a new record; it stays smaller than that for 1,000 nodes."""
 
 MAX_TRIES: Final = 8
-"""New folders that a sweep may remove before we have locked one."""
+"""Number of new folders that a sweep may remove before we have locked one."""
 
 SHARED_MEMORY: Final = "/dev/shm"
-"""The last resort: it is on this host for certain, but may be small."""
+"""The last resort: it is certainly local, but may be small."""
 
 NETWORK_FILE_SYSTEMS: Final[Mapping[int, str]] = {
     0x6969: "NFS",
@@ -239,8 +242,9 @@ NETWORK_FILE_SYSTEMS: Final[Mapping[int, str]] = {
     0x786F4256: "VirtualBox's shared folders",
 }
 """f_type of statfs(2), from its manual page, <linux/magic.h> and the clients' sources. SQLite's
-write-ahead log needs shared memory between its users, which none of these give over hosts; of
-what may lie behind FUSE nothing is known."""
+write-ahead log needs shared memory between its users, which none of these provide across hosts;
+what is behind FUSE is unknown.
+"""
 
 
 class Unusable(OSError):
@@ -248,14 +252,14 @@ class Unusable(OSError):
 
 
 def network_file_system(folder: Path) -> str:
-    """The name of the network file system that `folder` stands on, "" for one of this host's.
-    OSError if the folder cannot be asked."""
+    """The name of the network file system that contains `folder`, "" for a local one. Raises
+    OSError."""
     return NETWORK_FILE_SYSTEMS.get(_file_system_type(folder) & 0xFFFFFFFF, "")
 
 
 def _file_system_type(folder: Path) -> int:
     libc = ctypes.CDLL(None, use_errno=True)
-    answer = ctypes.create_string_buffer(512)  # struct statfs has 120 bytes, and begins with f_type
+    answer = ctypes.create_string_buffer(512)  # struct statfs has 120 bytes and starts with f_type
     if libc.statfs(os.fsencode(folder), answer):
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error), str(folder))
@@ -267,26 +271,26 @@ def _file_system_type(folder: Path) -> int:
 
 @dataclass
 class LaunchFolder:
-    """A folder that this process holds."""
+    """A folder locked by this process."""
 
     path: Path
     fd: int
 
     def release(self) -> None:
-        """Let go of it; others may hold it yet."""
+        """Release the lock; others may still hold it."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
     def remove(self) -> None:
-        """Remove it with all that it holds, and let go."""
+        """Remove the folder with its content, and release the lock."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.release()
 
 
 def make(environ: Mapping[str, str]) -> LaunchFolder:
-    """A new private folder, locked, in the user's folder or, where that is no disk of this host
-    or full, in $TMPDIR or shared memory. Unusable, with a sentence, if there is no such place."""
+    """A new private folder, locked, in the user's folder or, if that is full or not on a local
+    disk, in $TMPDIR or shared memory. Raises Unusable with a sentence if there is no such place."""
     reasons = []
     for place in _places(environ):
         try:
@@ -298,7 +302,7 @@ def make(environ: Mapping[str, str]) -> LaunchFolder:
 
 
 def sweep(environ: Mapping[str, str]) -> int:
-    """Remove folders of launches of which no process lives; how many those were."""
+    """Remove folders of launches without a live process; return how many."""
     swept = 0
     for place in _places(environ):
         with contextlib.suppress(OSError):
@@ -308,8 +312,8 @@ def sweep(environ: Mapping[str, str]) -> int:
 
 
 def hold(path: Path, *, alone: bool = False) -> int:
-    """A descriptor that holds this folder until it is closed or this process ends; `alone`: it must
-    not be held by anybody else, BlockingIOError if it is. OSError."""
+    """Lock this folder; return a descriptor that holds the lock until it is closed or this process
+    exits. `alone`: exclusively; raises BlockingIOError if anybody else holds it. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
@@ -365,7 +369,7 @@ def _remove_if_stale(path: Path) -> bool:
 
 
 def prepare(path: Path) -> None:
-    """Make a named folder fit for a record. Unusable with a sentence if it cannot be."""
+    """Prepare a named folder for a record. Raises Unusable with a sentence."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         network = network_file_system(path)

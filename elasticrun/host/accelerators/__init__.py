@@ -1,10 +1,10 @@
-"""WHAT RANKS COMPUTE ON: one small class a vendor, found out without importing torch.
+"""THE DEVICES THAT RANKS COMPUTE ON: one small class per vendor, without importing torch.
 
-`of` gives the accelerator of this node: its word for torch, the backend of its collectives, how
-many there are, and what is wrong with them. Drivers and vendors' tools are asked in throw-away
-children with a time limit, because their calls can block for good and what loads them keeps their
-memory. Forbidden here: torch, a driver's library in this process, and anything that resets,
-configures or occupies a device.
+`of` returns the accelerator of this node: torch's name for it, the backend of its collectives, how
+many there are, and what is wrong with them. Drivers and vendors' tools are queried in child
+processes with a time limit, because their calls can block forever and a process that loads them
+keeps their memory. Forbidden here: torch, a driver's library in this process, and anything that
+resets, configures or occupies a device.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ __all__ = ["ALIASES", "NAMES", "UNSUPPORTED", "Accelerator", "Load", "loads", "o
 _KINDS: Final[Mapping[str, type[Accelerator]]] = {"nvidia": Nvidia, "ascend": Ascend, "cpu": Cpu}
 
 NAMES: Final = tuple(_KINDS)
-"""The words of --accelerator."""
+"""The values of --accelerator."""
 
 ALIASES: Final[Mapping[str, str]] = {"nvidia.com/gpu": "nvidia", "ascend-npu": "ascend"}
-"""dlrover-run's words for the same."""
+"""dlrover-run's names for the same."""
 
 UNSUPPORTED: Final = ("mthreads.com/gpu", "metax-tech.com/gpu")
-"""Words of dlrover-run for which there is no class here."""
+"""Names in dlrover-run that have no class here."""
 
 
 def of(word: str, environ: Mapping[str, str]) -> Accelerator:
-    """The accelerator that `word` names (one of NAMES or ALIASES), or with "" the one of this node.
+    """The accelerator named by `word` (one of NAMES or ALIASES), or the one of this node for "".
 
-    Found by itself: NVIDIA where torch is built for CUDA and a GPU is visible (or only CUDA could
-    tell), Ascend where its devices and torch_npu are there and visible, else the CPU, also where
-    there are accelerators of other vendors. With "" this can block for as long as a driver does
-    (`nvidia.NVML_LIMIT`); torch without CUDA asks nobody.
-    Raises ValueError for any other word.
+    Automatic choice: NVIDIA if torch is built for CUDA and a GPU is visible (or only CUDA could
+    tell), Ascend if its devices and torch_npu are present and visible, else the CPU, also if there
+    are accelerators of other vendors. With "" this can block for as long as a driver does
+    (`nvidia.NVML_LIMIT`); with a torch without CUDA it queries nothing. Raises ValueError for any
+    other word.
     """
     name = ALIASES.get(word, word)
     if name in _KINDS:
@@ -53,5 +53,5 @@ def of(word: str, environ: Mapping[str, str]) -> Accelerator:
 
 
 def loads(word: str, environ: Mapping[str, str], limit: float) -> tuple[Load, ...]:
-    """How busy the devices are that `word` names, with "" NVIDIA's; see `Accelerator.loads`."""
+    """The load of the devices named by `word`, for "" NVIDIA's; see `Accelerator.loads`."""
     return _KINDS.get(ALIASES.get(word, word) or "nvidia", Cpu)().loads(environ, limit)

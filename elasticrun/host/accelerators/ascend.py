@@ -1,7 +1,7 @@
-"""Ascend NPUs: device files, torch_npu's metadata, and the table that `npu-smi info` prints.
+"""Ascend NPUs: device files, torch_npu's metadata, and the table printed by `npu-smi info`.
 
 Written against the documented interface (torch_npu registers the device `npu` and the backend
-`hccl`; npu-smi prints two lines a chip) and tested with a stand-in; it was not run on the hardware.
+`hccl`; npu-smi prints two lines per chip) and tested with a stand-in; never run on the hardware.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from elasticrun.host.accelerators.base import Accelerator, enough, in_use, insta
 from elasticrun.wire.types import Finding, Level
 
 NPU_SMI_LIMIT: Final = 20.0
-"""Seconds for npu-smi, which asks every chip in turn."""
+"""Seconds for npu-smi, which queries every chip in turn."""
 
 _DEVICE = re.compile(r"davinci[0-9]+\Z")
 _CHIP = re.compile(r"\|\s*(\d+)\s+(\S.*?)\s*\|\s*(\w+)\s*\|")
@@ -61,13 +61,14 @@ class Ascend(Accelerator):
         return bool(self._devices()) and bool(installed("torch_npu"))
 
     def count(self, environ: Mapping[str, str]) -> int | None:
-        """Device files that ASCEND_RT_VISIBLE_DEVICES leaves."""
+        """Number of device files selected by ASCEND_RT_VISIBLE_DEVICES."""
         return len(visible(environ.get(self.visible_variable), self._devices()))
 
     def examine(self, wanted: int, environ: Mapping[str, str]) -> tuple[Finding, ...]:
         """Number, health and memory of the visible NPUs.
 
-        The device ids of ASCEND_RT_VISIBLE_DEVICES are taken to be in the order of npu-smi's table.
+        Assumes that the device ids of ASCEND_RT_VISIBLE_DEVICES are in the order of npu-smi's
+        table.
         """
         listed = environ.get(self.visible_variable)
         found = len(visible(listed, self._devices()))
@@ -98,8 +99,8 @@ class Ascend(Accelerator):
 
 
 def visible(listed: str | None, devices: int) -> list[int]:
-    """The devices that ASCEND_RT_VISIBLE_DEVICES leaves of so many, as CANN documents it: numbers
-    between commas, read up to the first that is none or names no device."""
+    """The devices selected by ASCEND_RT_VISIBLE_DEVICES from so many, as documented by CANN:
+    comma-separated numbers, up to the first entry that is not a number or not a device."""
     if listed is None:
         return list(range(devices))
     seen: list[int] = []
@@ -114,7 +115,7 @@ def visible(listed: str | None, devices: int) -> list[int]:
 
 
 def parse(table: str) -> list[_Chip]:
-    """The chips in what `npu-smi info` prints. Raises NoAnswer where there are none."""
+    """The chips in the output of `npu-smi info`. Raises NoAnswer if there are none."""
     chips: list[_Chip] = []
     held: dict[tuple[int, int], list[tuple[int, int]]] = {}
     head: tuple[int, str, str] | None = None
@@ -124,7 +125,7 @@ def parse(table: str) -> list[_Chip]:
             held.setdefault((npu, chip), []).append((pid, amount))
         elif (use := _USE.match(line)) and head is not None:
             amounts = [(int(a), int(b)) for a, b in _AMOUNT.findall(use[2]) if int(b) > 0]
-            used, total = amounts[-1] if amounts else (0, 0)  # HBM stands last where there is any
+            used, total = amounts[-1] if amounts else (0, 0)  # HBM is last, if present
             chips.append(_Chip(head[0], int(use[1]), head[1], head[2], used, total, ()))
             head = None
         elif first := _CHIP.match(line):

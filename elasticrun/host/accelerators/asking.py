@@ -1,4 +1,4 @@
-"""A question to a throw-away child: its answer, or why there is none, within a limit."""
+"""Queries a child process with a time limit: its answer, or why there is none."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ if TYPE_CHECKING:
     from subprocess import Popen
 
 MAX_ANSWER: Final = 256 * 1024
-"""Bytes of an answer that are kept, the last ones; a table of 64 devices has a tenth of them."""
+"""Maximum bytes of an answer that are kept, the last ones; a table of 64 devices has a tenth of
+that.
+"""
 
 PIECE: Final = 64 * 1024
-"""Bytes read at a time, which is what a pipe holds."""
+"""Bytes read at a time; the capacity of a pipe."""
 
 KILL_GRACE: Final = 1.0
-"""Seconds that a killed child may take to go. One whose driver call cannot be interrupted stays
-until the driver lets go of it, and nobody waits for that."""
+"""Seconds for a killed child to exit. If its driver call cannot be interrupted, it stays until the
+driver returns, and nothing waits for that.
+"""
 
 
 class NoAnswer(Exception):
-    """The child said nothing of use; the text is a clause that says why."""
+    """The child gave no useful answer; the text is a clause that says why."""
 
 
 def text_of(command: Sequence[str], environ: Mapping[str, str], limit: float) -> str:
-    """What the command prints, if that comes within `limit` seconds. Raises NoAnswer."""
+    """What the command prints, within `limit` seconds. Raises NoAnswer."""
     out, err = _run(command, environ, limit)
     if not out.strip():
         raise NoAnswer(_last_line(err) or "it printed nothing")
@@ -36,7 +39,7 @@ def json_of(command: Sequence[str], environ: Mapping[str, str], limit: float) ->
     import json
 
     out, err = _run(command, environ, limit)
-    # Not by the exit code: in an agent, whose reaper collects every child, there may be none.
+    # Does not use the exit code: in an agent, whose reaper collects every child, there may be none.
     try:
         answer = json.loads(_last_line(out))
     except ValueError:
@@ -72,8 +75,8 @@ def _run(command: Sequence[str], environ: Mapping[str, str], limit: float) -> tu
 
 
 def _read(child: Popen[bytes], end: float) -> tuple[bytearray, bytearray]:
-    """The last of what the child prints on its two pipes, once it has ended; by hand, because
-    `communicate` keeps all of it. TimeoutError, TimeoutExpired after `end`."""
+    """The end of the child's output on its two pipes, once it has exited; done by hand, because
+    `communicate` keeps everything. Raises TimeoutError or TimeoutExpired after `end`."""
     import os
     import selectors
     import time
@@ -100,7 +103,7 @@ def _read(child: Popen[bytes], end: float) -> tuple[bytearray, bytearray]:
 
 
 def _abandon(child: Popen[bytes]) -> None:
-    """Kill the child and what it has started; wait for a moment only (see KILL_GRACE)."""
+    """Kill the child and its process group; wait only for KILL_GRACE."""
     import contextlib
     import os
     import signal

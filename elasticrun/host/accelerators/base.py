@@ -1,5 +1,7 @@
-"""What every kind of accelerator can be asked, and the findings that several of them make; what is
-installed for which hardware, read from files instead of importing it."""
+"""The interface of all accelerators, and the findings that several of them share.
+
+Also finds out for which hardware packages are installed, by reading files instead of importing.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,15 @@ from elasticrun.host.system.processes import read_process
 from elasticrun.wire.types import Finding, Level
 
 MEMORY_SHARE: Final = 0.3
-"""A device of whose memory others hold this share or more fails (dlrover-run's figure); raise it
-where something that belongs to the node keeps memory there."""
+"""A device of whose memory others hold this share or more fails (dlrover-run's value); raise it if
+something that belongs to the node keeps memory there.
+"""
 
 MAX_NAMED: Final = 8
-"""Most processes that one finding names."""
+"""Maximum number of processes named by one finding."""
 
 MAX_GENERATIONS: Final = 64
-"""How far up the parents of a process are followed."""
+"""Maximum number of ancestors of a process that are followed."""
 
 
 _BUILT_FOR = re.compile(r"^(cuda|hip|xpu)\b[^=\n]*=[ \t]*['\"]([^'\"\n]*)['\"]", re.MULTILINE)
@@ -28,7 +31,7 @@ _BUILT_FOR = re.compile(r"^(cuda|hip|xpu)\b[^=\n]*=[ \t]*['\"]([^'\"\n]*)['\"]",
 
 
 class Build(NamedTuple):
-    """What the installed torch was built for; "" where it was not (or where there is no torch)."""
+    """What the installed torch was built for; "" if it was not (or if there is no torch)."""
 
     cuda: str = ""
     hip: str = ""
@@ -36,7 +39,7 @@ class Build(NamedTuple):
 
 
 def torch_build(folder: str | None = None) -> Build:
-    """What torch was built for, read from its version.py without importing it."""
+    """What torch was built for, from its version.py, without importing it."""
     if folder is None:
         import importlib.util
 
@@ -53,7 +56,7 @@ def torch_build(folder: str | None = None) -> Build:
 
 
 def installed(distribution: str) -> str:
-    """The version of an installed distribution, "" where it is not installed."""
+    """The version of an installed distribution, "" if it is not installed."""
     import importlib.metadata
 
     try:
@@ -63,45 +66,46 @@ def installed(distribution: str) -> str:
 
 
 class Load(NamedTuple):
-    """How busy a device is."""
+    """The load of a device."""
 
-    percent: int = -1  # of the last moments in which it computed; -1: not known
+    percent: int = -1  # of recent time in which it computed; -1: unknown
     mib: int = 0  # of its memory in use
 
 
 class Accelerator(ABC):
-    """A kind of device that ranks compute on; one class a vendor, without state of its own."""
+    """A kind of device that ranks compute on; one class per vendor, stateless."""
 
     name: ClassVar[str]
-    """The word of --accelerator."""
+    """The value of --accelerator."""
     device: ClassVar[str]
-    """torch's word for the device: cpu, cuda, npu."""
+    """torch's name of the device: cpu, cuda, npu."""
     backend: ClassVar[str]
-    """torch's word for its collectives: gloo, nccl, hccl."""
+    """torch's name of its backend for collectives: gloo, nccl, hccl."""
     visible_variable: ClassVar[str]
-    """The variable that narrows what a process sees; "" where there is none."""
+    """The variable that restricts which devices a process sees; "" if none."""
 
     @abstractmethod
     def count(self, environ: Mapping[str, str]) -> int | None:
-        """How many a process with this environment sees; None where only its library can tell."""
+        """Number of devices that a process with this environment sees; None if only its library
+        knows."""
 
     @abstractmethod
     def examine(self, wanted: int, environ: Mapping[str, str]) -> tuple[Finding, ...]:
-        """What is right and wrong with them, for `wanted` ranks on this node (0: not known).
+        """The state of the devices, for `wanted` ranks on this node (0: unknown).
 
-        Only what this environment sees is judged. Blocks, but for the limit of its child at most.
+        Checks only what this environment sees. Blocks for at most the time limit of its child.
         """
 
     def loads(self, environ: Mapping[str, str], limit: float) -> tuple[Load, ...]:
-        """How busy each is that a process with this environment sees, in its order; () where that
-        is not told within `limit` seconds, for which it blocks at most."""
+        """The load of each device that a process with this environment sees, in its order; () if
+        unknown within `limit` seconds. Blocks for at most that time."""
         return ()
 
 
 def enough(
     check: str, noun: str, found: int, wanted: int, more: str = "", variable: str = ""
 ) -> Finding:
-    """The finding on the number of devices: `found` are visible, `wanted` are asked for."""
+    """The finding on the number of devices: `found` are visible, `wanted` are needed."""
     have = f"{found} {noun}{'' if found == 1 else 's'}"
     tail = f" ({more})" if more else ""
     if found >= wanted:
@@ -118,12 +122,12 @@ def enough(
 def in_use(
     check: str, device: str, used: int, total: int, processes: Sequence[tuple[int, int | None]]
 ) -> Finding | None:
-    """The finding on memory (bytes) that strangers hold on a device, None where nobody does.
+    """The finding on memory (bytes) that other processes hold on a device, None if there are none.
 
-    processes: pid and bytes (None: not told) of those that compute there. Where one of them was
-    started by this process, the job runs already and what is in use is its own. A driver may count
-    processes as the host does while we run in a container: where one of them is not found here,
-    none of them is surely another's, and that is a warning at most.
+    processes: pid and bytes (None: unknown) of those that compute there. If this process started
+    one of them, the job is running already and the memory in use is its own. Inside a container a
+    driver may report the host's pids: if one of them does not exist here, none is certainly
+    another's, so that gives a warning at most.
     """
     ours = {pid: descends_from_us(pid) for pid, _ in processes}
     if any(ours.values()):
@@ -152,7 +156,7 @@ def in_use(
 
 
 def _doubt(unknown: int, processes: int) -> str:
-    """The clause on processes that are not found here, "" where all are."""
+    """The clause about processes that do not exist here, "" if all do."""
     if not unknown:
         return ""
     which = "it is" if processes == 1 else f"{unknown} of these {processes} are"
@@ -163,9 +167,9 @@ def _doubt(unknown: int, processes: int) -> str:
 
 
 def descends_from_us(pid: int) -> bool | None:
-    """Whether this process, or one that it has started, started that one; None where that cannot
-    be told: there is no such process here (it has ended, its id is of a host whose processes this
-    container does not see), or no /proc that shows it."""
+    """Whether that process is this one or a descendant; None if unknown: it does not exist here (it
+    has exited, or its pid is from a host whose processes this container does not see), or /proc
+    does not show it."""
     for _ in range(MAX_GENERATIONS):
         if pid == os.getpid():
             return True
@@ -173,21 +177,21 @@ def descends_from_us(pid: int) -> bool | None:
         if process is None:
             return None
         pid = process.parent
-        if pid <= 0:  # its line of parents has ended
+        if pid <= 0:  # the ancestors have ended
             return False
     return None
 
 
 def cores() -> int:
-    """Cores that this process may be scheduled on, as torch counts them."""
+    """Number of cores that this process may run on, as torch counts them."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 class Cpu(Accelerator):
-    """The cores of this node, where there is nothing else or the user says so; ranks share them,
-    so no number of ranks is too large."""
+    """The cores of this node, if there is nothing else or by request; ranks share them, so any
+    number of ranks is possible."""
 
     name = "cpu"
     device = "cpu"
@@ -198,4 +202,4 @@ class Cpu(Accelerator):
         return cores()
 
     def examine(self, wanted: int, environ: Mapping[str, str]) -> tuple[Finding, ...]:
-        return ()  # quota, cores and memory of the machine are the doctor's own checks
+        return ()  # quota, cores and memory have checks in `doctor`

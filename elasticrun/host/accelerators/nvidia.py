@@ -1,4 +1,4 @@
-"""NVIDIA GPUs, as NVML sees them (asked in a child, see `nvidia_child`)."""
+"""NVIDIA GPUs, as reported by NVML (queried in a child, see `nvidia_child`)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from elasticrun.host.accelerators.base import Accelerator, Load, enough, in_use
 from elasticrun.wire.types import Finding, Level
 
 NVML_LIMIT: Final = 20.0
-"""Seconds for asking NVML; a node of eight GPUs without persistence mode takes about ten."""
+"""Seconds for querying NVML; a node with eight GPUs without persistence mode takes about ten."""
 
 ORPHAN_LIMIT: Final = 30.0
-"""Seconds by which the child's own limit comes later than ours: who ends before we have given it up
-seems to have said nothing."""
+"""Seconds by which the child's own limit exceeds ours: a child that exits before our timeout would
+seem to have no answer.
+"""
 
 MIB: Final = 1024 * 1024
 
@@ -28,7 +29,7 @@ _DRIVER_FILES: Final = ("/proc/driver/nvidia/version", "/dev/nvidiactl")
 
 
 class Nvidia(Accelerator):
-    """GPUs under CUDA and NCCL."""
+    """GPUs with CUDA and NCCL."""
 
     name = "nvidia"
     device = "cuda"
@@ -36,7 +37,7 @@ class Nvidia(Accelerator):
     visible_variable = "CUDA_VISIBLE_DEVICES"
 
     def count(self, environ: Mapping[str, str]) -> int | None:
-        """Visible GPUs by NVML; 0 without a driver, None where only CUDA itself can tell."""
+        """Number of visible GPUs by NVML; 0 without a driver, None if only CUDA itself knows."""
         listed = environ.get(self.visible_variable)
         if listed is not None and not listed.strip():
             return 0
@@ -51,7 +52,7 @@ class Nvidia(Accelerator):
         return None if seen is None else len(seen)
 
     def loads(self, environ: Mapping[str, str], limit: float) -> tuple[Load, ...]:
-        """By NVML's utilisation; none of MIG instances."""
+        """From NVML's utilization; nothing for MIG instances."""
         if not has_driver():
             return ()
         try:
@@ -63,7 +64,7 @@ class Nvidia(Accelerator):
         return tuple(found[index] for index in ours) if ours and not answer.get("mig") else ()
 
     def examine(self, wanted: int, environ: Mapping[str, str]) -> tuple[Finding, ...]:
-        """Number, memory, ECC, pages, clocks and NVLinks of the visible GPUs; bad ones by name."""
+        """Number, memory, ECC, pages, clocks and NVLinks of the visible GPUs; names bad ones."""
         try:
             answer = _ask("examine", environ)
             driver, gpus = str(answer.get("driver")), _gpus(answer)
@@ -81,15 +82,15 @@ class Nvidia(Accelerator):
 
 
 def has_driver() -> bool:
-    """Whether a driver is loaded, or its device node handed into this container."""
+    """Whether a driver is loaded, or its device node is available in this container."""
     return any(os.path.exists(path) for path in _DRIVER_FILES)
 
 
 def visible(listed: str | None, uuids: Sequence[str]) -> list[int] | None:
-    """Which of these GPUs CUDA_VISIBLE_DEVICES leaves, as CUDA reads it, in its order.
+    """The GPUs selected by CUDA_VISIBLE_DEVICES, as CUDA reads it, in its order.
 
-    The list ends at the first entry that names no device, and a device named twice empties it.
-    None where it names MIG instances, which NVML's list of GPUs does not have.
+    The list ends at the first entry that is not a device, and a duplicate empties it. None if it
+    names MIG instances, which are not in NVML's list of GPUs.
     """
     if listed is None:
         return list(range(len(uuids)))
@@ -107,7 +108,7 @@ def visible(listed: str | None, uuids: Sequence[str]) -> list[int] | None:
 
 
 def _device_index(entry: str, uuids: Sequence[str]) -> int | None:
-    """The GPU that one entry names: by the number it begins with, or the start of its UUID."""
+    """The GPU of one entry: by the number at its start, or by the start of its UUID."""
     if entry.startswith("GPU-"):
         matches = [index for index, uuid in enumerate(uuids) if uuid.startswith(entry)]
         return matches[0] if len(matches) == 1 else None
@@ -119,10 +120,10 @@ def _device_index(entry: str, uuids: Sequence[str]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Gpu:
-    """One GPU as the child saw it; None is what this GPU or its driver does not tell."""
+    """One GPU as reported by the child; None: this GPU or its driver does not report it."""
 
     index: int  # NVML's and nvidia-smi's
-    error: str = ""  # it does not answer: the rest is not known
+    error: str = ""  # it does not answer: the rest is unknown
     uuid: str = ""
     name: str = ""
     mig: bool = False
@@ -143,7 +144,7 @@ class _Gpu:
 
 
 def _ask(what: str, environ: Mapping[str, str], limit: float = 0.0) -> dict[str, object]:
-    """`limit`: seconds; 0.0 for NVML_LIMIT."""
+    """`limit`: seconds; 0.0: NVML_LIMIT."""
     limit = limit or NVML_LIMIT
     command = [sys.executable, "-P", _CHILD, what, str(limit + ORPHAN_LIMIT)]
     return json_of(command, environ, limit)
@@ -247,4 +248,4 @@ _CHECKS: Final[tuple[tuple[str, Callable[[_Gpu], Finding | None], str], ...]] = 
     ("GPU clocks", _clocks, "no GPU is slowed down by heat or power"),
     ("NVLink", _nvlink, "no GPU has some of its links down"),
 )
-"""Checks of every GPU, and the sentence where all pass."""
+"""Checks of every GPU, and the sentence if all pass."""

@@ -1,11 +1,10 @@
-"""Asks NVML about this node's GPUs and prints one JSON object; run by path in a throw-away child.
+"""Queries NVML about this node's GPUs and prints one JSON object; run by path in a child process.
 
-    python -P nvidia_child.py count|examine|loads LIMIT
+python -P nvidia_child.py count|examine|loads LIMIT
 
-`count` finds out which GPUs there are, `examine` how they are as well, `loads` how busy they are. A
-GPU that does not answer has an `error`; what a GPU, a driver or a release of NVML does not know is
-null. After LIMIT seconds the kernel ends this process, so that it does not outlive a caller that
-was killed.
+`count` lists the GPUs, `examine` also reports their health, `loads` their load. A GPU that does not
+answer has an `error`; values that a GPU, a driver or a release of NVML does not know are null.
+After LIMIT seconds the kernel kills this process, so that it does not outlive a killed caller.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import pynvml
 
 MAX_GPUS = 64
 MAX_PROCESSES = 32
-"""Most that are listed; a node has 16 GPUs at most today."""
+"""Maximum number that are listed; today a node has at most 16 GPUs."""
 
 GONE = (
     pynvml.NVML_ERROR_GPU_IS_LOST,
@@ -28,15 +27,15 @@ GONE = (
     pynvml.NVML_ERROR_IRQ_ISSUE,
     pynvml.NVML_ERROR_TIMEOUT,
 )
-"""Errors that say that the GPU itself is in trouble, not that it lacks a feature."""
+"""Errors that mean that the GPU itself is in trouble, not that it lacks a feature."""
 
 
 def known(ask: Callable[[], Any]) -> Any:
-    """The answer, or None where this GPU, driver or NVML has none; raises for a GPU in trouble."""
+    """The answer, or None if this GPU, driver or NVML has none; raises for a GPU in trouble."""
     try:
         return ask()
     except (AttributeError, pynvml.NVMLLibraryMismatchError):
-        return None  # a pynvml, or a driver, of another age, without this function
+        return None  # another version of pynvml or the driver, without this function
     except pynvml.NVMLError as error:
         if error.value in GONE:
             raise
@@ -44,7 +43,7 @@ def known(ask: Callable[[], Any]) -> Any:
 
 
 def word(text: Any) -> str:
-    """A text of NVML, which older releases of pynvml give as bytes."""
+    """A text from NVML, which older releases of pynvml return as bytes."""
     return text.decode(errors="replace") if isinstance(text, bytes) else str(text)
 
 
@@ -64,14 +63,14 @@ def in_mig(handle: Any) -> bool:
 
 
 def examine() -> dict[str, Any]:
-    """What `count` says, and the health of every GPU."""
+    """The result of `count`, and the health of every GPU."""
     driver = known(lambda: word(pynvml.nvmlSystemGetDriverVersion()))
     gpus = [gpu(index) for index in range(min(pynvml.nvmlDeviceGetCount(), MAX_GPUS))]
     return {"driver": driver or "", "gpus": gpus}
 
 
 def gpu(index: int) -> dict[str, Any]:
-    """One GPU: who it is, then how it is, as far as it answers."""
+    """One GPU: its identity, then its health, as far as it answers."""
     seen: dict[str, Any] = {"index": index, "error": ""}
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -86,7 +85,7 @@ def gpu(index: int) -> dict[str, Any]:
 
 
 def loads() -> dict[str, Any]:
-    """What `count` says, and of each GPU [percent of the time in use, bytes in use]."""
+    """The result of `count`, and for each GPU [percent of the time in use, bytes in use]."""
     seen = []
     for index in range(min(pynvml.nvmlDeviceGetCount(), MAX_GPUS)):
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -97,7 +96,7 @@ def loads() -> dict[str, Any]:
 
 
 def memory(handle: Any) -> dict[str, Any]:
-    """Bytes in use and in all, and the compute processes: [pid, bytes or null]."""
+    """Bytes in use and in total, and the compute processes: [pid, bytes or null]."""
     amount = known(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle))
     listed = known(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
     return {
@@ -108,7 +107,7 @@ def memory(handle: Any) -> dict[str, Any]:
 
 
 def errors(handle: Any) -> dict[str, Any]:
-    """Uncorrected ECC errors since the driver was loaded, and memory that is to be replaced."""
+    """Uncorrected ECC errors since the driver was loaded, and memory that must be replaced."""
     rows = known(lambda: pynvml.nvmlDeviceGetRemappedRows(handle))
     return {
         "uncorrected": known(
@@ -123,9 +122,9 @@ def errors(handle: Any) -> dict[str, Any]:
 
 
 def clocks(handle: Any) -> dict[str, Any]:
-    """Why the clocks are lower than they could be (a set of bits), and the temperature (°C)."""
+    """Why the clocks are reduced (a set of bits), and the temperature (°C)."""
     reasons = known(lambda: pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
-    if reasons is None:  # drivers before 535 have it by its older name
+    if reasons is None:  # drivers before 535 use the older name
         reasons = known(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
     slow = {
         "hardware slowdown": pynvml.nvmlClocksThrottleReasonHwSlowdown,
@@ -142,7 +141,7 @@ def clocks(handle: Any) -> dict[str, Any]:
 
 
 def links(handle: Any) -> list[int]:
-    """The state of each NVLink that this GPU has: 1 up, 0 down."""
+    """The state of each NVLink of this GPU: 1 up, 0 down."""
     states = []
     for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
         state = known(lambda link=link: pynvml.nvmlDeviceGetNvLinkState(handle, link))  # type: ignore[misc]
@@ -152,7 +151,7 @@ def links(handle: Any) -> list[int]:
 
 
 def main(argv: list[str]) -> int:
-    """Print the answer; what goes wrong is one line on stderr."""
+    """Print the answer; an error is one line on stderr."""
     if hasattr(signal, "alarm"):
         signal.alarm(int(float(argv[1])) + 1)
     try:

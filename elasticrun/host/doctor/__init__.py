@@ -1,9 +1,9 @@
-"""WHAT IS WRONG WITH THIS MACHINE: checks, each with what was seen and what to do about it.
+"""DIAGNOSIS OF THIS MACHINE: checks, each with a finding and what to do about it.
 
-One module a family of checks. Each takes its facts through small functions, from a root folder
-where they are files; `checkup` runs them side by side, each bounded in time. What needs the job's
-master (clock, ports, packet size, host names) gets its answer handed in: whoever asks has the
-connection. Forbidden here: gRPC and torch, changing anything on the machine (but for a file without
-a name, to see whether a folder takes one), waiting without a limit, and ending a job: a finding is
-told, and what follows from it is the caller's.
+One module per family of checks. Each reads its facts through small functions, below a root folder
+if they are files; `checkup` runs them in parallel, each with a time limit. Checks that need the
+job's master (clock, ports, packet size, host names) receive its answer from the caller, which has
+the connection. Forbidden here: gRPC and torch, changing anything on the machine (except for an
+unnamed file that tests whether a folder is writable), waiting without a limit, and ending a job:
+findings are reported, and the caller decides.
 """

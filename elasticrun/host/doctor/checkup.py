@@ -1,4 +1,4 @@
-"""All checks side by side, each bounded in time."""
+"""Runs all checks in parallel, each with a time limit."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ LIMIT: Final = 10.0
 """Seconds for one check; a resolver gives up after five, or after ten with two name servers."""
 
 ACCELERATOR_LIMIT: Final = 45.0
-"""Drivers are asked in children with limits of their own, which this one only backs."""
+"""Drivers are queried in children with their own limits; this one is only a backup."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """One family of checks. `late`: how it counts that it has not ended in time."""
+    """One family of checks. `late`: its level if it does not finish in time."""
 
     name: str
     look: Callable[[], Iterable[Finding]]
@@ -34,12 +34,12 @@ class Checks:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What a machine is looked at for.
+    """What a machine is checked for.
 
-    nproc: ranks on this node, 0: not known. ranks: of the whole job at its largest, as far as is
-    known. several: whether the job has more nodes than this one. accelerator: its name, "" for the
-    one that is found. data: folders by the names of --data. starts: an agent starts now, to which
-    processes that the kernel has killed before are no matter."""
+    nproc: ranks on this node, 0: unknown. ranks: of the whole job at its largest, as far as
+    known. several: whether the job has other nodes. accelerator: its name, "" for the detected
+    one. data: folders by the names of --data. starts: an agent starts now, so earlier OOM kills
+    do not matter."""
 
     nproc: int = 0
     ranks: int = 1
@@ -52,7 +52,7 @@ class Subject:
 
 
 def checks(subject: Subject) -> list[Checks]:
-    """Those that need nobody but this machine."""
+    """The checks that need only this machine."""
     environ = subject.environ
     return [
         Checks(software.CHECK, software.examine),
@@ -69,7 +69,7 @@ def checks(subject: Subject) -> list[Checks]:
 
 
 def _disk(folder: JobFolder) -> Checks:
-    # A rank that touches a hanging file system cannot even be killed.
+    # A rank that accesses a hanging file system cannot even be killed.
     late = Level.FAILED if folder.needed else Level.WARNING
     return Checks(folder.check, lambda: disk.examine(folder), late=late)
 
@@ -79,7 +79,7 @@ def _data(name: str, path: str) -> Checks:
 
 
 def _accelerator(subject: Subject) -> Iterable[Finding]:
-    # Late, and so in this check's own thread: nobody else has to wait for it.
+    # Imported late, in this check's own thread, so that nothing else waits for it.
     from elasticrun.host import accelerators
 
     kind = accelerators.of(subject.accelerator, subject.environ)
@@ -87,7 +87,7 @@ def _accelerator(subject: Subject) -> Iterable[Finding]:
 
 
 def of_the_master(answers: Sequence[Answer], dialled: str) -> list[Finding]:
-    """What follows from its answers to a ReachMe; `dialled`: its address in numbers."""
+    """Findings from the master's answers to a ReachMe; `dialled`: its numeric address."""
     if not answers:
         return []
     return [
@@ -98,8 +98,8 @@ def of_the_master(answers: Sequence[Answer], dialled: str) -> list[Finding]:
 
 
 def run(wanted: Sequence[Checks]) -> list[Finding]:
-    """What the checks find, in their order. Blocks until each has ended or its limit is over; a
-    thread that hangs in the kernel is left to itself."""
+    """The findings of the checks, in order. Blocks until each has finished or timed out; abandons a
+    thread that hangs in the kernel."""
     done: queue.SimpleQueue[tuple[int, list[Finding]]] = queue.SimpleQueue()
     began = time.monotonic()
     for place, check in enumerate(wanted):
@@ -123,7 +123,7 @@ def run(wanted: Sequence[Checks]) -> list[Finding]:
 def _look(place: int, check: Checks, done: queue.SimpleQueue[tuple[int, list[Finding]]]) -> None:
     try:
         findings = list(check.look())
-    except Exception as wrong:  # a machine on which a check of ours fails can still train
+    except Exception as wrong:  # a machine on which one of our checks fails can still train
         seen = f"the check itself failed: {type(wrong).__name__}: {wrong}"
         findings = [warning(check.name, seen, "report it to elasticrun's makers")]
     done.put((place, findings))

@@ -1,4 +1,4 @@
-"""Room in the folders that a job writes to."""
+"""Checks the space in folders that a job writes to."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from elasticrun.host.user_folder import network_file_system
 from elasticrun.wire.types import Finding
 
 BLOCK: Final = 4096
-"""Bytes written to see whether the folder takes any: a quota shows nowhere else."""
+"""Bytes written to test whether a folder is writable: a quota is visible nowhere else."""
 
 FEW_INODES: Final = 10_000
-"""Fewer files than this may still be made: a job's logs and a cache of compiled code take some
-hundreds a rank."""
+"""Fewer available inodes give a warning: a job's logs and a cache of compiled code take some
+hundred per rank.
+"""
 
 NO_INODES: Final = 100
 
@@ -27,8 +28,8 @@ NO_INODES: Final = 100
 @dataclass(frozen=True, slots=True)
 class JobFolder:
     """A folder of a job. `little`: free bytes below which there is a warning; `none`: below which
-    no rank should be started. `needed`: ranks fail where nothing can be written there. `made`:
-    whoever needs it makes it."""
+    no rank should be started. `needed`: ranks fail if it is not writable. `made`: it is created
+    when needed."""
 
     role: str
     path: str
@@ -54,11 +55,11 @@ _SET_BY: Final = {
 def folders(
     environ: Mapping[str, str], *, log_dir: str | None = None, checkpoints: str = ""
 ) -> list[JobFolder]:
-    """Those of a job that is started with these settings. `log_dir`: None for one below the
-    temporary folder."""
+    """The folders of a job started with these settings. `log_dir`: None for one below the temporary
+    folder."""
     try:
         temporary = environ.get("TMPDIR") or tempfile.gettempdir()
-    except FileNotFoundError:  # none can be written to: the last that Python tries is this one
+    except FileNotFoundError:  # no candidate is writable: Python tries this one last
         temporary = os.getcwd()
     found = [JobFolder("temporary", temporary, made=False)]
     if log_dir and log_dir != os.devnull:
@@ -93,7 +94,7 @@ def examine(folder: JobFolder) -> list[Finding]:
     found = os.statvfs(place)
     free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
     seen = f"{amount(free)} of {amount(total)} are free in {where}"
-    # Root may use what is kept back for it, and btrfs, among others, counts no inodes at all.
+    # Root may use its reserved space, and some file systems, such as btrfs, do not count inodes.
     inodes = found.f_favail if found.f_files else None
     if inodes is not None:
         seen += f", and room for {inodes} files"
@@ -106,8 +107,8 @@ def examine(folder: JobFolder) -> list[Finding]:
 
 
 def examine_data(name: str, path: str) -> list[Finding]:
-    """Whether a folder of --data can be read here, and who else sees it. Blocks as long as the file
-    system does."""
+    """Whether a folder of --data is readable here, and whether other nodes see it. Blocks as long
+    as the file system does."""
     check, todo = f"data, {name}", "mount it on this host, or name another folder (--data)"
     if not os.path.isdir(path):
         return [failed(check, f"there is no folder {path}", todo)]
@@ -124,15 +125,15 @@ def examine_data(name: str, path: str) -> list[Finding]:
 
 
 def _existing(path: Path) -> Path:
-    """The folder itself, or the nearest one above it that can be seen."""
-    # Not path.exists(), which raises where a folder above may not be searched.
+    """The folder itself, or its nearest visible ancestor."""
+    # Not path.exists(), which raises if an ancestor is not searchable.
     while not os.path.exists(path) and path != path.parent:
         path = path.parent
     return path
 
 
 def _refusal(place: Path) -> str:
-    """Why nothing can be written there, "" if something can; leaves nothing behind."""
+    """Why the folder is not writable, "" if it is; leaves nothing behind."""
     try:
         with tempfile.TemporaryFile(dir=place) as file:
             file.write(bytes(BLOCK))

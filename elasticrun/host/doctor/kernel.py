@@ -1,4 +1,4 @@
-"""The kernel's log: processes it killed for want of memory, and what the GPU driver reported."""
+"""Checks the kernel's log for OOM kills and for reports of the GPU driver."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from elasticrun.wire.types import Finding
 CHECK: Final = "kernel log"
 
 SINCE: Final = 24 * 3600.0
-"""Seconds; what is older is no news."""
+"""Seconds; older entries do not count."""
 
 JUST_NOW: Final = 60.0
-"""Seconds; a process that was killed for want of memory within them may explain a death of now."""
+"""Seconds; an OOM kill within that time may explain a death just now."""
 
 MAX_BYTES: Final = 16 * 1024 * 1024
-"""Most that is read of a log; the kernel's own default is a quarter of a megabyte."""
+"""Maximum bytes read from a log; the kernel's default is a quarter of a megabyte."""
 
 RECORD: Final = 8192
-"""The kernel hands out one record a read, and refuses a buffer that does not hold it."""
+"""The kernel returns one record per read, and refuses a smaller buffer."""
 
 APPLICATION: Final = frozenset({13, 31, 43, 45, 68, 69, 109})
-"""Xids that a program's own fault raises as a rule (NVIDIA's Xid catalogue)."""
+"""Xids that are usually caused by a program's own error (NVIDIA's Xid catalog)."""
 
 _LINE: Final = re.compile(r"\d+,\d+,(\d+),[^;]*;(.*)")
 _OOM: Final = re.compile(r"(?:Out of memory|out of memory).*?Killed process (\d+) \(([^)]*)\)")
@@ -46,7 +46,7 @@ class KernelLine:
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """What the log says of a process that was killed. `clear`: nothing is left to look for."""
+    """What the log says about a killed process. `clear`: nothing is left to investigate."""
 
     text: str
     clear: bool
@@ -55,8 +55,8 @@ class Word:
 def examine(
     root: Path = Path("/"), now: float | None = None, *, starts: bool = False
 ) -> list[Finding]:
-    """What stands in the log of the last day. `starts`: for an agent that starts now, to which
-    processes that were killed before are no matter. `now`: seconds since boot."""
+    """Findings from the log of the last day. `starts`: for an agent that starts now, to which
+    earlier OOM kills do not matter. `now`: seconds since boot."""
     try:
         records = list(read(root / "dev/kmsg", now))
     except OSError as wrong:
@@ -68,7 +68,7 @@ def examine(
 
 
 def of_a_kill(pid: int, root: Path = Path("/"), now: float | None = None) -> Word:
-    """What the log says of a process that was killed just now, by nobody of ours."""
+    """What the log says about a process that was killed just now, not by us."""
     try:
         records = list(read(root / "dev/kmsg", now))
     except OSError as wrong:
@@ -93,7 +93,8 @@ def _why(wrong: OSError) -> str:
 
 
 def read(path: Path, now: float | None) -> Iterator[KernelLine]:
-    """The records that are there now; never waits for more. `now`: seconds since boot. OSError."""
+    """The records that exist now; never waits for more. `now`: seconds since boot. Raises
+    OSError."""
     now = time.monotonic() if now is None else now
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -112,8 +113,8 @@ def _pieces(fd: int) -> Iterator[bytes]:
             piece = os.read(fd, RECORD)
         except BlockingIOError:
             return
-        except BrokenPipeError:  # what we were about to read has just been overwritten
-            size += RECORD  # a kernel that writes faster than we read must not hold us for ever
+        except BrokenPipeError:  # the next record has just been overwritten
+            size += RECORD  # a kernel that writes faster than we read must not block us forever
             continue
         if not piece:
             return
@@ -122,7 +123,7 @@ def _pieces(fd: int) -> Iterator[bytes]:
 
 
 def _kills(records: list[KernelLine]) -> Iterator[tuple[float, str, str]]:
-    """Age, process id and name of each process that was killed for want of memory."""
+    """Age, pid and name of each OOM-killed process."""
     for record in records:
         if m := _OOM.search(record.text):
             yield record.age, m[1], m[2]

@@ -1,4 +1,4 @@
-"""Whether this host's name means this host, to itself and in its job."""
+"""Checks whether this host's name refers to this host, locally and in its job."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ REVERSE: Final = "reverse name"
 TWICE: Final = "host name in the job"
 
 SLOW: Final = 2.0
-"""Seconds that a name server may take; several libraries ask it while a rank starts."""
+"""Seconds that a name server may take; several libraries query it while a rank starts."""
 
 MAX_SAME: Final = 8
-"""Addresses of nodes with our name that are looked at; each may have to be resolved."""
+"""Maximum number of addresses of nodes with our name that are checked; each may need resolution."""
 
 
 def examine(several: bool, environ: Mapping[str, str]) -> list[Finding]:
-    """The own name's addresses. `several`: the job has more nodes than this one. Blocks as long as
-    the resolver does."""
+    """Check the addresses of this host's name. `several`: the job has other nodes. Blocks as long
+    as the resolver does."""
     name = socket.gethostname()
     todo = f"let {name} resolve to this host's address (/etc/hosts, DNS)"
     gloo = "gloo offers the address of this name to other nodes"
     if environ.get("GLOO_SOCKET_IFNAME"):
-        several = False  # then gloo does not ask for the name
+        several = False  # then gloo does not use the name
     else:
         todo += ", or set GLOO_SOCKET_IFNAME"
     began = time.monotonic()
@@ -53,7 +53,8 @@ def examine(several: bool, environ: Mapping[str, str]) -> list[Finding]:
 
 
 def reverse() -> list[Finding]:
-    """The name of the default route's address, and back. Blocks as long as the resolver does."""
+    """Check the name of the default route's address, and its resolution back. Blocks as long as the
+    resolver does."""
     address = routed_address()
     if not address:
         return [ok(REVERSE, "this host has no address beyond loopback")]
@@ -74,7 +75,7 @@ def reverse() -> list[Finding]:
 
 
 def resolve(name: str) -> list[str]:
-    """Addresses of a name in numbers; none if it does not resolve."""
+    """Numeric addresses of a name; none if it does not resolve."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -83,8 +84,8 @@ def resolve(name: str) -> list[str]:
 
 
 def twice(page: JobStatus, names: Iterable[str]) -> list[Finding]:
-    """Whether another host of the job has one of these `names`, which should be ours alone. Blocks
-    as long as the resolver does where --local-addr is a name."""
+    """Whether another host of the job has one of these `names`, which should be unique to this
+    host. Blocks as long as the resolver does if --local-addr is a name."""
     ours = set(names)
     same = {
         node.address: node.host
@@ -100,6 +101,6 @@ def twice(page: JobStatus, names: Iterable[str]) -> list[Finding]:
 
 
 def _is_elsewhere(address: str) -> bool:
-    """Whether what a node offers as its address is another host's; not if that is not known."""
+    """Whether a node's address is another host's; False if unknown."""
     known = resolve(address) if address else []
     return bool(known) and not any(map(is_ours, known))

@@ -1,6 +1,8 @@
-"""What the master's answer to a ReachMe shows: whether its host can dial this one (ranks and stores
-listen on ports that the kernel chooses, and a firewall that lets only the master's port through is
-found here and not by a hang), packet sizes on the two ends of the way, this host's clock.
+"""Checks based on the master's answer to a ReachMe: ports, packet sizes, this host's clock.
+
+Ports: whether the master's host can connect to this one. Ranks and stores listen on ports chosen by
+the kernel; a firewall that passes only the master's port is found here, not by a hang. Packet sizes
+are compared on both ends of the route.
 """
 
 from __future__ import annotations
@@ -22,18 +24,18 @@ from elasticrun.wire.types import Finding
 PORTS: Final = "ports"
 
 TRIES: Final = 2
-"""Ports that are tried; the kernel chooses them, from the range that it gives to ranks as well."""
+"""Number of ports tried; the kernel chooses them, from the same range as for ranks."""
 
 MAX_VISITS: Final = 16
-"""Connections that one open port answers; the master makes one."""
+"""Maximum number of connections that one open port answers; the master makes one."""
 
 SEND_LIMIT: Final = 2.0
-"""Seconds for a nonce to leave; it always fits into the kernel's buffer."""
+"""Seconds to send a nonce; it always fits into the kernel's buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the master said to one try, and this host's clock before and after, in microseconds."""
+    """The master's answer to one try, and this host's clock before and after, in microseconds."""
 
     port: int
     reached: Reached
@@ -43,7 +45,7 @@ class Answer:
 
 @contextlib.contextmanager
 def open_port() -> Iterator[ReachMe]:
-    """A port of this host that shows a nonce to whoever dials it, for as long as the context lasts.
+    """A port of this host that sends a nonce to every client, as long as the context lasts. Raises
     OSError."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     with _listening() as listener:
@@ -54,11 +56,11 @@ def open_port() -> Iterator[ReachMe]:
             yield ReachMe(port=port, nonce=nonce)
         finally:
             with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closing does not
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which close() does not
 
 
 def _listening() -> socket.socket:
-    """On all addresses: which of them the master sees, only it can say."""
+    """On all addresses: only the master knows which of them it reaches."""
     six = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if six else socket.AF_INET
     return socket.create_server(("", 0), family=family, backlog=4, dualstack_ipv6=six)
@@ -68,7 +70,7 @@ def _show(listener: socket.socket, nonce: bytes) -> None:
     for _ in range(MAX_VISITS):
         try:
             visitor, _ = listener.accept()
-        except OSError:  # the context is over
+        except OSError:  # the context has ended
             return
         with visitor, contextlib.suppress(OSError):
             visitor.settimeout(SEND_LIMIT)
@@ -76,7 +78,7 @@ def _show(listener: socket.socket, nonce: bytes) -> None:
 
 
 def examine_ports(answers: Sequence[Answer], dialled: str, root: Path = Path("/")) -> list[Finding]:
-    """`dialled`: the master's address in numbers."""
+    """`dialled`: the master's numeric address."""
     if not answers:
         return []
     low, high = _range(root)
@@ -105,15 +107,15 @@ def examine_ports(answers: Sequence[Answer], dialled: str, root: Path = Path("/"
 
 
 def straight(reached: Reached, dialled: str) -> bool:
-    """Whether what the master saw and dialled was this host. Behind the door of a job with a master
-    port it sees its own loopback, and behind NAT or a proxy an address of those."""
+    """Whether the master saw and reached this host directly. Behind the port proxy of a job with a
+    master port it sees its own loopback, and behind NAT or a proxy their address."""
     if is_loopback(reached.address):
         return is_ours(dialled)
     return is_ours(reached.address)
 
 
 def _range(root: Path) -> tuple[int, int]:
-    """The ports that the kernel chooses from; zeros where it does not tell."""
+    """The range from which the kernel chooses ports; zeros if unknown."""
     try:
         low, high = (root / "proc/sys/net/ipv4/ip_local_port_range").read_text().split()
         return int(low), int(high)
@@ -125,7 +127,7 @@ PACKET_SIZE: Final = "packet size"
 
 
 def examine_mtu(reached: Reached, dialled: str) -> list[Finding]:
-    """`dialled`: the master's address in numbers; "" if it is not known."""
+    """`dialled`: the master's numeric address; "" if unknown."""
     own = mtu_to(dialled) if dialled else 0
     if not own or not reached.mtu or not straight(reached, dialled):
         return [ok(PACKET_SIZE, "it is not known on both ends of the way to the master")]
@@ -143,13 +145,13 @@ def examine_mtu(reached: Reached, dialled: str) -> list[Finding]:
 CLOCK: Final = "clock"
 
 MOST_APART: Final = 1.0
-"""Seconds that clocks may differ: logs of several nodes are still in order for the eye. Nothing of
-elasticrun's depends on it, but certificates and file systems do."""
+"""Seconds that clocks may differ: logs of several nodes still look ordered. elasticrun does not
+depend on it, but certificates and file systems do.
+"""
 
 
 def examine_clock(answers: Sequence[Answer]) -> list[Finding]:
-    """From the quickest of some answers, since half of what an answer takes is what the result may
-    be wrong by."""
+    """Uses the quickest answer, because half of the round trip is the uncertainty of the result."""
     if not answers:
         return []
     best = min(answers, key=lambda answer: answer.received_us - answer.sent_us)

@@ -1,6 +1,8 @@
-"""What ranks share on a host: cores (what it has, what a container or a scheduler lets this process
-use), shared memory (data loaders hand batches over in it, NCCL and gloo have rings there), and
-limits of a process (`ulimit`), which ranks inherit from the agent.
+"""Checks what ranks share on a host: cores, shared memory, and limits of a process.
+
+Cores: the host's, and those that a container or a scheduler allows. Shared memory: data loaders
+pass batches in it, NCCL and gloo have rings there. Limits (`ulimit`): ranks inherit them from the
+agent.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from elasticrun.wire.types import Finding
 CORES: Final = "cores"
 
 LONGEST_PATH: Final = 64
-"""Levels of cgroups that are climbed; nobody nests so deep."""
+"""Maximum number of nested cgroups that are followed; nobody nests that deep."""
 
 
 def examine_cores(
     ranks: int, environ: Mapping[str, str], root: Path = Path("/"), host: int | None = None
 ) -> list[Finding]:
-    """`ranks`: on this node. `host`: cores of the machine, counted where none is given."""
+    """`ranks`: on this node. `host`: cores of the machine; None: count them."""
     host = host or os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0))
     quota = cpu_quota(root)
@@ -36,7 +38,7 @@ def examine_cores(
     if held and ranks > usable:
         todo = "ask the container or the scheduler for more cores, or start fewer ranks"
         return [warning(CORES, f"{seen}, for {ranks} ranks", todo)]
-    # With several ranks torchrun and we set it to 1.
+    # With several ranks torchrun and elasticrun set it to 1.
     free = ranks == 1 and not environ.get("OMP_NUM_THREADS")
     if quota and quota < allowed and free:
         todo = f"set OMP_NUM_THREADS={max(1, int(quota))}"
@@ -46,8 +48,7 @@ def examine_cores(
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Cores' worth of time that this process' cgroup (v2 or v1) or one above it may use; None for
-    no limit."""
+    """CPU quota in cores of this process's cgroup (v2 or v1) or an ancestor; None: no limit."""
     try:
         text = (root / "proc/self/cgroup").read_text()
     except OSError:
@@ -57,7 +58,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def _folders(text: str, root: Path) -> Iterator[Path]:
-    """The process' cgroup, and those above it, in each hierarchy that can hold a quota."""
+    """The process's cgroup, and its ancestors, in each hierarchy that can have a quota."""
     base = root / "sys/fs/cgroup"
     for line in text.splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -69,7 +70,7 @@ def _folders(text: str, root: Path) -> Iterator[Path]:
             continue
         parts = [part for part in path.split("/") if part and part != ".."][:LONGEST_PATH]
         for place in places:
-            # Without a cgroup namespace the path is the host's, and what is mounted is our own.
+            # Without a cgroup namespace the path is the host's, but the mounted folder is our own.
             yield from (place.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
 
 
@@ -89,11 +90,12 @@ def _quota(folder: Path) -> float | None:
 SHM: Final = "shared memory"
 
 SHM_PER_RANK: Final = 128 * MIB
-"""What one rank with some data loader workers takes, or more; NCCL alone takes about 10 MiB for
-every other rank on its node."""
+"""What one rank with some data loader workers needs, at least; NCCL alone takes about 10 MiB for
+every other rank on its node.
+"""
 
 DOCKER_DEFAULT: Final = 64 * MIB
-"""What a container has whose maker said nothing about it."""
+"""The size in a container without any setting."""
 
 NO_SHM: Final = MIB
 
@@ -104,7 +106,7 @@ BIGGER: Final = (
 
 
 def examine_shm(ranks: int, root: Path = Path("/")) -> list[Finding]:
-    """Whether so many ranks of this node (0: not known) have enough of it below `root`."""
+    """Whether there is enough for this node's ranks (0: unknown), below `root`."""
     place = root / "dev/shm"
     try:
         found = os.statvfs(place)
@@ -133,14 +135,15 @@ OPEN_FILES: Final = "open files"
 LOCKED: Final = "locked memory"
 
 FILES: Final = 1024
-"""What distributions give, and enough for a rank with its data loaders and a few hundred peers."""
+"""The default of distributions; enough for a rank with its data loaders and a few hundred peers."""
 
 FEWEST: Final = 128
-"""Fewer, and a rank cannot even open its libraries, sockets and pipes."""
+"""With fewer, a rank cannot even open its libraries, sockets and pipes."""
 
 SPARE: Final = 512
-"""Files that a process needs beside one connection for every rank: the first node's c10d store has
-one of each."""
+"""Files that a process needs besides one connection per rank: the first node's c10d store has one
+for each.
+"""
 
 
 def examine_limits(ranks: int, root: Path = Path("/")) -> list[Finding]:
@@ -170,7 +173,7 @@ def _open_files(ranks: int) -> list[Finding]:
 
 
 def _locked(root: Path) -> list[Finding]:
-    """InfiniBand pins the buffers it sends; nothing else of a job asks for much."""
+    """InfiniBand pins the buffers it sends; nothing else in a job needs much."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     seen = f"ulimit -l is {'unlimited' if soft == resource.RLIM_INFINITY else amount(soft)}"
     cards = _names(root / "sys/class/infiniband")

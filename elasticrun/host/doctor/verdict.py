@@ -1,4 +1,4 @@
-"""Findings in short, and amounts in words."""
+"""Short constructors of findings, and amounts in words."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ GIB: Final = 1024 * MIB
 
 
 def ok(check: str, seen: str) -> Finding:
-    """Nothing is to be done."""
+    """Nothing to do."""
     return Finding(check, Level.OK, seen)
 
 
 def warning(check: str, seen: str, todo: str) -> Finding:
-    """A job may run into it."""
+    """May cause a problem for a job."""
     return Finding(check, Level.WARNING, seen, todo)
 
 
@@ -35,10 +35,10 @@ def amount(size: float) -> str:
 
 
 def in_a_line(finding: Finding) -> str:
-    """What an operator's log says of it."""
+    """The finding as a log line."""
     return f"{finding.check}: {finding.seen}" + (f"; {finding.todo}" if finding.todo else "")
 
 
 def failures(findings: Iterable[Finding]) -> list[Finding]:
-    """Those with which no rank should be started."""
+    """Findings with which no rank should be started."""
     return [finding for finding in findings if finding.state is Level.FAILED]

@@ -1,4 +1,4 @@
-"""Run folders: what a job leaves behind in files, where they lie, and what they say of it.
+"""Run folders: the files that a job leaves behind, where they are, and what they say about the job.
 
-Files and /proc alone. Forbidden here: talking to a master, starting anything, threads, torch, grpc.
+Only files and /proc. Forbidden here: talking to a master, starting anything, threads, torch, grpc.
 """

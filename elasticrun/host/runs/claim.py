@@ -1,8 +1,8 @@
-"""One process at a time starts, scales or removes a job of a name.
+"""Ensures that only one process at a time starts, scales or removes a job of a given name.
 
-A claim is a symbolic link beside the run folders, whose text says whose it is: of several that make
-one at the same moment, on NFS too, the file system lets one. A claim whose process was killed is in
-nobody's way: the next one has a higher number.
+A claim is a symbolic link beside the run folders whose target identifies the owner: if several
+processes create one at the same time, also on NFS, only one succeeds. A claim of a killed process
+does not block others: the next claim has a higher number.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from typing import Final
 from elasticrun.host.system.processes import ProcessId
 
 FAR_LIMIT: Final = 600.0
-"""Seconds for which a claim is believed whose process cannot be seen from here: it belongs to
-another host or PID namespace."""
+"""Seconds for which a claim of an invisible process is valid: it belongs to another host or PID
+namespace.
+"""
 
 
 class Claimed(Exception):
-    """Another process is at it; the text is a sentence."""
+    """Another process has the claim; the text is a sentence."""
 
 
 @contextlib.contextmanager
 def claimed(root: Path, name: str) -> Iterator[None]:
-    """Within it no other process starts, scales or removes a job of this name. Claimed. Where
-    nothing can be written below `root`, all may."""
+    """In this block no other process starts, scales or removes a job of this name. Raises Claimed.
+    If `root` is not writable, there is no exclusion."""
     stem = f".{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}-claim-"
     before = _claims(root, stem)
     own = root / f"{stem}{max(before, default=0) + 1}"
@@ -65,7 +66,7 @@ def _claims(root: Path, stem: str) -> dict[int, Path]:
 
 def _refuse_others(claims: dict[int, Path], name: str) -> None:
     for path in claims.values():
-        with contextlib.suppress(OSError, ValueError):  # it is let go of at this moment
+        with contextlib.suppress(OSError, ValueError):  # it is being released
             pid, started, namespace, boot, host = os.readlink(path).split(" ", 4)
             lives = ProcessId(int(pid), int(started), boot, int(namespace), host).is_alive()
             if lives is None:

@@ -1,7 +1,7 @@
-"""All run folders of a user on this host: where they are, which one is meant, and removing them.
+"""All run folders of a user on this host: where they are, which one is meant, and their removal.
 
-One that a person has placed elsewhere (`--run-dir`) is a link here: it is found like the others,
-and removing it removes the link alone.
+A folder that a person has placed elsewhere (`--run-dir`) is a link here: it is found like the
+others, and removing it removes only the link.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from elasticrun.host.system.processes import home
 from elasticrun.wire import env
 
 MAX_RUNS: Final = 4096
-"""Folders looked at, the newest."""
+"""Maximum number of folders read, the newest."""
 
 MOST_ENDED: Final = 200
-"""Folders of ended jobs that are kept; a new job takes the place of the oldest."""
+"""Number of folders of ended jobs that are kept; a new job displaces the oldest."""
 
 MAX_WORD: Final = 64
-"""Characters of a job's name in the name of its folder."""
+"""Maximum characters of a job's name in the name of its folder."""
 
 MOST_NAMED: Final = 8
-"""Jobs that a sentence lists."""
+"""Maximum number of jobs listed in a sentence."""
 
 FINISHED: Final = tuple(state for state in ENDED if state != "saved")
-"""States of jobs that nobody goes on with."""
+"""States of jobs that nobody continues."""
 
 _OURS: Final = re.compile(r".+-[0-9a-f]{8}")
 
@@ -42,25 +42,25 @@ T = TypeVar("T")
 
 
 class NoRun(Exception):
-    """No job is meant, or several are; the text is a sentence."""
+    """No job matches, or several do; the text is a sentence."""
 
 
 class SeveralRuns(NoRun):
-    """Several jobs have the name that was given."""
+    """Several jobs have the given name."""
 
 
 class Named(NamedTuple, Generic[T]):
-    """A job that a word may mean."""
+    """A job that a word may refer to."""
 
     job: T
-    names: tuple[str, ...]  # as in `RunFolder.names`; its own name is the last
+    names: tuple[str, ...]  # as in `RunFolder.names`; its own name is last
     stem: str  # as in `RunFolder`
-    lives: bool  # it runs, is to run, or is suspended
-    label: str  # that tells it from others of the same name
+    lives: bool  # it runs, will run, or is suspended
+    label: str  # distinguishes it from others of the same name
 
 
 def named(folder: RunFolder, job: T) -> Named[T]:
-    """The job of a run folder, as `job`."""
+    """The job of a run folder, represented by `job`."""
     record, state = folder.job(), "suspended" if folder.is_suspended() else folder.state()
     began = time.strftime(" since %F %H:%M", time.localtime(record.began)) if record else ""
     return Named(job, folder.names, folder.stem, folder.is_live(), f"{folder.id} ({state}{began})")
@@ -68,7 +68,7 @@ def named(folder: RunFolder, job: T) -> Named[T]:
 
 def runs_root(environ: Mapping[str, str]) -> Path:
     """$ELASTICRUN_RUNS, else $XDG_STATE_HOME/elasticrun/runs, else ~/.local/state/elasticrun/runs.
-    OSError where this user has no home."""
+    Raises OSError if this user has no home."""
     if own := environ.get(env.RUNS, ""):
         return Path(own).absolute()
     base = Path(environ.get("XDG_STATE_HOME", ""))
@@ -78,14 +78,14 @@ def runs_root(environ: Mapping[str, str]) -> Path:
 
 
 def run_path(root: Path, name: str, launch: str) -> Path:
-    """The folder below `root` of this launch (8 hexadecimal digits) of a job of this name."""
+    """The folder below `root` for this launch (8 hexadecimal digits) of a job with this name."""
     return root / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)[:MAX_WORD] or 'job'}-{launch}"
 
 
 def make_run(root: Path, name: str, launch: str, at: Path | None = None) -> Path:
-    """Make `run_path`, or the folder `at` and a link to it there; where it is there already, that
-    one. OSError where the folder cannot be made; without the link the job is not listed, and no
-    more."""
+    """Create `run_path`, or the folder `at` with a link to it there; reuse an existing one. Raises
+    OSError if the folder cannot be created; without the link the only loss is that the job is not
+    listed."""
     own = run_path(root, name, launch)
     (at or own).mkdir(mode=0o700, parents=True, exist_ok=True)
     if at is None:
@@ -99,7 +99,7 @@ def make_run(root: Path, name: str, launch: str, at: Path | None = None) -> Path
 
 
 def all_runs(root: Path) -> list[RunFolder]:
-    """Those that are there, the newest first; what is none of ours is left out. OSError."""
+    """All run folders, newest first; others are left out. Raises OSError."""
     began = [
         (job.began, folder)
         for folder in map(RunFolder, _paths(root))
@@ -109,7 +109,7 @@ def all_runs(root: Path) -> list[RunFolder]:
 
 
 def find(root: Path, wanted: str, *, whole: str = "", newest: bool = False) -> RunFolder:
-    """The run that is meant: by the folder itself, or as in `pick`. NoRun, OSError."""
+    """The run that is meant: by its folder, or as in `pick`. Raises NoRun or OSError."""
     runs = [named(folder, folder) for folder in all_runs(root)]
     if is_folder(wanted, [one.names for one in runs]):
         at = Path(wanted).resolve()
@@ -125,7 +125,7 @@ def find(root: Path, wanted: str, *, whole: str = "", newest: bool = False) -> R
 
 
 def is_folder(wanted: str, known: Iterable[Sequence[str]]) -> bool:
-    """Whether a run folder is named by its path, and no job by a name of its own."""
+    """Whether `wanted` is the path of a run folder, and not the name of a job."""
     is_name = any(wanted in names for names in known)
     return bool(wanted) and not is_name and os.path.isfile(os.path.join(wanted, JOB))
 
@@ -133,12 +133,13 @@ def is_folder(wanted: str, known: Iterable[Sequence[str]]) -> bool:
 def pick(
     wanted: str, known: Sequence[Named[T]], *, whole: str = "", newest: bool = False
 ) -> T | None:
-    """The job that has this name or id; else one that was named after it, else one whose name
-    begins so, unless jobs of different stems do. Of several the one that lives. Where none lives,
-    the newest, for verbs that only look (`newest`); else SeveralRuns. `known`: the newest first.
+    """The job with this name or id; else one named after it; else one whose name starts with it,
+    unless jobs with different stems match. Among several, the live one. If none is live, the
+    newest, for verbs that only read (`newest`); otherwise raises SeveralRuns. `known`: newest
+    first.
 
-    `whole`: the verb, where a beginning is not enough and no choice is made among several, since
-    what it does cannot be undone. None: no name begins so. NoRun."""
+    `whole`: a verb that cannot be undone, which therefore needs a complete and unambiguous name.
+    None: no name matches. Raises NoRun."""
     meant = [one for one in known if wanted in one.names]
     if not meant and not whole:
         meant = [one for one in known if wanted == one.stem]
@@ -163,9 +164,9 @@ def pick(
 
 
 def prune(root: Path, since: float, only: Collection[Path] | None = None) -> dict[str, Path | None]:
-    """Remove the folders of jobs that have ended so many seconds ago or more. `only`: of these,
-    with those that have saved a step to go on from it. By name; of one that is a link, which is
-    all that goes, with the folder that stays. OSError."""
+    """Remove the folders of jobs that ended at least so many seconds ago. `only`: only these,
+    including those that have saved a step to continue from. Returns the removed ones by name; for a
+    link, of which only the link is removed, with the folder that remains. Raises OSError."""
     now = time.time()
     removed: dict[str, Path | None] = {}
     for folder in all_runs(root):
@@ -180,7 +181,7 @@ def prune(root: Path, since: float, only: Collection[Path] | None = None) -> dic
 
 
 def keep_newest(root: Path) -> None:
-    """Remove the oldest folders of ended jobs where there are more than MOST_ENDED. OSError."""
+    """Remove the oldest folders of ended jobs beyond MOST_ENDED. Raises OSError."""
     paths = _paths(root)
     if len(paths) <= MOST_ENDED:
         return
@@ -188,7 +189,7 @@ def keep_newest(root: Path) -> None:
     ours = [(path, run) for path, run in runs if path.is_symlink() or run.job() is not None]
     ended = [path for path, run in ours if run.state() in FINISHED]
     for path in ended[MOST_ENDED:]:
-        with contextlib.suppress(OSError):  # the others go all the same
+        with contextlib.suppress(OSError):  # continue with the others
             _remove(path)
 
 
@@ -220,7 +221,7 @@ def _remove(path: Path) -> None:
 def _ended(folder: RunFolder) -> float:
     if result := folder.result():
         return result.ended
-    with contextlib.suppress(OSError):  # of a lost one: when anything was written last
+    with contextlib.suppress(OSError):  # for a lost one: the last write
         return max(path.stat().st_mtime for path in (folder.path, folder.path / JOB))
     return 0.0
 

@@ -1,4 +1,4 @@
-"""Why a launcher has ended, for programs: a small file that Kubernetes keeps with its pod."""
+"""Why a launcher has exited, for programs: a small file that Kubernetes keeps with its pod."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from elasticrun.wire import env
 from elasticrun.wire.messages import ReasonCode
 
 MOST = 4096
-"""Bytes that a cluster keeps of a pod."""
+"""Bytes that a cluster keeps per pod."""
 
 MOST_TEXT = 600
-"""Characters of a sentence that is too long as a whole."""
+"""Characters kept of a sentence that is too long."""
 
 
 class LastWord(Struct, frozen=True, omit_defaults=True):
-    """Of an agent, or of a command line that did not come to be one. `reason`: what `text` was made
-    of (`core/reasons.py`); None: that is all that is known."""
+    """Of an agent, or of a command that did not get to start one. `reason`: the source of `text`
+    (`core/reasons.py`); None: unknown."""
 
     text: str
-    rank: int = -1  # that failed first in the whole job; -1: none did
-    host: str = ""  # on which that was
+    rank: int = -1  # the first one that failed in the whole job; -1: none
+    host: str = ""  # its host
     reason: ReasonCode | None = None
 
 
 def leave(word: LastWord) -> None:
-    """Write it down where the environment says; nowhere without that, or where it cannot be."""
+    """Write the file named by the environment, if there is one; ignore errors."""
     if path := os.environ.get(env.LAST_WORDS, ""):
         data = msgspec.json.encode(word)
         if len(data) > MOST:
@@ -41,7 +41,7 @@ def leave(word: LastWord) -> None:
 
 
 def read(message: str) -> LastWord | None:
-    """What was left; None for anything else, as logs are, or nothing."""
+    """Decode such a file; None for anything else, such as logs, or nothing."""
     with contextlib.suppress(msgspec.MsgspecError):
         return msgspec.json.decode(message, type=LastWord)
     return None

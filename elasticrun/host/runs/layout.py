@@ -1,20 +1,20 @@
-"""The folder of one job's run: which files are in it, and how the job stands by them.
+"""The folder of one run of a job: its files, and the state of the job according to them.
 
     job.json       who has started what, when, and of which commit (`JobRecord`)
-    events.jsonl   what happened, a line each
-    progress.csv   what `elasticrun.training.progress` was told, a row a step
-    result.json    how the job ended (`RunResult`); there is none before that
+    events.jsonl   what happened, one event per line
+    progress.csv   values passed to `elasticrun.training.progress`, one row per step
+    result.json    how the job ended (`RunResult`); missing before that
     error.txt      the rank that failed first, for people
-    incidents/     a record of each thing that stopped the training; 1-0007.* are of start 1
-    logs/          what the ranks printed, where it is kept; what they did in a hang
-    agents/        which files in logs/ are which rank's, a file each agent
-    checkpoints/   of a script that has not said where they are to be
+    incidents/     a record of each interruption of training; 1-0007.* are of start 1
+    logs/          the output of ranks, if it is kept; their stacks in a hang
+    agents/        which files in logs/ belong to which rank, one file per agent
+    checkpoints/   of a script that does not specify a folder
     previous/      the files of an earlier run in the same folder, with `--fresh`
-    submitted.json, console.log   of `elasticrun submit`: what was typed, what its launchers print
-    last-word.json   why such a launcher ended (`host/runs/last_word.py`)
+    submitted.json, console.log   of `elasticrun submit`: the command, its launchers' output
+    last-word.json   why such a launcher exited (`host/runs/last_word.py`)
 
-Whoever replaces a file does it in one piece, so that a reader sees a whole one. Readers take no
-more than MAX_BYTES of a file: a longer one is not one of ours, or only its end is wanted.
+Files are replaced atomically, so that readers see complete ones. Readers use at most MAX_BYTES of a
+file: a longer one is not ours, or only its end is needed.
 """
 
 from __future__ import annotations
@@ -55,31 +55,30 @@ CONSOLE: Final = "console.log"
 LAST_WORD: Final = "last-word.json"
 
 OF_A_RUN: Final = (JOB, EVENTS, PROGRESS, RESULT, ERROR, INCIDENTS, LOGS, AGENTS, CHECKPOINTS)
-"""All that a run leaves. A folder that a person has named may hold other things beside it."""
+"""Everything that a run leaves behind. A folder named by a person may contain other files too."""
 
 LOCK: Final = ".lock"
-"""Held by the job's master for as long as it lives."""
+"""Locked by the job's master as long as it lives."""
 
 KEPT_ROOM: Final = 64 * 1024
-"""Bytes of LOCK, so that the result can be written on a disk that has become full."""
+"""Bytes of LOCK, reserved so that the result can be written to a full disk."""
 
 _LAUNCH: Final = re.compile(r"(.+)-([0-9a-f]{8})")
-"""The name of a run folder that was not named by a person: after what, and its id."""
+"""The name of a run folder that no person has named: its stem, and its id."""
 
 _LOCK: Final = "hhqqi"
-"""struct flock: whole file, and no pid, since the lock is the open file's."""
+"""struct flock: whole file, and no pid, because the lock belongs to the open file description."""
 
 MAX_BYTES: Final = 1024 * 1024
 
 LAST_BYTES: Final = 64 * 1024
-"""From the end of a file in which its last row is looked for."""
+"""Bytes at the end of a file that are searched for its last row."""
 
 ENDED: Final = ("succeeded", "failed", "saved", "stopped", "lost")
-"""States of jobs that run no more. Those before the end: submitted, waiting (for its nodes),
-running."""
+"""States of jobs that have ended. Earlier states: submitted, waiting (for its nodes), running."""
 
 NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-"""What a file system says that has none."""
+"""Errors of a file system without locks."""
 
 Kept = TypeVar("Kept", bound=Struct)
 
@@ -88,42 +87,42 @@ class JobRecord(Struct, frozen=True, kw_only=True):
     """What is known of a job when it begins. Moments are seconds since 1970."""
 
     name: str
-    id: str = ""  # by which its nodes meet (--rdzv-id)
+    id: str = ""  # the id by which its nodes meet (--rdzv-id)
     user: str = ""
-    host: str = ""  # of the process that launched it
+    host: str = ""  # of the launching process
     began: float = 0.0
     command: tuple[str, ...] = ()
-    program: tuple[str, ...] = ()  # kind (script, module, ...), target, arguments; (): not known
+    program: tuple[str, ...] = ()  # kind (script, module, ...), target, arguments; (): unknown
     workdir: str = ""
-    git_commit: str = ""  # of the working directory; "+" behind it: with changes; "": not known
+    git_commit: str = ""  # of the working directory; with "+" if modified; "": unknown
     where: str = "local"  # local, ssh, slurm, k8s
     nodes: str = "1"  # MIN:MAX, or one number
-    nproc: str = ""  # as it was asked for: 8, auto, gpu
+    nproc: str = ""  # as requested: 8, auto, gpu
     versions: dict[str, str] = {}  # of elasticrun, python, torch
     log_dir: str = ""  # "": its ranks' logs are not kept
     endpoint: str = ""  # host:port of its master
-    tensorboard: str = ""  # URL; "": there is none
+    tensorboard: str = ""  # URL; "": none
     attempt: int = 1  # counts the starts in this folder
-    resumed_at: int = -1  # step that the start before had saved; -1: none
-    first_began: float = 0.0  # the first start in this folder; 0.0: that is this one
+    resumed_at: int = -1  # step saved by the previous start; -1: none
+    first_began: float = 0.0  # the first start in this folder; 0.0: this one
     launch: str = ""  # 8 hexadecimal digits that identify the run folder; "": in its name only
-    formed: float = 0.0  # when its first round was; 0.0: not yet
-    pid: int = 0  # of the launching process; 0: there is none yet
-    started: int = 0  # when the kernel started that process, in clock ticks since boot
-    boot_id: str = ""  # names the time for which `started` and `pid` mean anything
-    pid_namespace: int = 0  # inode of the PID namespace in which `pid` means anything
+    formed: float = 0.0  # time of its first round; 0.0: not yet
+    pid: int = 0  # of the launching process; 0: none yet
+    started: int = 0  # kernel start time of that process, in clock ticks since boot
+    boot_id: str = ""  # identifies the boot in which `started` and `pid` are valid
+    pid_namespace: int = 0  # inode of the PID namespace in which `pid` is valid
 
     @property
     def process(self) -> ProcessId:
-        """The process that launched it."""
+        """The launching process."""
         return ProcessId(self.pid, self.started, self.boot_id, self.pid_namespace, self.host)
 
     def age(self) -> float:
-        """Seconds since it began, however often it was started since."""
+        """Seconds since the job began, regardless of later starts."""
         return max(0.0, time.time() - (self.first_began or self.began))
 
     def is_alive(self) -> bool | None:
-        """Whether the process that launched it lives; None: it cannot be known from here."""
+        """Whether the launching process is alive; None: unknown here."""
         return self.process.is_alive() if self.pid else None
 
 
@@ -135,7 +134,7 @@ class LocalAgent(Struct, frozen=True):
 
 
 class Starting(Struct, frozen=True, kw_only=True):
-    """Of SUBMITTED, the processes of its host that carry the job."""
+    """The part of SUBMITTED with the processes of its host that run the job."""
 
     agents: tuple[LocalAgent, ...] = ()  # under ssh: the process that follows them
 
@@ -158,85 +157,84 @@ class RunResult(Struct, frozen=True, kw_only=True):
     """How a job has ended. Moments are seconds since 1970."""
 
     job: str = ""
-    state: str  # succeeded, failed, saved (it is to be started again), stopped (by a person)
+    state: str  # succeeded, failed, saved (will be started again), stopped (by a person)
     exit_code: int = 0
     reason: str = ""
-    failure: str = ""  # which rank failed first in the last round that failed, and how; "": none
+    failure: str = ""  # first failed rank of the last failed round, with the cause; "": none
     failed_rank: int = -1  # that rank; -1: none failed by itself
-    failed_node: str = ""  # "" where the job has one node
+    failed_node: str = ""  # "" if the job has one node
     failed_how: str = ""
     suspended: bool = False  # by `elasticrun suspend`
     started: float = 0.0
     ended: float = 0.0
     nodes: int = 0  # that had a place in the last round
     world_size: int = 0
-    restarts: int = 0  # that were charged
-    step: int = -1  # the newest that was told; -1: none
+    restarts: int = 0  # charged ones
+    step: int = -1  # the newest reported one; -1: none
     saved: int = -1  # the newest in storage; -1: none
-    goodput: Goodput | None = None  # where the time went
-    incidents: tuple[ShortRow, ...] = ()  # what stopped training, the newest last
+    goodput: Goodput | None = None  # where the time was spent
+    incidents: tuple[ShortRow, ...] = ()  # interruptions of training, the newest last
 
 
 class KeptEvent(Struct, frozen=True):
     """A line of `events.jsonl`. `time`: seconds since 1970."""
 
-    number: int  # as in what its master tells, from 1; 0: its master does not tell it
+    number: int  # number in the master's list, from 1; 0: not in that list
     time: float
     level: str  # info, warning, error
     text: str
 
 
 class RunFolder:
-    """One such folder."""
+    """One run folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @property
     def place(self) -> Path:
-        """Where it lies: of one that a person has placed, `path` is but a link to that."""
+        """Its real location: if a person has placed it, `path` is only a link."""
         return self.path.resolve() if self.path.is_symlink() else self.path
 
     @property
     def id(self) -> str:
-        """8 hexadecimal digits that no other run folder has; "" where they are not known."""
+        """8 hexadecimal digits that no other run folder has; "" if unknown."""
         job, found = self.job(), _LAUNCH.fullmatch(self.path.name)
         return job.launch if job and job.launch else found[2] if found else ""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """By which the job is known: its folder's name, its id, its rendezvous id, and last its own
-        name."""
+        """Names of the job: its folder's name, its id, its rendezvous id, and last its own name."""
         job = self.job()
         known = (self.path.name, self.id, job.id, job.name) if job else (self.path.name,)
         return tuple(name for name in known if name)
 
     @property
     def stem(self) -> str:
-        """What the job was named after: of one that nobody has named, its script."""
+        """What the job was named after: without a name from a person, its script."""
         found = _LAUNCH.fullmatch(self.path.name)
         return found[1] if found else self.names[-1]
 
     def job(self) -> JobRecord | None:
-        """None where there is no such file, or none of ours."""
+        """The record; None if there is no such file, or none of ours."""
         return self._read(JOB, JobRecord)
 
     def is_suspended(self) -> bool:
-        """Whether its job was suspended, and not resumed since."""
+        """Whether its job was suspended and not resumed."""
         result = self.result()
         return result is not None and result.suspended
 
     def is_live(self) -> bool:
-        """Whether its job runs, is to run, or is suspended: such a job keeps its name."""
+        """Whether its job runs, will run, or is suspended: such a job keeps its name."""
         return self.is_suspended() or self.state() not in ENDED
 
     def result(self) -> RunResult | None:
-        """None as long as the job has not ended, or where nobody has written how."""
+        """The result; None if the job has not ended, or if no result was written."""
         return self._read(RESULT, RunResult)
 
     def is_held(self) -> bool:
-        """Whether a master of the job lives, as far as the file system tells: the launcher may have
-        gone before it."""
+        """Whether a master of the job is alive, as far as the file system knows: it may outlive the
+        launcher."""
         with contextlib.suppress(OSError), open(self.path / LOCK, "rb") as file:
             wanted = struct.pack(_LOCK, fcntl.F_WRLCK, 0, 0, 0, 0)
             found: int = struct.unpack(_LOCK, fcntl.fcntl(file, fcntl.F_OFD_GETLK, wanted))[0]
@@ -244,9 +242,9 @@ class RunFolder:
         return False
 
     def state(self) -> str:
-        """How the job stands, in a word; `lost`: launcher and master have gone without a result.
-        A job of another host runs until it has a result: only that host, or its scheduler, knows
-        better."""
+        """The state of the job in a word; `lost`: launcher and master have exited without a result.
+        A job of another host counts as running until it has a result: only that host, or its
+        scheduler, knows better."""
         if result := self.result():
             return result.state
         job = self.job()
@@ -260,8 +258,8 @@ class RunFolder:
         return "running" if job.formed else "waiting"
 
     def why_over(self, job: JobRecord) -> str:
-        """Of a job that is over without a result: what has ended it, as far as that is known, and
-        what was heard last."""
+        """For a job that is over without a result: what has ended it, as far as known, and its last
+        reports."""
         if not job.pid:
             return self.last_words(job) or "it was submitted, and no launcher has begun"
         if job.boot_id and job.boot_id != boot_id():
@@ -273,8 +271,8 @@ class RunFolder:
         return why + (f"; last event: {events[-1].text}" if events else "")
 
     def last_words(self, job: JobRecord) -> str:
-        """Why the launcher of this start has ended; else the last line that launchers printed, ""
-        for none."""
+        """Why the launcher of this start has exited; else the last line printed by launchers, "" if
+        none."""
         word = self._last_word(job)
         return self.last_line() if word is None else word.text
 
@@ -286,7 +284,7 @@ class RunFolder:
         return None
 
     def last_line(self) -> str:
-        """That launchers have printed, "" for none."""
+        """The last line printed by launchers, "" if none."""
         with contextlib.suppress(OSError), open(self.path / CONSOLE, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_BYTES))
             lines = file.read(LAST_BYTES).decode(errors="replace").split("\n")
@@ -294,7 +292,7 @@ class RunFolder:
         return ""
 
     def _is_left(self, job: JobRecord) -> bool:
-        """Whether all that were to begin the job are known to have gone."""
+        """Whether all processes that should begin the job are known to have exited."""
         if job.where not in ("local", "ssh"):
             return False
         agents = self.agents()
@@ -303,29 +301,29 @@ class RunFolder:
         return all(one.process.is_alive() is False for one in agents)
 
     def carriers(self) -> list[LocalAgent]:
-        """The processes that carry it, or are to start those, and that live and can be reached
-        from here by their pids."""
+        """The live processes that run the job, or that start those, and that can be signaled from
+        here by their pids."""
         return [one for one in self.agents() if one.process.is_local and one.process.is_alive()]
 
     def agents(self) -> tuple[LocalAgent, ...]:
-        """The processes that were started to carry it, or to start those."""
+        """The processes that were started to run the job, or to start those."""
         known = self._read(SUBMITTED, Starting)
         return known.agents if known is not None else ()
 
     def last_step(self) -> int:
-        """The newest step that was told; of a job that was resumed, the step that it goes on from
-        until it tells one; -1: none."""
+        """The newest reported step; for a resumed job without a report yet, the step that it
+        resumes from; -1: none."""
         result, job, row = self.result(), self.job(), self._last_row()
         told = at = -1.0
-        with contextlib.suppress(ValueError):  # also where its last start has told none
+        with contextlib.suppress(ValueError):  # also if its last start has reported none
             told, at = int(row.get("step", "-1")), float(row.get("time", "-1"))
         if result is None and job is not None and job.resumed_at >= 0 and at < job.began:
             return job.resumed_at
         return max(int(told), result.step if result else -1)
 
     def told(self) -> str:
-        """What the newest row of progress.csv says: `loss 0.2488 at step 140`; "" without numbers
-        beside the step."""
+        """The newest row of progress.csv: `loss 0.2488 at step 140`; "" without numbers besides the
+        step."""
         row = {name: said for name, said in self._last_row().items() if said}
         step = row.pop("step", "")
         with contextlib.suppress(ValueError):
@@ -337,7 +335,7 @@ class RunFolder:
         return ""
 
     def _last_row(self) -> dict[str, str]:
-        """By its titles; empty where there is none."""
+        """By column; empty if there is none."""
         with contextlib.suppress(OSError, ValueError):
             with open(self.path / PROGRESS, "rb") as file:
                 titles = file.readline(LAST_BYTES).decode().rstrip("\r\n").split(",")
@@ -347,8 +345,8 @@ class RunFolder:
         return {}
 
     def events(self, now: float) -> list[EventRow]:
-        """What has happened, the newest last, as far back as MAX_BYTES. `now`: seconds since 1970,
-        from which their ages are counted."""
+        """The events, the newest last, as far back as MAX_BYTES. `now`: seconds since 1970, from
+        which their ages are computed."""
         rows = []
         with contextlib.suppress(OSError), open(self.path / EVENTS, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_BYTES))
@@ -360,7 +358,7 @@ class RunFolder:
         return rows
 
     def error(self, since: float = 0.0) -> str:
-        """What failed last, for people; "" where nothing has since then (seconds since 1970)."""
+        """The last failure, for people; "" if there is none since then (seconds since 1970)."""
         with contextlib.suppress(OSError), open(self.path / ERROR, "rb") as file:
             if os.fstat(file.fileno()).st_mtime < since:
                 return ""
@@ -368,7 +366,7 @@ class RunFolder:
         return ""
 
     def begin_again(self) -> None:
-        """Its job is to be started once more. OSError."""
+        """Prepare the next start of its job. Raises OSError."""
         if job := self.job():
             again = replace(job, pid=0, started=0, formed=0.0, endpoint="", began=time.time())
             self.write_job(self.next_start(job, again))
@@ -376,8 +374,8 @@ class RunFolder:
             (self.path / RESULT).unlink(missing_ok=True)
 
     def next_start(self, before: JobRecord, job: JobRecord) -> JobRecord:
-        """`job` as the start that follows `before`, whose result goes and whose incidents are kept.
-        OSError."""
+        """`job` as the start that follows `before`; removes that one's result and keeps its
+        incidents. Raises OSError."""
         result = self.result()
         saved = result.saved if result is not None else before.resumed_at
         (self.path / RESULT).unlink(missing_ok=True)
@@ -387,25 +385,25 @@ class RunFolder:
         return replace(job, attempt=attempt, first_began=first, resumed_at=saved)
 
     def _keep_incidents(self, attempt: int) -> None:
-        """Those of this start, before another counts from 1 again: 0007.json becomes 1-0007.json.
-        OSError."""
+        """Rename those of this start, because the next one counts from 1 again: 0007.json becomes
+        1-0007.json. Raises OSError."""
         for path in list((self.path / INCIDENTS).glob("*.*")):
             if path.stem.isdecimal():
                 path.rename(path.with_name(f"{attempt}-{path.name}"))
 
     def write_job(self, job: JobRecord) -> None:
-        """In place of the one that is there; bytes of arguments and paths that are no text become
-        "?". OSError."""
+        """Replace the record; undecodable bytes of arguments and paths become "?". Raises
+        OSError."""
         self._write(JOB, job)
 
     def write_result(self, result: RunResult) -> None:
-        """How the job has ended, in place of what is there. OSError."""
+        """Write how the job has ended, replacing an earlier result. Raises OSError."""
         try:
             self._write(RESULT, result)
         except OSError as wrong:
             if wrong.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            os.truncate(self.path / LOCK, 0)  # the room that was kept for it
+            os.truncate(self.path / LOCK, 0)  # frees the space that was reserved for it
             self._write(RESULT, result)
 
     def _write(self, name: str, record: Struct) -> None:
@@ -421,8 +419,8 @@ class RunFolder:
 
 
 def hold(path: Path) -> int:
-    """A descriptor by which the folder is held until it is closed, or its process ends.
-    BlockingIOError where another one holds it, OSError."""
+    """Lock the folder; return a descriptor that holds the lock until it is closed, or its process
+    exits. Raises BlockingIOError if another process holds it, or OSError."""
     fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(_LOCK, fcntl.F_WRLCK, 0, 0, 0, 0))
@@ -430,14 +428,14 @@ def hold(path: Path) -> int:
         if wrong.errno not in NO_LOCKS:
             os.close(fd)
             raise
-    with contextlib.suppress(OSError):  # a full disk is told of by others
+    with contextlib.suppress(OSError):  # a full disk is reported elsewhere
         os.posix_fallocate(fd, 0, KEPT_ROOM)
     return fd
 
 
 def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:
-    """Write it as a whole or not at all, also where others may write; with `sync`, also where the
-    power fails. OSError."""
+    """Write a file atomically, even with concurrent writers; with `sync`, also across a power
+    failure. Raises OSError."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

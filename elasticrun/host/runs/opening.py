@@ -1,8 +1,8 @@
-"""A job begins in its run folder: a fresh one, or one that was there before.
+"""Begins a job in its run folder: a new one, or an existing one.
 
-A master holds a lock on a file in it for as long as it lives: a folder that a person has named
-(`--run-dir`) belongs to one live job at a time. What an earlier run has left there is gone on with,
-or, with `--fresh`, moved into `previous/`.
+A master locks a file in the folder as long as it lives: a folder named by a person (`--run-dir`)
+belongs to one live job at a time. The next run continues with what an earlier one has left there,
+or, with `--fresh`, moves it into `previous/`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from elasticrun.host.runs.layout import JobRecord, RunFolder, hold
 from elasticrun.wire.types import EntryKind
 
 FILES: Final = (EntryKind.SCRIPT, EntryKind.RUN_PATH)
-"""Kinds of programs whose target is a file: it may be written in several ways."""
+"""Kinds of programs whose target is a file: its path may be written in several ways."""
 
 MOST_SHOWN: Final = 200
-"""Characters of a word that differs."""
+"""Maximum characters of a word in a difference."""
 
 
 class RunRefused(Exception):
@@ -33,7 +33,7 @@ class RunRefused(Exception):
 
 
 class OpenRun:
-    """The run folder of a job that has begun, held until `close`."""
+    """The run folder of a running job, locked until `close`."""
 
     def __init__(self, folder: RunFolder, job: JobRecord, lock: int = -1) -> None:
         self.folder = folder
@@ -41,12 +41,12 @@ class OpenRun:
         self._lock = lock
 
     def change(self, job: JobRecord) -> None:
-        """Write more that is known of the job. OSError."""
+        """Write more information about the job. Raises OSError."""
         self.folder.write_job(job)
         self.job = job
 
     def close(self) -> None:
-        """Let another job have it."""
+        """Release the lock."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -69,8 +69,8 @@ UNKNOWN: Final = RankProgram()
 
 
 def already(at: Path, program: RankProgram = UNKNOWN) -> str:
-    """What is said in place of running a job again that has succeeded in this folder; "" where none
-    has. RunRefused where that job was another program than `program`."""
+    """The message instead of rerunning a job that has succeeded in this folder; "" if none has.
+    Raises RunRefused if that job had another program than `program`."""
     folder = RunFolder(at)
     result, job = folder.result(), folder.job()
     if result is None or result.state != "succeeded":
@@ -87,7 +87,7 @@ def already(at: Path, program: RankProgram = UNKNOWN) -> str:
 
 def _difference(before: RankProgram, now: RankProgram) -> str:
     """How the program of the job in a folder differs from this one; "": it is the same, or one of
-    them is not known."""
+    them is unknown."""
     if not (before.words and now.words):
         return ""
     (was, target, *had), (kind, wanted, *has) = before.words, now.words
@@ -113,10 +113,10 @@ def _short(text: str) -> str:
 
 
 def open_new(root: Path, job: JobRecord, launch: str, stem: str = "") -> OpenRun:
-    """A folder below `root` of this launch: of its first master, or of one after that. Its name
-    begins with `stem`, else with the job's. OSError."""
+    """A folder below `root` for this launch, for its first master or a later one. Its name starts
+    with `stem`, or else with the job's name. Raises OSError."""
     folder, lock = RunFolder(make_run(root, stem or job.name, launch)), -1
-    with contextlib.suppress(BlockingIOError):  # a master before this one dies hard
+    with contextlib.suppress(BlockingIOError):  # an earlier master is slow to exit
         lock = hold(folder.path)
     opened = _begin(folder, job, lock, goes_on=True)
     with contextlib.suppress(OSError):
@@ -127,9 +127,9 @@ def open_new(root: Path, job: JobRecord, launch: str, stem: str = "") -> OpenRun
 def open_named(
     root: Path, job: JobRecord, launch: str, at: Path, *, stem: str = "", fresh: bool, goes_on: bool
 ) -> OpenRun:
-    """The folder `at`, listed below `root`, as in `open_new`. `goes_on`: another master of this
-    very job was here before. RunRefused while another job runs in it, OSError where it cannot be
-    used."""
+    """The folder `at`, listed below `root`, as in `open_new`. `goes_on`: an earlier master of
+    the same job has used it. Raises RunRefused while another job runs in it, OSError if it is
+    unusable."""
     make_run(root, stem or job.name, launch, at)
     folder = RunFolder(at)
     before = folder.job()
@@ -150,7 +150,7 @@ def open_named(
 
 
 def _same_launch(before: JobRecord | None, job: JobRecord) -> bool:
-    """Whether a master of the same process was here before."""
+    """Whether a master of the same process has used it before."""
     return before is not None and before.process == job.process
 
 
@@ -159,7 +159,7 @@ def _begin(folder: RunFolder, job: JobRecord, lock: int = -1, *, goes_on: bool =
     if before is not None:
         if (
             goes_on or _same_launch(before, job) or not before.pid
-        ):  # a master after another, or one that was submitted
+        ):  # a later master of the job, or a submitted job
             known = (
                 "began", "first_began", "attempt", "resumed_at",
                 "formed", "git_commit", "versions", "endpoint",
@@ -173,9 +173,9 @@ def _begin(folder: RunFolder, job: JobRecord, lock: int = -1, *, goes_on: bool =
 
 
 def put_away(at: Path) -> None:
-    """What an earlier run has left goes to `previous/N`. OSError."""
+    """Move what an earlier run has left to `previous/N`. Raises OSError."""
     if not (at / layout.JOB).exists():
-        return  # nobody has run here
+        return  # no run has used it
     place = at / layout.PREVIOUS
     place.mkdir(exist_ok=True)
     numbers = [int(path.name) for path in place.iterdir() if path.name.isdecimal()]

@@ -1,5 +1,5 @@
-"""What Linux knows: processes, signals to all of them, routes, private folders, titles in `ps`.
+"""Linux: processes, signals to process trees, routes, private folders, process titles.
 
-Forbidden here: asyncio, torch, grpc, and anything of elasticrun but itself and names of the
-environment.
+Forbidden here: asyncio, torch, grpc, and anything of elasticrun except itself and names of
+environment variables.
 """

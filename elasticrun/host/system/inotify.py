@@ -1,7 +1,7 @@
-"""The kernel's word that a file was written to, for whoever reads what others write.
+"""Notification by the kernel that a file was written, for readers of files that others write.
 
-The standard library has no inotify, and the usual small package asks `ldconfig` and a compiler for
-the name of libc, that is, it starts processes inside the agent. Two calls are all we need.
+The standard library has no inotify, and the usual small package runs `ldconfig` and a compiler to
+find libc, which would start processes inside the agent. Two system calls are all that is needed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _READ_BYTES: Final = 64 * 1024
 
 
 class Inotify:
-    """One inotify instance; `fileno()` becomes readable when a watched file was written to.
+    """One inotify instance; `fileno()` becomes readable when a watched file was written.
 
-    Raises OSError where the kernel has none to give (limits per user, other systems).
+    Raises OSError if the kernel has none (limits per user, other systems).
     """
 
     def __init__(self) -> None:
@@ -38,20 +38,20 @@ class Inotify:
         return self._fd
 
     def watch(self, path: str, mask: int = IN_MODIFY) -> int:
-        """Watch a file that exists for writes, or a path for other events of inotify(7); the
-        number by which `read` names it."""
+        """Watch an existing file for writes, or a path for other events of inotify(7); return the
+        number that `read` uses for it."""
         number: int = self._libc.inotify_add_watch(self._fd, os.fsencode(path), mask)
         if number < 0:
             raise _last_error()
         return number
 
     def unwatch(self, number: int) -> None:
-        """Stop watching; a number that is not watched any more is ignored."""
+        """Stop watching; ignores a number that is not watched any more."""
         self._libc.inotify_rm_watch(self._fd, number)
 
     def read(self) -> set[int] | None:
-        """Numbers of the files that were written to since the last call; empty if none was, None
-        if the kernel lost count, which means any of them."""
+        """Numbers of the files that were written since the last call; None if the kernel's queue
+        overflowed, so it may be any of them."""
         written: set[int] = set()
         try:
             data = os.read(self._fd, _READ_BYTES)
@@ -67,7 +67,7 @@ class Inotify:
         return written
 
     def close(self) -> None:
-        """Give the instance back to the kernel."""
+        """Close the instance."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -1,5 +1,5 @@
-"""What the kernel would do with a packet to an address, and which addresses are our own. Nothing is
-sent: connecting a UDP socket only looks the route up.
+"""Routes to addresses, and which addresses are our own. Nothing is sent: connecting a UDP socket
+only looks up the route.
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ import socket
 from typing import Final
 
 DISCARD: Final = 9
-"""A port that no packet of ours ever reaches; a lookup needs some port."""
+"""A port that none of our packets ever reaches; a lookup needs some port."""
 
 ELSEWHERE: Final = ("192.0.2.1", "2001:db8::1")
-"""Addresses for documentation (RFC 5737, RFC 3849): the way to them is the default route."""
+"""Addresses for documentation (RFC 5737, RFC 3849): they are reached by the default route."""
 
 _IP_MTU: Final = 14
 _IPV6_MTU: Final = 24
-"""From linux/in.h and linux/in6.h; Python's socket module has no names for them."""
+"""From linux/in.h and linux/in6.h; Python's socket module does not define them."""
 
 
 def source_of(address: str) -> str:
-    """The local address from which a packet to `address` (in numbers) would leave. OSError."""
+    """The local address from which a packet to `address` (numeric) would leave. Raises OSError."""
     with _looked_up(address) as sock:
         return str(sock.getsockname()[0])
 
 
 def routed_address() -> str:
-    """This host's address on its default route, "" if it has none beyond loopback."""
+    """This host's address on its default route, "" if it has only loopback."""
     for target in ELSEWHERE:
         try:
             address = source_of(target)
@@ -39,8 +39,8 @@ def routed_address() -> str:
 
 
 def no_loopback() -> str:
-    """A sentence where nothing is reached at 127.0.0.1 (in a network namespace whose loopback is
-    down), on which every job depends; "" where it is."""
+    """A sentence if 127.0.0.1 is unreachable (in a network namespace whose loopback is down), on
+    which every job depends; "" if it is reachable."""
     try:
         source_of("127.0.0.1")
     except OSError as wrong:
@@ -50,7 +50,7 @@ def no_loopback() -> str:
 
 
 def is_ours(address: str) -> bool:
-    """Whether `address` (in numbers) is one of this host's own, loopback among them."""
+    """Whether `address` (numeric) belongs to this host, including loopback."""
     if is_loopback(address):
         return True
     try:
@@ -60,7 +60,7 @@ def is_ours(address: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `address` (in numbers) is of loopback, all of which is ours (127.0.1.1, say)."""
+    """Whether `address` (numeric) is a loopback address, all of which are ours (e.g. 127.0.1.1)."""
     try:
         return ipaddress.ip_address(_bare(address)).is_loopback
     except ValueError:
@@ -68,18 +68,18 @@ def is_loopback(address: str) -> bool:
 
 
 def names_this_host_only(host: str) -> bool:
-    """Whether an endpoint's host means loopback by what it says, so that no other host can join."""
+    """Whether an endpoint's host literally means loopback, so that no other host can join."""
     return host.lower().rstrip(".") in ("localhost", "ip6-localhost") or is_loopback(host)
 
 
 def is_this_host(host: str) -> bool:
-    """Whether that is a name of this host, as far as it shows without asking anybody."""
+    """Whether that is a name of this host, as far as known without a lookup."""
     return names_this_host_only(host) or host == socket.gethostname()
 
 
 def mtu_to(address: str) -> int:
-    """Largest packet in bytes that leaves for `address`: the interface's, or less where the way is
-    known to take less. 0: there is no way, or the kernel does not tell."""
+    """Largest packet in bytes that leaves for `address`: the interface's, or less if the path is
+    known to accept less. 0: no route, or unknown."""
     six = ":" in address
     level, option = (socket.IPPROTO_IPV6, _IPV6_MTU) if six else (socket.IPPROTO_IP, _IP_MTU)
     try:
@@ -101,5 +101,5 @@ def _looked_up(address: str) -> socket.socket:
 
 
 def _bare(address: str) -> str:
-    """Without the interface that a link-local address may name."""
+    """Remove the interface from a link-local address."""
     return address.partition("%")[0]

@@ -1,4 +1,4 @@
-"""The few system calls that Python has no name for, and what /proc knows about processes.
+"""System calls that Python does not wrap, and information about processes from /proc.
 
 Verbs that people type use psutil. This module does not, for three reasons. The fork server and the
 ranks use it, and a forked rank must not have modules that an exec'd one lacks. The agent reads all
@@ -33,7 +33,7 @@ def _prctl(option: int, argument: object, third: object = 0) -> bool:
 
 
 def user_name() -> str:
-    """This user's name, or number where it has none here."""
+    """This user's name, or number without an entry in passwd."""
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
@@ -41,8 +41,8 @@ def user_name() -> str:
 
 
 def home() -> Path:
-    """This user's home folder. OSError, a sentence, where there is none: a container may run as a
-    user that its passwd does not know."""
+    """This user's home folder. Raises OSError with a sentence if there is none: a container may run
+    as a user that is not in its passwd."""
     try:
         return Path.home()
     except RuntimeError:
@@ -50,28 +50,30 @@ def home() -> Path:
 
 
 def die_with_parent(signum: int) -> None:
-    """Have the kernel send us `signum` when the thread that created us ends; 0: never mind."""
+    """Make the kernel send us `signum` when the thread that created us ends; 0: no signal."""
     _prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signum))
 
 
 def set_name(name: bytes) -> None:
-    """Our name in `ps`, `top` and /proc/self/comm; the kernel keeps 15 bytes."""
+    """Set our name in `ps`, `top` and /proc/self/comm; the kernel keeps 15 bytes."""
     _prctl(_PR_SET_NAME, ctypes.c_char_p(name[:15]))
 
 
 def become_subreaper() -> bool:
-    """Orphans below us become our children instead of init's. False where it cannot be."""
+    """Make orphans below us our children instead of init's. Returns False if that is impossible."""
     return _prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
 
 
 def let_trace(pid: int) -> bool:
-    """Where Yama lets only ancestors trace us (ptrace_scope 1), also this process and all below it,
-    over an exec too; 0: nobody else. False where there is no Yama, or no such process."""
+    """Under Yama's ptrace_scope 1, where only ancestors may trace us, also allow this process and
+    its descendants, even after an exec; 0: nobody else. Returns False without Yama, or without such
+    a process."""
     return _prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid))
 
 
 def memory_file(name: str, flags: int = os.MFD_CLOEXEC) -> int:
-    """memfd_create(2). OSError that names the call: nobody finds it in a sandbox's rules else."""
+    """memfd_create(2). Its OSError names the call, because a sandbox's rules are hard to debug
+    otherwise."""
     try:
         return os.memfd_create(name, flags)
     except OSError as error:
@@ -83,16 +85,16 @@ def memory_file(name: str, flags: int = os.MFD_CLOEXEC) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process as /proc/PID/stat shows it."""
+    """One process from /proc/PID/stat."""
 
     pid: int
     parent: int
     group: int
     session: int
     state: str
-    """The letter of proc(5): R, S, D, "T" where it is stopped, "Z" where it has ended..."""
+    """The letter of proc(5): R, S, D, "T" if stopped, "Z" if it has exited..."""
     started: int
-    """When the kernel started it, in clock ticks since boot."""
+    """Kernel start time, in clock ticks since boot."""
 
     @property
     def has_ended(self) -> bool:
@@ -100,15 +102,17 @@ class Process:
 
 
 def stat_fields(pid: int | str) -> list[bytes]:
-    """What /proc/PID/stat says from field 3 of proc(5) on. OSError where there is no such process.
+    """The fields of /proc/PID/stat from field 3 of proc(5) on. Raises OSError if there is no such
+    process.
 
-    The command before may contain blanks and brackets; the fields begin after its last bracket."""
+    The command before them may contain blanks and parentheses; the fields start after its last
+    parenthesis."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].split()
 
 
 def text_of(pid: int, name: str) -> str:
-    """What a file below /proc/PID says, without blanks at its ends; "" where it cannot be read."""
+    """The stripped content of a file below /proc/PID; "" if unreadable."""
     try:
         return Path(f"/proc/{pid}/{name}").read_text(errors="replace").strip()
     except OSError:
@@ -116,18 +120,18 @@ def text_of(pid: int, name: str) -> str:
 
 
 MAX_COMMAND = 200
-"""Characters of a command line that are shown to people."""
+"""Maximum characters of a command line shown to people."""
 
 
 def command(pid: int) -> str:
-    """The command line of a process in one line for people, else its name; "" if it is gone."""
+    """The command line of a process as one line for people, else its name; "" if it has exited."""
     words = text_of(pid, "cmdline").rstrip("\0").split("\0")
     line = " ".join(" ".join(words).split()) or text_of(pid, "comm")
     return line if len(line) <= MAX_COMMAND else f"{line[: MAX_COMMAND - 4]} ..."
 
 
 def read_process(pid: int) -> Process | None:
-    """None if there is no such process (any more)."""
+    """The process; None if it does not exist (any more)."""
     try:
         words = stat_fields(pid)
     except OSError:
@@ -137,24 +141,24 @@ def read_process(pid: int) -> Process | None:
 
 
 def start_time(pid: int) -> int | None:
-    """When the kernel started this process, in clock ticks since boot; None if there is none."""
+    """Kernel start time of this process, in clock ticks since boot; None if it does not exist."""
     process = read_process(pid)
     return None if process is None or process.has_ended else process.started
 
 
 def state(pid: int) -> str:
-    """The letter of proc(5) for what a process does ("T": it is stopped); "" if there is none."""
+    """The letter of proc(5) for a process's state ("T": stopped); "" if it does not exist."""
     process = read_process(pid)
     return "" if process is None else process.state
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal (SIGSTOP) or a debugger holds this process."""
+    """Whether a signal (SIGSTOP) or a debugger has stopped this process."""
     return state(pid) in ("T", "t")
 
 
 def is_frozen(pid: int) -> bool:
-    """By the cgroup's own word; the processes of a frozen cgroup look as if they slept."""
+    """According to the cgroup; processes of a frozen cgroup look like sleeping ones."""
     where = text_of(pid, "cgroup").splitlines()
     path = next((line[3:] for line in where if line.startswith("0::")), "")
     if path in ("", "/"):
@@ -166,14 +170,14 @@ def is_frozen(pid: int) -> bool:
 
 
 def how_silent(pid: int) -> str:
-    """Why a process gives no answer, for a sentence about it."""
+    """Why a process does not answer, for a sentence about it."""
     if is_stopped(pid):
         return "it stands still (SIGSTOP, a debugger)"
     return "its cgroup is frozen" if is_frozen(pid) else "it hangs"
 
 
 def cpu_ticks(pid: int) -> int:
-    """Processor time that this process has used, in clock ticks; 0 if there is none."""
+    """CPU time used by this process, in clock ticks; 0 if it does not exist."""
     try:
         words = stat_fields(pid)
     except OSError:
@@ -182,7 +186,7 @@ def cpu_ticks(pid: int) -> int:
 
 
 def boot_id() -> str:
-    """Names the time since this machine's last start; "" where the kernel does not say."""
+    """Identifies the current boot of this machine; "" if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -190,11 +194,11 @@ def boot_id() -> str:
 
 
 INITIAL_PID_NAMESPACE: Final = 0xEFFFFFFC
-"""Inode of the PID namespace that has every process of the machine in it (PROC_PID_INIT_INO)."""
+"""Inode of the PID namespace that contains every process of the machine (PROC_PID_INIT_INO)."""
 
 
 def pid_namespace() -> int:
-    """Inode of our PID namespace; 0 where it is unknown, or where /proc shows another one."""
+    """Inode of our PID namespace; 0 if unknown, or if /proc shows another one."""
     with contextlib.suppress(OSError):
         if os.readlink("/proc/self") == str(os.getpid()):
             return os.stat("/proc/self/ns/pid").st_ino
@@ -217,38 +221,38 @@ class ProcessId:
 
     @classmethod
     def of(cls, pid: int) -> ProcessId:
-        """Of a process of our own PID namespace."""
+        """The id of a process in our own PID namespace."""
         started = start_time(pid) or 0
         return cls(pid, started, boot_id(), pid_namespace(), os.uname().nodename)
 
     @classmethod
     def own(cls) -> ProcessId:
-        """Of this process."""
+        """The id of this process."""
         return cls.of(os.getpid())
 
     @property
     def is_local(self) -> bool:
-        """Whether `pid` means this very process in our PID namespace, so that it can be signaled
-        and its files in /proc read."""
+        """Whether `pid` means this process in our PID namespace, so that it can be signaled and its
+        files in /proc read."""
         where = (self.boot, self.namespace)
         if not self.boot and self.host != os.uname().nodename:
             return False
         return bool(self.namespace) and where == (boot_id(), pid_namespace())
 
     def is_alive(self) -> bool | None:
-        """Whether it runs; None where that cannot be known from here: it belongs to another host or
-        to a PID namespace that we do not see into."""
+        """Whether it runs; None if unknown here: it belongs to another host or to a PID namespace
+        that is not visible here."""
         if self.is_local:
             return start_time(self.pid) == self.started
-        if self.boot != boot_id():  # the same host name: this host was rebooted
+        if self.boot != boot_id():  # same host name: this host was rebooted
             return False if self.host == os.uname().nodename else None
         if self.boot and self.namespace:
             return self._is_below()
         return None
 
     def _is_below(self) -> bool | None:
-        """`is_alive` for a process of this kernel in another PID namespace: one below ours shows in
-        our /proc, with its pid there as the last of its NSpid."""
+        """`is_alive` for a process of this kernel in another PID namespace. One below ours appears
+        in our /proc, where the last number of its NSpid is its pid in its own namespace."""
         for process in everybody():
             if process.started == self.started and not process.has_ended:
                 found = re.search(
@@ -261,19 +265,19 @@ class ProcessId:
 
 
 def everybody() -> list[Process]:
-    """Every process of the machine, zombies among them, as /proc shows them at this moment."""
+    """Every process of the machine, including zombies, as /proc shows them now."""
     found = [read_process(int(name)) for name in os.listdir("/proc") if name.isdecimal()]
     return [process for process in found if process is not None]
 
 
 def below(root: int, *, without: Collection[int] = ()) -> set[int]:
-    """All descendants of `root`, zombies among them; the processes of `without` and what is below
-    them left out."""
+    """All descendants of `root`, including zombies; leaves out the processes of `without` and their
+    descendants."""
     return set(_walk(root, _family(), without))
 
 
 def descendants(root: int) -> list[Process]:
-    """All processes below `root`, parents before children; zombies are left out."""
+    """All processes below `root`, parents before children, without zombies."""
     has_files = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
     found = map(read_process, _walk(root, _children if has_files else _family()))
     return [process for process in found if process is not None and not process.has_ended]
@@ -297,13 +301,14 @@ def _children(pid: int) -> list[int]:
     try:
         for task in os.listdir(f"/proc/{pid}/task"):
             found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_bytes().split())
-    except OSError:  # it has gone, or may not be looked at
+    except OSError:  # it has exited, or may not be read
         pass
     return found
 
 
 def _family() -> Callable[[int], list[int]]:
-    """Who is whose child, from one scan of /proc, as for kernels without `children` files."""
+    """The children of each process, from one scan of /proc, for kernels without `children`
+    files."""
     below: dict[int, list[int]] = {}
     for process in everybody():
         below.setdefault(process.parent, []).append(process.pid)
@@ -311,13 +316,13 @@ def _family() -> Callable[[int], list[int]]:
 
 
 def has_thread(thread: int) -> bool:
-    """Whether this process has such a thread, by its id in the kernel."""
+    """Whether this process has a thread with this kernel id."""
     return os.path.exists(f"/proc/self/task/{thread}")
 
 
 def thread_names() -> list[str]:
-    """Of the threads of this process beside the main one, also those that Python knows nothing of:
-    what ps(1) calls them; "" for one that has just ended."""
+    """Names of all threads of this process except the main one, as in ps(1), including those
+    unknown to Python; "" for one that has just ended."""
     names = []
     for thread in os.listdir("/proc/self/task"):
         if int(thread) != os.getpid():

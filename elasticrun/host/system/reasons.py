@@ -1,4 +1,4 @@
-"""What went wrong, as a saver says it: one sentence, whatever was raised."""
+"""Converts any exception to one sentence, for the saver."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_REASON: Final = 1000
 
 
 def reason_of(error: BaseException) -> str:
-    """One line of bounded length. The texts of our own exceptions are sentences as they are."""
+    """One line of bounded length. Texts of our own exceptions are sentences already."""
     if type(error).__module__.partition(".")[0] == PACKAGE:
         text = str(error)
     elif isinstance(error, OSError) and error.strerror:

@@ -1,4 +1,4 @@
-"""What a sandbox (seccomp) or a limit (RLIMIT_NPROC, pids.max) may refuse, in words that say so."""
+"""Explains refusals by a sandbox (seccomp) or a limit (RLIMIT_NPROC, pids.max)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LIMITS: Final = (
 
 
 class NoThread(TimeoutError):
-    """No thread could be started. For whoever has set a limit it is the same as no answer."""
+    """No thread could be started. For callers with a time limit this equals no answer."""
 
     def __init__(self, error: RuntimeError) -> None:
         super().__init__(f"no thread can be started here ({error}): {_LIMITS}")
@@ -25,7 +25,7 @@ class NoThread(TimeoutError):
 def start_thread(
     target: Callable[..., object], name: str, args: tuple[object, ...] = ()
 ) -> threading.Thread:
-    """A daemon thread that runs `target(*args)`. NoThread."""
+    """A daemon thread that runs `target(*args)`. Raises NoThread."""
     thread = threading.Thread(target=target, args=args, name=f"elasticrun-{name}", daemon=True)
     try:
         thread.start()
@@ -35,14 +35,15 @@ def start_thread(
 
 
 def raise_file_limit() -> None:
-    """As many open files as this process may have; where that cannot be had it does with less."""
+    """Raise the limit of open files to the hard limit; ignore errors."""
     with suppress(OSError, ValueError):
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def refused() -> str:
-    """What this process may not do and no launcher can do without, in a sentence; "" if nothing."""
+    """A sentence about something essential for a launcher that this process may not do; "" if
+    none."""
     try:
         os.kill(os.getpid(), 0)
         start_thread(int, "trial").join()
@@ -54,6 +55,6 @@ def refused() -> str:
 
 
 def kill(pid: int) -> None:
-    """SIGKILL, where there is such a process and it is ours to kill."""
+    """Send SIGKILL, if the process exists and we may."""
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)

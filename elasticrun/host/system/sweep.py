@@ -1,15 +1,14 @@
-"""Removes what ranks have left behind.
+"""Removes processes that ranks have left behind.
 
-`Sweeper` is the fork server's: a child subreaper, so every orphan below it becomes its child and
-none can hide. Groups and sessions of the ranks themselves are killed at once; a descendant that
-made a session of its own (wandb's uploader, say) gets SIGTERM and a time to finish first.
+`Sweeper` is for the fork server, a child subreaper: every orphan below it becomes its child, so
+none can escape. Groups and sessions of the ranks themselves are killed at once; a descendant with
+its own session (such as wandb's uploader) gets SIGTERM and some time to finish.
 
-`Sweep` is for ranks that were children of a program of the user's (a caller of `elastic_launch`,
-or, when it has been killed, its agent). Such a program is no subreaper (it may have children of its
-own whose orphans are none of our business), so leftovers are known by what they inherited: the
-rank's session, its process group, or, for those that made a session of their own, the rank's mark
-in the environment they were executed with. What has none of the three (forked, not executed, in a
-session of its own) is missed.
+`Sweep` is for ranks that were children of a user's program (a caller of `elastic_launch`, or, if
+that was killed, its agent). Such a program is not a subreaper (it may have other children whose
+orphans we must not touch). So leftovers are recognized by what they inherited: the rank's session,
+its process group, or, with their own session, the rank's mark in their initial environment. A
+process with none of the three (forked, not exec'd, in its own session) is missed.
 """
 
 from __future__ import annotations
@@ -27,32 +26,34 @@ from pathlib import Path
 from elasticrun.host.system import processes as linux
 
 STUCK_AFTER = 30.0
-"""Seconds after SIGKILL until a process is reported as one that the kernel keeps (D-state)."""
+"""Seconds after SIGKILL until a process is reported as one that the kernel keeps (D state)."""
 
 TELL_AFTER = 1.0
-"""Seconds until processes that may go on are told of: most that a rank leaves end by themselves
-with it (multiprocessing's resource tracker, say)."""
+"""Seconds until processes that may continue are reported: most leftovers of a rank exit by
+themselves with it (such as multiprocessing's resource tracker).
+"""
 
 MOST_TOLD = 32
-"""Processes that are named where there are more."""
+"""Maximum number of processes that are named."""
 
 LOOK_AGAIN = 0.05
-"""Seconds until the next look at the end of the server, when a killed process' parent, dying
-itself, may have been the one that was told."""
+"""Seconds until the next look when the server ends, because the notification of a killed process
+may have gone to its parent, which was dying itself.
+"""
 
 
 class Tie(Enum):
     """How a process is tied to a rank."""
 
     NONE = "none"
-    SESSION = "session"  # it is in the session or the process group of the rank
-    MARK = "mark"  # it has a session of its own and the rank's mark
+    SESSION = "session"  # it is in the session or process group of the rank
+    MARK = "mark"  # it has its own session, and the rank's mark
 
 
 def tie(pid: int, ranks: Collection[int], mark: bytes) -> Tie:
-    """How `pid` is tied to ranks of these pids (which are their sessions' as well).
+    """How `pid` is tied to ranks with these pids (which are also their session ids).
 
-    `mark` is `NAME=value` in an environment. A process that has ended is tied to nobody."""
+    `mark` is `NAME=value` in an environment. A process that has exited is not tied."""
     try:
         if os.stat(f"/proc/{pid}").st_uid != os.getuid():
             return Tie.NONE
@@ -68,8 +69,8 @@ def tie(pid: int, ranks: Collection[int], mark: bytes) -> Tie:
 
 
 def kill_group(pid: int, signum: int, *, alone: bool = False) -> None:
-    """Send a signal to the group that `pid` leads, or to `pid` alone while it does not lead one
-    yet, or where only it is meant; nothing if it has gone."""
+    """Send a signal to the group led by `pid`, or only to `pid` if it does not lead one yet, or
+    with `alone`; do nothing if it has exited."""
     for send in (os.kill,) if alone else (os.killpg, os.kill):
         with suppress(ProcessLookupError, PermissionError):
             send(pid, signum)
@@ -77,10 +78,10 @@ def kill_group(pid: int, signum: int, *, alone: bool = False) -> None:
 
 
 class SweepStage(Enum):
-    """How far a `Sweep` is."""
+    """The progress of a `Sweep`."""
 
-    LEFT = "left"  # they may go on
-    TOLD = "told"  # they may go on, and have been told of
+    LEFT = "left"  # they may continue
+    TOLD = "told"  # they may continue, and have been reported
     ASKED = "asked"  # they have been sent SIGTERM
     FORCED = "forced"  # they have been sent SIGKILL
 
@@ -89,10 +90,10 @@ _SIGNALS = {SweepStage.ASKED: signal.SIGTERM, SweepStage.FORCED: signal.SIGKILL}
 
 
 class Sweep:
-    """The removal of what one set of ranks left.
+    """The removal of what one set of ranks has left.
 
-    `watch` holds a pidfd of each process that is still there (they become readable when it ends),
-    `deadline` is when `overdue` is to be called, on the clock of `now`.
+    `watch` has a pidfd of each remaining process (readable when it exits), `deadline` is when to
+    call `overdue`, on the clock of `now`.
     """
 
     def __init__(
@@ -105,9 +106,9 @@ class Sweep:
         now: float,
         linger: float = 0.0,
     ) -> None:
-        """SIGKILL to what is in the ranks' sessions; SIGTERM to the rest, SIGKILL `grace` seconds
-        later. What then still is there after `patience` seconds is kept by the kernel. With
-        `linger`, all may go on for so many seconds, and get SIGTERM then."""
+        """SIGKILL to processes in the ranks' sessions; SIGTERM to the rest, SIGKILL `grace` seconds
+        later. What remains after `patience` seconds is kept by the kernel. With `linger`, all may
+        continue for that many seconds, and then get SIGTERM."""
         self._ranks = frozenset(ranks)
         self._mark = mark
         self.stage = SweepStage.ASKED
@@ -121,16 +122,16 @@ class Sweep:
         self._look()
 
     def gone(self, pidfd: int) -> None:
-        """The process of this pidfd has ended. After the last one there is a second look: it may
-        have started another before it went."""
+        """The process of this pidfd has exited. After the last one there is a second look, because
+        it may have started another one before."""
         self.watch.pop(pidfd)
         os.close(pidfd)
         if not self.watch:
             self._look()
 
     def overdue(self) -> tuple[int, ...]:
-        """The deadline has passed: the next stage begins; or, when all was done, the pids of those
-        that did not die of it. Those are not watched any more."""
+        """The deadline has passed: start the next stage; or, after the last one, return the pids of
+        those that did not die. They are not watched any more."""
         if self._later:
             self.stage, self.deadline = self._later.pop(0)
             for pidfd in self.watch if self.stage in _SIGNALS else ():
@@ -141,7 +142,7 @@ class Sweep:
         return stuck
 
     def close(self) -> None:
-        """Let the pidfds go."""
+        """Close the pidfds."""
         for pidfd in self.watch:
             os.close(pidfd)
         self.watch.clear()
@@ -154,7 +155,7 @@ class Sweep:
                 pidfd = os.pidfd_open(int(name))
             except OSError:
                 continue
-            kind = tie(int(name), self._ranks, self._mark)  # again: a pid can be given anew
+            kind = tie(int(name), self._ranks, self._mark)  # again: a pid can be reused
             if kind is Tie.NONE:
                 os.close(pidfd)
                 continue
@@ -170,8 +171,8 @@ def _send(pidfd: int, signum: int) -> None:
 
 
 def end_at_once(ranks: Collection[int], mark: bytes, limit: float) -> tuple[int, ...]:
-    """Kill all that these ranks left, and the ranks; blocks until it is gone. Returns the pids of
-    what is still there after `limit` seconds."""
+    """Kill these ranks and everything that they have left; block until it is gone. Return the pids
+    of what remains after `limit` seconds."""
     for pid in ranks:
         kill_group(pid, signal.SIGKILL)
     sweep = Sweep(ranks, mark, grace=0.0, patience=limit, now=time.monotonic())
@@ -196,7 +197,8 @@ class _Sweep:
     give_up_at: float
     lingers: bool
     to_tell: list[float]
-    """When is told what is left, of a sweep that lets it go on: at first, and as it ends."""
+    """When to report what is left, for a sweep that lets it continue: at first, and when that
+    ends."""
     asked: set[int] = field(default_factory=set)
 
     def deadline(self, now: float) -> float:
@@ -212,7 +214,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Descendants that run although their ranks have ended; `ending`: they were sent SIGTERM."""
+    """Descendants that run although their ranks have exited; `ending`: they were sent SIGTERM."""
 
     keys: tuple[int, ...]
     pids: tuple[int, ...]
@@ -220,7 +222,7 @@ class Left:
 
 
 class Sweeper:
-    """All sweeps under way. Times are monotonic seconds."""
+    """All sweeps in progress. Times are monotonic seconds."""
 
     def __init__(self) -> None:
         self._sweeps: list[_Sweep] = []
@@ -235,8 +237,8 @@ class Sweeper:
         *,
         linger: float = 0.0,
     ) -> None:
-        """Sweep below the ranks whose process groups were `groups`. `linger`: seconds for which
-        what they left may go on before it gets SIGTERM, in whichever session."""
+        """Sweep below the ranks with the process groups `groups`. `linger`: seconds for which
+        leftovers may continue before they get SIGTERM, in any session."""
         ask_at = now + max(linger, 0.0)
         kill_at = ask_at + max(grace, 0.0)
         lingers = linger > 0
@@ -248,9 +250,8 @@ class Sweeper:
         return self._look_again if self._sweeps else None
 
     def look(self, living: Iterable[int], now: float) -> list[Done | Left]:
-        """Kill what is due; the sweeps that are over, and what is to be told of others. `living`:
-        pids of ranks and helpers that are not to be swept. To be called after every death and at
-        the deadline."""
+        """Kill what is due; return finished sweeps, and reports on others. `living`: pids of ranks
+        and helpers, which are not swept. Call after every exit and at the deadline."""
         self._look_again = None
         if not self._sweeps:
             return []
@@ -293,7 +294,8 @@ class Sweeper:
 
 
 def kill_everything(limit: float) -> tuple[int, ...]:
-    """SIGKILL and reap all descendants until none is left; those left after `limit` seconds."""
+    """SIGKILL and reap all descendants until none is left; return those left after `limit`
+    seconds."""
     end = time.monotonic() + limit
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     while True:
@@ -309,7 +311,7 @@ def kill_everything(limit: float) -> tuple[int, ...]:
 
 
 def reap_all() -> list[tuple[int, int]]:
-    """Every child that has ended: (pid, wait status)."""
+    """Reap every exited child: (pid, wait status)."""
     reaped: list[tuple[int, int]] = []
     while True:
         try:

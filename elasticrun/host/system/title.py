@@ -1,4 +1,4 @@
-"""What `ps -ef` and psutil show of a process: its command line, and its variables."""
+"""Sets what `ps -ef` and psutil show of a process: its command line, and its variables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elasticrun.host.system.processes import stat_fields
 FORK_SERVER: Final = b"elasticrun: fork server"
 MASTER: Final = "elasticrun: master of {}"
 AGENT: Final = b"elasticrun: agent"
-"""Of a caller of the Python API; an agent that a user has started keeps what was typed."""
+"""For a caller of the Python API; an agent started by a user keeps its command line."""
 
 _PR_SET_MM = 35
 _PR_SET_MM_MAP = 14
@@ -46,19 +46,19 @@ class _MemoryMap(ctypes.Structure):
 
 def set_command_line(argv: Sequence[bytes], environ: Sequence[bytes] | None = None) -> bool:
     """Show `argv` and `environ` as ours in /proc/self/cmdline and /proc/self/environ; without
-    `environ`, the environment as before.
+    `environ`, the environment is unchanged.
 
-    The kernel is told where the two areas lie (no privilege needed since Linux 3.18 with
-    CONFIG_CHECKPOINT_RESTORE, which distributions have). Where it refuses, the words are written
-    over the old ones as one title, cut to their length. False for the latter.
+    Tells the kernel where the two areas are (unprivileged since Linux 3.18 with
+    CONFIG_CHECKPOINT_RESTORE, which distributions have). If it refuses, the words overwrite the old
+    ones as one title, cut to their length; returns False then.
     """
     return bool(_show(_strings(argv), None if environ is None else _strings(environ)))
 
 
 def become_program(argv: Sequence[bytes], environ: Sequence[bytes]) -> bool:
-    """The same, and C code of this process finds `environ` where the kernel would have put it at an
-    exec: behind the words. What sets a title (setproctitle) looks for the words there and writes
-    over both. False where the kernel refuses; no title can be set there."""
+    """The same, and C code of this process finds `environ` where the kernel would put it at an
+    exec: after the words. Code that sets a title (setproctitle) looks for the words there and
+    overwrites both. Returns False if the kernel refuses; then no title can be set."""
     words = _strings(argv)
     at = _show(words, _strings(environ))
     if not at:
@@ -73,8 +73,8 @@ def become_program(argv: Sequence[bytes], environ: Sequence[bytes]) -> bool:
 
 
 def set_title(title: bytes) -> None:
-    """Show `title` as our command line, and our environment as before: for processes of ours, in
-    the place of what they were started or forked from."""
+    """Show `title` as our command line, with an unchanged environment: for processes of ours,
+    instead of the command line with which they were started or forked."""
     _show(title + b"\0", None)
 
 
@@ -83,8 +83,8 @@ def _strings(words: Sequence[bytes]) -> bytes:
 
 
 def _show(arguments: bytes, environ: bytes | None) -> int:
-    """Where `arguments` lie from now on, `environ` directly behind; 0 where the kernel refuses."""
-    # by their numbers in proc(5)
+    """The new address of `arguments`, directly followed by `environ`; 0 if the kernel refuses."""
+    # keyed by their numbers in proc(5)
     fields = {number: int(word) for number, word in enumerate(stat_fields("self")[1:], start=4)}
     at = _for_ever(arguments + (environ or b""))
     behind = at + len(arguments)
@@ -94,13 +94,13 @@ def _show(arguments: bytes, environ: bytes | None) -> int:
     _libc.free(at)
     first, room = fields[48], fields[49] - fields[48]
     title = arguments[:-1].replace(b"\0", b" ")
-    if first and room > 1:  # a last byte that is not NUL tells the kernel that this is a title
+    if first and room > 1:  # a last byte other than NUL marks this as a title for the kernel
         ctypes.memmove(first, title[: room - 2].ljust(room - 1, b"\0") + b".", room)
     return 0
 
 
 def _lay_out(fields: dict[int, int], arguments: tuple[int, int], environ: tuple[int, int]) -> bool:
-    """Tell the kernel where the two areas lie; False where it refuses."""
+    """Tell the kernel where the two areas are; return False if it refuses."""
     layout = _MemoryMap(
         start_code=fields[26],
         end_code=fields[27],
@@ -121,7 +121,8 @@ def _lay_out(fields: dict[int, int], arguments: tuple[int, int], environ: tuple[
 
 
 def _for_ever(content: bytes) -> int:
-    """The address of a copy that is never freed: C reads it while the interpreter ends."""
+    """The address of a copy that is never freed, because C code reads it during interpreter
+    exit."""
     at: int | None = _libc.malloc(len(content) or 1)
     if not at:
         raise MemoryError
@@ -130,12 +131,12 @@ def _for_ever(content: bytes) -> int:
 
 
 def forget_words() -> None:
-    """Have Py_GetArgcArgv find no words in this process and its forks.
+    """Make Py_GetArgcArgv return no words in this process and its forks.
 
-    It would find those that this process was started with, and what sets a title in a fork (see
-    `become_program`) would look for so many; it finds none, so it counts those in
-    /proc/self/cmdline. The interpreter has no function for that: its variables are searched for the
-    pair that Py_GetArgcArgv returns. Nothing is done where that is not there exactly once."""
+    Otherwise it returns the words with which this process was started, and code that sets a title
+    in a fork (see `become_program`) would look for that many words. Without any, it counts those in
+    /proc/self/cmdline. The interpreter has no function for this: its variables are searched for the
+    pair that Py_GetArgcArgv returns. Nothing is changed unless the pair is found exactly once."""
     count, words = ctypes.c_int(), ctypes.c_void_p()
     find: Any = ctypes.pythonapi.Py_GetArgcArgv
     find(ctypes.byref(count), ctypes.byref(words))
@@ -152,7 +153,7 @@ def forget_words() -> None:
 
 
 _ELF = struct.Struct("=4sB27xQ14xHH")
-"""Of an ELF header: magic, class, where the program headers are, how large and how many."""
+"""Of an ELF header: magic, class, offset of the program headers, their size and number."""
 
 _SEGMENT = struct.Struct("=IIQQQQQQ")
 """A program header: type, flags, offset, address, -, bytes in the file, bytes in memory, -."""
@@ -161,7 +162,7 @@ _LOADED, _WRITABLE, _64_BITS = 1, 2, 2
 
 
 def _variables_beside(function: ctypes.c_void_p) -> list[tuple[int, int]]:
-    """Addresses and sizes of the writable memory of the program or library that has this
+    """Addresses and sizes of the writable memory of the program or library that contains this
     function."""
     about = (ctypes.c_void_p * 4)()  # Dl_info
     base = about[1] if _libc.dladdr(function, about) else None
