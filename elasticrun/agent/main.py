@@ -31,7 +31,7 @@ from elasticrun.agent.boot import (
 from elasticrun.agent.link.trust import unusable, with_trust
 from elasticrun.agent.warm import leave_behind
 from elasticrun.config import EXIT_FAILED, EXIT_USAGE, AgentConfig
-from elasticrun.host import log as operator_log
+from elasticrun.host import log
 from elasticrun.host.runs.last_word import LastWord, leave
 from elasticrun.host.system.network import no_loopback
 from elasticrun.host.system.processes import become_subreaper
@@ -60,7 +60,7 @@ def run_agent(config: AgentConfig, channel: socket.socket | None) -> Exit:
     from elasticrun.core.events import Exit
 
     fill_standard_fds()
-    writer = operator_log.set_up()
+    writer = log.set_up()
     config = with_trust(config)
     if threading.current_thread() is not threading.main_thread():
         return _said(Exit(EXIT_FAILED, "an agent has to run in the main thread", (), 0))
@@ -127,8 +127,8 @@ def _runner() -> asyncio.Runner:
 
 def _for_debugger(config: AgentConfig) -> AgentConfig:
     """Adapt to a debugger: a rank at a breakpoint is not a hang."""
-    operator_log.logger.log(
-        operator_log.NOTICE,
+    log.logger.log(
+        log.NOTICE,
         "a debugger is in this process: it follows into the ranks, which are exec'd for it",
     )
     watch = config.spec.watch
@@ -152,7 +152,7 @@ def fill_standard_fds() -> None:
 
 
 def _said(outcome: Exit) -> Exit:
-    operator_log.last_word(outcome.reason)
+    log.last_word(outcome.reason)
     leave(LastWord(outcome.reason))
-    operator_log.set_up().flush(1.0)
+    log.set_up().flush(1.0)
     return outcome

@@ -50,7 +50,7 @@ from elasticrun.core.job.job import Job
 from elasticrun.core.persisted import Facts
 from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.core.sight.picture import Picture
-from elasticrun.host import log as operator_log, user_folder
+from elasticrun.host import log, user_folder
 from elasticrun.host.runs.opening import RunRefused
 from elasticrun.host.system import title
 from elasticrun.host.system.processes import ProcessId, set_name
@@ -97,8 +97,8 @@ logger = logging.getLogger("elasticrun")
 
 def main(config: MasterConfig, *, hosted: bool = False) -> int:
     """Serve one job until it is over; returns the exit code. `hosted`: started by an agent."""
-    lines = operator_log.set_up(operator_log.NOTICE if hosted else logging.INFO)
-    operator_log.name_speaker("elasticrun master")
+    lines = log.set_up(log.NOTICE if hosted else logging.INFO)
+    log.name_speaker("elasticrun master")
     # asyncio, grpc and uvicorn log what strangers send, which does not concern the user
     logging.getLogger().handlers[:] = [logging.NullHandler()]
     raise_file_limit()  # every agent is a socket, and the usual soft limit is 1024

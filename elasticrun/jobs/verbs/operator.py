@@ -42,10 +42,10 @@ def main(argv: Sequence[str]) -> int:
         from elasticrun.jobs.operator.cluster import Cluster
     except ImportError as error:
         raise UsageError(f"{error}: pip install 'elasticrun[k8s]'", EXIT_FAILED) from None
-    from elasticrun.host import log as operator_log
+    from elasticrun.host import log
 
-    lines = operator_log.set_up(logging.INFO)
-    operator_log.name_speaker(f"{PROG} operator")
+    lines = log.set_up(logging.INFO)
+    log.name_speaker(f"{PROG} operator")
     try:
         return asyncio.run(_run(lambda: Cluster(ns.namespace), lease=ns.lease))
     except ConfigError as error:
