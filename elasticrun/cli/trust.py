@@ -110,8 +110,8 @@ def notes(where: MasterPlace, most_nodes: int, secret: str, files: Tls | None) -
         )
     if secret and files is None:
         told.append(
-            "this job has a token but no TLS: on the way between its nodes traffic can be read, "
-            "and sessions be taken over; give --tls-cert, --tls-key and --tls-ca against that"
+            "this job has a token but no TLS: others on the network can read its traffic and take "
+            "over its sessions; set --tls-cert, --tls-key and --tls-ca"
         )
     if 0 < len(secret) < SHORT_TOKEN:
         told.append(

@@ -310,7 +310,7 @@ def customized(environ: Mapping[str, str]) -> str:
         module = sys.modules.get(name)
         path = getattr(module, "__file__", None)
         if module is not None and not _is_inert_module(path):
-            return f"{path or name} runs at each start of Python, and is to see each rank"
+            return f"{path or name} runs at each start of Python and must see each rank"
     for folder in _site_folders():
         try:
             names = sorted(n for n in os.listdir(folder) if n.endswith(".pth") and n[0] != ".")

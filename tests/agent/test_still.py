@@ -100,7 +100,7 @@ async def test_a_rank_that_dies_beside_a_stopped_fork_server(node: Node) -> None
     os.kill(node.pid, signal.SIGSTOP)
     os.kill(node.first.pid, signal.SIGKILL)
     await node.until(lambda: node.reasons)
-    assert "stands still (SIGSTOP, a debugger): no answer for 1 s" in node.reasons[0]
+    assert "is stopped (SIGSTOP, a debugger): no answer for 1 s" in node.reasons[0]
     assert await_exit([node.pid, node.second.pid]) == set()
     assert node.server.process.pid != node.pid
     assert not node.exits()

@@ -265,7 +265,7 @@ def test_dry_run_shows_node_health(tmp_path: Path) -> None:
     assert rows["accelerator"] == ["cpu", "--accelerator"]
 
 
-FROM_MEMORY = "after a failure ranks go on from a snapshot in memory, if they have taken any"
+FROM_MEMORY = "after a failure ranks resume from the newest snapshot in memory, if there is one"
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_tls_files(pem: Path) -> None:
 
 
 ANYONE = "anyone on the network who reaches its master can join"
-READABLE = "traffic can be read, and sessions be taken over"
+READABLE = "others on the network can read its traffic and take over its sessions"
 
 
 @pytest.mark.parametrize(

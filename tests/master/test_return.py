@@ -217,7 +217,7 @@ def test_one_that_stands_still_is_replaced(world: World, kind: str) -> None:
     finish(world.hub.ranks(2, restart=1))
     assert [j.wait() for j in jobs] == [0] * len(jobs)
     said = "".join(j.stderr for j in jobs)
-    assert "it stands still (SIGSTOP, a debugger), and is killed" in said
+    assert "it is stopped (SIGSTOP, a debugger), and is killed" in said
     assert said.count("a new one is started") == 1, said
     assert following.pid != master.pid
     assert (len(world.hub.peers), records_left(world)) == (4, [])

@@ -134,7 +134,7 @@ def identify(given: str, job_id: str, environ: Mapping[str, str]) -> Identity:
 def for_this_life(why: str, environ: Mapping[str, str]) -> Identity:
     """A random id for when no folder is usable."""
     name = f"{host_id(environ)}-{secrets.token_hex(4)}"
-    note = f"this node's id lasts only as long as this agent: no user's folder ({why})"
+    note = f"no user folder ({why}): this node gets a new id at each start"
     return Identity(name, None, note)
 
 

@@ -154,10 +154,10 @@ def _saves(config: AgentConfig) -> str:
     if saves.restore_step >= 0:
         return f"ranks go on from step {saves.restore_step} and no other, from memory or storage"
     if not saves.at_breakpoint:
-        return "ranks go on from a snapshot in memory, if they have taken any"
+        return "ranks resume from the newest snapshot in memory, if there is one"
     return (
-        "ranks go on from a snapshot in memory, if they have taken any, and it is written out as "
-        f"a checkpoint, in {saves.limit:g} s at most"
+        "ranks resume from the newest snapshot in memory, if there is one, and it is written "
+        f"out as a checkpoint, in {saves.limit:g} s at most"
     )
 
 

@@ -310,7 +310,7 @@ class Checkpoints:
         if self._owed is None:
             return ""
         (_, step), why = self._owed
-        return f"step {step} is not in storage, where it was to be: {why}"
+        return f"step {step} was not written to storage: {why}"
 
     @property
     def busy(self) -> str:
@@ -414,7 +414,7 @@ class Checkpoints:
         if passed:
             steps = f"step{'s' if len(passed) > 1 else ''} {', '.join(map(str, passed))}"
             instead = f"step {plan.key[1]} is written instead"
-            self._outbox.say(f"no checkpoint of {steps} is written: {instead}", "warning")
+            self._outbox.say(f"the checkpoint of {steps} is skipped: {instead}", "warning")
 
     def _release(self, ledger: Ledger, step: int, reason: str, told: Collection[str] = ()) -> None:
         """No checkpoint will be written (any more) of a step that ranks want written."""

@@ -147,7 +147,7 @@ def pick(
         meant = [one for one in known if any(name.startswith(wanted) for name in one.names)]
         called = {one.names[-1] for one in meant}
         if whole and meant:
-            raise NoRun(f"{whole} cannot be undone and takes a whole name; "
+            raise NoRun(f"{whole} needs the whole name or the id; "
                         f"there is {first_of(called)}")  # fmt: skip
         if len({one.stem for one in meant}) > 1:
             raise NoRun(f"several jobs are meant by {wanted}: {first_of(called)}; name one")

@@ -172,7 +172,7 @@ def is_frozen(pid: int) -> bool:
 def how_silent(pid: int) -> str:
     """Why a process does not answer, for a sentence about it."""
     if is_stopped(pid):
-        return "it stands still (SIGSTOP, a debugger)"
+        return "it is stopped (SIGSTOP, a debugger)"
     return "its cgroup is frozen" if is_frozen(pid) else "it hangs"
 
 

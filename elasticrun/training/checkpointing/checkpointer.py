@@ -389,8 +389,8 @@ class Checkpointer:
             # once per process; `stats.skipped` and the job's status count all
             if count and count == self.stats.skipped:
                 way.remark(
-                    f"{count} snapshots were skipped before step {due.step}, since no slot was "
-                    "free (Checkpointer's slots= gives them more, on_busy= has them wait)"
+                    f"{count} snapshots before step {due.step} were skipped: no slot was free "
+                    "(raise slots=, or set on_busy='wait')"
                 )
         return True
 

@@ -334,7 +334,7 @@ class TrainingState:
     def not_had(self, name: str, why: str) -> None:
         """Remark that the per-rank state of this name was not restored."""
         if name == RNG:
-            text = "random states are as the script has them now, not as they were"
+            text = "random states are not restored"
             self._remark(f"{text}: {why}")
         else:
             self._remark(f"per-rank state {name} is left as it is: {why}")

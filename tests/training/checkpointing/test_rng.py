@@ -111,7 +111,7 @@ def test_left_out_they_are_as_the_script_has_them(
     assert other.restore() == 1
     assert draw() == expected
     told = [m.text for m in (agent.until(Remark) if wanted else agent.of(Remark))]
-    text = "random states are as the script has them now, not as they were: "
+    text = "random states are not restored: "
     assert told == ([text + "those of rank 0 were not saved"] if wanted else [])
     one.close()
     other.close()
@@ -234,8 +234,7 @@ def test_another_number_of_ranks_has_fresh_ones_and_says_so(tmp_path: Path, serv
         agent.next_life(2, 2, ranks=1)
         assert life(steps_of_two, str(tmp_path), world=1, agent=agent) == [(2, True)]
         assert [m.text for m in agent.until(Remark)] == [
-            "random states are as the script has them now, not as they were: the job had 2 ranks "
-            "before"
+            "random states are not restored: the job had 2 ranks before"
         ]
 
 
