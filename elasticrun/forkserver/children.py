@@ -71,7 +71,7 @@ class Children:
         self._exec_next: set[str] = set()
         self._stale = ""
 
-    # ------------------------------------------------------------ birth
+    # ------------------------------------------------------------ start
 
     def spawn_rank(self, order: SpawnRank) -> None:
         """Fork the rank if that is safe, else exec it; report Spawned or SpawnFailed."""
@@ -189,7 +189,7 @@ class Children:
             if os.getpid() == server:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ while they run
 
     def living(self) -> list[int]:
         """Pids of ranks and helpers that have not been reaped."""
@@ -232,7 +232,7 @@ class Children:
             if isinstance(helper, kind):
                 self.send_signal(helper.key, signal.SIGKILL)
 
-    # ------------------------------------------------------------ what they say
+    # ------------------------------------------------------------ their messages
 
     def pipes(self) -> list[int]:
         """The pipes of helpers."""
@@ -261,7 +261,7 @@ class Children:
             elif kind == FAILED:
                 rank.failed = text
 
-    # ------------------------------------------------------------ death
+    # ------------------------------------------------------------ exit
 
     def reaped(self, pid: int, code: int) -> None:
         """A child has exited. Orphans of ranks arrive here too and are ignored."""

@@ -472,7 +472,7 @@ class Stash:
         top = name.partition(".")[0]
         return owner.name != top and any(root.name == top for root in self.roots)
 
-    # ------------------------------------------------------------ may it come back?
+    # ------------------------------------------------------------ may it be restored?
 
     def against(self, names: Iterable[str]) -> str:
         """Why importing these now would differ from the server's import, because of what the script

@@ -198,7 +198,7 @@ def _forget_file() -> None:
         namespace.pop("__cached__", None)
 
 
-# ---------------------------------------------------------------- frames that are not seen
+# ---------------------------------------------------------------- hidden frames
 
 
 def _hide(function: Any) -> Any:

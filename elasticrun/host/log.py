@@ -195,7 +195,7 @@ class StderrWriter:
             try:
                 while item:
                     item = item[os.write(self._fd, item) :]
-            except OSError:  # the reader is gone; the job does not depend on it
+            except OSError:  # no reader is left; the job does not depend on it
                 pass
 
 

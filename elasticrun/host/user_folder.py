@@ -203,7 +203,7 @@ def _write(path: Path, record: Published) -> None:
     draft.rename(path)
 
 
-# ---------------------------------------------------------------- where a record may lie
+# ---------------------------------------------------------------- where a record may be stored
 
 PREFIX: Final = "elasticrun-record-"
 """Prefix of the folders of launches; the rest of the name is random."""
@@ -365,7 +365,7 @@ def _remove_if_stale(path: Path) -> bool:
     return True
 
 
-# ---------------------------------------------------------------- a folder that a person named
+# ---------------------------------------------------------------- a folder named by a person
 
 
 def prepare(path: Path) -> None:

@@ -120,7 +120,7 @@ class FrameBuffer:
         return len(self._bytes)
 
 
-# ---------------------------------------------------------------- a conversation
+# ---------------------------------------------------------------- a connection
 
 READ_BYTES: Final = 256 * 1024
 

@@ -174,14 +174,14 @@ class JobSpec(Struct, frozen=True):
     max_nodes: Nodes
     node_unit: Nodes
     max_restarts: Count
-    restart_backoff: float  # longest wait between restarts, 0 for none
+    restart_backoff: float  # longest wait between restarts, 0: none
     restart_window: float  # the budget counts failures in this many seconds, 0: in the whole job
     join_timeout: float
     last_call_timeout: float
-    heartbeat_timeout: float  # silence after which a node is dead
+    heartbeat_timeout: float  # silence after which a node counts as dead
     grow: Annotated[str, OneOf("auto", "now")]  # "auto" or "now"
     grow_cooldown: float
-    restart_grace: float  # how long a rank may take to die when its group is restarted
+    restart_grace: float  # time for a rank to exit when its group is restarted
     master_lost_timeout: float
     checks: CheckSpec = field(default_factory=CheckSpec)
     saves: SaveSpec = field(default_factory=SaveSpec)
@@ -197,16 +197,16 @@ class JobSpec(Struct, frozen=True):
 class FailureKind(StrEnum):
     """Why a rank failed, as `core/rounds/failures.py` classifies it."""
 
-    SCRIPT = "script"  # an exception or a non-zero exit of its own
+    SCRIPT = "script"  # its own exception or non-zero exit
     FINAL = "final"  # exit code EXIT_FINAL: the script says "do not retry"
-    SIGNAL = "signal"  # killed by a signal nobody in the job sent
+    SIGNAL = "signal"  # killed by a signal from outside the job
     OOM = "oom"  # SIGKILL, and the kernel or cgroup reports an OOM kill
     PEER_LOST = "peer-lost"  # a collective broke because another rank had exited
-    STOPPED = "stopped"  # died of a signal its agent had just received or sent
-    STUCK = "stuck"  # would not die: uninterruptible sleep
-    SPAWN = "spawn"  # could not be started at all
+    STOPPED = "stopped"  # killed by a signal that its agent had just received or sent
+    STUCK = "stuck"  # survives SIGKILL: uninterruptible sleep
+    SPAWN = "spawn"  # could not be started
     SPAWNER = "spawner"  # its fork server died
-    HUNG = "hung"  # the others waited for it, and the job's watch ended the round
+    HUNG = "hung"  # the others waited for it, so the hang watch ended the round
 
 
 class Failure(Struct, frozen=True):
@@ -217,7 +217,7 @@ class Failure(Struct, frozen=True):
     local_rank: Annotated[int, Between(-1, MAX_LOCAL_RANKS)]
     pid: Pid
     exitcode: Annotated[int, Between(-INT32, INT32)]  # like subprocess: negative for a signal
-    time_us: int  # wall clock of the node, microseconds since the epoch; for people
+    time_us: int  # the node's wall clock, microseconds since the epoch; for display
     kind: FailureKind
     message: str  # one line
     traceback: Annotated[str, tail]  # empty if none is known
@@ -267,10 +267,10 @@ class RoundReport(Struct, frozen=True):
 class Role(StrEnum):
     """What a stream is opened for; a proof for one role is invalid for another."""
 
-    AGENT = "agent"  # takes part in the job
+    AGENT = "agent"  # joins the job as a node
     READER = "reader"  # reads its status
-    OPERATOR = "operator"  # stops it, restarts it, keeps nodes out
-    JOINER = "joiner"  # has a join code, and gets what a node needs (wire.auth)
+    OPERATOR = "operator"  # stops or restarts it, excludes nodes
+    JOINER = "joiner"  # has a join code; receives what a node needs (wire.auth)
 
 
 class Knock(Struct, frozen=True):
@@ -470,8 +470,8 @@ class Being(StrEnum):
     STOPPED = "stopped"  # SIGSTOP, without a tracer
     TRACED = "traced"  # by a debugger
     DISK = "disk"  # uninterruptible sleep
-    FROZEN = "frozen"  # its cgroup is
-    ENDED = "ended"  # with 0, while others may still wait for it
+    FROZEN = "frozen"  # its cgroup is frozen
+    ENDED = "ended"  # exited with 0; others may still wait for it
 
 
 class Position(Struct, frozen=True):
@@ -510,7 +510,7 @@ class RankSeen(Struct, frozen=True):
     gpu: Annotated[int, Between(-1, 100)] = -1  # percent; -1: unknown
     gpu_mib: Count = 0
     quiet: float = 0.0  # seconds since a counter or step of it advanced
-    kernel: NameOrEmpty = ""  # where it sleeps in the kernel (wchan)
+    kernel: NameOrEmpty = ""  # kernel function in which it sleeps (wchan)
     place: NameOrEmpty = ""  # innermost line of the user's own source: "train.py:88 load_shard"
     library: NameOrEmpty = (
         ""  # outermost known library that this line has called: "torch.serialization"
@@ -722,12 +722,12 @@ class Missed(Struct, frozen=True):
 
 
 SaveReport = Holdings | WhereIs | ShardBad | NotReplicated | Persisted | Departing | Missed
-"""About snapshots."""
+"""Reports about snapshots."""
 
 RankReport = Join | Running | RanksFailed | Stopping | Stopped | Finished | Leaving
 HealthReport = Probed | Steps | Metrics | ReachMe
 SightReport = Quiet | Inspected | Stacks | LastLines
-"""About what the ranks are doing."""
+"""Reports about the activity of ranks."""
 
 Report = (
     Knock | Proof | Hello | Beat | RankReport | HealthReport | SaveReport | SightReport | Request
@@ -1003,7 +1003,7 @@ class NodeStatus(Struct, frozen=True):
     node: Name
     host: NameOrEmpty
     address: NameOrEmpty
-    state: NameOrEmpty  # the membership word: alive, suspect, dead, left
+    state: NameOrEmpty  # membership: alive, suspect, dead, left
     activity: NameOrEmpty  # joining, at-the-door, starting, running, stopping, finished, spare
     reason: str  # why it waits, empty if it does not
     group_rank: RankOrNone  # -1: not in the current round

@@ -251,7 +251,7 @@ def sent_by_us(credentials: Iterable[tuple[int, int, bytes]]) -> bool:
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 
 CREDENTIALS_BYTES: Final = socket.CMSG_SPACE(_CREDENTIALS.size)
-"""Space for the credentials beside a datagram."""
+"""Space for the credentials that come with a datagram."""
 
 _QUESTION: Final = struct.Struct("<BBBBI")
 

@@ -16,7 +16,7 @@ from typing import ClassVar, Final
 from elasticrun.wire.types import NOTHING, RoundName, Skip
 
 NO_ROUND: Final = RoundName(0, 0, "")
-"""Replaces a round where there is none."""
+"""Stands for no round."""
 
 
 @dataclass(frozen=True, slots=True)

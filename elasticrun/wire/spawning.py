@@ -32,7 +32,7 @@ class Configure:
     """First message: how to prepare. `launch` is auto, fork or exec."""
 
     launch: str
-    preload: tuple[str, ...]  # modules to import beside torch
+    preload: tuple[str, ...]  # modules to import in addition to torch
     entry: Entrypoint  # read once, to find out whether its text forbids forking
     start_method: str  # spawn, fork, forkserver: for function and run-path entries
     numa: bool  # ranks will be bound to cores

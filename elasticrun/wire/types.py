@@ -186,7 +186,7 @@ def cut(value: str, most: int, *, keep_end: bool = False) -> str:
     return value.encode("utf-8", "replace").decode()
 
 
-# ---------------------------------------------------------------- what many fields are
+# ---------------------------------------------------------------- types of many fields
 
 Count = Annotated[int, Between(0, INT32)]
 Pid = Annotated[int, Between(-1, INT32)]
@@ -199,7 +199,7 @@ NameOrEmpty = Annotated[str, OneLine(0, MAX_NAME)]
 Attempt = Annotated[str, OneLine(1, MAX_ATTEMPT)]
 
 
-# ---------------------------------------------------------------- ranks in few letters
+# ---------------------------------------------------------------- ranks as ranges
 
 
 def runs(ranks: Iterable[int]) -> list[tuple[int, int]]:

@@ -348,7 +348,7 @@ class FunctionSpawner:
     def _maybe_swept(self) -> None:
         if self._sweep is None or self._sweep[1].watch:
             return
-        if not any(key in self._ranks for key in self._sweep[0]):  # killed, and reaped by now
+        if not any(key in self._ranks for key in self._sweep[0]):  # killed and reaped
             self._swept(())
 
     def _one_gone(self, pidfd: int) -> None:

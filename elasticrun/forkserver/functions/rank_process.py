@@ -141,7 +141,7 @@ def _become_a_rank(plan: RankPlan) -> None:
         os.setsid()
     if plan.parent:
         die_with_parent(signal.SIGKILL)
-        if os.getppid() != plan.parent:  # it died before the kernel was asked
+        if os.getppid() != plan.parent:  # it died before prctl took effect
             os._exit(1)
     let_trace(plan.agent)  # the caller is our ancestor, and the agent is not
     for name in plan.unset:

@@ -90,7 +90,7 @@ class Helper:
         os.set_blocking(ours, False)
         self._pipes[ours] = take
 
-    # ------------------------------------------------------------ its birth
+    # ------------------------------------------------------------ its start
 
     @property
     def output(self) -> int:
@@ -146,7 +146,7 @@ class Helper:
             os.write(end, encode(order))
         os.close(end)
 
-    # ------------------------------------------------------------ what it says
+    # ------------------------------------------------------------ its messages
 
     def descriptors(self) -> list[int]:
         """Readable when a message is waiting."""

@@ -165,8 +165,8 @@ def pick(
 
 def prune(root: Path, since: float, only: Collection[Path] | None = None) -> dict[str, Path | None]:
     """Remove the folders of jobs that ended at least so many seconds ago. `only`: only these,
-    including those that have saved a step to continue from. Returns the removed ones by name; for a
-    link, of which only the link is removed, with the folder that remains. Raises OSError."""
+    including those that have saved a step to continue from. Returns the removed ones by name. For a
+    link, only the link is removed; its value is the folder that remains. Raises OSError."""
     now = time.time()
     removed: dict[str, Path | None] = {}
     for folder in all_runs(root):

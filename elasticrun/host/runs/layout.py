@@ -102,7 +102,7 @@ class JobRecord(Struct, frozen=True, kw_only=True):
     log_dir: str = ""  # "": its ranks' logs are not kept
     endpoint: str = ""  # host:port of its master
     tensorboard: str = ""  # URL; "": none
-    attempt: int = 1  # counts the starts in this folder
+    attempt: int = 1  # number of this start in the folder
     resumed_at: int = -1  # step saved by the previous start; -1: none
     first_began: float = 0.0  # the first start in this folder; 0.0: this one
     launch: str = ""  # 8 hexadecimal digits that identify the run folder; "": in its name only
@@ -167,7 +167,7 @@ class RunResult(Struct, frozen=True, kw_only=True):
     suspended: bool = False  # by `elasticrun suspend`
     started: float = 0.0
     ended: float = 0.0
-    nodes: int = 0  # that had a place in the last round
+    nodes: int = 0  # number of nodes in the last round
     world_size: int = 0
     restarts: int = 0  # charged ones
     step: int = -1  # the newest reported one; -1: none

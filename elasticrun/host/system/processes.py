@@ -210,7 +210,7 @@ class ProcessId:
     """Identifies a process across PID namespaces, hosts that share a folder, and reboots.
 
     A pid alone identifies nothing: it is reused, and each PID namespace and each host has its own.
-    Every comparison with a process that was written down by another process goes through here.
+    Every comparison with a process that another process has recorded goes through here.
     """
 
     pid: int = 0  # in `namespace`; 0: no process

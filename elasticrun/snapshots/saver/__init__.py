@@ -1,4 +1,4 @@
-"""The checkpoint writer: a process beside the ranks that writes, hashes and copies snapshots.
+"""The checkpoint writer: a separate process that writes, hashes and copies snapshots.
 
 Forbidden here: grpc, asyncio, `core`.
 """

@@ -89,7 +89,7 @@ def write_part(
 
 
 class _Slot:
-    """What is to be written of a slot."""
+    """The part of a slot that is written."""
 
     def __init__(self, segment: Segment, snapshot: Snapshot, shared: bool, rank: int) -> None:
         self.rank, self.shared = rank, shared

@@ -164,7 +164,7 @@ class Peers:
         try:
             sock, address = self._listener.accept()
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # whoever waits would wake us for ever
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # else a client would wake us forever
                 self._listener.close()
                 self._listener = None
                 self._say(Remark(f"no other node can dial this saver any more: {error.strerror}"))

@@ -126,7 +126,7 @@ class Saver:
             self._peers.accept()
         if self._attempts.hung(time.monotonic()):
             self._agent.flush()
-            self._agent.hang_up()  # the kernel does not before the last thread is gone, which hangs
+            self._agent.hang_up()  # the kernel waits for the hanging thread
             os._exit(EXIT_HUNG)
 
     def _poke(self) -> None:

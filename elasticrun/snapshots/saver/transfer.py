@@ -73,7 +73,7 @@ CHUNK: Final = 4 * 1024 * 1024
 """Bytes sent or received at once."""
 
 
-# ---------------------------------------------------------------- what they say
+# ---------------------------------------------------------------- the protocol
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,7 +152,7 @@ def in_words(count: int) -> str:
     return f"{value:.3g} {unit}"
 
 
-# ---------------------------------------------------------------- how much there is
+# ---------------------------------------------------------------- how much is available
 
 
 def room_in(folder: str) -> int:
@@ -221,7 +221,7 @@ def _can_go(folder: Path) -> int:
     return max(0, files - stat.get("shmem", stat.get("total_shmem", 0)))
 
 
-# ---------------------------------------------------------------- taking it
+# ---------------------------------------------------------------- allocation
 
 
 def _nobody(clause: str) -> None:
@@ -287,7 +287,7 @@ def mapped(fd: int, nbytes: int, path: str) -> mmap.mmap:
         raise NoRoom(f"the agent cannot map {in_words(nbytes)} ({why})") from None
 
 
-# ---------------------------------------------------------------- making it warm
+# ---------------------------------------------------------------- prefaulting
 
 
 def populate(fd: int, nbytes: int) -> bool:

@@ -214,7 +214,7 @@ class Recall:
         try:
             return Mapped(fd)
         except (OSError, RuntimeError, ValueError) as error:
-            if not isinstance(error, OSError) or error.errno == errno.EINVAL:  # it has no bytes
+            if not isinstance(error, OSError) or error.errno == errno.EINVAL:  # empty segment
                 raise BadShard(
                     rank, f"the snapshot of rank {rank} cannot be mapped: {error}"
                 ) from error

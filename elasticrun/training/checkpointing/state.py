@@ -87,7 +87,7 @@ class RandomPart:
         """`remark`: accepts a sentence for the operator."""
         self._remark = remark
         self._saved: torch.Tensor | None = None  # what was restored
-        self._numpy()  # emits its remark now, at the restore
+        self._numpy()  # its remark is emitted with the restore
 
     def steady(self) -> None:
         return None

@@ -176,7 +176,7 @@ class _Monitor:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._running.acquire(timeout=END_LIMIT)
 
-    # ------------------------------------------------------------ in ours
+    # ------------------------------------------------------------ in our thread
 
     def _stopped(self) -> bool:
         return self._over or bool(self._forking) or os.getpid() != self._pid

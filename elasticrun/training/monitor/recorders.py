@@ -3,7 +3,7 @@
 Each recorder keeps the newest collectives in a ring. Which recorder a collective goes to depends on
 the backend that serves it:
 
-* `nccl` (ProcessGroupNCCL) and `xccl` have a recorder of their own.
+* `nccl` (ProcessGroupNCCL) and `xccl` have their own recorders.
 * `gloo` records into the default recorder.
 * All other backends (`nccl2`, which is what "nccl" builds since torch 2.15, `nccl-lazy`, `ucc`,
   plugins) record nothing themselves. Since 2.15 torch attaches a hook to their groups, which

@@ -256,7 +256,7 @@ class Etcd:
         finally:
             call.cancel()
 
-    # ------------------------------------------------------------ servers in turn
+    # ------------------------------------------------------------ choosing a server
 
     def _channel(self) -> Any:
         """The channel to the current server."""

@@ -244,7 +244,7 @@ def _shorter(failure: m.Failure, room: int) -> m.Failure:
     )
 
 
-# ---------------------------------------------------------------- what others call
+# ---------------------------------------------------------------- public functions
 
 
 def report_to_wire(report: m.Report) -> bytes:
