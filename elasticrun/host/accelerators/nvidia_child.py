@@ -1,6 +1,6 @@
 """Queries NVML about this node's GPUs and prints one JSON object; run by path in a child process.
 
-python -P nvidia_child.py count|examine|loads LIMIT
+    python -P nvidia_child.py count|examine|loads LIMIT
 
 `count` lists the GPUs, `examine` also reports their health, `loads` their load. A GPU that does not
 answer has an `error`; values that a GPU, a driver or a release of NVML does not know are null.

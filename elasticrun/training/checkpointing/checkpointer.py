@@ -129,10 +129,11 @@ class Checkpointer:
     a snapshot while its slot is in use, or wait for it, at most one minute. `verify`: compare a
     checkpoint with its hashes before loading it; the ranks share that work. `replicas`: 1 keeps
     every part of the state in the memory of two nodes, so that the loss of one is survivable; parts
-    that two nodes hold anyway (DDP) are not copied. It needs two more slots on each node, and the
-    next snapshot can only follow when the last one is copied (`slots`: 3). `rng`: include the
-    random states in a snapshot. `weights_only`: snapshots and checkpoints are only unpickled to
-    plain values, tensors and types registered by torch.serialization.add_safe_globals."""
+    that two nodes hold anyway (DDP) are not copied. It needs two more slots on each node. With
+    `slots=2` the next snapshot has to wait until the last one is copied; with 3 it does not. `rng`:
+    include the random states in a snapshot. `weights_only`: snapshots and checkpoints are only
+    unpickled to plain values, tensors and types registered by
+    torch.serialization.add_safe_globals."""
 
     def __init__(
         self,
