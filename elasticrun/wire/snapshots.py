@@ -220,8 +220,7 @@ FromRank = RankAsks | RankTells
 
 @dataclass(frozen=True, slots=True)
 class SegmentOpen:
-    """Provide a segment under a key of the agent's; comes with its descriptor. `write`: the saver
-    may write into it (a copy to be fetched)."""
+    """Provide a segment under a key of the agent's; comes with its descriptor."""
 
     key: int
     local_rank: int
