@@ -50,7 +50,7 @@ def cold_start(launcher: str) -> list[float]:
 def warm_process(run: Job) -> Iterator[dict[str, str]]:
     """A warm process for a job that is to be started; what its commands must be started with."""
     place = run.folder / "warm.sock"
-    said, pid = warm.start(place, 600.0, (), run.environment())
+    said, pid = warm.start(place, 600.0, run.environment())
     assert said.startswith("ok"), said
     try:
         yield {WARM_SERVER: str(place)}

@@ -160,7 +160,7 @@ def from_warm() -> Picture:
     """A start where one is."""
     with job(ELASTICRUN) as run:
         place = run.folder / "warm.sock"
-        answer, pid = warm.start(place, 600.0, (), run.environment())
+        answer, pid = warm.start(place, 600.0, run.environment())
         assert answer.startswith("ok"), answer
         try:
             return start(run, {WARM_SERVER: str(place)})
