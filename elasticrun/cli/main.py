@@ -117,7 +117,7 @@ _AT: Final = {
     **dict.fromkeys(OF_A_SUBMITTED, "jobs.manage.jobs"),
 }
 """The module of each verb, imported on use, with the function's name if that is not `main`. Outside
-`elasticrun/jobs`, only this table and calls of `_jobs` name modules of that folder."""
+`elasticrun/jobs`, only this table and calls of `_module` name modules of that folder."""
 
 _HEARD: Final = ("submit", "render", "convert", "warm", "join")
 """Verbs whose functions take `say`, which prints a line for the user."""
@@ -230,7 +230,7 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
 
     environ = withdraw(*(GIT_SECRETS if ns.git else ()))
     if ns.git:
-        code = _jobs("manage.code")
+        code = _module("jobs.manage.code")
         _be_mortal()
         words = code.with_commit(words, ns, environ)
     if ns.srun:
@@ -238,7 +238,8 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
 
         return _printed(lambda: become_srun(words, ns.dry_run, environ, say))
     if ns.hosts or ns.hostfile:
-        launched: int = _jobs("hosts.launching").launch(words, Asked(ns, environ), environ, say)
+        launching = _module("jobs.hosts.launching")
+        launched: int = launching.launch(words, Asked(ns, environ), environ, say)
         return launched
     machine = this_machine(say=say)._replace(facts=lambda: facts(environ))
     try:
@@ -347,7 +348,7 @@ def _master(words: Sequence[str]) -> int:
 def _verb(verb: str, words: Sequence[str]) -> int:
     """Run a verb."""
     if verb in OF_CLUSTERS:
-        words, run_there = _jobs("placing").placed(verb, words, say)
+        words, run_there = _module("jobs.placing").placed(verb, words, say)
         if run_there is not None:
             return (_read if verb == "exec" else _printed)(run_there)
     run = _function_of(verb)
@@ -358,13 +359,13 @@ def _verb(verb: str, words: Sequence[str]) -> int:
     return _printed(lambda: run(words))
 
 
-def _jobs(module: str) -> ModuleType:
-    """A module of `elasticrun/jobs`, imported by name: a launcher without that folder still runs.
-    Raises UsageError if it is not installed."""
+def _module(name: str) -> ModuleType:
+    """A module of this package, imported by name: a launcher without `elasticrun/jobs` still runs.
+    Raises UsageError if that folder is not installed."""
     try:
-        return importlib.import_module(f"elasticrun.jobs.{module}")
+        return importlib.import_module(f"elasticrun.{name}")
     except ModuleNotFoundError as missing:
-        if missing.name not in ("elasticrun.jobs", f"elasticrun.jobs.{module}"):
+        if missing.name not in ("elasticrun.jobs", f"elasticrun.{name}"):
             raise
         raise UsageError(
             "this installation has no elasticrun.jobs: install elasticrun again"
@@ -373,12 +374,8 @@ def _jobs(module: str) -> ModuleType:
 
 def _function_of(verb: str) -> Callable[[Sequence[str]], int]:
     """The function that runs the verb with its words."""
-    folder, _, rest = _AT[verb].partition(".")
-    module, _, name = rest.partition(":")
-    found = (
-        _jobs(module) if folder == "jobs" else importlib.import_module(f"elasticrun.{_AT[verb]}")
-    )
-    does = getattr(found, name or "main")
+    module, _, name = _AT[verb].partition(":")
+    does = getattr(_module(module), name or "main")
     if verb in (*ORDERS, *OF_A_SUBMITTED):
         return partial(does, verb)
     more: dict[str, Any] = {"say": say} if verb in _HEARD else {}

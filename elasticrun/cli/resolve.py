@@ -325,7 +325,7 @@ def _log_plan(asked: Asked, machine: Machine) -> LogPlan:
         local_ranks_filter=settings.ranks(asked.text("local_ranks_filter"), "--local-ranks-filter"),
         stdout_filters=tuple(asked.value("duplicate_stdout_filters") or ()),
         stderr_filters=tuple(asked.value("duplicate_stderr_filters") or ()),
-        prefix_template=template or asked.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", ""),
+        prefix_template=template or asked.environ.get(env.LOG_LINE_PREFIX_TEMPLATE, ""),
         logs_specs=name,
         fold=not asked.switch("no_fold"),
     )
@@ -333,17 +333,18 @@ def _log_plan(asked: Asked, machine: Machine) -> LogPlan:
 
 def shutdown_timeout(asked: Asked) -> float:
     """Seconds between SIGTERM and SIGKILL: flag, PET_ variable, torch's variable, 30."""
-    found = _optional_time(asked, "shutdown_timeout", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    found = _optional_time(asked, "shutdown_timeout", env.SHUTDOWN_TIMEOUT)
     return float(config.SHUTDOWN_TIMEOUT) if found is None else found
 
 
 def _stopping(asked: Asked, shutdown: float) -> dict[str, Any]:
     """The signals that end a node, and the time limits."""
-    barrier = "TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT"
     return {
         "signals_to_handle": settings.signals(asked.text("signals_to_handle")),
         "shutdown_timeout": shutdown,
-        "exit_barrier_timeout": _optional_time(asked, "exit_barrier_timeout", barrier),
+        "exit_barrier_timeout": _optional_time(
+            asked, "exit_barrier_timeout", env.EXIT_BARRIER_TIMEOUT
+        ),
         "departure_grace": _time(asked, "departure_grace"),
         "child_exit_timeout": _time(asked, "child_exit_timeout"),
     }

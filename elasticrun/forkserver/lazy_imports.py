@@ -408,10 +408,6 @@ class Stash:
         self._path = list(sys.path)
         _set_filters(self.baseline.filters)
 
-    def is_hidden(self, package: str) -> bool:
-        """Whether the script has not imported this package of GUARDED yet."""
-        return package in self.modules
-
     def give_back(self, name: str) -> Any:
         """Put `name` and its dependencies into sys.modules and return the module. None if it is
         neither hidden nor imported: another thread has imported the last root."""

@@ -23,7 +23,6 @@ class NoStatus(Exception):
 ANSWER_LIMIT: Final = 5.0
 """Seconds to wait for a master. A master on another continent answers within one."""
 
-
 DEFAULT_PORT: Final = 29400
 """torchrun's port for a rendezvous endpoint without one."""
 

@@ -315,11 +315,6 @@ def _family() -> Callable[[int], list[int]]:
     return lambda pid: below.get(pid, [])
 
 
-def has_thread(thread: int) -> bool:
-    """Whether this process has a thread with this kernel id."""
-    return os.path.exists(f"/proc/self/task/{thread}")
-
-
 def thread_names() -> list[str]:
     """Names of all threads of this process except the main one, as in ps(1), including those
     unknown to Python; "" for one that has just ended."""
