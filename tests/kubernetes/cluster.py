@@ -197,7 +197,7 @@ class StandIn:
         """Done on the cluster's loop."""
         done = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return done.result(LIMIT)
+            return done.result(LIMIT + 10)  # `until` shows first what it waits for
         except concurrent.futures.TimeoutError:
             done.cancel()
             raise

@@ -82,7 +82,8 @@ class Registry:
             )
         for name in ("uid", "creationTimestamp", "deletionTimestamp", "selfLink", "managedFields"):
             meta.pop(name, None)
-        meta |= {"uid": str(uuid.UUID(int=self._rng.getrandbits(128), version=4))}
+        # unique on this machine: a pod's processes are found by it, also those of other tests
+        meta |= {"uid": str(uuid.uuid4())}
         meta |= {"creationTimestamp": now(), "generation": 1}
         if kind.status:
             obj.pop("status", None)
