@@ -27,7 +27,9 @@ for step in range(12 if restarts else 0, 40):
 """,
     "Checkpointer": """
 import os, sys, time
+import torch.distributed as dist
 from elasticrun.training import Checkpointer
+dist.init_process_group("gloo")
 rank, restarts = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
 class Slow(dict):
@@ -42,6 +44,7 @@ class Slow(dict):
 ckpt = Checkpointer(sys.argv[1], of=Slow(at=0), every_steps=10, persist_every_seconds=None)
 for step in range(ckpt.restore(), 40):
     time.sleep(0.1)
+    dist.barrier()  # a rank that is ahead would leave a later step for both
     ckpt.step(step + 1)
     if rank == 1 and step == 26 and not restarts:
         raise ValueError("bad luck")
