@@ -57,6 +57,18 @@ def _several(root: Path) -> None:
     (failed.path / "error.txt").write_text("rank 1 failed (ValueError: bad)\n")
 
 
+def test_an_unreadable_home_is_not_no_jobs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", "/proc/nope")
+    for name in ("XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert listing.main([]) == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "cannot be read: " in told.err
+
+
 def test_ended_and_lost_jobs_are_listed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert listing.main([]) == 0
     assert capsys.readouterr().out.startswith(

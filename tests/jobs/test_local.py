@@ -344,6 +344,7 @@ def test_what_has_succeeded_is_said_for_programs_too(person: Person) -> None:
     [
         (["submit"], 2, "name the script behind --"),
         (["submit", "train.py"], 2, "stand behind --"),
+        (["submit", "--", "--nproc-per-node=2", "a.py"], 2, "--nproc-per-node=2 is behind --"),
         (["submit", "--wrong", "--", "train.py"], 2, "--wrong is no flag of this verb"),
         (["submit", "--on", "moon", "--", "train.py"], 2, "local, ssh, slurm, k8s"),
         (["submit", "--nmae=x", "--", "train.py"], 2, "did you mean --name?"),

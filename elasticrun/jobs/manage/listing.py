@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
         for row in rows:
             if (row.where, row.state) == ("k8s", "submitted") and row.reason:
                 print(f"{row.name}: {plain(row.reason)}")
-    else:
+    elif not silent:
         print(NO_JOBS)
     return 1 if silent else 0
 

@@ -59,6 +59,8 @@ SAVES: Final = "--save-at-breakpoint"
 TO_FILES: Final = "--redirects=3"
 """Default: ranks print only to their own files, because nobody watches a terminal."""
 
+ORDER: Final = f"write `{PROG} submit [flags] -- train.py [its arguments]`"
+
 OF_HOSTS: Final = ("hosts", "hostfile", "ssh")
 """Launcher flags that only --on ssh accepts."""
 
@@ -80,10 +82,10 @@ def main(words: Sequence[str], say: Callable[[str], None]) -> int:
         _with_restarts(ns)
         if extra:
             _refuse(extra, made, where)
-        if not program or program[0].startswith("-"):
-            raise Invalid(
-                f"nothing to run: name the script behind --, as in `{PROG} submit -- train.py`"
-            )
+        if program and program[0].startswith("-"):
+            raise Invalid(f"{program[0]} is behind --, where the script stands: {ORDER}")
+        if not program:
+            raise Invalid(f"nothing to run: name the script behind --; {ORDER}")
         if ns.rdzv_id and where != "slurm":
             raise Invalid("--rdzv-id: the nodes of a submitted job meet by its --name")
         wanted = _HOW[where]
