@@ -102,10 +102,10 @@ class Tail:
         lines: list[tuple[bytes, bool]] = []
         start = 0
         for end in _LINE_END.finditer(text):
-            lines.append((text[start : end.start()], end[0] == b"\r"))
+            self.in_bar = is_bar = end[0] == b"\r"
+            if not is_bar or end.start() > start:  # a bar may begin with \r: nothing is there yet
+                lines.append((text[start : end.start()], is_bar))
             start = end.end()
-        if lines:
-            self.in_bar = lines[-1][1]
         if data:
             self.show_at = None if start == len(text) else self._when_to_show(anew=bool(lines))
         self.held = text[start:]

@@ -116,7 +116,7 @@ def test_a_line_that_was_cut_off_and_is_complete_is_not_shown_twice(job: Make) -
 def test_a_bar_moves_on_a_terminal_and_is_lines_in_a_pipe(job: Make) -> None:
     for how, expected in (
         ("terminal", f"[default0]: 1/3\r[default0]: 2/3{K}\r[default0]: 3/3{K}\nend\n"),
-        ("pipe", "[default0]:\n[default0]: 1/3\n[default0]: 2/3\n[default0]: 3/3\nend\n"),
+        ("pipe", "[default0]: 1/3\n[default0]: 2/3\n[default0]: 3/3\nend\n"),
     ):
         one = job(how)
         for state in (" 1/3", " 2/3", " 3/3"):
