@@ -552,6 +552,15 @@ def test_torch_names_the_cores_in_a_process_of_its_own(
         numa.cores("node", 0, may_fail=False)
     assert numa.cores("node", 0, may_fail=True) == before
 
+    def hangs(**_: object) -> set[int]:
+        while True:
+            signal.pause()
+
+    monkeypatch.setattr(binding, "_get_logical_cpus_to_bind_to", hangs)
+    monkeypatch.setattr(numa, "ANSWER_LIMIT", 1)
+    with pytest.raises(numa.NotBound, match=r"^--numa-binding=node: torch has no answer after 1 s"):
+        numa.cores("node", 0, may_fail=True)
+
 
 def test_an_older_torch_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")

@@ -18,6 +18,10 @@ from elasticrun.host.system import processes
 
 CORES, WHY = "cores", "why"
 
+ANSWER_LIMIT = 120
+"""Seconds for torch's answer. CUDA takes several on a host with eight GPUs, and a driver that hangs
+never answers."""
+
 
 class NotBound(Exception):
     """torch found no cores for this rank; the text is one sentence."""
@@ -48,6 +52,8 @@ def cores(mode: str, local_rank: int, *, may_fail: bool) -> set[int]:
     if pid == 0:
         try:
             processes.die_with_parent(signal.SIGKILL)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(ANSWER_LIMIT)
             os.write(writing, json.dumps(_answer(mode, local_rank, may_fail)).encode())
         finally:
             os._exit(0)
@@ -57,6 +63,8 @@ def cores(mode: str, local_rank: int, *, may_fail: bool) -> set[int]:
     _, status = os.waitpid(pid, 0)
     if not said:
         how = os.waitstatus_to_exitcode(status)
+        if how == -signal.SIGALRM:
+            raise NotBound(f"--numa-binding={mode}: torch has no answer after {ANSWER_LIMIT} s")
         raise NotBound(f"--numa-binding={mode}: the process that asks torch ended with {how}")
     answer = json.loads(said)
     if WHY in answer:
