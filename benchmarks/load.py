@@ -95,18 +95,6 @@ class Node:
         raise RuntimeError(sentence)
 
     def hello(self) -> m.Hello:
-        place = self._place
-        attached = None
-        if place is not None:
-            attached = m.RoundReport(
-                place.round,
-                place.group_rank,
-                place.group_world_size,
-                place.first_rank,
-                place.world_size,
-                place.restart_count,
-                place.store,
-            )
         return m.Hello(
             protocol=m.PROTOCOL_VERSION,
             version=__version__,
@@ -119,7 +107,7 @@ class Node:
             local_world_size=8,
             role="default",
             spec=self._load.spec,
-            attached=attached,
+            attached=self._place,
             last_term=self._term,
         )
 

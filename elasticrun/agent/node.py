@@ -356,7 +356,7 @@ class NodeAgent:
             local_world_size=config.nproc_per_node,
             role=config.role,
             spec=config.spec,
-            attached=brain.attached(),
+            attached=brain.start,
             last_term=brain.term,
         )
 

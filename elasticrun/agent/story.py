@@ -83,7 +83,7 @@ class Story:
     def starts(self, start: Start) -> None:
         """Ranks of this round are about to start."""
         last, self._last = self._last, start
-        size = f"{some(start.group_world_size, 'node')}, world size {start.world_size}"
+        size = f"{some(start.group_world_size, 'node')}, world size {start.info.world_size}"
         self._words, self._resumed = "", ""
         self._runs = self._trains = False
         self._again = last is not None
@@ -92,12 +92,12 @@ class Story:
                 self._say(f"the job starts: {size}")
         elif last is None:
             self._say(f"this node joined: {size}")
-        elif start.restart_count > last.restart_count:
-            why = f" ({start.why})" if start.why else ""
-            grown = f", with {size}" if start.world_size != last.world_size else ""
-            self._words = f": restart {start.restart_count} of {self._most}{why}{grown}"
+        elif start.info.restart_count > last.info.restart_count:
+            why = f" ({start.info.why})" if start.info.why else ""
+            grown = f", with {size}" if start.info.world_size != last.info.world_size else ""
+            self._words = f": restart {start.info.restart_count} of {self._most}{why}{grown}"
         else:
-            ended = read(start.why, start.code) or Said("the ranks were stopped")
+            ended = read(start.info.why, start.info.code) or Said("the ranks were stopped")
             told = f"{text(ended)}; restarting the ranks with {size} (no restart used)"
             self._say(directed(told, out_of_reach(ended)))
 

@@ -229,7 +229,7 @@ class LinkLost(Struct, frozen=True):
 
 class LinkBack(Struct, frozen=True):
     """The stream to the master is up (again). The group sends what the master must know, as
-    Say(...) of its present state. The runtime has already sent Hello, with `attached()`."""
+    Say(...) of its present state. The runtime has already sent Hello, with `start`."""
 
 
 class ProbeEnded(Struct, frozen=True):

@@ -16,15 +16,12 @@ from __future__ import annotations
 from msgspec import Struct
 from msgspec.structs import replace
 
-from elasticrun.wire.messages import End, ExcludedNode, JobSpec, ReasonCode, Restore
-from elasticrun.wire.types import NOTHING, Endpoint, RoundName, Skip
+from elasticrun.wire.messages import End, ExcludedNode, JobSpec, ReasonCode, Restore, RoundInfo
+from elasticrun.wire.types import Endpoint, RoundName
 
 
 class Seat(Struct, frozen=True):
-    """A member's place in the round: enough to send its `Start` again.
-
-    `role_world_size` is 0 in an adopted round, whose roles are unknown.
-    """
+    """A member's place in the round: enough to send its `Start` again."""
 
     node: str
     incarnation: str
@@ -38,17 +35,13 @@ class Seat(Struct, frozen=True):
 class RoundFacts(Struct, frozen=True):
     """The last round that was formed or adopted."""
 
-    name: RoundName
-    world_size: int
-    restart_count: int
+    info: RoundInfo
     store: Endpoint
     store_node: str
     seats: tuple[Seat, ...]
     adopted: bool = False  # rebuilt from its nodes' reports; what they do not know is missing
     over: str = ""  # why its members were stopped; empty while it runs
     over_code: ReasonCode | None = None  # the typed reason of that text
-    restore: Restore | None = None  # the snapshot to restore at its start
-    skip: Skip = NOTHING  # as in Start
 
 
 class RendezvousFacts(Struct, frozen=True):

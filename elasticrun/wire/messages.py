@@ -17,6 +17,7 @@ from enum import StrEnum
 from typing import Annotated, Final
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from elasticrun.wire.types import (
     INT32,
@@ -46,7 +47,7 @@ from elasticrun.wire.types import (
     tail,
 )
 
-PROTOCOL_VERSION: Final = 9
+PROTOCOL_VERSION: Final = 10
 """Incremented with every change of the protocol that an older peer cannot read."""
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024
@@ -236,29 +237,39 @@ class Restore(Struct, frozen=True):
     world_size: WorldSize  # of that round
 
 
-def _agree_on_place(value: Start | RoundReport | Probe, where: str) -> None:
-    if value.group_rank >= value.group_world_size or value.first_rank >= value.world_size:
+class ReasonCode(Struct, frozen=True):
+    """Which reason a text was made of (`core/reasons.py`): its kind, and its fields as JSON."""
+
+    kind: Name
+    fields: Annotated[str, WholeText(MAX_CODE)]
+
+
+class RoundInfo(Struct, frozen=True):
+    """A round, the same for all of its nodes."""
+
+    name: RoundName
+    world_size: WorldSize
+    restart_count: Count = 0
+    restore: Restore | None = None  # the snapshot that all ranks restore; None: none in memory
+    skip: Skip = NOTHING
+    why: str = ""  # what ended the previous round, in a clause; "": this is the first, or unknown
+    code: ReasonCode | None = None  # of `why`
+
+    def committed(self, step: int) -> RoundInfo:
+        """The same round after a checkpoint of `step`: if it is older than the checkpoints to skip,
+        storage itself shows that from now on."""
+        if step >= self.skip.storage_from:
+            return self
+        skip = Skip(memory=self.skip.memory, all_but=self.skip.all_but)
+        return replace(self, skip=skip)
+
+
+def _agree_on_place(value: Start | Probe, world_size: int, where: str) -> None:
+    if value.group_rank >= value.group_world_size or value.first_rank >= world_size:
         raise WireError(
             f"{where}: node {value.group_rank} of {value.group_world_size} with first rank "
-            f"{value.first_rank} of {value.world_size}"
+            f"{value.first_rank} of {world_size}"
         )
-
-
-class RoundReport(Struct, frozen=True):
-    """A round whose ranks still run on this node, for a master that may have forgotten it."""
-
-    round: RoundName
-    group_rank: Rank
-    group_world_size: Nodes
-    first_rank: Rank
-    world_size: WorldSize
-    restart_count: Count
-    store: Endpoint
-    restore: Restore | None = None  # as in Start
-    skip: Skip = NOTHING  # as in Start
-
-    def agree(self, where: str) -> None:
-        _agree_on_place(self, where)
 
 
 # ---------------------------------------------------------------- before anything else: auth.py
@@ -321,7 +332,7 @@ class Hello(Struct, frozen=True):
     local_world_size: LocalRanks
     role: NameOrEmpty
     spec: JobSpec
-    attached: RoundReport | None
+    attached: Start | None  # the last one that it received; None: none yet
     last_term: int = 0  # of the last master that this agent obeyed, 0: none yet
 
 
@@ -638,16 +649,6 @@ class Holding(Struct, frozen=True):
             )
 
 
-class LastRound(Struct, frozen=True):
-    """The newest round whose ranks ran on a node, possibly recorded by an earlier agent; for a
-    master that may not know of any round."""
-
-    round: RoundName
-    world_size: WorldSize
-    restore: Restore | None = None  # as in Start
-    rewound_from: StepOrNone = -1  # `storage_from`, until it is in a checkpoint
-
-
 class WentOn(Struct, frozen=True):
     """A rank of this round has restored here what its Start named, and has trained since, up to
     `step`. Sent once no rank of the round runs here any more."""
@@ -666,7 +667,7 @@ class Holdings(Struct, frozen=True):
     saver: Endpoint | None
     held: Annotated[tuple[Holding, ...], AtMost(MAX_HOLDINGS)]
     replicas: bool = False
-    last: LastRound | None = None
+    last: RoundInfo | None = None
     went_on: WentOn | None = None
     skipped: Count = 0
 
@@ -750,13 +751,6 @@ class Welcome(Struct, frozen=True):
     clock_us: int = 0  # the master's wall clock, microseconds since the epoch; for display only
 
 
-class ReasonCode(Struct, frozen=True):
-    """Which reason a text was made of (`core/reasons.py`): its kind, and its fields as JSON."""
-
-    kind: Name
-    fields: Annotated[str, WholeText(MAX_CODE)]
-
-
 class Refused(Struct, frozen=True):
     """The answer to a refused Hello: the agent exits with `exit_code` and the sentence."""
 
@@ -775,25 +769,23 @@ class Wait(Struct, frozen=True):
 
 class Start(Struct, frozen=True):
     """This node's place in a new round, and no other node's, so that its size does not depend on
-    the number of nodes."""
+    the number of nodes. The node reports it to a master that may have forgotten the round."""
 
-    round: RoundName
+    info: RoundInfo
     group_rank: Rank
     group_world_size: Nodes
     first_rank: Rank
-    world_size: WorldSize
     role_first_rank: Rank
     role_world_size: WorldSize
-    restart_count: Count
     store: Endpoint
     host_store: bool  # this node's store is used: keep it
-    restore: Restore | None = None  # the snapshot that all ranks restore; None: none in memory
-    skip: Skip = NOTHING
-    why: str = ""  # what ended the previous round, in a clause; "": this is the first, or unknown
-    code: ReasonCode | None = None  # of `why`
+
+    @property
+    def round(self) -> RoundName:
+        return self.info.name
 
     def agree(self, where: str) -> None:
-        _agree_on_place(self, where)
+        _agree_on_place(self, self.info.world_size, where)
 
 
 class Stop(Struct, frozen=True):
@@ -837,7 +829,7 @@ class Probe(Struct, frozen=True):
     limit: float  # seconds after which the probe is killed and counts as failed
 
     def agree(self, where: str) -> None:
-        _agree_on_place(self, where)
+        _agree_on_place(self, self.world_size, where)
 
 
 class Inspect(Struct, frozen=True):

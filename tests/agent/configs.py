@@ -14,9 +14,10 @@ from elasticrun.agent.boot import Reaper, start_spawner
 from elasticrun.agent.context import NodeContext
 from elasticrun.agent.workers.spawner import Spawners
 from elasticrun.config import AgentConfig, LogPlan, MasterPlace
-from elasticrun.wire.messages import JobSpec, Start
+from elasticrun.wire.messages import JobSpec, RoundInfo, Start
 from elasticrun.wire.types import Endpoint, EntryKind, Entrypoint, RoundName
 from tests.harness import LIMIT
+from tests.starts import changed
 
 T = TypeVar("T")
 
@@ -58,20 +59,17 @@ def agent_config(spec: dict[str, Any] | None = None, **changes: Any) -> AgentCon
 
 def start(**changes: Any) -> Start:
     """A place: the second of three nodes, two ranks on each."""
-    values: dict[str, Any] = {
-        "round": RoundName(7, 3, "n"),
-        "group_rank": 1,
-        "group_world_size": 3,
-        "first_rank": 2,
-        "world_size": 6,
-        "role_first_rank": 2,
-        "role_world_size": 6,
-        "restart_count": 2,
-        "store": Endpoint("10.0.0.7", 4711),
-        "host_store": False,
-        **changes,
-    }
-    return Start(**values)
+    place = Start(
+        info=RoundInfo(RoundName(7, 3, "n"), world_size=6, restart_count=2),
+        group_rank=1,
+        group_world_size=3,
+        first_rank=2,
+        role_first_rank=2,
+        role_world_size=6,
+        store=Endpoint("10.0.0.7", 4711),
+        host_store=False,
+    )
+    return changed(place, changes.pop("round", None), **changes)
 
 
 class Waiting:

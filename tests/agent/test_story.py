@@ -32,11 +32,14 @@ from elasticrun.core.reasons import (
 )
 from elasticrun.core.worker.leaving import ending
 from elasticrun.core.worker.states import GroupStatus, State
-from elasticrun.wire.messages import Recovery, Start
+from elasticrun.wire.messages import Recovery, RoundInfo, Start
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.agent.configs import agent_config
+from tests.starts import changed
 
-FIRST = Start(RoundName(1, 1, "n"), 0, 1, 0, 2, 0, 2, 0, Endpoint("h", 1), host_store=False)
+FIRST = Start(
+    RoundInfo(RoundName(1, 1, "n"), 2, 0), 0, 1, 0, 0, 2, Endpoint("h", 1), host_store=False
+)
 DEAD = "node b is dead: its connection broke and ranks of other nodes lost it"
 BAD_LUCK = "rank 3 on node b: ValueError: bad luck"
 
@@ -69,7 +72,7 @@ class Told:
 def after(start: Start, **more: object) -> Start:
     """The next round."""
     number = start.round.number + 1
-    return structs.replace(start, round=RoundName(1, number, "n"), **more)
+    return changed(start, RoundName(1, number, "n"), **more)
 
 
 def test_a_job_of_one_node_begins_without_a_word() -> None:
@@ -93,7 +96,7 @@ def test_a_join() -> None:
 
 
 def test_a_lost_node() -> None:
-    told = Told(first=structs.replace(FIRST, group_world_size=2, world_size=4))
+    told = Told(first=changed(FIRST, group_world_size=2, world_size=4))
     assert told.restart(after(FIRST, why=DEAD), step=1200, repeated=4) == [
         f"{DEAD}; restarting the ranks with 1 node, world size 2 (no restart used)",
         "restarted in 0.41 s",
@@ -298,7 +301,7 @@ def test_the_brains_own_warning_is_directed_where_it_is_printed() -> None:
 
 
 def test_a_node_that_is_not_heard() -> None:
-    told = Told(first=structs.replace(FIRST, group_world_size=2, world_size=4))
+    told = Told(first=changed(FIRST, group_world_size=2, world_size=4))
     why, code = by_master(NodeLost("b", Dead(LostContact("broken", 5.0))))
     assert why == "node b is dead: its connection broke and nothing was heard for 5.0 s"
     assert told.restart(after(FIRST, why=why, code=code))[0] == (

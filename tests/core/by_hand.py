@@ -92,14 +92,12 @@ def failure(rank: int) -> m.Failure:
 STORE, NEXT = Endpoint("here", 4001), Endpoint("here", 4002)
 ROUND = RoundName(1, 1, "aa")
 START = m.Start(
-    round=ROUND,
+    info=m.RoundInfo(ROUND, world_size=2),
     group_rank=0,
     group_world_size=1,
     first_rank=0,
-    world_size=2,
     role_first_rank=0,
     role_world_size=2,
-    restart_count=0,
     store=STORE,
     host_store=True,
 )

@@ -7,6 +7,7 @@ from typing import Any
 from msgspec import structs
 
 from elasticrun.core.persisted import Facts, RendezvousFacts, RoundFacts, Seat
+from elasticrun.wire.messages import RoundInfo
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.master.people import SPEC
 
@@ -17,9 +18,7 @@ def round_facts(number: int = 1, nodes: int = 2, **changes: Any) -> RoundFacts:
         Seat(f"node-{i:05d}", f"{i:016x}", i, 2 * i, 2, 2 * i, 2 * nodes) for i in range(nodes)
     )
     made = RoundFacts(
-        name=RoundName(1, number, f"{number:08x}"),
-        world_size=2 * nodes,
-        restart_count=0,
+        info=RoundInfo(RoundName(1, number, f"{number:08x}"), 2 * nodes),
         store=Endpoint("10.0.0.1", 40_000),
         store_node="node-00000",
         seats=seats,

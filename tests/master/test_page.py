@@ -93,7 +93,7 @@ async def test_status_is_the_picture() -> None:
 
 async def test_metrics_can_be_scraped() -> None:
     async with paged() as (loop, port):
-        start = m.Start(ROUND, 0, 1, 0, 2, 0, 2, 0, Endpoint("h", 1), True)
+        start = m.Start(m.RoundInfo(ROUND, 2), 0, 1, 0, 0, 2, Endpoint("h", 1), True)
         loop._perform(Tell((1,), start))
         for _ in range(2):  # a node repeats itself
             loop.put(Heard(1, m.RanksFailed(ROUND, (FAILURE,))))

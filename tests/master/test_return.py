@@ -382,7 +382,7 @@ if "elasticrun.master" in sys.orig_argv:
         last = facts.round
         wanted = {
             "over": last is not None and bool(last.over),
-            "formed": last is not None and last.name.number == 2,
+            "formed": last is not None and last.info.name.number == 2,
             "outcome": facts.outcome is not None,
         }
         if wanted[os.environ["DEADLY_FACT"]] and not os.path.exists(flag):

@@ -33,13 +33,16 @@ from elasticrun.master.trace.writer import Life, TraceWriter
 from elasticrun.wire import messages as m
 from tests.master.facts import facts
 from tests.master.people import LIMIT, ROUND, SPEC, hello
+from tests.starts import changed
 
 LIFE = Life("job", 7, SPEC, None)
 
 FAILURE = m.Failure("host", 3, 1, 4711, -11, 5, m.FailureKind.SIGNAL, "boom", "trace", "")
 
+START = m.Start(m.RoundInfo(ROUND, 4), 0, 2, 0, 0, 4, m.Endpoint("a", 1), host_store=True)
+
 EVENTS: list[JobEvent] = [
-    Attached(1, hello(attached=m.RoundReport(ROUND, 0, 2, 0, 4, 1, m.Endpoint("::1", 5)))),
+    Attached(1, hello(attached=START)),
     Heard(1, m.Join(m.Endpoint("a", 1))),
     Heard(1, m.Running(ROUND, (1, 2))),
     Heard(1, m.RanksFailed(ROUND, (FAILURE,))),
@@ -73,10 +76,9 @@ def test_what_is_no_event_is_refused(text: str) -> None:
 
 
 def test_effects_in_words_tell_themselves_apart() -> None:
-    start = m.Start(ROUND, 0, 2, 0, 4, 0, 4, 0, m.Endpoint("a", 1), True)
     effects = [
-        Tell((1,), start),
-        Tell((2,), start),
+        Tell((1,), START),
+        Tell((2,), START),
         Tell((1,), m.Stop(ROUND, "why")),
         Tell((1,), m.End(1, "why", ())),
         Tell((1,), m.Refused("why", 78)),
@@ -93,7 +95,7 @@ def test_effects_in_words_tell_themselves_apart() -> None:
     words = [effect_in_words(effect) for effect in effects]
     assert len(set(words)) == len(effects)
     assert not [line for line in words if "\n" in line]
-    assert len(effect_in_words(Tell(tuple(range(10_000)), start))) < 300
+    assert len(effect_in_words(Tell(tuple(range(10_000)), START))) < 300
 
 
 def test_a_trace_has_everything_with_its_time(tmp_path: Path) -> None:
@@ -209,14 +211,14 @@ def test_a_hang_that_was_told_is_a_span(tmp_path: Path) -> None:
 def test_rounds_end_with_their_incidents_and_each_of_those_is_one_span(tmp_path: Path) -> None:
     """Also where the only node is lost, so that nobody is told to stop; written anew, an incident
     stays where it began."""
-    chrome, start = ChromeTrace(), m.Start(ROUND, 0, 2, 0, 4, 0, 4, 0, m.Endpoint("a", 1), True)
+    chrome = ChromeTrace()
     number = ROUND.number
     row = IncidentRow(1, "node_lost", "node a is dead", "", "", 0.0, number, over=False)
-    later = replace(start, round=m.RoundName(ROUND.term, number + 1, "next"))
+    later = changed(START, m.RoundName(ROUND.term, number + 1, "next"))
     phases = (PhaseRow("detect", 4.0), PhaseRow("stop", 6.0), PhaseRow("warm", 2.0))
     over = replace(row, age=20.0, over=True, phases=phases)
     chrome.took(100.0, [])
-    chrome.took(101.0, [Tell((1,), start)])
+    chrome.took(101.0, [Tell((1,), START)])
     chrome.took(110.0, [Filed(row)])
     chrome.took(117.0, [Tell((1,), later)])
     chrome.took(130.0, [Filed(over)])

@@ -12,7 +12,7 @@ from elasticrun.core.snapshots.choice import RestorePoints
 from elasticrun.core.snapshots.ledger import Ledger
 from elasticrun.core.snapshots.replication import Replicas
 from elasticrun.core.worker.leaving import Draining
-from elasticrun.wire.messages import Start
+from elasticrun.wire.messages import RoundInfo, Start
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.further import cases, further
 from tests.simulator.script import read, run
@@ -119,5 +119,5 @@ def test_a_snapshot_dropped_while_it_is_written_is_found() -> None:
     memory = world.nodes["a"].memory
     (kept,) = memory.kept
     assert kept.attempts
-    memory.started(Start(ROUND, 0, 1, 0, 1, 0, 1, 0, Endpoint("a", 1), host_store=True))
+    memory.started(Start(RoundInfo(ROUND, 1, 0), 0, 1, 0, 0, 1, Endpoint("a", 1), host_store=True))
     assert any("which is being written" in fault for fault in world.shelves.faults)

@@ -300,11 +300,11 @@ class Chaos:
         for life, start in places.items():
             size = next(n.setup.nproc for n in self.world.lives if n.incarnation == life)
             for rank in range(start.first_rank, start.first_rank + size):
-                if rank in taken or not 0 <= rank < start.world_size:
+                if rank in taken or not 0 <= rank < start.info.world_size:
                     self._fault(f"rank {rank} of round {order.round} is given out wrongly")
                 taken[rank] = life
-        if len(places) == order.group_world_size and len(taken) != order.world_size:
-            self._fault(f"round {order.round} has {len(taken)} of {order.world_size} ranks")
+        if len(places) == order.group_world_size and len(taken) != order.info.world_size:
+            self._fault(f"round {order.round} has {len(taken)} of {order.info.world_size} ranks")
 
     def _check_master(self, master: Master, event: JobEvent) -> None:
         """The master's own picture, after every event but beats."""

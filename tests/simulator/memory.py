@@ -18,8 +18,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
-
 from elasticrun.config import EXIT_SAVED
 from elasticrun.core.snapshots.types import order_of
 from elasticrun.wire import messages as m
@@ -129,7 +127,7 @@ class Memory:
         self._shelves = world.shelves
         self.kept: list[Kept] = []  # the oldest first
         self.replicas = Replicas(world, node)
-        self.last: m.LastRound | None = None
+        self.last: m.RoundInfo | None = None
         self.is_lost = False  # it went with its machine, or was given back
         if before is not None:
             self.kept, self.replicas.copies = before.kept, before.replicas.copies
@@ -149,12 +147,12 @@ class Memory:
     # ------------------------------------------------------------ ranks
 
     def started(self, start: m.Start) -> None:
-        shelves, want = self._shelves, start.restore
+        shelves, want = self._shelves, start.info.restore
         key = None if want is None else (want.round, want.step)
         self._start, self._watermark, self._given_up = start, key, -1
-        self.last = m.LastRound(start.round, start.world_size, want, start.skip.storage_from)
+        self.last = start.info
         self.current, self._asked = -1, None
-        shelves.sizes[start.round] = start.world_size
+        shelves.sizes[start.round] = start.info.world_size
         if shelves.restores.setdefault(start.round, key) != key:
             self._fault(f"round {start.round} restores {key} and {shelves.restores[start.round]}")
         if key is not None and not shelves.was_whole(key):
@@ -171,8 +169,9 @@ class Memory:
         self.say()
         if want is None:
             return
+        old_size, size = want.world_size, start.info.world_size
         for rank in range(start.first_rank, start.first_rank + self._node.setup.nproc):
-            for old in range(rank, want.world_size, start.world_size) or [rank % want.world_size]:
+            for old in range(rank, old_size, size) or [rank % old_size]:
                 if not self.gives(want.round, want.step, old):
                     self._node.say(m.WhereIs(want.round, want.step, old))
 
@@ -205,7 +204,7 @@ class Memory:
         start = self._start
         if start is None or any(rank.alive for rank in self._node.ranks.values()):
             return None
-        if start.restore is None or self.current <= start.restore.step:
+        if start.info.restore is None or self.current <= start.info.restore.step:
             return None
         self._shelves.trained.setdefault(start.round, set()).add(self.current)
         return m.WentOn(start.round, self.current)
@@ -216,9 +215,8 @@ class Memory:
             if old is None:
                 return False
             self.kept.remove(old)
-        made = Kept(
-            start.round, step, start.first_rank, start.world_size, self._node.setup.nproc, persist
-        )
+        place = (start.first_rank, start.info.world_size, self._node.setup.nproc)
+        made = Kept(start.round, step, *place, persist)
         self.kept.append(made)
         self._shelves.ever.setdefault(made.key, set()).update(self._contents(made))
         self._shelves.has(self._node.name, made)
@@ -375,8 +373,8 @@ class Memory:
         for one in self.of((order.round, order.step)):
             if order.ok or not order.attempt:
                 one.wanted = False
-        if order.ok and self.last is not None and order.step < self.last.rewound_from:
-            self.last = replace(self.last, rewound_from=-1)
+        if order.ok and self.last is not None:
+            self.last = self.last.committed(order.step)
         self.say()
 
     def _told_who(self, order: m.Holder) -> None:

@@ -154,7 +154,7 @@ class Node:
             local_world_size=self.setup.nproc,
             role=self.setup.role,
             spec=self.setup.spec,
-            attached=self.group.attached(),
+            attached=self.group.start,
             last_term=self.group.term,
         )
 
@@ -248,7 +248,7 @@ class Node:
                 round=start.round,
                 rank=start.first_rank + local_rank,
                 local_rank=local_rank,
-                world_size=start.world_size,
+                world_size=start.info.world_size,
                 pid=self.world.new_pid(),
                 on_exit=lambda code, message: self._rank_ended(rank, code, message),
                 ignores_term=self.setup.term,

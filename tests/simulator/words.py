@@ -13,8 +13,8 @@ def in_short(message: m.Report | m.Order) -> str:
             return (
                 f"Start {message.round.number}: "
                 f"group {message.group_rank}/{message.group_world_size}, "
-                f"ranks from {message.first_rank} of {message.world_size}, "
-                f"store {message.store.host}, restarts {message.restart_count}{_from(message)}"
+                f"ranks from {message.first_rank} of {message.info.world_size}, "
+                f"store {message.store.host}, restarts {message.info.restart_count}{_from(message)}"
             )
         case m.Stop():
             return f"Stop {message.round.number}: {message.reason}"
@@ -47,9 +47,9 @@ def in_short(message: m.Report | m.Order) -> str:
 
 
 def _from(start: m.Start) -> str:
-    on = start.restore
+    on = start.info.restore
     words = "" if on is None else f", from step {on.step} of round {on.round.number}"
-    skip = start.skip
+    skip = start.info.skip
     words += f", rewound from {skip.storage_from}" if skip.storage_from >= 0 else ""
     words += ", suspect" if skip.memory else ""
     return words + (f", restore step {skip.all_but}" if skip.all_but >= 0 else "")

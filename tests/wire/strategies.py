@@ -79,9 +79,9 @@ def records(of: Any) -> st.SearchStrategy[Any]:
 
 def _agreeing(of: type, made: dict[str, Any]) -> dict[str, Any]:
     """The same, but for what contradicts something else."""
-    if of in (m.Start, m.RoundReport, m.Probe):
+    if of in (m.Start, m.Probe):
         made["group_rank"] %= made["group_world_size"]
-        made["first_rank"] %= made["world_size"]
+        made["first_rank"] %= made["info"].world_size if of is m.Start else made["world_size"]
     elif of is m.JobSpec:
         made["min_nodes"], made["max_nodes"] = sorted((made["min_nodes"], made["max_nodes"]))
     elif of is m.Holding:

@@ -26,6 +26,7 @@ from elasticrun.wire.types import (
     RoundName,
     WireError,
 )
+from tests import starts
 from tests.wire import strategies as draw
 
 ROUND = RoundName(7, 3, "0badcafe")
@@ -33,7 +34,7 @@ SPEC = m.JobSpec("job", 1, 2, 1, 3, 30.0, 0.0, 600.0, 30.0, 5.0, "auto", 600.0, 
 HELLO = m.Hello(
     m.PROTOCOL_VERSION, "1", "n0", "i0", "host", "127.0.0.1", 1, -1, 2, "role", SPEC, None
 )
-START = m.Start(ROUND, 0, 2, 0, 4, 0, 4, 1, Endpoint("127.0.0.1", 1234), True)
+START = m.Start(m.RoundInfo(ROUND, 4, 1), 0, 2, 0, 0, 4, Endpoint("127.0.0.1", 1234), True)
 KNOCK = m.Knock(m.PROTOCOL_VERSION, "1", "job", m.Role.AGENT, "n0", "i0", b"x" * 32, True)
 PROBED = m.Probed(
     "c1", True, m.ProbePhase.DONE, False, False, "", 0.01, 2.0e9, (m.Transfer(8, 0.1),), 1.0, 0.5
@@ -192,7 +193,7 @@ def test_another_protocol_is_named_before_its_fields_are_read() -> None:
 def test_a_place_that_cannot_be(change: dict[str, int]) -> None:
     made = pb.Order.FromString(protobuf.order_to_wire(START))
     for name, value in change.items():
-        setattr(made.start, name, value)
+        setattr(made.start.info if name == "world_size" else made.start, name, value)
     with pytest.raises(WireError):
         protobuf.order_from_wire(made.SerializeToString())
 
@@ -295,7 +296,7 @@ HOLDING = m.Holding(ROUND, 120, 0, 4, (7, 0), wanted=False)
     ids=lambda it: type(it).__name__ if isinstance(it, Struct) else f"{it!s:.40}",
 )
 def test_what_cannot_be_is_not_sent(message: Any, change: dict[str, Any], said: str) -> None:
-    wrong = structs.replace(message, **change)
+    wrong = (starts.changed if message is START else structs.replace)(message, **change)
     write: Any = protobuf.order_to_wire
     if isinstance(wrong, m.Holding):
         wrong, write = m.Holdings(None, (wrong,)), protobuf.report_to_wire

@@ -74,7 +74,7 @@ class Shards:
     def begin(self, start: m.Start) -> None:
         """Start a new generation; requests of the last one are dropped."""
         self.end()
-        self.restore = start.restore
+        self.restore = start.info.restore
         self._bad.clear()
         self._given.clear()
         if self._store.savers.here:
@@ -292,8 +292,8 @@ class Replicator:
     def begin(self, start: m.Start) -> None:
         """A new generation of ranks: drop orders of the last one."""
         self._known = {(start.round, None)}
-        if start.restore is not None:
-            self._known.add((start.restore.round, start.restore.step))
+        if start.info.restore is not None:
+            self._known.add((start.info.restore.round, start.info.restore.step))
         self._orders.clear()
         self._ranks.clear()
         self._newest = None

@@ -18,15 +18,17 @@ import re
 import stat
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
+
+from msgspec.structs import replace as replaced
 
 from elasticrun import config
 from elasticrun.agent.runtime import Tasks, Timer, in_thread
 from elasticrun.host.log import logger
 from elasticrun.snapshots.shm.segment import round_key
-from elasticrun.wire.messages import Restore, Start
-from elasticrun.wire.types import RoundName, typed
+from elasticrun.wire.messages import RoundInfo, Start
+from elasticrun.wire.types import RoundName, plain, typed
 
 DEFAULT_BASE: Final = "/dev/shm"
 
@@ -50,7 +52,7 @@ LIVES: Final = "lives.json"
 ORPHAN: Final = "orphan"
 """Its mtime is the time when another agent found that the folder had lost its agent."""
 
-_OR_NONE: Final = ("from_step", "rewound_from", "base")
+_OR_NONE: Final = ("storage_from", "all_but", "base")
 """Fields of a `LocalRound` in which -1 means none."""
 
 _NAME: Final = re.compile(r"(r?)(\d{1,7})-([0-9a-f]{16})-(\d{1,9})")
@@ -73,53 +75,25 @@ class SegmentFile:
 
 @dataclass(frozen=True, slots=True)
 class LocalRound:
-    """What a snapshot's record does not say about its round: a generation of the local ranks, its
-    place in the round, its checkpoint folder, and the snapshot that it restored from."""
+    """A round with snapshots here, and what their records do not say: this node's ranks, the
+    checkpoint folder, and what the ranks restored."""
 
-    term: int
-    number: int
-    nonce: str
-    first_rank: int
-    world_size: int
-    nproc: int
+    info: RoundInfo
+    first_rank: int = 0
+    nproc: int = 0  # 0: no rank of it ran here
     folder: str = ""  # an absolute path or a URL; "" until a rank has reported it
     keep_last: int = 0
     keep_every: int = 0
-    from_term: int = 0  # the round of the snapshot that it restored from
-    from_number: int = 0
-    from_nonce: str = ""
-    from_step: int = -1  # -1: it restored from none
-    from_world_size: int = 0
-    rewound_from: int = -1  # as in LastRound
     base: int = -1  # the step its ranks restored from, from any source; -1: unknown
 
     @classmethod
     def of(cls, start: Start, nproc: int) -> LocalRound:
-        """The record for ranks that are about to start."""
-        name = start.round
-        life = cls(name.term, name.number, name.nonce, start.first_rank, start.world_size, nproc)
-        if (on := start.restore) is not None:
-            life = replace(
-                life,
-                from_term=on.round.term,
-                from_number=on.round.number,
-                from_nonce=on.round.nonce,
-                from_step=on.step,
-                from_world_size=on.world_size,
-            )
-        return replace(life, rewound_from=start.skip.storage_from)
-
-    @property
-    def restore(self) -> Restore | None:
-        """The snapshot that it restored from."""
-        if self.from_step < 0:
-            return None
-        name = RoundName(self.from_term, self.from_number, self.from_nonce)
-        return Restore(name, self.from_step, self.from_world_size)
+        """The record for ranks that are about to start; nobody asks it why they do."""
+        return cls(replaced(start.info, why="", code=None), start.first_rank, nproc)
 
     @property
     def name(self) -> RoundName:
-        return RoundName(self.term, self.number, self.nonce)
+        return self.info.name
 
     @property
     def key(self) -> bytes:
@@ -165,7 +139,7 @@ class SegmentFolder:
 
     def note(self, lives: list[LocalRound]) -> None:
         """Store the newest rounds for the next agent. OSError."""
-        text = json.dumps([asdict(life) for life in lives[-MAX_LIVES:]])
+        text = json.dumps([plain(life) for life in lives[-MAX_LIVES:]])
         path = os.path.join(self.path, LIVES)
         with open(path + ".new", "w") as file:
             file.write(text)
@@ -342,11 +316,17 @@ def _remove(path: str) -> None:
 
 def _believed(row: Any) -> LocalRound:
     found: LocalRound = typed(row, LocalRound)
-    for name, value in asdict(found).items():
-        least = -1 if name in _OR_NONE else 0
-        if isinstance(value, int) and not least <= value < 2**62:
-            raise ValueError(f"{name} is {value}")
+    _check_numbers(plain(found))
     return found
+
+
+def _check_numbers(row: dict[str, Any]) -> None:
+    for name, value in row.items():
+        least = -1 if name in _OR_NONE else 0
+        if isinstance(value, dict):
+            _check_numbers(value)
+        elif isinstance(value, int) and not least <= value < 2**62:
+            raise ValueError(f"{name} is {value}")
 
 
 def _ours(job_id: str) -> str:

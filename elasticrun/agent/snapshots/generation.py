@@ -152,7 +152,7 @@ class Generation:
             return "it names a folder, or a number of checkpoints, that there cannot be"
         if not 0 <= here.replicas <= 1:
             return f"it wants {here.replicas} replicas; there may be 0 or 1"
-        place = (start.first_rank + here.local_rank, start.world_size)
+        place = (start.first_rank + here.local_rank, start.info.world_size)
         if (here.rank, here.world_size) != place:
             said = f"rank {here.rank} of {here.world_size}"
             return f"it says that it is {said}, and is rank {place[0]} of {place[1]}"
@@ -251,10 +251,11 @@ class Generation:
         """How far its ranks, after their exit, had trained since restoring from memory; None: no
         progress."""
         start = self.start
-        if start is None or start.restore is None or self.living or not self.put_back:
+        restore = None if start is None else start.info.restore
+        if start is None or restore is None or self.living or not self.put_back:
             return None
         step = self.newest()
-        return m.WentOn(start.round, step) if step > start.restore.step else None
+        return m.WentOn(start.round, step) if step > restore.step else None
 
     # ------------------------------------------------------------ ranks that wait for a slot
 

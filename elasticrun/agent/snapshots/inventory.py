@@ -128,18 +128,17 @@ class Inventory:
     def committed(self, step: int) -> bool:
         """A checkpoint of this step exists. Returns whether that has changed `last`."""
         life = self.present
-        if life is None or step >= life.rewound_from:
+        if life is None or (info := life.info.committed(step)) is life.info:
             return False
-        self._lives[life.key] = self.present = replace(life, rewound_from=-1)
+        self._lives[life.key] = self.present = replace(life, info=info)
         return True
 
-    def last(self) -> m.LastRound | None:
+    def last(self) -> m.RoundInfo | None:
         """The newest round whose ranks ran here, also under an earlier agent."""
         lived = [life for life in self._lives.values() if life.nproc]
         if not lived:
             return None
-        life = max(lived, key=lambda one: (one.term, one.number))
-        return m.LastRound(life.name, life.world_size, life.restore, life.rewound_from)
+        return max(lived, key=lambda one: (one.name.term, one.name.number)).info
 
     def lives(self) -> list[LocalRound]:
         """All known rounds, the newest last."""
@@ -150,7 +149,7 @@ class Inventory:
 
     def learn(self, name: RoundName, world_size: int) -> None:
         """Add a round without ranks of this node, for which it will hold replicas."""
-        life = LocalRound(name.term, name.number, name.nonce, 0, world_size, 0)
+        life = LocalRound(m.RoundInfo(name, world_size))
         if life.key not in self._lives:
             if self.present is not None:
                 last, every = self.present.keep_last, self.present.keep_every
@@ -205,7 +204,7 @@ class Inventory:
             if partly and ((living and life is self.present) or self._better(contents, key, step)):
                 continue
             wanted = self._wanted.has(key, step)
-            place = (life.first_rank, life.world_size)
+            place = (life.first_rank, life.info.world_size)
             found.append(m.Holding(life.name, step, *place, row, wanted, own=own))
         return _fitting([*found, *self._replicas()])
 
@@ -307,7 +306,7 @@ class Inventory:
         for (key, step), row in rows.items():
             life = self._lives[key]
             for first, contents in _stretches(row):
-                place = (first, life.world_size)
+                place = (first, life.info.world_size)
                 found.append(m.Holding(life.name, step, *place, contents, False, replica=True))
         return found
 
@@ -320,7 +319,7 @@ def _rank(one: Held, life: LocalRound) -> int:
     """The rank whose snapshots of this generation are there; -1: none."""
     if one.local_rank >= 0:
         return life.first_rank + one.local_rank if one.local_rank < life.nproc else -1
-    return one.replica if one.replica < life.world_size else -1
+    return one.replica if one.replica < life.info.world_size else -1
 
 
 def _stretches(row: dict[int, int]) -> Iterator[tuple[int, tuple[int, ...]]]:

@@ -60,14 +60,14 @@ def sizes_of(need: s.NeedSegment) -> Sizes:
 def resume(start: Start, *, same: bool, put_off: tuple[int, ...]) -> s.Resume:
     """The Resume message of a rank. `same`: its own snapshot of that step is on this node;
     `put_off`: signals that must not end it before its state is saved."""
-    restore = start.restore
+    restore = start.info.restore
     return s.Resume(
         present=start.round,
         round=s.NO_ROUND if restore is None else restore.round,
         step=NONE if restore is None else restore.step,
         world_size=0 if restore is None else restore.world_size,
         same=same,
-        skip=start.skip,
+        skip=start.info.skip,
         put_off=put_off,
     )
 
@@ -162,8 +162,8 @@ class LocalSnapshots:
         self._serve()
 
     def _go_on_from(self, start: Start) -> None:
-        self._inventory.prune(start.restore, self._persisting.pins())
-        self._generation.go_on_from(NONE if start.restore is None else start.restore.step)
+        self._inventory.prune(start.info.restore, self._persisting.pins())
+        self._generation.go_on_from(NONE if start.info.restore is None else start.info.restore.step)
         self._shards.begin(start)
         self._report.changed()
 
@@ -280,10 +280,10 @@ class LocalSnapshots:
             logger.error("rank %d has no snapshots: %s", here.rank, sentence)
             peer.send(s.RankRefused(sentence))
             return
-        on = start.restore
+        on = start.info.restore
         if on and (other := self._inventory.elsewhere(on.round, here.folder)):
             self.remark(f"step {on.step} in memory is not used: its checkpoints are in {other}")
-            generation.start = start = replace(start, restore=None)
+            generation.start = start = replace(start, info=replace(start.info, restore=None))
             self._go_on_from(start)
         rank = generation.ranks[here.local_rank]
         before, rank.peer = rank.peer, peer
@@ -296,7 +296,7 @@ class LocalSnapshots:
         if here.replicas and start.group_world_size == 1:
             self.remark("no replicas: this node is the only one", level=logging.INFO)
         self.savers.want()
-        same = start.restore is not None and self._shards.is_here(here.rank)
+        same = start.info.restore is not None and self._shards.is_here(here.rank)
         peer.send(resume(start, same=same, put_off=self.drain.signals))
 
     def _rank_says(self, peer: Peer, local_rank: int, message: s.FromRank) -> None:

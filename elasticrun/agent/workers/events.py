@@ -181,7 +181,7 @@ class EventLog:
             "rdzv_backend": self._constant["rdzv_backend"],
             "raw_error": None,
             "metadata": json.dumps(inner),
-            "agent_restarts": start.restart_count if start else 0,
+            "agent_restarts": start.info.restart_count if start else 0,
             "duration_ms": None,
             **fields,
         }

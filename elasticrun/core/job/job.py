@@ -591,10 +591,10 @@ class Job:
         name = RoundName(ctx.term, ctx.number, ctx.mint())
         ready = [ctx.nodes[node] for node in rdzv.ready]
         count = restarts.budget.count
-        facts = begin(name, ready, limit, last, count, choice.restore, choice.skip)
-        round_ = Round(facts)
-        round_.why = why or (last.why_stopped if last is not None else None)
-        ctx.round = round_
+        ended = why or (last.why_stopped if last is not None else None)
+        because = () if ended is None else said(ended)
+        info = m.RoundInfo(name, len(ready), count, choice.restore, choice.skip, *because)
+        ctx.round = round_ = Round(begin(info, ready, limit, last))
         for node in round_.seats:
             ctx.nodes[node].told = ""
         self._left_a_round = False
@@ -602,7 +602,7 @@ class Job:
         ctx.flaps.formed(round_.seats, now)
         restarts.new_round(nodes=len(round_.seats))
         self._reason, self._ends = None, None
-        size = f"{some(facts.world_size, 'rank')} on {some(len(round_.seats), 'node')}"
+        size = f"{some(round_.info.world_size, 'rank')} on {some(len(round_.seats), 'node')}"
         ctx.note(f"round {name.number} begins: {size}")
         self._recorder.record()
         self._saving.round_begins(round_)

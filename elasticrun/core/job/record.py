@@ -139,8 +139,9 @@ def _load_round(
             ctx.membership.expect(seat.node, seat.incarnation, now, redial=redial)
     ctx.rdzv.restore_round(was, facts, at, now, redial)
     seats = round_.seats  # the live dict: members of an adopted round are added as they attach
-    snapshots.begin_round(was.name, was.world_size, was.restore, seats)
-    snapshots.checkpoints.take_over(None if was.skip.memory else was.restore)
+    info = was.info
+    snapshots.begin_round(info, seats)
+    snapshots.checkpoints.take_over(None if info.skip.memory else info.restore)
     snapshots.points.expect(node for node in seats if node not in gone)
 
 
@@ -150,7 +151,8 @@ def _in_words(facts: Facts) -> str:
         return f"the record says that the job is over: {facts.outcome.reason}"
     if facts.round is None:
         return "the record says that no round was formed yet"
-    what = f"round {facts.round.name} with {some(facts.round.world_size, 'rank')}"
+    info = facts.round.info
+    what = f"round {info.name} with {some(info.world_size, 'rank')}"
     if facts.round.over:
         return f"the record says that {what} is over: {facts.round.over}"
     return f"the record says that {what} runs"

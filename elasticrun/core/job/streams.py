@@ -144,25 +144,25 @@ class Streams:
             status_url="",  # the runtime knows it
         )
 
-    def _reattached(self, session: int, hello: m.Hello, report: m.RoundReport) -> None:
+    def _reattached(self, session: int, hello: m.Hello, start: m.Start) -> None:
         """The agent reports a round: the current one, one to adopt, or one that is over."""
         ctx, rdzv, node, now = self._ctx, self._rdzv, hello.node, self._ctx.now
         current = ctx.round
-        ctx.number = max(ctx.number, report.round.number)
-        if current is None or (current.inherited and current.is_older_than(report.round)):
-            self._adopt(hello, report)
-        elif report.round == current.name:
+        ctx.number = max(ctx.number, start.round.number)
+        if current is None or (current.inherited and current.is_older_than(start.round)):
+            self._adopt(hello, start)
+        elif start.round == current.name:
             if not rdzv.last.is_member(node) and not rdzv.is_whole:
-                self._adopt_member(hello, report)
+                self._adopt_member(hello, start)
             if not rdzv.last.is_member(node):
-                ctx.tell(session, stop(report.round, GivenUp(later=False)))
+                ctx.tell(session, stop(start.round, GivenUp(later=False)))
                 rdzv.returned(node, now, within=ctx.spec.restart_grace + SURVIVOR_SLACK)
             elif rdzv.phase is Phase.GATHERING:
-                ctx.tell(session, stop(report.round, current.why_stopped))
+                ctx.tell(session, stop(start.round, current.why_stopped))
         elif rdzv.last.is_member(node):
             self._repeat_start(session, node)
         else:
-            ctx.tell(session, stop(report.round, GivenUp(later=True)))
+            ctx.tell(session, stop(start.round, GivenUp(later=True)))
             rdzv.announce(node, now)
 
     def _repeat_start(self, session: int, node: str) -> None:
@@ -170,7 +170,7 @@ class Streams:
         previous master died between the record of the round and the order."""
         round_ = self._ctx.round
         assert round_ is not None
-        start = round_.start(node)
+        start = None if round_.facts.adopted else round_.start(node)  # an adopted one runs already
         if self._rdzv.phase is Phase.RUNNING and start is not None:
             if round_.inherited:
                 self._rdzv.begins_now(self._ctx.now)
@@ -178,24 +178,24 @@ class Streams:
         else:
             self._rdzv.stopped(node, self._ctx.now)
 
-    def _adopt(self, hello: m.Hello, report: m.RoundReport) -> None:
+    def _adopt(self, hello: m.Hello, start: m.Start) -> None:
         ctx, old, members = self._ctx, self._ctx.round, tuple(self._rdzv.last.stages)
-        ctx.round = adopt(report)
-        ctx.restarts.budget.adopt(report.restart_count)
+        ctx.round = adopt(start)
+        ctx.restarts.budget.adopt(start.info.restart_count)
         ctx.restarts.new_round(adopted=True)
-        self._saving.round_adopted(report, ctx.round)
-        self._rdzv.adopt(report.world_size, ctx.now)
-        size = some(report.world_size, "rank")
-        ctx.note(f"round {report.round} with {size} runs already: adopted")
-        self._adopt_member(hello, report)
+        self._saving.round_adopted(ctx.round)
+        self._rdzv.adopt(start.info.world_size, ctx.now)
+        size = some(start.info.world_size, "rank")
+        ctx.note(f"round {start.round} with {size} runs already: adopted")
+        self._adopt_member(hello, start)
         self._recorder.record()
         if old is not None:
-            ctx.broadcast(members, stop(old.name, OtherRound(str(report.round), begun=False)))
+            ctx.broadcast(members, stop(old.name, OtherRound(str(start.round), begun=False)))
 
-    def _adopt_member(self, hello: m.Hello, report: m.RoundReport) -> None:
+    def _adopt_member(self, hello: m.Hello, start: m.Start) -> None:
         ctx = self._ctx
         assert ctx.round is not None
-        ctx.round.seat(adopted_seat(hello, report))
+        ctx.round.seat(adopted_seat(hello, start))
         self.health.trust(hello.node)
         self._rdzv.adopt_member(hello.node, hello.local_world_size, ctx.now)
         if self._rdzv.is_whole:

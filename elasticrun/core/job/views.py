@@ -70,7 +70,7 @@ def picture(
         phase=phase,
         reason=f"{said} ({rdzv.detail()}{rest})" if waits else said,
         round=ctx.round.name if ctx.round else None,
-        world_size=ctx.round.facts.world_size if ctx.round else 0,
+        world_size=ctx.round.info.world_size if ctx.round else 0,
         restart_count=budget.count,
         restarts_left=budget.left(now),
         max_restarts=spec.max_restarts,

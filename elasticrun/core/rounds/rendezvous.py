@@ -487,8 +487,8 @@ class Rendezvous:
         members = {seat.node: seat.ranks for seat in was.seats}
         self._begin(dict.fromkeys(members, Stage.STARTING), at - facts.age)
         self.last.restore(facts, at)
-        missing = max(0, was.world_size - sum(members.values()))  # of an adopted round
-        self.takeover.round_taken(was.world_size, missing, now)
+        missing = max(0, was.info.world_size - sum(members.values()))  # of an adopted round
+        self.takeover.round_taken(was.info.world_size, missing, now)
         if self.last.unseen or missing:  # the last master may have heard them until its end
             self.last.last_word = now
         self._recount = bool(self.last.lost)

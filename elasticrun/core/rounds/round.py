@@ -18,9 +18,9 @@ from msgspec.structs import replace
 
 from elasticrun.core.nodes.node import Node, is_loopback
 from elasticrun.core.persisted import RendezvousFacts, RoundFacts, Seat
-from elasticrun.core.reasons import Reason, read, recorded, said
-from elasticrun.wire.messages import Hello, Restore, RoundReport, Start
-from elasticrun.wire.types import NOTHING, RoundName, Skip
+from elasticrun.core.reasons import Reason, read, recorded
+from elasticrun.wire.messages import Hello, RoundInfo, Start
+from elasticrun.wire.types import RoundName
 
 
 def choose(ready: Sequence[Node], limit: int, previous: Mapping[str, int]) -> list[Node]:
@@ -68,13 +68,13 @@ class Round:
     """What was decided or reported; `Rendezvous` has its current state."""
     inherited: bool = False  # another master formed it
     why_stopped: Reason | None = None
-    why: Reason | None = None  # as in Start; not recorded
+    info: RoundInfo = field(init=False)
     name: RoundName = field(init=False)
     members: dict[str, Seat] = field(init=False)  # by node
     seats: dict[str, int] = field(init=False)  # node -> group rank
 
     def __post_init__(self) -> None:
-        self.name = self.facts.name
+        self.info, self.name = self.facts.info, self.facts.info.name
         self.members = {seat.node: seat for seat in self.facts.seats}
         self.seats = {seat.node: seat.group_rank for seat in self.facts.seats}
 
@@ -93,71 +93,41 @@ class Round:
         self.seats[seat.node] = seat.group_rank
 
     def start(self, node: str) -> Start | None:
-        """The order that gives this node its place. None for a node without a place, or in an
-        adopted round, which already runs and whose places are only partly known."""
-        seat = self.members.get(node)
-        if seat is None or not seat.role_world_size:
+        """The order that gives this node its place; None for a node without one."""
+        if (seat := self.members.get(node)) is None:
             return None
-        facts = self.facts
-        why, code = said(self.why) if self.why is not None else ("", None)
         return Start(
-            round=self.name,
+            info=self.info,
             group_rank=seat.group_rank,
             group_world_size=len(self.members),
             first_rank=seat.first_rank,
-            world_size=facts.world_size,
             role_first_rank=seat.role_first_rank,
             role_world_size=seat.role_world_size,
-            restart_count=facts.restart_count,
-            store=facts.store,
-            host_store=node == facts.store_node,
-            restore=facts.restore,
-            skip=facts.skip,
-            why=why,
-            code=code,
+            store=self.facts.store,
+            host_store=node == self.facts.store_node,
         )
 
 
-def adopt(report: RoundReport) -> Round:
+def adopt(start: Start) -> Round:
     """A round that another master formed, as far as one node knows it."""
-    facts = RoundFacts(
-        name=report.round,
-        world_size=report.world_size,
-        restart_count=report.restart_count,
-        store=report.store,
-        store_node="",
-        seats=(),
-        adopted=True,
-        restore=report.restore,
-        skip=report.skip,
-    )
-    return Round(facts, inherited=True)
+    return Round(RoundFacts(start.info, start.store, "", (), adopted=True), inherited=True)
 
 
-def adopted_seat(hello: Hello, report: RoundReport) -> Seat:
-    """The place that a node of an adopted round reports."""
+def adopted_seat(hello: Hello, start: Start) -> Seat:
+    """The place that a node of an adopted round has received."""
     return Seat(
         node=hello.node,
         incarnation=hello.incarnation,
-        group_rank=report.group_rank,
-        first_rank=report.first_rank,
+        group_rank=start.group_rank,
+        first_rank=start.first_rank,
         ranks=hello.local_world_size,
-        role_first_rank=0,
-        role_world_size=0,
+        role_first_rank=start.role_first_rank,
+        role_world_size=start.role_world_size,
     )
 
 
-def begin(
-    name: RoundName,
-    ready: Sequence[Node],
-    limit: int,
-    previous: Round | None,
-    restart_count: int,
-    snapshot: Restore | None = None,
-    skip: Skip = NOTHING,
-) -> RoundFacts:
-    """A new round: `limit` of the ready nodes and their places. `snapshot`: what the ranks restore.
-    `skip`: what they skip."""
+def begin(info: RoundInfo, ready: Sequence[Node], limit: int, previous: Round | None) -> RoundFacts:
+    """A new round: `limit` of the ready nodes and their places; its size is theirs."""
     before = previous.seats if previous else {}
     places = lay_out(choose(ready, limit, before), before)
     host, hellos = store_host(places), [one.hello for one in places]
@@ -179,8 +149,8 @@ def begin(
         )
         world_size += hello.local_world_size
         role_first_ranks[hello.role] += hello.local_world_size
-    given = (host.store, host.id, tuple(seats))
-    return RoundFacts(name, world_size, restart_count, *given, restore=snapshot, skip=skip)
+    info = replace(info, world_size=world_size)
+    return RoundFacts(info, host.store, host.id, tuple(seats))
 
 
 class Stage(StrEnum):

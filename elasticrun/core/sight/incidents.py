@@ -200,8 +200,8 @@ class Incidents:
         self._newest = -1
         if one is not None and round_ is not None:
             one.excluded = tuple(sorted({*one.excluded, *(out - self._known_out)}))
-            one.ranks = round_.facts.world_size
-            restore = round_.facts.restore
+            one.ranks = round_.info.world_size
+            restore = round_.info.restore
             one.restored = -1 if restore is None else restore.step
             one.awaited = set(round_.members)
             one.to("spawn", self._ctx.now)
@@ -245,7 +245,7 @@ class Incidents:
             number=ctx.incidents,
             began=now,
             round=round_.name.number,
-            slots=round_.facts.world_size,
+            slots=round_.info.world_size,
             price=ctx.spec.watch.slot_price / 3600.0,
             origin=origin,
             newest=max(self._newest, ctx.newest),

@@ -123,7 +123,7 @@ class SlotLedger:
             self._pace = min(self._pace, (fmean(one for one in self._usual if one <= most), most))
 
     def _stepped(self, node: str, report: m.Steps, round_: Round) -> None:
-        slots, restore = round_.members[node].ranks, round_.facts.restore
+        slots, restore = round_.members[node].ranks, round_.info.restore
         first = report.step - report.steps
         if not self._first_told and restore is not None:  # the very first are not reported
             first = min(first, restore.step)
@@ -205,8 +205,8 @@ class SlotLedger:
         self._first_told = self._newest < 0
         self._sums, self._slow = {}, ""
         round_ = self._ctx.round
-        if round_ is not None and round_.facts.world_size != self._size:
-            self._size = round_.facts.world_size
+        if round_ is not None and round_.info.world_size != self._size:
+            self._size = round_.info.world_size
             self._usual.clear()
 
     def round_over(self, origin: Origin, quiet: float) -> None:

@@ -89,7 +89,7 @@ class RestorePoints:
         """Nodes that may come back with what they hold."""
         self._has_obeyed = False  # a round that restored it has a whole step of its own
         self._began = False  # a round of this master, or one reported to it
-        self._last: m.LastRound | None = None  # of another master, as agents have noted it
+        self._last: m.RoundInfo | None = None  # of another master, as agents have noted it
         self._is_clock_told = False
         self._waiting: dict[tuple[str, m.WhereIs], None] = {}  # questions, and the asking node
         self._named: dict[tuple[str, Key, int], tuple[str, int]] = {}  # holders named to nodes
@@ -106,14 +106,14 @@ class RestorePoints:
         """Whether a round is known only from what agents noted of another master's."""
         return self._last is not None and not self._began
 
-    def _look_back(self, last: m.LastRound | None) -> None:
+    def _look_back(self, last: m.RoundInfo | None) -> None:
         """An agent names the newest round whose ranks ran on its node."""
         if self._began or last is None:
             return
-        if last.round.term >= self._term:
+        if last.name.term >= self._term:
             if not self._is_clock_told:
                 self._is_clock_told = True
-                what = f"it is of round {last.round}, and this master of term {self._term}"
+                what = f"it is of round {last.name}, and this master of term {self._term}"
                 why = f"{what}; was a clock set back?"
                 self._outbox.say(f"what is in memory is not used: {why}", "warning")
             return
@@ -121,22 +121,23 @@ class RestorePoints:
         if known is None or _age(known) < _age(last):
             self._last = last
             if self.restore_step < 0:
-                self.rewound_from = last.rewound_from
-            self._know(last.round, last.world_size, last.restore)
-        elif known.round == last.round and last.rewound_from < 0 and self.restore_step < 0:
+                self.rewound_from = last.skip.storage_from
+            self._know(last)
+        elif known.name == last.name and last.skip.storage_from < 0 and self.restore_step < 0:
             self.rewound_from = -1  # a checkpoint committed since then shows that
 
-    def begin_round(self, name: RoundName, world_size: int, restore: m.Restore | None) -> None:
-        """A round was formed, adopted or read from the record; it restores `restore`."""
+    def begin_round(self, info: m.RoundInfo) -> None:
+        """A round was formed, adopted or read from the record."""
         self._began = True
-        if restore is not None and restore.step != self.restore_step:
+        if info.restore is not None and info.restore.step != self.restore_step:
             self._has_obeyed = True  # under the previous master
-        self._know(name, world_size, restore)
+        self._know(info)
 
-    def _know(self, name: RoundName, world_size: int, restore: m.Restore | None) -> None:
+    def _know(self, info: m.RoundInfo) -> None:
         """Set the rounds that count from now on."""
+        restore = info.restore
         old = next((one for one in self.ledgers if restore and one.name == restore.round), None)
-        self.ledgers = [Ledger(name, world_size)]
+        self.ledgers = [Ledger(info.name, info.world_size)]
         if restore is not None:
             origin = old or Ledger(restore.round, restore.world_size)
             origin.end_at(restore.step)
@@ -210,7 +211,7 @@ class RestorePoints:
         """Number of snapshots that a rank of the current round has skipped, maximum over the
         ranks."""
         name = self.ledgers[0].name if self.ledgers else None
-        reports = (one for one in self.reports.values() if one.last and one.last.round == name)
+        reports = (one for one in self.reports.values() if one.last and one.last.name == name)
         return max((one.skipped for one in reports), default=0)
 
     def ledger(self, name: RoundName) -> Ledger | None:
@@ -425,6 +426,6 @@ class RestorePoints:
         self.rejected.update({(one.round, one.step): one.times for one in facts.rejected})
 
 
-def _age(last: m.LastRound) -> tuple[int, int]:
+def _age(last: m.RoundInfo) -> tuple[int, int]:
     """Orders rounds by time."""
-    return (last.round.term, last.round.number)
+    return (last.name.term, last.name.number)

@@ -118,7 +118,7 @@ class SnapshotPolicy:
             told = f"; step {newest} was the newest that was told of" if newest > step else ""
             left = ", as agents before these have left it" if saves.points.looks_back else ""
             note(f"ranks go on from step {step} in memory{left}{told}")
-        elif (round_ := self._ctx.round) and (saves.points.watermark >= 0 or round_.facts.restore):
+        elif (round_ := self._ctx.round) and (saves.points.watermark >= 0 or round_.info.restore):
             nothing = "nothing in memory can be restored: ranks load the newest checkpoint"
             note(nothing, "warning")
         self.newest_step = -1
@@ -127,21 +127,20 @@ class SnapshotPolicy:
     def round_begins(self, round_: Round) -> None:
         """The round's nodes are about to get their orders; they must first learn what is over."""
         self._left_behind = None
-        facts = round_.facts
-        self._saves.begin_round(facts.name, facts.world_size, facts.restore, round_.seats)
+        self._saves.begin_round(round_.info, round_.seats)
         self._send()
 
-    def round_adopted(self, report: m.RoundReport, round_: Round) -> None:
+    def round_adopted(self, round_: Round) -> None:
         """An agent runs a round that this master did not know of."""
         points = self._saves.points
         self.is_stirred = True
-        points.rewound_from, points.restore_step = report.skip.storage_from, -1
-        self._saves.begin_round(report.round, report.world_size, report.restore, round_.seats)
+        points.rewound_from, points.restore_step = round_.info.skip.storage_from, -1
+        self._saves.begin_round(round_.info, round_.seats)
 
     def save_at_breakpoint(self, round_: Round) -> None:
         """A failure has ended the previous round; its nodes have their orders. Save what it
         left."""
-        restore, skip = round_.facts.restore, round_.facts.skip
+        restore, skip = round_.info.restore, round_.info.skip
         if self._ctx.spec.saves.at_breakpoint and restore is not None and not skip.memory:
             self._saves.checkpoints.save(restore, self._ctx.now)
             self._send()

@@ -39,18 +39,14 @@ class Snapshots:
         self._replicas = Replicas(REPLICA_LIMIT, self.outbox)
 
     def begin_round(
-        self,
-        name: RoundName,
-        world_size: int,
-        restore: m.Restore | None,
-        seats: Mapping[str, int] = MappingProxyType({}),
+        self, info: m.RoundInfo, seats: Mapping[str, int] = MappingProxyType({})
     ) -> None:
-        """A round was formed, adopted or read from the record. `restore`: what it restores; agents
-        discard everything newer. `seats`: group ranks by node, as they become known."""
-        self.checkpoints.goes_on_from(restore)
-        self.points.begin_round(name, world_size, restore)
+        """A round was formed, adopted or read from the record. Agents discard everything newer than
+        what it restores. `seats`: group ranks by node, as they become known."""
+        self.checkpoints.goes_on_from(info.restore)
+        self.points.begin_round(info)
         self._replicas.begin_round(seats)
-        if restore is not None:
+        if info.restore is not None:
             self.checkpoints.release_incomplete()
 
     # ------------------------------------------------------------ nodes

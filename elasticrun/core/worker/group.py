@@ -116,7 +116,8 @@ class WorkerGroup:
 
         self.state = State.PREPARING
         self.reason: Reason | None = None  # why this node waits
-        self.start: m.Start | None = None  # the last place it received
+        self.start: m.Start | None = None
+        """The last place it received, for Hello; its state follows on LinkBack."""
         self.outcome: fx.Exit | None = None  # how the agent will exit, once known
         self.ranks = LocalRanks(nproc, host)
         self.stores = StoreSlot()
@@ -148,29 +149,11 @@ class WorkerGroup:
             reason=text(why),
             round=self.start.round if self.start else None,
             pids=tuple(pid for _, pid in sorted(self.ranks.live.items()) if pid),
-            restart_count=self.start.restart_count if self.start else 0,
+            restart_count=self.start.info.restart_count if self.start else 0,
             offered_store=self.stores.offer,
             master_lost=text(self._link_lost),
             wait_ends=self._wait_ends if self.state is State.JOINED else ends,
             why=why,
-        )
-
-    def attached(self) -> m.RoundReport | None:
-        """The last round in which this node had a place, for Hello; its state follows on LinkBack.
-        None if it never had one."""
-        start = self.start
-        if start is None:
-            return None
-        return m.RoundReport(
-            round=start.round,
-            group_rank=start.group_rank,
-            group_world_size=start.group_world_size,
-            first_rank=start.first_rank,
-            world_size=start.world_size,
-            restart_count=start.restart_count,
-            store=start.store,
-            restore=start.restore,
-            skip=start.skip,
         )
 
     def step(self, event: fx.AgentEvent, now: float) -> list[fx.AgentEffect]:

@@ -16,7 +16,7 @@ write it; from then on HOLDING applies.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace as changed
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -131,9 +131,8 @@ class Draining:
             if self.has_saved():
                 self.ends_as_saved(self._written)
         start = group.start
-        if order.ok and start is not None and order.step < start.skip.storage_from:
-            skip = changed(start.skip, storage_from=-1)
-            group.start = replace(start, skip=skip)  # storage shows it from now on
+        if order.ok and start is not None:
+            group.start = replace(start, info=start.info.committed(order.step))
         self._obey(order)
         self.writes.pop(order.attempt, None)
         self._forget_late(now)

@@ -51,7 +51,7 @@ class ChromeTrace:
                     self._over(now)
                 elif isinstance(order, m.Start) and order.round.number != self._number:
                     self._over(now)
-                    self._round = (order.round.number, order.world_size, now)
+                    self._round = (order.round.number, order.info.world_size, now)
 
     def write(self, path: Path, now: float) -> None:
         """Write the timeline. OSError."""

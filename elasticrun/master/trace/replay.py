@@ -26,6 +26,7 @@ from elasticrun import __version__
 from elasticrun.core import events
 from elasticrun.core.job.job import Job
 from elasticrun.core.persisted import Facts, aged
+from elasticrun.core.rounds.round import Round
 from elasticrun.master.trace import words
 from elasticrun.master.trace.chrome import ChromeTrace
 from elasticrun.master.trace.writer import FILE, OLDER
@@ -435,15 +436,5 @@ def _as_it_was(stream: events.Attached, facts: Facts | None) -> events.Attached:
     seat = next((seat for seat in seats if seat.node == stream.hello.node), None)
     if last is None or seat is None or seat.incarnation != stream.hello.incarnation:
         return stream
-    attached = m.RoundReport(
-        round=last.name,
-        group_rank=seat.group_rank,
-        group_world_size=len(last.seats),
-        first_rank=seat.first_rank,
-        world_size=last.world_size,
-        restart_count=last.restart_count,
-        store=last.store,
-        restore=last.restore,
-        skip=last.skip,
-    )
+    attached = Round(last).start(seat.node)
     return replace(stream, hello=replace(stream.hello, attached=attached))

@@ -169,10 +169,11 @@ def in_words(message: m.Report | m.Order) -> str:
     match message:
         case m.Start():
             group = f"{message.group_rank}/{message.group_world_size}"
+            info = message.info
             return (
                 f"Start {message.round}: group {group}, ranks "
-                f"from {message.first_rank} of {message.world_size}, store {message.store}"
-                f"{' (its own)' if message.host_store else ''}, restarts {message.restart_count}"
+                f"from {message.first_rank} of {info.world_size}, store {message.store}"
+                f"{' (its own)' if message.host_store else ''}, restarts {info.restart_count}"
                 f"{_restored(message)}"
             )
         case m.Probe():
@@ -223,9 +224,9 @@ def in_words(message: m.Report | m.Order) -> str:
 
 
 def _restored(order: m.Start) -> str:
-    on = order.restore
+    on = order.info.restore
     words = "" if on is None else f", from step {on.step} of round {on.round}"
-    skip = order.skip
+    skip = order.info.skip
     words += f", rewound from {skip.storage_from}" if skip.storage_from >= 0 else ""
     words += ", suspect" if skip.memory else ""
     return words + (f", restore step {skip.all_but}" if skip.all_but >= 0 else "")
@@ -254,8 +255,8 @@ def facts_in_words(facts: Facts) -> str:
     words = ["no round", f"restarts {facts.restarts.count}"]
     if (last := facts.round) is not None:
         over = " (over)" if last.over else ""
-        ranks = f"{some(last.world_size, 'rank')} on {some(len(last.seats), 'node')}"
-        words[0] = f"round {last.name}{over}, {ranks}"
+        ranks = f"{some(last.info.world_size, 'rank')} on {some(len(last.seats), 'node')}"
+        words[0] = f"round {last.info.name}{over}, {ranks}"
     if left_out := facts.membership.left_out:
         words.append(f"{len(left_out)} left out")
     if excluded := facts.exclusions.excluded:

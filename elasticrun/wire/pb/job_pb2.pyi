@@ -289,53 +289,6 @@ class SaveSpec(_message.Message):
 Global___SaveSpec: _TypeAlias = SaveSpec  # noqa: Y015
 
 @_typing.final
-class RoundReport(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ROUND_FIELD_NUMBER: _builtins.int
-    GROUP_RANK_FIELD_NUMBER: _builtins.int
-    GROUP_WORLD_SIZE_FIELD_NUMBER: _builtins.int
-    FIRST_RANK_FIELD_NUMBER: _builtins.int
-    WORLD_SIZE_FIELD_NUMBER: _builtins.int
-    RESTART_COUNT_FIELD_NUMBER: _builtins.int
-    STORE_FIELD_NUMBER: _builtins.int
-    RESTORE_FIELD_NUMBER: _builtins.int
-    SKIP_FIELD_NUMBER: _builtins.int
-    group_rank: _builtins.int
-    group_world_size: _builtins.int
-    first_rank: _builtins.int
-    world_size: _builtins.int
-    restart_count: _builtins.int
-    @_builtins.property
-    def round(self) -> Global___Round: ...
-    @_builtins.property
-    def store(self) -> Global___Endpoint: ...
-    @_builtins.property
-    def restore(self) -> Global___Restore: ...
-    @_builtins.property
-    def skip(self) -> Global___Skip: ...
-    def __init__(
-        self,
-        *,
-        round: Global___Round | None = ...,
-        group_rank: _builtins.int = ...,
-        group_world_size: _builtins.int = ...,
-        first_rank: _builtins.int = ...,
-        world_size: _builtins.int = ...,
-        restart_count: _builtins.int = ...,
-        store: Global___Endpoint | None = ...,
-        restore: Global___Restore | None = ...,
-        skip: Global___Skip | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["restore", b"restore", "round", b"round", "skip", b"skip", "store", b"store"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_rank", b"first_rank", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "restart_count", b"restart_count", "restore", b"restore", "round", b"round", "skip", b"skip", "store", b"store", "world_size", b"world_size"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RoundReport: _TypeAlias = RoundReport  # noqa: Y015
-
-@_typing.final
 class Knock(_message.Message):
     """---------------------------------------------------------------- agent to master"""
 
@@ -427,7 +380,7 @@ class Hello(_message.Message):
     @_builtins.property
     def spec(self) -> Global___JobSpec: ...
     @_builtins.property
-    def attached(self) -> Global___RoundReport: ...
+    def attached(self) -> Global___Start: ...
     def __init__(
         self,
         *,
@@ -442,7 +395,7 @@ class Hello(_message.Message):
         local_world_size: _builtins.int = ...,
         role: _builtins.str = ...,
         spec: Global___JobSpec | None = ...,
-        attached: Global___RoundReport | None = ...,
+        attached: Global___Start | None = ...,
         last_term: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attached", b"attached", "spec", b"spec"]  # noqa: Y015
@@ -832,7 +785,7 @@ class Holdings(_message.Message):
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holding]: ...
     @_builtins.property
-    def last(self) -> Global___LastRound: ...
+    def last(self) -> Global___RoundInfo: ...
     @_builtins.property
     def went_on(self) -> Global___WentOn: ...
     def __init__(
@@ -841,7 +794,7 @@ class Holdings(_message.Message):
         saver: Global___Endpoint | None = ...,
         held: _abc.Iterable[Global___Holding] | None = ...,
         replicas: _builtins.bool = ...,
-        last: Global___LastRound | None = ...,
+        last: Global___RoundInfo | None = ...,
         went_on: Global___WentOn | None = ...,
         skipped: _builtins.int = ...,
     ) -> None: ...
@@ -875,36 +828,6 @@ class WentOn(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WentOn: _TypeAlias = WentOn  # noqa: Y015
-
-@_typing.final
-class LastRound(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ROUND_FIELD_NUMBER: _builtins.int
-    WORLD_SIZE_FIELD_NUMBER: _builtins.int
-    RESTORE_FIELD_NUMBER: _builtins.int
-    REWOUND_FROM_FIELD_NUMBER: _builtins.int
-    world_size: _builtins.int
-    rewound_from: _builtins.int
-    @_builtins.property
-    def round(self) -> Global___Round: ...
-    @_builtins.property
-    def restore(self) -> Global___Restore: ...
-    def __init__(
-        self,
-        *,
-        round: Global___Round | None = ...,
-        world_size: _builtins.int = ...,
-        restore: Global___Restore | None = ...,
-        rewound_from: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["restore", b"restore", "round", b"round"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["restore", b"restore", "rewound_from", b"rewound_from", "round", b"round", "world_size", b"world_size"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LastRound: _TypeAlias = LastRound  # noqa: Y015
 
 @_typing.final
 class NotReplicated(_message.Message):
@@ -1755,63 +1678,83 @@ class Wait(_message.Message):
 Global___Wait: _TypeAlias = Wait  # noqa: Y015
 
 @_typing.final
-class Start(_message.Message):
+class RoundInfo(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    ROUND_FIELD_NUMBER: _builtins.int
-    GROUP_RANK_FIELD_NUMBER: _builtins.int
-    GROUP_WORLD_SIZE_FIELD_NUMBER: _builtins.int
-    FIRST_RANK_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
-    ROLE_FIRST_RANK_FIELD_NUMBER: _builtins.int
-    ROLE_WORLD_SIZE_FIELD_NUMBER: _builtins.int
     RESTART_COUNT_FIELD_NUMBER: _builtins.int
-    STORE_FIELD_NUMBER: _builtins.int
-    HOST_STORE_FIELD_NUMBER: _builtins.int
     RESTORE_FIELD_NUMBER: _builtins.int
+    SKIP_FIELD_NUMBER: _builtins.int
     WHY_FIELD_NUMBER: _builtins.int
     CODE_FIELD_NUMBER: _builtins.int
-    SKIP_FIELD_NUMBER: _builtins.int
-    group_rank: _builtins.int
-    group_world_size: _builtins.int
-    first_rank: _builtins.int
     world_size: _builtins.int
-    role_first_rank: _builtins.int
-    role_world_size: _builtins.int
     restart_count: _builtins.int
-    host_store: _builtins.bool
     why: _builtins.str
     @_builtins.property
-    def round(self) -> Global___Round: ...
-    @_builtins.property
-    def store(self) -> Global___Endpoint: ...
+    def name(self) -> Global___Round: ...
     @_builtins.property
     def restore(self) -> Global___Restore: ...
     @_builtins.property
-    def code(self) -> Global___ReasonCode: ...
-    @_builtins.property
     def skip(self) -> Global___Skip: ...
+    @_builtins.property
+    def code(self) -> Global___ReasonCode: ...
     def __init__(
         self,
         *,
-        round: Global___Round | None = ...,
+        name: Global___Round | None = ...,
+        world_size: _builtins.int = ...,
+        restart_count: _builtins.int = ...,
+        restore: Global___Restore | None = ...,
+        skip: Global___Skip | None = ...,
+        why: _builtins.str = ...,
+        code: Global___ReasonCode | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "name", b"name", "restore", b"restore", "skip", b"skip"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "name", b"name", "restart_count", b"restart_count", "restore", b"restore", "skip", b"skip", "why", b"why", "world_size", b"world_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundInfo: _TypeAlias = RoundInfo  # noqa: Y015
+
+@_typing.final
+class Start(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INFO_FIELD_NUMBER: _builtins.int
+    GROUP_RANK_FIELD_NUMBER: _builtins.int
+    GROUP_WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    FIRST_RANK_FIELD_NUMBER: _builtins.int
+    ROLE_FIRST_RANK_FIELD_NUMBER: _builtins.int
+    ROLE_WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
+    HOST_STORE_FIELD_NUMBER: _builtins.int
+    group_rank: _builtins.int
+    group_world_size: _builtins.int
+    first_rank: _builtins.int
+    role_first_rank: _builtins.int
+    role_world_size: _builtins.int
+    host_store: _builtins.bool
+    @_builtins.property
+    def info(self) -> Global___RoundInfo: ...
+    @_builtins.property
+    def store(self) -> Global___Endpoint: ...
+    def __init__(
+        self,
+        *,
+        info: Global___RoundInfo | None = ...,
         group_rank: _builtins.int = ...,
         group_world_size: _builtins.int = ...,
         first_rank: _builtins.int = ...,
-        world_size: _builtins.int = ...,
         role_first_rank: _builtins.int = ...,
         role_world_size: _builtins.int = ...,
-        restart_count: _builtins.int = ...,
         store: Global___Endpoint | None = ...,
         host_store: _builtins.bool = ...,
-        restore: Global___Restore | None = ...,
-        why: _builtins.str = ...,
-        code: Global___ReasonCode | None = ...,
-        skip: Global___Skip | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "restore", b"restore", "round", b"round", "skip", b"skip", "store", b"store"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "store", b"store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "first_rank", b"first_rank", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "host_store", b"host_store", "restart_count", b"restart_count", "restore", b"restore", "role_first_rank", b"role_first_rank", "role_world_size", b"role_world_size", "round", b"round", "skip", b"skip", "store", b"store", "why", b"why", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_rank", b"first_rank", "group_rank", b"group_rank", "group_world_size", b"group_world_size", "host_store", b"host_store", "info", b"info", "role_first_rank", b"role_first_rank", "role_world_size", b"role_world_size", "store", b"store"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,7 +24,7 @@ from tests.forkserver.driver import Driver, script
 from tests.training.monitor.test_monitor import LIMIT, TRAINS
 
 ROUND = RoundName(3, 1, "nonce")
-START = m.Start(ROUND, 0, 1, 4, 6, 4, 6, 0, Endpoint("host", 1), False)
+START = m.Start(m.RoundInfo(ROUND, 6, 0), 0, 1, 4, 4, 6, Endpoint("host", 1), False)
 
 
 class Said:

@@ -133,7 +133,7 @@ class Rank(Client):
         self.segment: Segment
         self.fresh = False
         here = s.RankHere(
-            *(VERSION, self.local_rank, start.first_rank + self.local_rank, start.world_size),
+            *(VERSION, self.local_rank, start.first_rank + self.local_rank, start.info.world_size),
             *(folder, 3, 0),
         )
         self.resume = self.ask(here, s.Resume)

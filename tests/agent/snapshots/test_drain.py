@@ -9,7 +9,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from msgspec import structs
 
 from elasticrun.agent.snapshots.generation import (
     LEAST_MARGIN,
@@ -24,9 +23,10 @@ from elasticrun.snapshots.shm.segment import NONE, Segment, begin, segment_bytes
 from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.agent.configs import agent_config as made_config
+from tests.starts import changed
 
 ROUND, OTHER = RoundName(1, 1, "aa"), RoundName(1, 2, "bb")
-START = m.Start(ROUND, 0, 1, 0, 2, 0, 2, 0, Endpoint("here", 1), True)
+START = m.Start(m.RoundInfo(ROUND, 2), 0, 1, 0, 0, 2, Endpoint("here", 1), True)
 
 
 def held(local_rank: int) -> Held:
@@ -122,7 +122,7 @@ def test_every_segment_is_told_and_later_ones_too() -> None:
     late = held(1)
     drain.show(1, late)
     assert late.segment.save_at == 9
-    drain.begin(begun(structs.replace(START, round=OTHER)))
+    drain.begin(begun(changed(START, OTHER)))
     drain.show(1, late)
     assert late.segment.save_at == NONE
 

@@ -42,5 +42,5 @@ async def test_what_the_agent_before_held_is_told(shm: Path, case: str, living: 
         rows = inventory.holdings(living=living)
         assert [(row.step, row.contents) for row in rows] == told
         assert {(row.round, row.first_rank, row.world_size) for row in rows} == {
-            (LIFE.name, LIFE.first_rank, LIFE.world_size)
+            (LIFE.name, LIFE.first_rank, LIFE.info.world_size)
         }

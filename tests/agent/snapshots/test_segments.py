@@ -26,12 +26,14 @@ from elasticrun.snapshots.shm.layout import PAGE
 from elasticrun.snapshots.shm.memory import NoRoom
 from elasticrun.snapshots.shm.segment import NONE
 from elasticrun.wire import snapshots as s
+from elasticrun.wire.messages import RoundInfo
+from elasticrun.wire.types import RoundName
 from tests import needs
 from tests.agent.snapshots.played import BOTH, CONTENT, LAYOUT, LIMIT, ONE, Node
 
 pytestmark = pytest.mark.slow
 
-LIFE = LocalRound(7, 1, "n1", 0, 2, 2, "/runs/a", 3, 0)
+LIFE = LocalRound(RoundInfo(RoundName(7, 1, "n1"), 2), 0, 2, "/runs/a", 3, 0)
 SIZES = Sizes(LAYOUT.key, len(LAYOUT.encode()), LAYOUT.slot_bytes, 2)
 
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from msgspec import structs
 
 from elasticrun.agent.snapshots import (
     fetching as shards_module,
@@ -42,6 +41,7 @@ from tests.agent.snapshots.played import (
     persist,
 )
 from tests.harness import await_true
+from tests.starts import changed
 
 
 async def compared(rank: Rank, wanted: int) -> s.Whole:
@@ -73,7 +73,7 @@ async def test_the_master_is_told_what_ranks_of_this_life_have_skipped(node: Nod
     ranks[0].say(s.Skipped(2))
     ranks[1].say(s.Skipped(3))
     said = await node.master.until(lambda said: said.skipped == 3, m.Holdings)
-    assert said.last == m.LastRound(ONE, 2)
+    assert said.last == m.RoundInfo(ONE, 2, 2)
     node.master.reports.clear()
     node.goes_on()
     await node.master.until(lambda said: said.skipped == 0, m.Holdings)
@@ -153,7 +153,7 @@ async def test_nothing_chosen_leaves_nothing_but_the_pages(node: Node) -> None:
 
 async def test_the_chosen_step_stays_until_the_new_life_has_a_whole_one(node: Node) -> None:
     await node.life(1)
-    restore = node.goes_on().restore
+    restore = node.goes_on().info.restore
     ranks = await node.ranks()
     assert not ranks[0].fresh
     ranks[0].commit(2)
@@ -617,7 +617,7 @@ async def test_ranks_of_an_older_life_are_not_heard_any_more(node: Node) -> None
     node.begin(2)
     assert await old.hangs_up()
     with pytest.raises(AssertionError, match="hung up"):  # it says its old place
-        await node.call(Rank, node.snapshots.place(0), structs.replace(node.start, world_size=9))
+        await node.call(Rank, node.snapshots.place(0), changed(node.start, world_size=9))
 
 
 async def test_no_socket_is_left_and_none_has_a_path(node: Node) -> None:

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from elasticrun.agent.snapshots.folder import LocalRound
 from elasticrun.snapshots.shm.segment import NONE
 from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.types import RoundName, Skip
@@ -50,7 +49,7 @@ async def test_it_says_what_the_last_round_had_gone_on_from(node: Node) -> None:
     async with follower(node) as after:  # before it took a step
         report = await said(after)
         assert [(one.round, one.step) for one in report.held] == [(ONE, 1)]
-        assert report.last == m.LastRound(TWO, 2, FROM_1, 5)
+        assert report.last == m.RoundInfo(TWO, 2, 2, FROM_1, Skip(5))
     await node.both(ranks, 3)
     async with follower(node) as after:
         report = await said(after)
@@ -65,9 +64,11 @@ async def test_what_was_taken_back_is_told_until_a_checkpoint_says_so(node: Node
     for step, told in ((6, 5), (4, -1)):
         node.snapshots.obey(m.PersistOver("a", ONE, step, ok=True, reason=""))
         await node.snapshots._segments.note(node.snapshots._inventory.lives())
-        assert [row["rewound_from"] for row in json.loads(lives.read_text())] == [told]
+        assert [row["info"]["skip"]["storage_from"] for row in json.loads(lives.read_text())] == [
+            told
+        ]
         last = node.snapshots._inventory.last()
-        assert last.rewound_from == told
+        assert last.skip.storage_from == told
 
 
 async def test_its_ranks_go_on_from_it_and_it_goes_when_they_have_more(node: Node) -> None:
@@ -80,7 +81,7 @@ async def test_its_ranks_go_on_from_it_and_it_goes_when_they_have_more(node: Nod
         await after.both(ranks, 3)
         report = await said(after)
         assert {(one.round, one.step) for one in report.held} == {(NEW, 2), (NEW, 3)}
-        assert report.last == m.LastRound(NEW, 2, FROM_1)
+        assert report.last == m.RoundInfo(NEW, 2, 2, FROM_1)
 
 
 async def test_another_training_of_the_same_name_does_not_go_on_from_it(node: Node) -> None:
@@ -114,9 +115,3 @@ async def test_fewer_local_ranks_go_on_from_what_more_of_them_had(node: Node) ->
         await after.both([rank], 2)
         await after.snapshots._segments._tasks.over(240)  # what it gives back, and what it makes
         assert not list(folder_of(after).glob("1-*")), "nobody needs the other's any more"
-
-
-def test_lives_of_an_older_release_are_read() -> None:
-    old = {"term": 7, "number": 1, "nonce": "n", "first_rank": 0, "world_size": 2, "nproc": 2}
-    life = LocalRound(**old)
-    assert (life.restore, life.rewound_from) == (None, -1)

@@ -11,13 +11,13 @@ import pytest
 from elasticrun.agent import farewell
 from elasticrun.agent.workers.events import EventLog, check_handler
 from elasticrun.core.events import Exit
-from elasticrun.wire.messages import Failure, FailureKind, Start
+from elasticrun.wire.messages import Failure, FailureKind, RoundInfo, Start
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.harness import clean_environment, program
 
 START = Start(
-    round=RoundName(1, 1, "n"), group_rank=0, group_world_size=1, first_rank=0, world_size=2,
-    role_first_rank=0, role_world_size=2, restart_count=0, store=Endpoint("h", 1), host_store=True,
+    info=RoundInfo(RoundName(1, 1, "n"), world_size=2), group_rank=0, group_world_size=1,
+    first_rank=0, role_first_rank=0, role_world_size=2, store=Endpoint("h", 1), host_store=True,
 )  # fmt: skip
 BOOM = Failure("h", 1, 1, 11, 3, 5, FailureKind.SCRIPT, "m", "", "")
 

@@ -19,6 +19,7 @@ from elasticrun.core.persisted import (
     RestartFacts,
     aged,
 )
+from elasticrun.core.rounds.round import Round
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, dumps, loads
 from tests.core.by_hand import DONE, SPEC, Master, failure, hello
@@ -50,7 +51,7 @@ def test_what_is_recorded_and_before_what() -> None:
     assert kinds(master.feed(fx.Attached(2, hello("b")))) == ["Welcome"]
     formed = kinds(master.feed(fx.Heard(2, m.Join(Endpoint("b", 1)))))
     assert formed == ["Record", "Start", "Start"]
-    name = master.facts.round.name  # type: ignore[union-attr]
+    name = master.facts.round.info.name  # type: ignore[union-attr]
     assert kinds(master.feed(fx.Heard(1, m.Running(name, (1, 2))))) == []
     assert kinds(master.feed(fx.Heard(1, m.Beat(1)))) == []
     reopened = kinds(master.feed(fx.Heard(1, m.RanksFailed(name, (failure(0),)))))
@@ -58,7 +59,7 @@ def test_what_is_recorded_and_before_what() -> None:
     master.both_back(name)
     assert kinds(master.effects)[0] == "Record"
     assert master.facts.restarts.count == 1, "the charge is in the record of the round it pays for"
-    name = master.facts.round.name  # type: ignore[union-attr]
+    name = master.facts.round.info.name  # type: ignore[union-attr]
     master.hear(1, m.Finished(name))
     over = kinds(master.feed(fx.Heard(2, m.Finished(name))))
     assert over == ["Recovery", "Record", "End"], "no fact depends on the figures of an incident"
@@ -177,15 +178,15 @@ def test_thirty_days_of_crashes_are_one_day() -> None:
         else:
             master.come_back(2, name)
         found = master.facts
-        assert found.round.name.number == crash + 2, "a round for every crash"
+        assert found.round.info.name.number == crash + 2, "a round for every crash"
         assert len(found.restarts.charges) <= 3
-        name = found.round.name
+        name = found.round.info.name
         if crash % 72 == 71:
             sizes.append(len(dumps(found)))
-            report = m.RoundReport(name, 0, 2, 0, 4, 0, found.round.store)
+            place = Round(found.round).start
             master = successor(master, now=float(crash))
-            master.feed(fx.Attached(1, hello("a", attached=report)))
-            master.feed(fx.Attached(2, replace(pod, attached=replace(report, group_rank=1))))
+            master.feed(fx.Attached(1, hello("a", attached=place("a"))))
+            master.feed(fx.Attached(2, replace(pod, attached=place(pod.node))))
     assert found.restarts.count == 30 * 36, "every second one was a rank's own failure"
     assert len(sizes) == 30
     assert max(sizes[1:]) <= 1.2 * min(sizes[1:]), sizes
@@ -203,7 +204,7 @@ def test_charges_in_the_window_survive_and_others_do_not() -> None:
             continue
         master.hear(1, m.RanksFailed(name, (failure(0),)))
         master.both_back(name)
-        name = master.facts.round.name
+        name = master.facts.round.info.name
     assert master.facts.restarts.charges == (30.0, 0.0), "the first is out of the window"
     assert master.facts.restarts.count == 3, "TORCHELASTIC_RESTART_COUNT counts them all"
     again = successor(master)
@@ -222,10 +223,10 @@ def test_when_most_are_unheard_it_is_the_master_that_is_cut_off() -> None:
         again = successor(master, now=0.0)
         again.feed(fx.Tick())
         seat = master.facts.round.seats[0]
-        name, store = master.facts.round.name, master.facts.round.store
+        name = master.facts.round.info.name
         spec = master.facts.spec
-        report = m.RoundReport(name, 0, 4, 0, 32, 0, store)
-        one = hello(seat.node, incarnation=seat.incarnation, spec=spec, attached=report)
+        place = Round(master.facts.round).start(seat.node)
+        one = hello(seat.node, incarnation=seat.incarnation, spec=spec, attached=place)
         again.feed(fx.Attached(1, one))
         if corroborated:
             again.hear(1, m.RanksFailed(name, (failure(0),)))
@@ -303,16 +304,13 @@ def test_a_successor_has_replicas_made_of_a_round_that_it_learns_bit_by_bit() ->
     what is to be copied is divided among all of them."""
     first = Master()
     name = first.running()
-    store = Endpoint("10.0.0.1", 4000)
-    reports = {
-        node: m.RoundReport(name, at, 2, 2 * at, 4, 0, store) for at, node in enumerate("ab")
-    }
+    places = {node: Round(first.facts.round).start(node) for node in "ab"}
     second = Master(now=100.0)
-    second.feed(fx.Attached(1, hello("a", attached=reports["a"], last_term=1)))
+    second.feed(fx.Attached(1, hello("a", attached=places["a"], last_term=1)))
     third = successor(second)
     third.feed(fx.Tick())
     for at, node in enumerate("ab"):
-        third.feed(fx.Attached(at + 1, hello(node, attached=reports[node], last_term=2)))
+        third.feed(fx.Attached(at + 1, hello(node, attached=places[node], last_term=2)))
     assert third.job.status().phase == "running"
     for at in range(2):
         third.hear(at + 1, m.Running(name, (11, 12)))

@@ -276,8 +276,8 @@ def test_members_of_a_restored_round_are_trusted() -> None:
     again = Master(None, facts=master.facts, now=1000.0)
     again.feed(fx.Tick())
     for session, node in ((1, "a"), (2, "b")):
-        report = m.RoundReport(name, session - 1, 2, 2 * (session - 1), 4, 0, Endpoint("x", 1))
-        attach(again, session, node, attached=report, last_term=1, spec=again.job.spec)
+        (start,) = (one for one in master.told[session] if isinstance(one, m.Start))
+        attach(again, session, node, attached=start, last_term=1, spec=again.job.spec)
         assert not asked(again, session)
     assert again.job.status().phase == "running"
     again.feed(fx.Detached(2, clean=True))

@@ -10,6 +10,7 @@ from elasticrun.core.reasons import RankFailed, said
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.core.by_hand import DONE, SPEC, Master, failure, hello
+from tests.starts import changed
 
 
 def test_before_the_first_agent_there_is_nothing_to_do() -> None:
@@ -74,7 +75,7 @@ def test_a_report_that_is_sent_again_is_charged_once() -> None:
     master.hear(1, report)
     master.come_back(2, name)
     (start,) = master.orders(1)
-    assert (start.restart_count, start.round.number) == (1, 2)
+    assert (start.info.restart_count, start.round.number) == (1, 2)
     master.hear(1, report, m.Stopped(name))
     assert master.effects == [], "it is of a round that is over"
     status = master.job.status()
@@ -129,21 +130,20 @@ def test_every_attach_is_told_the_whole_desired_state() -> None:
     master = Master()
     name = master.running()
     (start,) = (order for order in master.told[2] if isinstance(order, m.Start))
-    report = m.RoundReport(name, 1, 2, 2, 4, 0, start.store)
 
-    def attach(session: int, attached: m.RoundReport | None) -> list[m.Order]:
+    def attach(session: int, attached: m.Start | None) -> list[m.Order]:
         master.feed(fx.Attached(session, hello("b", attached=attached)))
         assert fx.Hangup(session - 1) in master.effects
         welcome, *rest = master.orders(session)
         assert isinstance(welcome, m.Welcome)
         return rest
 
-    assert attach(3, report) == [], "it runs what it should"
+    assert attach(3, start) == [], "it runs what it should"
     assert attach(4, None) == [start], "its Start was lost"
-    other = replace(report, round=RoundName(0, 9, "old"))
+    other = changed(start, RoundName(0, 9, "old"))
     assert attach(5, other) == [start]
     master.hear(1, m.RanksFailed(name, (failure(0),)))
-    assert attach(6, report) == [m.Stop(name, *said(RankFailed(0, "a", "boom")))]
+    assert attach(6, start) == [m.Stop(name, *said(RankFailed(0, "a", "boom")))]
 
 
 def test_after_the_end_whoever_comes_is_told_it() -> None:

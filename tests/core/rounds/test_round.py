@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given, strategies as st
-from msgspec.structs import replace
 
 from elasticrun.core.nodes.admission import Deaths
 from elasticrun.core.nodes.node import Node, is_loopback
 from elasticrun.core.persisted import RoundFacts, Seat
-from elasticrun.core.reasons import Said
-from elasticrun.core.rounds.round import Round, begin, choose, lay_out, store_host
+from elasticrun.core.rounds.round import (
+    Round,
+    adopt,
+    adopted_seat,
+    begin,
+    choose,
+    lay_out,
+    store_host,
+)
+from elasticrun.wire.messages import RoundInfo
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.core.by_hand import hello
 
@@ -41,7 +48,7 @@ def test_every_rank_is_given_out_once(raw, previous, shuffler) -> None:  # type:
     shuffled = list(members)
     shuffler.shuffle(shuffled)
     assert lay_out(shuffled, before) == places, "the order of asking must not matter"
-    made = begin(RoundName(1, 1, "one"), shuffled, len(members), None, 0)
+    made = begin(RoundInfo(RoundName(1, 1, "one"), 1), shuffled, len(members), None)
     assert [seat.group_rank for seat in made.seats] == list(range(len(members)))
     next_rank = 0
     next_in_role = {"x": 0, "y": 0}
@@ -51,7 +58,7 @@ def test_every_rank_is_given_out_once(raw, previous, shuffler) -> None:  # type:
         assert seat.role_first_rank == next_in_role[one.hello.role]
         next_rank += seat.ranks
         next_in_role[one.hello.role] += seat.ranks
-    assert made.world_size == next_rank
+    assert made.info.world_size == next_rank
     for seat in made.seats:
         role = next(node for node in members if node.id == seat.node).hello.role
         assert seat.role_world_size == next_in_role[role]
@@ -92,7 +99,7 @@ B = Seat("b", "two", 1, 2, 1, 2, 3)
 
 
 def of(*seats: Seat) -> Round:
-    return Round(RoundFacts(NAME, 3, 4, STORE, "a", seats), why=Said("grown"))
+    return Round(RoundFacts(RoundInfo(NAME, 3, 4), STORE, "a", seats))
 
 
 def test_each_member_is_told_its_own_place() -> None:
@@ -101,17 +108,21 @@ def test_each_member_is_told_its_own_place() -> None:
     assert (second.group_rank, second.first_rank, second.role_first_rank) == (1, 2, 2)
     assert (first.host_store, second.host_store) == (True, False)
     for start in (first, second):
-        assert (start.round, start.store, start.restart_count) == (NAME, STORE, 4)
-        assert (start.group_world_size, start.world_size, start.role_world_size) == (2, 3, 3)
+        assert (start.info, start.store) == (RoundInfo(NAME, 3, 4), STORE)
+        assert (start.group_world_size, start.role_world_size) == (2, 3)
 
 
-def test_of_an_adopted_round_nobody_is_told_a_part() -> None:
-    """Its roles are not known here; its ranks run already."""
-    adopted = of(A, replace(B, role_world_size=0))
-    assert adopted.start("b") is None
-    assert of(A).start("b") is None, "nor who has no place"
-    assert adopted.start("a") is not None
-    assert adopted.seats == {"a": 0, "b": 1}
+def test_who_has_no_place_is_told_none() -> None:
+    assert of(A).start("b") is None
+
+
+def test_an_adopted_round_knows_the_places_that_were_reported() -> None:
+    first, second = of(A, B).start("a"), of(A, B).start("b")
+    adopted = adopt(first)
+    adopted.seat(adopted_seat(hello("b", incarnation="two", local_world_size=1), second))
+    assert adopted.info == first.info
+    assert adopted.seats == {"b": 1}
+    assert adopted.members["b"] == B
 
 
 @pytest.mark.parametrize(

@@ -148,19 +148,9 @@ def succeeds(master: Master, name: RoundName) -> None:
     gone = total.slot_seconds - recorded / 1e6
     new = Master(facts=aged(master.facts, gone / 4), now=0.0)
     master.job, master.now = new.job, 0.0
-    start = next(order for order in master.told[1] if isinstance(order, m.Start))
     for session, node in ((1, "a"), (2, "b")):
         one = next(order for order in master.told[session] if isinstance(order, m.Start))
-        report = m.RoundReport(
-            name,
-            one.group_rank,
-            2,
-            one.first_rank,
-            start.world_size,
-            0,
-            start.store,
-        )
-        changes: dict[str, object] = {"local_world_size": 2, "attached": report, "last_term": 1}
+        changes: dict[str, object] = {"local_world_size": 2, "attached": one, "last_term": 1}
         master.feed(fx.Attached(session, hello(node, **changes)))
         master.hear(session, m.Running(name, (1, 2)))
     told(master, name, 50, 8)

@@ -20,7 +20,7 @@ class Saves(Snapshots):
     def __init__(self, *, at_breakpoint: bool = True, limit: float = 60.0) -> None:
         names = itertools.count(1)
         super().__init__(m.SaveSpec(at_breakpoint, limit), lambda: f"try{next(names)}")
-        self.begin_round(R1, 2, None)
+        self.begin_round(m.RoundInfo(R1, 2))
 
     def holds(
         self,
@@ -66,7 +66,7 @@ def fails_soon(
     saves: Snapshots, name: RoundName, restore: m.Restore, reached: int | None = None
 ) -> None:
     """A round that goes on from there, does a step (or comes to `reached`), and fails by itself."""
-    saves.begin_round(name, 2, restore)
+    saves.begin_round(m.RoundInfo(name, 2, restore=restore))
     report = saves.points.reports["a"]
     went_on = m.WentOn(name, restore.step + 1 if reached is None else reached)
     saves.heard("a", replace(report, went_on=went_on), 0.0)

@@ -124,7 +124,7 @@ def test_a_failure_is_not_made_to_wait_for_storage() -> None:
         saves.does(f"try{number}", 0.0, ok=False)
         saves.proceed(saves.next_deadline() or 0.0)
     saves.both(100, 110)
-    saves.begin_round(R2, 2, m.Restore(R1, 110, 2))
+    saves.begin_round(m.RoundInfo(R2, 2, restore=m.Restore(R1, 110, 2)))
     saves.taken()
     saves.checkpoints.save(m.Restore(R1, 110, 2), 0.0)
     assert ("a", "Persist") in saves.taken()
@@ -261,13 +261,13 @@ def test_what_agents_withdraw_is_no_longer_written() -> None:
     saves = Saves()
     saves.both(90, 100, wanted=100)
     saves.taken()
-    saves.begin_round(R2, 2, m.Restore(R1, 90, 2))
+    saves.begin_round(m.RoundInfo(R2, 2, restore=m.Restore(R1, 90, 2)))
     assert ("ab", "PersistOver") in saves.taken()
     assert not saves.checkpoints.busy
     saves = Saves()
     saves.both(90, 100, wanted=90)
     saves.taken()
-    saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
+    saves.begin_round(m.RoundInfo(R2, 2, restore=m.Restore(R1, 100, 2)))
     assert saves.checkpoints.busy == "step 90 is being saved", "an older one is as good as before"
 
 
@@ -286,12 +286,12 @@ def test_the_page_counts_the_snapshots_that_this_round_has_skipped() -> None:
     saves.both(100)
     saves.taken()
     for node, skipped in (("a", 3), ("b", 1)):
-        report = replace(saves.points.reports[node], last=m.LastRound(R1, 2), skipped=skipped)
+        report = replace(saves.points.reports[node], last=m.RoundInfo(R1, 2), skipped=skipped)
         saves.heard(node, report, 0.0)
     assert not saves.taken(), "it is for people: nothing follows from it"
     whole = "step 100 is whole in memory"
     assert saves.status() == f"{whole}; 3 snapshots skipped in this round: no slot was free"
-    saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
+    saves.begin_round(m.RoundInfo(R2, 2, restore=m.Restore(R1, 100, 2)))
     assert saves.status() == whole, "what nodes have said was of the round before"
 
 
@@ -353,12 +353,12 @@ def test_the_record_has_what_was_restored_and_what_was_written() -> None:
     master.hear(1, m.RanksFailed(name, (failure(0),)))
     master.both_back(name)
     start = next(order for order in master.orders(1) if isinstance(order, m.Start))
-    assert start.restore == m.Restore(name, 100, 4)
+    assert start.info.restore == m.Restore(name, 100, 4)
     (persist,) = [order for order in master.orders(1) if isinstance(order, m.Persist)]
     master.both(m.Persisted(persist.attempt, True, False, "", 1, 0.1))
     master.hear(1, m.Persisted(persist.attempt, True, True, "", 0, 0.1))
     master.now += 30.0
     master.both(m.Beat(1))
     master.feed(fx.Tick())
-    assert master.facts.snapshots.written == start.restore
-    assert master.facts.round.restore == start.restore
+    assert master.facts.snapshots.written == start.info.restore
+    assert master.facts.round.info.restore == start.info.restore

@@ -13,6 +13,7 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName, Skip, dumps, loads
 from tests.core.by_hand import Master, failure, hello
 from tests.core.snapshots.saves import R1, R2, SAVER, Saves, answer, fails_soon, holding, step_of
+from tests.starts import changed
 
 
 def test_the_watermark_is_told_once_when_it_rises() -> None:
@@ -69,19 +70,19 @@ def test_steps_of_two_rounds_are_not_combined() -> None:
     saves = Saves()
     saves.both(100)
     saves.holds("a", 100, 101)
-    saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
+    saves.begin_round(m.RoundInfo(R2, 2, restore=m.Restore(R1, 100, 2)))
     assert step_of(saves) == 100, "what a holds of 101 is of a time that was given up"
     held = (holding(R1, 100), holding(R2, 101))
     saves.heard("b", m.Holdings(SAVER["b"], held), 0.0)
     assert saves.points.choose().restore == m.Restore(R1, 100, 2)
-    saves.begin_round(RoundName(1, 3, "z"), 2, m.Restore(R1, 100, 2))
+    saves.begin_round(m.RoundInfo(RoundName(1, 3, "z"), 2, restore=m.Restore(R1, 100, 2)))
     assert saves.points.choose().restore == m.Restore(R1, 100, 2)
 
 
 def test_the_older_round_still_serves_when_the_newer_step_is_lost() -> None:
     saves = Saves()
     saves.both(100, content=7)
-    saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
+    saves.begin_round(m.RoundInfo(R2, 2, restore=m.Restore(R1, 100, 2)))
     rank_a = m.Holding(R2, 101, 0, 2, (7,), wanted=False)
     rank_b = m.Holding(R2, 90, 1, 2, (7,), wanted=False)
     saves.heard("a", m.Holdings(SAVER["a"], (rank_a,)), 0.0)
@@ -119,7 +120,7 @@ def test_a_round_that_fails_by_itself_twice_ends_its_snapshot() -> None:
     assert "step 100 is suspect" in saves.says()
     again = Snapshots(m.SaveSpec(), str)
     again.restore(saves.facts(0.0), 0.0)
-    again.begin_round(RoundName(1, 3, "y"), 2, m.Restore(R1, 100, 2))
+    again.begin_round(m.RoundInfo(RoundName(1, 3, "y"), 2, restore=m.Restore(R1, 100, 2)))
     for rank, node in enumerate("ab"):
         held = tuple(m.Holding(R1, s, rank, 2, (rank + 1,), wanted=False) for s in (90, 100))
         again.heard(node, m.Holdings(None, held), 0.0)
@@ -130,17 +131,17 @@ def test_complaints_about_shards_come_to_an_end() -> None:
     """Whatever ranks complain of, something is chosen less: free restarts are not for ever."""
     saves = Saves()
     saves.both(90, 100)
-    saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
+    saves.begin_round(m.RoundInfo(R2, 2, restore=m.Restore(R1, 100, 2)))
     assert saves.points.bad("a", m.ShardBad(R1, 100, 0, "it does not have its hash"))
     assert step_of(saves) == 90
     assert saves.points.rewound_from == -1, "storage may have a good copy of the very same step"
     saves = Saves()
     saves.both(90, 100)
-    saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
+    saves.begin_round(m.RoundInfo(R2, 2, restore=m.Restore(R1, 100, 2)))
     other = m.ShardBad(R1, 100, 1, "its shape is another")
     assert saves.points.bad("a", other), "a holds no rank 1"
     assert step_of(saves) == 90
-    saves.begin_round(RoundName(1, 3, "z"), 2, m.Restore(R1, 90, 2))
+    saves.begin_round(m.RoundInfo(RoundName(1, 3, "z"), 2, restore=m.Restore(R1, 90, 2)))
     assert not saves.points.bad("a", m.ShardBad(R1, 100, 0, "late")), "of a round that is over"
     assert not saves.points.bad("a", m.ShardBad(RoundName(9, 9, "u"), 1, 0, "unknown"))
 
@@ -148,7 +149,7 @@ def test_complaints_about_shards_come_to_an_end() -> None:
 def test_a_node_that_serves_badly_is_not_named_again() -> None:
     saves = Saves()
     saves.both(100, content=7)
-    saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
+    saves.begin_round(m.RoundInfo(R2, 2, restore=m.Restore(R1, 100, 2)))
     asked = m.WhereIs(R1, 100, 1)
     assert answer(saves, "a", asked).saver == SAVER["b"]
     saves.points.bad("a", m.ShardBad(R1, 100, 1, "it does not have its hash"))
@@ -165,7 +166,7 @@ def test_a_shard_that_comes_back_in_a_moment_is_waited_for() -> None:
     whole must not count as lost for that."""
     saves = Saves()
     saves.both(100)
-    saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
+    saves.begin_round(m.RoundInfo(R2, 2, restore=m.Restore(R1, 100, 2)))
     asked = m.WhereIs(R1, 100, 1)
     saves.forget("b", 1.0)
     saves.taken()
@@ -192,7 +193,7 @@ def test_who_comes_back_without_it_is_not_waited_for() -> None:
     """A node that tells of other things has said before what it holds, if it holds anything."""
     saves = Saves()
     saves.both(100)
-    saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
+    saves.begin_round(m.RoundInfo(R2, 2, restore=m.Restore(R1, 100, 2)))
     saves.forget("b", 1.0)
     saves.points.where("a", m.WhereIs(R1, 100, 1))
     saves.taken()
@@ -242,7 +243,7 @@ def test_suspect_is_what_ranks_trained_on_from_for_a_few_steps(
     for number in range(2, 8):
         name = RoundName(1, number, "y")
         if reached is None:  # they failed before they had put anything back
-            saves.begin_round(name, 2, m.Restore(R1, 100, 2))
+            saves.begin_round(m.RoundInfo(name, 2, restore=m.Restore(R1, 100, 2)))
             saves.points.failed_by_itself()
         else:
             fails_soon(saves, name, m.Restore(R1, 100, 2), reached)
@@ -258,7 +259,7 @@ def test_what_an_earlier_round_did_says_nothing_of_this_one() -> None:
     saves.both(90, 100)
     fails_soon(saves, R2, m.Restore(R1, 100, 2))
     for number in (3, 4):
-        saves.begin_round(RoundName(1, number, "y"), 2, m.Restore(R1, 100, 2))
+        saves.begin_round(m.RoundInfo(RoundName(1, number, "y"), 2, restore=m.Restore(R1, 100, 2)))
         saves.heard("a", saves.points.reports["a"], 0.0)
         saves.points.failed_by_itself()
     assert step_of(saves) == 100
@@ -271,7 +272,7 @@ def test_a_suspect_step_is_better_than_none() -> None:
         fails_soon(saves, RoundName(1, number, "y"), m.Restore(R1, 100, 2))
     choice = saves.points.choose()
     assert (choice.restore, choice.skip.memory) == (m.Restore(R1, 100, 2), True)
-    saves.begin_round(RoundName(1, 4, "y"), 2, choice.restore)
+    saves.begin_round(m.RoundInfo(RoundName(1, 4, "y"), 2, restore=choice.restore))
     assert saves.points.choose().skip.memory, "while nothing else is whole"
     for node in "ab":
         saves.holds(node, 101, name=RoundName(1, 4, "y"))
@@ -295,15 +296,15 @@ def test_the_step_that_is_asked_for_and_no_other() -> None:
     assert saves.points.choose() == ASKED, "storage may have it"
     for node, rank in (("a", 0), ("b", 1)):
         rows = tuple(m.Holding(R1, s, rank, 2, (rank + 1,), wanted=False) for s in (90, 100))
-        saves.heard(node, m.Holdings(SAVER[node], rows, last=m.LastRound(R1, 2)), 0.0)
+        saves.heard(node, m.Holdings(SAVER[node], rows, last=m.RoundInfo(R1, 2)), 0.0)
     assert saves.points.choose() == ASKED, "of a master of the same term"
     saves = asks_for(90)
-    saves.begin_round(R1, 2, None)
+    saves.begin_round(m.RoundInfo(R1, 2))
     saves.both(90, 100)
     assert saves.points.choose().restore == m.Restore(R1, 100, 2), "that is what came of it"
     again = asks_for(90)
     again.restore(SnapshotFacts(rewound_from=91, restore_step=90), 0.0)
-    again.begin_round(R2, 2, m.Restore(R1, 95, 2))
+    again.begin_round(m.RoundInfo(R2, 2, restore=m.Restore(R1, 95, 2)))
     for node in "ab":
         again.holds(node, 95)
     assert step_of(again) == 95, "the master before this one saw to it"
@@ -312,7 +313,7 @@ def test_the_step_that_is_asked_for_and_no_other() -> None:
 def test_it_is_asked_for_until_a_checkpoint_of_what_came_of_it_is_written() -> None:
     saves = asks_for(90)
     assert saves.points.rewound_from == 91
-    saves.begin_round(R1, 2, None)
+    saves.begin_round(m.RoundInfo(R1, 2))
     for node in "ab":
         saves.holds(node, 95)
     assert step_of(saves) == 95
@@ -331,7 +332,7 @@ def test_what_storage_has_of_a_later_step_is_not_written_before_it() -> None:
     saves.both(100, 110, wanted=110)
     saves.does("try1")
     saves.both(100)
-    saves.begin_round(R2, 2, m.Restore(R1, 100, 2))
+    saves.begin_round(m.RoundInfo(R2, 2, restore=m.Restore(R1, 100, 2)))
     saves.taken()
     saves.checkpoints.save(m.Restore(R1, 100, 2), 5.0)
     assert persists(saves) == []
@@ -392,17 +393,8 @@ def restores(master: Master) -> tuple[m.Start, RoundName]:
     master.hear(1, m.RanksFailed(name, (failure(0),)))
     master.both_back(name)
     (start,) = [order for order in master.orders(2) if isinstance(order, m.Start)]
-    assert start.restore == m.Restore(name, 100, 4)
+    assert start.info.restore == m.Restore(name, 100, 4)
     return start, name
-
-
-def report(start: m.Start, session: int) -> m.RoundReport:
-    return m.RoundReport(
-        start.round,
-        *(session - 1, 2, 2 * (session - 1), 4, start.restart_count, Endpoint("10.0.0.1", 4001)),
-        restore=start.restore,
-        skip=start.skip,
-    )
 
 
 def test_a_master_without_a_record_learns_what_was_restored() -> None:
@@ -410,13 +402,13 @@ def test_a_master_without_a_record_learns_what_was_restored() -> None:
     start, first = restores(Master())
     master = Master(now=50.0)
     for session, node in ((1, "a"), (2, "b")):
-        attached = report(start, session)
+        attached = changed(start, group_rank=session - 1, first_rank=2 * (session - 1))
         master.feed(fx.Attached(session, hello(node, attached=attached)))
         master.hear(session, m.Running(start.round, (session, session + 10)))
     ranks_hold(master, first, 90, 100, went_on=m.WentOn(start.round, 101))
     master.hear(1, m.RanksFailed(start.round, (failure(0),)))
     master.both_back(start.round)
     (again,) = [order for order in master.orders(2) if isinstance(order, m.Start)]
-    assert again.restore == m.Restore(first, 100, 4)
+    assert again.info.restore == m.Restore(first, 100, 4)
     assert [(one.step, one.times) for one in master.facts.snapshots.rejected] == [(100, 1)]
     assert loads(dumps(master.facts), Facts) == master.facts

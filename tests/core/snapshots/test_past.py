@@ -6,15 +6,15 @@ import pytest
 
 from elasticrun.core.snapshots.snapshots import Snapshots
 from elasticrun.wire import messages as m
-from elasticrun.wire.types import Endpoint, RoundName
+from elasticrun.wire.types import Endpoint, RoundName, Skip
 from tests.core.snapshots.saves import R1, R2, fails_soon, step_of
 
 NEW = RoundName(2, 1, "z")
-FROM_100 = m.LastRound(R2, 2, m.Restore(R1, 100, 2))
+FROM_100 = m.RoundInfo(R2, 2, restore=m.Restore(R1, 100, 2))
 
 
 def holdings(
-    node: str, last: m.LastRound | None, *keys: tuple[RoundName, int], content: int = 0
+    node: str, last: m.RoundInfo | None, *keys: tuple[RoundName, int], content: int = 0
 ) -> m.Holdings:
     rank = "ab".index(node)
     held = tuple(m.Holding(*key, rank, 2, (content or rank + 1,), wanted=False) for key in keys)
@@ -28,13 +28,13 @@ class Blind(Snapshots):
         super().__init__(m.SaveSpec(at_breakpoint, 60.0), lambda: "try", 2)
 
     def hears(
-        self, node: str, last: m.LastRound | None, *keys: tuple[RoundName, int], content: int = 0
+        self, node: str, last: m.RoundInfo | None, *keys: tuple[RoundName, int], content: int = 0
     ) -> None:
         self.heard(node, holdings(node, last, *keys, content=content), 0.0)
 
 
-def noted(name: RoundName, **more: int) -> m.LastRound:
-    return m.LastRound(name, 2, **more)  # type: ignore[arg-type]
+def noted(name: RoundName, rewound_from: int = -1) -> m.RoundInfo:
+    return m.RoundInfo(name, 2, skip=Skip(rewound_from))
 
 
 def test_the_newest_whole_step_of_the_last_round_is_gone_on_from() -> None:
@@ -47,7 +47,7 @@ def test_the_newest_whole_step_of_the_last_round_is_gone_on_from() -> None:
     choice = saves.points.choose()
     assert (choice.restore, choice.why) == (m.Restore(R1, 100, 2), "")
     assert saves.outbox.orders == [], "nobody is told a watermark of a round that is over"
-    saves.begin_round(NEW, 2, choice.restore)
+    saves.begin_round(m.RoundInfo(NEW, 2, restore=choice.restore))
     assert not saves.points.looks_back
     assert step_of(saves) == 100, "as before any other restart"
 
@@ -85,7 +85,7 @@ def test_another_number_of_ranks_is_read_as_it_was() -> None:
     saves = Blind()
     rows = [(90, (1, 2, 3, 4)), (100, (1, 2, 0, 0))]
     held = tuple(m.Holding(R1, step, 0, 4, row, wanted=False) for step, row in rows)
-    saves.heard("a", m.Holdings(None, held, last=m.LastRound(R1, 4)), 0.0)
+    saves.heard("a", m.Holdings(None, held, last=m.RoundInfo(R1, 4)), 0.0)
     assert saves.points.choose().restore == m.Restore(R1, 90, 4)
 
 
@@ -106,13 +106,13 @@ def test_rounds_of_a_later_clock_are_not_believed(term: int) -> None:
 
 def test_a_master_that_knows_a_round_believes_nothing_else() -> None:
     saves = Blind()
-    saves.begin_round(RoundName(2, 1, "z"), 2, None)
+    saves.begin_round(m.RoundInfo(RoundName(2, 1, "z"), 2))
     for node in "ab":
         saves.hears(node, noted(R1, rewound_from=90), (R1, 100))
     assert (step_of(saves), saves.points.rewound_from) == (None, -1)
     saves = Blind()
     saves.hears("a", noted(R2), (R2, 100), content=7)
-    saves.begin_round(R1, 2, None)  # which living ranks have told of
+    saves.begin_round(m.RoundInfo(R1, 2))  # which living ranks have told of
     assert step_of(saves) is None
 
 

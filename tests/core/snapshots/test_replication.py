@@ -26,7 +26,7 @@ class Saves(Snapshots):
         self.round = R1
         self.replicas = True
         self.savers = True
-        self.begin_round(R1, self.world, None, self.seats())
+        self.begin_round(m.RoundInfo(R1, self.world), self.seats())
 
     def seats(self) -> dict[str, int]:
         return {node: at for at, node in enumerate(self.nodes)}
@@ -231,7 +231,7 @@ def test_a_restored_step_is_paired_again() -> None:
     saves.copies("a", "b", 10)
     saves.forget("b", 1.0, gone="is dead")
     saves.told()
-    saves.begin_round(R2, 4, m.Restore(R1, 10, 4), saves.seats())
+    saves.begin_round(m.RoundInfo(R2, 4, restore=m.Restore(R1, 10, 4)), saves.seats())
     saves.say("a", 2.0)
     assert not saves.told(), "b has not been heard yet"
     saves.heard("b", m.Holdings(SAVER["b"], (), True), 2.0)

@@ -31,6 +31,7 @@ from tests.core.by_hand import (
     ended,
     own,
 )
+from tests.starts import changed
 
 RULES = Agent().group.rules()
 
@@ -84,7 +85,7 @@ def test_a_failure_stops_the_others_at_once_and_joins_with_the_prepared_store() 
     ]
     assert agent.exit(1, -15, failure=own(1, -15)) == [fx.SweepRanks(10.0)]
     assert agent.feed(fx.RanksSwept(())) == [*STOPPED, fx.Say(m.Join(NEXT))]
-    second = replace(START, round=RoundName(1, 2, "bb"), store=NEXT, restart_count=1)
+    second = changed(START, RoundName(1, 2, "bb"), store=NEXT, restart_count=1)
     assert agent.order(second) == [
         fx.ReleaseStore(STORE),
         fx.SpawnRanks(second, 1),
@@ -154,7 +155,7 @@ def test_orders_for_another_round_are_ignored() -> None:
 
 def test_a_newer_start_while_ranks_live_stops_them_first() -> None:
     agent = Agent().running()
-    newer = replace(START, round=RoundName(1, 2, "bb"))
+    newer = changed(START, RoundName(1, 2, "bb"))
     assert agent.order(newer)[:2] == [fx.RanksStopping(), fx.SignalRanks((0, 1), 15)]
     assert agent.state is State.STOPPING
 
@@ -228,8 +229,7 @@ def test_what_was_said_in_vain_is_said_again() -> None:
         fx.Say(m.Stopped(ROUND)),
         fx.Say(m.Join(NEXT)),
     ]
-    report = agent.group.attached()
-    assert report.round == ROUND
+    assert agent.group.start == START
     agent.order(WELCOME)
     assert agent.group.next_deadline() is None
 

@@ -329,7 +329,7 @@ class Watch:
         """Whether every rank is in a collective, which rules out slow steps."""
         quiet = (self._activity.quiet[node] for node in still.members)
         round_, waiting = self._ctx.round, sum(one.waiting for one in quiet)
-        return round_ is not None and waiting == round_.facts.world_size
+        return round_ is not None and waiting == round_.info.world_size
 
     def _sample(self) -> tuple[Wish, ...]:
         """Request the sample that is due."""
@@ -364,7 +364,7 @@ class Watch:
             return ()
         if look.order.dump:
             still.dump.written = look
-        all_seen = look.whole and round_ is not None and len(sightings) == round_.facts.world_size
+        all_seen = look.whole and round_ is not None and len(sightings) == round_.info.world_size
         if not still.members or not all_seen or self._ctx.spec.watch.on_hang == "off":
             still.belief = Unjudged()
             return ()
