@@ -1,15 +1,18 @@
 """Every setting with its default: what it is, and the effect of raising it.
 
-The constants are the defaults. The dataclasses are what the command line resolves to and what the
-agent and the master are started with. They travel as JSON (`wire.types`) over inherited descriptors
-between processes of one installation, so no version is negotiated. Nothing here reads the
-environment.
+The constants are the defaults. `Launch` is what the user asked for; nothing changes it once the
+command line is read. `Place` is where the master is, as far as that has been found. `Identity` is
+what has been minted. The agent and the master are started with these, which travel as JSON
+(`wire.types`) over inherited descriptors between processes of one installation, so no version is
+negotiated. Nothing here reads the environment.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Final
+
+from msgspec import structs
 
 from elasticrun.wire.messages import JobSpec
 from elasticrun.wire.types import Entrypoint
@@ -338,28 +341,6 @@ class JoinCommand:
 
 
 @dataclass(frozen=True, slots=True)
-class MasterPlace:
-    """Where the master is and who starts it.
-
-    kind "standalone": this agent starts one on loopback. "elastic": the agent whose address is in
-    `host:port` starts it. "static": node rank 0 starts it, behind a port proxy on `port`, which the
-    ranks see as MASTER_PORT. "external": it already runs at `host:port`. "etcd": the agents elect
-    one of them, through `master_store`, to start it on `port` (0: a free one). "file": the agent
-    that claims the file `path` first starts it on the first free port from `port` on; the file
-    contains its address, the job's id and the token. "open": this agent starts it, on the first
-    free port too, and prints its address.
-    """
-
-    kind: str
-    host: str = ""
-    port: int = 0
-    is_host: bool | None = None  # --rdzv-conf is_host
-    path: str = ""  # path of the rendezvous file
-    found: str = ""  # why that file was chosen, if the user gave none
-    named: bool = False  # the user chose the job's id
-
-
-@dataclass(frozen=True, slots=True)
 class Tls:
     """PEM files for a node's TLS; `ca` alone verifies the master and presents no certificate of
     ours."""
@@ -370,20 +351,31 @@ class Tls:
 
 
 @dataclass(frozen=True, slots=True)
-class AgentConfig:
-    """Everything one agent needs; made by `cli.resolve` or `elasticrun.launcher`."""
+class MasterPlan:
+    """The part of a launch that the job's master needs."""
 
-    spec: JobSpec
-    rendezvous: MasterPlace
+    status_port: int = 0  # 0: a free port
+    on_event: str = ""  # a command or URL to which the master sends events; "": none
+    # where each setting of the job's spec comes from, for display
+    sources: dict[str, str] = field(default_factory=dict, compare=False)
+    store: str = ""  # "etcd://host:port[,host:port]"; "": the master's own disk
+    to_join: JoinCommand | None = None  # what other nodes run, if they meet here
+    run: RunPlan = field(default_factory=RunPlan)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the user asked one agent for; made by `cli.resolve`, and never changed."""
+
+    spec: JobSpec  # without the job's id, which is in Identity
     entry: Entrypoint
     logs: LogPlan
     nproc_per_node: int
     node_rank: int = -1
-    node_id: str = ""  # "": host id and slot
     local_addr: str | None = None
     role: str = "default"
     # processes
-    launch: str = "auto"  # auto, fork, exec
+    mode: str = "auto"  # auto, fork, exec
     start_method: str = "spawn"
     preload: tuple[str, ...] = ()
     warm: bool = False  # leave a warm process running
@@ -398,52 +390,90 @@ class AgentConfig:
     exit_barrier_timeout: float | None = None  # None: as long as the job runs
     departure_grace: float = DEPARTURE_GRACE
     child_exit_timeout: float = CHILD_EXIT_TIMEOUT
-    # events, status
+    # events, checks
     event_log_handler: str = "null"
-    console_fds: tuple[int, ...] = (1, 2)  # where tee'd output is shown: stdout's, stderr's
-    status_port: int = 0  # 0: a free port
-    on_event: str = ""  # a command or URL to which the master sends events; "": none
-    notes: tuple[str, ...] = ()  # messages to print once at the start
-    # where each setting of `spec` comes from, for display
-    sources: dict[str, str] = field(default_factory=dict, compare=False)
-    to_join: JoinCommand | None = None  # what other nodes run, if they meet here
-    env: dict[str, str] = field(default_factory=dict)  # further variables for every rank
-    delegate: str = ""  # a rendezvous plug-in that needs torch's own launcher
-    token: str = field(default="", repr=False)  # the job's secret; "": none was given
-    tls: Tls | None = None
-    master_store: str = ""  # "etcd://host:port[,host:port]"; "": the master's own disk
     precheck: int = 0  # 0: problems of this machine are logged; 1, 2: a failure ends the agent
     accelerator: str = ""  # "": detected; nvidia, ascend, cpu
-    called: bool = False  # from Python: the caller's exception reports failures, not the agent
-    run: RunPlan = field(default_factory=RunPlan)
+    master: MasterPlan = field(default_factory=MasterPlan)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the master is and who starts it.
+
+    kind "standalone": this agent starts one on loopback. "elastic": the agent whose address is in
+    `host:port` starts it. "static": node rank 0 starts it, behind a port proxy on `port`, which the
+    ranks see as MASTER_PORT. "external": it already runs at `host:port`. "etcd": the agents elect
+    one of them, through `MasterPlan.store`, to start it on `port` (0: a free one). "file": the
+    agent that claims the file `path` first starts it on the first free port from `port` on; the
+    file contains its address, the job's id and the token. "open": this agent starts it, on the
+    first free port too, and prints its address.
+    """
+
+    kind: str
+    host: str = ""
+    port: int = 0
+    is_host: bool | None = None  # --rdzv-conf is_host
+    path: str = ""  # path of the rendezvous file
+    found: str = ""  # why that file was chosen, if the user gave none
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this job and this node are, and how they prove it. The user gives these, or they are
+    minted: the job's id by `cli.resolve`, the token by `agent.link.trust`, both taken over from the
+    job that `agent.rendezvous.finding` finds, and the node's id by `agent.link.identity`."""
+
+    job_id: str
+    named: bool = False  # the user chose the job's id
+    token: str = field(default="", repr=False)  # the job's secret; "": anyone may join
+    tls: Tls | None = None
+    node_id: str = ""  # "": not minted yet
+
+
+def spec_of(launch: Launch, identity: Identity) -> JobSpec:
+    """The job's spec as this node proposes it."""
+    return structs.replace(launch.spec, job_id=identity.job_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The Python program that an agent runs for; its exceptions report failures."""
+
+    console_fds: tuple[int, int]  # where tee'd output is shown: stdout's, stderr's
+    variables: dict[str, str] = field(default_factory=dict)  # further ones for every rank
+
+
+@dataclass(frozen=True, slots=True)
+class CalledLaunch:
+    """What a Python program hands to the agent that it starts."""
+
+    launch: Launch
+    place: Place
+    identity: Identity
+    caller: Caller
 
 
 @dataclass(frozen=True, slots=True)
 class MasterConfig:
     """Everything a job master needs."""
 
-    job_id: str
+    identity: Identity  # node_id "": a master is no node
     host: str  # address to bind
     port: int  # 0: any
     spec: JobSpec | None  # None: the first agent's
+    launch: MasterPlan = field(default_factory=MasterPlan)
     status_host: str = "127.0.0.1"
-    status_port: int = 0
     lifeline_fd: int = -1  # exit when this pipe reaches EOF (standalone); -1: none
     ready_fd: int = -1  # write one JSON line {"port":, "status_port":} here when serving, then one
     # byte for each byte received on lifeline_fd; -1: none
     replaces: str = ""  # how the previous master that this agent started ended, if it had served:
     # "was killed by signal 9"; "": there was none
     linger: float = 5.0  # seconds that agents have to receive the outcome
-    token: str = field(default="", repr=False)  # agents must know it; "": anyone may join
-    tls: Tls | None = None
-    record_dir: str = ""  # folder of record and trace, on a local disk; "": no record
-    master_store: str = ""  # as in AgentConfig; then it has the record, and record_dir the trace
+    record_dir: str = ""  # folder of record and trace, on a local disk; "": no record. With
+    # `launch.store` the record is there, and only the trace here
     advertise: str = ""  # host that agents dial if they find the master through etcd
     holder: str = ""  # incarnation of the agent that starts this master, in etcd's leader key
     log_dir: str = ""  # where incidents are written; "": the run folder
-    on_event: str = ""  # as in AgentConfig
-    sources: dict[str, str] = field(default_factory=dict)  # as in AgentConfig
     outlive: bool = False  # at EOF of the lifeline, keep running while other agents are attached
     last_words: str = ""  # file for the job's result; "": none
-    to_join: JoinCommand | None = None  # as in AgentConfig: sent to a node with a join code
-    run: RunPlan = field(default_factory=RunPlan)

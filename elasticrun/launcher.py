@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from elasticrun.cli.devices import this_machine
-from elasticrun.cli.resolve import resolve
+from elasticrun.cli.resolve import EntryPlan, Resolved, resolve
 from elasticrun.cli.settings import UsageError
 from elasticrun.cli.trust import withdraw
-from elasticrun.config import CHILD_EXIT_TIMEOUT, AgentConfig
+from elasticrun.config import CHILD_EXIT_TIMEOUT
 from elasticrun.core.events import Exit
 from elasticrun.errors import LaunchError, child_failed_error, signal_exception
 from elasticrun.forkserver.functions.agent_process import AgentProcess, signals_passed_on
@@ -148,13 +148,13 @@ def launch_agent(
         config.run_id = str(uuid.uuid4().int)
         logger.warning("config has no run_id, generated a random run_id: %s", config.run_id)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
-    agent_config = agent_config_of(config, entrypoint, args)
-    for note in agent_config.notes:
+    found = resolved(config, entrypoint, args)
+    for note in found.notes:
         logger.warning("%s", note)
     name = entrypoint_name(entrypoint, args)
     if callable(entrypoint):
-        return run_function(agent_config, entrypoint, tuple(args), name)
-    return run_program(agent_config, name)
+        return run_function(found, entrypoint, tuple(args), name)
+    return run_program(found, name)
 
 
 def entrypoint_name(entrypoint: Callable[..., Any] | str | None, args: list[Any]) -> str:
@@ -167,29 +167,28 @@ def entrypoint_name(entrypoint: Callable[..., Any] | str | None, args: list[Any]
     return entrypoint or ""
 
 
-def agent_config_of(
+def resolved(
     config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: list[Any]
-) -> AgentConfig:
-    """The agent's configuration. Raises ValueError with a sentence for an invalid one."""
+) -> Resolved:
+    """What the configuration asks for. Raises ValueError with a sentence for an invalid one."""
+    numa = config.numa_options
+    program = EntryPlan(
+        entry=entry_of(entrypoint, args),
+        logs=log_words(config),
+        set_omp_threads=False,  # as in torch, only the command line sets it
+        numa_binding=_numa_word(numa),
+        numa_may_fail=getattr(numa, "should_fall_back_if_binding_fails", False),
+    )
     try:
-        resolved = resolve(_as_flags(config), withdraw(), this_machine())
+        found = resolve(_as_flags(config), withdraw(), this_machine(), sys.argv, program)
     except UsageError as error:
         raise ValueError(str(error)) from None
-    if resolved.delegate:
+    if found.delegate:
         raise ValueError(
             f"rdzv_backend={config.rdzv_backend} is a plug-in of torch's: use torch.distributed."
             "launcher for it"
         )
-    return dataclasses.replace(
-        resolved,
-        entry=entry_of(entrypoint, args),
-        logs=log_words(config),
-        set_omp_threads=False,  # as in torch, only the command line sets it
-        numa_binding=_numa_word(config.numa_options),
-        numa_may_fail=getattr(config.numa_options, "should_fall_back_if_binding_fails", False),
-        notes=tuple(note for note in resolved.notes if "OMP_NUM_THREADS" not in note),
-        run=dataclasses.replace(resolved.run, command=tuple(sys.argv)),
-    )
+    return found
 
 
 def entry_of(entrypoint: Callable[..., Any] | str, args: list[Any]) -> Entrypoint:
@@ -207,34 +206,36 @@ def entry_of(entrypoint: Callable[..., Any] | str, args: list[Any]) -> Entrypoin
     return Entrypoint(EntryKind.COMMAND, entrypoint, tuple(words))
 
 
-def run_program(config: AgentConfig, name: str) -> dict[int, Any]:
+def run_program(found: Resolved, name: str) -> dict[int, Any]:
     """Run an agent whose ranks are programs; every rank's result is None."""
-    raise_for(_outcome(config), name)
-    first = max(config.node_rank, 0) * config.nproc_per_node
-    return dict.fromkeys(range(first, first + config.nproc_per_node))
+    raise_for(_outcome(found), name)
+    nproc = found.launch.nproc_per_node
+    first = max(found.launch.node_rank, 0) * nproc
+    return dict.fromkeys(range(first, first + nproc))
 
 
 def run_function(
-    config: AgentConfig, function: Callable[..., Any], args: tuple[Any, ...], name: str
+    found: Resolved, function: Callable[..., Any], args: tuple[Any, ...], name: str
 ) -> dict[int, Any]:
     """Run an agent whose ranks call a function; results by global rank."""
     token = secrets.token_hex(8)
     mark = f"{env.CALLER}={token}".encode()
-    spawner = FunctionSpawner(function, args, config.start_method, mark)
-    raise_for(_outcome(config, spawner, {env.CALLER: token}), name)
+    spawner = FunctionSpawner(function, args, found.launch.start_method, mark)
+    raise_for(_outcome(found, spawner, {env.CALLER: token}), name)
     return spawner.results()
 
 
 def _outcome(
-    config: AgentConfig,
+    found: Resolved,
     spawner: FunctionSpawner | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> Exit:
     """Run an agent to the end; neither it nor its ranks remain. `variables`: added for every
     rank."""
-    agent = AgentProcess(config, None if spawner is None else spawner.agents_end, variables or {})
+    end = None if spawner is None else spawner.agents_end
+    agent = AgentProcess(found.launch, found.place, found.identity, end, variables or {})
     try:
-        with signals_passed_on(agent, config.signals_to_handle) as handlers:
+        with signals_passed_on(agent, found.launch.signals_to_handle) as handlers:
             if spawner is not None:
                 spawner.handlers = handlers
                 spawner.serve(agent)

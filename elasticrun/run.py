@@ -30,10 +30,9 @@ from typing import Any
 from elasticrun.cli import flags, settings
 from elasticrun.cli.devices import this_machine
 from elasticrun.cli.main import check_program, say
-from elasticrun.cli.resolve import resolve
+from elasticrun.cli.resolve import Resolved, resolve
 from elasticrun.cli.settings import UsageError
 from elasticrun.cli.trust import withdraw
-from elasticrun.config import AgentConfig
 from elasticrun.forkserver.functions.consoles import specs_of
 from elasticrun.launcher import LaunchConfig, elastic_launch, run_program
 from elasticrun.wire.types import EntryKind
@@ -73,23 +72,23 @@ def run(args: argparse.Namespace) -> None:
     received a death signal (torch's classes, if torch's are imported), LaunchError for other
     failures, ValueError for invalid settings.
     """
-    config = _resolve(args)
-    for note in config.notes:
+    found = _resolve(args)
+    for note in found.notes:
         say(note)
-    if config.delegate:
-        say(f"--rdzv-backend={config.delegate} is a plug-in of torchrun's: torchrun takes over")
+    if found.delegate:
+        say(f"--rdzv-backend={found.delegate} is a plug-in of torchrun's: torchrun takes over")
         importlib.import_module("torch.distributed.run").run(args)
         return
-    run_program(config, config.entry.target)
+    run_program(found, found.launch.entry.target)
 
 
 def config_from_args(
     args: argparse.Namespace,
 ) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
     """The namespace as arguments of `elastic_launch`: configuration, entry point, its arguments."""
-    config = _resolve(args)
-    entry = config.entry
-    command: Callable[..., Any] | str = config.python_exec or sys.executable
+    found = _resolve(args)
+    entry = found.launch.entry
+    command: Callable[..., Any] | str = found.launch.python_exec or sys.executable
     words = ["-u", entry.target]
     if entry.kind is EntryKind.RUN_PATH:
         command, words = run_script_path, [entry.target]
@@ -97,7 +96,7 @@ def config_from_args(
         words = ["-u", "-m", entry.target]
     elif entry.kind is EntryKind.COMMAND:
         command, words = entry.target, []
-    return _launch_config(args, config), command, [*words, *entry.args]
+    return _launch_config(args, found), command, [*words, *entry.args]
 
 
 def parse_min_max_nnodes(nnodes: str) -> tuple[int, int]:
@@ -116,7 +115,7 @@ def determine_local_world_size(nproc_per_node: str) -> int:
         nproc_per_node=str(nproc_per_node), standalone=True, training_script="-",
         training_script_args=(),
     )  # fmt: skip
-    return _resolve(wish).nproc_per_node
+    return _resolve(wish).launch.nproc_per_node
 
 
 def run_script_path(training_script: str, *training_script_args: str) -> None:
@@ -125,19 +124,20 @@ def run_script_path(training_script: str, *training_script_args: str) -> None:
     runpy.run_path(training_script, run_name="__main__")
 
 
-def _resolve(args: argparse.Namespace) -> AgentConfig:
+def _resolve(args: argparse.Namespace) -> Resolved:
     try:
-        config = resolve(args, withdraw(), this_machine(say=say))
-        hint = check_program(config.entry)
+        found = resolve(args, withdraw(), this_machine(say=say))
+        hint = check_program(found.launch.entry)
     except UsageError as error:
         raise ValueError(str(error)) from None
     if hint:
         say(hint)
-    return config
+    return found
 
 
-def _launch_config(args: argparse.Namespace, config: AgentConfig) -> LaunchConfig:
-    spec, place, logs = config.spec, config.rendezvous, config.logs
+def _launch_config(args: argparse.Namespace, found: Resolved) -> LaunchConfig:
+    launch, place = found.launch, found.place
+    spec, logs = launch.spec, launch.logs
     static = place.kind in ("static", "open")  # torch's default if nothing is given
     endpoint = {
         "standalone": "localhost:0",
@@ -146,27 +146,27 @@ def _launch_config(args: argparse.Namespace, config: AgentConfig) -> LaunchConfi
     }.get(place.kind, f"{place.host}:{place.port}")
     configs: dict[str, Any] = {**settings.pairs(getattr(args, "rdzv_conf", "") or "")}
     if static:
-        configs["rank"] = config.node_rank
+        configs["rank"] = launch.node_rank
     return LaunchConfig(
         min_nodes=spec.min_nodes,
         max_nodes=spec.max_nodes,
-        nproc_per_node=config.nproc_per_node,
+        nproc_per_node=launch.nproc_per_node,
         logs_specs=specs_of(logs),
-        run_id=spec.job_id,
-        role=config.role,
+        run_id=found.identity.job_id,
+        role=launch.role,
         rdzv_endpoint=endpoint,
         rdzv_backend="static" if static else "c10d",
         rdzv_configs=configs,
         max_restarts=spec.max_restarts,
         monitor_interval=float(getattr(args, "monitor_interval", 0.1)),
-        start_method=config.start_method,
+        start_method=launch.start_method,
         log_line_prefix_template=logs.prefix_template or None,
-        local_addr=config.local_addr,
-        event_log_handler=config.event_log_handler,
-        numa_options=config.numa_binding,
-        signals_to_handle=",".join(config.signals_to_handle),
+        local_addr=launch.local_addr,
+        event_log_handler=launch.event_log_handler,
+        numa_options=launch.numa_binding,
+        signals_to_handle=",".join(launch.signals_to_handle),
         duplicate_stdout_filters=list(logs.stdout_filters) or None,
         duplicate_stderr_filters=list(logs.stderr_filters) or None,
-        virtual_local_rank=config.virtual_local_rank,
-        shutdown_timeout=int(config.shutdown_timeout),
+        virtual_local_rank=launch.virtual_local_rank,
+        shutdown_timeout=int(launch.shutdown_timeout),
     )

@@ -437,7 +437,7 @@ class House:
             called = getattr(node.func, "attr", getattr(node.func, "id", ""))
             if called == "replace" and node.args:
                 what = getattr(node.args[0], "attr", getattr(node.args[0], "id", ""))
-                if what.strip("_") in ("config", "resolved"):
+                if what.strip("_") in ("config", "resolved", "launch"):
                     found.append(module.named(node, ast.unparse(node)[:60]))
         return Count(len(found), found)
 

@@ -4,7 +4,7 @@ of the Python API (`elasticrun.launcher`).
 It is a separate process, so that the caller can fork without gRPC's threads. With `--spawner-fd`
 the caller starts the ranks itself.
 
-Input: an AgentConfig as JSON (`wire.types`). Output, at the end: core.events.Exit as JSON on K, one
+Input: a CalledLaunch as JSON (`wire.types`). Output, at the end: core.events.Exit as JSON on K, one
 end of a socketpair. EOF on K means that the caller has exited.
 """
 
@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 
-from elasticrun.config import EXIT_USAGE, MAX_CONFIG_BYTES, AgentConfig
+from elasticrun.config import EXIT_USAGE, MAX_CONFIG_BYTES, CalledLaunch
 from elasticrun.host.system.title import AGENT, set_title
 from elasticrun.wire.types import dumps, loads
 
@@ -32,8 +32,8 @@ def main(argv: list[str]) -> int:
     asked = parser.parse_args(argv)
     try:
         with open(asked.config_fd, "rb") as pipe:
-            config = loads(pipe.read(MAX_CONFIG_BYTES), AgentConfig)
-        for fd in set(config.console_fds) - {1, 2}:
+            called = loads(pipe.read(MAX_CONFIG_BYTES), CalledLaunch)
+        for fd in set(called.caller.console_fds) - {1, 2}:
             os.set_inheritable(fd, False)
         result = socket.socket(fileno=asked.result_fd)
         result.set_inheritable(False)
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
 
     if spawner is None:
         threading.Thread(target=_die_with_caller, args=(result,), daemon=True).start()
-    outcome = run_agent(config, spawner)
+    outcome = run_agent(called.launch, called.place, called.identity, called.caller, spawner)
     with contextlib.suppress(OSError):
         result.sendall(dumps(outcome).encode())
         result.shutdown(socket.SHUT_WR)

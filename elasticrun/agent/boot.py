@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from elasticrun.agent.warm import WarmChild, can_be_warm, fork_server
-from elasticrun.config import AgentConfig
+from elasticrun.config import Launch
 from elasticrun.host.log import logger
 from elasticrun.host.system import sandbox
 from elasticrun.host.system.processes import below, everybody
@@ -146,30 +146,30 @@ class SpawnerProcess:
             sandbox.kill(self.process.pid)
 
 
-def configure_message(config: AgentConfig) -> Configure:
+def configure_message(launch: Launch) -> Configure:
     """The spawner's settings as a message."""
     return Configure(
-        launch=config.launch,
-        preload=config.preload,
-        entry=config.entry,
-        start_method=config.start_method,
-        numa=config.numa_binding is not None,
+        launch=launch.mode,
+        preload=launch.preload,
+        entry=launch.entry,
+        start_method=launch.start_method,
+        numa=launch.numa_binding is not None,
     )
 
 
-def start_spawner(config: AgentConfig, ignored: tuple[int, ...]) -> SpawnerProcess:
+def start_spawner(launch: Launch, ignored: tuple[int, ...]) -> SpawnerProcess:
     """Start a spawner; `ignored`: the signals that this process inherited as ignored. OSError."""
     environ = dict(os.environ)
-    if config.set_omp_threads:
+    if launch.set_omp_threads:
         # torch sizes its thread pools at import; the ranks get the same value.
         environ[env.OMP_NUM_THREADS] = "1"
-    if config.python_exec:
-        environ[env.PYTHON_EXEC] = config.python_exec
+    if launch.python_exec:
+        environ[env.PYTHON_EXEC] = launch.python_exec
     process: subprocess.Popen[bytes] | WarmChild
-    warm = fork_server(environ, ignored) if can_be_warm(config) else None
+    warm = fork_server(environ, ignored) if can_be_warm(launch) else None
     process, channel = warm or start_server(ignored=ignored, env=environ)
     with contextlib.suppress(OSError):  # it died at once: the reader sees EOF
-        channel.sendall(frames.encode(configure_message(config)))
+        channel.sendall(frames.encode(configure_message(launch)))
     return SpawnerProcess(channel, process)
 
 

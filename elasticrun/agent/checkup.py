@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Final
 from elasticrun import __version__
 from elasticrun.agent.link.trust import trust_of
 from elasticrun.agent.runtime import Tasks, in_thread
-from elasticrun.config import AgentConfig
 from elasticrun.host.doctor.verdict import failures, in_a_line
 from elasticrun.host.log import logger
 from elasticrun.host.system.network import names_this_host_only
@@ -31,6 +30,8 @@ from elasticrun.wire.rpc.channel import LinkError, reach_me
 from elasticrun.wire.types import Endpoint, Finding, Level
 
 if TYPE_CHECKING:
+    from elasticrun.agent.context import NodeContext
+    from elasticrun.config import Launch, Place
     from elasticrun.host.doctor.checkup import Subject
     from elasticrun.host.doctor.reach import Answer
 
@@ -51,8 +52,8 @@ ANSWER_LIMIT: Final = 6.0
 class Checkup:
     """The checkup of one agent; call `begin` once, in the agent's loop."""
 
-    def __init__(self, config: AgentConfig) -> None:
-        self._config = config
+    def __init__(self, node: NodeContext) -> None:
+        self._node = node
         self._findings: asyncio.Task[list[Finding]] | None = None
         self._asking: asyncio.Task[None] | None = None
         self._tasks = Tasks(logger.error)
@@ -64,7 +65,7 @@ class Checkup:
     async def unfit(self) -> str:
         """Why no rank may start on this node; "" if ranks may start. Waits for the findings only
         with --precheck."""
-        if self._config.precheck < 1 or self._findings is None:
+        if self._node.launch.precheck < 1 or self._findings is None:
             return ""
         failed = failures(await self._findings)
         if not failed:
@@ -74,8 +75,8 @@ class Checkup:
 
     def welcomed(self, master: Endpoint) -> None:
         """Called when a master accepts this node: ask it later to dial this node's ports."""
-        most = self._config.spec.max_nodes
-        if most > 1 and self._config.rendezvous.kind != "standalone":
+        most = self._node.launch.spec.max_nodes
+        if most > 1 and self._node.place.kind != "standalone":
             delay = ASK_AFTER + random.uniform(0, most / ASKERS)
             asking = self._ask(master, delay)
             what = "asking the master about this node's ports"
@@ -86,18 +87,21 @@ class Checkup:
         self._tasks.close()
 
     async def _look(self) -> list[Finding]:
+        node = self._node
         try:
-            findings = await in_thread(lambda: look(self._config), name="checkup")
+            findings = await in_thread(lambda: look(node.launch, node.place), name="checkup")
         except (OSError, RuntimeError) as wrong:  # no working directory; no more threads
             logger.warning("this machine was not looked at: %s", wrong)
             return []
-        tell(findings, "" if self._config.precheck else f"{GOES_ON}: --precheck=1 would end it")
+        tell(
+            findings, "" if self._node.launch.precheck else f"{GOES_ON}: --precheck=1 would end it"
+        )
         return findings
 
     async def _ask(self, master: Endpoint, delay: float) -> None:
         await asyncio.sleep(delay)
         try:
-            trust = trust_of(self._config)
+            trust = trust_of(self._node.place, self._node.identity)
             reader = reader_token(trust.token)
             answers, dialled = await ask(master, reader, trust.files, trust.name)
             tell(await in_thread(lambda: _judged(answers, dialled), name="checkup"), GOES_ON)
@@ -105,11 +109,11 @@ class Checkup:
             logger.info("the master was not asked about this node's ports: %s", nothing)
 
 
-def look(config: AgentConfig) -> list[Finding]:
-    """Run the checks for an agent with this configuration. Blocks for a bounded time."""
+def look(launch: Launch, place: Place) -> list[Finding]:
+    """Run the checks for an agent of this launch. Blocks for a bounded time."""
     from elasticrun.host.doctor import checkup
 
-    return checkup.run(checkup.checks(subject(config)))
+    return checkup.run(checkup.checks(subject(launch, place)))
 
 
 def _judged(answers: list[Answer], dialled: str) -> list[Finding]:
@@ -118,19 +122,19 @@ def _judged(answers: list[Answer], dialled: str) -> list[Finding]:
     return checkup.of_the_master(answers, dialled)
 
 
-def subject(config: AgentConfig) -> Subject:
-    """What an agent with this configuration needs from its machine."""
+def subject(launch: Launch, place: Place) -> Subject:
+    """What an agent of this launch needs from its machine."""
     from elasticrun.host.doctor import disk
     from elasticrun.host.doctor.checkup import Subject
 
-    spec = config.spec
-    several = spec.max_nodes > 1 and config.rendezvous.kind != "standalone"
+    spec = launch.spec
+    several = spec.max_nodes > 1 and place.kind != "standalone"
     return Subject(
-        nproc=config.nproc_per_node,
-        ranks=min(MAX_RANKS, spec.max_nodes * config.nproc_per_node),
-        several=several and not names_this_host_only(config.rendezvous.host),
-        folders=tuple(disk.folders(os.environ, log_dir=config.logs.log_dir)),
-        accelerator=config.accelerator,
+        nproc=launch.nproc_per_node,
+        ranks=min(MAX_RANKS, spec.max_nodes * launch.nproc_per_node),
+        several=several and not names_this_host_only(place.host),
+        folders=tuple(disk.folders(os.environ, log_dir=launch.logs.log_dir)),
+        accelerator=launch.accelerator,
         environ=dict(os.environ),
         starts=True,
     )

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from elasticrun.agent.link.identity import Identity
-from elasticrun.config import AgentConfig
+from elasticrun.config import Identity, Launch, Place
 from elasticrun.core import events as fx
 from elasticrun.wire.types import mint_incarnation
 
 if TYPE_CHECKING:
     from elasticrun.agent.boot import Reaper
+    from elasticrun.agent.link.identity import Slot
     from elasticrun.agent.link.link import Link
     from elasticrun.host.log import StderrWriter
     from elasticrun.wire.messages import Start
@@ -39,14 +39,22 @@ class NodePart(Protocol):
 class NodeContext:
     """What the parts of a node share. Values known only after start are set later."""
 
-    config: AgentConfig
+    launch: Launch
+    place: Place
+    identity: Identity
+    """Its node id is minted after start."""
     deliver: Callable[[fx.AgentEvent], None]
     """Sends an event to the node's state machine."""
     fatal: Callable[[str], None]
     """Ends the node with this sentence as the reason."""
     reaper: Reaper
     writer: StderrWriter
-    identity: Identity = field(default_factory=lambda: Identity("", None))
+    called: bool = False
+    """A Python program has started this agent; its exceptions report failures."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Further variables of every rank and probe; the node adds to them."""
+    slot: Slot | None = None
+    """Reserves the node id, if it is minted."""
     incarnation: str = field(default_factory=mint_incarnation)
     host: str = ""
     """The host name shown to people."""
@@ -55,3 +63,9 @@ class NodeContext:
     link: Link = field(init=False, repr=False)
     parts: list[NodePart] = field(default_factory=list)
     """In the order in which their callbacks run."""
+
+    def release_slot(self) -> None:
+        """Give up the reservation of this node's id. Blocks on the disk."""
+        if self.slot is not None:
+            self.slot.release()
+            self.slot = None

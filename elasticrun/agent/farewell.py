@@ -25,17 +25,18 @@ from elasticrun.agent.runtime import awaited, in_thread
 from elasticrun.agent.story import directed
 from elasticrun.agent.workers.events import EventLog
 from elasticrun.agent.workers.exits import signal_name, write_own, write_own_words
-from elasticrun.config import EXIT_FAILED, EXIT_FINAL, EXIT_OK, EXIT_SAVED, AgentConfig
+from elasticrun.config import EXIT_FAILED, EXIT_FINAL, EXIT_OK, EXIT_SAVED
 from elasticrun.core.events import Exit
 from elasticrun.core.reasons import code as code_of_reason, out_of_reach
 from elasticrun.core.rounds.failures import ended_before, is_alike, what_happened
-from elasticrun.host.log import NOTICE, StderrWriter, last_word, logger
+from elasticrun.host.log import NOTICE, last_word, logger
 from elasticrun.host.runs.last_word import LastWord, leave
 from elasticrun.host.system.sweep import end_at_once
 from elasticrun.wire import env
 from elasticrun.wire.messages import Failure, FailureKind, Start
 
 if TYPE_CHECKING:
+    from elasticrun.agent.context import NodeContext
     from elasticrun.agent.logs.output import RankOutput
     from elasticrun.agent.workers.ranks import Ranks
 
@@ -167,9 +168,8 @@ async def events(
 
 
 async def tell(
-    config: AgentConfig,
+    node: NodeContext,
     outcome: Exit,
-    writer: StderrWriter,
     limit: float,
     *,
     ran: bool,
@@ -179,6 +179,7 @@ async def tell(
 
     `limit`: seconds for a frozen terminal. `ran`: ranks were started here. `folder`: where
     checkpoints are, "" if unknown."""
+    launch, writer = node.launch, node.writer
     if outcome.code == EXIT_OK:
         if not ran:  # a spare node, or by mistake a second job at the first one's endpoint
             logger.warning("no rank was started here: the job ended without needing this node")
@@ -191,16 +192,17 @@ async def tell(
         await in_thread(lambda: leave(word_of(outcome)), limit=FILE_LIMIT, name="last-word")
     if outcome.failures:
         root = outcome.failures[0]
-        if not config.called:
-            writer.write(child_failed(config.entry.target, outcome.failures, root) + "\n")
+        if not node.called:
+            writer.write(child_failed(launch.entry.target, outcome.failures, root) + "\n")
         if outcome.reason:
             logger.error("%s", directed(outcome.reason, out_of_reach(outcome.why)))
         if outcome.code == EXIT_FINAL and root.kind is not FailureKind.FINAL:  # it says so itself
             logger.error("exit code 93: running it again cannot help")
-        by_default = not (config.called or config.spec.max_restarts)
-        if by_default and outcome.code == EXIT_FAILED and "max_restarts" not in config.sources:
+        by_default = not (node.called or launch.spec.max_restarts)
+        asked = "max_restarts" in launch.master.sources
+        if by_default and outcome.code == EXIT_FAILED and not asked:
             logger.error("%s", HOW_TO_RESTART)
-    elif not config.called:
+    elif not node.called:
         fine = outcome.code == EXIT_SAVED
         last_word(sentence(outcome, folder), NOTICE if fine else logging.ERROR)
     await in_thread(lambda: writer.flush(limit), name="flush")
@@ -331,10 +333,11 @@ class Clearing:
             self._patience = None
 
 
-async def end_callers_ranks(config: AgentConfig, pids: Iterable[int], limit: float) -> None:
+async def end_callers_ranks(caller: str, pids: Iterable[int], limit: float) -> None:
     """End the ranks of a caller of elastic_launch: they are not our descendants, and the caller may
-    be dead. Returns after `limit` seconds at the latest."""
-    mark = f"{env.CALLER}={config.env.get(env.CALLER, '')}".encode()
+    be dead. `caller`: the value of their variable wire.env.CALLER. Returns after `limit` seconds at
+    the latest."""
+    mark = f"{env.CALLER}={caller}".encode()
     named = tuple(pids)
     with contextlib.suppress(TimeoutError):
         await in_thread(lambda: end_at_once(named, mark, limit), limit=limit, name="sweep")

@@ -11,15 +11,12 @@ anything can block, and SIGUSR1 and SIGUSR2 are forwarded to the ranks.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import socket
 import threading
 from functools import cache
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from elasticrun.agent.boot import (
     Reaper,
@@ -28,9 +25,9 @@ from elasticrun.agent.boot import (
     misplanted,
     start_spawner,
 )
-from elasticrun.agent.link.trust import unusable, with_trust
+from elasticrun.agent.link.trust import minted, unusable
 from elasticrun.agent.warm import leave_behind
-from elasticrun.config import EXIT_FAILED, EXIT_USAGE, AgentConfig
+from elasticrun.config import EXIT_FAILED, EXIT_USAGE, Caller, Identity, Launch, Place
 from elasticrun.host import log
 from elasticrun.host.runs.last_word import LastWord, leave
 from elasticrun.host.system.network import no_loopback
@@ -46,64 +43,66 @@ if TYPE_CHECKING:
     from elasticrun.core.events import Exit
 
 
-def run(config: AgentConfig) -> int:
+def run(launch: Launch, place: Place, identity: Identity) -> int:
     """Run this node's part of a job to its end; returns the launcher's exit code.
 
     Call it in the main thread. It leaves no processes, and no files except logs."""
-    return run_agent(config, None).code
+    return run_agent(launch, place, identity).code
 
 
-def run_agent(config: AgentConfig, channel: socket.socket | None) -> Exit:
-    """The same, with the whole outcome. `channel`: our end of the `wire.spawning` socket to a
-    caller that starts the ranks itself (`elastic_launch`); EOF on it means that the caller has
-    exited."""
+def run_agent(
+    launch: Launch,
+    place: Place,
+    identity: Identity,
+    caller: Caller | None = None,
+    channel: socket.socket | None = None,
+) -> Exit:
+    """The same, with the whole outcome. `caller`: the Python program that has started this process,
+    if one has. `channel`: our end of the `wire.spawning` socket to a caller that starts the ranks
+    itself (`elastic_launch`); EOF on it means that the caller has exited."""
     from elasticrun.core.events import Exit
 
     fill_standard_fds()
     writer = log.set_up()
-    config = with_trust(config)
-    if threading.current_thread() is not threading.main_thread():
-        return _said(Exit(EXIT_FAILED, "an agent has to run in the main thread", (), 0))
-    if config.tls is not None and (wrong := unusable(config.tls)):
-        return _said(Exit(EXIT_USAGE, wrong, (), 0))
-    if wrong := misplanted():
-        return _said(Exit(EXIT_USAGE, wrong, (), 0))
-    if wrong := refused():
-        return _said(Exit(EXIT_FAILED, wrong, (), 0))
-    if wrong := no_loopback():
-        return _said(Exit(EXIT_FAILED, wrong, (), 0))
-    config = _for_debugger(config) if debugger.follows() else config
+    identity = minted(launch, place, identity)
+    if (no := _impossible(identity)) is not None:
+        return _said(no)
+    if debugger.follows():
+        log.logger.log(
+            log.NOTICE,
+            "a debugger is in this process: it follows into the ranks, which are exec'd for it",
+        )
     # Death signals are caught here; exec resets caught signals to their default. Ranks ignore the
     # signals that we keep ignoring.
-    caught = {getattr(signal, name, None) for name in config.signals_to_handle}
+    caught = {getattr(signal, name, None) for name in launch.signals_to_handle}
     ignored = tuple(n for n in ignored_signals() if n not in caught or is_kept_ignored(n))
-    inbox = SignalInbox(config.signals_to_handle)
+    inbox = SignalInbox(launch.signals_to_handle)
     inbox.install()
     try:
         become_subreaper()
         reaper = Reaper()
         try:
             if channel is None:
-                spawner = start_spawner(config, ignored)
+                spawner = start_spawner(launch, ignored)
             else:
                 spawner = SpawnerProcess(channel, None)
         except OSError as error:
             return _said(Exit(EXIT_FAILED, f"the fork server cannot be started: {error}", (), 0))
         from elasticrun.agent.link.master_process import early_master
 
-        master = early_master(config)
+        master = early_master(launch, place, identity)
         from elasticrun.agent.node import Early, run_node
 
         found: FoundJob | None = None
-        if config.rendezvous.kind in ("file", "open"):
+        if place.kind in ("file", "open"):
             from elasticrun.agent.rendezvous.finding import find
 
-            config, found = _runner().run(find(config, inbox))
+            place, identity, found = _runner().run(find(launch, place, identity, inbox))
         try:
-            early = Early(inbox, reaper, spawner, writer, ignored, master, found)
-            outcome = _runner().run(run_node(config, early))
-            if config.warm:
-                leave_behind(config)
+            early = Early(inbox, reaper, spawner, writer, ignored, caller, master, found)
+            outcome = _runner().run(run_node(launch, place, identity, early))
+            if launch.warm:
+                leave_behind(launch)
                 writer.flush(1.0)
             return outcome
         finally:
@@ -111,6 +110,21 @@ def run_agent(config: AgentConfig, channel: socket.socket | None) -> Exit:
                 found.close()
     finally:
         inbox.restore()
+
+
+def _impossible(identity: Identity) -> Exit | None:
+    """Why no agent can run here; None if one can."""
+    from elasticrun.core.events import Exit
+
+    if threading.current_thread() is not threading.main_thread():
+        return Exit(EXIT_FAILED, "an agent has to run in the main thread", (), 0)
+    if identity.tls is not None and (wrong := unusable(identity.tls)):
+        return Exit(EXIT_USAGE, wrong, (), 0)
+    if wrong := misplanted():
+        return Exit(EXIT_USAGE, wrong, (), 0)
+    if wrong := refused() or no_loopback():
+        return Exit(EXIT_FAILED, wrong, (), 0)
+    return None
 
 
 @cache
@@ -123,21 +137,6 @@ def _runner() -> asyncio.Runner:
     runner = asyncio.Runner()
     atexit.register(runner.close)
     return runner
-
-
-def _for_debugger(config: AgentConfig) -> AgentConfig:
-    """Adapt to a debugger: a rank at a breakpoint is not a hang."""
-    log.logger.log(
-        log.NOTICE,
-        "a debugger is in this process: it follows into the ranks, which are exec'd for it",
-    )
-    watch = config.spec.watch
-    if config.spec.max_nodes == 1 and watch.on_hang == "auto":  # otherwise all nodes have to agree
-        spec = msgspec.structs.replace(
-            config.spec, watch=msgspec.structs.replace(watch, on_hang="tell")
-        )
-        return dataclasses.replace(config, spec=spec)
-    return config
 
 
 def fill_standard_fds() -> None:

@@ -19,7 +19,7 @@ from elasticrun.agent.boot import Reaper, SignalInbox, SpawnerProcess, planted_i
 from elasticrun.agent.checkup import Checkup
 from elasticrun.agent.context import NodeContext
 from elasticrun.agent.farewell import Clearing, end_callers_ranks
-from elasticrun.agent.link import identity
+from elasticrun.agent.link.identity import NodeId, for_this_life, host_name, identify
 from elasticrun.agent.link.link import Link
 from elasticrun.agent.link.master_process import MasterProcess
 from elasticrun.agent.link.reports import Reporter
@@ -46,7 +46,7 @@ from elasticrun.agent.workers.progress import Progress
 from elasticrun.agent.workers.ranks import Ranks
 from elasticrun.agent.workers.spawner import Spawners
 from elasticrun.agent.workers.stores import HOLD, Stores
-from elasticrun.config import EXIT_FAILED, EXIT_OK, AgentConfig
+from elasticrun.config import EXIT_FAILED, EXIT_OK, Caller, Identity, Launch, Place, spec_of
 from elasticrun.core import events as fx
 from elasticrun.core.reasons import MasterUnmet
 from elasticrun.core.rounds.failures import Ending, code_of
@@ -93,7 +93,7 @@ def rendezvous_of(
         from elasticrun.agent.rendezvous.file import FileRendezvous
 
         return FileRendezvous(node, met, found)
-    if node.config.rendezvous.kind == "etcd":
+    if node.place.kind == "etcd":
         from elasticrun.agent.rendezvous.etcd import EtcdRendezvous
 
         return EtcdRendezvous(node, met)
@@ -110,65 +110,75 @@ class Early:
     writer: StderrWriter
     ignored: tuple[int, ...]
     """Signals that this process inherited as ignored."""
+    caller: Caller | None = None
     master: MasterProcess | None = None
     found: FoundJob | None = None
     """Where the job is, if that had to be looked up."""
 
 
-async def run_node(config: AgentConfig, early: Early) -> fx.Exit:
+def further_variables(launch: Launch, caller: Caller | None) -> dict[str, str]:
+    """Further variables of every rank: the caller's, and where the run folder is."""
+    found = {} if caller is None else dict(caller.variables)
+    if folder := launch.master.run.folder:
+        found[env.RUN_FOLDER] = os.path.abspath(folder)
+    return found
+
+
+async def run_node(launch: Launch, place: Place, identity: Identity, early: Early) -> fx.Exit:
     """Run a node's part of a job, until its last process has exited."""
     if early.master is not None:
         early.master.watch(early.reaper)
-    return await NodeAgent(replace(config, env=dict(config.env)), early).run(early)
+    return await NodeAgent(launch, place, identity, early).run(early)
 
 
 class NodeAgent:
     """The composition root: built once, run once, in the running loop."""
 
-    def __init__(self, config: AgentConfig, early: Early) -> None:
-        """`config.env` is a copy that this node extends."""
-        spec = config.spec
+    def __init__(self, launch: Launch, place: Place, identity: Identity, early: Early) -> None:
+        spec = launch.spec
         brain = WorkerGroup(
-            nproc=config.nproc_per_node,
+            nproc=launch.nproc_per_node,
             restart_grace=spec.restart_grace,
-            shutdown_timeout=config.shutdown_timeout,
-            exit_barrier_timeout=config.exit_barrier_timeout,
-            departure_grace=config.departure_grace,
+            shutdown_timeout=launch.shutdown_timeout,
+            exit_barrier_timeout=launch.exit_barrier_timeout,
+            departure_grace=launch.departure_grace,
             master_lost_timeout=spec.master_lost_timeout,
             host=os.uname().nodename,  # resolving our own name may be slow
         )
         self._loop = AgentLoop(brain, self)
         self._tasks = Tasks(self.fatal)
         self._clearing = Clearing()
-        self._checkup = Checkup(config)
         shared = self._shared = NodeContext(
-            config, self._loop.deliver, self.fatal, early.reaper, early.writer
+            *(launch, place, identity, self._loop.deliver, self.fatal, early.reaper, early.writer),
+            called=early.caller is not None,
+            variables=further_variables(launch, early.caller),
         )
+        self._checkup = Checkup(shared)
         self._meeting = rendezvous_of(shared, self._met, early.found)
         self._spawners = Spawners(shared, early.spawner, early.ignored, self._spawner_lost)
         shared.link = Link(
             self,
-            trust_of(config),
+            trust_of(place, identity),
             patience=spec.heartbeat_timeout,
             page_level=NOTICE if spec.max_nodes > 1 else logging.INFO,
         )
-        self._messages = OperatorMessages(config, self._meeting)
+        self._messages = OperatorMessages(launch, place, self._meeting)
         self._events = EventLog(
-            config.event_log_handler,
+            launch.event_log_handler,
             early.writer.write,
-            run_id=spec.job_id,
-            role=config.role,
+            run_id=identity.job_id,
+            role=launch.role,
             host="",  # set once it is known
-            backend=config.rendezvous.kind,
-            entry_point=config.entry.target,
+            backend=place.kind,
+            entry_point=launch.entry.target,
         )
         hold = 0.0 if spec.max_nodes == 1 else HOLD  # seconds for which a store's port is held
         self._stores = Stores(shared, self._spawners, hold)
-        self._output = RankOutput(
-            config.logs, spec.job_id, config.role, config.nproc_per_node, *config.console_fds
-        )
-        self._output.notes = LogNotes(os.environ, spec.job_id, config.run.folder)
-        self._progress = Progress(config.nproc_per_node, shared.link)
+        shown = (1, 2) if early.caller is None else early.caller.console_fds
+        nproc, job_id = launch.nproc_per_node, identity.job_id
+        self._output = RankOutput(launch.logs, job_id, launch.role, nproc, *shown)
+        self._output.notes = LogNotes(os.environ, job_id, launch.master.run.folder)
+        self._progress = Progress(nproc, shared.link)
         resumed = self._messages.resumed
         self._snapshots = LocalSnapshots(shared, self._spawners, os.environ, resumed)
         self._ranks = Ranks(
@@ -192,8 +202,6 @@ class NodeAgent:
         )
         for name in early.inbox.unknown:
             logger.warning("--signals-to-handle: %s cannot be handled", name)
-        for note in self._shared.config.notes:
-            early.writer.write(note.rstrip("\n") + "\n")
         self._spawners.keep_alive(self._loop.brain.master_lost_timeout)
         loop.set_exception_handler(self._uncaught)
         self._tasks.start(self._set_out(early.master), "setting out")
@@ -219,9 +227,9 @@ class NodeAgent:
     async def _set_out(self, master: MasterProcess | None) -> None:
         """Determine the identity and the master's address, then connect. `master`: one that already
         runs."""
-        config = self._shared.config
+        shared, launch = self._shared, self._shared.launch
         self._checkup.begin()
-        where = f"--log-dir {config.logs.log_dir or '(a folder for temporary files)'}"
+        where = f"--log-dir {launch.logs.log_dir or '(a folder for temporary files)'}"
         try:
             slow = f"{where}: the disk does not answer"
             await in_thread(self._output.prepare, limit=DISK_LIMIT, name="logs", slow=slow)
@@ -232,15 +240,15 @@ class NodeAgent:
             self.fatal(f"{where}: the disk has not answered for {DISK_LIMIT:g} s")
             return
         await self._introduce()
-        node = self._shared.identity.node
+        node = shared.identity.node_id
         if self._output.notes is not None:
             self._output.notes.node = node
-        if config.spec.max_nodes > 1:
+        if launch.spec.max_nodes > 1:
             name_speaker(f"elasticrun[{node}]")
             if self._output.has_files:
                 notice(f"the output of its ranks is in {self._output.run_dir}")
         await self._snapshots.open(node)
-        config.env.update(planted_in(node))
+        shared.variables |= planted_in(node)
         if unfit := await self._checkup.unfit():
             self._loop.end(fx.Exit(code_of(Ending.UNFIT), unfit, (), 0))
             return
@@ -251,21 +259,23 @@ class NodeAgent:
 
     async def _introduce(self) -> None:
         """Set this node's id and its host's name."""
-        config, shared = self._shared.config, self._shared
+        shared = self._shared
+        given, job_id = shared.identity.node_id, shared.identity.job_id
         try:
-            shared.identity = await in_thread(
-                lambda: identity.identify(config.node_id, config.spec.job_id, os.environ),
+            found = await in_thread(
+                lambda: identify(given, job_id, os.environ),
                 limit=SLOT_LIMIT,
                 name="identity",
-                late=identity.Identity.release,
+                late=NodeId.release,
             )
         except TimeoutError as error:
             why = str(error) or f"no answer of the disk for {SLOT_LIMIT:g} s"
-            shared.identity = identity.for_this_life(why, os.environ)
-        if shared.identity.note:
-            logger.warning("%s", shared.identity.note)
+            found = for_this_life(why, os.environ)
+        shared.identity, shared.slot = replace(shared.identity, node_id=found.text), found.slot
+        if found.note:
+            logger.warning("%s", found.note)
         try:
-            host = await in_thread(identity.host_name, limit=NAME_LIMIT, name="host-name")
+            host = await in_thread(host_name, limit=NAME_LIMIT, name="host-name")
         except TimeoutError:
             host = os.uname().nodename
         shared.host = self._events.host = host
@@ -280,7 +290,7 @@ class NodeAgent:
 
     async def _first_contact(self) -> None:
         """End the node with a sentence if no master answers within the join timeout."""
-        limit = self._shared.config.spec.join_timeout
+        limit = self._shared.launch.spec.join_timeout
         try:
             await asyncio.wait_for(self._shared.link.connected.wait(), limit)
         except TimeoutError:
@@ -343,19 +353,19 @@ class NodeAgent:
 
     def hello(self) -> m.Hello:
         """The Hello of this node."""
-        config, shared, brain = self._shared.config, self._shared, self._loop.brain
+        shared, launch, brain = self._shared, self._shared.launch, self._loop.brain
         return m.Hello(
             protocol=m.PROTOCOL_VERSION,
             version=__version__,
-            node=shared.identity.node,
+            node=shared.identity.node_id,
             incarnation=shared.incarnation,
             host=shared.host,
             address=self._meeting.address,
             pid=os.getpid(),
-            node_rank=config.node_rank,
-            local_world_size=config.nproc_per_node,
-            role=config.role,
-            spec=config.spec,
+            node_rank=launch.node_rank,
+            local_world_size=launch.nproc_per_node,
+            role=launch.role,
+            spec=spec_of(launch, shared.identity),
             attached=brain.start,
             last_term=brain.term,
         )
@@ -401,7 +411,7 @@ class NodeAgent:
         self._spawners.keep_alive(self._loop.brain.master_lost_timeout)
         for part in self._shared.parts:
             part.round_began(effect.start)
-        ranks = range(self._shared.config.nproc_per_node)
+        ranks = range(self._shared.launch.nproc_per_node)
         self._ranks.spawn(effect, {rank: self._own(rank) for rank in ranks}, self._sight.places)
 
     def _own(self, local_rank: int) -> dict[str, str]:
@@ -415,7 +425,7 @@ class NodeAgent:
     async def _leave_nothing(self, outcome: fx.Exit | None) -> None:
         """End every descendant, release all resources, and print the outcome."""
         signalled = outcome is None or outcome.signum != 0
-        end, config = self._clearing, self._shared.config
+        end, launch = self._clearing, self._shared.launch
         end.begin()
         end.now("calling the saver off", self._snapshots.close)
         end.now("the end of warnings", self._messages.close)
@@ -423,10 +433,10 @@ class NodeAgent:
         self._tasks.close()
         self._reports.close()
         if outcome is not None:
-            grace = config.shutdown_timeout
+            grace = launch.shutdown_timeout
             grace = end.left(grace) / 2 if signalled else grace
             well = outcome.code == EXIT_OK and not signalled
-            linger = config.child_exit_timeout if well else 0.0
+            linger = launch.child_exit_timeout if well else 0.0
             ended = end.descendants(self._ranks, grace, linger)
             await end.step("the end of ranks' processes", ended, None)
             if not signalled:
@@ -439,7 +449,7 @@ class NodeAgent:
         for what, work, limit in (
             ("giving the snapshots back", snapshots, REMOVE_LIMIT),
             ("leaving the rendezvous", self._meeting.close(job_over=job_over), LEAVE_LIMIT),
-            ("giving this node's id back", in_thread(self._shared.identity.release), 1.0),
+            ("giving this node's id back", in_thread(self._shared.release_slot), 1.0),
         ):
             await end.step(what, work, limit)
         # This takes as long as somebody reads; nothing else waits for it.
@@ -452,7 +462,7 @@ class NodeAgent:
         if outcome is not None:
             await end.step("the last events", self._tell_events(outcome), 5.0)
             words = farewell.tell(
-                *(config, outcome, self._shared.writer, end.left(farewell.TELL_LIMIT)),
+                *(self._shared, outcome, end.left(farewell.TELL_LIMIT)),
                 ran=self._ranks.start is not None,
                 folder=self._snapshots.folder,
             )
@@ -467,7 +477,7 @@ class NodeAgent:
             pids = self._ranks.pids.values()
             await end.step(
                 "ending the ranks",
-                end_callers_ranks(self._shared.config, pids, QUIT_LIMIT),
+                end_callers_ranks(self._shared.variables.get(env.CALLER, ""), pids, QUIT_LIMIT),
                 QUIT_LIMIT + 1,
             )
         await end.step("killing what is left", self._kill_the_rest(), QUIT_LIMIT + 1)

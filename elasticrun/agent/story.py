@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from elasticrun.agent.runtime import Timer
-from elasticrun.config import AgentConfig
+from elasticrun.config import Launch, Place
 from elasticrun.core.events import Note
 from elasticrun.core.reasons import (
     MasterUnmet,
@@ -191,13 +191,13 @@ class OperatorMessages:
     """What the operator reads of a node while its job runs. Lines about the master name its
     address. The state machine's own sentences appear unchanged in traces and on pages."""
 
-    def __init__(self, config: AgentConfig, rendezvous: Dialling) -> None:
-        self._config = config
+    def __init__(self, launch: Launch, place: Place, rendezvous: Dialling) -> None:
+        self._join_timeout = launch.spec.join_timeout
+        self._place = place
         self._rendezvous = rendezvous
         self._waits = LongWaits(self._waits_long)
-        self._story = Story(
-            most=config.spec.max_restarts, several=config.spec.max_nodes > 1, say=notice
-        )
+        spec = launch.spec
+        self._story = Story(most=spec.max_restarts, several=spec.max_nodes > 1, say=notice)
 
     # ------------------------------------------------------------ the lifecycle of ranks
 
@@ -236,7 +236,7 @@ class OperatorMessages:
     def no_master(self, reason: str) -> None:
         """The first connection failed; called once."""
         dial = self._rendezvous.dial
-        unmet = MasterUnmet(str(dial), self._config.spec.join_timeout, reason)
+        unmet = MasterUnmet(str(dial), self._join_timeout, reason)
         logger.warning("%s", directed(text(unmet), out_of_reach(unmet), dial))
 
     def _tell(self, note: Note) -> None:
@@ -248,7 +248,7 @@ class OperatorMessages:
         return directed(note.text, whom, self._rendezvous.dial)
 
     def _waits_long(self, status: GroupStatus) -> None:
-        where, dial = self._config.rendezvous, self._rendezvous.dial
+        where, dial = self._place, self._rendezvous.dial
         place = f"{where.host}:{where.port}" if where.host else str(dial)  # as the user wrote it
         said = in_words(status, place, time.monotonic())
         notice(directed(said, out_of_reach(status.why), dial))

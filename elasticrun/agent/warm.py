@@ -34,7 +34,7 @@ from elasticrun.wire.types import EntryKind
 if TYPE_CHECKING:
     import asyncio
 
-    from elasticrun.config import AgentConfig
+    from elasticrun.config import Launch
 
 IDLE: Final = 1800.0
 """Seconds without a job after which a warm process exits."""
@@ -226,13 +226,13 @@ def hear(conn: socket.socket) -> spawning.FromWarm:
     raise ConnectionResetError("it ended")
 
 
-def can_be_warm(config: AgentConfig) -> bool:
+def can_be_warm(launch: Launch) -> bool:
     """Whether a warm process can serve this job: not if ranks are never forked, nor with another
     interpreter than ours."""
-    return config.launch != "exec" and config.python_exec in (None, "", sys.executable)
+    return launch.mode != "exec" and launch.python_exec in (None, "", sys.executable)
 
 
-def leave_behind(config: AgentConfig) -> None:
+def leave_behind(launch: Launch) -> None:
     """Start a warm process for later jobs like this one, unless there is one; it initializes in the
     background."""
     held = next((name for name in HELD_UP if os.environ.get(name)), "")
@@ -240,13 +240,13 @@ def leave_behind(config: AgentConfig) -> None:
     if held or os.getpid() == 1:
         why = f"{held} is set" if held else "this is the first process of a container"
         why += ", and what is left would hold it up"
-    elif not can_be_warm(config) or config.entry.kind is EntryKind.COMMAND:
+    elif not can_be_warm(launch) or launch.entry.kind is EntryKind.COMMAND:
         why = "no rank of this job is forked"
     if why:
         logger.warning("no warm process is left behind: %s", why)
         return
     environ = dict(os.environ)
-    if config.set_omp_threads:
+    if launch.set_omp_threads:
         environ[env.OMP_NUM_THREADS] = "1"
     try:
         path = socket_path(environ)

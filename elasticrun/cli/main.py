@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import importlib
 import os
 import sys
@@ -20,9 +19,9 @@ from elasticrun.cli import settings
 from elasticrun.cli.flags import PROG, get_args_parser, leave_word
 from elasticrun.cli.settings import Asked, NoProgram, NotHere, NothingToDo, UsageError
 from elasticrun.cli.trust import GIT_SECRETS, notes, withdraw
-from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE, AgentConfig, MasterPlace
+from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE, Launch, Place
 from elasticrun.core.words import nearest
-from elasticrun.wire.env import RUN_FOLDER
+from elasticrun.wire import debugger
 from elasticrun.wire.types import EntryKind, Entrypoint
 
 
@@ -241,55 +240,45 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
         launching = _module("jobs.hosts.launching")
         launched: int = launching.launch(words, Asked(ns, environ), environ, say)
         return launched
-    machine = this_machine(say=say)._replace(facts=lambda: facts(environ))
+    machine = this_machine(say=say)._replace(
+        facts=lambda: facts(environ), debugged=debugger.follows()
+    )
     try:
-        config = resolve(ns, environ, machine)
+        found = resolve(ns, environ, machine, (PROG, *words))
     except NothingToDo as why:
         say(str(why))
         return EXIT_OK
-    program = config.entry.words()
-    done = _already(config)
+    done = _already(found.launch)
     if ns.dry_run:
         from elasticrun.cli.place import look
         from elasticrun.cli.verbs.dry_run import show
 
         if done:
             say(done)
-        return _printed(lambda: show(config, ns, environ, look(Asked(ns, environ), machine)))
+        return _printed(lambda: show(found, ns, environ, look(Asked(ns, environ), machine)))
     if done:
         say(done)
         return EXIT_OK
     check_data(settings.data(ns.data))
     if ns.git:
-        config = code.enter(config, ns.git, environ, say)
-    hint = _check(config)
-    for note in (*config.notes, hint):
+        code.enter(ns.git, environ, say)
+    hint = _check(found.launch)
+    for note in (*found.notes, hint):
         if note:
             say(note)
-    if config.delegate:
-        return _leave_to_torchrun(config.delegate, words, ns)
+    if found.delegate:
+        return _leave_to_torchrun(found.delegate, words, ns)
     from elasticrun.agent.main import run
 
-    to_join = None
-    if config.rendezvous.kind in ("file", "open"):
-        from elasticrun.cli.rendezvous import for_others
-
-        # nodes that meet through a file have the same command line, so it means the same for all
-        grow = config.spec.grow if config.rendezvous.kind == "open" else ""
-        to_join = for_others(words, Asked(ns, environ), os.getcwd(), grow)
-    plan = dataclasses.replace(config.run, command=(PROG, *words), program=program)
-    if plan.folder:
-        config.env[RUN_FOLDER] = os.path.abspath(plan.folder)
-    # its notes are already printed
-    return run(dataclasses.replace(config, notes=(), run=plan, to_join=to_join))
+    return run(found.launch, found.place, found.identity)
 
 
-def _already(config: AgentConfig) -> str:
+def _already(launch: Launch) -> str:
     """The message if this program has already succeeded in its run folder. In a job of several
     nodes the master tells every node, because not every node need have that folder. Raises
     UsageError if another program has succeeded there."""
-    plan = config.run
-    alone = config.spec.max_nodes == 1 or config.node_rank > 0
+    plan = launch.master.run
+    alone = launch.spec.max_nodes == 1 or launch.node_rank > 0
     if not plan.folder or plan.fresh or not alone:
         return ""
     from pathlib import Path
@@ -299,19 +288,19 @@ def _already(config: AgentConfig) -> str:
     try:
         return already(
             Path(plan.folder).absolute(),
-            RankProgram(config.entry.words(), plan.workdir or os.getcwd()),
+            RankProgram(launch.entry.words(), plan.workdir or os.getcwd()),
         )
     except RunRefused as other:
         raise UsageError(str(other)) from None
 
 
-def _check(config: AgentConfig) -> str:
+def _check(launch: Launch) -> str:
     """Raise if the program cannot run. With several nodes only return the error and let the rank
     fail: then the job ends everywhere, instead of waiting for this node."""
     try:
-        return check_program(config.entry)
+        return check_program(launch.entry)
     except UsageError as error:
-        if config.spec.max_nodes == 1:
+        if launch.spec.max_nodes == 1:
             raise
         return str(error)
 
@@ -337,8 +326,8 @@ def _master(words: Sequence[str]) -> int:
     from elasticrun.cli.verbs.master import configure
 
     config = configure(words, withdraw())
-    where = MasterPlace("elastic", config.host, config.port)
-    for note in notes(where, config.spec.max_nodes if config.spec else 0, config.token, config.tls):
+    where, ours = Place("elastic", config.host, config.port), config.identity
+    for note in notes(where, config.spec.max_nodes if config.spec else 0, ours.token, ours.tls):
         say(note)
     from elasticrun.master.main import main as run_master
 

@@ -1,4 +1,4 @@
-"""Resolves where the nodes of a job meet: flags and environment to `config.MasterPlace`.
+"""Resolves where the nodes of a job meet: flags and environment to `config.Place`.
 
 The words are torchrun's (static, c10d, an endpoint, a master address); here they determine where
 the job master runs and who starts it. A command for several nodes may also name a file, or nothing
@@ -18,7 +18,7 @@ from elasticrun import config
 from elasticrun.cli import settings
 from elasticrun.cli.settings import Asked, UsageError
 from elasticrun.cli.table import FLAGS, Flag
-from elasticrun.config import JoinCommand, MasterPlace
+from elasticrun.config import JoinCommand, Place
 from elasticrun.core.words import some
 from elasticrun.wire.rpc.etcd_place import PlaceError, parse_place
 
@@ -51,7 +51,7 @@ def says_nothing(asked: Asked) -> bool:
     return not numbered and not any(map(asked.explicitly, (*MEETING_FLAGS, "node_rank")))
 
 
-def by_hand(place: MasterPlace) -> bool:
+def by_hand(place: Place) -> bool:
     """Whether people start the command on one machine after another, since nothing names the
     rendezvous: then a new machine should join at once."""
     return place.kind == "open" or bool(place.found)
@@ -71,17 +71,14 @@ def refuse_fixed(asked: Asked, nodes: int) -> UsageError:
     )
 
 
-def open_place(asked: Asked, machine: Machine) -> tuple[MasterPlace, str]:
+def open_place(asked: Asked, machine: Machine) -> tuple[Place, str]:
     """The rendezvous without any setting: a file beside the script if this folder is on a network
     file system, else this node; and a sentence for the user."""
-    try:
-        here = os.getcwd()
-    except OSError:  # the folder was removed
-        here = "/"
+    here = working_folder()
     named = asked.text("rdzv_id") if asked.explicitly("rdzv_id") else ""
     kind = machine.shared(here)
     if not kind:
-        return MasterPlace(kind="open", port=config.FIRST_PORT, named=bool(named)), ""
+        return Place(kind="open", port=config.FIRST_PORT), ""
     script = os.path.join(here, str(asked.ns.training_script))
     beside = os.path.dirname(script)
     is_script = os.path.isfile(script) and not any(map(asked.switch, ("module", "no_python")))
@@ -99,10 +96,10 @@ def open_place(asked: Asked, machine: Machine) -> tuple[MasterPlace, str]:
         "--rdzv-endpoint=HOST:PORT would name another place"
     )
     port = config.FIRST_PORT
-    return MasterPlace("file", port=port, path=path, found=found, named=bool(named)), note
+    return Place("file", port=port, path=path, found=found), note
 
 
-def file_place(asked: Asked, conf: Mapping[str, str]) -> MasterPlace:
+def file_place(asked: Asked, conf: Mapping[str, str]) -> Place:
     """The rendezvous file that the endpoint names. Raises `UsageError`."""
     text = asked.text("rdzv_endpoint").strip()
     path = text.removeprefix(FILE)
@@ -121,13 +118,20 @@ def file_place(asked: Asked, conf: Mapping[str, str]) -> MasterPlace:
             f"--rdzv-endpoint={text} does not go with --rdzv-backend={word}: leave the backend out",
             config.EXIT_USAGE,
         )
-    return MasterPlace(
+    return Place(
         kind="file",
         port=config.FIRST_PORT,
         path=os.path.normpath(path),
         is_host=_is_host(conf),
-        named=asked.explicitly("rdzv_id"),
     )
+
+
+def working_folder() -> str:
+    """The folder in which the command was typed; "/" if it was removed."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return "/"
 
 
 def job_stem(asked: Asked) -> str:
@@ -191,7 +195,7 @@ PLUGIN_GROUP: Final = "torchrun.handlers"
 class Meeting(NamedTuple):
     """The rendezvous, the job id, the number of nodes, and the node rank."""
 
-    rendezvous: MasterPlace
+    place: Place
     job_id: str
     min_nodes: int
     max_nodes: int
@@ -199,6 +203,7 @@ class Meeting(NamedTuple):
     notes: tuple[str, ...] = ()
     delegate: str = ""  # the plug-in that torchrun must serve
     store: str = ""  # etcd's URL, for the master's record and leadership
+    named: bool = False  # the user chose the job id
 
 
 def fresh_id() -> str:
@@ -232,7 +237,7 @@ def find_meeting(asked: Asked, conf: Mapping[str, str], machine: Machine, *, bar
     if word in ETCD_WORDS:
         return case.etcd_of_torchrun(word)
     if word in set(machine.entry_points(PLUGIN_GROUP)):
-        return case.meeting(MasterPlace("external"))._replace(delegate=word)
+        return case.meeting(Place("external"))._replace(delegate=word)
     known = ", ".join(("static", *ELASTIC_WORDS))
     raise UsageError(
         f"--rdzv-backend={word} is not known: use one of {known}, or the name of an installed "
@@ -249,12 +254,13 @@ class _Case:
         self.low, self.high, self.notes = _how_many(asked)
         self.endpoint = asked.text("rdzv_endpoint").strip()
 
-    def meeting(self, place: MasterPlace) -> Meeting:
+    def meeting(self, place: Place) -> Meeting:
         """A meeting there, otherwise as the flags say. The node rank is a preference: -1 unless the
         user gave it."""
         wish = self.asked.number("node_rank") if self.asked.explicitly("node_rank") else -1
         job_id, notes = self.asked.text("rdzv_id"), tuple(self.notes)
-        return Meeting(place, job_id, self.low, self.high, max(-1, wish), notes)
+        named = self.asked.explicitly("rdzv_id") and bool(job_id)
+        return Meeting(place, job_id, self.low, self.high, max(-1, wish), notes, named=named)
 
     def standalone(self) -> Meeting:
         """A job that no other node has to find gets its own id, unless the user gave one."""
@@ -265,7 +271,7 @@ class _Case:
             )
         if self.high > 1:
             self.notes.append("--standalone: no other node can join, so there is one node")
-        found = self.meeting(MasterPlace("standalone", "127.0.0.1"))
+        found = self.meeting(Place("standalone", "127.0.0.1"))
         job_id = fresh_id() if found.job_id in ("", "none") else found.job_id
         return found._replace(job_id=job_id, min_nodes=1, max_nodes=1)
 
@@ -277,10 +283,10 @@ class _Case:
         self.notes += [note] if note else []
         return self.shared(place)
 
-    def shared(self, place: MasterPlace) -> Meeting:
+    def shared(self, place: Place) -> Meeting:
         """The first node chooses the job's id; the others learn it."""
         found = self.meeting(place)
-        if place.named:
+        if found.named:
             return found
         return found._replace(job_id=f"{job_stem(self.asked)}-{fresh_id()[:8]}")
 
@@ -325,7 +331,7 @@ class _Case:
                 f"--node-rank={rank}: with --nnodes={high} a node rank is a number from 0 to "
                 f"{high - 1}"
             )
-        found = self.meeting(MasterPlace("static", host, port))
+        found = self.meeting(Place("static", host, port))
         return found._replace(min_nodes=high, node_rank=rank)
 
     def elastic(self) -> Meeting:
@@ -351,7 +357,7 @@ class _Case:
                 f"--rdzv-endpoint={self.endpoint}: port 0 is any free port, which the other nodes "
                 "cannot know; name a port, or use --nnodes=1"
             )
-        return self.meeting(MasterPlace("elastic", host, port, is_host))
+        return self.meeting(Place("elastic", host, port, is_host))
 
     def etcd_of_torchrun(self, word: str) -> Meeting:
         """torchrun's nodes meet in etcd itself; ours look up the master's endpoint there."""
@@ -378,7 +384,7 @@ class _Case:
         except PlaceError as wrong:
             raise UsageError(f"{flag}: {wrong}") from None
         port = self._port_beside_a_store() if flag == "--master-store" else 0
-        found = self.meeting(MasterPlace("etcd", place.servers[0].host, port))
+        found = self.meeting(Place("etcd", place.servers[0].host, port))
         if not self.asked.explicitly("rdzv_id") or not found.job_id:
             raise UsageError(
                 f"{given} needs --rdzv-id=NAME, the same on all nodes and new for every run: "
@@ -413,7 +419,7 @@ class _Case:
             "it"
         )
         asked = self.asked
-        found = self.meeting(MasterPlace("external", host, port))
+        found = self.meeting(Place("external", host, port))
         if not asked.explicitly("rdzv_id"):
             found = found._replace(job_id=asked.environ.get("ELASTIC_JOB_NAME") or found.job_id)
         explicit = asked.explicitly("node_rank")

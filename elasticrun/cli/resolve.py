@@ -1,4 +1,5 @@
-"""Resolves flags and environment to `AgentConfig`. Pure: facts about the machine are in `Machine`.
+"""Resolves flags and environment to `Launch`, `Place` and `Identity`. Pure: facts about the machine
+are in `Machine`.
 
 Variables inherited from an outer launcher (RANK, WORLD_SIZE, MASTER_ADDR, ...) are not read here;
 if a Kubernetes operator uses them for its nodes, `detection` handles that.
@@ -9,7 +10,9 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from elasticrun import config
@@ -20,7 +23,16 @@ from elasticrun.cli.place import look
 from elasticrun.cli.rendezvous import Meeting, find_meeting
 from elasticrun.cli.settings import Asked, NotHere, NothingToDo, UsageError
 from elasticrun.cli.table import TORCHRUN
-from elasticrun.config import AgentConfig, LogPlan, RunPlan
+from elasticrun.config import (
+    Identity,
+    JoinCommand,
+    Launch,
+    LogPlan,
+    MasterPlan,
+    Place,
+    RunPlan,
+    Tls,
+)
 from elasticrun.core.words import nearest, some
 from elasticrun.host import accelerators
 from elasticrun.wire import env
@@ -76,8 +88,37 @@ _ONE_THREAD: Final = (
 )
 
 
-def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine) -> AgentConfig:
-    """The agent's configuration. Raises `UsageError` with one sentence if it is impossible, and
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A command line or a LaunchConfig, understood."""
+
+    launch: Launch
+    place: Place
+    identity: Identity
+    notes: tuple[str, ...] = ()  # sentences to print once at the start
+    delegate: str = ""  # the rendezvous plug-in that needs torch's own launcher
+
+
+@dataclass(frozen=True, slots=True)
+class EntryPlan:
+    """What ranks run and how; a Python caller gives it as objects, a command line as flags."""
+
+    entry: Entrypoint
+    logs: LogPlan
+    set_omp_threads: bool = False
+    numa_binding: str | None = None
+    numa_may_fail: bool = False
+
+
+def resolve(
+    ns: argparse.Namespace,
+    environ: Mapping[str, str],
+    machine: Machine,
+    command: Sequence[str] = (),
+    program: EntryPlan | None = None,
+) -> Resolved:
+    """What the user asked for. `command`: what the user typed; `program`: given by a Python caller,
+    who has typed no flags. Raises `UsageError` with one sentence if it is impossible, and
     `NothingToDo` if another task on this node is the agent."""
     place = look(Asked(ns, environ), machine)
     if place.idle:
@@ -91,53 +132,101 @@ def resolve(ns: argparse.Namespace, environ: Mapping[str, str], machine: Machine
     if meeting.delegate:
         _only_torchrun_flags(asked, meeting.delegate)
     notes += meeting.notes
-    notes += _conf_notes(conf, meeting.rendezvous.kind)
+    notes += _conf_notes(conf, meeting.place.kind)
     nproc = ranks_per_node(asked, machine, notes)
-    shutdown = shutdown_timeout(asked)
-    spec = job_spec(asked, conf, meeting, shutdown)
-    set_omp = "OMP_NUM_THREADS" not in environ and nproc > 1
-    notes += [_ONE_THREAD] if set_omp else []
+    spec = job_spec(asked, conf, meeting, debugged=machine.debugged)
+    # with --git the ranks run in another folder than the one in which the command was typed
+    typed_in = rendezvous.working_folder() if command and asked.text("git") else ""
+    ranks = program or _program(asked, machine, nproc, typed_in)
+    notes += [_ONE_THREAD] if ranks.set_omp_threads else []
     _choices(asked)
-    affinity = asked.switch("numa_affinity")
     notes += [*health_notes(asked, spec.checks), *_nothing_yet(asked), *_unread(environ)]
-    token, tls = trust.token(asked), trust.tls(asked)
+    token, tls = trust.token(asked), _tls(asked, typed_in)
     if not meeting.delegate:
         settings.name(meeting.job_id, "--rdzv-id")
-        notes += trust.notes(meeting.rendezvous, meeting.max_nodes, token, tls)
-    return AgentConfig(
+        notes += trust.notes(meeting.place, meeting.max_nodes, token, tls)
+    master = MasterPlan(
+        status_port=settings.port(asked.number("status_port"), "--status-port"),
+        on_event=asked.text("on_event"),
+        sources=settings.sources(asked, conf),
+        store=meeting.store,
+        to_join=None if program else _to_join(asked, meeting, spec, command),
+        run=run_plan(asked, command, () if program else ranks.entry.words(), typed_in),
+    )
+    launch = _launch(asked, meeting.node_rank, nproc, spec, ranks, master)
+    node_id = _node_id(asked, meeting)
+    identity = Identity(meeting.job_id, meeting.named, token, tls, node_id)
+    return Resolved(launch, meeting.place, identity, tuple(notes), meeting.delegate)
+
+
+def _launch(
+    asked: Asked, node_rank: int, nproc: int, spec: JobSpec, ranks: EntryPlan, master: MasterPlan
+) -> Launch:
+    return Launch(
         spec=spec,
-        rendezvous=meeting.rendezvous,
-        entry=entry_of(asked),
-        logs=_log_plan(asked, machine),
+        entry=ranks.entry,
+        logs=ranks.logs,
         nproc_per_node=nproc,
-        node_rank=meeting.node_rank,
-        node_id=_node_id(asked, meeting),
+        node_rank=node_rank,
         local_addr=asked.value("local_addr") or None,
         role=settings.name(asked.text("role"), "--role"),
-        launch=asked.text("launch"),
+        mode=asked.text("launch"),
         start_method=asked.text("start_method"),
         preload=settings.modules(asked.text("preload")),
         warm=asked.switch("warm"),
-        python_exec=environ.get("PYTHON_EXEC", ""),
-        set_omp_threads=set_omp,
-        numa_binding=asked.value("numa_binding") or ("node" if affinity else None),
-        numa_may_fail=affinity and not asked.value("numa_binding"),
+        python_exec=asked.environ.get("PYTHON_EXEC", ""),
+        set_omp_threads=ranks.set_omp_threads,
+        numa_binding=ranks.numa_binding,
+        numa_may_fail=ranks.numa_may_fail,
         virtual_local_rank=asked.switch("virtual_local_rank"),
-        **_stopping(asked, shutdown),
-        **_told(asked),
-        notes=tuple(notes),
-        sources=settings.sources(asked, conf),
-        delegate=meeting.delegate,
-        token=token,
-        tls=tls,
-        master_store=meeting.store,
+        **_stopping(asked),
+        event_log_handler=asked.text("event_log_handler"),
         precheck=precheck(asked),
         accelerator=accelerator(asked),
+        master=master,
     )
 
 
-def run_plan(asked: Asked) -> RunPlan:
-    """The run folder, and the job's name there. Raises `UsageError`."""
+def _program(asked: Asked, machine: Machine, nproc: int, typed_in: str) -> EntryPlan:
+    """What the flags say about it. Raises `UsageError`."""
+    binding, affinity = asked.value("numa_binding"), asked.switch("numa_affinity")
+    return EntryPlan(
+        entry=entry_of(asked),
+        logs=_log_plan(asked, machine, typed_in),
+        set_omp_threads="OMP_NUM_THREADS" not in asked.environ and nproc > 1,
+        numa_binding=binding or ("node" if affinity else None),
+        numa_may_fail=affinity and not binding,
+    )
+
+
+def _to_join(
+    asked: Asked, meeting: Meeting, spec: JobSpec, command: Sequence[str]
+) -> JoinCommand | None:
+    """The command for other nodes, if they meet here."""
+    if meeting.place.kind not in ("file", "open") or not command:
+        return None
+    # nodes that meet through a file have the same command line, so it means the same for all
+    grow = spec.grow if meeting.place.kind == "open" else ""
+    typed = Asked(asked.ns, asked.environ)
+    return rendezvous.for_others(command[1:], typed, rendezvous.working_folder(), grow)
+
+
+def _path(path: str, typed_in: str) -> str:
+    """A path from a flag, which is relative to this folder; "": the folder stays the same."""
+    return str(Path(typed_in, path)) if path and typed_in else path
+
+
+def _tls(asked: Asked, typed_in: str) -> Tls | None:
+    files = trust.tls(asked)
+    if files is None:
+        return None
+    return Tls(*(_path(path, typed_in) for path in (files.cert, files.key, files.ca)))
+
+
+def run_plan(
+    asked: Asked, command: Sequence[str], program: Sequence[str], typed_in: str
+) -> RunPlan:
+    """The run folder, and what is written there. Raises `UsageError`."""
     folder, fresh = asked.text("run_dir"), asked.switch("fresh")
     if fresh and not folder:
         raise UsageError("--fresh is for a job with --run-dir: name its folder")
@@ -148,29 +237,30 @@ def run_plan(asked: Asked) -> RunPlan:
     own = asked.text("rdzv_id") if asked.explicitly("rdzv_id") else ""
     on = {env.BY_SSH: "ssh", "SLURM_JOB_ID": "slurm", POD: "k8s"}
     return RunPlan(
-        folder=folder,
+        folder=_path(folder, typed_in),
         name=settings.job_name(asked.text("name"), own or stem),
         unnamed=not (asked.text("name") or own),
         fresh=fresh,
-        tensorboard=logdir,
+        command=tuple(command),
+        program=tuple(program) if command else (),
+        workdir=typed_in,
+        git_commit=_commit(asked) if typed_in else "",
+        tensorboard=_path(logdir, typed_in),
         nproc=asked.text("nproc_per_node"),
         where=next((place for name, place in on.items() if name in asked.environ), "local"),
     )
 
 
-def _told(asked: Asked) -> dict[str, Any]:
-    """Settings for event logs, the status page and the run folder."""
-    return {
-        "event_log_handler": asked.text("event_log_handler"),
-        "status_port": settings.port(asked.number("status_port"), "--status-port"),
-        "on_event": asked.text("on_event"),
-        "run": run_plan(asked),
-    }
+def _commit(asked: Asked) -> str:
+    """The commit in --git."""
+    from elasticrun.agent.workers.checkout import parsed  # late: few jobs use it
+
+    return parsed(asked.text("git")).ref
 
 
 def _node_id(asked: Asked, meeting: Meeting) -> str:
     """The node's id. In a static job the node rank identifies a node across its restarts."""
-    static = meeting.rendezvous.kind == "static" and meeting.node_rank >= 0
+    static = meeting.place.kind == "static" and meeting.node_rank >= 0
     given = settings.name(asked.text("node_id"), "--node-id")
     return given or (f"rank-{meeting.node_rank}" if static else "")
 
@@ -181,8 +271,10 @@ def conf_keys(asked: Asked) -> dict[str, str]:
     return {_ALIASES.get(key, key): value for key, value in found.items()}
 
 
-def job_spec(asked: Asked, conf: Mapping[str, str], meeting: Meeting, shutdown: float) -> JobSpec:
-    """The job's spec as this node proposes it."""
+def job_spec(
+    asked: Asked, conf: Mapping[str, str], meeting: Meeting, *, debugged: bool = False
+) -> JobSpec:
+    """What the user asked of the job, without its id."""
     restarts = asked.number("max_restarts")
     if not asked.explicitly("max_restarts") and meeting.min_nodes < meeting.max_nodes:
         restarts = config.ELASTIC_RESTARTS
@@ -198,12 +290,12 @@ def job_spec(asked: Asked, conf: Mapping[str, str], meeting: Meeting, shutdown: 
             f"{some(meeting.max_nodes, 'node')}"
         )
     times = _times(conf, _TIMES)
-    if meeting.rendezvous.kind == "static" and "join_timeout" not in conf and "timeout" in conf:
+    if meeting.place.kind == "static" and "join_timeout" not in conf and "timeout" in conf:
         times["join_timeout"] = settings.seconds(conf["timeout"], "--rdzv-conf: timeout")
     grace = _optional_time(asked, "restart_grace")
-    implied = not asked.explicitly("grow") and rendezvous.by_hand(meeting.rendezvous)
+    implied = not asked.explicitly("grow") and rendezvous.by_hand(meeting.place)
     return JobSpec(
-        job_id=meeting.job_id,
+        job_id="",
         min_nodes=meeting.min_nodes,
         max_nodes=meeting.max_nodes,
         node_unit=unit,
@@ -215,11 +307,12 @@ def job_spec(asked: Asked, conf: Mapping[str, str], meeting: Meeting, shutdown: 
         heartbeat_timeout=times["heartbeat_timeout"],
         grow="now" if implied else asked.text("grow"),
         grow_cooldown=times["grow_cooldown"],
-        restart_grace=shutdown if grace is None else grace,
+        restart_grace=shutdown_timeout(asked) if grace is None else grace,
         master_lost_timeout=times["master_lost_timeout"],
         checks=checks(asked, conf, meeting.min_nodes),
         saves=_saves(asked),
-        watch=_watch(asked),
+        # with several nodes, all have to agree
+        watch=_watch(asked, debugged=debugged and meeting.max_nodes == 1),
         scheduler_codes=asked.text("exit_codes") == "scheduler",
         nodes_return=POD in asked.environ,  # its controller recreates lost pods
     )
@@ -244,11 +337,14 @@ def _saves(asked: Asked) -> SaveSpec:
     return SaveSpec(breakpoint_, limit, restore_step=-1 if step is None else step)
 
 
-def _watch(asked: Asked) -> WatchSpec:
-    """The settings of the hang watch and the price of time. Raises `UsageError`."""
+def _watch(asked: Asked, *, debugged: bool) -> WatchSpec:
+    """The settings of the hang watch and the price of time. A rank at a breakpoint is not a hang.
+    Raises `UsageError`."""
     limit = settings.seconds(str(asked.value("hang_limit")), "--hang-limit", zero=True)
     price = _number(asked, "slot_price", "a price, 0 or more", lambda x: x >= 0)
-    return WatchSpec(on_hang=asked.text("on_hang"), hang_limit=limit, slot_price=price)
+    on_hang = asked.text("on_hang")
+    on_hang = "tell" if debugged and on_hang == "auto" else on_hang
+    return WatchSpec(on_hang=on_hang, hang_limit=limit, slot_price=price)
 
 
 def ranks_per_node(asked: Asked, machine: Machine, notes: list[str]) -> int:
@@ -302,7 +398,7 @@ def entry_of(asked: Asked) -> Entrypoint:
     return Entrypoint(kind, str(asked.ns.training_script), args)
 
 
-def _log_plan(asked: Asked, machine: Machine) -> LogPlan:
+def _log_plan(asked: Asked, machine: Machine, typed_in: str) -> LogPlan:
     redirects_all, redirects = settings.streams(asked.text("redirects"), "--redirects")
     tee_all, tee = settings.streams(asked.text("tee"), "--tee")
     name = asked.value("logs_specs")
@@ -317,7 +413,7 @@ def _log_plan(asked: Asked, machine: Machine) -> LogPlan:
         if not (asked.explicitly("redirects") or asked.explicitly("tee")):
             tee_all = 3
     return LogPlan(
-        log_dir=log_dir,
+        log_dir=log_dir and _path(log_dir, typed_in),
         redirects=redirects,
         redirects_all=redirects_all,
         tee=tee,
@@ -337,11 +433,11 @@ def shutdown_timeout(asked: Asked) -> float:
     return float(config.SHUTDOWN_TIMEOUT) if found is None else found
 
 
-def _stopping(asked: Asked, shutdown: float) -> dict[str, Any]:
+def _stopping(asked: Asked) -> dict[str, Any]:
     """The signals that end a node, and the time limits."""
     return {
         "signals_to_handle": settings.signals(asked.text("signals_to_handle")),
-        "shutdown_timeout": shutdown,
+        "shutdown_timeout": shutdown_timeout(asked),
         "exit_barrier_timeout": _optional_time(
             asked, "exit_barrier_timeout", env.EXIT_BARRIER_TIMEOUT
         ),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from elasticrun.cli.settings import Asked, NotHere, UsageError
-from elasticrun.config import MasterPlace, Tls
+from elasticrun.config import Place, Tls
 from elasticrun.host.system.network import names_this_host_only
 from elasticrun.wire.env import GIT_PASSWORDS, GIT_USERNAMES
 
@@ -92,7 +92,7 @@ def _file(asked: Asked, dest: str) -> str:
     return asked.text(dest) or asked.environ.get(f"ELASTICRUN_{dest.upper()}", "")
 
 
-def notes(where: MasterPlace, most_nodes: int, secret: str, files: Tls | None) -> list[str]:
+def notes(where: Place, most_nodes: int, secret: str, files: Tls | None) -> list[str]:
     """Notes about who can join, and who can eavesdrop; [] if nothing is wrong."""
     if where.kind == "standalone":
         return ["TLS is not used: a standalone job's master is on loopback alone"] if files else []

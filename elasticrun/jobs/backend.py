@@ -71,7 +71,7 @@ class Submission(Struct, frozen=True, kw_only=True):
     uid: str = ""  # of the object in the cluster
 
 
-class Place(Protocol):
+class Target(Protocol):
     """Where jobs run. `run` is a job's run folder. Each method returns a sentence about what it
     did, or raises NotDone."""
 
@@ -84,7 +84,7 @@ class Place(Protocol):
         recent."""
 
 
-class Backend(Place, Protocol):
+class Backend(Target, Protocol):
     """A place whose jobs this program itself manages. Kubernetes is not one: there the API server
     manages them, and it also knows jobs that have no run folder (`jobs/kube/`)."""
 

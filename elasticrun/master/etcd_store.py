@@ -89,16 +89,16 @@ class EtcdStore:
         self, config: MasterConfig, port: int, clock: Callable[[], float] = boot_clock
     ) -> None:
         """`port`: where this master will serve. StoreRefused for an invalid --master-store."""
-        tls = config.tls or Tls()
+        tls = config.identity.tls or Tls()
         try:
-            place = parse_place(config.master_store)
+            place = parse_place(config.launch.store)
             self._etcd = etcd.Etcd(
                 place, ca=tls.ca, cert=tls.cert, key=tls.key, limit=ETCD_CALL_LIMIT
             )
         except (ValueError, etcd.EtcdError) as wrong:
             raise StoreRefused(str(wrong), EXIT_NOT_LEADING) from None
         self._place = place
-        self._keys = Keys(config.job_id)
+        self._keys = Keys(config.identity.job_id)
         host = config.advertise or config.host
         self._me = Leader(host, port, config.holder, secrets.token_hex(8))
         self._clock = clock

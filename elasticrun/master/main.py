@@ -312,21 +312,25 @@ class Master:
 
         handlers = (partial(served, serve=method) for method in METHODS)
         server = make_server(*handlers, most=MAX_CALLS, options=server_options(silence))
-        pem = auth.read_pem(config.tls, serving=True) if config.tls is not None else None
+        pem = (
+            auth.read_pem(config.identity.tls, serving=True)
+            if config.identity.tls is not None
+            else None
+        )
         port = listen(server, config.host, config.port, pem)
         records = Records(config, hosted=self._hosted)
         brain = await self._remember(records, port, life)
         # without a job token, only the job's user on this host may operate it
-        operator = operator_token(config.token or secrets.token_hex(32))
-        readers = Readers(operator, guarded=bool(config.token))
+        operator = operator_token(config.identity.token or secrets.token_hex(32))
+        readers = Readers(operator, guarded=bool(config.identity.token))
         loop = self._loop(brain, records, life, port, readers)
         servicer = life.streams = Servicer(
             loop,
-            config.job_id,
-            token=config.token,
+            config.identity.job_id,
+            token=config.identity.token,
             operator=operator,
             term=self._term,
-            joining=Joining(config.job_id, config.token, config.to_join),
+            joining=Joining(config.identity.job_id, config.identity.token, config.launch.to_join),
             on_count=life.counted,
         )
         page = StatusPage(loop, readers)
@@ -336,7 +340,7 @@ class Master:
             _say(config.ready_fd, {"port": port, "status_port": status_port})
         listing = Listing(config, port, loop, operator, life.outward)
         life.outward.begin()
-        logger.info("serving job %r on %s:%d", config.job_id, config.host, port)
+        logger.info("serving job %r on %s:%d", config.identity.job_id, config.host, port)
         grace = STOP_GRACE
         try:
             code = await self._serve(loop, records, life)
@@ -372,13 +376,13 @@ class Master:
         store, tracer = records.store, records.trace
         loop = Loop(
             brain,
-            job_id=config.job_id,
+            job_id=config.identity.job_id,
             store=store,
             tracer=tracer,
             listeners=listeners,
             page=readers,
         )
-        loop.name, loop.sources = outward.job_name, config.sources
+        loop.name, loop.sources = outward.job_name, config.launch.sources
         return loop
 
     async def _serve(self, loop: Loop, records: Records, life: Lifetime) -> int:
@@ -427,11 +431,13 @@ class Master:
         elif replaces:
             life.outward.noted(Note(f"the job master before this one {replaces}", "warning"))
         brain = self._job(facts)
-        trace = records.begin_trace(Life(self._config.job_id, self._term, self._config.spec, facts))
+        trace = records.begin_trace(
+            Life(self._config.identity.job_id, self._term, self._config.spec, facts)
+        )
         if trace is not None:
             self._mint = trace.mint
         if facts is not None and facts.outcome is not None:
-            logger.warning("job %r: %s", self._config.job_id, facts.outcome.reason)
+            logger.warning("job %r: %s", self._config.identity.job_id, facts.outcome.reason)
             outcome = JobOver(facts.outcome.exit_code, facts.outcome.reason)
             life.was_over(outcome, SUCCEEDED_LINGER if done else 0.0)
         return brain
@@ -439,7 +445,7 @@ class Master:
     def _facts_of(self, sentence: str) -> Facts:
         """The facts of a job that had already succeeded in its run folder: every node that joins
         gets the outcome."""
-        spec = self._config.spec or _unknown(self._config.job_id)
+        spec = self._config.spec or _unknown(self._config.identity.job_id)
         over = End(EXIT_OK, sentence, ())
         return Facts(spec, self._term, 0, outcome=over)
 
@@ -448,7 +454,7 @@ class Master:
 
     def _open(self, page: StatusPage) -> int:
         """The page's port, 0 without one: the job runs without a page as well."""
-        host, port = self._config.status_host, self._config.status_port
+        host, port = self._config.status_host, self._config.launch.status_port
         try:
             return page.listen(host, port)
         except OSError as wrong:
@@ -493,14 +499,14 @@ class Listing:
     ) -> None:
         """`outward`: has the job's name and run folder."""
         self._entry = user_folder.Published(
-            job_id=config.job_id,
+            job_id=config.identity.job_id,
             host=reachable(config.host),
             port=port,
             status_url=loop.page.link().partition("?")[0],
             process=ProcessId.own(),
-            reader=reader_token(config.token),
+            reader=reader_token(config.identity.token),
             operator=operator,
-            tls=config.tls is not None,
+            tls=config.identity.tls is not None,
             began=time.time(),
             run=outward.run_folder,
             name=outward.job_name,

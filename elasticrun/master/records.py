@@ -54,7 +54,7 @@ class Records:
         config = self._config
         if config.record_dir:
             await self._take(Path(config.record_dir))
-        if config.master_store:
+        if config.launch.store:
             from elasticrun.master.etcd_store import EtcdStore
 
             self.store = EtcdStore(config, port)
@@ -63,13 +63,13 @@ class Records:
         if self.store is None:
             return None
         facts = await self.store.load()
-        if facts is None or facts.spec.job_id == config.job_id:
+        if facts is None or facts.spec.job_id == config.identity.job_id:
             return facts
         await self.close()
-        where = config.master_store or self._folder
+        where = config.launch.store or self._folder
         raise StoreRefused(
             f"the record in {where} is that of job {facts.spec.job_id!r}, and this master is to "
-            f"serve {config.job_id!r}: name another folder, or remove it",
+            f"serve {config.identity.job_id!r}: name another folder, or remove it",
             EXIT_USAGE,
         )
 
@@ -79,7 +79,7 @@ class Records:
         if folder is None:
             return None
         if kept and self._hosted:
-            job = re.sub(r"[^A-Za-z0-9_.-]", "_", self._config.job_id)[:MAX_WORD]
+            job = re.sub(r"[^A-Za-z0-9_.-]", "_", self._config.identity.job_id)[:MAX_WORD]
             launch = folder.name.removeprefix(user_folder.PREFIX)
             folder = Path(kept).absolute() / f"{job}-{launch}"
         self.trace = TraceWriter(folder, life)

@@ -6,14 +6,14 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import pytest
 
 from elasticrun.agent.boot import Reaper, start_spawner
 from elasticrun.agent.context import NodeContext
 from elasticrun.agent.workers.spawner import Spawners
-from elasticrun.config import AgentConfig, LogPlan, MasterPlace
+from elasticrun.config import Identity, Launch, LogPlan, Place
 from elasticrun.wire.messages import JobSpec, RoundInfo, Start
 from elasticrun.wire.types import Endpoint, EntryKind, Entrypoint, RoundName
 from tests.harness import LIMIT
@@ -22,10 +22,14 @@ from tests.starts import changed
 T = TypeVar("T")
 
 
+JOB: Final = Identity("the-job")
+STANDALONE: Final = Place("standalone")
+
+
 def job_spec(**changes: Any) -> JobSpec:
-    """What a job of one node agrees on."""
+    """What is asked of a job of one node."""
     values: dict[str, Any] = {
-        "job_id": "the-job",
+        "job_id": "",
         "min_nodes": 1,
         "max_nodes": 1,
         "node_unit": 1,
@@ -44,17 +48,16 @@ def job_spec(**changes: Any) -> JobSpec:
     return JobSpec(**values)
 
 
-def agent_config(spec: dict[str, Any] | None = None, **changes: Any) -> AgentConfig:
-    """An agent with two ranks on one node."""
+def launched(spec: dict[str, Any] | None = None, **changes: Any) -> Launch:
+    """Two ranks on one node."""
     values: dict[str, Any] = {
         "spec": job_spec(**(spec or {})),
-        "rendezvous": MasterPlace("standalone"),
         "entry": Entrypoint(EntryKind.SCRIPT, "train.py", ("--lr=1",)),
         "logs": LogPlan(log_dir="/dev/null"),
         "nproc_per_node": 2,
         **changes,
     }
-    return AgentConfig(**values)
+    return Launch(**values)
 
 
 def start(**changes: Any) -> Start:
@@ -98,17 +101,16 @@ async def reaping() -> AsyncIterator[Reaper]:
         loop.remove_signal_handler(signal.SIGCHLD)
 
 
-def spawners(
-    config: AgentConfig, reaper: Reaper, lost: Callable[[str], Any] = pytest.fail
-) -> Spawners:
+def spawners(launch: Launch, reaper: Reaper, lost: Callable[[str], Any] = pytest.fail) -> Spawners:
     """With a real fork server; `lost` is told why it ended."""
-    first = start_spawner(config, ())
-    return Spawners(node_context(config, reaper=reaper), first, (), lost)
+    first = start_spawner(launch, ())
+    return Spawners(node_context(launch, reaper=reaper), first, (), lost)
 
 
-def node_context(config: AgentConfig, link: Any = None, **how: Any) -> NodeContext:
+def node_context(launch: Launch | None = None, link: Any = None, **how: Any) -> NodeContext:
     """What the parts of a node share; what it delivers is for nobody, and its end is a failure."""
+    how = {"place": STANDALONE, "identity": JOB, **how}
     how = {"deliver": id, "fatal": pytest.fail, "reaper": Reaper(), "writer": None, **how}
-    node = NodeContext(config, **{"address": "127.0.0.1", **how})
+    node = NodeContext(launch or launched(), **{"address": "127.0.0.1", **how})
     node.link = link
     return node

@@ -12,19 +12,20 @@ import pytest
 
 from elasticrun.agent import checkup as own
 from elasticrun.agent.checkup import Checkup, subject
-from elasticrun.config import EXIT_BAD_NODE, MasterPlace
+from elasticrun.config import EXIT_BAD_NODE, Identity, Place
 from elasticrun.host.doctor import checkup
 from elasticrun.host.doctor.checkup import Checks
 from elasticrun.host.doctor.verdict import failed, ok, warning
 from elasticrun.master import server
 from elasticrun.wire.auth import reader_token
 from elasticrun.wire.types import Endpoint, Finding
-from tests.agent.configs import agent_config
+from tests.agent.configs import STANDALONE, launched, node_context
 from tests.harness import ELASTICRUN, PATIENT, SCRIPTS, Launched, World, free_port
 from tests.master.people import LIMIT, serving
 
 SCRIPT = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text('it ran')"
 TOKEN = "what the nodes of the job know"
+TRUSTED = Identity("the-job", token=TOKEN)
 FEW = 'ulimit -Sn 100; exec "$@"'
 
 
@@ -87,7 +88,7 @@ def found(monkeypatch, *findings: Finding) -> None:
 async def test_what_is_told(level: int, then: str, monkeypatch, caplog) -> None:
     found(monkeypatch, ok("a", "well"), warning("b", "so so", "mend"), failed("c", "bad", "leave"))
 
-    mine = Checkup(agent_config(precheck=level))
+    mine = Checkup(node_context(launched(precheck=level)))
     with caplog.at_level(logging.INFO, "elasticrun"):
         mine.begin()
         await mine._findings
@@ -103,7 +104,7 @@ async def test_what_is_told(level: int, then: str, monkeypatch, caplog) -> None:
 async def test_only_precheck_ends_an_agent(monkeypatch, level: int, unfit: bool) -> None:
     found(monkeypatch, failed("c", "bad", "leave"), failed("d", "worse", ""))
 
-    mine = Checkup(agent_config(precheck=level))
+    mine = Checkup(node_context(launched(precheck=level)))
     mine.begin()
     said = await mine.unfit()
     mine.close()  # the loop goes on in the next test
@@ -115,7 +116,7 @@ async def test_nobody_waits_for_a_check_that_hangs(monkeypatch) -> None:
     """Without --precheck; and the agent's end does not either."""
     go = threading.Event()
     monkeypatch.setattr(checkup, "checks", lambda _: [Checks("hangs", lambda: [go.wait(LIMIT)])])
-    mine = Checkup(agent_config())
+    mine = Checkup(node_context())
     mine.begin()
     await asyncio.sleep(0)
     assert await mine.unfit() == ""
@@ -125,24 +126,24 @@ async def test_nobody_waits_for_a_check_that_hangs(monkeypatch) -> None:
 
 
 def test_what_an_agent_wants_of_its_machine(tmp_path: Path) -> None:
-    several = MasterPlace("elastic", "head", 29400)
-    wanted = subject(agent_config({"max_nodes": 100}, rendezvous=several))
+    several = Place("elastic", "head", 29400)
+    wanted = subject(launched({"max_nodes": 100}), several)
     assert (wanted.nproc, wanted.ranks, wanted.several) == (2, 200, True)
     assert "log" not in [folder.role for folder in wanted.folders]  # /dev/null
-    here = MasterPlace("elastic", "localhost", 29400)
-    assert not subject(agent_config({"max_nodes": 2}, rendezvous=here)).several
-    assert not subject(agent_config()).several
+    here = Place("elastic", "localhost", 29400)
+    assert not subject(launched({"max_nodes": 2}), here).several
+    assert not subject(launched(), STANDALONE).several
 
 
 # ---------------------------------------------------------------- from the master's side
 
 
 @pytest.fixture
-def at_once(monkeypatch) -> MasterPlace:
+def at_once(monkeypatch) -> Place:
     """A master is asked as soon as it has welcomed the agent; where it is."""
     monkeypatch.setattr(own, "ASK_AFTER", 0.0)
     monkeypatch.setattr(own, "ANSWER_LIMIT", LIMIT)
-    return MasterPlace("elastic", "localhost", 29400)
+    return Place("elastic", "localhost", 29400)
 
 
 async def test_the_master_is_asked_for_its_view(monkeypatch) -> None:
@@ -159,14 +160,14 @@ async def test_the_master_is_asked_for_its_view(monkeypatch) -> None:
 
 @pytest.mark.parametrize("several", [True, False])
 async def test_an_agent_of_several_asks_a_while_after_its_welcome(
-    several: bool, at_once: MasterPlace, monkeypatch
+    several: bool, at_once: Place, monkeypatch
 ) -> None:
     """One of a single node has nobody to hear of its ports."""
     told: list[list[Finding]] = []
     monkeypatch.setattr(own, "tell", lambda findings, _: told.append(list(findings)))
     async with serving(token=TOKEN) as served:
         spec = {"max_nodes": 2 if several else 1}
-        mine = Checkup(agent_config(spec, rendezvous=at_once, token=TOKEN))
+        mine = Checkup(node_context(launched(spec), place=at_once, identity=TRUSTED))
         mine.welcomed(served.endpoint)
         assert (mine._asking is not None) is several
         if mine._asking is not None:
@@ -175,24 +176,22 @@ async def test_an_agent_of_several_asks_a_while_after_its_welcome(
 
 
 @pytest.mark.parametrize("level", [0, 1])
-async def test_its_finding_ends_nothing(
-    level: int, at_once: MasterPlace, monkeypatch, caplog
-) -> None:
+async def test_its_finding_ends_nothing(level: int, at_once: Place, monkeypatch, caplog) -> None:
     """With --precheck neither, and the line promises nothing else."""
     monkeypatch.setattr(checkup, "of_the_master", lambda *_: [failed("c", "bad", "leave")])
-    config = agent_config({"max_nodes": 2}, rendezvous=at_once, token=TOKEN, precheck=level)
+    launch = launched({"max_nodes": 2}, precheck=level)
     with caplog.at_level(logging.WARNING, "elasticrun"):
         async with serving(token=TOKEN) as served:
-            mine = Checkup(config)
+            mine = Checkup(node_context(launch, place=at_once, identity=TRUSTED))
             mine.welcomed(served.endpoint)
             await asyncio.wait_for(mine._asking, LIMIT)
     assert "this machine is unfit: c: bad; leave; the agent goes on" in caplog.messages
 
 
-async def test_a_silent_master_is_no_finding(at_once: MasterPlace, caplog, monkeypatch) -> None:
+async def test_a_silent_master_is_no_finding(at_once: Place, caplog, monkeypatch) -> None:
     monkeypatch.setattr(own, "ANSWER_LIMIT", 6.0)
     with caplog.at_level(logging.INFO, "elasticrun"):
-        mine = Checkup(agent_config({"max_nodes": 2}, rendezvous=at_once))
+        mine = Checkup(node_context(launched({"max_nodes": 2}), place=at_once))
         mine.welcomed(Endpoint("127.0.0.1", free_port()))
         await asyncio.wait_for(mine._asking, LIMIT)
     (record,) = caplog.records

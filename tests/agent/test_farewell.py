@@ -24,6 +24,7 @@ from elasticrun.core.events import Exit
 from elasticrun.host.log import NOTICE
 from elasticrun.master.main import _anyway
 from elasticrun.wire.messages import Failure, FailureKind
+from tests.agent.configs import node_context
 
 
 async def test_a_step_that_fails_or_is_late_is_told_and_the_next_is_done(caplog) -> None:
@@ -221,8 +222,7 @@ async def test_an_end_that_has_saved_is_no_error(code: int, level: int, monkeypa
     """It has the colour of the story, not of an error."""
     said: list[tuple[str, int]] = []
     monkeypatch.setattr(farewell, "last_word", lambda text, at: said.append((text, at)))
-    config = SimpleNamespace(called=False)
-    writer = SimpleNamespace(flush=lambda limit: True)
+    node = node_context(writer=SimpleNamespace(flush=lambda limit: True))
     outcome = Exit(code, "received SIGINT", (), 2, 7)
-    await farewell.tell(config, outcome, writer, 1.0, ran=True)
+    await farewell.tell(node, outcome, 1.0, ran=True)
     assert said == [(farewell.sentence(outcome), level)]

@@ -18,7 +18,7 @@ from elasticrun.agent.workers import spawner
 from elasticrun.agent.workers.spawner import Child
 from elasticrun.wire.spawning import Exited, FromSpawner, Spawned, SpawnRank
 from elasticrun.wire.types import EntryKind, Entrypoint
-from tests.agent.configs import agent_config, reaping, spawners
+from tests.agent.configs import launched, reaping, spawners
 from tests.harness import LIMIT, await_exit
 
 
@@ -34,7 +34,7 @@ class Node:
         self.reasons: list[str] = []
         self.children: dict[int, Child] = {}
         self._changed = asyncio.Event()
-        self.spawners = spawners(agent_config(launch="exec"), reaper, self._lost)
+        self.spawners = spawners(launched(mode="exec"), reaper, self._lost)
 
     def heard(self, child: Child, message: FromSpawner) -> None:
         self.said.append(message)

@@ -34,7 +34,7 @@ from elasticrun.core.worker.leaving import ending
 from elasticrun.core.worker.states import GroupStatus, State
 from elasticrun.wire.messages import Recovery, RoundInfo, Start
 from elasticrun.wire.types import Endpoint, RoundName
-from tests.agent.configs import agent_config
+from tests.agent.configs import STANDALONE, launched
 from tests.starts import changed
 
 FIRST = Start(
@@ -292,7 +292,7 @@ def test_a_master_that_does_not_answer() -> None:
 
 def test_the_brains_own_warning_is_directed_where_it_is_printed() -> None:
     """What is for people alone: scripts and pages have the brain's sentence as it is."""
-    messages = OperatorMessages(agent_config(), SimpleNamespace(dial="h:1"))
+    messages = OperatorMessages(launched(), STANDALONE, SimpleNamespace(dial="h:1"))
     said = "no master answers (reset); this node goes on for 60 s"
     assert messages.directed(Note(said, "warning", why=NoMaster("reset"))) == (
         f"{said}; to find out why, run here: elasticrun doctor --rdzv-endpoint=h:1"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from elasticrun.core import events as fx
 from elasticrun.host import user_folder
 from elasticrun.host.log import StderrWriter
 from elasticrun.host.system.sandbox import NoThread
-from tests.agent.configs import agent_config, node_context
+from tests.agent.configs import node_context
 from tests.harness import LIMIT
 
 AGENT = Path(runtime.__file__).parent
@@ -77,7 +78,7 @@ async def test_what_comes_too_late_is_given_back() -> None:
     assert back == ["True"]
 
 
-def test_a_place_of_a_node_that_does_not_answer(monkeypatch) -> None:
+def test_a_place_of_a_node_that_does_not_answer(monkeypatch, caplog) -> None:
     """A dead file server holds the lock of the node's id: it starts without, and says so."""
     go, released = threading.Event(), threading.Event()
 
@@ -85,21 +86,22 @@ def test_a_place_of_a_node_that_does_not_answer(monkeypatch) -> None:
         def release(self) -> None:
             released.set()
 
-    def identify(*_: object) -> identity.Identity:
+    def identify(*_: object) -> identity.NodeId:
         go.wait(LIMIT)
-        return identity.Identity("late", Slot())
+        return identity.NodeId("late", Slot())
 
-    monkeypatch.setattr(identity, "identify", identify)
+    monkeypatch.setattr(node, "identify", identify)
     monkeypatch.setattr(node, "SLOT_LIMIT", 0.01)
 
     async def body() -> str:
         one = object.__new__(node.NodeAgent)
-        one._shared = node_context(agent_config(), writer=StderrWriter())
+        one._shared = node_context(writer=StderrWriter())
         one._events = SimpleNamespace()
         await one._introduce()
-        return one._shared.identity.note
+        return one._shared.identity.node_id
 
-    assert asyncio.run(body()).startswith("no user folder (no answer of the disk")
+    assert re.search("-[0-9a-f]{8}$", asyncio.run(body()))
+    assert "no user folder (no answer of the disk" in caplog.text
     go.set()
     assert released.wait(LIMIT)
 
@@ -264,7 +266,7 @@ def test_a_log_folder_that_does_not_answer_ends_the_start(monkeypatch, caplog) -
         def begin(self) -> None: ...
 
     one = object.__new__(node.NodeAgent)
-    one._shared = node_context(agent_config())
+    one._shared = node_context()
     one._checkup, one._output = Checkup(), Output()
     one.fatal = fatal.append
     with caplog.at_level(logging.WARNING, logger="elasticrun"):

@@ -13,9 +13,10 @@ from msgspec import structs
 from torch.distributed.launcher.api import LaunchConfig as TorchConfig
 
 from elasticrun import errors
-from elasticrun.config import AgentConfig, LogPlan
+from elasticrun.cli.resolve import Resolved
+from elasticrun.config import CalledLaunch, Caller, LogPlan
 from elasticrun.core.events import Exit
-from elasticrun.launcher import LaunchConfig, agent_config_of, elastic_launch, entry_of, raise_for
+from elasticrun.launcher import LaunchConfig, elastic_launch, entry_of, raise_for, resolved
 from elasticrun.wire.messages import Failure, FailureKind
 from elasticrun.wire.types import EntryKind, dumps, loads
 from tests.api import functions
@@ -59,16 +60,16 @@ def test_unknown_fields_are_ignored_and_named(caplog) -> None:
     assert dataclasses.replace(config, role="r").role == "r"
 
 
-def configured(**more: Any) -> AgentConfig:
-    return agent_config_of(one_node(**more), functions.echo, [])
+def configured(**more: Any) -> Resolved:
+    return resolved(one_node(**more), functions.echo, [])
 
 
 def test_the_default_backend_on_one_node_needs_no_endpoint() -> None:
     found = configured(run_id="me")
-    assert found.rendezvous.kind == "standalone"
-    assert found.spec.job_id == "me"
-    assert found.spec.max_restarts == 3
-    assert found.role == "default_role"
+    assert found.place.kind == "standalone"
+    assert found.identity.job_id == "me"
+    assert found.launch.spec.max_restarts == 3
+    assert found.launch.role == "default_role"
     assert found.notes == ()
 
 
@@ -76,20 +77,20 @@ def test_more_nodes_need_one() -> None:
     with pytest.raises(ValueError, match="rdzv_endpoint='HOST:PORT'"):
         configured(max_nodes=2)
     config = configured(max_nodes=2, rdzv_endpoint="there:1234", rdzv_backend="c10d")
-    place = config.rendezvous
+    place = config.place
     assert (place.kind, place.host, place.port) == ("elastic", "there", 1234)
 
 
 def test_an_etcd_is_an_etcd() -> None:
     found = configured(max_nodes=2, rdzv_endpoint="e0:2379", rdzv_backend="etcd-v2", run_id="j")
-    assert (found.rendezvous.kind, found.master_store) == ("etcd", "etcd://e0:2379")
+    assert (found.place.kind, found.launch.master.store) == ("etcd", "etcd://e0:2379")
 
 
 def test_static() -> None:
     where = {"rdzv_backend": "static", "rdzv_endpoint": "a:5", "rdzv_configs": {"rank": 1}}
     found = configured(min_nodes=2, max_nodes=2, **where)
-    assert (found.rendezvous.kind, found.rendezvous.port, found.node_rank) == ("static", 5, 1)
-    assert found.spec.join_timeout == 900.0
+    assert (found.place.kind, found.place.port, found.launch.node_rank) == ("static", 5, 1)
+    assert found.launch.spec.join_timeout == 900.0
 
 
 def test_a_logs_specs_of_the_callers_own_is_refused_in_a_sentence() -> None:
@@ -120,9 +121,10 @@ def test_a_configuration_survives_its_journey() -> None:
     plan = LogPlan(
         log_dir=None, redirects={3: 1}, local_ranks_filter=(1, 2), stdout_filters=("a,b",)
     )
-    made = agent_config_of(one_node(start_method="fork"), sys.executable, ["-u", "s.py"])
-    config = dataclasses.replace(made, logs=plan, env={"A": "ü"}, local_addr=None)
-    assert loads(dumps(config), AgentConfig) == config
+    made = resolved(one_node(start_method="fork"), sys.executable, ["-u", "s.py"])
+    launch = dataclasses.replace(made.launch, logs=plan, local_addr=None)
+    called = CalledLaunch(launch, made.place, made.identity, Caller((3, 4), {"A": "ü"}))
+    assert loads(dumps(called), CalledLaunch) == called
     outcome = Exit(1, "why", (BOOM,), 15)
     assert loads(dumps(outcome), Exit) == outcome
 

@@ -12,10 +12,10 @@ from elasticrun.cli.detection.found import HostFacts, Machine
 from elasticrun.cli.devices import shared_folder
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.rendezvous import for_others
-from elasticrun.cli.resolve import resolve
+from elasticrun.cli.resolve import Resolved, resolve
 from elasticrun.cli.settings import Asked, UsageError
 from elasticrun.cli.verbs.dry_run import describe
-from elasticrun.config import AgentConfig, JoinCommand, MasterPlace
+from elasticrun.config import JoinCommand, Place
 
 LOCAL: Mapping[str, str] = {}
 
@@ -28,31 +28,33 @@ def machine(shared: str = "") -> Machine:
     )
 
 
-def made(words: str, environ: Mapping[str, str] = LOCAL, shared: str = "") -> AgentConfig:
+def made(words: str, environ: Mapping[str, str] = LOCAL, shared: str = "") -> Resolved:
     ns = get_args_parser(environ).parse_args(words.split())
     return resolve(ns, environ, machine(shared))
 
 
 def test_a_range_and_nothing_else_begins_here_under_a_name_of_its_own() -> None:
     found = made("--nnodes=1:10 train.py --lr=1")
-    assert found.rendezvous == MasterPlace("open", port=29400)
-    assert (found.spec.min_nodes, found.spec.max_nodes) == (1, 10)
-    assert found.spec.job_id.startswith("train-")
-    assert found.spec.job_id != made("--nnodes=1:10 train.py --lr=1").spec.job_id
+    assert found.place == Place("open", port=29400)
+    assert (found.launch.spec.min_nodes, found.launch.spec.max_nodes) == (1, 10)
+    assert found.identity.job_id.startswith("train-")
+    assert found.identity.job_id != made("--nnodes=1:10 train.py --lr=1").identity.job_id
     assert found.notes == (), "its token is made by the agent"
-    assert made("--nnodes=1:10 --rdzv-id=j train.py").spec.job_id == "j"
-    assert made("train.py", {"PET_NNODES": "1:10"}).rendezvous.kind == "open"
+    assert made("--nnodes=1:10 --rdzv-id=j train.py").identity.job_id == "j"
+    assert made("train.py", {"PET_NNODES": "1:10"}).place.kind == "open"
 
 
 @pytest.mark.parametrize("shared", ["", "NFS"])
 def test_who_types_the_line_on_a_second_machine_is_let_in_at_once(shared: str) -> None:
     """And not when the first minute, or ten, are over: nobody else is on the way."""
-    assert made("--nnodes=1:10 s.py", shared=shared).spec.grow == "now"
-    assert made("--nnodes=1:10 --grow=auto s.py", shared=shared).spec.grow == "auto"
-    assert made("--nnodes=1:10 s.py", {"ELASTICRUN_GROW": "auto"}, shared).spec.grow == "auto"
+    assert made("--nnodes=1:10 s.py", shared=shared).launch.spec.grow == "now"
+    assert made("--nnodes=1:10 --grow=auto s.py", shared=shared).launch.spec.grow == "auto"
+    assert (
+        made("--nnodes=1:10 s.py", {"ELASTICRUN_GROW": "auto"}, shared).launch.spec.grow == "auto"
+    )
     for endpoint in ("h:1", "file:///x/a"):
         named = made(f"--nnodes=1:10 --rdzv-endpoint={endpoint} s.py", shared=shared)
-        assert named.spec.grow == "auto"
+        assert named.launch.spec.grow == "auto"
     shown = rows("--nnodes=1:10 s.py", shared)["grow"]
     assert shown.split(maxsplit=1) == ["now", "nothing says where nodes meet"]
 
@@ -76,7 +78,7 @@ def test_who_types_the_line_on_a_second_machine_is_let_in_at_once(shared: str) -
 def test_what_says_where_nodes_meet_keeps_its_meaning(
     words: str, environ: Mapping[str, str], kind: str
 ) -> None:
-    assert made(words, environ, "NFS").rendezvous.kind == kind
+    assert made(words, environ, "NFS").place.kind == kind
 
 
 @pytest.mark.parametrize(
@@ -108,20 +110,20 @@ def test_on_a_network_file_system_a_file_beside_the_script(
     monkeypatch.chdir(tmp_path)
     words = "--nnodes=1:10 sub/train.py --lr=1"
     found = made(words, shared="NFS")
-    where = found.rendezvous
+    where = found.place
     assert where.kind == "file"
     folder, _, name = where.path.rpartition("/")
     assert folder == str(tmp_path / "sub")
     assert name.startswith(".elasticrun-ada-train-")
     assert "this folder is on NFS: all machines" in found.notes[0]
-    assert made(words, shared="NFS").rendezvous == where, "so machines find each other"
+    assert made(words, shared="NFS").place == where, "so machines find each other"
     others = [
         made("--nnodes=1:10 sub/train.py --lr=2", shared="NFS"),
         made("--nnodes=1:10 --rdzv-id=j sub/train.py --lr=1", shared="NFS"),
         made("--nnodes=1:10 sub/other.py --lr=1", shared="NFS"),
     ]
-    assert len({one.rendezvous.path for one in others} | {where.path}) == 4
-    module = made("--nnodes=1:10 -m pkg.train", shared="NFS").rendezvous.path
+    assert len({one.place.path for one in others} | {where.path}) == 4
+    module = made("--nnodes=1:10 -m pkg.train", shared="NFS").place.path
     assert module.startswith(f"{tmp_path}/.elasticrun-ada-pkg.train-")
 
 
@@ -136,12 +138,12 @@ def test_on_a_network_file_system_a_file_beside_the_script(
 def test_a_file_that_is_named(endpoint: str, path: str) -> None:
     for nodes, backend in (("2", ""), ("1:4", "--rdzv-backend=c10d")):
         found = made(f"--nnodes={nodes} {backend} --rdzv-endpoint={endpoint} s.py")
-        assert found.rendezvous == MasterPlace("file", port=29400, path=path)
+        assert found.place == Place("file", port=29400, path=path)
         assert found.notes == ()
     named = made(f"--nnodes=2 --rdzv-id=j --rdzv-endpoint={endpoint} s.py")
-    assert (named.spec.job_id, named.rendezvous.named) == ("j", True)
+    assert (named.identity.job_id, named.identity.named) == ("j", True)
     joins = made(f"--nnodes=2 --rdzv-conf=is_host=0 --rdzv-endpoint={endpoint} s.py")
-    assert joins.rendezvous.is_host is False
+    assert joins.place.is_host is False
 
 
 @pytest.mark.parametrize(
@@ -195,6 +197,27 @@ def test_the_command_for_other_nodes(words: str, environ: Mapping[str, str], sho
     given = shlex.split(words)
     ns = get_args_parser(environ).parse_args(given)
     assert parts(for_others(given, Asked(ns, environ), "/here")) == shown
+
+
+@pytest.mark.parametrize(
+    ("meets", "shown"),
+    [
+        ("--nnodes=1:4", "--nnodes=1:4 --grow=now | s.py"),
+        ("--nnodes=1:4 --rdzv-endpoint=file:///x/a", None),
+        ("--nnodes=1:4 --rdzv-endpoint=h:1", ""),
+        ("--nnodes=1", ""),
+    ],
+)
+def test_a_launch_has_it_if_other_nodes_meet_here(
+    meets: str, shown: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*meets.split(), "s.py"]
+    monkeypatch.setattr("os.getcwd", lambda: "/here")
+    ns = get_args_parser(LOCAL).parse_args(words)
+    found = resolve(ns, LOCAL, machine(), ("elasticrun", *words)).launch.master.to_join
+    expected = f"{meets} | s.py" if shown is None else shown
+    assert ("" if found is None else parts(found)) == expected
+    assert resolve(ns, LOCAL, machine()).launch.master.to_join is None, "a Python caller's words"
 
 
 @pytest.mark.parametrize(

@@ -293,13 +293,14 @@ def test_dry_run_shows_what_counts_starts_nothing_and_needs_no_script(
 def test_master_without_flags_takes_the_first_agents_word() -> None:
     config = configure([], {})
     assert (config.host, config.port, config.spec) == ("0.0.0.0", 29400, None)
-    assert (config.job_id, config.record_dir) == ("none", "")
+    assert (config.identity.job_id, config.record_dir) == ("none", "")
 
 
 def test_master_with_flags_of_the_job() -> None:
     words = "--host ::1 --port 0 --nnodes 2:4 --rdzv-id j --max_restarts=3 --status_port 8080"
     config = configure(words.split(), {"PET_NODE_UNIT": "2"})
-    assert (config.host, config.port, config.status_port, config.job_id) == ("::1", 0, 8080, "j")
+    assert (config.host, config.port, config.launch.status_port) == ("::1", 0, 8080)
+    assert config.identity.job_id == "j"
     assert (config.spec.min_nodes, config.spec.max_nodes, config.spec.node_unit) == (2, 4, 2)
     assert (config.spec.max_restarts, config.spec.job_id) == (3, "j")
 

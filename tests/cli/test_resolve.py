@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec import structs
 
 from elasticrun import config
 from elasticrun.cli.detection.found import Given, Machine
 from elasticrun.cli.flags import get_args_parser
-from elasticrun.cli.resolve import UsageError, resolve
+from elasticrun.cli.resolve import Resolved, UsageError, resolve
 from elasticrun.cli.settings import Asked, sources
 from elasticrun.cli.table import NOTHING_YET
-from elasticrun.config import AgentConfig, LogPlan, MasterPlace, RunPlan
+from elasticrun.config import Identity, Launch, LogPlan, MasterPlan, Place, RunPlan, Tls
 from elasticrun.wire.messages import CheckSpec, JobSpec, SaveSpec
 from elasticrun.wire.types import EntryKind, Entrypoint
 
@@ -30,14 +30,14 @@ def machine(devices: Mapping[str, int] | None = None, cores: int = 6) -> Machine
 
 def made(
     words: str = "", environ: Mapping[str, str] | None = None, on: Machine | None = None
-) -> AgentConfig:
+) -> Resolved:
     environ = {} if environ is None else environ
     ns = get_args_parser(environ).parse_args([*words.split(), "s.py"])
     return resolve(ns, environ, on or machine())
 
 
-def notes(config: AgentConfig) -> str:
-    return "\n".join(config.notes)
+def notes(found: Resolved) -> str:
+    return "\n".join(found.notes)
 
 
 def test_variables_that_nobody_reads_are_named_once() -> None:
@@ -56,24 +56,26 @@ def test_variables_that_nobody_reads_are_named_once() -> None:
 def test_every_default() -> None:
     """A bare command, field by field: torchrun's defaults, and ours where it has none."""
     bare = made()
-    job_id = bare.spec.job_id
+    job_id = bare.identity.job_id
     assert len(job_id) == 36  # a uuid: nobody else needs to find this job
-    assert bare == AgentConfig(
+    assert bare.place == Place("standalone", "127.0.0.1", 0)
+    assert bare.identity == Identity(job_id)
+    assert (bare.notes, bare.delegate) == ((), "")
+    assert bare.launch == Launch(
         spec=JobSpec(
-            job_id=job_id, min_nodes=1, max_nodes=1, node_unit=1, max_restarts=0,
+            job_id="", min_nodes=1, max_nodes=1, node_unit=1, max_restarts=0,
             restart_backoff=30.0, restart_window=0.0, join_timeout=600.0, last_call_timeout=30.0,
             heartbeat_timeout=config.HEARTBEAT_TIMEOUT, grow="auto", grow_cooldown=600.0,
             restart_grace=30.0, master_lost_timeout=600.0,
         ),
-        rendezvous=MasterPlace("standalone", "127.0.0.1", 0),
         entry=Entrypoint(EntryKind.SCRIPT, "s.py", ()),
         logs=LogPlan(log_dir=None),
         nproc_per_node=1,
-        launch="auto",
+        mode="auto",
         start_method="spawn",
         signals_to_handle=("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"),
         shutdown_timeout=30.0,
-        run=RunPlan(name="s", unnamed=True, nproc="1"),
+        master=MasterPlan(run=RunPlan(name="s", unnamed=True, nproc="1")),
     )  # fmt: skip
 
 
@@ -90,119 +92,119 @@ STALE = {
 }  # fmt: skip
 DLROVER = {"DLROVER_MASTER_ADDR": "pod-0:50001", "NODE_RANK": "2", "NODE_NUM": "4"}
 
-MEETINGS: list[tuple[str, Mapping[str, str], MasterPlace, str, tuple[int, int], int]] = [
+MEETINGS: list[tuple[str, Mapping[str, str], Place, str, tuple[int, int], int]] = [
     # words, environment, where, job id ("*": fresh), nodes, node rank
-    ("", {}, MasterPlace("standalone", "127.0.0.1"), "*", (1, 1), -1),
-    ("--standalone", {}, MasterPlace("standalone", "127.0.0.1"), "*", (1, 1), -1),
-    ("--standalone --rdzv-id x", {}, MasterPlace("standalone", "127.0.0.1"), "x", (1, 1), -1),
-    ("--rdzv-id x", {}, MasterPlace("standalone", "127.0.0.1"), "x", (1, 1), -1),
+    ("", {}, Place("standalone", "127.0.0.1"), "*", (1, 1), -1),
+    ("--standalone", {}, Place("standalone", "127.0.0.1"), "*", (1, 1), -1),
+    ("--standalone --rdzv-id x", {}, Place("standalone", "127.0.0.1"), "x", (1, 1), -1),
+    ("--rdzv-id x", {}, Place("standalone", "127.0.0.1"), "x", (1, 1), -1),
     ("--standalone --rdzv-endpoint h:1 --rdzv-backend c10d", {},
-     MasterPlace("standalone", "127.0.0.1"), "*", (1, 1), -1),
-    ("--master-addr h", {}, MasterPlace("standalone", "127.0.0.1"), "*", (1, 1), -1),
-    ("--nnodes 1:1 --node-rank 0", {}, MasterPlace("standalone", "127.0.0.1"), "*", (1, 1), 0),
-    ("--standalone --nnodes 1:4", {}, MasterPlace("standalone", "127.0.0.1"), "*", (1, 1), -1),
+     Place("standalone", "127.0.0.1"), "*", (1, 1), -1),
+    ("--master-addr h", {}, Place("standalone", "127.0.0.1"), "*", (1, 1), -1),
+    ("--nnodes 1:1 --node-rank 0", {}, Place("standalone", "127.0.0.1"), "*", (1, 1), 0),
+    ("--standalone --nnodes 1:4", {}, Place("standalone", "127.0.0.1"), "*", (1, 1), -1),
     # static
-    ("--master-port 29611", {}, MasterPlace("static", "127.0.0.1", 29611), "none", (1, 1), 0),
-    ("--nnodes 2", {}, MasterPlace("static", "127.0.0.1", 29500), "none", (2, 2), 0),
+    ("--master-port 29611", {}, Place("static", "127.0.0.1", 29611), "none", (1, 1), 0),
+    ("--nnodes 2", {}, Place("static", "127.0.0.1", 29500), "none", (2, 2), 0),
     ("--nnodes 2 --node-rank 1 --master-addr h --master-port 7", {},
-     MasterPlace("static", "h", 7), "none", (2, 2), 1),
+     Place("static", "h", 7), "none", (2, 2), 1),
     ("--nnodes 2 --master-addr [::1] --master-port 7", {},
-     MasterPlace("static", "::1", 7), "none", (2, 2), 0),
+     Place("static", "::1", 7), "none", (2, 2), 0),
     ("--nnodes 2 --master-addr ::1 --master-port 7", {},
-     MasterPlace("static", "::1", 7), "none", (2, 2), 0),
+     Place("static", "::1", 7), "none", (2, 2), 0),
     ("--nnodes 2 --rdzv-endpoint h:7 --master-port 8", {},
-     MasterPlace("static", "h", 7), "none", (2, 2), 0),
-    ("--nnodes 1 --rdzv-endpoint h:7", {}, MasterPlace("static", "h", 7), "none", (1, 1), 0),
-    ("--nnodes 1:2 --master-port 7", {}, MasterPlace("static", "127.0.0.1", 7), "none", (2, 2), 0),
-    ("--master-port 0", {}, MasterPlace("standalone", "127.0.0.1"), "*", (1, 1), -1),
-    ("", KUBEFLOW, MasterPlace("static", "job-master-0", 23456), "none", (4, 4), 3),
-    ("--node-rank 1", KUBEFLOW, MasterPlace("static", "job-master-0", 23456), "none", (4, 4), 1),
+     Place("static", "h", 7), "none", (2, 2), 0),
+    ("--nnodes 1 --rdzv-endpoint h:7", {}, Place("static", "h", 7), "none", (1, 1), 0),
+    ("--nnodes 1:2 --master-port 7", {}, Place("static", "127.0.0.1", 7), "none", (2, 2), 0),
+    ("--master-port 0", {}, Place("standalone", "127.0.0.1"), "*", (1, 1), -1),
+    ("", KUBEFLOW, Place("static", "job-master-0", 23456), "none", (4, 4), 3),
+    ("--node-rank 1", KUBEFLOW, Place("static", "job-master-0", 23456), "none", (4, 4), 1),
     ("--nnodes 2 --master-port 7", {"NODE_RANK": "1"},
-     MasterPlace("static", "127.0.0.1", 7), "none", (2, 2), 1),
+     Place("static", "127.0.0.1", 7), "none", (2, 2), 1),
     ("--nnodes 2 --master-port 7 --node-rank 0", {"NODE_RANK": "1"},
-     MasterPlace("static", "127.0.0.1", 7), "none", (2, 2), 0),
+     Place("static", "127.0.0.1", 7), "none", (2, 2), 0),
     ("--nnodes 2 --master-port 7", {"NODE_RANK": "1", "PET_NODE_RANK": "0"},
-     MasterPlace("static", "127.0.0.1", 7), "none", (2, 2), 0),
+     Place("static", "127.0.0.1", 7), "none", (2, 2), 0),
     ("--nnodes 1 --master-port 7", {"NODE_RANK": "1"},
-     MasterPlace("static", "127.0.0.1", 7), "none", (1, 1), 0),
+     Place("static", "127.0.0.1", 7), "none", (1, 1), 0),
     # elastic
-    ("--rdzv-backend c10d", {}, MasterPlace("elastic", "localhost", 29400), "none", (1, 1), -1),
+    ("--rdzv-backend c10d", {}, Place("elastic", "localhost", 29400), "none", (1, 1), -1),
     ("--rdzv-backend c10d --rdzv-endpoint h --nnodes 2:4", {},
-     MasterPlace("elastic", "h", 29400), "none", (2, 4), -1),
+     Place("elastic", "h", 29400), "none", (2, 4), -1),
     # ... also where only min:max and an endpoint say so, which static cannot serve
     ("--rdzv-endpoint h --nnodes 2:4", {},
-     MasterPlace("elastic", "h", 29400), "none", (2, 4), -1),
+     Place("elastic", "h", 29400), "none", (2, 4), -1),
     ("--rdzv-endpoint h:7 --nnodes 2:4 --rdzv-backend static", {},
-     MasterPlace("static", "h", 7), "none", (4, 4), 0),
+     Place("static", "h", 7), "none", (4, 4), 0),
     ("--rdzv-endpoint h:7 --nnodes 2:4 --node-rank 1", {},
-     MasterPlace("static", "h", 7), "none", (4, 4), 1),
+     Place("static", "h", 7), "none", (4, 4), 1),
     ("--rdzv-endpoint h:7 --nnodes 2:4", {"NODE_RANK": "1"},
-     MasterPlace("static", "h", 7), "none", (4, 4), 1),
+     Place("static", "h", 7), "none", (4, 4), 1),
     ("--rdzv-endpoint h:7 --nnodes 4", {},
-     MasterPlace("static", "h", 7), "none", (4, 4), 0),
+     Place("static", "h", 7), "none", (4, 4), 0),
     ("--rdzv-backend elasticrun --rdzv-endpoint h:7 --rdzv-id j --nnodes 2", {},
-     MasterPlace("elastic", "h", 7), "j", (2, 2), -1),
+     Place("elastic", "h", 7), "j", (2, 2), -1),
     ("--rdzv-backend c10d --rdzv-endpoint [fe80::1]:7", {},
-     MasterPlace("elastic", "fe80::1", 7), "none", (1, 1), -1),
+     Place("elastic", "fe80::1", 7), "none", (1, 1), -1),
     ("--rdzv-backend c10d --rdzv-endpoint [::1]", {},
-     MasterPlace("elastic", "::1", 29400), "none", (1, 1), -1),
+     Place("elastic", "::1", 29400), "none", (1, 1), -1),
     ("--rdzv-backend c10d --rdzv-endpoint ::1", {},
-     MasterPlace("elastic", "::1", 29400), "none", (1, 1), -1),
+     Place("elastic", "::1", 29400), "none", (1, 1), -1),
     ("--rdzv-backend c10d --rdzv-endpoint localhost:0", {},
-     MasterPlace("standalone", "127.0.0.1"), "*", (1, 1), -1),
+     Place("standalone", "127.0.0.1"), "*", (1, 1), -1),
     ("--rdzv-backend c10d --rdzv-endpoint h:7 --rdzv-conf is_host=false", {},
-     MasterPlace("elastic", "h", 7, is_host=False), "none", (1, 1), -1),
+     Place("elastic", "h", 7, is_host=False), "none", (1, 1), -1),
     ("--rdzv-backend c10d --rdzv-endpoint h:7 --rdzv-conf is_host=1,store_type=tcp", {},
-     MasterPlace("elastic", "h", 7, is_host=True), "none", (1, 1), -1),
+     Place("elastic", "h", 7, is_host=True), "none", (1, 1), -1),
     ("--rdzv-backend c10d --rdzv-endpoint h:7 --nnodes 4 --node-rank 2", {},
-     MasterPlace("elastic", "h", 7), "none", (4, 4), 2),
+     Place("elastic", "h", 7), "none", (4, 4), 2),
     ("--rdzv-backend c10d --rdzv-endpoint h:7 --nnodes 4 --node-rank 0", {},
-     MasterPlace("elastic", "h", 7), "none", (4, 4), 0),
+     Place("elastic", "h", 7), "none", (4, 4), 0),
     ("--rdzv-backend c10d --rdzv-endpoint h:7 --nnodes 4", {"NODE_RANK": "2"},
-     MasterPlace("elastic", "h", 7), "none", (4, 4), -1),
+     Place("elastic", "h", 7), "none", (4, 4), -1),
     # dlrover-run's words
-    ("", DLROVER, MasterPlace("external", "pod-0", 50001), "none", (4, 4), 2),
+    ("", DLROVER, Place("external", "pod-0", 50001), "none", (4, 4), 2),
     ("--nnodes 2:8 --node-rank 1", DLROVER,
-     MasterPlace("external", "pod-0", 50001), "none", (2, 8), 1),
+     Place("external", "pod-0", 50001), "none", (2, 8), 1),
     ("", DLROVER | {"PET_NNODES": "3", "PET_NODE_RANK": "0"},
-     MasterPlace("external", "pod-0", 50001), "none", (3, 3), 0),
+     Place("external", "pod-0", 50001), "none", (3, 3), 0),
     ("", {"DLROVER_MASTER_ADDR": "pod-0:50001", "WORKER_RANK": "1", "ELASTIC_JOB_NAME": "j"},
-     MasterPlace("external", "pod-0", 50001), "j", (1, 1), 1),
-    ("--standalone", DLROVER, MasterPlace("standalone", "127.0.0.1"), "*", (1, 1), -1),
+     Place("external", "pod-0", 50001), "j", (1, 1), 1),
+    ("--standalone", DLROVER, Place("standalone", "127.0.0.1"), "*", (1, 1), -1),
     ("--rdzv-backend c10d --rdzv-endpoint h:7", DLROVER,
-     MasterPlace("elastic", "h", 7), "none", (1, 1), -1),
+     Place("elastic", "h", 7), "none", (1, 1), -1),
     ("--nnodes 3 --master-port 7", DLROVER,
-     MasterPlace("static", "127.0.0.1", 7), "none", (3, 3), 2),
+     Place("static", "127.0.0.1", 7), "none", (3, 3), 2),
     ("--auto-config --rdzv-backend c10d --rdzv-endpoint h:7", {"NODE_NUM": "3"},
-     MasterPlace("elastic", "h", 7), "none", (3, 3), -1),
+     Place("elastic", "h", 7), "none", (3, 3), -1),
     ("--auto-config --nnodes 2 --rdzv-backend c10d --rdzv-endpoint h:7", {"NODE_NUM": "3"},
-     MasterPlace("elastic", "h", 7), "none", (2, 2), -1),
+     Place("elastic", "h", 7), "none", (2, 2), -1),
     ("--rdzv-backend c10d", {"NODE_NUM": "3"},
-     MasterPlace("elastic", "localhost", 29400), "none", (1, 1), -1),
+     Place("elastic", "localhost", 29400), "none", (1, 1), -1),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("words", "environ", "where", "job", "nodes", "rank"), MEETINGS)
 def test_where_nodes_meet(
-    words: str, environ: Mapping[str, str], where: MasterPlace, job: str,
+    words: str, environ: Mapping[str, str], where: Place, job: str,
     nodes: tuple[int, int], rank: int,
 ) -> None:  # fmt: skip
     found = made(words, environ)
-    assert found.rendezvous == where
-    assert (found.spec.min_nodes, found.spec.max_nodes) == nodes
-    assert found.node_rank == rank
+    assert found.place == where
+    assert (found.launch.spec.min_nodes, found.launch.spec.max_nodes) == nodes
+    assert found.launch.node_rank == rank
     if job == "*":
-        assert found.spec.job_id not in ("", "none")
-        assert found.spec.job_id != made(words, environ).spec.job_id
+        assert found.identity.job_id not in ("", "none")
+        assert found.identity.job_id != made(words, environ).identity.job_id
     else:
-        assert found.spec.job_id == job
+        assert found.identity.job_id == job
 
 
 @pytest.mark.parametrize("words", ["", "--nnodes 2", "--rdzv-backend c10d"])
 def test_nothing_of_an_outer_launcher_leaks_in(words: str) -> None:
     inside, outside = made(words, STALE), made(words, {})
-    same_id = structs.replace(outside.spec, job_id=inside.spec.job_id)
-    assert inside == replace(outside, spec=same_id)
+    same_id = replace(outside.identity, job_id=inside.identity.job_id)
+    assert inside == replace(outside, identity=same_id)
 
 
 # ---------------------------------------------------------------- errors
@@ -339,7 +341,7 @@ COUNTS = [
 
 @pytest.mark.parametrize(("word", "devices", "count"), COUNTS)
 def test_ranks_per_node(word: str, devices: Mapping[str, int], count: int) -> None:
-    assert made(f"--nproc-per-node {word}", on=machine(devices)).nproc_per_node == count
+    assert made(f"--nproc-per-node {word}", on=machine(devices)).launch.nproc_per_node == count
 
 
 def test_devices_are_counted_only_when_asked_for() -> None:
@@ -347,18 +349,19 @@ def test_devices_are_counted_only_when_asked_for() -> None:
         raise AssertionError(word)
 
     here = Machine(lambda: 6, never, lambda group: [])
-    assert made("--nproc-per-node 2", on=here).nproc_per_node == 2
-    assert made("--nproc-per-node cpu", on=here).nproc_per_node == 6
+    assert made("--nproc-per-node 2", on=here).launch.nproc_per_node == 2
+    assert made("--nproc-per-node cpu", on=here).launch.nproc_per_node == 6
 
 
 def test_auto_config() -> None:
     words = "--auto-config --rdzv-backend c10d --rdzv-endpoint h:7"
     four = made(words, {"NODE_NUM": "4"}, machine({"gpu": 8}))
-    assert (four.spec.min_nodes, four.spec.max_nodes, four.nproc_per_node) == (4, 4, 8)
+    nodes = (four.launch.spec.min_nodes, four.launch.spec.max_nodes)
+    assert (nodes, four.launch.nproc_per_node) == ((4, 4), 8)
     flags_win = made(words + " --nproc-per-node 2", {"NODE_NUM": "4"}, machine({"gpu": 8}))
-    assert flags_win.nproc_per_node == 2
+    assert flags_win.launch.nproc_per_node == 2
     bare = made("--auto-config")
-    assert (bare.spec.max_nodes, bare.nproc_per_node) == (1, 1)
+    assert (bare.launch.spec.max_nodes, bare.launch.nproc_per_node) == (1, 1)
     assert "NODE_NUM is not set" in notes(bare)
     assert "no GPU" in notes(bare)
 
@@ -374,140 +377,143 @@ def test_auto_config() -> None:
 )
 def test_threads_rule(words: str, environ: Mapping[str, str], expected: bool) -> None:
     found = made(words, environ)
-    assert found.set_omp_threads is expected
+    assert found.launch.set_omp_threads is expected
     assert ("OMP_NUM_THREADS" in notes(found)) is expected
 
 
 # ---------------------------------------------------------------- the rest, field by field
 
 FIELDS: list[tuple[str, Mapping[str, str], str, Any]] = [
-    ("--role r", {}, "role", "r"),
-    ("--local-addr 10.0.0.1", {}, "local_addr", "10.0.0.1"),
-    ("--node-id n7", {}, "node_id", "n7"),
-    ("--nnodes 2 --node-rank 1 --master-addr h", {}, "node_id", "rank-1"),
-    ("", {"ELASTICRUN_NODE_ID": "n8"}, "node_id", "n8"),
-    ("--launch exec", {}, "launch", "exec"),
-    ("", {"ELASTICRUN_LAUNCH": "fork"}, "launch", "fork"),
-    ("--launch exec", {"ELASTICRUN_LAUNCH": "fork"}, "launch", "exec"),
-    ("--start-method forkserver", {}, "start_method", "forkserver"),
-    ("", {"PET_START_METHOD": "fork"}, "start_method", "fork"),
-    ("--preload a.b,c", {}, "preload", ("a.b", "c")),
-    ("--preload off", {}, "preload", ()),
-    ("--warm", {}, "warm", True),
-    ("", {"ELASTICRUN_PRELOAD": "a"}, "preload", ("a",)),
-    ("", {"PYTHON_EXEC": "/opt/python"}, "python_exec", "/opt/python"),
-    ("--numa-binding socket", {}, "numa_binding", "socket"),
-    ("--numa-binding socket", {}, "numa_may_fail", False),
-    ("--numa-affinity", {}, "numa_binding", "node"),
-    ("--numa-affinity", {}, "numa_may_fail", True),
-    ("--numa-affinity --numa-binding socket", {}, "numa_binding", "socket"),
-    ("--numa-affinity --numa-binding socket", {}, "numa_may_fail", False),
-    ("--virtual-local-rank", {}, "virtual_local_rank", True),
-    ("--signals-to-handle SIGTERM,SIGUSR1,", {}, "signals_to_handle", ("SIGTERM", "SIGUSR1")),
-    ("--shutdown-timeout 5", {}, "shutdown_timeout", 5.0),
-    ("--shutdown-timeout 0", {}, "shutdown_timeout", 0.0),
-    ("--shutdown-timeout 2.5", {}, "shutdown_timeout", 2.5),
+    ("--role r", {}, "launch.role", "r"),
+    ("--local-addr 10.0.0.1", {}, "launch.local_addr", "10.0.0.1"),
+    ("--node-id n7", {}, "identity.node_id", "n7"),
+    ("--nnodes 2 --node-rank 1 --master-addr h", {}, "identity.node_id", "rank-1"),
+    ("", {"ELASTICRUN_NODE_ID": "n8"}, "identity.node_id", "n8"),
+    ("--launch exec", {}, "launch.mode", "exec"),
+    ("", {"ELASTICRUN_LAUNCH": "fork"}, "launch.mode", "fork"),
+    ("--launch exec", {"ELASTICRUN_LAUNCH": "fork"}, "launch.mode", "exec"),
+    ("--start-method forkserver", {}, "launch.start_method", "forkserver"),
+    ("", {"PET_START_METHOD": "fork"}, "launch.start_method", "fork"),
+    ("--preload a.b,c", {}, "launch.preload", ("a.b", "c")),
+    ("--preload off", {}, "launch.preload", ()),
+    ("--warm", {}, "launch.warm", True),
+    ("", {"ELASTICRUN_PRELOAD": "a"}, "launch.preload", ("a",)),
+    ("", {"PYTHON_EXEC": "/opt/python"}, "launch.python_exec", "/opt/python"),
+    ("--numa-binding socket", {}, "launch.numa_binding", "socket"),
+    ("--numa-binding socket", {}, "launch.numa_may_fail", False),
+    ("--numa-affinity", {}, "launch.numa_binding", "node"),
+    ("--numa-affinity", {}, "launch.numa_may_fail", True),
+    ("--numa-affinity --numa-binding socket", {}, "launch.numa_binding", "socket"),
+    ("--numa-affinity --numa-binding socket", {}, "launch.numa_may_fail", False),
+    ("--virtual-local-rank", {}, "launch.virtual_local_rank", True),
+    ("--signals-to-handle SIGTERM,SIGUSR1,", {},
+     "launch.signals_to_handle", ("SIGTERM", "SIGUSR1")),
+    ("--shutdown-timeout 5", {}, "launch.shutdown_timeout", 5.0),
+    ("--shutdown-timeout 0", {}, "launch.shutdown_timeout", 0.0),
+    ("--shutdown-timeout 2.5", {}, "launch.shutdown_timeout", 2.5),
     ("", {"PET_SHUTDOWN_TIMEOUT": "6", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"},
-     "shutdown_timeout", 6.0),
+     "launch.shutdown_timeout", 6.0),
     ("--shutdown-timeout 5", {"PET_SHUTDOWN_TIMEOUT": "6", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"},
-     "shutdown_timeout", 5.0),
-    ("", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}, "shutdown_timeout", 7.0),
-    ("--exit-barrier-timeout 9", {}, "exit_barrier_timeout", 9.0),
-    ("", {"TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT": "8"}, "exit_barrier_timeout", 8.0),
-    ("--event-log-handler console", {}, "event_log_handler", "console"),
-    ("--status-port 8080", {}, "status_port", 8080),
-    ("--on-event ./told.sh", {}, "on_event", "./told.sh"),
-    ("--max-restarts 3", {}, "spec.max_restarts", 3),
-    ("", {}, "spec.max_restarts", 0),
-    ("--nnodes 2", {}, "spec.max_restarts", 0),
-    ("--nnodes 1:2 --rdzv-backend c10d --rdzv-endpoint h:1", {}, "spec.max_restarts", 3),
-    ("--nnodes 2:2", {}, "spec.max_restarts", 0),
-    ("--nnodes 1:2 --max-restarts 0", {}, "spec.max_restarts", 0),
-    ("--nnodes 1:2", {"PET_MAX_RESTARTS": "1"}, "spec.max_restarts", 1),
-    ("--restart-backoff 0", {}, "spec.restart_backoff", 0.0),
-    ("", {"ELASTICRUN_RESTART_BACKOFF": "1.5"}, "spec.restart_backoff", 1.5),
-    ("--restart-window 60", {}, "spec.restart_window", 60.0),
-    ("--restart-grace 3", {}, "spec.restart_grace", 3.0),
-    ("", {}, "departure_grace", 25.0),
-    ("--departure-grace 7.5", {}, "departure_grace", 7.5),
-    ("--departure-grace 0", {}, "departure_grace", 0.0),
-    ("", {}, "child_exit_timeout", 30.0),
-    ("--child-exit-timeout 7.5", {}, "child_exit_timeout", 7.5),
-    ("--shutdown-timeout 4", {}, "spec.restart_grace", 4.0),
-    ("--grow now", {}, "spec.grow", "now"),
-    ("--node-unit 2 --nnodes 4", {}, "spec.node_unit", 2),
-    ("--node_unit 2 --nnodes 4 --rdzv-conf node_unit=4", {}, "spec.node_unit", 2),
-    ("--nnodes 4 --rdzv-conf node_unit=4", {}, "spec.node_unit", 4),
-    ("--rdzv-conf join_timeout=1.5", {}, "spec.join_timeout", 1.5),
-    ("--rdzv-conf last_call_timeout=0", {}, "spec.last_call_timeout", 0.0),
-    ("--rdzv-conf lastcall_timeout=4", {}, "spec.last_call_timeout", 4.0),
-    ("--rdzv-conf heartbeat=4", {}, "spec.heartbeat_timeout", 4.0),
-    ("--rdzv-conf heartbeat_timeout=4", {}, "spec.heartbeat_timeout", 4.0),
-    ("--rdzv-conf master_lost_timeout=4,grow_cooldown=0", {}, "spec.grow_cooldown", 0.0),
-    ("", {"KUBERNETES_SERVICE_HOST": "192.0.2.1"}, "spec.nodes_return", True),
-    ("--master-port 7 --rdzv-conf timeout=40", {}, "spec.join_timeout", 40.0),
-    ("--master-port 7 --rdzv-conf timeout=40,join_timeout=30", {}, "spec.join_timeout", 30.0),
-    ("--log-dir /x", {}, "logs.log_dir", "/x"),
-    ("-r 3", {}, "logs.redirects_all", 3),
-    ("-t 2", {}, "logs.tee_all", 2),
-    ("-r 12:1,3:0", {}, "logs.redirects", {12: 1, 3: 0}),
-    ("-t 0:3", {}, "logs.tee", {0: 3}),
-    ("--local-ranks-filter 2,0,2", {}, "logs.local_ranks_filter", (0, 2)),
-    ("--duplicate-stdout-filters a,,b,c", {}, "logs.stdout_filters", ("a,b", "c")),
-    ("--duplicate_stderr_filters x", {}, "logs.stderr_filters", ("x",)),
-    ("--log-line-prefix-template ${hostname}", {}, "logs.prefix_template", "${hostname}"),
-    ("", {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${rank}"}, "logs.prefix_template", "${rank}"),
+     "launch.shutdown_timeout", 5.0),
+    ("", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "7"}, "launch.shutdown_timeout", 7.0),
+    ("--exit-barrier-timeout 9", {}, "launch.exit_barrier_timeout", 9.0),
+    ("", {"TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT": "8"}, "launch.exit_barrier_timeout", 8.0),
+    ("--event-log-handler console", {}, "launch.event_log_handler", "console"),
+    ("--status-port 8080", {}, "launch.master.status_port", 8080),
+    ("--on-event ./told.sh", {}, "launch.master.on_event", "./told.sh"),
+    ("--max-restarts 3", {}, "launch.spec.max_restarts", 3),
+    ("", {}, "launch.spec.max_restarts", 0),
+    ("--nnodes 2", {}, "launch.spec.max_restarts", 0),
+    ("--nnodes 1:2 --rdzv-backend c10d --rdzv-endpoint h:1", {}, "launch.spec.max_restarts", 3),
+    ("--nnodes 2:2", {}, "launch.spec.max_restarts", 0),
+    ("--nnodes 1:2 --max-restarts 0", {}, "launch.spec.max_restarts", 0),
+    ("--nnodes 1:2", {"PET_MAX_RESTARTS": "1"}, "launch.spec.max_restarts", 1),
+    ("--restart-backoff 0", {}, "launch.spec.restart_backoff", 0.0),
+    ("", {"ELASTICRUN_RESTART_BACKOFF": "1.5"}, "launch.spec.restart_backoff", 1.5),
+    ("--restart-window 60", {}, "launch.spec.restart_window", 60.0),
+    ("--restart-grace 3", {}, "launch.spec.restart_grace", 3.0),
+    ("", {}, "launch.departure_grace", 25.0),
+    ("--departure-grace 7.5", {}, "launch.departure_grace", 7.5),
+    ("--departure-grace 0", {}, "launch.departure_grace", 0.0),
+    ("", {}, "launch.child_exit_timeout", 30.0),
+    ("--child-exit-timeout 7.5", {}, "launch.child_exit_timeout", 7.5),
+    ("--shutdown-timeout 4", {}, "launch.spec.restart_grace", 4.0),
+    ("--grow now", {}, "launch.spec.grow", "now"),
+    ("--node-unit 2 --nnodes 4", {}, "launch.spec.node_unit", 2),
+    ("--node_unit 2 --nnodes 4 --rdzv-conf node_unit=4", {}, "launch.spec.node_unit", 2),
+    ("--nnodes 4 --rdzv-conf node_unit=4", {}, "launch.spec.node_unit", 4),
+    ("--rdzv-conf join_timeout=1.5", {}, "launch.spec.join_timeout", 1.5),
+    ("--rdzv-conf last_call_timeout=0", {}, "launch.spec.last_call_timeout", 0.0),
+    ("--rdzv-conf lastcall_timeout=4", {}, "launch.spec.last_call_timeout", 4.0),
+    ("--rdzv-conf heartbeat=4", {}, "launch.spec.heartbeat_timeout", 4.0),
+    ("--rdzv-conf heartbeat_timeout=4", {}, "launch.spec.heartbeat_timeout", 4.0),
+    ("--rdzv-conf master_lost_timeout=4,grow_cooldown=0", {}, "launch.spec.grow_cooldown", 0.0),
+    ("", {"KUBERNETES_SERVICE_HOST": "192.0.2.1"}, "launch.spec.nodes_return", True),
+    ("--master-port 7 --rdzv-conf timeout=40", {}, "launch.spec.join_timeout", 40.0),
+    ("--master-port 7 --rdzv-conf timeout=40,join_timeout=30", {},
+     "launch.spec.join_timeout", 30.0),
+    ("--log-dir /x", {}, "launch.logs.log_dir", "/x"),
+    ("-r 3", {}, "launch.logs.redirects_all", 3),
+    ("-t 2", {}, "launch.logs.tee_all", 2),
+    ("-r 12:1,3:0", {}, "launch.logs.redirects", {12: 1, 3: 0}),
+    ("-t 0:3", {}, "launch.logs.tee", {0: 3}),
+    ("--local-ranks-filter 2,0,2", {}, "launch.logs.local_ranks_filter", (0, 2)),
+    ("--duplicate-stdout-filters a,,b,c", {}, "launch.logs.stdout_filters", ("a,b", "c")),
+    ("--duplicate_stderr_filters x", {}, "launch.logs.stderr_filters", ("x",)),
+    ("--log-line-prefix-template ${hostname}", {}, "launch.logs.prefix_template", "${hostname}"),
+    ("", {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${rank}"},
+     "launch.logs.prefix_template", "${rank}"),
     ("--log-line-prefix-template a", {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "b"},
-     "logs.prefix_template", "a"),
-    ("--logs-specs fancy", {}, "logs.logs_specs", "fancy"),
-    ("-m", {}, "entry", Entrypoint(EntryKind.MODULE, "s.py")),
-    ("--no-python", {}, "entry", Entrypoint(EntryKind.COMMAND, "s.py")),
-    ("--run-path --no-python", {}, "entry", Entrypoint(EntryKind.RUN_PATH, "s.py")),
-    ("--run-path -m --no-python", {}, "entry", Entrypoint(EntryKind.RUN_PATH, "s.py")),
+     "launch.logs.prefix_template", "a"),
+    ("--logs-specs fancy", {}, "launch.logs.logs_specs", "fancy"),
+    ("-m", {}, "launch.entry", Entrypoint(EntryKind.MODULE, "s.py")),
+    ("--no-python", {}, "launch.entry", Entrypoint(EntryKind.COMMAND, "s.py")),
+    ("--run-path --no-python", {}, "launch.entry", Entrypoint(EntryKind.RUN_PATH, "s.py")),
+    ("--run-path -m --no-python", {}, "launch.entry", Entrypoint(EntryKind.RUN_PATH, "s.py")),
     ("--rdzv-backend mine", {}, "delegate", "mine"),
     # node health
-    ("--network-check", {}, "spec.checks", CheckSpec(network=True)),
-    ("--network_check", {}, "spec.checks", CheckSpec(network=True)),
-    ("", {"PET_NETWORK_CHECK": "1"}, "spec.checks", CheckSpec(network=True)),
-    ("--comm-perf-test", {}, "spec.checks", CheckSpec(perf=True)),
-    ("--comm-perf-test --comm-perf-threshold 2.5", {}, "spec.checks",
+    ("--network-check", {}, "launch.spec.checks", CheckSpec(network=True)),
+    ("--network_check", {}, "launch.spec.checks", CheckSpec(network=True)),
+    ("", {"PET_NETWORK_CHECK": "1"}, "launch.spec.checks", CheckSpec(network=True)),
+    ("--comm-perf-test", {}, "launch.spec.checks", CheckSpec(perf=True)),
+    ("--comm-perf-test --comm-perf-threshold 2.5", {}, "launch.spec.checks",
      CheckSpec(perf=True, perf_floor=2.5)),
-    ("--precheck 0", {}, "spec.checks", CheckSpec()),
-    ("--precheck 1", {}, "spec.checks", CheckSpec(network=True)),
-    ("--precheck 2", {}, "spec.checks", CheckSpec(network=True, perf=True)),
-    ("", {"PET_PRECHECK": "2"}, "precheck", 2),
-    ("--precheck 1", {"PET_PRECHECK": "2"}, "precheck", 1),
-    ("--network-check", {}, "precheck", 0),
-    ("--exclude-straggler", {}, "spec.checks", CheckSpec(exclude_stragglers=True)),
-    ("--straggler-ratio 2", {}, "spec.checks.slow_ratio", 2.0),
-    ("", {"ELASTICRUN_STRAGGLER_RATIO": "1.2"}, "spec.checks.slow_ratio", 1.2),
-    ("--exclude-for 60", {}, "spec.checks.exclude_for", 60.0),
-    ("", {"ELASTICRUN_EXCLUDE_FOR": "0.5"}, "spec.checks.exclude_for", 0.5),
-    ("--rdzv-conf probe_timeout=7,straggler_time=2.5", {}, "spec.checks",
+    ("--precheck 0", {}, "launch.spec.checks", CheckSpec()),
+    ("--precheck 1", {}, "launch.spec.checks", CheckSpec(network=True)),
+    ("--precheck 2", {}, "launch.spec.checks", CheckSpec(network=True, perf=True)),
+    ("", {"PET_PRECHECK": "2"}, "launch.precheck", 2),
+    ("--precheck 1", {"PET_PRECHECK": "2"}, "launch.precheck", 1),
+    ("--network-check", {}, "launch.precheck", 0),
+    ("--exclude-straggler", {}, "launch.spec.checks", CheckSpec(exclude_stragglers=True)),
+    ("--straggler-ratio 2", {}, "launch.spec.checks.slow_ratio", 2.0),
+    ("", {"ELASTICRUN_STRAGGLER_RATIO": "1.2"}, "launch.spec.checks.slow_ratio", 1.2),
+    ("--exclude-for 60", {}, "launch.spec.checks.exclude_for", 60.0),
+    ("", {"ELASTICRUN_EXCLUDE_FOR": "0.5"}, "launch.spec.checks.exclude_for", 0.5),
+    ("--rdzv-conf probe_timeout=7,straggler_time=2.5", {}, "launch.spec.checks",
      CheckSpec(probe_limit=7.0, slow_for=2.5)),
-    ("--accelerator nvidia", {}, "accelerator", "nvidia"),
-    ("--accelerator nvidia.com/gpu", {}, "accelerator", "nvidia"),
-    ("--accelerator ascend-npu", {}, "accelerator", "ascend"),
-    ("", {"PET_ACCELERATOR": "cpu"}, "accelerator", "cpu"),
-    ("--accelerator=", {"PET_ACCELERATOR": "cpu"}, "accelerator", ""),
-    ("--accelerator metax-tech.com/gpu", {}, "accelerator", ""),
-    ("--auto-config --nnodes 4", {}, "spec.checks", CheckSpec(network=True)),
-    ("--auto-config --nnodes 3:8 --rdzv-backend c10d", {}, "spec.checks", CheckSpec()),
-    ("--auto-config --nnodes 4:8 --rdzv-backend c10d", {}, "spec.checks.network", True),
+    ("--accelerator nvidia", {}, "launch.accelerator", "nvidia"),
+    ("--accelerator nvidia.com/gpu", {}, "launch.accelerator", "nvidia"),
+    ("--accelerator ascend-npu", {}, "launch.accelerator", "ascend"),
+    ("", {"PET_ACCELERATOR": "cpu"}, "launch.accelerator", "cpu"),
+    ("--accelerator=", {"PET_ACCELERATOR": "cpu"}, "launch.accelerator", ""),
+    ("--accelerator metax-tech.com/gpu", {}, "launch.accelerator", ""),
+    ("--auto-config --nnodes 4", {}, "launch.spec.checks", CheckSpec(network=True)),
+    ("--auto-config --nnodes 3:8 --rdzv-backend c10d", {}, "launch.spec.checks", CheckSpec()),
+    ("--auto-config --nnodes 4:8 --rdzv-backend c10d", {}, "launch.spec.checks.network", True),
     # snapshots
-    ("", {}, "spec.saves", SaveSpec()),
-    ("--save-at-breakpoint", {}, "spec.saves", SaveSpec(at_breakpoint=True)),
-    ("--save_at_breakpoint", {}, "spec.saves.at_breakpoint", True),
-    ("", {"PET_SAVE_AT_BREAKPOINT": "1"}, "spec.saves.at_breakpoint", True),
-    ("", {"PET_SAVE_AT_BREAKPOINT": "0"}, "spec.saves.at_breakpoint", False),
-    ("--save-limit 7.5", {}, "spec.saves", SaveSpec(limit=7.5)),
-    ("--on-hang tell", {}, "spec.watch.on_hang", "tell"),
-    ("--hang-limit 90", {}, "spec.watch.hang_limit", 90.0),
-    ("", {}, "spec.watch.hang_limit", 0.0),
-    ("--slot-price 2.5", {}, "spec.watch.slot_price", 2.5),
-    ("--restore-step 1200", {}, "spec.saves", SaveSpec(restore_step=1200)),
-    ("--save_limit=600", {"ELASTICRUN_SAVE_LIMIT": "5"}, "spec.saves.limit", 600.0),
-    ("", {"ELASTICRUN_SAVE_LIMIT": "5"}, "spec.saves.limit", 5.0),
+    ("", {}, "launch.spec.saves", SaveSpec()),
+    ("--save-at-breakpoint", {}, "launch.spec.saves", SaveSpec(at_breakpoint=True)),
+    ("--save_at_breakpoint", {}, "launch.spec.saves.at_breakpoint", True),
+    ("", {"PET_SAVE_AT_BREAKPOINT": "1"}, "launch.spec.saves.at_breakpoint", True),
+    ("", {"PET_SAVE_AT_BREAKPOINT": "0"}, "launch.spec.saves.at_breakpoint", False),
+    ("--save-limit 7.5", {}, "launch.spec.saves", SaveSpec(limit=7.5)),
+    ("--on-hang tell", {}, "launch.spec.watch.on_hang", "tell"),
+    ("--hang-limit 90", {}, "launch.spec.watch.hang_limit", 90.0),
+    ("", {}, "launch.spec.watch.hang_limit", 0.0),
+    ("--slot-price 2.5", {}, "launch.spec.watch.slot_price", 2.5),
+    ("--restore-step 1200", {}, "launch.spec.saves", SaveSpec(restore_step=1200)),
+    ("--save_limit=600", {"ELASTICRUN_SAVE_LIMIT": "5"}, "launch.spec.saves.limit", 600.0),
+    ("", {"ELASTICRUN_SAVE_LIMIT": "5"}, "launch.spec.saves.limit", 5.0),
 ]  # fmt: skip
 
 
@@ -522,7 +528,7 @@ def test_fields(words: str, environ: Mapping[str, str], field: str, expected: An
 
 def test_arguments_of_the_script_are_left_alone() -> None:
     ns = get_args_parser({}).parse_args(["s.py", "--lr", "1", "--", "-t", "${local_rank}"])
-    entry = resolve(ns, {}, machine()).entry
+    entry = resolve(ns, {}, machine()).launch.entry
     assert entry.args == ("--lr", "1", "--", "-t", "${local_rank}")
 
 
@@ -644,14 +650,15 @@ def test_a_namespace_as_accelerate_fills_it() -> None:
     ns = get_args_parser({}).parse_args(["s.py"])
     ns.nproc_per_node, ns.nnodes, ns.master_port, ns.node_rank = "2", "2", "29612", 1
     found = resolve(ns, {}, machine())
-    assert found.rendezvous == MasterPlace("static", "127.0.0.1", 29612)
-    assert (found.nproc_per_node, found.node_rank, found.spec.max_nodes) == (2, 1, 2)
+    assert found.place == Place("static", "127.0.0.1", 29612)
+    launch = found.launch
+    assert (launch.nproc_per_node, launch.node_rank, launch.spec.max_nodes) == (2, 1, 2)
 
 
 def test_the_legacy_launcher_passes_the_local_rank() -> None:
     ns = get_args_parser({}).parse_args(["s.py", "a"])
     ns.use_env = False
-    assert resolve(ns, {}, machine()).entry.args == ("--local-rank=${local_rank}", "a")
+    assert resolve(ns, {}, machine()).launch.entry.args == ("--local-rank=${local_rank}", "a")
 
 
 def test_choices_are_checked_whoever_made_the_namespace() -> None:
@@ -659,3 +666,44 @@ def test_choices_are_checked_whoever_made_the_namespace() -> None:
     ns.start_method = "thread"
     with pytest.raises(UsageError, match="--start-method=thread: use one of spawn"):
         resolve(ns, {}, machine())
+
+
+# ---------------------------------------------------------------- Launch, Place, Identity
+
+
+def test_no_fact_is_in_two_of_them() -> None:
+    names = [field.name for kind in (Launch, Place, Identity) for field in fields(kind)]
+    assert len(names) == len(set(names))
+    assert made("--rdzv-id x").launch.spec.job_id == "", "the job's id is in Identity alone"
+
+
+def test_with_git_paths_are_those_of_the_folder_in_which_the_command_was_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Afterwards the process changes to the folder of the commit."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ca").touch()
+    commit = "0" * 40
+    words = [f"--git=file:///r@{commit}", "--run-dir=run", "--tensorboard", "--logdir=/tb"]
+    words += ["--tls-ca=ca", "s.py"]
+    ns = get_args_parser({}).parse_args(words)
+    found = resolve(ns, {}, machine(), ("elasticrun", *words))
+    run = found.launch.master.run
+    assert (run.folder, run.tensorboard) == (f"{tmp_path}/run", "/tb")
+    assert (run.workdir, run.git_commit) == (str(tmp_path), commit)
+    assert run.command == ("elasticrun", *words)
+    assert run.program == found.launch.entry.words()
+    assert found.launch.logs.log_dir == f"{tmp_path}/run/logs"
+    assert found.identity.tls == Tls(ca=f"{tmp_path}/ca")
+    called = resolve(ns, {}, machine()).launch.master.run
+    assert (called.folder, called.workdir, called.git_commit) == ("run", "", ""), "not checked out"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"), [("", "tell"), ("--nnodes=2", "auto"), ("--on-hang=restart", "restart")]
+)
+def test_a_rank_at_a_breakpoint_is_no_hang(words: str, expected: str) -> None:
+    """With several nodes, all have to agree on that."""
+    assert made(words).launch.spec.watch.on_hang != "tell"
+    found = made(words, on=machine()._replace(debugged=True))
+    assert found.launch.spec.watch.on_hang == expected

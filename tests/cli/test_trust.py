@@ -11,17 +11,17 @@ import pytest
 
 from elasticrun.cli import trust
 from elasticrun.cli.flags import get_args_parser
-from elasticrun.cli.resolve import resolve
+from elasticrun.cli.resolve import Resolved, resolve
 from elasticrun.cli.settings import UsageError
 from elasticrun.cli.verbs.master import configure
-from elasticrun.config import AgentConfig, Tls
+from elasticrun.config import Tls
 from tests.cli.test_resolve import machine, notes
 
 SEVERAL = "--nnodes 2 --rdzv-backend c10d --rdzv-endpoint some.host:29400"
 STRONG = "x" * 64
 
 
-def made(words: str = SEVERAL, environ: Mapping[str, str] | None = None) -> AgentConfig:
+def made(words: str = SEVERAL, environ: Mapping[str, str] | None = None) -> Resolved:
     environ = environ or {}
     ns = get_args_parser(environ).parse_args([*words.split(), "s.py"])
     return resolve(ns, environ, machine())
@@ -43,12 +43,12 @@ def test_the_token_comes_from_a_file_before_the_variable(tmp_path: Path) -> None
     path = tmp_path / "token"
     path.write_text(f"  {STRONG}\n")
     both = {"ELASTICRUN_TOKEN": "y"}
-    assert made().token == ""
-    assert made(environ={"ELASTICRUN_TOKEN": STRONG}).token == STRONG
-    assert made(f"{SEVERAL} --token-file={path}", both).token == STRONG
-    assert made(environ={"ELASTICRUN_TOKEN_FILE": str(path), **both}).token == STRONG
-    assert configure([f"--token-file={path}"], both).token == STRONG
-    assert configure([], both).token == "y"
+    assert made().identity.token == ""
+    assert made(environ={"ELASTICRUN_TOKEN": STRONG}).identity.token == STRONG
+    assert made(f"{SEVERAL} --token-file={path}", both).identity.token == STRONG
+    assert made(environ={"ELASTICRUN_TOKEN_FILE": str(path), **both}).identity.token == STRONG
+    assert configure([f"--token-file={path}"], both).identity.token == STRONG
+    assert configure([], both).identity.token == "y"
 
 
 def test_a_token_that_cannot_be(tmp_path: Path) -> None:
@@ -68,13 +68,13 @@ def test_a_token_that_cannot_be(tmp_path: Path) -> None:
 
 
 def test_tls_files(pem: Path) -> None:
-    assert made().tls is None
+    assert made().identity.tls is None
     all_three = Tls(f"{pem}/cert", f"{pem}/key", f"{pem}/ca")
-    assert made(f"{SEVERAL} {flags(pem, 'cert', 'key', 'ca')}").tls == all_three
-    assert made(f"{SEVERAL} {flags(pem, 'ca')}").tls == Tls(ca=f"{pem}/ca")
+    assert made(f"{SEVERAL} {flags(pem, 'cert', 'key', 'ca')}").identity.tls == all_three
+    assert made(f"{SEVERAL} {flags(pem, 'ca')}").identity.tls == Tls(ca=f"{pem}/ca")
     environ = {f"ELASTICRUN_TLS_{name.upper()}": f"{pem}/{name}" for name in ("cert", "key", "ca")}
-    assert made(environ=environ).tls == all_three
-    assert configure(flags(pem, "cert", "key", "ca").split(), {}).tls == all_three
+    assert made(environ=environ).identity.tls == all_three
+    assert configure(flags(pem, "cert", "key", "ca").split(), {}).identity.tls == all_three
     with pytest.raises(UsageError, match="belong together"):
         made(f"{SEVERAL} {flags(pem, 'cert')}")
     with pytest.raises(UsageError, match="--tls-ca=/none: there is no such file"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elasticrun.config import EXIT_NOT_LEADING, EXIT_SAVED, MasterConfig
+from elasticrun.config import EXIT_NOT_LEADING, EXIT_SAVED, Identity, MasterConfig, MasterPlan
 from elasticrun.core.persisted import Facts
 from elasticrun.master import etcd_store
 from elasticrun.master.etcd_store import EtcdStore, boot_clock, facts_from_bytes, facts_to_bytes
@@ -66,9 +66,8 @@ class Stage:
         self.etcd = etcd.Etcd(parse_place(url), limit=LIMIT)
 
     def store(self, port: int = 1, holder: str = "", clock: Any = boot_clock) -> EtcdStore:
-        config = MasterConfig(
-            job_id="job", host="h", port=port, spec=None, master_store=self.url, holder=holder
-        )
+        plan = MasterPlan(store=self.url)
+        config = MasterConfig(Identity("job"), "h", port, None, plan, holder=holder)
         made = EtcdStore(config, port, clock)
         self.stores.append(made)
         return made

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from elasticrun.config import MasterConfig, Tls
+from elasticrun.config import Identity, MasterConfig, Tls
 from elasticrun.master.main import config_from_json
 from elasticrun.wire.messages import CheckSpec
 from elasticrun.wire.types import dumps
@@ -18,7 +18,7 @@ from tests.simulator.script import DEFAULT_SPEC
 def test_it_arrives_as_it_was(tls: Tls | None) -> None:
     """Also what is nested in it: the checks are of their own type again, not a dict."""
     spec = structs.replace(DEFAULT_SPEC, checks=CheckSpec(network=True, slow_ratio=2.5))
-    config = MasterConfig("job", "localhost", 0, spec, tls=tls)
+    config = MasterConfig(Identity("job", tls=tls), "localhost", 0, spec)
     assert config_from_json(dumps(config)) == config
     assert config_from_json(dumps(replace(config, spec=None))).spec is None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import http.server
 import json
 import os
@@ -18,7 +17,7 @@ import msgspec
 import pytest
 
 from elasticrun import __version__
-from elasticrun.config import MasterConfig
+from elasticrun.config import Identity, MasterConfig, MasterPlan, RunPlan
 from elasticrun.core.events import FoundSlow, JobOver, Note
 from elasticrun.core.job.views import nothing_yet
 from elasticrun.core.rounds.failures import what_happened
@@ -368,9 +367,8 @@ def test_a_command_that_fails_is_told_once(
 
 
 def test_a_verdict_is_told_to_a_command(tmp_path: Path) -> None:
-    config = MasterConfig("id-17", "", 0, None, on_event=f"cat >> {tmp_path}/told")
-    run = dataclasses.replace(config.run, name="run17")
-    out = Outward(dataclasses.replace(config, run=run))
+    plan = MasterPlan(on_event=f"cat >> {tmp_path}/told", run=RunPlan(name="run17"))
+    out = Outward(MasterConfig(Identity("id-17"), "", 0, None, plan))
     verdict = VerdictRow("strong", "idle", "rank 3 is idle", 61.0, "3", "", "it is left as it is")
     for over in (False, True):
         out.judged(verdict, over)

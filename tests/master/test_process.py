@@ -19,7 +19,7 @@ import psutil
 import pytest
 from msgspec import structs
 
-from elasticrun.config import EXIT_FAILED, EXIT_PORT_TAKEN, EXIT_USAGE, MasterConfig
+from elasticrun.config import EXIT_FAILED, EXIT_PORT_TAKEN, EXIT_USAGE, Identity, MasterConfig
 from elasticrun.host import user_folder
 from elasticrun.host.runs.index import all_runs, runs_root
 from elasticrun.wire import messages as m
@@ -91,7 +91,9 @@ def _spawn(config: MasterConfig, lifeline: tuple[int, int] | None = None) -> Pro
 @contextlib.contextmanager
 def started(**changes: Any) -> Iterator[Process]:
     """A master of job `job` on a free port of loopback; killed at the end if it still runs."""
-    made = _spawn(dataclasses.replace(MasterConfig("job", "127.0.0.1", 0, SPEC), **changes))
+    made = _spawn(
+        dataclasses.replace(MasterConfig(Identity("job"), "127.0.0.1", 0, SPEC), **changes)
+    )
     try:
         yield made
     finally:
@@ -254,9 +256,9 @@ def test_a_bad_configuration_is_a_sentence(text: str) -> None:
 
 def test_by_hand_it_ends_on_sigterm_with_a_sentence_for_a_taken_port(home: Path) -> None:
     code = (
-        "import sys; from elasticrun.config import MasterConfig;"
+        "import sys; from elasticrun.config import Identity, MasterConfig;"
         "from elasticrun.master.main import main;"
-        "sys.exit(main(MasterConfig('job', '127.0.0.1', int(sys.argv[1]), None)))"
+        "sys.exit(main(MasterConfig(Identity('job'), '127.0.0.1', int(sys.argv[1]), None)))"
     )
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.config import MasterConfig
+from elasticrun.config import Identity, MasterConfig
 from elasticrun.core.events import Heard, JobEffect, JobEvent, JobOver, Record, Tell
 from elasticrun.core.persisted import Facts, RendezvousFacts, RestartFacts, aged
 from elasticrun.master import file_store, records
@@ -448,7 +448,7 @@ async def test_a_folder_that_answers_too_late_is_done_without(
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: troubles.append(context))
     try:
-        config = MasterConfig("job", "127.0.0.1", 0, None, record_dir=str(tmp_path))
+        config = MasterConfig(Identity("job"), "127.0.0.1", 0, None, record_dir=str(tmp_path))
         assert await Slow(config, hosted=True).open(1) is None
         (late,) = (t for t in threading.enumerate() if t.name == "elasticrun-folder")
         may.set()

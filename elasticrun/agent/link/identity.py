@@ -105,10 +105,10 @@ def _still_there(path: str, fd: int) -> bool:
 
 
 @dataclass
-class Identity:
+class NodeId:
     """This node's id in its job, and the slot that reserves it."""
 
-    node: str
+    text: str
     slot: Slot | None
     note: str = ""  # a sentence, if the id will not survive a restart of this agent
 
@@ -118,24 +118,24 @@ class Identity:
             self.slot = None
 
 
-def identify(given: str, job_id: str, environ: Mapping[str, str]) -> Identity:
+def identify(given: str, job_id: str, environ: Mapping[str, str]) -> NodeId:
     """The node id: `given`, or the host's id and a slot. Blocks on the disk.
 
     If no folder is usable, the id is valid for this process only, and `note` says so."""
     if given:
-        return Identity(given, None)
+        return NodeId(given, None)
     try:
         slot = take_slot(str(user_folder(environ)), job_id)
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
         return for_this_life(str(error), environ)
-    return Identity(f"{host_id(environ)}-{slot.number}", slot)
+    return NodeId(f"{host_id(environ)}-{slot.number}", slot)
 
 
-def for_this_life(why: str, environ: Mapping[str, str]) -> Identity:
+def for_this_life(why: str, environ: Mapping[str, str]) -> NodeId:
     """A random id for when no folder is usable."""
     name = f"{host_id(environ)}-{secrets.token_hex(4)}"
     note = f"no user folder ({why}): this node gets a new id at each start"
-    return Identity(name, None, note)
+    return NodeId(name, None, note)
 
 
 # ---------------------------------------------------------------- the address offered

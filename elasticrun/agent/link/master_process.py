@@ -22,7 +22,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from elasticrun.agent.boot import Reaper
-from elasticrun.config import EXIT_NOT_LEADING, EXIT_PORT_TAKEN, AgentConfig, MasterConfig
+from elasticrun.config import (
+    EXIT_NOT_LEADING,
+    EXIT_PORT_TAKEN,
+    Identity,
+    Launch,
+    MasterConfig,
+    Place,
+    spec_of,
+)
 from elasticrun.host import user_folder
 from elasticrun.host.log import logger
 from elasticrun.host.system import sandbox
@@ -148,7 +156,9 @@ class MasterProcess:
 
     def __init__(
         self,
-        config: AgentConfig,
+        launch: Launch,
+        place: Place,
+        identity: Identity,
         bind: Endpoint,
         record: LaunchFolder | None = None,
         in_etcd: InEtcd | None = None,
@@ -177,7 +187,7 @@ class MasterProcess:
             self.output_fd, output_write = pipe(read=True)
             os.set_blocking(self.lifeline_fd, False)
             master = replace(
-                _master_config(config, bind, record, in_etcd),
+                _master_config(launch, place, identity, bind, record, in_etcd),
                 lifeline_fd=lifeline_read,
                 ready_fd=ready_write,
                 replaces=replaces,
@@ -228,26 +238,24 @@ class MasterProcess:
 
 
 def _master_config(
-    config: AgentConfig, bind: Endpoint, record: LaunchFolder | None, in_etcd: InEtcd | None
+    launch: Launch,
+    place: Place,
+    identity: Identity,
+    bind: Endpoint,
+    record: LaunchFolder | None,
+    in_etcd: InEtcd | None,
 ) -> MasterConfig:
     return MasterConfig(
-        job_id=config.spec.job_id,
+        identity=identity,
         host=bind.host,
         port=bind.port,
-        spec=config.spec,
-        status_port=config.status_port,
-        log_dir=_log_dir(config),
-        on_event=config.on_event,
-        sources=config.sources,
-        token=config.token,
-        tls=config.tls,
-        outlive=config.spec.max_nodes > 1 and config.rendezvous.kind in SHARED_KINDS,
+        spec=spec_of(launch, identity),
+        launch=launch.master,
+        log_dir=_log_dir(launch),
+        outlive=launch.spec.max_nodes > 1 and place.kind in SHARED_KINDS,
         record_dir=str(record.path) if record is not None else "",
-        master_store=config.master_store,
         advertise=in_etcd.advertise if in_etcd is not None else "",
         holder=in_etcd.holder if in_etcd is not None else "",
-        run=config.run,
-        to_join=config.to_join,
     )
 
 
@@ -262,19 +270,19 @@ def _environment() -> dict[str, str]:
     return environ
 
 
-def _log_dir(config: AgentConfig) -> str:
+def _log_dir(launch: Launch) -> str:
     """Where the master writes files for people; "" if no folder is configured."""
-    named = config.logs.log_dir
+    named = launch.logs.log_dir
     return os.path.abspath(named) if named and named != os.devnull else ""
 
 
-def early_master(config: AgentConfig) -> MasterProcess | None:
+def early_master(launch: Launch, place: Place, identity: Identity) -> MasterProcess | None:
     """Start the master if this node is its host without any name lookup, so that it is ready when
     this process has imported grpc. None if that is not certain, or if starting fails."""
-    kind = config.rendezvous.kind
-    if kind == "standalone" or (kind == "static" and config.node_rank <= 0):
+    if place.kind == "standalone" or (place.kind == "static" and launch.node_rank <= 0):
+        here = Endpoint("127.0.0.1", 0)
         with contextlib.suppress(OSError):
-            return MasterProcess(config, Endpoint("127.0.0.1", 0), record=new_record())
+            return MasterProcess(launch, place, identity, here, record=new_record())
     return None
 
 
@@ -302,7 +310,6 @@ class MasterHost:
     ) -> None:
         """`record`: the state of this launch's masters, removed when the last one exits."""
         self._node = node
-        self._config = node.config
         self._owner = owner
         self._bind = bind
         self._record = record
@@ -343,7 +350,8 @@ class MasterHost:
             self._record = first.record
         try:
             master = first or MasterProcess(
-                *(self._config, self._bind, self._record, self._in_etcd),
+                *(self._node.launch, self._node.place, self._node.identity),
+                *(self._bind, self._record, self._in_etcd),
                 replaces=self._fate if self._served else "",
             )
         except OSError as error:
@@ -384,7 +392,7 @@ class MasterHost:
                 self.kill()  # not even serving yet
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._gone.wait(), limit)
-        alone = self._config.spec.max_nodes == 1
+        alone = self._node.launch.spec.max_nodes == 1
         if alone:
             self.kill()
         if self._master is not None:
@@ -541,7 +549,7 @@ class MasterHost:
         self._again()
 
     def _port_taken(self) -> None:
-        if self._config.rendezvous.kind not in NAMED_KINDS and self._served:
+        if self._node.place.kind not in NAMED_KINDS and self._served:
             # On loopback only we know the port, so any other port works as well.
             self._bind = Endpoint(self._bind.host, 0)
             self._again()
@@ -554,7 +562,7 @@ class MasterHost:
     @property
     def _alone_hosts(self) -> bool:
         """Whether no other agent can start a master in place of ours."""
-        where = self._config.rendezvous
+        where = self._node.place
         return where.kind == "elastic" and where.is_host is True
 
     def _again(self) -> None:

@@ -7,7 +7,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from elasticrun.config import AgentConfig
+from elasticrun.config import Identity, Launch, Place
 
 if TYPE_CHECKING:
     from elasticrun.wire.auth import Files
@@ -35,26 +35,21 @@ NO_TRUST: Final = Trust()
 """No authentication, plain TCP."""
 
 
-def trust_of(config: AgentConfig) -> Trust:
-    """The trust settings of this configuration. The certificate must contain the host name that the
-    user gave, even when we dial loopback. A master found through etcd or a file is checked by the
-    dialled address."""
-    where = config.rendezvous
-    return Trust(config.token, config.tls, where.host if where.kind not in FOUND_KINDS else "")
+def trust_of(place: Place, identity: Identity) -> Trust:
+    """The trust settings. The certificate must contain the host name that the user gave, even when
+    we dial loopback. A master found through etcd or a file is checked by the dialled address."""
+    name = place.host if place.kind not in FOUND_KINDS else ""
+    return Trust(identity.token, identity.tls, name)
 
 
-def with_trust(config: AgentConfig) -> AgentConfig:
-    """The configuration, with a generated token if no other node has to know it: such a master is
-    our child and gets the token through an inherited descriptor. A standalone job uses no TLS,
-    because it runs on loopback and no certificate contains that."""
-    kind, token = config.rendezvous.kind, config.token
-    tls = None if kind == "standalone" else config.tls
-    alone = kind == "standalone" or (kind == "static" and config.spec.max_nodes == 1)
-    if not token and alone and not config.delegate:
-        token = secrets.token_hex(TOKEN_BYTES)
-    if (token, tls) == (config.token, config.tls):
-        return config
-    return dataclasses.replace(config, token=token, tls=tls)
+def minted(launch: Launch, place: Place, identity: Identity) -> Identity:
+    """The identity, with a generated token if no other node has to know it: such a master is our
+    child and gets the token through an inherited descriptor. A standalone job uses no TLS, because
+    it runs on loopback and no certificate contains that."""
+    alone = place.kind == "standalone" or (place.kind == "static" and launch.spec.max_nodes == 1)
+    token = identity.token or (secrets.token_hex(TOKEN_BYTES) if alone else "")
+    tls = None if place.kind == "standalone" else identity.tls
+    return dataclasses.replace(identity, token=token, tls=tls)
 
 
 def unusable(files: Files) -> str:

@@ -158,13 +158,13 @@ class C10dRendezvous:
     def __init__(self, node: NodeContext, met: Callable[[], None]) -> None:
         self._node = node
         self._met = met
-        self._config = node.config
+        self._launch, self._where = node.launch, node.place
         self._tasks = Tasks(node.fatal)
         self._master: MasterHost | None = None
         self._proxy: PortProxy | None = None
         self._heir: asyncio.Task[None] | None = None
         self._over = False
-        self.dial = Endpoint(self._config.rendezvous.host, self._config.rendezvous.port)
+        self.dial = Endpoint(self._where.host, self._where.port)
         """The address that the link dials."""
         self.address = ""
         """The address at which other nodes reach a store or a master here; "" until settled."""
@@ -173,15 +173,15 @@ class C10dRendezvous:
         """Determine the master's address, and start the processes that this agent hosts. `early` is
         a master that already runs. HostError with a sentence if the endpoint can never work."""
         place = await self._place()
-        where = self._config.rendezvous
+        where = self._where
         self.address = offered_address(
-            self._config.local_addr,
-            LOOPBACK if self._config.spec.max_nodes == 1 else where.host,
+            self._launch.local_addr,
+            LOOPBACK if self._launch.spec.max_nodes == 1 else where.host,
             place.address,
         )
         self.dial = place.dial
         if place.proxy is not None:
-            if place.proxy.host in ANYWHERE and self._config.spec.max_nodes > 1:
+            if place.proxy.host in ANYWHERE and self._launch.spec.max_nodes > 1:
                 logger.warning(
                     "this node has rank 0 and starts the job master, but %s is no address of this "
                     "host; give every node a --node-rank of its own, or all --rdzv-backend=c10d",
@@ -212,7 +212,7 @@ class C10dRendezvous:
             self._over = True
 
     def _look_after(self, *, may_succeed: bool) -> None:
-        where = self._config.rendezvous
+        where = self._where
         mine = where.kind == "elastic" and where.is_host is None
         if mine and self._master is None and self._heir is None and not self._over:
             work = self._succeed(may_succeed)
@@ -239,14 +239,14 @@ class C10dRendezvous:
     def _was_killed(self) -> bool:
         try:
             folder = user_folder.user_folder(os.environ)
-            return user_folder.was_killed(folder, self._config.spec.job_id, self.dial.port)
+            return user_folder.was_killed(folder, self._node.identity.job_id, self.dial.port)
         except (OSError, RuntimeError):  # RuntimeError: no home directory
             return False
 
     def _free_place(self) -> Endpoint | None:
         """The endpoint, if it is this host's and nobody listens there."""
         try:
-            return settle(self._config).bind
+            return settle(self._launch, self._where).bind
         except (NotYet, HostError):
             return None
 
@@ -266,14 +266,14 @@ class C10dRendezvous:
 
     async def _place(self) -> SettledPlace:
         loop = asyncio.get_running_loop()
-        end = loop.time() + self._config.spec.join_timeout
+        end = loop.time() + self._launch.spec.join_timeout
         tries = 0
         while True:
             try:
-                return await in_thread(lambda: settle(self._config), name="resolve")
+                return await in_thread(lambda: settle(self._launch, self._where), name="resolve")
             except NotYet as error:
                 if loop.time() >= end:
-                    limit = self._config.spec.join_timeout
+                    limit = self._launch.spec.join_timeout
                     raise HostError(f"{error}, for {limit:g} s") from None
                 tries += 1
                 if tries == 1:
@@ -292,7 +292,7 @@ class C10dRendezvous:
         self._met()
 
     def master_taken(self, sentence: str) -> None:
-        if self._config.rendezvous.kind == "elastic" and self._config.rendezvous.is_host is None:
+        if self._where.kind == "elastic" and self._where.is_host is None:
             # Another agent of this host was faster: its master is the job's.
             logger.info("%s; the job master is looked for there", sentence)
             self._master = None

@@ -68,11 +68,11 @@ class EtcdRendezvous:
     def __init__(self, node: NodeContext, met: Callable[[], None]) -> None:
         self._node = node
         self._met = met
-        self._config = config = node.config
+        self._launch = node.launch
         self._tasks = Tasks(node.fatal)
         self._chores = Tasks(logger.error)  # nothing waits for them before shutdown
         self._master: MasterHost | None = None
-        self._keys = Keys(config.spec.job_id)
+        self._keys = Keys(node.identity.job_id)
         self._me = mint_incarnation()
         self._client: etcd.Etcd | None = None
         self._there: dict[str, etcd.KeyValue] = {}
@@ -98,15 +98,15 @@ class EtcdRendezvous:
     async def settle(self, early: MasterProcess | None) -> None:
         """Find the leader, or start a master. HostError if etcd cannot be used or names no leader
         within `join_timeout`."""
-        tls = self._config.tls or Tls()
+        tls = self._node.identity.tls or Tls()
         try:
-            place = parse_place(self._config.master_store)
+            place = parse_place(self._launch.master.store)
             self._client = etcd.Etcd(
                 place, ca=tls.ca, cert=tls.cert, key=tls.key, limit=ETCD_CALL_LIMIT
             )
         except (ValueError, etcd.EtcdError) as wrong:
             raise HostError(str(wrong)) from None
-        limit = self._config.spec.join_timeout
+        limit = self._launch.spec.join_timeout
         try:
             async with asyncio.timeout(limit):
                 sweep_records()
@@ -155,7 +155,7 @@ class EtcdRendezvous:
 
     def _towards(self, server: Endpoint) -> tuple[str, str]:
         numbers = resolve(server.host, server.port)[0]
-        address = offered_address(self._config.local_addr, server.host, numbers)
+        address = offered_address(self._launch.local_addr, server.host, numbers)
         ours = resolve(address, 0)[0]
         here = bind_test(ours, 0) is Bind.OURS
         return address, ours if here else everywhere()
@@ -210,7 +210,7 @@ class EtcdRendezvous:
         if late:
             logger.warning(
                 "job %s has ended before, as etcd remembers; a new run needs a new --rdzv-id",
-                self._config.spec.job_id,
+                self._node.identity.job_id,
             )
         self._node.deliver(Ordered(end))
 
@@ -231,7 +231,7 @@ class EtcdRendezvous:
         if self._known.is_set():
             sentence += "; ranks go on, but this node hears of no other master until it does"
         else:
-            sentence += f"; this node asks for {self._config.spec.join_timeout:g} s in all"
+            sentence += f"; this node asks for {self._launch.spec.join_timeout:g} s in all"
         logger.warning("%s", sentence)
 
     # ------------------------------------------------------------ candidacy
@@ -268,7 +268,7 @@ class EtcdRendezvous:
                 return
         # For its trace only; its record is in etcd.
         folder = await in_thread(new_record, name="record")
-        bind = Endpoint(self._listen_at, self._config.rendezvous.port)
+        bind = Endpoint(self._listen_at, self._node.place.port)
         here = InEtcd(self._me, self.address)
         self._master = MasterHost(self._node, self, bind, folder, here)
         self._master.start()

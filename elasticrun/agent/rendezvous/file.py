@@ -65,7 +65,7 @@ class FileRendezvous:
     def __init__(self, node: NodeContext, met: Callable[[], None], found: FoundJob) -> None:
         self._node = node
         self._met = met
-        self._config = config = node.config
+        self._launch, self._where, self._identity = node.launch, node.place, node.identity
         self._tasks = Tasks(node.fatal)
         self._chores = Tasks(node.fatal)  # shutdown waits for these
         self._master: MasterHost | None = None
@@ -74,12 +74,12 @@ class FileRendezvous:
         self._file = found.file
         self._renewer = found.renewer
         self._claim = found.claim
-        self._own = config.rendezvous.host if found.ours else ""
+        self._own = self._where.host if found.ours else ""
         self._told = False
         self._over = False
         self._said = ""
         self._following: asyncio.Task[None] | None = None
-        self.dial = Endpoint(config.rendezvous.host, config.rendezvous.port)
+        self.dial = Endpoint(self._where.host, self._where.port)
         """The address that the link dials."""
         self.address = ""
         """The address at which other nodes reach a store or a master here; "" until settled."""
@@ -90,12 +90,12 @@ class FileRendezvous:
             await asyncio.get_running_loop().create_future()  # the state machine handles the signal
         if self._found.wrong:
             raise HostError(self._found.wrong)
-        where = self._config.rendezvous
+        where = self._where
         if self._found.ours:
-            self.address = self._config.local_addr or where.host
+            self.address = self._launch.local_addr or where.host
             await self._begin(where.port)
             return
-        self.address = offered_address(self._config.local_addr, where.host, where.host)
+        self.address = offered_address(self._launch.local_addr, where.host, where.host)
         self._met()
         self._follow()
 
@@ -118,7 +118,7 @@ class FileRendezvous:
 
     def master_serves(self, endpoint: Endpoint) -> None:
         self.dial = endpoint
-        if not self._told and self._config.spec.max_nodes > 1:
+        if not self._told and self._launch.spec.max_nodes > 1:
             self._told = True
             self._chores.start(self._tell(endpoint), "meeting by a file")
         self._met()
@@ -127,7 +127,7 @@ class FileRendezvous:
         """The port is taken: use the next free one."""
         logger.info("%s; the next free port is taken", sentence)
         self._master = None
-        port = self.dial.port or self._config.rendezvous.port
+        port = self.dial.port or self._where.port
         self._chores.start(self._elsewhere(port), "meeting by a file")
 
     async def _elsewhere(self, port: int) -> None:
@@ -144,7 +144,7 @@ class FileRendezvous:
         """Publish our claim with this port."""
         assert self._file is not None
         file, renewer = self._file, self._renewer
-        mine = finding.claim_of(self._config, self._own, port, given=self._found.given)
+        mine = finding.claim_of(self._identity, self._own, port, given=self._found.given)
         if renewer is not None:
             await in_thread(renewer.close, name="claim")
         if not await on_file(partial(file.take, mine, instead), file):
@@ -154,25 +154,25 @@ class FileRendezvous:
 
     async def _tell(self, endpoint: Endpoint) -> None:
         """Print how others join. The token itself is never printed."""
-        spec = self._config.spec
-        target = self._config.entry.target
+        spec, job_id = self._launch.spec, self._identity.job_id
+        target = self._launch.entry.target
         by_api = JoinCommand((f"--nnodes={spec.min_nodes}:{spec.max_nodes}", target), 1, "")
-        command = self._config.to_join or by_api
+        command = self._launch.master.to_join or by_api
         if self._file is not None:
             words = shlex.join(command.words)
             self._say(f"to join, on a machine with this folder: elasticrun {words}")
             self._say(f"machines meet by {self._file.path}, which has the job's token")
             return
         flags = [f"--rdzv-endpoint={endpoint}"]
-        if f"--rdzv-id={spec.job_id}" not in command.words:
-            flags.append(f"--rdzv-id={spec.job_id}")
+        if f"--rdzv-id={job_id}" not in command.words:
+            flags.append(f"--rdzv-id={job_id}")
         path = None if self._found.given else await self._token_file()
         by_hand = shlex.join(("elasticrun", *command.with_flags(*flags)))
-        if self._config.to_join is None:
+        if self._launch.master.to_join is None:
             secret = path or "your ELASTICRUN_TOKEN or --token-file"
             self._say(f"to join, on another machine with the job's token ({secret}): {by_hand}")
             return
-        code = join_code(self._config.token, time.time())
+        code = join_code(self._identity.token, time.time())
         minutes = JOIN_CODE_LIFE // 60
         self._say(f"to add a machine, run this on it within {minutes} minutes:")
         # On its own line, so that it can be copied whole.
@@ -184,7 +184,7 @@ class FileRendezvous:
             return None
         path = self._record.path / TOKEN_NAME
         try:
-            await in_thread(partial(_write_private, path, self._config.token), limit=CLOSE_LIMIT)
+            await in_thread(partial(_write_private, path, self._identity.token), limit=CLOSE_LIMIT)
         except (OSError, TimeoutError):
             return None
         return path
@@ -269,8 +269,8 @@ class FileRendezvous:
     def _turn_to(self, claim: Claim) -> None:
         """Follow this claim's master, if it is of this job."""
         token = claim.text("token")
-        mine = claim.text("job") == self._config.spec.job_id
-        if not mine or (token and token != self._config.token):
+        mine = claim.text("job") == self._identity.job_id
+        if not mine or (token and token != self._identity.token):
             self._remark(f"another job has begun by that file ({claim.text('job')})")
             return
         self._claim = claim
@@ -280,12 +280,12 @@ class FileRendezvous:
     async def _succeed(self, claim: Claim) -> bool:
         """Take over a claim that nobody renews, if its master does not answer; returns whether it
         is ours."""
-        where = self._config.rendezvous
-        if where.is_host is False or await finding.answers(claim, self._config):
+        where = self._where
+        if where.is_host is False or await finding.answers(claim, self._identity):
             return False
         try:
             self._own = await in_thread(
-                partial(finding.own_address, self._config.local_addr), name="resolve"
+                partial(finding.own_address, self._launch.local_addr), name="resolve"
             )
             port = await in_thread(
                 partial(finding.free_port, self._own, FIRST_PORT), name="resolve"

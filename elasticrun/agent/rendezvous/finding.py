@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from msgspec import structs
-
 from elasticrun.agent.boot import SignalInbox
 from elasticrun.agent.link.trust import TOKEN_BYTES
 from elasticrun.agent.rendezvous.claims import (
@@ -37,7 +35,7 @@ from elasticrun.agent.rendezvous.claims import (
 from elasticrun.agent.rendezvous.place import LOOPBACK, Bind, HostError, NotYet, bind_test, resolve
 from elasticrun.agent.runtime import first_of, in_thread, threadsafe
 from elasticrun.agent.story import directed
-from elasticrun.config import AgentConfig
+from elasticrun.config import Identity, Launch, Place
 from elasticrun.core.reasons import Whom
 from elasticrun.host.log import logger
 from elasticrun.host.system.network import is_loopback, is_ours, routed_address
@@ -78,9 +76,11 @@ class FoundJob:
             self.renewer.remove()
 
 
-async def find(config: AgentConfig, inbox: SignalInbox) -> tuple[AgentConfig, FoundJob]:
-    """The configuration with the master's address, the job's name and its token. A death signal
-    ends the search; the inbox delivers it again to the next `attach`."""
+async def find(
+    launch: Launch, place: Place, identity: Identity, inbox: SignalInbox
+) -> tuple[Place, Identity, FoundJob]:
+    """The place with the master's address, the identity with the job's name and token. A death
+    signal ends the search; the inbox delivers it again to the next `attach`."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
 
@@ -92,51 +92,53 @@ async def find(config: AgentConfig, inbox: SignalInbox) -> tuple[AgentConfig, Fo
     caught: list[int] = []
     inbox.attach(signalled, lambda: None)
     try:
-        search, _ = await first_of(_find(config), stop.wait())
+        search, _ = await first_of(_find(launch, place, identity), stop.wait())
         if search is None:
-            return config, FoundJob(interrupted=True)
+            return place, identity, FoundJob(interrupted=True)
         return search.result()  # type: ignore[no-any-return]
     except (HostError, ClaimError, auth.TlsError) as wrong:
-        return config, FoundJob(wrong=str(wrong))
+        return place, identity, FoundJob(wrong=str(wrong))
     finally:
         inbox.detach(caught)
 
 
-async def _find(config: AgentConfig) -> tuple[AgentConfig, FoundJob]:
-    address = await in_thread(partial(own_address, config.local_addr), name="resolve")
-    where = config.rendezvous
+async def _find(
+    launch: Launch, where: Place, identity: Identity
+) -> tuple[Place, Identity, FoundJob]:
+    address = await in_thread(partial(own_address, launch.local_addr), name="resolve")
     if where.kind == "file":
         file = ClaimFile(where.path)
         try:
-            return await _Search(config, file, address).run()
+            return await _Search(launch, where, identity, file, address).run()
         except ClaimError as wrong:
             if not where.found:
                 raise
             # The user has not named this file, so the job works without it.
             logger.warning("%s; this job begins here, and others join it by its address", wrong)
             where = dataclasses.replace(where, kind="open", path="", found="")
-    if is_loopback(address) and config.spec.max_nodes > 1:
+    if is_loopback(address) and launch.spec.max_nodes > 1:
         logger.warning("this host has no address but loopback: no other host can join")
-    token = config.token or secrets.token_hex(TOKEN_BYTES)
     place = dataclasses.replace(where, host=address)
-    return dataclasses.replace(config, rendezvous=place, token=token), FoundJob(
-        given=bool(config.token)
-    )
+    return place, inherit(identity, None), FoundJob(given=bool(identity.token))
 
 
 class _Search:
     """Reads the file until it names a job, or this node may start one."""
 
-    def __init__(self, config: AgentConfig, file: ClaimFile, address: str) -> None:
-        self._config = config
+    def __init__(
+        self, launch: Launch, where: Place, identity: Identity, file: ClaimFile, address: str
+    ) -> None:
+        self._join_timeout = launch.spec.join_timeout
+        self._where = where
+        self._identity = identity
         self._file = file
         self._address = address
         self._looks = Looks()
         self._told = ""
 
-    async def run(self) -> tuple[AgentConfig, FoundJob]:
+    async def run(self) -> tuple[Place, Identity, FoundJob]:
         loop = asyncio.get_running_loop()
-        limit = self._config.spec.join_timeout
+        limit = self._join_timeout
         end = loop.time() + limit
         while True:
             found = await self._look()
@@ -146,9 +148,9 @@ class _Search:
                 raise HostError(f"{self._told or 'no job was found'}, for {limit:g} s")
             await asyncio.sleep(LOOK_EVERY * random.uniform(1.0, 1.25))
 
-    async def _look(self) -> tuple[AgentConfig, FoundJob] | None:
+    async def _look(self) -> tuple[Place, Identity, FoundJob] | None:
         claim, took = await on_file(partial(timed, self._file), self._file)
-        may_host = self._config.rendezvous.is_host is not False
+        may_host = self._where.is_host is not False
         if claim is None:
             if may_host:
                 return await self._claim(None)
@@ -157,9 +159,9 @@ class _Search:
                 at_once=True,
             )
             return None
-        check(claim, self._file, self._config)
-        if await answers(claim, self._config):
-            check_job(claim, self._file, self._config)
+        check(claim, self._file, self._identity)
+        if await answers(claim, self._identity):
+            check_job(claim, self._file, self._identity)
             return self._joined(claim)
         self._looks.look(claim, took)
         if may_host and self._looks.is_stale(claim):
@@ -190,57 +192,53 @@ class _Search:
             else:
                 logger.info("%s", sentence)
 
-    async def _claim(self, before: Claim | None) -> tuple[AgentConfig, FoundJob] | None:
-        config = inherit(self._config, before)
-        port = await in_thread(partial(free_port, self._address, config.rendezvous.port))
-        mine = claim_of(config, self._address, port, given=bool(self._config.token))
+    async def _claim(self, before: Claim | None) -> tuple[Place, Identity, FoundJob] | None:
+        identity, given = inherit(self._identity, before), bool(self._identity.token)
+        port = await in_thread(partial(free_port, self._address, self._where.port))
+        mine = claim_of(identity, self._address, port, given=given)
         if not await on_file(partial(self._file.take, mine, before), self._file):
             return None
-        place = dataclasses.replace(config.rendezvous, host=self._address, port=port)
-        config = dataclasses.replace(config, rendezvous=place)
-        return config, FoundJob(
-            self._file, ClaimRenewer(self._file), mine, given=bool(self._config.token)
-        )
+        place = dataclasses.replace(self._where, host=self._address, port=port)
+        found = FoundJob(self._file, ClaimRenewer(self._file), mine, given=given)
+        return place, identity, found
 
-    def _joined(self, claim: Claim) -> tuple[AgentConfig, FoundJob]:
+    def _joined(self, claim: Claim) -> tuple[Place, Identity, FoundJob]:
         where = place_of(claim)
         logger.info(
             "job %s is joined at %s, which %s names", claim.text("job"), where, self._file.path
         )
-        config = inherit(self._config, claim)
-        place = dataclasses.replace(config.rendezvous, host=where.host, port=where.port)
-        return dataclasses.replace(config, rendezvous=place), FoundJob(
-            self._file, None, claim, given=bool(self._config.token)
-        )
+        place = dataclasses.replace(self._where, host=where.host, port=where.port)
+        found = FoundJob(self._file, None, claim, given=bool(self._identity.token))
+        return place, inherit(self._identity, claim), found
 
 
 # ---------------------------------------------------------------- the content of a claim
 
 
-def claim_of(config: AgentConfig, address: str, port: int, *, given: bool) -> Claim:
+def claim_of(identity: Identity, address: str, port: int, *, given: bool) -> Claim:
     """A new claim for a master at this address; a token that the user gave is not stored in the
     file."""
     words = {
         "format": FORMAT,
-        "job": config.spec.job_id,
+        "job": identity.job_id,
         "host": os.uname().nodename,
         "address": address,
         "port": port,
-        "token": "" if given else config.token,
+        "token": "" if given else identity.token,
         "given": given,
     }
     return fresh(words)
 
 
-def inherit(config: AgentConfig, claim: Claim | None) -> AgentConfig:
-    """The configuration with the name and token of the claim's job; without any token, with a new
+def inherit(identity: Identity, claim: Claim | None) -> Identity:
+    """The identity with the name and token of the claim's job; without any token, with a new
     one."""
-    token = config.token or (claim.text("token") if claim is not None else "")
+    token = identity.token or (claim.text("token") if claim is not None else "")
     token = token or secrets.token_hex(TOKEN_BYTES)
-    spec = config.spec
-    if claim is not None and not config.rendezvous.named:
-        spec = structs.replace(spec, job_id=claim.text("job"))
-    return dataclasses.replace(config, spec=spec, token=token)
+    job_id = identity.job_id
+    if claim is not None and not identity.named:
+        job_id = claim.text("job")
+    return dataclasses.replace(identity, job_id=job_id, token=token)
 
 
 def place_of(claim: Claim) -> Endpoint:
@@ -248,7 +246,7 @@ def place_of(claim: Claim) -> Endpoint:
     return Endpoint(claim.text("address"), claim.number("port"))
 
 
-def check(claim: Claim, file: ClaimFile, config: AgentConfig) -> None:
+def check(claim: Claim, file: ClaimFile, identity: Identity) -> None:
     """Raises HostError for a claim of an incompatible release, or if the user must give the token
     and has not."""
     where = place_of(claim)
@@ -257,29 +255,29 @@ def check(claim: Claim, file: ClaimFile, config: AgentConfig) -> None:
         raise HostError(
             f"{file.path} is of another release of elasticrun: end its job, or name another file"
         )
-    if claim.words.get("given") is True and not config.token:
+    if claim.words.get("given") is True and not identity.token:
         raise HostError(
             f"the job of {file.path} has a token that is not in the file: set ELASTICRUN_TOKEN or "
             "--token-file to it"
         )
 
 
-def check_job(claim: Claim, file: ClaimFile, config: AgentConfig) -> None:
+def check_job(claim: Claim, file: ClaimFile, identity: Identity) -> None:
     """Raises HostError if the job there is not the one that the user wants."""
-    if config.rendezvous.named and claim.text("job") != config.spec.job_id:
+    if identity.named and claim.text("job") != identity.job_id:
         raise HostError(
             f"{file.path} is of job {claim.text('job')}, which runs at {place_of(claim)}, and "
-            f"--rdzv-id={config.spec.job_id} asks for another: leave it out, or name another file"
+            f"--rdzv-id={identity.job_id} asks for another: leave it out, or name another file"
         )
 
 
-async def answers(claim: Claim, config: AgentConfig) -> bool:
+async def answers(claim: Claim, identity: Identity) -> bool:
     """Whether the master of this job answers at the claim's address and proves itself."""
     pem = None
-    if config.tls is not None:
-        files = config.tls
+    if identity.tls is not None:
+        files = identity.tls
         pem = await in_thread(lambda: auth.read_pem(files), limit=ASK_LIMIT, name="tls")
-    token = reader_token(config.token or claim.text("token"))
+    token = reader_token(identity.token or claim.text("token"))
     try:
         page = await get_status(place_of(claim), ASK_LIMIT, token=token, tls=pem)
     except LinkError:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
-from elasticrun.config import AgentConfig
+from elasticrun.config import Launch, Place
 from elasticrun.host.system.network import (
     is_loopback,
     is_ours,
@@ -142,27 +142,25 @@ def _listen(address: str, port: int, backlog: int) -> socket.socket:
     )
 
 
-def settle(config: AgentConfig) -> SettledPlace:
+def settle(launch: Launch, where: Place) -> SettledPlace:
     """The place of the master, as far as this host can tell now. NotYet, HostError. Blocks."""
-    where = config.rendezvous
     if where.kind == "standalone":
         return SettledPlace(Endpoint(LOOPBACK, 0), LOOPBACK, bind=Endpoint(LOOPBACK, 0))
     addresses = resolve(where.host, where.port)
-    if where.kind == "static" and config.node_rank <= 0:
+    if where.kind == "static" and launch.node_rank <= 0:
         proxy = Endpoint(_proxy_address(where.host, addresses), where.port)
         here = Endpoint(LOOPBACK, 0)
         return SettledPlace(here, addresses[0], bind=here, proxy=proxy)
     if where.kind == "elastic" and where.is_host is not False:
-        place = _elastic(config, addresses)
+        place = _elastic(launch, where, addresses)
         if place is not None:
             return place
     return SettledPlace(Endpoint(where.host, where.port), addresses[0])
 
 
-def _elastic(config: AgentConfig, addresses: list[str]) -> SettledPlace | None:
+def _elastic(launch: Launch, where: Place, addresses: list[str]) -> SettledPlace | None:
     """The bind test on this host; None if the master belongs to another host."""
-    where = config.rendezvous
-    several = config.spec.max_nodes > 1 and not names_this_host_only(where.host)
+    several = launch.spec.max_nodes > 1 and not names_this_host_only(where.host)
     for address in addresses:
         at = address
         if several and is_loopback(address):

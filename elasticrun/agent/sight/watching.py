@@ -82,8 +82,8 @@ class LocalSight:
     def round_began(self, start: m.Start) -> None:
         self.close()
         self.places = {}
-        nproc, spec = self._node.config.nproc_per_node, self._node.config.spec
-        if spec.watch.on_hang == "off":
+        nproc, watch = self._node.launch.nproc_per_node, self._node.launch.spec.watch
+        if watch.on_hang == "off":
             return
         now = asyncio.get_running_loop().time()
         life = _Watched(start, LocalQuiet(start.round, range(nproc), now))
@@ -136,7 +136,7 @@ class LocalSight:
         answers = await self._asking.ask(self._ranks.forked, PULSE_LIMIT)
         await self._look(life)
         beats = {}
-        for rank in range(self._node.config.nproc_per_node):
+        for rank in range(self._node.launch.nproc_per_node):
             said = answers.get(rank)
             step, _ = self._progress.seen(rank)
             beat = life.beats.get(rank, RankBeat())
@@ -222,7 +222,7 @@ class LocalSight:
     async def _devices(self) -> tuple[Load, ...]:
         """The load of this node's devices; assumes that local rank r computes on the r-th visible
         device, as nearly all scripts do."""
-        word = self._node.config.accelerator
+        word = self._node.launch.accelerator
         try:
             return await in_thread(
                 lambda: accelerators.loads(word, os.environ, DEVICES_LIMIT),
@@ -256,7 +256,7 @@ class LocalSight:
     async def _write_down(self, number: int, found: list[looked.RankLook]) -> str:
         """The folder of the dump; "" if the disk does not answer, or without a log folder and a run
         folder here."""
-        folder, job_id = self._ranks.log_folder, self._node.config.spec.job_id
+        folder, job_id = self._ranks.log_folder, self._node.identity.job_id
         master = self._node.link.dialled
 
         def work() -> str:

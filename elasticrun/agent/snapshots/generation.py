@@ -21,7 +21,7 @@ from typing import Final
 from elasticrun.agent.snapshots.inventory import SnapshotStore
 from elasticrun.agent.snapshots.peers import Peer
 from elasticrun.agent.snapshots.segments import Held
-from elasticrun.config import AgentConfig
+from elasticrun.config import Launch
 from elasticrun.core.events import Signalled
 from elasticrun.snapshots.shm.segment import NONE, VERSION, Snapshot
 from elasticrun.wire import env, messages as m, snapshots as s
@@ -305,14 +305,14 @@ class Drain:
     """A node leaves: the current step of this node's ranks, and the step that all ranks are to
     save."""
 
-    def __init__(self, config: AgentConfig, store: SnapshotStore) -> None:
+    def __init__(self, launch: Launch, store: SnapshotStore) -> None:
         self._store = store
-        names = set(MAY_PUT_OFF).intersection(config.signals_to_handle)
+        names = set(MAY_PUT_OFF).intersection(launch.signals_to_handle)
         self.signals = tuple(sorted(signal.Signals[name].value for name in names))
         """The signals that ranks defer."""
-        if config.departure_grace <= 0:
+        if launch.departure_grace <= 0:
             self.signals = ()
-        self.begin(Generation(config.nproc_per_node))
+        self.begin(Generation(launch.nproc_per_node))
 
     def begin(self, generation: Generation) -> None:
         """Start a new generation."""

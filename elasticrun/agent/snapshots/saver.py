@@ -19,7 +19,7 @@ from elasticrun.agent.runtime import Patience, Timer
 from elasticrun.agent.snapshots.peers import Peer
 from elasticrun.agent.snapshots.segments import Held
 from elasticrun.agent.workers.spawner import Child, Spawners
-from elasticrun.config import AgentConfig
+from elasticrun.config import Identity
 from elasticrun.host.log import logger
 from elasticrun.host.system.processes import how_silent
 from elasticrun.snapshots.shm.segment import VERSION, Snapshot
@@ -85,8 +85,8 @@ class SaverOwner(Protocol):
 class Savers:
     """Runs at most one saver at a time."""
 
-    def __init__(self, config: AgentConfig, spawners: Spawners, owner: SaverOwner) -> None:
-        self._config = config
+    def __init__(self, identity: Identity, spawners: Spawners, owner: SaverOwner) -> None:
+        self._identity = identity
         self._spawners = spawners
         self._owner = owner
         self._child: Child | None = None  # until it is reaped
@@ -295,7 +295,7 @@ class Savers:
                 key=0,
                 place=self._owner.socket_name(),
                 host=self._owner.serving_host(),
-                secret=_secret(self._config),
+                secret=_secret(self._identity),
                 env={env.OMP_NUM_THREADS: "1", env.CUDA_VISIBLE_DEVICES: ""},
                 unset=(),
             ),
@@ -422,12 +422,12 @@ def unheard(future: asyncio.Future[Any]) -> None:
         future.exception()
 
 
-def _secret(config: AgentConfig) -> str:
+def _secret(identity: Identity) -> str:
     """A secret that savers of this job prove to each other; the token cannot be derived from it."""
-    if not config.token:
+    if not identity.token:
         return ""
-    what = f"elasticrun saver of {config.spec.job_id}".encode()
-    return hmac.new(config.token.encode(), what, hashlib.sha256).hexdigest()
+    what = f"elasticrun saver of {identity.job_id}".encode()
+    return hmac.new(identity.token.encode(), what, hashlib.sha256).hexdigest()
 
 
 def _code_in_words(code: int) -> str:

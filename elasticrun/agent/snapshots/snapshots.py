@@ -83,9 +83,9 @@ class LocalSnapshots:
         environ: Mapping[str, str],
         resumed: Callable[[int, str], None] = lambda step, source: None,
     ) -> None:
-        config = node.config
-        self._nproc = config.nproc_per_node
-        self._several = config.spec.max_nodes > 1
+        launch, job_id = node.launch, node.identity.job_id
+        self._nproc = launch.nproc_per_node
+        self._several = launch.spec.max_nodes > 1
         self._node = node
         self._say = node.link.say
         self._resumed = resumed
@@ -95,9 +95,9 @@ class LocalSnapshots:
         self._tasks = Tasks(logger.error)
         self._generation = Generation(self._nproc)
         self._server = PeerServer(self._nproc, self)
-        self.savers = Savers(config, spawners, self)
-        self._segments = Segments(config.spec.job_id, self._nproc, environ)
-        self._wanted = WantedSnapshots(self._segments, config.spec.saves.limit, self)
+        self.savers = Savers(node.identity, spawners, self)
+        self._segments = Segments(job_id, self._nproc, environ)
+        self._wanted = WantedSnapshots(self._segments, launch.spec.saves.limit, self)
         self._inventory = Inventory(self._segments, self._wanted, self._nproc)
         self._report = HoldingsReport(node.link, self)
         self._store = SnapshotStore(
@@ -108,11 +108,11 @@ class LocalSnapshots:
             self._report,
             self,
         )
-        self._claim = FolderClaim(config.spec.job_id, self._term)
+        self._claim = FolderClaim(job_id, self._term)
         self._shards = Shards(self._store)
         self._replicas = Replicator(self._store)
         self._persisting = Persisting(self._store, self._shards, self._claim)
-        self.drain = Drain(config, self._store)
+        self.drain = Drain(launch, self._store)
         self._hashing = Hashing(self.savers)
 
     async def open(self, node: str) -> None:

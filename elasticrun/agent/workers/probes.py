@@ -78,7 +78,8 @@ class Probing:
     """Carries out RunProbe and CallOffProbe."""
 
     def __init__(self, node: NodeContext, spawners: Spawners) -> None:
-        self._config = node.config
+        self._node = node
+        self._launch = node.launch
         self._spawners = spawners
         self._deliver = node.deliver
         self._current: _Probing | None = None
@@ -138,11 +139,10 @@ class Probing:
     # ------------------------------------------------------------ starting
 
     async def _start(self, probing: _Probing) -> None:
-        config = self._config
-        ranks = range(config.nproc_per_node)
+        ranks = range(self._launch.nproc_per_node)
         try:
             accelerator = await self._find_accelerator()
-            environments = [probe_environment(config, rank, os.environ) for rank in ranks]
+            environments = [probe_environment(self._node, rank, os.environ) for rank in ranks]
         except Exception as error:  # BadEnvironment, or any error of a vendor's tool
             why = str(error) or type(error).__name__
             for rank in ranks:
@@ -163,7 +163,7 @@ class Probing:
 
     async def _find_accelerator(self) -> Accelerator:
         if self._accelerator is None:
-            word = self._config.accelerator
+            word = self._launch.accelerator
             self._accelerator = await in_thread(
                 lambda: accelerators.of(word, os.environ), name="accelerator"
             )
@@ -180,7 +180,7 @@ class Probing:
             store_host=order.store.host,
             store_port=order.store.port,
             device=accelerator.device,
-            device_index=0 if self._config.virtual_local_rank else local_rank,
+            device_index=0 if self._launch.virtual_local_rank else local_rank,
             backend=accelerator.backend,
             matrix=0 if order.perf else load.matrix,
             dtype=load.dtype,
@@ -189,7 +189,7 @@ class Probing:
             transfers=load.transfers,
             warmup=load.warmup,
             limit=max(0.0, order.limit + LATER - (time.monotonic() - probing.began)),
-            fault=self._config.env.get(env.NODE_FAULT, ""),
+            fault=self._node.variables.get(env.NODE_FAULT, ""),
         )
 
     # ------------------------------------------------------------ ends
@@ -198,7 +198,7 @@ class Probing:
         """The time limit: local ranks without a result have failed in their current phase; kill
         them."""
         limit = probing.order.limit
-        for local_rank in range(self._config.nproc_per_node):
+        for local_rank in range(self._launch.nproc_per_node):
             hung = f"{self._where(local_rank)}hung: no end within its limit of {limit:g} s"
             self._failed(probing, local_rank, hung)
         probing.started = True
@@ -253,7 +253,7 @@ class Probing:
         return f"{self._where(local_rank)}after {after}, limit {limit}: {why}"
 
     def _where(self, local_rank: int) -> str:
-        return f"local rank {local_rank}, " if self._config.nproc_per_node > 1 else ""
+        return f"local rank {local_rank}, " if self._launch.nproc_per_node > 1 else ""
 
     def _together(self, probing: _Probing) -> Probed:
         order, load = probing.order, probing.load

@@ -29,7 +29,6 @@ from elasticrun.agent.runtime import DISK_LIMIT, Tasks, in_thread
 from elasticrun.agent.workers.events import EventLog
 from elasticrun.agent.workers.exits import Killers, describe, oom_kills
 from elasticrun.agent.workers.spawner import Child, Spawners
-from elasticrun.config import AgentConfig
 from elasticrun.core.events import RankExited, RankSpawned, RanksSwept, SpawnRanks
 from elasticrun.core.reasons import text
 from elasticrun.core.rounds.failures import ECHOES, reason_of
@@ -51,7 +50,7 @@ class BadEnvironment(Exception):
 
 
 def rank_environment(
-    config: AgentConfig,
+    node: NodeContext,
     start: Start,
     local_rank: int,
     environ: Mapping[str, str],
@@ -64,43 +63,43 @@ def rank_environment(
     virtual local ranks."""
     # Ranks of a static job see exactly the master address that the user named, as under torchrun:
     # the proxy on that port forwards to the round's store (decision 008).
-    where = config.rendezvous
+    launch, where = node.launch, node.place
     master = Endpoint(where.host, where.port) if where.kind == "static" else start.store
     return {
         env.RANK: str(start.first_rank + local_rank),
-        env.LOCAL_RANK: "0" if config.virtual_local_rank else str(local_rank),
+        env.LOCAL_RANK: "0" if launch.virtual_local_rank else str(local_rank),
         env.GROUP_RANK: str(start.group_rank),
         env.ROLE_RANK: str(start.role_first_rank + local_rank),
-        env.ROLE_NAME: config.role,
+        env.ROLE_NAME: launch.role,
         env.WORLD_SIZE: str(start.info.world_size),
-        env.LOCAL_WORLD_SIZE: str(config.nproc_per_node),
+        env.LOCAL_WORLD_SIZE: str(launch.nproc_per_node),
         env.GROUP_WORLD_SIZE: str(start.group_world_size),
         env.ROLE_WORLD_SIZE: str(start.role_world_size),
         env.MASTER_ADDR: master.host,
         env.MASTER_PORT: str(master.port),
         env.RESTART_COUNT: str(start.info.restart_count),
-        env.MAX_RESTARTS: str(config.spec.max_restarts),
-        env.RUN_ID: config.spec.job_id,
+        env.MAX_RESTARTS: str(launch.spec.max_restarts),
+        env.RUN_ID: node.identity.job_id,
         env.USE_AGENT_STORE: "True",
         env.ERROR_FILE: "",  # the path is set with the logs, if there is one
-        env.SIGNALS_TO_HANDLE: ",".join(config.signals_to_handle),
+        env.SIGNALS_TO_HANDLE: ",".join(launch.signals_to_handle),
         env.NCCL_ASYNC_ERROR_HANDLING: environ.get(env.NCCL_ASYNC_ERROR_HANDLING, "1"),
         **own,
-        **probe_environment(config, local_rank, environ),
+        **probe_environment(node, local_rank, environ),
     }
 
 
 def probe_environment(
-    config: AgentConfig, local_rank: int, environ: Mapping[str, str]
+    node: NodeContext, local_rank: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
     """The variables of a probe over the launcher's own environment: those of the rank that it
     represents, without the rank numbers. Raises BadEnvironment as for a rank."""
     table = {}
-    if config.set_omp_threads:
+    if node.launch.set_omp_threads:
         table[env.OMP_NUM_THREADS] = "1"
-    if config.virtual_local_rank:
+    if node.launch.virtual_local_rank:
         table.update(_only_device(local_rank, environ))
-    table.update(config.env)
+    table.update(node.variables)
     return table
 
 
@@ -181,7 +180,8 @@ class Ranks:
         ranks run."""
         self._events = events
         self._node = node
-        self._config = node.config
+        self._node = node
+        self._launch = node.launch
         self._spawners = spawners
         self._output = output
         self._is_put_off = is_put_off
@@ -266,7 +266,7 @@ class Ranks:
             return
         life.called_off = True
         now = time.time_ns() // 1000
-        for local_rank in range(self._config.nproc_per_node):
+        for local_rank in range(self._launch.nproc_per_node):
             failure = self._bare_failure(life, local_rank, -signal.SIGTERM, now)
             failure = replace(failure, kind=FailureKind.STOPPED, message="never started")
             self._node.deliver(RankExited(local_rank, -signal.SIGTERM, failure))
@@ -314,7 +314,7 @@ class Ranks:
             if message.forked and local_rank in life.monitors:
                 life.forked.add(local_rank)
             self._node.deliver(RankSpawned(local_rank, message.pid))
-            if self._events is not None and len(life.pids) == self._config.nproc_per_node:
+            if self._events is not None and len(life.pids) == self._launch.nproc_per_node:
                 self._events.started(life.start, life.pids, time.time_ns() // 10**6)
         elif isinstance(message, spawning.Execed):
             life.forked.discard(life.children[child])
@@ -354,7 +354,7 @@ class Ranks:
             commands = tuple(known.get(pid, command) for pid, command in named)
             message = dataclasses.replace(message, commands=commands)
         self._lingering, left = message, _left_by_ranks(message)
-        limit, flag = self._config.child_exit_timeout, "--child-exit-timeout"
+        limit, flag = self._launch.child_exit_timeout, "--child-exit-timeout"
         if message.ending:
             logger.warning("ending %s, %g s after the ranks' end (%s)", left, limit, flag)
         else:
@@ -373,11 +373,11 @@ class Ranks:
     # ------------------------------------------------------------ starting
 
     async def _start(self, life: _Life, own: Mapping[int, Mapping[str, str]]) -> None:
-        config = self._config
+        launch = self._launch
         try:
             environments = {
-                rank: rank_environment(config, life.start, rank, os.environ, own.get(rank, {}))
-                for rank in range(config.nproc_per_node)
+                rank: rank_environment(self._node, life.start, rank, os.environ, own.get(rank, {}))
+                for rank in range(launch.nproc_per_node)
             }
             life.logs = await self._open_logs(life, environments)
         except (BadEnvironment, LogsUnusable) as error:
@@ -390,14 +390,14 @@ class Ranks:
             order = spawning.SpawnRank(
                 key=0,
                 local_rank=local_rank,
-                entry=_as_debugged(rank_entry(config.entry, local_rank), config.python_exec),
+                entry=_as_debugged(rank_entry(launch.entry, local_rank), launch.python_exec),
                 env=environment,
                 unset=(),
                 stdout=logs.stdout,
                 stderr=logs.stderr,
                 error_file=logs.error_file,
-                numa=config.numa_binding or "",
-                numa_may_fail=config.numa_may_fail,
+                numa=launch.numa_binding or "",
+                numa_may_fail=launch.numa_may_fail,
                 monitor=life.monitors.get(local_rank, ""),
             )
             life.children[self._spawners.start(order, self)] = local_rank
@@ -504,10 +504,10 @@ class Ranks:
         )
 
     def _binary(self) -> str:
-        entry = self._config.entry
+        entry = self._launch.entry
         if entry.kind is EntryKind.COMMAND:
             return entry.target
-        return self._config.python_exec or sys.executable
+        return self._launch.python_exec or sys.executable
 
     @staticmethod
     def _tell_signal(pid: int | None, signum: int, before: int | None) -> None:

@@ -204,7 +204,7 @@ class Spawners:
         ignored: tuple[int, ...],
         lost: Callable[[str], None],
     ) -> None:
-        self._config = node.config
+        self._launch = node.launch
         self._ignored = ignored
         self._reaper = node.reaper
         self._lost = lost
@@ -222,7 +222,7 @@ class Spawners:
         self._current = self._adopt(first)
         self._next: Spawner | None = None
         if self.lives_by_call:
-            self._current.send(configure_message(node.config))
+            self._current.send(configure_message(node.launch))
 
     # ------------------------------------------------------------ orders
 
@@ -341,7 +341,7 @@ class Spawners:
             ready.torch or "not imported",
             ready.import_seconds,
         )
-        if ready.mode == "exec" and self._config.launch != "exec" and ready.reason:
+        if ready.mode == "exec" and self._launch.mode != "exec" and ready.reason:
             self._told.tell(f"ranks are started by exec, not by fork: {ready.reason}")
 
     def _prepare_next(self, spawner: Spawner) -> None:
@@ -352,7 +352,7 @@ class Spawners:
         if spawner is not self._current or self._next is not None:
             return
         try:
-            self._next = self._adopt(start_spawner(self._config, self._ignored))
+            self._next = self._adopt(start_spawner(self._launch, self._ignored))
         except OSError as error:
             self._told.tell(f"no second fork server: {error}")
 
@@ -421,7 +421,7 @@ class Spawners:
         end = loop.time() + START_LIMIT
         while True:
             try:
-                process = start_spawner(self._config, self._ignored)
+                process = start_spawner(self._launch, self._ignored)
             except OSError as error:
                 if loop.time() >= end:
                     self._fatal(f"the fork server cannot be started: {error}")

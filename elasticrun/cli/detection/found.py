@@ -124,7 +124,8 @@ class Machine(NamedTuple):
     that `gpu`, `xpu`, `auto` or a private backend's name means, and returns None for a word that
     the installed torch does not know; `say` prints a sentence if that takes long. `facts()` gives
     scheduler detection its input besides the environment; without it nothing is detected.
-    `shared(folder)` names the network file system of a folder, "" for a local one.
+    `shared(folder)` names the network file system of a folder, "" for a local one. `debugged`: a
+    debugger attaches to the processes that this one starts.
     """
 
     cores: Callable[[], int]
@@ -133,3 +134,4 @@ class Machine(NamedTuple):
     facts: Callable[[], HostFacts] | None = None
     shared: Callable[[str], str] = lambda folder: ""
     user: str = ""
+    debugged: bool = False

@@ -7,23 +7,24 @@ import shlex
 import sys
 from collections.abc import Mapping
 
+from elasticrun.cli.resolve import Resolved
 from elasticrun.cli.settings import NOWHERE, Asked, Setting, Whereabouts, setting
 from elasticrun.cli.table import FLAGS
-from elasticrun.config import EXIT_OK, AgentConfig
+from elasticrun.config import EXIT_OK, Launch
 from elasticrun.core.words import some
 from elasticrun.wire.types import Endpoint, EntryKind
 
 
 def show(
-    config: AgentConfig, ns: argparse.Namespace, environ: Mapping[str, str], place: Whereabouts
+    found: Resolved, ns: argparse.Namespace, environ: Mapping[str, str], place: Whereabouts
 ) -> int:
     """Print the text of `describe`. Returns the exit code."""
-    print(describe(config, ns, environ, place), end="")
+    print(describe(found, ns, environ, place), end="")
     return EXIT_OK
 
 
 def describe(
-    config: AgentConfig,
+    found: Resolved,
     ns: argparse.Namespace,
     environ: Mapping[str, str],
     place: Whereabouts = NOWHERE,
@@ -31,32 +32,33 @@ def describe(
     """The resolved settings as text: a summary, then each flag that is not at its default with its
     source, and with --verbose all other flags."""
     asked = Asked(ns, environ, {**place.shown, **place.filled})
-    spec = config.spec
+    launch = found.launch
+    spec = launch.spec
     low, high = spec.min_nodes, spec.max_nodes
     nodes = f"{low}" if low == high else f"{low} to {high}"
     rows = [
-        ("each rank runs", _command(config)),
-        ("ranks on this node", str(config.nproc_per_node)),
+        ("each rank runs", _command(launch)),
+        ("ranks on this node", str(launch.nproc_per_node)),
         ("nodes", nodes),
-        ("node rank", "by order of arrival" if config.node_rank < 0 else str(config.node_rank)),
-        ("job master", _master(config)),
-        ("job id", spec.job_id),
+        ("node rank", "by order of arrival" if launch.node_rank < 0 else str(launch.node_rank)),
+        ("job master", _master(found)),
+        ("job id", found.identity.job_id),
         *_attempt(place),
-        ("restarts", _restarts(config)),
-        ("stopping", f"SIGTERM, then SIGKILL after {config.shutdown_timeout:g} s"),
-        ("node health", _health(config)),
-        ("after a failure", _saves(config)),
-        ("launch", config.launch),
+        ("restarts", _restarts(launch)),
+        ("stopping", f"SIGTERM, then SIGKILL after {launch.shutdown_timeout:g} s"),
+        ("node health", _health(launch)),
+        ("after a failure", _saves(launch)),
+        ("launch", launch.mode),
     ]
     lines = [f"{name:<22}{value}" for name, value in rows]
-    lines += ["", *(f"note: {note}" for note in config.notes), ""] if config.notes else [""]
-    found = [
-        _counting(setting(asked, flag.dest), config, environ)
+    lines += ["", *(f"note: {note}" for note in found.notes), ""] if found.notes else [""]
+    settings = [
+        _counting(setting(asked, flag.dest), found, environ)
         for flag in FLAGS
         if flag.dest not in ("dry_run", "verbose", "version", "print_completion")
     ]
-    usual = [row for row in found if row.source == "default"]
-    shown = [row for row in found if row.source != "default"] + (usual if ns.verbose else [])
+    usual = [row for row in settings if row.source == "default"]
+    shown = [row for row in settings if row.source != "default"] + (usual if ns.verbose else [])
     if shown:
         lines.append(f"{'setting':<28}{'value':<38}source")
         lines += [f"{name:<28}{value:<38}{source}" for name, value, source in shown]
@@ -65,10 +67,11 @@ def describe(
     return "\n".join(lines) + "\n"
 
 
-def _counting(row: Setting, config: AgentConfig, environ: Mapping[str, str]) -> Setting:
+def _counting(row: Setting, found: Resolved, environ: Mapping[str, str]) -> Setting:
     """The row of a flag; if the flag is at its default, the value in effect and its source."""
-    spec, rank = config.spec, config.node_rank
-    file = config.rendezvous.kind == "file"
+    launch, place, job_id = found.launch, found.place, found.identity.job_id
+    spec, rank = launch.spec, launch.node_rank
+    file = place.kind == "file"
     whose_id = "new, where the file names none" if file else "new for every run"
     variable = "$NODE_RANK" if environ.get("NODE_RANK", "").strip() else "$WORKER_RANK"
     others = {
@@ -78,19 +81,19 @@ def _counting(row: Setting, config: AgentConfig, environ: Mapping[str, str]) -> 
             "--nnodes=MIN:MAX",
         ),
         "nnodes": (spec.max_nodes != 1, spec.max_nodes, "$NODE_NUM"),
-        "nproc-per-node": (config.nproc_per_node != 1, config.nproc_per_node, "GPUs seen here"),
+        "nproc-per-node": (launch.nproc_per_node != 1, launch.nproc_per_node, "GPUs seen here"),
         "rdzv-backend": (
-            row.value == "static" and config.rendezvous.kind in ("elastic", "file", "open"),
+            row.value == "static" and place.kind in ("elastic", "file", "open"),
             "c10d",
-            "--nnodes=MIN:MAX" + (" with --rdzv-endpoint" if config.rendezvous.host else ""),
+            "--nnodes=MIN:MAX" + (" with --rdzv-endpoint" if place.host else ""),
         ),
         "rdzv-endpoint": (
-            bool(config.rendezvous.found),
-            f"file://{config.rendezvous.path}",
-            config.rendezvous.found,
+            bool(place.found),
+            f"file://{place.path}",
+            place.found,
         ),
         "grow": (spec.grow != row.value, spec.grow, "nothing says where nodes meet"),
-        "rdzv-id": (spec.job_id != row.value, spec.job_id, whose_id),
+        "rdzv-id": (job_id != row.value, job_id, whose_id),
         "node-rank": (
             str(rank) != row.value,
             "" if rank < 0 else rank,
@@ -108,9 +111,9 @@ def _attempt(place: Whereabouts) -> list[tuple[str, str]]:
     return [("attempt", f"{place.found.attempt} ({place.found.attempt_source})")]
 
 
-def _command(config: AgentConfig) -> str:
-    entry = config.entry
-    python = [config.python_exec or sys.executable, "-u"]
+def _command(launch: Launch) -> str:
+    entry = launch.entry
+    python = [launch.python_exec or sys.executable, "-u"]
     before = {
         EntryKind.SCRIPT: python,
         EntryKind.MODULE: [*python, "-m"],
@@ -119,10 +122,10 @@ def _command(config: AgentConfig) -> str:
     return shlex.join([*before, entry.target, *entry.args])
 
 
-def _master(config: AgentConfig) -> str:
-    place = config.rendezvous
-    if config.delegate:
-        return f"none: the plug-in {config.delegate} is torchrun's to serve"
+def _master(found: Resolved) -> str:
+    place = found.place
+    if found.delegate:
+        return f"none: the plug-in {found.delegate} is torchrun's to serve"
     where = str(Endpoint(place.host, place.port))
     if place.kind == "file":
         why = place.found or "--rdzv-endpoint"
@@ -137,20 +140,20 @@ def _master(config: AgentConfig) -> str:
         "elastic": f"{where}, started by the node that has this address",
         "static": f"{where}, started by node 0; the ranks see this port as MASTER_PORT",
         "external": f"{where}, started by somebody else",
-        "etcd": f"on a node that the nodes choose by way of {config.master_store}",
+        "etcd": f"on a node that the nodes choose by way of {found.launch.master.store}",
     }[place.kind]
 
 
-def _restarts(config: AgentConfig) -> str:
-    spec = config.spec
+def _restarts(launch: Launch) -> str:
+    spec = launch.spec
     if spec.max_restarts == 0:
         return "none"
     within = f" within {spec.restart_window:g} s" if spec.restart_window else ""
     return f"{spec.max_restarts}{within}, at most {spec.restart_backoff:g} s apart"
 
 
-def _saves(config: AgentConfig) -> str:
-    saves = config.spec.saves
+def _saves(launch: Launch) -> str:
+    saves = launch.spec.saves
     if saves.restore_step >= 0:
         return f"ranks go on from step {saves.restore_step} and no other, from memory or storage"
     if not saves.at_breakpoint:
@@ -161,15 +164,15 @@ def _saves(config: AgentConfig) -> str:
     )
 
 
-def _health(config: AgentConfig) -> str:
-    checks = config.spec.checks
-    probes = f"on {config.accelerator or 'what is found'}, {checks.probe_limit:g} s at most"
+def _health(launch: Launch) -> str:
+    checks = launch.spec.checks
+    probes = f"on {launch.accelerator or 'what is found'}, {checks.probe_limit:g} s at most"
     words = [f"network check ({probes})" if checks.network else "no network check"]
     if checks.perf:
         floor = f" (at least {checks.perf_floor:g} GB/s)" if checks.perf_floor else ""
         words.append(f"performance test{floor}")
     if checks.exclude_stragglers:
         words.append(f"nodes slower than {checks.slow_ratio:g} times the median are excluded")
-    if config.precheck:
+    if launch.precheck:
         words.append("a failed check of this machine ends the agent")
     return ", ".join(words)

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from msgspec import structs
+
 from elasticrun.cli import settings, trust
 from elasticrun.cli.flags import PROG, Parser, add_group
 from elasticrun.cli.rendezvous import Meeting
-from elasticrun.cli.resolve import conf_keys, job_spec, shutdown_timeout
+from elasticrun.cli.resolve import conf_keys, job_spec
 from elasticrun.cli.settings import Asked, UsageError
 from elasticrun.cli.table import FLAGS, TRUST
-from elasticrun.config import EXIT_USAGE, MasterConfig, MasterPlace, RunPlan
+from elasticrun.config import EXIT_USAGE, Identity, MasterConfig, MasterPlan, Place, RunPlan
 from elasticrun.host import user_folder
 from elasticrun.wire import env
 
@@ -79,30 +81,32 @@ def configure(argv: Sequence[str], environ: dict[str, str]) -> MasterConfig:
     """The configuration for the words after `elasticrun master`. Raises `UsageError`."""
     ns = parser(environ).parse_args(argv)
     asked = Asked(ns, environ)
+    job_id = settings.name(asked.text("rdzv_id"), "--rdzv-id")
     spec, conf = None, conf_keys(asked)
     if any(asked.explicitly(dest) for dest in JOB_FLAGS):
         low, high = settings.nodes(asked.text("nnodes"))
-        meeting = Meeting(MasterPlace("elastic"), asked.text("rdzv_id"), low, high, -1)
-        spec = job_spec(asked, conf, meeting, shutdown_timeout(asked))
+        meeting = Meeting(Place("elastic"), job_id, low, high, -1)
+        spec = job_spec(asked, conf, meeting)
+        spec = structs.replace(spec, job_id=job_id)
     return MasterConfig(
-        job_id=settings.name(asked.text("rdzv_id"), "--rdzv-id"),
+        identity=Identity(job_id, token=trust.token(asked), tls=trust.tls(asked)),
         host=settings.host_name(ns.host, "--host"),
         port=settings.port(ns.port, "--port"),
         spec=spec,
+        launch=MasterPlan(
+            status_port=settings.port(asked.number("status_port"), "--status-port"),
+            on_event=asked.text("on_event"),
+            sources=settings.sources(asked, conf),
+            run=RunPlan(
+                folder=asked.text("run_dir"),
+                name=job_id,
+                fresh=asked.switch("fresh"),
+                command=("elasticrun", "master", *argv),
+            ),
+        ),
         status_host=settings.host_name(ns.status_host, "--status-host"),
-        status_port=settings.port(asked.number("status_port"), "--status-port"),
-        on_event=asked.text("on_event"),
-        sources=settings.sources(asked, conf),
-        token=trust.token(asked),
-        tls=trust.tls(asked),
         record_dir=state_dir(ns.state_dir),
         last_words=environ.get(env.LAST_WORDS, ""),
-        run=RunPlan(
-            folder=asked.text("run_dir"),
-            name=asked.text("rdzv_id"),
-            fresh=asked.switch("fresh"),
-            command=("elasticrun", "master", *argv),
-        ),
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import signal
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from elasticrun.config import EXIT_FAILED, AgentConfig
+from elasticrun.config import EXIT_FAILED, CalledLaunch, Caller, Identity, Launch, Place
 from elasticrun.core.events import Exit
 from elasticrun.forkserver.functions.consoles import Consoles
 from elasticrun.host.system.processes import memory_file
@@ -52,30 +51,28 @@ class AgentProcess:
     """One agent in its own session: Ctrl-C reaches it only through the caller."""
 
     def __init__(
-        self, config: AgentConfig, spawner: socket.socket | None, variables: Mapping[str, str]
+        self,
+        launch: Launch,
+        place: Place,
+        identity: Identity,
+        spawner: socket.socket | None,
+        variables: Mapping[str, str],
     ) -> None:
         """Start the agent. `spawner` is the agent's end of the socketpair to a caller that is the
-        spawner; `variables` are added to the environment of every rank. The notes of `config` have
-        been printed already.
+        spawner; `variables` are added to the environment of every rank.
 
         Raises OSError if the agent cannot be started."""
         self._result, theirs = socket.socketpair()
         self._heard = bytearray()
         self._consoles = Consoles()
-        config = dataclasses.replace(
-            config,
-            called=True,
-            notes=(),
-            console_fds=self._consoles.fds,
-            env={**config.env, **variables},
-        )
+        caller = Caller(self._consoles.fds, dict(variables))
         config_fd = memory_file("elasticrun-config")
         fds = {"--config-fd": config_fd, "--result-fd": theirs.fileno()}
         if spawner is not None:
             fds["--spawner-fd"] = spawner.fileno()
         try:
             with open(config_fd, "wb", closefd=False) as file:
-                file.write(dumps(config).encode())
+                file.write(dumps(CalledLaunch(launch, place, identity, caller)).encode())
             os.lseek(config_fd, 0, os.SEEK_SET)
             with debugger.escaped():
                 self.process = subprocess.Popen(

@@ -103,9 +103,7 @@ class Consoles:
 
     def __init__(self) -> None:
         self._copies: list[_Copy] = []
-        self.fds = tuple(
-            self._shown_by(stream, own) for stream, own in ((sys.stdout, 1), (sys.stderr, 2))
-        )
+        self.fds = (self._shown_by(sys.stdout, 1), self._shown_by(sys.stderr, 2))
 
     def _shown_by(self, stream: TextIO | None, own: int) -> int:
         with contextlib.suppress(OSError, ValueError):  # it has no descriptor, or is closed

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from elasticrun.cli import settings
-from elasticrun.jobs.backend import Forbidden, Place, Submission
+from elasticrun.jobs.backend import Forbidden, Submission, Target
 from elasticrun.jobs.kubernetes import KubernetesJobs
 from elasticrun.jobs.render import pods
 from elasticrun.jobs.render.elastic import elastic_document
@@ -20,7 +20,7 @@ from elasticrun.jobs.verbs import render, render_flags
 
 def of_kubernetes(
     ns: argparse.Namespace, program: Sequence[str], run: Path, say: Callable[[str], None]
-) -> tuple[Submission, Place]:
+) -> tuple[Submission, Target]:
     """An ElasticJob if the cluster has that kind, else the objects that `render k8s` prints. The
     API server has validated all of them. Raises UsageError, Invalid, NotDone."""
     asked = argparse.Namespace(**{**vars(ns), "save_at_breakpoint": True})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ from elasticrun.agent.workers import checkout
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.rendezvous import without
 from elasticrun.cli.settings import NotHere
-from elasticrun.config import AgentConfig
 
 
 def pinned(text: str, environ: Mapping[str, str]) -> str:
@@ -33,11 +31,9 @@ def with_commit(
     return [f"--git={ns.git}", *without(words[:at], ("--git",)), *words[at:]]
 
 
-def enter(
-    config: AgentConfig, git: str, environ: Mapping[str, str], say: Callable[[str], None]
-) -> AgentConfig:
-    """Check the code out and change to its folder, as if the command had been typed there. Relative
-    paths in flags keep their meaning. Raises NotHere."""
+def enter(git: str, environ: Mapping[str, str], say: Callable[[str], None]) -> None:
+    """Check the code out and change to its folder, as if the command had been typed there. Raises
+    NotHere."""
     source, workdir = checkout.parsed(git), Path.cwd()
     folder = source.folder(workdir)
     say(f"--git: the ranks run {source.url} at {source.ref[:12]}, in {folder}")
@@ -45,20 +41,4 @@ def enter(
         checkout.check_out(source, workdir, environ)  # held until this process exits
     except checkout.GitError as wrong:
         raise NotHere(str(wrong)) from None
-
-    def here(path: str) -> str:
-        return str(workdir / path) if path else ""
-
-    tls, log_dir = config.tls, config.logs.log_dir
-    if tls is not None:
-        tls = dataclasses.replace(tls, cert=here(tls.cert), key=here(tls.key), ca=here(tls.ca))
-    run = dataclasses.replace(
-        config.run,
-        folder=here(config.run.folder),
-        tensorboard=here(config.run.tensorboard),
-        workdir=str(workdir),
-        git_commit=source.ref,
-    )
-    logs = dataclasses.replace(config.logs, log_dir=log_dir and here(log_dir))
     os.chdir(folder)
-    return dataclasses.replace(config, tls=tls, logs=logs, run=run)

@@ -36,8 +36,8 @@ from elasticrun.jobs import choosing
 from elasticrun.jobs.backend import (
     TOKEN,
     NotDone,
-    Place,
     Submission,
+    Target,
     make_token,
     write_submission,
 )
@@ -65,7 +65,7 @@ OF_HOSTS: Final = ("hosts", "hostfile", "ssh")
 """Launcher flags that only --on ssh accepts."""
 
 Wanted = Callable[
-    [argparse.Namespace, Sequence[str], Path, Callable[[str], None]], tuple[Submission, Place]
+    [argparse.Namespace, Sequence[str], Path, Callable[[str], None]], tuple[Submission, Target]
 ]
 """Reads the command line for one backend: arguments, program, run folder, and a function that
 prints notes."""
@@ -214,7 +214,7 @@ def _already(at: Path, ns: argparse.Namespace, program: Sequence[str]) -> str:
 
 
 def _start(
-    run: RunFolder, ns: argparse.Namespace, known: Submission, place: Place, root: Path
+    run: RunFolder, ns: argparse.Namespace, known: Submission, place: Target, root: Path
 ) -> str:
     """Create the run folder and submit. Returns the backend's sentence. Raises NotDone."""
     here = known.on != "k8s"
@@ -249,7 +249,7 @@ def _give_up(run: RunFolder, why: str, *, fresh: bool) -> None:
 
 def _of_this_host(
     ns: argparse.Namespace, program: Sequence[str], run: Path, say: Callable[[str], None]
-) -> tuple[Submission, Place]:
+) -> tuple[Submission, Target]:
     """Read the arguments as the launcher on this host will. Raises UsageError."""
     from elasticrun.cli.main import check_data, check_program
 
@@ -274,10 +274,10 @@ def _of_this_host(
     )
     seen = {**environ, **known.env}
     words = [*meeting(known, "node0", 29400), *known.flags, *program]
-    config = resolve(get_args_parser(seen).parse_args(words), seen, this_machine(seen, say))
+    found = resolve(get_args_parser(seen).parse_args(words), seen, this_machine(seen, say))
     check_data(settings.data(ns.data))
-    hint = "" if ns.git else check_program(config.entry)  # the code is not checked out yet
-    for note in (*config.notes, hint):
+    hint = "" if ns.git else check_program(found.launch.entry)  # the code is not checked out yet
+    for note in (*found.notes, hint):
         if note and not (high > 1 and TOKEN_VARIABLE in note):
             say(note)
     gpus = _gpus(seen) if high > 1 else ()
@@ -291,7 +291,7 @@ def _of_this_host(
 
 def _of_hosts(
     ns: argparse.Namespace, program: Sequence[str], run: Path, say: Callable[[str], None]
-) -> tuple[Submission, Place]:
+) -> tuple[Submission, Target]:
     """Read the arguments as the launcher reads --hosts. Raises UsageError."""
     from elasticrun.jobs.hosts.launching import plan_of
     from elasticrun.jobs.hosts.ssh import is_here
@@ -345,7 +345,7 @@ def _gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 def _of_slurm(
     ns: argparse.Namespace, program: Sequence[str], run: Path, say: Callable[[str], None]
-) -> tuple[Submission, Place]:
+) -> tuple[Submission, Target]:
     """Read the arguments as `render slurm` does; nodes find the run folder by its path. Raises
     UsageError."""
     if ns.array:
@@ -359,8 +359,8 @@ def _of_slurm(
         asked.redirects, given["redirects"] = TO_FILES.partition("=")[2], ""
     asked.given = {**ns.given, **given}
     batch, notes = render.batch_of(asked, program)
-    launch = batch.launch
-    named = dataclasses.replace(launch, flags=(*launch.flags, f"--name={ns.name}"))
+    command = batch.launch
+    named = dataclasses.replace(command, flags=(*command.flags, f"--name={ns.name}"))
     for note in notes:
         say(note)
     if not shared_folder(str(run.parent), os.environ):
@@ -371,8 +371,8 @@ def _of_slurm(
         flags=named.flags,
         program=tuple(program),
         workdir=os.getcwd(),
-        min_nodes=launch.min_nodes,
-        max_nodes=launch.max_nodes,
+        min_nodes=command.min_nodes,
+        max_nodes=command.max_nodes,
         script=slurm.script(dataclasses.replace(batch, launch=named)),
     )
     return known, choosing.backend("slurm", withdraw())

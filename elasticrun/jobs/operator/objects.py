@@ -27,7 +27,7 @@ from elasticrun.host.runs.layout import RunResult
 from elasticrun.jobs.operator.crd import API_VERSION, GROUP, KIND, ElasticSpec, ElasticStatus, Json
 from elasticrun.jobs.render import pods as rendered
 from elasticrun.jobs.render.elastic import has_tls, own_words
-from elasticrun.jobs.render.wanted import GRACE, MASTER_PORT, Launch, Pods
+from elasticrun.jobs.render.wanted import GRACE, MASTER_PORT, NodeCommand, Pods
 from elasticrun.wire import env
 
 JOB: Final = f"{GROUP}/job"
@@ -288,7 +288,7 @@ def _gang(job: JobObject, version: tuple[int, int]) -> rendered.Gang:
         total = {"kueue.x-k8s.io/pod-group-total-count": str(job.spec.nodes + job.spec.spares)}
         return rendered.Gang(pod_labels=labels, pod_annotations=total)
     least = job.spec.least
-    launch = Launch("unread", min_nodes=least, max_nodes=job.spec.nodes)
+    launch = NodeCommand("unread", min_nodes=least, max_nodes=job.spec.nodes)
     group = Pods(
         name=job.name,
         image="unread",

@@ -46,7 +46,7 @@ MAX_NODES: Final = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class NodeCommand:
     """The command of every node: number of nodes, launcher flags, the script.
 
     `flags` are whole words (`--max-restarts=3`) that are passed on; `leaving` is the most seconds
@@ -121,7 +121,7 @@ class Pods:
 
     name: str
     image: str
-    launch: Launch
+    launch: NodeCommand
     pods: int = 0  # 0: the maximum number of nodes
     namespace: str = ""
     working_dir: str = ""

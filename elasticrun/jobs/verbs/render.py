@@ -30,7 +30,7 @@ from elasticrun.jobs.manage.code import pinned
 from elasticrun.jobs.render import checks, grammar, pods, slurm, text
 from elasticrun.jobs.render.checks import Invalid
 from elasticrun.jobs.render.slurm import SIGNALS, Batch
-from elasticrun.jobs.render.wanted import GRACE_MARGIN, NEWEST, Launch, Pods
+from elasticrun.jobs.render.wanted import GRACE_MARGIN, NEWEST, NodeCommand, Pods
 from elasticrun.jobs.verbs import render_flags
 
 NO_SECRET: Final = "--token-secret NAME"
@@ -95,7 +95,7 @@ def of_batch(wanted: Batch) -> Iterator[str]:
         yield no_token("--token-file FILE (or ELASTICRUN_TOKEN where sbatch is called)")
 
 
-def has(launch: Launch, flag: str) -> bool:
+def has(launch: NodeCommand, flag: str) -> bool:
     """Whether a flag of the launcher is passed on."""
     return any(word.startswith(f"{flag}=") for word in launch.flags)
 
@@ -111,7 +111,7 @@ ELSEWHERE: Final = ("token_file", "tls_cert", "tls_key", "tls_ca", "logs_specs")
 
 def read(
     ns: argparse.Namespace, program: Sequence[str], *, gpus: int, signal: str
-) -> tuple[Launch, list[str]]:
+) -> tuple[NodeCommand, list[str]]:
     """The launch settings of flags and program, and notes for the user. `gpus`: GPUs per node, 0 if
     unset; `signal`: the signal by which the scheduler makes nodes exit, "" for none. Raises
     UsageError, Invalid."""
@@ -124,7 +124,7 @@ def read(
     ranks, notes = _ranks(ns.nproc_per_node, gpus)
     # the scheduler must also stop retrying a job that cannot succeed
     codes = [] if asked.explicitly("exit_codes") else ["--exit-codes=scheduler"]
-    launch = Launch(
+    launch = NodeCommand(
         script=program[0],
         args=tuple(program[1:]),
         min_nodes=low,
@@ -166,7 +166,7 @@ def _heard(asked: Asked, signal: str) -> list[str]:
     return [f"--signals-to-handle={handled},{name}"]
 
 
-def _understood(launch: Launch) -> list[str]:
+def _understood(launch: NodeCommand) -> list[str]:
     """Parse the command with the launcher's parser, as a node will, with its errors. Returns its
     notes."""
     files = tuple(f"--{dest.replace('_', '-')}=" for dest in ELSEWHERE)
@@ -177,9 +177,10 @@ def _understood(launch: Launch) -> list[str]:
     machine = Machine(lambda: 1, lambda word: 1, lambda group: ())
     ns = get_args_parser({}).parse_args([*words, *launch.program])
     # OMP_NUM_THREADS and tokens are set on the nodes; each node reports what it lacks.
-    config = resolve(ns, {"OMP_NUM_THREADS": "1"}, machine)
-    silent = trust.notes(config.rendezvous, config.spec.max_nodes, config.token, config.tls)
-    return [note for note in config.notes if note not in silent]
+    found = resolve(ns, {"OMP_NUM_THREADS": "1"}, machine)
+    nodes, ours = found.launch.spec.max_nodes, found.identity
+    silent = trust.notes(found.place, nodes, ours.token, ours.tls)
+    return [note for note in found.notes if note not in silent]
 
 
 def main(words: Sequence[str], say: Callable[[str], None]) -> int:
@@ -301,7 +302,7 @@ def _claims(data: str) -> list[str]:
     return [f"{name}=pvc:{name}:{path}" for name, path in settings.data(data).items()]
 
 
-def _pods(ns: argparse.Namespace, launch: Launch) -> Pods:
+def _pods(ns: argparse.Namespace, launch: NodeCommand) -> Pods:
     secret, _, key = ns.token_secret.partition(":")
     if secret and has(launch, "--token-file"):
         raise Invalid("--token-secret and --token-file: the job has one token, so give one of them")
@@ -347,7 +348,7 @@ def _signal(ns: argparse.Namespace) -> tuple[str, int]:
     return name.removeprefix("SIG"), int(lead)
 
 
-def _batch(ns: argparse.Namespace, launch: Launch) -> Batch:
+def _batch(ns: argparse.Namespace, launch: NodeCommand) -> Batch:
     signal, lead = _signal(ns)
     said = _same(ns, Batch) | {
         "launch": launch,

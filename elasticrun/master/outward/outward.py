@@ -58,7 +58,7 @@ class Outward:
 
         `goes_on`: an earlier master used it, so ranks may be running. A folder that is unusable now
         is then retried at each write, and nothing is refused. RunRefused."""
-        config, folder = self._config, self._config.run.folder
+        config, folder = self._config, self._config.launch.run.folder
         if not folder:
             return ""
         if goes_on:
@@ -81,11 +81,11 @@ class Outward:
 
     def _notifies(self, name: str) -> Notifier | None:
         """The notifier of the job with this name, if configured."""
-        if not self._config.on_event:
+        if not self._config.launch.on_event:
             return None
         from elasticrun.master.outward.notify import Notifier  # late: few jobs use it
 
-        return Notifier(self._config.on_event, self._config.job_id, name)
+        return Notifier(self._config.launch.on_event, self._config.identity.job_id, name)
 
     @property
     def run_folder(self) -> str:
@@ -104,7 +104,7 @@ class Outward:
     def begin(self) -> None:
         """The master serves now."""
         self._files.begin()
-        if logdir := self._config.run.tensorboard:
+        if logdir := self._config.launch.run.tensorboard:
             from elasticrun.master.outward.tensorboard import TensorBoard
 
             self._tensorboard = TensorBoard(

@@ -47,8 +47,8 @@ MAX_COMMIT: Final = 80
 
 def where(config: MasterConfig) -> str:
     """The path of the run folder, existing or planned; "": this user can have none."""
-    if config.run.folder:
-        return str(Path(config.run.folder).absolute())
+    if config.launch.run.folder:
+        return str(Path(config.launch.run.folder).absolute())
     with contextlib.suppress(OSError):
         return str(run_path(runs_root(os.environ), _stem(config), _launch(config)))
     return ""
@@ -64,9 +64,9 @@ def open_fresh(config: MasterConfig, hosted: bool) -> OpenRun:
 def open_placed(config: MasterConfig, hosted: bool) -> OpenRun | str:
     """Open the folder that the user named, or return a sentence if its job has already succeeded
     and is not run again. RunRefused, OSError."""
-    at = Path(config.run.folder).absolute()
-    here = RankProgram(config.run.program, config.run.workdir or os.getcwd())
-    if not config.run.fresh and (sentence := already(at, here)):
+    at = Path(config.launch.run.folder).absolute()
+    here = RankProgram(config.launch.run.program, config.launch.run.workdir or os.getcwd())
+    if not config.launch.run.fresh and (sentence := already(at, here)):
         return sentence
     return _open_named(config, hosted, at, goes_on=False)
 
@@ -75,7 +75,7 @@ def open_again(config: MasterConfig, hosted: bool) -> OpenRun:
     """Open the same folder for a later master of the same job. OSError, also if another job has it
     now."""
     try:
-        return _open_named(config, hosted, Path(config.run.folder).absolute(), goes_on=True)
+        return _open_named(config, hosted, Path(config.launch.run.folder).absolute(), goes_on=True)
     except RunRefused as refused:
         raise OSError(str(refused)) from None
 
@@ -84,7 +84,7 @@ def _open_named(config: MasterConfig, hosted: bool, at: Path, *, goes_on: bool) 
     root = Path(os.devnull)
     with contextlib.suppress(OSError):  # without a home directory it is not listed
         root = runs_root(os.environ)
-    fresh = config.run.fresh
+    fresh = config.launch.run.fresh
     launch = ("" if fresh else RunFolder(at).id) or _launch(config)
     record = _record(config, hosted, launch)
     stem = _stem(config)
@@ -97,18 +97,18 @@ def _record(config: MasterConfig, hosted: bool, launch: str) -> JobRecord:
     nodes = f"{spec.min_nodes}:{spec.max_nodes}" if spec is not None else ""
     return JobRecord(
         name=name_of(config, launch),
-        id=config.job_id,
+        id=config.identity.job_id,
         launch=launch,
         user=user_name(),
         host=launcher.host,
         began=time.time(),
-        command=config.run.command,
-        program=config.run.program,
-        workdir=config.run.workdir or os.getcwd(),
-        git_commit=config.run.git_commit,
-        where=config.run.where,
+        command=config.launch.run.command,
+        program=config.launch.run.program,
+        workdir=config.launch.run.workdir or os.getcwd(),
+        git_commit=config.launch.run.git_commit,
+        where=config.launch.run.where,
         nodes=nodes,
-        nproc=config.run.nproc,
+        nproc=config.launch.run.nproc,
         log_dir=config.log_dir,
         pid=launcher.pid,
         started=launcher.started,
@@ -119,13 +119,13 @@ def _record(config: MasterConfig, hosted: bool, launch: str) -> JobRecord:
 
 def name_of(config: MasterConfig, launch: str = "") -> str:
     """The job's name. Unnamed jobs of one script get different names."""
-    if not config.run.unnamed:
+    if not config.launch.run.unnamed:
         return _stem(config)
-    return f"{config.run.name}-{(launch or _launch(config))[:UNNAMED]}"
+    return f"{config.launch.run.name}-{(launch or _launch(config))[:UNNAMED]}"
 
 
 def _stem(config: MasterConfig) -> str:
-    return config.run.name or config.job_id
+    return config.launch.run.name or config.identity.job_id
 
 
 def _launch(config: MasterConfig) -> str:

@@ -17,19 +17,19 @@ from elasticrun.wire.env import CLUSTER_NODE
 
 def test_a_given_id_is_taken(tmp_path: Path) -> None:
     found = identify("node-7", "job", {"XDG_RUNTIME_DIR": str(tmp_path)})
-    assert found.node == "node-7"
+    assert found.text == "node-7"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_agents_of_one_job_get_different_slots_and_the_lowest_free_one(tmp_path: Path) -> None:
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
     first, second, other = (identify("", job, environ) for job in ("a", "a", "b"))
-    assert first.node.endswith("-0")
-    assert second.node.endswith("-1")
-    assert other.node.endswith("-0")
+    assert first.text.endswith("-0")
+    assert second.text.endswith("-1")
+    assert other.text.endswith("-0")
     first.release()
     again = identify("", "a", environ)
-    assert again.node == host_id(environ) + "-0"
+    assert again.text == host_id(environ) + "-0"
     for each in (second, other, again):
         each.release()
     assert list((tmp_path / "elasticrun" / "slots").iterdir()) == []
@@ -50,7 +50,7 @@ def test_a_killed_agent_gives_its_slot_back(tmp_path: Path) -> None:
     environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
     script = (
         "import sys, os; from elasticrun.agent.link.identity import identify;"
-        "print(identify('', 'a', dict(os.environ)).node, flush=True); sys.stdin.read()"
+        "print(identify('', 'a', dict(os.environ)).text, flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", script],
@@ -61,11 +61,11 @@ def test_a_killed_agent_gives_its_slot_back(tmp_path: Path) -> None:
     ) as holder:
         name = holder.stdout.readline().strip()
         ours = identify("", "a", environ)
-        assert ours.node != name
+        assert ours.text != name
         holder.kill()
         holder.wait()
     again = identify("", "a", environ)
-    assert again.node == name
+    assert again.text == name
     ours.release()
     again.release()
 
@@ -75,7 +75,7 @@ def test_without_a_folder_the_id_holds_for_one_life_and_says_so(tmp_path: Path) 
     blocked.write_text("a file in the way")
     found = identify("", "a", {"XDG_RUNTIME_DIR": str(tmp_path)})
     assert found.note.endswith("this node gets a new id at each start")
-    assert found.node != identify("", "a", {"XDG_RUNTIME_DIR": str(tmp_path)}).node
+    assert found.text != identify("", "a", {"XDG_RUNTIME_DIR": str(tmp_path)}).text
 
 
 def test_the_folder_is_the_users_alone(tmp_path: Path) -> None:

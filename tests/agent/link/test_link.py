@@ -18,12 +18,13 @@ from elasticrun.agent.link import session
 from elasticrun.agent.link.answering import PortAnswer, probe
 from elasticrun.agent.link.link import Link
 from elasticrun.agent.link.master_process import MasterProcess
+from elasticrun.config import spec_of
 from elasticrun.core import events
 from elasticrun.core.events import AgentEvent, LinkBack, LinkLost, Ordered
 from elasticrun.host.log import logger
 from elasticrun.wire.messages import Hello, Join, Leaving, Missed, Refused, Start, Welcome
 from elasticrun.wire.types import Endpoint, RoundName
-from tests.agent.configs import agent_config
+from tests.agent.configs import JOB, STANDALONE, launched
 from tests.harness import LIMIT
 from tests.master import people
 from tests.master.people import SPEC, serving
@@ -31,7 +32,8 @@ from tests.wire.test_channel import held_port
 
 pytestmark = pytest.mark.slow
 
-CONFIG = agent_config()
+LAUNCH = launched()
+ASKED = spec_of(LAUNCH, JOB)
 Hosted = tuple[MasterProcess, Endpoint]
 
 
@@ -39,7 +41,7 @@ Hosted = tuple[MasterProcess, Endpoint]
 def master() -> Iterator[Hosted]:
     """A job master as an agent starts it."""
     with held_port() as port:  # one of them is served on again
-        process = MasterProcess(CONFIG, Endpoint("127.0.0.1", port))
+        process = MasterProcess(LAUNCH, STANDALONE, JOB, Endpoint("127.0.0.1", port))
         try:
             answer = json.loads(os.read(process.ready_fd, 4096))
             yield process, Endpoint("127.0.0.1", answer["port"])
@@ -51,8 +53,8 @@ def master() -> Iterator[Hosted]:
 
 
 def hello(**changes: Any) -> Hello:
-    """One that is welcome to a master of CONFIG's job."""
-    return people.hello("node", **{"version": "0", "spec": CONFIG.spec, **changes})
+    """One that is welcome to a master of that job."""
+    return people.hello("node", **{"version": "0", "spec": ASKED, **changes})
 
 
 class Heard:
@@ -152,7 +154,7 @@ async def test_a_master_hears_of_one_that_left_before_its_welcome() -> None:
 
 
 async def test_another_jobs_master_refuses(master: Hosted) -> None:
-    other = hello(spec=replace(CONFIG.spec, job_id="another"))
+    other = hello(spec=replace(ASKED, job_id="another"))
     async with linked(master[1], other) as (_, heard):
         await heard.until(lambda _: bool(heard.orders(Refused)))
         assert "'another'" in heard.orders(Refused)[0].reason
@@ -173,7 +175,7 @@ async def test_a_master_that_comes_back_is_found(master: Hosted) -> None:
         await heard.until(lambda _: heard.count(LinkLost) >= 1)
         process.process.wait()
         back = heard.count(LinkBack)
-        again = MasterProcess(CONFIG, endpoint)
+        again = MasterProcess(LAUNCH, STANDALONE, JOB, endpoint)
         try:
             await heard.until(lambda _: heard.count(LinkBack) > back)
         finally:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -14,15 +13,15 @@ from typing import Any
 import pytest
 
 from elasticrun.agent.link import answering
-from elasticrun.agent.link.trust import Trust, trust_of, unusable, with_trust
-from elasticrun.config import EXIT_FAILED, AgentConfig, MasterPlace, Tls
+from elasticrun.agent.link.trust import Trust, minted, trust_of, unusable
+from elasticrun.config import EXIT_FAILED, Identity, Place, Tls
 from elasticrun.core.events import LinkBack, LinkLost
 from elasticrun.wire import messages as m
 from elasticrun.wire.auth import Guest
 from elasticrun.wire.rpc import channel as c, protobuf
 from elasticrun.wire.types import Endpoint
 from tests import aio
-from tests.agent.configs import agent_config
+from tests.agent.configs import JOB, launched
 from tests.agent.link.test_link import Heard, linked, rude
 from tests.certificates import Authority
 from tests.master import people
@@ -252,37 +251,41 @@ def test_a_renewed_certificate_is_used_by_new_connections(files: Files, tmp_path
 # ---------------------------------------------------------------- what an agent makes of its config
 
 
-def configured(kind: str, nodes: int = 1, **changes: Any) -> AgentConfig:
-    where = MasterPlace(kind, host="10.0.0.1", port=29500)
-    return agent_config({"max_nodes": nodes}, rendezvous=where, **changes)
+def at(kind: str) -> Place:
+    return Place(kind, host="10.0.0.1", port=29500)
+
+
+def of(kind: str, nodes: int = 1, given: Identity = JOB) -> Identity:
+    """What an agent makes of this identity."""
+    return minted(launched({"max_nodes": nodes}), at(kind), given)
 
 
 @pytest.mark.parametrize(("kind", "nodes"), [("standalone", 1), ("static", 1)])
 def test_a_job_of_one_node_has_a_token_of_its_own(kind: str, nodes: int) -> None:
-    one, other = with_trust(configured(kind, nodes)), with_trust(configured(kind, nodes))
+    one, other = of(kind, nodes), of(kind, nodes)
     assert len(one.token) == 64
     assert one.token != other.token
     assert one.token not in repr(one)
-    given = configured(kind, nodes, token=TOKEN)
-    assert with_trust(given) == given
+    given = Identity("the-job", token=TOKEN)
+    assert of(kind, nodes, given) == given
 
 
 @pytest.mark.parametrize(
     ("kind", "nodes"), [("static", 2), ("elastic", 1), ("elastic", 4), ("external", 1), ("etcd", 2)]
 )
 def test_where_others_have_to_know_it_none_is_minted(kind: str, nodes: int) -> None:
-    config = configured(kind, nodes)
-    assert with_trust(config) is config
+    assert of(kind, nodes) == JOB
 
 
 def test_a_standalone_master_needs_no_tls(files: Files) -> None:
-    config = dataclasses.replace(configured("standalone"), tls=files["good"])
-    assert with_trust(config).tls is None
+    given = Identity("the-job", tls=files["good"])
+    assert of("standalone", given=given).tls is None
+    assert of("static", given=given).tls == files["good"]
 
 
 def test_the_master_bears_the_name_that_the_user_gave() -> None:
-    assert trust_of(configured("elastic")).name == "10.0.0.1"
-    assert trust_of(configured("etcd")).name == ""
+    assert trust_of(at("elastic"), JOB).name == "10.0.0.1"
+    assert trust_of(at("etcd"), JOB).name == ""
 
 
 def test_files_that_cannot_serve_end_the_agent_with_a_sentence(files: Files) -> None:

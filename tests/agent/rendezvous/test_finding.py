@@ -17,8 +17,8 @@ import pytest
 from elasticrun.agent.boot import SignalInbox
 from elasticrun.agent.rendezvous import claims, finding
 from elasticrun.agent.rendezvous.finding import FoundJob, find, free_port
-from elasticrun.config import AgentConfig, MasterPlace
-from tests.agent.configs import agent_config
+from elasticrun.config import Identity, Place
+from tests.agent.configs import launched
 
 There = dict[str, bool]
 
@@ -28,7 +28,7 @@ def there(monkeypatch) -> There:
     """Whether the master answers; and this host is 127.0.0.1, so that no network matters."""
     state = {"answers": True}
 
-    async def answers(claim: claims.Claim, config: AgentConfig) -> bool:
+    async def answers(claim: claims.Claim, identity: Identity) -> bool:
         return state["answers"]
 
     monkeypatch.setattr(finding, "answers", answers)
@@ -42,7 +42,10 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "a"
 
 
-Look = Callable[[AgentConfig], tuple[AgentConfig, FoundJob]]
+Found = tuple[Place, Identity, FoundJob]
+Look = Callable[[Place, Identity], Found]
+LAUNCH = launched({"min_nodes": 1, "max_nodes": 4, "join_timeout": 5.0}, local_addr="127.0.0.1")
+MINE, OTHER = Identity("mine"), Identity("other")
 
 
 @pytest.fixture
@@ -50,58 +53,57 @@ def look() -> Iterator[Look]:
     """What it finds is let go of at the end."""
     with contextlib.ExitStack() as ends:
 
-        def found(wanted: AgentConfig) -> tuple[AgentConfig, FoundJob]:
-            config, one = asyncio.run(find(wanted, SignalInbox([])))
-            ends.callback(one.close)
-            return config, one
+        def found(place: Place, identity: Identity) -> Found:
+            result = asyncio.run(find(LAUNCH, place, identity, SignalInbox([])))
+            ends.callback(result[2].close)
+            return result
 
         yield found
 
 
-def config(path: Path, job: str = "mine", token: str = "", **where: object) -> AgentConfig:
-    place = MasterPlace("file", port=29400, path=str(path), **where)
-    spec = {"job_id": job, "min_nodes": 1, "max_nodes": 4, "join_timeout": 5.0}
-    return agent_config(spec, rendezvous=place, token=token, local_addr="127.0.0.1")
+def at(path: Path, **where: object) -> Place:
+    return Place("file", port=29400, path=str(path), **where)
 
 
 def test_the_second_has_the_place_name_and_token_of_the_first(file: Path, look: Look) -> None:
-    first, one = look(config(file))
+    place, first, one = look(at(file), MINE)
     assert one.ours
-    assert (first.spec.job_id, len(first.token)) == ("mine", 64)
-    second, two = look(config(file, "other"))
+    assert (first.job_id, len(first.token)) == ("mine", 64)
+    there, second, two = look(at(file), OTHER)
     assert not two.ours
-    assert (second.spec.job_id, second.token) == ("mine", first.token)
-    assert second.rendezvous == first.rendezvous
-    assert first.rendezvous.host == "127.0.0.1"
+    assert (second.job_id, second.token) == ("mine", first.token)
+    assert there == place
+    assert place.host == "127.0.0.1"
     said = json.loads(file.read_text().splitlines()[0])["words"]
-    assert (said["address"], said["port"]) == ("127.0.0.1", first.rendezvous.port)
+    assert (said["address"], said["port"]) == ("127.0.0.1", place.port)
 
 
 def test_another_name_than_the_running_jobs_is_refused(file: Path, look: Look) -> None:
-    look(config(file))
-    _, refused = look(config(file, "asked", named=True))
+    look(at(file), MINE)
+    *_, refused = look(at(file), Identity("asked", named=True))
     assert "is of job mine, which runs at 127.0.0.1:" in refused.wrong
     assert "--rdzv-id=asked asks for another" in refused.wrong
 
 
 def test_a_token_of_the_users_stands_in_no_file(file: Path, look: Look) -> None:
-    look(config(file, token="the user's own"))
+    given = Identity("mine", token="the user's own")
+    look(at(file), given)
     assert "the user's own" not in file.read_text()
-    _, refused = look(config(file))
+    *_, refused = look(at(file), MINE)
     assert "has a token that is not in the file: set ELASTICRUN_TOKEN" in refused.wrong
-    joined, _ = look(config(file, token="the user's own"))
+    _, joined, _ = look(at(file), given)
     assert joined.token == "the user's own"
 
 
 def test_what_nobody_renews_and_nobody_answers_for_is_taken_over_with_name_and_token(
     there: There, file: Path, look: Look
 ) -> None:
-    first, one = look(config(file))
+    _, first, one = look(at(file), MINE)
     one.renewer.close()
     there["answers"] = False
-    second, two = look(config(file, "other"))
+    _, second, two = look(at(file), OTHER)
     assert two.ours
-    assert (second.spec.job_id, second.token) == ("mine", first.token)
+    assert (second.job_id, second.token) == ("mine", first.token)
 
 
 @pytest.mark.slow
@@ -110,9 +112,9 @@ def test_a_file_that_is_renewed_is_not_taken_over(
 ) -> None:
     """A network that has split: the folder is there for both."""
     monkeypatch.setattr(claims, "RENEW_EVERY", 0.005)
-    look(config(file))
+    look(at(file), MINE)
     there["answers"] = False
-    _, refused = look(config(file))
+    *_, refused = look(at(file), MINE)
     assert "which does not answer this node" in refused.wrong
     assert "for 5 s" in refused.wrong
 
@@ -122,10 +124,10 @@ def test_a_file_that_nobody_named_is_done_without(monkeypatch, file: Path, look:
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(claims.SharedFiles, "link", no_links)
-    begun, one = look(config(file, found="this folder is on FUSE"))
-    assert begun.rendezvous.kind == "open"
+    begun, _, one = look(at(file, found="this folder is on FUSE"), MINE)
+    assert begun.kind == "open"
     assert one.ours
-    _, refused = look(config(file))
+    *_, refused = look(at(file), MINE)
     assert "has no hard links" in refused.wrong
 
 
@@ -135,12 +137,13 @@ def test_a_death_signal_ends_the_search_and_is_heard_again(tmp_path: Path) -> No
     inbox.install()
     try:
 
-        async def run() -> tuple[AgentConfig, FoundJob]:
-            searching = asyncio.create_task(find(config(tmp_path / "a", is_host=False), inbox))
+        async def run() -> Found:
+            place = at(tmp_path / "a", is_host=False)
+            searching = asyncio.create_task(find(LAUNCH, place, MINE, inbox))
             os.kill(os.getpid(), 15)
             return await searching
 
-        _, one = asyncio.run(run())
+        *_, one = asyncio.run(run())
         assert one.interrupted
         heard: list[tuple[int, bool]] = []
         inbox.attach(lambda number, death: heard.append((number, death)), lambda: None)

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from elasticrun.agent.rendezvous import place as places
-from elasticrun.config import MasterPlace
+from elasticrun.config import Place
 from elasticrun.host.system.network import routed_address
 from elasticrun.wire.types import Endpoint
-from tests.agent.configs import agent_config
+from tests.agent.configs import launched
 from tests.harness import free_port
 
 
@@ -80,13 +80,9 @@ def test_a_name_is_asked_for_more_and_more_rarely() -> None:
 def test_the_first_of_several_agents_hosts_and_the_second_dials(taken: int) -> None:
     several = {"max_nodes": 2}
     free = free_port()
-    first = places.settle(
-        agent_config(several, rendezvous=MasterPlace("elastic", "localhost", free))
-    )
+    first = places.settle(launched(several), Place("elastic", "localhost", free))
     assert first.bind == Endpoint("127.0.0.1", free)
-    second = places.settle(
-        agent_config(several, rendezvous=MasterPlace("elastic", "localhost", taken))
-    )
+    second = places.settle(launched(several), Place("elastic", "localhost", taken))
     assert second.bind is None
     assert second.dial == Endpoint("127.0.0.1", taken)
 
@@ -100,9 +96,9 @@ def test_the_first_of_several_agents_hosts_and_the_second_dials(taken: int) -> N
     ],
 )
 def test_what_is_host_says(host: str, is_host: bool | None, bind: str | None) -> None:
-    where = MasterPlace("elastic", host, free_port(), is_host=is_host)
+    where = Place("elastic", host, free_port(), is_host=is_host)
     expected = None if bind is None else Endpoint(bind, where.port)
-    assert places.settle(agent_config(rendezvous=where)).bind == expected
+    assert places.settle(launched(), where).bind == expected
 
 
 def test_a_name_of_ours_on_loopback_is_hosted_where_others_reach_it(monkeypatch) -> None:
@@ -112,10 +108,10 @@ def test_a_name_of_ours_on_loopback_is_hosted_where_others_reach_it(monkeypatch)
     # Debian writes `127.0.1.1 hostname` into /etc/hosts; this host's resolver is given that line.
     ask = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *a, **k: ask("127.0.1.1", *a, **k))
-    where = MasterPlace("elastic", "debian-host", free_port())
-    place = places.settle(agent_config({"max_nodes": 2}, rendezvous=where))
+    where = Place("elastic", "debian-host", free_port())
+    place = places.settle(launched({"max_nodes": 2}), where)
     assert place.bind == Endpoint(routed, where.port)
-    alone = places.settle(agent_config(rendezvous=where))
+    alone = places.settle(launched(), where)
     assert alone.bind == Endpoint("127.0.1.1", where.port)
 
 
@@ -125,11 +121,11 @@ def test_a_name_that_does_not_resolve_may_yet() -> None:
 
 
 def test_static_rank_0_has_a_proxy_and_the_others_dial_it() -> None:
-    where = MasterPlace("static", "127.0.0.1", free_port())
-    head = places.settle(agent_config({"max_nodes": 2}, rendezvous=where, node_rank=0))
+    where = Place("static", "127.0.0.1", free_port())
+    head = places.settle(launched({"max_nodes": 2}, node_rank=0), where)
     assert head.proxy == Endpoint("127.0.0.1", where.port)
     assert head.bind == Endpoint("127.0.0.1", 0)
-    other = places.settle(agent_config({"max_nodes": 2}, rendezvous=where, node_rank=1))
+    other = places.settle(launched({"max_nodes": 2}, node_rank=1), where)
     assert (other.proxy, other.bind) == (None, None)
     assert other.dial == Endpoint("127.0.0.1", where.port)
 

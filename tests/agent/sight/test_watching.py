@@ -70,7 +70,7 @@ def test_a_node_whose_rank_reads_a_pipe_for_ever(
         ranks = SimpleNamespace(pids={}, forked=forked, last_lines=lambda: texts)
         spec = SimpleNamespace(watch=m.WatchSpec())
         node = SimpleNamespace(
-            config=SimpleNamespace(nproc_per_node=2, spec=spec, accelerator=""),
+            launch=SimpleNamespace(nproc_per_node=2, spec=spec, accelerator=""),
             fatal=pytest.fail,
             link=said,
         )

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from elasticrun.agent.snapshots.snapshots import LocalSnapshots
 from elasticrun.agent.workers.spawner import Child, Owner
+from elasticrun.config import Identity
 from elasticrun.snapshots.shm.layout import PAGE, Item, ItemKind, Layout, lay_out
 from elasticrun.snapshots.shm.segment import VERSION, Segment
 from elasticrun.wire import snapshots as s
@@ -24,7 +25,7 @@ from elasticrun.wire.messages import Holdings, Persist, Report, Restore, SaveSpe
 from elasticrun.wire.progress import address, read_place
 from elasticrun.wire.spawning import Exited, SpawnSaver
 from elasticrun.wire.types import RoundName
-from tests.agent.configs import agent_config, node_context, start as a_start
+from tests.agent.configs import launched, node_context, start as a_start
 from tests.harness import LIMIT
 
 T = TypeVar("T")
@@ -325,10 +326,13 @@ class Node:
         self.master, self.spawners = Master(), Spawners()
         self.clients: list[Client] = []
         spec = {"max_nodes": 3 if several else 1, "saves": SaveSpec(True, limit)}
-        self.config = agent_config(spec, token="secret", nproc_per_node=nproc)
+        launch, self.identity = (
+            launched(spec, nproc_per_node=nproc),
+            Identity("the-job", token="secret"),
+        )
         self.several = several
         self.snapshots = LocalSnapshots(
-            node_context(self.config, link=self.master, address="10.0.0.1"),
+            node_context(launch, identity=self.identity, link=self.master, address="10.0.0.1"),
             self.spawners,
             {"ELASTICRUN_SHM_DIR": str(shm)},
         )

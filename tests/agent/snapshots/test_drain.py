@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import signal
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,12 +16,12 @@ from elasticrun.agent.snapshots.generation import (
     Generation,
 )
 from elasticrun.agent.snapshots.segments import Held, Sizes
-from elasticrun.config import AgentConfig
+from elasticrun.config import Launch
 from elasticrun.snapshots.shm.layout import PAGE
 from elasticrun.snapshots.shm.segment import NONE, Segment, begin, segment_bytes
 from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.types import Endpoint, RoundName
-from tests.agent.configs import agent_config as made_config
+from tests.agent.configs import launched
 from tests.starts import changed
 
 ROUND, OTHER = RoundName(1, 1, "aa"), RoundName(1, 2, "bb")
@@ -40,13 +39,13 @@ def held(local_rank: int) -> Held:
     return Held(local_rank, local_rank, sizes, 1, "", fd, memory, Segment(memoryview(memory)))
 
 
-def made(config: AgentConfig | None = None) -> tuple[Drain, Generation, list[m.Report]]:
+def made(launch: Launch | None = None) -> tuple[Drain, Generation, list[m.Report]]:
     """Two ranks of a generation with a segment each."""
     said: list[m.Report] = []
     generation = begun()
     link = SimpleNamespace(say=said.append)
     store = SimpleNamespace(segments=SimpleNamespace(held=generation.held()), link=link)
-    drain = Drain(config or made_config(), store)
+    drain = Drain(launch or launched(), store)
     drain.begin(generation)
     return drain, generation, said
 
@@ -191,5 +190,5 @@ def test_who_puts_a_signal_off() -> None:
 def test_ranks_are_told_which_ones(
     signals: tuple[str, ...], grace: float, expected: tuple[int, ...]
 ) -> None:
-    config = replace(made_config(), signals_to_handle=signals, departure_grace=grace)
-    assert made(config)[0].signals == expected
+    launch = launched(signals_to_handle=signals, departure_grace=grace)
+    assert made(launch)[0].signals == expected

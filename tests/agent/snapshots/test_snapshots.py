@@ -360,7 +360,7 @@ async def test_a_saver_of_several_nodes_has_a_secret_and_an_address(one_of_three
     order = await one_of_three.spawners.orders.get()
     assert order.host == "10.0.0.1"
     assert len(order.secret) == 64
-    assert order.secret != one_of_three.config.token
+    assert order.secret != one_of_three.identity.token
     assert order.env["OMP_NUM_THREADS"] == "1"
 
 

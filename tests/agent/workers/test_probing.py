@@ -23,7 +23,7 @@ from elasticrun.wire import env
 from elasticrun.wire.messages import Probe, Probed, ProbePhase
 from elasticrun.wire.spawning import FromSpawner, ProbeSaid
 from elasticrun.wire.types import Endpoint
-from tests.agent.configs import Waiting, agent_config, node_context, reaping, spawners
+from tests.agent.configs import Waiting, launched, node_context, reaping, spawners
 from tests.further import further
 from tests.harness import ELASTICRUN, LIMIT, SCRIPTS, Launched, World
 
@@ -34,14 +34,12 @@ class NodeOfProbes(Waiting):
     def __init__(self, reaper: Reaper, fault: str, nproc: int) -> None:
         super().__init__()
         planted = {env.NODE_FAULT: fault} if fault else {}
-        self.config = agent_config(
-            nproc_per_node=nproc, set_omp_threads=True, env=planted, accelerator="cpu"
-        )
+        self.launch = launched(nproc_per_node=nproc, set_omp_threads=True, accelerator="cpu")
         self.events: list[AgentEvent] = []
         self.said: list[ProbeSaid] = []
         self.lost: list[str] = []
-        self.spawners = spawners(self.config, reaper, self._lost)
-        self.context = node_context(self.config, deliver=self._deliver)
+        self.spawners = spawners(self.launch, reaper, self._lost)
+        self.context = node_context(self.launch, deliver=self._deliver, variables=planted)
         self.stores = Stores(self.context, self.spawners, 0.0)
         self.probing = Probing(self.context, self.spawners)
         self._hear, self.probing.heard = self.probing.heard, self._heard
@@ -128,7 +126,7 @@ def order(store: Endpoint, **changes: Any) -> Probe:
 
 def pair(nodes: Nodes, store: Endpoint, **changes: Any) -> None:
     """Give both nodes the orders of one group."""
-    nproc = nodes[0].config.nproc_per_node
+    nproc = nodes[0].launch.nproc_per_node
     for rank, node in enumerate(nodes):
         node.probing.run(
             order(
@@ -275,8 +273,9 @@ async def test_a_lost_spawner_takes_its_probes_along_and_nothing_is_told(nodes: 
 
 
 def test_a_probe_sees_what_the_rank_in_its_place_sees() -> None:
-    config = agent_config(set_omp_threads=True, virtual_local_rank=True, env={"X": "1"})
-    made = probe_environment(config, 1, {env.CUDA_VISIBLE_DEVICES: "4,5"})
+    launch = launched(set_omp_threads=True, virtual_local_rank=True)
+    node = node_context(launch, variables={"X": "1"})
+    made = probe_environment(node, 1, {env.CUDA_VISIBLE_DEVICES: "4,5"})
     assert made == {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "5", "X": "1"}
 
 
@@ -288,8 +287,8 @@ async def test_a_rank_without_a_device_of_its_own_is_a_failure_to_start(
 ) -> None:
     monkeypatch.setenv(env.CUDA_VISIBLE_DEVICES, "4")
     (node,) = nodes
-    config = replace(node.config, virtual_local_rank=True)
-    probing = Probing(replace(node.context, config=config), node.spawners)
+    launch = replace(node.launch, virtual_local_rank=True)
+    probing = Probing(replace(node.context, launch=launch), node.spawners)
     probing.run(order(await node.store()))
     probed = await node.result()
     assert (probed.ok, probed.own, probed.phase) == (False, True, ProbePhase.START)

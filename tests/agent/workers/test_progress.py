@@ -36,7 +36,7 @@ from elasticrun.wire.progress import (
 )
 from elasticrun.wire.rpc.protobuf import report_to_wire
 from elasticrun.wire.types import RoundName
-from tests.agent.configs import agent_config, start
+from tests.agent.configs import node_context, start
 from tests.harness import ELASTICRUN, PATIENT, SCRIPTS, World, await_true, free_port
 
 SAID = RankSteps(0, 1, 1, 0.5, 0.2, 0.3, Own.KNOWN)
@@ -115,9 +115,9 @@ def two(ear: object) -> AbstractAsyncContextManager[Ear]:
 async def test_a_rank_is_told_where_to_tell_its_steps(two_paced: Ear) -> None:
     place = two_paced.progress.place(1)
     assert re.fullmatch(r"elasticrun-[0-9a-f]{32}/1", place)
-    made = rank_environment(agent_config(), start(), 1, {}, {"ELASTICRUN_PROGRESS": place})
+    made = rank_environment(node_context(), start(), 1, {}, {"ELASTICRUN_PROGRESS": place})
     assert made["ELASTICRUN_PROGRESS"] == place
-    assert "ELASTICRUN_PROGRESS" not in rank_environment(agent_config(), start(), 1, {}, {})
+    assert "ELASTICRUN_PROGRESS" not in rank_environment(node_context(), start(), 1, {}, {})
 
 
 async def test_the_slowest_rank_is_reported_when_each_has_something_new(two: Ear) -> None:

@@ -15,18 +15,19 @@ from typing import Any, cast
 
 import pytest
 
+from elasticrun.agent.context import NodeContext
 from elasticrun.agent.logs.output import RankLogs, RankOutput
 from elasticrun.agent.workers import ranks as ranks_module
 from elasticrun.agent.workers.ranks import BadEnvironment, Ranks, rank_entry, rank_environment
 from elasticrun.agent.workers.spawner import Child, Owner, Spawner, Spawners
-from elasticrun.config import AgentConfig, LogPlan, MasterPlace
+from elasticrun.config import LogPlan, Place
 from elasticrun.core.events import AgentEvent, RankExited, RankSpawned, RanksSwept, SpawnRanks
 from elasticrun.host.system.sandbox import NoThread
 from elasticrun.wire.env import RANK_VARIABLES
 from elasticrun.wire.messages import FailureKind
 from elasticrun.wire.spawning import Exited, Spawned, SpawnFailed, SpawnRank, SweepOrder, Swept
 from elasticrun.wire.types import EntryKind, Entrypoint
-from tests.agent.configs import Waiting, agent_config, node_context, start
+from tests.agent.configs import Waiting, launched, node_context, start
 from tests.harness import LIMIT
 
 
@@ -74,7 +75,7 @@ class Stage(Waiting):
         self.events: list[AgentEvent] = []
         self.orders = Orders(self.changed.set)
         self.ranks = Ranks(
-            node_context(agent_config(), deliver=self._deliver, host="host"),
+            node_context(deliver=self._deliver, host="host"),
             cast(Spawners, self.orders),
             output,
         )
@@ -207,7 +208,7 @@ async def test_ranks_of_a_lost_spawner_are_heard_of_no_more(stage: Stage) -> Non
 
 def test_every_variable_of_the_table() -> None:
     made = rank_environment(
-        agent_config(), start(), 1, {}, {"TORCHELASTIC_ERROR_FILE": "/logs/error.json"}
+        node_context(), start(), 1, {}, {"TORCHELASTIC_ERROR_FILE": "/logs/error.json"}
     )
     assert made == {
         "RANK": "3",
@@ -234,22 +235,22 @@ def test_every_variable_of_the_table() -> None:
 def test_nothing_that_says_which_rank_this_is_is_inherited() -> None:
     """Operators of Kubernetes use RANK, WORLD_SIZE and MASTER_ADDR for nodes."""
     operators = dict.fromkeys(RANK_VARIABLES, "the operator's")
-    made = operators | rank_environment(agent_config(), start(), 1, operators, {})
+    made = operators | rank_environment(node_context(), start(), 1, operators, {})
     assert "the operator's" not in made.values()
 
 
-VIRTUAL = agent_config(virtual_local_rank=True)
+VIRTUAL = node_context(launched(virtual_local_rank=True))
 AS_RANK_0 = {"LOCAL_RANK": "0", "RANK": "3"}
-STATIC = agent_config(rendezvous=MasterPlace("static", "head", 29612), node_rank=1)
+STATIC = node_context(launched(node_rank=1), place=Place("static", "head", 29612))
 
 
 @pytest.mark.parametrize(
-    ("config", "environ", "expected"),
+    ("node", "environ", "expected"),
     [
         # what the user has set stands, or is inherited
-        (agent_config(), {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "OMP_NUM_THREADS": "8"},
+        (node_context(), {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "OMP_NUM_THREADS": "8"},
          {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "OMP_NUM_THREADS": None}),
-        (agent_config(set_omp_threads=True), {}, {"OMP_NUM_THREADS": "1"}),
+        (node_context(launched(set_omp_threads=True)), {}, {"OMP_NUM_THREADS": "1"}),
         # the port that was named, not the store's
         (STATIC, {}, {"MASTER_ADDR": "head", "MASTER_PORT": "29612"}),
         (VIRTUAL, {}, AS_RANK_0 | {"CUDA_VISIBLE_DEVICES": "1"}),
@@ -263,9 +264,9 @@ STATIC = agent_config(rendezvous=MasterPlace("static", "head", 29612), node_rank
     ],
 )  # fmt: skip
 def test_what_changes_a_variable(
-    config: AgentConfig, environ: dict[str, str], expected: dict[str, str | None]
+    node: NodeContext, environ: dict[str, str], expected: dict[str, str | None]
 ) -> None:
-    made = rank_environment(config, start(), 1, environ, {})
+    made = rank_environment(node, start(), 1, environ, {})
     assert {name: made.get(name) for name in expected} == expected
 
 

@@ -13,7 +13,7 @@ from elasticrun.agent.workers.spawner import Child
 from elasticrun.agent.workers.stores import Stores
 from elasticrun.core.events import AgentEvent, StoreReady
 from elasticrun.wire.spawning import Exited, FromSpawner, SpawnFailed
-from tests.agent.configs import agent_config, node_context, reaping, spawners
+from tests.agent.configs import launched, node_context, reaping, spawners
 from tests.agent.snapshots.played import Spawners
 from tests.harness import LIMIT
 
@@ -59,10 +59,10 @@ class Node:
 
     async def has_store(self) -> None:
         """Prepare one; until it is there, or given up."""
-        config = agent_config(launch="exec")  # executed, a store host imports torch itself
-        node = node_context(config, deliver=self._deliver, fatal=self._fatal)
+        launch = launched(mode="exec")  # executed, a store host imports torch itself
+        node = node_context(launch, deliver=self._deliver, fatal=self._fatal)
         async with reaping() as reaper:
-            started = spawners(config, reaper)
+            started = spawners(launch, reaper)
             stores = Stores(node, started, 0.0, start_limits=Limits())
             hear = stores.heard
 
@@ -118,7 +118,7 @@ def test_where_none_can_be_started_the_agent_ends(fake_torch: Path, monkeypatch)
 async def test_one_that_is_asked_for_before_its_next_try_is_started_once(monkeypatch) -> None:
     monkeypatch.setattr(stores, "RETRY", 0.0)
     played = Spawners()
-    made = Stores(node_context(agent_config()), played, 0.0)
+    made = Stores(node_context(), played, 0.0)
     made.prepare()
     made.heard(played.children[1], SpawnFailed(1, "no process is left"))
     made.prepare()

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from elasticrun.cli.detection.found import HostFacts, Machine
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.place import look
-from elasticrun.cli.resolve import resolve
+from elasticrun.cli.resolve import Resolved, resolve
 from elasticrun.cli.settings import Asked, Whereabouts
 from elasticrun.cli.verbs.dry_run import describe
-from elasticrun.config import AgentConfig
 
 NOT_A_POD = HostFacts(hostname="node3", fqdn="node3")
 
@@ -32,7 +31,7 @@ def machine(facts: HostFacts | None, gpus: int = 0) -> Machine:
 
 def resolved(
     words: str, environ: Mapping[str, str], facts: HostFacts | None = NOT_A_POD, gpus: int = 0
-) -> AgentConfig:
+) -> Resolved:
     ns = get_args_parser(environ).parse_args([*words.split(), "s.py"])
     return resolve(ns, environ, machine(facts, gpus))
 
@@ -47,7 +46,7 @@ def seen(
 def dry_run(words: str, environ: Mapping[str, str], facts: HostFacts = NOT_A_POD) -> dict[str, str]:
     """The rows of --dry-run by their first word or words."""
     ns = get_args_parser(environ).parse_args(["--verbose", *words.split(), "s.py"])
-    config = resolve(ns, environ, machine(facts))
-    text = describe(config, ns, environ, look(Asked(ns, environ), machine(facts)))
+    found = resolve(ns, environ, machine(facts))
+    text = describe(found, ns, environ, look(Asked(ns, environ), machine(facts)))
     rows = [line.split("  ", 1) for line in text.splitlines() if "  " in line]
     return {name: " ".join(rest.split()) for name, rest in rows}

@@ -11,7 +11,7 @@ import pytest
 from elasticrun.cli.detection.detect import detect
 from elasticrun.cli.detection.found import HostFacts, port_of_name
 from elasticrun.cli.settings import NothingToDo
-from elasticrun.config import MasterPlace
+from elasticrun.config import Place
 from tests.cli.detection.commands import NOT_A_POD, pod, resolved
 from tests.cli.detection.environments import (
     ARRAY,
@@ -48,20 +48,20 @@ class Case(NamedTuple):
     facts: HostFacts
     nodes: Range
     rank: int
-    place: MasterPlace
+    place: Place
     job_id: str
     note: str  # a part of what is said, "" for nothing about a scheduler
     nproc: int = 1
     gpus: int = 0
 
 
-ALONE = MasterPlace("standalone", "127.0.0.1", 0)
+ALONE = Place("standalone", "127.0.0.1", 0)
 TERMINAL = HostFacts(terminal=True, hostname="node2", fqdn="node2")
 WORKER = pod("tr-2", "tr.research.svc.cluster.local")
 
 
-def at(host: str, port: int) -> MasterPlace:
-    return MasterPlace("elastic", host, port)
+def at(host: str, port: int) -> Place:
+    return Place("elastic", host, port)
 
 
 def alone(
@@ -146,16 +146,16 @@ SLURM = [
     alone("noise for a node id", SRUN | {"SLURM_NODEID": "-1"}, "SLURM_NODEID=-1 is not a number"),
     Case("noise for a number of nodes, which somebody says", SRUN |
          {"SLURM_STEP_NUM_NODES": "9" * 200}, "--nnodes=2", NOT_A_POD, (2, 2), 0,
-         MasterPlace("static", "127.0.0.1", 29500), "none", "9... is not a number, so none of "
+         Place("static", "127.0.0.1", 29500), "none", "9... is not a number, so none of "
          "it is used; name the place by --rdzv-endpoint"),
     # flags decide
     Case("more nodes are said than there are", SRUN, "--nnodes=3", NOT_A_POD, (3, 3), 0,
-         MasterPlace("static", "127.0.0.1", 29500), "none", "there are 2 nodes and --nnodes=3 "
+         Place("static", "127.0.0.1", 29500), "none", "there are 2 nodes and --nnodes=3 "
          "asks for more, so none of it is used; name the place by --rdzv-endpoint"),
     Case("fewer", SRUN, "--nnodes=2:2 --node-rank=0", NOT_A_POD, (2, 2), 0,
-         MasterPlace("static", "127.0.0.1", 29500), "none", ""),
+         Place("static", "127.0.0.1", 29500), "none", ""),
     Case("nodes are said in a batch script", BATCH, "--nnodes=2", NOT_A_POD, (2, 2), 0,
-         MasterPlace("static", "127.0.0.1", 29500), "none",
+         Place("static", "127.0.0.1", 29500), "none",
          "--srun starts this command on all nodes"),
     Case("an endpoint", SRUN, "--nnodes=2:4 --rdzv-endpoint=h:7", NOT_A_POD, (2, 4), -1,
          at("h", 7), "none", ""),
@@ -169,7 +169,7 @@ SLURM = [
          "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=h:7 --node-rank=0", NOT_A_POD, (2, 2), 0,
          at("h", 7), "none", ""),
     Case("a static job", SRUN, "--nnodes=2 --node-rank=1 --master-addr=h --master-port=7",
-         NOT_A_POD, (2, 2), 1, MasterPlace("static", "h", 7), "none", ""),
+         NOT_A_POD, (2, 2), 1, Place("static", "h", 7), "none", ""),
     Case("c10d without an endpoint is this host's, as under torchrun", SRUN,
          "--nnodes=2 --rdzv-backend=c10d", NOT_A_POD, (2, 2), -1, at("localhost", 29400), "none",
          ""),
@@ -221,9 +221,9 @@ KUBERNETES = [
     Case("Indexed Job, fewer than there are: a spare", INDEXED, "--nnodes=2", WORKER, (2, 2), 2,
          at("tr-0.tr.research.svc.cluster.local", TR), "tr", "Indexed Job"),
     Case("Indexed Job without a Service", INDEXED, "--nnodes=3", pod("tr-2"), (3, 3), 0,
-         MasterPlace("static", "127.0.0.1", 29500), "none", "the pod has no subdomain"),
+         Place("static", "127.0.0.1", 29500), "none", "the pod has no subdomain"),
     Case("Indexed Job in the host's network", INDEXED, "--nnodes=3", pod("worker-17", "example"),
-         (3, 3), 0, MasterPlace("static", "127.0.0.1", 29500), "none", "is not the pod's"),
+         (3, 3), 0, Place("static", "127.0.0.1", 29500), "none", "is not the pod's"),
     Case("JobSet", INDEXED, "--nnodes=3", pod("set-train-0-2", "set.ns.svc.cluster.local"),
          (3, 3), 2, at("set-train-0-0.set.ns.svc.cluster.local", port_of_name("set-train")),
          "set-train", "pod 2 of the JobSet set-train"),
@@ -255,16 +255,16 @@ OPERATORS = [
     alone("a rank in a pod", PYTORCH_JOB | {"TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "1"},
           "a rank of another job", pod("mnist-worker-1")),
     Case("training-operator v1", TRAINER_1, "", pod("mnist-worker-1"), (3, 3), 2,
-         MasterPlace("static", "mnist-master-0", 23456), "none", "", nproc=2),
+         Place("static", "mnist-master-0", 23456), "none", "", nproc=2),
     Case("training-operator v1, elastic", TRAINER_1_ELASTIC, "", pod("echo-worker-2"), (1, 3), -1,
          at("echo-worker-0", 29400), "echo", ""),
     Case("Kubeflow Trainer v2", TRAINER_2, "", pod("llm-node-0-3", "llm"), (4, 4), 3,
-         MasterPlace("static", "llm-node-0-0.llm", 29500), "none", "", nproc=2),
+         Place("static", "llm-node-0-0.llm", 29500), "none", "", nproc=2),
     Case("DLRover", DLROVER, "", pod("gpt-edljob-worker-2"), (4, 4), 2,
-         MasterPlace("external", "elasticjob-gpt-dlrover-master", 50001), "gpt",
+         Place("external", "elasticjob-gpt-dlrover-master", 50001), "gpt",
          "a pod of a DLRover ElasticJob"),
     Case("DLRover, nodes are said", DLROVER, "--nnodes=2:8", pod("gpt-edljob-worker-2"), (2, 8), 2,
-         MasterPlace("external", "elasticjob-gpt-dlrover-master", 50001), "gpt", ""),
+         Place("external", "elasticjob-gpt-dlrover-master", 50001), "gpt", ""),
     Case("DLRover, an endpoint", DLROVER, "--nnodes=2:4 --rdzv-backend=c10d --rdzv-endpoint=h:7",
          pod("gpt-edljob-worker-2"), (2, 4), -1, at("h", 7), "none", ""),
     Case("SkyPilot", SKYPILOT, "", NOT_A_POD, (2, 2), 1,
@@ -279,9 +279,9 @@ OPERATORS = [
 
 ORDER = [
     Case("PET_ before Slurm", SRUN | TRAINER_1, "", NOT_A_POD, (3, 3), 2,
-         MasterPlace("static", "mnist-master-0", 23456), "none", "", nproc=2),
+         Place("static", "mnist-master-0", 23456), "none", "", nproc=2),
     Case("DLRover before Slurm", SRUN | DLROVER, "", NOT_A_POD, (4, 4), 2,
-         MasterPlace("external", "elasticjob-gpt-dlrover-master", 50001), "gpt", "DLRover"),
+         Place("external", "elasticjob-gpt-dlrover-master", 50001), "gpt", "DLRover"),
     Case("Slurm before Kubernetes", LWS | SRUN, "", pod("slurmd-1", "slurmd"), (2, 2), 1,
          at("node2", 20001), "1", "Slurm step 1.0"),
     Case("an index before an operator's words", INDEXED | PYTORCH_JOB, "--nnodes=3", WORKER,
@@ -289,7 +289,7 @@ ORDER = [
     Case("an operator's words before a host name", PYTORCH_JOB, "", WORKER, (3, 3), 2,
          at("mnist-master-0", 23456), "mnist-master-0", "PyTorchJob"),
     Case("a node rank that is said alone stays alone", INDEXED, "--nnodes=2", pod("tr-2"), (2, 2),
-         0, MasterPlace("static", "127.0.0.1", 29500), "none", "subdomain"),
+         0, Place("static", "127.0.0.1", 29500), "none", "subdomain"),
     Case("PET_NNODES alone leaves the place to the scheduler", INDEXED | {"PET_NNODES": "3"}, "",
          WORKER, (3, 3), 2, at("tr-0.tr.research.svc.cluster.local", TR), "tr", "Indexed Job"),
     Case("ELASTICRUN_ before PET_", SRUN | {"ELASTICRUN_NNODES": "1:2", "PET_NNODES": "3"}, "",
@@ -298,7 +298,7 @@ ORDER = [
          (2, 2), 1, at("node2", 20001), "1", "Slurm"),
     Case("ELASTICRUN_ before an operator's words", TRAINER_2 | {"ELASTICRUN_NPROC_PER_NODE": "4",
          "ELASTICRUN_NODE_RANK": "1", "ELASTICRUN_MASTER_PORT": "7"}, "",
-         pod("llm-node-0-3", "llm"), (4, 4), 1, MasterPlace("static", "llm-node-0-0.llm", 7),
+         pod("llm-node-0-3", "llm"), (4, 4), 1, Place("static", "llm-node-0-0.llm", 7),
          "none", "", nproc=4),
     Case("ELASTICRUN_ says where nodes meet, and no scheduler", SRUN | {"ELASTICRUN_NNODES": "2:4",
          "ELASTICRUN_RDZV_ENDPOINT": "h:7"}, "", NOT_A_POD, (2, 4), -1, at("h", 7), "none", ""),
@@ -316,14 +316,14 @@ ORDER = [
 @pytest.mark.parametrize("case", [*SLURM, *KUBERNETES, *OPERATORS, *ORDER], ids=lambda c: c.name)
 def test_a_row_of_the_table(case: Case) -> None:
     made = resolved(case.flags, case.environ, case.facts, case.gpus)
-    assert (made.spec.min_nodes, made.spec.max_nodes) == case.nodes
-    assert made.rendezvous == case.place
-    assert made.node_rank == case.rank
-    assert made.nproc_per_node == case.nproc
+    assert (made.launch.spec.min_nodes, made.launch.spec.max_nodes) == case.nodes
+    assert made.place == case.place
+    assert made.launch.node_rank == case.rank
+    assert made.launch.nproc_per_node == case.nproc
     if case.job_id == "*":
-        assert len(made.spec.job_id) == 36
+        assert len(made.identity.job_id) == 36
     else:
-        assert made.spec.job_id == case.job_id
+        assert made.identity.job_id == case.job_id
     told = [note for note in made.notes if any(word in note for word in WORDS)]
     assert len(told) == bool(case.note)
     assert case.note in "".join(told)
@@ -341,7 +341,7 @@ def test_who_calls_from_python_is_told_nothing_by_a_scheduler(case: Case) -> Non
     if not case.note:
         return
     bare = not flags and not any(name.startswith(("PET_", "DLROVER_")) for name in environ)
-    assert not bare or told.rendezvous == ALONE
+    assert not bare or told.place == ALONE
     assert not any("Slurm" in note or "SkyPilot" in note for note in told.notes)
 
 
