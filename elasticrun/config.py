@@ -458,7 +458,7 @@ class CalledLaunch:
 class MasterConfig:
     """Everything a job master needs."""
 
-    identity: Identity  # node_id "": a master is no node
+    identity: Identity  # of the job; the node id in it has no effect
     host: str  # address to bind
     port: int  # 0: any
     spec: JobSpec | None  # None: the first agent's

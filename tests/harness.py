@@ -31,7 +31,7 @@ import psutil
 import pytest
 from inotify_simple import INotify, flags
 
-from elasticrun.testing import node, plugin, processes
+from elasticrun.testing import node, processes
 from elasticrun.testing.hosts import Lab
 
 LIMIT = 240.0
@@ -390,7 +390,7 @@ class World:
             "ELASTICRUN_RUNS": str(self.scratch / "runs"),
             **(more or {}),
         }
-        return {**environ, **plugin.named(environ)}
+        return {**environ, **processes.warm_process(environ)}
 
     def command(
         self,

@@ -11,3 +11,6 @@ itself needs, and sleeping in the place of an event.
 from elasticrun.testing.steps import Step, step
 
 __all__ = ["Step", "step"]
+
+WARM_FOLDER = "ELASTICRUN_TEST_WARM"
+"""Variable with the folder for all processes of a run of pytest; `off`: no warm process."""

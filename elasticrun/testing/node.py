@@ -18,7 +18,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Final
 
-from elasticrun.testing import plugin, processes
+from elasticrun.testing import processes
 from elasticrun.testing.cgroups import Group
 from elasticrun.testing.hosts import Host
 from elasticrun.wire.env import RANK_VARIABLES, RUNS
@@ -70,7 +70,7 @@ def environment(scratch: Path, mark: str, more: Mapping[str, str]) -> dict[str, 
         **more,
         processes.MARK: mark,
     }
-    return {**environ, **plugin.named(environ)}
+    return {**environ, **processes.warm_process(environ)}
 
 
 @dataclass(eq=False)

@@ -12,40 +12,23 @@ ELASTICRUN_WARM_SERVER=off.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
-import shutil
 import tempfile
-from collections.abc import Generator, Iterator, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from elasticrun.testing import WARM_FOLDER
 
 if TYPE_CHECKING:
     from elasticrun.testing.job import ElasticJob
 
 JOBS = pytest.StashKey[list["ElasticJob"]]()
 FAILED = pytest.StashKey[bool]()
-WARM_FOLDER = "ELASTICRUN_TEST_WARM"
-"""Variable with the folder for all processes of the run; `off`: no warm process."""
 WARM = pytest.StashKey[str]()
 LIMIT = "elasticrun_timeout"
-
-IDLE: Final = 900.0
-"""Seconds without a job after which the warm process exits by itself if the run was killed."""
-
-MAX_STARTS: Final = 16
-"""The warm process exits when a test installs a package, and is restarted; this limits the
-restarts."""
-
-OF_A_TEST: Final = ("ELASTICRUN_TEST_", "TMPDIR", "XDG_RUNTIME_DIR", "ELASTICRUN_RUNS")
-"""Variables that belong to one test; they identify or separate its processes."""
-
-_SOCKET: Final = "warm.sock"
-_ONE_RANK: Final = f"{_SOCKET}.free"
-"""Socket for jobs of one rank, whose OMP_NUM_THREADS is not set (`warm.FREE_THREADS`)."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -67,7 +50,9 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if folder := config.stash.get(WARM, ""):
         os.environ.pop(WARM_FOLDER, None)
         if os.path.isdir(folder):
-            end(folder)
+            from elasticrun.testing.processes import end_warm_process
+
+            end_warm_process(folder)
 
 
 def _limit(config: pytest.Config) -> dict[str, float]:
@@ -128,49 +113,3 @@ def elastic_job(
     complaints = [complaint for job in jobs if (complaint := job.close())]
     if complaints and not request.node.stash.get(FAILED, False):
         pytest.fail("; ".join(complaints), pytrace=False)
-
-
-def end(folder: str) -> None:
-    """End the run's warm process and remove its folder."""
-    from elasticrun.agent.warm import connect
-    from elasticrun.wire import frames, spawning
-
-    for name in (_SOCKET, _ONE_RANK):
-        with contextlib.suppress(OSError), connect(Path(folder, name), 5.0) as conn:
-            conn.sendall(frames.encode(spawning.Leave()))
-            conn.recv(1)  # waits for its exit
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def named(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable by which a launcher with these variables finds the run's warm process, which is
-    started if necessary; empty if the run has none."""
-    from elasticrun.wire import env
-
-    folder = os.environ.get(WARM_FOLDER, "")
-    if folder in ("", "off") or env.WARM_SERVER in environ:
-        return {}
-    place = Path(folder, _SOCKET)
-    own = {n: v for n, v in environ.items() if not n.startswith(OF_A_TEST)}
-    try:
-        place.parent.mkdir(mode=0o700, exist_ok=True)
-        _start_at(place, {env.OMP_NUM_THREADS: "1", **own})
-        if env.OMP_NUM_THREADS not in own:
-            _start_at(Path(folder, _ONE_RANK), own)
-    except OSError:
-        return {}
-    return {env.WARM_SERVER: str(place)} if place.is_socket() else {}
-
-
-def _start_at(place: Path, environ: Mapping[str, str]) -> None:
-    """Start a warm process there unless there is one; if that fails, jobs start cold."""
-    from elasticrun.agent.warm import start
-
-    if place.is_socket():
-        return
-    with open(place.with_name("starts"), "ab") as starts:
-        fcntl.flock(starts, fcntl.LOCK_EX)
-        if not place.is_socket() and starts.tell() < MAX_STARTS:
-            starts.write(b".")
-            starts.flush()
-            start(place, IDLE, environ)

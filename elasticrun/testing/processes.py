@@ -5,21 +5,25 @@ namespace, whatever their parent is now; signals them together; waits for them w
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
 from elasticrun.host.system.inotify import IN_MODIFY, Inotify
 from elasticrun.host.system.processes import Process, ProcessId, boot_id, everybody
 from elasticrun.host.system.title import FORK_SERVER, MASTER
+from elasticrun.testing import WARM_FOLDER
+from elasticrun.wire import env
 
 MARK: Final = "ELASTICRUN_TEST_NODE"
 """Variable that identifies every process of a node; its value names the job and the node."""
@@ -244,3 +248,65 @@ class Deadline:
     def over(self) -> bool:
         """Whether the time is over."""
         return self.left() <= 0
+
+
+# ---------------------------------------------------------------- the warm process of the run
+
+
+IDLE: Final = 900.0
+"""Seconds without a job after which the warm process exits by itself if the run was killed."""
+
+MAX_STARTS: Final = 16
+"""The warm process exits when a test installs a package, and is restarted; this limits the
+restarts."""
+
+OF_A_TEST: Final = ("ELASTICRUN_TEST_", "TMPDIR", "XDG_RUNTIME_DIR", "ELASTICRUN_RUNS")
+"""Variables that belong to one test; they identify or separate its processes."""
+
+_SOCKET: Final = "warm.sock"
+_ONE_RANK: Final = f"{_SOCKET}.free"
+"""Socket for jobs of one rank, whose OMP_NUM_THREADS is not set (`warm.FREE_THREADS`)."""
+
+
+def end_warm_process(folder: str) -> None:
+    """End the run's warm process and remove its folder."""
+    from elasticrun.agent.warm import connect
+    from elasticrun.wire import frames, spawning
+
+    for name in (_SOCKET, _ONE_RANK):
+        with contextlib.suppress(OSError), connect(Path(folder, name), 5.0) as conn:
+            conn.sendall(frames.encode(spawning.Leave()))
+            conn.recv(1)  # waits for its exit
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def warm_process(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variable by which a launcher with these variables finds the run's warm process, which is
+    started if necessary; empty if the run has none."""
+    folder = os.environ.get(WARM_FOLDER, "")
+    if folder in ("", "off") or env.WARM_SERVER in environ:
+        return {}
+    place = Path(folder, _SOCKET)
+    own = {n: v for n, v in environ.items() if not n.startswith(OF_A_TEST)}
+    try:
+        place.parent.mkdir(mode=0o700, exist_ok=True)
+        _start_at(place, {env.OMP_NUM_THREADS: "1", **own})
+        if env.OMP_NUM_THREADS not in own:
+            _start_at(Path(folder, _ONE_RANK), own)
+    except OSError:
+        return {}
+    return {env.WARM_SERVER: str(place)} if place.is_socket() else {}
+
+
+def _start_at(place: Path, environ: Mapping[str, str]) -> None:
+    """Start a warm process there unless there is one; if that fails, jobs start cold."""
+    from elasticrun.agent.warm import start
+
+    if place.is_socket():
+        return
+    with open(place.with_name("starts"), "ab") as starts:
+        fcntl.flock(starts, fcntl.LOCK_EX)
+        if not place.is_socket() and starts.tell() < MAX_STARTS:
+            starts.write(b".")
+            starts.flush()
+            start(place, IDLE, environ)

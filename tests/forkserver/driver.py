@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from elasticrun.agent.warm import WarmChild, ask, start as start_warm
-from elasticrun.testing import plugin
+from elasticrun.testing import processes
 from elasticrun.wire import spawning as sp
 from elasticrun.wire.env import WARM_SERVER
 from elasticrun.wire.frames import FrameBuffer, encode
@@ -202,7 +202,7 @@ def started(entry: Entrypoint | None = None, **more: Any) -> Iterator[Driver]:
 
 def _of_the_run(environ: Mapping[str, str], ignored: Sequence[int]) -> Any:
     """A fork server of the run's warm process, or None: it is started as ever."""
-    place = plugin.named(environ).get(WARM_SERVER)
+    place = processes.warm_process(environ).get(WARM_SERVER)
     return None if place is None else ask(Path(place), environ, ignored)
 
 

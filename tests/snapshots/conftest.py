@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from elasticrun.snapshots.shm.segment import Segment
-from elasticrun.testing import plugin, processes
+from elasticrun.testing import processes
 from elasticrun.testing.job import ElasticJob
 from elasticrun.testing.steps import World
 from tests.harness import await_true, processes_of, until_file
@@ -59,7 +59,7 @@ def undisturbed(mode: str, world: int, steps: int) -> tuple[str, ...]:
         ]
         done = subprocess.run(
             command,
-            env={**os.environ, **plugin.named(os.environ)},
+            env={**os.environ, **processes.warm_process(os.environ)},
             capture_output=True,
             text=True,
             timeout=240,

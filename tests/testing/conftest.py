@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.testing.plugin import WARM_FOLDER
+from elasticrun.testing import WARM_FOLDER
 from tests.harness import clean_environment
 
 LIMIT = 240.0
