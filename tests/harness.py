@@ -87,6 +87,12 @@ def clean_environment() -> dict[str, str]:
     }
 
 
+def warm_server() -> dict[str, str]:
+    """The variable by which a job that a test starts by itself is forked from the run's warm
+    process."""
+    return processes.warm_process(clean_environment())
+
+
 def free_port() -> int:
     """A TCP port that is free on loopback and outside the kernel's ephemeral range: it is bound
     seconds later, while other tests run."""

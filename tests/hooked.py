@@ -21,8 +21,9 @@ _warm: dict[str, str] = {}
 
 
 def hooked(code: str, **env: str) -> dict[str, str]:
-    """The variables with which this code is run in all that they reach."""
-    return {**_PATH, **_warm, "ELASTICRUN_TEST_HOOK": code, **env}
+    """The variables with which this code is run in all that they reach. One warm process serves
+    jobs of one rank a node as well, because OMP_NUM_THREADS is set."""
+    return {**_PATH, **_warm, OMP_NUM_THREADS: "1", "ELASTICRUN_TEST_HOOK": code, **env}
 
 
 @contextmanager

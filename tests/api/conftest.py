@@ -11,7 +11,7 @@ from multiprocessing.util import get_temp_dir
 import psutil
 import pytest
 
-from tests.harness import LIMIT, clean_environment
+from tests.harness import LIMIT, clean_environment, warm_server
 
 HELPERS = ("resource_tracker", "forkserver")
 """Processes that multiprocessing itself keeps until its user ends."""
@@ -30,13 +30,16 @@ def ours() -> set[psutil.Process]:
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch, tmp_path_factory) -> Iterator[None]:
+def clean(monkeypatch, tmp_path_factory, request) -> Iterator[None]:
     """No settings from outside, logs in a folder of the test's own, no process left. (That folder's
     name is short: multiprocessing's fork server has a Unix socket in it.)"""
     import os
 
+    warm = warm_server() if request.node.get_closest_marker("slow") else {}
     for name in set(os.environ) - set(clean_environment()):
         monkeypatch.delenv(name)
+    for name, value in warm.items():
+        monkeypatch.setenv(name, value)
     tmp_path_factory.getbasetemp()  # made here, it would lie in this test's own folder
     get_temp_dir()  # multiprocessing's own in this process, which outlives a test
     folder = tempfile.mkdtemp(prefix="er-api-")

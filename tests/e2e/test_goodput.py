@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from elasticrun.host.runs.index import runs_root
-from tests.harness import free_port
+from tests.harness import free_port, warm_server
+
+pytestmark = pytest.mark.slow
 
 SCRIPTS = {
     "progress": """
@@ -79,6 +81,7 @@ def test_the_last_lines_say_where_the_time_went(tmp_path: Path, told_by: str) ->
             ],
             stderr=subprocess.PIPE,
             text=True,
+            env={**os.environ, **warm_server()},
         )
         for rank in range(2)
     ]

@@ -14,6 +14,9 @@ from urllib.request import urlopen
 import pytest
 
 from elasticrun.host.runs.index import runs_root
+from tests.harness import warm_server
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import os
@@ -30,7 +33,7 @@ for step in range(6 if restarts else 0, 12):
 def test_a_failing_rank_leaves_a_record(tmp_path: Path) -> None:
     script, told = tmp_path / "fails.py", tmp_path / "told"
     script.write_text(SCRIPT)
-    environ = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    environ = {**os.environ, **warm_server(), "XDG_RUNTIME_DIR": str(tmp_path)}
     environ["ELASTICRUN_TRACE_DIR"] = str(tmp_path / "traces")
     flags = "--rdzv-id=it-fails --standalone --nproc-per-node=2 --max-restarts=1 --redirects=3"
     command = [
@@ -95,7 +98,8 @@ REPEATED = re.compile(r"(\d+) steps? repeated")
 
 def test_all_tell_the_same_seconds_of_an_event(tmp_path: Path) -> None:
     """Until the ranks ran again, and until the first step: each is counted once, by the master."""
-    script, seen, environ = tmp_path / "fails.py", tmp_path / "seen", {**os.environ}
+    script, seen = tmp_path / "fails.py", tmp_path / "seen"
+    environ = {**os.environ, **warm_server()}
     script.write_text(SLOW_SETUP)
     command = [sys.executable, "-m", "elasticrun"]
     flags = "--rdzv-id=it-counts --standalone --nproc-per-node=2 --max-restarts=1"

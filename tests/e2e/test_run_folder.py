@@ -14,7 +14,7 @@ import pytest
 
 from elasticrun.host.runs.index import all_runs, runs_root
 from elasticrun.host.runs.layout import RunFolder
-from tests.harness import await_true, free_port
+from tests.harness import await_true, free_port, warm_server
 
 pytestmark = pytest.mark.slow
 
@@ -40,6 +40,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setenv("ELASTICRUN_RUNS", str(tmp_path / "runs"))
+    for name, value in warm_server().items():
+        monkeypatch.setenv(name, value)
     (tmp_path / "train.py").write_text(SCRIPT)
     return tmp_path
 

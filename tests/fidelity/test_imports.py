@@ -26,17 +26,16 @@ def test_imports_by_exec(runs: Runs) -> None:
     alike(runs, IMPORTS, "exec")
 
 
-@further("test_what_the_interpreter_runs_at_its_start")
+@further("forkserver/test_trust::test_a_script_that_sets_what_an_import_reads")
 def test_variables_that_are_set_by_the_script(runs: Runs) -> None:
     """What torch reads at its import has an effect, and the script's first lines run once."""
     alike(runs, VARIABLES, "fork", "warm")
 
 
+@further(
+    "forkserver/test_trust::test_a_sitecustomize_runs_in_each_rank_and_its_hook_is_kept",
+    "forkserver/test_trust::test_lines_of_pth_files",
+)
 def test_what_the_interpreter_runs_at_its_start(runs: Runs) -> None:
     """sitecustomize and code of `.pth` files run in each rank, with its RANK."""
-    alike(runs, CUSTOMIZED, "fork")
-
-
-@further("test_what_the_interpreter_runs_at_its_start")
-def test_what_the_interpreter_runs_at_its_start_beside_a_warm_process(runs: Runs) -> None:
-    alike(runs, CUSTOMIZED, "exec", "warm")
+    alike(runs, CUSTOMIZED, "exec", "fork", "warm")

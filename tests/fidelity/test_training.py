@@ -22,12 +22,13 @@ ALONE = (
 NEEDS = {"trainer": ("transformers", "accelerate"), "light": ("lightning",)}
 
 
+@further("fidelity/test_imports::test_imports", "training/test_callbacks")
 def test_training(runs: Runs) -> None:
     """DDP, torch.compile, FSDP2 and a Checkpointer, each imported after a seed."""
     alike(runs, Case(("train.py", "--late", *ALL)), "fork")
 
 
-@further("test_training")
+@further("fidelity/test_imports::test_imports", "training/test_callbacks")
 @pytest.mark.parametrize("words", ALONE, ids=" ".join)
 def test_each_training_alone(runs: Runs, words: tuple[str, ...]) -> None:
     missing = [n for n in NEEDS.get(words[-1], ()) if importlib.util.find_spec(n) is None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from elasticrun.core import reasons
 from elasticrun.core.reasons import NoRestartsLeft, RankFailed, Said
 from elasticrun.host.runs.last_word import MOST, LastWord, leave, read
 from elasticrun.wire import env
+from tests.harness import warm_server
 
 
 def test_what_is_left_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,11 +47,13 @@ def _of(file: Path) -> tuple[str, reasons.ReasonCode | None]:
     return word.text, word.reason
 
 
-def launched(tmp_path: Path, *words: str) -> tuple[int, Path]:
+def launched(
+    tmp_path: Path, *words: str, environ: Mapping[str, str] = os.environ
+) -> tuple[int, Path]:
     file = tmp_path / "word"
     done = subprocess.run(
         [sys.executable, "-m", "elasticrun", *words],
-        env={**os.environ, env.LAST_WORDS: str(file)},
+        env={**environ, env.LAST_WORDS: str(file)},
         cwd=tmp_path,
         capture_output=True,
         timeout=120,
@@ -70,9 +74,11 @@ def test_a_command_line_that_cannot_begin_leaves_one(
     assert said in read_text(file)
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_leaves_the_rank_that_failed_first(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("raise ValueError('bad luck')\n")
-    code, file = launched(tmp_path, "--standalone", "--nproc-per-node=1", "bad.py")
+    words = ("--standalone", "--nproc-per-node=1", "bad.py")
+    code, file = launched(tmp_path, *words, environ={**os.environ, **warm_server()})
     assert code == 1
     word = read(file.read_text())
     assert word is not None
