@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -13,9 +14,10 @@ import pytest
 from elasticrun.config import Tls
 from elasticrun.testing.processes import is_master
 from elasticrun.wire.auth import JOIN_CODE_LIFE, join_code
+from tests import needs
 from tests.certificates import Authority
 from tests.compat.live import PUPPET, allreduce, finish
-from tests.harness import COMMANDS, ELASTICRUN, World, ran
+from tests.harness import COMMANDS, ELASTICRUN, SCRIPTS, World, ran
 
 pytestmark = pytest.mark.slow
 
@@ -46,6 +48,28 @@ def test_a_pasted_line_makes_this_machine_a_node(world: World) -> None:
     secrets = [path for path in world.scratch.rglob("token") if path.is_file()]
     for launched in (first, second):
         assert all(path.read_text() not in launched.stderr for path in secrets)
+    finish(pair, first, second)
+
+
+def test_a_machine_joins_a_job_whose_code_is_in_git(world: World) -> None:
+    """It fetches the code for itself, where the command was typed if that folder is there."""
+    needs.program("git", package="git")
+    origin, typed = world.scratch / "train", world.scratch / "typed"
+    for folder in (origin, typed):
+        folder.mkdir()
+    code = f"import runpy, sys; sys.path.insert(0, {str(SCRIPTS)!r}); runpy.run_path({PUPPET!r}, "
+    (origin / "train.py").write_text(code + "run_name='__main__')")
+    who = ("-c", "user.name=x", "-c", "user.email=x@x")
+    for words in (("init", "-q"), ("add", "."), ("commit", "-qm", "x")):
+        subprocess.run(["git", *who, *words], cwd=origin, check=True)
+    flags = ("--nnodes=1:2", f"--git={origin}", "train.py")
+    first = world.command([*COMMANDS[ELASTICRUN], *flags], cwd=typed)
+    world.hub.ranks(1, world_size=1)
+    _, *words = shlex.split(first.until_text(" join ").split(HEAD)[1].splitlines()[0])
+    second = world.command([*COMMANDS[ELASTICRUN], *words], cwd=world.scratch)
+    pair = world.hub.ranks(2, world_size=2)
+    for launched in (first, second):
+        assert f", in {typed}/code/train\n" in launched.stderr
     finish(pair, first, second)
 
 

@@ -168,7 +168,7 @@ def _enter(answer: JoinAnswer, words: Sequence[str]) -> None:
     Raises NotHere."""
     ns = get_args_parser().parse_args(list(words))
     program = str(ns.training_script)
-    is_script = not (ns.module or ns.no_python)
+    is_script = not (ns.module or ns.no_python or ns.git)  # with --git it is fetched
     here, there = os.getcwd(), answer.folder
     if os.path.isdir(there) and (not is_script or os.path.exists(os.path.join(there, program))):
         os.chdir(there)
