@@ -191,10 +191,10 @@ def planted_in(node: str) -> dict[str, str]:
     text = os.environ.get(env.FAULT, "")
     if not text:
         return {}
-    logger.warning("%s=%s: faults are planted in this job", env.FAULT, text)
+    logger.warning("%s=%s: this job injects faults", env.FAULT, text)
     here = env.faults_of_node(text, node)
     for fault in here:
-        logger.warning("planted in this node (%s): %s", node, fault.words)
+        logger.warning("fault injected in this node (%s): %s", node, fault.words)
     return {env.NODE_FAULT: env.own_fault_words(here)} if here else {}
 
 

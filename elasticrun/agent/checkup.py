@@ -91,7 +91,7 @@ class Checkup:
         try:
             findings = await in_thread(lambda: look(node.launch, node.place), name="checkup")
         except (OSError, RuntimeError) as wrong:  # no working directory; no more threads
-            logger.warning("this machine was not looked at: %s", wrong)
+            logger.warning("the checks of this machine did not run: %s", wrong)
             return []
         tell(
             findings, "" if self._node.launch.precheck else f"{GOES_ON}: --precheck=1 would end it"
@@ -106,7 +106,7 @@ class Checkup:
             answers, dialled = await ask(master, reader, trust.files, trust.name)
             tell(await in_thread(lambda: _judged(answers, dialled), name="checkup"), GOES_ON)
         except (LinkError, TlsError, OSError, RuntimeError) as nothing:  # no more threads
-            logger.info("the master was not asked about this node's ports: %s", nothing)
+            logger.info("the master did not check this node's ports: %s", nothing)
 
 
 def look(launch: Launch, place: Place) -> list[Finding]:

@@ -294,7 +294,7 @@ class Clearing:
         try:
             await asyncio.wait_for(work, limit)
         except TimeoutError:
-            logger.error("%s took longer than %.3g s and was given up", what, limit)
+            logger.error("%s did not finish within %.3g s; giving up", what, limit)
         except Exception:
             logger.exception("%s failed", what)
 
@@ -316,7 +316,7 @@ class Clearing:
             await asyncio.wait({showing}, timeout=limit + SHOW_PATIENCE)
         if not showing.done():
             showing.cancel()
-            logger.error("output could not be shown to its end: the disk does not answer")
+            logger.error("the rest of the output is not shown: the disk does not respond")
             return
         showing.result()
 

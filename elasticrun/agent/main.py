@@ -70,7 +70,7 @@ def run_agent(
     if debugger.follows():
         log.logger.log(
             log.NOTICE,
-            "a debugger is in this process: it follows into the ranks, which are exec'd for it",
+            "a debugger is attached: ranks start by exec so that it attaches to them too",
         )
     # Death signals are caught here; exec resets caught signals to their default. Ranks ignore the
     # signals that we keep ignoring.

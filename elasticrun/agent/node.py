@@ -221,8 +221,8 @@ class NodeAgent:
         if (error := own_defect(context)) is None:
             loop.default_exception_handler(context)
             return
-        logger.error("a defect of elasticrun", exc_info=error)
-        self.fatal(f"a defect of elasticrun, please report it: {error!r}")
+        logger.error("a bug in elasticrun", exc_info=error)
+        self.fatal(f"a bug in elasticrun, please report it: {error!r}")
 
     async def _set_out(self, master: MasterProcess | None) -> None:
         """Determine the identity and the master's address, then connect. `master`: one that already
@@ -491,7 +491,9 @@ class NodeAgent:
         limit = self._clearing.left(QUIT_LIMIT)
         stuck = await self._shared.reaper.sweep(limit=limit)
         if stuck:
-            logger.error("the kernel does not let these processes die: %s", stuck)
+            logger.error(
+                "these processes do not exit after SIGKILL (blocked in the kernel): %s", stuck
+            )
 
     async def _tell_events(self, outcome: fx.Exit) -> None:
         ranks = dict(self._ranks.pids)

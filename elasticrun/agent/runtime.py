@@ -313,7 +313,7 @@ def tell_failure(task: asyncio.Task[Any], tell: Callable[[str], object], what: s
         if isinstance(error, NoThread):  # not a bug of ours
             tell(f"{what} failed: {error}")
             return
-        logger.error("a defect of elasticrun: %s failed", what, exc_info=error)
+        logger.error("a bug in elasticrun: %s failed", what, exc_info=error)
         tell(f"{what} failed: {error!r}")
 
     task.add_done_callback(look)
@@ -382,7 +382,7 @@ class AgentLoop:
         except Exception as error:
             # Never happens for bad input. The state machine may now be wrong, so its effects are
             # dropped.
-            logger.exception("a defect of elasticrun: %s", error)
+            logger.exception("a bug in elasticrun: %s", error)
             self._end_of_defect(f"{type(event).__name__} was not understood", error)
             return
         for effect in effects:
@@ -398,11 +398,11 @@ class AgentLoop:
             work()
         except Exception as error:
             name = type(what).__name__
-            logger.exception("a defect of elasticrun: %s could not be carried out", name)
+            logger.exception("a bug in elasticrun: cannot execute %s", name)
             self._faults += 1
             if isinstance(what, AWAITED) or self._faults >= MAX_FAULTS:
-                self._end_of_defect(f"{name} could not be carried out", error)
+                self._end_of_defect(f"cannot execute {name}", error)
 
     def _end_of_defect(self, what: str, error: Exception) -> None:
-        sentence = f"a defect of elasticrun, please report it: {what} ({error!r})"
+        sentence = f"a bug in elasticrun, please report it: {what} ({error!r})"
         self.end(fx.Exit(EXIT_FAILED, sentence, (), 0))

@@ -191,7 +191,7 @@ def ask(
         guard.close()
     except (FileNotFoundError, ConnectionRefusedError):
         if environ.get(env.WARM_SERVER):  # else it has exited since
-            logger.log(NOTICE, "there is no warm process at %s", path)
+            logger.log(NOTICE, "no warm process at %s", path)
     except (OSError, frames.FrameError) as error:
         _not_used(environ.get(env.WARM_SERVER, ""), _words(error))
     finally:
@@ -243,7 +243,7 @@ def leave_behind(launch: Launch) -> None:
     elif not can_be_warm(launch) or launch.entry.kind is EntryKind.COMMAND:
         why = "no rank of this job is forked"
     if why:
-        logger.warning("no warm process is left behind: %s", why)
+        logger.warning("no warm process is kept: %s", why)
         return
     environ = dict(os.environ)
     if launch.set_omp_threads:
@@ -255,7 +255,7 @@ def leave_behind(launch: Launch) -> None:
             how = "it is ready in some seconds, and `elasticrun warm --stop` ends it"
             logger.log(NOTICE, "process %d stays warm for later jobs: %s", pid, how)
     except OSError as error:
-        logger.warning("no warm process is left behind: %s", error)
+        logger.warning("no warm process is kept: %s", error)
 
 
 def start(

@@ -120,7 +120,7 @@ class Server:
             self._end(str(lost), EXIT_CONFUSED if str(lost) else 1)
         except Exception as defect:  # our bug; ranks must not outlive the server
             sys.__excepthook__(type(defect), defect, defect.__traceback__)
-            self._end("this is a defect of elasticrun; please report it", EXIT_DEFECT)
+            self._end("this is a bug in elasticrun; please report it", EXIT_DEFECT)
 
     def _turn(self) -> None:
         connection = self._talk.connection

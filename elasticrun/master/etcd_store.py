@@ -226,7 +226,7 @@ class EtcdStore:
         self._crashes = _number(there.get(self._keys.crashes))
         if self._crashes >= MAX_CRASHES:
             logger.warning(
-                "%d masters have failed on the job's record in etcd; the agents are asked instead",
+                "%d masters failed to read the job's record in etcd; using the agents' state",
                 self._crashes,
             )
             self._crashes = 0
@@ -235,7 +235,8 @@ class EtcdStore:
             return await asyncio.to_thread(facts_from_bytes, item.value)
         except ValueError as wrong:
             logger.warning(
-                "the job's record in etcd cannot be read (%s); the agents are asked instead", wrong
+                "cannot read the job's record in etcd (%s); using the agents' state",
+                wrong,
             )
             return None
 
@@ -288,7 +289,7 @@ class EtcdStore:
                 return
             if self._silent:
                 self._silent = False
-                logger.warning("etcd answers again, and this master still leads")
+                logger.warning("etcd responds again, and this master is still the leader")
             self._extend(since)
 
     async def _outgrow(self, term: int) -> None:
@@ -309,7 +310,7 @@ class EtcdStore:
     def _tell_silent(self, why: str) -> None:
         if not self._silent:
             self._silent = True
-            logger.warning("%s; no decision is made until it does, and the ranks go on", why)
+            logger.warning("%s; decisions wait until it does, and the ranks keep running", why)
 
     def _lose(self, why: str) -> None:
         if not self.lost.done():
@@ -382,7 +383,7 @@ class EtcdStore:
 
         def look(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
-                self._lose(f"a defect of elasticrun: {error!r}")
+                self._lose(f"a bug in elasticrun: {error!r}")
 
         made = asyncio.ensure_future(body)
         made.add_done_callback(look)

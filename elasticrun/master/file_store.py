@@ -178,7 +178,9 @@ class FileStore:
             call()
 
     def _slow(self) -> None:
-        logger.warning("the record of this job is slow: orders wait for it since %g s", SLOW)
+        logger.warning(
+            "writes to the record of this job are slow: orders have waited for %g s", SLOW
+        )
         self._watch = self._loop.call_later(
             GIVEN_UP - SLOW, self._go_without, f"a write has taken {GIVEN_UP:g} s"
         )

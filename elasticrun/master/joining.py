@@ -76,5 +76,5 @@ class Joining:
             self._job_id, self._token, command.words, command.program_at, command.folder
         )
         # The log is the audit trail: who got the token, and when.
-        logger.warning("%s has used a join code and got the job's token", peer)
+        logger.warning("%s used a join code and received the job's token", peer)
         return Reply(True, "", seal(code.secret, keeper.nonces, dumps(answer).encode()))

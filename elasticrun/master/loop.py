@@ -332,9 +332,9 @@ class Loop:
     def _faulted(self, event: events.JobEvent, fault: Exception) -> None:
         """A failing event is our own bug, but no reason to end the job."""
         self._faults += 1
-        logger.error("a defect: %s while handling %s", fault, event, exc_info=fault)
+        logger.error("a bug: %s while handling %s", fault, event, exc_info=fault)
         if isinstance(event, events.Requested):
-            self._reply(event.number, m.Reply(False, f"a defect of elasticrun: {fault!r}"))
+            self._reply(event.number, m.Reply(False, f"a bug in elasticrun: {fault!r}"))
         if self._faults >= MAX_FAULTS:
             raise BrainFault(f"{self._faults} events could not be handled, the last: {fault}")
         if isinstance(event, events.Heard | events.Attached):
@@ -409,7 +409,7 @@ class Loop:
         try:
             data = protobuf.order_to_wire(order)
         except WireError as wrong:
-            logger.error("a defect: an order that cannot be sent: %s", wrong)
+            logger.error("a bug: cannot send an order: %s", wrong)
             return
         about = subject(order)
         for session in sessions:

@@ -422,7 +422,7 @@ class Master:
                 # A trial run: a record that fails here would fail again.
                 self._job(facts).step(Tick(), time.monotonic())
             except Exception as fault:
-                logger.error("a defect: %s while taking up the record", fault, exc_info=fault)
+                logger.error("a bug: %s while reading the record", fault, exc_info=fault)
                 await records.distrust(f"this master cannot take it up ({fault!r})")
                 facts = None
         replaces = self._config.replaces

@@ -100,7 +100,7 @@ class Records:
         if isinstance(self.store, FileStore):
             self.store.set_aside(why)
         else:
-            logger.warning("the record of this job is not used: %s", why)
+            logger.warning("the record of this job is ignored: %s", why)
 
     async def crashed(self) -> None:
         """The state machine failed: record that for the next master, if there is a store."""

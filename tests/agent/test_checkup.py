@@ -196,4 +196,4 @@ async def test_a_silent_master_is_no_finding(at_once: Place, caplog, monkeypatch
         await asyncio.wait_for(mine._asking, LIMIT)
     (record,) = caplog.records
     assert record.levelno == logging.INFO
-    assert "the master was not asked about this node's ports" in record.getMessage()
+    assert "the master did not check this node's ports" in record.getMessage()

@@ -215,7 +215,7 @@ def test_kill_9_of_the_master_is_not_felt_by_the_ranks(world: World) -> None:
     assert command(master.pid).startswith("elasticrun: master of ")
     master.kill()
     assert await_exit([master.pid]) == set()
-    job.until_text("a new one is started")
+    job.until_text("starting a new one")
     assert all(is_alive(rank.pid) and not rank.gone for rank in ranks)
     # The new master must have adopted the round: it restarts it, with the budget of the job.
     ranks[1].order("die")

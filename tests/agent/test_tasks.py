@@ -143,7 +143,7 @@ async def test_a_task_that_fails_ends_the_node_or_is_told(caplog) -> None:
     refused = str(NoThread(RuntimeError("no thread")))
     assert ends == ["reporting failed: KeyError('it')", f"starting failed: {refused}"]
     assert told == ["copying failed: ValueError('x')"]
-    assert "a defect of elasticrun: reporting failed" in caplog.text
+    assert "a bug in elasticrun: reporting failed" in caplog.text
     assert "starting" not in caplog.text  # the limit of processes is no defect of ours
 
 
@@ -202,7 +202,7 @@ def end_of(brain: Brain, perform: Callable[[fx.AgentEffect], None]) -> fx.Exit:
 def test_a_brain_that_fails_ends_the_node() -> None:
     outcome = end_of(Brain(KeyError("a fact")), lambda effect: None)
     assert outcome.code == EXIT_FAILED
-    assert outcome.reason.startswith("a defect of elasticrun, please report it: Tick was not")
+    assert outcome.reason.startswith("a bug in elasticrun, please report it: Tick was not")
     assert isinstance(fx.Tick(), fx.Tick)
 
 
@@ -223,16 +223,16 @@ def test_an_effect_that_fails_is_told_and_the_next_is_carried_out(caplog) -> Non
     effects: list[fx.AgentEffect] = [fx.ReleaseStore(None), note]
     assert end_of(Brain(effects), perform).reason == "over"
     assert done == ["Note"]
-    assert "ReleaseStore could not be carried out" in caplog.text
+    assert "cannot execute ReleaseStore" in caplog.text
     outcome = end_of(Brain(effects, effects, effects), perform)
-    assert "ReleaseStore could not be carried out" in outcome.reason
+    assert "cannot execute ReleaseStore" in outcome.reason
 
 
 def test_an_effect_that_the_brain_waits_for_ends_the_node_if_it_fails() -> None:
     _, perform = failing_at(fx.SweepRanks)
     outcome = end_of(Brain([fx.SweepRanks(1.0)]), perform)
     assert outcome.code == EXIT_FAILED
-    assert "SweepRanks could not be carried out" in outcome.reason
+    assert "cannot execute SweepRanks" in outcome.reason
 
 
 async def test_a_callback_of_ours_is_told_from_one_of_others() -> None:
@@ -273,4 +273,4 @@ def test_a_log_folder_that_does_not_answer_ends_the_start(monkeypatch, caplog) -
         asyncio.run(one._set_out(None))
     go.set()
     assert fatal == ["--log-dir /dev/null: the disk has not answered for 0.1 s"]
-    assert "the disk does not answer" in caplog.text
+    assert "the disk does not respond" in caplog.text

@@ -99,5 +99,5 @@ def test_that_one_is_not_used_is_said_by_default(
     place.unlink()
     assert warm.fork_server(env, ()) is None
     said = [(one.levelno, one.message.partition(";")[0]) for one in caplog.records]
-    gone = [(NOTICE, f"there is no warm process at {place}")] if named else []
+    gone = [(NOTICE, f"no warm process at {place}")] if named else []
     assert said == [(level, "the warm process is not used: umask 0077 here"), *gone]

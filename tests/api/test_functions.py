@@ -179,7 +179,7 @@ def test_what_a_rank_leaves_behind_is_ended(
     monkeypatch.setenv("ELASTICRUN_CHILD_EXIT_TIMEOUT", "1.5")
     results = elastic_launch(config(shutdown_timeout=5), functions.leave_a_child)("")
     assert await_exit(results.values()) == set()
-    assert "ending 2 processes that ranks have left running: " in capfd.readouterr().err
+    assert "terminating 2 processes that ranks have left running: " in capfd.readouterr().err
 
 
 def test_in_another_thread(caplog) -> None:

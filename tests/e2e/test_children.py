@@ -53,7 +53,7 @@ def test_what_a_script_starts_last_may_finish(
     (world.scratch / "go").write_text("now\n")
     assert launched.wait() == 0
     assert (world.scratch / "done").read_text() == "uploaded\n"
-    assert "ending 1 process" not in launched.stderr
+    assert "terminating 1 process" not in launched.stderr
 
 
 def test_it_is_ended_and_named_when_its_time_is_over(world: World, script: Path) -> None:
@@ -62,7 +62,7 @@ def test_it_is_ended_and_named_when_its_time_is_over(world: World, script: Path)
     assert launched.wait() == 0
     child = _child(launched.stdout)
     assert f"ending 1 process that ranks have left running: {child} (sh -c" in launched.stderr
-    assert "1.5 s after the ranks' end (--child-exit-timeout)" in launched.stderr
+    assert "1.5 s after the ranks exited (--child-exit-timeout)" in launched.stderr
     assert await_exit([child]) == set()
 
 

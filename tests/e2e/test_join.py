@@ -43,7 +43,7 @@ def test_a_pasted_line_makes_this_machine_a_node(world: World) -> None:
     second = world.command([*COMMANDS[ELASTICRUN], *words], cwd=world.scratch)
     pair = world.hub.ranks(2, world_size=2)
     assert allreduce(world, sorted(pair, key=lambda p: p.rank)) == [2, 2]
-    assert "has used a join code and got the job's token" in first.until_text("used a join code")
+    assert "used a join code and received the job's token" in first.until_text("used a join code")
     assert str(folder) in second.stderr
     secrets = [path for path in world.scratch.rglob("token") if path.is_file()]
     for launched in (first, second):

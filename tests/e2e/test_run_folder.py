@@ -177,4 +177,4 @@ def test_a_home_that_cannot_be_written_to(place: Path) -> None:
     done = _run("train.py", ELASTICRUN_RUNS=str(place / "file" / "runs"))
     assert done.returncode == 0
     (line,) = (line for line in done.stderr.splitlines() if "run folder" in line)
-    assert "the run folder of this job cannot be written: " in line
+    assert "cannot write to the run folder of this job: " in line

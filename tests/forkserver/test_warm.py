@@ -285,7 +285,7 @@ def test_a_job_leaves_one_behind(tmp_path: Path) -> None:
     env = plain_environment(XDG_RUNTIME_DIR=str(tmp_path), ELASTICRUN_WARM_SERVER="")
     nothing = script(tmp_path / "nothing.py", "").target
     done = ran("--warm", "--no-python", "true", env=env)
-    assert "no warm process is left behind: no rank of this job is forked" in done.stderr
+    assert "no warm process is kept: no rank of this job is forked" in done.stderr
     done = ran("--warm", nothing, env=env)
     assert "stays warm for later jobs" in done.stderr
 

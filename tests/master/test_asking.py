@@ -123,4 +123,4 @@ async def test_a_request_that_the_brain_cannot_take_is_answered() -> None:
     async with serving(brain) as served:
         reply = await asyncio.wait_for(served.loop.ask(m.Request("exclude", "b")), LIMIT)
     assert not reply.ok
-    assert "a defect of elasticrun" in reply.reason
+    assert "a bug in elasticrun" in reply.reason

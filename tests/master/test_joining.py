@@ -62,7 +62,7 @@ async def test_a_code_yields_what_a_node_needs(caplog: pytest.LogCaptureFixture)
         with caplog.at_level(logging.WARNING, "elasticrun"):
             answer = await joined(served, join_code(TOKEN, time.time()))
         assert answer == JoinAnswer("job", TOKEN, COMMAND.words, 3, "/code")
-        assert "127.0.0.1 has used a join code and got the job's token" in caplog.text
+        assert "127.0.0.1 used a join code and received the job's token" in caplog.text
         assert TOKEN not in caplog.text
         await served.is_well(TOKEN)
 

@@ -286,7 +286,7 @@ def test_a_step_is_a_row_where_rank_0_says_no_more(
     files.close(10.0)
     told = [tuple(row.values())[1:] for row in _rows(tmp_path / "progress.csv")]
     assert told == [("0", "9", "", ""), ("1", "11", "0.5", ""), ("1", "12", "nan", "1")]
-    assert "progress.csv has not all rows" in caplog.text
+    assert "progress.csv is incomplete" in caplog.text
 
 
 def test_a_tensorboard_that_gets_no_thread_is_one_sentence(
@@ -299,7 +299,7 @@ def test_a_tensorboard_that_gets_no_thread_is_one_sentence(
     monkeypatch.setattr(tensorboard, "start_thread", refuse)
     before = processes.below(os.getpid())
     made = tensorboard.TensorBoard(str(tmp_path), "127.0.0.1", lambda url: None)
-    assert "--tensorboard: it cannot be started: no thread can be started here" in caplog.text
+    assert "--tensorboard: cannot start TensorBoard: no thread can be started here" in caplog.text
     assert not processes.below(os.getpid()) - before
     made.close(0.0)
 

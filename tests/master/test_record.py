@@ -292,7 +292,7 @@ async def test_a_disk_that_hangs_is_given_up_and_set_aside_when_it_answers(
         await _written(store, facts(3))
         gate.set()
     assert await _load(tmp_path) is None
-    assert "orders wait for it" in caplog.text
+    assert "orders have waited for" in caplog.text
     assert caplog.text.count("has no record any more") == 1
 
 

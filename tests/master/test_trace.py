@@ -188,7 +188,7 @@ def test_no_disk_no_trace_and_no_harm(tmp_path: Path, caplog: pytest.LogCaptureF
     writer.close(LIMIT)
     writer = TraceWriter(tmp_path, LIFE, ring=1000)
     writer.close(LIMIT)
-    assert caplog.text.count("the trace of this job ends here") == 2
+    assert caplog.text.count("tracing of this job stopped") == 2
     assert not (tmp_path / "trace").exists()
 
 

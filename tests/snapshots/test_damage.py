@@ -47,7 +47,7 @@ def test_a_flipped_bit_in_memory(training: Training) -> None:
     training.go_on()
     training.finish()
     assert training.starts(0)[-1] == 6
-    assert training.said("cannot be used")
+    assert training.said("is unusable")
     training.is_as_if_nothing_happened()
 
 

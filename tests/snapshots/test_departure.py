@@ -158,7 +158,7 @@ def test_every_process_is_signalled(training: Training) -> None:
     step = saves(training)
     training.finish(EXIT_SAVED)
     assert training.checkpoints() == [step]
-    assert training.said("ended by a signal that it had put off")
+    assert training.said("exited on a signal that it had blocked")
     assert not training.said("failed|Traceback")
     training.start(steps=STEPS)
     training.ends_as_if_undisturbed(0, step)

@@ -84,7 +84,7 @@ def test_a_flipped_bit_in_a_replica(training: Training) -> None:
     training.open_gate()
     training.finish()
     assert training.starts(0)[-1] == training.starts(1)[-1] == 6
-    assert training.said("cannot be used")
+    assert training.said("is unusable")
     training.is_as_if_nothing_happened()
 
 

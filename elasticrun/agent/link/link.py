@@ -323,7 +323,7 @@ class Link:
         another process has taken its master's port."""
         if reason != self._warned:
             self._warned = reason
-            logger.warning("%s; the ranks go on, and this node dials on", reason)
+            logger.warning("%s; the ranks keep running, and this node keeps reconnecting", reason)
 
     async def _stranger(self, endpoint: Endpoint) -> Refused | None:
         """A refusal if another program owns the port, so that retrying cannot help."""

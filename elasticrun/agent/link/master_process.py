@@ -132,7 +132,7 @@ def new_record() -> LaunchFolder | None:
         return made[0]
     else:
         why = made[0]
-    logger.warning("the job's master keeps no record: %s", why)
+    logger.warning("the job master keeps no record: %s", why)
     return None
 
 
@@ -496,7 +496,7 @@ class MasterHost:
 
     def _give_up(self, master: MasterProcess, limit: float) -> None:
         how = how_silent(master.process.pid)
-        logger.warning("no answer of the job master for %g s: %s, and is killed", limit, how)
+        logger.warning("the job master has not responded for %g s: %s; killing it", limit, how)
         self._fate = self._fate or f"gave no answer for {limit:g} s ({how}), and was killed"
         self.kill()
 
@@ -536,7 +536,7 @@ class MasterHost:
         if not self._served and self._deaths >= MAX_STILLBORN:
             self._node.fatal(f"the job master cannot be started: it {how} each time")
             return
-        logger.warning("the job master %s; a new one is started, and the ranks go on", how)
+        logger.warning("the job master %s; starting a new one, the ranks keep running", how)
         self._again()
 
     def _cannot_serve(self, sentence: str) -> None:

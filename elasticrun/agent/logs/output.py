@@ -339,7 +339,7 @@ class RankOutput:
         for stream, reader in self._readers.items():
             console = self._consoles[stream]
             if not reader.ended(timeout, console):
-                logger.warning("log files could not be read to their end: the disk does not answer")
+                logger.warning("the rest of the log files was not read: the disk does not respond")
             console.close(timeout)
             with self._order:
                 self._stderr_shown = True
@@ -453,7 +453,7 @@ class RankOutput:
             return None
         if not path or path.startswith(DEV_NULL):
             if not self._warned_filters:
-                logger.warning("--duplicate-*-filters does nothing: there is no log folder")
+                logger.warning("--duplicate-*-filters has no effect without a log folder")
                 self._warned_filters = True
             return None
         self._only_copy = True  # the user asked for these files

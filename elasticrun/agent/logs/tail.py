@@ -254,7 +254,7 @@ class Reader:
         try:
             self._run()
         except Exception:
-            logger.exception("the ranks' output is not shown any more: a defect of elasticrun")
+            logger.exception("the ranks' output is no longer shown: a bug in elasticrun")
             for tail in self._tails:
                 with contextlib.suppress(OSError):
                     tail.skip()

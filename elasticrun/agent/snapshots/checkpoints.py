@@ -195,7 +195,7 @@ class Persisting:
 
     def _tell(self, attempt: _Attempt, report: Persisted) -> None:
         if not report.ok:  # the master logs the warning, with its consequence
-            logger.info("step %d is not written: %s", attempt.order.step, report.reason)
+            logger.info("checkpoint of step %d failed: %s", attempt.order.step, report.reason)
         report = structs.replace(report, reason=report.reason[:MAX_REASON])
         attempt.said.append(report)
         self._store.link.say(report)

@@ -134,7 +134,9 @@ class Shards:
 
     def bad(self, round: RoundName, step: int, rank: int, reason: str) -> None:
         """A shard is corrupt or unavailable: withdraw it and notify the master."""
-        logger.warning("step %d of rank %d cannot be used: %s", step, rank, one_line(reason))
+        logger.warning(
+            "snapshot of step %d of rank %d is unusable: %s", step, rank, one_line(reason)
+        )
         mine = self._store.inventory.find(round, step, rank)
         if mine is not None:
             held, snapshot = mine
@@ -252,10 +254,10 @@ class Shards:
         except (SaverGone, TimeoutError) as error:
             why = str(error) or f"the saver has not answered for {CHECK_LIMIT:g} s"
             text = f"nothing was compared: {why}"
-            logger.warning("step %d goes unverified: %s", snapshot.step, one_line(text))
+            logger.warning("step %d is not verified: %s", snapshot.step, one_line(text))
             return True, text
         if answer.ok and answer.reason:  # its ranks died before it was hashed
-            logger.info("step %d goes unverified: %s", snapshot.step, one_line(answer.reason))
+            logger.info("step %d is not verified: %s", snapshot.step, one_line(answer.reason))
         return answer.ok, answer.reason
 
     # ------------------------------------------------------------ helpers

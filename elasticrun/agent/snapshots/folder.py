@@ -369,7 +369,7 @@ class Orphans:
             return False
         if found.removed:
             logger.warning(
-                "snapshots of %d killed agents of other jobs were removed: there was no room in %s",
+                "removed snapshots of %d killed agents of other jobs: %s was full",
                 *(found.removed, self._base),
             )
         return found.removed > 0

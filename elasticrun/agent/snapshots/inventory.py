@@ -413,7 +413,7 @@ class WantedSnapshots:
             timer.cancel()
 
     def _forgotten(self, round: bytes, step: int) -> None:
-        logger.warning("step %d was to be written, and was not: it is not kept for that", step)
+        logger.warning("step %d was not written; its snapshot is no longer kept for writing", step)
         self.over(round, step)
         self._router.tidy()
 
@@ -504,5 +504,5 @@ class SnapshotStore:
         for held in list(self.segments.held):
             if why := held.damage():
                 lost = f"the snapshots of {held.whose} in this node's memory are lost"
-                logger.warning("%s: %s; the next ones go into new memory", lost, why)
+                logger.warning("%s: %s; allocating new memory for the next snapshots", lost, why)
                 self.drop(held)

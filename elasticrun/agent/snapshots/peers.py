@@ -78,7 +78,7 @@ class Peer:
         if not self.closed:
             who = "a process" if self.here is None else _named(self.here)
             logger.warning(
-                "%s (pid %d) is not heard about snapshots any more: %s", who, self.pid, why
+                "snapshot messages of %s (pid %d) are no longer read: %s", who, self.pid, why
             )
             self.close()
 
@@ -149,7 +149,9 @@ class PeerServer:
         except OSError as error:
             if found is not None:
                 found.close()
-            logger.warning("training goes on without snapshots: no socket for them (%s)", error)
+            logger.warning(
+                "training continues without snapshots: cannot create their socket (%s)", error
+            )
             return
         self._socket, self.name = found, name
         self._listen()
@@ -181,7 +183,7 @@ class PeerServer:
         except BlockingIOError:
             return
         except OSError as error:  # such as no free descriptor
-            logger.warning("a connection about snapshots could not be taken: %s", error)
+            logger.warning("cannot accept a snapshot connection: %s", error)
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._socket)
             loop.call_later(REST, self._listen)

@@ -286,7 +286,7 @@ class Savers:
             coming.set_exception(SaverGone(sentence))
             if not self._hopeless:
                 self._hopeless = sentence
-                logger.warning("no checkpoint is written from memory: %s", sentence)
+                logger.warning("no checkpoints are written from memory: %s", sentence)
             return
         self._hopeless, self._spoke, self._given_up = "", False, ""
         self._starts.append(now)
@@ -311,7 +311,7 @@ class Savers:
         wait = min(RETRY_MOST, RETRY_FIRST * 2.0 ** min(self._misses, 16))
         self._misses += 1
         if self._misses == 1:
-            logger.warning("%s; it is tried again, %g s later at most", why, RETRY_MOST)
+            logger.warning("%s; retrying within %g s", why, RETRY_MOST)
         self._again.after(wait, self._start)
 
     def _introduced(self, peer: Peer, here: s.SaverHere) -> None:

@@ -217,12 +217,12 @@ class Segments:
             return []
         self._folder, self.held, lives = adopted
         if self._folder.torn:
-            logger.warning("snapshots of before this machine's last start are not used")
+            logger.warning("snapshots from before the last reboot are ignored")
         serials = [int(held.path.rpartition("-")[2]) for held in self.held]
         self._serials = count(max(serials, default=0) + 1)
         if self.held:
             sizes = in_words(sum(held.sizes.nbytes for held in self.held))
-            logger.info("snapshots of the agent before this one are here: %s", sizes)
+            logger.info("found snapshots of the previous agent: %s", sizes)
         return lives
 
     async def note(self, lives: list[LocalRound]) -> None:

@@ -327,7 +327,7 @@ class Ranks:
         """No-op: `all_lost` handles all ranks together."""
 
     def _spawn_failed(self, life: _Life, local_rank: int, message: spawning.SpawnFailed) -> None:
-        logger.error("local rank %d could not be started: %s", local_rank, message.reason)
+        logger.error("cannot start local rank %d: %s", local_rank, message.reason)
         failure = self._bare_failure(life, local_rank, 1, time.time_ns() // 1000)
         failure = replace(failure, kind=FailureKind.SPAWN, message=message.reason)
         self._queue_exit(life, _ready(RankExited(local_rank, 1, failure)))
@@ -336,7 +336,7 @@ class Ranks:
         self._output.rank_exited(local_rank)
         sent = life.signalled.get(local_rank)
         if sent is None and self._is_put_off(local_rank, -message.code):
-            logger.warning("local rank %d ended by a signal that it had put off", local_rank)
+            logger.warning("local rank %d exited on a signal that it had blocked", local_rank)
         self._queue_exit(life, self._explain(life, local_rank, message, tell=sent is None))
 
     def _swept(self, message: spawning.Swept) -> None:
@@ -356,7 +356,7 @@ class Ranks:
         self._lingering, left = message, _left_by_ranks(message)
         limit, flag = self._launch.child_exit_timeout, "--child-exit-timeout"
         if message.ending:
-            logger.warning("ending %s, %g s after the ranks' end (%s)", left, limit, flag)
+            logger.warning("killing %s, %g s after the ranks exited (%s)", left, limit, flag)
         else:
             logger.log(NOTICE, "waiting up to %g s (%s) for %s", limit, flag, left)
 
@@ -456,13 +456,13 @@ class Ranks:
         try:
             failure = await in_thread(read, limit=DESCRIBE_LIMIT, name="error-file")
         except NoThread as error:
-            logger.warning("the error file of local rank %d was not read: %s", local_rank, error)
+            logger.warning("cannot read the error file of local rank %d: %s", local_rank, error)
             failure = describe(unread, stopping=stopping)
         except TimeoutError:
-            logger.warning("the error file of local rank %d could not be read in time", local_rank)
+            logger.warning("reading the error file of local rank %d timed out", local_rank)
             failure = describe(unread, stopping=stopping)
         except Exception:  # the exit is reported even without a cause
-            logger.exception("a defect of elasticrun: no cause for local rank %d", local_rank)
+            logger.exception("a bug in elasticrun: no cause for local rank %d", local_rank)
             failure = bare
         if tell and not self._is_put_off(local_rank, signum):
             self._tell_failure(failure)

@@ -398,7 +398,7 @@ class Spawners:
         others = {other.process.pid for other in self._all if other.process.pid is not None}
         stuck = await self._reaper.sweep(keep=others, limit=SWEEP_LIMIT)
         if stuck:
-            logger.error("processes %s do not die", ", ".join(map(str, stuck)))
+            logger.error("processes %s do not exit after SIGKILL", ", ".join(map(str, stuck)))
         if spawner is self._current:
             if not await self._replace(spawner, reason):
                 return

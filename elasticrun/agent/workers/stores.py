@@ -173,7 +173,7 @@ class Stores:
 
     def _late(self, child: Child, limit: float) -> None:
         if not self._stores[child].released:  # its exit event causes another try
-            logger.warning("a store host does not listen %g s after its start: it is ended", limit)
+            logger.warning("a store host does not listen %g s after its start; killing it", limit)
             child.send(spawning.CloseStore(child.key))
 
     def _let_go(self, held: socket.socket) -> None:

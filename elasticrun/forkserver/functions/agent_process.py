@@ -150,7 +150,9 @@ def signals_passed_on(agent: AgentProcess, names: tuple[str, ...]) -> Iterator[d
             agent.send_signal(signum)
 
     if threading.current_thread() is not threading.main_thread():
-        logger.warning("not in the main thread: signals to this process do not reach the ranks")
+        logger.warning(
+            "not in the main thread: signals sent to this process are not forwarded to the ranks"
+        )
         names = ()
     try:
         for name in names:

@@ -120,7 +120,7 @@ class FunctionSpawner:
         now = time.monotonic()
         if self._keepalive_until is not None and now >= self._keepalive_until:
             self._keepalive_until = None
-            logger.error("the agent does not answer: its ranks are ended")
+            logger.error("the agent does not respond; killing its ranks")
             self._kill_all()
         if self._sweep is not None and now >= self._sweep[1].deadline:
             before = list(self._sweep[1].watch)
@@ -143,7 +143,7 @@ class FunctionSpawner:
             for message in messages or ():
                 self._obey(message)
         except FrameError as error:
-            logger.error("the agent said what cannot be understood: %s", error)
+            logger.error("cannot parse the agent's message: %s", error)
             self._hang_up()
 
     def _hang_up(self) -> None:
@@ -167,7 +167,7 @@ class FunctionSpawner:
         try:
             self._line.send(message)
         except NotRead:
-            logger.error("the agent does not read what it is told: its ranks are ended")
+            logger.error("the agent does not read its messages; killing its ranks")
             self._hang_up()
             return
         self._watch()

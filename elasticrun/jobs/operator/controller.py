@@ -97,10 +97,10 @@ class Controller:
                 self._key = await self._cluster.key()
             except Exception as error:
                 tries += 1
-                logger.warning("the operator cannot begin, try %d: %s", tries, _words(error))
+                logger.warning("the operator cannot start (attempt %d): %s", tries, _words(error))
                 await asyncio.sleep(_later(tries))
         where = self._cluster.namespace.replace(ALL_NS, "all namespaces")
-        logger.info("the operator sees to the jobs of %s", where)
+        logger.info("the operator watches ElasticJobs in %s", where)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch(api.JOBS))
             group.create_task(self._watch(api.PODS))
@@ -151,7 +151,7 @@ class Controller:
             except Exception as error:  # the connection may break in the middle of a line
                 tries += 1
                 if tries in (2, 5) or tries % 50 == 0:
-                    logger.info("a watch broke, try %d: %s", tries, _words(error))
+                    logger.info("a watch broke (attempt %d): %s", tries, _words(error))
             await asyncio.sleep(_later(tries))
 
     async def _relist(self) -> None:
@@ -165,7 +165,7 @@ class Controller:
                 tries += 1
                 missing = isinstance(error, ApiError) and api.code_of(error) == api.GONE
                 why = NO_CRD if missing else _words(error)
-                logger.warning("the jobs cannot be listed: %s", why)
+                logger.warning("cannot list the jobs: %s", why)
             await asyncio.sleep(_later(tries) if tries else RELIST)
 
     # ------------------------------------------------------------ a pass
@@ -264,7 +264,7 @@ class Controller:
         try:
             await self._cluster.tell(event)
         except Trouble as error:
-            logger.info("an Event of %s is lost: %s", job.name, _words(error))
+            logger.info("cannot record an Event of %s: %s", job.name, _words(error))
 
     # ------------------------------------------------------------ the job's master
 
@@ -343,7 +343,7 @@ async def lead(cluster: api.Cluster, me: str, controller: Controller) -> None:
                 since = since if version == seen else _clock()
                 renewed, seen = _clock() if held else renewed, version
             except Exception as error:
-                logger.warning("the Lease cannot be renewed: %s", _words(error))
+                logger.warning("cannot renew the Lease: %s", _words(error))
             if task is not None and not held:
                 raise LeadLost("another operator leads, or the Lease cannot be renewed")
             if held and task is None:

@@ -84,7 +84,7 @@ class Notifier:
                     break
             if why and not self._failed:
                 self._failed = True
-                logger.warning("--on-event: an event could not be told: %s", why)
+                logger.warning("--on-event: an event was not delivered: %s", why)
 
     def _tell(self, data: bytes) -> str:
         """Why the delivery failed; "" if it succeeded."""

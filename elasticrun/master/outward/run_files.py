@@ -142,7 +142,7 @@ class RunFiles:
                 write()
             except (OSError, ValueError) as wrong:  # ValueError: text that cannot be encoded
                 if not self._wrong:
-                    logger.warning("the run folder of this job cannot be written: %s", wrong)
+                    logger.warning("cannot write to the run folder of this job: %s", wrong)
                 self._wrong = True
 
     def _open(self) -> OpenRun:
@@ -181,7 +181,7 @@ class RunFiles:
         if report.dropped and not self._dropped:
             self._dropped = True
             logger.warning(
-                "progress.csv has not all rows: the script tells more than %d a second",
+                "progress.csv is incomplete: the script reports more than %d rows per second",
                 MAX_METRIC_ROWS,
             )
 

@@ -39,7 +39,7 @@ class TensorBoard:
         self._thread: threading.Thread | None = None
         if importlib.util.find_spec("tensorboard") is None:
             logger.warning(
-                "--tensorboard: there is no TensorBoard for %s: pip install tensorboard",
+                "--tensorboard: %s has no TensorBoard: pip install tensorboard",
                 sys.executable,
             )
             return
@@ -53,7 +53,7 @@ class TensorBoard:
             )  # fmt: skip
             self._thread = start_thread(self._read, "tensorboard")
         except OSError as wrong:  # including NoThread
-            logger.warning("--tensorboard: it cannot be started: %s", wrong.strerror or wrong)
+            logger.warning("--tensorboard: cannot start TensorBoard: %s", wrong.strerror or wrong)
             self.close(0.0)
 
     def close(self, limit: float) -> None:
@@ -83,7 +83,7 @@ class TensorBoard:
                 self._tell(url)
         process.wait()
         if self._process is not None:  # it was not closed by us
-            logger.warning("TensorBoard has ended: %s", last[:300] or "it has said nothing")
+            logger.warning("TensorBoard exited: %s", last[:300] or "it has said nothing")
             self._tell("")
 
 

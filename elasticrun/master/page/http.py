@@ -103,7 +103,7 @@ class StatusPage:
             self._server = await asyncio.to_thread(_http_server, self._answer)
             await self._server.serve(sockets=[made])
         except Exception as wrong:
-            logger.warning("the status page has ended: %s", wrong)
+            logger.warning("the status page stopped: %s", wrong)
 
     async def close(self) -> None:
         """Stop listening and close every connection."""

@@ -163,7 +163,7 @@ class TraceWriter:
                     self._ring.flush()
             self._ring.close()
         except Exception as wrong:  # the job does not depend on it
-            logger.warning("the trace of this job ends here: %s", wrong)
+            logger.warning("tracing of this job stopped: %s", wrong)
             self._ring.abandon()
             while self._queue.get() is not None:
                 pass

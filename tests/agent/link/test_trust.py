@@ -123,7 +123,7 @@ def test_a_running_job_is_not_ended_by_who_takes_the_masters_port(answer: m.Orde
 
     with caplog.at_level(logging.WARNING, "elasticrun"), held_port() as port:
         aio.run(run(port))
-    assert len([line for line in caplog.messages if "the ranks go on" in line]) == 1
+    assert len([line for line in caplog.messages if "the ranks keep running" in line]) == 1
 
 
 @pytest.mark.parametrize(

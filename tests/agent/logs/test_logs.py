@@ -417,7 +417,7 @@ def test_a_reader_that_waits_for_its_console_is_no_hung_disk(shown: Show, caplog
     await_true(lambda: made.output._consoles[1].is_awaited, "reader that waits for room")
     made.output.hurry(4.0)
     assert made.output.close(1.5) > 0
-    assert "the disk does not answer" not in caplog.text
+    assert "the disk does not respond" not in caplog.text
     assert "because the time to end was up" in caplog.text
 
 

@@ -244,7 +244,7 @@ async def test_a_job_without_room_does_not_wait_for_it(shm: Path, monkeypatch, c
         held = await segments.need(0, SIZES, LAYOUT.content)
         assert held.path
     assert not folder.exists()
-    assert "snapshots of 1 killed agents of other jobs were removed" in caplog.text
+    assert "removed snapshots of 1 killed agents of other jobs" in caplog.text
 
 
 async def test_what_is_of_before_a_start_of_the_machine_is_not_believed(shm: Path, caplog) -> None:
@@ -259,7 +259,7 @@ async def test_what_is_of_before_a_start_of_the_machine_is_not_believed(shm: Pat
         assert segments.held == []
         assert not list(shm.glob("*/0-*"))
     assert not list(shm.iterdir())
-    assert "before this machine's last start" in caplog.text
+    assert "from before the last reboot" in caplog.text
 
 
 async def test_folders_of_killed_agents_of_others_are_removed(shm: Path, tmp_path: Path) -> None:
