@@ -273,4 +273,4 @@ def test_a_log_folder_that_does_not_answer_ends_the_start(monkeypatch, caplog) -
         asyncio.run(one._set_out(None))
     go.set()
     assert fatal == ["--log-dir /dev/null: the disk has not answered for 0.1 s"]
-    assert "the disk does not respond" in caplog.text
+    assert "the disk does not answer" in caplog.text

@@ -61,7 +61,7 @@ def test_it_is_ended_and_named_when_its_time_is_over(world: World, script: Path)
     launched = world.launch(ELASTICRUN, *words, env=COLD)
     assert launched.wait() == 0
     child = _child(launched.stdout)
-    assert f"ending 1 process that ranks have left running: {child} (sh -c" in launched.stderr
+    assert f"terminating 1 process that ranks have left running: {child} (sh -c" in launched.stderr
     assert "1.5 s after the ranks exited (--child-exit-timeout)" in launched.stderr
     assert await_exit([child]) == set()
 

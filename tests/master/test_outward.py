@@ -168,7 +168,7 @@ def test_a_disk_that_refuses_is_told_once(tmp_path: Path, caplog: pytest.LogCapt
     files.filed(ROW)
     files.close(10.0)
     assert len(caplog.records) == 1
-    assert "cannot be written" in caplog.text
+    assert "cannot write to the run folder" in caplog.text
 
 
 def test_what_failed_first_is_a_page_by_itself() -> None:

@@ -356,7 +356,7 @@ class Ranks:
         self._lingering, left = message, _left_by_ranks(message)
         limit, flag = self._launch.child_exit_timeout, "--child-exit-timeout"
         if message.ending:
-            logger.warning("killing %s, %g s after the ranks exited (%s)", left, limit, flag)
+            logger.warning("terminating %s, %g s after the ranks exited (%s)", left, limit, flag)
         else:
             logger.log(NOTICE, "waiting up to %g s (%s) for %s", limit, flag, left)
 
