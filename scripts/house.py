@@ -114,14 +114,17 @@ MAILBOXES: Final = {
 
 ROUNDS: Final = frozenset(
     {
-        "Start", "RoundFacts", "RoundReport", "LastRound", "LocalRound", "Round",
-        "Participants", "Generation",
+        "RoundInfo", "Start", "RoundFacts", "RoundReport", "LastRound", "Round", "Participants",
     }
 )  # fmt: skip
 """Types that each hold a part of a round; a removed name no longer counts."""
 
 OF_A_ROUND: Final = frozenset(["world_size", "restart_count", "group_rank", "seats", "restore"])
-"""A class with a RoundName and three of these is a type of a round too."""
+"""A class with a RoundName and three of these is a type of a round too, and one that embeds a round
+and repeats one of its fields."""
+
+EMBEDS: Final = ("RoundInfo", "Start", "Round")
+"""`LocalRound` and `Generation` of the agent have one of these, and add what concerns snapshots."""
 
 A_FACT: Final = "slow_ages"
 """A fact of the master; its locations are counted."""
@@ -375,8 +378,10 @@ class House:
                 for one in node.body
                 if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
             }
-            whole = "RoundName" in fields.values() and len(OF_A_ROUND & fields.keys()) >= 3
-            if node.name in ROUNDS or whole:
+            parts = len(OF_A_ROUND & fields.keys())
+            whole = "RoundName" in fields.values() and parts >= 3
+            repeats = bool(parts) and any(one in EMBEDS for one in fields.values())
+            if node.name in ROUNDS or whole or repeats:
                 found.append(module.named(node, node.name))
         return Count(len(found), found)
 

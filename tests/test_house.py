@@ -28,7 +28,7 @@ MOST = {
     "readers_of_our_sentences": 0,
     "callables_assigned_from_outside": 0,
     "polled_mailboxes": 0,
-    "types_of_a_round": 7,  # 3
+    "types_of_a_round": 3,  # what is decided, what a node is told, what is known of it
     "places_of_a_fact": 3,  # its part gives it and takes it back, and one in its record
     "places_of_an_order": 6,  # 4
     "attributes_of_the_agent": 17,  # 18

@@ -32,21 +32,16 @@ class Seat(Struct, frozen=True):
     role_world_size: int
 
 
-class RoundFacts(Struct, frozen=True):
-    """The last round that was formed or adopted."""
+class RendezvousFacts(Struct, frozen=True):
+    """The last round that was formed or adopted, its state, and what the job waits for."""
 
-    info: RoundInfo
-    store: Endpoint
-    store_node: str
-    seats: tuple[Seat, ...]
+    round: RoundInfo | None = None  # None: none was
+    store: Endpoint | None = None
+    store_node: str = ""
+    seats: tuple[Seat, ...] = ()
     adopted: bool = False  # rebuilt from its nodes' reports; what they do not know is missing
     over: str = ""  # why its members were stopped; empty while it runs
     over_code: ReasonCode | None = None  # the typed reason of that text
-
-
-class RendezvousFacts(Struct, frozen=True):
-    """The state of the last round, and what the job waits for."""
-
     age: float = 0.0  # of the round
     lost: str = ""  # which member was lost first, as a sentence
     lost_code: ReasonCode | None = None  # the typed reason of that text
@@ -199,7 +194,6 @@ class Facts(Struct, frozen=True):
     waits: tuple[LongWait, ...] = ()  # for each place the longest one that ended well
     age: float = 0.0  # seconds since they were recorded
     order: tuple[str, ...] = ()  # node ids in the order of first join
-    round: RoundFacts | None = None
     rendezvous: RendezvousFacts = RendezvousFacts()
     membership: MembershipFacts = MembershipFacts()
     flaps: FlapFacts = FlapFacts()

@@ -6,22 +6,23 @@ from typing import Any
 
 from msgspec import structs
 
-from elasticrun.core.persisted import Facts, RendezvousFacts, RoundFacts, Seat
+from elasticrun.core.persisted import Facts, RendezvousFacts, Seat
 from elasticrun.wire.messages import RoundInfo
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.master.people import SPEC
 
 
-def round_facts(number: int = 1, nodes: int = 2, **changes: Any) -> RoundFacts:
+def round_facts(number: int = 1, nodes: int = 2, **changes: Any) -> RendezvousFacts:
     """A round of so many nodes with two ranks each."""
     seats = tuple(
         Seat(f"node-{i:05d}", f"{i:016x}", i, 2 * i, 2, 2 * i, 2 * nodes) for i in range(nodes)
     )
-    made = RoundFacts(
-        info=RoundInfo(RoundName(1, number, f"{number:08x}"), 2 * nodes),
+    made = RendezvousFacts(
+        round=RoundInfo(RoundName(1, number, f"{number:08x}"), 2 * nodes),
         store=Endpoint("10.0.0.1", 40_000),
         store_node="node-00000",
         seats=seats,
+        age=1.5,
     )
     return structs.replace(made, **changes)
 
@@ -32,8 +33,7 @@ def facts(number: int = 1, nodes: int = 2, **changes: Any) -> Facts:
         spec=SPEC,
         term=1,
         number=number,
-        round=round_facts(number, nodes),
-        rendezvous=RendezvousFacts(age=1.5),
+        rendezvous=round_facts(number, nodes),
         order=tuple(f"node-{i:05d}" for i in range(nodes)),
     )
     return structs.replace(made, **changes)

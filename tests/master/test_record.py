@@ -19,13 +19,13 @@ import pytest
 
 from elasticrun.config import Identity, MasterConfig
 from elasticrun.core.events import Heard, JobEffect, JobEvent, JobOver, Record, Tell
-from elasticrun.core.persisted import Facts, RendezvousFacts, RestartFacts, aged
+from elasticrun.core.persisted import Facts, RestartFacts, aged
 from elasticrun.master import file_store, records
 from elasticrun.master.file_store import FileStore
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, dumps
 from tests import aio, needs
-from tests.master.facts import facts
+from tests.master.facts import facts, round_facts
 from tests.master.people import LIMIT, ROUND, Recorder, hear, serving
 
 JOIN = m.Join(Endpoint("127.0.0.1", 1))
@@ -184,7 +184,7 @@ async def test_the_newest_facts_are_loaded_and_are_private(tmp_path: Path) -> No
         3,
         outcome=m.End(1, "boom", ()),
         restarts=RestartFacts(charges=(1.0, 2.5)),
-        rendezvous=RendezvousFacts(starved=3.25),
+        rendezvous=round_facts(3, starved=3.25),
     )
     await _keep(folder, facts(1), facts(2, nodes=5), last, now=100.0)
     assert await _load(folder, now=100.0) == last

@@ -379,10 +379,10 @@ if "elasticrun.master" in sys.orig_argv:
     write = FileStore.write
 
     def die(facts):
-        last = facts.round
+        last = facts.rendezvous
         wanted = {
-            "over": last is not None and bool(last.over),
-            "formed": last is not None and last.info.name.number == 2,
+            "over": bool(last.over),
+            "formed": last.round is not None and last.round.name.number == 2,
             "outcome": facts.outcome is not None,
         }
         if wanted[os.environ["DEADLY_FACT"]] and not os.path.exists(flag):

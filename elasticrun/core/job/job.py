@@ -49,7 +49,7 @@ from elasticrun.core.rounds.attribution import Cause
 from elasticrun.core.rounds.budget import Bill, Judgement
 from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.core.rounds.rendezvous import Decision, Phase, Verb
-from elasticrun.core.rounds.round import Round, Stage, begin
+from elasticrun.core.rounds.round import Stage, begin
 from elasticrun.core.sight.picture import Goodput, Picture
 from elasticrun.core.sight.sight import Sight
 from elasticrun.core.snapshots.policy import SnapshotPolicy
@@ -594,11 +594,11 @@ class Job:
         ended = why or (last.why_stopped if last is not None else None)
         because = () if ended is None else said(ended)
         info = m.RoundInfo(name, len(ready), count, choice.restore, choice.skip, *because)
-        ctx.round = round_ = Round(begin(info, ready, limit, last))
+        ctx.round = round_ = begin(info, ready, limit, last)
         for node in round_.seats:
             ctx.nodes[node].told = ""
         self._left_a_round = False
-        rdzv.formed(round_.seats, now)
+        rdzv.formed(round_, now)
         ctx.flaps.formed(round_.seats, now)
         restarts.new_round(nodes=len(round_.seats))
         self._reason, self._ends = None, None

@@ -13,9 +13,8 @@ from elasticrun.core.events import Record
 from elasticrun.core.nodes.node import Health
 from elasticrun.core.parts import Kept, Recorded
 from elasticrun.core.persisted import Facts, RendezvousFacts
-from elasticrun.core.reasons import read
 from elasticrun.core.rounds.rendezvous import Phase
-from elasticrun.core.rounds.round import Round
+from elasticrun.core.rounds.round import Round, Stage, restored
 from elasticrun.core.sight.ledger import SlotLedger
 from elasticrun.core.snapshots.snapshots import Snapshots
 from elasticrun.core.words import some
@@ -86,7 +85,6 @@ class Recorder:
             dumps=ctx.dumps,
             waits=ctx.waits,
             order=ctx.nodes.order(keep, others=ctx.spec.max_nodes),
-            round=round_.recorded() if round_ else None,
             rendezvous=ctx.rdzv.facts(now),
             membership=ctx.membership.facts(now),
             flaps=ctx.flaps.facts(now),
@@ -106,9 +104,12 @@ def load(facts: Facts, ctx: JobContext, snapshots: Snapshots) -> None:
     if facts.scaled:
         ctx.scale(facts.spec.min_nodes, facts.spec.max_nodes)
     ctx.nodes.remember(facts.order)
-    if (was := facts.round) is not None:
-        ctx.round = Round(was, inherited=True, why_stopped=read(was.over, was.over_code))
-        ctx.restarts.new_round(adopted=was.adopted)  # its agents report its failures again
+    ctx.round = restored(facts.rendezvous)
+    if ctx.round is not None:
+        ctx.rdzv.last = ctx.round
+        if facts.outcome is not None:
+            ctx.round.stages = dict.fromkeys(ctx.round.members, Stage.STOPPING)
+        ctx.restarts.new_round(adopted=ctx.round.is_adopted)  # its agents report its failures again
     _restore(ctx.restarts, facts.restarts, at)
     _restore(ctx.membership, facts.membership, at)
     _restore(ctx.flaps, facts.flaps, at)
@@ -129,17 +130,17 @@ def _load_round(
     round_: Round, facts: RendezvousFacts, ctx: JobContext, snapshots: Snapshots, at: float
 ) -> None:
     """Restore the round that the previous master left."""
-    was, now, gone = round_.facts, ctx.now, set(facts.gone)
-    redial = ctx.membership.redial(len(was.seats))
-    ctx.flaps.taken_over(seat.node for seat in was.seats)
-    for seat in was.seats:
+    now, gone = ctx.now, set(facts.gone)
+    redial = ctx.membership.redial(len(facts.seats))
+    ctx.flaps.taken_over(seat.node for seat in facts.seats)
+    for seat in facts.seats:
         if seat.node in gone:
             ctx.membership.recall(seat.node, seat.incarnation, now)
         else:
             ctx.membership.expect(seat.node, seat.incarnation, now, redial=redial)
-    ctx.rdzv.restore_round(was, facts, at, now, redial)
+    ctx.rdzv.restore_round(round_, facts, at, now, redial)
     seats = round_.seats  # the live dict: members of an adopted round are added as they attach
-    info = was.info
+    info = round_.info
     snapshots.begin_round(info, seats)
     snapshots.checkpoints.take_over(None if info.skip.memory else info.restore)
     snapshots.points.expect(node for node in seats if node not in gone)
@@ -149,10 +150,10 @@ def _in_words(facts: Facts) -> str:
     """What the record says, as a line for the operator."""
     if facts.outcome is not None:
         return f"the record says that the job is over: {facts.outcome.reason}"
-    if facts.round is None:
+    rdzv = facts.rendezvous
+    if rdzv.round is None:
         return "the record says that no round was formed yet"
-    info = facts.round.info
-    what = f"round {info.name} with {some(info.world_size, 'rank')}"
-    if facts.round.over:
-        return f"the record says that {what} is over: {facts.round.over}"
+    what = f"round {rdzv.round.name} with {some(rdzv.round.world_size, 'rank')}"
+    if rdzv.over:
+        return f"the record says that {what} is over: {rdzv.over}"
     return f"the record says that {what} runs"

@@ -170,7 +170,7 @@ class Streams:
         previous master died between the record of the round and the order."""
         round_ = self._ctx.round
         assert round_ is not None
-        start = None if round_.facts.adopted else round_.start(node)  # an adopted one runs already
+        start = None if round_.is_adopted else round_.start(node)  # an adopted one runs already
         if self._rdzv.phase is Phase.RUNNING and start is not None:
             if round_.inherited:
                 self._rdzv.begins_now(self._ctx.now)
@@ -184,7 +184,7 @@ class Streams:
         ctx.restarts.budget.adopt(start.info.restart_count)
         ctx.restarts.new_round(adopted=True)
         self._saving.round_adopted(ctx.round)
-        self._rdzv.adopt(start.info.world_size, ctx.now)
+        self._rdzv.adopt(ctx.round, ctx.now)
         size = some(start.info.world_size, "rank")
         ctx.note(f"round {start.round} with {size} runs already: adopted")
         self._adopt_member(hello, start)
@@ -194,10 +194,8 @@ class Streams:
 
     def _adopt_member(self, hello: m.Hello, start: m.Start) -> None:
         ctx = self._ctx
-        assert ctx.round is not None
-        ctx.round.seat(adopted_seat(hello, start))
         self.health.trust(hello.node)
-        self._rdzv.adopt_member(hello.node, hello.local_world_size, ctx.now)
+        self._rdzv.adopt_member(adopted_seat(hello, start), ctx.now)
         if self._rdzv.is_whole:
             self._recorder.record_soon()
 

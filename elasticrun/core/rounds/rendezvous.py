@@ -47,7 +47,6 @@ incarnation; and not call `join` for a node whose ranks may be alive.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -55,7 +54,7 @@ from elasticrun.config import GROW_YOUNG, STORM_NODES, STORM_QUIET
 from elasticrun.core.deadlines import Deadlines, earliest
 from elasticrun.core.nodes.admission import Backoffs
 from elasticrun.core.nodes.membership import beat_interval
-from elasticrun.core.persisted import RendezvousFacts, RoundFacts
+from elasticrun.core.persisted import RendezvousFacts, Seat
 from elasticrun.core.reasons import (
     AtDoor,
     BackedOff,
@@ -84,7 +83,7 @@ from elasticrun.core.reasons import (
     text,
 )
 from elasticrun.core.rounds.join_window import Debounce, Door, LastCall
-from elasticrun.core.rounds.round import Participants, Stage
+from elasticrun.core.rounds.round import Round, Stage, no_round
 from elasticrun.core.rounds.takeover import Takeover
 from elasticrun.core.words import Count
 from elasticrun.wire.messages import JobSpec
@@ -141,7 +140,7 @@ class Rendezvous:
         self.phase = Phase.GATHERING
         self.ready: dict[str, None] = {}
         """Nodes that could start now, in the order of their joins."""
-        self.last = Participants({}, now)
+        self.last = no_round()
         self.takeover = Takeover(now)
         self._announced: dict[str, None] = {}  # attached, not joined
         self.backing_off = Backoffs()
@@ -408,20 +407,19 @@ class Rendezvous:
 
     # ------------------------------------------------------------ rounds
 
-    def formed(self, nodes: Iterable[str], now: float) -> None:
-        """These ready nodes have places in a new round."""
-        members = dict.fromkeys(nodes, Stage.STARTING)
-        for node in members:
+    def formed(self, round_: Round, now: float) -> None:
+        """Ready nodes have places in this new round."""
+        for node in round_.members:
             del self.ready[node]
         first = self.takeover.is_first
-        self._begin(members, now)
+        self._begin(round_, now)
         self.takeover.elsewhere.clear()
         if first:
             self._door.job_began()
 
-    def _begin(self, members: dict[str, Stage], now: float) -> None:
+    def _begin(self, round_: Round, now: float) -> None:
         self.phase = Phase.RUNNING
-        self.last = Participants(members, now)
+        self.last, round_.last_word = round_, now
         self.takeover.round_began()
         self._awaited.clear()
         self._shortage = None
@@ -459,10 +457,16 @@ class Rendezvous:
     def facts(self, now: float) -> RendezvousFacts:
         """The state of the last round, for the record."""
         last, running, since = self.last, self.phase is Phase.RUNNING, self._starved_since
-        lost = last.lost[0] if last.lost else None
+        why = {} if last.why_stopped is None else {"over": last.why_stopped}
+        why |= {"lost": last.lost[0]} if last.lost else {}
         return RendezvousFacts(
+            round=last.info if last.store is not None else None,
+            store=last.store,
+            store_node=last.store_node,
+            seats=tuple(last.members.values()),
+            adopted=last.is_adopted,
             age=now - self.formed_at,
-            **recorded(lost=lost) if lost is not None else {},
+            **(recorded(**why) if why else {}),
             gone=tuple(last.away),
             done=tuple(node for node in last.away if node in last.completed),
             waiting=() if running else tuple(n for n in self.ready if not last.is_member(n)),
@@ -480,19 +484,18 @@ class Rendezvous:
             self.takeover.expect_round(now)
 
     def restore_round(
-        self, was: RoundFacts, facts: RendezvousFacts, at: float, now: float, redial: float
+        self, round_: Round, facts: RendezvousFacts, at: float, now: float, redial: float
     ) -> None:
         """Restore the last round as it was `at` the time of the record; its members have the grace
         period to reconnect. `redial`: seconds within which a living agent has redialled."""
-        members = {seat.node: seat.ranks for seat in was.seats}
-        self._begin(dict.fromkeys(members, Stage.STARTING), at - facts.age)
-        self.last.restore(facts, at)
-        missing = max(0, was.info.world_size - sum(members.values()))  # of an adopted round
-        self.takeover.round_taken(was.info.world_size, missing, now)
+        self._begin(round_, at - facts.age)
+        round_.expect(facts, at)
+        missing = round_.unreported()
+        self.takeover.round_taken(round_.info.world_size, missing, now)
         if self.last.unseen or missing:  # the last master may have heard them until its end
             self.last.last_word = now
         self._recount = bool(self.last.lost)
-        if was.over:
+        if facts.over:
             self.phase = Phase.GATHERING
             for node in self.last.unseen:
                 self._awaited.arm(node, self.takeover.grace_until)
@@ -506,13 +509,13 @@ class Rendezvous:
             self.takeover.is_begun = True
             self._young_since(now)
 
-    def adopt(self, world_size: int, now: float) -> None:
+    def adopt(self, round_: Round, now: float) -> None:
         """A round that another master formed is running; this one learns of it from its nodes."""
-        self._begin({}, now - GROW_YOUNG)  # its age is unknown: not young
+        self._begin(round_, now - GROW_YOUNG)  # its age is unknown: not young
         # For the door it is young: a record is lost only together with its host, whose node is then
         # about to return, and the round may have been formed because that node was lost.
         self._door.formed(now, announced=bool(self._announced))
-        self.takeover.round_taken(world_size, world_size, now)
+        self.takeover.round_taken(round_.info.world_size, round_.info.world_size, now)
 
     @property
     def is_whole(self) -> bool:
@@ -520,12 +523,11 @@ class Rendezvous:
         adopted round are accepted as its members."""
         return not self.takeover.unseen_ranks
 
-    def adopt_member(self, node: str, ranks: int, now: float) -> None:
-        """A node of the adopted round has reported, with this many ranks."""
-        self.takeover.elsewhere.pop(node, None)
-        if node not in self.last.stages:
-            self.last.stages[node] = Stage.STARTING
-            self.takeover.ranks_heard(ranks, now)
+    def adopt_member(self, seat: Seat, now: float) -> None:
+        """A node of the adopted round has reported its place."""
+        self.takeover.elsewhere.pop(node := seat.node, None)
+        if self.last.seat(seat):
+            self.takeover.ranks_heard(seat.ranks, now)
             if self.phase is Phase.GATHERING:
                 self._awaited.arm(node, now + self._stop_time)
         self._announced.pop(node, None)

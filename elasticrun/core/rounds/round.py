@@ -17,10 +17,10 @@ from enum import StrEnum
 from msgspec.structs import replace
 
 from elasticrun.core.nodes.node import Node, is_loopback
-from elasticrun.core.persisted import RendezvousFacts, RoundFacts, Seat
-from elasticrun.core.reasons import Reason, read, recorded
+from elasticrun.core.persisted import RendezvousFacts, Seat
+from elasticrun.core.reasons import Reason, read
 from elasticrun.wire.messages import Hello, RoundInfo, Start
-from elasticrun.wire.types import RoundName
+from elasticrun.wire.types import Endpoint, RoundName
 
 
 def choose(ready: Sequence[Node], limit: int, previous: Mapping[str, int]) -> list[Node]:
@@ -60,99 +60,6 @@ def store_host(places: Sequence[Node]) -> Node:
     return places[0]
 
 
-@dataclass(slots=True)
-class Round:
-    """One round, as the master knows it."""
-
-    facts: RoundFacts
-    """What was decided or reported; `Rendezvous` has its current state."""
-    inherited: bool = False  # another master formed it
-    why_stopped: Reason | None = None
-    info: RoundInfo = field(init=False)
-    name: RoundName = field(init=False)
-    members: dict[str, Seat] = field(init=False)  # by node
-    seats: dict[str, int] = field(init=False)  # node -> group rank
-
-    def __post_init__(self) -> None:
-        self.info, self.name = self.facts.info, self.facts.info.name
-        self.members = {seat.node: seat for seat in self.facts.seats}
-        self.seats = {seat.node: seat.group_rank for seat in self.facts.seats}
-
-    def recorded(self) -> RoundFacts:
-        """The facts with all members known by now, and why the round was stopped if it was."""
-        over = {} if self.why_stopped is None else recorded(over=self.why_stopped)
-        return replace(self.facts, seats=tuple(self.members.values()), **over)
-
-    def is_older_than(self, name: RoundName) -> bool:
-        """Whether `name` is a later round."""
-        return (name.term, name.number) > (self.name.term, self.name.number)
-
-    def seat(self, seat: Seat) -> None:
-        """Add a member's place."""
-        self.members[seat.node] = seat
-        self.seats[seat.node] = seat.group_rank
-
-    def start(self, node: str) -> Start | None:
-        """The order that gives this node its place; None for a node without one."""
-        if (seat := self.members.get(node)) is None:
-            return None
-        return Start(
-            info=self.info,
-            group_rank=seat.group_rank,
-            group_world_size=len(self.members),
-            first_rank=seat.first_rank,
-            role_first_rank=seat.role_first_rank,
-            role_world_size=seat.role_world_size,
-            store=self.facts.store,
-            host_store=node == self.facts.store_node,
-        )
-
-
-def adopt(start: Start) -> Round:
-    """A round that another master formed, as far as one node knows it."""
-    return Round(RoundFacts(start.info, start.store, "", (), adopted=True), inherited=True)
-
-
-def adopted_seat(hello: Hello, start: Start) -> Seat:
-    """The place that a node of an adopted round has received."""
-    return Seat(
-        node=hello.node,
-        incarnation=hello.incarnation,
-        group_rank=start.group_rank,
-        first_rank=start.first_rank,
-        ranks=hello.local_world_size,
-        role_first_rank=start.role_first_rank,
-        role_world_size=start.role_world_size,
-    )
-
-
-def begin(info: RoundInfo, ready: Sequence[Node], limit: int, previous: Round | None) -> RoundFacts:
-    """A new round: `limit` of the ready nodes and their places; its size is theirs."""
-    before = previous.seats if previous else {}
-    places = lay_out(choose(ready, limit, before), before)
-    host, hellos = store_host(places), [one.hello for one in places]
-    role_sizes: Counter[str] = Counter()
-    for hello in hellos:
-        role_sizes[hello.role] += hello.local_world_size
-    world_size, role_first_ranks, seats = 0, Counter[str](), []
-    for group_rank, hello in enumerate(hellos):
-        seats.append(
-            Seat(
-                node=hello.node,
-                incarnation=hello.incarnation,
-                group_rank=group_rank,
-                first_rank=world_size,
-                ranks=hello.local_world_size,
-                role_first_rank=role_first_ranks[hello.role],
-                role_world_size=role_sizes[hello.role],
-            )
-        )
-        world_size += hello.local_world_size
-        role_first_ranks[hello.role] += hello.local_world_size
-    info = replace(info, world_size=world_size)
-    return RoundFacts(info, host.store, host.id, tuple(seats))
-
-
 class Stage(StrEnum):
     """The state of a member of the last round."""
 
@@ -163,13 +70,22 @@ class Stage(StrEnum):
     FINISHED = "finished"
 
 
-@dataclass(slots=True)
-class Participants:
-    """The members of the last round. A member that leaves stays in it, because its ranks may still
-    be alive: see the fence in `rendezvous`."""
+@dataclass(slots=True, eq=False)
+class Round:
+    """A round and what is known of its members. A member that leaves stays in it, because its ranks
+    may still be alive: see the fence in `rendezvous`."""
 
-    stages: dict[str, Stage]
-    last_word: float  # when the last departed member last sent anything
+    info: RoundInfo
+    store: Endpoint | None  # None: no round was formed yet
+    store_node: str
+    members: dict[str, Seat]  # by node
+    last_word: float = 0.0  # when the last departed member last sent anything
+    is_adopted: bool = False  # its places are those that its nodes have reported so far
+    inherited: bool = False  # another master formed it
+    why_stopped: Reason | None = None
+    name: RoundName = field(init=False)
+    seats: dict[str, int] = field(init=False)  # node -> group rank
+    stages: dict[str, Stage] = field(init=False)
     away: dict[str, None] = field(default_factory=dict)  # whose agents have exited, in that order
     leaving: set[str] = field(default_factory=set)  # leave as soon as their ranks have exited
     completed: set[str] = field(default_factory=set)  # all of whose ranks exited with 0
@@ -179,8 +95,13 @@ class Participants:
     broken: Reason | None = None  # why the round cannot continue although no node is lost
     fenced: bool = False  # it can complete no further collective
 
-    def restore(self, facts: RendezvousFacts, at: float) -> None:
-        """Restore what another master recorded of these members at time `at`; none has reported
+    def __post_init__(self) -> None:
+        self.name = self.info.name
+        self.seats = {node: seat.group_rank for node, seat in self.members.items()}
+        self.stages = dict.fromkeys(self.members, Stage.STARTING)
+
+    def expect(self, facts: RendezvousFacts, at: float) -> None:
+        """The state of its members, as another master recorded it at time `at`; none has reported
         yet."""
         self.away = dict.fromkeys(facts.gone)
         self.unseen = {node: None for node in self.stages if node not in self.away}
@@ -188,6 +109,37 @@ class Participants:
         self.fenced, self.last_word = facts.fenced, at - facts.silent
         if (lost := read(facts.lost, facts.lost_code)) is not None:
             self.lost.append(lost)
+
+    def unreported(self) -> int:
+        """Number of ranks of an adopted round whose nodes have not reported their places."""
+        return max(0, self.info.world_size - sum(seat.ranks for seat in self.members.values()))
+
+    def is_older_than(self, name: RoundName) -> bool:
+        """Whether `name` is a later round."""
+        return (name.term, name.number) > (self.name.term, self.name.number)
+
+    def seat(self, seat: Seat) -> bool:
+        """Give a member of an adopted round the place that it reports. Return whether it is new."""
+        self.members[seat.node] = seat
+        self.seats[seat.node] = seat.group_rank
+        is_new = seat.node not in self.stages
+        self.stages.setdefault(seat.node, Stage.STARTING)
+        return is_new
+
+    def start(self, node: str) -> Start | None:
+        """The order that gives this node its place; None for a node without one."""
+        if (seat := self.members.get(node)) is None or self.store is None:
+            return None
+        return Start(
+            info=self.info,
+            group_rank=seat.group_rank,
+            group_world_size=len(self.members),
+            first_rank=seat.first_rank,
+            role_first_rank=seat.role_first_rank,
+            role_world_size=seat.role_world_size,
+            store=self.store,
+            host_store=node == self.store_node,
+        )
 
     def is_member(self, node: str) -> bool:
         """Whether the node has a place in the last round and its agent has not exited."""
@@ -206,3 +158,66 @@ class Participants:
         if self.is_member(node) and self.stages[node] in (Stage.STARTING, Stage.RUNNING):
             self.stages[node] = Stage.FINISHED
             self.completed.add(node)
+
+
+def no_round() -> Round:
+    """Before the first round."""
+    return Round(RoundInfo(RoundName(0, 0, ""), 0), None, "", {})
+
+
+def restored(facts: RendezvousFacts) -> Round | None:
+    """The round in another master's record; None if there was none."""
+    if facts.round is None:
+        return None
+    members = {seat.node: seat for seat in facts.seats}
+    return Round(
+        facts.round,
+        facts.store,
+        facts.store_node,
+        members,
+        is_adopted=facts.adopted,
+        inherited=True,
+        why_stopped=read(facts.over, facts.over_code),
+    )
+
+
+def adopt(start: Start) -> Round:
+    """A round that another master formed, as far as one node knows it."""
+    return Round(start.info, start.store, "", {}, is_adopted=True, inherited=True)
+
+
+def adopted_seat(hello: Hello, start: Start) -> Seat:
+    """The place that a node of an adopted round has received."""
+    return Seat(
+        node=hello.node,
+        incarnation=hello.incarnation,
+        group_rank=start.group_rank,
+        first_rank=start.first_rank,
+        ranks=hello.local_world_size,
+        role_first_rank=start.role_first_rank,
+        role_world_size=start.role_world_size,
+    )
+
+
+def begin(info: RoundInfo, ready: Sequence[Node], limit: int, previous: Round | None) -> Round:
+    """A new round: `limit` of the ready nodes and their places; its size is theirs."""
+    before = previous.seats if previous else {}
+    places = lay_out(choose(ready, limit, before), before)
+    host, hellos = store_host(places), [one.hello for one in places]
+    role_sizes: Counter[str] = Counter()
+    for hello in hellos:
+        role_sizes[hello.role] += hello.local_world_size
+    world_size, role_first_ranks, members = 0, Counter[str](), {}
+    for group_rank, hello in enumerate(hellos):
+        members[hello.node] = Seat(
+            node=hello.node,
+            incarnation=hello.incarnation,
+            group_rank=group_rank,
+            first_rank=world_size,
+            ranks=hello.local_world_size,
+            role_first_rank=role_first_ranks[hello.role],
+            role_world_size=role_sizes[hello.role],
+        )
+        world_size += hello.local_world_size
+        role_first_ranks[hello.role] += hello.local_world_size
+    return Round(replace(info, world_size=world_size), host.store, host.id, members)

@@ -19,7 +19,7 @@ from elasticrun.core.context import JobContext
 from elasticrun.core.nodes.node import Health, Node
 from elasticrun.core.persisted import Cause, LedgerEnd, LedgerFacts, LedgerLine, LedgerNode
 from elasticrun.core.rounds.rendezvous import Phase
-from elasticrun.core.rounds.round import Participants, Round, Stage
+from elasticrun.core.rounds.round import Round, Stage
 from elasticrun.core.sight.causes import Origin
 from elasticrun.core.sight.goodput import LONG_ENOUGH, MICROS, Account, goodput
 from elasticrun.core.sight.picture import Goodput
@@ -67,7 +67,7 @@ class SlotLedger:
         self._slots = 0
         self._total = 0  # slot-microseconds held
         self._wall = 0  # microseconds in which any slot was held
-        self._seen: tuple[Participants, Phase, bool] | None = None  # at the last complete update
+        self._seen: tuple[Round, Phase, bool] | None = None  # at the last complete update
         self._over = ctx.outcome is not None
 
         self._key = MOVING  # of the members that run
@@ -311,7 +311,7 @@ class SlotLedger:
             return slots, (IDLE, "below_min")
         return slots, ("down", self.cause) if self.cause else ("start", "wait")
 
-    def _of_member(self, last: Participants, name: str) -> Key:
+    def _of_member(self, last: Round, name: str) -> Key:
         if self._unseen:
             return UNKNOWN
         stage = last.stages[name]

@@ -26,7 +26,7 @@ from elasticrun import __version__
 from elasticrun.core import events
 from elasticrun.core.job.job import Job
 from elasticrun.core.persisted import Facts, aged
-from elasticrun.core.rounds.round import Round
+from elasticrun.core.rounds.round import restored
 from elasticrun.master.trace import words
 from elasticrun.master.trace.chrome import ChromeTrace
 from elasticrun.master.trace.writer import FILE, OLDER
@@ -431,10 +431,9 @@ def _heading(head: TraceHead) -> Iterator[str]:
 
 def _as_it_was(stream: events.Attached, facts: Facts | None) -> events.Attached:
     """A stream that was open when the ring turned, as if its node attached to a new master."""
-    last = None if facts is None else facts.round
-    seats = () if last is None else last.seats
-    seat = next((seat for seat in seats if seat.node == stream.hello.node), None)
+    last = None if facts is None else restored(facts.rendezvous)
+    seat = None if last is None else last.members.get(stream.hello.node)
     if last is None or seat is None or seat.incarnation != stream.hello.incarnation:
         return stream
-    attached = Round(last).start(seat.node)
+    attached = last.start(seat.node)
     return replace(stream, hello=replace(stream.hello, attached=attached))

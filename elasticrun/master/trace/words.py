@@ -253,10 +253,10 @@ def _numbers(ranks: tuple[int, ...]) -> str:
 def facts_in_words(facts: Facts) -> str:
     """The facts that the next master would load, in short."""
     words = ["no round", f"restarts {facts.restarts.count}"]
-    if (last := facts.round) is not None:
-        over = " (over)" if last.over else ""
-        ranks = f"{some(last.info.world_size, 'rank')} on {some(len(last.seats), 'node')}"
-        words[0] = f"round {last.info.name}{over}, {ranks}"
+    if (last := facts.rendezvous.round) is not None:
+        over = " (over)" if facts.rendezvous.over else ""
+        nodes = some(len(facts.rendezvous.seats), "node")
+        words[0] = f"round {last.name}{over}, {some(last.world_size, 'rank')} on {nodes}"
     if left_out := facts.membership.left_out:
         words.append(f"{len(left_out)} left out")
     if excluded := facts.exclusions.excluded:

@@ -15,11 +15,10 @@ from elasticrun.core.persisted import (
     FlapFacts,
     LeftOut,
     MembershipFacts,
-    RendezvousFacts,
     RestartFacts,
     aged,
 )
-from elasticrun.core.rounds.round import Round
+from elasticrun.core.rounds.round import restored
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, dumps, loads
 from tests.core.by_hand import DONE, SPEC, Master, failure, hello
@@ -51,7 +50,7 @@ def test_what_is_recorded_and_before_what() -> None:
     assert kinds(master.feed(fx.Attached(2, hello("b")))) == ["Welcome"]
     formed = kinds(master.feed(fx.Heard(2, m.Join(Endpoint("b", 1)))))
     assert formed == ["Record", "Start", "Start"]
-    name = master.facts.round.info.name  # type: ignore[union-attr]
+    name = master.facts.rendezvous.round.name  # type: ignore[union-attr]
     assert kinds(master.feed(fx.Heard(1, m.Running(name, (1, 2))))) == []
     assert kinds(master.feed(fx.Heard(1, m.Beat(1)))) == []
     reopened = kinds(master.feed(fx.Heard(1, m.RanksFailed(name, (failure(0),)))))
@@ -59,7 +58,7 @@ def test_what_is_recorded_and_before_what() -> None:
     master.both_back(name)
     assert kinds(master.effects)[0] == "Record"
     assert master.facts.restarts.count == 1, "the charge is in the record of the round it pays for"
-    name = master.facts.round.info.name  # type: ignore[union-attr]
+    name = master.facts.rendezvous.round.name  # type: ignore[union-attr]
     master.hear(1, m.Finished(name))
     over = kinds(master.feed(fx.Heard(2, m.Finished(name))))
     assert over == ["Recovery", "Record", "End"], "no fact depends on the figures of an incident"
@@ -112,7 +111,7 @@ def test_the_age_of_a_round_and_what_remains_of_a_wait() -> None:
         assert deadline - master.now <= RECORD_EVERY
         master.now = deadline
         master.feed(fx.Tick())
-    assert master.facts.round.over
+    assert master.facts.rendezvous.over
     assert master.now > began
 
 
@@ -178,12 +177,12 @@ def test_thirty_days_of_crashes_are_one_day() -> None:
         else:
             master.come_back(2, name)
         found = master.facts
-        assert found.round.info.name.number == crash + 2, "a round for every crash"
+        assert found.rendezvous.round.name.number == crash + 2, "a round for every crash"
         assert len(found.restarts.charges) <= 3
-        name = found.round.info.name
+        name = found.rendezvous.round.name
         if crash % 72 == 71:
             sizes.append(len(dumps(found)))
-            place = Round(found.round).start
+            place = restored(found.rendezvous).start
             master = successor(master, now=float(crash))
             master.feed(fx.Attached(1, hello("a", attached=place("a"))))
             master.feed(fx.Attached(2, replace(pod, attached=place(pod.node))))
@@ -204,7 +203,7 @@ def test_charges_in_the_window_survive_and_others_do_not() -> None:
             continue
         master.hear(1, m.RanksFailed(name, (failure(0),)))
         master.both_back(name)
-        name = master.facts.round.info.name
+        name = master.facts.rendezvous.round.name
     assert master.facts.restarts.charges == (30.0, 0.0), "the first is out of the window"
     assert master.facts.restarts.count == 3, "TORCHELASTIC_RESTART_COUNT counts them all"
     again = successor(master)
@@ -222,10 +221,10 @@ def test_when_most_are_unheard_it_is_the_master_that_is_cut_off() -> None:
         master = large(4)
         again = successor(master, now=0.0)
         again.feed(fx.Tick())
-        seat = master.facts.round.seats[0]
-        name = master.facts.round.info.name
+        seat = master.facts.rendezvous.seats[0]
+        name = master.facts.rendezvous.round.name
         spec = master.facts.spec
-        place = Round(master.facts.round).start(seat.node)
+        place = restored(master.facts.rendezvous).start(seat.node)
         one = hello(seat.node, incarnation=seat.incarnation, spec=spec, attached=place)
         again.feed(fx.Attached(1, one))
         if corroborated:
@@ -258,8 +257,9 @@ def test_a_member_that_never_heard_its_place_makes_the_round_young() -> None:
 LAIN = facts(
     incidents=1,
     spec=replace(SPEC, restart_window=3600.0),
-    round=round_facts(over="it is over"),
-    rendezvous=RendezvousFacts(age=1.5, silent=2.0, starved=4.0, gone=("node-00000", "node-00001")),
+    rendezvous=round_facts(
+        over="it is over", silent=2.0, starved=4.0, gone=("node-00000", "node-00001")
+    ),
     restarts=RestartFacts(2, (50.0, 1.0), 1, blamed=(Blamed("c", 2, 1, 7, 30.0),)),
     membership=MembershipFacts((LeftOut("a", (3.0,), 1, 100.0), LeftOut("b", (3.0,), 1, 5.0))),
     flaps=FlapFacts((LeftOut("c", (3.0, 1.0), 1, 100.0),)),
@@ -304,7 +304,7 @@ def test_a_successor_has_replicas_made_of_a_round_that_it_learns_bit_by_bit() ->
     what is to be copied is divided among all of them."""
     first = Master()
     name = first.running()
-    places = {node: Round(first.facts.round).start(node) for node in "ab"}
+    places = {node: restored(first.facts.rendezvous).start(node) for node in "ab"}
     second = Master(now=100.0)
     second.feed(fx.Attached(1, hello("a", attached=places["a"], last_term=1)))
     third = successor(second)

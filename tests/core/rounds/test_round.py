@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from elasticrun.core.nodes.admission import Deaths
 from elasticrun.core.nodes.node import Node, is_loopback
-from elasticrun.core.persisted import RoundFacts, Seat
+from elasticrun.core.persisted import Seat
 from elasticrun.core.rounds.round import (
     Round,
     adopt,
@@ -49,17 +49,17 @@ def test_every_rank_is_given_out_once(raw, previous, shuffler) -> None:  # type:
     shuffler.shuffle(shuffled)
     assert lay_out(shuffled, before) == places, "the order of asking must not matter"
     made = begin(RoundInfo(RoundName(1, 1, "one"), 1), shuffled, len(members), None)
-    assert [seat.group_rank for seat in made.seats] == list(range(len(members)))
+    assert [seat.group_rank for seat in made.members.values()] == list(range(len(members)))
     next_rank = 0
     next_in_role = {"x": 0, "y": 0}
-    for seat in made.seats:
+    for seat in made.members.values():
         one = next(node for node in members if node.id == seat.node)
         assert (seat.first_rank, seat.ranks) == (next_rank, one.hello.local_world_size)
         assert seat.role_first_rank == next_in_role[one.hello.role]
         next_rank += seat.ranks
         next_in_role[one.hello.role] += seat.ranks
     assert made.info.world_size == next_rank
-    for seat in made.seats:
+    for seat in made.members.values():
         role = next(node for node in members if node.id == seat.node).hello.role
         assert seat.role_world_size == next_in_role[role]
 
@@ -99,7 +99,7 @@ B = Seat("b", "two", 1, 2, 1, 2, 3)
 
 
 def of(*seats: Seat) -> Round:
-    return Round(RoundFacts(RoundInfo(NAME, 3, 4), STORE, "a", seats))
+    return Round(RoundInfo(NAME, 3, 4), STORE, "a", {seat.node: seat for seat in seats})
 
 
 def test_each_member_is_told_its_own_place() -> None:

@@ -361,4 +361,4 @@ def test_the_record_has_what_was_restored_and_what_was_written() -> None:
     master.both(m.Beat(1))
     master.feed(fx.Tick())
     assert master.facts.snapshots.written == start.info.restore
-    assert master.facts.round.info.restore == start.info.restore
+    assert master.facts.rendezvous.round.restore == start.info.restore
