@@ -30,7 +30,7 @@ MOST = {
     "polled_mailboxes": 0,
     "types_of_a_round": 3,  # what is decided, what a node is told, what is known of it
     "places_of_a_fact": 3,  # its part gives it and takes it back, and one in its record
-    "places_of_an_order": 6,  # 4
+    "places_of_an_order": 4,  # its type, its union, who sends it and who carries it out
     "attributes_of_the_agent": 17,  # 18
     "attributes_of_the_hang_watch": 7,  # 8 a state
     "replaced_configs": 0,

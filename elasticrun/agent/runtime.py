@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from elasticrun.config import EXIT_FAILED
 from elasticrun.core import events as fx
-from elasticrun.core.worker.group import ROUTED
 from elasticrun.host.log import logger
 from elasticrun.host.system.sandbox import NoThread, start_thread
 from elasticrun.wire import messages as m
@@ -326,7 +325,7 @@ class LoopOwner(Protocol):
         """Carry out an effect of the state machine."""
 
     def route(self, order: m.Order) -> None:
-        """Dispatch an order that bypasses the state machine (`core.worker.group.ROUTED`)."""
+        """Dispatch an order that changes nothing in the state machine."""
 
 
 class AgentLoop:
@@ -373,7 +372,7 @@ class AgentLoop:
                 self._inbox.append(fx.Tick())
 
     def _turn(self, event: fx.AgentEvent) -> None:
-        if isinstance(event, fx.Ordered) and isinstance(event.order, ROUTED):
+        if isinstance(event, fx.Ordered) and not self.brain.is_changed_by(event.order):
             if self.brain.obeys:
                 self._carried(event.order, partial(self._owner.route, event.order))
             return

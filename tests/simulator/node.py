@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from elasticrun.core import events as fx
 from elasticrun.core.rounds.failures import classify
-from elasticrun.core.worker.group import ROUTED, WorkerGroup
+from elasticrun.core.worker.group import WorkerGroup
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint
 from tests.simulator.memory import Memory
@@ -173,10 +173,10 @@ class Node:
         if isinstance(order, m.Inspect):
             self.world.insides.inspect(self, order)
             return
-        if isinstance(order, ROUTED):
-            self._route(order)
-        else:
+        if self.group.is_changed_by(order):
             self.feed(fx.Ordered(order))
+        else:
+            self._route(order)
 
     def _route(self, order: m.Order) -> None:
         if self.group.obeys and isinstance(order, m.Warn):

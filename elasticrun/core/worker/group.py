@@ -68,18 +68,6 @@ from elasticrun.core.worker.states import (
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
 
-ROUTED = (
-    m.CommitCheckpoint,
-    m.Holder,
-    m.Inspect,
-    m.Recovery,
-    m.Replicate,
-    m.Warn,
-    m.Watermark,
-)
-"""Orders that do not change the group: the runtime passes them to the component that carries them
-out, as long as this node obeys its master (`WorkerGroup.obeys`)."""
-
 SWEEP_GRACE = 5.0
 """Minimum time after SIGTERM for descendants with sessions of their own; wandb's helper needs up to
 4.7 s to flush. Never more than the grace period of the ranks themselves."""
@@ -126,6 +114,7 @@ class WorkerGroup:
         self.deadlines: Deadlines[str] = Deadlines()
         self.out: list[fx.AgentEffect] = []
         self._table = tabulate(self.rules())
+        self._kinds = {kind for _, kind in self._table}
         self._begun = False
         self._obeying = True
         self._link_lost: NoMaster | None = None
@@ -135,6 +124,11 @@ class WorkerGroup:
     def obeys(self) -> bool:
         """Whether the connected master is at least as recent as any earlier one."""
         return self._obeying
+
+    def is_changed_by(self, order: m.Order) -> bool:
+        """Whether this order has a rule here. The runtime passes any other to the component that
+        carries it out, as long as this node obeys its master."""
+        return type(order) in self._kinds
 
     def next_deadline(self) -> float | None:
         """When `step(Tick(), now)` is due at the latest; 0.0 (long past) before the first step."""

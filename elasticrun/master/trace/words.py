@@ -129,21 +129,14 @@ def incident_in_words(incident: IncidentRow) -> str:
 
 
 _FORMS: Final[dict[type, str]] = {
-    m.Stop: "Stop {0.round}: {0.reason}",
     m.End: "End {0.exit_code}: {0.reason}",
     m.Refused: "Refused {0.exit_code}: {0.reason}",
-    m.Wait: "Wait: {0.reason}",
     m.Welcome: "Welcome: term {0.term}, a beat every {0.beat_interval:g} s",
     m.Echo: "Echo {0.number}",
     m.Join: "Join, with store {0.store}",
     m.Stopping: "Stopping {0.round.number}, {0.remaining:g} s left",
-    m.Running: "Running {0.round.number}",
-    m.Stopped: "Stopped {0.round.number}",
-    m.Finished: "Finished {0.round.number}",
-    m.Leaving: "Leaving: {0.reason}",
     m.Beat: "Beat {0.number}",
     m.Steps: "Steps {0.round.number}: {0.step}, {0.seconds:.3g} s each, {0.own:.3g} s its own",
-    m.Metrics: "Metrics {0.round.number}",
     m.WhereIs: "WhereIs rank {0.rank} at step {0.step}",
     m.ShardBad: "ShardBad rank {0.rank} at step {0.step}: {0.reason}",
     m.NotReplicated: "NotReplicated step {0.step}: {0.reason}",
@@ -152,18 +145,16 @@ _FORMS: Final[dict[type, str]] = {
     m.Inspected: "Inspected {0.round.number}: look {0.number}, {0.left} ranks left",
     m.Stacks: "Stacks {0.round.number}: look {0.number}",
     m.Quiet: "Quiet {0.round.number}: {0.seconds:g} s, {0.waiting} wait",
-    m.Warn: "Warn: {0.text}",
     m.Recovery: "Recovery {0.round}: {0.restarted:.1f} s, {0.first_step:.1f} s",
     m.Inspect: "Inspect {0.round.number}: look {0.number}",
     m.LastLines: "LastLines {0.round.number}: rank {0.rank}",
     m.CommitCheckpoint: "CommitCheckpoint {0.attempt}",
 }
-"""Messages with a fixed format."""
+"""Messages with a format of their own."""
 
 
 def in_words(message: m.Report | m.Order) -> str:
-    """A message as one line: an order with the full name of its round, a report with its number. A
-    message without useful content is only its name."""
+    """A message as one line: an order with the full name of its round, a report with its number."""
     if form := _FORMS.get(type(message)):
         return form.format(message)
     match message:
@@ -220,7 +211,16 @@ def in_words(message: m.Report | m.Order) -> str:
             end = "committed" if message.ok else f"over: {message.reason}"
             return f"PersistOver {message.attempt or '(wanted)'}: step {message.step} {end}"
         case _:
-            return type(message).__name__
+            return _with_its_text(message)
+
+
+def _with_its_text(message: m.Report | m.Order) -> str:
+    """The name of a message, and its round and its text if it has them."""
+    words = type(message).__name__
+    if (round_ := getattr(message, "round", None)) is not None:
+        words += f" {round_ if isinstance(message, m.Order) else round_.number}"
+    said = getattr(message, "reason", None) or getattr(message, "text", None)
+    return f"{words}: {said}" if said else words
 
 
 def _restored(order: m.Start) -> str:
