@@ -22,7 +22,8 @@ Guarantees:
   failures, that it was stopped, that this node is ready. The master accepts duplicate reports.
 
 Two components have their own state and rules: `leaving` (signals, and checkpoints that are being
-written) and `probing`.
+written) and `probing`. They share `context` with the group and do not know the group: a method
+returns what it wants (`states.GroupWish`), and `step` grants it.
 
 The runtime must send one `Tick` at the start (a new group has a deadline in the past: it asks for
 the first store), `RankExited` for every rank it was asked to start, including those that could not
@@ -31,7 +32,7 @@ be started (with a Failure of kind SPAWN), and `RanksSwept` for every `SweepRank
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import assert_never
 
 from msgspec.structs import replace
 
@@ -44,7 +45,6 @@ from elasticrun.config import (
     STUCK_AFTER,
 )
 from elasticrun.core import events as fx, reasons
-from elasticrun.core.deadlines import Deadlines
 from elasticrun.core.reasons import NoMaster, Reason, read, said, text
 from elasticrun.core.rounds.failures import (
     SIGKILL,
@@ -54,19 +54,23 @@ from elasticrun.core.rounds.failures import (
     code_of,
     is_alike,
 )
+from elasticrun.core.worker.context import GroupContext
 from elasticrun.core.worker.leaving import Draining, ending, why_of
 from elasticrun.core.worker.probing import LocalProbe
-from elasticrun.core.worker.ranks import SIGTERM, LocalRanks, StoreSlot
+from elasticrun.core.worker.ranks import SIGTERM
 from elasticrun.core.worker.states import (
     ENDINGS,
+    ExitNow,
+    FinishRanks,
     GroupStatus,
+    GroupWish,
+    LeaveNode,
     Rules,
     State,
     UnexpectedEvent,
     tabulate,
 )
 from elasticrun.wire import messages as m
-from elasticrun.wire.types import RoundName
 
 SWEEP_GRACE = 5.0
 """Minimum time after SIGTERM for descendants with sessions of their own; wandb's helper needs up to
@@ -102,23 +106,20 @@ class WorkerGroup:
         self.term = 0
         """Term of the last master that was obeyed, for Hello; 0 if there was none."""
 
-        self.state = State.PREPARING
-        self.reason: Reason | None = None  # why this node waits
-        self.start: m.Start | None = None
-        """The last place it received, for Hello; its state follows on LinkBack."""
-        self.outcome: fx.Exit | None = None  # how the agent will exit, once known
-        self.ranks = LocalRanks(nproc, host)
-        self.stores = StoreSlot()
-        self.leaving = Draining(self, departure_grace)
-        self.probing = LocalProbe(self)
-        self.deadlines: Deadlines[str] = Deadlines()
-        self.out: list[fx.AgentEffect] = []
+        self._ctx = ctx = GroupContext(nproc, host)
+        self._leaving = Draining(ctx, departure_grace)
+        self._probing = LocalProbe(ctx)
         self._table = tabulate(self.rules())
         self._kinds = {kind for _, kind in self._table}
         self._begun = False
         self._obeying = True
         self._link_lost: NoMaster | None = None
         self._wait_ends: float | None = None  # when the wait that the master ordered ends
+
+    @property
+    def start(self) -> m.Start | None:
+        """The last place that this node received, for Hello; its state follows on LinkBack."""
+        return self._ctx.start
 
     @property
     def obeys(self) -> bool:
@@ -132,300 +133,325 @@ class WorkerGroup:
 
     def next_deadline(self) -> float | None:
         """When `step(Tick(), now)` is due at the latest; 0.0 (long past) before the first step."""
-        return self.deadlines.next() if self._begun else 0.0
+        return self._ctx.deadlines.next() if self._begun else 0.0
 
     def status(self) -> GroupStatus:
         """The state of this node."""
-        ends = self.deadlines.when("departing" if self.state is State.RUNNING else "kill")
-        why = self._link_lost or self.reason
+        ctx = self._ctx
+        ends = ctx.deadlines.when("departing" if ctx.state is State.RUNNING else "kill")
+        why = self._link_lost or ctx.reason
         return GroupStatus(
-            state=self.state,
+            state=ctx.state,
             reason=text(why),
-            round=self.start.round if self.start else None,
-            pids=tuple(pid for _, pid in sorted(self.ranks.live.items()) if pid),
-            restart_count=self.start.info.restart_count if self.start else 0,
-            offered_store=self.stores.offer,
+            round=ctx.start.round if ctx.start else None,
+            pids=tuple(pid for _, pid in sorted(ctx.ranks.live.items()) if pid),
+            restart_count=ctx.start.info.restart_count if ctx.start else 0,
+            offered_store=ctx.stores.offer,
             master_lost=text(self._link_lost),
-            wait_ends=self._wait_ends if self.state is State.JOINED else ends,
+            wait_ends=self._wait_ends if ctx.state is State.JOINED else ends,
             why=why,
         )
 
     def step(self, event: fx.AgentEvent, now: float) -> list[fx.AgentEffect]:
         """Process one event at monotonic time `now`; return the effects in order."""
-        self.out = []
+        ctx = self._ctx
+        ctx.out = []
         if not self._begun:
             self._begun = True
-            self.out += self.stores.prepare()
+            ctx.out += ctx.stores.prepare()
         if isinstance(event, fx.Tick):
             self._due(now)
-            return self.out
+            return ctx.out
         what = event.order if isinstance(event, fx.Ordered) else event
         if isinstance(event, fx.Ordered) and not self._obeying and not isinstance(what, m.Welcome):
-            return self.out
-        method = self._table.get((self.state, type(what)))
+            return ctx.out
+        method = self._table.get((ctx.state, type(what)))
         if method is None:
-            raise UnexpectedEvent(self.state, type(what).__name__)
-        method(what, now)
-        return self.out
+            raise UnexpectedEvent(ctx.state, type(what).__name__)
+        self._grant(method(what, now), now)
+        return ctx.out
+
+    def _grant(self, wish: GroupWish | None, now: float) -> None:
+        """Do what a component wants."""
+        match wish:
+            case LeaveNode():
+                self._conclude(wish.outcome, now, wish.signum)
+            case FinishRanks():
+                self._finish(now)
+            case ExitNow():
+                assert self._ctx.outcome is not None
+                self._over(self._ctx.outcome)
+            case None:
+                pass
+            case _:
+                assert_never(wish)
 
     def _due(self, now: float) -> None:
-        for key in self.deadlines.pop_due(now):
-            if self.state is State.OVER:
+        ctx = self._ctx
+        for key in ctx.deadlines.pop_due(now):
+            if ctx.state is State.OVER:
                 return
             match key:
                 case "kill":
-                    self.signal(SIGKILL)
-                    self.deadlines.arm("stuck", now + STUCK_AFTER)
+                    ctx.signal(SIGKILL)
+                    ctx.deadlines.arm("stuck", now + STUCK_AFTER)
                 case "stuck":
-                    left = ", ".join(map(str, self.ranks.live.values())) or "descendants of ranks"
+                    left = ", ".join(map(str, ctx.ranks.live.values())) or "descendants of ranks"
                     self._give_up(code_of(Ending.STUCK), reasons.Stuck(left, STUCK_AFTER))
                 case "exit-barrier":
-                    self.say(m.Leaving("its ranks are done and its exit barrier is over", 0))
-                    self.exit(ending(EXIT_OK, reasons.RanksDone(waits=False)))
-                case "spawn" if self.state is State.STARTING:
+                    ctx.say(m.Leaving("its ranks are done and its exit barrier is over", 0))
+                    self._exit(ending(EXIT_OK, reasons.RanksDone(waits=False)))
+                case "spawn" if ctx.state is State.STARTING:
                     self._give_up(EXIT_FAILED, reasons.SpawnLate(SPAWN_TIMEOUT))
                 case "master-lost":
                     self._master_lost(now)
                 case "departing":
-                    self.leaving.due(now)
+                    self._grant(self._leaving.due(now), now)
                 case "holding":
-                    self.leaving.held_long_enough()
+                    self._grant(self._leaving.held_long_enough(), now)
 
     # ------------------------------------------------------------ stores
 
     def _store_ready(self, event: fx.StoreReady, now: float) -> None:
-        self.out += self.stores.ready(event.store)
-        if self.state is State.PREPARING:
+        ctx = self._ctx
+        ctx.out += ctx.stores.ready(event.store)
+        if ctx.state is State.PREPARING:
             self._rejoin()
-        elif self.state is State.PROBING:
+        elif ctx.state is State.PROBING:
             self._offer()
 
     def _store_lost(self, event: fx.StoreLost, now: float) -> None:
-        if event.store == self.stores.hosted:
-            self.stores.hosted = None
-            self.note(f"the store at {event.store} ended while its round runs", "warning")
-        elif event.store == self.stores.offer:
-            if self.stores.lost_offer():
-                self.conclude(ending(EXIT_FAILED, reasons.StoresEnd()), now)
+        ctx = self._ctx
+        if event.store == ctx.stores.hosted:
+            ctx.stores.hosted = None
+            ctx.note(f"the store at {event.store} ended while its round runs", "warning")
+        elif event.store == ctx.stores.offer:
+            if ctx.stores.lost_offer():
+                self._conclude(ending(EXIT_FAILED, reasons.StoresEnd()), now)
                 return
-            if self.state is State.JOINED:
-                self.state = State.PREPARING
-            self.out += self.stores.prepare()
+            if ctx.state is State.JOINED:
+                ctx.state = State.PREPARING
+            ctx.out += ctx.stores.prepare()
 
     def _rejoin(self) -> None:
         """No rank is alive here: join as soon as there is a store to offer."""
-        self.state = State.PREPARING
-        if self.stores.offer is None:
-            self.reason = reasons.StoreComing()
-            self.out += self.stores.prepare()
+        ctx = self._ctx
+        ctx.state = State.PREPARING
+        if ctx.stores.offer is None:
+            ctx.reason = reasons.StoreComing()
+            ctx.out += ctx.stores.prepare()
         else:
-            self.state = State.JOINED
+            ctx.state = State.JOINED
             self._offer()
 
     def _offer(self) -> None:
         """Report that this node is ready, with the store it offers; no-op without one."""
-        if self.stores.offer is not None:
-            self.say(m.Join(self.stores.offer))
+        ctx = self._ctx
+        if ctx.stores.offer is not None:
+            ctx.say(m.Join(ctx.stores.offer))
 
     # ------------------------------------------------------------ the master and the link
 
     def _welcome(self, order: m.Welcome, now: float) -> None:
+        ctx = self._ctx
         if order.term < self.term:
             self._obeying = False
             reason = text(reasons.OlderMaster(order.term, self.term))
-            self.note(f"{reason}: it is not obeyed", "warning")
+            ctx.note(f"{reason}: it is not obeyed", "warning")
             self._link_gone(fx.LinkLost(reason), now)
             return
         is_new = 0 < self.term < order.term
         self.term = order.term
         self._obeying = True
-        self.leaving.master_answers(now, is_new=is_new)
+        self._leaving.master_answers(now, is_new=is_new)
         if self._link_lost:
-            self.note("the master answers again", "warning")
+            ctx.note("the master answers again", "warning")
         self._link_lost = None
-        self.deadlines.disarm("master-lost")
+        ctx.deadlines.disarm("master-lost")
         self.master_lost_timeout = order.master_lost_timeout
 
     def _wait(self, order: m.Wait, now: float) -> None:
+        ctx = self._ctx
         self._wait_ends = now + order.left if order.left else None
-        if order.reason != text(self.reason):
-            self.note(order.reason)
-        self.reason = read(order.reason, order.code)
+        if order.reason != text(ctx.reason):
+            ctx.note(order.reason)
+        ctx.reason = read(order.reason, order.code)
 
     def _link_gone(self, event: fx.LinkLost, now: float) -> None:
+        ctx = self._ctx
         # a node that is ending for its own reason no longer needs a master
         lost = NoMaster(event.reason)
-        if not self._link_lost and self.state not in ENDINGS:
+        if not self._link_lost and ctx.state not in ENDINGS:
             goes_on = f"this node goes on for {self.master_lost_timeout:g} s"
-            self.note(f"no master answers ({event.reason}); {goes_on}", "warning", lost)
-            self.deadlines.arm("master-lost", now + self.master_lost_timeout)
+            ctx.note(f"no master answers ({event.reason}); {goes_on}", "warning", lost)
+            ctx.deadlines.arm("master-lost", now + self.master_lost_timeout)
         self._link_lost = lost
-        self.leaving.master_lost(now)
+        self._leaving.master_lost(now)
 
     def _link_back(self, event: fx.LinkBack, now: float) -> None:
         """Send everything that a master may have missed. Whether the connection lasts shows in its
         Welcome."""
-        if self.state in ENDINGS and self.outcome is not None:
-            self.say(m.Leaving(self.outcome.reason, self.outcome.signum))
-        self._say_failures()
-        match self.state:
+        ctx = self._ctx
+        if ctx.state in ENDINGS and ctx.outcome is not None:
+            ctx.say(m.Leaving(ctx.outcome.reason, ctx.outcome.signum))
+        ctx.say_failures()
+        match ctx.state:
             case State.RUNNING:
                 self._say_running()
-                self.leaving.say_departing()
+                self._leaving.say_departing()
             case State.STOPPING | State.SWEEPING | State.ENDING | State.CLEARING:
                 self._say_stopping(now)
             case State.FINISHED:
-                self.report(m.Finished)
+                ctx.report(m.Finished)
             case State.PREPARING | State.JOINED | State.PROBING:
-                self.report(m.Stopped)
-                if self.state is not State.PREPARING:
+                ctx.report(m.Stopped)
+                if ctx.state is not State.PREPARING:
                     self._offer()
-                if self.probing.answer is not None:
-                    self.say(self.probing.answer)
+                if self._probing.answer is not None:
+                    ctx.say(self._probing.answer)
 
     def _master_lost(self, now: float) -> None:
         waited = reasons.NoMasterFor(self.master_lost_timeout)
-        if self.state is State.FINISHED:
-            self.conclude(ending(EXIT_OK, replace(waited, done=True)), now)
+        if self._ctx.state is State.FINISHED:
+            self._conclude(ending(EXIT_OK, replace(waited, done=True)), now)
         else:
-            failures = cause_first(self.failures())
+            failures = cause_first(self._ctx.failures())
             outcome = ending(code_for(failures, Ending.NO_MASTER), waited, failures)
             # the master relies on this grace period: it is part of the fence (rounds/rendezvous)
-            self.conclude(outcome, now, grace=self._restart_grace)
+            self._conclude(outcome, now, grace=self._restart_grace)
 
     # ------------------------------------------------------------ rounds
 
-    def is_present(self, round_: RoundName) -> bool:
-        """Whether this is the last round in which this node received a place."""
-        return self.start is not None and round_ == self.start.round
-
     def _is_newer(self, order: m.Start) -> bool:
         """Whether it begins a later round than the current one."""
-        if self.start is None:
+        if self._ctx.start is None:
             return True
-        now = self.start.round
+        now = self._ctx.start.round
         return (order.round.term, order.round.number) > (now.term, now.number)
 
     def _started(self, order: m.Start, now: float) -> None:
         """JOINED, PREPARING or PROBING: take the place that the master assigns."""
+        ctx = self._ctx
         if not self._is_newer(order):
             return  # an order that crossed our Stopped
-        self.probing.call_off()
-        self.probing.answer = None
-        self.out += self.stores.release()
-        self.start = order
-        self.ranks.failures.clear()
-        if order.host_store and order.store != self.stores.offer:
-            self.note(f"round {order.round} was to use a store that has ended", "warning")
-            self.say(m.Stopped(order.round))
+        self._probing.call_off()
+        self._probing.answer = None
+        ctx.out += ctx.stores.release()
+        ctx.start = order
+        ctx.ranks.failures.clear()
+        if order.host_store and order.store != ctx.stores.offer:
+            ctx.note(f"round {order.round} was to use a store that has ended", "warning")
+            ctx.say(m.Stopped(order.round))
             self._rejoin()
             return
-        self.stores.use(host=order.host_store)
-        self.ranks.begin(order.first_rank)
-        self.leaving.new_round()
-        self.reason = None
-        self.state = State.STARTING
-        self.deadlines.arm("spawn", now + SPAWN_TIMEOUT)
-        self.out.append(fx.SpawnRanks(order, attempt=order.round.number - 1))
-        self.out += self.stores.prepare()
+        ctx.stores.use(host=order.host_store)
+        ctx.ranks.begin(order.first_rank)
+        self._leaving.new_round()
+        ctx.reason = None
+        ctx.state = State.STARTING
+        ctx.deadlines.arm("spawn", now + SPAWN_TIMEOUT)
+        ctx.out.append(fx.SpawnRanks(order, attempt=order.round.number - 1))
+        ctx.out += ctx.stores.prepare()
 
     def _restarted(self, order: m.Start, now: float) -> None:
         """A Start while ranks of a round are alive here: the same one again, or one that must
         wait."""
-        if self.start is not None and self._is_newer(order):
+        if self._ctx.start is not None and self._is_newer(order):
             begun = said(reasons.OtherRound(str(order.round), begun=True))
-            self._stop(m.Stop(self.start.round, *begun), now)
+            self._stop(m.Stop(self._ctx.start.round, *begun), now)
 
     def _stop(self, order: m.Stop, now: float) -> None:
         """STARTING, RUNNING or FINISHED: stop the ranks of this round, then join the next."""
-        if not self.is_present(order.round):
+        ctx = self._ctx
+        if not ctx.is_present(order.round):
             return
-        if self.leaving.cause is not None:
-            self.leaving.leave_unsaved(self.leaving.cause, now)
+        if self._leaving.cause is not None:
+            self._grant(self._leaving.leave_unsaved(self._leaving.cause, now), now)
             return
-        self.reason = read(order.reason, order.code)
-        if self.state is State.FINISHED:
-            self.deadlines.disarm("exit-barrier")
+        ctx.reason = read(order.reason, order.code)
+        if ctx.state is State.FINISHED:
+            ctx.deadlines.disarm("exit-barrier")
             self._sweep(State.SWEEPING, now)
         else:
-            self.note(f"stopping the ranks: {order.reason}")
+            ctx.note(f"stopping the ranks: {order.reason}")
             self._begin_stop(State.STOPPING, SIGTERM, self._restart_grace, now)
 
     def _spawned(self, event: fx.RankSpawned, now: float) -> None:
         """STARTING."""
-        self.ranks.spawned(event.local_rank, event.pid)
-        if len(self.ranks.pids) == self.ranks.nproc:
-            self.state = State.RUNNING
-            self.deadlines.disarm("spawn")
+        ctx = self._ctx
+        ctx.ranks.spawned(event.local_rank, event.pid)
+        if len(ctx.ranks.pids) == ctx.ranks.nproc:
+            ctx.state = State.RUNNING
+            ctx.deadlines.disarm("spawn")
             self._say_running()
 
     def _spawned_late(self, event: fx.RankSpawned, now: float) -> None:
         """STOPPING or ENDING: the rank was requested before the order to stop arrived."""
-        self.ranks.spawned(event.local_rank, event.pid)
-        if event.local_rank in self.ranks.live:
-            signum = SIGKILL if "stuck" in self.deadlines else SIGTERM
-            self.ranks.targets(signum)
-            self.out.append(fx.SignalRanks((event.local_rank,), signum))
+        ctx = self._ctx
+        ctx.ranks.spawned(event.local_rank, event.pid)
+        if event.local_rank in ctx.ranks.live:
+            signum = SIGKILL if "stuck" in ctx.deadlines else SIGTERM
+            ctx.ranks.targets(signum)
+            ctx.out.append(fx.SignalRanks((event.local_rank,), signum))
 
     def _exited(self, event: fx.RankExited, now: float) -> None:
         """STARTING or RUNNING."""
-        self.ranks.live.pop(event.local_rank, None)
-        if self.leaving.cause is not None:
-            self.leaving.exited(event, self.leaving.cause, now)
+        ctx = self._ctx
+        ctx.ranks.live.pop(event.local_rank, None)
+        if self._leaving.cause is not None:
+            self._grant(self._leaving.exited(event, self._leaving.cause, now), now)
             return
         if event.code == 0 and event.failure is None:
-            if not self.ranks.live:
-                self.finish(now)
+            if not ctx.ranks.live:
+                self._finish(now)
             return
-        self.failed(event.local_rank, self.ranks.failed(event, now))
-        self.reason = reasons.FailedHere()
+        ctx.failed(event.local_rank, ctx.ranks.failed(event, now))
+        ctx.reason = reasons.FailedHere()
         self._begin_stop(State.STOPPING, SIGTERM, self._restart_grace, now)
 
     def _exited_stopping(self, event: fx.RankExited, now: float) -> None:
         """STOPPING or ENDING: exits with 0 are no success, deaths by our signals no failure."""
-        self.ranks.live.pop(event.local_rank, None)
+        ctx = self._ctx
+        ctx.ranks.live.pop(event.local_rank, None)
         if event.code != 0 or event.failure is not None:
-            failure = self.ranks.failed(event, now)
+            failure = ctx.ranks.failed(event, now)
             # a rank that failed by itself before our signal has left its traceback
             if failure.kind is not m.FailureKind.STOPPED or failure.traceback:
-                self.failed(event.local_rank, failure)
-        if not self.ranks.live:
-            ending = self.state is State.ENDING
+                ctx.failed(event.local_rank, failure)
+        if not ctx.ranks.live:
+            ending = ctx.state is State.ENDING
             self._sweep(State.CLEARING if ending else State.SWEEPING, now)
 
-    def failed(self, local_rank: int, failure: m.Failure) -> None:
-        """Record a rank's failure, and report all failures to the master."""
-        self.ranks.failures[local_rank] = failure
-        self._say_failures()
-
-    def finish(self, now: float) -> None:
-        self.state = State.FINISHED
-        self.reason = reasons.RanksDone(waits=True)
-        self.out.append(fx.RanksGone(done=True))
-        self.report(m.Finished)
+    def _finish(self, now: float) -> None:
+        ctx = self._ctx
+        ctx.state = State.FINISHED
+        ctx.reason = reasons.RanksDone(waits=True)
+        ctx.out.append(fx.RanksGone(done=True))
+        ctx.report(m.Finished)
         if self._exit_barrier is not None:
-            self.deadlines.arm("exit-barrier", now + self._exit_barrier)
+            ctx.deadlines.arm("exit-barrier", now + self._exit_barrier)
 
     def _spawner_lost(self, event: fx.SpawnerLost, now: float) -> None:
         """The spawner's ranks and stores died with it, and all their descendants."""
-        self.note(f"the fork server ended: {event.reason}", "error")
-        self.stores.lose_spawner()
-        self.deadlines.disarm("kill")
-        self.deadlines.disarm("stuck")
-        if self.state is State.FINISHED:
-            self.out += self.stores.prepare()
-        elif self.state in _CALM:
-            if self.state is State.PROBING:
-                self.probing.lost(event.reason)
+        ctx = self._ctx
+        ctx.note(f"the fork server ended: {event.reason}", "error")
+        ctx.stores.lose_spawner()
+        ctx.deadlines.disarm("kill")
+        ctx.deadlines.disarm("stuck")
+        if ctx.state is State.FINISHED:
+            ctx.out += ctx.stores.prepare()
+        elif ctx.state in _CALM:
+            if ctx.state is State.PROBING:
+                self._probing.lost(event.reason)
             self._rejoin()
         else:
-            if self.ranks.lose_spawner(event):
-                self._say_failures()
-            if self.leaving.cause is not None:
-                self.leaving.leave_unsaved(self.leaving.cause, now)
+            if ctx.ranks.lose_spawner(event):
+                ctx.say_failures()
+            if self._leaving.cause is not None:
+                self._grant(self._leaving.leave_unsaved(self._leaving.cause, now), now)
                 return
-            self.out.append(fx.RanksGone())
-            self.report(m.Stopped)
+            ctx.out.append(fx.RanksGone())
+            ctx.report(m.Stopped)
             self._after_sweep()
 
     # ------------------------------------------------------------ stopping ranks, ending the agent
@@ -433,147 +459,132 @@ class WorkerGroup:
     def _begin_stop(self, state: State, signum: int, grace: float, now: float) -> None:
         """Signal the ranks that are alive and report how long they have; sweep if there are
         none."""
-        if self.state in _LIVE:
-            self.out.append(fx.RanksStopping())
-        self.state = state
-        if not self.ranks.live:
+        ctx = self._ctx
+        if ctx.state in _LIVE:
+            ctx.out.append(fx.RanksStopping())
+        ctx.state = state
+        if not ctx.ranks.live:
             self._sweep(State.CLEARING if state is State.ENDING else State.SWEEPING, now)
             return
-        self.signal(signum)
-        if "kill" not in self.deadlines and "stuck" not in self.deadlines:
-            self.deadlines.arm("kill", now + grace)
+        ctx.signal(signum)
+        if "kill" not in ctx.deadlines and "stuck" not in ctx.deadlines:
+            ctx.deadlines.arm("kill", now + grace)
         self._say_stopping(now)
 
     def _sweep(self, state: State, now: float) -> None:
         """Every rank has exited: end leftover processes, within the rest of the grace period."""
-        self.state = state
+        ctx = self._ctx
+        ctx.state = state
         base = self._restart_grace if state is State.SWEEPING else self._shutdown_timeout
-        kill = self.deadlines.when("kill")
+        kill = ctx.deadlines.when("kill")
         rest = base if kill is None else kill - now
-        if "stuck" in self.deadlines:  # they were killed
+        if "stuck" in ctx.deadlines:  # they were killed
             rest = 0.0
         grace = max(rest, min(SWEEP_GRACE, base))
-        self.deadlines.disarm("kill")
-        self.deadlines.arm("stuck", now + grace + STUCK_AFTER)
-        self.out.append(fx.SweepRanks(grace))
+        ctx.deadlines.disarm("kill")
+        ctx.deadlines.arm("stuck", now + grace + STUCK_AFTER)
+        ctx.out.append(fx.SweepRanks(grace))
         # the master waits a little longer than the reported time (SURVIVOR_SLACK of
         # rounds/rendezvous), so a sweep is reported only if that is not enough
         if grace > rest + 1.0:
-            self.report(m.Stopping, grace)
+            ctx.report(m.Stopping, grace)
 
     def _swept(self, event: fx.RanksSwept, now: float) -> None:
         """SWEEPING or CLEARING."""
-        self.deadlines.disarm("stuck")
+        ctx = self._ctx
+        ctx.deadlines.disarm("stuck")
         if event.stuck:
             pids = ", ".join(map(str, event.stuck))
             self._give_up(code_of(Ending.STUCK), reasons.Stuck(pids))
             return
-        self.out.append(fx.RanksGone())
-        self.report(m.Stopped)
+        ctx.out.append(fx.RanksGone())
+        ctx.report(m.Stopped)
         self._after_sweep()
 
     def _after_sweep(self) -> None:
-        if self.outcome is not None:
-            self.exit(self.outcome)
+        if self._ctx.outcome is not None:
+            self._exit(self._ctx.outcome)
         else:
             self._rejoin()
 
     def _end(self, order: m.End, now: float) -> None:
         if order.exit_code == code_of(Ending.SAVED):
-            self.leaving.ends_as_saved(order.saved)
+            self._leaving.ends_as_saved(order.saved)
         if order.goodput:
-            self.note(order.goodput, "notice")
+            self._ctx.note(order.goodput, "notice")
         end = (read(order.reason, order.code), order.failures, order.saved)
-        self.conclude(ending(order.exit_code, *end), now)
+        self._conclude(ending(order.exit_code, *end), now)
 
     def _refused(self, order: m.Refused, now: float) -> None:
-        self.conclude(ending(order.exit_code, read(order.reason, order.code)), now)
+        self._conclude(ending(order.exit_code, read(order.reason, order.code)), now)
 
-    def conclude(
+    def _conclude(
         self, outcome: fx.Exit, now: float, signum: int = SIGTERM, grace: float | None = None
     ) -> None:
         """End the agent with `outcome` once no rank is alive here; the first outcome counts."""
-        if self.state in ENDINGS:
+        ctx = self._ctx
+        if ctx.state in ENDINGS:
             return
-        self.probing.call_off()
-        self.leaving.cause = None
-        self.deadlines.disarm("departing")
-        self.deadlines.disarm("exit-barrier")  # it must not end a node that is HOLDING
-        self.outcome = outcome
-        self.reason = why_of(outcome)
-        if self.state is State.SWEEPING:
-            self.state = State.CLEARING
-        elif self.ranks.live or self.state is State.RUNNING:
+        self._probing.call_off()
+        self._leaving.cause = None
+        ctx.deadlines.disarm("departing")
+        ctx.deadlines.disarm("exit-barrier")  # it must not end a node that is HOLDING
+        ctx.outcome = outcome
+        ctx.reason = why_of(outcome)
+        if ctx.state is State.SWEEPING:
+            ctx.state = State.CLEARING
+        elif ctx.ranks.live or ctx.state is State.RUNNING:
             grace = self._shutdown_timeout if grace is None else grace
             self._begin_stop(State.ENDING, signum, grace, now)
         else:
-            self.exit(outcome)
+            self._exit(outcome)
 
-    def exit(self, outcome: fx.Exit) -> None:
+    def _exit(self, outcome: fx.Exit) -> None:
         """End the agent; no rank is alive here any more. It stays while snapshots of this node are
         being written, because there may be no other copy of them."""
-        if not self.leaving.writes:
-            self.over(outcome)
+        ctx = self._ctx
+        if not self._leaving.writes:
+            self._over(outcome)
             return
-        self.state = State.HOLDING
-        self.outcome = outcome
-        self.deadlines.clear()
-        self.leaving.hold()
-        self.reason = reasons.Then(why_of(outcome), reasons.HoldsCheckpoint())
-        self.note(text(self.reason))
+        ctx.state = State.HOLDING
+        ctx.outcome = outcome
+        ctx.deadlines.clear()
+        self._leaving.hold()
+        ctx.reason = reasons.Then(why_of(outcome), reasons.HoldsCheckpoint())
+        ctx.note(text(ctx.reason))
 
-    def over(self, outcome: fx.Exit) -> None:
+    def _over(self, outcome: fx.Exit) -> None:
         """Nothing is left to wait for: the agent exits."""
-        self.deadlines.clear()
-        self.state = State.OVER
-        self.out.append(self._with_own(outcome))
+        ctx = self._ctx
+        ctx.deadlines.clear()
+        ctx.state = State.OVER
+        ctx.out.append(self._with_own(outcome))
 
     def _with_own(self, outcome: fx.Exit) -> fx.Exit:
         """Add ranks of this node that failed in the same way as the first failure, but which the
         master had not heard of when it ended the job."""
         told = outcome.failures
         known = {failure.rank for failure in told}
-        own = [f for f in self.failures() if f.rank not in known and told and is_alike(f, told[0])]
+        own = [
+            f for f in self._ctx.failures() if f.rank not in known and told and is_alike(f, told[0])
+        ]
         return replace(outcome, failures=(*told, *own)) if own else outcome
 
     def _give_up(self, code: int, why: Reason) -> None:
         """End at once, even if processes are alive here: nothing more can be done about it."""
-        self.say(m.Leaving(text(why), 0))
-        self.over(ending(code, why, cause_first(self.failures())))
+        self._ctx.say(m.Leaving(text(why), 0))
+        self._over(ending(code, why, cause_first(self._ctx.failures())))
 
     # ------------------------------------------------------------ reports and notes
 
-    def failures(self) -> tuple[m.Failure, ...]:
-        """Failures of the local ranks, in the order in which they were reaped."""
-        return tuple(self.ranks.failures.values())
-
-    def say(self, report: m.Report) -> None:
-        self.out.append(fx.Say(report))
-
-    def report(self, kind: Callable[..., m.Report], *values: object) -> None:
-        """Send a report about the last round in which this node had a place, if there was one."""
-        if self.start is not None:
-            self.say(kind(self.start.round, *values))
-
     def _say_running(self) -> None:
-        self.report(m.Running, tuple(pid for _, pid in sorted(self.ranks.pids.items())))
-
-    def _say_failures(self) -> None:
-        if self.ranks.failures:
-            self.report(m.RanksFailed, self.failures()[: m.MAX_FAILURES])
+        self._ctx.report(m.Running, tuple(pid for _, pid in sorted(self._ctx.ranks.pids.items())))
 
     def _say_stopping(self, now: float) -> None:
-        kill, stuck = self.deadlines.when("kill"), self.deadlines.when("stuck")
+        ctx = self._ctx
+        kill, stuck = ctx.deadlines.when("kill"), ctx.deadlines.when("stuck")
         until = kill if kill is not None else stuck
-        self.report(m.Stopping, max(0.0, (until or now) - now), self.ranks.ended)
-
-    def note(self, said: str, level: str = "info", why: Reason | None = None) -> None:
-        """Log a line for the operator. `why`: a reason that names an unreachable peer."""
-        self.out.append(fx.Note(said, level, why=why))
-
-    def signal(self, signum: int) -> None:
-        if targets := self.ranks.targets(signum):
-            self.out.append(fx.SignalRanks(targets, signum))
+        ctx.report(m.Stopping, max(0.0, (until or now) - now), ctx.ranks.ended)
 
     def _ignore(self, what: object, now: float) -> None:
         """Ignore a known or outdated event."""
@@ -582,7 +593,7 @@ class WorkerGroup:
 
     def rules(self) -> Rules:
         """Which event does what in which state."""
-        leaving, probing = self.leaving, self.probing
+        leaving, probing = self._leaving, self._probing
         rules: Rules = (
             ((*_HERE, State.HOLDING), (fx.StoreReady,), self._store_ready),
             ((*_HERE, State.HOLDING), (fx.StoreLost,), self._store_lost),

@@ -17,7 +17,6 @@ write it; from then on HOLDING applies.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -31,13 +30,11 @@ from elasticrun.core.reasons import (
     text,
 )
 from elasticrun.core.rounds.failures import Ending, code_for
+from elasticrun.core.worker.context import GroupContext
 from elasticrun.core.worker.ranks import SIGTERM
-from elasticrun.core.worker.states import ENDINGS, State
+from elasticrun.core.worker.states import ENDINGS, ExitNow, FinishRanks, GroupWish, LeaveNode, State
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import SAID_AGAIN
-
-if TYPE_CHECKING:
-    from elasticrun.core.worker.group import WorkerGroup
 
 MAX_PERSISTS = 16
 """Maximum number of tracked attempts; the master has one at a time, and begins the next when it is
@@ -87,9 +84,9 @@ class Draining:
     """The leaving and the pending writes of a worker group; the group's table defines when each
     method applies."""
 
-    def __init__(self, group: WorkerGroup, grace: float) -> None:
+    def __init__(self, ctx: GroupContext, grace: float) -> None:
         """`grace`: seconds from a death signal until the node leaves, if ranks can save."""
-        self._group = group
+        self._ctx = ctx
         self._grace = grace
         self._repeats = (0, 0.0)  # until then, this signal is a repetition
         self._asked = -1  # the step that the ranks must save
@@ -117,36 +114,36 @@ class Draining:
         self._forget_late(now)
         if order.attempt not in self.writes and len(self.writes) >= MAX_PERSISTS:
             late = f"attempt {order.attempt} is one too many at a time: left out"
-            self._group.note(late, "warning")
+            self._ctx.note(late, "warning")
             return
         self.writes.setdefault(order.attempt, Write(now + order.limit, order))
         self._rearm()
         self._obey(order)
 
-    def persist_over(self, order: m.PersistOver, now: float) -> None:
+    def persist_over(self, order: m.PersistOver, now: float) -> GroupWish | None:
         """An attempt has ended, successfully or not; or a step was abandoned before one began."""
-        group, cause, present = self._group, self.cause, self._group.is_present(order.round)
+        ctx, cause, present = self._ctx, self.cause, self._ctx.is_present(order.round)
         if order.ok and (present or self._left_with is not None):
             self._written = max(self._written, order.step)
             if self.has_saved():
                 self.ends_as_saved(self._written)
-        start = group.start
+        start = ctx.start
         if order.ok and start is not None:
-            group.start = replace(start, info=start.info.committed(order.step))
+            ctx.start = replace(start, info=start.info.committed(order.step))
         self._obey(order)
         self.writes.pop(order.attempt, None)
         self._forget_late(now)
         self._rearm()
-        self._go_if_free()
         settled = order.ok or not order.attempt  # else another attempt may follow
-        if cause is None or not present or not settled or group.state is not State.RUNNING:
-            return
+        if cause is None or not present or not settled or ctx.state is not State.RUNNING:
+            return self._exit_if_free()
         if 0 <= self._asked <= order.step:
-            self._leave(cause, now) if order.ok else self.leave_unsaved(cause, now)
+            return self._leave(cause, now) if order.ok else self.leave_unsaved(cause, now)
+        return None
 
     def _obey(self, order: m.Order) -> None:
         """Pass on an order about snapshots that has also changed state here."""
-        self._group.out.append(fx.Obey(order))
+        self._ctx.out.append(fx.Obey(order))
 
     def master_lost(self, now: float) -> None:
         """No master is reachable, so none orders the marker of what is written here."""
@@ -164,7 +161,7 @@ class Draining:
             del self.writes[order.attempt]
             why = "the master that had ordered it is gone"
             self._obey(m.PersistOver(order.attempt, order.round, order.step, False, why))
-        if begun and self._group.state in ENDINGS:
+        if begun and self._ctx.state in ENDINGS:
             self.writes[RESCUE] = Write(now + WAIT_FOR_SAVED)
         self._rearm()
 
@@ -177,63 +174,64 @@ class Draining:
         until = max(one.until for one in self.writes.values())
         if self._no_master_since is not None:
             until = min(until, self._no_master_since + MASTER_BACK_WITHIN)
-        self._group.deadlines.arm("holding", until)
+        self._ctx.deadlines.arm("holding", until)
 
     def _rearm(self) -> None:
-        if self._group.state is State.HOLDING and self.writes:
+        if self._ctx.state is State.HOLDING and self.writes:
             self.hold()
 
-    def _go_if_free(self) -> None:
-        if self._group.state is State.HOLDING and not self.writes:
-            assert self._group.outcome is not None
-            self._group.over(self._group.outcome)
+    def _exit_if_free(self) -> ExitNow | None:
+        free = self._ctx.state is State.HOLDING and not self.writes
+        return ExitNow() if free else None
 
-    def signalled_holding(self, event: fx.Signalled, now: float) -> None:
+    def signalled_holding(self, event: fx.Signalled, now: float) -> GroupWish | None:
         """HOLDING: a further death signal."""
         if event.death and not self._is_said_again(event, now):
             does = "this node does not wait any longer"
-            self._group.note(f"received {event.name}: {does}", "warning")
+            self._ctx.note(f"received {event.name}: {does}", "warning")
             self.writes.clear()
-            self._go_if_free()
+            return ExitNow()
+        return None
 
     def saver_lost(self, event: fx.SpawnerLost, now: float) -> None:
         """HOLDING: the writing process died with its spawner. The runtime reports it to the master,
         which ends the attempt or begins another one."""
-        self._group.stores.lose_spawner()
+        self._ctx.stores.lose_spawner()
 
-    def held_long_enough(self) -> None:
+    def held_long_enough(self) -> GroupWish | None:
         """HOLDING is over, no matter what was written; silently if the master did not need it."""
         if self._no_master_since is not None:
             gone = "no master answers that could finish the checkpoint"
             said = f"{gone}: this node goes without"
-            self._group.note(said, "warning", NoMaster("no checkpoint without one"))
+            self._ctx.note(said, "warning", NoMaster("no checkpoint without one"))
         elif self.writes.keys() != {RESCUE}:
             late = "the checkpoint was not saved in its time; this node goes"
-            self._group.note(late, "warning")
+            self._ctx.note(late, "warning")
         self.writes.clear()
-        self._go_if_free()
+        return self._exit_if_free()
 
     # ------------------------------------------------------------ signals and departures
 
-    def signalled(self, event: fx.Signalled, now: float) -> None:
+    def signalled(self, event: fx.Signalled, now: float) -> GroupWish | None:
         """Any state except HOLDING and OVER."""
-        group = self._group
+        ctx = self._ctx
         may_wait = self.cause is None and self._grace > 0
-        group.ranks.signalled(event.signum, now)
-        if not event.death or group.state in (State.ENDING, State.CLEARING):
-            if group.ranks.live:
-                group.signal(event.signum)
-        elif group.state is State.RUNNING and event.step >= 0 and may_wait:
+        ctx.ranks.signalled(event.signum, now)
+        if not event.death or ctx.state in (State.ENDING, State.CLEARING):
+            if ctx.ranks.live:
+                ctx.signal(event.signum)
+        elif ctx.state is State.RUNNING and event.step >= 0 and may_wait:
             self._depart(event, now)
         elif self._is_said_again(event, now):
             pass
-        elif event.held >= 0 and may_wait and group.state is not State.FINISHED:
+        elif event.held >= 0 and may_wait and ctx.state is not State.FINISHED:
             self._may_be_said_again(event, now)
-            if group.state is not State.RUNNING or event.fresh:
+            if ctx.state is not State.RUNNING or event.fresh:
                 self._left_with = event.held
-            self.leave_unsaved(event, now)
+            return self.leave_unsaved(event, now)
         else:
-            self._leave(event, now)  # also at a second signal: at once
+            return self._leave(event, now)  # also at a second signal: at once
+        return None
 
     def _may_be_said_again(self, event: fx.Signalled, now: float) -> None:
         if event.signum == SIGTERM:
@@ -245,42 +243,42 @@ class Draining:
         return event.signum == signum and now < until
 
     def _depart(self, event: fx.Signalled, now: float) -> None:
-        group = self._group
+        ctx = self._ctx
         self.cause = event
         self._may_be_said_again(event, now)
         if self._asked <= self._written:  # of an earlier departure; else it is for this one, too
             self._asked = -1
-        group.deadlines.arm("departing", now + self._grace)
-        group.reason = Departs(event.name)
+        ctx.deadlines.arm("departing", now + self._grace)
+        ctx.reason = Departs(event.name)
         limit = f"in {self._grace:g} s at most"
-        group.note(f"{text(group.reason)}, {limit}; a second signal ends it at once")
+        ctx.note(f"{text(ctx.reason)}, {limit}; a second signal ends it at once")
         self.say_departing()
 
     def say_departing(self) -> None:
         """Report the departure; the master, even a new one, names the step."""
         if (cause := self.cause) is not None:
             at = (cause.step, cause.margin, self._asked)
-            self._group.report(m.Departing, f"received {cause.name}", cause.signum, *at)
+            self._ctx.report(m.Departing, f"received {cause.name}", cause.signum, *at)
 
-    def _leave(self, event: fx.Signalled, now: float) -> None:
-        group, reason, saved = self._group, f"received {event.name}", self.has_saved()
+    def _leave(self, event: fx.Signalled, now: float) -> GroupWish:
+        ctx, reason, saved = self._ctx, f"received {event.name}", self.has_saved()
         why = f"step {self._written} is saved" if saved else reason
-        group.note(f"{why}: the ranks are told, and this node leaves")
-        group.say(m.Leaving(reason, event.signum))
-        code = code_for(group.failures(), Ending.SAVED if saved else Ending.LEFT)
+        ctx.note(f"{why}: the ranks are told, and this node leaves")
+        ctx.say(m.Leaving(reason, event.signum))
+        code = code_for(ctx.failures(), Ending.SAVED if saved else Ending.LEFT)
         left = ending(code, Leaves(reason, event.signum), saved=self._written if saved else -1)
         outcome = replace(left, signum=event.signum)
-        group.conclude(outcome, now, event.signum)
+        return LeaveNode(outcome, event.signum)
 
-    def leave_unsaved(self, event: fx.Signalled, now: float) -> None:
+    def leave_unsaved(self, event: fx.Signalled, now: float) -> GroupWish:
         """Leave, but stay until what the ranks had saved before is written, if this node has the
         only copy."""
         if not self.writes:
             self.writes[RESCUE] = Write(now + RESCUE_WITHIN)
-        self._leave(event, now)
+        return self._leave(event, now)
 
     def save_at(self, order: m.SaveAt, now: float) -> None:
-        if self._group.is_present(order.round):
+        if self._ctx.is_present(order.round):
             self._asked = order.step
             self._obey(order)
 
@@ -292,37 +290,36 @@ class Draining:
 
     def ends_as_saved(self, step: int) -> None:
         """`step` is in storage: what this leaving node had to save is saved."""
-        group = self._group
-        if group.outcome is not None and group.outcome.signum:
-            code = code_for(group.failures(), Ending.SAVED)
-            saved = max(step, group.outcome.saved)
-            group.outcome = replace(group.outcome, code=code, saved=saved)
+        ctx = self._ctx
+        if ctx.outcome is not None and ctx.outcome.signum:
+            code = code_for(ctx.failures(), Ending.SAVED)
+            saved = max(step, ctx.outcome.saved)
+            ctx.outcome = replace(ctx.outcome, code=code, saved=saved)
 
-    def exited(self, event: fx.RankExited, cause: fx.Signalled, now: float) -> None:
+    def exited(self, event: fx.RankExited, cause: fx.Signalled, now: float) -> GroupWish | None:
         """A rank has exited while this node departs."""
-        group = self._group
-        group.ranks.signalled(cause.signum, now)  # ranks may have delayed it
+        ctx = self._ctx
+        ctx.ranks.signalled(cause.signum, now)  # ranks may have delayed it
         if event.code == 0 and event.failure is None:
-            if not group.ranks.live and not self._cut_short:
-                group.finish(now)
-                return
+            if not ctx.ranks.live and not self._cut_short:
+                return FinishRanks()
         else:
-            failure = group.ranks.failed(event, now)
+            failure = ctx.ranks.failed(event, now)
             self._cut_short = True
             if failure.kind is not m.FailureKind.STOPPED:
-                group.failed(event.local_rank, failure)
-                self.leave_unsaved(cause, now)
-                return
-        if not group.ranks.live:
-            due = group.deadlines.when("departing")
+                ctx.failed(event.local_rank, failure)
+                return self.leave_unsaved(cause, now)
+        if not ctx.ranks.live:
+            due = ctx.deadlines.when("departing")
             soon = now + WAIT_FOR_SAVED if self._asked >= 0 else now
-            group.deadlines.arm("departing", soon if due is None else min(due, soon))
+            ctx.deadlines.arm("departing", soon if due is None else min(due, soon))
+        return None
 
-    def due(self, now: float) -> None:
+    def due(self, now: float) -> GroupWish | None:
         """The time for a departure is over."""
         if self.cause is None:
-            return
-        if self._group.ranks.live:
+            return None
+        if self._ctx.ranks.live:
             waited = f"no step was saved within {self._grace:g} s"
-            self._group.note(f"{waited}: this node leaves without", "warning")
-        self.leave_unsaved(self.cause, now)
+            self._ctx.note(f"{waited}: this node leaves without", "warning")
+        return self.leave_unsaved(self.cause, now)

@@ -8,38 +8,34 @@ under the check's own prefix, and stays on offer for the round.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from elasticrun.core import events as fx
 from elasticrun.core.reasons import BeingProbed, text
+from elasticrun.core.worker.context import GroupContext
 from elasticrun.core.worker.states import State
 from elasticrun.wire import messages as m
-
-if TYPE_CHECKING:
-    from elasticrun.core.worker.group import WorkerGroup
 
 
 class LocalProbe:
     """The probes of a worker group; the group's table defines when each method applies."""
 
-    def __init__(self, group: WorkerGroup) -> None:
-        self._group = group
+    def __init__(self, ctx: GroupContext) -> None:
+        self._ctx = ctx
         self._order: m.Probe | None = None  # running
         self.answer: m.Probed | None = None
         """The last answer, until a round begins."""
 
     def probe(self, order: m.Probe, now: float) -> None:
         """PREPARING or JOINED: start the probe, or resend its answer."""
-        group = self._group
+        ctx = self._ctx
         if self.answer is not None and self.answer.check == order.check:
-            group.say(self.answer)
+            ctx.say(self.answer)
             return
-        group.state = State.PROBING
+        ctx.state = State.PROBING
         self._order = order
         self.answer = None
-        group.reason = BeingProbed(order.partners if order.group_world_size > 1 else "")
-        group.note(text(group.reason))
-        group.out.append(fx.RunProbe(order))
+        ctx.reason = BeingProbed(order.partners if order.group_world_size > 1 else "")
+        ctx.note(text(ctx.reason))
+        ctx.out.append(fx.RunProbe(order))
 
     def probe_newer(self, order: m.Probe, now: float) -> None:
         """PROBING: the same order again changes nothing; another one replaces it."""
@@ -49,12 +45,12 @@ class LocalProbe:
 
     def probe_ended(self, event: fx.ProbeEnded, now: float) -> None:
         """PROBING: report the result. The Join stays valid while its store is alive."""
-        group = self._group
+        ctx = self._ctx
         if self._order is None or event.result.check != self._order.check:
             return
         self._ended(event.result)
-        group.state = State.PREPARING if group.stores.offer is None else State.JOINED
-        group.out += group.stores.prepare()
+        ctx.state = State.PREPARING if ctx.stores.offer is None else State.JOINED
+        ctx.out += ctx.stores.prepare()
 
     def lost(self, reason: str) -> None:
         """PROBING: the probe's processes died with the spawner; the runtime has reaped them."""
@@ -76,17 +72,17 @@ class LocalProbe:
         )
 
     def _ended(self, result: m.Probed) -> None:
-        group, self._order, self.answer = self._group, None, result
-        group.reason = None
+        ctx, self._order, self.answer = self._ctx, None, result
+        ctx.reason = None
         if result.excused:
-            group.note(f"the probe of this machine was not finished: {result.reason}")
+            ctx.note(f"the probe of this machine was not finished: {result.reason}")
         elif not result.ok:
             what = f"the probe of this machine failed in {result.phase}: {result.reason}"
-            group.note(what, "warning")
-        group.say(result)
+            ctx.note(what, "warning")
+        ctx.say(result)
 
     def call_off(self) -> None:
         """Cancel the probe, if one is running: kill its processes."""
         if self._order is not None:
             self._order = None
-            self._group.out.append(fx.CallOffProbe())
+            self._ctx.out.append(fx.CallOffProbe())

@@ -1,5 +1,5 @@
-"""The agent's states, its status, and its rules ("in these states, at these events, this method")
-as a table."""
+"""The agent's states, its status, what its components may want, and its rules ("in these states, at
+these events, this method") as a table."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from elasticrun.core.events import Exit
 from elasticrun.core.reasons import Reason
 from elasticrun.wire.types import Endpoint, RoundName
 
@@ -57,8 +58,30 @@ class GroupStatus:
     why: Reason | None = None
 
 
-Method = Callable[[Any, float], None]
-"""Takes the event or order, and the time."""
+@dataclass(frozen=True, slots=True)
+class LeaveNode:
+    """End the agent with this outcome once no rank is alive here; `signum` goes to the ranks."""
+
+    outcome: Exit
+    signum: int
+
+
+@dataclass(frozen=True, slots=True)
+class FinishRanks:
+    """Every rank of this node has exited with 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExitNow:
+    """Nothing is left to wait for: the agent exits with its outcome."""
+
+
+GroupWish = LeaveNode | FinishRanks | ExitNow
+"""What a component wants; the group grants it after the component has added its effects."""
+
+
+Method = Callable[[Any, float], GroupWish | None]
+"""Takes the event or order, and the time; a component's method returns what it wants."""
 
 Rules = tuple[tuple[tuple[State, ...], tuple[type, ...], Method], ...]
 
