@@ -249,7 +249,7 @@ def test_a_dead_ranks_descendants_are_gone_before_the_next_life(world: World) ->
 
 
 def test_what_finished_ranks_leave_behind_goes_with_the_job(world: World) -> None:
-    job, ranks = puppets(world)
+    job, ranks = puppets(world, "--child-exit-timeout=1")
     children = with_children(world, ranks[0])
     finish_all([job], ranks)
     assert [pid for pid in children if is_alive(pid)] == []

@@ -38,7 +38,7 @@ def config(nproc: int = 2, **more: Any) -> LaunchConfig:
     return LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=nproc, **words)
 
 
-@pytest.mark.parametrize("method", cases(METHODS, soaked=["forkserver"]))
+@pytest.mark.parametrize("method", cases(METHODS, kept=["fork"]))
 def test_ranks_meet_and_return(method: str) -> None:
     results = elastic_launch(config(start_method=method), functions.reduce_sum)(10)
     assert results == {0: (0, 21.0), 1: (1, 21.0)}

@@ -80,7 +80,10 @@ dist.barrier()
     ("how", "said"),
     [
         ("3", "rank 1 failed (exit code 3); then ranks 0,2 lost their connection"),
-        ("kill", "rank 1 failed (killed by SIGKILL); then ranks 0,2 lost their connection"),
+        pytest.param(
+            *("kill", "rank 1 failed (killed by SIGKILL); then ranks 0,2 lost their connection"),
+            marks=pytest.mark.soak,
+        ),
         (
             "0",
             "rank 1 ended with 0 while others went on; rank _ lost its connection; "

@@ -16,7 +16,7 @@ import pytest
 
 from tests import needs
 from tests.compat.recording import HOW
-from tests.further import cases, further
+from tests.further import further
 from tests.harness import ELASTICRUN, SCRIPTS, TORCHRUN, World, free_port
 
 needs.packages("lightning", "accelerate", "transformers")
@@ -56,7 +56,8 @@ def command(launcher: str, *words: str) -> list[str]:
 SCRIPTS_HERE = ("lightning_fit.py", "accelerate_loop.py", "hf_trainer.py")
 
 
-@pytest.mark.parametrize("script", cases(SCRIPTS_HERE, kept=["lightning_fit.py"]))
+@further("training/test_callbacks", "compat/test_environment::test_every_variable_is_torchruns")
+@pytest.mark.parametrize("script", SCRIPTS_HERE)
 def test_scripts_of_frameworks(script: str, world: World, torchrun_world: World) -> None:
     words = ["--nproc-per-node=2", str(FOLDER / script)]
     mine = trained(world, command(ELASTICRUN, *words))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from elasticrun.host.runs.index import runs_root
+from tests.further import cases
 from tests.harness import free_port, warm_server
 
 pytestmark = pytest.mark.slow
@@ -60,7 +61,7 @@ LINE = re.compile(
 )
 
 
-@pytest.mark.parametrize("told_by", SCRIPTS)
+@pytest.mark.parametrize("told_by", cases(SCRIPTS, kept=["Checkpointer"]))
 def test_the_last_lines_say_where_the_time_went(tmp_path: Path, told_by: str) -> None:
     """And `result.json`, to the microsecond."""
     script = tmp_path / "fails.py"

@@ -32,7 +32,7 @@ def test_while_ranks_are_restarted(counting: Counting) -> None:
     assert [world.restarts for world in counting.check()] == [0, 1, 2]
 
 
-@further("master/test_return::test_a_failure_while_there_is_no_master", "sim/test_chaos")
+@further("sim/test_restore::test_killed_at_every_moment", "sim/test_chaos::test_invariants_hold")
 def test_a_node_dies_while_the_master_is_away(counting: Counting) -> None:
     """The new master misses it and goes on with the others, at no cost: it had a record."""
     job = counting.start("1:3", QUICK, nodes=3)

@@ -72,7 +72,7 @@ SPOILT_CUDA = "import torch\ntorch.cuda._is_in_bad_fork = lambda: True\n"
     [
         spoils("import os\nrank = os.environ.get('RANK')\n", "reads RANK"),
         spoils(THREAD, "outlast a fork", soaked=True),
-        spoils("import sys\nsys.path.append('/nowhere')\n", "changed sys.path"),
+        spoils("import sys\nsys.path.append('/nowhere')\n", "changed sys.path", soaked=True),
         spoils(SPOILT_CUDA, "torch.cuda", soaked=True),
         spoils("raise RuntimeError('no licence')\n", "no licence"),
     ],

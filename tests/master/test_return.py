@@ -167,7 +167,7 @@ def test_while_nodes_gather(world: World) -> None:
 
 
 @further(
-    "test_between_a_fact_and_its_order",
+    "sim/test_restore::test_killed_at_every_moment",
     "test_a_master_by_hand_goes_on_where_it_was_and_remembers_the_end",
 )
 def test_between_a_death_and_the_next_start_and_what_it_cost_is_remembered(world: World) -> None:
@@ -296,6 +296,10 @@ def test_what_is_looked_at_before_a_job_starts_does_not_end_one_that_runs(
     assert (len(world.hub.peers), records_left(world)) == (2, [])
 
 
+@further(
+    "core/scripts/failure_while_no_master_serves.txt",
+    "test_three_times_in_a_row_while_it_trains",
+)
 def test_a_failure_while_there_is_no_master(world: World) -> None:
     """It stands still, and is killed only when a rank has died and its node has said so."""
     jobs, peers = started(world, "elastic", "--max-restarts=1", "--restart-backoff=0")
@@ -406,8 +410,9 @@ def deadly(world: World, fact: str, moment: str) -> tuple[Path, dict[str, str]]:
     return flag, unhurried(DEADLY, **words)
 
 
-@pytest.mark.parametrize("fact", cases(["over", "formed"], kept=["formed"]))
-@pytest.mark.parametrize("moment", cases(["before", "after"], kept=["after"]))
+@further("sim/test_restore::test_killed_at_every_moment", "master/test_record")
+@pytest.mark.parametrize("fact", ["over", "formed"])
+@pytest.mark.parametrize("moment", ["before", "after"])
 def test_between_a_fact_and_its_order(world: World, fact: str, moment: str) -> None:
     """That the round is over, or that the next one was formed and charged, has (not) become
     durable, and nobody has been told: the next master goes on from there, and one restart is
@@ -425,7 +430,8 @@ def test_between_a_fact_and_its_order(world: World, fact: str, moment: str) -> N
     assert (len(world.hub.peers), records_left(world)) == (4, [])
 
 
-@pytest.mark.parametrize("moment", cases(["before", "after"], kept=["after"]))
+@further("sim/test_restore::test_killed_at_every_moment", "master/test_record")
+@pytest.mark.parametrize("moment", ["before", "after"])
 def test_between_the_outcome_and_its_telling(world: World, moment: str) -> None:
     """The next master tells it to whoever dials, and ends."""
     flag, env = deadly(world, "outcome", moment)

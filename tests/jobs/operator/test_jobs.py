@@ -130,6 +130,10 @@ def job(world: World, lab: Lab, tmp_path: Path) -> Iterator[Running]:
     made.close()
 
 
+@further(
+    "jobs/operator/test_whole::test_training_goes_on_whatever_is_deleted",
+    "jobs/operator/test_plan::test_whatever_happens",
+)
 def test_pods_die_and_training_goes_on(job: Running) -> None:
     two = job.ranks(2)
     job.until_trained(2)
@@ -168,7 +172,7 @@ def test_pods_die_and_training_goes_on(job: Running) -> None:
 
 
 @further(
-    "test_pods_die_and_training_goes_on",
+    "jobs/operator/test_whole::test_training_goes_on_whatever_is_deleted",
     "jobs/operator/test_plan::test_a_job_is_scaled_live",
     "jobs/operator/test_plan::test_a_suspended_job_saves_and_has_no_pods",
 )
