@@ -58,7 +58,7 @@ def test_what_a_script_starts_last_may_finish(
 
 def test_it_is_ended_and_named_when_its_time_is_over(world: World, script: Path) -> None:
     words = ("--standalone", "--child-exit-timeout=1.5", str(script), str(world.scratch), "0")
-    launched = world.launch(ELASTICRUN, *words, env=COLD)
+    launched = world.launch(ELASTICRUN, *words)
     assert launched.wait() == 0
     child = _child(launched.stdout)
     assert f"terminating 1 process that ranks have left running: {child} (sh -c" in launched.stderr
@@ -67,9 +67,7 @@ def test_it_is_ended_and_named_when_its_time_is_over(world: World, script: Path)
 
 
 def test_a_ctrl_c_ends_it_at_once_and_names_it(world: World, script: Path) -> None:
-    launched = world.launch(
-        ELASTICRUN, "--standalone", str(script), str(world.scratch), "0", env=COLD
-    )
+    launched = world.launch(ELASTICRUN, "--standalone", str(script), str(world.scratch), "0")
     launched.until_text("that ranks have left running: ")
     launched.signal(signal.SIGINT)
     assert launched.wait() == 0
@@ -79,9 +77,7 @@ def test_a_ctrl_c_ends_it_at_once_and_names_it(world: World, script: Path) -> No
 
 
 def test_after_a_failure_it_is_ended_at_once(world: World, script: Path) -> None:
-    launched = world.launch(
-        ELASTICRUN, "--standalone", str(script), str(world.scratch), "3", env=COLD
-    )
+    launched = world.launch(ELASTICRUN, "--standalone", str(script), str(world.scratch), "3")
     assert launched.wait() == 1
     assert "left running" not in launched.stderr
     assert await_exit([_child(launched.stdout)]) == set()

@@ -18,12 +18,12 @@ VARIABLES = Case(("variables.py",), executed=True)
 def test_imports(runs: Runs) -> None:
     """Seeds before and after each import; vendored packages, stubs, patches, thread-locals,
     signal handlers, hooks, streams, atexit."""
-    alike(runs, IMPORTS, "fork", "warm")
+    alike(runs, IMPORTS, "fork")
 
 
-@further("test_imports")
-def test_imports_by_exec(runs: Runs) -> None:
-    alike(runs, IMPORTS, "exec")
+@further("test_imports", "forkserver/test_looks_like_exec")
+def test_imports_by_exec_and_beside_a_warm_process(runs: Runs) -> None:
+    alike(runs, IMPORTS, "exec", "warm")
 
 
 @further("forkserver/test_trust::test_a_script_that_sets_what_an_import_reads")
