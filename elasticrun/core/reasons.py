@@ -526,7 +526,7 @@ def brief(reason: Reason | None) -> str:
         case NodeLost(node=node, how=HasLeft()):
             return f"node {node} left"
         case NodeLost(node=node, how=BackedOff()):
-            return f"node {node} is left out"
+            return f"node {node} is in backoff"
         case NodeLost(node=node, how=Leaves() | Excluded()):
             return f"node {node} is gone"
         case Then():
@@ -607,8 +607,8 @@ def _lost_contact(it: LostContact) -> str:
 _CONTACT: Final = {
     "closed": "its connection was closed",
     "broken": "its connection broke",
-    "unheard": "it was not heard since the master came back",
-    "gone_before": "it had gone before the master came back",
+    "unheard": "it has not reported since the master returned",
+    "gone_before": "it had left before the master returned",
 }
 
 _NEW_MASTER: Final = {
@@ -616,36 +616,36 @@ _NEW_MASTER: Final = {
     "last": "the master is new and waits for the other nodes of the last round",
     "may_run": "the master is new and waits for the nodes of a round that may run",
     "half": (
-        "the master is new and half of the last round's ranks or more were not heard: they may be "
-        "in a later one; the next round waits until they have stopped by themselves"
+        "the master is new and at least half of the last round's ranks have not reported: they may "
+        "be in a later one; the next round waits until they have stopped by themselves"
     ),
 }
 
 _DOOR: Final = {
     "finishing": "the job is finishing",
-    "unheard": "a node of the round cannot be heard just now",
-    "no_more": "let in when no more nodes come",
-    "start": "the job is being started; let in together when no more come",
-    "probed": "this node is probed before it may be let in",
-    "returns": "nodes come one after another; let in together when no more come",
+    "unheard": "a node of the round is unreachable right now",
+    "no_more": "joins once no more nodes are arriving",
+    "start": "the job is starting; joins once no more nodes are arriving",
+    "probed": "this node is probed before it may join",
+    "returns": "nodes are arriving one after another; joins once no more arrive",
 }
 
 
 def _at_door(it: AtDoor) -> str:
     if it.until == "cooldown":
         return (
-            f"at the door: let in {it.cooldown:g} s after the round began (--grow=now: at once), "
+            f"pending: joins {it.cooldown:g} s after the round began (--grow=now: at once), "
             "or when a node is lost"
         )
-    return f"at the door: {_DOOR[it.until]}"
+    return f"pending: {_DOOR[it.until]}"
 
 
 def _no_place(it: Spare) -> str:
     taken = f"nodes are taken {it.unit} at a time"
     why = f"the round is full, with {some(it.full, 'node')}" if it.full else taken
     if it.silence:
-        return f"{why}; takes its place when it leaves, or {it.silence:g} s after it is lost"
-    return f"{why}; takes the place of a node that is lost"
+        return f"{why}; replaces it when it leaves, or {it.silence:g} s after it is lost"
+    return f"{why}; replaces a lost node"
 
 
 def _spares(it: Spares) -> str:
@@ -708,7 +708,7 @@ def _no_restarts(it: NoRestartsLeft) -> str:
 
 
 def _peer_lost(it: PeerLost) -> str:
-    news = "what became of it" if it.alone else "the news that its node is lost"
+    news = "what became of it" if it.alone else "confirmation that its node is lost"
     return f"ranks have lost a peer: waiting for {news}"
 
 
@@ -723,7 +723,7 @@ def _no_master_for(it: NoMasterFor) -> str:
 
 def _master_unmet(it: MasterUnmet) -> str:
     if it.why:
-        dials = f"this node dials for {it.seconds:g} s"
+        dials = f"this node keeps connecting for {it.seconds:g} s"
         return f"no job master answers at {it.dial} yet ({it.why}); {dials}"
     return f"no job master answered at {it.dial} for {it.seconds:g} s"
 
@@ -731,7 +731,7 @@ def _master_unmet(it: MasterUnmet) -> str:
 def _stuck(it: Stuck) -> str:
     if it.seconds:
         return f"killed {it.seconds:g} s ago and still there: {it.left}"
-    return f"processes that the kernel will not let die are left here: {it.left}"
+    return f"processes that do not exit after SIGKILL remain here: {it.left}"
 
 
 _TEXTS: Final[Mapping[type, Callable[[Any], str]]] = {
@@ -745,9 +745,9 @@ _TEXTS: Final[Mapping[type, Callable[[Any], str]]] = {
     Excluded: lambda it: f"it is excluded: {it.verdict}",
     HasLeft: lambda it: f"left: {text(it.why)}",
     FirstToFail: _first_to_fail,
-    BackedOff: lambda it: f"is left out: {text(it.why)}",
+    BackedOff: lambda it: f"is in backoff: {text(it.why)}",
     NodeLost: lambda it: f"node {it.node} {text(it.how)}",
-    NodesUnheard: lambda it: "nodes of the adopted round have not been heard of",
+    NodesUnheard: lambda it: "nodes of the adopted round have not reported",
     NodeExcluded: lambda it: f"node {it.node} is excluded: {it.how.verdict}",
     Banned: _banned,
     Superseded: lambda it: f"a newer agent has taken the place of this one as node {it.node}",
@@ -761,7 +761,9 @@ _TEXTS: Final[Mapping[type, Callable[[Any], str]]] = {
     RanksStopped: _ranks_stopped,
     ByOperator: _by_operator,
     GivenUp: lambda it: (
-        "the job has gone on without this node" if it.later else "this node had been given up"
+        "the job has continued without this node"
+        if it.later
+        else "this node had been declared dead"
     ),
     OtherRound: lambda it: f"round {it.name} {'has begun' if it.begun else 'is newer'}",
     SnapshotUnusable: lambda it: f"the snapshot of step {it.step} cannot be used",
@@ -773,7 +775,7 @@ _TEXTS: Final[Mapping[type, Callable[[Any], str]]] = {
     Spares: _spares,
     Survivors: _survivors,
     Fence: lambda it: (
-        "no node of the last round can be heard, so its ranks may still run; the next "
+        "no node of the last round is reachable, so its ranks may still run; the next "
         f"round waits until they have stopped by themselves ({it.seconds:g} s)"
     ),
     Storm: lambda it: (
@@ -791,14 +793,14 @@ _TEXTS: Final[Mapping[type, Callable[[Any], str]]] = {
         "job ends"
     ),
     CutOff: lambda it: (
-        "more than half of the nodes fell silent together, so it is the master that may be cut "
-        f"off; nobody is given up for {it.seconds:g} s"
+        "more than half of the nodes fell silent together, so the master itself may be cut "
+        f"off; no node is declared dead for {it.seconds:g} s"
     ),
     NoAgentYet: lambda it: "no agent has attached yet",
     Completed: lambda it: (
         "every rank ended with 0"
         if it.heard_of_all
-        else "every rank that was heard of ended with 0; the others' result is unknown"
+        else "every rank that reported ended with 0; the others' result is unknown"
     ),
     TooFewNodes: _too_few,
     SaidFinal: lambda it: f"{text(it.first)}: the script says that trying again cannot help",
@@ -808,7 +810,7 @@ _TEXTS: Final[Mapping[type, Callable[[Any], str]]] = {
     Saved: lambda it: f"{text(it.why)}; step {it.step} is saved",
     NotSaved: lambda it: f"{text(it.why)}, but {it.owed}",
     Then: lambda it: f"{text(it.first)}; {text(it.then)}",
-    StoreComing: lambda it: "the store for the next round is being made ready",
+    StoreComing: lambda it: "the store for the next round is being prepared",
     BeingProbed: lambda it: (
         f"this machine is being probed{f' with {it.partners}' if it.partners else ''}"
     ),

@@ -159,7 +159,7 @@ NEEDED = NodesNeeded(1, 2, None)
 ALONE = GroupStatus(State.JOINED, text(NEEDED), None, (), 0, None, "", 700.0, NEEDED)
 ONE_DIED = NodesNeeded(1, 2, Said("node b is dead"))
 LAST_CALL = MoreMayJoin(4)
-SPARE = "spare: the round is full, with 2 nodes; takes the place of a node that is lost"
+SPARE = "spare: the round is full, with 2 nodes; replaces a lost node"
 
 LEAVES = replace(
     ALONE,
@@ -216,7 +216,7 @@ async def test_a_wait_is_told_again_and_a_short_one_never(monkeypatch) -> None:
 
     waits = story.LongWaits(say)
     waits.look(
-        replace(ALONE, reason="the store for the next round is being made ready", why=StoreComing())
+        replace(ALONE, reason="the store for the next round is being prepared", why=StoreComing())
     )
     waits.look(ALONE)
     waits.look(replace(ALONE, wait_ends=3.0))  # the same wait

@@ -73,7 +73,7 @@ def test_a_spare_waits_without_end_and_says_what_for() -> None:
     world = world_of("a", "b", "c")
     world.start_node(NodeSetup("d", SPEC))
     assert reason_of(world, "d", 20.0) == (
-        "spare: the round is full, with 3 nodes; takes the place of a node that is lost"
+        "spare: the round is full, with 3 nodes; replaces a lost node"
     )
 
 
@@ -95,7 +95,7 @@ def test_the_end_of_somebody_elses_bar_is_not_the_end_of_this_wait() -> None:
         "at-the-door",
     ]
     assert "more" not in seen.reason
-    assert "let in again in" in reason_of(world, "b", 30.0)
+    assert "may rejoin in" in reason_of(world, "b", 30.0)
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,8 @@ def test_a_node_whose_ranks_keep_dying_is_left_out(counting: Counting) -> None:
     without = job.wait_for_world(2, step=job.steps()[-1].step + 5)
     assert set(without.nodes.values()) == {0, 2}
     assert without.restarts <= 4
-    job.wait_for_output(1, "left out: its ranks were the first to fail")
-    job.wait_for_output(0, "node node1 is left out for")
+    job.wait_for_output(1, "in backoff: its ranks were the first to fail")
+    job.wait_for_output(0, "node node1 is in backoff for")
     counting.finish()
 
 
@@ -98,7 +98,7 @@ def test_a_script_that_keeps_dying_excludes_nobody(
     if ranks == "0":
         # a world that ends for the node that is let in again may have been without a word of rank 0
         assert len({world.nodes[0] for world in worlds if 0 in world.nodes}) <= 2
-        assert counting.said().count("is left out for") <= 1, "what its master says once for each"
+        assert counting.said().count("is in backoff for") <= 1, "what its master says once for each"
     else:
         assert worlds[-1].world_size == 3
         assert "left out" not in counting.said()

@@ -42,7 +42,7 @@ def test_the_store_of_an_old_round(counting: Counting) -> None:
     assert not await_exit([zombie])
     # and ends with the job, as the master says (whose words node 0 passes on); what the agent says
     # itself depends on whether it sees first that its stream has gone or that it was silent
-    job.wait_for_output(0, f"node node{frozen} is heard again")
+    job.wait_for_output(0, f"node node{frozen} is reachable again")
     counting.finish()
 
 

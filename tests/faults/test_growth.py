@@ -58,8 +58,8 @@ def test_a_node_that_finds_an_old_round_waits(counting: Counting) -> None:
     began = time.monotonic()
     let_pass(62)  # it is not young any more
     job.add_node()
-    job.wait_for_output(1, "at the door: let in 90 s after the round began")
-    assert "at the door" in job.status().reason
+    job.wait_for_output(1, "pending: joins 90 s after the round began")
+    assert "pending" in job.status().reason
     counting.goes_on(first)
     second = job.wait_for_world(2, since=began)
     assert second.began - began > 80
@@ -96,7 +96,7 @@ def test_a_newcomer_that_comes_and_dies_again_and_again(counting: Counting) -> N
         number = job.nodes.index(job.add_node())
         # it has joined, and is told what it waits for or that it has a place
         place = "this node joined|the job starts"
-        job.wait_for_output(number, re.compile(f"last call|at the door|{place}"))
+        job.wait_for_output(number, re.compile(f"last call|pending|{place}"))
         job.kill_node(number)
     # the last newcomer may have had a place in a world that is over by now, or soon will be
     newest = max(world.last for world in job.worlds())

@@ -137,7 +137,7 @@ def hung(number: int = 8, ranks: int = 8) -> Picture:
                        place="train.py:88 load_shard")  # fmt: skip
     verdict = VerdictRow(
         "strong", "idle", sentence, 71.0, "42", rows[42].node,
-        "it is left as it is (--on-hang=tell); torch would end this in 529 s",
+        "it is not restarted automatically (--on-hang=tell); torch would end this in 529 s",
         "logs/run17/round3/hang-1",
     )  # fmt: skip
     groups = (

@@ -369,7 +369,9 @@ def test_a_command_that_fails_is_told_once(
 def test_a_verdict_is_told_to_a_command(tmp_path: Path) -> None:
     plan = MasterPlan(on_event=f"cat >> {tmp_path}/told", run=RunPlan(name="run17"))
     out = Outward(MasterConfig(Identity("id-17"), "", 0, None, plan))
-    verdict = VerdictRow("strong", "idle", "rank 3 is idle", 61.0, "3", "", "it is left as it is")
+    verdict = VerdictRow(
+        "strong", "idle", "rank 3 is idle", 61.0, "3", "", "it is not restarted automatically"
+    )
     for over in (False, True):
         out.judged(verdict, over)
     out.slow(FoundSlow("b", "node b is slow"))

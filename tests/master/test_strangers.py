@@ -288,7 +288,7 @@ def test_refusals_are_logged_once_a_minute_with_their_number(
 
 
 def beats(listening: Listening, clock: Clock, until: float, every: float) -> None:
-    """Somebody is heard again and again."""
+    """Somebody is reachable again and again."""
     while clock.now < until:
         clock.now = min(until, clock.now + every)
         listening.heard()

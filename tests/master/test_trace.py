@@ -194,7 +194,9 @@ def test_no_disk_no_trace_and_no_harm(tmp_path: Path, caplog: pytest.LogCaptureF
 
 def test_a_hang_that_was_told_is_a_span(tmp_path: Path) -> None:
     """From its last movement until it is over, or until the trace ends."""
-    found = VerdictRow("strong", "idle", "rank 3 is idle", 60.0, "3", "", "it is left as it is")
+    found = VerdictRow(
+        "strong", "idle", "rank 3 is idle", 60.0, "3", "", "it is not restarted automatically"
+    )
     chrome = ChromeTrace()
     chrome.took(100.0, [])
     for now, over in ((170.0, False), (180.0, True), (300.0, False)):

@@ -200,7 +200,7 @@ LOST = 10.0
 so long."""
 
 BARRED = (
-    "no node of the last round can be heard, so its ranks may still run; the next round waits "
+    "no node of the last round is reachable, so its ranks may still run; the next round waits "
     "until they have stopped by themselves"
 )
 

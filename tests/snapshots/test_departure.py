@@ -95,7 +95,7 @@ def test_one_node_leaves_and_all_have_the_same_state(training: Training) -> None
     training.open_gate()
     training.job.result()
     assert training.starts(0) == [0, step]
-    assert training.said(rf"go on from step {step} in memory")
+    assert training.said(rf"resume from step {step} in memory")
 
 
 @further("slurm/test_batch::test_a_requeued_job_goes_on_where_it_was")

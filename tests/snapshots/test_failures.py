@@ -22,7 +22,7 @@ from tests.snapshots.conftest import (
 
 pytestmark = pytest.mark.slow
 
-MEMORY = r"go on from step 7 in memory"
+MEMORY = r"resume from step 7 in memory"
 
 
 DEATHS = {
@@ -302,7 +302,7 @@ def test_a_step_that_is_asked_for(training: Training) -> None:
     training.start(*args, options=["--restore-step=4"])
     training.finish()
     assert training.starts(0) == [0, 4]
-    assert training.said("ranks go on from step 4 in storage: --restore-step")
+    assert training.said("ranks resume from step 4 in storage: --restore-step")
     assert len(ends(training.out, 0)) == 2
     assert len(set(ends(training.out, 0))) == 1
     training.start(*args, options=["--restore-step=5"])
@@ -313,7 +313,7 @@ def test_a_step_that_is_asked_for(training: Training) -> None:
 @further("core/snapshots/test_choice")
 def test_a_living_rank_is_given_back_what_it_has_alone(training: Training) -> None:
     """Equal weights, a node a rank: rank 1 dies before it holds step 5, which rank 0 alone could
-    give. All go on from step 4, or rank 1's own state would be lost."""
+    give. All resume from step 4, or rank 1's own state would be lost."""
     training.start("--steps", "8", script=OWN, nodes=2, nproc=1, nnodes="2", max_restarts=1)
     training.finish()
     for rank in (0, 1):

@@ -51,7 +51,7 @@ def test_a_spare_takes_over_what_the_lost_node_had(training: Training) -> None:
     training.lose_memory()
     training.go_on()
     training.ends_as_if_undisturbed(0, 7)
-    assert training.said(r"go on from step 7 \(memory\)")
+    assert training.said(r"resume from step 7 \(memory\)")
     assert not training.checkpoints()
 
 

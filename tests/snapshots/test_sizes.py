@@ -32,7 +32,7 @@ def test_more_ranks_from_memory(training: Training) -> None:
     training.finish()
     assert training.starts(0) == [0, 7]
     assert training.starts(2) == [7]
-    assert training.said("go on from step 7 in memory")
+    assert training.said("resume from step 7 in memory")
     is_the_same(training, 3)
 
 

@@ -336,7 +336,7 @@ class LocalSnapshots:
         self.drain.began(said.step)
         self._resumed(said.step, said.source)
         if said.source != "nothing":
-            self.remark(f"ranks go on from step {said.step} ({said.source})", level=logging.INFO)
+            self.remark(f"ranks resume from step {said.step} ({said.source})", level=logging.INFO)
 
     # ------------------------------------------------------------ segments
 

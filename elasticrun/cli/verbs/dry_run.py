@@ -155,7 +155,7 @@ def _restarts(launch: Launch) -> str:
 def _saves(launch: Launch) -> str:
     saves = launch.spec.saves
     if saves.restore_step >= 0:
-        return f"ranks go on from step {saves.restore_step} and no other, from memory or storage"
+        return f"ranks resume from step {saves.restore_step} and no other, from memory or storage"
     if not saves.at_breakpoint:
         return "ranks resume from the newest snapshot in memory, if there is one"
     return (

@@ -266,7 +266,7 @@ class HealthPolicy:
             if not groups and not self._stirred:
                 break
         else:
-            raise RuntimeError("the network check does not come to rest")
+            raise RuntimeError("the network check does not settle")
         self._passed_door()
         if self._is_checking and not check.busy:
             self._is_checking = False

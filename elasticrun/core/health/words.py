@@ -64,20 +64,20 @@ def unresolved(trial: Trial, trials: Mapping[str, Trial]) -> str:
     joint = [one for one in trial.failures if one.partners]
     if not joint:
         own = trial.failures[-1:]
-        what = f"failed {happened(own[0], trials)}" if own else "could not be probed to the end"
+        what = f"failed {happened(own[0], trials)}" if own else "could not be fully probed"
         why = "" if own or not trial.held_up else f" ({quoted(trial.held_up)})"
         return cut(f"{trial.node} {what}{why}, and the check ended before it passed a probe")
     widest = max(joint, key=lambda one: len(one.partners))
     if _works(widest, trials):
         return cut(
-            f"{trial.node} failed {happened(widest, trials)}; nothing tells whether it or its link "
-            f"to {names(widest.partners)} is at fault: another node would"
+            f"{trial.node} failed {happened(widest, trials)}; another node would tell whether "
+            f"it or its link to {names(widest.partners)} is at fault"
         )
     group = sorted((trial.node, *widest.partners), key=lambda node: trials[node].place)
     helper = "a third node" if len(trials) == 2 else "another node"
     return cut(
-        f"{names(group)} failed together in {widest.phase} ({quoted(widest.reason)}); nothing "
-        f"tells which of them is at fault: {helper} would"
+        f"{names(group)} failed together in {widest.phase} "
+        f"({quoted(widest.reason)}); {helper} would tell which of them is at fault"
     )
 
 
@@ -144,7 +144,7 @@ def health(compute: float, flops: float, rate: Rate | None) -> str:
 
 def trouble(partners: Sequence[str], said: Probed) -> str:
     """What went wrong in the last probe of a node."""
-    what = "was not probed to the end" if said.excused else f"failed in {said.phase}"
+    what = "was not fully probed" if said.excused else f"failed in {said.phase}"
     whom = f" with {names(partners)}" if partners else ""
     return f"{what}{whom} ({quoted(said.reason)})"
 

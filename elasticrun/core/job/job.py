@@ -271,7 +271,10 @@ class Job:
         ctx.restarts.window.overslept(by + beat)
         self._saving.overslept(by + beat)
         ctx.away += by
-        ctx.note(f"the master was away for {by:.1f} s; no silence counts", "warning")
+        ctx.note(
+            f"the master was away for {by:.1f} s; heartbeats missed in that time do not count",
+            "warning",
+        )
 
     # ------------------------------------------------------------ reports
 
@@ -440,7 +443,7 @@ class Job:
                 self._conclude(EXIT_OK if done else self._code_of_loss(), decision.reason)
                 return
             self._reopen_free_of_charge(decision.reason)
-        raise RuntimeError("the rendezvous does not come to rest")
+        raise RuntimeError("the rendezvous does not settle")
 
     def _due_end(self) -> tuple[int, Reason] | None:
         """Exit code and reason if the job ends now regardless of rounds."""
@@ -507,7 +510,7 @@ class Job:
             self._recorder.record_soon()
             rdzv.leave_out(cause.node, now + wait, BackedOff(why))
             self._streams.health.doubt(cause.node)
-            ctx.note(f"node {cause.node} is left out for {wait:g} s: {text(why)}", "warning")
+            ctx.note(f"node {cause.node} is in backoff for {wait:g} s: {text(why)}", "warning")
             self._tell_to_wait(cause.node)
             return True
         last = ctx.restarts.window.cause
@@ -515,7 +518,7 @@ class Job:
         if last is not None and innocent:
             if innocent in rdzv.backing_off:
                 rdzv.backing_off.put(innocent, now, "acquitted")
-            ctx.note(f"rank {last.rank} fails on node {last.node} too: {innocent} is let in")
+            ctx.note(f"rank {last.rank} fails on node {last.node} too: {innocent} may join again")
         return bool(innocent)
 
     def _wait(self, decision: Decision, gate: Judgement | None) -> None:

@@ -70,7 +70,7 @@ class OperatorRequests:
             raise Unwilling("no round runs that could be restarted")
         why = _by(request, "restarted")
         ctx.note(f"round {ctx.round.name.number} is {text(why)}", "warning")
-        done = f"the ranks are stopped and start again, free of charge: {text(why)}"
+        done = f"the ranks are stopped and restarted (no restart used): {text(why)}"
         return done, Reopen(why)
 
     # ------------------------------------------------------------ nodes

@@ -69,9 +69,9 @@ class Streams:
         self._enter(node, admission)
         unseen = node in rdzv.last.unseen
         if rdzv.back(node, now):
-            ctx.note("every node of the round is heard again")
+            ctx.note("every node of the round is reachable again")
         if admission.returned or (suspect and not unseen and not admission.newer):
-            ctx.note(f"node {node} is heard again")
+            ctx.note(f"node {node} is reachable again")
         expecting = rdzv.takeover.expected_until
         if hello.last_term > self._recorded_term and hello.last_term != ctx.term:
             rdzv.takeover.expect_round(now)
@@ -127,10 +127,14 @@ class Streams:
             spec = replace(spec, min_nodes=size[0], max_nodes=size[1])
         if hello.spec != spec:
             otherwise = ", ".join(differences(hello.spec, spec))
-            self._ctx.note(f"node {node} was started otherwise: {otherwise}", "warning")
+            self._ctx.note(
+                f"node {node} was started with different settings: {otherwise}", "warning"
+            )
         if namesake := self._nodes.namesake(hello):
             both = f"nodes {namesake} and {node} are both on a host named {hello.host}"
-            self._ctx.note(f"{both}, with different addresses: name the hosts apart", "warning")
+            self._ctx.note(
+                f"{both}, with different addresses: give the hosts different names", "warning"
+            )
 
     def _welcome(self) -> m.Welcome:
         spec = self._ctx.spec
@@ -244,7 +248,7 @@ class Streams:
                 ctx.hang_up(death.session)
         if bool(self.hold_reason) != (self._membership.mass_silence.until is not None):
             self.hold_reason = hold = self._membership.mass_silence.reason()
-            ctx.note(text(hold) or "nodes are heard again", "warning" if hold else "info")
+            ctx.note(text(hold) or "nodes are reachable again", "warning" if hold else "info")
 
     def _end_stay(self, node: str, at: float) -> None:
         """An incarnation of this node ended at `at`. It is a loss if the round still needed it."""

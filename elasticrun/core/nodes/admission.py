@@ -78,7 +78,7 @@ class Backoffs(dict[str, str]):
         """Why and for how long a node is in backoff."""
         until = self._until.when(node)
         assert until is not None
-        return f"left out: {self[node]}; let in again in {max(0.0, until - now):.0f} s"
+        return f"in backoff: {self[node]}; may rejoin in {max(0.0, until - now):.0f} s"
 
 
 MEMORY = 600.0

@@ -94,8 +94,8 @@ class MassSilence:
             self.until += by
 
     def settled(self, node: str) -> None:
-        """The node is heard again, or has left. After the last of them, the next mass silence is a
-        new one. O(1)."""
+        """The node is reachable again, or has left. After the last of them, the next mass silence
+        is a new one. O(1)."""
         if self.until is not None:
             self._silent.discard(node)
             if not self._silent:

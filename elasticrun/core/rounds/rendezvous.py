@@ -219,13 +219,13 @@ class Rendezvous:
         if node in self.backing_off:
             return self.backing_off.sentence(node, now)
         if node in self._announced:
-            return "it has not joined yet: its store is being made ready"
+            return "it has not joined yet: its store is being prepared"
         if self.last.is_member(node):
             age = now - self.formed_at
             if self.last.stages[node] is Stage.STARTING and age >= SLOW_START:
                 return f"its ranks have not all been started yet, {age:.0f} s after its round began"
         elif node not in self.ready:
-            return "it has not said yet that its ranks of an earlier round are gone"
+            return "it has not yet reported that its ranks of an earlier round are gone"
         return ""
 
     def detail(self) -> str:

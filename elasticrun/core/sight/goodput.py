@@ -146,7 +146,7 @@ def _lost(found: Account, price: float) -> Iterator[str]:
         if micros * found.wall >= SHORT * found.total:
             yield f"{word} {seconds(micros)}"
     if price:
-        yield f"{(found.total - found.useful) / MICROS / 3600 * price:.2f} of money not trained for"
+        yield f"{(found.total - found.useful) / MICROS / 3600 * price:.2f} spent without training"
 
 
 def _dearest(found: Account, kind: str) -> list[tuple[tuple[str, str], int]]:

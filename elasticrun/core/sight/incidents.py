@@ -190,7 +190,7 @@ class Incidents:
             late = one.origin.silent - (self._ctx.now - one.began)
             if late > 0.0 and "detect" not in one.spent:
                 one.spent = {"detect": late, **one.spent}
-        one.decision = decision or one.decision or "the round is formed anew, free of charge"
+        one.decision = decision or one.decision or "a new round is formed (no restart used)"
         one.newest = self._ctx.newest = max(one.newest, self._ctx.newest)
 
     def round_begins(self) -> None:

@@ -108,16 +108,16 @@ class SnapshotPolicy:
             note(choice.why, "warning")
         if choice.skip.all_but >= 0:
             where = "memory" if choice.restore is not None else "storage"
-            note(f"ranks go on from step {choice.skip.all_but} in {where}: --restore-step")
+            note(f"ranks resume from step {choice.skip.all_but} in {where}: --restore-step")
         elif choice.skip.memory and choice.restore is not None:
             step = choice.restore.step
             else_ = f"unless storage has a checkpoint below step {saves.points.rewound_from}"
             note(f"ranks try step {step} in memory again, {else_}", "warning")
         elif choice.restore is not None:
             step, newest = choice.restore.step, self.newest_step
-            told = f"; step {newest} was the newest that was told of" if newest > step else ""
+            told = f"; step {newest} was the newest reported" if newest > step else ""
             left = ", as agents before these have left it" if saves.points.looks_back else ""
-            note(f"ranks go on from step {step} in memory{left}{told}")
+            note(f"ranks resume from step {step} in memory{left}{told}")
         elif (round_ := self._ctx.round) and (saves.points.watermark >= 0 or round_.info.restore):
             nothing = "nothing in memory can be restored: ranks load the newest checkpoint"
             note(nothing, "warning")

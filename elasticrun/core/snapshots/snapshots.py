@@ -213,7 +213,7 @@ class Departures:
         """A rank cannot save the named step."""
         if report.round != self._round or report.asked != self._step or self._is_saved:
             return
-        why = f"node {node} was past step {self._step}, or had no room for it"
+        why = f"node {node} had passed step {self._step}, or had no room for it"
         self._tries += 1
         old = self._step
         if self._tries < MAX_TRIES:

@@ -257,7 +257,7 @@ class WorkerGroup:
         if order.term < self.term:
             self._obeying = False
             reason = text(reasons.OlderMaster(order.term, self.term))
-            ctx.note(f"{reason}: it is not obeyed", "warning")
+            ctx.note(f"{reason}: its orders are ignored", "warning")
             self._link_gone(fx.LinkLost(reason), now)
             return
         is_new = 0 < self.term < order.term

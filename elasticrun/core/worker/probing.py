@@ -75,7 +75,7 @@ class LocalProbe:
         ctx, self._order, self.answer = self._ctx, None, result
         ctx.reason = None
         if result.excused:
-            ctx.note(f"the probe of this machine was not finished: {result.reason}")
+            ctx.note(f"the probe of this machine did not finish: {result.reason}")
         elif not result.ok:
             what = f"the probe of this machine failed in {result.phase}: {result.reason}"
             ctx.note(what, "warning")

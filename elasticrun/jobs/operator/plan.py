@@ -467,7 +467,7 @@ def _make(look: JobView, body: Json, pods: list[OwnedPod]) -> Make:
     name = body["metadata"]["name"]
     if not pods:
         of_node = body["metadata"]["labels"][objects.ROLE] == objects.NODE
-        cost = ", free of charge" if of_node else ""
+        cost = ", not counted" if of_node else ""
         gone = f": the one before it was deleted{cost}" if again else ""
         return Make(body, JobEvent("Replaced" if again else "Created", f"created pod {name}{gone}"))
     last, how = pods[-1], f"ended with {pods[-1].code}"
@@ -477,7 +477,7 @@ def _make(look: JobView, body: Json, pods: list[OwnedPod]) -> Make:
         how = "was out of memory"
     elif last.disrupted or last.code is None:
         how = "was disrupted"
-    of_node = "" if last.index == MASTER_INDEX else ", free of charge" if last.free else ", counted"
+    of_node = "" if last.index == MASTER_INDEX else ", not counted" if last.free else ", counted"
     return Make(body, JobEvent("Replaced", f"created pod {name}: {last.name} {how}{of_node}"))
 
 

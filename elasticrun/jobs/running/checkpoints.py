@@ -195,7 +195,11 @@ def _ls(folder: Folder, ns: argparse.Namespace) -> int:
     for text in (one for row in rows for one in _said(row)):
         print(textwrap.fill(text, COLUMNS, subsequent_indent="  ", break_long_words=False))
     taken = [row.step for row in rows if row.restart]
-    print(f"a restart goes on from step {taken[0]}" if taken else "a restart begins anew")
+    print(
+        f"a restart resumes from step {taken[0]}"
+        if taken
+        else "a restart starts from the beginning"
+    )
     return 0
 
 

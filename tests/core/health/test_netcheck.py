@@ -219,8 +219,8 @@ def test_of_two_nodes_the_pair_is_named() -> None:
     assert outcome.unresolved == {"n0", "n1"}
     assert outcome.reasons["n0"] == outcome.reasons["n1"]
     assert outcome.reasons["n0"] == (
-        "n0 and n1 failed together in comm (no end after 60 s (limit 60 s)); nothing tells which "
-        "of them is at fault: a third node would"
+        "n0 and n1 failed together in comm (no end after 60 s (limit 60 s)); a third node "
+        "would tell which of them is at fault"
     )
 
 

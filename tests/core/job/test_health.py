@@ -318,4 +318,6 @@ def test_a_node_that_was_started_with_other_checks_is_told_of_by_their_names() -
         "a",
         spec=structs.replace(CHECKED, checks=structs.replace(CHECKS, slow_ratio=3.0)),
     )
-    assert "node a was started otherwise: slow_ratio=3.0 (the job: 1.5)" in notes(master)
+    assert "node a was started with different settings: slow_ratio=3.0 (the job: 1.5)" in notes(
+        master
+    )

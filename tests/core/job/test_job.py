@@ -25,7 +25,7 @@ def test_without_numbers_of_its_own_it_takes_the_first_agents() -> None:
     master.feed(fx.Attached(1, hello("a", spec=replace(SPEC, min_nodes=1, max_nodes=9))))
     master.feed(fx.Attached(2, hello("b", spec=replace(SPEC, max_nodes=5))))
     notes = [e.text for e in master.effects if isinstance(e, fx.Note)]
-    assert notes == ["node b was started otherwise: min_nodes=2 (the job: 1), "
+    assert notes == ["node b was started with different settings: min_nodes=2 (the job: 1), "
                      "max_nodes=5 (the job: 9)"]  # fmt: skip
     assert master.job.status().max_nodes == 9
 
@@ -62,7 +62,9 @@ def test_a_report_that_is_no_news_ends_a_mass_silence() -> None:
     for session in (1, 2, 3):
         master.job.next_deadline()
         master.hear(session, m.Steps(start.round, 5, 5, 0.1, 0.1, 0.0))
-    assert [e.text for e in master.effects if isinstance(e, fx.Note)] == ["nodes are heard again"]
+    assert [e.text for e in master.effects if isinstance(e, fx.Note)] == [
+        "nodes are reachable again"
+    ]
     assert master.job.status().reason == ""
 
 

@@ -205,7 +205,7 @@ def test_a_lost_node_counts_from_its_last_word() -> None:
     master.come_back(1, name)
     (start,) = master.orders(1)
     assert isinstance(start, m.Start)
-    assert "free of charge" in master.job._sight.incidents.page()[0].decision
+    assert "no restart used" in master.job._sight.incidents.page()[0].decision
 
 
 def test_nodes_that_leave_or_come_are_no_failures() -> None:

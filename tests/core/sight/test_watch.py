@@ -115,7 +115,7 @@ def test_a_verdict_is_told_of_once_and_once_more_when_it_is_over() -> None:
     ]
     first, last = (one.verdict for one in told)
     assert (first.place, first.folder) == ("train.py:41 load", "logs/a")
-    assert "left as it is" in first.then
+    assert "not restarted automatically" in first.then
     assert 60.0 <= first.since < 72.0 < 198.0 < last.since < 202.0
 
 

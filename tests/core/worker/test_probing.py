@@ -65,7 +65,7 @@ def test_the_operator_is_told_with_whom_and_why_it_failed() -> None:
     group.step(fx.Ordered(replace(PAIR, check="c3")), 1.0)
     excused = replace(failed, check="c3", excused=True, reason="n1 failed")
     note, _ = group.step(fx.ProbeEnded(excused), 2.0)
-    assert note == fx.Note("the probe of this machine was not finished: n1 failed")
+    assert note == fx.Note("the probe of this machine did not finish: n1 failed")
 
 
 def test_a_place_in_a_round_calls_it_off() -> None:

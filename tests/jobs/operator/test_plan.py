@@ -81,7 +81,7 @@ def test_a_pod_that_dies_is_replaced_at_once(code: int | None, cost: str) -> Non
     (made,) = (o for o in world.look().orders if isinstance(o, plan.Make))
     assert made.notice is not None
     assert made.notice.reason == "Replaced"
-    assert made.notice.message.endswith(cost if cost == "counted" else "free of charge")
+    assert made.notice.message.endswith(", counted" if cost == "counted" else ", not counted")
     assert "tr-1-1" in world.pods
     assert world.status.phase == "Recovering"
     assert world.status.condition("Recovering").reason == "PodsLost"
@@ -95,7 +95,7 @@ def test_a_pod_that_is_deleted_is_replaced_when_it_has_gone() -> None:
     (made,) = (o for o in world.look().orders if isinstance(o, plan.Make))
     assert "tr-1-0" in world.pods
     assert made.notice is not None
-    said = "created pod tr-1-0: the one before it was deleted, free of charge"
+    said = "created pod tr-1-0: the one before it was deleted, not counted"
     assert made.notice == ("Replaced", said, False)
     world.run()
     world.delete("tr-1-0")

@@ -59,7 +59,7 @@ def test_ls(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
     assert out[1].split()[-4:] == ["KiB", "2", "periodic", "whole"]
     assert out[6] == f"step 40 is spoiled: {SECOND} has 12387 bytes, not 12388"
     assert out[7].startswith("step 50 was never committed: it is being written, or")
-    assert out[-1] == "a restart goes on from step 30"
+    assert out[-1] == "a restart resumes from step 30"
     assert max(map(len, out)) <= 80
     assert main(["ckpt", "ls", folder.url, "-o", "json"]) == 0
     rows = json.loads(capsys.readouterr().out)
@@ -78,7 +78,7 @@ def test_what_was_condemned_or_left_says_so(
     assert "step 20 was left: training was taken back" in out
     reason = f"step 30 was found to be spoiled before: {FIRST} was changed between"
     assert reason in " ".join(out.split())
-    assert out.endswith("a restart goes on from step 10\n")
+    assert out.endswith("a restart resumes from step 10\n")
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_by_the_name_of_a_job_and_without_torch(folder: Folder, tmp_path: Path) 
         command[-1] = word
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
         assert (done.returncode, done.stderr) == (0, "")
-        assert "a restart goes on from step 30" in done.stdout
+        assert "a restart resumes from step 30" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -289,7 +289,7 @@ class Watch:
             if self._limits.learn(before, seconds):
                 wishes = (RecordSoon(),)
             if before.reported is not None:
-                self._warn(f"ranks go on after {now - before.since:.0f} s", "info")
+                self._warn(f"ranks continue after {now - before.since:.0f} s", "info")
         self._state = Moving() if since is None else Still(since)
         return wishes
 

@@ -46,7 +46,7 @@ def what_follows(
     torch ends the job."""
     parts = []
     if ends is None:
-        parts.append(f"it is left as it is{_why_left(ctx, impasse)}")
+        parts.append(f"it is not restarted automatically{_why_left(ctx, impasse)}")
     elif ctx.restarts.budget.left(ctx.now):
         parts.append(f"all ranks are restarted in {max(0.0, ends - ctx.now):.0f} s")
     else:
@@ -61,7 +61,7 @@ def what_follows(
 
 def _why_left(ctx: JobContext, impasse: Impasse) -> str:
     if impasse.kind == SAID:
-        return ", as its script has said so"
+        return ", because its script announced it"
     if impasse.held:
         return ", as a person is at work"
     if ctx.spec.watch.on_hang == "tell":
@@ -70,9 +70,9 @@ def _why_left(ctx: JobContext, impasse: Impasse) -> str:
         return ", until somebody sends it SIGCONT (--on-hang=restart ends it)"
     match impasse.klass:
         case Klass.STRONG:
-            return ", as it may wait for something (--on-hang=restart ends it)"
+            return " (it may be waiting for an external service; --on-hang=restart ends it)"
         case Klass.STILL:
             return " (--on-hang=restart ends it)"
         case Klass.WEAK:
-            return ", as it may well go on (--hang-limit sets an end)"
+            return " (it may still finish; --hang-limit sets a limit)"
     return ""
