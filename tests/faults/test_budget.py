@@ -63,9 +63,9 @@ def test_a_node_whose_ranks_keep_dying_is_left_out(counting: Counting) -> None:
     counting.first(3)
     counting.let_fail()
     status = job.wait_for(
-        lambda s: any("left out" in node.reason for node in s.nodes), world_size=2
+        lambda s: any("in backoff" in node.reason for node in s.nodes), world_size=2
     )
-    (out,) = (node for node in status.nodes if "left out" in node.reason)
+    (out,) = (node for node in status.nodes if "in backoff" in node.reason)
     assert out.node == "node1"
     without = job.wait_for_world(2, step=job.steps()[-1].step + 5)
     assert set(without.nodes.values()) == {0, 2}
@@ -101,4 +101,4 @@ def test_a_script_that_keeps_dying_excludes_nobody(
         assert counting.said().count("is in backoff for") <= 1, "what its master says once for each"
     else:
         assert worlds[-1].world_size == 3
-        assert "left out" not in counting.said()
+        assert "in backoff" not in counting.said()
