@@ -93,11 +93,9 @@ def run_agent(
         master = early_master(launch, place, identity)
         from elasticrun.agent.node import Early, run_node
 
-        found: FoundJob | None = None
-        if place.kind in ("file", "open"):
-            from elasticrun.agent.rendezvous.finding import find
-
-            place, identity, found = _runner().run(find(launch, place, identity, inbox))
+        found = _found(launch, place, identity, inbox)
+        if found is not None:
+            place, identity = found.place, found.identity
         try:
             early = Early(inbox, reaper, spawner, writer, ignored, caller, master, found)
             outcome = _runner().run(run_node(launch, place, identity, early))
@@ -125,6 +123,15 @@ def _impossible(identity: Identity) -> Exit | None:
     if wrong := refused() or no_loopback():
         return Exit(EXIT_FAILED, wrong, (), 0)
     return None
+
+
+def _found(launch: Launch, place: Place, identity: Identity, inbox: SignalInbox) -> FoundJob | None:
+    """The job and its master, if nobody has named the master's host; else None."""
+    if place.kind not in ("file", "open"):
+        return None
+    from elasticrun.agent.rendezvous.finding import find
+
+    return _runner().run(find(launch, place, identity, inbox))
 
 
 @cache

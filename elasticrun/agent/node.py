@@ -26,8 +26,11 @@ from elasticrun.agent.link.reports import Reporter
 from elasticrun.agent.link.trust import trust_of
 from elasticrun.agent.logs.output import LogsUnusable, RankOutput
 from elasticrun.agent.logs.whereabouts import LogNotes
-from elasticrun.agent.rendezvous.c10d import C10dRendezvous
+from elasticrun.agent.rendezvous.endpoint import EndpointRegistry
+from elasticrun.agent.rendezvous.invitation import Invitation
 from elasticrun.agent.rendezvous.place import HostError
+from elasticrun.agent.rendezvous.registry import Leader, NoRegistry, Registry
+from elasticrun.agent.rendezvous.rendezvous import NodeRendezvous
 from elasticrun.agent.runtime import (
     DISK_LIMIT,
     AgentLoop,
@@ -59,8 +62,6 @@ from elasticrun.wire import env, messages as m
 from elasticrun.wire.types import Endpoint
 
 if TYPE_CHECKING:
-    from elasticrun.agent.rendezvous.etcd import EtcdRendezvous
-    from elasticrun.agent.rendezvous.file import FileRendezvous
     from elasticrun.agent.rendezvous.finding import FoundJob
 
 NAME_LIMIT: Final = 2.0
@@ -85,19 +86,28 @@ LEAVE_LIMIT: Final = 10.0
 
 def rendezvous_of(
     node: NodeContext, met: Callable[[], None], found: FoundJob | None
-) -> C10dRendezvous | EtcdRendezvous | FileRendezvous:
+) -> NodeRendezvous:
     """The rendezvous of this job. `met` is called when the master's address is known, and whenever
-    a master starts to serve there; `found`: see `finding`. Modules of other kinds are not
-    imported."""
-    if found is not None:
-        from elasticrun.agent.rendezvous.file import FileRendezvous
+    a master starts to serve there; `found`: see `finding`."""
+    if found is None:
+        return NodeRendezvous(node, met, _registry(node))
+    invitation = None
+    hosts = not isinstance(found.seen, Leader)
+    if hosts and node.launch.spec.max_nodes > 1:
+        invitation = Invitation(node, given=found.given)
+    return NodeRendezvous(node, met, found.registry or _registry(node), found.seen, invitation)
 
-        return FileRendezvous(node, met, found)
-    if node.place.kind == "etcd":
-        from elasticrun.agent.rendezvous.etcd import EtcdRendezvous
 
-        return EtcdRendezvous(node, met)
-    return C10dRendezvous(node, met)
+def _registry(node: NodeContext) -> Registry:
+    """The registry of a job that needs no search; the etcd client is imported only for its own."""
+    if node.place.kind != "etcd":
+        return EndpointRegistry(node.launch, node.place, node.identity.job_id)
+    from elasticrun.agent.rendezvous.etcd import EtcdRegistry
+
+    try:
+        return EtcdRegistry(node.launch, node.place, node.identity)
+    except HostError as wrong:
+        return NoRegistry(str(wrong))
 
 
 @dataclass(frozen=True)

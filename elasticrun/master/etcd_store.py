@@ -50,7 +50,7 @@ from elasticrun.core.persisted import Facts
 from elasticrun.master.file_store import CRASH_WINDOW, MAX_CRASHES
 from elasticrun.master.store import StoreRefused
 from elasticrun.wire.rpc import etcd, protobuf
-from elasticrun.wire.rpc.etcd_place import Keys, Leader, leader_from_bytes, parse_place
+from elasticrun.wire.rpc.etcd_place import Keys, LeaderKey, leader_from_bytes, parse_place
 from elasticrun.wire.types import dumps, loads
 
 CAMPAIGN_LIMIT: Final = 10.0
@@ -100,7 +100,7 @@ class EtcdStore:
         self._place = place
         self._keys = Keys(config.identity.job_id)
         host = config.advertise or config.host
-        self._me = Leader(host, port, config.holder, secrets.token_hex(8))
+        self._me = LeaderKey(host, port, config.holder, secrets.token_hex(8))
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = self._loop.create_future()

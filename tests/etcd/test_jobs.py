@@ -14,7 +14,7 @@ import pytest
 
 from elasticrun.config import EXIT_NOT_LEADING
 from elasticrun.testing.processes import is_master, kill_all
-from elasticrun.wire.rpc.etcd_place import Keys, Leader, leader_from_bytes
+from elasticrun.wire.rpc.etcd_place import Keys, LeaderKey, leader_from_bytes
 from tests.compat.live import PUPPET, allreduce, finish, job
 from tests.etcd.server import EtcdServer, patient_masters
 from tests.further import cases, further
@@ -48,7 +48,7 @@ def ask(server: EtcdServer, what: str) -> bytes:
     return subprocess.run(command, check=True, capture_output=True).stdout.rstrip(b"\n")
 
 
-def leader(server: EtcdServer) -> Leader:
+def leader(server: EtcdServer) -> LeaderKey:
     found = leader_from_bytes(ask(server, "master"))
     assert found is not None
     return found

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from elasticrun.wire.rpc.etcd_place import (
     EtcdPlace,
     Keys,
-    Leader,
+    LeaderKey,
     PlaceError,
     leader_from_bytes,
     parse_place,
@@ -63,7 +63,7 @@ def test_a_key_is_one_level(job_id: str) -> None:
 
 
 def test_a_leader_comes_back() -> None:
-    leader = Leader("fe80::1", 29400, "abc", "def")
+    leader = LeaderKey("fe80::1", 29400, "abc", "def")
     assert leader_from_bytes(leader.to_bytes()) == leader
 
 
@@ -81,7 +81,7 @@ def test_bytes_of_a_stranger_are_no_leader(data: bytes) -> None:
         b'{"host":"h","port":0,"holder":"","nonce":""}',
         b'{"host":"h","port":true,"holder":"","nonce":""}',
         b'{"host":"h","port":1,"holder":"","nonce":"","more":1}',
-        b"[" * 5000, Leader("h" * 9000, 1, "", "").to_bytes(),
+        b"[" * 5000, LeaderKey("h" * 9000, 1, "", "").to_bytes(),
     ],
 )  # fmt: skip
 def test_what_is_almost_a_leader_is_none(data: bytes) -> None:

@@ -21,7 +21,7 @@ from elasticrun.master.trace.words import in_words
 from elasticrun.snapshots.saver import transfer
 from elasticrun.wire import frames, messages as m, progress, snapshots, spawning
 from elasticrun.wire.rpc import protobuf
-from elasticrun.wire.rpc.etcd_place import Leader, leader_from_bytes
+from elasticrun.wire.rpc.etcd_place import LeaderKey, leader_from_bytes
 from elasticrun.wire.types import RoundName, dumps, fields_of, is_record, loads
 
 GOLDEN: Final = Path(__file__).with_name("golden.json")
@@ -142,7 +142,7 @@ def everything() -> Iterator[tuple[str, str]]:
         text = dumps(facts)
         assert loads(text, Facts) == facts
         yield f"json.Facts.{'least' if least else 'full'}", text
-    leader = sample(Leader, least=False)
+    leader = sample(LeaderKey, least=False)
     assert leader_from_bytes(leader.to_bytes()) == leader
     yield "etcd.Leader", leader.to_bytes().decode()
     steps = progress.RankSteps(1, 7, 2, 0.5, 0.25, 0.125, progress.Own.KNOWN)

@@ -12,7 +12,7 @@ To replace claim X, a candidate links `NAME.after.X`; only one candidate can. Fr
 reader of X takes that file as the claim, and it is then renamed over NAME, which removes X. X is
 the random id of a holder and is never reused, so a decision about X never applies to another claim.
 
-Nodes use such a file to find their job's master (`finding`, `file`). One in the checkpoint folder
+Nodes use such a file to find their job's master (`shared_file`). One in the checkpoint folder
 decides which job may write there (`FolderClaim`).
 """
 

@@ -1,6 +1,7 @@
 """Finds this host's addresses and, as far as this host can tell, the place of the job's master.
 
 standalone  on loopback, on a free port
+open        on this host, on the first free port
 elastic     on the host that can bind the address that the endpoint's name resolves to
 static      on node rank 0, behind a proxy on the port that the user named (decision 008)
 external    where the user says
@@ -14,7 +15,7 @@ import secrets
 import socket
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from elasticrun.config import Launch, Place
 from elasticrun.host.system.network import (
@@ -25,11 +26,11 @@ from elasticrun.host.system.network import (
 )
 from elasticrun.wire.types import Endpoint
 
-if TYPE_CHECKING:
-    pass
-
 LOOPBACK: Final = "127.0.0.1"
 ANYWHERE: Final = ("::", "0.0.0.0")
+
+MOST_PORTS: Final = 200
+"""Ports to try, starting at the first one."""
 
 DIAL_LIMIT: Final = 2.0
 """Seconds for connecting to an address of our own, which takes microseconds."""
@@ -146,6 +147,9 @@ def settle(launch: Launch, where: Place) -> SettledPlace:
     """The place of the master, as far as this host can tell now. NotYet, HostError. Blocks."""
     if where.kind == "standalone":
         return SettledPlace(Endpoint(LOOPBACK, 0), LOOPBACK, bind=Endpoint(LOOPBACK, 0))
+    if where.kind == "open":
+        here = Endpoint(where.host, where.port)
+        return SettledPlace(here, where.host, bind=here)
     addresses = resolve(where.host, where.port)
     if where.kind == "static" and launch.node_rank <= 0:
         proxy = Endpoint(_proxy_address(where.host, addresses), where.port)
@@ -213,3 +217,44 @@ def listen_proxy(where: Endpoint) -> socket.socket:
 def resolve_again(tries: int) -> float:
     """Seconds before the next retry of a name that did not resolve, after `tries` tries."""
     return float(min(RESOLVE_CAP, RESOLVE_AGAIN * 2.0 ** min(tries - 1, 10)))
+
+
+def own_address(given: str | None) -> str:
+    """The numeric address of this host for others: --local-addr, else that of its default route,
+    else the first one that is not loopback, else loopback. NotYet, HostError. Blocks."""
+    if given:
+        try:
+            return resolve(given, 0)[0]
+        except NotYet as wrong:
+            raise HostError(f"--local-addr={given}: {wrong}") from None
+    if routed := routed_address():
+        return routed
+    import psutil
+
+    for family in ("AF_INET", "AF_INET6"):
+        for addresses in psutil.net_if_addrs().values():
+            for one in addresses:
+                if one.family.name == family and not _useless(one.address):
+                    return str(one.address)
+    return LOOPBACK
+
+
+def _useless(address: str) -> bool:
+    return "%" in address or is_loopback(address) or not is_ours(address)
+
+
+def free_port(address: str, first: int) -> int:
+    """The first port from `first` on that is free at this address. HostError. Blocks."""
+    for port in range(first, min(first + MOST_PORTS, 65536)):
+        there = bind_test(address, port)
+        if there is Bind.OURS:
+            return port
+        if there is Bind.ELSEWHERE:
+            raise HostError(
+                f"{address} is no address of this host: give one by --local-addr, or name the "
+                "master's place by --rdzv-endpoint"
+            )
+    raise HostError(
+        f"no port from {first} to {first + MOST_PORTS - 1} is free here: name another by "
+        "--rdzv-endpoint=HOST:PORT"
+    )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -197,7 +197,7 @@ class Etcd:
 
     async def follow(
         self, prefix: str, trouble: Callable[[str], None] = lambda sentence: None
-    ) -> AsyncIterator[dict[str, KeyValue]]:
+    ) -> AsyncGenerator[dict[str, KeyValue], None]:
         """All items under `prefix` by key: now, and after each change, forever.
 
         Never fails when etcd is unavailable: `trouble(sentence)` is called when no server answers

@@ -2,7 +2,7 @@
 
 All keys of a job are under `/elasticrun/v1/<job id>/`:
 
-lead/master     who leads (`Leader`), under its lease; the key's create_revision is the fencing
+lead/master     who leads (`LeaderKey`), under its lease; the key's create_revision is the fencing
                 token of every decision. The term of that master is this plus `terms`
 lead/candidate  which agent is about to start a master, under a lease of some seconds
 lead/outcome    how the job ended (messages.End), for OUTCOME_KEPT seconds
@@ -91,7 +91,7 @@ class Keys:
 
 
 @dataclass(frozen=True, slots=True)
-class Leader:
+class LeaderKey:
     """The value of `lead/master`."""
 
     host: str
@@ -107,13 +107,13 @@ class Leader:
         return dumps(self).encode()
 
 
-def leader_from_bytes(data: bytes) -> Leader | None:
+def leader_from_bytes(data: bytes) -> LeaderKey | None:
     """The leader in these bytes; None if they are invalid, so not written by elasticrun: then
     agents wait for a valid one instead of connecting."""
     if len(data) > MAX_VALUE:
         return None
     try:
-        leader = loads(data, Leader)
+        leader = loads(data, LeaderKey)
     except ValueError:
         return None
     words = (leader.host, leader.holder, leader.nonce)

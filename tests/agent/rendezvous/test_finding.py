@@ -1,5 +1,5 @@
-"""Where a job is that has no endpoint: what the file makes of a configuration. Whether a master
-answers is said by the test; `tests/partitions/test_rendezvous_file.py` has real ones."""
+"""Where a job is that has no endpoint: what a node finds in the file. Whether a master answers is
+said by the test; `tests/partitions/test_rendezvous_file.py` has real ones."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from pathlib import Path
 import pytest
 
 from elasticrun.agent.boot import SignalInbox
-from elasticrun.agent.rendezvous import claims, finding
-from elasticrun.agent.rendezvous.finding import FoundJob, find, free_port
+from elasticrun.agent.rendezvous import claims, shared_file
+from elasticrun.agent.rendezvous.finding import FoundJob, find
+from elasticrun.agent.rendezvous.place import MOST_PORTS, HostError, free_port
+from elasticrun.agent.rendezvous.registry import Leader, Lease, NoRegistry
+from elasticrun.agent.rendezvous.shared_file import SharedFile
 from elasticrun.config import Identity, Place
 from tests.agent.configs import launched
 
@@ -28,11 +31,11 @@ def there(monkeypatch) -> There:
     """Whether the master answers; and this host is 127.0.0.1, so that no network matters."""
     state = {"answers": True}
 
-    async def answers(claim: claims.Claim, identity: Identity) -> bool:
+    async def answers(registry: SharedFile, claim: claims.Claim) -> bool:
         return state["answers"]
 
-    monkeypatch.setattr(finding, "answers", answers)
-    monkeypatch.setattr(finding, "LOOK_EVERY", 0.01)
+    monkeypatch.setattr(SharedFile, "_answers", answers)
+    monkeypatch.setattr(shared_file, "LOOK_EVERY", 0.01)
     monkeypatch.setattr(claims, "died_here", lambda claim: False)
     return state
 
@@ -42,8 +45,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "a"
 
 
-Found = tuple[Place, Identity, FoundJob]
-Look = Callable[[Place, Identity], Found]
+Look = Callable[[Place, Identity], FoundJob]
 LAUNCH = launched({"min_nodes": 1, "max_nodes": 4, "join_timeout": 5.0}, local_addr="127.0.0.1")
 MINE, OTHER = Identity("mine"), Identity("other")
 
@@ -53,12 +55,17 @@ def look() -> Iterator[Look]:
     """What it finds is let go of at the end."""
     with contextlib.ExitStack() as ends:
 
-        def found(place: Place, identity: Identity) -> Found:
-            result = asyncio.run(find(LAUNCH, place, identity, SignalInbox([])))
-            ends.callback(result[2].close)
-            return result
+        def found(place: Place, identity: Identity) -> FoundJob:
+            one = asyncio.run(find(LAUNCH, place, identity, SignalInbox([])))
+            ends.callback(one.close)
+            return one
 
         yield found
+
+
+def refusal(found: FoundJob) -> str:
+    assert isinstance(found.registry, NoRegistry)
+    return found.registry.unmet()
 
 
 def at(path: Path, **where: object) -> Place:
@@ -66,44 +73,44 @@ def at(path: Path, **where: object) -> Place:
 
 
 def test_the_second_has_the_place_name_and_token_of_the_first(file: Path, look: Look) -> None:
-    place, first, one = look(at(file), MINE)
-    assert one.ours
-    assert (first.job_id, len(first.token)) == ("mine", 64)
-    there, second, two = look(at(file), OTHER)
-    assert not two.ours
-    assert (second.job_id, second.token) == ("mine", first.token)
-    assert there == place
-    assert place.host == "127.0.0.1"
+    first = look(at(file), MINE)
+    assert isinstance(first.seen, Lease)
+    assert (first.identity.job_id, len(first.identity.token)) == ("mine", 64)
+    second = look(at(file), OTHER)
+    assert isinstance(second.seen, Leader)
+    assert (second.identity.job_id, second.identity.token) == ("mine", first.identity.token)
+    assert second.place == first.place
+    assert first.place.host == "127.0.0.1"
     said = json.loads(file.read_text().splitlines()[0])["words"]
-    assert (said["address"], said["port"]) == ("127.0.0.1", place.port)
+    assert (said["address"], said["port"]) == ("127.0.0.1", first.place.port)
 
 
 def test_another_name_than_the_running_jobs_is_refused(file: Path, look: Look) -> None:
     look(at(file), MINE)
-    *_, refused = look(at(file), Identity("asked", named=True))
-    assert "is of job mine, which runs at 127.0.0.1:" in refused.wrong
-    assert "--rdzv-id=asked asks for another" in refused.wrong
+    refused = refusal(look(at(file), Identity("asked", named=True)))
+    assert "is of job mine, which runs at 127.0.0.1:" in refused
+    assert "--rdzv-id=asked asks for another" in refused
 
 
 def test_a_token_of_the_users_stands_in_no_file(file: Path, look: Look) -> None:
     given = Identity("mine", token="the user's own")
     look(at(file), given)
     assert "the user's own" not in file.read_text()
-    *_, refused = look(at(file), MINE)
-    assert "has a token that is not in the file: set ELASTICRUN_TOKEN" in refused.wrong
-    _, joined, _ = look(at(file), given)
-    assert joined.token == "the user's own"
+    refused = refusal(look(at(file), MINE))
+    assert "has a token that is not in the file: set ELASTICRUN_TOKEN" in refused
+    joined = look(at(file), given)
+    assert joined.identity.token == "the user's own"
 
 
 def test_what_nobody_renews_and_nobody_answers_for_is_taken_over_with_name_and_token(
     there: There, file: Path, look: Look
 ) -> None:
-    _, first, one = look(at(file), MINE)
-    one.renewer.close()
+    first = look(at(file), MINE)
+    first.registry._renewer.close()
     there["answers"] = False
-    _, second, two = look(at(file), OTHER)
-    assert two.ours
-    assert (second.job_id, second.token) == ("mine", first.token)
+    second = look(at(file), OTHER)
+    assert isinstance(second.seen, Lease)
+    assert (second.identity.job_id, second.identity.token) == ("mine", first.identity.token)
 
 
 @pytest.mark.slow
@@ -114,9 +121,9 @@ def test_a_file_that_is_renewed_is_not_taken_over(
     monkeypatch.setattr(claims, "RENEW_EVERY", 0.005)
     look(at(file), MINE)
     there["answers"] = False
-    *_, refused = look(at(file), MINE)
-    assert "which does not answer this node" in refused.wrong
-    assert "for 5 s" in refused.wrong
+    refused = look(at(file), MINE).registry
+    with pytest.raises(HostError, match=r"which does not answer this node.*, for 5 s"):
+        asyncio.run(refused.read(served=False))
 
 
 def test_a_file_that_nobody_named_is_done_without(monkeypatch, file: Path, look: Look) -> None:
@@ -124,11 +131,10 @@ def test_a_file_that_nobody_named_is_done_without(monkeypatch, file: Path, look:
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(claims.SharedFiles, "link", no_links)
-    begun, _, one = look(at(file, found="this folder is on FUSE"), MINE)
-    assert begun.kind == "open"
-    assert one.ours
-    *_, refused = look(at(file), MINE)
-    assert "has no hard links" in refused.wrong
+    begun = look(at(file, found="this folder is on FUSE"), MINE)
+    assert begun.place.kind == "open"
+    assert begun.registry is None
+    assert "has no hard links" in refusal(look(at(file), MINE))
 
 
 @pytest.mark.slow
@@ -137,14 +143,13 @@ def test_a_death_signal_ends_the_search_and_is_heard_again(tmp_path: Path) -> No
     inbox.install()
     try:
 
-        async def run() -> Found:
+        async def run() -> FoundJob:
             place = at(tmp_path / "a", is_host=False)
             searching = asyncio.create_task(find(LAUNCH, place, MINE, inbox))
             os.kill(os.getpid(), 15)
             return await searching
 
-        *_, one = asyncio.run(run())
-        assert one.interrupted
+        assert refusal(asyncio.run(run())) == ""
         heard: list[tuple[int, bool]] = []
         inbox.attach(lambda number, death: heard.append((number, death)), lambda: None)
         assert heard == [(15, True)]
@@ -155,4 +160,4 @@ def test_a_death_signal_ends_the_search_and_is_heard_again(tmp_path: Path) -> No
 def test_the_first_free_port() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert port < free_port("127.0.0.1", port) < port + finding.MOST_PORTS
+        assert port < free_port("127.0.0.1", port) < port + MOST_PORTS

@@ -1,0 +1,105 @@
+"""The port proxy of a static job, as the agent of node rank 0 runs it (decision 008)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import subprocess
+
+from elasticrun.agent.boot import Reaper
+from elasticrun.agent.link import port_proxy_child
+from elasticrun.agent.link.master_process import RESTARTS, shielded
+from elasticrun.host.log import logger
+from elasticrun.wire import debugger
+from elasticrun.wire.messages import Start
+from elasticrun.wire.types import Endpoint
+
+
+class PortProxy:
+    """The port proxy of a static job, as a process that its agent keeps running (decision 008). The
+    agent owns the listening socket."""
+
+    def __init__(self, listener: socket.socket, reaper: Reaper) -> None:
+        self._listener = listener
+        self._reaper = reaper
+        self._said: dict[str, str | None] = {}
+        self._closing = False
+        self._deaths = 0
+        self._control: socket.socket | None = None
+        self._gone = asyncio.Event()
+        self._start()
+
+    def say(self, target: str, where: Endpoint | None) -> None:
+        """Set the address of the `master` or the `store` behind the proxy."""
+        self._said[target] = None if where is None else str(where)
+        self._tell({target: self._said[target]})
+
+    def round_began(self, start: Start) -> None:
+        """Forward the port to this round's store."""
+        self.say("store", start.store)
+
+    def ranks_stopping(self) -> None:
+        """No-op: ranks may still need their store."""
+
+    def ranks_gone(self, *, done: bool) -> None:
+        """Between two rounds there is no store."""
+        if not done:
+            self.say("store", None)
+
+    def close(self) -> None:
+        """Stop restarting it. `end` releases the port, after the master has been closed."""
+        self._closing = True
+
+    async def end(self, limit: float) -> None:
+        """Release the port, and wait briefly for the proxy to exit."""
+        self._closing = True
+        self._listener.close()
+        if self._control is not None:
+            self._control.close()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._gone.wait(), limit)
+
+    def _start(self) -> None:
+        if self._closing:
+            return
+        ours, theirs = socket.socketpair()
+        fds = (self._listener.fileno(), theirs.fileno())
+        try:
+            with theirs, shielded(), debugger.escaped():
+                process = subprocess.Popen(
+                    port_proxy_child.command(*fds),
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=fds,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            ours.close()
+            self._again(f"the port proxy of the master port cannot be started: {error.strerror}")
+            return
+        ours.setblocking(False)
+        self._control = ours
+        self._reaper.watch(process, self._ended)
+        self._reaper.spared.add(process.pid)
+        self._tell(self._said)
+
+    def _tell(self, what: dict[str, str | None]) -> None:
+        if self._control is not None and what:
+            with contextlib.suppress(OSError):  # it has exited; its successor gets everything
+                self._control.send(json.dumps(what).encode() + b"\n")
+
+    def _ended(self, code: int) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        self._gone.set()
+        if self._closing:
+            return
+        self._again(f"the port proxy of the master port ended ({code})")
+
+    def _again(self, sentence: str) -> None:
+        logger.warning("%s; another one is started", sentence)
+        wait = RESTARTS[min(self._deaths, len(RESTARTS) - 1)]
+        self._deaths += 1
+        asyncio.get_running_loop().call_later(wait, self._start)
