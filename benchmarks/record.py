@@ -95,7 +95,7 @@ def main() -> None:
     last = versions[-1]
     print(
         f"{asked.days:g} simulated days of {asked.nodes} nodes: {last.number} rounds, "
-        f"{last.restart_count} restarts, {len(versions)} records "
+        f"{last.restarts.count} restarts, {len(versions)} records "
         f"(simulated in {time.perf_counter() - began:.0f} s)"
     )
     with tempfile.TemporaryDirectory() as name:
