@@ -29,7 +29,7 @@ from tests.further import further
 from tests.harness import await_true, ran
 from tests.jobs.operator.test_operator import Operator, install
 from tests.kubernetes.cluster import StandIn
-from tests.snapshots.conftest import TRAIN, starts, until_printed
+from tests.snapshots.conftest import ENDLESS, TRAIN, starts, until_printed
 
 IMAGE = ("--image", "r/train:1")
 
@@ -401,7 +401,7 @@ def test_a_suspended_job_has_saved_and_its_master_answers(in_pods: StandIn, tmp_
     and the ranks go on from there."""
     out, repository = tmp_path / "out", str(TRAIN.parents[2])
     out.mkdir()
-    program = [str(TRAIN), "--steps", "1000000000", "--every", "5", "--print-at", "5"]
+    program = [str(TRAIN), *ENDLESS, "--every", "5", "--print-at", "5"]
     program += ["--out", str(out), "--ckpt", str(tmp_path / "ckpt")]
     user = KubeUser(in_pods, tmp_path)
     words = ("submit", "--on", "k8s", "--name", "tr", *IMAGE, "--nodes", "1:2", "--cpu", "1")

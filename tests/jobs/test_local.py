@@ -23,7 +23,7 @@ from elasticrun.jobs.backend import NotDone, Submission, make_token, write_submi
 from tests import needs
 from tests.harness import LIMIT, World, await_true, ran, until_file
 from tests.host.accelerators.standins import gpu, nvml
-from tests.snapshots.conftest import TRAIN, checkpoints, starts, told, until_printed
+from tests.snapshots.conftest import ENDLESS, TRAIN, checkpoints, starts, told, until_printed
 
 LAST_CALL = ("--rdzv-conf", "last_call_timeout=1,heartbeat_timeout=60")
 
@@ -67,7 +67,7 @@ def person(world: World) -> Person:
 def training(folder: Path) -> list[str]:
     """A training without an end: script and arguments."""
     (folder / "out").mkdir()
-    words = ["--steps", "1000000000", "--every", "5", "--print-at", "5"]
+    words = [*ENDLESS, "--every", "5", "--print-at", "5"]
     return [str(TRAIN), *words, "--out", str(folder / "out"), "--ckpt", str(folder / "ckpt")]
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.further import further
 from tests.harness import await_true
 from tests.slurm.conftest import Slurm
-from tests.snapshots.conftest import TRAIN, checkpoints, starts, until_printed
+from tests.snapshots.conftest import ENDLESS, TRAIN, checkpoints, starts, until_printed
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +52,7 @@ def test_a_job_from_submit_to_delete(slurm: Slurm, waits: bool) -> None:
     that, and cancels it in the queue, which no machine may leave meanwhile."""
     out = slurm.folder / "out"
     out.mkdir()
-    program = [str(TRAIN), "--steps", "1000000000", "--every", "5", "--print-at", "5"]
+    program = [str(TRAIN), *ENDLESS, "--every", "5", "--print-at", "5"]
     program += ["--out", str(out), "--ckpt", str(slurm.folder / "ckpt")]
     said = typed(
         slurm, "submit", "--on", "slurm", "--name", "tr", "--nodes", "2", "--cpus-per-task", "2",

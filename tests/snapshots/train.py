@@ -4,7 +4,7 @@ same bits as one that was never killed.
     train.py --mode ddp|fsdp2|late --steps N --out FOLDER --ckpt FOLDER
              [--every N] [--persist-every N] [--die RANK:STEP:HOW]... [--poison STEP]
              [--early LIVES] [--gate FILE] [--print-at STEP]... [--timeout SECONDS] [--busy skip]
-             [--lingers RANK]
+             [--lingers RANK] [--pause SECONDS]
 
 Each rank appends a line of JSON to OUT/rank-R.jsonl at its start (what it resumed from) and at its
 end (a hash of the whole weights and optimizer state). `--die 1:5:kill` ends rank 1, once, when all
@@ -15,7 +15,8 @@ after the first before it has a process group, by an exception and by SIGKILL in
 FILE` the ranks wait before the first step of all and after each step until the file's number is
 above that of the step (0 before the first). `--print-at 7` has the hash of the state written in
 step 7 (`at`; `skipped`: the snapshots that were left out so far), and when a life goes on from
-there (`again`). A rank that lingers does not end by SIGTERM.
+there (`again`). A rank that lingers does not end by SIGTERM. A training without an end has a pause
+after each step, or it would take the cores from those who test it.
 
 In mode `late` each rank has all of the data, and a layer that is idle up to step LATE: its part of
 the optimizer's state comes into being then, and the layout of the state changes.
@@ -28,6 +29,7 @@ import hashlib
 import json
 import os
 import signal
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -162,6 +164,7 @@ def main() -> None:
     options.add_argument("--replicas", type=int, default=0)
     options.add_argument("--busy", default="wait")
     options.add_argument("--lingers", type=int)
+    options.add_argument("--pause", type=float, default=0.0)
     args = options.parse_args()
     torch.set_num_threads(1)
     life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -215,6 +218,7 @@ def main() -> None:
                 done.touch()
                 die(how)
         wait_for(args.gate, step + 1)
+        time.sleep(args.pause)
     dist.barrier()
     tell(args.out, rank, end=fingerprint(model, optimizer), stats=str(checkpointer.stats))
     checkpointer.close()
