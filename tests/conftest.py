@@ -38,8 +38,12 @@ STARTERS = frozenset({"world", "torchrun_world", "lab", "elastic_job", "inner"})
 automatically."""
 
 
-LONG = ("faults", "snapshots", "slurm", "partitions", "etcd", "health", "containers", "training")
-"""Packages with files that take minutes, in the order in which they begin."""
+LONG = (
+    *("faults", "snapshots", "slurm", "jobs", "partitions", "etcd", "health", "containers"),
+    *("training", "sim", "fidelity"),
+)
+"""Packages with files that take minutes, in the order in which they begin; packages within them
+begin with them."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -89,10 +93,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     slow = {item.path for item in items if item.get_closest_marker("slow")}
 
     def turn(item: pytest.Item) -> int:
-        room = item.path.parent.name
         if item.path not in slow:
             return len(LONG) + 1
-        return LONG.index(room) if room in LONG else len(LONG)
+        rooms = [LONG.index(room) for room in item.path.parts if room in LONG]
+        return min(rooms, default=len(LONG))
 
     items.sort(key=turn)
 
