@@ -18,7 +18,7 @@ from datetime import datetime
 from types import ModuleType
 from typing import Any, Final
 
-from elasticrun.agent.farewell import format_failures
+from elasticrun.agent.shutdown import format_failures
 from elasticrun.agent.workers.exits import read_error_file, signal_name
 from elasticrun.wire.messages import Failure
 

@@ -14,18 +14,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from elasticrun import __version__
-from elasticrun.agent import farewell
+from elasticrun.agent import shutdown
 from elasticrun.agent.boot import Reaper, SignalInbox, SpawnerProcess, planted_in
 from elasticrun.agent.checkup import Checkup
 from elasticrun.agent.context import NodeContext
-from elasticrun.agent.farewell import Clearing, end_callers_ranks
+from elasticrun.agent.job_log import OperatorMessages, notice
 from elasticrun.agent.link.identity import NodeId, for_this_life, host_name, identify
 from elasticrun.agent.link.link import Link
 from elasticrun.agent.link.master_process import MasterProcess
 from elasticrun.agent.link.reports import Reporter
 from elasticrun.agent.link.trust import trust_of
+from elasticrun.agent.logs.log_index import LogNotes
 from elasticrun.agent.logs.output import LogsUnusable, RankOutput
-from elasticrun.agent.logs.whereabouts import LogNotes
 from elasticrun.agent.rendezvous.endpoint import EndpointRegistry
 from elasticrun.agent.rendezvous.invitation import Invitation
 from elasticrun.agent.rendezvous.place import HostError
@@ -40,9 +40,9 @@ from elasticrun.agent.runtime import (
     own_defect,
     threadsafe,
 )
+from elasticrun.agent.shutdown import Clearing, end_callers_ranks
 from elasticrun.agent.sight.watching import LocalSight
 from elasticrun.agent.snapshots.snapshots import LocalSnapshots
-from elasticrun.agent.story import OperatorMessages, notice
 from elasticrun.agent.workers.events import EventLog
 from elasticrun.agent.workers.probes import Probing
 from elasticrun.agent.workers.progress import Progress
@@ -471,8 +471,8 @@ class NodeAgent:
         await end.step("removing log folders", tidying, 2.0)
         if outcome is not None:
             await end.step("the last events", self._tell_events(outcome), 5.0)
-            words = farewell.tell(
-                *(self._shared, outcome, end.left(farewell.TELL_LIMIT)),
+            words = shutdown.tell(
+                *(self._shared, outcome, end.left(shutdown.TELL_LIMIT)),
                 ran=self._ranks.start is not None,
                 folder=self._snapshots.folder,
             )
@@ -507,4 +507,4 @@ class NodeAgent:
 
     async def _tell_events(self, outcome: fx.Exit) -> None:
         ranks = dict(self._ranks.pids)
-        await farewell.events(self._events, self._ranks.start, ranks, outcome)
+        await shutdown.events(self._events, self._ranks.start, ranks, outcome)

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from elasticrun.cli import settings
 from elasticrun.cli.flags import PROG, get_args_parser, leave_word
-from elasticrun.cli.settings import Asked, NoProgram, NotHere, NothingToDo, UsageError
+from elasticrun.cli.settings import FlagValues, NoProgram, NotHere, NothingToDo, UsageError
 from elasticrun.cli.trust import GIT_SECRETS, notes, withdraw
 from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE, Launch, Place
 from elasticrun.core.words import nearest
@@ -238,7 +238,7 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
         return _printed(lambda: become_srun(words, ns.dry_run, environ, say))
     if ns.hosts or ns.hostfile:
         launching = _module("jobs.hosts.launching")
-        launched: int = launching.launch(words, Asked(ns, environ), environ, say)
+        launched: int = launching.launch(words, FlagValues(ns, environ), environ, say)
         return launched
     machine = this_machine(say=say)._replace(
         facts=lambda: facts(environ), debugged=debugger.follows()
@@ -255,7 +255,7 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
 
         if done:
             say(done)
-        return _printed(lambda: show(found, ns, environ, look(Asked(ns, environ), machine)))
+        return _printed(lambda: show(found, ns, environ, look(FlagValues(ns, environ), machine)))
     if done:
         say(done)
         return EXIT_OK

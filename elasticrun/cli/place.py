@@ -23,7 +23,7 @@ from elasticrun.cli.detection.found import Found, Given, HostFacts, amount, numb
 from elasticrun.cli.detection.slurm import PTY, step_of
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.rendezvous import ELASTIC_WORDS, MEETING_FLAGS
-from elasticrun.cli.settings import NOWHERE, UsageError, Whereabouts
+from elasticrun.cli.settings import NOT_DETECTED, DetectedPlace, UsageError
 from elasticrun.config import EXIT_OK, EXIT_USAGE
 from elasticrun.core.words import some
 from elasticrun.wire.messages import MAX_NODES
@@ -31,7 +31,7 @@ from elasticrun.wire.types import Endpoint
 
 if TYPE_CHECKING:
     from elasticrun.cli.detection.found import Machine
-    from elasticrun.cli.settings import Asked
+    from elasticrun.cli.settings import FlagValues
 
 
 OPTIONS: Final = ("--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "--wait=0")
@@ -95,11 +95,11 @@ PLACE_FLAGS: Final = (*MEETING_FLAGS, "node_rank", "auto_config")
 only torchrun's rules apply."""
 
 
-def settle(asked: Asked, machine: Machine, facts: HostFacts) -> Whereabouts:
+def settle(asked: FlagValues, machine: Machine, facts: HostFacts) -> DetectedPlace:
     """Apply the scheduler's values where flags permit. Raises UsageError for a bad --nnodes."""
     found = detect(asked.environ, facts)
     if found is None:
-        return NOWHERE
+        return NOT_DETECTED
     if found.external:
         return _dlrover(asked, found)
     if by := _said(asked):
@@ -109,29 +109,29 @@ def settle(asked: Asked, machine: Machine, facts: HostFacts) -> Whereabouts:
     return _bare(asked, found, machine)
 
 
-def _said(asked: Asked) -> str:
+def _said(asked: FlagValues) -> str:
     """The first flag or variable that names the rendezvous, "" for none."""
     return next((asked.source(dest) for dest in PLACE_FLAGS if asked.explicitly(dest)), "")
 
 
-def _bare(asked: Asked, found: Found, machine: Machine) -> Whereabouts:
+def _bare(asked: FlagValues, found: Found, machine: Machine) -> DetectedPlace:
     """Neither the number of nodes nor the rendezvous is given."""
     if found.why_alone or amount(found.nodes) <= 1 or found.nodes is None or found.host is None:
-        return Whereabouts(found, note=_alone(found))
+        return DetectedPlace(found, note=_alone(found))
     filled = {"nnodes": found.nodes, **_place(asked, found)}
     if not asked.explicitly("nproc_per_node"):
         devices = found.nproc or _visible(machine)
         if devices is not None:
             filled["nproc_per_node"] = devices
-    return Whereabouts(found, filled, note=_used(found, filled))
+    return DetectedPlace(found, filled, note=_used(found, filled))
 
 
-def _of_some(asked: Asked, found: Found) -> Whereabouts:
+def _of_some(asked: FlagValues, found: Found) -> DetectedPlace:
     """--nnodes gives the number; the scheduler gives the node rank and the rendezvous. Extra nodes
     are spares."""
     low, high = settings.nodes(asked.text("nnodes"))
     if high == 1:
-        return Whereabouts(found, note=_again(found))
+        return DetectedPlace(found, note=_again(found))
     there = amount(found.nodes)
     why = found.why_alone
     if found.host is not None:
@@ -145,26 +145,26 @@ def _of_some(asked: Asked, found: Found) -> Whereabouts:
         srun = "--srun starts this command on all nodes"
         use = srun if found.use == "--srun" else "name the place by --rdzv-endpoint"
         why = why or "nobody says where the others are"
-        return Whereabouts(found, note=f"{found.seen}: {why}, so none of it is used; {use}")
+        return DetectedPlace(found, note=f"{found.seen}: {why}, so none of it is used; {use}")
     if found.second:
         idle = "another task on this node is the agent, so this one ends"
         idle = f"{found.seen}: {idle}; srun --ntasks-per-node=1 would not start it"
-        return Whereabouts(found, idle=idle)
+        return DetectedPlace(found, idle=idle)
     filled = _place(asked, found)
-    return Whereabouts(found, filled, note=_used(found, filled))
+    return DetectedPlace(found, filled, note=_used(found, filled))
 
 
-def _beside_flags(asked: Asked, found: Found, by: str) -> Whereabouts:
+def _beside_flags(asked: FlagValues, found: Found, by: str) -> DetectedPlace:
     """Flags name the rendezvous. The scheduler's node rank is used only if it is a preference."""
     elastic = asked.explicitly("rdzv_backend") and asked.text("rdzv_backend") in ELASTIC_WORDS
     wish = elastic and asked.text("rdzv_endpoint") and not asked.explicitly("node_rank")
     known = found.host is not None and found.node_rank is not None and not found.crowd
     several = found.nodes is None or amount(found.nodes) > 1
     filled = _rank(found) if wish and known and several else {}
-    return Whereabouts(found, filled, note=_again(found), by=by)
+    return DetectedPlace(found, filled, note=_again(found), by=by)
 
 
-def _dlrover(asked: Asked, found: Found) -> Whereabouts:
+def _dlrover(asked: FlagValues, found: Found) -> DetectedPlace:
     """DLRover's values were applied from the start (`cli.rendezvous`); here they get their
     sources."""
     filled: dict[str, Given] = {}
@@ -179,10 +179,10 @@ def _dlrover(asked: Asked, found: Found) -> Whereabouts:
             filled["nnodes"] = found.nodes
         filled |= _rank(found)
     note = _used(found, filled) if "nnodes" in filled else ""
-    return Whereabouts(found, filled, note=note, shown=shown)
+    return DetectedPlace(found, filled, note=note, shown=shown)
 
 
-def _place(asked: Asked, found: Found) -> dict[str, Given]:
+def _place(asked: FlagValues, found: Found) -> dict[str, Given]:
     """The rendezvous endpoint, the job id, and the node rank."""
     assert found.host is not None
     assert found.port is not None
@@ -240,7 +240,7 @@ def _seen(found: Found) -> str:
     return f"{found.seen}{again}"
 
 
-def explain(place: Whereabouts) -> str:
+def explain(place: DetectedPlace) -> str:
     """For `elasticrun doctor`: what was detected, and what a bare command means here."""
     if place.found is None:
         return "no scheduler is seen; a command without flags is a job of one node"
@@ -251,8 +251,8 @@ def explain(place: Whereabouts) -> str:
     return f"{place.found.seen}; a command without flags is a job of one node"
 
 
-def look(asked: Asked, machine: Machine) -> Whereabouts:
+def look(asked: FlagValues, machine: Machine) -> DetectedPlace:
     """Apply the scheduler's values where flags permit. Raises UsageError for a bad --nnodes."""
     if machine.facts is None or not any(name.startswith(settings.MARKS) for name in asked.environ):
-        return NOWHERE
+        return NOT_DETECTED
     return settle(asked, machine, machine.facts())

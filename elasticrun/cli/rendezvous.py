@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from elasticrun import config
 from elasticrun.cli import settings
-from elasticrun.cli.settings import Asked, UsageError
+from elasticrun.cli.settings import FlagValues, UsageError
 from elasticrun.cli.table import FLAGS, Flag
 from elasticrun.config import JoinCommand, Place
 from elasticrun.core.words import some
@@ -45,7 +45,7 @@ _OF_ONE_NODE: Final = ("--node-id", "--local-addr")
 """Flags whose values differ on each node."""
 
 
-def says_nothing(asked: Asked) -> bool:
+def says_nothing(asked: FlagValues) -> bool:
     """Whether neither a flag nor a variable names the rendezvous or the node rank."""
     numbered = any(asked.environ.get(name, "").strip() for name in ("NODE_RANK", "WORKER_RANK"))
     return not numbered and not any(map(asked.explicitly, (*MEETING_FLAGS, "node_rank")))
@@ -57,7 +57,7 @@ def by_hand(place: Place) -> bool:
     return place.kind == "open" or bool(place.found)
 
 
-def refuse_fixed(asked: Asked, nodes: int) -> UsageError:
+def refuse_fixed(asked: FlagValues, nodes: int) -> UsageError:
     """The error for a fixed number of nodes without a rendezvous: each node would wait for the
     others."""
     what = f"--nnodes={nodes}" if asked.explicitly("nnodes") else f"a job of {nodes} nodes"
@@ -71,7 +71,7 @@ def refuse_fixed(asked: Asked, nodes: int) -> UsageError:
     )
 
 
-def open_place(asked: Asked, machine: Machine) -> tuple[Place, str]:
+def open_place(asked: FlagValues, machine: Machine) -> tuple[Place, str]:
     """The rendezvous without any setting: a file beside the script if this folder is on a network
     file system, else this node; and a sentence for the user."""
     here = working_folder()
@@ -99,7 +99,7 @@ def open_place(asked: Asked, machine: Machine) -> tuple[Place, str]:
     return Place("file", port=port, path=path, found=found), note
 
 
-def file_place(asked: Asked, conf: Mapping[str, str]) -> Place:
+def file_place(asked: FlagValues, conf: Mapping[str, str]) -> Place:
     """The rendezvous file that the endpoint names. Raises `UsageError`."""
     text = asked.text("rdzv_endpoint").strip()
     path = text.removeprefix(FILE)
@@ -134,7 +134,7 @@ def working_folder() -> str:
         return "/"
 
 
-def job_stem(asked: Asked) -> str:
+def job_stem(asked: FlagValues) -> str:
     """The job's name derived from its script."""
     name = str(asked.ns.training_script)
     if not asked.switch("module"):
@@ -146,7 +146,7 @@ def _plain(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.]+", "_", text).strip(".")
 
 
-def for_others(words: Sequence[str], asked: Asked, folder: str, grow: str = "") -> JoinCommand:
+def for_others(words: Sequence[str], asked: FlagValues, folder: str, grow: str = "") -> JoinCommand:
     """The command for other nodes, from this node's words and working directory. `grow`: the value
     of --grow."""
     tail = 1 + len(asked.ns.training_script_args or ())
@@ -213,7 +213,9 @@ def fresh_id() -> str:
     return str(uuid.uuid4())
 
 
-def find_meeting(asked: Asked, conf: Mapping[str, str], machine: Machine, *, bare: bool) -> Meeting:
+def find_meeting(
+    asked: FlagValues, conf: Mapping[str, str], machine: Machine, *, bare: bool
+) -> Meeting:
     """All settings that depend on the rendezvous. `bare`: this is a command line and no scheduler
     was detected; otherwise the words mean what they mean to torchrun."""
     case = _Case(asked, conf)
@@ -248,7 +250,7 @@ def find_meeting(asked: Asked, conf: Mapping[str, str], machine: Machine, *, bar
 class _Case:
     """One command: its settings, and the notes for the user."""
 
-    def __init__(self, asked: Asked, conf: Mapping[str, str]) -> None:
+    def __init__(self, asked: FlagValues, conf: Mapping[str, str]) -> None:
         self.asked = asked
         self.conf = conf
         self.low, self.high, self.notes = _how_many(asked)
@@ -427,7 +429,7 @@ class _Case:
         return found._replace(node_rank=rank)
 
 
-def _how_many(asked: Asked) -> tuple[int, int, list[str]]:
+def _how_many(asked: FlagValues) -> tuple[int, int, list[str]]:
     """Smallest and largest number of nodes. --nnodes overrides $NODE_NUM, which dlrover-run
     uses."""
     low, high = settings.nodes(asked.text("nnodes"))
@@ -444,12 +446,12 @@ def _how_many(asked: Asked) -> tuple[int, int, list[str]]:
     return number, number, [f"NODE_NUM={number}: this is a job of {some(number, 'node')}"]
 
 
-def _dlrover_master(asked: Asked) -> str:
+def _dlrover_master(asked: FlagValues) -> str:
     """$DLROVER_MASTER_ADDR, unless a flag or a PET_ variable names the rendezvous."""
     return "" if _stronger(asked) else asked.environ.get("DLROVER_MASTER_ADDR", "").strip()
 
 
-def _stronger(asked: Asked) -> str:
+def _stronger(asked: FlagValues) -> str:
     """The flag or variable that names the rendezvous, "" if the user gave none."""
     if asked.switch("standalone"):
         return asked.source("standalone")
@@ -463,7 +465,7 @@ def _is_host(conf: Mapping[str, str]) -> bool | None:
     return settings.boolean(conf["is_host"], "is_host") if "is_host" in conf else None
 
 
-def _rank_variable(asked: Asked, default: int = -1) -> int:
+def _rank_variable(asked: FlagValues, default: int = -1) -> int:
     """$NODE_RANK (or, without it, dlrover-run's $WORKER_RANK)."""
     for name in ("NODE_RANK", "WORKER_RANK"):
         text = asked.environ.get(name, "").strip()

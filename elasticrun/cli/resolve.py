@@ -21,7 +21,7 @@ from elasticrun.cli.detection.found import Machine
 from elasticrun.cli.detection.kubernetes import POD
 from elasticrun.cli.place import look
 from elasticrun.cli.rendezvous import Meeting, find_meeting
-from elasticrun.cli.settings import Asked, NotHere, NothingToDo, UsageError
+from elasticrun.cli.settings import FlagValues, NotHere, NothingToDo, UsageError
 from elasticrun.cli.table import TORCHRUN
 from elasticrun.config import (
     Identity,
@@ -120,10 +120,10 @@ def resolve(
     """What the user asked for. `command`: what the user typed; `program`: given by a Python caller,
     who has typed no flags. Raises `UsageError` with one sentence if it is impossible, and
     `NothingToDo` if another task on this node is the agent."""
-    place = look(Asked(ns, environ), machine)
+    place = look(FlagValues(ns, environ), machine)
     if place.idle:
         raise NothingToDo(place.idle)
-    asked = Asked(ns, environ, place.filled)
+    asked = FlagValues(ns, environ, place.filled)
     notes: list[str] = [place.note] if place.note else []
     conf = conf_keys(asked)
     # Python callers provide no facts; for them torchrun's meaning applies
@@ -160,7 +160,12 @@ def resolve(
 
 
 def _launch(
-    asked: Asked, node_rank: int, nproc: int, spec: JobSpec, ranks: EntryPlan, master: MasterPlan
+    asked: FlagValues,
+    node_rank: int,
+    nproc: int,
+    spec: JobSpec,
+    ranks: EntryPlan,
+    master: MasterPlan,
 ) -> Launch:
     return Launch(
         spec=spec,
@@ -187,7 +192,7 @@ def _launch(
     )
 
 
-def _program(asked: Asked, machine: Machine, nproc: int, typed_in: str) -> EntryPlan:
+def _program(asked: FlagValues, machine: Machine, nproc: int, typed_in: str) -> EntryPlan:
     """What the flags say about it. Raises `UsageError`."""
     binding, affinity = asked.value("numa_binding"), asked.switch("numa_affinity")
     return EntryPlan(
@@ -200,14 +205,14 @@ def _program(asked: Asked, machine: Machine, nproc: int, typed_in: str) -> Entry
 
 
 def _to_join(
-    asked: Asked, meeting: Meeting, spec: JobSpec, command: Sequence[str]
+    asked: FlagValues, meeting: Meeting, spec: JobSpec, command: Sequence[str]
 ) -> JoinCommand | None:
     """The command for other nodes, if they meet here."""
     if meeting.place.kind not in ("file", "open") or not command:
         return None
     # nodes that meet through a file have the same command line, so it means the same for all
     grow = spec.grow if meeting.place.kind == "open" else ""
-    typed = Asked(asked.ns, asked.environ)
+    typed = FlagValues(asked.ns, asked.environ)
     return rendezvous.for_others(command[1:], typed, rendezvous.working_folder(), grow)
 
 
@@ -216,7 +221,7 @@ def _path(path: str, typed_in: str) -> str:
     return str(Path(typed_in, path)) if path and typed_in else path
 
 
-def _tls(asked: Asked, typed_in: str) -> Tls | None:
+def _tls(asked: FlagValues, typed_in: str) -> Tls | None:
     files = trust.tls(asked)
     if files is None:
         return None
@@ -224,7 +229,7 @@ def _tls(asked: Asked, typed_in: str) -> Tls | None:
 
 
 def run_plan(
-    asked: Asked, command: Sequence[str], program: Sequence[str], typed_in: str
+    asked: FlagValues, command: Sequence[str], program: Sequence[str], typed_in: str
 ) -> RunPlan:
     """The run folder, and what is written there. Raises `UsageError`."""
     folder, fresh = asked.text("run_dir"), asked.switch("fresh")
@@ -251,28 +256,28 @@ def run_plan(
     )
 
 
-def _commit(asked: Asked) -> str:
+def _commit(asked: FlagValues) -> str:
     """The commit in --git."""
     from elasticrun.agent.workers.checkout import parsed  # late: few jobs use it
 
     return parsed(asked.text("git")).ref
 
 
-def _node_id(asked: Asked, meeting: Meeting) -> str:
+def _node_id(asked: FlagValues, meeting: Meeting) -> str:
     """The node's id. In a static job the node rank identifies a node across its restarts."""
     static = meeting.place.kind == "static" and meeting.node_rank >= 0
     given = settings.name(asked.text("node_id"), "--node-id")
     return given or (f"rank-{meeting.node_rank}" if static else "")
 
 
-def conf_keys(asked: Asked) -> dict[str, str]:
+def conf_keys(asked: FlagValues) -> dict[str, str]:
     """--rdzv-conf, with the keys of dlrover-run and of the documentation renamed to ours."""
     found = settings.pairs(asked.text("rdzv_conf"))
     return {_ALIASES.get(key, key): value for key, value in found.items()}
 
 
 def job_spec(
-    asked: Asked, conf: Mapping[str, str], meeting: Meeting, *, debugged: bool = False
+    asked: FlagValues, conf: Mapping[str, str], meeting: Meeting, *, debugged: bool = False
 ) -> JobSpec:
     """What the user asked of the job, without its id."""
     restarts = asked.number("max_restarts")
@@ -327,7 +332,7 @@ def _times(conf: Mapping[str, str], defaults: Mapping[str, float]) -> dict[str, 
     }
 
 
-def _saves(asked: Asked) -> SaveSpec:
+def _saves(asked: FlagValues) -> SaveSpec:
     """The snapshot settings. Raises `UsageError`."""
     limit = settings.seconds(str(asked.value("save_limit")), "--save-limit")
     step = asked.value("restore_step")
@@ -337,7 +342,7 @@ def _saves(asked: Asked) -> SaveSpec:
     return SaveSpec(breakpoint_, limit, restore_step=-1 if step is None else step)
 
 
-def _watch(asked: Asked, *, debugged: bool) -> WatchSpec:
+def _watch(asked: FlagValues, *, debugged: bool) -> WatchSpec:
     """The settings of the hang watch and the price of time. A rank at a breakpoint is not a hang.
     Raises `UsageError`."""
     limit = settings.seconds(str(asked.value("hang_limit")), "--hang-limit", zero=True)
@@ -347,7 +352,7 @@ def _watch(asked: Asked, *, debugged: bool) -> WatchSpec:
     return WatchSpec(on_hang=on_hang, hang_limit=limit, slot_price=price)
 
 
-def ranks_per_node(asked: Asked, machine: Machine, notes: list[str]) -> int:
+def ranks_per_node(asked: FlagValues, machine: Machine, notes: list[str]) -> int:
     """The number of ranks that --nproc-per-node means on this machine. Raises `UsageError`."""
     text = asked.text("nproc_per_node").strip()
     if asked.switch("auto_config") and not asked.explicitly("nproc_per_node"):
@@ -383,7 +388,7 @@ def _devices(word: str, machine: Machine) -> int:
     return found
 
 
-def entry_of(asked: Asked) -> Entrypoint:
+def entry_of(asked: FlagValues) -> Entrypoint:
     args = tuple(str(arg) for arg in asked.ns.training_script_args or ())
     if not getattr(asked.ns, "use_env", True):  # an old torch.distributed.launch
         args = ("--local-rank=${local_rank}", *args)
@@ -398,7 +403,7 @@ def entry_of(asked: Asked) -> Entrypoint:
     return Entrypoint(kind, str(asked.ns.training_script), args)
 
 
-def _log_plan(asked: Asked, machine: Machine, typed_in: str) -> LogPlan:
+def _log_plan(asked: FlagValues, machine: Machine, typed_in: str) -> LogPlan:
     redirects_all, redirects = settings.streams(asked.text("redirects"), "--redirects")
     tee_all, tee = settings.streams(asked.text("tee"), "--tee")
     name = asked.value("logs_specs")
@@ -427,13 +432,13 @@ def _log_plan(asked: Asked, machine: Machine, typed_in: str) -> LogPlan:
     )
 
 
-def shutdown_timeout(asked: Asked) -> float:
+def shutdown_timeout(asked: FlagValues) -> float:
     """Seconds between SIGTERM and SIGKILL: flag, PET_ variable, torch's variable, 30."""
     found = _optional_time(asked, "shutdown_timeout", env.SHUTDOWN_TIMEOUT)
     return float(config.SHUTDOWN_TIMEOUT) if found is None else found
 
 
-def _stopping(asked: Asked) -> dict[str, Any]:
+def _stopping(asked: FlagValues) -> dict[str, Any]:
     """The signals that end a node, and the time limits."""
     return {
         "signals_to_handle": settings.signals(asked.text("signals_to_handle")),
@@ -446,7 +451,7 @@ def _stopping(asked: Asked) -> dict[str, Any]:
     }
 
 
-def _optional_time(asked: Asked, dest: str, variable: str = "") -> float | None:
+def _optional_time(asked: FlagValues, dest: str, variable: str = "") -> float | None:
     """A time from a flag, else from a variable, else None."""
     if asked.value(dest) is not None:
         return _time(asked, dest)
@@ -454,11 +459,11 @@ def _optional_time(asked: Asked, dest: str, variable: str = "") -> float | None:
     return settings.seconds(text, variable, zero=True) if text else None
 
 
-def _time(asked: Asked, dest: str) -> float:
+def _time(asked: FlagValues, dest: str) -> float:
     return settings.seconds(str(asked.value(dest)), "--" + dest.replace("_", "-"), zero=True)
 
 
-def _choices(asked: Asked) -> None:
+def _choices(asked: FlagValues) -> None:
     """Check choices in a namespace from another parser; argparse has checked its own."""
     for flag in table.FLAGS:
         if flag.choices:
@@ -483,7 +488,7 @@ def _conf_notes(conf: Mapping[str, str], kind: str) -> list[str]:
     return notes
 
 
-def _nothing_yet(asked: Asked) -> list[str]:
+def _nothing_yet(asked: FlagValues) -> list[str]:
     """One note for each dlrover-run flag that is accepted but has no effect in this version."""
     notes = []
     defaults = {flag.dest: flag.default or False for flag in table.FLAGS}
@@ -509,7 +514,7 @@ def _unread(environ: Mapping[str, str]) -> list[str]:
     return [f"{shown} in the environment {are} read by nobody{nearest(names[0], sorted(known))}"]
 
 
-def _only_torchrun_flags(asked: Asked, plugin: str) -> None:
+def _only_torchrun_flags(asked: FlagValues, plugin: str) -> None:
     """Refuse flags that torchrun lacks: a plug-in's job is run by torchrun."""
     given: Mapping[str, str] = getattr(asked.ns, "given", {})
     contract = {flag.dest for flag in table.FLAGS if flag.origin == TORCHRUN}
@@ -525,7 +530,7 @@ def _only_torchrun_flags(asked: Asked, plugin: str) -> None:
 # ---------------------------------------------------------------- node health
 
 
-def checks(asked: Asked, conf: Mapping[str, str], min_nodes: int) -> CheckSpec:
+def checks(asked: FlagValues, conf: Mapping[str, str], min_nodes: int) -> CheckSpec:
     """The node health checks. Raises `UsageError`."""
     level = precheck(asked)
     auto = asked.switch("auto_config") and min_nodes >= AUTO_CHECK_NODES
@@ -542,7 +547,7 @@ def checks(asked: Asked, conf: Mapping[str, str], min_nodes: int) -> CheckSpec:
     )
 
 
-def precheck(asked: Asked) -> int:
+def precheck(asked: FlagValues) -> int:
     """The level of --precheck. Raises `UsageError` for an unknown level."""
     level = asked.number("precheck")
     if level not in (0, 1, 2):
@@ -550,7 +555,7 @@ def precheck(asked: Asked) -> int:
     return level
 
 
-def accelerator(asked: Asked) -> str:
+def accelerator(asked: FlagValues) -> str:
     """The name of --accelerator as `accelerators.of` knows it; "" if it is detected
     automatically."""
     word = asked.text("accelerator")
@@ -563,7 +568,7 @@ def accelerator(asked: Asked) -> str:
     return name
 
 
-def health_notes(asked: Asked, found: CheckSpec) -> list[str]:
+def health_notes(asked: FlagValues, found: CheckSpec) -> list[str]:
     """Notes about settings without effect, and about what --auto-config has enabled."""
     told = []
     word = asked.text("accelerator")
@@ -582,7 +587,7 @@ def health_notes(asked: Asked, found: CheckSpec) -> list[str]:
     return told
 
 
-def _number(asked: Asked, dest: str, wants: str, fits: Callable[[float], bool]) -> float:
+def _number(asked: FlagValues, dest: str, wants: str, fits: Callable[[float], bool]) -> float:
     value = float(asked.value(dest))
     if not (math.isfinite(value) and fits(value)):
         raise UsageError(f"--{dest.replace('_', '-')}={value:g} is not {wants}", config.EXIT_USAGE)

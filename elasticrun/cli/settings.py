@@ -271,7 +271,7 @@ MARKS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Whereabouts:
+class DetectedPlace:
     """The scheduler's values for this command.
 
     filled: values by flag dest. shown: the same, for display only: values that apply although they
@@ -287,14 +287,14 @@ class Whereabouts:
     shown: Mapping[str, Given] = field(default_factory=dict)
 
 
-NOWHERE: Final = Whereabouts()
+NOT_DETECTED: Final = DetectedPlace()
 
 
 _BY_DEST: dict[str, Flag] = {flag.dest: flag for flag in FLAGS}
 
 
 @dataclass
-class Asked:
+class FlagValues:
     """A namespace of parsed flags, and the environment.
 
     The namespace may be torch's or accelerate's: a flag that it lacks has our default. `filled`:
@@ -356,7 +356,7 @@ class Setting(NamedTuple):
     source: str
 
 
-def setting(asked: Asked, dest: str) -> Setting:
+def setting(asked: FlagValues, dest: str) -> Setting:
     """The row of a flag; a value of None or an empty list is shown as ""."""
     value = asked.value(dest)
     shown = "" if value is None or value == [] else str(value)
@@ -381,7 +381,7 @@ CALLED: Final = {
 """Fields of the job's spec whose flag, or key of --rdzv-conf, has another name."""
 
 
-def sources(asked: Asked, conf: Mapping[str, str]) -> dict[str, str]:
+def sources(asked: FlagValues, conf: Mapping[str, str]) -> dict[str, str]:
     """The source of each field of the job's spec that was given."""
     found = {}
     for kind in (JobSpec, CheckSpec, SaveSpec, WatchSpec):

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from elasticrun.cli.settings import Asked, NotHere, UsageError
+from elasticrun.cli.settings import FlagValues, NotHere, UsageError
 from elasticrun.config import Place, Tls
 from elasticrun.host.system.network import names_this_host_only
 from elasticrun.wire.env import GIT_PASSWORDS, GIT_USERNAMES
@@ -47,7 +47,7 @@ def _blot(name: str) -> None:
         ctypes.memset(where, ord("*"), len(ctypes.string_at(where)))
 
 
-def token(asked: Asked) -> str:
+def token(asked: FlagValues) -> str:
     """The secret, "" for none: the flag's file overrides the variable."""
     path = _file(asked, "token_file")
     if not path:
@@ -73,7 +73,7 @@ def _checked(text: str, where: str) -> str:
     return text
 
 
-def tls(asked: Asked) -> Tls | None:
+def tls(asked: FlagValues) -> Tls | None:
     """The TLS files; None for plain TCP."""
     files = {name: _file(asked, f"tls_{name}") for name in ("cert", "key", "ca")}
     if not any(files.values()):
@@ -87,7 +87,7 @@ def tls(asked: Asked) -> Tls | None:
     return Tls(**files)
 
 
-def _file(asked: Asked, dest: str) -> str:
+def _file(asked: FlagValues, dest: str) -> str:
     """A path from a flag, or from its variable if the namespace is not from our parser."""
     return asked.text(dest) or asked.environ.get(f"ELASTICRUN_{dest.upper()}", "")
 

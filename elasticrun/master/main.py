@@ -63,7 +63,7 @@ from elasticrun.master.page.readers import Readers, reachable
 from elasticrun.master.records import Records
 from elasticrun.master.server import MAX_CALLS, METHODS, Servicer
 from elasticrun.master.store import StoreRefused
-from elasticrun.master.trace.writer import Life
+from elasticrun.master.trace.writer import MasterStart
 from elasticrun.wire import auth
 from elasticrun.wire.auth import TlsError, operator_token, reader_token
 from elasticrun.wire.messages import MAX_NODES, End, JobSpec
@@ -432,7 +432,7 @@ class Master:
             life.outward.noted(Note(f"the job master before this one {replaces}", "warning"))
         brain = self._job(facts)
         trace = records.begin_trace(
-            Life(self._config.identity.job_id, self._term, self._config.spec, facts)
+            MasterStart(self._config.identity.job_id, self._term, self._config.spec, facts)
         )
         if trace is not None:
             self._mint = trace.mint

@@ -19,7 +19,7 @@ from elasticrun.host import user_folder
 from elasticrun.host.system.sandbox import NoThread, start_thread
 from elasticrun.master.file_store import FileStore
 from elasticrun.master.store import FactStore, StoreRefused
-from elasticrun.master.trace.writer import Life, TraceWriter
+from elasticrun.master.trace.writer import MasterStart, TraceWriter
 from elasticrun.wire import env
 
 TRACE_END: Final = 1.0
@@ -73,7 +73,7 @@ class Records:
             EXIT_USAGE,
         )
 
-    def begin_trace(self, life: Life) -> TraceWriter | None:
+    def begin_trace(self, life: MasterStart) -> TraceWriter | None:
         """Start recording the state machine's input; None without a folder."""
         folder, kept = self._folder, os.environ.get(env.TRACE_DIR, "")
         if folder is None:

@@ -13,7 +13,7 @@ from elasticrun.cli.devices import shared_folder
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.rendezvous import for_others
 from elasticrun.cli.resolve import Resolved, resolve
-from elasticrun.cli.settings import Asked, UsageError
+from elasticrun.cli.settings import FlagValues, UsageError
 from elasticrun.cli.verbs.dry_run import describe
 from elasticrun.config import JoinCommand, Place
 
@@ -196,7 +196,7 @@ def parts(command: JoinCommand) -> str:
 def test_the_command_for_other_nodes(words: str, environ: Mapping[str, str], shown: str) -> None:
     given = shlex.split(words)
     ns = get_args_parser(environ).parse_args(given)
-    assert parts(for_others(given, Asked(ns, environ), "/here")) == shown
+    assert parts(for_others(given, FlagValues(ns, environ), "/here")) == shown
 
 
 @pytest.mark.parametrize(
@@ -227,16 +227,16 @@ def test_what_is_of_this_node_alone_is_not_in_it(own: str) -> None:
     given = [*own.split(), "--nnodes=1:2", "--local-ranks-filter=0", "s.py", *own.split()]
     ns = get_args_parser(LOCAL).parse_args(given)
     shown = f"--nnodes=1:2 --local-ranks-filter=0 | s.py {own}"
-    assert parts(for_others(given, Asked(ns, LOCAL), "/here")) == shown
+    assert parts(for_others(given, FlagValues(ns, LOCAL), "/here")) == shown
 
 
 def test_it_says_when_newcomers_are_let_in_where_the_first_command_meant_it() -> None:
     """Else the master would say that the second node was started otherwise."""
     given = ["--nnodes=1:2", "s.py"]
-    asked = Asked(get_args_parser(LOCAL).parse_args(given), LOCAL)
+    asked = FlagValues(get_args_parser(LOCAL).parse_args(given), LOCAL)
     assert parts(for_others(given, asked, "/here", "now")) == "--nnodes=1:2 --grow=now | s.py"
     given = ["--grow=auto", "--nnodes=1:2", "s.py"]
-    asked = Asked(get_args_parser(LOCAL).parse_args(given), LOCAL)
+    asked = FlagValues(get_args_parser(LOCAL).parse_args(given), LOCAL)
     assert parts(for_others(given, asked, "/here", "auto")) == "--grow=auto --nnodes=1:2 | s.py"
 
 

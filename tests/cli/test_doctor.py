@@ -19,9 +19,9 @@ from msgspec.structs import replace
 
 from elasticrun import __version__
 from elasticrun.cli.place import settle
-from elasticrun.cli.settings import NOWHERE, Asked
+from elasticrun.cli.settings import NOT_DETECTED, FlagValues
 from elasticrun.cli.verbs import doctor as own
-from elasticrun.cli.verbs.masters import Question, parse_endpoint
+from elasticrun.cli.verbs.masters import MasterQuery, parse_endpoint
 from elasticrun.testing.hosts import NETNS, Lab
 from elasticrun.wire import auth
 from elasticrun.wire.auth import TOKEN_WANTED
@@ -159,9 +159,9 @@ def test_the_job_that_is_meant(environ: dict[str, str], tmp_path: Path) -> None:
     ],
 )
 def test_a_job_on_loopback_has_one_host(where: str, several: bool) -> None:
-    asked = Asked(own.parser({}).parse_args([]), {})
-    master = Question(parse_endpoint(where)) if where else None
-    assert own._subject(asked, NOWHERE, "", master).several is several
+    asked = FlagValues(own.parser({}).parse_args([]), {})
+    master = MasterQuery(parse_endpoint(where)) if where else None
+    assert own._subject(asked, NOT_DETECTED, "", master).several is several
 
 
 @pytest.mark.parametrize(
@@ -184,9 +184,9 @@ def test_a_job_on_loopback_has_one_host(where: str, several: bool) -> None:
 def test_the_nodes_of_a_scheduler_are_those_of_the_job(
     scheduler: dict[str, str], words: str, several: bool, ranks: int
 ) -> None:
-    asked = Asked(own.parser(scheduler).parse_args(words.split()), scheduler)
-    place = settle(asked, machine(None), NOT_A_POD) if scheduler else NOWHERE
-    subject = own._subject(Asked(asked.ns, scheduler, place.filled), place, "", None)
+    asked = FlagValues(own.parser(scheduler).parse_args(words.split()), scheduler)
+    place = settle(asked, machine(None), NOT_A_POD) if scheduler else NOT_DETECTED
+    subject = own._subject(FlagValues(asked.ns, scheduler, place.filled), place, "", None)
     assert (subject.several, subject.ranks) == (several, ranks)
 
 

@@ -14,7 +14,7 @@ from elasticrun import config
 from elasticrun.cli.detection.found import Given, Machine
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.resolve import Resolved, UsageError, resolve
-from elasticrun.cli.settings import Asked, sources
+from elasticrun.cli.settings import FlagValues, sources
 from elasticrun.cli.table import NOTHING_YET
 from elasticrun.config import Identity, Launch, LogPlan, MasterPlan, Place, RunPlan, Tls
 from elasticrun.wire.messages import CheckSpec, JobSpec, SaveSpec
@@ -584,11 +584,11 @@ def test_one_line_for_what_does_nothing_yet(dest: str) -> None:
 VARIABLE = {"PET_NNODES": "3"}
 
 
-def asked(*words: str, environ: dict[str, str] | None = None, filled: str = "") -> Asked:
+def asked(*words: str, environ: dict[str, str] | None = None, filled: str = "") -> FlagValues:
     environ = environ or {}
     namespace = get_args_parser(environ).parse_args([*words, "s.py"])
     found = {"nnodes": Given(filled, "$SLURM_JOB_NUM_NODES")} if filled else {}
-    return Asked(namespace, environ, found)
+    return FlagValues(namespace, environ, found)
 
 
 @pytest.mark.parametrize(
@@ -600,11 +600,11 @@ def asked(*words: str, environ: dict[str, str] | None = None, filled: str = "") 
         (asked("--nnodes=2", environ=VARIABLE), "2", "--nnodes"),
         (asked(filled="5"), "5", "$SLURM_JOB_NUM_NODES"),
         (asked(environ=VARIABLE, filled="5"), "5", "$SLURM_JOB_NUM_NODES"),
-        (Asked(argparse.Namespace(nnodes="7"), {}), "7", "the caller"),
-        (Asked(argparse.Namespace(), {}), "1:1", "default"),
+        (FlagValues(argparse.Namespace(nnodes="7"), {}), "7", "the caller"),
+        (FlagValues(argparse.Namespace(), {}), "1:1", "default"),
     ],
 )
-def test_a_value_and_whose_it_is(given: Asked, value: str, source: str) -> None:
+def test_a_value_and_whose_it_is(given: FlagValues, value: str, source: str) -> None:
     assert (given.text("nnodes"), given.source("nnodes")) == (value, source)
     assert given.explicitly("nnodes") is (source != "default")
 
@@ -629,7 +629,7 @@ def test_the_page_is_told_who_has_set_what() -> None:
     ],
 )
 def test_a_switch_of_another_maker(namespace: argparse.Namespace, on: bool, source: str) -> None:
-    given = Asked(namespace, {})
+    given = FlagValues(namespace, {})
     assert (given.switch("standalone"), given.source("standalone")) == (on, source)
 
 

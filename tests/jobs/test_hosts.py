@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from elasticrun.cli.flags import get_args_parser
-from elasticrun.cli.settings import Asked, UsageError
+from elasticrun.cli.settings import FlagValues, UsageError
 from elasticrun.jobs.hosts import far, fleet
 from elasticrun.jobs.hosts.fleet import HostsPlan, Screen
 from elasticrun.jobs.hosts.hostfile import HostsError, NamedHost, in_file, listed
@@ -68,7 +68,9 @@ def test_a_host_file() -> None:
 
 def planned(*words: str, environ: Mapping[str, str] | None = None) -> HostsPlan:
     variables = dict(environ or {})
-    return plan_of(words, Asked(get_args_parser(variables).parse_args(words), variables), variables)
+    return plan_of(
+        words, FlagValues(get_args_parser(variables).parse_args(words), variables), variables
+    )
 
 
 def test_what_is_started_on_each_host() -> None:

@@ -29,13 +29,13 @@ from elasticrun.core.sight.picture import IncidentRow, PhaseRow, VerdictRow
 from elasticrun.master.trace import writer as trace_writer
 from elasticrun.master.trace.chrome import ChromeTrace
 from elasticrun.master.trace.words import effect_in_words, event_from_plain, event_to_plain
-from elasticrun.master.trace.writer import Life, TraceWriter
+from elasticrun.master.trace.writer import MasterStart, TraceWriter
 from elasticrun.wire import messages as m
 from tests.master.facts import facts
 from tests.master.people import LIMIT, ROUND, SPEC, hello
 from tests.starts import changed
 
-LIFE = Life("job", 7, SPEC, None)
+LIFE = MasterStart("job", 7, SPEC, None)
 
 FAILURE = m.Failure("host", 3, 1, 4711, -11, 5, m.FailureKind.SIGNAL, "boom", "trace", "")
 

@@ -17,7 +17,7 @@ from elasticrun.core.persisted import Facts
 from elasticrun.master.trace import writer as trace_writer
 from elasticrun.master.trace.replay import DIFFERS, SAME, Wanted, replay
 from elasticrun.master.trace.words import event_from_plain
-from elasticrun.master.trace.writer import Life, TraceWriter
+from elasticrun.master.trace.writer import MasterStart, TraceWriter
 from elasticrun.wire.messages import JobSpec
 from elasticrun.wire.types import plain
 from tests.further import cases
@@ -49,7 +49,7 @@ class Traced(Job):
     def __init__(
         self, spec: JobSpec | None, term: int, mint: Callable[[], str], facts: Facts | None = None
     ) -> None:
-        life = Life("job", term, spec, facts)
+        life = MasterStart("job", term, spec, facts)
         self.trace = TraceWriter(self.folder, life, ring=self.ring, mint=mint, now=Traced.now)
         if self.writers:
             self.writers[-1].close(LIMIT)

@@ -30,8 +30,8 @@ from typing import Any, Final
 from elasticrun.agent.logs.console import FROZEN_AFTER, ConsoleWriter
 from elasticrun.agent.logs.folded import FoldedConsole
 from elasticrun.agent.logs.last_lines import last_lines
+from elasticrun.agent.logs.log_index import LogNotes
 from elasticrun.agent.logs.tail import LineFilter, Reader, Tail
-from elasticrun.agent.logs.whereabouts import LogNotes
 from elasticrun.config import LogPlan
 from elasticrun.host.log import logger
 from elasticrun.wire import env

@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, TypeVar
 
+from elasticrun.agent.job_log import directed
 from elasticrun.agent.link.identity import offered_address
 from elasticrun.agent.link.trust import TOKEN_BYTES
 from elasticrun.agent.rendezvous.claims import (
@@ -37,7 +38,6 @@ from elasticrun.agent.rendezvous.claims import (
 from elasticrun.agent.rendezvous.place import HostError, free_port, own_address
 from elasticrun.agent.rendezvous.registry import VACANT, Leader, Lease, Vacant
 from elasticrun.agent.runtime import in_thread, threadsafe
-from elasticrun.agent.story import directed
 from elasticrun.config import Identity, Launch, Place
 from elasticrun.host.log import logger
 from elasticrun.wire import auth

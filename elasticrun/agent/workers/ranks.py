@@ -145,11 +145,11 @@ MOST_LINGERING: Final = 5
 
 
 @dataclass
-class _Life:
-    """One start of the local ranks, for one attempt."""
+class _Attempt:
+    """One attempt: one start of the local ranks."""
 
     start: Start
-    attempt: int
+    number: int
     children: dict[Child, int] = field(default_factory=dict)  # to their local ranks
     pids: dict[int, int] = field(default_factory=dict)
     forked: set[int] = field(default_factory=set)
@@ -185,9 +185,9 @@ class Ranks:
         self._spawners = spawners
         self._output = output
         self._is_put_off = is_put_off
-        self._life: _Life | None = None
+        self._attempt: _Attempt | None = None
         self._sweeping: tuple[Child, ...] = ()
-        self._exits: asyncio.Queue[tuple[_Life, asyncio.Task[RankExited]]] = asyncio.Queue()
+        self._exits: asyncio.Queue[tuple[_Attempt, asyncio.Task[RankExited]]] = asyncio.Queue()
         self._tasks = Tasks(node.fatal)
         self._killers = Killers()
         self._tasks.start(self._report_exits(), "reporting the ends of ranks")
@@ -199,14 +199,14 @@ class Ranks:
     def start(self) -> Start | None:
         """The Start of the newest ranks; None before the first one and after the death of their
         spawner."""
-        return self._life.start if self._life is not None else None
+        return self._attempt.start if self._attempt is not None else None
 
     @property
     def log_folder(self) -> str:
         """The log folder of the newest ranks, if the user named it or it has files; else ""."""
-        if self._life is None or not self._output.is_kept:
+        if self._attempt is None or not self._output.is_kept:
             return ""
-        return os.path.join(self._output.run_dir, f"attempt_{self._life.attempt}")
+        return os.path.join(self._output.run_dir, f"attempt_{self._attempt.number}")
 
     def last_lines(self) -> dict[int, str]:
         """The last lines that each of the newest ranks wrote to its files, if any; blocks."""
@@ -216,12 +216,12 @@ class Ranks:
     @property
     def pids(self) -> dict[int, int]:
         """Pids of the newest ranks by local rank."""
-        return self._life.pids if self._life is not None else {}
+        return self._attempt.pids if self._attempt is not None else {}
 
     @property
     def forked(self) -> frozenset[int]:
         """Local ranks with an answering thread, which a rank started by exec lacks."""
-        return frozenset(self._life.forked) if self._life is not None else frozenset()
+        return frozenset(self._attempt.forked) if self._attempt is not None else frozenset()
 
     # ------------------------------------------------------------ orders
 
@@ -234,23 +234,23 @@ class Ranks:
         """Start all local ranks of a round, each with its `own` variables; RankSpawned or
         RankExited follows for each. `monitors`: the addresses at which forked ranks answer
         queries."""
-        life = _Life(effect.start, effect.attempt, monitors=monitors)
-        self._life = life
+        attempt = _Attempt(effect.start, effect.attempt, monitors=monitors)
+        self._attempt = attempt
         self._sent_at.clear()
-        self._tasks.start(self._start(life, own), "starting the ranks")
+        self._tasks.start(self._start(attempt, own), "starting the ranks")
 
     def signal(self, local_ranks: tuple[int, ...], signum: int) -> None:
         """Send a signal to these ranks' process groups."""
-        life = self._life
-        if life is None:
+        attempt = self._attempt
+        if attempt is None:
             return
-        for child, local_rank in life.children.items():
+        for child, local_rank in attempt.children.items():
             if local_rank not in local_ranks:
                 continue
-            if life.signalled.get(local_rank) != signum:
-                pid = life.pids.get(local_rank)
-                self._tell_signal(pid, signum, life.signalled.get(local_rank))
-            life.signalled[local_rank] = signum
+            if attempt.signalled.get(local_rank) != signum:
+                pid = attempt.pids.get(local_rank)
+                self._tell_signal(pid, signum, attempt.signalled.get(local_rank))
+            attempt.signalled[local_rank] = signum
             self._sent_at[signum] = time.monotonic()
             child.signal(signum)
             if signum in (signal.SIGTERM, signal.SIGINT):
@@ -261,24 +261,24 @@ class Ranks:
 
     def call_off(self) -> None:
         """Cancel the ranks that were requested and have not started yet."""
-        life = self._life
-        if life is None or life.children or life.called_off:
+        attempt = self._attempt
+        if attempt is None or attempt.children or attempt.called_off:
             return
-        life.called_off = True
+        attempt.called_off = True
         now = time.time_ns() // 1000
         for local_rank in range(self._launch.nproc_per_node):
-            failure = self._bare_failure(life, local_rank, -signal.SIGTERM, now)
+            failure = self._bare_failure(attempt, local_rank, -signal.SIGTERM, now)
             failure = replace(failure, kind=FailureKind.STOPPED, message="never started")
             self._node.deliver(RankExited(local_rank, -signal.SIGTERM, failure))
 
     def sweep(self, grace: float, linger: float = 0.0) -> None:
         """All ranks have exited: end their descendants; RanksSwept follows. `linger`: seconds for
         which these may keep running."""
-        life = self._life
-        if life is None or life.is_swept:
+        attempt = self._attempt
+        if attempt is None or attempt.is_swept:
             self._node.deliver(RanksSwept(()))
             return
-        self._sweeping = tuple(life.children)
+        self._sweeping = tuple(attempt.children)
         self._sweeping[0].send(
             spawning.SweepOrder(tuple(child.key for child in self._sweeping), grace, linger)
         )
@@ -286,7 +286,7 @@ class Ranks:
     async def clear(self, grace: float, linger: float) -> None:
         """The same at the end of the agent, for ranks that were never swept; returns when all have
         exited. Without `linger`, ranks that are still running are killed at once."""
-        if self._sweeping or self._life is None or self._life.is_swept:
+        if self._sweeping or self._attempt is None or self._attempt.is_swept:
             return
         self._cleared = asyncio.Event()
         self.sweep(grace, linger)
@@ -301,43 +301,45 @@ class Ranks:
 
     def heard(self, child: Child, message: spawning.FromSpawner) -> None:
         """A rank has started, exited, or failed to start; or all were swept."""
-        life = self._life
+        attempt = self._attempt
         if isinstance(message, spawning.Swept):
             self._swept(message)
         elif isinstance(message, spawning.Lingering):
             self._tell_lingering(message)
-        elif life is None or child not in life.children:
+        elif attempt is None or child not in attempt.children:
             return
         elif isinstance(message, spawning.Spawned):
-            local_rank = life.children[child]
-            life.pids[local_rank] = message.pid
-            if message.forked and local_rank in life.monitors:
-                life.forked.add(local_rank)
+            local_rank = attempt.children[child]
+            attempt.pids[local_rank] = message.pid
+            if message.forked and local_rank in attempt.monitors:
+                attempt.forked.add(local_rank)
             self._node.deliver(RankSpawned(local_rank, message.pid))
-            if self._events is not None and len(life.pids) == self._launch.nproc_per_node:
-                self._events.started(life.start, life.pids, time.time_ns() // 10**6)
+            if self._events is not None and len(attempt.pids) == self._launch.nproc_per_node:
+                self._events.started(attempt.start, attempt.pids, time.time_ns() // 10**6)
         elif isinstance(message, spawning.Execed):
-            life.forked.discard(life.children[child])
+            attempt.forked.discard(attempt.children[child])
         elif isinstance(message, spawning.SpawnFailed):
-            self._spawn_failed(life, life.children[child], message)
+            self._spawn_failed(attempt, attempt.children[child], message)
         elif isinstance(message, spawning.Exited):
-            self._exited(life, life.children[child], message)
+            self._exited(attempt, attempt.children[child], message)
 
     def lost(self, child: Child) -> None:
         """No-op: `all_lost` handles all ranks together."""
 
-    def _spawn_failed(self, life: _Life, local_rank: int, message: spawning.SpawnFailed) -> None:
+    def _spawn_failed(
+        self, attempt: _Attempt, local_rank: int, message: spawning.SpawnFailed
+    ) -> None:
         logger.error("cannot start local rank %d: %s", local_rank, message.reason)
-        failure = self._bare_failure(life, local_rank, 1, time.time_ns() // 1000)
+        failure = self._bare_failure(attempt, local_rank, 1, time.time_ns() // 1000)
         failure = replace(failure, kind=FailureKind.SPAWN, message=message.reason)
-        self._queue_exit(life, _ready(RankExited(local_rank, 1, failure)))
+        self._queue_exit(attempt, _ready(RankExited(local_rank, 1, failure)))
 
-    def _exited(self, life: _Life, local_rank: int, message: spawning.Exited) -> None:
+    def _exited(self, attempt: _Attempt, local_rank: int, message: spawning.Exited) -> None:
         self._output.rank_exited(local_rank)
-        sent = life.signalled.get(local_rank)
+        sent = attempt.signalled.get(local_rank)
         if sent is None and self._is_put_off(local_rank, -message.code):
             logger.warning("local rank %d exited on a signal that it had blocked", local_rank)
-        self._queue_exit(life, self._explain(life, local_rank, message, tell=sent is None))
+        self._queue_exit(attempt, self._explain(attempt, local_rank, message, tell=sent is None))
 
     def _swept(self, message: spawning.Swept) -> None:
         if self._sweeping and set(message.keys) == {child.key for child in self._sweeping}:
@@ -363,30 +365,32 @@ class Ranks:
     def all_lost(self) -> None:
         """Their spawner has died; they were killed and reaped, and the state machine knows."""
         self._sweeping = ()
-        if self._life is not None:
-            self._life.called_off = True
-            self._life = None
+        if self._attempt is not None:
+            self._attempt.called_off = True
+            self._attempt = None
 
     def close(self) -> None:
         self._tasks.close()
 
     # ------------------------------------------------------------ starting
 
-    async def _start(self, life: _Life, own: Mapping[int, Mapping[str, str]]) -> None:
+    async def _start(self, attempt: _Attempt, own: Mapping[int, Mapping[str, str]]) -> None:
         launch = self._launch
         try:
             environments = {
-                rank: rank_environment(self._node, life.start, rank, os.environ, own.get(rank, {}))
+                rank: rank_environment(
+                    self._node, attempt.start, rank, os.environ, own.get(rank, {})
+                )
                 for rank in range(launch.nproc_per_node)
             }
-            life.logs = await self._open_logs(life, environments)
+            attempt.logs = await self._open_logs(attempt, environments)
         except (BadEnvironment, LogsUnusable) as error:
             self._node.fatal(str(error))
             return
-        if life is not self._life or life.called_off:
+        if attempt is not self._attempt or attempt.called_off:
             return
         for local_rank, environment in environments.items():
-            logs = life.logs[local_rank]
+            logs = attempt.logs[local_rank]
             order = spawning.SpawnRank(
                 key=0,
                 local_rank=local_rank,
@@ -398,17 +402,17 @@ class Ranks:
                 error_file=logs.error_file,
                 numa=launch.numa_binding or "",
                 numa_may_fail=launch.numa_may_fail,
-                monitor=life.monitors.get(local_rank, ""),
+                monitor=attempt.monitors.get(local_rank, ""),
             )
-            life.children[self._spawners.start(order, self)] = local_rank
+            attempt.children[self._spawners.start(order, self)] = local_rank
 
     async def _open_logs(
-        self, life: _Life, environments: dict[int, dict[str, str]]
+        self, attempt: _Attempt, environments: dict[int, dict[str, str]]
     ) -> dict[int, RankLogs]:
 
         def work() -> dict[int, RankLogs]:
             oom_kills()
-            return self._output.open_attempt(life.attempt, environments)
+            return self._output.open_attempt(attempt.number, environments)
 
         try:
             return await in_thread(
@@ -425,31 +429,31 @@ class Ranks:
 
     # ------------------------------------------------------------ exits
 
-    def _queue_exit(self, life: _Life, event: Coroutine[Any, Any, RankExited]) -> None:
+    def _queue_exit(self, attempt: _Attempt, event: Coroutine[Any, Any, RankExited]) -> None:
         task = self._tasks.start(event, "explaining the end of a rank")
-        self._exits.put_nowait((life, task))
+        self._exits.put_nowait((attempt, task))
 
     async def _report_exits(self) -> None:
         """Deliver exits in the order in which they happened, however long each explanation takes:
         the first one is the cause."""
         while True:
-            life, task = await self._exits.get()
+            attempt, task = await self._exits.get()
             event = await task
-            if life is self._life:
+            if attempt is self._attempt:
                 self._node.deliver(event)
 
     async def _explain(
-        self, life: _Life, local_rank: int, message: spawning.Exited, *, tell: bool
+        self, attempt: _Attempt, local_rank: int, message: spawning.Exited, *, tell: bool
     ) -> RankExited:
         """The exit of a rank with its cause. `tell`: it exited by itself, which is logged at
         once."""
         if message.code == 0:
             return RankExited(local_rank, 0, None)
         signum = -message.code
-        stopping = life.signalled.get(local_rank) == signum or (
+        stopping = attempt.signalled.get(local_rank) == signum or (
             time.monotonic() - self._sent_at.get(signum, -1e9) < STOP_MEMORY
         )
-        bare = self._bare_failure(life, local_rank, message.code, message.time_us)
+        bare = self._bare_failure(attempt, local_rank, message.code, message.time_us)
         bare = replace(bare, pid=message.pid)
         unread = replace(bare, error_file="")
         read = partial(describe, bare, stopping=stopping)
@@ -488,13 +492,13 @@ class Ranks:
             looking = self._killers.look(failure)
             self._tasks.start(looking, "looking for who killed a rank", tell=logger.warning)
 
-    def _bare_failure(self, life: _Life, local_rank: int, code: int, time_us: int) -> Failure:
-        logs = life.logs.get(local_rank)
+    def _bare_failure(self, attempt: _Attempt, local_rank: int, code: int, time_us: int) -> Failure:
+        logs = attempt.logs.get(local_rank)
         return Failure(
             host=self._node.host,
-            rank=life.start.first_rank + local_rank,
+            rank=attempt.start.first_rank + local_rank,
             local_rank=local_rank,
-            pid=life.pids.get(local_rank, 0),
+            pid=attempt.pids.get(local_rank, 0),
             exitcode=code,
             time_us=time_us,
             kind=FailureKind.SCRIPT,

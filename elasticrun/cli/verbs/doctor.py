@@ -20,11 +20,11 @@ from elasticrun.cli import resolve, settings, trust
 from elasticrun.cli.detection.found import amount
 from elasticrun.cli.flags import Parser, add_group
 from elasticrun.cli.place import PLACE_FLAGS, explain, look
-from elasticrun.cli.settings import Asked, Setting, UsageError, Whereabouts, setting
+from elasticrun.cli.settings import DetectedPlace, FlagValues, Setting, UsageError, setting
 from elasticrun.cli.table import FLAGS, TRUST
 from elasticrun.cli.verbs import masters
 from elasticrun.cli.verbs.columns import print_table, width
-from elasticrun.cli.verbs.masters import NoStatus, Question
+from elasticrun.cli.verbs.masters import MasterQuery, NoStatus
 from elasticrun.host.doctor import checkup, disk, names
 from elasticrun.host.doctor.checkup import Subject
 from elasticrun.host.doctor.verdict import failed, failures, ok
@@ -57,16 +57,16 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     """`elasticrun doctor` with its own arguments. Raises UsageError for invalid ones."""
     variables = trust.withdraw() if environ is None else environ
     ns = parser(variables).parse_args(argv)
-    asked = Asked(ns, variables)
+    asked = FlagValues(ns, variables)
     # Read before the scheduler fills in values: no master runs yet at a scheduler's endpoint.
     where = asked.text("rdzv_endpoint")
     master = _master(asked, where) if where else None
     place = _place(asked)
-    asked = Asked(ns, variables, place.filled)
+    asked = FlagValues(ns, variables, place.filled)
     subject = _subject(asked, place, ns.ckpt_dir, master)
     software, *others = asyncio.run(examine(subject, master))
     found = [software, ok("scheduler", explain(place)), *others]
-    settings = _settings(Asked(ns, variables, {**place.shown, **place.filled}), place)
+    settings = _settings(FlagValues(ns, variables, {**place.shown, **place.filled}), place)
     if ns.json:
         shown = {
             "host": socket.gethostname(),
@@ -97,7 +97,7 @@ def parser(environ: Mapping[str, str]) -> Parser:
     return made
 
 
-def _master(asked: Asked, where: str) -> Question:
+def _master(asked: FlagValues, where: str) -> MasterQuery:
     try:
         return masters.question(masters.parse_endpoint(where), trust.token(asked), trust.tls(asked))
     except NoStatus as wrong:
@@ -105,7 +105,7 @@ def _master(asked: Asked, where: str) -> Question:
 
 
 def _subject(
-    asked: Asked, place: Whereabouts, checkpoints: str, master: Question | None
+    asked: FlagValues, place: DetectedPlace, checkpoints: str, master: MasterQuery | None
 ) -> Subject:
     from elasticrun.cli.devices import this_machine
     from elasticrun.cli.resolve import ranks_per_node
@@ -128,7 +128,7 @@ def _subject(
     )
 
 
-def _nodes(asked: Asked, place: Whereabouts) -> int:
+def _nodes(asked: FlagValues, place: DetectedPlace) -> int:
     """The largest number of nodes of the job. Without --nnodes, the number that the scheduler
     allocated: a bare command in a batch script is a job of one node, but the checks also consider
     the other allocated nodes."""
@@ -138,7 +138,7 @@ def _nodes(asked: Asked, place: Whereabouts) -> int:
     return max(nodes, amount(place.found.nodes))
 
 
-def _place(asked: Asked) -> Whereabouts:
+def _place(asked: FlagValues) -> DetectedPlace:
     """Where a scheduler placed this node; explicit flags take precedence."""
     from elasticrun.cli.devices import facts, this_machine
 
@@ -146,7 +146,7 @@ def _place(asked: Asked) -> Whereabouts:
     return look(asked, machine)
 
 
-def _settings(asked: Asked, place: Whereabouts) -> list[Setting]:
+def _settings(asked: FlagValues, place: DetectedPlace) -> list[Setting]:
     """The settings that place this node; empty if neither the user nor a scheduler sets any."""
     given = [dest for dest in _OTHERS if asked.explicitly(dest)]
     if place.found is None and not given and not any(map(asked.explicitly, ALWAYS)):
@@ -154,7 +154,7 @@ def _settings(asked: Asked, place: Whereabouts) -> list[Setting]:
     return [setting(asked, dest) for dest in (*ALWAYS, *given)]
 
 
-async def examine(subject: Subject, master: Question | None) -> list[Finding]:
+async def examine(subject: Subject, master: MasterQuery | None) -> list[Finding]:
     """The findings about this machine, then those about the master."""
     # Late import: grpc takes longer to import than everything else here together.
     from elasticrun.agent.runtime import in_thread
@@ -164,7 +164,7 @@ async def examine(subject: Subject, master: Question | None) -> list[Finding]:
     return [*await local, *asked]
 
 
-async def _asked(master: Question) -> list[Finding]:
+async def _asked(master: MasterQuery) -> list[Finding]:
     from elasticrun.agent.checkup import ask
     from elasticrun.agent.runtime import in_thread
     from elasticrun.wire import auth
@@ -191,7 +191,7 @@ async def _asked(master: Question) -> list[Finding]:
     ]
 
 
-async def _no_answer(master: Question, wrong: LinkError) -> Finding:
+async def _no_answer(master: MasterQuery, wrong: LinkError) -> Finding:
     """The finding about a master that does not answer. TLS on only one side is its own case."""
     from elasticrun.agent.link.answering import PortAnswer, probe
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 
 from elasticrun.cli.resolve import Resolved
-from elasticrun.cli.settings import NOWHERE, Asked, Setting, Whereabouts, setting
+from elasticrun.cli.settings import NOT_DETECTED, DetectedPlace, FlagValues, Setting, setting
 from elasticrun.cli.table import FLAGS
 from elasticrun.config import EXIT_OK, Launch
 from elasticrun.core.words import some
@@ -16,7 +16,7 @@ from elasticrun.wire.types import Endpoint, EntryKind
 
 
 def show(
-    found: Resolved, ns: argparse.Namespace, environ: Mapping[str, str], place: Whereabouts
+    found: Resolved, ns: argparse.Namespace, environ: Mapping[str, str], place: DetectedPlace
 ) -> int:
     """Print the text of `describe`. Returns the exit code."""
     print(describe(found, ns, environ, place), end="")
@@ -27,11 +27,11 @@ def describe(
     found: Resolved,
     ns: argparse.Namespace,
     environ: Mapping[str, str],
-    place: Whereabouts = NOWHERE,
+    place: DetectedPlace = NOT_DETECTED,
 ) -> str:
     """The resolved settings as text: a summary, then each flag that is not at its default with its
     source, and with --verbose all other flags."""
-    asked = Asked(ns, environ, {**place.shown, **place.filled})
+    asked = FlagValues(ns, environ, {**place.shown, **place.filled})
     launch = found.launch
     spec = launch.spec
     low, high = spec.min_nodes, spec.max_nodes
@@ -104,7 +104,7 @@ def _counting(row: Setting, found: Resolved, environ: Mapping[str, str]) -> Sett
     return Setting(row.name, str(value), source) if counts and row.source == "default" else row
 
 
-def _attempt(place: Whereabouts) -> list[tuple[str, str]]:
+def _attempt(place: DetectedPlace) -> list[tuple[str, str]]:
     """How often the scheduler has started this job, if the scheduler counts that."""
     if place.found is None or not place.found.attempt_source:
         return []

@@ -12,7 +12,7 @@ from elasticrun.cli import settings, trust
 from elasticrun.cli.flags import PROG, Parser, add_group
 from elasticrun.cli.rendezvous import Meeting
 from elasticrun.cli.resolve import conf_keys, job_spec
-from elasticrun.cli.settings import Asked, UsageError
+from elasticrun.cli.settings import FlagValues, UsageError
 from elasticrun.cli.table import FLAGS, TRUST
 from elasticrun.config import EXIT_USAGE, Identity, MasterConfig, MasterPlan, Place, RunPlan
 from elasticrun.host import user_folder
@@ -80,7 +80,7 @@ def parser(environ: dict[str, str]) -> Parser:
 def configure(argv: Sequence[str], environ: dict[str, str]) -> MasterConfig:
     """The configuration for the words after `elasticrun master`. Raises `UsageError`."""
     ns = parser(environ).parse_args(argv)
-    asked = Asked(ns, environ)
+    asked = FlagValues(ns, environ)
     job_id = settings.name(asked.text("rdzv_id"), "--rdzv-id")
     spec, conf = None, conf_keys(asked)
     if any(asked.explicitly(dest) for dest in JOB_FLAGS):

@@ -28,7 +28,7 @@ DEFAULT_PORT: Final = 29400
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class MasterQuery:
     """A master to query, our reader token for it, and the run folder of its job ("" if unknown)."""
 
     endpoint: Endpoint
@@ -56,24 +56,24 @@ def published_here() -> list[Published]:
         raise NoStatus(f"the user's folder cannot be read: {wrong}") from None
 
 
-def question(endpoint: Endpoint, token: str, files: Tls | None) -> Question:
+def question(endpoint: Endpoint, token: str, files: Tls | None) -> MasterQuery:
     """A question with the job's token, or with the reader token that one of this user's masters on
     this port published here. Sending that token's proof to another job's master leaks nothing: the
     proof is valid for the publishing master only."""
     if token:
-        return Question(endpoint, reader_token(token), files)
+        return MasterQuery(endpoint, reader_token(token), files)
     with contextlib.suppress(NoStatus):
         for master in published_here():
             if master.port == endpoint.port:
                 run = master.run if is_here(endpoint.host) else ""
-                return Question(endpoint, master.reader, files, run)
-    return Question(endpoint, "", files)
+                return MasterQuery(endpoint, master.reader, files, run)
+    return MasterQuery(endpoint, "", files)
 
 
-def question_to(master: Published, token: str, files: Tls | None) -> Question:
+def question_to(master: Published, token: str, files: Tls | None) -> MasterQuery:
     """A question to one of this user's masters on this host."""
     given = master.reader or reader_token(token)
-    return Question(master.endpoint, given, files if master.tls else None, master.run)
+    return MasterQuery(master.endpoint, given, files if master.tls else None, master.run)
 
 
 def is_here(host: str) -> bool:
@@ -89,7 +89,7 @@ NO_JOBS: Final = (
 )
 
 
-class Unheard(NamedTuple):
+class NoReply(NamedTuple):
     """A master that did not answer, and why, as a sentence."""
 
     where: Endpoint
@@ -97,8 +97,8 @@ class Unheard(NamedTuple):
 
 
 def ask(
-    questions: list[Question], runner: asyncio.Runner
-) -> tuple[list[tuple[Endpoint, JobStatus]], list[Unheard]]:
+    questions: list[MasterQuery], runner: asyncio.Runner
+) -> tuple[list[tuple[Endpoint, JobStatus]], list[NoReply]]:
     """The status pages of the masters that answer, with their endpoints, and the masters that do
     not."""
     # Late import: grpc takes longer to import than everything else here together.
@@ -106,7 +106,7 @@ def ask(
     from elasticrun.wire import auth
     from elasticrun.wire.rpc.channel import LinkError, get_status
 
-    async def ask_one(question: Question) -> JobStatus:
+    async def ask_one(question: MasterQuery) -> JobStatus:
         pem = None if question.files is None else auth.read_pem(question.files)
         where = question.endpoint
         try:
@@ -125,14 +125,14 @@ def ask(
         return await asyncio.gather(*map(ask_one, questions), return_exceptions=True)
 
     pages: list[tuple[Endpoint, JobStatus]] = []
-    silent: list[Unheard] = []
+    silent: list[NoReply] = []
     for asked, answer in zip(questions, runner.run(ask_all()), strict=True):
         where = asked.endpoint
         if isinstance(answer, LinkError):
             sentence = f"the master at {where} refuses to answer: {answer}"
             if not answer.rejected:
                 sentence = unanswered(where, str(answer), asked.run)
-            silent.append(Unheard(where, sentence))
+            silent.append(NoReply(where, sentence))
         elif isinstance(answer, auth.TlsError):
             raise NoStatus(str(answer))
         elif isinstance(answer, BaseException):

@@ -152,7 +152,7 @@ SERIES = 20.0
 it were the first, because nothing suggests that more will come."""
 
 
-class Door:
+class JoinWindow:
     """Decides when pending nodes are admitted. Times are monotonic seconds."""
 
     def __init__(self, spec: JobSpec) -> None:

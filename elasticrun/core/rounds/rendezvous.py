@@ -17,7 +17,7 @@ is still stopping its ranks is waited for, as long as it has reported plus SURVI
 its later return would cost another restart. After that the others continue without it.
 
 *While RUNNING*, a member that is lost or leaves before its ranks are done reopens the round at
-once. A new node is pending while training continues; `Door` decides when it is admitted. Nodes
+once. A new node is pending while training continues; `JoinWindow` decides when it joins. Nodes
 beyond `max` or a multiple of `node_unit` are spares; they replace lost nodes.
 
 When an operator asks for fewer nodes than the round has, it ends at once; nodes without a place in
@@ -82,7 +82,7 @@ from elasticrun.core.reasons import (
     recorded,
     text,
 )
-from elasticrun.core.rounds.join_window import Debounce, Door, LastCall
+from elasticrun.core.rounds.join_window import Debounce, JoinWindow, LastCall
 from elasticrun.core.rounds.round import Round, Stage, no_round
 from elasticrun.core.rounds.takeover import Takeover
 from elasticrun.core.words import Count
@@ -149,7 +149,7 @@ class Rendezvous:
         self._shortage: NodeExcluded | None = None  # since the last round formed
         self._awaited: Deadlines[str] = Deadlines()  # survivors, and until when they are waited for
         self._call = LastCall(spec.last_call_timeout)
-        self._door = Door(spec)
+        self._window = JoinWindow(spec)
         self._storm = Debounce(STORM_QUIET)
         self._struck: list[str] = []  # nodes just lost, not yet processed by `decide`
         self._recount = False  # check again whether there are enough nodes
@@ -169,7 +169,7 @@ class Rendezvous:
         the age of the round no longer delays pending nodes."""
         self._sized(spec)
         self._scaled = True
-        self._door.scaled()
+        self._window.scaled()
 
     # ------------------------------------------------------------ questions
 
@@ -251,7 +251,7 @@ class Rendezvous:
             if not self.last.stages and node not in self._announced:
                 self._call.arrival(now)
             self._announced[node] = None
-            self._door.appeared(node, now)
+            self._window.appeared(node, now)
 
     def join(self, node: str, now: float, *, not_before: float, why: str = "") -> None:
         """No rank is alive on this node and it offers a store. `not_before`: when a node that keeps
@@ -269,7 +269,7 @@ class Rendezvous:
             if not self.last.stages:
                 self._call.ready(now) if announced else self._call.arrival(now)
             if self.phase is Phase.RUNNING:
-                self._door.joined(node, now)
+                self._window.joined(node, now)
 
     def overslept(self, by: float) -> None:
         """The master did not listen for `by` seconds: survivors get that much longer to answer."""
@@ -279,7 +279,7 @@ class Rendezvous:
     def lost_contact(self, node: str, now: float, patience: float) -> None:
         """The node's stream broke. It may reconnect within `patience` seconds and join again."""
         if node in self._announced or node in self.ready:
-            self._door.went(node)
+            self._window.went(node)
         self._away_from_door(node)
         if self.last.is_concerned(node):
             self.last.unheard.add(node)
@@ -415,7 +415,7 @@ class Rendezvous:
         self._begin(round_, now)
         self.takeover.elsewhere.clear()
         if first:
-            self._door.job_began()
+            self._window.job_began()
 
     def _begin(self, round_: Round, now: float) -> None:
         self.phase = Phase.RUNNING
@@ -429,7 +429,7 @@ class Rendezvous:
 
     def _young_since(self, now: float) -> None:
         self.formed_at = now
-        self._door.formed(now, announced=bool(self._announced))
+        self._window.formed(now, announced=bool(self._announced))
 
     def reopen(self, now: float) -> tuple[str, ...]:
         """End the running round; return the members that must be told to stop their ranks. Members
@@ -514,7 +514,7 @@ class Rendezvous:
         self._begin(round_, now - GROW_YOUNG)  # its age is unknown: not young
         # For the door it is young: a record is lost only together with its host, whose node is then
         # about to return, and the round may have been formed because that node was lost.
-        self._door.formed(now, announced=bool(self._announced))
+        self._window.formed(now, announced=bool(self._announced))
         self.takeover.round_taken(round_.info.world_size, round_.info.world_size, now)
 
     @property
@@ -542,7 +542,7 @@ class Rendezvous:
             self._note_losses(now)
         if self.backing_off:
             for node in self.backing_off.due(now):
-                self._door.appeared(node, now)
+                self._window.appeared(node, now)
                 self.join(node, now, not_before=now)
         decision = self._success(now) if last.completed else None
         if takeover.unseen_ranks and now >= self._unseen_until(now):
@@ -600,7 +600,7 @@ class Rendezvous:
             # of a single node no other is left to confirm that its ranks have exited
             silence = self._silence() if size == 1 else 0.0
             return Decision(Verb.WAIT, Spare(full, self._spec.node_unit, silence))
-        due, why = self._door.entry(size, possible, self._largest, bool(self._announced))
+        due, why = self._window.entry(size, possible, self._largest, bool(self._announced))
         if now < due:
             return Decision(Verb.WAIT, why, due)
         if self.last.unheard:  # they are lost or back soon: membership has a deadline for them

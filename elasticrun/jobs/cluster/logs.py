@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from elasticrun.agent.logs.whereabouts import runs_of
+from elasticrun.agent.logs.log_index import runs_of
 from elasticrun.cli.flags import PROG, Parser
 from elasticrun.cli.settings import UsageError
 from elasticrun.cli.trust import withdraw

@@ -19,7 +19,7 @@ from elasticrun import __version__
 from elasticrun.cli import trust
 from elasticrun.cli.flags import PROG, Parser, get_args_parser
 from elasticrun.cli.rendezvous import without
-from elasticrun.cli.settings import Asked, NotHere, UsageError
+from elasticrun.cli.settings import FlagValues, NotHere, UsageError
 from elasticrun.cli.verbs.masters import NoStatus, parse_endpoint
 from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from elasticrun.host.system.title import set_command_line
@@ -143,7 +143,7 @@ def _exchange(endpoint: Endpoint, code: JoinCode, flags: Sequence[str]) -> JoinA
             await asyncio.sleep(DIAL_PAUSE)
 
     try:
-        files = trust.tls(Asked(ns, variables))
+        files = trust.tls(FlagValues(ns, variables))
         pem = None if files is None else auth.read_pem(files)
         guest, reply = asyncio.run(asked(pem))
         if not reply.ok:

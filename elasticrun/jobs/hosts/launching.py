@@ -13,7 +13,7 @@ from elasticrun.cli import settings, trust
 from elasticrun.cli.detection.found import port_of_name
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.rendezvous import MEETING_FLAGS, fresh_id, job_stem, without
-from elasticrun.cli.settings import Asked, NotHere, UsageError
+from elasticrun.cli.settings import FlagValues, NotHere, UsageError
 from elasticrun.config import EXIT_OK, EXIT_USAGE
 from elasticrun.jobs.hosts import fleet, hostfile, ssh
 
@@ -31,7 +31,7 @@ _STAY: Final = re.compile(
 
 
 def launch(
-    words: Sequence[str], asked: Asked, environ: Mapping[str, str], say: Callable[[str], None]
+    words: Sequence[str], asked: FlagValues, environ: Mapping[str, str], say: Callable[[str], None]
 ) -> int:
     """Start the job on its hosts and follow it to its end. Returns its exit code. Raises
     UsageError."""
@@ -46,7 +46,7 @@ def launch(
     return EXIT_OK
 
 
-def plan_of(words: Sequence[str], asked: Asked, environ: Mapping[str, str]) -> fleet.HostsPlan:
+def plan_of(words: Sequence[str], asked: FlagValues, environ: Mapping[str, str]) -> fleet.HostsPlan:
     """The plan for these words. Raises UsageError."""
     hosts = _hosts(asked)
     for dest in _OF_ONE_HOST:
@@ -99,7 +99,7 @@ def _ssh(text: str) -> tuple[str, ...]:
         raise UsageError(f"--ssh={text}: {wrong}", EXIT_USAGE) from None
 
 
-def _hosts(asked: Asked) -> tuple[hostfile.NamedHost, ...]:
+def _hosts(asked: FlagValues) -> tuple[hostfile.NamedHost, ...]:
     text, path = asked.text("hosts"), asked.text("hostfile")
     if text and path:
         raise UsageError("--hosts and --hostfile both say which hosts: leave one out", EXIT_USAGE)

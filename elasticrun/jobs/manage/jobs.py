@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from elasticrun.agent.logs.whereabouts import no_node, one_of, runs_of
+from elasticrun.agent.logs.log_index import no_node, one_of, runs_of
 from elasticrun.cli.flags import PROG, Parser
 from elasticrun.cli.trust import withdraw
 from elasticrun.config import EXIT_FAILED, EXIT_OK

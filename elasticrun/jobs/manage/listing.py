@@ -19,13 +19,13 @@ from typing import Final
 
 from elasticrun.cli import trust
 from elasticrun.cli.flags import PROG, Parser, add_group
-from elasticrun.cli.settings import Asked, UsageError
+from elasticrun.cli.settings import FlagValues, UsageError
 from elasticrun.cli.table import TRUST
 from elasticrun.cli.verbs.columns import duration, lines
 from elasticrun.cli.verbs.masters import (
     NO_JOBS,
+    MasterQuery,
     NoStatus,
-    Question,
     ask,
     published_here,
     question_to,
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     variables = trust.withdraw()
     add_group(made, "of jobs that have a token or TLS", TRUST, variables)
     ns = made.parse_args(argv)
-    asked = Asked(ns, variables)
+    asked = FlagValues(ns, variables)
     rows, silent = local_rows(trust.token(asked), trust.tls(asked))
     rows = by_their_places(rows, variables)
     if not ns.all:
@@ -104,7 +104,7 @@ def local_rows(token: str = "", files: Tls | None = None) -> tuple[list[JobRow],
     return rows, [*silent, *unheard]
 
 
-def _away(folders: Iterable[RunFolder]) -> Iterator[Question]:
+def _away(folders: Iterable[RunFolder]) -> Iterator[MasterQuery]:
     """The masters of jobs that run elsewhere."""
     for folder in folders:
         job = folder.job()
@@ -112,11 +112,11 @@ def _away(folders: Iterable[RunFolder]) -> Iterator[Question]:
             continue
         with contextlib.suppress(NotAnswered):
             master = master_of(folder)
-            yield Question(master.endpoint, master.reader, run=str(folder.path))
+            yield MasterQuery(master.endpoint, master.reader, run=str(folder.path))
 
 
 def _running(
-    token: str, files: Tls | None, away: Sequence[Question], runner: asyncio.Runner
+    token: str, files: Tls | None, away: Sequence[MasterQuery], runner: asyncio.Runner
 ) -> tuple[list[JobRow], list[str]]:
     """Rows from the masters' replies, and a sentence for each silent master on this host. A silent
     master elsewhere may have exited with its nodes or be unreachable, so its backend or run folder

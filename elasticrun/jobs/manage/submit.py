@@ -23,7 +23,7 @@ from elasticrun.cli import settings
 from elasticrun.cli.devices import shared_folder, this_machine
 from elasticrun.cli.flags import PROG, Parser, add_group, get_args_parser
 from elasticrun.cli.resolve import entry_of, resolve
-from elasticrun.cli.settings import Asked, NoProgram, NotHere, UsageError
+from elasticrun.cli.settings import FlagValues, NoProgram, NotHere, UsageError
 from elasticrun.cli.table import FLAGS
 from elasticrun.cli.trust import GIT_SECRETS, TOKEN_VARIABLE, withdraw
 from elasticrun.config import ELASTIC_RESTARTS, EXIT_FAILED, EXIT_OK, EXIT_USAGE
@@ -209,7 +209,7 @@ def _already(at: Path, ns: argparse.Namespace, program: Sequence[str]) -> str:
     """The message if this program has already succeeded in its run folder. Raises RunRefused,
     UsageError."""
     words = [*render_flags.handed_on(ns), *program]
-    entry = entry_of(Asked(get_args_parser().parse_args(words), os.environ))
+    entry = entry_of(FlagValues(get_args_parser().parse_args(words), os.environ))
     return already(at, RankProgram(entry.words(), os.getcwd()))
 
 
@@ -303,7 +303,7 @@ def _of_hosts(
     flags += [f"--{dest}={value}" for dest in OF_HOSTS if (value := getattr(ns, dest))]
     words = [*flags, f"--rdzv-id={ns.name}", SAVES, *program]
     seen = {**environ, **render.env(ns)}
-    plan = plan_of(words, Asked(get_args_parser(seen).parse_args(words), seen), seen)
+    plan = plan_of(words, FlagValues(get_args_parser(seen).parse_args(words), seen), seen)
     if not all(map(is_here, plan.hosts)) and not shared_folder(str(run.parent), os.environ):
         say(_not_shared(run.parent, "hosts"))
     known = Submission(

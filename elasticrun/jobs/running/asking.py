@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from elasticrun.cli import trust
 from elasticrun.cli.flags import PROG, Parser, add_group
-from elasticrun.cli.settings import Asked
+from elasticrun.cli.settings import FlagValues
 from elasticrun.cli.table import TRUST
 from elasticrun.cli.verbs.masters import NoStatus, parse_endpoint
 from elasticrun.config import Tls
@@ -144,14 +144,14 @@ def run(
         return 1
 
 
-def parsed(made: Parser, argv: Sequence[str]) -> Asked:
+def parsed(made: Parser, argv: Sequence[str]) -> FlagValues:
     """Add the arguments that all verbs share, and parse."""
     variables = trust.withdraw()
     add_job(made, variables)
-    return Asked(made.parse_args(argv), variables)
+    return FlagValues(made.parse_args(argv), variables)
 
 
-def reach(asked: Asked, does: Callable[[JobLine, argparse.Namespace], int]) -> int:
+def reach(asked: FlagValues, does: Callable[[JobLine, argparse.Namespace], int]) -> int:
     """Find the job's master and call `does` with it. Raises NotAnswered, UsageError."""
     master = find(asked.ns.job, trust.token(asked), trust.tls(asked))
     with asyncio.Runner() as runner:

@@ -15,7 +15,7 @@ from typing import Final
 
 from elasticrun.cli import trust
 from elasticrun.cli.flags import PROG, Parser
-from elasticrun.cli.settings import Asked
+from elasticrun.cli.settings import FlagValues
 from elasticrun.core.sight.picture import IncidentRow
 from elasticrun.host.runs.layout import INCIDENTS
 from elasticrun.jobs.choosing import by_their_places
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         made.error("a job, and the number of one of its incidents")
     job, number = meant(ns.words)
     try:
-        rows, now = _rows(job, Asked(ns, variables))
+        rows, now = _rows(job, FlagValues(ns, variables))
         print(_shown(rows, number, now, as_text=ns.output == "text"), end="")
     except NotAnswered as why:
         print(f"{made.prog}: {why}", file=sys.stderr)
@@ -62,7 +62,7 @@ def meant(words: Sequence[str]) -> tuple[str, int]:
     return (words[0] if words else ""), 0
 
 
-def _rows(job: str, asked: Asked) -> tuple[Sequence[IncidentRow], str]:
+def _rows(job: str, asked: FlagValues) -> tuple[Sequence[IncidentRow], str]:
     """The incidents, and a sentence about the present. For a running job, both come from its
     master, with what holds it up now; else from files, with the reason if the job is lost."""
     folder = left_by(job)

@@ -22,8 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from elasticrun.agent.logs import whereabouts
-from elasticrun.agent.logs.whereabouts import LoggedLife, LoggedRun
+from elasticrun.agent.logs import log_index
+from elasticrun.agent.logs.log_index import LoggedAttempt, LoggedRun
 from elasticrun.cli.flags import Parser
 from elasticrun.cli.settings import UsageError
 from elasticrun.config import EXIT_USAGE
@@ -137,9 +137,9 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         print(f"elasticrun logs: {unknown or words}", file=sys.stderr)
         return 1
     if asked.node:
-        meant = whereabouts.one_of(found, asked.node)
+        meant = log_index.one_of(found, asked.node)
         if meant is None:
-            print(f"elasticrun logs: {whereabouts.no_node(asked.node, found)}", file=sys.stderr)
+            print(f"elasticrun logs: {log_index.no_node(asked.node, found)}", file=sys.stderr)
             return 1
         asked = replace(asked, node=asked.node if asked.node == meant.host else meant.node)
     ranks = {rank for run in found for life in run.lives for rank in life.ranks.values()}
@@ -206,13 +206,13 @@ def _asked(argv: Sequence[str]) -> Wish:
 def _runs(environ: Mapping[str, str], asked: Wish, folder: RunFolder | None) -> list[LoggedRun]:
     """The agents of the newest start of the job, or of every start with --all. From its run folder,
     or else from this host, where an earlier job may have had the same name."""
-    job, known = asked.job, whereabouts.runs_of(folder.path) if folder is not None else []
+    job, known = asked.job, log_index.runs_of(folder.path) if folder is not None else []
     if known and asked.everything:
         return known
     if folder is not None and not known:
         record = folder.job()
         job = record.id if record is not None and record.id else job
-    known = known or [run for run in whereabouts.runs(environ) if job in ("", run.job_id)]
+    known = known or [run for run in log_index.runs(environ) if job in ("", run.job_id)]
     own = [run for run in known if run.job_id == known[0].job_id]
     return _starts(own)[-1] if own else []
 
@@ -241,7 +241,7 @@ def _lives(
     runs: Iterable[LoggedRun], folder: RunFolder | None, *, everything: bool
 ) -> list[tuple[str, ToldLife]]:
     """The incarnations in order, each with its ranks; failed ranks first, in order of failure."""
-    found: dict[tuple[int, str], list[tuple[LoggedRun, LoggedLife]]] = {}
+    found: dict[tuple[int, str], list[tuple[LoggedRun, LoggedAttempt]]] = {}
     for start, agents in enumerate(_starts(runs)):
         for run in agents:
             for life in run.lives:

@@ -28,8 +28,8 @@ import msgspec
 from elasticrun.cli.verbs.columns import Row, duration, lines, width
 from elasticrun.cli.verbs.masters import (
     NO_JOBS,
+    MasterQuery,
     NoStatus,
-    Question,
     ask,
     is_here,
     parse_endpoint,
@@ -125,14 +125,14 @@ def _whole(endpoint: Endpoint, status: JobStatus, run: str) -> JobPage:
     return page_of(row, page=link, tensorboard=board, master=status)
 
 
-def _master_of(found: MeantJob, token: str, files: Tls | None) -> Question | None:
+def _master_of(found: MeantJob, token: str, files: Tls | None) -> MasterQuery | None:
     """The master of the job that the user means, here or elsewhere; None if the job has ended."""
     if found.master:
         return question_to(found.master, token, files)
     if found.run is not None and found.run.state() not in ENDED:
         with contextlib.suppress(NotAnswered):
             master = master_of(found.run)
-            return Question(master.endpoint, master.reader, files, str(found.run.path))
+            return MasterQuery(master.endpoint, master.reader, files, str(found.run.path))
     return None
 
 
@@ -183,7 +183,7 @@ def _known(folder: RunFolder) -> list[str]:
     return [f"{name}: {plain(text)}" for name, text in said.items() if text]
 
 
-def _here(token: str, files: Tls | None) -> list[Question]:
+def _here(token: str, files: Tls | None) -> list[MasterQuery]:
     """Questions to this user's masters that published their endpoints in the user's folder."""
     masters = published_here()
     if not masters:
@@ -303,11 +303,11 @@ def _row(node: NodeStatus) -> tuple[str, ...]:
 def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     """`elasticrun status` with its own arguments. Raises UsageError for unreadable files."""
     from elasticrun.cli import trust
-    from elasticrun.cli.settings import Asked, UsageError
+    from elasticrun.cli.settings import FlagValues, UsageError
 
     variables = trust.withdraw() if environ is None else environ
     ns = _arguments(argv, variables)
-    asked = Asked(ns, variables)
+    asked = FlagValues(ns, variables)
     store = asked.text("master_store")
     if store and not ns.endpoint and not asked.explicitly("rdzv_id"):
         raise UsageError("--master-store: name the job by --rdzv-id")

@@ -21,7 +21,7 @@ from elasticrun.cli import settings, trust
 from elasticrun.cli.detection.found import Machine
 from elasticrun.cli.flags import Parser, get_args_parser
 from elasticrun.cli.resolve import resolve, shutdown_timeout
-from elasticrun.cli.settings import Asked, UsageError
+from elasticrun.cli.settings import FlagValues, UsageError
 from elasticrun.cli.table import FLAGS
 from elasticrun.config import EXIT_OK, EXIT_USAGE
 from elasticrun.core.words import nearest
@@ -120,7 +120,7 @@ def read(
     if ns.git:
         ns.git = pinned(ns.git, trust.withdraw())
     given = render_flags.handed_on(ns)
-    asked = Asked(get_args_parser({}).parse_args([*given, "script"]), {})
+    asked = FlagValues(get_args_parser({}).parse_args([*given, "script"]), {})
     ranks, notes = _ranks(ns.nproc_per_node, gpus)
     # the scheduler must also stop retrying a job that cannot succeed
     codes = [] if asked.explicitly("exit_codes") else ["--exit-codes=scheduler"]
@@ -151,7 +151,7 @@ def _ranks(asked: str, gpus: int) -> tuple[str, list[str]]:
     return asked, []
 
 
-def _heard(asked: Asked, signal: str) -> list[str]:
+def _heard(asked: FlagValues, signal: str) -> list[str]:
     """The flag that makes agents handle this signal by saving and exiting, instead of forwarding it
     to the ranks."""
     name = f"SIG{signal}"

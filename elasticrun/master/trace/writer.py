@@ -61,7 +61,7 @@ logger = logging.getLogger("elasticrun")
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class MasterStart:
     """The initial state of a master; the head of its part of the trace."""
 
     job_id: str
@@ -89,7 +89,7 @@ class TraceWriter:
     def __init__(
         self,
         folder: Path,
-        life: Life,
+        life: MasterStart,
         *,
         ring: int = RING_BYTES,
         mint: Callable[[], str] = mint_nonce,
@@ -174,7 +174,7 @@ class TraceWriter:
 class _Ring:
     """The two files; used by the thread only. OSError if the disk fails."""
 
-    def __init__(self, folder: Path, life: Life, most: int, began: float) -> None:
+    def __init__(self, folder: Path, life: MasterStart, most: int, began: float) -> None:
         self._path = folder / FILE
         self._older = folder / (FILE + OLDER)
         self._life = life

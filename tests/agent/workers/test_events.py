@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elasticrun.agent import farewell
+from elasticrun.agent import shutdown
 from elasticrun.agent.workers.events import EventLog, check_handler
 from elasticrun.core.events import Exit
 from elasticrun.wire.messages import Failure, FailureKind, RoundInfo, Start
@@ -111,7 +111,7 @@ async def test_the_agent_fails_where_torchruns_run_raises(
     start: Start | None, outcome: Exit, states: list[str], why: str | None
 ) -> None:
     lines: list[str] = []
-    await farewell.events(log(lines), start, {0: 10, 1: 11}, outcome)
+    await shutdown.events(log(lines), start, {0: 10, 1: 11}, outcome)
     told = [json.loads(line)["metadata"] for line in lines]
     assert [one["state"] for one in told] == (states if start else states[-1:])
     assert told[-1]["raw_error"] == why

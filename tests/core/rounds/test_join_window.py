@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from elasticrun.core.reasons import AtDoor
-from elasticrun.core.rounds.join_window import Debounce, Door, LastCall
+from elasticrun.core.rounds.join_window import Debounce, JoinWindow, LastCall
 from tests.simulator.script import DEFAULT_SPEC
 
 
@@ -65,12 +65,12 @@ def test_an_event_that_does_not_end_is_answered_and_then_no_more_waited_for() ->
 # ---------------------------------------------------------------- the door
 
 
-def entry(door: Door, size: int, possible: int, largest: int) -> tuple[float, str]:
+def entry(door: JoinWindow, size: int, possible: int, largest: int) -> tuple[float, str]:
     return door.entry(size, possible, largest, announced=False)
 
 
-def begun(spec_max: int, *appear: float, grow: str = "auto") -> Door:
-    door = Door(replace(DEFAULT_SPEC, min_nodes=1, max_nodes=spec_max, grow=grow))
+def begun(spec_max: int, *appear: float, grow: str = "auto") -> JoinWindow:
+    door = JoinWindow(replace(DEFAULT_SPEC, min_nodes=1, max_nodes=spec_max, grow=grow))
     for number, when in enumerate(appear):
         door.appeared(f"n{number}", when)
     door.formed(appear[-1] + 2.0)

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 from msgspec import structs
 
-from elasticrun.agent import story
-from elasticrun.agent.farewell import sentence
-from elasticrun.agent.story import NOTHING, OperatorMessages, Story, directed
+from elasticrun.agent import job_log
+from elasticrun.agent.job_log import NOTHING, OperatorMessages, RoundLog, directed
+from elasticrun.agent.shutdown import sentence
 from elasticrun.config import EXIT_FAILED, EXIT_SAVED
 from elasticrun.core.events import Exit, Note
 from elasticrun.core.reasons import (
@@ -45,28 +45,28 @@ BAD_LUCK = "rank 3 on node b: ValueError: bad luck"
 
 
 class Told:
-    """A story, and its lines."""
+    """A log of rounds, and its lines."""
 
     def __init__(self, *, several: bool = True, first: Start | None = FIRST) -> None:
         self.lines: list[str] = []
-        self.story = Story(most=3, several=several, say=self.lines.append)
+        self.log = RoundLog(most=3, several=several, say=self.lines.append)
         if first is not None:
-            self.story.starts(first)
+            self.log.starts(first)
 
     def restart(self, start: Start, *, step: int | None = None, repeated: int = -1) -> list[str]:
         """Ranks run again after 0.41 s and train after 1.2 s; the lines of that."""
         self.lines.clear()
-        self.story.starts(start)
+        self.log.starts(start)
         self.recovers(start)
         if step is not None:
             for _ in range(2):  # ranks
-                self.story.resumed(step, "memory" if step else NOTHING)
+                self.log.resumed(step, "memory" if step else NOTHING)
         self.recovers(start, 1.2, repeated)
         self.recovers(start, 1.2, repeated)  # told again
         return self.lines
 
     def recovers(self, start: Start, first_step: float = 0.0, repeated: int = -1) -> None:
-        self.story.recovered(Recovery(start.round, 0.41, first_step, repeated))
+        self.log.recovered(Recovery(start.round, 0.41, first_step, repeated))
 
 
 def after(start: Start, **more: object) -> Start:
@@ -88,9 +88,9 @@ def test_a_join() -> None:
         "first step after 1.20 s",
     ]
     newcomer = Told(first=None)
-    newcomer.story.starts(both)
+    newcomer.log.starts(both)
     newcomer.recovers(both)
-    newcomer.story.resumed(230, "memory")
+    newcomer.log.resumed(230, "memory")
     newcomer.recovers(both, 1.2, 3)
     assert newcomer.lines == ["this node joined: 2 nodes, world size 4", "resumed at step 230"]
 
@@ -106,7 +106,7 @@ def test_a_lost_node() -> None:
 
 def test_a_failure() -> None:
     told = Told()
-    told.story.resumed(0, NOTHING)
+    told.log.resumed(0, NOTHING)
     again = after(FIRST, restart_count=1, why=BAD_LUCK)
     assert told.restart(again, step=1200, repeated=0) == [
         f"restarted in 0.41 s: restart 1 of 3 ({BAD_LUCK})",
@@ -124,19 +124,19 @@ def test_a_rank_that_goes_on_after_the_master_has_heard_of_a_first_step() -> Non
     told = Told()
     again = after(FIRST, restart_count=1, why=BAD_LUCK)
     told.restart(again, repeated=5)
-    told.story.resumed(1200, "storage")
+    told.log.resumed(1200, "storage")
     assert told.lines[1:] == ["first step after 1.20 s, 5 steps repeated", "resumed at step 1200"]
 
 
 def test_a_restart_whose_master_dies_is_told_without_figures() -> None:
     """The next master has not seen its beginning."""
     told = Told()
-    told.story.linked_again()
+    told.log.linked_again()
     again = after(FIRST, restart_count=1, why=BAD_LUCK)
     told.lines.clear()
-    told.story.starts(again)
-    told.story.linked_again()
-    told.story.linked_again()
+    told.log.starts(again)
+    told.log.linked_again()
+    told.log.linked_again()
     assert told.lines == [f"restarted: restart 1 of 3 ({BAD_LUCK})"]
 
 
@@ -144,9 +144,9 @@ def test_ranks_that_die_before_they_train_have_no_first_step() -> None:
     again = after(FIRST, restart_count=1, why="rank 0: exit code 7")
     told = Told()
     told.lines.clear()
-    told.story.starts(again)
+    told.log.starts(again)
     told.recovers(again)
-    told.story.resumed(5, "memory")
+    told.log.resumed(5, "memory")
     assert told.lines == ["restarted in 0.41 s: restart 1 of 3 (rank 0: exit code 7)"]
     more = after(again, restart_count=2, why="rank 0: exit code 7")
     assert told.restart(more) == [
@@ -199,22 +199,22 @@ LEAVES = replace(
     ],
 )
 def test_in_words(status: GroupStatus, said: str) -> None:
-    assert story.in_words(status, "host:29400", 107.0) == said
+    assert job_log.in_words(status, "host:29400", 107.0) == said
 
 
 async def test_a_wait_is_told_again_and_a_short_one_never(monkeypatch) -> None:
     for name in ("SOON", "AGAIN"):
-        monkeypatch.setattr(story, name, 0.0)
-    monkeypatch.setattr(story, "LATE", 3600.0)
+        monkeypatch.setattr(job_log, name, 0.0)
+    monkeypatch.setattr(job_log, "LATE", 3600.0)
     said: list[str] = []
     twice = asyncio.Event()
 
     def say(status: GroupStatus) -> None:
-        said.append(story.in_words(status, "host:1", 0.0))
+        said.append(job_log.in_words(status, "host:1", 0.0))
         if len(said) == 2:
             twice.set()
 
-    waits = story.LongWaits(say)
+    waits = job_log.LongWaits(say)
     waits.look(
         replace(ALONE, reason="the store for the next round is being prepared", why=StoreComing())
     )
@@ -233,10 +233,10 @@ async def test_a_wait_is_told_again_and_a_short_one_never(monkeypatch) -> None:
 async def test_a_node_that_has_left_within_a_second_says_nothing_before(
     seconds: float, told: list[GroupStatus], monkeypatch
 ) -> None:
-    monkeypatch.setattr(story, "AGAIN", 3600.0)
-    monkeypatch.setattr(story, "LEAVING", seconds)
+    monkeypatch.setattr(job_log, "AGAIN", 3600.0)
+    monkeypatch.setattr(job_log, "LEAVING", seconds)
     said: list[GroupStatus] = []
-    waits = story.LongWaits(said.append)
+    waits = job_log.LongWaits(said.append)
     waits.look(LEAVES)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -249,11 +249,11 @@ async def test_a_node_that_has_left_within_a_second_says_nothing_before(
 async def test_a_master_is_missed_only_where_it_stays_away(
     *, stays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(story, "SOON", 0.0)
+    monkeypatch.setattr(job_log, "SOON", 0.0)
     said: list[Note] = []
     lost = replace(ALONE, state=State.RUNNING, master_lost="no master answers: reset")
     note = Note("no master answers (reset)", "warning", why=NoMaster("reset"))
-    waits = story.LongWaits(lambda _: None)
+    waits = job_log.LongWaits(lambda _: None)
     waits.noted(note, lost, said.append)
     waits.look(lost)
     assert said == []

@@ -21,8 +21,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
+from elasticrun.agent.job_log import directed
 from elasticrun.agent.runtime import awaited, in_thread
-from elasticrun.agent.story import directed
 from elasticrun.agent.workers.events import EventLog
 from elasticrun.agent.workers.exits import signal_name, write_own, write_own_words
 from elasticrun.config import EXIT_FAILED, EXIT_FINAL, EXIT_OK, EXIT_SAVED

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from elasticrun.agent import farewell
-from elasticrun.agent.farewell import Clearing, child_failed, format_failures
+from elasticrun.agent import shutdown
 from elasticrun.agent.logs.output import RankOutput
+from elasticrun.agent.shutdown import Clearing, child_failed, format_failures
 from elasticrun.agent.workers.exits import describe
 from elasticrun.config import EXIT_FAILED, EXIT_SAVED, LogPlan
 from elasticrun.core.events import Exit
@@ -56,9 +56,9 @@ def test_the_steps_have_one_bound_and_each_its_least(monkeypatch) -> None:
     end = Clearing()
     assert end.left(1e6) == 1e6
     end.begin()
-    assert (end.left(3.0), end.left(1e6)) == (3.0, farewell.BOUND)
-    now += farewell.BOUND
-    assert (end.left(0.5), end.left(1e6)) == (0.5, farewell.LEAST)
+    assert (end.left(3.0), end.left(1e6)) == (3.0, shutdown.BOUND)
+    now += shutdown.BOUND
+    assert (end.left(0.5), end.left(1e6)) == (0.5, shutdown.LEAST)
 
 
 @pytest.mark.parametrize(("took", "bound"), [(1.0, 20.0), (15.0, 14.0), (26.0, 4.0), (90.0, 4.0)])
@@ -76,8 +76,8 @@ def test_what_ranks_took_of_a_pods_grace_is_gone(took: float, bound: float, monk
 
 async def test_output_is_shown_until_a_death_signal(tmp_path: Path, monkeypatch, caplog) -> None:
     """A console that nobody reads, with an endless patience: the signal alone ends the wait."""
-    monkeypatch.setattr(farewell, "SHOW_LIMIT", 0.1)
-    monkeypatch.setattr(farewell, "SHOW_PATIENCE", 3600.0)
+    monkeypatch.setattr(shutdown, "SHOW_LIMIT", 0.1)
+    monkeypatch.setattr(shutdown, "SHOW_PATIENCE", 3600.0)
     out, into = os.pipe()
     plan = LogPlan(log_dir=str(tmp_path), tee_all=1)
     output = RankOutput(plan, "job", "default", 1, stdout_fd=into, patience=3600.0)
@@ -92,7 +92,7 @@ async def test_output_is_shown_until_a_death_signal(tmp_path: Path, monkeypatch,
     hurried_at = time.monotonic()
     end.hurry()
     await showing
-    assert time.monotonic() - hurried_at < farewell.SHOW_PATIENCE
+    assert time.monotonic() - hurried_at < shutdown.SHOW_PATIENCE
     assert "because the time to end was up" in caplog.text
     os.close(out)
     os.close(into)
@@ -219,10 +219,10 @@ def test_ranks_that_failed_alike_are_one_line() -> None:
 
 @pytest.mark.parametrize(("code", "level"), [(EXIT_SAVED, NOTICE), (EXIT_FAILED, logging.ERROR)])
 async def test_an_end_that_has_saved_is_no_error(code: int, level: int, monkeypatch) -> None:
-    """It has the colour of the story, not of an error."""
+    """It has the colour of progress messages, not of an error."""
     said: list[tuple[str, int]] = []
-    monkeypatch.setattr(farewell, "last_word", lambda text, at: said.append((text, at)))
+    monkeypatch.setattr(shutdown, "last_word", lambda text, at: said.append((text, at)))
     node = node_context(writer=SimpleNamespace(flush=lambda limit: True))
     outcome = Exit(code, "received SIGINT", (), 2, 7)
-    await farewell.tell(node, outcome, 1.0, ran=True)
-    assert said == [(farewell.sentence(outcome), level)]
+    await shutdown.tell(node, outcome, 1.0, ran=True)
+    assert said == [(shutdown.sentence(outcome), level)]

@@ -20,10 +20,10 @@ from elasticrun.host.user_folder import user_folder
 from elasticrun.wire.messages import MAX_NODES
 from elasticrun.wire.types import dumps, loads
 
-MOST_RUNS: Final = 100
+MAX_RUNS: Final = 100
 """Runs that are remembered; a new one replaces the oldest."""
 
-MOST_LIVES: Final = 1000
+MAX_ATTEMPTS: Final = 1000
 """Attempts remembered per run, the newest."""
 
 MAX_BYTES: Final = 4 * 1024 * 1024
@@ -31,7 +31,7 @@ MAX_BYTES: Final = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class LoggedLife:
+class LoggedAttempt:
     """The log folder of one attempt of an agent's ranks."""
 
     folder: str  # below the run's: attempt_0, attempt_0.1, attempt_1, ...
@@ -48,7 +48,7 @@ class LoggedRun:
     path: str
     agent: ProcessId
     began: float  # seconds since 1970
-    lives: tuple[LoggedLife, ...] = ()
+    lives: tuple[LoggedAttempt, ...] = ()
     node: str = ""  # the agent's node in the job
 
     def first_rank(self) -> int:
@@ -83,8 +83,8 @@ class LogNotes:
     def add(self, folder: str, attempt: int, ranks: Mapping[int, int]) -> None:
         """Record an attempt whose files are in this folder. OSError."""
         path, name = os.path.split(os.path.abspath(folder))
-        life = LoggedLife(name, attempt, time.time(), dict(ranks))
-        lives = (*self._run.lives, life)[-MOST_LIVES:]
+        life = LoggedAttempt(name, attempt, time.time(), dict(ranks))
+        lives = (*self._run.lives, life)[-MAX_ATTEMPTS:]
         self._run = replace(self._run, path=path, lives=lives, node=self.node)
         kept = [user_folder(self._environ) / "logs"]
         kept += [Path(self._run_dir) / AGENTS] if self._run_dir else []
@@ -95,7 +95,7 @@ class LogNotes:
         kept.mkdir(mode=0o700, exist_ok=True)
         name = f"{int(self._run.began * 1e6):020d}-{self._run.agent.pid}.json"
         replace_file(kept / name, dumps(self._run).encode())
-        most = MAX_NODES if kept.name == AGENTS else MOST_RUNS
+        most = MAX_NODES if kept.name == AGENTS else MAX_RUNS
         for old in sorted(kept.glob("*.json"))[:-most]:
             with contextlib.suppress(OSError):
                 old.unlink()

@@ -67,7 +67,7 @@ def directed(sentence: str, whom: Whom, dial: object = "") -> str:
     return sentence
 
 
-class Story:
+class RoundLog:
     """Turns events into log lines through `say`. `most`: --max-restarts."""
 
     def __init__(self, *, most: int, several: bool, say: Callable[[str], None]) -> None:
@@ -197,12 +197,12 @@ class OperatorMessages:
         self._rendezvous = rendezvous
         self._waits = LongWaits(self._waits_long)
         spec = launch.spec
-        self._story = Story(most=spec.max_restarts, several=spec.max_nodes > 1, say=notice)
+        self._rounds = RoundLog(most=spec.max_restarts, several=spec.max_nodes > 1, say=notice)
 
     # ------------------------------------------------------------ the lifecycle of ranks
 
     def round_began(self, start: Start) -> None:
-        self._story.starts(start)
+        self._rounds.starts(start)
 
     def ranks_stopping(self) -> None:
         """No-op: the state machine notes why."""
@@ -225,13 +225,13 @@ class OperatorMessages:
         self._waits.noted(note, status, self._tell)
 
     def recovered(self, order: Recovery) -> None:
-        self._story.recovered(order)
+        self._rounds.recovered(order)
 
     def resumed(self, step: int, source: str) -> None:
-        self._story.resumed(step, source)
+        self._rounds.resumed(step, source)
 
     def linked_again(self) -> None:
-        self._story.linked_again()
+        self._rounds.linked_again()
 
     def no_master(self, reason: str) -> None:
         """The first connection failed; called once."""
