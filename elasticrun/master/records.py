@@ -73,7 +73,7 @@ class Records:
             EXIT_USAGE,
         )
 
-    def begin_trace(self, life: MasterStart) -> TraceWriter | None:
+    def begin_trace(self, start: MasterStart) -> TraceWriter | None:
         """Start recording the state machine's input; None without a folder."""
         folder, kept = self._folder, os.environ.get(env.TRACE_DIR, "")
         if folder is None:
@@ -82,7 +82,7 @@ class Records:
             job = re.sub(r"[^A-Za-z0-9_.-]", "_", self._config.identity.job_id)[:MAX_WORD]
             launch = folder.name.removeprefix(user_folder.PREFIX)
             folder = Path(kept).absolute() / f"{job}-{launch}"
-        self.trace = TraceWriter(folder, life)
+        self.trace = TraceWriter(folder, start)
         return self.trace
 
     def told(self, facts: Facts) -> Facts:

@@ -89,21 +89,21 @@ class TraceWriter:
     def __init__(
         self,
         folder: Path,
-        life: MasterStart,
+        start: MasterStart,
         *,
         ring: int = RING_BYTES,
         mint: Callable[[], str] = mint_nonce,
         now: float | None = None,
     ) -> None:
         """`now`: the loop's time, if its clock is not this host's."""
-        self._life = life
+        self._start = start
         self._mint = mint
         self._minted: list[str] = []
         self._beats: _Beats = []
         self._dropped = 0
         self._queue: queue.SimpleQueue[_Step | _Beats | int | None] = queue.SimpleQueue()
         self._ended = threading.Event()
-        self._ring = _Ring(folder, life, ring, time.monotonic() if now is None else now)
+        self._ring = _Ring(folder, start, ring, time.monotonic() if now is None else now)
         start_thread(self._run, "trace")
 
     # ------------------------------------------------------------ the loop's side
@@ -174,15 +174,15 @@ class TraceWriter:
 class _Ring:
     """The two files; used by the thread only. OSError if the disk fails."""
 
-    def __init__(self, folder: Path, life: MasterStart, most: int, began: float) -> None:
+    def __init__(self, folder: Path, start: MasterStart, most: int, began: float) -> None:
         self._path = folder / FILE
         self._older = folder / (FILE + OLDER)
-        self._life = life
+        self._start = start
         self._most = most
         self._began = began
         self._file: Any = None
         self._size = 0
-        self._facts = life.facts
+        self._facts = start.facts
         self._facts_at = 0.0
         self._streams: dict[int, Attached] = {}
         self._midst = False
@@ -259,13 +259,13 @@ class _Ring:
                 self._facts, self._facts_at = effect.facts, step.now
 
     def _head(self, now: float) -> None:
-        life = self._life
+        start = self._start
         head: dict[str, Any] = {
             "trace": TRACE_VERSION,
             "version": __version__,
-            "job": life.job_id,
-            "term": life.term,
-            "spec": plain(life.spec),
+            "job": start.job_id,
+            "term": start.term,
+            "spec": plain(start.spec),
             "facts": plain(self._facts),
             "t": now,
             "wall": time.strftime("%Y-%m-%d %H:%M:%S%z"),
