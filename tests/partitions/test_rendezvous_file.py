@@ -7,6 +7,7 @@ network file system. How such a folder shows what others did too late is in
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import signal
@@ -18,7 +19,7 @@ import pytest
 
 from elasticrun.testing import processes
 from elasticrun.testing.hosts import Lab
-from tests.harness import SCRIPTS, Launched, World, own_folders, world_in
+from tests.harness import SCRIPTS, Launched, World, await_true, own_folders, world_in
 
 pytestmark = pytest.mark.slow
 
@@ -164,6 +165,29 @@ def test_a_split_makes_no_second_job(machines: Machines) -> None:
     machines.world.hub.ranks(2, world_size=2)
     assert json.loads(file.read_text().splitlines()[0])["holder"] == holder
     machines.end(one, two, world_size=2)
+
+
+def test_a_host_that_stood_still_follows_the_one_that_took_over(machines: Machines) -> None:
+    """Its agent and master were stopped for so long that another host took the file. When they go
+    on, the agent sees that, ends its own master, and its node is one of the other master's."""
+    one = machines.type("a")
+    machines.world.hub.ranks(1, world_size=1)
+    two = machines.type("b")
+    machines.world.hub.ranks(2, world_size=2)
+    frozen = machines.lab.hosts["a"].pids()
+    for pid in frozen:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        two.until_text("this agent starts one")
+        two.until_text("serving job")
+    finally:
+        for pid in frozen:
+            os.kill(pid, signal.SIGCONT)
+    one.until_text("has taken this job over")
+    host = machines.lab.hosts["a"]
+    await_true(lambda: not any(map(processes.is_master, host.pids())), "end of its master")
+    machines.end(one, two, world_size=2)
+    assert one.stderr.count("serving job") == 1
 
 
 def test_the_printed_lines_are_what_other_machines_type(machines: Machines) -> None:
