@@ -44,7 +44,7 @@ each = (time.thread_time() - began) / calls
 looks = []
 for _ in range(int(sys.argv[2])):
     began = time.thread_time()
-    held = len(recorder.look().seen)
+    held = len(recorder.read_recorders().collectives)
     looks.append(time.thread_time() - began)
 dist.barrier()
 if os.environ["RANK"] == "0":

@@ -25,7 +25,7 @@ from elasticrun.agent.warm import WarmChild, can_be_warm, fork_server
 from elasticrun.config import Launch
 from elasticrun.host.log import logger
 from elasticrun.host.system import sandbox
-from elasticrun.host.system.processes import below, everybody
+from elasticrun.host.system.processes import all_processes, below
 from elasticrun.wire import env, frames
 from elasticrun.wire.spawning import Configure, is_kept_ignored, start_server
 
@@ -209,7 +209,7 @@ def _children_now() -> frozenset[int]:
 def _children() -> frozenset[int]:
     """Children of this process, found by scanning all processes of the machine."""
     me = os.getpid()
-    return frozenset(process.pid for process in everybody() if process.parent == me)
+    return frozenset(process.pid for process in all_processes() if process.parent == me)
 
 
 class Reaper:

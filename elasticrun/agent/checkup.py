@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 from elasticrun import __version__
 from elasticrun.agent.link.trust import trust_of
 from elasticrun.agent.runtime import Tasks, in_thread
-from elasticrun.host.doctor.verdict import failures, in_a_line
+from elasticrun.host.doctor.verdict import as_line, failures
 from elasticrun.host.log import logger
 from elasticrun.host.system.network import names_this_host_only
 from elasticrun.wire import auth
@@ -71,7 +71,7 @@ class Checkup:
         if not failed:
             return ""
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-        return f"--precheck found this machine unfit: {in_a_line(failed[0])}{more}"
+        return f"--precheck found this machine unfit: {as_line(failed[0])}{more}"
 
     def welcomed(self, master: Endpoint) -> None:
         """Called when a master accepts this node: ask it later to dial this node's ports."""
@@ -119,7 +119,7 @@ def look(launch: Launch, place: Place) -> list[Finding]:
 def _judged(answers: list[Answer], dialled: str) -> list[Finding]:
     from elasticrun.host.doctor import checkup
 
-    return checkup.of_the_master(answers, dialled)
+    return checkup.reachability(answers, dialled)
 
 
 def subject(launch: Launch, place: Place) -> Subject:
@@ -144,11 +144,11 @@ def tell(findings: Iterable[Finding], and_then: str) -> None:
     """Log one line per finding; `and_then` is the consequence appended to a failure."""
     for finding in findings:
         if finding.state is Level.WARNING:
-            logger.warning("this machine: %s", in_a_line(finding))
+            logger.warning("this machine: %s", as_line(finding))
         elif finding.state is Level.FAILED:
-            logger.warning("this machine is unfit: %s%s", in_a_line(finding), and_then)
+            logger.warning("this machine is unfit: %s%s", as_line(finding), and_then)
         else:
-            logger.debug("this machine: %s", in_a_line(finding))
+            logger.debug("this machine: %s", as_line(finding))
 
 
 async def ask(

@@ -29,7 +29,7 @@ from elasticrun.agent.link.trust import minted, unusable
 from elasticrun.agent.warm import leave_behind
 from elasticrun.config import EXIT_FAILED, EXIT_USAGE, Caller, Identity, Launch, Place
 from elasticrun.host import log
-from elasticrun.host.runs.last_word import LastWord, leave
+from elasticrun.host.runs.last_word import LastWord, write
 from elasticrun.host.system.network import no_loopback
 from elasticrun.host.system.processes import become_subreaper
 from elasticrun.host.system.sandbox import refused
@@ -158,7 +158,7 @@ def fill_standard_fds() -> None:
 
 
 def _said(outcome: Exit) -> Exit:
-    log.last_word(outcome.reason)
-    leave(LastWord(outcome.reason))
+    log.log_last_word(outcome.reason)
+    write(LastWord(outcome.reason))
     log.set_up().flush(1.0)
     return outcome

@@ -56,7 +56,7 @@ from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.core.worker.group import WorkerGroup
 from elasticrun.core.worker.leaving import ending
 from elasticrun.core.worker.states import State
-from elasticrun.host.log import NOTICE, StderrWriter, logger, name_speaker
+from elasticrun.host.log import NOTICE, StderrWriter, logger, set_prefix
 from elasticrun.host.system.sandbox import NoThread
 from elasticrun.wire import env, messages as m
 from elasticrun.wire.types import Endpoint
@@ -254,7 +254,7 @@ class NodeAgent:
         if self._output.notes is not None:
             self._output.notes.node = node
         if launch.spec.max_nodes > 1:
-            name_speaker(f"elasticrun[{node}]")
+            set_prefix(f"elasticrun[{node}]")
             if self._output.has_files:
                 notice(f"the output of its ranks is in {self._output.run_dir}")
         await self._snapshots.open(node)

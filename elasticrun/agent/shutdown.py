@@ -29,9 +29,9 @@ from elasticrun.config import EXIT_FAILED, EXIT_FINAL, EXIT_OK, EXIT_SAVED
 from elasticrun.core.events import Exit
 from elasticrun.core.reasons import code as code_of_reason, out_of_reach
 from elasticrun.core.rounds.failures import ended_before, is_alike, what_happened
-from elasticrun.host.log import NOTICE, last_word, logger
-from elasticrun.host.runs.last_word import LastWord, leave
-from elasticrun.host.system.sweep import end_at_once
+from elasticrun.host.log import NOTICE, log_last_word, logger
+from elasticrun.host.runs.last_word import LastWord, write
+from elasticrun.host.system.sweep import kill_leftovers
 from elasticrun.wire import env
 from elasticrun.wire.messages import Failure, FailureKind, Start
 
@@ -189,7 +189,7 @@ async def tell(
     with contextlib.suppress(TimeoutError, OSError):
         await in_thread(lambda: _error_file(outcome), limit=FILE_LIMIT, name="own-error-file")
     with contextlib.suppress(TimeoutError):
-        await in_thread(lambda: leave(word_of(outcome)), limit=FILE_LIMIT, name="last-word")
+        await in_thread(lambda: write(word_of(outcome)), limit=FILE_LIMIT, name="last-word")
     if outcome.failures:
         root = outcome.failures[0]
         if not node.called:
@@ -204,7 +204,7 @@ async def tell(
             logger.error("%s", HOW_TO_RESTART)
     elif not node.called:
         fine = outcome.code == EXIT_SAVED
-        last_word(sentence(outcome, folder), NOTICE if fine else logging.ERROR)
+        log_last_word(sentence(outcome, folder), NOTICE if fine else logging.ERROR)
     await in_thread(lambda: writer.flush(limit), name="flush")
 
 
@@ -340,4 +340,4 @@ async def end_callers_ranks(caller: str, pids: Iterable[int], limit: float) -> N
     mark = f"{env.CALLER}={caller}".encode()
     named = tuple(pids)
     with contextlib.suppress(TimeoutError):
-        await in_thread(lambda: end_at_once(named, mark, limit), limit=limit, name="sweep")
+        await in_thread(lambda: kill_leftovers(named, mark, limit), limit=limit, name="sweep")

@@ -150,9 +150,9 @@ class Parser(argparse.ArgumentParser):
 def leave_word(sentence: str) -> None:
     """Write why this launch cannot begin to the file that the environment names, if any."""
     if LAST_WORDS in os.environ:  # late import: rarely needed
-        from elasticrun.host.runs.last_word import LastWord, leave
+        from elasticrun.host.runs.last_word import LastWord, write
 
-        leave(LastWord(sentence))
+        write(LastWord(sentence))
 
 
 class LaunchParser(Parser):

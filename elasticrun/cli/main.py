@@ -283,10 +283,10 @@ def _already(launch: Launch) -> str:
         return ""
     from pathlib import Path
 
-    from elasticrun.host.runs.opening import RankProgram, RunRefused, already
+    from elasticrun.host.runs.opening import RankProgram, RunRefused, already_succeeded
 
     try:
-        return already(
+        return already_succeeded(
             Path(plan.folder).absolute(),
             RankProgram(launch.entry.words(), plan.workdir or os.getcwd()),
         )

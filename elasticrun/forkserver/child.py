@@ -154,7 +154,7 @@ def become_rank(birth: Birth, order: SpawnRank, page: Page, stash: Stash) -> NoR
     processes.set_name(os.fsencode(os.path.basename(words[0])))
     gc.enable()
     if order.monitor:
-        recorder.keep(getattr(stash.modules.get("torch"), "__version__", ""))
+        recorder.enable(getattr(stash.modules.get("torch"), "__version__", ""))
         monitor.start(order.monitor)
     again.watch()
     raise BecomeRank(program)

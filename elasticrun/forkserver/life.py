@@ -165,8 +165,8 @@ class Server:
         if self._stopped.look(self._children.stores(), time.monotonic()):
             stood = f"a store host was stopped (SIGSTOP) for {STOPPED_LIMIT:g} s"
             self._talk.send(Notice(f"{stood} and is woken: ranks may wait for it"))
-        for told in self._sweeper.look(self._children.living(), time.monotonic()):
-            if isinstance(told, sweep.Left):
+        for told in self._sweeper.advance(self._children.living(), time.monotonic()):
+            if isinstance(told, sweep.SweepLeftovers):
                 commands = tuple(map(processes.command, told.pids))
                 self._talk.send(Lingering(told.keys, told.pids, commands, told.ending))
             else:

@@ -236,14 +236,14 @@ def set_up(default: int = NOTICE) -> StderrWriter:
     return handler.writer
 
 
-def name_speaker(who: str) -> None:
+def set_prefix(who: str) -> None:
     """Set the prefix of all following lines: `elasticrun[a]`."""
     handler = _handler()
     if handler is not None and isinstance(handler.formatter, PlainFormatter):
         handler.formatter.who = who
 
 
-def last_word(sentence: str, at: int = logging.ERROR) -> None:
+def log_last_word(sentence: str, at: int = logging.ERROR) -> None:
     """Write a line regardless of LOGLEVEL: why this process exits."""
     handler = _handler()
     if handler is not None:

@@ -112,8 +112,8 @@ def publish(folder: Path, master: Published) -> Path:
     and port, which it replaces. Raises OSError."""
     path = folder / _name(master.process)
     _write(path, master)
-    for left, before in _of(folder, master.job_id, master.port):
-        if left != path and not _lives(left, before):
+    for left, before in _published_by(folder, master.job_id, master.port):
+        if left != path and not _is_live(left, before):
             with contextlib.suppress(OSError):  # another starting master was faster
                 left.unlink()
     return path
@@ -138,7 +138,7 @@ def published(folder: Path) -> list[Published]:
     files of dead ones."""
     living = []
     for path in _files(folder, LIVING):
-        if (master := _read(path)) and _lives(path, master):
+        if (master := _read(path)) and _is_live(path, master):
             living.append(master)
         else:
             with contextlib.suppress(OSError):  # another reader was faster
@@ -155,18 +155,18 @@ def published(folder: Path) -> list[Published]:
 def began_before(folder: Path, job_id: str, port: int) -> float:
     """The start of a job whose master on this host was killed, before its file is removed; 0.0:
     unknown."""
-    began = [master.began for _, master in _of(folder, job_id, port) if master.began > 0]
+    began = [master.began for _, master in _published_by(folder, job_id, port) if master.began > 0]
     return min(began, default=0.0)
 
 
 def was_killed(folder: Path, job_id: str, port: int) -> bool:
     """Whether a master of this job died here without removing its file. One that exited normally
     has removed it, and its job is over."""
-    lives = [_lives(path, master) for path, master in _of(folder, job_id, port)]
+    lives = [_is_live(path, master) for path, master in _published_by(folder, job_id, port)]
     return bool(lives) and not any(lives)
 
 
-def _of(folder: Path, job_id: str, port: int) -> list[tuple[Path, Published]]:
+def _published_by(folder: Path, job_id: str, port: int) -> list[tuple[Path, Published]]:
     files = _files(folder, LIVING) + _files(folder, DEAD)
     found = [(path, master) for path in files if (master := _read(path))]
     return [(path, own) for path, own in found if (own.job_id, own.port) == (job_id, port)]
@@ -176,7 +176,7 @@ def _files(folder: Path, pattern: str) -> list[Path]:
     return sorted(folder.glob(pattern))[:MAX_FILES]
 
 
-def _lives(path: Path, master: Published) -> bool:
+def _is_live(path: Path, master: Published) -> bool:
     lives = master.process.is_alive()
     if lives is not None:
         return lives
@@ -311,7 +311,7 @@ def sweep(environ: Mapping[str, str]) -> int:
     return swept
 
 
-def hold(path: Path, *, alone: bool = False) -> int:
+def lock_folder(path: Path, *, alone: bool = False) -> int:
     """Lock this folder; return a descriptor that holds the lock until it is closed or this process
     exits. `alone`: exclusively; raises BlockingIOError if anybody else holds it. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -346,7 +346,7 @@ def _make_in(place: Path) -> LaunchFolder:
         path = place / f"{PREFIX}{secrets.token_hex(8)}"
         path.mkdir(mode=0o700)
         with contextlib.suppress(FileNotFoundError, BlockingIOError):  # a sweep was faster
-            made = LaunchFolder(path, hold(path))
+            made = LaunchFolder(path, lock_folder(path))
             if path.exists():
                 return made
             made.release()
@@ -358,7 +358,7 @@ def _remove_if_stale(path: Path) -> bool:
         found = path.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
             return False
-        fd = hold(path, alone=True)
+        fd = lock_folder(path, alone=True)
     except OSError:
         return False
     LaunchFolder(path, fd).remove()
@@ -368,7 +368,7 @@ def _remove_if_stale(path: Path) -> bool:
 # ---------------------------------------------------------------- a folder named by a person
 
 
-def prepare(path: Path) -> None:
+def prepare_folder(path: Path) -> None:
     """Prepare a named folder for a record. Raises Unusable with a sentence."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -34,15 +34,15 @@ from elasticrun.wire.messages import Reply, Request
 TOKEN: Final = "token"
 
 
-class NotDone(Exception):
+class RequestFailed(Exception):
     """The request was not carried out; the message is a sentence."""
 
 
-class Forbidden(NotDone):
+class Forbidden(RequestFailed):
     """The backend does not permit this user to do it."""
 
 
-class Missing(NotDone):
+class JobMissing(RequestFailed):
     """The backend has no such job."""
 
 
@@ -73,9 +73,9 @@ class Submission(Struct, frozen=True, kw_only=True):
 
 class Target(Protocol):
     """Where jobs run. `run` is a job's run folder. Each method returns a sentence about what it
-    did, or raises NotDone."""
+    did, or raises RequestFailed."""
 
-    def submit(self, run: RunFolder, wanted: Submission) -> str:
+    def submit(self, run: RunFolder, submission: Submission) -> str:
         """Start the job; returns once the start is under way. The folder already has the job's
         record."""
 
@@ -88,7 +88,7 @@ class Backend(Target, Protocol):
     """A place whose jobs this program itself manages. Kubernetes is not one: there the API server
     manages them, and it also knows jobs that have no run folder (`jobs/kube/`)."""
 
-    def scale(self, run: RunFolder, wanted: Request, ask: Callable[[Request], Reply]) -> str:
+    def scale(self, run: RunFolder, request: Request, ask: Callable[[Request], Reply]) -> str:
         """Set the job's maximum number of nodes; `ask` sends a request to its master."""
 
     def suspend(self, run: RunFolder) -> str:
@@ -100,7 +100,7 @@ class Backend(Target, Protocol):
     def stop(self, run: RunFolder) -> str:
         """End the job for good when its master cannot do it. The job saves first if it can."""
 
-    def end(self, run: RunFolder) -> None:
+    def terminate(self, run: RunFolder) -> None:
         """End the job at once, because its folder will be removed; returns when none of it runs."""
 
     def execute(self, run: RunFolder, node: str, command: Sequence[str]) -> int:
@@ -109,7 +109,7 @@ class Backend(Target, Protocol):
 
 
 def submission(run: RunFolder) -> Submission:
-    """How the job was submitted. Raises NotDone if it was not submitted."""
+    """How the job was submitted. Raises RequestFailed if it was not submitted."""
     try:
         with open(run.path / SUBMITTED, "rb") as file:
             return msgspec.json.decode(file.read(MAX_BYTES), type=Submission)
@@ -118,14 +118,14 @@ def submission(run: RunFolder) -> Submission:
         name = job.name if job else run.path.name
         again = ""
         if job is not None and job.command and run.state() in ENDED:
-            again = f"; to run it again, type its command again: {typed(job)}"
-        raise NotDone(
+            again = f"; to run it again, type its command again: {command_line(job)}"
+        raise RequestFailed(
             f"job {name} was started by hand and not by `elasticrun submit`, so only its launcher "
             f"can do that{again}"
         ) from None
 
 
-def typed(job: JobRecord) -> str:
+def command_line(job: JobRecord) -> str:
     """The shell command with which the user started it."""
     return f"cd {shlex.quote(job.workdir)} && {shlex.join(job.command)}"
 

@@ -15,7 +15,7 @@ from typing import Final
 from elasticrun.core.words import nearest
 from elasticrun.host.runs.index import NoRun, all_runs, find, runs_root
 from elasticrun.host.runs.layout import ENDED, RunFolder
-from elasticrun.jobs.backend import Backend, NotDone, submission
+from elasticrun.jobs.backend import Backend, RequestFailed, submission
 from elasticrun.jobs.kubernetes import KubernetesJobs
 from elasticrun.jobs.local import LocalJobs
 from elasticrun.jobs.rows import JobRow, row_of
@@ -33,73 +33,75 @@ VALUED: Final = ("--tail", "-t", "--rank", "--node", "--instance", "-i", "--sinc
 """Flags whose next word is a value and not a job's name."""
 
 
-def chosen(on: str, environ: Mapping[str, str], *, hosts: bool = False) -> str:
-    """The backend's name. `hosts`: whether the user names hosts. Raises NotDone if a job cannot be
-    submitted there."""
+def choose_backend(on: str, environ: Mapping[str, str], *, hosts: bool = False) -> str:
+    """The backend's name. `hosts`: whether the user names hosts. Raises RequestFailed if a job
+    cannot be submitted there."""
     word, source = (on, "--on") if on else (environ.get(ON, "") or "local", ON)
-    word = place_called(word, source)
+    word = backend_name(word, source)
     if hosts and not on:
         return "ssh"
     if hosts != (word == "ssh"):
-        raise NotDone(f"{source}={word}: --hosts (or --hostfile) and --on ssh belong together")
+        raise RequestFailed(
+            f"{source}={word}: --hosts (or --hostfile) and --on ssh belong together"
+        )
     return word
 
 
-def place_called(word: str, source: str = "--on") -> str:
-    """The backend of that name; `source`: where the user named it. Raises NotDone."""
+def backend_name(word: str, source: str = "--on") -> str:
+    """The backend of that name; `source`: where the user named it. Raises RequestFailed."""
     word = "k8s" if word == "kubernetes" else word
     if word not in PLACES:
         hint = nearest(word, PLACES)
-        raise NotDone(f"{source}={word}: jobs are on one of {', '.join(PLACES)}{hint}")
+        raise RequestFailed(f"{source}={word}: jobs are on one of {', '.join(PLACES)}{hint}")
     return word
 
 
 def backend(place: str, environ: Mapping[str, str]) -> Backend:
-    """The backend of that name. Raises NotDone."""
+    """The backend of that name. Raises RequestFailed."""
     if place == "local":
         return LocalJobs(environ)
     if place == "ssh":
         return SshJobs(environ)
     if place == "slurm":
         return SlurmJobs(environ)
-    raise NotDone(f"nothing is known of a place {place}")
+    raise RequestFailed(f"nothing is known of a place {place}")
 
 
-def place_of(run: RunFolder) -> str:
+def backend_name_of(run: RunFolder) -> str:
     """Where the job of a run folder was submitted, or else started."""
-    with contextlib.suppress(NotDone):
+    with contextlib.suppress(RequestFailed):
         return submission(run).on
     job = run.job()
     return job.where if job is not None else "local"
 
 
 def backend_of(run: RunFolder, environ: Mapping[str, str]) -> Backend:
-    """The backend of an existing job. Raises NotDone."""
-    return backend(place_of(run), environ)
+    """The backend of an existing job. Raises RequestFailed."""
+    return backend(backend_name_of(run), environ)
 
 
 def refuse_taken(
     root: Path, name: str, environ: Mapping[str, str], own: RunFolder | None = None
 ) -> None:
-    """Raises NotDone if a job of this name is still active, other than the job of `own`, and
+    """Raises RequestFailed if a job of this name is still active, other than the job of `own`, and
     OSError."""
     known = [(run, job) for run in all_runs(root) if (job := run.job()) and job.name == name]
     mine = own.place if own else None
     rows = [row_of(run, job) for run, job in known if run.place != mine]
-    for row in by_their_places(rows, environ):
+    for row in updated_by_backends(rows, environ):
         if row.state not in ENDED:
-            raise NotDone(
+            raise RequestFailed(
                 f"a job {name} is there already ({row.state}): choose another --name, or end that "
                 f"one by `elasticrun stop {name}`"
             )
 
 
-def by_their_places(rows: Sequence[JobRow], environ: Mapping[str, str]) -> list[JobRow]:
+def updated_by_backends(rows: Sequence[JobRow], environ: Mapping[str, str]) -> list[JobRow]:
     """These rows, updated by each backend that knows more about its jobs."""
     known: dict[str, JobRow] = {}
     own: dict[str, list[JobRow]] = {place: [] for place in PLACES}
     for row in rows:
-        if (place := place_of(RunFolder(Path(row.run))) if row.run else row.where) in own:
+        if (place := backend_name_of(RunFolder(Path(row.run))) if row.run else row.where) in own:
             own[place].append(row)
     for place, theirs in own.items():
         if theirs:
@@ -111,13 +113,13 @@ def by_their_places(rows: Sequence[JobRow], environ: Mapping[str, str]) -> list[
 def is_in_cluster(words: Sequence[str], environ: Mapping[str, str], *, others: int = 0) -> bool:
     """Whether a verb's words concern jobs in Kubernetes: according to --on and the cluster flags,
     else the run folder of the named job, else $ELASTICRUN_ON. `others`: number of words before the
-    job's name. Raises NotDone for a backend that is unknown or not allowed here."""
+    job's name. Raises RequestFailed for a backend that is unknown or not allowed here."""
     ours = list(words[: words.index("--")] if "--" in words else words)
     for at, word in enumerate(ours):
         flag, _, value = word.partition("=")
         if flag == "--on":
-            if (place := place_called(value or "".join(ours[at + 1 : at + 2]))) != "k8s":
-                raise NotDone(
+            if (place := backend_name(value or "".join(ours[at + 1 : at + 2]))) != "k8s":
+                raise RequestFailed(
                     f"--on={place}: leave it out; only jobs in Kubernetes are asked for so"
                 )
             return True
@@ -129,5 +131,5 @@ def is_in_cluster(words: Sequence[str], environ: Mapping[str, str], *, others: i
         named = (word for at, word in enumerate(ours) if at not in values and word[:1] != "-")
         for word in list(named)[others:]:
             with contextlib.suppress(NoRun):
-                return place_of(find(root, word, newest=True)) == "k8s"
-    return place_called(environ.get(ON, "") or "local", ON) == "k8s"
+                return backend_name_of(find(root, word, newest=True)) == "k8s"
+    return backend_name(environ.get(ON, "") or "local", ON) == "k8s"

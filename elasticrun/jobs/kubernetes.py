@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from elasticrun.host.runs.layout import ENDED, RunFolder, RunResult
-from elasticrun.jobs.backend import NotDone, Submission, submission, write_submission
+from elasticrun.jobs.backend import RequestFailed, Submission, submission, write_submission
 from elasticrun.jobs.rows import JobRow
 
 if TYPE_CHECKING:
@@ -31,15 +31,15 @@ LIST_LIMIT: Final = 5.0
 class KubernetesJobs:
     """The clusters of the kubeconfig; each job's run folder names its cluster."""
 
-    def submit(self, run: RunFolder, wanted: Submission) -> str:
+    def submit(self, run: RunFolder, submission: Submission) -> str:
         """Create the objects that the submission contains."""
         from elasticrun.jobs.kube import acts
         from elasticrun.jobs.kube.api import KubeApi
 
         async def make() -> tuple[str, str]:
-            async with KubeApi(wanted.context, wanted.namespace) as api:
-                documents = json.loads(wanted.script)
-                job = await acts.make(api, documents)
+            async with KubeApi(submission.context, submission.namespace) as api:
+                documents = json.loads(submission.script)
+                job = await acts.create_job(api, documents)
                 made = ", ".join(f"{one['kind']} {one['metadata']['name']}" for one in documents)
                 kind = "ej" if job.is_elastic else "job"
                 return job.uid, (
@@ -48,14 +48,16 @@ class KubernetesJobs:
                 )
 
         uid, made = asyncio.run(make())
-        write_submission(run, replace(wanted, script="", uid=uid))  # the script contains a token
+        write_submission(
+            run, replace(submission, script="", uid=uid)
+        )  # the script contains a token
         return made
 
     def jobs(self, rows: Sequence[JobRow]) -> list[JobRow]:
         """Update the rows from their objects; rows of an unreachable cluster keep their state."""
         try:
             return asyncio.run(_looked_up(rows))
-        except NotDone as why:  # the extra is not installed
+        except RequestFailed as why:  # the extra is not installed
             return [replace(row, reason=str(why)) for row in rows]
 
 
@@ -89,7 +91,7 @@ def end_replaced(runs: Sequence[RunFolder], run: RunFolder) -> None:
     server accepts a name only once the earlier object is deleted. Raises OSError."""
     new = submission(run)
     for other in runs:
-        with contextlib.suppress(NotDone):
+        with contextlib.suppress(RequestFailed):
             old = submission(other)
             same = _object_of(old) == _object_of(new)
             if same and old.uid != new.uid:
@@ -121,7 +123,7 @@ async def _looked_up(rows: Sequence[JobRow]) -> list[JobRow]:
                 return row if row.state in ENDED else await one(row)
         except TimeoutError:
             return replace(row, reason=f"its cluster has not answered within {LIST_LIMIT:g} s")
-        except (NotDone, OSError) as why:
+        except (RequestFailed, OSError) as why:
             return replace(row, reason=str(why))
 
     return list(await asyncio.gather(*map(bounded, rows)))

@@ -45,7 +45,7 @@ class JobMaster:
     run: str = ""  # the job's run folder; "": unknown
 
 
-class JobLine:
+class JobConnection:
     """The connection to one master. It belongs to one `asyncio.Runner`, because grpc does not
     support a second event loop."""
 
@@ -87,7 +87,7 @@ class JobLine:
     def picture(self, verb: str = "picture", *, live: bool = False) -> Picture:
         """All that the master knows. `live`, and the verb "stacks": with the ranks' current
         activity."""
-        reply = self.reply(Request(verb, live=live, who=who()))
+        reply = self.reply(Request(verb, live=live, who=user_at_host()))
         try:
             return msgspec.json.decode(reply.body, type=Picture)
         except msgspec.DecodeError as wrong:
@@ -104,25 +104,25 @@ class JobLine:
         """The master's endpoint."""
         return self._master.endpoint
 
-    def pause(self, seconds: float) -> None:
+    def sleep(self, seconds: float) -> None:
         """Sleep; ^C interrupts it."""
         self._runner.run(asyncio.sleep(seconds))
 
 
-def who() -> str:
+def user_at_host() -> str:
     """`user@host`, for the events of a job."""
     return f"{user_name()}@{socket.gethostname()}"[:200]
 
 
 @dataclass(frozen=True, slots=True)
-class MeantJob:
+class UserJob:
     """One of this user's jobs; unknown if both fields are None."""
 
     master: Published | None = None  # if it runs on this host
     run: RunFolder | None = None
 
 
-def meant(job: str, *, newest: bool = False) -> MeantJob:
+def find_job(job: str, *, newest: bool = False) -> UserJob:
     """The job that a word names, for verbs that query a master, as `index.pick` defines it; empty
     if no name begins with the word. Raises NotAnswered if several match."""
     here: list[Published] = []
@@ -138,28 +138,28 @@ def meant(job: str, *, newest: bool = False) -> MeantJob:
     try:
         if index.is_folder(job, [one.names for one in known]):
             run = index.find(index.runs_root(os.environ), job)
-            return MeantJob(masters.get(os.path.realpath(run.path)), run)
+            return UserJob(masters.get(os.path.realpath(run.path)), run)
         found = index.pick(job, known, newest=newest)
         if found is None and os.sep in job:
-            found = MeantJob(run=index.find(index.runs_root(os.environ), job))
+            found = UserJob(run=index.find(index.runs_root(os.environ), job))
     except index.NoRun as wrong:
         raise NotAnswered(str(wrong)) from None
     except OSError:
         found = None
-    return found or MeantJob()
+    return found or UserJob()
 
 
-def _named(master: Published | None, run: RunFolder | None = None) -> index.Named[MeantJob]:
+def _named(master: Published | None, run: RunFolder | None = None) -> index.NamedJob[UserJob]:
     """The names of a job: those of its run folder, and those that its master published here."""
     if run is None and master is not None and master.run:
         run = RunFolder(Path(master.run))
-    job = MeantJob(master, run)
+    job = UserJob(master, run)
     if run is not None and run.job() is not None:
         one = index.named(run, job)
-        return one._replace(lives=True) if master else one
+        return one._replace(is_live=True) if master else one
     assert master is not None
     name = master.name or master.job_id
-    return index.Named(job, (master.job_id, name), name, True, f"{master.job_id} (running)")
+    return index.NamedJob(job, (master.job_id, name), name, True, f"{master.job_id} (running)")
 
 
 def master_of(run: RunFolder) -> JobMaster:

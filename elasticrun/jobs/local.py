@@ -24,7 +24,7 @@ from elasticrun.core.words import names, some
 from elasticrun.host.runs.layout import CONSOLE, ENDED, LAST_WORD, LocalAgent, RunFolder, RunResult
 from elasticrun.host.system.processes import ProcessId
 from elasticrun.jobs.backend import (
-    NotDone,
+    RequestFailed,
     Submission,
     is_ours,
     make_token,
@@ -56,67 +56,67 @@ class LocalJobs:
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
 
-    def submit(self, run: RunFolder, wanted: Submission) -> str:
+    def submit(self, run: RunFolder, submission: Submission) -> str:
         """Start one agent per node, all at once."""
-        count = 1 if wanted.hosts else wanted.scaled or wanted.max_nodes
-        port = _free_port() if wanted.max_nodes > 1 and not wanted.hosts else 0
-        self._start(run, replace(wanted, port=port, agents=()), count)
-        _refuse_at_once(run, wanted.name)
+        count = 1 if submission.hosts else submission.scaled or submission.max_nodes
+        port = _free_port() if submission.max_nodes > 1 and not submission.hosts else 0
+        self._start(run, replace(submission, port=port, agents=()), count)
+        _refuse_at_once(run, submission.name)
         nodes = f", with {count} agents as its nodes" if count > 1 else ""
-        where = names(wanted.hosts) if wanted.hosts else "this host"
-        return f"job {wanted.name} is started on {where}{nodes}"
+        where = names(submission.hosts) if submission.hosts else "this host"
+        return f"job {submission.name} is started on {where}{nodes}"
 
     def resume(self, run: RunFolder) -> str:
         """Start the same command in the same folder, with the environment of the user who resumes
         it."""
         known = submission(run)
         if living(run):
-            raise NotDone(f"job {known.name} runs: there is nothing to resume")
+            raise RequestFailed(f"job {known.name} runs: there is nothing to resume")
         _await_master(run)
         before = run.result()
         if before is not None and before.state == "succeeded":
-            raise NotDone(f"job {known.name} has succeeded: submit it again to run it again")
+            raise RequestFailed(f"job {known.name} has succeeded: submit it again to run it again")
         try:
             write_submission(run, replace(known, **this_process()))
-            run.begin_again()
+            run.prepare_restart()
         except OSError as wrong:
-            raise NotDone(f"the run folder cannot be written: {wrong}") from None
+            raise RequestFailed(f"the run folder cannot be written: {wrong}") from None
         try:
             return self.submit(run, known)
-        except NotDone:
+        except RequestFailed:
             if before is not None:  # restore the previous result
                 with contextlib.suppress(OSError):
                     run.write_result(before)
             raise
 
-    def scale(self, run: RunFolder, wanted: Request, ask: Callable[[Request], Reply]) -> str:
+    def scale(self, run: RunFolder, request: Request, ask: Callable[[Request], Reply]) -> str:
         """The master sets the number; missing agents are started."""
         known, job = submission(run), run.job()
-        if known.gpus and wanted.number > known.max_nodes:
-            raise NotDone(
+        if known.gpus and request.number > known.max_nodes:
+            raise RequestFailed(
                 f"{some(known.max_nodes, 'node')} have shared out the GPUs of this host: none is "
                 "left for another one"
             )
-        if wanted.number > 1 and known.max_nodes == 1 and run.state() != "succeeded":
-            raise NotDone(
+        if request.number > 1 and known.max_nodes == 1 and run.state() != "succeeded":
+            raise RequestFailed(
                 f"job {known.name} was submitted for exactly one node, which no other can join; "
-                f"submit it with --nodes 1:{wanted.number} to make it elastic"
+                f"submit it with --nodes 1:{request.number} to make it elastic"
             )
         rests = not living(run) and run.state() in ENDED and run.state() != "succeeded"
         if rests:
             said = (
-                f"job {known.name} is {_word(run)}: it takes {some(wanted.number, 'node')} at most "
-                "when it is resumed"
+                f"job {known.name} is {_state_word(run)}: it takes {some(request.number, 'node')} "
+                "at most when it is resumed"
             )
         else:
-            said = ask(wanted).reason
+            said = ask(request).reason
         if job is not None:
-            low = min(known.min_nodes, wanted.number)
-            known = replace(known, scaled=wanted.number)
+            low = min(known.min_nodes, request.number)
+            known = replace(known, scaled=request.number)
             with contextlib.suppress(OSError):  # a full disk; the master has the number
-                run.write_job(replace(job, nodes=f"{low}:{wanted.number}"))
+                run.write_job(replace(job, nodes=f"{low}:{request.number}"))
                 write_submission(run, known)
-        missing = wanted.number - len(living(run))
+        missing = request.number - len(living(run))
         if known.port and missing > 0 and not rests:
             self._start(run, known, missing)
             said += f"; {some(missing, 'agent')} more started here"
@@ -129,22 +129,26 @@ class LocalJobs:
             if run.is_suspended():
                 return f"job {name} is suspended already"
             _await_master(run)
-            raise NotDone(f"job {name} does not run: {run.state()}")
+            raise RequestFailed(f"job {name} does not run: {run.state()}")
         if left := _await_end(living(run), LEAVE_LIMIT):
-            raise NotDone(f"job {name} is leaving yet: {names([one.node for one in left])}")
+            raise RequestFailed(f"job {name} is leaving yet: {names([one.node for one in left])}")
         again = f"elasticrun resume {name} goes on"
         state = run.state()
         if state == "lost":  # it had not begun, or its hosts do not share the folder
-            _say(run, "stopped", f"{SUSPENDED}; what was saved is not known here", suspended=True)
+            _record_end(
+                run, "stopped", f"{SUSPENDED}; what was saved is not known here", suspended=True
+            )
             return f"the agents of job {name} were told to save and have ended; {again}"
         if state == "saved":
             step = result.saved if (result := run.result()) else -1
             at = f" at step {step}" if step >= 0 else ""
-            _say(run, "saved", f"{SUSPENDED}{at}", suspended=True)
+            _record_end(run, "saved", f"{SUSPENDED}{at}", suspended=True)
             return f"job {name} is suspended{at}; {again}"
         if state == "succeeded":
             return f"job {name} had succeeded before it was told to leave"
-        _say(run, "stopped", f"{SUSPENDED}; no step was saved", suspended=True)  # not a failure
+        _record_end(
+            run, "stopped", f"{SUSPENDED}; no step was saved", suspended=True
+        )  # not a failure
         return (
             f"job {name} is suspended; no step was saved as it ended; {again} from an earlier "
             "checkpoint, or at 0 where its script has no Checkpointer"
@@ -155,14 +159,14 @@ class LocalJobs:
         if not _signal(living(run), signal.SIGTERM):
             result = run.result()
             if result is None or not result.suspended:
-                raise NotDone(f"job {_named(run)} does not run: {run.state()}")
-            _say(run, "stopped", f"it was {result.reason}")
+                raise RequestFailed(f"job {_named(run)} does not run: {run.state()}")
+            _record_end(run, "stopped", f"it was {result.reason}")
             return f"job {_named(run)} is stopped; it was {result.reason}"
         if run.state() == "submitted":
-            _say(run, "stopped", "stopped before it had begun")
+            _record_end(run, "stopped", "stopped before it had begun")
         return f"job {_named(run)} has no master that answers: its agents were told to end"
 
-    def end(self, run: RunFolder) -> None:
+    def terminate(self, run: RunFolder) -> None:
         """Send SIGTERM, and SIGKILL after a timeout. A failure that this causes counts as
         "stopped"."""
         here = living(run)
@@ -170,10 +174,10 @@ class LocalJobs:
         left = _await_end(here, END_LIMIT)
         _signal(left, signal.SIGKILL)
         if left := _await_end(left, END_LIMIT):
-            raise NotDone(f"process {left[0].process.pid} cannot be ended")
+            raise RequestFailed(f"process {left[0].process.pid} cannot be ended")
         _await_master(run)
         if here and run.state() == "failed":
-            _say(run, "stopped", "ended by `elasticrun delete`")
+            _record_end(run, "stopped", "ended by `elasticrun delete`")
 
     def execute(self, run: RunFolder, node: str, command: Sequence[str]) -> int:
         """Run it in the working directory and with the environment of the node's agent."""
@@ -188,17 +192,17 @@ class LocalJobs:
                 environ.pop(name, None)
             return subprocess.run(command, env=environ, cwd=agent.cwd(), check=False).returncode
         except psutil.Error as wrong:
-            raise NotDone(f"{command[0]} cannot be run: {wrong}") from None
+            raise RequestFailed(f"{command[0]} cannot be run: {wrong}") from None
         except OSError as wrong:
-            raise NotDone(f"{command[0]} cannot be run: {wrong.strerror}") from None
+            raise RequestFailed(f"{command[0]} cannot be run: {wrong.strerror}") from None
 
     def jobs(self, rows: Sequence[JobRow]) -> list[JobRow]:
         """The rows, as their run folders give them."""
         return list(rows)
 
     def _start(self, run: RunFolder, known: Submission, count: int) -> None:
-        """Start `count` more agents, recorded before this returns. Raises NotDone if one cannot
-        start."""
+        """Start `count` more agents, recorded before this returns. Raises RequestFailed if one
+        cannot start."""
         here = {one.node for one in living(run)}
         free = [node for at in range(known.max_nodes + count) if (node := f"node{at}") not in here]
         started = [one for one in known.agents if one.node in here]
@@ -208,10 +212,10 @@ class LocalJobs:
                 write_submission(run, replace(known, agents=tuple(started)))
         except OSError as wrong:
             _signal(started, signal.SIGTERM)
-            raise NotDone(f"the job cannot be started: {wrong}") from None
+            raise RequestFailed(f"the job cannot be started: {wrong}") from None
 
     def _agent(self, run: RunFolder, known: Submission, node: str) -> LocalAgent:
-        words = [f"--run-dir={run.path}", *meeting(known, node, known.port)]
+        words = [f"--run-dir={run.path}", *rendezvous_flags(known, node, known.port)]
         environ = {**self._environ, **known.env, LAST_WORDS: str(run.path / LAST_WORD)}
         given = any(word.startswith("--token-file=") for word in known.flags)
         if (known.port or known.hosts) and not given:
@@ -235,7 +239,7 @@ class LocalJobs:
         return LocalAgent(node, ProcessId.of(process.pid))
 
 
-def meeting(known: Submission, node: str, port: int) -> list[str]:
+def rendezvous_flags(known: Submission, node: str, port: int) -> list[str]:
     """The flags by which the agent of a node finds the others."""
     words = [f"--name={known.name}", f"--rdzv-id={known.name}"]
     if known.hosts:
@@ -252,8 +256,8 @@ def meeting(known: Submission, node: str, port: int) -> list[str]:
 
 
 def living(run: RunFolder) -> list[LocalAgent]:
-    """The running agents; for a job that was started by hand, its first agent. Raises NotDone if
-    they run on another host or in another PID namespace."""
+    """The running agents; for a job that was started by hand, its first agent. Raises RequestFailed
+    if they run on another host or in another PID namespace."""
     job, own = run.job(), os.uname().nodename
     if is_ours(run):
         known = submission(run)
@@ -263,14 +267,14 @@ def living(run: RunFolder) -> list[LocalAgent]:
         host, name = job.host, job.name
         agents = [LocalAgent(job.host, job.process)]
     else:
-        submission(run)  # raises NotDone with the reason
+        submission(run)  # raises RequestFailed with the reason
         return []
     alive = [one for one in agents if one.process.is_alive() is not False]
     found = [one for one in alive if one.process.is_local]
     if host != own and not found:
-        raise NotDone(f"job {name} was started on {host}: type this there")
+        raise RequestFailed(f"job {name} was started on {host}: type this there")
     if alive and not found:
-        raise NotDone(
+        raise RequestFailed(
             f"job {name} was started in another container or PID namespace of {host}: type "
             "this there"
         )
@@ -282,7 +286,7 @@ def this_process() -> dict[str, Any]:
     return {"agents": (LocalAgent("", ProcessId.own()),)}
 
 
-def _say(run: RunFolder, state: str, reason: str, *, suspended: bool = False) -> None:
+def _record_end(run: RunFolder, state: str, reason: str, *, suspended: bool = False) -> None:
     """Record how the job ended, by the process that ended it: the master knows only of a signal."""
     result = run.result() or RunResult(job=_named(run), state=state, ended=time.time())
     with contextlib.suppress(OSError):
@@ -322,14 +326,16 @@ def _await_end(agents: Sequence[LocalAgent], limit: float) -> list[LocalAgent]:
 
 def _the_node(living: Sequence[LocalAgent], node: str, job: str) -> LocalAgent:
     if not living:
-        raise NotDone(f"job {job} does not run, so there is no node to run a command on")
+        raise RequestFailed(f"job {job} does not run, so there is no node to run a command on")
     named = [one for one in living if one.node == node] if node else living
     if len(named) == 1 or (named and not node):
         return named[0]
-    raise NotDone(f"job {job} has no node {node}: it has {names([one.node for one in living])}")
+    raise RequestFailed(
+        f"job {job} has no node {node}: it has {names([one.node for one in living])}"
+    )
 
 
-def _word(run: RunFolder) -> str:
+def _state_word(run: RunFolder) -> str:
     """Its state as lists show it."""
     job = run.job()
     return row_of(run, job).state if job else run.state()
@@ -337,16 +343,18 @@ def _word(run: RunFolder) -> str:
 
 def _await_master(run: RunFolder) -> None:
     """Wait until the master whose launchers were killed releases the run folder: no other master
-    may start before. Raises NotDone."""
+    may start before. Raises RequestFailed."""
     end = time.monotonic() + END_LIMIT
     while run.is_held():
         if time.monotonic() > end:
-            raise NotDone(f"a master of job {_named(run)} still runs in {run.path}: stop it first")
+            raise RequestFailed(
+                f"a master of job {_named(run)} still runs in {run.path}: stop it first"
+            )
         time.sleep(START_POLL)
 
 
 def _refuse_at_once(run: RunFolder, name: str) -> None:
-    """Raises NotDone if its launchers soon report that they cannot start."""
+    """Raises RequestFailed if its launchers soon report that they cannot start."""
     end = time.monotonic() + START_LIMIT
     with contextlib.suppress(KeyboardInterrupt):  # ends only the waiting: the job has started
         while run.state() == "submitted" and time.monotonic() < end:
@@ -354,7 +362,7 @@ def _refuse_at_once(run: RunFolder, name: str) -> None:
     if run.state() == "failed" and run.result() is None:
         job = run.job()
         why = run.last_words(job) if job is not None else run.last_line()
-        raise NotDone(f"job {name} cannot begin: {why}")
+        raise RequestFailed(f"job {name} cannot begin: {why}")
 
 
 def _named(run: RunFolder) -> str:

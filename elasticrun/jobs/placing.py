@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from elasticrun.cli.settings import UsageError
 from elasticrun.config import EXIT_USAGE
-from elasticrun.jobs.backend import NotDone
+from elasticrun.jobs.backend import RequestFailed
 from elasticrun.jobs.choosing import is_in_cluster
 
 
@@ -23,13 +23,13 @@ class Placed(NamedTuple):
 def placed(verb: str, words: Sequence[str], say: Callable[[str], None]) -> Placed:
     """Find where the named job runs; a ScalePlan (`scale -f`) becomes words. Raises UsageError."""
     if verb == "scale" and any(word in ("-f", "--file") for word in words):
-        from elasticrun.jobs.cluster.verbs import of_a_plan
+        from elasticrun.jobs.cluster.verbs import scale_plan_words
 
-        words = of_a_plan(words, say)
+        words = scale_plan_words(words, say)
     others = int(verb in ("exclude", "include"))
     try:
         is_there = is_in_cluster(words, os.environ, others=others)
-    except NotDone as wrong:
+    except RequestFailed as wrong:
         raise UsageError(str(wrong), EXIT_USAGE) from None
     if not is_there:
         return Placed(words, None)

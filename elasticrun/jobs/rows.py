@@ -86,7 +86,7 @@ def row_of(folder: RunFolder, job: JobRecord) -> JobRow:
         step=folder.last_step(),
         restarts=result.restarts if result else 0,
         age=job.age(),
-        reason=result.reason if result else folder.why_over(job) if state in ENDED else "",
+        reason=result.reason if result else folder.end_reason(job) if state in ENDED else "",
     )
 
 

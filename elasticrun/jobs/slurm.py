@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from elasticrun.core.words import some
 from elasticrun.host.runs.layout import ENDED, RunFolder, RunResult, replace_file
-from elasticrun.jobs.backend import NotDone, Submission, submission, write_submission
+from elasticrun.jobs.backend import RequestFailed, Submission, submission, write_submission
 from elasticrun.jobs.rows import JobRow
 from elasticrun.wire.messages import Reply, Request
 
@@ -56,18 +56,18 @@ class SlurmJobs:
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
 
-    def submit(self, run: RunFolder, wanted: Submission) -> str:
+    def submit(self, run: RunFolder, submission: Submission) -> str:
         """Pass the script to sbatch, with --requeue, because suspend requeues the job."""
         path = run.path / SCRIPT
         try:
-            replace_file(path, wanted.script.encode())
+            replace_file(path, submission.script.encode())
             path.chmod(0o700)
         except OSError as wrong:
-            raise NotDone(f"the run folder cannot be written: {wrong}") from None
-        words = ("--parsable", "--requeue", f"--comment=elasticrun:{wanted.name}", str(path))
-        number = self._call("sbatch", *words, cwd=wanted.workdir).split(";")[0]
-        write_submission(run, replace(wanted, number=number))
-        return f"job {wanted.name} is submitted as Slurm job {number}"
+            raise RequestFailed(f"the run folder cannot be written: {wrong}") from None
+        words = ("--parsable", "--requeue", f"--comment=elasticrun:{submission.name}", str(path))
+        number = self._call("sbatch", *words, cwd=submission.workdir).split(";")[0]
+        write_submission(run, replace(submission, number=number))
+        return f"job {submission.name} is submitted as Slurm job {number}"
 
     def resume(self, run: RunFolder) -> str:
         """Release the job, or submit the same script again if Slurm no longer has it."""
@@ -76,20 +76,24 @@ class SlurmJobs:
         if queued is None:
             result = run.result()
             if result is not None and result.state == "succeeded":
-                raise NotDone(f"job {known.name} has succeeded: submit it again to run it again")
-            run.begin_again()
+                raise RequestFailed(
+                    f"job {known.name} has succeeded: submit it again to run it again"
+                )
+            run.prepare_restart()
             return self.submit(run, known)
         if not queued.is_held:
-            raise NotDone(f"job {known.name} is not suspended: Slurm has it as {queued.state}")
+            raise RequestFailed(
+                f"job {known.name} is not suspended: Slurm has it as {queued.state}"
+            )
         self._call("scontrol", "release", known.number)
         return f"job {known.name} is released (Slurm job {known.number})"
 
-    def scale(self, run: RunFolder, wanted: Request, ask: Callable[[Request], Reply]) -> str:
+    def scale(self, run: RunFolder, request: Request, ask: Callable[[Request], Reply]) -> str:
         """The master sets the number. Slurm adds no nodes to a running job."""
-        said = ask(wanted).reason
+        said = ask(request).reason
         known = submission(run)
         has = queued.nodes if (queued := self._queue().get(known.number)) else 0
-        if 0 < has < wanted.number:
+        if 0 < has < request.number:
             said += f"; its allocation has {some(has, 'node')}, and Slurm adds none"
         return said
 
@@ -98,16 +102,16 @@ class SlurmJobs:
         known = submission(run)
         queued = self._queue().get(known.number)
         if queued is None:
-            raise NotDone(f"Slurm has no job {known.number} ({known.name}) any more")
+            raise RequestFailed(f"Slurm has no job {known.number} ({known.name}) any more")
         again = f"elasticrun resume {known.name} goes on"
         if queued.state == "PENDING":
             self._call("scontrol", "hold", known.number)
             return f"job {known.name} is held before it has begun; {again}"
         if (state := run.state()) in ("succeeded", "failed", "stopped"):
-            raise NotDone(f"job {known.name} has ended: {state}")
+            raise RequestFailed(f"job {known.name} has ended: {state}")
         self._call("scontrol", "requeuehold", known.number)
         if not self._until(known.number, lambda now: now is None or now.is_held, LEAVE_LIMIT):
-            raise NotDone(f"job {known.name} is leaving yet: elasticrun list shows it")
+            raise RequestFailed(f"job {known.name} is leaving yet: elasticrun list shows it")
         result = run.result()
         step = result.saved if result and result.state == "saved" else -1
         return f"job {known.name} is suspended{f' at step {step}' if step >= 0 else ''}; {again}"
@@ -116,18 +120,20 @@ class SlurmJobs:
         """Run scancel, for a job whose master does not answer or does not exist yet."""
         known = submission(run)
         if known.number not in self._queue():
-            raise NotDone(f"Slurm has no job {known.number} ({known.name}) any more")
+            raise RequestFailed(f"Slurm has no job {known.number} ({known.name}) any more")
         self._call("scancel", known.number)
         self._note_end(run, known)
         return f"job {known.name} is cancelled (Slurm job {known.number})"
 
-    def end(self, run: RunFolder) -> None:
+    def terminate(self, run: RunFolder) -> None:
         """Run scancel; Slurm kills the remaining processes after its KillWait."""
         known = submission(run)
         if known.number in self._queue():
             self._call("scancel", known.number)
             if not self._until(known.number, lambda now: now is None, LEAVE_LIMIT):
-                raise NotDone(f"Slurm job {known.number} does not end: scancel --signal=KILL it")
+                raise RequestFailed(
+                    f"Slurm job {known.number} does not end: scancel --signal=KILL it"
+                )
         self._note_end(run, known)
 
     def execute(self, run: RunFolder, node: str, command: Sequence[str]) -> int:
@@ -138,7 +144,7 @@ class SlurmJobs:
         try:
             done = subprocess.run(words, cwd=known.workdir, env=self._environ, check=False)
         except OSError as wrong:
-            raise NotDone(f"srun cannot be run: {wrong.strerror}") from None
+            raise RequestFailed(f"srun cannot be run: {wrong.strerror}") from None
         return done.returncode
 
     def jobs(self, rows: Sequence[JobRow]) -> list[JobRow]:
@@ -147,7 +153,7 @@ class SlurmJobs:
             return list(rows)
         try:
             queue = self._queue()
-        except NotDone:
+        except RequestFailed:
             return list(rows)
         return [_by_queue(row, queue) for row in rows]
 
@@ -171,7 +177,7 @@ class SlurmJobs:
         return True
 
     def _call(self, *words: str, cwd: str | None = None) -> str:
-        """The output of a Slurm command. Raises NotDone with the command's error message."""
+        """The output of a Slurm command. Raises RequestFailed with the command's error message."""
         try:
             done = subprocess.run(
                 words,
@@ -185,12 +191,14 @@ class SlurmJobs:
                 check=False,
             )
         except FileNotFoundError:
-            raise NotDone(f"there is no {words[0]} here: is this a login node of Slurm?") from None
+            raise RequestFailed(
+                f"there is no {words[0]} here: is this a login node of Slurm?"
+            ) from None
         except (OSError, subprocess.TimeoutExpired) as wrong:
-            raise NotDone(f"{words[0]} cannot be asked: {wrong}") from None
+            raise RequestFailed(f"{words[0]} cannot be asked: {wrong}") from None
         if done.returncode:
             why = " ".join(done.stderr.split())[:500]
-            raise NotDone(f"{words[0]} refuses: {why or f'exit code {done.returncode}'}")
+            raise RequestFailed(f"{words[0]} refuses: {why or f'exit code {done.returncode}'}")
         return done.stdout.strip()
 
     def _note_end(self, run: RunFolder, known: Submission) -> None:
@@ -203,7 +211,7 @@ class SlurmJobs:
 def _by_queue(row: JobRow, queue: Mapping[str, Queued]) -> JobRow:
     try:
         number = submission(RunFolder(Path(row.run))).number
-    except NotDone:
+    except RequestFailed:
         return row
     queued = queue.get(number)
     if queued is None:

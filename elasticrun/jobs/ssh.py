@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from elasticrun.core.words import names
 from elasticrun.host.runs.layout import RunFolder
 from elasticrun.host.system.network import is_this_host
-from elasticrun.jobs.backend import NotDone, Submission, submission
+from elasticrun.jobs.backend import RequestFailed, Submission, submission
 from elasticrun.jobs.local import LocalJobs, living
 from elasticrun.jobs.rows import JobRow
 from elasticrun.wire.messages import Reply, Request
@@ -29,17 +29,17 @@ class SshJobs:
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._here = LocalJobs(environ)
 
-    def submit(self, run: RunFolder, wanted: Submission) -> str:
+    def submit(self, run: RunFolder, submission: Submission) -> str:
         """Start the process that starts the agents."""
-        return self._here.submit(run, wanted)
+        return self._here.submit(run, submission)
 
     def resume(self, run: RunFolder) -> str:
         """Start the same command on the same hosts again."""
         return self._here.resume(run)
 
-    def scale(self, run: RunFolder, wanted: Request, ask: Callable[[Request], Reply]) -> str:
+    def scale(self, run: RunFolder, request: Request, ask: Callable[[Request], Reply]) -> str:
         """The master sets the number, up to the hosts that have an agent."""
-        return ask(wanted).reason
+        return ask(request).reason
 
     def suspend(self, run: RunFolder) -> str:
         """Send SIGTERM, which the process forwards: agents save a step and leave."""
@@ -49,9 +49,9 @@ class SshJobs:
         """Send SIGTERM to a job whose master does not answer."""
         return self._here.stop(run)
 
-    def end(self, run: RunFolder) -> None:
+    def terminate(self, run: RunFolder) -> None:
         """Send SIGTERM. Agents that it does not reach end with their job."""
-        self._here.end(run)
+        self._here.terminate(run)
 
     def execute(self, run: RunFolder, node: str, command: Sequence[str]) -> int:
         """Run it by ssh in the job's working directory, on the first host if none is named. On this
@@ -59,7 +59,7 @@ class SshJobs:
         known = submission(run)
         found = [host for host in known.hosts if node in ("", host, host.rpartition("@")[2])]
         if not found:
-            raise NotDone(f"job {known.name} has no host {node}: it has {names(known.hosts)}")
+            raise RequestFailed(f"job {known.name} has no host {node}: it has {names(known.hosts)}")
         if is_this_host(found[0]):
             return self._here.execute(run, "", command)
         terminal = ("-t",) if sys.stdin.isatty() else ()
@@ -68,7 +68,7 @@ class SshJobs:
         try:
             return subprocess.run(words, check=False).returncode
         except OSError as wrong:
-            raise NotDone(f"{words[0]} cannot be run: {wrong.strerror}") from None
+            raise RequestFailed(f"{words[0]} cannot be run: {wrong.strerror}") from None
 
     def jobs(self, rows: Sequence[JobRow]) -> list[JobRow]:
         """The rows of these jobs. If the hosts do not share the run folder, the only information is
@@ -82,7 +82,7 @@ def _by_process(row: JobRow) -> JobRow:
     try:
         run = RunFolder(Path(row.run))
         runs = living(run)
-    except NotDone:
+    except RequestFailed:
         return row
     # Before the job begins only launchers write to the console, such as which host is unreachable.
     return replace(row, state="running", reason=run.last_line()) if runs else row

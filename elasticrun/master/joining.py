@@ -10,8 +10,8 @@ from elasticrun.config import JoinCommand
 from elasticrun.wire.auth import (
     CODE_EXPIRED,
     NO_CODES,
+    AuthServer,
     Denied,
-    Doorkeeper,
     JoinAnswer,
     join_code,
     seal,
@@ -64,7 +64,7 @@ class Joining:
             return Reply(False, NO_COMMAND)
         return Reply(True, "", str(join_code(self._token, time.time())))
 
-    def answer(self, keeper: Doorkeeper, peer: str) -> Reply:
+    def answer(self, keeper: AuthServer, peer: str) -> Reply:
         """For a machine that has proved its code: what a node needs, encrypted. Denied."""
         code = keeper.code
         if time.time() > code.until:

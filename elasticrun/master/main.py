@@ -98,7 +98,7 @@ logger = logging.getLogger("elasticrun")
 def main(config: MasterConfig, *, hosted: bool = False) -> int:
     """Serve one job until it is over; returns the exit code. `hosted`: started by an agent."""
     lines = log.set_up(log.NOTICE if hosted else logging.INFO)
-    log.name_speaker("elasticrun master")
+    log.set_prefix("elasticrun master")
     # asyncio, grpc and uvicorn log what strangers send, which does not concern the user
     logging.getLogger().handlers[:] = [logging.NullHandler()]
     raise_file_limit()  # every agent is a socket, and the usual soft limit is 1024

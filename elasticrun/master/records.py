@@ -151,9 +151,9 @@ class Records:
 
     def _hold(self, folder: Path) -> int:
         if self._hosted:
-            return user_folder.hold(folder)
-        user_folder.prepare(folder)
-        return user_folder.hold(folder, alone=True)
+            return user_folder.lock_folder(folder)
+        user_folder.prepare_folder(folder)
+        return user_folder.lock_folder(folder, alone=True)
 
     def _do_without(self, why: str) -> None:
         if not self._hosted:

@@ -30,7 +30,7 @@ from elasticrun.host.system.network import mtu_to
 from elasticrun.master.joining import Joining
 from elasticrun.master.loop import Loop, Mailbox
 from elasticrun.wire import messages as m
-from elasticrun.wire.auth import OPERATOR_WANTED, Denied, Doorkeeper, OutOfTurn
+from elasticrun.wire.auth import OPERATOR_WANTED, AuthServer, Denied, OutOfTurn
 from elasticrun.wire.rpc import protobuf
 from elasticrun.wire.rpc.channel import grpc
 from elasticrun.wire.types import WireError
@@ -185,11 +185,11 @@ class Servicer:
         context: Any,
         role: m.Role,
         encode: Callable[[Any], bytes],
-        serve: Callable[[Any, Doorkeeper], Awaitable[None]],
+        serve: Callable[[Any, AuthServer], Awaitable[None]],
     ) -> None:
         """Authenticate the peer and serve it; on an error, send it the reason."""
         token = self._operator if role is m.Role.OPERATOR else self._token
-        keeper = Doorkeeper(token, __version__, self._job_id, self._term, role)
+        keeper = AuthServer(token, __version__, self._job_id, self._term, role)
         try:
             if role is m.Role.JOINER:
                 self._joining.admit()
@@ -204,7 +204,7 @@ class Servicer:
             await context.abort(wrong.code, str(wrong))
 
     async def _let_in(
-        self, context: Any, keeper: Doorkeeper, encode: Callable[[Any], bytes]
+        self, context: Any, keeper: AuthServer, encode: Callable[[Any], bytes]
     ) -> None:
         """Run the handshake. Denied, Wrong."""
         try:
@@ -218,7 +218,7 @@ class Servicer:
 
     # ------------------------------------------------------------ a reader
 
-    async def _show(self, context: Any, _keeper: Doorkeeper) -> None:
+    async def _show(self, context: Any, _keeper: AuthServer) -> None:
         """Send the job's status, which is encoded once for all readers."""
         status = self._loop.status()
         if self._page is None or self._page[0] is not status:
@@ -228,7 +228,7 @@ class Servicer:
                 raise Wrong(f"no status: {wrong}", grpc.StatusCode.INTERNAL) from None
         await context.write(self._page[1])
 
-    async def _dial(self, context: Any, _keeper: Doorkeeper) -> None:
+    async def _dial(self, context: Any, _keeper: AuthServer) -> None:
         """Read the address that the reader wants to be dialled at, and send the result."""
         # A silent reader uses a place among the pending handshakes, and none here.
         async with self._pending.step(lambda: "ReachMe"):
@@ -245,7 +245,7 @@ class Servicer:
             self._reaching -= 1
         await context.write(protobuf.answer_to_wire(reached))
 
-    async def _read_for(self, context: Any, _keeper: Doorkeeper) -> None:
+    async def _read_for(self, context: Any, _keeper: AuthServer) -> None:
         """Stacks and paths are only for holders of the token; without a token, only for
         operators."""
         asked = await self._request(context)
@@ -253,14 +253,14 @@ class Servicer:
             raise Denied(OPERATOR_WANTED)
         await self._reply(context, asked)
 
-    async def _do(self, context: Any, _keeper: Doorkeeper) -> None:
+    async def _do(self, context: Any, _keeper: AuthServer) -> None:
         asked = await self._request(context)
         if asked.verb == "invite":
             await context.write(protobuf.answer_to_wire(self._joining.new_code()))
         else:
             await self._reply(context, asked)
 
-    async def _invite(self, context: Any, keeper: Doorkeeper) -> None:
+    async def _invite(self, context: Any, keeper: AuthServer) -> None:
         await self._request(context)
         reply = self._joining.answer(keeper, peer_address(context.peer()))
         await context.write(protobuf.answer_to_wire(reply))
@@ -282,7 +282,7 @@ class Servicer:
 
     # ------------------------------------------------------------ an agent
 
-    async def _serve(self, context: Any, keeper: Doorkeeper) -> None:
+    async def _serve(self, context: Any, keeper: AuthServer) -> None:
         hello = keeper.hello
         assert hello is not None
         if self.attached >= MAX_SESSIONS:

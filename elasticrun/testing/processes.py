@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from elasticrun.host.system.inotify import IN_MODIFY, Inotify
-from elasticrun.host.system.processes import Process, ProcessId, boot_id, everybody
+from elasticrun.host.system.processes import Process, ProcessId, all_processes, boot_id
 from elasticrun.host.system.title import FORK_SERVER, MASTER
 from elasticrun.testing import WARM_FOLDER
 from elasticrun.wire import env
@@ -75,7 +75,7 @@ def start_keeper(module: str, prefix: str) -> subprocess.Popen[bytes]:
 
 def living() -> list[Process]:
     """Every process of this machine except zombies and this process."""
-    return [p for p in everybody() if not p.has_ended and p.pid != os.getpid()]
+    return [p for p in all_processes() if not p.has_ended and p.pid != os.getpid()]
 
 
 def _that(holds: Callable[[int], bool]) -> list[int]:

@@ -39,9 +39,9 @@ class Snapshots(TrainerCallback):  # type: ignore[misc]
         self.checkpointer = Checkpointer(self._folder, **self._options, **parts)
         step = self.checkpointer.restore()
         if step > state.global_step:
-            self._go_on_from(step, args, state, has["train_dataloader"])
+            self._resume_from(step, args, state, has["train_dataloader"])
 
-    def _go_on_from(self, step: int, args: Any, state: Any, loader: Any) -> None:
+    def _resume_from(self, step: int, args: Any, state: Any, loader: Any) -> None:
         accumulated = args.gradient_accumulation_steps
         of_an_epoch = max(1, -(-len(loader) // accumulated))
         state.global_step = step

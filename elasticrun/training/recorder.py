@@ -62,30 +62,30 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class RecorderState:
     """What a recorder holds; `timed` if its entries have, or will have, durations."""
 
     knows: Own
-    seen: tuple[Collective, ...] = ()
+    collectives: tuple[Collective, ...] = ()
     timed: bool = False
 
 
-def look() -> Look:
+def read_recorders() -> RecorderState:
     """Read the recorders of this process; takes a few milliseconds for a hundred entries."""
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
-        return Look(Own.ALONE)
+        return RecorderState(Own.ALONE)
     if dist.get_world_size() < 2:
-        return Look(Own.ALONE)
+        return RecorderState(Own.ALONE)
     known = groups()
     on_cpu = {name for group in known for name, types in group.devices.items() if CPU in types}
     plain: list[Collective] = []
     for recorder in recorders(known):
         seen = _entries(recorder)
         if seen and not recorder.backends & on_cpu:
-            return Look(Own.KNOWN, seen, timed=True)
+            return RecorderState(Own.KNOWN, seen, timed=True)
         plain += seen
-    return Look(Own.KNOWN, tuple(plain)) if plain else Look(Own.UNTOLD)
+    return RecorderState(Own.KNOWN, tuple(plain)) if plain else RecorderState(Own.UNTOLD)
 
 
 def _entries(recorder: FlightRecorder) -> tuple[Collective, ...]:
@@ -109,9 +109,11 @@ class Split:
     used: int = 0
 
 
-def split(marks: Sequence[int], looked: Look) -> Split:
+def split(marks: Sequence[int], state: RecorderState) -> Split:
     """Split the steps between these times (nanoseconds of the wall clock, in order)."""
-    return _by_time(marks, looked.seen) if looked.timed else _by_entry(marks, looked.seen)
+    return (
+        _by_time(marks, state.collectives) if state.timed else _by_entry(marks, state.collectives)
+    )
 
 
 def _by_entry(marks: Sequence[int], seen: Sequence[Collective]) -> Split:

@@ -38,24 +38,24 @@ from elasticrun.wire.progress import (
     read_place,
 )
 
-TELL_EVERY: Final = 0.1
+SEND_EVERY: Final = 0.1
 """Seconds between two datagrams; the steps in between share the next one."""
 
 BURST: Final = 20
 """Number of datagrams with rows that may be sent at once, before the rate is one per TELL_EVERY."""
 
-LOOK_EVERY: Final = 1
+READ_EVERY: Final = 1
 """Initial seconds between two reads of the recorder. Doubled when a read costs more than
 LOOK_SHARE.
 """
 
-LOOK_SHARE: Final = 0.005
+READ_SHARE: Final = 0.005
 """Share of one core that reads may cost."""
 
-LOOK_SELDOM: Final = 16
+MAX_READ_EVERY: Final = 16
 """Maximum seconds between two reads."""
 
-VAIN_LOOKS: Final = 10
+USELESS_READS: Final = 10
 """After this many consecutive reads without information about a step, the recorder counts as
 useless: the steps contain no collectives, or NCCL's are not timed.
 """
@@ -65,14 +65,14 @@ SLOWED: Final = 5
 which the whole machine stalls does not inflate it.
 """
 
-TAKE_LIMIT: Final = 0.1
+ACCEPT_LIMIT: Final = 0.1
 """Seconds to wait until the agent accepts a `quiet` message; its queue may be full."""
 
 MAX_MARKS: Final = 2048
 """Number of steps remembered until the next read; more steps displace the oldest."""
 
 
-TAKEN: Final = ("time", "round", "step")
+OWN_COLUMNS: Final = ("time", "round", "step")
 """Our own columns; a metric with such a name gets a "_" appended."""
 
 
@@ -91,12 +91,12 @@ class MetricRows:
         """Add a row; return the datagram to send now, b"" for none. TypeError or ValueError for a
         value that is not a number."""
         said = {name: _number(value) for name, value in metrics.items() if is_column(name)}
-        if taken := [name for name in TAKEN if name in said]:
+        if taken := [name for name in OWN_COLUMNS if name in said]:
             said |= {f"{name}_": said.pop(name) for name in taken}
         self._dropped += len(self._rows) == MAX_ROWS
         self._rows.append((step, time.time(), said))
         now = time.monotonic()
-        self._may_send = min(BURST, self._may_send + (now - self._since) / TELL_EVERY)
+        self._may_send = min(BURST, self._may_send + (now - self._since) / SEND_EVERY)
         self._since = now
         return self._datagram() if self._may_send >= 1.0 else b""
 
@@ -126,7 +126,7 @@ def _number(value: Any) -> str:
     return repr(float(value))
 
 
-class Teller:
+class ProgressReporter:
     """One rank's connection to its agent. Times are seconds, monotonic unless stated otherwise."""
 
     def __init__(self, place: str, slowness: float = 1.0) -> None:
@@ -143,23 +143,23 @@ class Teller:
         self._marks: deque[int] = deque(maxlen=MAX_MARKS)
         self._steps = 0
         self._seconds = 0.0
-        self._tell_at = 0.0
-        self._every = LOOK_EVERY
+        self._send_at = 0.0
+        self._every = READ_EVERY
         self._instant = 0
         self._split = recorder.Split()
         self._knows = Own.LATER
         self._in_vain = 0
         self._rows = MetricRows(self._local_rank) if os.environ.get("RANK") == "0" else None
 
-    def metrics(self, number: int, said: Mapping[str, object]) -> None:
+    def report_metrics(self, number: int, metrics: Mapping[str, object]) -> None:
         """Report metrics of step `number`; only rank 0's are kept."""
-        if self._rows is None or not (data := self._rows.add(number, said)):
+        if self._rows is None or not (data := self._rows.add(number, metrics)):
             return
         with contextlib.suppress(OSError):  # queue full: the next datagram has these rows too
             self._socket.sendto(data, self._address)
             self._rows.sent()
 
-    def step(self, number: int) -> None:
+    def report_step(self, number: int) -> None:
         """Step `number` is complete."""
         now, wall = time.monotonic(), time.time_ns()
         self._marks.append(wall)
@@ -171,44 +171,44 @@ class Teller:
         instant = wall // (self._every * 10**9)
         if instant != self._instant or self._slowness > 1.0:
             self._instant = instant
-            self._look(now - last)
-        if now >= self._tell_at:
-            self._tell_at = now + TELL_EVERY
-            self._tell(number)
+            self._read_recorder(now - last)
+        if now >= self._send_at:
+            self._send_at = now + SEND_EVERY
+            self._send_steps(number)
         if self._slept:
             time.sleep(self._slept)
 
-    def _look(self, seconds: float) -> None:
+    def _read_recorder(self, seconds: float) -> None:
         """Split the steps since the last read into own part and waiting."""
         began = time.thread_time()
-        looked = recorder.look()
-        found = recorder.split(self._marks, looked)
+        state = recorder.read_recorders()
+        found = recorder.split(self._marks, state)
         for _ in range(found.used):
             self._marks.popleft()
         if found.steps:
             self._split, self._knows, self._in_vain = found, Own.KNOWN, 0
-        elif looked.knows is not Own.KNOWN:
-            self._knows = looked.knows
+        elif state.knows is not Own.KNOWN:
+            self._knows = state.knows
         else:
             self._in_vain += 1
-            if self._in_vain >= VAIN_LOOKS:
+            if self._in_vain >= USELESS_READS:
                 self._knows = Own.UNTOLD
         if self._slowness > 1.0:
             own = found.own / found.steps if found.steps else seconds
             self._owns.append(max(0.0, own - self._slept))
             self._slept = min(self._owns) * (self._slowness - 1.0)
-        elif time.thread_time() - began > LOOK_SHARE * self._every:
-            self._every = min(LOOK_SELDOM, 2 * self._every)
+        elif time.thread_time() - began > READ_SHARE * self._every:
+            self._every = min(MAX_READ_EVERY, 2 * self._every)
 
-    def _tell(self, number: int) -> None:
+    def _send_steps(self, number: int) -> None:
         own = waited = math.nan
         if self._knows is Own.KNOWN:
             own = self._split.own / self._split.steps
             waited = self._split.waited / self._split.steps
         each = self._seconds / self._steps
-        said = RankSteps(self._local_rank, number, self._steps, each, own, waited, self._knows)
+        report = RankSteps(self._local_rank, number, self._steps, each, own, waited, self._knows)
         with contextlib.suppress(OSError):  # the queue is full, or the agent has exited
-            self._socket.sendto(encode(said), self._address)
+            self._socket.sendto(encode(report), self._address)
             self._steps, self._seconds = 0, 0.0
             if self._knows is Own.KNOWN:
                 self._knows = Own.LATER
@@ -217,8 +217,8 @@ class Teller:
         self._socket.close()
 
 
-_teller: Teller | None = None
-_begun = False
+_reporter: ProgressReporter | None = None
+_connect_tried = False
 _warned = False
 
 
@@ -229,39 +229,39 @@ def progress(step: int, **metrics: float) -> None:
 
     A no-op without an agent (or under torchrun). Never raises and, given numbers, never waits (a
     tensor on a GPU is waited for). A value that is not a number gives one warning."""
-    global _teller, _begun
+    global _reporter, _connect_tried
     if type(step) is not int and not hasattr(step, "__index__"):
-        _warn(step)
-    if _teller is None and _begun:
+        _warn_about_step(step)
+    if _reporter is None and _connect_tried:
         return
     with contextlib.suppress(Exception):
-        if _teller is None:
-            _begun = True  # not at import, which may happen in the process that forks ranks
-            _teller = _begin()
-        if _teller is not None:
+        if _reporter is None:
+            _connect_tried = True  # not at import, which may happen in the process that forks ranks
+            _reporter = _connect()
+        if _reporter is not None:
             if metrics:
-                _tell_metrics(_teller, step, metrics)
-            _teller.step(step)
+                _report_metrics(_reporter, step, metrics)
+            _reporter.report_step(step)
 
 
-def _tell_metrics(teller: Teller, step: int, metrics: Mapping[str, object]) -> None:
+def _report_metrics(reporter: ProgressReporter, step: int, metrics: Mapping[str, object]) -> None:
     try:
-        teller.metrics(int(step), metrics)
+        reporter.report_metrics(int(step), metrics)
     except (TypeError, ValueError, OverflowError) as wrong:
-        _complain(f"progress() is given {metrics!r:.100}: it takes numbers ({wrong})", 4)
+        _warn_once(f"progress() is given {metrics!r:.100}: it takes numbers ({wrong})", 4)
 
 
-def _warn(step: object) -> None:
+def _warn_about_step(step: object) -> None:
     """Warn even without an agent, so that a wrong script is noticed everywhere."""
     kind = type(step).__name__
-    _complain(
+    _warn_once(
         f"progress() is given {step!r:.100} (a {kind}): it takes the number of the step, and tells "
         "the job nothing until it gets one",
         4,
     )
 
 
-def _complain(sentence: str, level: int) -> None:
+def _warn_once(sentence: str, level: int) -> None:
     """Warn once per process."""
     global _warned
     if not _warned:
@@ -270,16 +270,16 @@ def _complain(sentence: str, level: int) -> None:
             warnings.warn(f"elasticrun: {sentence}", stacklevel=level)
 
 
-def _begin() -> Teller | None:
+def _connect() -> ProgressReporter | None:
     """The connection to the agent that started this process; None if there is none."""
     place = os.environ.get(env.PROGRESS)
     if not place:
         return None
     planted = os.environ.get(env.NODE_FAULT)
-    return Teller(place, env.slowness(env.own_faults(planted)) if planted else 1.0)
+    return ProgressReporter(place, env.slowness(env.own_faults(planted)) if planted else 1.0)
 
 
-_inside: list[tuple[str, float]] = []
+_quiet_blocks: list[tuple[str, float]] = []
 """The active `quiet` blocks and their ends (monotonic); the innermost is last."""
 
 
@@ -300,13 +300,13 @@ def quiet(what: str, *, minutes: float) -> Iterator[None]:
         yield
         return
     entry = (word, time.monotonic() + seconds)
-    _inside.append(entry)
-    _say_word()
+    _quiet_blocks.append(entry)
+    _send_quiet()
     try:
         yield
     finally:
-        _inside.remove(entry)
-        _say_word()
+        _quiet_blocks.remove(entry)
+        _send_quiet()
 
 
 def _seconds(minutes: float) -> float:
@@ -319,15 +319,15 @@ def _seconds(minutes: float) -> float:
     return 0.0
 
 
-def _say_word() -> None:
+def _send_quiet() -> None:
     now = time.monotonic()
-    held = [one for one in _inside if one[1] > now]
+    held = [one for one in _quiet_blocks if one[1] > now]
     word, until = (held[-1][0], max(one[1] for one in held)) if held else ("", now)
     # A socket per call: other threads may call this, and a forked process must not share one.
     with contextlib.suppress(OSError, ValueError):
         name, local_rank = read_place(os.environ.get(env.PROGRESS, ""))
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
-            line.settimeout(TAKE_LIMIT)
+            line.settimeout(ACCEPT_LIMIT)
             line.sendto(encode(RankWord(local_rank, word, until - now)), address(name))
 
 

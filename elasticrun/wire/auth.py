@@ -10,7 +10,7 @@ valid one, and never follows it.
     Proof      the agent's proof       ->
     Hello                              ->              the session is bound to the knock's node
 
-`Guest` is the agent's side, `Doorkeeper` the master's; neither does any I/O. Both decide by one
+`Guest` is the agent's side, `AuthServer` the master's; neither does any I/O. Both decide by one
 table:
 
     own token   proof     verdict
@@ -342,7 +342,7 @@ class _State(Enum):
     SHUT = "nothing"
 
 
-class Doorkeeper:
+class AuthServer:
     """The master's side of one stream: one message in, an answer or None out.
 
     | waits for | receives | checks                               | answers   | next              |

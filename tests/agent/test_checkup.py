@@ -154,7 +154,7 @@ async def test_the_master_is_asked_for_its_view(monkeypatch) -> None:
     assert dialled == "127.0.0.1"
     assert [answer.reached.ok for answer in answers] == [True, True]
     assert len({answer.port for answer in answers}) == 2
-    checks = [finding.check for finding in checkup.of_the_master(answers, dialled)]
+    checks = [finding.check for finding in checkup.reachability(answers, dialled)]
     assert checks == ["clock", "ports", "packet size"]
 
 
@@ -178,7 +178,7 @@ async def test_an_agent_of_several_asks_a_while_after_its_welcome(
 @pytest.mark.parametrize("level", [0, 1])
 async def test_its_finding_ends_nothing(level: int, at_once: Place, monkeypatch, caplog) -> None:
     """With --precheck neither, and the line promises nothing else."""
-    monkeypatch.setattr(checkup, "of_the_master", lambda *_: [failed("c", "bad", "leave")])
+    monkeypatch.setattr(checkup, "reachability", lambda *_: [failed("c", "bad", "leave")])
     launch = launched({"max_nodes": 2}, precheck=level)
     with caplog.at_level(logging.WARNING, "elasticrun"):
         async with serving(token=TOKEN) as served:

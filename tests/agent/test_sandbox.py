@@ -73,7 +73,7 @@ inbox = Inbox(lambda: None)
 pool = WorkerPool("disk", 1, inbox.post)
 for _ in range(2):
     pool.add(WorkItem(lambda stop: "done", str, print))
-while calls := inbox.take():
+while calls := inbox.drain():
     for call in calls:
         call()
 """

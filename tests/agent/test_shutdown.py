@@ -221,7 +221,7 @@ def test_ranks_that_failed_alike_are_one_line() -> None:
 async def test_an_end_that_has_saved_is_no_error(code: int, level: int, monkeypatch) -> None:
     """It has the colour of progress messages, not of an error."""
     said: list[tuple[str, int]] = []
-    monkeypatch.setattr(shutdown, "last_word", lambda text, at: said.append((text, at)))
+    monkeypatch.setattr(shutdown, "log_last_word", lambda text, at: said.append((text, at)))
     node = node_context(writer=SimpleNamespace(flush=lambda limit: True))
     outcome = Exit(code, "received SIGINT", (), 2, 7)
     await shutdown.tell(node, outcome, 1.0, ran=True)

@@ -74,7 +74,7 @@ def _checkpointers(*names: str) -> Callable[[Any, Any], bool]:
 
 
 def _put_off(theirs: str, ours: str) -> bool:
-    return theirs.startswith("<Handlers.SIG_DFL") and "PutOff" in ours
+    return theirs.startswith("<Handlers.SIG_DFL") and "DeferredSignals" in ours
 
 
 def _is_new(theirs: str, ours: str) -> bool:

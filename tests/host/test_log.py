@@ -16,9 +16,9 @@ from elasticrun.host import log as o
 writer = o.set_up()
 o.logger.info("detail")
 o.logger.log(o.NOTICE, "node %s joined", "b")
-o.name_speaker("elasticrun[a]")
+o.set_prefix("elasticrun[a]")
 o.logger.warning("careful")
-o.last_word("over")
+o.log_last_word("over")
 assert writer.flush(60)
 """
 COLOUR = {"TERM": "xterm"}

@@ -130,7 +130,7 @@ async def test_lines_of_several_hosts(capfd: pytest.CaptureFixture[str]) -> None
     screen.show("b", "out", b"10%\r20%\r\n")
     screen.show("a", "out", b"o\nthree")
     screen.show("a", "err", b"bad\n")
-    screen.end()
+    screen.print_unfinished()
     told = capfd.readouterr()
     assert told.out == "[a] one\n[b] 20%\n[a] two\n[a] three\n"
     assert told.err == "[a] bad\n"
@@ -170,7 +170,7 @@ async def test_a_line_of_a_host_that_does_not_end(columns: int, monkeypatch) -> 
         assert await reads(b"later") == b"[b] later", "a state of a bar is not shown"
         screen.show("a", "err", b"\r 99%\n")
         assert await reads(b"\n") == b"\n[a]  99%\n"
-    screen.end()
+    screen.print_unfinished()
     os.close(writer)
     os.close(reader)
 

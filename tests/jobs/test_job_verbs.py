@@ -115,10 +115,10 @@ def test_a_real_job_is_looked_at_and_operated(elastic_job: Any, tmp_path: Path) 
         out = fits("done", out)["done"]
         assert "the job ends: stopped by" in out
         last = events.stdout.read().decode().splitlines()[-1]
-        assert f" has ended (stopped): stopped by {line.who()}: enough" in last, last
+        assert f" has ended (stopped): stopped by {line.user_at_host()}: enough" in last, last
         assert events.wait(60) == 0
     assert job.result().exit_codes[0] == 1
-    assert f"stopped by {line.who()}: enough" in job.output(0)
+    assert f"stopped by {line.user_at_host()}: enough" in job.output(0)
     code, out, err = verb("top")
     assert (code, err.count("\n")) == (1, 1)
 

@@ -16,14 +16,14 @@ import pytest
 
 from elasticrun.host.runs.index import make_run
 from elasticrun.host.runs.layout import JobRecord, RunFolder
-from elasticrun.jobs.backend import NotDone
+from elasticrun.jobs.backend import RequestFailed
 from elasticrun.jobs.choosing import is_in_cluster
 from elasticrun.jobs.kube.api import KubeApi
 from elasticrun.jobs.kube.kubeconfig import settings
-from elasticrun.jobs.kube.pod_logs import LogWish, chosen
+from elasticrun.jobs.kube.pod_logs import PodLogQuery, chosen
 from elasticrun.jobs.kube.room import quantity
-from elasticrun.jobs.kube.seen import STOPPED, ClusterJob, SeenPod
-from elasticrun.jobs.line import who
+from elasticrun.jobs.kube.seen import STOPPED, ClusterJob, ObservedPod
+from elasticrun.jobs.line import user_at_host
 from elasticrun.testing.hosts import Lab
 from tests.further import further
 from tests.harness import await_true, ran
@@ -417,7 +417,7 @@ def test_a_suspended_job_has_saved_and_its_master_answers(in_pods: StandIn, tmp_
     assert "stepping" in user.types("top", "tr")
     assert "it has tr-0-" in user.hears("exclude", "tr-5", "tr")
     assert "node tr-1 is not excluded" in user.hears("include", "1", "tr")
-    assert f": for {who()}: a look" in user.types("restart", "tr", "--reason", "a look")
+    assert f": for {user_at_host()}: a look" in user.types("restart", "tr", "--reason", "a look")
     assert "a look" in json.loads(user.types("events", "tr", "-o", "json"))[3]["text"]
     await_true(lambda: len(starts(out, 0)) == 2, "another life")
 
@@ -520,11 +520,22 @@ def test_where_a_run_folder_is() -> None:
         assert (job.run_dir, job.volume_at(folder)) == (folder, there)
 
 
-def a_pod(name: str, index: str, phase: str = "Running", code: int | None = None) -> SeenPod:
-    return SeenPod(
-        uid=name, name=name, host=name, index=index, phase=phase, node="n0", container="m",
-        created=1.0, ended=float(len(name)), code=code, started=True, leaving=False, says="",
-    )  # fmt: skip
+def a_pod(name: str, index: str, phase: str = "Running", code: int | None = None) -> ObservedPod:
+    return ObservedPod(
+        uid=name,
+        name=name,
+        host=name,
+        index=index,
+        phase=phase,
+        node="n0",
+        container="m",
+        created=1.0,
+        ended=float(len(name)),
+        code=code,
+        started=True,
+        is_terminating=False,
+        message="",
+    )
 
 
 def test_whose_log_is_meant() -> None:
@@ -532,20 +543,20 @@ def test_whose_log_is_meant() -> None:
     old, new = a_pod("a-0-0", "0", "Failed", 1), a_pod("a-0-1", "0")
     one, master = a_pod("a-1-0", "1"), a_pod("a-master-0", "master")
     pods = [old, new, one, master]
-    assert chosen(pods, LogWish()) == [new]
-    assert chosen(pods, LogWish(everything=True)) == [old, new, one]
-    assert chosen(pods, LogWish(node="master")) == [master]
-    assert chosen(pods, LogWish(node="0")) == [old, new]
-    assert chosen(pods, LogWish(node="a-worker-0")) == [one]
+    assert chosen(pods, PodLogQuery()) == [new]
+    assert chosen(pods, PodLogQuery(everything=True)) == [old, new, one]
+    assert chosen(pods, PodLogQuery(node="master")) == [master]
+    assert chosen(pods, PodLogQuery(node="0")) == [old, new]
+    assert chosen(pods, PodLogQuery(node="a-worker-0")) == [one]
     failed = [a_pod("a-0-000", "0", "Failed", 1), a_pod("a-1-0", "1", "Failed", 1)]
-    assert chosen(failed, LogWish()) == failed[1:]
-    told = [replace(failed[0], blames="a-0-000"), failed[1]]
-    assert chosen(told, LogWish()) == told[:1]
-    assert chosen([], LogWish()) == []
-    by_rank = LogWish(rank=1)
-    assert by_rank.takes("[default1]:step 3")
-    assert not by_rank.takes("[default11]:step 3")
-    assert not by_rank.takes("step 1]")
+    assert chosen(failed, PodLogQuery()) == failed[1:]
+    told = [replace(failed[0], failed_rank_node="a-0-000"), failed[1]]
+    assert chosen(told, PodLogQuery()) == told[:1]
+    assert chosen([], PodLogQuery()) == []
+    by_rank = PodLogQuery(rank=1)
+    assert by_rank.matches("[default1]:step 3")
+    assert not by_rank.matches("[default11]:step 3")
+    assert not by_rank.matches("step 1]")
 
 
 def test_quantities() -> None:
@@ -572,9 +583,9 @@ def test_which_words_are_about_a_cluster(tmp_path: Path) -> None:
         assert is_in_cluster(words, environ) is meant, words
     for word in ("k8s", "kubernetes"):
         assert is_in_cluster([], {**environ, "ELASTICRUN_ON": word})
-    with pytest.raises(NotDone, match="--on=local: leave it out"):
+    with pytest.raises(RequestFailed, match="--on=local: leave it out"):
         is_in_cluster(["far", "--on", "local"], environ)
-    with pytest.raises(NotDone, match=r"ELASTICRUN_ON=k8: .* did you mean k8s"):
+    with pytest.raises(RequestFailed, match=r"ELASTICRUN_ON=k8: .* did you mean k8s"):
         is_in_cluster([], {**environ, "ELASTICRUN_ON": "k8"})
     assert not is_in_cluster(["near"], {**environ, "ELASTICRUN_ON": "k8s"})
 
@@ -607,7 +618,7 @@ def test_a_kubeconfig_that_is_none_is_one_sentence(
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
     if text is not None:
         (tmp_path / "config").write_text(text)
-    with pytest.raises(NotDone, match=re.escape(why)):
+    with pytest.raises(RequestFailed, match=re.escape(why)):
         KubeApi()
 
 

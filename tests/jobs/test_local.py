@@ -16,10 +16,10 @@ import pexpect
 import pytest
 
 from elasticrun.host.runs.index import make_run, runs_root
-from elasticrun.host.runs.layout import JobRecord, LocalAgent, RunFolder, RunResult, hold
+from elasticrun.host.runs.layout import JobRecord, LocalAgent, RunFolder, RunResult, lock_folder
 from elasticrun.host.system.processes import ProcessId
 from elasticrun.jobs import local
-from elasticrun.jobs.backend import NotDone, Submission, make_token, write_submission
+from elasticrun.jobs.backend import RequestFailed, Submission, make_token, write_submission
 from tests import needs
 from tests.harness import LIMIT, World, await_true, ran, until_file
 from tests.host.accelerators.standins import gpu, nvml
@@ -250,13 +250,13 @@ def test_there_is_no_second_life_beside_a_master(
     run = RunFolder(tmp_path)
     write_submission(run, Submission(name="tr", on="local", host=os.uname().nodename))
     run.write_job(JobRecord(name="tr"))
-    lock = hold(run.path)
+    lock = lock_folder(run.path)
     monkeypatch.setattr(local, "END_LIMIT", 0.0)
-    for does in (local.LocalJobs({}).resume, local.LocalJobs({}).end):
-        with pytest.raises(NotDone, match="a master of job tr still runs in"):
+    for does in (local.LocalJobs({}).resume, local.LocalJobs({}).terminate):
+        with pytest.raises(RequestFailed, match="a master of job tr still runs in"):
             does(run)
     os.close(lock)
-    local.LocalJobs({}).end(run)
+    local.LocalJobs({}).terminate(run)
 
 
 def test_a_secret_that_others_may_read_is_none(tmp_path: Path) -> None:

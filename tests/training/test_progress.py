@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from elasticrun.training import telling
-from elasticrun.training.telling import Teller
+from elasticrun.training.telling import ProgressReporter
 from elasticrun.wire.progress import Own, RankRows, RankWord, place
 from tests.further import further
 from tests.harness import LIMIT, World, clean_environment, program
@@ -102,17 +102,17 @@ def test_metrics_of_the_first_rank_are_rows(
     listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "0")
-    teller = Teller(place(listener.name, 0))
-    teller.metrics(3, {"loss": 0.25, "acc": True, "step": 7, "bad\n": 1, "big": 10**40})
+    teller = ProgressReporter(place(listener.name, 0))
+    teller.report_metrics(3, {"loss": 0.25, "acc": True, "step": 7, "bad\n": 1, "big": 10**40})
     said = listener.next()
     assert isinstance(said, RankRows)
     assert said.names == ("loss", "acc", "big", "step_")
     ((step, _, values),) = said.rows
     assert (step, values) == (3, ("0.25", "1.0", "1e+40", "7"))
     with pytest.raises(ValueError, match="could not convert"):
-        teller.metrics(3, {"loss": "low"})
+        teller.report_metrics(3, {"loss": "low"})
     for step in range(1000):  # more than goes: the newest are kept, and what was not is counted
-        teller.metrics(step, {"loss": float("nan")})
+        teller.report_metrics(step, {"loss": float("nan")})
     sent = [said for said in listener.waiting() if isinstance(said, RankRows)]
     assert len(sent) <= telling.BURST + 5
     assert [row[0] for said in sent for row in said.rows][:10] == list(range(10))
@@ -120,7 +120,7 @@ def test_metrics_of_the_first_rank_are_rows(
     assert teller._rows._rows[-1][:1] == (999,)
     assert teller._rows._dropped > 500
     monkeypatch.setenv("RANK", "1")
-    Teller(place(listener.name, 1)).metrics(3, {"loss": 0.25})
+    ProgressReporter(place(listener.name, 1)).report_metrics(3, {"loss": 0.25})
     assert listener.waiting() == []
     teller.close()
 
@@ -182,19 +182,19 @@ def listener() -> Iterator[Listener]:
 @pytest.fixture
 def eager(monkeypatch) -> None:
     """A datagram for every step."""
-    monkeypatch.setattr(telling, "TELL_EVERY", 0.0)
+    monkeypatch.setattr(telling, "SEND_EVERY", 0.0)
 
 
 @pytest.mark.usefixtures("eager")
 def test_a_full_queue_does_not_block_and_no_step_is_lost(listener: Listener) -> None:
-    teller = Teller(place(listener.name, 3))
+    teller = ProgressReporter(place(listener.name, 3))
     began = time.monotonic()
     for number in range(20_001):
-        teller.step(number)
+        teller.report_step(number)
     assert time.monotonic() - began < LIMIT
     first = listener.waiting()
     assert 1 <= len(first) < 20_000
-    teller.step(20_001)
+    teller.report_step(20_001)
     (last,) = listener.waiting()
     teller.close()
     assert sum(one.steps for one in (*first, last)) == 20_001
@@ -218,11 +218,11 @@ def test_planted_slowness_does_not_grow_by_standing_still(monkeypatch, listener:
         sleep=sleep,
     )
     monkeypatch.setattr(telling, "time", clock)
-    teller = Teller(place(listener.name, 0), slowness=3.0)
+    teller = ProgressReporter(place(listener.name, 0), slowness=3.0)
     for still in (0.0, 0.0, 0.0, 15.0, 0.0):
-        teller.step(0)
+        teller.report_step(0)
         now += 0.02 + still
-    teller.step(0)
+    teller.report_step(0)
     teller.close()
     assert slept == pytest.approx([0.04] * 5)
 
@@ -230,17 +230,17 @@ def test_planted_slowness_does_not_grow_by_standing_still(monkeypatch, listener:
 @pytest.mark.usefixtures("eager")
 def test_an_agent_that_has_gone_is_no_trouble() -> None:
     listener = Listener()
-    teller = Teller(place(listener.name, 0))
-    teller.step(0)
+    teller = ProgressReporter(place(listener.name, 0))
+    teller.report_step(0)
     listener.close()
     for number in range(1, 100):
-        teller.step(number)
+        teller.report_step(number)
     teller.close()
 
 
 @pytest.mark.usefixtures("eager")
 def test_a_step_that_is_no_number_is_dropped(monkeypatch, listener: Listener) -> None:
-    monkeypatch.setattr(telling, "_teller", Teller(place(listener.name, 0)))
+    monkeypatch.setattr(telling, "_reporter", ProgressReporter(place(listener.name, 0)))
     monkeypatch.setattr(telling, "_warned", False)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -256,9 +256,9 @@ def test_a_step_that_is_no_number_is_dropped(monkeypatch, listener: Listener) ->
 
 @pytest.mark.usefixtures("eager")
 def test_a_process_without_a_group_says_that_it_is_alone(listener: Listener) -> None:
-    teller = Teller(place(listener.name, 0))
-    teller.step(0)
-    teller.step(1)
+    teller = ProgressReporter(place(listener.name, 0))
+    teller.report_step(0)
+    teller.report_step(1)
     (said,) = listener.waiting()
     teller.close()
     assert said.knows is Own.ALONE
@@ -267,9 +267,9 @@ def test_a_process_without_a_group_says_that_it_is_alone(listener: Listener) -> 
 
 
 def test_many_quick_steps_are_one_datagram(listener: Listener) -> None:
-    teller = Teller(place(listener.name, 0))
+    teller = ProgressReporter(place(listener.name, 0))
     for number in range(1000):
-        teller.step(number)
+        teller.report_step(number)
     said = listener.waiting()
     teller.close()
     assert 1 <= len(said) < 100

@@ -12,7 +12,7 @@ from elasticrun.training.recorder import (
     ACCELERATORS,
     SMALL_RING,
     Collective,
-    Look,
+    RecorderState,
     _entries,
     prepare,
     split,
@@ -23,16 +23,16 @@ MS = 10**6
 S = 10**9
 
 
-def entered(*moments: int, first: int = 0) -> Look:
+def entered(*moments: int, first: int = 0) -> RecorderState:
     """Collectives as gloo's recorder has them: only when they were entered."""
     seen = [Collective(first + number, at, None) for number, at in enumerate(moments)]
-    return Look(Own.KNOWN, tuple(seen), timed=False)
+    return RecorderState(Own.KNOWN, tuple(seen), timed=False)
 
 
-def timed(*entries: tuple[int, float | None], first: int = 0) -> Look:
+def timed(*entries: tuple[int, float | None], first: int = 0) -> RecorderState:
     """Collectives as NCCL's recorder has them: (when they were called, seconds they took)."""
     seen = [Collective(first + number, at, took) for number, (at, took) in enumerate(entries)]
-    return Look(Own.KNOWN, tuple(seen), timed=True)
+    return RecorderState(Own.KNOWN, tuple(seen), timed=True)
 
 
 def test_a_step_is_its_own_until_its_last_collective_is_entered() -> None:

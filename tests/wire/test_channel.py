@@ -76,7 +76,7 @@ async def beats(endpoint: Endpoint, options: Mapping[str, int] = c.CLIENT_OPTION
 
 async def show(context: Any, page: m.JobStatus) -> None:
     """What a master of a job without a token does for a reader."""
-    keeper = auth.Doorkeeper("", "1", "j", 1, m.Role.READER)
+    keeper = auth.AuthServer("", "1", "j", 1, m.Role.READER)
     while not keeper.is_in:
         answer = keeper.hear(protobuf.report_from_wire(await context.read()))
         if answer is not None:

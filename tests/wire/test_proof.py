@@ -24,11 +24,11 @@ def guest(token: str = TOKEN, role: m.Role = m.Role.AGENT, **changes: str) -> au
     return auth.Guest(token, "1", role, **(said if role is m.Role.AGENT else {}))
 
 
-def keeper(token: str = TOKEN, role: m.Role = m.Role.AGENT, term: int = 7) -> auth.Doorkeeper:
-    return auth.Doorkeeper(token, "1", JOB, term, role)
+def keeper(token: str = TOKEN, role: m.Role = m.Role.AGENT, term: int = 7) -> auth.AuthServer:
+    return auth.AuthServer(token, "1", JOB, term, role)
 
 
-def knock(at: auth.Doorkeeper, who: auth.Guest) -> m.Challenge:
+def knock(at: auth.AuthServer, who: auth.Guest) -> m.Challenge:
     """The challenge to a knock."""
     challenge = at.hear(who.knock)
     assert challenge is not None
@@ -234,7 +234,7 @@ def test_no_conversation_gets_in_without_the_token(said: list[m.Report], token: 
         assert not door.is_in
 
 
-def _told(door: auth.Doorkeeper, report: m.Report) -> str:
+def _told(door: auth.AuthServer, report: m.Report) -> str:
     """The refusal of this message, "" if it was taken."""
     try:
         door.hear(report)

@@ -21,9 +21,9 @@ from elasticrun.host.user_folder import (
     Published,
     Unusable,
     began_before,
-    hold,
+    lock_folder,
     make,
-    prepare,
+    prepare_folder,
     publish,
     published,
     sweep,
@@ -130,7 +130,7 @@ def test_a_launch_has_a_private_folder_until_it_is_removed(environ: dict[str, st
 
 def test_a_sweep_removes_what_nobody_holds(environ: dict[str, str]) -> None:
     held, left, shared = make(environ), make(environ), make(environ)
-    other = hold(shared.path)
+    other = lock_folder(shared.path)
     left.release()
     shared.release()
     assert sweep(environ) == 1
@@ -209,19 +209,19 @@ def test_a_user_without_a_home_has_a_record_too(
 def test_a_named_folder_is_made_or_refused_in_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare(tmp_path / "a" / "b")
+    prepare_folder(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
     (tmp_path / "file").write_text("")
     with pytest.raises(Unusable, match="cannot be used: "):
-        prepare(tmp_path / "file")
+        prepare_folder(tmp_path / "file")
     with pytest.raises(Unusable, match="cannot be used: "):
-        prepare(tmp_path / "file" / "below")
+        prepare_folder(tmp_path / "file" / "below")
     with pytest.raises(Unusable, match="/proc cannot be written to: "):  # not even by root
-        prepare(Path("/proc"))
+        prepare_folder(Path("/proc"))
     assert list((tmp_path / "a" / "b").iterdir()) == [], "what was tried is gone"
     _remote(monkeypatch, "a")
     with pytest.raises(Unusable, match=r"network file system .* name a folder on a disk of this"):
-        prepare(tmp_path / "a" / "b")
+        prepare_folder(tmp_path / "a" / "b")
 
 
 def test_file_systems_are_told_apart(tmp_path: Path) -> None:
@@ -233,11 +233,11 @@ def test_file_systems_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_one_holder_alone(tmp_path: Path) -> None:
-    alone = hold(tmp_path, alone=True)
+    alone = lock_folder(tmp_path, alone=True)
     with pytest.raises(BlockingIOError):
-        hold(tmp_path, alone=True)
+        lock_folder(tmp_path, alone=True)
     with pytest.raises(BlockingIOError):
-        hold(tmp_path)
+        lock_folder(tmp_path)
     os.close(alone)
-    os.close(hold(tmp_path))
+    os.close(lock_folder(tmp_path))
     shutil.rmtree(tmp_path)

@@ -34,7 +34,7 @@ from elasticrun.config import (
 from elasticrun.host import user_folder
 from elasticrun.host.log import logger
 from elasticrun.host.system import sandbox
-from elasticrun.host.system.processes import cpu_ticks, how_silent, is_stopped
+from elasticrun.host.system.processes import cpu_ticks, is_stopped, why_unresponsive
 from elasticrun.host.system.sandbox import NoThread, start_thread
 from elasticrun.host.user_folder import LaunchFolder
 from elasticrun.wire import debugger
@@ -495,7 +495,7 @@ class MasterHost:
             self._patience.wait(ANSWER_LIMIT, self._not_ready, master)
 
     def _give_up(self, master: MasterProcess, limit: float) -> None:
-        how = how_silent(master.process.pid)
+        how = why_unresponsive(master.process.pid)
         logger.warning("the job master has not responded for %g s: %s; killing it", limit, how)
         self._fate = self._fate or f"gave no answer for {limit:g} s ({how}), and was killed"
         self.kill()

@@ -21,7 +21,7 @@ from elasticrun.agent.snapshots.segments import Held
 from elasticrun.agent.workers.spawner import Child, Spawners
 from elasticrun.config import Identity
 from elasticrun.host.log import logger
-from elasticrun.host.system.processes import how_silent
+from elasticrun.host.system.processes import why_unresponsive
 from elasticrun.snapshots.shm.segment import VERSION, Snapshot
 from elasticrun.wire import env, snapshots as s
 from elasticrun.wire.spawning import Exited, FromSpawner, Spawned, SpawnFailed, SpawnSaver
@@ -361,7 +361,7 @@ class Savers:
             self._patience.wait(ANSWER_LIMIT, self._silent)
 
     def _silent(self) -> None:
-        how = how_silent(self._pid)
+        how = why_unresponsive(self._pid)
         self._given_up = f"the saver has not answered for {ANSWER_LIMIT:g} s: {how}, and was killed"
         self._kill()
 

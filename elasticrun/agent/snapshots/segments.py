@@ -34,14 +34,14 @@ from elasticrun.host.log import logger
 from elasticrun.host.system.sandbox import NoThread
 from elasticrun.snapshots.shm import memory
 from elasticrun.snapshots.shm.layout import MAX_LAYOUT_BYTES, MAX_SIZE, PAGE
-from elasticrun.snapshots.shm.memory import NoRoom, in_words
+from elasticrun.snapshots.shm.memory import NoRoom, size_text
 from elasticrun.snapshots.shm.segment import (
     MAX_SLOTS,
     MIN_SLOTS,
     Segment,
     SegmentError,
     Snapshot,
-    begin,
+    initialize,
     segment_bytes,
 )
 from elasticrun.wire import env
@@ -221,7 +221,7 @@ class Segments:
         serials = [int(held.path.rpartition("-")[2]) for held in self.held]
         self._serials = count(max(serials, default=0) + 1)
         if self.held:
-            sizes = in_words(sum(held.sizes.nbytes for held in self.held))
+            sizes = size_text(sum(held.sizes.nbytes for held in self.held))
             logger.info("found snapshots of the previous agent: %s", sizes)
         return lives
 
@@ -287,7 +287,7 @@ class Segments:
             if held.replica == rank and held.sizes == sizes and not held.damage():
                 held.content = content
                 return held
-        slots = f"{sizes.slots} x {in_words(sizes.slot_bytes)}"
+        slots = f"{sizes.slots} x {size_text(sizes.slot_bytes)}"
         words = f"replicas take {slots} of shared memory for each rank of another node"
         self._told.tell(words, logging.INFO)
         return await self._make(-1, sizes, content, sizes.nbytes, rank)
@@ -372,9 +372,9 @@ class Segments:
 
         def work() -> tuple[int, mmap.mmap]:
             if path:
-                fd = memory.take_file(path, sizes.nbytes, filled, small.append)
+                fd = memory.allocate_file(path, sizes.nbytes, filled, small.append)
             else:
-                fd = memory.take_anonymous("elasticrun", sizes.nbytes, filled, small.append)
+                fd = memory.allocate_anonymous("elasticrun", sizes.nbytes, filled, small.append)
             return fd, memory.mapped(fd, sizes.nbytes, path)
 
         def late(taken: tuple[int, mmap.mmap]) -> None:
@@ -390,7 +390,9 @@ class Segments:
             words = f"snapshots are in pages of 4 KiB, which ranks map slowly ({why})"
             self._told.tell(words, logging.INFO)
         view, slots = memoryview(mapped), sizes.slots
-        begin(view, layout_length=sizes.layout_length, slot_bytes=sizes.slot_bytes, slots=slots)
+        initialize(
+            view, layout_length=sizes.layout_length, slot_bytes=sizes.slot_bytes, slots=slots
+        )
         segment = Segment(view)
         held = Held(
             *(next(self._keys), local_rank, sizes, content, path, fd, mapped, segment),
@@ -422,8 +424,8 @@ class Segments:
             else:
                 made_room = True
         if need > free:
-            raise NoRoom(f"{in_words(need)} are needed, and {bound} has {in_words(free)} left")
-        where = f"{self._base} has room for {in_words(room or 0)}"
+            raise NoRoom(f"{size_text(need)} are needed, and {bound} has {size_text(free)} left")
+        where = f"{self._base} has room for {size_text(room or 0)}"
         why = self._no_folder if room is None else where
         self._told.tell(
             f"{why}: snapshots are kept in memory without a name, and do not outlive this agent "
@@ -510,7 +512,7 @@ class Segments:
     # ------------------------------------------------------------ helpers
 
     def _announce(self, sizes: Sizes) -> None:
-        slots = f"{sizes.slots} x {in_words(sizes.slot_bytes)}"
+        slots = f"{sizes.slots} x {size_text(sizes.slot_bytes)}"
         ranks = "the local rank" if self._nproc == 1 else f"each of {self._nproc} local ranks"
         self._told.tell(f"snapshots take {slots} of shared memory for {ranks}", logging.INFO)
 

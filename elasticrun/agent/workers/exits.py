@@ -54,8 +54,8 @@ class Killers:
         sent."""
         from elasticrun.host.doctor import kernel  # late: needed only after a SIGKILL
 
-        def read() -> kernel.Word:
-            return kernel.of_a_kill(failure.pid, self._root)
+        def read() -> kernel.KillReport:
+            return kernel.explain_kill(failure.pid, self._root)
 
         try:
             word = await in_thread(read, limit=LOOK_LIMIT, name="kernel-log")

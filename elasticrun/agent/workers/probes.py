@@ -165,7 +165,7 @@ class Probing:
         if self._accelerator is None:
             word = self._launch.accelerator
             self._accelerator = await in_thread(
-                lambda: accelerators.of(word, os.environ), name="accelerator"
+                lambda: accelerators.accelerator_for(word, os.environ), name="accelerator"
             )
         return self._accelerator
 

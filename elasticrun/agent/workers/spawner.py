@@ -20,7 +20,7 @@ from elasticrun.agent.context import NodeContext
 from elasticrun.agent.runtime import Once, Patience, Tasks, Timer, keep_sending
 from elasticrun.agent.warm import WarmChild
 from elasticrun.host.log import logger
-from elasticrun.host.system.processes import how_silent
+from elasticrun.host.system.processes import why_unresponsive
 from elasticrun.wire import spawning
 from elasticrun.wire.frames import Connection, FrameError, HungUp
 
@@ -127,7 +127,7 @@ class Spawner:
         self._silence.wait(ANSWER_LIMIT, self._silent)
 
     def _silent(self) -> None:
-        how = how_silent(self.process.pid or 0)
+        how = why_unresponsive(self.process.pid or 0)
         self.end(f"{how}: no answer for {ANSWER_LIMIT:g} s, so it is killed and replaced")
 
     def quit(self) -> None:

@@ -186,8 +186,10 @@ async def _asked(master: MasterQuery) -> list[Finding]:
         return [failed("ports", f"no port can be opened here: {wrong.strerror}", todo)]
     return [
         ok(MASTER, f"the master of job {page.job_id!r} answers at {where}"),
-        *checkup.of_the_master(answers, dialled),
-        *await in_thread(lambda: names.twice(page, (socket.gethostname(), socket.getfqdn()))),
+        *checkup.reachability(answers, dialled),
+        *await in_thread(
+            lambda: names.duplicate_name(page, (socket.gethostname(), socket.getfqdn()))
+        ),
     ]
 
 

@@ -116,7 +116,7 @@ def state_dir(text: str) -> str:
         return ""
     folder = Path(text).absolute()
     try:
-        user_folder.prepare(folder)
+        user_folder.prepare_folder(folder)
     except user_folder.Unusable as wrong:
         raise UsageError(f"--state-dir: {wrong}", EXIT_USAGE) from None
     return str(folder)

@@ -27,7 +27,7 @@ from elasticrun.forkserver.functions.helpers import Helpers
 from elasticrun.forkserver.functions.rank_process import FunctionRank, RankPlan, Sparing, run_rank
 from elasticrun.forkserver.helpers.helper import ProbeHelper, SaverHelper
 from elasticrun.host.system import processes
-from elasticrun.host.system.sweep import MOST_TOLD, Sweep, SweepStage, end_at_once, kill_group
+from elasticrun.host.system.sweep import MOST_TOLD, Sweep, SweepStage, kill_group, kill_leftovers
 from elasticrun.wire import debugger, env, spawning
 from elasticrun.wire.frames import Connection, FrameError, NotRead
 
@@ -124,7 +124,7 @@ class FunctionSpawner:
             self._kill_all()
         if self._sweep is not None and now >= self._sweep[1].deadline:
             before = list(self._sweep[1].watch)
-            stuck = self._sweep[1].overdue()
+            stuck = self._sweep[1].deadline_passed()
             self._tell_lingering(*self._sweep)
             if stuck:
                 for pidfd in before:
@@ -354,7 +354,7 @@ class FunctionSpawner:
     def _one_gone(self, pidfd: int) -> None:
         assert self._sweep is not None
         self._selector.unregister(pidfd)
-        self._sweep[1].gone(pidfd)
+        self._sweep[1].process_exited(pidfd)
         self._watch_sweep(self._sweep[1])
 
     def _swept(self, stuck: tuple[int, ...]) -> None:
@@ -379,5 +379,5 @@ class FunctionSpawner:
         if self._sweep is not None:
             self._sweep[1].close()
         if self._pids:
-            end_at_once(self._pids.values(), self._mark, STUCK_AFTER)
+            kill_leftovers(self._pids.values(), self._mark, STUCK_AFTER)
         self._selector.close()

@@ -121,7 +121,7 @@ def run_rank(
     if close_inherited is not None:
         close_inherited()
     if plan.monitor:
-        recorder.keep(getattr(sys.modules.get("torch"), "__version__", ""))
+        recorder.enable(getattr(sys.modules.get("torch"), "__version__", ""))
         monitor.start(plan.monitor)
 
     def call() -> bytes:

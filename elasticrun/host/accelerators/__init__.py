@@ -30,7 +30,7 @@ UNSUPPORTED: Final = ("mthreads.com/gpu", "metax-tech.com/gpu")
 """Names in dlrover-run that have no class here."""
 
 
-def of(word: str, environ: Mapping[str, str]) -> Accelerator:
+def accelerator_for(word: str, environ: Mapping[str, str]) -> Accelerator:
     """The accelerator named by `word` (one of NAMES or ALIASES), or the one of this node for "".
 
     Automatic choice: NVIDIA if torch is built for CUDA and a GPU is visible (or only CUDA could

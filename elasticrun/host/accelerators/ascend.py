@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from elasticrun.host.accelerators.asking import NoAnswer, text_of
+from elasticrun.host.accelerators.asking import NoAnswer, output_of
 from elasticrun.host.accelerators.base import Accelerator, enough, in_use, installed
 from elasticrun.wire.types import Finding, Level
 
@@ -79,9 +79,9 @@ class Ascend(Accelerator):
         try:
             if tool is None:
                 raise NoAnswer("it is not on the PATH")
-            chips = parse(text_of([tool, "info"], environ, NPU_SMI_LIMIT))
+            chips = parse(output_of([tool, "info"], environ, NPU_SMI_LIMIT))
         except NoAnswer as why:
-            return number, _unasked(tool, str(why))
+            return number, _not_queried(tool, str(why))
         seen = [chips[index] for index in visible(listed, len(chips))]
         health = [finding for chip in seen if (finding := _health(chip)) is not None]
         memory = [finding for chip in seen if (finding := _memory(chip)) is not None]
@@ -135,7 +135,7 @@ def parse(table: str) -> list[_Chip]:
     return [replace(c, processes=tuple(held.get((c.npu, c.chip), ()))) for c in chips]
 
 
-def _unasked(tool: str | None, why: str) -> Finding:
+def _not_queried(tool: str | None, why: str) -> Finding:
     state, todo = Level.WARNING, "put npu-smi (of the driver) on the PATH"
     if tool is not None:
         state = Level.FAILED

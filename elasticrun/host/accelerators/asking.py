@@ -26,7 +26,7 @@ class NoAnswer(Exception):
     """The child gave no useful answer; the text is a clause that says why."""
 
 
-def text_of(command: Sequence[str], environ: Mapping[str, str], limit: float) -> str:
+def output_of(command: Sequence[str], environ: Mapping[str, str], limit: float) -> str:
     """What the command prints, within `limit` seconds. Raises NoAnswer."""
     out, err = _run(command, environ, limit)
     if not out.strip():
@@ -66,10 +66,10 @@ def _run(command: Sequence[str], environ: Mapping[str, str], limit: float) -> tu
     try:
         out, err = _read(child, time.monotonic() + limit)
     except (subprocess.TimeoutExpired, TimeoutError):
-        _abandon(child)
+        _kill(child)
         raise NoAnswer(f"no answer within {limit:g} s") from None
     except BaseException:
-        _abandon(child)
+        _kill(child)
         raise
     return (out.decode(errors="replace"), err.decode(errors="replace"))
 
@@ -102,7 +102,7 @@ def _read(child: Popen[bytes], end: float) -> tuple[bytearray, bytearray]:
     return out, err
 
 
-def _abandon(child: Popen[bytes]) -> None:
+def _kill(child: Popen[bytes]) -> None:
     """Kill the child and its process group; wait only for KILL_GRACE."""
     import contextlib
     import os

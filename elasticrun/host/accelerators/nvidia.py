@@ -42,7 +42,7 @@ class Nvidia(Accelerator):
         if listed is not None and not listed.strip():
             return 0
         try:
-            answer = _ask("count", environ)
+            answer = _query("count", environ)
         except NoAnswer:
             return None if has_driver() else 0
         uuids = answer.get("uuids")
@@ -56,7 +56,7 @@ class Nvidia(Accelerator):
         if not has_driver():
             return ()
         try:
-            answer: Any = _ask("loads", environ, limit)
+            answer: Any = _query("loads", environ, limit)
             ours = visible(environ.get(self.visible_variable), answer["uuids"])
             found = [Load(int(percent), used // MIB) for percent, used in answer["loads"]]
         except (NoAnswer, KeyError, TypeError, ValueError):
@@ -66,10 +66,10 @@ class Nvidia(Accelerator):
     def examine(self, wanted: int, environ: Mapping[str, str]) -> tuple[Finding, ...]:
         """Number, memory, ECC, pages, clocks and NVLinks of the visible GPUs; names bad ones."""
         try:
-            answer = _ask("examine", environ)
+            answer = _query("examine", environ)
             driver, gpus = str(answer.get("driver")), _gpus(answer)
         except NoAnswer as why:
-            return (_unasked(str(why)),)
+            return (_not_queried(str(why)),)
         listed = environ.get(self.visible_variable)
         ours = visible(listed, [gpu.uuid for gpu in gpus])
         seen = gpus if ours is None else [gpus[index] for index in ours]
@@ -143,7 +143,7 @@ class _Gpu:
         return f"GPU {self.index}"
 
 
-def _ask(what: str, environ: Mapping[str, str], limit: float = 0.0) -> dict[str, object]:
+def _query(what: str, environ: Mapping[str, str], limit: float = 0.0) -> dict[str, object]:
     """`limit`: seconds; 0.0: NVML_LIMIT."""
     limit = limit or NVML_LIMIT
     command = [sys.executable, "-P", _CHILD, what, str(limit + ORPHAN_LIMIT)]
@@ -174,7 +174,7 @@ def _number(seen: Sequence[_Gpu], wanted: int, driver: str, *, counted: bool) ->
     return enough("GPU count", "GPU", usable, wanted, more, Nvidia.visible_variable)
 
 
-def _unasked(why: str) -> Finding:
+def _not_queried(why: str) -> Finding:
     if has_driver():
         seen = f"NVML could not be asked: {why}"
         todo = (

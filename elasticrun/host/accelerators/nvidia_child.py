@@ -30,10 +30,10 @@ GONE = (
 """Errors that mean that the GPU itself is in trouble, not that it lacks a feature."""
 
 
-def known(ask: Callable[[], Any]) -> Any:
+def answer_or_none(query: Callable[[], Any]) -> Any:
     """The answer, or None if this GPU, driver or NVML has none; raises for a GPU in trouble."""
     try:
-        return ask()
+        return query()
     except (AttributeError, pynvml.NVMLLibraryMismatchError):
         return None  # another version of pynvml or the driver, without this function
     except pynvml.NVMLError as error:
@@ -58,13 +58,13 @@ def count() -> dict[str, Any]:
 
 
 def in_mig(handle: Any) -> bool:
-    mode = known(lambda: pynvml.nvmlDeviceGetMigMode(handle))
+    mode = answer_or_none(lambda: pynvml.nvmlDeviceGetMigMode(handle))
     return mode is not None and mode[0] == 1
 
 
 def examine() -> dict[str, Any]:
     """The result of `count`, and the health of every GPU."""
-    driver = known(lambda: word(pynvml.nvmlSystemGetDriverVersion()))
+    driver = answer_or_none(lambda: word(pynvml.nvmlSystemGetDriverVersion()))
     gpus = [gpu(index) for index in range(min(pynvml.nvmlDeviceGetCount(), MAX_GPUS))]
     return {"driver": driver or "", "gpus": gpus}
 
@@ -89,16 +89,16 @@ def loads() -> dict[str, Any]:
     seen = []
     for index in range(min(pynvml.nvmlDeviceGetCount(), MAX_GPUS)):
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        used = known(lambda handle=handle: pynvml.nvmlDeviceGetUtilizationRates(handle))  # type: ignore[misc]
-        amount = known(lambda handle=handle: pynvml.nvmlDeviceGetMemoryInfo(handle))  # type: ignore[misc]
+        used = answer_or_none(lambda handle=handle: pynvml.nvmlDeviceGetUtilizationRates(handle))  # type: ignore[misc]
+        amount = answer_or_none(lambda handle=handle: pynvml.nvmlDeviceGetMemoryInfo(handle))  # type: ignore[misc]
         seen.append([-1 if used is None else used.gpu, 0 if amount is None else amount.used])
     return {**count(), "loads": seen}
 
 
 def memory(handle: Any) -> dict[str, Any]:
     """Bytes in use and in total, and the compute processes: [pid, bytes or null]."""
-    amount = known(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle))
-    listed = known(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
+    amount = answer_or_none(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle))
+    listed = answer_or_none(lambda: pynvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
     return {
         "used": amount.used if amount is not None else 0,
         "total": amount.total if amount is not None else 0,
@@ -108,14 +108,14 @@ def memory(handle: Any) -> dict[str, Any]:
 
 def errors(handle: Any) -> dict[str, Any]:
     """Uncorrected ECC errors since the driver was loaded, and memory that must be replaced."""
-    rows = known(lambda: pynvml.nvmlDeviceGetRemappedRows(handle))
+    rows = answer_or_none(lambda: pynvml.nvmlDeviceGetRemappedRows(handle))
     return {
-        "uncorrected": known(
+        "uncorrected": answer_or_none(
             lambda: pynvml.nvmlDeviceGetTotalEccErrors(
                 handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
             )
         ),
-        "retiring": known(lambda: pynvml.nvmlDeviceGetRetiredPagesPendingStatus(handle)),
+        "retiring": answer_or_none(lambda: pynvml.nvmlDeviceGetRetiredPagesPendingStatus(handle)),
         "remapping": None if rows is None else rows[2],
         "remap_failed": None if rows is None else rows[3],
     }
@@ -123,9 +123,9 @@ def errors(handle: Any) -> dict[str, Any]:
 
 def clocks(handle: Any) -> dict[str, Any]:
     """Why the clocks are reduced (a set of bits), and the temperature (°C)."""
-    reasons = known(lambda: pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+    reasons = answer_or_none(lambda: pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
     if reasons is None:  # drivers before 535 use the older name
-        reasons = known(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+        reasons = answer_or_none(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
     slow = {
         "hardware slowdown": pynvml.nvmlClocksThrottleReasonHwSlowdown,
         "software thermal slowdown": pynvml.nvmlClocksThrottleReasonSwThermalSlowdown,
@@ -134,7 +134,7 @@ def clocks(handle: Any) -> dict[str, Any]:
     }
     return {
         "slowed": [name for name, bit in slow.items() if (reasons or 0) & bit],
-        "temperature": known(
+        "temperature": answer_or_none(
             lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
         ),
     }
@@ -144,7 +144,7 @@ def links(handle: Any) -> list[int]:
     """The state of each NVLink of this GPU: 1 up, 0 down."""
     states = []
     for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
-        state = known(lambda link=link: pynvml.nvmlDeviceGetNvLinkState(handle, link))  # type: ignore[misc]
+        state = answer_or_none(lambda link=link: pynvml.nvmlDeviceGetNvLinkState(handle, link))  # type: ignore[misc]
         if state is not None:
             states.append(int(state))
     return states

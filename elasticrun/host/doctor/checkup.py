@@ -27,7 +27,7 @@ class Checks:
     """One family of checks. `late`: its level if it does not finish in time."""
 
     name: str
-    look: Callable[[], Iterable[Finding]]
+    run: Callable[[], Iterable[Finding]]
     limit: float = LIMIT
     late: Level = Level.WARNING
 
@@ -82,11 +82,11 @@ def _accelerator(subject: Subject) -> Iterable[Finding]:
     # Imported late, in this check's own thread, so that nothing else waits for it.
     from elasticrun.host import accelerators
 
-    kind = accelerators.of(subject.accelerator, subject.environ)
+    kind = accelerators.accelerator_for(subject.accelerator, subject.environ)
     return kind.examine(subject.nproc, subject.environ)
 
 
-def of_the_master(answers: Sequence[Answer], dialled: str) -> list[Finding]:
+def reachability(answers: Sequence[Answer], dialled: str) -> list[Finding]:
     """Findings from the master's answers to a ReachMe; `dialled`: its numeric address."""
     if not answers:
         return []
@@ -104,7 +104,9 @@ def run(wanted: Sequence[Checks]) -> list[Finding]:
     began = time.monotonic()
     for place, check in enumerate(wanted):
         name = f"elasticrun-check-{place}"
-        threading.Thread(target=_look, args=(place, check, done), name=name, daemon=True).start()
+        threading.Thread(
+            target=_run_check, args=(place, check, done), name=name, daemon=True
+        ).start()
     found: dict[int, list[Finding]] = {}
     missing = dict(enumerate(wanted))
     while missing:
@@ -113,23 +115,25 @@ def run(wanted: Sequence[Checks]) -> list[Finding]:
             place, findings = done.get(timeout=max(0.0, end - time.monotonic()))
         except queue.Empty:
             over = [p for p, check in missing.items() if began + check.limit <= end]
-            found |= {p: [_late(missing.pop(p))] for p in over}
+            found |= {p: [_timed_out(missing.pop(p))] for p in over}
             continue
         if missing.pop(place, None) is not None:
             found[place] = findings
     return [finding for place in sorted(found) for finding in found[place]]
 
 
-def _look(place: int, check: Checks, done: queue.SimpleQueue[tuple[int, list[Finding]]]) -> None:
+def _run_check(
+    place: int, check: Checks, done: queue.SimpleQueue[tuple[int, list[Finding]]]
+) -> None:
     try:
-        findings = list(check.look())
+        findings = list(check.run())
     except Exception as wrong:  # a machine on which one of our checks fails can still train
         seen = f"the check itself failed: {type(wrong).__name__}: {wrong}"
         findings = [warning(check.name, seen, "report it to elasticrun's makers")]
     done.put((place, findings))
 
 
-def _late(check: Checks) -> Finding:
+def _timed_out(check: Checks) -> Finding:
     seen = f"no answer within {check.limit:g} s"
     todo = "look for what hangs: a file system that is gone, a name server, a driver"
     return Finding(check.name, check.late, seen, todo)

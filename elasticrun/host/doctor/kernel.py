@@ -45,7 +45,7 @@ class KernelLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class KillReport:
     """What the log says about a killed process. `clear`: nothing is left to investigate."""
 
     text: str
@@ -62,27 +62,27 @@ def examine(
     except OSError as wrong:
         return [ok(CHECK, f"it cannot be read here: {_why(wrong)}")]
     recent = [record for record in records if record.age <= SINCE]
-    killed = [ok(CHECK, one.seen) if starts else one for one in _killed(recent)]
+    killed = [ok(CHECK, one.seen) if starts else one for one in _oom_kills(recent)]
     found = [*killed, *_xids(recent), *_machine_checks(recent)]
     return found or [ok(CHECK, "no process killed for memory and no Xid in the last 24 hours")]
 
 
-def of_a_kill(pid: int, root: Path = Path("/"), now: float | None = None) -> Word:
+def explain_kill(pid: int, root: Path = Path("/"), now: float | None = None) -> KillReport:
     """What the log says about a process that was killed just now, not by us."""
     try:
         records = list(read(root / "dev/kmsg", now))
     except OSError as wrong:
         cannot = f"the kernel's log cannot be read here ({_why(wrong)})"
-        return Word(
+        return KillReport(
             f"who killed it is not known: no count says that memory was short, and {cannot}; "
             "look there as root, with dmesg",
             clear=False,
         )
     kills = list(_kills([record for record in records if record.age <= JUST_NOW]))
     if not kills:
-        return Word("it was killed by a signal, and not for want of memory", clear=True)
+        return KillReport("it was killed by a signal, and not for want of memory", clear=True)
     age, killed, name = min(kills, key=lambda kill: (kill[1] != str(pid), kill[0]))
-    return Word(
+    return KillReport(
         f"the kernel killed a process for want of memory {_ago(age)} ({name}, pid {killed})",
         clear=False,
     )
@@ -129,7 +129,7 @@ def _kills(records: list[KernelLine]) -> Iterator[tuple[float, str, str]]:
             yield record.age, m[1], m[2]
 
 
-def _killed(records: list[KernelLine]) -> Iterator[Finding]:
+def _oom_kills(records: list[KernelLine]) -> Iterator[Finding]:
     kills = list(_kills(records))
     if kills:
         age, pid, name = min(kills)

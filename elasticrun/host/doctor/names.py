@@ -83,7 +83,7 @@ def resolve(name: str) -> list[str]:
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
-def twice(page: JobStatus, names: Iterable[str]) -> list[Finding]:
+def duplicate_name(page: JobStatus, names: Iterable[str]) -> list[Finding]:
     """Whether another host of the job has one of these `names`, which should be unique to this
     host. Blocks as long as the resolver does if --local-addr is a name."""
     ours = set(names)

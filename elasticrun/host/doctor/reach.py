@@ -88,7 +88,7 @@ def examine_ports(answers: Sequence[Answer], dialled: str, root: Path = Path("/"
         span, ports = f" (of {low} to {high})", f"TCP ports {low} to {high}"
     tried = " and ".join(str(answer.port) for answer in answers)
     todo = f"open {ports} of this host to the others (firewall, security group)"
-    if not straight(reached, dialled):
+    if not is_direct(reached, dialled):
         seen = (
             f"the master sees this host as {reached.address or 'no address'}, by way of a door or "
             "a proxy, so it cannot be seen whether ports of this host are open"
@@ -106,7 +106,7 @@ def examine_ports(answers: Sequence[Answer], dialled: str, root: Path = Path("/"
     return [ok(PORTS, seen if dialled != reached.address else f"{seen} (it is this host)")]
 
 
-def straight(reached: Reached, dialled: str) -> bool:
+def is_direct(reached: Reached, dialled: str) -> bool:
     """Whether the master saw and reached this host directly. Behind the port proxy of a job with a
     master port it sees its own loopback, and behind NAT or a proxy their address."""
     if is_loopback(reached.address):
@@ -129,7 +129,7 @@ PACKET_SIZE: Final = "packet size"
 def examine_mtu(reached: Reached, dialled: str) -> list[Finding]:
     """`dialled`: the master's numeric address; "" if unknown."""
     own = mtu_to(dialled) if dialled else 0
-    if not own or not reached.mtu or not straight(reached, dialled):
+    if not own or not reached.mtu or not is_direct(reached, dialled):
         return [ok(PACKET_SIZE, "it is not known on both ends of the way to the master")]
     if own == reached.mtu:
         seen = f"packets of {own} bytes (MTU) on both ends of the way to the master"

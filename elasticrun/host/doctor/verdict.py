@@ -34,7 +34,7 @@ def amount(size: float) -> str:
     return f"{size:.0f} B"
 
 
-def in_a_line(finding: Finding) -> str:
+def as_line(finding: Finding) -> str:
     """The finding as a log line."""
     return f"{finding.check}: {finding.seen}" + (f"; {finding.todo}" if finding.todo else "")
 

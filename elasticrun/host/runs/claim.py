@@ -42,7 +42,7 @@ def claimed(root: Path, name: str) -> Iterator[None]:
     try:
         own.symlink_to(whose)
     except FileExistsError:
-        raise _taken(name) from None
+        raise _taken_sentence(name) from None
     except OSError:
         yield
         return
@@ -72,8 +72,8 @@ def _refuse_others(claims: dict[int, Path], name: str) -> None:
             if lives is None:
                 lives = time.time() - path.lstat().st_mtime < FAR_LIMIT
             if lives:
-                raise _taken(name, f" (process {pid} of {host})")
+                raise _taken_sentence(name, f" (process {pid} of {host})")
 
 
-def _taken(name: str, whose: str = "") -> Claimed:
+def _taken_sentence(name: str, whose: str = "") -> Claimed:
     return Claimed(f"another elasticrun{whose} changes a job {name} at this moment")

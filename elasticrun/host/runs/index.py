@@ -49,21 +49,23 @@ class SeveralRuns(NoRun):
     """Several jobs have the given name."""
 
 
-class Named(NamedTuple, Generic[T]):
+class NamedJob(NamedTuple, Generic[T]):
     """A job that a word may refer to."""
 
     job: T
     names: tuple[str, ...]  # as in `RunFolder.names`; its own name is last
     stem: str  # as in `RunFolder`
-    lives: bool  # it runs, will run, or is suspended
+    is_live: bool  # it runs, will run, or is suspended
     label: str  # distinguishes it from others of the same name
 
 
-def named(folder: RunFolder, job: T) -> Named[T]:
+def named(folder: RunFolder, job: T) -> NamedJob[T]:
     """The job of a run folder, represented by `job`."""
     record, state = folder.job(), "suspended" if folder.is_suspended() else folder.state()
     began = time.strftime(" since %F %H:%M", time.localtime(record.began)) if record else ""
-    return Named(job, folder.names, folder.stem, folder.is_live(), f"{folder.id} ({state}{began})")
+    return NamedJob(
+        job, folder.names, folder.stem, folder.is_live(), f"{folder.id} ({state}{began})"
+    )
 
 
 def runs_root(environ: Mapping[str, str]) -> Path:
@@ -131,7 +133,7 @@ def is_folder(wanted: str, known: Iterable[Sequence[str]]) -> bool:
 
 
 def pick(
-    wanted: str, known: Sequence[Named[T]], *, whole: str = "", newest: bool = False
+    wanted: str, known: Sequence[NamedJob[T]], *, whole: str = "", newest: bool = False
 ) -> T | None:
     """The job with this name or id; else one named after it; else one whose name starts with it,
     unless jobs with different stems match. Among several, the live one. If none is live, the
@@ -153,7 +155,7 @@ def pick(
             raise NoRun(f"several jobs are meant by {wanted}: {first_of(called)}; name one")
     if len(meant) < 2:
         return meant[0].job if meant else None
-    live = [one for one in meant if one.lives]
+    live = [one for one in meant if one.is_live]
     if len(live) == 1 and not whole:
         return live[0].job
     if newest and not live:

@@ -30,7 +30,7 @@ class LastWord(Struct, frozen=True, omit_defaults=True):
     reason: ReasonCode | None = None
 
 
-def leave(word: LastWord) -> None:
+def write(word: LastWord) -> None:
     """Write the file named by the environment, if there is one; ignore errors."""
     if path := os.environ.get(env.LAST_WORDS, ""):
         data = msgspec.json.encode(word)

@@ -257,7 +257,7 @@ class RunFolder:
             return "lost"
         return "running" if job.formed else "waiting"
 
-    def why_over(self, job: JobRecord) -> str:
+    def end_reason(self, job: JobRecord) -> str:
         """For a job that is over without a result: what has ended it, as far as known, and its last
         reports."""
         if not job.pid:
@@ -321,7 +321,7 @@ class RunFolder:
             return job.resumed_at
         return max(int(told), result.step if result else -1)
 
-    def told(self) -> str:
+    def newest_metrics(self) -> str:
         """The newest row of progress.csv: `loss 0.2488 at step 140`; "" without numbers besides the
         step."""
         row = {name: said for name, said in self._last_row().items() if said}
@@ -365,7 +365,7 @@ class RunFolder:
             return file.read(MAX_BYTES).decode(errors="replace")
         return ""
 
-    def begin_again(self) -> None:
+    def prepare_restart(self) -> None:
         """Prepare the next start of its job. Raises OSError."""
         if job := self.job():
             again = replace(job, pid=0, started=0, formed=0.0, endpoint="", began=time.time())
@@ -418,7 +418,7 @@ class RunFolder:
             return None
 
 
-def hold(path: Path) -> int:
+def lock_folder(path: Path) -> int:
     """Lock the folder; return a descriptor that holds the lock until it is closed, or its process
     exits. Raises BlockingIOError if another process holds it, or OSError."""
     fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from elasticrun.core.words import plain
 from elasticrun.host.runs import layout
 from elasticrun.host.runs.index import keep_newest, make_run
-from elasticrun.host.runs.layout import JobRecord, RunFolder, hold
+from elasticrun.host.runs.layout import JobRecord, RunFolder, lock_folder
 from elasticrun.wire.types import EntryKind
 
 FILES: Final = (EntryKind.SCRIPT, EntryKind.RUN_PATH)
@@ -40,7 +40,7 @@ class OpenRun:
         self.job = job
         self._lock = lock
 
-    def change(self, job: JobRecord) -> None:
+    def update_record(self, job: JobRecord) -> None:
         """Write more information about the job. Raises OSError."""
         self.folder.write_job(job)
         self.job = job
@@ -68,7 +68,7 @@ class RankProgram(NamedTuple):
 UNKNOWN: Final = RankProgram()
 
 
-def already(at: Path, program: RankProgram = UNKNOWN) -> str:
+def already_succeeded(at: Path, program: RankProgram = UNKNOWN) -> str:
     """The message instead of rerunning a job that has succeeded in this folder; "" if none has.
     Raises RunRefused if that job had another program than `program`."""
     folder = RunFolder(at)
@@ -117,8 +117,8 @@ def open_new(root: Path, job: JobRecord, launch: str, stem: str = "") -> OpenRun
     with `stem`, or else with the job's name. Raises OSError."""
     folder, lock = RunFolder(make_run(root, stem or job.name, launch)), -1
     with contextlib.suppress(BlockingIOError):  # an earlier master is slow to exit
-        lock = hold(folder.path)
-    opened = _begin(folder, job, lock, goes_on=True)
+        lock = lock_folder(folder.path)
+    opened = _initialize(folder, job, lock, goes_on=True)
     with contextlib.suppress(OSError):
         keep_newest(root)
     return opened
@@ -134,7 +134,7 @@ def open_named(
     folder = RunFolder(at)
     before = folder.job()
     try:
-        lock = hold(at)
+        lock = lock_folder(at)
     except BlockingIOError:
         who = f"job {before.name} (process {before.pid} of {before.host})" if before else "a job"
         raise RunRefused(
@@ -142,8 +142,8 @@ def open_named(
         ) from None
     try:
         if fresh and not (goes_on or _same_launch(before, job)):
-            put_away(at)
-        return _begin(folder, job, lock, goes_on=goes_on)
+            archive(at)
+        return _initialize(folder, job, lock, goes_on=goes_on)
     except OSError:
         os.close(lock)
         raise
@@ -154,7 +154,9 @@ def _same_launch(before: JobRecord | None, job: JobRecord) -> bool:
     return before is not None and before.process == job.process
 
 
-def _begin(folder: RunFolder, job: JobRecord, lock: int = -1, *, goes_on: bool = False) -> OpenRun:
+def _initialize(
+    folder: RunFolder, job: JobRecord, lock: int = -1, *, goes_on: bool = False
+) -> OpenRun:
     before = folder.job()
     if before is not None:
         if (
@@ -168,11 +170,11 @@ def _begin(folder: RunFolder, job: JobRecord, lock: int = -1, *, goes_on: bool =
         else:
             job = folder.next_start(before, job)
     opened = OpenRun(folder, job, lock)
-    opened.change(job)
+    opened.update_record(job)
     return opened
 
 
-def put_away(at: Path) -> None:
+def archive(at: Path) -> None:
     """Move what an earlier run has left to `previous/N`. Raises OSError."""
     if not (at / layout.JOB).exists():
         return  # no run has used it

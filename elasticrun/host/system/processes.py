@@ -169,7 +169,7 @@ def is_frozen(pid: int) -> bool:
     return False
 
 
-def how_silent(pid: int) -> str:
+def why_unresponsive(pid: int) -> str:
     """Why a process does not answer, for a sentence about it."""
     if is_stopped(pid):
         return "it is stopped (SIGSTOP, a debugger)"
@@ -253,7 +253,7 @@ class ProcessId:
     def _is_below(self) -> bool | None:
         """`is_alive` for a process of this kernel in another PID namespace. One below ours appears
         in our /proc, where the last number of its NSpid is its pid in its own namespace."""
-        for process in everybody():
+        for process in all_processes():
             if process.started == self.started and not process.has_ended:
                 found = re.search(
                     r"^NSpid:.*\s(\d+)$", text_of(process.pid, "status"), re.MULTILINE
@@ -264,7 +264,7 @@ class ProcessId:
         return False if sees_all else None
 
 
-def everybody() -> list[Process]:
+def all_processes() -> list[Process]:
     """Every process of the machine, including zombies, as /proc shows them now."""
     found = [read_process(int(name)) for name in os.listdir("/proc") if name.isdecimal()]
     return [process for process in found if process is not None]
@@ -273,13 +273,13 @@ def everybody() -> list[Process]:
 def below(root: int, *, without: Collection[int] = ()) -> set[int]:
     """All descendants of `root`, including zombies; leaves out the processes of `without` and their
     descendants."""
-    return set(_walk(root, _family(), without))
+    return set(_walk(root, _children_by_parent(), without))
 
 
 def descendants(root: int) -> list[Process]:
     """All processes below `root`, parents before children, without zombies."""
     has_files = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
-    found = map(read_process, _walk(root, _children if has_files else _family()))
+    found = map(read_process, _walk(root, _children if has_files else _children_by_parent()))
     return [process for process in found if process is not None and not process.has_ended]
 
 
@@ -306,11 +306,11 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _family() -> Callable[[int], list[int]]:
+def _children_by_parent() -> Callable[[int], list[int]]:
     """The children of each process, from one scan of /proc, for kernels without `children`
     files."""
     below: dict[int, list[int]] = {}
-    for process in everybody():
+    for process in all_processes():
         below.setdefault(process.parent, []).append(process.pid)
     return lambda pid: below.get(pid, [])
 

@@ -93,7 +93,7 @@ class Sweep:
     """The removal of what one set of ranks has left.
 
     `watch` has a pidfd of each remaining process (readable when it exits), `deadline` is when to
-    call `overdue`, on the clock of `now`.
+    call `deadline_passed`, on the clock of `now`.
     """
 
     def __init__(
@@ -119,17 +119,17 @@ class Sweep:
             asked = (SweepStage.ASKED, now + linger + grace)
             self._later = [(SweepStage.TOLD, now + linger), asked, *self._later]
         self.watch: dict[int, int] = {}  # pidfd -> pid
-        self._look()
+        self._find_leftovers()
 
-    def gone(self, pidfd: int) -> None:
+    def process_exited(self, pidfd: int) -> None:
         """The process of this pidfd has exited. After the last one there is a second look, because
         it may have started another one before."""
         self.watch.pop(pidfd)
         os.close(pidfd)
         if not self.watch:
-            self._look()
+            self._find_leftovers()
 
-    def overdue(self) -> tuple[int, ...]:
+    def deadline_passed(self) -> tuple[int, ...]:
         """The deadline has passed: start the next stage; or, after the last one, return the pids of
         those that did not die. They are not watched any more."""
         if self._later:
@@ -147,7 +147,7 @@ class Sweep:
             os.close(pidfd)
         self.watch.clear()
 
-    def _look(self) -> None:
+    def _find_leftovers(self) -> None:
         for name in os.listdir("/proc"):
             if not name.isdecimal() or tie(int(name), self._ranks, self._mark) is Tie.NONE:
                 continue
@@ -170,7 +170,7 @@ def _send(pidfd: int, signum: int) -> None:
         signal.pidfd_send_signal(pidfd, signum)
 
 
-def end_at_once(ranks: Collection[int], mark: bytes, limit: float) -> tuple[int, ...]:
+def kill_leftovers(ranks: Collection[int], mark: bytes, limit: float) -> tuple[int, ...]:
     """Kill these ranks and everything that they have left; block until it is gone. Return the pids
     of what remains after `limit` seconds."""
     for pid in ranks:
@@ -182,8 +182,8 @@ def end_at_once(ranks: Collection[int], mark: bytes, limit: float) -> tuple[int,
             poller.register(pidfd, select.POLLIN)
         ended = poller.poll(max(0.0, sweep.deadline - time.monotonic()) * 1000 + 1)
         for pidfd, _ in ended:
-            sweep.gone(pidfd)
-        if not ended and (stuck := sweep.overdue()):
+            sweep.process_exited(pidfd)
+        if not ended and (stuck := sweep.deadline_passed()):
             return stuck
     return ()
 
@@ -192,28 +192,28 @@ def end_at_once(ranks: Collection[int], mark: bytes, limit: float) -> tuple[int,
 class _Sweep:
     keys: tuple[int, ...]
     groups: frozenset[int]
-    ask_at: float
+    term_at: float
     kill_at: float
     give_up_at: float
     lingers: bool
-    to_tell: list[float]
+    report_at: list[float]
     """When to report what is left, for a sweep that lets it continue: at first, and when that
     ends."""
-    asked: set[int] = field(default_factory=set)
+    terminated: set[int] = field(default_factory=set)
 
     def deadline(self, now: float) -> float:
-        times = (*self.to_tell, self.ask_at, self.kill_at)
+        times = (*self.report_at, self.term_at, self.kill_at)
         return min((at for at in times if at > now), default=self.give_up_at)
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class SweepDone:
     keys: tuple[int, ...]
     stuck: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class SweepLeftovers:
     """Descendants that run although their ranks have exited; `ending`: they were sent SIGTERM."""
 
     keys: tuple[int, ...]
@@ -249,25 +249,25 @@ class Sweeper:
     def next_deadline(self) -> float | None:
         return self._look_again if self._sweeps else None
 
-    def look(self, living: Iterable[int], now: float) -> list[Done | Left]:
+    def advance(self, live_ranks: Iterable[int], now: float) -> list[SweepDone | SweepLeftovers]:
         """Kill what is due; return finished sweeps, and reports on others. `living`: pids of ranks
         and helpers, which are not swept. Call after every exit and at the deadline."""
         self._look_again = None
         if not self._sweeps:
             return []
         processes = linux.descendants(os.getpid())
-        protected = set(living)
-        done: list[Done | Left] = []
+        protected = set(live_ranks)
+        done: list[SweepDone | SweepLeftovers] = []
         for sweep in list(self._sweeps):
             left = self._kill(sweep, processes, protected, now)
             if not left or now >= sweep.give_up_at:
-                done.append(Done(sweep.keys, tuple(sorted(left))))
+                done.append(SweepDone(sweep.keys, tuple(sorted(left))))
                 self._sweeps.remove(sweep)
             else:
-                if sweep.to_tell and now >= sweep.to_tell[0]:
-                    sweep.to_tell = [at for at in sweep.to_tell if at > now]
+                if sweep.report_at and now >= sweep.report_at[0]:
+                    sweep.report_at = [at for at in sweep.report_at if at > now]
                     named = tuple(sorted(left))[:MOST_TOLD]
-                    done.append(Left(sweep.keys, named, ending=now >= sweep.ask_at))
+                    done.append(SweepLeftovers(sweep.keys, named, ending=now >= sweep.term_at))
                 later = sweep.deadline(now)
                 self._look_again = min(self._look_again or later, later)
         return done
@@ -282,13 +282,13 @@ class Sweeper:
                 safe.add(process.pid)
                 continue
             left.add(process.pid)
-            if now < sweep.ask_at:
+            if now < sweep.term_at:
                 continue
             asked_first = sweep.lingers or not ({process.group, process.session} & sweep.groups)
             if now >= sweep.kill_at or not asked_first:
                 kill_group(process.pid, signal.SIGKILL, alone=True)
-            elif process.pid not in sweep.asked:
-                sweep.asked.add(process.pid)
+            elif process.pid not in sweep.terminated:
+                sweep.terminated.add(process.pid)
                 kill_group(process.pid, signal.SIGTERM, alone=True)
         return left
 

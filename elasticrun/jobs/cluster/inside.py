@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from elasticrun.cli.flags import PROG, Parser
 from elasticrun.cli.trust import withdraw
-from elasticrun.jobs.cluster.meant import add_cluster, remembered
-from elasticrun.jobs.line import who
+from elasticrun.jobs.cluster.meant import add_cluster, known_run
+from elasticrun.jobs.line import user_at_host
 from elasticrun.jobs.manage.jobs import exec_parser, exec_words, finished
 from elasticrun.jobs.manage.listing import add_output
 from elasticrun.jobs.running.incidents import meant
@@ -31,7 +31,7 @@ OWN: Final = {
 """Verbs that need the job's master, and the flag that each has besides the common ones."""
 
 
-def ask_master(verb: str, words: Sequence[str]) -> int:
+def run_at_master(verb: str, words: Sequence[str]) -> int:
     """Run one of OWN at the master. Returns its exit code."""
     does = f"`{PROG} {verb}` of a job in a cluster: kubectl asks where the job's master is."
     made = Parser(prog=f"{PROG} {verb}", description=does)
@@ -57,7 +57,7 @@ def ask_master(verb: str, words: Sequence[str]) -> int:
 
     asked = [PROG, verb, f"--output={ns.output}", *[str(number)] * bool(number)]
     if flag == "--reason":  # inside the pod the user is the container's
-        ns.reason = ": ".join(filter(None, (f"for {who()}", ns.reason)))
+        ns.reason = ": ".join(filter(None, (f"for {user_at_host()}", ns.reason)))
     if flag and (value := getattr(ns, flag[2:])):
         asked.append(flag if value is True else f"{flag}={value}")
 
@@ -89,8 +89,9 @@ def execute(words: Sequence[str]) -> int:
 
 
 def _run(ns: argparse.Namespace, worded: Worded, *, ours: bool = False) -> int:
-    """Find the job and the kubectl command that reaches its pod, and run it. Raises NotDone."""
-    exact = remembered(ns) is not None
+    """Find the job and the kubectl command that reaches its pod, and run it. Raises
+    RequestFailed."""
+    exact = known_run(ns) is not None
     # Late import: the client library is slow to import, and an optional extra.
     from elasticrun.jobs.kube import acts, inside
     from elasticrun.jobs.kube.api import KubeApi
@@ -99,4 +100,4 @@ def _run(ns: argparse.Namespace, worded: Worded, *, ours: bool = False) -> int:
         async with KubeApi(ns.context, ns.namespace) as api:
             return await worded(api, await acts.find(api, ns.job, exact=exact))
 
-    return inside.handed_over(asyncio.run(where()), withdraw(), ours=ours)
+    return inside.run_on_terminal(asyncio.run(where()), withdraw(), ours=ours)

@@ -14,7 +14,7 @@ from elasticrun.cli.flags import PROG, Parser
 from elasticrun.cli.settings import UsageError
 from elasticrun.cli.trust import withdraw
 from elasticrun.config import EXIT_OK, EXIT_USAGE
-from elasticrun.jobs.backend import NotDone
+from elasticrun.jobs.backend import RequestFailed
 from elasticrun.jobs.manage.listing import span
 from elasticrun.jobs.running import logs as files
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import argparse
 
     from elasticrun.jobs.kube.api import KubeApi
-    from elasticrun.jobs.kube.pod_logs import LogWish
-    from elasticrun.jobs.kube.seen import ClusterJob, SeenPod
+    from elasticrun.jobs.kube.pod_logs import PodLogQuery
+    from elasticrun.jobs.kube.seen import ClusterJob, ObservedPod
 
 TAIL: Final = 20
 """Default number of lines from each pod's log."""
@@ -47,23 +47,23 @@ def add_flags(made: Parser) -> None:
 
 
 async def show_logs(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> int:
-    """Print the selected lines. Returns the exit code. Raises NotDone if there are none."""
+    """Print the selected lines. Returns the exit code. Raises RequestFailed if there are none."""
     from elasticrun.jobs.kube.pod_logs import show
 
-    wish = _of_rank(job, _wish(ns))
+    wish = _for_rank(job, _query(ns))
     several = wish.several
     if wish.follow and job.state == "suspended":
         print(f"{PROG} logs: job {job.name} is suspended: waiting for its resume", file=sys.stderr)
     last = ""
 
-    def write(pod: SeenPod, line: str) -> None:
+    def write(pod: ObservedPod, line: str) -> None:
         nonlocal last
         if ns.output == "json":
             line = json.dumps({"pod": pod.name, "node": pod.index, "line": line})
         elif several and wish.follow:
             line = f"[{pod.name}] {line}"
         elif pod.uid != last and (several or pod.has_failed or last):
-            print(f"== {pod.name}{', ' * bool(pod.says)}{pod.says} ==")
+            print(f"== {pod.name}{', ' * bool(pod.message)}{pod.message} ==")
         last = pod.uid
         print(line, flush=wish.follow)
 
@@ -71,18 +71,20 @@ async def show_logs(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> in
     if wish.rank >= 0 and there and not last:
         why = ": pods print what all of their ranks write; `--tee 3` of submit has each line say "
         why = "" if "--tee" in job.words or job.run_dir else f"{why}whose it is"
-        raise NotDone(f"no line carries the number of rank {ns.rank}{why}")
+        raise RequestFailed(f"no line carries the number of rank {ns.rank}{why}")
     if there:
         return EXIT_OK
     if ns.node and wish.index:
-        raise NotDone(f"rank {ns.rank} has its place on node {wish.index}, and there is no pod of "
-                      f"that which is called {ns.node}")  # fmt: skip
-    if (code := await _kept(api, job, ns)) is not None:
+        raise RequestFailed(
+            f"rank {ns.rank} has its place on node {wish.index}, and there is no pod of "
+            f"that which is called {ns.node}"
+        )
+    if (code := await _print_kept_logs(api, job, ns)) is not None:
         return code
-    raise NotDone(_without_pods(job, wish))
+    raise RequestFailed(_without_pods(job, wish))
 
 
-async def _kept(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> int | None:
+async def _print_kept_logs(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> int | None:
     """Print the logs kept in the run folder, if this host or a running pod has the folder; else
     None."""
     where = job.run_dir
@@ -97,11 +99,11 @@ async def _kept(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> int | 
     from elasticrun.jobs.kube import inside
 
     reading = await inside.by_a_reader(api, job, where, [PROG, "logs", *words])
-    return None if reading is None else inside.handed_over(reading, withdraw(), ours=True)
+    return None if reading is None else inside.run_on_terminal(reading, withdraw(), ours=True)
 
 
-def _wish(ns: argparse.Namespace) -> LogWish:
-    from elasticrun.jobs.kube.pod_logs import LogWish
+def _query(ns: argparse.Namespace) -> PodLogQuery:
+    from elasticrun.jobs.kube.pod_logs import PodLogQuery
 
     tail = (0 if ns.all else TAIL) if ns.tail is None else ns.tail
     if tail < 0:
@@ -111,10 +113,10 @@ def _wish(ns: argparse.Namespace) -> LogWish:
     except re.error as wrong:
         raise UsageError(f"--grep={ns.grep}: no regular expression: {wrong}", EXIT_USAGE) from None
     since = round(span(ns.since, "--since")) if ns.since else 0
-    return LogWish(ns.follow, tail, since, ns.all, ns.node, rank=ns.rank, grep=grep)
+    return PodLogQuery(ns.follow, tail, since, ns.all, ns.node, rank=ns.rank, grep=grep)
 
 
-def _of_rank(job: ClusterJob, wish: LogWish) -> LogWish:
+def _for_rank(job: ClusterJob, wish: PodLogQuery) -> PodLogQuery:
     """The wish with the rank's node and the rank's number on that node, which its lines carry."""
     if wish.rank < 0:
         return wish
@@ -126,11 +128,13 @@ def _of_rank(job: ClusterJob, wish: LogWish) -> LogWish:
         return wish
     index, number = divmod(wish.rank, ranks)
     if index >= job.nodes:
-        raise NotDone(f"the job has {job.nodes * ranks} ranks: {ranks} on each of {job.nodes}")
+        raise RequestFailed(
+            f"the job has {job.nodes * ranks} ranks: {ranks} on each of {job.nodes}"
+        )
     return replace(wish, index=str(index), rank=number if ranks > 1 else -1)
 
 
-def _without_pods(job: ClusterJob, wish: LogWish) -> str:
+def _without_pods(job: ClusterJob, wish: PodLogQuery) -> str:
     """The explanation if no pod has a log."""
     if job.state in ("submitted", "waiting"):
         why = f": {job.reason}" if job.reason else ""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from elasticrun.cli.flags import Parser
 from elasticrun.host.runs.index import NoRun, SeveralRuns, find, runs_root
 from elasticrun.host.runs.layout import RunFolder
-from elasticrun.jobs.backend import NotDone, submission
+from elasticrun.jobs.backend import RequestFailed, submission
 
 if TYPE_CHECKING:
     import argparse
@@ -23,10 +23,10 @@ def add_cluster(made: Parser) -> None:
     made.add_argument("--context", default="", metavar="NAME", help=text)
 
 
-def remembered(ns: argparse.Namespace, whole: str = "") -> RunFolder | None:
+def known_run(ns: argparse.Namespace, whole: str = "") -> RunFolder | None:
     """The run folder of the named job, unless the flags select another cluster or namespace; `ns`
     then gets its name, namespace and context. `whole`: the verb, if it does not accept the
-    beginning of a name. Raises NotDone if run folders of several jobs have the name and no
+    beginning of a name. Raises RequestFailed if run folders of several jobs have the name and no
     namespace is given."""
     try:
         if not ns.job:
@@ -36,8 +36,8 @@ def remembered(ns: argparse.Namespace, whole: str = "") -> RunFolder | None:
     except SeveralRuns as why:
         if ns.namespace:
             return None
-        raise NotDone(f"{why}, or by --namespace") from None
-    except (NoRun, OSError, NotDone):
+        raise RequestFailed(f"{why}, or by --namespace") from None
+    except (NoRun, OSError, RequestFailed):
         return None
     if job is None or job.where != "k8s":
         return None

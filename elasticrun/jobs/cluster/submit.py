@@ -18,11 +18,11 @@ from elasticrun.jobs.render.elastic import elastic_document
 from elasticrun.jobs.verbs import render, render_flags
 
 
-def of_kubernetes(
+def kubernetes_submission(
     ns: argparse.Namespace, program: Sequence[str], run: Path, say: Callable[[str], None]
 ) -> tuple[Submission, Target]:
     """An ElasticJob if the cluster has that kind, else the objects that `render k8s` prints. The
-    API server has validated all of them. Raises UsageError, Invalid, NotDone."""
+    API server has validated all of them. Raises UsageError, Invalid, RequestFailed."""
     asked = argparse.Namespace(**{**vars(ns), "save_at_breakpoint": True})
     asked.given = {**ns.given, "save_at_breakpoint": ""}
     documents, where, notes = asyncio.run(_checked(asked, program))
@@ -32,7 +32,7 @@ def of_kubernetes(
     known = Submission(
         name=ns.name,
         on="k8s",
-        flags=(f"--nodes={ns.nnodes}", f"--image={ns.image}", *render_flags.handed_on(asked)),
+        flags=(f"--nodes={ns.nnodes}", f"--image={ns.image}", *render_flags.launcher_words(asked)),
         program=tuple(program),
         workdir=ns.working_dir,
         min_nodes=low,
@@ -77,7 +77,7 @@ async def _checked(
         else:
             *others, job = pods.job_documents(wanted)
             documents = [*others, *secret, job]
-        await acts.make(api, documents, trial=True)
+        await acts.create_job(api, documents, trial=True)
         return documents, (api.context, api.namespace), notes
 
 

@@ -24,9 +24,9 @@ from elasticrun.config import EXIT_OK, EXIT_USAGE
 from elasticrun.core.words import plain, some
 from elasticrun.host.runs.index import prune
 from elasticrun.host.runs.layout import RunFolder
-from elasticrun.jobs.backend import Forbidden, Missing, NotDone
+from elasticrun.jobs.backend import Forbidden, JobMissing, RequestFailed
 from elasticrun.jobs.cluster import inside, logs
-from elasticrun.jobs.cluster.meant import add_cluster, remembered
+from elasticrun.jobs.cluster.meant import add_cluster, known_run
 from elasticrun.jobs.manage.jobs import finished
 from elasticrun.jobs.manage.listing import COLUMNS, TITLES, add_output, shown
 from elasticrun.jobs.rows import DoneRow, as_json, page_of
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import argparse
 
     from elasticrun.jobs.kube.api import KubeApi
-    from elasticrun.jobs.kube.seen import ClusterJob, SeenPod
+    from elasticrun.jobs.kube.seen import ClusterJob, ObservedPod
 
 Json = dict[str, Any]
 
@@ -62,7 +62,7 @@ def main(verb: str, words: Sequence[str]) -> int:
     if verb == "exec":
         return inside.execute(words)
     if verb in inside.OWN and words[:1] != ["nodes"]:
-        return inside.ask_master(verb, words)
+        return inside.run_at_master(verb, words)
     made = _parser(verb)
     ns = made.parse_args(words)
     if verb == "scale":
@@ -101,7 +101,7 @@ def _parser(verb: str) -> Parser:
 
 async def _run(verb: str, ns: argparse.Namespace) -> int:
     whole = "delete" if verb == "delete" else ""
-    run = remembered(ns, whole) if "job" in ns else None
+    run = known_run(ns, whole) if "job" in ns else None
     # Late import: the client library is slow to import, and an optional extra.
     from elasticrun.jobs.kube.acts import find as find_job
     from elasticrun.jobs.kube.api import KubeApi
@@ -113,13 +113,13 @@ async def _run(verb: str, ns: argparse.Namespace) -> int:
             return await _top(api, ns)
         try:
             job = await find_job(api, ns.job, exact=bool(run or whole))
-        except Missing:
+        except JobMissing:
             if run is None:
                 raise
             gone = f"the cluster has job {ns.job} no more"
             if verb == "delete":
                 return _forget(ns, run, gone)
-            raise NotDone(f"{gone}: `{PROG} delete {ns.job}` forgets it") from None
+            raise RequestFailed(f"{gone}: `{PROG} delete {ns.job}` forgets it") from None
         ns.job = job.name
         if verb == "status":
             return await _status(api, job, ns)
@@ -129,7 +129,7 @@ async def _run(verb: str, ns: argparse.Namespace) -> int:
     return _forget(ns, run if verb == "delete" else None, said)
 
 
-def _forget(ns: argparse.Namespace, run: RunFolder | None, said: str) -> int:
+def _forget(ns: argparse.Namespace, run: RunFolder | None, sentence: str) -> int:
     """Print what was done, and remove `run` unless the user keeps it."""
     if run is not None:
         from elasticrun.jobs.kubernetes import note_end
@@ -137,7 +137,9 @@ def _forget(ns: argparse.Namespace, run: RunFolder | None, said: str) -> int:
         note_end(run, "stopped", "deleted from the cluster")
         if not ns.keep_files:
             prune(run.path.parent, -86400.0, only={run.path})
-    print(as_json(DoneRow(name=ns.job, done=said, on="k8s")) if ns.output == "json" else said)
+    print(
+        as_json(DoneRow(name=ns.job, done=sentence, on="k8s")) if ns.output == "json" else sentence
+    )
     return EXIT_OK
 
 
@@ -207,7 +209,7 @@ async def _status(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _page(job: ClusterJob, pods: Sequence[SeenPod], now: float) -> list[str]:
+def _page(job: ClusterJob, pods: Sequence[ObservedPod], now: float) -> list[str]:
     row = job.row(now)
     said = lines(TITLES, [shown(row)], COLUMNS)
     said += ["", f"{job.body['kind']} in namespace {job.namespace}"]
@@ -220,12 +222,12 @@ def _page(job: ClusterJob, pods: Sequence[SeenPod], now: float) -> list[str]:
     if pods:
         titles = ("POD", "NODE", "PHASE", "AGE", "ON")
         table = [
-            (pod.name, pod.index, "Leaving" if pod.leaving and pod.lives else pod.phase,
+            (pod.name, pod.index, "Leaving" if pod.is_terminating and pod.is_active else pod.phase,
              duration(max(0.0, now - pod.created)), pod.node or "-")
             for pod in pods
         ]  # fmt: skip
         said += ["", *lines(titles, table, COLUMNS)]
-        said += [f"{pod.name}: {pod.says}" for pod in pods if pod.says]
+        said += [f"{pod.name}: {pod.message}" for pod in pods if pod.message]
     return said
 
 
@@ -246,14 +248,14 @@ def _event_record(event: Json) -> Json:
     return {"time": _when(event), **told}
 
 
-def _pod_record(pod: SeenPod) -> Json:
+def _pod_record(pod: ObservedPod) -> Json:
     return {
         "name": pod.name,
         "node": pod.index,
         "phase": pod.phase,
         "on": pod.node,
         "exit_code": pod.code,
-        "says": pod.says,
+        "says": pod.message,
     }
 
 
@@ -289,7 +291,7 @@ async def _top(api: KubeApi, ns: argparse.Namespace) -> int:
 # ---------------------------------------------------------------- scale -f
 
 
-def of_a_plan(words: Sequence[str], say: Callable[[str], None]) -> list[str]:
+def scale_plan_words(words: Sequence[str], say: Callable[[str], None]) -> list[str]:
     """The words of `scale`, with -f replaced by the contents of its file. Raises UsageError."""
     made = Parser(prog=f"{PROG} scale", add_help=False)
     made.add_argument("-f", "--file", required=True)

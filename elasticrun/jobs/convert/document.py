@@ -58,53 +58,53 @@ class Fields:
         self._left = dict(value)
         self.path = path
 
-    def of(self, name: str) -> str:
+    def path_of(self, name: str) -> str:
         """The path of a field."""
         return f"{self.path}.{name}" if self.path else name
 
-    def take(self, name: str, kind: type[Kind], default: Kind) -> Kind:
+    def value(self, name: str, kind: type[Kind], default: Kind) -> Kind:
         """A field's value, or the default if it is missing. Raises NotConvertible for another
         type."""
         value = self._left.pop(name, None)
         if value is None:
             return default
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise self.wrong(name, f"{value!r} is no {_CALLED[kind]}")
+            raise self.error(name, f"{value!r} is no {_CALLED[kind]}")
         return value
 
     def number(self, name: str, default: int, least: int = 0) -> int:
         """An integer. Raises NotConvertible if it is below `least`."""
-        value = self.take(name, int, default)
+        value = self.value(name, int, default)
         if value < least and value != default:
-            raise self.wrong(name, f"{value} is less than {least}")
+            raise self.error(name, f"{value} is less than {least}")
         return value
 
     def inner(self, name: str) -> Fields:
         """An inner mapping, empty if missing. Raises NotConvertible for another type."""
-        return Fields(self._document, self.take(name, dict, {}), self.of(name))
+        return Fields(self._document, self.value(name, dict, {}), self.path_of(name))
 
     def roles(self) -> Iterator[tuple[str, Fields]]:
         """Each inner mapping, by name."""
         for name in list(self._left):
             yield name, self.inner(name)
 
-    def leave(self, name: str, why: str) -> None:
+    def drop(self, name: str, why: str) -> None:
         """Leave a field out, with a note if it is present and not empty."""
         if self._left.pop(name, None) not in (None, "", {}, []):
-            self._document.note(self.of(name), f"left out: {why}")
+            self._document.note(self.path_of(name), f"left out: {why}")
 
     def note(self, name: str, sentence: str) -> None:
         """A note about a field that was taken."""
-        self._document.note(self.of(name), sentence)
+        self._document.note(self.path_of(name), sentence)
 
-    def wrong(self, name: str, why: str) -> NotConvertible:
+    def error(self, name: str, why: str) -> NotConvertible:
         """The error for a field."""
-        return NotConvertible(f"{self._document.where(self.of(name))}: {why}")
+        return NotConvertible(f"{self._document.where(self.path_of(name))}: {why}")
 
     def close(self) -> None:
         """Raises NotConvertible if a field is left."""
         for name in self._left:
-            raise self.wrong(name, "no such field is known; correct it, or take it out")
+            raise self.error(name, "no such field is known; correct it, or take it out")
 
 
 def documents(text: str) -> list[Document]:
@@ -116,7 +116,7 @@ def documents(text: str) -> list[Document]:
     except ImportError:
         raise NotConvertible("PyYAML is not installed: pip install 'elasticrun[k8s]'") from None
     try:
-        found = [_Reading(yaml).document(node) for node in yaml.compose_all(text)]
+        found = [_Reader(yaml).document(node) for node in yaml.compose_all(text)]
     except yaml.YAMLError as wrong:
         raise NotConvertible(f"no YAML: {' '.join(str(wrong).split())}") from None
     except RecursionError:
@@ -124,7 +124,7 @@ def documents(text: str) -> list[Document]:
     return [one for one in found if one.value is not None]
 
 
-class _Reading:
+class _Reader:
     """Converts PyYAML's nodes, which know their lines, to values."""
 
     def __init__(self, yaml: Any) -> None:

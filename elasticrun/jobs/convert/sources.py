@@ -48,14 +48,14 @@ def read(document: Document, image: str | None = "") -> ForeignJob:
     """The job of a document. `image`: for ranks whose job names none; None: not needed. Raises
     NotConvertible."""
     top = document.fields()
-    kind, version = top.take("kind", str, ""), top.take("apiVersion", str, "")
+    kind, version = top.value("kind", str, ""), top.value("apiVersion", str, "")
     group = version.partition("/")[0]
     reader = READERS.get((group, kind))
     if reader is None:
         known = ", ".join(f"{kind} ({group})" for group, kind in READERS)
         raise NotConvertible(f"{kind or 'a document without kind'} ({version}) is none of {known}")
     job = _metadata(top.inner("metadata"))
-    top.leave("status", "it is of the job that ran there")
+    top.drop("status", "it is of the job that ran there")
     spec = top.inner("spec")
     reader(spec, job, image)
     spec.close()
@@ -64,38 +64,41 @@ def read(document: Document, image: str | None = "") -> ForeignJob:
 
 
 def _metadata(meta: Fields) -> ForeignJob:
-    job = ForeignJob(meta.take("name", str, ""), meta.take("namespace", str, ""))
+    job = ForeignJob(meta.value("name", str, ""), meta.value("namespace", str, ""))
     if not job.name:
-        raise meta.wrong("name", "a job has a name")
-    job.labels, job.annotations = meta.take("labels", dict, {}), meta.take("annotations", dict, {})
+        raise meta.error("name", "a job has a name")
+    job.labels, job.annotations = (
+        meta.value("labels", dict, {}),
+        meta.value("annotations", dict, {}),
+    )
     job.annotations.pop("kubectl.kubernetes.io/last-applied-configuration", None)
     for name in ("uid", "resourceVersion", "generation", "creationTimestamp", "managedFields",
                  "selfLink", "ownerReferences", "finalizers", "deletionTimestamp"):  # fmt: skip
-        meta.leave(name, "it is of the object that ran there")
+        meta.drop(name, "it is of the object that ran there")
     meta.close()
     return job
 
 
 def _run_policy(run: Fields, job: ForeignJob) -> None:
     """Kubeflow's run policy, which MindSpore's operator also uses."""
-    if clean := run.take("cleanPodPolicy", str, ""):
+    if clean := run.value("cleanPodPolicy", str, ""):
         job.policy["cleanPodPolicy"] = clean
     for name, least in (("ttlSecondsAfterFinished", 0), ("activeDeadlineSeconds", 1),
                         ("backoffLimit", 0)):  # fmt: skip
         if (value := run.number(name, -1, least)) >= 0:
             job.policy[name] = value
-    job.suspend = run.take("suspend", bool, job.suspend)
-    run.leave("managedBy", "the ElasticJob's operator manages it")
+    job.suspend = run.value("suspend", bool, job.suspend)
+    run.drop("managedBy", "the ElasticJob's operator manages it")
     scheduling = run.inner("schedulingPolicy")
     if least := scheduling.number("minAvailable", 0):
         job.gang = True
         if job.min_nodes and job.min_nodes != least:
             scheduling.note("minAvailable", f"left out: the gang is minNodes, {job.min_nodes}")
         job.min_nodes = job.min_nodes or least
-    job.queue = scheduling.take("queue", str, "")
+    job.queue = scheduling.value("queue", str, "")
     job.gang = job.gang or bool(job.queue)
-    job.priority = scheduling.take("priorityClass", str, "")
-    scheduling.leave("minResources", "the gang is as many pods as minNodes")
+    job.priority = scheduling.value("priorityClass", str, "")
+    scheduling.drop("minResources", "the gang is as many pods as minNodes")
     if timeout := scheduling.number("scheduleTimeoutSeconds", 0):
         job.policy["pendingTimeoutSeconds"] = timeout
     scheduling.close()
@@ -105,8 +108,8 @@ def _run_policy(run: Fields, job: ForeignJob) -> None:
 def _role(role: Fields, job: ForeignJob) -> int:
     """A replica spec whose pods are nodes: returns their number, and sets the job's template."""
     count = role.number("replicas", 1)
-    role.leave("restartPolicy", BY_THE_POLICY)
-    template = role.take("template", dict, {})
+    role.drop("restartPolicy", BY_THE_POLICY)
+    template = role.value("template", dict, {})
     if job.template and template != job.template:
         role.note("template", "left out: it differs from the first role's, which all nodes get")
     job.template = job.template or template
@@ -118,16 +121,16 @@ def _container(spec: Fields, job: ForeignJob, path: str, called: str) -> dict[st
     pod = job.template.setdefault("spec", {})
     containers = pod.get("containers") if isinstance(pod, dict) else None
     if not isinstance(containers, list) or not containers:
-        raise spec.wrong(path, "its template has no container")
+        raise spec.error(path, "its template has no container")
     if not all(isinstance(one, dict) for one in containers):
-        raise spec.wrong(path, "a container of its template is no mapping")
+        raise spec.error(path, "a container of its template is no mapping")
     containers.sort(key=lambda one: one.get("name") != called)
     main: dict[str, Any] = containers[0]
     words = [main.get(name, []) for name in ("command", "args")]
     if not all(isinstance(one, list) and all(isinstance(w, str) for w in one) for one in words):
-        raise spec.wrong(path, "the container's command and args are no lists of words")
+        raise spec.error(path, "the container's command and args are no lists of words")
     if not isinstance(main.get("env", []), list) or not isinstance(main.get("resources", {}), dict):
-        raise spec.wrong(path, "the container's env is no list, or its resources are no mapping")
+        raise spec.error(path, "the container's env is no list, or its resources are no mapping")
     if pod.pop("restartPolicy", "Never") != "Never":
         spec.note(path, f"its template's restartPolicy is left out: {BY_THE_POLICY}")
     if job.priority:
@@ -179,9 +182,9 @@ def _dlrover(spec: Fields, job: ForeignJob, image: str | None) -> None:
         ("enableElasticScheduling", "minNodes below nodes says so"),
         ("enableDynamicSharding", "the script's sampler divides the data"),
     ):
-        spec.leave(name, why)
-    job.suspend = spec.take("suspend", bool, False)
-    shared = spec.take("envs", dict, {})
+        spec.drop(name, why)
+    job.suspend = spec.value("suspend", bool, False)
+    shared = spec.value("envs", dict, {})
     roles = spec.inner("replicaSpecs")
     for name, role in roles.roles():
         if name != "worker":
@@ -190,9 +193,9 @@ def _dlrover(spec: Fields, job: ForeignJob, image: str | None) -> None:
             continue
         for left, why in (("autoScale", "nothing scales jobs by itself"),
                           ("restartTimeout", "a pod is replaced at once")):  # fmt: skip
-            role.leave(left, why)
-        role.leave("priority", "name a priorityClassName in the template")
-        scheduler = role.take("BatchScheduler", str, "")
+            role.drop(left, why)
+        role.drop("priority", "name a priorityClassName in the template")
+        scheduler = role.value("BatchScheduler", str, "")
         job.gang = scheduler == "volcano"
         if scheduler and not job.gang:
             role.note("BatchScheduler", "left out: name another's gang in the ElasticJob by hand")
@@ -209,21 +212,21 @@ def _dlrover(spec: Fields, job: ForeignJob, image: str | None) -> None:
 
 def _pytorch(spec: Fields, job: ForeignJob, image: str | None) -> None:
     del image
-    job.ranks, job.default = spec.take("nprocPerNode", str, ""), "auto"
+    job.ranks, job.default = spec.value("nprocPerNode", str, ""), "auto"
     elastic = spec.inner("elasticPolicy")
     job.min_nodes, most = elastic.number("minReplicas", 0), elastic.number("maxReplicas", 0)
     if ranks := elastic.number("nProcPerNode", 0):
         job.ranks = job.ranks or str(ranks)
     job.restarts = elastic.number("maxRestarts", -1)
     for name in ("rdzvBackend", "rdzvPort", "rdzvHost", "rdzvId", "standalone"):
-        elastic.leave(name, "the operator tells the agents where they meet")
-    elastic.leave("rdzvConf", "say what matters as --rdzv-conf in the command")
-    elastic.leave("metrics", "nothing scales jobs by itself; kubectl scale does")
+        elastic.drop(name, "the operator tells the agents where they meet")
+    elastic.drop("rdzvConf", "say what matters as --rdzv-conf in the command")
+    elastic.drop("metrics", "nothing scales jobs by itself; kubectl scale does")
     elastic.close()
     roles, count = spec.inner("pytorchReplicaSpecs"), 0
     for name, role in roles.roles():
         if name not in ("Master", "Worker"):
-            raise roles.wrong(name, "a PyTorchJob has the roles Master and Worker")
+            raise roles.error(name, "a PyTorchJob has the roles Master and Worker")
         count += _role(role, job)
         role.close()
     job.nodes = max(count, most)
@@ -232,31 +235,31 @@ def _pytorch(spec: Fields, job: ForeignJob, image: str | None) -> None:
 
 
 def _trainjob(spec: Fields, job: ForeignJob, image: str | None) -> None:
-    spec.leave("runtimeRef", "what the runtime adds to the pods has to be in the template")
-    spec.leave("initializer", "fetch data and models in an init container of the template")
+    spec.drop("runtimeRef", "what the runtime adds to the pods has to be in the template")
+    spec.drop("initializer", "fetch data and models in an init container of the template")
     for name in ("runtimePatches", "podTemplateOverrides", "podSpecOverrides"):
-        spec.leave(name, "write it into the template by hand")
-    spec.leave("managedBy", "the ElasticJob's operator manages it")
-    job.suspend = spec.take("suspend", bool, False)
+        spec.drop(name, "write it into the template by hand")
+    spec.drop("managedBy", "the ElasticJob's operator manages it")
+    job.suspend = spec.value("suspend", bool, False)
     if (limit := spec.number("activeDeadlineSeconds", 0)) > 0:
         job.policy["activeDeadlineSeconds"] = limit
     for name, own in (("labels", job.labels), ("annotations", job.annotations)):
-        own.update(spec.take(name, dict, {}))
+        own.update(spec.value(name, dict, {}))
     trainer = spec.inner("trainer")
     container: dict[str, Any] = {"name": "node"}
-    if named := trainer.take("image", str, "") or image:
+    if named := trainer.value("image", str, "") or image:
         container["image"] = named
     elif image is not None:
-        raise trainer.wrong("image", "it names none, and the runtime's is not here: give --image")
+        raise trainer.error("image", "it names none, and the runtime's is not here: give --image")
     for name, kind in (("command", list), ("args", list), ("env", list)):
-        if value := trainer.take(name, kind, []):
+        if value := trainer.value(name, kind, []):
             container[name] = value
-    if resources := trainer.take("resourcesPerNode", dict, {}):
+    if resources := trainer.value("resourcesPerNode", dict, {}):
         container["resources"] = resources
     job.nodes = trainer.number("numNodes", 1, 1)
-    ranks = trainer.take("numProcPerNode", object, "")  # a string in older versions
+    ranks = trainer.value("numProcPerNode", object, "")  # a string in older versions
     if not isinstance(ranks, int | str):
-        raise trainer.wrong("numProcPerNode", f"{ranks!r} is no number of ranks")
+        raise trainer.error("numProcPerNode", f"{ranks!r} is no number of ranks")
     job.ranks, job.default = str(ranks), "auto"
     trainer.close()
     job.template = {"spec": {"containers": [container]}}
@@ -265,9 +268,9 @@ def _trainjob(spec: Fields, job: ForeignJob, image: str | None) -> None:
 
 def _msjob(spec: Fields, job: ForeignJob, image: str | None) -> None:
     del image
-    success = spec.take("successPolicy", str, "")
+    success = spec.value("successPolicy", str, "")
     job.success = success or "Rank0"
-    spec.leave("enableDynamicWorker", "every job is elastic; minNodes says how far")
+    spec.drop("enableDynamicWorker", "every job is elastic; minNodes says how far")
     roles = spec.inner("msReplicaSpecs")
     for name, role in roles.roles():
         if name.lower() != "worker":
@@ -284,26 +287,26 @@ def scale_plan(document: Document) -> tuple[str, int]:
     """A ScalePlan of dlrover: the name of its job, and the wanted number of nodes. Raises
     NotConvertible."""
     top = document.fields()
-    if top.take("kind", str, "") != "ScalePlan":
-        raise top.wrong("kind", "only a ScalePlan says how large a job is to be")
+    if top.value("kind", str, "") != "ScalePlan":
+        raise top.error("kind", "only a ScalePlan says how large a job is to be")
     for name in ("apiVersion", "metadata", "status"):
-        top.take(name, object, None)
+        top.value(name, object, None)
     spec = top.inner("spec")
-    job = spec.take("ownerJob", str, "")
-    spec.take("manualScaling", bool, True)
+    job = spec.value("ownerJob", str, "")
+    spec.value("manualScaling", bool, True)
     replicas = -1
     roles = spec.inner("replicaResourceSpecs")
     for name, role in roles.roles():
         if name != "worker":
-            raise roles.wrong(name, "a job has workers alone")
+            raise roles.error(name, "a job has workers alone")
         if (replicas := role.number("replicas", -1)) < 0:
-            raise role.wrong("replicas", "how many there are to be is missing or is less than 0")
-        role.leave("resource", "the pods' resources stay as they are")
+            raise role.error("replicas", "how many there are to be is missing or is less than 0")
+        role.drop("resource", "the pods' resources stay as they are")
         role.close()
     spec.close()
     top.close()
     if not job or replicas < 0:
-        raise spec.wrong("ownerJob", "a plan names its ownerJob and the replicas of its workers")
+        raise spec.error("ownerJob", "a plan names its ownerJob and the replicas of its workers")
     return job, replicas
 
 

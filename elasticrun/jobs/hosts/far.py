@@ -60,16 +60,16 @@ KEPT: Final = 20
 
 def main() -> int:
     """Serve one connection. Returns 0 unless the order cannot be carried out."""
-    _tell_line(GREETING)
+    _report_line(GREETING)
     stdin = _Lines(0)
     order = stdin.next_line(ORDER_LIMIT)
     if order is None:
         return 1
     try:
-        return _Attending(order, stdin).run()
+        return _AgentSession(order, stdin).run()
     except OSError as wrong:  # the connection is closed, or the disk is full
         try:
-            _tell({"error": f"{wrong.strerror}: {wrong.filename or 'the connection'}"})
+            _report({"error": f"{wrong.strerror}: {wrong.filename or 'the connection'}"})
         except OSError:
             pass
         return 1
@@ -107,7 +107,7 @@ class _Lines:
         return found
 
 
-class _Attending:
+class _AgentSession:
     """One connection to one agent."""
 
     def __init__(self, order: dict[str, Any], stdin: _Lines) -> None:
@@ -118,12 +118,12 @@ class _Attending:
 
     def run(self) -> int:
         if not Path(self._order["cwd"]).is_dir():
-            _tell({"error": f"there is no folder {self._order['cwd']} on this host"})
+            _report({"error": f"there is no folder {self._order['cwd']} on this host"})
             return 1
         _sweep(self._folder.parent)
         if _claim(self._folder):  # otherwise an earlier connection has started it
             _start(self._folder, self._order)
-        _tell({"follows": True})
+        _report({"follows": True})
         self._signal(self._order["signals"])
         for name in STREAMS:
             self._files[name] = (self._folder / name).open("rb")
@@ -133,7 +133,7 @@ class _Attending:
             return 0
         while self._print():
             pass
-        _tell(ended)
+        _report(ended)
         signal.alarm(FAREWELL)  # the other side may have exited
         while (line := self._stdin.next_line(FAREWELL)) is not None:
             if line.get("done"):
@@ -153,11 +153,11 @@ class _Attending:
             for fd, _ in poller.poll(wait * 1000):
                 if watch is not None and fd == watch.fileno():
                     watch.read()
-                elif not self._hear():
+                elif not self._read_orders():
                     return None
         return ended
 
-    def _hear(self) -> bool:
+    def _read_orders(self) -> bool:
         """Read the other side's lines; False at EOF."""
         self._stdin.read()
         while (line := self._stdin.pop()) is not None:
@@ -182,7 +182,7 @@ class _Attending:
         more = False
         for name, file in self._files.items():
             if data := file.read(CHUNK):
-                _tell({name: len(data)}, data)
+                _report({name: len(data)}, data)
                 more = True
         return more
 
@@ -304,11 +304,11 @@ def _end_of(folder: Path) -> dict[str, Any] | None:
     return None if there else {"lost": True}
 
 
-def _tell(head: Mapping[str, Any], data: bytes = b"") -> None:
+def _report(head: Mapping[str, Any], data: bytes = b"") -> None:
     _send(json.dumps(head).encode() + b"\n" + data)
 
 
-def _tell_line(text: str) -> None:
+def _report_line(text: str) -> None:
     _send(text.encode() + b"\n")
 
 

@@ -23,7 +23,7 @@ from elasticrun.host.log import columns_of, cut_to, open_line
 from elasticrun.host.system.network import routed_address
 from elasticrun.jobs.hosts.far import STREAMS
 from elasticrun.jobs.hosts.hostfile import NamedHost
-from elasticrun.jobs.hosts.ssh import Cut, Hopeless, SshConnection, address_of, is_here
+from elasticrun.jobs.hosts.ssh import CannotStart, ConnectionCut, SshConnection, address_of, is_here
 from elasticrun.wire.spawning import is_kept_ignored
 from elasticrun.wire.types import Endpoint
 
@@ -31,7 +31,7 @@ DELAYS: Final = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0, 30.0)
 """Seconds before each further attempt to reach a host. Then the host is given up, unless its agent
 was started and others are still followed."""
 
-LIVES: Final = 4
+MAX_STARTS: Final = 4
 """Number of times an agent is started on a host if it is killed there."""
 
 TOO_FEW_LIMIT: Final = 30.0
@@ -61,7 +61,7 @@ class HostsPlan:
     token: str = field(repr=False)
 
 
-def meeting_words(host: str, port: int) -> tuple[str, ...]:
+def rendezvous_flags(host: str, port: int) -> tuple[str, ...]:
     """The flags for a rendezvous at this endpoint."""
     return ("--rdzv-backend=c10d", f"--rdzv-endpoint={Endpoint(host, port)}")
 
@@ -85,9 +85,9 @@ class Fleet:
         self.cwd = os.getcwd()
         self.screen = Screen()
         self.signals: list[int] = []
-        self.members = [Member(self, number) for number in range(len(plan.hosts))]
+        self.members = [HostAgent(self, number) for number in range(len(plan.hosts))]
         self._meeting: asyncio.Future[str] = asyncio.Future()
-        self._first: Member | None = None
+        self._first: HostAgent | None = None
         self._codes: list[int] = []
         self._failed = False
 
@@ -100,12 +100,12 @@ class Fleet:
             loop.add_signal_handler(number, self._signalled, number)
         async with asyncio.TaskGroup() as group:
             for member in self.members:
-                member.task = group.create_task(member.attend())
-        self.screen.end()
+                member.task = group.create_task(member.run())
+        self.screen.print_unfinished()
         good = [code for code in self._codes if code != EXIT_BAD_NODE] or self._codes
         return EXIT_FAILED if self._failed or not good else good[-1]
 
-    async def meeting(self, member: Member) -> str:
+    async def rendezvous_host(self, member: HostAgent) -> str:
         """The host of the rendezvous: the first that is reached."""
         earlier = self.members[: member.number]
         for one in earlier:
@@ -123,15 +123,15 @@ class Fleet:
 
     # ------------------------------------------------------------ reports of members
 
-    def ended(self, member: Member, code: int) -> None:
+    def agent_ended(self, member: HostAgent, code: int) -> None:
         """An agent has ended for good."""
         self._codes.append(code)
         if not any(one.runs for one in self.members):
-            self._call_off()
+            self._cancel_unstarted()
         elif code and self._left() < self.plan.least:
-            asyncio.get_running_loop().call_later(TOO_FEW_LIMIT, self._end)
+            asyncio.get_running_loop().call_later(TOO_FEW_LIMIT, self._terminate)
 
-    def without(self, member: Member, why: str) -> None:
+    def give_up(self, member: HostAgent, why: str) -> None:
         """A host is given up."""
         left, least = self._left(), self.plan.least
         if member.started:
@@ -142,24 +142,24 @@ class Fleet:
             self._failed = True
             need = f"the job needs {some(least, 'host')}" if left < least else "others meet there"
             self.say(f"{member.name} cannot be used: {why}; {need}, so it ends")
-            self._call_off()
+            self._cancel_unstarted()
             self._send(signal.SIGTERM)
         if member.started and not any(one.runs for one in self.members):
-            self._call_off()
+            self._cancel_unstarted()
 
-    def is_wanted(self, member: Member, failures: int) -> bool:
+    def should_retry(self, member: HostAgent, failures: int) -> bool:
         """Whether to retry a host that failed this many times in a row."""
         if member.started and any(one.runs for one in self.members if one is not member):
             return True
         return failures < len(DELAYS)
 
-    def others_run(self, member: Member) -> bool:
+    def others_run(self, member: HostAgent) -> bool:
         return not self.signals and any(one.runs for one in self.members if one is not member)
 
     def _left(self) -> int:
         return sum(not one.over for one in self.members)
 
-    def _call_off(self) -> None:
+    def _cancel_unstarted(self) -> None:
         """Cancel the agents that have not been started."""
         for one in self.members:
             if not one.started and one.task is not None:
@@ -172,13 +172,13 @@ class Fleet:
         """The first signal lets the job save and stop; the second kills it."""
         asked = signal.SIGTERM if number == signal.SIGHUP else number
         self._send(signal.SIGKILL if self.signals else asked)
-        self._call_off()
+        self._cancel_unstarted()
         for one in self.members:
             if len(self.signals) > 1 and one.task and one.runs and not one.connected:
                 one.task.cancel()
                 self.say(f"{one.name} is not reached; its agent may go on: elasticrun stop ends it")
 
-    def _end(self) -> None:
+    def _terminate(self) -> None:
         """Send SIGTERM unless a signal was sent: at a second signal agents exit without saving."""
         if not self.signals:
             self._send(signal.SIGTERM)
@@ -186,10 +186,10 @@ class Fleet:
     def _send(self, number: int) -> None:
         self.signals.append(number)
         for one in self.members:
-            one.hear_signals()
+            one.forward_signals()
 
 
-class Member:
+class HostAgent:
     """One host and the agent on it."""
 
     def __init__(self, fleet: Fleet, number: int) -> None:
@@ -202,7 +202,7 @@ class Member:
         self.reached = False
         self.started = False
         self.over = False
-        self._life = 1
+        self._starts = 1
         self._failures = 0
         self._told = dict.fromkeys(STREAMS, 0)
         self._connection: SshConnection | None = None
@@ -215,14 +215,14 @@ class Member:
     def connected(self) -> bool:
         return self._connection is not None
 
-    async def attend(self) -> None:
+    async def run(self) -> None:
         """Run until the agent has ended, or will never start."""
         while not self.over:
             try:
                 code = await self._follow()
-            except Hopeless as why:
+            except CannotStart as why:
                 self._give_up(str(why))
-            except Cut as why:
+            except ConnectionCut as why:
                 await self._pause(str(why))
             else:
                 await self._ended(code)
@@ -230,13 +230,13 @@ class Member:
     def _give_up(self, why: str) -> None:
         self.over = True
         self.tried.set()
-        self._fleet.without(self, why)
+        self._fleet.give_up(self, why)
 
     async def _pause(self, why: str) -> None:
         """Wait before the next attempt, or give up."""
         self.tried.set()
         self._failures += 1
-        if not self._fleet.is_wanted(self, self._failures):
+        if not self._fleet.should_retry(self, self._failures):
             return self._give_up(why)
         if self._failures == 1:
             what = "its agent goes on" if self.started else "others may begin without it"
@@ -247,18 +247,18 @@ class Member:
 
     async def _ended(self, code: int) -> None:
         """The agent has ended: for good, or to be restarted."""
-        if code != _KILLED or self._life >= LIVES or not self._fleet.others_run(self):
+        if code != _KILLED or self._starts >= MAX_STARTS or not self._fleet.others_run(self):
             self.over = True
-            return self._fleet.ended(self, code)
+            return self._fleet.agent_ended(self, code)
         self._fleet.say(f"the agent on {self.name} was killed: it is started again")
-        await asyncio.sleep(DELAYS[self._life - 1])
-        self._life += 1
+        await asyncio.sleep(DELAYS[self._starts - 1])
+        self._starts += 1
         self._told = dict.fromkeys(STREAMS, 0)
         return None
 
     async def _follow(self) -> int:
-        """Follow the agent over one connection until it ends. Returns its exit code. Raises Cut,
-        Hopeless."""
+        """Follow the agent over one connection until it ends. Returns its exit code. Raises
+        ConnectionCut, CannotStart."""
         fleet = self._fleet
         async with SshConnection(self.host, fleet.plan.ssh) as connection:
             self.reached = True
@@ -266,17 +266,17 @@ class Member:
             order = await self._order()
             self.started, self._connection = True, connection
             try:
-                connection.say({**order, "signals": fleet.signals})
+                connection.send({**order, "signals": fleet.signals})
                 async for head, data in connection.frames():
                     if self._failures:
                         fleet.say(f"{self.name} is reached again")
                         self._failures = 0
                     if "code" in head or "lost" in head:
-                        connection.say({"done": True})
+                        connection.send({"done": True})
                         return int(head.get("code", _KILLED))
                     if "error" in head:
                         self.started = self._told["out"] + self._told["err"] > 0
-                        raise Hopeless(head["error"])
+                        raise CannotStart(head["error"])
                     for stream in self._told.keys() & head:
                         self._told[stream] += len(data)
                         fleet.screen.show(self.name, stream, data)
@@ -288,9 +288,9 @@ class Member:
         plan = self._fleet.plan
         argv = plan.argv[self.number]
         if plan.port:
-            argv = (*meeting_words(await self._fleet.meeting(self), plan.port), *argv)
+            argv = (*rendezvous_flags(await self._fleet.rendezvous_host(self), plan.port), *argv)
         return {
-            "id": f"{plan.job}-{self._fleet.run_id}-{self.number}-{self._life}",
+            "id": f"{plan.job}-{self._fleet.run_id}-{self.number}-{self._starts}",
             "argv": argv,
             "cwd": self._fleet.cwd,
             "variables": plan.variables,
@@ -298,9 +298,9 @@ class Member:
             "told": self._told,
         }
 
-    def hear_signals(self) -> None:
+    def forward_signals(self) -> None:
         if self._connection is not None:
-            self._connection.say({"signals": self._fleet.signals})
+            self._connection.send({"signals": self._fleet.signals})
 
 
 class Screen:
@@ -323,9 +323,9 @@ class Screen:
             self._rest[of] = rest
             if of not in self._looks:
                 loop = asyncio.get_running_loop()
-                self._looks[of] = loop.call_later(SHOW_AFTER, self._begun, of)
+                self._looks[of] = loop.call_later(SHOW_AFTER, self._show_unfinished, of)
 
-    def end(self) -> None:
+    def print_unfinished(self) -> None:
         """Print unfinished lines."""
         for look in self._looks.values():
             look.cancel()
@@ -333,7 +333,7 @@ class Screen:
             self._write(of, rest, ends=True)
         self._rest.clear()
 
-    def _begun(self, of: tuple[str, str]) -> None:
+    def _show_unfinished(self, of: tuple[str, str]) -> None:
         """Show the beginning of a line, or the newest state of a bar."""
         del self._looks[of]
         rest = self._rest.get(of, b"")

@@ -23,7 +23,7 @@ from elasticrun.cli.settings import FlagValues, NotHere, UsageError
 from elasticrun.cli.verbs.masters import NoStatus, parse_endpoint
 from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from elasticrun.host.system.title import set_command_line
-from elasticrun.jobs.line import JobLine
+from elasticrun.jobs.line import JobConnection
 from elasticrun.jobs.running import asking
 from elasticrun.wire import auth
 from elasticrun.wire.auth import (
@@ -184,7 +184,7 @@ def _new(argv: Sequence[str]) -> int:
     return asking.run(asking.parser("join --new", "Print a fresh join line."), argv, _print_new)
 
 
-def _print_new(line: JobLine, ns: argparse.Namespace) -> int:
+def _print_new(line: JobConnection, ns: argparse.Namespace) -> int:
     code = line.reply(Request("invite")).body
     print(f"{PROG} join {line.endpoint} {code}")
     if sys.stdout.isatty():

@@ -38,7 +38,7 @@ def launch(
     plan = plan_of(words, asked, environ)
     if not asked.switch("dry_run"):
         return fleet.run(plan, say)
-    meet = fleet.meeting_words(plan.hosts[0].name, plan.port) if plan.port else ()
+    meet = fleet.rendezvous_flags(plan.hosts[0].name, plan.port) if plan.port else ()
     print(f"in the folder {os.getcwd()} of each host:")
     for host, argv in zip(plan.hosts, plan.argv, strict=True):
         print(f"{host.name}: {shlex.join(ssh.command(host, plan.ssh))}")

@@ -41,11 +41,11 @@ _NO_USE: Final = ("Permission denied", "Host key verification failed")
 _OF_SSH: Final = 255
 
 
-class Cut(Exception):
+class ConnectionCut(Exception):
     """The connection failed or broke; the message says why. A retry may help."""
 
 
-class Hopeless(Exception):
+class CannotStart(Exception):
     """No agent can be started there; the message is a sentence."""
 
 
@@ -79,7 +79,8 @@ async def address_of(host: NamedHost, ssh: Sequence[str]) -> str:
 
 
 class SshConnection:
-    """An async context manager; on entry `far` has sent its greeting. Raises Cut, Hopeless."""
+    """An async context manager; on entry `far` has sent its greeting. Raises ConnectionCut,
+    CannotStart."""
 
     def __init__(self, host: NamedHost, ssh: Sequence[str]) -> None:
         self._command = command(host, ssh)
@@ -95,13 +96,13 @@ class SshConnection:
                 *self._command, stdin=pipe, stdout=pipe, stderr=self._errors, start_new_session=True
             )
         except OSError as wrong:
-            raise Hopeless(f"{self._command[0]} cannot be started: {wrong.strerror}") from None
+            raise CannotStart(f"{self._command[0]} cannot be started: {wrong.strerror}") from None
         try:
-            await asyncio.wait_for(self._greeted(), GREETING_LIMIT)
+            await asyncio.wait_for(self._read_greeting(), GREETING_LIMIT)
         except BaseException as wrong:
             await self._close()
             if isinstance(wrong, TimeoutError):
-                raise Cut(f"no answer within {GREETING_LIMIT:g} s") from None
+                raise ConnectionCut(f"no answer within {GREETING_LIMIT:g} s") from None
             raise
         return self
 
@@ -113,27 +114,27 @@ class SshConnection:
     ) -> None:
         await self._close()
 
-    async def _greeted(self) -> None:
+    async def _read_greeting(self) -> None:
         for _ in range(MOST_NOISE):
             line = (await self._line()).decode(errors="replace").strip()
             if line == GREETING:
                 self._has_greeted = True
                 return
             if line.startswith(GREETING.split()[0]):
-                raise Hopeless(
+                raise CannotStart(
                     f"another version of elasticrun is installed there ({line.split()[-1]}): it "
                     "must be the same on all hosts"
                 )
-        raise Hopeless("its shell profile prints too much for a connection to be told from it")
+        raise CannotStart("its shell profile prints too much for a connection to be told from it")
 
-    def say(self, words: Mapping[str, Any]) -> None:
+    def send(self, words: Mapping[str, Any]) -> None:
         """Queue a line; the reader notices a broken connection."""
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(words).encode() + b"\n")
 
     async def frames(self) -> AsyncIterator[tuple[dict[str, Any], bytes]]:
-        """The reports of `far`, endlessly. Raises Cut."""
+        """The reports of `far`, endlessly. Raises ConnectionCut."""
         assert self._process is not None
         assert self._process.stdout is not None
         while True:
@@ -152,28 +153,28 @@ class SshConnection:
             raise await self._ended()
         return line
 
-    async def _ended(self) -> Cut | Hopeless:
+    async def _ended(self) -> ConnectionCut | CannotStart:
         """The reason why the output ended."""
         assert self._process is not None
         try:
             code = await asyncio.wait_for(self._process.wait(), CLOSE_LIMIT)
         except TimeoutError:
-            return Cut("its output has ended")
+            return ConnectionCut("its output has ended")
         self._errors.seek(0)
         said = self._errors.read(CHUNK).decode(errors="replace").split("\n")
         last = next((line.strip()[:300] for line in reversed(said) if line.strip()), "")
         if self._has_greeted:
-            return Cut(last or "the connection was cut")
+            return ConnectionCut(last or "the connection was cut")
         if code in (126, 127):
-            return Hopeless(
+            return CannotStart(
                 f"there is no Python {sys.executable} there: the same environment must be at the "
                 "same place on every host"
             )
         if code == _OF_SSH and any(word in last for word in _NO_USE):
-            return Hopeless(f"{last} (nothing here asks for a password: use a key, or an agent)")
+            return CannotStart(f"{last} (nothing here asks for a password: use a key, or an agent)")
         if code == 1 and last:
-            return Hopeless(last)
-        return Cut(last or f"the connection has ended ({code})")
+            return CannotStart(last)
+        return ConnectionCut(last or f"the connection has ended ({code})")
 
     async def _close(self) -> None:
         process = self._process

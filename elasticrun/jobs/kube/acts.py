@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from elasticrun.core.words import nearest
 from elasticrun.host.runs.index import first_of
-from elasticrun.jobs.backend import Forbidden, Missing, NotDone
+from elasticrun.jobs.backend import Forbidden, JobMissing, RequestFailed
 from elasticrun.jobs.kube.api import ELASTIC_JOBS, INDEXED_JOBS, KubeApi
-from elasticrun.jobs.kube.seen import OURS, STOPPED, ClusterJob, SeenPod, in_order
+from elasticrun.jobs.kube.seen import OURS, STOPPED, ClusterJob, ObservedPod, in_order
 from elasticrun.jobs.operator.cluster import PODS
 from elasticrun.jobs.operator.crd import Json
 from elasticrun.jobs.operator.objects import stamp
@@ -30,7 +30,7 @@ def _kind(job: ClusterJob) -> Any:
 
 async def jobs(api: KubeApi, namespace: str = "") -> tuple[list[ClusterJob], list[str]]:
     """The jobs of a namespace ("": the context's; or EVERYWHERE), and a sentence for each kind that
-    this user may not list. Raises NotDone if the user may list none."""
+    this user may not list. Raises RequestFailed if the user may list none."""
     where = namespace or api.namespace
     found: list[ClusterJob] = []
     kinds = [INDEXED_JOBS]
@@ -52,7 +52,7 @@ async def jobs(api: KubeApi, namespace: str = "") -> tuple[list[ClusterJob], lis
 
 async def find(api: KubeApi, wanted: str, *, exact: bool = False) -> ClusterJob:
     """The job of that name in the namespace, or, unless `exact`, the only one whose name begins
-    with it; for "" the only job. Raises NotDone."""
+    with it; for "" the only job. Raises RequestFailed."""
     for kind in (ELASTIC_JOBS, INDEXED_JOBS) if wanted else ():
         with contextlib.suppress(Forbidden):  # the user may lack rights to one of the kinds
             if (body := await api.get(kind, wanted, api.namespace)) is not None:
@@ -64,9 +64,9 @@ async def find(api: KubeApi, wanted: str, *, exact: bool = False) -> ClusterJob:
         return meant[0]
     shown = first_of(names)
     if meant:
-        raise NotDone(f"several jobs are in namespace {api.namespace}: {shown}; name one")
+        raise RequestFailed(f"several jobs are in namespace {api.namespace}: {shown}; name one")
     hint = nearest(wanted, names) or (f"; there is {shown}" if shown else "")
-    raise Missing(f"no job {wanted or 'at all'} is in namespace {api.namespace}{hint}")
+    raise JobMissing(f"no job {wanted or 'at all'} is in namespace {api.namespace}{hint}")
 
 
 async def find_again(api: KubeApi, job: ClusterJob) -> AsyncIterator[tuple[str, ClusterJob]]:
@@ -78,7 +78,7 @@ async def find_again(api: KubeApi, job: ClusterJob) -> AsyncIterator[tuple[str, 
             yield word, ClusterJob({**body, "kind": _kind(job).__name__})
 
 
-async def pods(api: KubeApi, job: ClusterJob) -> list[SeenPod]:
+async def pods(api: KubeApi, job: ClusterJob) -> list[ObservedPod]:
     """The job's pods, in order."""
     return in_order(await api.list(PODS, job.namespace, labels=job.pods), job)
 
@@ -86,7 +86,7 @@ async def pods(api: KubeApi, job: ClusterJob) -> list[SeenPod]:
 # ---------------------------------------------------------------- creating and deleting
 
 
-async def make(api: KubeApi, documents: Sequence[Json], *, trial: bool = False) -> ClusterJob:
+async def create_job(api: KubeApi, documents: Sequence[Json], *, trial: bool = False) -> ClusterJob:
     """Create the job, which is the last document, then the others with the job as their owner, so
     that they are deleted with it. `trial`: validate everything and create nothing."""
     *others, last = documents
@@ -104,7 +104,7 @@ async def make(api: KubeApi, documents: Sequence[Json], *, trial: bool = False) 
                 **body, "metadata": {**body["metadata"], "ownerReferences": [owner]}
             }  # fmt: skip
             await api.create(mine, api.namespace, trial=trial)
-    except NotDone:
+    except RequestFailed:
         if not trial:
             await api.delete(_kind(job), job.name, job.namespace)
         raise
@@ -124,7 +124,7 @@ async def delete(api: KubeApi, job: ClusterJob) -> str:
 async def scale(api: KubeApi, job: ClusterJob, nodes: int) -> str:
     """Set the job's number of nodes."""
     if job.is_over:
-        raise NotDone(f"job {job.name} has {job.state}: there is nothing to scale")
+        raise RequestFailed(f"job {job.name} has {job.state}: there is nothing to scale")
     if job.is_elastic:
         change: Json = {"spec": {"replicas": nodes}}
         await api.patch(ELASTIC_JOBS.Scale, job.name, job.namespace, change)
@@ -144,17 +144,17 @@ async def suspend(api: KubeApi, job: ClusterJob, *, stop: bool = False) -> str:
     annotate the job as stopped, so that it is not meant to be resumed."""
     word = "stopped" if stop else "suspended"
     if job.is_over:
-        raise NotDone(f"job {job.name} has {job.state}: it holds no nodes")
+        raise RequestFailed(f"job {job.name} has {job.state}: it holds no nodes")
     if job.state == word:
         return f"job {job.name} is {word} already"
     mark = stamp(time.time()) if stop else None
     change = {"spec": {"suspend": True}, "metadata": {"annotations": {STOPPED: mark}}}
     await api.patch(_kind(job), job.name, job.namespace, change)
-    await _until_gone(api, job)
+    await _wait_for_pods_to_end(api, job)
     found = await api.get(_kind(job), job.name, job.namespace)
     now = ClusterJob({**found, "kind": _kind(job).__name__}) if found else job
     if now.is_over:
-        raise NotDone(f"job {job.name} has {now.state} meanwhile: {now.reason}")
+        raise RequestFailed(f"job {job.name} has {now.state} meanwhile: {now.reason}")
     row = now.row(time.time())
     step = f" at step {row.step}" if row.step >= 0 else ""
     return f"job {job.name} is {word}{step}; `elasticrun resume {job.name}` goes on"
@@ -163,39 +163,39 @@ async def suspend(api: KubeApi, job: ClusterJob, *, stop: bool = False) -> str:
 async def resume(api: KubeApi, job: ClusterJob) -> str:
     """Resume from the newest saved step."""
     if job.is_over:
-        raise NotDone(f"job {job.name} has {job.state}: submit it again to run it again")
+        raise RequestFailed(f"job {job.name} has {job.state}: submit it again to run it again")
     if not job.is_suspended:
-        raise NotDone(f"job {job.name} is {job.state}: there is nothing to resume")
+        raise RequestFailed(f"job {job.name} is {job.state}: there is nothing to resume")
     change = {"spec": {"suspend": False}, "metadata": {"annotations": {STOPPED: None}}}
     await api.patch(_kind(job), job.name, job.namespace, change)
     return f"job {job.name} goes on: its pods are made again"
 
 
-async def _until_gone(api: KubeApi, job: ClusterJob) -> None:
-    """Wait until none of the job's pods is active. Raises NotDone after their grace period and
-    MARGIN."""
+async def _wait_for_pods_to_end(api: KubeApi, job: ClusterJob) -> None:
+    """Wait until none of the job's pods is active. Raises RequestFailed after their grace period
+    and MARGIN."""
     try:
         async with asyncio.timeout(job.grace + MARGIN):
-            await _watch_gone(api, job)
+            await _watch_pods_end(api, job)
     except TimeoutError:
         found = await api.get(_kind(job), job.name, job.namespace)
-        if found and ClusterJob({**found, "kind": _kind(job).__name__}).is_unseen:
-            raise NotDone(
+        if found and ClusterJob({**found, "kind": _kind(job).__name__}).is_unprocessed:
+            raise RequestFailed(
                 f"job {job.name} is told so, but no operator has taken notice: is it running "
                 "(docs/operator.md)?"
             ) from None
-        raise NotDone(
+        raise RequestFailed(
             f"job {job.name} is leaving yet: `elasticrun status {job.name}` shows its pods"
         ) from None
 
 
-async def _watch_gone(api: KubeApi, job: ClusterJob) -> None:
+async def _watch_pods_end(api: KubeApi, job: ClusterJob) -> None:
     found, version = await api.list_at(PODS, job.namespace, labels=job.pods)
-    left = {pod.name for pod in in_order(found, job) if pod.lives}
+    left = {pod.name for pod in in_order(found, job) if pod.is_active}
     if not left:
         return
     async for word, body in api.changes(PODS, job.namespace, after=version, labels=job.pods):
         for pod in in_order([body], job):
-            (left.discard if word == "DELETED" or not pod.lives else left.add)(pod.name)
+            (left.discard if word == "DELETED" or not pod.is_active else left.add)(pod.name)
         if not left:
             return

@@ -1,6 +1,6 @@
 """Queries a cluster's API server with the user's rights, through lightkube (decision 035).
 
-Every refusal by the server becomes one sentence (NotDone).
+Every refusal by the server becomes one sentence (RequestFailed).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Final
 
-from elasticrun.jobs.backend import Forbidden, NotDone
+from elasticrun.jobs.backend import Forbidden, RequestFailed
 
 try:
     import httpx2
@@ -19,7 +19,9 @@ try:
     from lightkube.generic_resource import create_global_resource, create_namespaced_resource
     from lightkube.types import CascadeType, OnErrorAction, OnErrorResult, PatchType
 except ImportError:
-    raise NotDone("jobs in Kubernetes need the extra k8s: pip install 'elasticrun[k8s]'") from None
+    raise RequestFailed(
+        "jobs in Kubernetes need the extra k8s: pip install 'elasticrun[k8s]'"
+    ) from None
 
 from elasticrun.jobs.kube.kubeconfig import settings
 from elasticrun.jobs.operator.cluster import JOBS, SECRETS, code_of
@@ -62,7 +64,7 @@ class KubeApi:
     the current one; `namespace`: "" for the context's."""
 
     def __init__(self, context: str = "", namespace: str = "") -> None:
-        """Raises NotDone if neither a kubeconfig nor a service account names a server."""
+        """Raises RequestFailed if neither a kubeconfig nor a service account names a server."""
         config = settings(context)
         self.context: str = config.context_name
         """The kubeconfig's context; "" in a pod without a kubeconfig."""
@@ -77,12 +79,12 @@ class KubeApi:
             limit = httpx2.Timeout(CALL_LIMIT)
             self._client = AsyncClient(self._config, timeout=limit, field_manager="elasticrun")
         except FileNotFoundError:  # ssl does not say which file
-            raise NotDone(
+            raise RequestFailed(
                 f"context {self.context} of the kubeconfig names a certificate or key that is not "
                 "there"
             ) from None
         except (OSError, ValueError, AssertionError, ConfigError, httpx2.InvalidURL) as wrong:
-            raise NotDone(
+            raise RequestFailed(
                 f"context {self.context} of the kubeconfig cannot be used: {wrong}"
             ) from None
         return self
@@ -130,7 +132,7 @@ class KubeApi:
         more = {"resource_version": after} if after else {}
         with self._sentences(f"watch {kind.__name__}s"):
             async for change in self._client.watch(
-                kind, namespace=namespace, on_error=_once_more, **more, **selectors
+                kind, namespace=namespace, on_error=_should_retry, **more, **selectors
             ):
                 yield change
 
@@ -179,18 +181,20 @@ class KubeApi:
             if code == 403:
                 raise Forbidden(f"you may not {what}{ASK}") from None
             why = UNKNOWN if code == 401 else f"the cluster does not {what}: HTTP {code}"
-            raise NotDone(why) from None
+            raise RequestFailed(why) from None
         except httpx2.HTTPError as error:
             why = str(error) or type(error).__name__
-            raise NotDone(f"the API server at {self.server} does not answer: {why}") from None
+            raise RequestFailed(f"the API server at {self.server} does not answer: {why}") from None
         except httpx2.InvalidURL as error:
-            raise NotDone(f"the kubeconfig's server {self.server} is no address: {error}") from None
+            raise RequestFailed(
+                f"the kubeconfig's server {self.server} is no address: {error}"
+            ) from None
         except (ConfigError, OSError, LookupError, ValueError) as error:  # from the login program
             why = " ".join(str(error).split())[:600]
-            raise NotDone(f"the login that the kubeconfig names has failed: {why}") from None
+            raise RequestFailed(f"the login that the kubeconfig names has failed: {why}") from None
 
 
-def _once_more(error: Exception, count: int) -> OnErrorResult:
+def _should_retry(error: Exception, count: int) -> OnErrorResult:
     """Retry a broken watch a few times, but not if the server refuses it."""
     refused = isinstance(error, httpx2.HTTPStatusError) and error.response.status_code in (401, 403)
     if refused or count > MOST_BREAKS:
@@ -198,23 +202,23 @@ def _once_more(error: Exception, count: int) -> OnErrorResult:
     return OnErrorResult(OnErrorAction.RETRY, sleep=float(count))
 
 
-def _refusal(error: ApiError, what: str) -> NotDone:
+def _refusal(error: ApiError, what: str) -> RequestFailed:
     """The server's error as a sentence."""
     status, code = error.status, code_of(error)
     said = " ".join((status.message or "").split())[:600] or f"HTTP {code}"
     if code == 401:
-        return NotDone(UNKNOWN)
+        return RequestFailed(UNKNOWN)
     if code == 403:
         return Forbidden(f"you may not {what}: {said}{ASK}")
     if code == 409 and status.reason == "AlreadyExists":
-        return NotDone(f"{said}: choose another --name, or `elasticrun delete` that one")
+        return RequestFailed(f"{said}: choose another --name, or `elasticrun delete` that one")
     if code == 422 and status.details and status.details.causes:
         causes = (
             f"{one.field}: {one.message}".removeprefix(': Invalid value: "object": ')
             for one in status.details.causes
         )
-        return NotDone(f"the cluster does not {what}: {'; '.join(causes)[:1000]}")
-    return NotDone(f"the cluster does not {what}: {said}")
+        return RequestFailed(f"the cluster does not {what}: {'; '.join(causes)[:1000]}")
+    return RequestFailed(f"the cluster does not {what}: {said}")
 
 
 @functools.cache

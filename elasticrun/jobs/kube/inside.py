@@ -9,21 +9,22 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from elasticrun.core.words import names
-from elasticrun.jobs.backend import NotDone
+from elasticrun.jobs.backend import RequestFailed
 from elasticrun.jobs.kube import acts
 from elasticrun.jobs.kube.api import KubeApi
-from elasticrun.jobs.kube.seen import OURS, ClusterJob, SeenPod, seen_pod
+from elasticrun.jobs.kube.seen import OURS, ClusterJob, ObservedPod, observe_pod
 from elasticrun.jobs.operator.cluster import PODS
 from elasticrun.jobs.operator.objects import MASTER, volume_at
 
 
 async def on_node(api: KubeApi, job: ClusterJob, node: str, command: Sequence[str]) -> list[str]:
-    """The words that run a command in the pod of `node`, or in the first one. Raises NotDone."""
+    """The words that run a command in the pod of `node`, or in the first one. Raises
+    RequestFailed."""
     pods = await _running(api, job)
     meant = [pod for pod in pods if (pod.is_called(node) if node else pod.index != MASTER)]
     if not meant:
         there = names([pod.host for pod in pods]) or "none"
-        raise NotDone(f"job {job.name} has no pod {node or 'that runs'}; there is {there}")
+        raise RequestFailed(f"job {job.name} has no pod {node or 'that runs'}; there is {there}")
     flags = ["-it"] if _at_terminal() else ["-i"]
     return _in_pod(api, job, meant[-1] if node else meant[0], command, flags)
 
@@ -32,16 +33,20 @@ async def by_master(
     api: KubeApi, job: ClusterJob, command: Sequence[str], *, node: str = "", terminal: bool = False
 ) -> list[str]:
     """The words that run a command in the pod of the job's master. `node`: a node of the job as
-    typed; the name that the master knows is appended. Raises NotDone."""
+    typed; the name that the master knows is appended. Raises RequestFailed."""
     pods = await _running(api, job)
     masters = [pod for pod in pods if pod.index == (MASTER if job.is_elastic else "0")]
     if not masters:
         why, verb = f": {job.reason}" if job.reason else "", "has" if job.is_over else "is"
-        raise NotDone(f"job {job.name} {verb} {job.state}, and its master's pod does not run{why}; "
-                      f"`elasticrun status {job.name}` shows its pods")  # fmt: skip
+        raise RequestFailed(
+            f"job {job.name} {verb} {job.state}, and its master's pod does not run{why}; "
+            f"`elasticrun status {job.name}` shows its pods"
+        )
     hosts = sorted({pod.host for pod in pods if pod.index != MASTER and pod.is_called(node)})
     if len(hosts) > 1:
-        raise NotDone(f"several pods of job {job.name} are on {node}: {', '.join(hosts)}; name one")
+        raise RequestFailed(
+            f"several pods of job {job.name} are on {node}: {', '.join(hosts)}; name one"
+        )
     words = [*command, *(hosts or [node])] if node else command
     return _in_pod(api, job, masters[-1], words, ["-it"] if terminal and _at_terminal() else [])
 
@@ -55,7 +60,7 @@ async def by_a_reader(
     if not there or "hostPath" in there:  # a hostPath differs on each node
         return None
     for body in await api.list(PODS, job.namespace, labels=OURS):
-        pod = seen_pod(body)
+        pod = observe_pod(body)
         if pod.phase == "Running" and volume_at(body["spec"], path) == there:
             return _in_pod(api, job, pod, command, [])
     return None
@@ -66,19 +71,21 @@ def _at_terminal() -> bool:
 
 
 def _in_pod(
-    api: KubeApi, job: ClusterJob, pod: SeenPod, command: Sequence[str], flags: Sequence[str]
+    api: KubeApi, job: ClusterJob, pod: ObservedPod, command: Sequence[str], flags: Sequence[str]
 ) -> list[str]:
     where = [f"--context={api.context}"] if api.context else []
     words = ["kubectl", *where, "-n", job.namespace, "exec", *flags, pod.name, "-c", pod.container]
     return [*words, "--", *command]
 
 
-def handed_over(words: Sequence[str], environ: Mapping[str, str], *, ours: bool = False) -> int:
+def run_on_terminal(words: Sequence[str], environ: Mapping[str, str], *, ours: bool = False) -> int:
     """Run the command on this terminal. Returns its exit code. `ours`: the command reports its own
-    errors, so kubectl's message is dropped. Raises NotDone if kubectl is not installed."""
+    errors, so kubectl's message is dropped. Raises RequestFailed if kubectl is not installed."""
     program = shutil.which(words[0], path=environ.get("PATH", os.defpath))
     if program is None:
-        raise NotDone(f"commands in pods are run by kubectl, which is not on the PATH: {words[0]}")
+        raise RequestFailed(
+            f"commands in pods are run by kubectl, which is not on the PATH: {words[0]}"
+        )
     heard = subprocess.PIPE if ours else None
     with subprocess.Popen([program, *words[1:]], env=environ, stderr=heard) as running:
         for line in running.stderr or ():
@@ -88,5 +95,5 @@ def handed_over(words: Sequence[str], environ: Mapping[str, str], *, ours: bool 
     return running.returncode
 
 
-async def _running(api: KubeApi, job: ClusterJob) -> list[SeenPod]:
+async def _running(api: KubeApi, job: ClusterJob) -> list[ObservedPod]:
     return [pod for pod in await acts.pods(api, job) if pod.phase == "Running"]

@@ -20,7 +20,7 @@ from lightkube.core.exceptions import ConfigError
 from msgspec.structs import replace
 
 from elasticrun.core.words import nearest
-from elasticrun.jobs.backend import NotDone
+from elasticrun.jobs.backend import RequestFailed
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ v1beta1, which lightkube supports."""
 
 def settings(context: str = "") -> SingleConfig:
     """Settings of a context, "" for the current one; in a pod without a kubeconfig those of its
-    service account. Raises NotDone."""
+    service account. Raises RequestFailed."""
     given = os.environ.get("KUBECONFIG") or DEFAULT_KUBECONFIG
     named = [Path(one).expanduser() for one in given.split(os.pathsep) if one]
     paths = [path for path in named if path.exists()]
@@ -41,7 +41,7 @@ def settings(context: str = "") -> SingleConfig:
             assert account is not None
             return account._replace(context_name="")
         except (ConfigError, OSError, LookupError):
-            raise NotDone(
+            raise RequestFailed(
                 f"no cluster is known here: {given} is not there; $KUBECONFIG says where another "
                 "kubeconfig is"
             ) from None
@@ -50,26 +50,30 @@ def settings(context: str = "") -> SingleConfig:
     there = [one for file in files for one in file.contexts]
     has = nearest(name, there) or f"; it has {', '.join(there[:8]) or 'none'}"
     if not name:
-        raise NotDone(f"the kubeconfig {given} has no current context: name one by --context{has}")
+        raise RequestFailed(
+            f"the kubeconfig {given} has no current context: name one by --context{has}"
+        )
     meant = _first(file.contexts.get(name) for file in files)
     if meant is None:
-        raise NotDone(f"the kubeconfig {given} has no context {name}{has}")
+        raise RequestFailed(f"the kubeconfig {given} has no context {name}{has}")
     home = next((file for file in files if meant.cluster in file.clusters), None)
     user = _first(file.users.get(meant.user) for file in files) if meant.user else None
     if home is None or (meant.user and user is None):
         what = f"cluster {meant.cluster}" if home is None else f"user {meant.user}"
-        raise NotDone(f"context {name} of the kubeconfig {given} has a {what} that is not in it")
+        raise RequestFailed(
+            f"context {name} of the kubeconfig {given} has a {what} that is not in it"
+        )
     found = home.clusters[meant.cluster]
-    return SingleConfig(name, meant, found, _told(user), home.fname)
+    return SingleConfig(name, meant, found, _with_exec_info(user), home.fname)
 
 
 def _read(path: Path) -> KubeConfig:
     try:
         return KubeConfig.from_file(path)
     except OSError as wrong:
-        raise NotDone(f"the kubeconfig {path} cannot be read: {wrong.strerror}") from None
+        raise RequestFailed(f"the kubeconfig {path} cannot be read: {wrong.strerror}") from None
     except (ConfigError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError):
-        raise NotDone(
+        raise RequestFailed(
             f"{path} is no kubeconfig: `kubectl config view` says what is wrong with it; "
             "$KUBECONFIG names another"
         ) from None
@@ -79,7 +83,7 @@ def _first(found: Iterable[T | None]) -> T | None:
     return next((one for one in found if one is not None), None)
 
 
-def _told(user: User | None) -> User | None:
+def _with_exec_info(user: User | None) -> User | None:
     """The user; an exec plugin gets the same environment as from kubectl."""
     known = user.exec if user is not None else None
     if user is None or known is None or not known.apiVersion.startswith(LOGIN):

@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from elasticrun.jobs.backend import NotDone
+from elasticrun.jobs.backend import RequestFailed
 from elasticrun.jobs.kube.acts import find_again, pods
 from elasticrun.jobs.kube.api import MOST_BREAKS, KubeApi
-from elasticrun.jobs.kube.seen import ClusterJob, SeenPod, in_order, seen_pod
+from elasticrun.jobs.kube.seen import ClusterJob, ObservedPod, in_order, observe_pod
 from elasticrun.jobs.operator.cluster import PODS
 from elasticrun.jobs.operator.objects import MASTER
 
@@ -30,7 +30,7 @@ MOST_STREAMS: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
-class LogWish:
+class PodLogQuery:
     """What to show. `tail`: lines of each pod, 0 for all; `since`: seconds, 0 for no limit; `node`:
     an index of the job, or the name of a pod or of a node; `index`: the node of one rank, and
     `rank`: its number there: only lines that carry it are shown, -1 for all."""
@@ -44,7 +44,7 @@ class LogWish:
     rank: int = -1
     grep: re.Pattern[str] | None = None
 
-    def takes(self, line: str) -> bool:
+    def matches(self, line: str) -> bool:
         """Whether to show a line."""
         if self.rank >= 0 and not re.match(rf"\[[^\]\d]*{self.rank}\]", line):
             return False
@@ -55,28 +55,28 @@ class LogWish:
         """Whether lines of several pods may be mixed."""
         return self.everything or (self.rank >= 0 and not (self.node or self.index))
 
-    def names(self, pod: SeenPod) -> bool:
+    def selects(self, pod: ObservedPod) -> bool:
         """Whether the pod belongs to the selected node."""
         return all(pod.is_called(word) for word in (self.node, self.index) if word)
 
 
-Shown = Callable[[SeenPod, str], None]
+Shown = Callable[[ObservedPod, str], None]
 """Receives each line with its pod."""
 
 
-def chosen(found: Iterable[SeenPod], wish: LogWish) -> list[SeenPod]:
+def chosen(found: Iterable[ObservedPod], query: PodLogQuery) -> list[ObservedPod]:
     """The existing pods to show. Without a selection: the pod that failed first if all have failed,
     else the newest of the first node."""
     begun = [pod for pod in found if pod.started]
-    if wish.node or wish.index:
-        named = [pod for pod in begun if wish.names(pod)]
-        return named if wish.node or wish.everything else named[-1:]
+    if query.node or query.index:
+        named = [pod for pod in begun if query.selects(pod)]
+        return named if query.node or query.everything else named[-1:]
     nodes = [pod for pod in begun if pod.index != MASTER]
-    if wish.several:
+    if query.several:
         return nodes
-    if not any(pod.lives or pod.phase == "Succeeded" for pod in nodes):
+    if not any(pod.is_active or pod.phase == "Succeeded" for pod in nodes):
         failed = [pod for pod in nodes if pod.has_failed]
-        blamed = {pod.blames.partition(".")[0] for pod in failed}
+        blamed = {pod.failed_rank_node.partition(".")[0] for pod in failed}
         # finish times have whole seconds and are often equal: the pods' last words are more exact
         failed.sort(key=lambda pod: (pod.host not in blamed, pod.ended))
         if failed:
@@ -85,46 +85,46 @@ def chosen(found: Iterable[SeenPod], wish: LogWish) -> list[SeenPod]:
     return first[-1:]
 
 
-async def show(api: KubeApi, job: ClusterJob, wish: LogWish, shown: Shown) -> bool:
+async def show(api: KubeApi, job: ClusterJob, query: PodLogQuery, shown: Shown) -> bool:
     """Pass existing lines to `shown`; with `follow` also new ones, until the job is over or
     stopped. Returns False if no pod has started."""
     found = await pods(api, job)
-    there = chosen(found, wish)
-    if not wish.follow or job.is_over:
+    there = chosen(found, query)
+    if not query.follow or job.is_over:
         for pod in there:
-            async for _, line in _lines(api, job, pod, wish):
+            async for _, line in _lines(api, job, pod, query):
                 shown(pod, line)
         return bool(there)
     old = {pod.uid for pod in found if pod.started}
     try:
-        return await _Followed(api, job, wish, shown, old).run(there)
-    except ExceptionGroup as several:  # such as NotDone
+        return await _Follower(api, job, query, shown, old).run(there)
+    except ExceptionGroup as several:  # such as RequestFailed
         raise several.exceptions[0] from None
 
 
 async def _lines(
-    api: KubeApi, job: ClusterJob, pod: SeenPod, wish: LogWish, **more: Any
+    api: KubeApi, job: ClusterJob, pod: ObservedPod, query: PodLogQuery, **more: Any
 ) -> AsyncIterator[tuple[str, str]]:
     """The wanted lines, each with its timestamp."""
     asked: dict[str, Any] = {"container": pod.container, "timestamps": True}
-    if wish.since:
-        asked["since"] = wish.since
+    if query.since:
+        asked["since"] = query.since
     first = 0  # first line to show
-    if wish.tail and wish.grep is None and wish.rank < 0:
-        asked["tail_lines"] = wish.tail
-    elif wish.tail:  # of the matching lines, which the server cannot count
-        newest: deque[int] = deque(maxlen=wish.tail)
+    if query.tail and query.grep is None and query.rank < 0:
+        asked["tail_lines"] = query.tail
+    elif query.tail:  # of the matching lines, which the server cannot count
+        newest: deque[int] = deque(maxlen=query.tail)
         at = 0
         async for line in api.log(pod.name, job.namespace, **asked):
             at += 1
-            if wish.takes(_stamped(line)[1]):
+            if query.matches(_stamped(line)[1]):
                 newest.append(at)
-        first = newest[0] if len(newest) == wish.tail else 0
+        first = newest[0] if len(newest) == query.tail else 0
     at = 0
     async for line in api.log(pod.name, job.namespace, **asked, **more):
         at += 1
         stamp, text = _stamped(line)
-        if at >= first and wish.takes(text):
+        if at >= first and query.matches(text):
             yield stamp, text
 
 
@@ -135,25 +135,25 @@ def _stamped(line: str) -> tuple[str, str]:
     return (stamp.rstrip("Z"), text) if re.match(r"\d{4}-\d\d-\d\dT", stamp) else ("", line)
 
 
-class _Followed:
+class _Follower:
     """Follows pods, one task each. `old`: pods that had started before."""
 
     def __init__(
-        self, api: KubeApi, job: ClusterJob, wish: LogWish, shown: Shown, old: set[str]
+        self, api: KubeApi, job: ClusterJob, query: PodLogQuery, shown: Shown, old: set[str]
     ) -> None:
-        self._api, self._job, self._wish, self._shown = api, job, wish, shown
+        self._api, self._job, self._wish, self._shown = api, job, query, shown
         self._seen = old  # uids, because a replacement pod may have the same name
         self._streams: list[asyncio.Task[None]] = []
 
-    async def run(self, there: Iterable[SeenPod]) -> bool:
+    async def run(self, there: Iterable[ObservedPod]) -> bool:
         """Follow `there` and later pods until the job is over or stopped. Returns whether there was
         a pod."""
         async with asyncio.TaskGroup() as group:
             self._follow(there, self._wish, group)
             watch = group.create_task(self._watch(group))
-            await self._until_over()
+            await self._wait_until_over()
             watch.cancel()
-            self._take(await pods(self._api, self._job), group)
+            self._follow_new(await pods(self._api, self._job), group)
             if self._streams:
                 _, left = await asyncio.wait(self._streams, timeout=LAST_WORDS)
                 for one in left:
@@ -164,9 +164,9 @@ class _Followed:
         job = self._job
         async for word, pod in self._api.changes(PODS, job.namespace, labels=job.pods):
             if word != "DELETED":
-                self._take(in_order([pod], self._job), group)
+                self._follow_new(in_order([pod], self._job), group)
 
-    def _take(self, found: Iterable[SeenPod], group: asyncio.TaskGroup) -> None:
+    def _follow_new(self, found: Iterable[ObservedPod], group: asyncio.TaskGroup) -> None:
         """Follow the selected pods that are new, from their first line."""
         wish = self._wish
         if not (wish.node or wish.index or wish.several):
@@ -174,37 +174,39 @@ class _Followed:
         new = [
             pod
             for pod in found
-            if pod.started and pod.uid not in self._seen and wish.names(pod)
+            if pod.started and pod.uid not in self._seen and wish.selects(pod)
             if wish.node or pod.index != MASTER
         ]
         self._seen |= {pod.uid for pod in new}
         self._follow(new, replace(self._wish, tail=0), group)
 
-    def _follow(self, these: Iterable[SeenPod], wish: LogWish, group: asyncio.TaskGroup) -> None:
+    def _follow(
+        self, these: Iterable[ObservedPod], query: PodLogQuery, group: asyncio.TaskGroup
+    ) -> None:
         for pod in these:
             if sum(not one.done() for one in self._streams) < MOST_STREAMS:
-                self._streams.append(group.create_task(self._stream(pod, wish)))
+                self._streams.append(group.create_task(self._stream(pod, query)))
 
-    async def _stream(self, pod: SeenPod, wish: LogWish) -> None:
+    async def _stream(self, pod: ObservedPod, query: PodLogQuery) -> None:
         """Follow a pod until its container ends; a stream that breaks earlier is restarted."""
         clock, last, breaks = asyncio.get_running_loop().time, "", 0
         while breaks <= MOST_BREAKS:
             before, began = last, clock()
-            with contextlib.suppress(NotDone):
-                async for stamp, line in _lines(self._api, self._job, pod, wish, follow=True):
+            with contextlib.suppress(RequestFailed):
+                async for stamp, line in _lines(self._api, self._job, pod, query, follow=True):
                     if not before or stamp > before:
                         last = max(last, stamp)
                         self._shown(pod, line)
-            with contextlib.suppress(NotDone):
+            with contextlib.suppress(RequestFailed):
                 body = await self._api.get(PODS, pod.name, self._job.namespace)
-                now = seen_pod(body) if body is not None else None
-                if now is None or now.uid != pod.uid or now.code is not None or not now.lives:
+                now = observe_pod(body) if body is not None else None
+                if now is None or now.uid != pod.uid or now.code is not None or not now.is_active:
                     return
             breaks = 1 if clock() - began > LASTING else breaks + 1
-            wish = replace(wish, tail=0)
+            query = replace(query, tail=0)
             await asyncio.sleep(breaks)
 
-    async def _until_over(self) -> None:
+    async def _wait_until_over(self) -> None:
         async for word, job in find_again(self._api, self._job):
             if word == "DELETED" or job.is_over or job.state == "stopped":
                 return

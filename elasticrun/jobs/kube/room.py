@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from elasticrun.jobs.backend import Forbidden, NotDone
+from elasticrun.jobs.backend import Forbidden, RequestFailed
 from elasticrun.jobs.kube.api import EVERYWHERE, NODES, USE_OF_NODES, KubeApi
 from elasticrun.jobs.operator.cluster import PODS
 from elasticrun.jobs.operator.crd import Json
@@ -23,8 +23,8 @@ _UNITS: Final = {
 
 
 async def nodes(api: KubeApi) -> tuple[list[NodeRow], list[str]]:
-    """All nodes, and a sentence for each kind of data that is unavailable. Raises NotDone if this
-    user may not list nodes."""
+    """All nodes, and a sentence for each kind of data that is unavailable. Raises RequestFailed if
+    this user may not list nodes."""
     bodies = await api.list(NODES)
     said: list[str] = []
     asked: dict[str, Json] | None = None
@@ -36,15 +36,15 @@ async def nodes(api: KubeApi) -> tuple[list[NodeRow], list[str]]:
     try:
         used = {one["metadata"]["name"]: one.get("usage") or {}
                 for one in await api.list(USE_OF_NODES)}  # fmt: skip
-    except NotDone:
+    except RequestFailed:
         said.append("what is in use is not known: the cluster has no metrics server for you")
     rows = [_row(body, asked, used.get(body["metadata"]["name"], {})) for body in bodies]
     return sorted(rows, key=lambda row: row.node), said
 
 
-def _row(body: Json, asked: dict[str, Json] | None, used: Json) -> NodeRow:
+def _row(body: Json, requested: dict[str, Json] | None, used: Json) -> NodeRow:
     name, has = body["metadata"]["name"], (body.get("status") or {}).get("allocatable") or {}
-    taken = None if asked is None else asked.get(name, {})
+    taken = None if requested is None else requested.get(name, {})
     conditions = (body.get("status") or {}).get("conditions") or ()
     ready = any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
     cordoned = bool((body.get("spec") or {}).get("unschedulable"))

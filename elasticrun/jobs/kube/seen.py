@@ -91,7 +91,7 @@ class ClusterJob:
         return bool(self._spec.get("suspend"))
 
     @property
-    def is_unseen(self) -> bool:
+    def is_unprocessed(self) -> bool:
         """Whether no operator has processed its newest change."""
         meta = self.body["metadata"]
         return self.is_elastic and self._status.get("observedGeneration") != meta["generation"]
@@ -176,14 +176,16 @@ class ClusterJob:
         ends = {"succeeded": ("Succeeded", "Complete"), "failed": ("Failed",)}
         ends["recovering"] = ("Recovering",)
         if self.state in ends:
-            return self._said(ends[self.state], "True")
+            return self._condition_message(ends[self.state], "True")
         if self.state == "waiting":
-            return self._said(("Admitted", "Scheduled", "MasterReachable", "Training"), "False")
-        if self.is_unseen and not self._status:
+            return self._condition_message(
+                ("Admitted", "Scheduled", "MasterReachable", "Training"), "False"
+            )
+        if self.is_unprocessed and not self._status:
             return "no operator has seen it yet"
         return ""
 
-    def _said(self, types: tuple[str, ...], status: str) -> str:
+    def _condition_message(self, types: tuple[str, ...], status: str) -> str:
         """The message of the first of these conditions with this status."""
         for one in sorted(
             (one for one in self.conditions if one.get("type") in types),
@@ -220,7 +222,7 @@ class ClusterJob:
 
 
 @dataclass(frozen=True, slots=True)
-class SeenPod:
+class ObservedPod:
     """A pod of either kind of job, as read."""
 
     uid: str  # unlike the name, never reused by a replacement
@@ -234,19 +236,19 @@ class SeenPod:
     ended: float  # when its container ended; 0.0: not ended or unknown
     code: int | None  # its exit code, if any
     started: bool  # whether its container has started, so that a log exists
-    leaving: bool
-    says: str  # why it waits, or how it ended
-    blames: str = ""  # host name of the pod whose rank failed first, by its last words
+    is_terminating: bool
+    message: str  # why it waits, or how it ended
+    failed_rank_node: str = ""  # host name of the pod whose rank failed first, by its last words
 
     @property
-    def lives(self) -> bool:
+    def is_active(self) -> bool:
         """Whether it is active."""
         return self.phase not in ("Succeeded", "Failed")
 
     @property
     def has_failed(self) -> bool:
         """Whether it failed and was not deleted."""
-        return self.phase == "Failed" and self.code not in (None, 0) and not self.leaving
+        return self.phase == "Failed" and self.code not in (None, 0) and not self.is_terminating
 
     def is_called(self, word: str) -> bool:
         """Whether a user may mean it by this word: its index, its name, its host name or its node.
@@ -255,7 +257,7 @@ class SeenPod:
         return word in (self.index, self.name, self.host, self.node)
 
 
-def seen_pod(pod: Json) -> SeenPod:
+def observe_pod(pod: Json) -> ObservedPod:
     """Read a pod."""
     meta, spec, status = pod["metadata"], pod.get("spec") or {}, pod.get("status") or {}
     labels = meta.get("labels") or {}
@@ -268,7 +270,7 @@ def seen_pod(pod: Json) -> SeenPod:
     if labels.get(ROLE) == MASTER:
         index = MASTER
     word = last_word.read(ended.get("message") or "")
-    return SeenPod(
+    return ObservedPod(
         uid=meta["uid"],
         name=meta["name"],
         host=spec.get("hostname") or meta["name"],
@@ -280,13 +282,13 @@ def seen_pod(pod: Json) -> SeenPod:
         ended=moment(ended.get("finishedAt")),
         code=ended.get("exitCode"),
         started=bool(state.get("running") or ended),
-        leaving=bool(meta.get("deletionTimestamp")),
-        says=_says(state, ended, status),
-        blames=word.host if word is not None else "",
+        is_terminating=bool(meta.get("deletionTimestamp")),
+        message=_pod_message(state, ended, status),
+        failed_rank_node=word.host if word is not None else "",
     )
 
 
-def _says(state: Json, ended: Json, status: Json) -> str:
+def _pod_message(state: Json, ended: Json, status: Json) -> str:
     if ended:
         reason = ended.get("reason") or ""
         word = f", {reason}" if reason not in ("", "Error", "Completed") else ""
@@ -301,11 +303,11 @@ def _says(state: Json, ended: Json, status: Json) -> str:
     return ": ".join(str(one) for one in said if one)
 
 
-def in_order(pods: Iterable[Json], job: ClusterJob) -> list[SeenPod]:
+def in_order(pods: Iterable[Json], job: ClusterJob) -> list[ObservedPod]:
     """The pods of exactly this job: nodes' pods by index, the oldest of each first; then the
     master's."""
     ours = (pod for pod in pods if job.uid in _owners(pod))
-    found = [seen_pod(pod) for pod in ours]
+    found = [observe_pod(pod) for pod in ours]
     return sorted(
         found,
         key=lambda pod: (

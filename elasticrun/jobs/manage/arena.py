@@ -125,7 +125,7 @@ def translated(words: Sequence[str], where: str, say: Callable[[str], None]) -> 
     elif _BARE.fullmatch("".join(behind[1:2])) and "--no-python" not in flags:
         more, behind = _program(behind[1:])
         flags += more
-    return [*_Translation(flags, _place(where), say).made(), *behind]
+    return [*_Translation(flags, _place(where), say).translated(), *behind]
 
 
 def known(where: str) -> list[str]:
@@ -151,7 +151,7 @@ class _Translation:
         self._seen: set[str] = set()
         self._numbers = itertools.count()
 
-    def made(self) -> list[str]:
+    def translated(self) -> list[str]:
         done: list[str] = []
         while self._flags:
             word = self._flags.pop(0)
@@ -166,7 +166,7 @@ class _Translation:
                 value = self._optional(value, equals, row)
             elif not equals:
                 value = self._next(name)
-            done += self._meant(name, value, row)
+            done += self._translate(name, value, row)
         return done + self._at_the_end()
 
     def _at_the_end(self) -> list[str]:
@@ -196,7 +196,7 @@ class _Translation:
             value = self._flags.pop(0)
         return row.alone if value in ("", "true") else value
 
-    def _meant(self, name: str, value: str, row: Row) -> list[str]:
+    def _translate(self, name: str, value: str, row: Row) -> list[str]:
         if name == "--env" and (found := _REF.match(value)):
             self._refs[found[1]] = found[2]
             return []

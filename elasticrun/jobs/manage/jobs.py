@@ -14,8 +14,8 @@ from elasticrun.config import EXIT_FAILED, EXIT_OK
 from elasticrun.host.runs.claim import Claimed, claimed
 from elasticrun.host.runs.index import NoRun, find, prune, runs_root
 from elasticrun.host.runs.layout import ENDED, RunFolder
-from elasticrun.jobs.backend import NotDone
-from elasticrun.jobs.choosing import backend_of, place_of, refuse_taken
+from elasticrun.jobs.backend import RequestFailed
+from elasticrun.jobs.choosing import backend_name_of, backend_of, refuse_taken
 from elasticrun.jobs.manage.listing import add_output
 from elasticrun.jobs.rows import DoneRow, as_json
 from elasticrun.jobs.running.asking import JOB
@@ -75,7 +75,7 @@ def _delete(run: RunFolder, place: Backend, *, keep: bool) -> str:
     job = run.job()
     name = job.name if job is not None else run.path.name
     with claimed(runs_root(os.environ), name):  # blocks a concurrent resume
-        place.end(run)
+        place.terminate(run)
         return _removed(run, name, keep=keep)
 
 
@@ -87,8 +87,9 @@ def _removed(run: RunFolder, name: str, *, keep: bool) -> str:
     else:
         whole = f", and {run.path} is removed"
     if not prune(run.path.parent, -86400.0, only={run.path}):
-        raise NotDone(f"job {name} is ended, but its state is {run.state()}: its run "
-                      f"folder {run.path} stays")  # fmt: skip
+        raise RequestFailed(
+            f"job {name} is ended, but its state is {run.state()}: its run folder {run.path} stays"
+        )
     return f"job {name} is deleted{whole}"
 
 
@@ -102,11 +103,11 @@ def execute(argv: Sequence[str]) -> int:
 
     def run_it() -> int:
         run = run_of(ns.job)
-        node, known, place = ns.node, runs_of(run.path), place_of(run)
+        node, known, place = ns.node, runs_of(run.path), backend_name_of(run)
         if node and known and place != "ssh":  # ssh knows the hosts as the user typed them
             meant = one_of(known, node)
             if meant is None:
-                raise NotDone(no_node(node, known))
+                raise RequestFailed(no_node(node, known))
             alone = len({one.node for one in known}) == 1
             node = meant.host if place == "slurm" else "" if alone else meant.node
         code = backend_of(run, withdraw()).execute(run, node, command)
@@ -134,18 +135,18 @@ def exec_words(made: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, l
 
 
 def run_of(job: str, whole: str = "") -> RunFolder:
-    """The run folder of the named job, as `find` defines it. Raises NotDone."""
+    """The run folder of the named job, as `find` defines it. Raises RequestFailed."""
     try:
         return find(runs_root(os.environ), job, whole=whole)
     except (NoRun, OSError) as wrong:
-        raise NotDone(str(wrong)) from None
+        raise RequestFailed(str(wrong)) from None
 
 
 def finished(do: Callable[[], int], prog: str = f"{PROG} submit") -> int:
     """The exit code of `do`; prints a sentence and returns 1 if it fails."""
     try:
         return do()
-    except (NotDone, Claimed) as why:
+    except (RequestFailed, Claimed) as why:
         print(f"{prog}: {why}", file=sys.stderr)
     except OSError as wrong:
         if not wrong.filename:  # standard output

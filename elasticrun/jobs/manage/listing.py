@@ -34,8 +34,8 @@ from elasticrun.config import EXIT_USAGE, Tls
 from elasticrun.core.words import plain, some
 from elasticrun.host.runs import index
 from elasticrun.host.runs.layout import ENDED, JobRecord, RunFolder
-from elasticrun.jobs.backend import NotDone, is_ours, submission, typed
-from elasticrun.jobs.choosing import by_their_places
+from elasticrun.jobs.backend import RequestFailed, command_line, is_ours, submission
+from elasticrun.jobs.choosing import updated_by_backends
 from elasticrun.jobs.kubernetes import note_end
 from elasticrun.jobs.line import NotAnswered, master_of
 from elasticrun.jobs.rows import SUSPENDED, JobRow, as_json, live_row, row_of
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     ns = made.parse_args(argv)
     asked = FlagValues(ns, variables)
     rows, silent = local_rows(trust.token(asked), trust.tls(asked))
-    rows = by_their_places(rows, variables)
+    rows = updated_by_backends(rows, variables)
     if not ns.all:
         over = [row for row in rows if row.state in ENDED][MOST_ENDED:]
         rows = [row for row in rows if row not in over]
@@ -96,7 +96,7 @@ def local_rows(token: str = "", files: Tls | None = None) -> tuple[list[JobRow],
         silent.append(f"the run folders cannot be read: {wrong}")
         folders = []
     with asyncio.Runner() as runner:
-        rows, unheard = _running(token, files, [*_away(folders)], runner)
+        rows, unheard = _running(token, files, [*_masters_elsewhere(folders)], runner)
     live = {os.path.realpath(row.run) for row in rows if row.run}
     left = [folder for folder in folders if os.path.realpath(folder.path) not in live]
     rows += [row_of(folder, job) for folder in left if (job := folder.job())]
@@ -104,7 +104,7 @@ def local_rows(token: str = "", files: Tls | None = None) -> tuple[list[JobRow],
     return rows, [*silent, *unheard]
 
 
-def _away(folders: Iterable[RunFolder]) -> Iterator[MasterQuery]:
+def _masters_elsewhere(folders: Iterable[RunFolder]) -> Iterator[MasterQuery]:
     """The masters of jobs that run elsewhere."""
     for folder in folders:
         job = folder.job()
@@ -158,13 +158,15 @@ def shown(row: JobRow) -> tuple[str, ...]:
     )
 
 
-def left_lines(folder: RunFolder, job: JobRecord, row: JobRow) -> list[str]:
+def ended_job_lines(folder: RunFolder, job: JobRecord, row: JobRow) -> list[str]:
     """Text about a job that does not run here, from what it left."""
     again = row.state in (*ENDED, SUSPENDED) and row.state != "succeeded"
-    resume = f"{PROG} resume {job.name}" if is_ours(folder) else f"type it again: {typed(job)}"
+    resume = (
+        f"{PROG} resume {job.name}" if is_ours(folder) else f"type it again: {command_line(job)}"
+    )
     said = {
         "outcome": row.reason,
-        "progress": folder.told(),
+        "progress": folder.newest_metrics(),
         "command": " ".join(job.command),
         "commit": job.git_commit,
         "run folder": row.run,
@@ -199,9 +201,9 @@ def prune(argv: Sequence[str]) -> int:
         root = index.runs_root(os.environ)
         named = [index.find(root, job, whole="prune") for job in ns.jobs]
         stay = _in_clusters(named or index.all_runs(root), since)
-        only = _meant(named, ns.jobs)
+        only = _selected(named, ns.jobs)
         removed = index.prune(root, since, only)
-    except (OSError, index.NoRun, NotDone) as wrong:
+    except (OSError, index.NoRun, RequestFailed) as wrong:
         print(f"{made.prog}: {wrong}", file=sys.stderr)
         return 1
     placed = [str(stays) for stays in removed.values() if stays]
@@ -226,7 +228,7 @@ def _in_clusters(runs: Sequence[RunFolder], since: float) -> dict[str, str]:
     ]
     old = time.time() - since
     asked = [row_of(run, job) for run, job in known if run.state() not in ENDED and job.began < old]
-    for row in by_their_places(asked, trust.withdraw()) if asked else ():
+    for row in updated_by_backends(asked, trust.withdraw()) if asked else ():
         if row.state == "lost":
             note_end(RunFolder(Path(row.run)), "lost", row.reason, ended=time.time() - row.age)
     stay = {}
@@ -239,7 +241,7 @@ def _in_clusters(runs: Sequence[RunFolder], since: float) -> dict[str, str]:
     return stay
 
 
-def _meant(found: Sequence[RunFolder], jobs: Sequence[str]) -> list[Path] | None:
+def _selected(found: Sequence[RunFolder], jobs: Sequence[str]) -> list[Path] | None:
     """The folders of these jobs; None: all. Raises NoRun if a job has not ended."""
     for folder, job in zip(found, jobs, strict=True):
         if (state := folder.state()) not in ENDED:

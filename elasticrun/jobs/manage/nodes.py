@@ -23,7 +23,7 @@ from elasticrun.host.accelerators.nvidia import Nvidia
 from elasticrun.host.runs.index import all_runs, runs_root
 from elasticrun.host.runs.layout import ENDED, RunFolder
 from elasticrun.host.system.network import names_this_host_only
-from elasticrun.jobs.line import JobLine, JobMaster, NotAnswered, master_of
+from elasticrun.jobs.line import JobConnection, JobMaster, NotAnswered, master_of
 from elasticrun.jobs.manage.listing import COLUMNS, add_output, has_ended
 from elasticrun.jobs.rows import as_json
 
@@ -86,7 +86,7 @@ def _pictures() -> tuple[list[tuple[str, Picture]], list[str]]:
     with asyncio.Runner() as runner:
         for name, master in _masters():
             try:
-                found.append((name, JobLine(master, runner).picture(live=True)))
+                found.append((name, JobConnection(master, runner).picture(live=True)))
             except NotAnswered as why:
                 silent += [] if has_ended(master.run) else [f"{name}: {why}"]
     return found, silent

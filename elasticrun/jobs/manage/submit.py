@@ -30,20 +30,20 @@ from elasticrun.config import ELASTIC_RESTARTS, EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from elasticrun.host.runs.claim import claimed
 from elasticrun.host.runs.index import all_runs, make_run, prune, run_path, runs_root
 from elasticrun.host.runs.layout import CONSOLE, ENDED, RESULT, JobRecord, RunFolder, RunResult
-from elasticrun.host.runs.opening import RankProgram, RunRefused, already, put_away
+from elasticrun.host.runs.opening import RankProgram, RunRefused, already_succeeded, archive
 from elasticrun.host.system.processes import user_name
 from elasticrun.jobs import choosing
 from elasticrun.jobs.backend import (
     TOKEN,
-    NotDone,
+    RequestFailed,
     Submission,
     Target,
     make_token,
     write_submission,
 )
-from elasticrun.jobs.cluster.submit import of_kubernetes
+from elasticrun.jobs.cluster.submit import kubernetes_submission
 from elasticrun.jobs.kubernetes import end_replaced
-from elasticrun.jobs.local import meeting, this_process
+from elasticrun.jobs.local import rendezvous_flags, this_process
 from elasticrun.jobs.manage import arena
 from elasticrun.jobs.manage.code import pinned
 from elasticrun.jobs.manage.jobs import finished
@@ -75,7 +75,7 @@ def main(words: Sequence[str], say: Callable[[str], None]) -> int:
     """The `submit` verb; `say` prints notes for the user. Raises UsageError."""
     try:
         on, hosts = _place(render.split(words)[0])
-        where = choosing.chosen(on, os.environ, hosts=hosts)
+        where = choosing.choose_backend(on, os.environ, hosts=hosts)
         flags, program = render.split(arena.translated(words, where, say))
         made = parser(where)
         ns, extra = made.parse_known_args(flags)
@@ -92,7 +92,7 @@ def main(words: Sequence[str], say: Callable[[str], None]) -> int:
         return finished(lambda: _submit(where, ns, program, wanted, say))
     except RunRefused as other:
         raise UsageError(str(other)) from None
-    except (Invalid, UsageError, NotDone) as wrong:
+    except (Invalid, UsageError, RequestFailed) as wrong:
         code = EXIT_FAILED if isinstance(wrong, (NotHere, NoProgram)) else EXIT_USAGE
         raise UsageError(str(wrong), code) from None
 
@@ -157,11 +157,11 @@ def parser(where: str) -> Parser:
         add_group(made, "the hosts", rows, os.environ)
     if where == "k8s":
         made.set_defaults(fresh=False)  # a pod that starts later would start afresh again
-        render_flags.add_handed_on(made, ("fresh",))
+        render_flags.add_launcher_flags(made, ("fresh",))
         return made
     text = "With --run-dir: from the beginning; what is there goes to previous/."
     made.add_argument("--fresh", action="store_true", help=text)
-    render_flags.add_handed_on(made, ("run_dir", "fresh"))
+    render_flags.add_launcher_flags(made, ("run_dir", "fresh"))
     return made
 
 
@@ -182,10 +182,10 @@ def _submit(
         try:
             os.chdir(ns.working_dir)
         except OSError as wrong:
-            raise NotDone(f"--working-dir={ns.working_dir}: {wrong.strerror}") from None
+            raise RequestFailed(f"--working-dir={ns.working_dir}: {wrong.strerror}") from None
     if ns.git:
         ns.git = pinned(ns.git, withdraw(*GIT_SECRETS))
-    if at and not ns.fresh and (said := _already(at, ns, program)):
+    if at and not ns.fresh and (said := _already_succeeded(at, ns, program)):
         if ns.output == "json":
             _print(ns, run, where, said)
         else:
@@ -198,30 +198,32 @@ def _submit(
     else:
         with claimed(root, ns.name), claimed(root, str(run.path)):
             if run.job() is not None and run.state() not in ENDED:
-                raise NotDone(f"another job runs in {run.path}: name another folder (--run-dir)")
+                raise RequestFailed(
+                    f"another job runs in {run.path}: name another folder (--run-dir)"
+                )
             choosing.refuse_taken(root, ns.name, withdraw())
             said = _start(run, ns, known, place, root)
     _print(ns, run, where, said)
     return EXIT_OK
 
 
-def _already(at: Path, ns: argparse.Namespace, program: Sequence[str]) -> str:
+def _already_succeeded(at: Path, ns: argparse.Namespace, program: Sequence[str]) -> str:
     """The message if this program has already succeeded in its run folder. Raises RunRefused,
     UsageError."""
-    words = [*render_flags.handed_on(ns), *program]
+    words = [*render_flags.launcher_words(ns), *program]
     entry = entry_of(FlagValues(get_args_parser().parse_args(words), os.environ))
-    return already(at, RankProgram(entry.words(), os.getcwd()))
+    return already_succeeded(at, RankProgram(entry.words(), os.getcwd()))
 
 
 def _start(
     run: RunFolder, ns: argparse.Namespace, known: Submission, place: Target, root: Path
 ) -> str:
-    """Create the run folder and submit. Returns the backend's sentence. Raises NotDone."""
+    """Create the run folder and submit. Returns the backend's sentence. Raises RequestFailed."""
     here = known.on != "k8s"
     try:
         make_run(root, ns.name, ns.launch, run.path)
         if here and ns.fresh:
-            put_away(run.path)
+            archive(run.path)
         (run.path / RESULT).unlink(missing_ok=True)
         write_submission(run, replace(known, **this_process()))
         run.write_job(_record(known, ns))
@@ -230,15 +232,15 @@ def _start(
     except OSError as wrong:
         if not (here and ns.run_dir):
             shutil.rmtree(run.path, ignore_errors=True)
-        raise NotDone(f"the run folder {run.path} cannot be made: {wrong.strerror}") from None
+        raise RequestFailed(f"the run folder {run.path} cannot be made: {wrong.strerror}") from None
     try:
         return place.submit(run, known)
-    except NotDone as why:
-        _give_up(run, str(why), fresh=not (here and ns.run_dir))
+    except RequestFailed as why:
+        _discard(run, str(why), fresh=not (here and ns.run_dir))
         raise
 
 
-def _give_up(run: RunFolder, why: str, *, fresh: bool) -> None:
+def _discard(run: RunFolder, why: str, *, fresh: bool) -> None:
     """Discard a job that its backend rejected, so that its name is free again."""
     with contextlib.suppress(OSError):
         ended = RunResult(state="failed", exit_code=EXIT_FAILED, reason=why, ended=time.time())
@@ -247,7 +249,7 @@ def _give_up(run: RunFolder, why: str, *, fresh: bool) -> None:
             prune(run.path.parent, -86400.0, only={run.path})
 
 
-def _of_this_host(
+def _local_submission(
     ns: argparse.Namespace, program: Sequence[str], run: Path, say: Callable[[str], None]
 ) -> tuple[Submission, Target]:
     """Read the arguments as the launcher on this host will. Raises UsageError."""
@@ -258,7 +260,7 @@ def _of_this_host(
     env = render.env(ns)
     for key, value in env.items():
         checks.setting(key, value, "run folder", "set it where you type this, or give --token-file")
-    flags = render_flags.handed_on(ns)
+    flags = render_flags.launcher_words(ns)
     flags += [f"--nproc-per-node={ns.nproc_per_node}"] if ns.nproc_per_node else []
     flags += [TO_FILES] if _to_files(ns) else []
     known = Submission(
@@ -273,7 +275,7 @@ def _of_this_host(
         max_nodes=high,
     )
     seen = {**environ, **known.env}
-    words = [*meeting(known, "node0", 29400), *known.flags, *program]
+    words = [*rendezvous_flags(known, "node0", 29400), *known.flags, *program]
     found = resolve(get_args_parser(seen).parse_args(words), seen, this_machine(seen, say))
     check_data(settings.data(ns.data))
     hint = "" if ns.git else check_program(found.launch.entry)  # the code is not checked out yet
@@ -289,7 +291,7 @@ def _of_this_host(
     return replace(known, gpus=gpus), choosing.backend("local", environ)
 
 
-def _of_hosts(
+def _hosts_submission(
     ns: argparse.Namespace, program: Sequence[str], run: Path, say: Callable[[str], None]
 ) -> tuple[Submission, Target]:
     """Read the arguments as the launcher reads --hosts. Raises UsageError."""
@@ -297,7 +299,7 @@ def _of_hosts(
     from elasticrun.jobs.hosts.ssh import is_here
 
     environ = withdraw()
-    flags = render_flags.handed_on(ns)
+    flags = render_flags.launcher_words(ns)
     flags += [f"--nproc-per-node={ns.nproc_per_node}"] if ns.nproc_per_node else []
     flags += [f"--nnodes={ns.nnodes}"] if ns.nnodes != "1" else []
     flags += [f"--{dest}={value}" for dest in OF_HOSTS if (value := getattr(ns, dest))]
@@ -343,7 +345,7 @@ def _gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(map(str, range(count or 0)))
 
 
-def _of_slurm(
+def _slurm_submission(
     ns: argparse.Namespace, program: Sequence[str], run: Path, say: Callable[[str], None]
 ) -> tuple[Submission, Target]:
     """Read the arguments as `render slurm` does; nodes find the run folder by its path. Raises
@@ -379,10 +381,10 @@ def _of_slurm(
 
 
 _HOW: Final[Mapping[str, Wanted]] = {
-    "local": _of_this_host,
-    "ssh": _of_hosts,
-    "slurm": _of_slurm,
-    "k8s": of_kubernetes,
+    "local": _local_submission,
+    "ssh": _hosts_submission,
+    "slurm": _slurm_submission,
+    "k8s": kubernetes_submission,
 }
 
 
@@ -405,11 +407,11 @@ def _record(known: Submission, ns: argparse.Namespace) -> JobRecord:
     )
 
 
-def _print(ns: argparse.Namespace, run: RunFolder, where: str, said: str) -> None:
+def _print(ns: argparse.Namespace, run: RunFolder, where: str, sentence: str) -> None:
     name = ns.name
     if ns.output == "json":
-        print(as_json(DoneRow(name=name, done=said, run_dir=str(run.path), on=where)))
+        print(as_json(DoneRow(name=name, done=sentence, run_dir=str(run.path), on=where)))
         return
-    print(f"{said}; its run folder is {run.path}")
+    print(f"{sentence}; its run folder is {run.path}")
     print(f"what it prints: {PROG} logs {name} -f")
     print(f"how it stands:  {PROG} status {name}")

@@ -54,7 +54,7 @@ Key = tuple[str, str]
 """Namespace and name."""
 
 
-class NotMade(Exception):
+class NotCreated(Exception):
     """The server rejects the object, or its name belongs to another job; the message is a
     sentence."""
 
@@ -82,7 +82,7 @@ class Cluster:
     async def close(self) -> None:
         await self._client.close()
 
-    async def _ask(self, request: BasicRequest, *fine: int) -> Json | None:
+    async def _request(self, request: BasicRequest, *fine: int) -> Json | None:
         """The answer; None if its status is one of these codes."""
         answer = await self._client.send(self._client.build_adapter_request(request))
         if answer.status_code in fine:
@@ -99,7 +99,7 @@ class Cluster:
 
     async def version(self) -> tuple[int, int]:
         """The cluster's version, such as (1, 37)."""
-        found = await self._ask(BasicRequest(method="GET", url="version")) or {}
+        found = await self._request(BasicRequest(method="GET", url="version")) or {}
         return int(found["major"]), int(found["minor"].rstrip("+"))
 
     async def jobs(self) -> list[Json]:
@@ -121,7 +121,7 @@ class Cluster:
 
     async def get(self, kind: Any, key: Key) -> Json | None:
         """An object, or None if it does not exist."""
-        return await self._ask(self._about("get", kind, key), GONE)
+        return await self._request(self._about("get", kind, key), GONE)
 
     async def pods(self, key: Key, uid: str) -> list[Json]:
         """The pods of a job, excluding those of another job with the same name."""
@@ -130,8 +130,8 @@ class Cluster:
         )
         return [pod async for pod in self._client.list(request) if _owner(pod) == uid]
 
-    async def make(self, body: Json) -> bool:
-        """Create an object of a job; False if it already exists. Raises NotMade if the server
+    async def create(self, body: Json) -> bool:
+        """Create an object of a job; False if it already exists. Raises NotCreated if the server
         rejects it, or if the existing object belongs to another job. The latter resolves itself
         when a job was recreated."""
         kind, meta = kind_of(body["apiVersion"], body["kind"]), body["metadata"]
@@ -140,15 +140,15 @@ class Cluster:
             "post", obj=kind(body), namespace=where, params={"fieldValidation": "Strict"}
         )
         try:
-            if await self._ask(request, CONFLICT) is not None:
+            if await self._request(request, CONFLICT) is not None:
                 return True
         except ApiError as error:
             if code_of(error) in REFUSED:
-                raise NotMade(f"{what}: {error}") from None
+                raise NotCreated(f"{what}: {error}") from None
             raise
         there = None if kind is SECRETS else await self.get(kind, (where, meta["name"]))
         if there is not None and _owner(there) != _owner(body):
-            raise NotMade(f"a {what} is there that is not this job's: delete it")
+            raise NotCreated(f"a {what} is there that is not this job's: delete it")
         return False
 
     async def remove(self, kind: Any, key: Key, uid: str) -> bool:
@@ -156,7 +156,7 @@ class Cluster:
         has its name."""
         request = self._about("delete", kind, key)
         request.data = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
-        return await self._ask(request, GONE, CONFLICT) is not None
+        return await self._request(request, GONE, CONFLICT) is not None
 
     async def set_status(self, key: Key, version: str, status: Json) -> bool:
         """Write a job's status; False if the job has changed since it was read at `version`."""
@@ -165,12 +165,12 @@ class Cluster:
             obj={"metadata": {"resourceVersion": version}, "status": status},
             headers={"Content-Type": PatchType.MERGE.value},
         )  # fmt: skip
-        return await self._ask(request, GONE, CONFLICT) is not None
+        return await self._request(request, GONE, CONFLICT) is not None
 
-    async def tell(self, event: Json) -> None:
+    async def create_event(self, event: Json) -> None:
         """Create an Event."""
         namespace = event["metadata"]["namespace"]
-        await self._ask(
+        await self._request(
             self._client.prepare_request("post", obj=EVENTS(event), namespace=namespace)
         )
 
@@ -178,7 +178,7 @@ class Cluster:
         """Create or replace a Lease; False if another replica was faster."""
         verb = "post" if new else "put"
         request = self._about(verb, LEASES, (self.own, OPERATOR), obj=LEASES(body))
-        return await self._ask(request, CONFLICT) is not None
+        return await self._request(request, CONFLICT) is not None
 
     async def key(self) -> bytes:
         """The key from which tokens are derived; created once, in a Secret of the operator."""
@@ -188,7 +188,7 @@ class Cluster:
                 return base64.b64decode(found["data"]["key"])
             made = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": OPERATOR}}
             made["stringData"] = {"key": secrets.token_hex(32)}
-            await self._ask(self._about("post", SECRETS, where, obj=SECRETS(made)), CONFLICT)
+            await self._request(self._about("post", SECRETS, where, obj=SECRETS(made)), CONFLICT)
         raise ConfigError(f"the Secret {OPERATOR} in {self.own} can neither be read nor made")
 
 

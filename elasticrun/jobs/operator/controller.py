@@ -97,8 +97,10 @@ class Controller:
                 self._key = await self._cluster.key()
             except Exception as error:
                 tries += 1
-                logger.warning("the operator cannot start (attempt %d): %s", tries, _words(error))
-                await asyncio.sleep(_later(tries))
+                logger.warning(
+                    "the operator cannot start (attempt %d): %s", tries, _error_text(error)
+                )
+                await asyncio.sleep(_retry_delay(tries))
         where = self._cluster.namespace.replace(ALL_NS, "all namespaces")
         logger.info("the operator watches ElasticJobs in %s", where)
         async with asyncio.TaskGroup() as group:
@@ -151,8 +153,8 @@ class Controller:
             except Exception as error:  # the connection may break in the middle of a line
                 tries += 1
                 if tries in (2, 5) or tries % 50 == 0:
-                    logger.info("a watch broke (attempt %d): %s", tries, _words(error))
-            await asyncio.sleep(_later(tries))
+                    logger.info("a watch broke (attempt %d): %s", tries, _error_text(error))
+            await asyncio.sleep(_retry_delay(tries))
 
     async def _relist(self) -> None:
         tries = 0
@@ -164,32 +166,32 @@ class Controller:
             except Exception as error:
                 tries += 1
                 missing = isinstance(error, ApiError) and api.code_of(error) == api.GONE
-                why = NO_CRD if missing else _words(error)
+                why = NO_CRD if missing else _error_text(error)
                 logger.warning("cannot list the jobs: %s", why)
-            await asyncio.sleep(_later(tries) if tries else RELIST)
+            await asyncio.sleep(_retry_delay(tries) if tries else RELIST)
 
     # ------------------------------------------------------------ a pass
 
     async def _visit(self, key: api.Key) -> None:
         try:
-            again = await self._pass(key)
+            again = await self._reconcile(key)
             self._failures.pop(key, None)
             if again is not None:
                 self._wake(key, again)
         except Exception as error:  # one job's failure must not affect the others
             tries = self._failures[key] = self._failures.get(key, 0) + 1
-            if isinstance(error, api.NotMade):
-                self._refused[key] = _words(error)
+            if isinstance(error, api.NotCreated):
+                self._refused[key] = _error_text(error)
             if tries in (1, 5) or tries % 50 == 0:
-                foreign = not isinstance(error, (*Trouble, api.NotMade))
-                words = ("job %s/%s, try %d: %s", *key, tries, _words(error))
+                foreign = not isinstance(error, (*Trouble, api.NotCreated))
+                words = ("job %s/%s, try %d: %s", *key, tries, _error_text(error))
                 logger.warning(*words, exc_info=foreign)
-            self._wake(key, _later(tries))
+            self._wake(key, _retry_delay(tries))
         finally:
             self._busy.discard(key)
             self._change.set()
 
-    async def _pass(self, key: api.Key) -> float | None:
+    async def _reconcile(self, key: api.Key) -> float | None:
         """One pass over a job. Returns the seconds until the next pass; None: not before a
         change."""
         found = await self._cluster.get(api.JOBS, key)
@@ -197,23 +199,23 @@ class Controller:
             for book in (self._failures, self._refused, self._silent):
                 book.pop(key, None)
             return None
-        job = objects.wanted(found)
+        job = objects.job_of(found)
         read = map(objects.read, await self._cluster.pods(key, job.uid))
         pods = tuple(pod for pod in read if pod is not None)
-        said, why = await self._ask(job, key, pods)
+        said, why = await self._query_master(job, key, pods)
         refused = self._refused.get(key, "")
         todo = planning.plan(
-            job, planning.Seen(pods, said, why, refused, self._version), time.time()
+            job, planning.ObservedState(pods, said, why, refused, self._version), time.time()
         )
         if (made := planning.patch(found.get("status") or {}, todo.status)) is not None:
             version = found["metadata"]["resourceVersion"]
             if not await self._cluster.set_status(key, version, made):
                 return FIRST_RETRY  # the job changed meanwhile
         for notice in todo.notices:
-            await self._tell(job, notice)
+            await self._create_event(job, notice)
         unwilling = ""
         for order in todo.orders:
-            unwilling = await self._do(job, order, pods) or unwilling
+            unwilling = await self._execute(job, order, pods) or unwilling
         self._refused[key] = unwilling
         if unwilling != refused:  # the next status reports it
             return 0.0
@@ -224,26 +226,28 @@ class Controller:
         calm = (trains or todo.status.phase in ("Suspended", "Pending")) and not todo.orders
         return min(POLL if calm else BUSY_POLL, todo.again or POLL)
 
-    async def _do(self, job: JobObject, order: planning.Order, pods: tuple[OwnedPod, ...]) -> str:
-        """Carry out an order. Returns the master's refusal as a sentence. Raises NotMade if the API
-        server refuses."""
+    async def _execute(
+        self, job: JobObject, order: planning.Order, pods: tuple[OwnedPod, ...]
+    ) -> str:
+        """Carry out an order. Returns the master's refusal as a sentence. Raises NotCreated if the
+        API server refuses."""
         where = job.namespace
         match order:
             case planning.Make(body, notice):
-                if await self._cluster.make(body) and notice:
-                    await self._tell(job, notice)
+                if await self._cluster.create(body) and notice:
+                    await self._create_event(job, notice)
             case planning.MakeSecret():
-                await self._cluster.make(objects.secret(job, self._token(job)))
-            case planning.Remove(pod, notice):
+                await self._cluster.create(objects.secret(job, self._token(job)))
+            case planning.Delete(pod, notice):
                 if await self._cluster.remove(api.PODS, (where, pod.name), pod.uid):
-                    await self._tell(job, notice)
+                    await self._create_event(job, notice)
             case planning.Resize(nodes):
                 return await self._resize(job, nodes, pods)
-            case planning.Discard():
+            case planning.DeleteJob():
                 await self._cluster.remove(api.JOBS, (where, job.name), job.uid)
         return ""
 
-    async def _tell(self, job: JobObject, notice: planning.JobEvent) -> None:
+    async def _create_event(self, job: JobObject, notice: planning.JobEvent) -> None:
         """Create an Event; a failure is only logged."""
         now = stamp(time.time())
         about = {"apiVersion": API_VERSION, "kind": KIND, "name": job.name, "uid": job.uid}
@@ -262,9 +266,9 @@ class Controller:
         }
         logger.info("%s/%s: %s", job.namespace, job.name, notice.message)
         try:
-            await self._cluster.tell(event)
+            await self._cluster.create_event(event)
         except Trouble as error:
-            logger.info("cannot record an Event of %s: %s", job.name, _words(error))
+            logger.info("cannot record an Event of %s: %s", job.name, _error_text(error))
 
     # ------------------------------------------------------------ the job's master
 
@@ -272,7 +276,7 @@ class Controller:
         """The job's token, derived from the key, so it needs no storage."""
         return hmac.digest(self._key, f"elasticrun job {job.uid}".encode(), hashlib.sha256).hex()
 
-    async def _ask(
+    async def _query_master(
         self, job: JobObject, key: api.Key, pods: tuple[OwnedPod, ...]
     ) -> tuple[JobStatus | None, str]:
         """The master's status; else the reason why there is none."""
@@ -317,11 +321,11 @@ def _clock() -> float:
     return asyncio.get_running_loop().time()
 
 
-def _later(tries: int) -> float:
+def _retry_delay(tries: int) -> float:
     return min(FIRST_RETRY * 2.0 ** min(tries, 10), LAST_RETRY)
 
 
-def _words(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     said = str(error).partition("For more information check")[0]  # a suffix that httpx2 adds
     return " ".join(said.split())[:400] or type(error).__name__
 
@@ -343,7 +347,7 @@ async def lead(cluster: api.Cluster, me: str, controller: Controller) -> None:
                 since = since if version == seen else _clock()
                 renewed, seen = _clock() if held else renewed, version
             except Exception as error:
-                logger.warning("cannot renew the Lease: %s", _words(error))
+                logger.warning("cannot renew the Lease: %s", _error_text(error))
             if task is not None and not held:
                 raise LeadLost("another operator leads, or the Lease cannot be renewed")
             if held and task is None:

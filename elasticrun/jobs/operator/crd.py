@@ -67,7 +67,7 @@ class RunPolicy(Struct, frozen=True, rename="camel"):
     ] = 900
 
 
-class GangWanted(Struct, frozen=True, rename="camel"):
+class GangSpec(Struct, frozen=True, rename="camel"):
     """Who places minNodes pods together or none."""
 
     scheduler: Annotated[
@@ -77,7 +77,7 @@ class GangWanted(Struct, frozen=True, rename="camel"):
     queue: Annotated[str, _about("Queue of volcano or kueue.")] = ""
 
 
-class MasterWanted(Struct, frozen=True, rename="camel"):
+class MasterSpec(Struct, frozen=True, rename="camel"):
     """The pod of the job's master."""
 
     resources: Annotated[
@@ -110,9 +110,9 @@ class ElasticSpec(Struct, frozen=True, rename="camel"):
             'When the job has succeeded: the pod of index 0 is done ("" says the same), or all.'
         ),
     ] = "AllWorkers"
-    gang: Annotated[GangWanted | None, _about("Who places minNodes pods together or none.")] = None
-    master: Annotated[MasterWanted, _about("The pod of the job's master.")] = msgspec.field(
-        default_factory=MasterWanted
+    gang: Annotated[GangSpec | None, _about("Who places minNodes pods together or none.")] = None
+    master: Annotated[MasterSpec, _about("The pod of the job's master.")] = msgspec.field(
+        default_factory=MasterSpec
     )
 
     @property

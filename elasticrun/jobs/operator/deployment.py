@@ -54,22 +54,24 @@ class Installed:
         return self.namespace or HOME
 
 
-def documents(asked: Installed) -> list[Json]:
+def documents(installed: Installed) -> list[Json]:
     """The objects, in the order of creation."""
-    home = asked.home
+    home = installed.home
     space = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": home}}
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _named(home)}
     rules = [
         {"apiGroups": [group], "resources": list(what), "verbs": list(verbs)}
         for group, what, verbs in RIGHTS
     ]
-    made = [crd(), *([] if asked.namespace else [space]), account]
-    if asked.namespace:
-        made += _role("Role", home, OPERATOR, [*rules, *_own(asked)])
+    made = [crd(), *([] if installed.namespace else [space]), account]
+    if installed.namespace:
+        made += _role("Role", home, OPERATOR, [*rules, *_own_rights(installed)])
     else:
         made += _role("ClusterRole", home, OPERATOR, rules)
-        made += _role("Role", home, f"{OPERATOR}-own", [_making(["secrets"]), *_own(asked)])
-    return [*made, _deployment(asked)]
+        made += _role(
+            "Role", home, f"{OPERATOR}-own", [_create_rule(["secrets"]), *_own_rights(installed)]
+        )
+    return [*made, _deployment(installed)]
 
 
 def _named(namespace: str, name: str = OPERATOR) -> Json:
@@ -78,20 +80,20 @@ def _named(namespace: str, name: str = OPERATOR) -> Json:
     return {"name": name, **space, "labels": labels}
 
 
-def _making(what: list[str], group: str = "") -> Json:
+def _create_rule(what: list[str], group: str = "") -> Json:
     return {"apiGroups": [group], "resources": what, "verbs": ["create"]}
 
 
-def _own(asked: Installed) -> list[Json]:
+def _own_rights(installed: Installed) -> list[Json]:
     """The rights to its own Secret and, with several replicas, to the Lease."""
     its = {"resourceNames": [OPERATOR]}
     rules: list[Json] = [
         {"apiGroups": [""], "resources": ["secrets"], **its, "verbs": ["get"]},
     ]
-    if asked.replicas > 1:
+    if installed.replicas > 1:
         lease = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"]}
         rules.append({**lease, **its, "verbs": ["get", "update"]})
-        rules.append(_making(["leases"], "coordination.k8s.io"))
+        rules.append(_create_rule(["leases"], "coordination.k8s.io"))
     return rules
 
 
@@ -105,15 +107,15 @@ def _role(kind: str, home: str, name: str, rules: list[Json]) -> list[Json]:
     return [role | {"rules": rules}, bound | {"roleRef": reference, "subjects": [subject]}]
 
 
-def _deployment(asked: Installed) -> Json:
+def _deployment(installed: Installed) -> Json:
     labels = {"app.kubernetes.io/name": OPERATOR}
     words = ["operator"]
-    words += [f"--namespace={asked.namespace}"] if asked.namespace else []
-    words += ["--lease"] if asked.replicas > 1 else []
+    words += [f"--namespace={installed.namespace}"] if installed.namespace else []
+    words += ["--lease"] if installed.replicas > 1 else []
     container = {
         "name": "operator",
-        "image": asked.image or BARE_IMAGE,
-        **_command(asked, words),
+        "image": installed.image or BARE_IMAGE,
+        **_command(installed, words),
         "env": [{"name": name, "value": "/scratch"} for name in ("HOME", "TMPDIR")],
         "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "1Gi"}},
         "securityContext": {
@@ -138,18 +140,18 @@ def _deployment(asked: Installed) -> Json:
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": _named(asked.home),
+        "metadata": _named(installed.home),
         "spec": {
-            "replicas": asked.replicas,
+            "replicas": installed.replicas,
             "selector": {"matchLabels": labels},
-            **({"strategy": {"type": "Recreate"}} if asked.replicas == 1 else {}),
+            **({"strategy": {"type": "Recreate"}} if installed.replicas == 1 else {}),
             "template": template,
         },
     }
 
 
-def _command(asked: Installed, words: list[str]) -> Json:
-    if asked.image:
+def _command(installed: Installed, words: list[str]) -> Json:
+    if installed.image:
         return {"command": ["elasticrun", *words]}
     pip = "pip install --quiet --no-cache-dir --target /scratch/site"
     script = (

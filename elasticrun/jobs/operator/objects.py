@@ -27,7 +27,7 @@ from elasticrun.host.runs.layout import RunResult
 from elasticrun.jobs.operator.crd import API_VERSION, GROUP, KIND, ElasticSpec, ElasticStatus, Json
 from elasticrun.jobs.render import pods as rendered
 from elasticrun.jobs.render.elastic import has_tls, own_words
-from elasticrun.jobs.render.wanted import GRACE, MASTER_PORT, NodeCommand, Pods
+from elasticrun.jobs.render.wanted import GRACE, MASTER_PORT, NodeCommand, PodSettings
 from elasticrun.wire import env
 
 JOB: Final = f"{GROUP}/job"
@@ -83,15 +83,15 @@ class OwnedPod:
     message: str = ""  # its termination message; for the master, the job's result
 
     @property
-    def done(self) -> bool:
+    def over(self) -> bool:
         return self.phase in ("Succeeded", "Failed")
 
-    def lives(self, now: float) -> bool:
+    def is_active(self, now: float) -> bool:
         """Whether it runs, will run, or may still be terminating."""
-        return not self.done and not (self.deleted and now > self.deleted + LOST_AFTER)
+        return not self.over and not (self.deleted and now > self.deleted + LOST_AFTER)
 
     @property
-    def free(self) -> bool:
+    def uncounted(self) -> bool:
         """Whether its failure does not count. Without an exit code, something removed the pod."""
         if self.disrupted or self.deleted or self.code is None:
             return True
@@ -101,7 +101,7 @@ class OwnedPod:
     def run_over(self) -> bool:
         """For the master's pod: whether it ended because the job ended, not because it was
         killed."""
-        return self.done and not self.disrupted and self.code is not None and self.code < 128
+        return self.over and not self.disrupted and self.code is not None and self.code < 128
 
     @property
     def result(self) -> RunResult | None:
@@ -111,7 +111,7 @@ class OwnedPod:
         return None
 
     @property
-    def word(self) -> LastWord | None:
+    def last_word(self) -> LastWord | None:
         """For a node's pod: its launcher's last words; None if it was killed earlier, runs another
         release, or is not ours."""
         return last_word.read(self.message)
@@ -120,8 +120,8 @@ class OwnedPod:
     def cause(self) -> str:
         """For a node's pod: why it ended, from its launcher's last words, else its last printed
         line."""
-        if self.word is not None:
-            return self.word.text[:400]
+        if self.last_word is not None:
+            return self.last_word.text[:400]
         lines = [line for line in self.message.splitlines() if line.strip(" =")]
         return lines[-1].strip()[:400] if lines else ""
 
@@ -129,9 +129,9 @@ class OwnedPod:
     def found_bad(self) -> bool:
         """Whether it found its node bad, or the master did. False if the master refused to admit
         it, or if a user excluded the node: the master records that exclusion and its duration."""
-        if not self.done or self.code != EXIT_BAD_NODE:
+        if not self.over or self.code != EXIT_BAD_NODE:
             return False
-        word = self.word
+        word = self.last_word
         banned = exclusion_in(reasons.read(word.text, word.reason)) if word is not None else None
         return banned is None or not (banned.node or banned.how.by == ASKED)
 
@@ -220,7 +220,7 @@ class JobObject:
         return f"{self.run_id}-token"
 
 
-def wanted(job: Json) -> JobObject:
+def job_of(job: Json) -> JobObject:
     """The job of an object. Raises msgspec.ValidationError for an object without schema
     validation."""
     meta = job["metadata"]
@@ -289,7 +289,7 @@ def _gang(job: JobObject, version: tuple[int, int]) -> rendered.Gang:
         return rendered.Gang(pod_labels=labels, pod_annotations=total)
     least = job.spec.least
     launch = NodeCommand("unread", min_nodes=least, max_nodes=job.spec.nodes)
-    group = Pods(
+    group = PodSettings(
         name=job.name,
         image="unread",
         launch=launch,

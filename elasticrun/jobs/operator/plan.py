@@ -80,7 +80,7 @@ class MakeSecret(NamedTuple):
     """Create the Secret with the job's token."""
 
 
-class Remove(NamedTuple):
+class Delete(NamedTuple):
     """Delete a pod, with its grace period."""
 
     pod: OwnedPod
@@ -93,15 +93,15 @@ class Resize(NamedTuple):
     nodes: int
 
 
-class Discard(NamedTuple):
+class DeleteJob(NamedTuple):
     """Delete the job itself, and all that belongs to it."""
 
 
-Order = Make | MakeSecret | Remove | Resize | Discard
+Order = Make | MakeSecret | Delete | Resize | DeleteJob
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ObservedState:
     """The observed state of a job. `master`: its master's status, None if it does not answer;
     `unreachable`: why not; `refused`: what the API server or the master refused last time."""
 
@@ -112,7 +112,7 @@ class Seen:
     version: tuple[int, int] = (1, 37)  # the cluster's version
 
 
-class ToDo(NamedTuple):
+class ReconcilePlan(NamedTuple):
     """Orders in sequence, the new status, Events. `again`: seconds until the next pass at the
     latest, None if only a change requires one."""
 
@@ -133,39 +133,39 @@ class JobView:
     """The observed state of a job at a moment, and values derived from it."""
 
     job: JobObject
-    sight: Seen
+    observed: ObservedState
     now: float
 
     @cached_property
     def nodes(self) -> list[OwnedPod]:
         return sorted(
-            (pod for pod in self.sight.pods if pod.index != MASTER_INDEX),
+            (pod for pod in self.observed.pods if pod.index != MASTER_INDEX),
             key=lambda pod: (pod.index, pod.attempt),
         )
 
     @cached_property
     def living(self) -> list[OwnedPod]:
         """Pods of nodes that run or may run later."""
-        return [pod for pod in self.nodes if pod.lives(self.now)]
+        return [pod for pod in self.nodes if pod.is_active(self.now)]
 
     @cached_property
     def running(self) -> list[OwnedPod]:
         return [pod for pod in self.living if pod.phase == "Running" and not pod.deleted]
 
-    def of(self, index: int) -> list[OwnedPod]:
+    def pods_of(self, index: int) -> list[OwnedPod]:
         """All pods of an index, the newest last."""
         return self._by_index.get(index, [])
 
     @cached_property
     def _by_index(self) -> dict[int, list[OwnedPod]]:
         found: dict[int, list[OwnedPod]] = {}
-        for pod in sorted(self.sight.pods, key=lambda pod: pod.attempt):
+        for pod in sorted(self.observed.pods, key=lambda pod: pod.attempt):
             found.setdefault(pod.index, []).append(pod)
         return found
 
     @cached_property
     def last_master(self) -> OwnedPod | None:
-        return next(reversed(self.of(MASTER_INDEX)), None)
+        return next(reversed(self.pods_of(MASTER_INDEX)), None)
 
     @cached_property
     def result(self) -> RunResult | None:
@@ -184,28 +184,28 @@ class JobView:
         """What ended the run, according to its master, else to a pod that failed; "" if unknown."""
         if self.result is not None:
             return self.result.reason
-        said = self.sight.master
+        said = self.observed.master
         ended = sorted((one for one in self.nodes if one.code), key=lambda one: one.ended)
-        words = (one.cause for one in ended if one.code in HOPELESS or not one.free)
+        words = (one.cause for one in ended if one.code in HOPELESS or not one.uncounted)
         return (said.outcome if said else "") or next(filter(None, words), "")
 
     @property
     def failed_node(self) -> str:
         """The node of the rank that ended the run, according to the master; "" if none did."""
-        said = self.sight.master
+        said = self.observed.master
         failed = failure_in(read(said.outcome, said.ended)) if said else None
         return self.result.failed_node if self.result else failed.node if failed else ""
 
     @cached_property
     def unattached(self) -> str:
         """A hint if pods end and no agent has ever attached to the master; else ""."""
-        said, failed = self.sight.master, self.counted
+        said, failed = self.observed.master, self.counted
         if said is None or said.nodes or said.round or said.restart_count:
             return ""
-        if any(one.word is not None for one in self.nodes):
+        if any(one.last_word is not None for one in self.nodes):
             return ""
         what = f"{some(len(failed), 'pod')} failed" if failed else "pods ended with 0"
-        last = f" {_how(failed[-1])}" if failed else ""
+        last = f" {_outcome(failed[-1])}" if failed else ""
         ask = "does the template's first container run elasticrun?"
         return f"{what} and no agent has attached: {ask}{last}" if failed or self.succeeding else ""
 
@@ -214,7 +214,7 @@ class JobView:
         """Cluster nodes that new pods avoid: those that the master excludes, those that a pod found
         bad, and those of both kinds in the job's status. A user's exclusion ends when the answering
         master no longer lists it, or when the job is suspended."""
-        said, found = self.sight.master, []
+        said, found = self.observed.master, []
         for one in said.excluded if said else ():
             host, since = one.host.partition(".")[0], self.now - one.age
             mine = [p for p in self.nodes if objects.host_name(self.job, p.index) == host]
@@ -225,7 +225,7 @@ class JobView:
         told = {node for node, *_ in found}
         known = {one.node: one for one in self.job.status.excluded_nodes
                  if not (lifted and one.kind == ASKED and one.node not in told)}  # fmt: skip
-        found += [(pod.node, _how(pod), pod.ended, "") for pod in self.nodes if pod.found_bad]
+        found += [(pod.node, _outcome(pod), pod.ended, "") for pod in self.nodes if pod.found_bad]
         for node, reason, since, kind in found:
             if node and node not in known and self.now - since < AVOIDED_FOR:
                 known[node] = Avoided(node, reason, stamp(since or self.now), kind)
@@ -235,17 +235,17 @@ class JobView:
     @property
     def run_over(self) -> bool:
         """Whether this run of the job has ended, in any way."""
-        last, said = self.last_master, self.sight.master
+        last, said = self.last_master, self.observed.master
         return (last is not None and last.run_over) or (said is not None and bool(said.outcome))
 
     @cached_property
     def counted(self) -> list[OwnedPod]:
-        return [pod for pod in self.nodes if pod.phase == "Failed" and not pod.free]
+        return [pod for pod in self.nodes if pod.phase == "Failed" and not pod.uncounted]
 
     @property
     def training(self) -> bool:
         """Whether ranks run; without the master's answer, whether they ran and enough pods run."""
-        said, spec = self.sight.master, self.job.spec
+        said, spec = self.observed.master, self.job.spec
         if said is not None:
             return said.phase == "running"
         trained = self.job.status.condition("Training").status == "True"
@@ -260,90 +260,90 @@ class JobView:
         return max(0.0, moment(found.last_transition_time) + PAUSE - self.now)
 
 
-def plan(job: JobObject, sight: Seen, now: float) -> ToDo:
+def plan(job: JobObject, observed: ObservedState, now: float) -> ReconcilePlan:
     """The orders for `job` at `now` (seconds since 1970), and its status."""
-    look = JobView(job, sight, now)
+    view = JobView(job, observed, now)
     old = job.status
     if old.over:
-        return _finished(look, None)
-    if end := _end(look):
-        return _finished(look, end)
+        return _clean_up(view, None)
+    if end := _end(view):
+        return _clean_up(view, end)
     waits: list[float] = []
     gives_up = False
     if job.spec.suspend:
-        orders = _take_away(look, "Suspended", "the job is suspended")
+        orders = _remove_all(view, "Suspended", "the job is suspended")
     else:
-        patience = _patience(look)
+        patience = _timeout(view)
         gives_up = patience is not None and patience <= 0
         if patience is not None and not gives_up:
             waits.append(patience)
         why = "too few pods could be placed, and those that were held their devices"
-        given_back = _remove(look.living, GAVE_UP, why) if gives_up else []
-        orders = given_back or [*_master(look, waits), *_nodes(look, waits)]
+        given_back = _remove(view.living, GAVE_UP, why) if gives_up else []
+        orders = given_back or [*_master(view, waits), *_nodes(view, waits)]
         if limit := job.spec.run_policy.active_deadline_seconds:
             waits.append((moment(old.start_time) or now) + limit - now)
-    status = _status(look, gives_up=gives_up)
+    status = _status(view, gives_up=gives_up)
     notices = _notices(old, status)
-    return ToDo(tuple(orders), status, notices, min(waits, default=None))
+    return ReconcilePlan(tuple(orders), status, notices, min(waits, default=None))
 
 
 # ---------------------------------------------------------------- the end
 
 
-def _end(look: JobView) -> JobEnd | None:
+def _end(view: JobView) -> JobEnd | None:
     """Whether and how the job is over."""
-    job, spec, now = look.job, look.job.spec, look.now
+    job, spec, now = view.job, view.job.spec, view.now
     if job.has_tls:
         return JobEnd("Failed", "NoTls", f"--tls-cert and its like: {NO_TLS}; a Job of `elasticrun "
                       "render k8s` has them")  # fmt: skip
-    for pod in look.sight.pods:
-        if pod.done and pod.code in HOPELESS and not (pod.disrupted or pod.deleted):
-            cause = look.cause
-            named = (one.name for one in look.nodes if look.failed_node.startswith(
+    for pod in view.observed.pods:
+        if pod.over and pod.code in HOPELESS and not (pod.disrupted or pod.deleted):
+            cause = view.cause
+            named = (one.name for one in view.nodes if view.failed_node.startswith(
                      f"{objects.host_name(job, one.index)}-"))  # fmt: skip
             return JobEnd(
                 "Failed", "NotToBeRetried",
                 f"{cause}{cause and '; '}{next(named, pod.name)} ended with {pod.code}: another "
                 "pod cannot do better",
             )  # fmt: skip
-    if look.succeeding:
-        first = [pod for pod in look.living if pod.index == 0]
+    if view.succeeding:
+        first = [pod for pod in view.living if pod.index == 0]
         rank0 = spec.success_policy != "AllWorkers"
-        left = first if rank0 else [pod for pod in look.living if pod.phase != "Pending"]
+        left = first if rank0 else [pod for pod in view.living if pod.phase != "Pending"]
         if not left:
-            return JobEnd("Succeeded", "Done", look.unattached or "all ranks ended with 0")
+            return JobEnd("Succeeded", "Done", view.unattached or "all ranks ended with 0")
         return None
     limit = spec.run_policy.active_deadline_seconds
     began = job.status.start_time
     if limit and began and now - moment(began) >= limit:
         return JobEnd("Failed", "DeadlineExceeded", f"the job has run for {limit} s")
-    failed, limit = len(look.counted), spec.run_policy.backoff_limit
+    failed, limit = len(view.counted), spec.run_policy.backoff_limit
     if failed > limit:
-        worst = max(look.counted, key=lambda pod: pod.ended)
+        worst = max(view.counted, key=lambda pod: pod.ended)
         return JobEnd(
             "Failed", "BackoffLimitExceeded",
-            look.unattached or f"{some(failed, 'pod')} failed, and runPolicy.backoffLimit is "
-            f"{limit}; the last of them: {_how(worst)}",
+            view.unattached or f"{some(failed, 'pod')} failed, and runPolicy.backoffLimit is "
+            f"{limit}; the last of them: {_outcome(worst)}",
         )  # fmt: skip
     return None
 
 
-def _how(pod: OwnedPod) -> str:
+def _outcome(pod: OwnedPod) -> str:
     """How a pod ended, with its last message."""
     return f"{pod.name} ended with {pod.code}{pod.cause and ': '}{pod.cause}"
 
 
-def _finished(look: JobView, end: JobEnd | None) -> ToDo:
+def _clean_up(view: JobView, end: JobEnd | None) -> ReconcilePlan:
     """A job that is over, now (`end`) or earlier: clean up what is left."""
-    job, old, now = look.job, look.job.status, look.now
+    job, old, now = view.job, view.job.status, view.now
     policy, waits = job.spec.run_policy, []
     over = moment(old.completion_time) if old.completion_time else now
     failed = (end.phase if end else old.phase) == "Failed"
     whole = policy.clean_pod_policy == "All"
-    ends = look.living if failed or policy.clean_pod_policy == "Running" else []
-    leaving = look.nodes if whole else ends
-    master = look.last_master
-    if master and not look.living and (whole or master.lives(now)):
+    ends = view.living if failed or policy.clean_pod_policy == "Running" else []
+    leaving = view.nodes if whole else ends
+    master = view.last_master
+    if master and not view.living and (whole or master.is_active(now)):
         leaving = [*leaving, master]
     leaving = [pod for pod in leaving if not pod.deleted]
     if leaving and now < over + SETTLE:
@@ -352,11 +352,11 @@ def _finished(look: JobView, end: JobEnd | None) -> ToDo:
     orders = _remove(leaving, "Cleaned", "the job is over")
     if (ttl := policy.ttl_seconds_after_finished) is not None:
         if now >= over + ttl:
-            orders = [Discard()]
+            orders = [DeleteJob()]
         else:
             waits.append(over + ttl - now)
-    status = _status(look, end=end)
-    return ToDo(tuple(orders), status, _notices(old, status), min(waits, default=None))
+    status = _status(view, end=end)
+    return ReconcilePlan(tuple(orders), status, _notices(old, status), min(waits, default=None))
 
 
 # ---------------------------------------------------------------- pods
@@ -365,29 +365,29 @@ def _finished(look: JobView, end: JobEnd | None) -> ToDo:
 def _remove(pods: Iterable[OwnedPod], reason: str, why: str) -> list[Order]:
     """Delete the pods that are not being deleted yet."""
     return [
-        Remove(pod, JobEvent(reason, f"deleted pod {pod.name}: {why}", reason == GAVE_UP))
+        Delete(pod, JobEvent(reason, f"deleted pod {pod.name}: {why}", reason == GAVE_UP))
         for pod in pods
         if not pod.deleted
     ]
 
 
-def _take_away(look: JobView, reason: str, why: str) -> list[Order]:
+def _remove_all(view: JobView, reason: str, why: str) -> list[Order]:
     """Remove all nodes, so that they save; then the master, with which they agree on the step."""
-    masters = look.of(MASTER_INDEX)
-    return _remove(look.living or masters, reason, why)
+    masters = view.pods_of(MASTER_INDEX)
+    return _remove(view.living or masters, reason, why)
 
 
-def _patience(look: JobView) -> float | None:
+def _timeout(view: JobView) -> float | None:
     """Seconds until the job releases its pods because too few run; None if enough run."""
-    found = look.job.status.condition("Scheduled")
-    enough = len(look.running) >= look.job.spec.least
-    if enough or look.succeeding or not look.living or found.reason != "Waiting":
+    found = view.job.status.condition("Scheduled")
+    enough = len(view.running) >= view.job.spec.least
+    if enough or view.succeeding or not view.living or found.reason != "Waiting":
         return None
-    limit = look.job.spec.run_policy.pending_timeout_seconds
-    return moment(found.last_transition_time) + limit - look.now
+    limit = view.job.spec.run_policy.pending_timeout_seconds
+    return moment(found.last_transition_time) + limit - view.now
 
 
-def _due(dead: list[OwnedPod], now: float) -> float:
+def _next_pod_due(dead: list[OwnedPod], now: float) -> float:
     """Seconds until the next pod of an index may be created. `dead`: the earlier ones."""
     if not dead or dead[-1].deleted:
         return 0.0
@@ -398,58 +398,58 @@ def _due(dead: list[OwnedPod], now: float) -> float:
     return max(0.0, ended + min(2.0 ** min(last.attempt - 1, 10), LONGEST_WAIT) - now)
 
 
-def _master(look: JobView, waits: list[float]) -> list[Order]:
+def _master(view: JobView, waits: list[float]) -> list[Order]:
     """Keep one master pod until the job is over."""
-    pods = look.of(MASTER_INDEX)
-    alive = [pod for pod in pods if pod.lives(look.now)]
-    if alive or look.succeeding or look.gave_up:
-        return _doubles(alive)
-    wait = _due(pods, look.now)
-    if pods and pods[-1].run_over and look.living:
-        wait = max(wait, (pods[-1].ended or look.now) + RUN_ENDS - look.now)
+    pods = view.pods_of(MASTER_INDEX)
+    alive = [pod for pod in pods if pod.is_active(view.now)]
+    if alive or view.succeeding or view.gave_up:
+        return _delete_duplicates(alive)
+    wait = _next_pod_due(pods, view.now)
+    if pods and pods[-1].run_over and view.living:
+        wait = max(wait, (pods[-1].ended or view.now) + RUN_ENDS - view.now)
     if wait > 0:
         waits.append(wait)
         return []
-    body = objects.master_pod(look.job, _attempt(pods))
-    first = [Make(one) for one in objects.common(look.job, look.sight.version)]
+    body = objects.master_pod(view.job, _attempt(pods))
+    first = [Make(one) for one in objects.common(view.job, view.observed.version)]
     old = _remove(pods[:-1], "Cleaned", "replaced")
-    return [*first, MakeSecret(), *old, _make(look, body, pods)]
+    return [*first, MakeSecret(), *old, _make(view, body, pods)]
 
 
-def _nodes(look: JobView, waits: list[float]) -> list[Order]:
+def _nodes(view: JobView, waits: list[float]) -> list[Order]:
     """Keep one pod for every index, and none above the wanted number."""
-    if look.succeeding:
-        pending = [pod for pod in look.living if pod.phase == "Pending"]
+    if view.succeeding:
+        pending = [pod for pod in view.living if pod.phase == "Pending"]
         return _remove(pending, "Cleaned", "the job is about to be done")
-    if pause := look.gave_up:
+    if pause := view.gave_up:
         waits.append(pause)
         return []
-    last = look.last_master
-    if look.run_over and (look.living or (last and not last.done)):
+    last = view.last_master
+    if view.run_over and (view.living or (last and not last.over)):
         return []  # the pods of the ended run and its master must exit first
     orders: list[Order] = []
-    for index in range(look.job.spec.nodes + look.job.spec.spares):
-        orders += _node(look, index, waits)
-    resize = _resize(look)
-    return [*resize, *orders, *_surplus(look, resized=not resize), *_stale(look)]
+    for index in range(view.job.spec.nodes + view.job.spec.spares):
+        orders += _node(view, index, waits)
+    resize = _resize(view)
+    return [*resize, *orders, *_surplus(view, resized=not resize), *_delete_old_failures(view)]
 
 
-def _node(look: JobView, index: int, waits: list[float]) -> list[Order]:
-    pods = look.of(index)
-    alive = [pod for pod in pods if pod.lives(look.now)]
-    if len(alive) == 1 and alive[0].single and look.job.spec.nodes > 1:
+def _node(view: JobView, index: int, waits: list[float]) -> list[Order]:
+    pods = view.pods_of(index)
+    alive = [pod for pod in pods if pod.is_active(view.now)]
+    if len(alive) == 1 and alive[0].single and view.job.spec.nodes > 1:
         return _remove(alive, "Scaled", "it was started for one node alone")
     if alive:
-        return _doubles(alive)
-    if wait := _due(pods, look.now):
+        return _delete_duplicates(alive)
+    if wait := _next_pod_due(pods, view.now):
         waits.append(wait)
         return []
-    avoided = [one.node for one in look.avoided]
-    body = objects.node_pod(look.job, index, _attempt(pods), avoided, look.sight.version)
-    return [_make(look, body, pods)]
+    avoided = [one.node for one in view.avoided]
+    body = objects.node_pod(view.job, index, _attempt(pods), avoided, view.observed.version)
+    return [_make(view, body, pods)]
 
 
-def _doubles(alive: list[OwnedPod]) -> list[Order]:
+def _delete_duplicates(alive: list[OwnedPod]) -> list[Order]:
     """Delete all but the oldest, which the other nodes know."""
     by_age = sorted(alive, key=lambda pod: (pod.created, pod.attempt))
     return _remove(by_age[1:], "Double", "an older one lives")
@@ -459,10 +459,10 @@ def _attempt(pods: list[OwnedPod]) -> int:
     return pods[-1].attempt + 1 if pods else 0
 
 
-def _make(look: JobView, body: Json, pods: list[OwnedPod]) -> Make:
+def _make(view: JobView, body: Json, pods: list[OwnedPod]) -> Make:
     """`pods`: the existing pods of its index."""
-    status = look.job.status
-    same = status.observed_generation == look.job.generation
+    status = view.job.status
+    same = status.observed_generation == view.job.generation
     again = same and status.phase in ("Starting", "Running", "Recovering")
     name = body["metadata"]["name"]
     if not pods:
@@ -477,108 +477,108 @@ def _make(look: JobView, body: Json, pods: list[OwnedPod]) -> Make:
         how = "was out of memory"
     elif last.disrupted or last.code is None:
         how = "was disrupted"
-    of_node = "" if last.index == MASTER_INDEX else ", not counted" if last.free else ", counted"
-    return Make(body, JobEvent("Replaced", f"created pod {name}: {last.name} {how}{of_node}"))
+    note = "" if last.index == MASTER_INDEX else ", not counted" if last.uncounted else ", counted"
+    return Make(body, JobEvent("Replaced", f"created pod {name}: {last.name} {how}{note}"))
 
 
-def _resize(look: JobView) -> list[Order]:
-    said, nodes = look.sight.master, look.job.spec.nodes
+def _resize(view: JobView) -> list[Order]:
+    said, nodes = view.observed.master, view.job.spec.nodes
     if said is None or said.outcome or said.max_nodes in (0, nodes):
         return []
-    if any(pod.single for pod in look.living):
+    if any(pod.single for pod in view.living):
         return []  # these pods are removed first
     return [Resize(nodes)]
 
 
-def _surplus(look: JobView, *, resized: bool) -> list[Order]:
+def _surplus(view: JobView, *, resized: bool) -> list[Order]:
     """Remove pods of surplus indices. The master first leaves them out of the next round, so that
     their removal does not interrupt training."""
-    wanted = look.job.spec.nodes + look.job.spec.spares
-    over = [pod for pod in look.living if pod.index >= wanted]
+    wanted = view.job.spec.nodes + view.job.spec.spares
+    over = [pod for pod in view.living if pod.index >= wanted]
     if not over or not resized:
         return []
-    said = look.sight.master
+    said = view.observed.master
     hosts = (
         {one.host.partition(".")[0] for one in said.nodes if one.group_rank >= 0} if said else ()
     )
-    there = {pod.index for pod in look.running}
-    settled = look.training and len(hosts) <= look.job.spec.nodes
+    there = {pod.index for pod in view.running}
+    settled = view.training and len(hosts) <= view.job.spec.nodes
     replaced = settled and all(index in there for index in range(wanted))
-    going = [p for p in over if replaced or objects.host_name(look.job, p.index) not in hosts]
-    return _remove(going, "Scaled", f"the job has {some(look.job.spec.nodes, 'node')} now")
+    going = [p for p in over if replaced or objects.host_name(view.job, p.index) not in hosts]
+    return _remove(going, "Scaled", f"the job has {some(view.job.spec.nodes, 'node')} now")
 
 
-def _stale(look: JobView) -> list[Order]:
+def _delete_old_failures(view: JobView) -> list[Order]:
     """Delete failed pods that record no failure, except the last two of each index."""
-    newest = {pod.index: pod.attempt for pod in look.nodes}
-    old = [pod for pod in look.nodes if pod.attempt + 2 <= newest[pod.index]]
-    return _remove((pod for pod in old if pod.done and pod.free), "Cleaned", "it was replaced")
+    newest = {pod.index: pod.attempt for pod in view.nodes}
+    old = [pod for pod in view.nodes if pod.attempt + 2 <= newest[pod.index]]
+    return _remove((pod for pod in old if pod.over and pod.uncounted), "Cleaned", "it was replaced")
 
 
 # ---------------------------------------------------------------- the status
 
 
-def _status(look: JobView, *, end: JobEnd | None = None, gives_up: bool = False) -> ElasticStatus:
-    job, said, old, refused = look.job, look.sight.master, look.job.status, look.sight.refused
+def _status(view: JobView, *, end: JobEnd | None = None, gives_up: bool = False) -> ElasticStatus:
+    job, said, old, refused = view.job, view.observed.master, view.job.status, view.observed.refused
     over = end is not None or old.over
     suspended = job.spec.suspend and not over
-    training = look.training and not over and not suspended
+    training = view.training and not over and not suspended
     trained = any(old.condition(kind).status == "True" for kind in ("Training", "Recovering"))
-    recovering = trained and not (training or over or suspended or look.succeeding)
+    recovering = trained and not (training or over or suspended or view.succeeding)
     if over:
         phase = end.phase if end else old.phase
     elif suspended:
         phase = "Suspended"
-    elif training or look.succeeding or recovering:
+    elif training or view.succeeding or recovering:
         phase = "Recovering" if recovering else "Running"
     else:
-        phase = "Starting" if len(look.running) >= job.spec.least else "Pending"
+        phase = "Starting" if len(view.running) >= job.spec.least else "Pending"
     placed = sum(one.group_rank >= 0 for one in said.nodes) if said and training else None
-    count = len(look.running) if placed is None else placed
+    count = len(view.running) if placed is None else placed
     nodes = f"{min(count, job.spec.nodes)}/{job.spec.nodes}"
     truths = {
         "Admitted": (not refused, *(("Refused", refused) if refused else ("Accepted", ACCEPTED))),
         "Scheduled": (
             (False, "Over", "the job is over")
             if over
-            else _scheduled(look, suspended=suspended, gives_up=gives_up)
+            else _scheduled(view, suspended=suspended, gives_up=gives_up)
         ),
-        "MasterReachable": _reachable(look, over=over),
-        "Training": _training(look, training),
-        "Recovering": _recovering(look, recovering),
+        "MasterReachable": _reachable(view, over=over),
+        "Training": _training(view, training),
+        "Recovering": _recovering(view, recovering),
         "Succeeded": _over(old, end, "Succeeded"),
         "Failed": _over(old, end, "Failed"),
     }
     return ElasticStatus(
         phase=phase,
-        nodes=old.nodes if phase == "Succeeded" or look.succeeding else nodes,
-        running=len(look.running),
+        nodes=old.nodes if phase == "Succeeded" or view.succeeding else nodes,
+        running=len(view.running),
         selector=job.selector,
-        restarts=_restarts(look),
-        step=_step(look),
+        restarts=_restarts(view),
+        step=_step(view),
         observed_generation=job.generation,
-        start_time=None if suspended else old.start_time or stamp(look.now),
-        completion_time=(old.completion_time or stamp(look.now)) if over else None,
-        excluded_nodes=look.avoided if not over else old.excluded_nodes,
-        conditions=tuple(_since(old, kind, truths[kind], look.now) for kind in CONDITIONS),
+        start_time=None if suspended else old.start_time or stamp(view.now),
+        completion_time=(old.completion_time or stamp(view.now)) if over else None,
+        excluded_nodes=view.avoided if not over else old.excluded_nodes,
+        conditions=tuple(_since(old, kind, truths[kind], view.now) for kind in CONDITIONS),
     )
 
 
-def _restarts(look: JobView) -> int | None:
+def _restarts(view: JobView) -> int | None:
     """The master's count; the number of failed pods if no agent has ever attached."""
-    said = look.sight.master
-    if look.result is not None:
-        return look.result.restarts
+    said = view.observed.master
+    if view.result is not None:
+        return view.result.restarts
     if said is None:
-        return look.job.status.restarts
-    return len(look.counted) if look.unattached else said.restart_count
+        return view.job.status.restarts
+    return len(view.counted) if view.unattached else said.restart_count
 
 
-def _step(look: JobView) -> int | None:
+def _step(view: JobView) -> int | None:
     """The newest known step; after the end, the one in the master's result."""
-    result, said = look.result, look.sight.master
+    result, said = view.result, view.observed.master
     step = result.step if result is not None else said.step if said is not None else -1
-    return step if step >= 0 else look.job.status.step
+    return step if step >= 0 else view.job.status.step
 
 
 Truth = tuple[bool, str, str]
@@ -592,11 +592,11 @@ def _since(old: ElasticStatus, kind: str, truth: Truth, now: float) -> JobCondit
     return msgspec.structs.replace(made, last_transition_time=before.last_transition_time)
 
 
-def _scheduled(look: JobView, *, suspended: bool, gives_up: bool) -> Truth:
-    spec, count = look.job.spec, len(look.running)
+def _scheduled(view: JobView, *, suspended: bool, gives_up: bool) -> Truth:
+    spec, count = view.job.spec, len(view.running)
     if suspended:
         return False, "Suspended", "spec.suspend is set"
-    if gives_up or look.gave_up:
+    if gives_up or view.gave_up:
         limit = spec.run_policy.pending_timeout_seconds
         least = some(spec.least, "pod")
         return False, GAVE_UP, (
@@ -604,9 +604,9 @@ def _scheduled(look: JobView, *, suspended: bool, gives_up: bool) -> Truth:
             f"given back, and are made again after {PAUSE:g} s"
         )  # fmt: skip
     run = "runs" if count == 1 else "run"
-    waiting = next((pod for pod in look.living if pod.waits and pod.phase == "Pending"), None)
+    waiting = next((pod for pod in view.living if pod.waits and pod.phase == "Pending"), None)
     why = f"; {waiting.name}: {waiting.waits}" if waiting else ""
-    if waiting and (avoided := look.avoided):
+    if waiting and (avoided := view.avoided):
         until = stamp(min(moment(one.since) for one in avoided) + AVOIDED_FOR)
         names = ", ".join(one.node for one in avoided[:5])
         why += (
@@ -617,47 +617,47 @@ def _scheduled(look: JobView, *, suspended: bool, gives_up: bool) -> Truth:
     return enough, reason, f"{count} of {some(spec.nodes + spec.spares, 'pod')} {run}{why}"
 
 
-def _reachable(look: JobView, *, over: bool) -> Truth:
-    last = look.last_master
+def _reachable(view: JobView, *, over: bool) -> Truth:
+    last = view.last_master
     if over:
         return False, "Over", "the job is over"
-    if last is None or last.done:
+    if last is None or last.over:
         return False, "NoPod", "the master has no pod"
     if last.phase != "Running":
         why = f": {last.waits}" if last.waits else ""
         return False, "Starting", f"{last.name} does not run yet{why}"
-    if look.sight.master is None:
-        return False, "Silent", look.sight.unreachable or f"{last.name} has not answered yet"
+    if view.observed.master is None:
+        return False, "Silent", view.observed.unreachable or f"{last.name} has not answered yet"
     return True, "Answers", f"{last.name} answers"
 
 
-def _training(look: JobView, training: bool) -> Truth:
-    said = look.sight.master
+def _training(view: JobView, training: bool) -> Truth:
+    said = view.observed.master
     if training and said is None:
-        count = some(len(look.running), "pod")
+        count = some(len(view.running), "pod")
         return True, "Unasked", f"{count} run; what they do their master alone knows"
     if training and said is not None:
         placed = sum(one.group_rank >= 0 for one in said.nodes)
         number = f"round {said.round.number}, " if said.round else ""
         size = some(said.world_size, "rank")
         return True, "Round", f"{number}{size} on {some(placed, 'node')}"
-    if look.unattached:
-        return False, "PodsFail", look.unattached
+    if view.unattached:
+        return False, "PodsFail", view.unattached
     if said is not None and (said.outcome or said.reason):
         return False, "NoRound", said.outcome or said.reason
     return False, "NoRound", "no ranks run"
 
 
-def _recovering(look: JobView, recovering: bool) -> Truth:
-    said = look.sight.master
+def _recovering(view: JobView, recovering: bool) -> Truth:
+    said = view.observed.master
     if not recovering:
         return False, "NothingLost", "nothing is to be recovered from"
-    missing = look.job.spec.nodes - len(look.running)
+    missing = view.job.spec.nodes - len(view.running)
     if missing > 0:
-        newest = {pod.index: pod for pod in look.nodes if pod.index < look.job.spec.nodes}
+        newest = {pod.index: pod for pod in view.nodes if pod.index < view.job.spec.nodes}
         ended = [pod for pod in newest.values() if pod.code == EXIT_BAD_NODE]
-        why = f"; {_how(ended[0])}" if ended else ""
-        return True, "PodsLost", f"{some(missing, 'pod')} of {look.job.spec.nodes} missing{why}"
+        why = f"; {_outcome(ended[0])}" if ended else ""
+        return True, "PodsLost", f"{some(missing, 'pod')} of {view.job.spec.nodes} missing{why}"
     return True, "Restarting", (said.last_failure if said else "") or "the ranks start again"
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 from elasticrun.jobs.render import pods
 from elasticrun.jobs.render.checks import Invalid
 from elasticrun.jobs.render.pods import Gang, PodNames
-from elasticrun.jobs.render.wanted import JOB_UID, MASTER_PORT, Pods
+from elasticrun.jobs.render.wanted import JOB_UID, MASTER_PORT, PodSettings
 
 API: Final = "elasticrun.dev/v1alpha1"
 KIND: Final = "ElasticJob"
@@ -22,38 +22,40 @@ UNIT: Final = "--node-unit="
 NO_TLS: Final = "its master has a pod of its own, without these files"
 
 
-def elastic_document(wanted: Pods) -> dict[str, Any]:
+def elastic_document(settings: PodSettings) -> dict[str, Any]:
     """The ElasticJob. Raises Invalid for settings that only an Indexed Job supports."""
-    _refuse(wanted)
-    launch, most = wanted.launch, wanted.launch.max_nodes
+    _refuse(settings)
+    launch, most = settings.launch, settings.launch.max_nodes
     unit = next((word.removeprefix(UNIT) for word in launch.flags if word.startswith(UNIT)), "1")
-    counts = wanted.backoff_limit is not None or wanted.retries
+    counts = settings.backoff_limit is not None or settings.retries
     policy = {
-        "activeDeadlineSeconds": wanted.deadline or None,
-        "ttlSecondsAfterFinished": wanted.ttl,
-        "backoffLimit": wanted.failures_allowed if counts else None,
+        "activeDeadlineSeconds": settings.deadline or None,
+        "ttlSecondsAfterFinished": settings.ttl,
+        "backoffLimit": settings.failures_allowed if counts else None,
     }
-    gang = {"scheduler": wanted.gang, "queue": wanted.queue}
+    gang = {"scheduler": settings.gang, "queue": settings.queue}
     spec = {
-        "nodes": min(wanted.replicas, most),
+        "nodes": min(settings.replicas, most),
         "minNodes": launch.min_nodes,
-        "spares": max(0, wanted.replicas - most) or None,
+        "spares": max(0, settings.replicas - most) or None,
         "nodeUnit": int(unit),
-        "suspend": wanted.suspend or None,
-        "runPolicy": pods.said(policy),
-        "gang": None if wanted.gang == "none" else pods.said(gang),
-        "template": _template(wanted),
+        "suspend": settings.suspend or None,
+        "runPolicy": pods.without_empty(policy),
+        "gang": None if settings.gang == "none" else pods.without_empty(gang),
+        "template": _template(settings),
     }
-    metadata = pods.common_metadata(wanted) | pods.said({"annotations": dict(wanted.annotations)})
-    return {"apiVersion": API, "kind": KIND, "metadata": metadata, "spec": pods.said(spec)}
+    metadata = pods.common_metadata(settings) | pods.without_empty(
+        {"annotations": dict(settings.annotations)}
+    )
+    return {"apiVersion": API, "kind": KIND, "metadata": metadata, "spec": pods.without_empty(spec)}
 
 
-def _refuse(wanted: Pods) -> None:
+def _refuse(settings: PodSettings) -> None:
     for flag, given, why in (
-        ("--rbac", wanted.rbac, "its pods have no rights in the cluster, its operator has them"),
-        ("--port", wanted.port != MASTER_PORT, "its master has a pod and a port of its own"),
-        ("--master-store", wanted.launch.by_etcd, "its master has a pod of its own"),
-        ("--tls-cert and its like", has_tls(wanted.launch.flags), NO_TLS),
+        ("--rbac", settings.rbac, "its pods have no rights in the cluster, its operator has them"),
+        ("--port", settings.port != MASTER_PORT, "its master has a pod and a port of its own"),
+        ("--master-store", settings.launch.by_etcd, "its master has a pod of its own"),
+        ("--tls-cert and its like", has_tls(settings.launch.flags), NO_TLS),
     ):
         if given:
             raise Invalid(f"{flag}: an ElasticJob has none, {why}; --plain makes an Indexed Job")
@@ -69,10 +71,10 @@ def has_tls(words: Iterable[str]) -> bool:
     return any(word.replace("_", "-").startswith("--tls-") for word in own_words(words))
 
 
-def _template(wanted: Pods) -> dict[str, Any]:
-    made = pods.template(wanted, PodNames("", ""), Gang())
+def _template(settings: PodSettings) -> dict[str, Any]:
+    made = pods.template(settings, PodNames("", ""), Gang())
     (container,) = made["spec"]["containers"]
-    launch = wanted.launch
+    launch = settings.launch
     words = [f"--nproc-per-node={launch.nproc_per_node}"]
     words += [word for word in launch.flags if not word.startswith(UNIT)]
     container["args"] = list(map(pods.literal, (*words, *launch.program)))

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from elasticrun.config import EXIT_BAD_NODE, EXIT_FINAL, EXIT_SAVED, EXIT_USAGE
 from elasticrun.jobs.render import checks
-from elasticrun.jobs.render.wanted import INDEX, JOB_UID, Pods, Toleration
+from elasticrun.jobs.render.wanted import INDEX, JOB_UID, PodSettings, Toleration
 from elasticrun.wire import env as env_names
 
 CONTAINER: Final = "elasticrun"
@@ -44,7 +44,7 @@ def failure_rules() -> list[dict[str, Any]]:
     ]
 
 
-def said(made: dict[str, Any]) -> dict[str, Any]:
+def without_empty(made: dict[str, Any]) -> dict[str, Any]:
     """The mapping without empty fields."""
     return {key: value for key, value in made.items() if value not in (None, "", [], {})}
 
@@ -66,39 +66,39 @@ class Gang:
     scheduler: str = ""
 
 
-def gang(wanted: Pods, metadata: dict[str, Any], *, of_a_set: bool = False) -> Gang:
+def gang(settings: PodSettings, metadata: dict[str, Any], *, of_a_set: bool = False) -> Gang:
     """The additions for `wanted.gang`; `metadata` is shared by every object of the job.
 
     `of_a_set`: the job is a JobSet, which Kueue admits whole or not at all.
     """
-    name, least = wanted.name, wanted.launch.min_nodes
-    if wanted.gang == "volcano":
-        spec = {"minMember": least, "queue": wanted.queue, "priorityClassName": wanted.priority}
-        group = _group("scheduling.volcano.sh/v1beta1", metadata, said(spec))
+    name, least = settings.name, settings.launch.min_nodes
+    if settings.gang == "volcano":
+        spec = {"minMember": least, "queue": settings.queue, "priorityClassName": settings.priority}
+        group = _group("scheduling.volcano.sh/v1beta1", metadata, without_empty(spec))
         by_name = {"scheduling.k8s.io/group-name": name}
         return Gang((group,), pod_annotations=by_name, scheduler="volcano")
-    if wanted.gang == "coscheduling":
+    if settings.gang == "coscheduling":
         group = _group("scheduling.x-k8s.io/v1alpha1", metadata, {"minMember": least})
         by_name = {"scheduling.x-k8s.io/pod-group": name}
         return Gang((group,), pod_labels=by_name, scheduler="scheduler-plugins-scheduler")
-    if wanted.gang == "koordinator":
+    if settings.gang == "koordinator":
         # Without `total-number`, which would become wrong when the job is scaled down.
         prefix = "gang.scheduling.koordinator.sh"
         by_name = {f"{prefix}/name": name, f"{prefix}/min-available": str(least)}
         return Gang(pod_annotations=by_name, scheduler="koord-scheduler")
-    if wanted.gang == "native":
-        stage = "v1beta1" if wanted.version >= BETA else "v1alpha2"
+    if settings.gang == "native":
+        stage = "v1beta1" if settings.version >= BETA else "v1alpha2"
         policy = {"schedulingPolicy": {"gang": {"minCount": least}}}
         group = _group(f"scheduling.k8s.io/{stage}", metadata, policy)
         return Gang((group,), pod_spec={"schedulingGroup": {"podGroupName": name}})
-    if wanted.gang == "kueue":
+    if settings.gang == "kueue":
         fewer = {}
-        if least < wanted.replicas and not of_a_set:
+        if least < settings.replicas and not of_a_set:
             fewer = {
                 "kueue.x-k8s.io/job-min-parallelism": str(least),
                 "kueue.x-k8s.io/job-completions-equal-parallelism": "true",
             }
-        queue = {"kueue.x-k8s.io/queue-name": wanted.queue}
+        queue = {"kueue.x-k8s.io/queue-name": settings.queue}
         return Gang(job_labels=queue, job_annotations=fewer)
     return Gang()
 
@@ -122,51 +122,52 @@ def literal(text: str) -> str:
     return text.replace("$", "$$") if "$(" in text or "$$" in text else text
 
 
-def template(wanted: Pods, place: PodNames, gang: Gang) -> dict[str, Any]:
+def template(settings: PodSettings, place: PodNames, gang: Gang) -> dict[str, Any]:
     """The pod template of the Job."""
-    labels = common_labels(wanted) | gang.pod_labels
-    annotations = {**wanted.annotations, **gang.pod_annotations}
-    metadata = said({"labels": labels, "annotations": annotations})
-    return {"metadata": metadata, "spec": _spec(wanted, place, gang)}
+    labels = common_labels(settings) | gang.pod_labels
+    annotations = {**settings.annotations, **gang.pod_annotations}
+    metadata = without_empty({"labels": labels, "annotations": annotations})
+    return {"metadata": metadata, "spec": _spec(settings, place, gang)}
 
 
-def common_labels(wanted: Pods) -> dict[str, str]:
+def common_labels(settings: PodSettings) -> dict[str, str]:
     """Labels of every object."""
-    ours = {"app.kubernetes.io/name": wanted.name, "app.kubernetes.io/managed-by": "elasticrun"}
-    return ours | dict(wanted.labels)
+    ours = {"app.kubernetes.io/name": settings.name, "app.kubernetes.io/managed-by": "elasticrun"}
+    return ours | dict(settings.labels)
 
 
-def arguments(wanted: Pods, place: PodNames) -> list[str]:
+def arguments(settings: PodSettings, place: PodNames) -> list[str]:
     """The launcher's own words, then script and arguments."""
-    launch = wanted.launch
+    launch = settings.launch
     words = [f"--nnodes={launch.nodes}", f"--nproc-per-node={launch.nproc_per_node}"]
     if not launch.by_etcd:
-        where = f"{place.host0}.{wanted.name}:{wanted.port}"
+        where = f"{place.host0}.{settings.name}:{settings.port}"
         words += ["--rdzv-backend=c10d", f"--rdzv-endpoint={where}"]
-    job_id = literal(launch.job_id) if launch.job_id else f"{wanted.name}-$({JOB_UID})"
+    job_id = literal(launch.job_id) if launch.job_id else f"{settings.name}-$({JOB_UID})"
     words += [f"--rdzv-id={job_id}", f"--node-rank=$({INDEX})"]
     return [*words, *map(literal, launch.flags), *map(literal, launch.program)]
 
 
-def _spec(wanted: Pods, place: PodNames, gang: Gang) -> dict[str, Any]:
-    host = wanted.host_network
-    shm = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": wanted.shm}}
-    return said(
+def _spec(settings: PodSettings, place: PodNames, gang: Gang) -> dict[str, Any]:
+    host = settings.host_network
+    shm = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": settings.shm}}
+    return without_empty(
         {
             "subdomain": place.domain,
             "restartPolicy": "Never",
-            "terminationGracePeriodSeconds": wanted.grace_seconds,
-            "automountServiceAccountToken": wanted.rbac,
-            "serviceAccountName": wanted.service_account or (wanted.name if wanted.rbac else ""),
-            "priorityClassName": wanted.priority,
-            "schedulerName": wanted.scheduler or gang.scheduler,
+            "terminationGracePeriodSeconds": settings.grace_seconds,
+            "automountServiceAccountToken": settings.rbac,
+            "serviceAccountName": settings.service_account
+            or (settings.name if settings.rbac else ""),
+            "priorityClassName": settings.priority,
+            "schedulerName": settings.scheduler or gang.scheduler,
             **gang.pod_spec,
             **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if host else {}),
-            "nodeSelector": dict(wanted.selector),
-            "tolerations": list(map(_toleration, wanted.tolerations)),
-            "imagePullSecrets": [{"name": name} for name in wanted.pull_secrets],
-            "containers": [_container(wanted, place)],
-            "volumes": [shm, *({"name": v.name, **v.source} for v in wanted.volumes)],
+            "nodeSelector": dict(settings.selector),
+            "tolerations": list(map(_toleration, settings.tolerations)),
+            "imagePullSecrets": [{"name": name} for name in settings.pull_secrets],
+            "containers": [_container(settings, place)],
+            "volumes": [shm, *({"name": v.name, **v.source} for v in settings.volumes)],
         }
     )
 
@@ -183,23 +184,23 @@ LAST_WORDS: Final = "/run/elasticrun-last-words"
 pod's termination message (`host/runs/last_word.py`)."""
 
 
-def _container(wanted: Pods, place: PodNames) -> dict[str, Any]:
+def _container(settings: PodSettings, place: PodNames) -> dict[str, Any]:
     mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]
-    for volume in wanted.volumes:
+    for volume in settings.volumes:
         read_only = {"readOnly": True} if volume.read_only else {}
         mounts.append({"name": volume.name, "mountPath": volume.mount, **read_only})
     lock_memory = {"capabilities": {"add": ["IPC_LOCK"]}}
-    return said(
+    return without_empty(
         {
             "name": CONTAINER,
-            "image": wanted.image,
+            "image": settings.image,
             "command": ["elasticrun"],
-            "args": arguments(wanted, place),
-            "workingDir": wanted.working_dir,
-            "env": _env(wanted),
-            "ports": [{"name": "master", "containerPort": wanted.port}],
-            "resources": _resources(wanted),
-            "securityContext": lock_memory if wanted.rdma else None,
+            "args": arguments(settings, place),
+            "workingDir": settings.working_dir,
+            "env": _env(settings),
+            "ports": [{"name": "master", "containerPort": settings.port}],
+            "resources": _resources(settings),
+            "securityContext": lock_memory if settings.rdma else None,
             "terminationMessagePath": LAST_WORDS,
             "terminationMessagePolicy": "FallbackToLogsOnError",
             "volumeMounts": mounts,
@@ -207,86 +208,88 @@ def _container(wanted: Pods, place: PodNames) -> dict[str, Any]:
     )
 
 
-def _env(wanted: Pods) -> list[dict[str, Any]]:
+def _env(settings: PodSettings) -> list[dict[str, Any]]:
     env: list[dict[str, Any]] = [{"name": env_names.LAST_WORDS, "value": LAST_WORDS}]
-    if not wanted.launch.job_id:
+    if not settings.launch.job_id:
         by_label = {"fieldRef": {"fieldPath": f"metadata.labels['{UID_LABEL}']"}}
         env.append({"name": JOB_UID, "valueFrom": by_label})
-    if wanted.token_secret:
-        by_key = {"secretKeyRef": {"name": wanted.token_secret, "key": wanted.token_key}}
+    if settings.token_secret:
+        by_key = {"secretKeyRef": {"name": settings.token_secret, "key": settings.token_key}}
         env.append({"name": "ELASTICRUN_TOKEN", "valueFrom": by_key})
-    for part in ("username", "password") if wanted.git_secret else ():
-        key: dict[str, Any] = {"name": wanted.git_secret, "key": part}
+    for part in ("username", "password") if settings.git_secret else ():
+        key: dict[str, Any] = {"name": settings.git_secret, "key": part}
         by_key = {"secretKeyRef": key | ({"optional": True} if part == "username" else {})}
         env.append({"name": f"GIT_SYNC_{part.upper()}", "valueFrom": by_key})
-    return env + [{"name": key, "value": literal(value)} for key, value in wanted.env.items()]
+    return env + [{"name": key, "value": literal(value)} for key, value in settings.env.items()]
 
 
-def _resources(wanted: Pods) -> dict[str, Any]:
-    both = said({"cpu": wanted.cpu, "memory": wanted.memory})
-    limits = both | ({wanted.gpu_resource: str(wanted.gpus)} if wanted.gpus else {})
-    limits |= {wanted.rdma: "1"} if wanted.rdma else {}
-    return said({"requests": both, "limits": limits})
+def _resources(settings: PodSettings) -> dict[str, Any]:
+    both = without_empty({"cpu": settings.cpu, "memory": settings.memory})
+    limits = both | ({settings.gpu_resource: str(settings.gpus)} if settings.gpus else {})
+    limits |= {settings.rdma: "1"} if settings.rdma else {}
+    return without_empty({"requests": both, "limits": limits})
 
 
 SUCCESS_POLICY: Final = (1, 31)
 """The first Kubernetes version in which a Job can succeed with fewer indices than it has."""
 
 
-def job_spec(wanted: Pods, place: PodNames, gang: Gang) -> dict[str, Any]:
+def job_spec(settings: PodSettings, place: PodNames, gang: Gang) -> dict[str, Any]:
     """The Job spec: one index per node, replaced while the master continues; without the fields of
     `lifetime`."""
-    count, least = wanted.replicas, wanted.launch.min_nodes
-    enough = least < count and wanted.version >= SUCCESS_POLICY
-    return said(
+    count, least = settings.replicas, settings.launch.min_nodes
+    enough = least < count and settings.version >= SUCCESS_POLICY
+    return without_empty(
         {
             "completionMode": "Indexed",
             "completions": count,
             "parallelism": count,
-            "backoffLimit": wanted.failures_allowed,
+            "backoffLimit": settings.failures_allowed,
             "podReplacementPolicy": "Failed",
             "podFailurePolicy": {"rules": failure_rules()},
             "successPolicy": {"rules": [{"succeededCount": least}]} if enough else None,
-            "activeDeadlineSeconds": wanted.deadline or None,
-            "template": template(wanted, place, gang),
+            "activeDeadlineSeconds": settings.deadline or None,
+            "template": template(settings, place, gang),
         }
     )
 
 
-def remarks(wanted: Pods) -> dict[tuple[str, str], str]:
+def remarks(settings: PodSettings) -> dict[tuple[str, str], str]:
     """YAML comments that replace those of `text.REMARKS`."""
-    if wanted.backoff_limit is None:
-        sum_ = f"{wanted.replicas} x (--retries {wanted.retries} + 1) - 1"
+    if settings.backoff_limit is None:
+        sum_ = f"{settings.replicas} x (--retries {settings.retries} + 1) - 1"
         return {("spec", "backoffLimit"): f"{sum_}: a try that fails has all pods fail"}
     return {("spec", "backoffLimit"): "so many failed pods end the job, deleted ones among them"}
 
 
-def lifetime(wanted: Pods) -> dict[str, Any]:
+def lifetime(settings: PodSettings) -> dict[str, Any]:
     """Whether it starts suspended, and when it is removed; for a Job or a JobSet."""
-    return said({"suspend": wanted.suspend or None, "ttlSecondsAfterFinished": wanted.ttl})
+    return without_empty(
+        {"suspend": settings.suspend or None, "ttlSecondsAfterFinished": settings.ttl}
+    )
 
 
-def labelled(wanted: Pods, gang: Gang) -> dict[str, Any]:
+def labelled(settings: PodSettings, gang: Gang) -> dict[str, Any]:
     """The metadata of the Job or JobSet: the common metadata, annotations, the gang's labels."""
-    labels = common_labels(wanted) | gang.job_labels
-    annotations = {**wanted.annotations, **gang.job_annotations}
-    return common_metadata(wanted) | said({"labels": labels, "annotations": annotations})
+    labels = common_labels(settings) | gang.job_labels
+    annotations = {**settings.annotations, **gang.job_annotations}
+    return common_metadata(settings) | without_empty({"labels": labels, "annotations": annotations})
 
 
-def common_metadata(wanted: Pods) -> dict[str, Any]:
+def common_metadata(settings: PodSettings) -> dict[str, Any]:
     """Name, namespace and labels of every object of the job."""
-    names = said({"name": wanted.name, "namespace": wanted.namespace})
-    return names | {"labels": common_labels(wanted)}
+    names = without_empty({"name": settings.name, "namespace": settings.namespace})
+    return names | {"labels": common_labels(settings)}
 
 
-def rights(wanted: Pods, job: str) -> list[dict[str, Any]]:
+def rights(settings: PodSettings, job: str) -> list[dict[str, Any]]:
     """A ServiceAccount that may only read and resize its own Job; [] unless wanted."""
-    if not wanted.rbac:
+    if not settings.rbac:
         return []
-    account = wanted.service_account or wanted.name
-    subject = {"kind": "ServiceAccount", "name": account, "namespace": wanted.namespace}
+    account = settings.service_account or settings.name
+    subject = {"kind": "ServiceAccount", "name": account, "namespace": settings.namespace}
     rbac = "rbac.authorization.k8s.io"
-    role = {"apiGroup": rbac, "kind": "Role", "name": wanted.name}
+    role = {"apiGroup": rbac, "kind": "Role", "name": settings.name}
     rule = {
         "apiGroups": ["batch"],
         "resources": ["jobs"],
@@ -296,12 +299,12 @@ def rights(wanted: Pods, job: str) -> list[dict[str, Any]]:
     made: list[tuple[str, str, dict[str, Any]]] = [
         ("v1", "ServiceAccount", {"automountServiceAccountToken": False}),
         (f"{rbac}/v1", "Role", {"rules": [rule]}),
-        (f"{rbac}/v1", "RoleBinding", {"roleRef": role, "subjects": [said(subject)]}),
+        (f"{rbac}/v1", "RoleBinding", {"roleRef": role, "subjects": [without_empty(subject)]}),
     ]
     return [
-        {"apiVersion": version, "kind": kind, "metadata": common_metadata(wanted), **more}
+        {"apiVersion": version, "kind": kind, "metadata": common_metadata(settings), **more}
         for version, kind, more in made
-        if kind != "ServiceAccount" or not wanted.service_account
+        if kind != "ServiceAccount" or not settings.service_account
     ]
 
 
@@ -317,18 +320,18 @@ JOBSET_REMARKS: Final = {
 """YAML comments of a JobSet that replace those of `text.REMARKS`."""
 
 
-def jobset_documents(wanted: Pods) -> list[dict[str, Any]]:
+def jobset_documents(settings: PodSettings) -> list[dict[str, Any]]:
     """The objects in the order of creation. Raises `Invalid` for a name that is too long for the
     host names of its pods."""
-    name = wanted.name
+    name = settings.name
     child = f"{name}-{REPLICATED_JOB}-0"
-    digits = len(str(wanted.most_pods - 1))
+    digits = len(str(settings.most_pods - 1))
     room = checks.MAX_LABEL - 1 - digits - len(f"-{REPLICATED_JOB}-0") - POD_SUFFIX
-    checks.job_name(name, room, f"NAME-{REPLICATED_JOB}-0-{wanted.most_pods - 1}-abcde")
-    metadata = common_metadata(wanted)
-    extra = gang(wanted, metadata, of_a_set=True)
-    pods = job_spec(wanted, PodNames(f"{child}-0", ""), extra)
-    spec = lifetime(wanted) | {
+    checks.job_name(name, room, f"NAME-{REPLICATED_JOB}-0-{settings.most_pods - 1}-abcde")
+    metadata = common_metadata(settings)
+    extra = gang(settings, metadata, of_a_set=True)
+    pods = job_spec(settings, PodNames(f"{child}-0", ""), extra)
+    spec = lifetime(settings) | {
         "network": {
             "enableDNSHostnames": True,
             "subdomain": name,
@@ -340,23 +343,23 @@ def jobset_documents(wanted: Pods) -> list[dict[str, Any]]:
     made = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": labelled(wanted, extra),
+        "metadata": labelled(settings, extra),
         "spec": spec,
     }
-    return [*rights(wanted, child), *extra.documents, made]
+    return [*rights(settings, child), *extra.documents, made]
 
 
 JOB_LABEL: Final = "batch.kubernetes.io/job-name"
 
 
-def job_documents(wanted: Pods) -> list[dict[str, Any]]:
+def job_documents(settings: PodSettings) -> list[dict[str, Any]]:
     """The objects in the order of creation. Raises `Invalid` for a name that is too long for the
     host names of its pods."""
-    name = wanted.name
-    digits = len(str(wanted.most_pods - 1))
-    checks.job_name(name, checks.MAX_LABEL - 1 - digits, f"NAME-{wanted.most_pods - 1}")
-    metadata = common_metadata(wanted)
-    extra = gang(wanted, metadata)
+    name = settings.name
+    digits = len(str(settings.most_pods - 1))
+    checks.job_name(name, checks.MAX_LABEL - 1 - digits, f"NAME-{settings.most_pods - 1}")
+    metadata = common_metadata(settings)
+    extra = gang(settings, metadata)
     service = {
         "apiVersion": "v1",
         "kind": "Service",
@@ -365,13 +368,13 @@ def job_documents(wanted: Pods) -> list[dict[str, Any]]:
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
             "selector": {JOB_LABEL: name},
-            "ports": [{"name": "master", "port": wanted.port}],
+            "ports": [{"name": "master", "port": settings.port}],
         },
     }
     made = {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": labelled(wanted, extra),
-        "spec": lifetime(wanted) | job_spec(wanted, PodNames(f"{name}-0", name), extra),
+        "metadata": labelled(settings, extra),
+        "spec": lifetime(settings) | job_spec(settings, PodNames(f"{name}-0", name), extra),
     }
-    return [*rights(wanted, name), service, *extra.documents, made]
+    return [*rights(settings, name), service, *extra.documents, made]

@@ -49,7 +49,7 @@ _SETTLED: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchSettings:
     """An elastic job under Slurm: one task per node. "" and 0 mean unset.
 
     `time` is in Slurm's form, `time_seconds` its value. `signal` is sent to every node `lead`
@@ -99,29 +99,29 @@ class Batch:
         return stays and self.nodes != "1"
 
 
-def _check_names(wanted: Batch) -> None:
-    if not _NAME.fullmatch(wanted.name):
+def _check_names(settings: BatchSettings) -> None:
+    if not _NAME.fullmatch(settings.name):
         raise Invalid(
-            f"--name {wanted.name!r}: letters, digits, dashes, underscores and dots, 128 at most"
+            f"--name {settings.name!r}: letters, digits, dashes, underscores and dots, 128 at most"
         )
     for flag, text in (
-        ("--partition", wanted.partition),
-        ("--account", wanted.account),
-        ("--qos", wanted.qos),
+        ("--partition", settings.partition),
+        ("--account", settings.account),
+        ("--qos", settings.qos),
     ):
         _match(flag, text, _NAMES, " is no name of Slurm's")
     no_array = " is no list of indices: write 0-7, 1,3,5 or 0-99%4"
-    _match("--array", wanted.array, _ARRAY, no_array)
-    ranges = re.findall(r"(\d+)-(\d+)", wanted.array)
+    _match("--array", settings.array, _ARRAY, no_array)
+    ranges = re.findall(r"(\d+)-(\d+)", settings.array)
     if any(int(first) > int(last) for first, last in ranges):
-        raise Invalid(f"--array {wanted.array!r}{no_array}")
-    for option in wanted.options:
+        raise Invalid(f"--array {settings.array!r}{no_array}")
+    for option in settings.options:
         _check_option(option)
-    _match("--gpus-per-node", wanted.gpus_per_node, _GPUS, ": write a number, or TYPE:NUMBER")
-    _match("--mem", wanted.memory, _MEMORY, ": write a number with K, M, G or T, per node")
-    for flag, text in (("--output", wanted.output), ("--working-dir", wanted.working_dir)):
+    _match("--gpus-per-node", settings.gpus_per_node, _GPUS, ": write a number, or TYPE:NUMBER")
+    _match("--mem", settings.memory, _MEMORY, ": write a number with K, M, G or T, per node")
+    for flag, text in (("--output", settings.output), ("--working-dir", settings.working_dir)):
         _match(flag, text, _PATH, ": a path without blanks and quotes, please")
-    for key, value in wanted.env.items():
+    for key, value in settings.env.items():
         checks.setting(
             key, value, "script", "give --token-file FILE, a file that all nodes can read"
         )
@@ -145,29 +145,31 @@ def _check_option(option: str) -> None:
         raise Invalid(f"--sbatch {option}: what is printed settles --{match[1]} already")
 
 
-def _check_numbers(wanted: Batch) -> None:
-    if not 0 <= wanted.spares <= MAX_NODES - wanted.launch.max_nodes:
-        raise Invalid(f"--spares {wanted.spares}: a number of nodes, and not more than {MAX_NODES}")
-    if min(wanted.cpus_per_task, wanted.requeues, wanted.retries) < 0:
-        raise Invalid("--cpus-per-task, --requeue and --retries are numbers that are not negative")
-    if wanted.signal:
-        _check_signal(wanted)
-
-
-def _check_signal(wanted: Batch) -> None:
-    if wanted.signal not in SIGNALS:
+def _check_numbers(settings: BatchSettings) -> None:
+    if not 0 <= settings.spares <= MAX_NODES - settings.launch.max_nodes:
         raise Invalid(
-            f"--signal: {wanted.signal!r} is none of {', '.join(SIGNALS)}, which ranks put off "
+            f"--spares {settings.spares}: a number of nodes, and not more than {MAX_NODES}"
+        )
+    if min(settings.cpus_per_task, settings.requeues, settings.retries) < 0:
+        raise Invalid("--cpus-per-task, --requeue and --retries are numbers that are not negative")
+    if settings.signal:
+        _check_signal(settings)
+
+
+def _check_signal(settings: BatchSettings) -> None:
+    if settings.signal not in SIGNALS:
+        raise Invalid(
+            f"--signal: {settings.signal!r} is none of {', '.join(SIGNALS)}, which ranks put off "
             "until a step is saved"
         )
-    if not 1 <= wanted.lead <= MAX_SIGNAL_LEAD:
+    if not 1 <= settings.lead <= MAX_SIGNAL_LEAD:
         raise Invalid(
-            f"--signal: {wanted.lead} s before the end; 1 to {MAX_SIGNAL_LEAD} can be said"
+            f"--signal: {settings.lead} s before the end; 1 to {MAX_SIGNAL_LEAD} can be said"
         )
-    if wanted.time_seconds and wanted.lead + RESOLUTION >= wanted.time_seconds:
+    if settings.time_seconds and settings.lead + RESOLUTION >= settings.time_seconds:
         raise Invalid(
-            f"--time {wanted.time}: the signal may come {wanted.lead + RESOLUTION} s before the "
-            "end, so nothing is left; ask for more time, or for less by --signal"
+            f"--time {settings.time}: the signal may come {settings.lead + RESOLUTION} s before "
+            "the end, so nothing is left; ask for more time, or for less by --signal"
         )
 
 
@@ -182,36 +184,38 @@ exit "$code"'"""
 """The task of each node: the launcher; the first node also writes its exit code to a file."""
 
 
-def script(wanted: Batch) -> str:
+def script(settings: BatchSettings) -> str:
     """The whole script; it exits with the job's exit code."""
-    return "\n".join((*_head(wanted), "", *_setting(wanted), "", *_step(wanted), *_end(wanted), ""))
+    return "\n".join(
+        (*_head(settings), "", *_setting(settings), "", *_step(settings), *_end(settings), "")
+    )
 
 
-def _head(wanted: Batch) -> Iterator[str]:
+def _head(settings: BatchSettings) -> Iterator[str]:
     yield "#!/bin/bash"
     directives = {
-        "job-name": wanted.name,
-        "nodes": wanted.nodes,
+        "job-name": settings.name,
+        "nodes": settings.nodes,
         "ntasks-per-node": "1",
-        "cpus-per-task": str(wanted.cpus_per_task or ""),
-        "gpus-per-node": wanted.gpus_per_node,
-        "mem": wanted.memory,
-        "partition": wanted.partition,
-        "account": wanted.account,
-        "qos": wanted.qos,
-        "time": wanted.time,
-        "array": wanted.array,
-        "output": wanted.output or ("%x-%A_%a.out" if wanted.array else "%x-%j.out"),
-        "chdir": wanted.working_dir,
+        "cpus-per-task": str(settings.cpus_per_task or ""),
+        "gpus-per-node": settings.gpus_per_node,
+        "mem": settings.memory,
+        "partition": settings.partition,
+        "account": settings.account,
+        "qos": settings.qos,
+        "time": settings.time,
+        "array": settings.array,
+        "output": settings.output or ("%x-%A_%a.out" if settings.array else "%x-%j.out"),
+        "chdir": settings.working_dir,
     }
     yield from (f"#SBATCH --{key}={value}" for key, value in directives.items() if value)
-    if wanted.exclusive:
+    if settings.exclusive:
         yield "#SBATCH --exclusive"
-    yield from (f"#SBATCH --{option}" for option in wanted.options)
-    if wanted.signal:
+    yield from (f"#SBATCH --{option}" for option in settings.options)
+    if settings.signal:
         yield "# every node saves a step and leaves before the time is over"
-        yield f"#SBATCH --signal={wanted.signal}@{wanted.lead}"
-    if wanted.requeues:
+        yield f"#SBATCH --signal={settings.signal}@{settings.lead}"
+    if settings.requeues:
         yield "# without --no-kill: when Slurm has noticed that a node is dead, the whole job goes"
         yield "# back into the queue; with it, it would hang if that is the node of this script"
         yield "#SBATCH --requeue"
@@ -219,40 +223,40 @@ def _head(wanted: Batch) -> Iterator[str]:
         yield "# one node that dies does not end the job: the others go on; but not without the one"
         yield "# where this script runs: then `scontrol requeue` the job, or `scancel` it"
         yield "#SBATCH --no-kill"
-        if wanted.retries:
+        if settings.retries:
             yield "#SBATCH --requeue"
     yield "#SBATCH --open-mode=append"
 
 
-def _setting(wanted: Batch) -> Iterator[str]:
+def _setting(settings: BatchSettings) -> Iterator[str]:
     yield "set -u"
-    yield from (f"export {key}={shlex.quote(value)}" for key, value in wanted.env.items())
-    if not wanted.launch.by_etcd:
+    yield from (f"export {key}={shlex.quote(value)}" for key, value in settings.env.items())
+    if not settings.launch.by_etcd:
         yield "# the first node hosts the job's master"
         yield 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
         yield f"port=$(({PORTS.start} + SLURM_JOB_ID % {len(PORTS)}))"
-    if wanted.launch.job_id:
-        name = shlex.quote(wanted.launch.job_id)
-    elif wanted.array:
+    if settings.launch.job_id:
+        name = shlex.quote(settings.launch.job_id)
+    elif settings.array:
         name = '"${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"'
     else:
         name = '"$SLURM_JOB_ID"'
-    if wanted.launch.by_etcd:  # etcd remembers how a run of that name ended
+    if settings.launch.by_etcd:  # etcd remembers how a run of that name ended
         name += '"-${SLURM_RESTART_COUNT:-0}"'
     yield f"job={name}"
 
 
-def _step(wanted: Batch) -> Iterator[str]:
-    launch = wanted.launch
+def _step(settings: BatchSettings) -> Iterator[str]:
+    launch = settings.launch
     # since Slurm 22.05 a step does not inherit this from its job
-    cores = f" --cpus-per-task={wanted.cpus_per_task}" if wanted.cpus_per_task else ""
+    cores = f" --cpus-per-task={settings.cpus_per_task}" if settings.cpus_per_task else ""
     words = [f"--nnodes={launch.nodes}", f"--nproc-per-node={launch.nproc_per_node}"]
     if not launch.by_etcd:
         words += ["--rdzv-backend=c10d", '--rdzv-endpoint="$head:$port"']
     words += ['--rdzv-id="$job"', *map(quoted, launch.flags)]
     words.append(" ".join(map(quoted, launch.program)))
     agent = "elasticrun"
-    if wanted.knows_code:
+    if settings.knows_code:
         yield "# srun ends with the highest code of all nodes, also of one that was excluded or"
         yield "# killed; the job's own is the one with which the first node ends"
         yield "own=$(mktemp)"
@@ -260,24 +264,24 @@ def _step(wanted: Batch) -> Iterator[str]:
         agent = 'bash -c "$agent" "$own" elasticrun'
     yield " \\\n    ".join((SRUN + cores, agent, *words))
     yield "code=$?"
-    if wanted.knows_code:
+    if settings.knows_code:
         sure = " | ".join(map(str, sorted((EXIT_OK, EXIT_SAVED, *HOPELESS))))
         yield 'own_code=$(cat "$own")'
         yield 'rm -f "$own"'
         yield f'case "$own_code" in {sure}) code=$own_code ;; esac'
 
 
-def _end(wanted: Batch) -> Iterator[str]:
-    often = wanted.requeues + wanted.retries
+def _end(settings: BatchSettings) -> Iterator[str]:
+    often = settings.requeues + settings.retries
     if often:
         yield "again=0"
         yield 'case "$code" in'
         yield f"    {EXIT_SAVED}) again=1 ;; # told to leave, and a step of all ranks is saved"
         yield f"    {' | '.join(map(str, (EXIT_OK, *HOPELESS)))}) ;; # done, or hopeless"
-        if wanted.retries:
+        if settings.retries:
             yield "    *) again=1 ;; # another try may help"
-        elif wanted.time_seconds:
-            late = wanted.time_seconds - wanted.lead - RESOLUTION
+        elif settings.time_seconds:
+            late = settings.time_seconds - settings.lead - RESOLUTION
             yield f'    *) [ "$SECONDS" -lt {late} ] || again=1 ;; # the time was over'
         yield "esac"
         left = f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {often} ]'

@@ -61,7 +61,7 @@ class NodeCommand:
     job_id: str = ""  # "": derived from the scheduler's values
     by_etcd: bool = False  # --master-store: no node's address makes it the master
     flags: tuple[str, ...] = ()
-    leaving: float = DEPARTURE_GRACE + SHUTDOWN_TIMEOUT
+    departure_time: float = DEPARTURE_GRACE + SHUTDOWN_TIMEOUT
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes <= MAX_NODES:
@@ -113,7 +113,7 @@ class Toleration:
 
 
 @dataclass(frozen=True, slots=True)
-class Pods:
+class PodSettings:
     """An elastic job on Kubernetes: one pod per node.
 
     Times are in seconds, quantities in Kubernetes' form; "" and 0 mean unset.
@@ -183,7 +183,7 @@ class Pods:
     @property
     def needed_grace(self) -> int:
         """Seconds that a pod needs after SIGTERM to finish everything."""
-        return math.ceil(self.launch.leaving) + GRACE_MARGIN
+        return math.ceil(self.launch.departure_time) + GRACE_MARGIN
 
     @property
     def grace_seconds(self) -> int:
@@ -191,36 +191,39 @@ class Pods:
         return self.grace or max(GRACE, self.needed_grace)
 
 
-def _check_names(wanted: Pods) -> None:
-    checks.image(wanted.image)
-    if wanted.namespace:
-        checks.label(wanted.namespace, "--namespace")
-    if wanted.working_dir:
-        checks.path(wanted.working_dir, "--working-dir")
-    for key, value in wanted.env.items():
+def _check_names(settings: PodSettings) -> None:
+    checks.image(settings.image)
+    if settings.namespace:
+        checks.label(settings.namespace, "--namespace")
+    if settings.working_dir:
+        checks.path(settings.working_dir, "--working-dir")
+    for key, value in settings.env.items():
         by_secret = "create a Secret and name it with"
         token, password = f"{by_secret} --token-secret", f"{by_secret} --git-secret"
         checks.setting(key, value, "manifest", token, password)
         if key in (JOB_UID, INDEX):
             raise Invalid(f"--env {key}: the pods get that from Kubernetes; choose another name")
-    for key, value in wanted.labels.items():
+    for key, value in settings.labels.items():
         checks.label_value(value, f"--label {checks.label_key(key, '--label')}")
         if _OF_A_CONTROLLER.match(key):
             raise Invalid(f"--label {key}: the controller sets that one; choose another key")
-    for key, value in wanted.annotations.items():
+    for key, value in settings.annotations.items():
         checks.plain(value, f"--annotation {checks.label_key(key, '--annotation')}")
-    for key, value in wanted.selector.items():
+    for key, value in settings.selector.items():
         checks.label_value(value, f"--selector {checks.label_key(key, '--selector')}")
-    _check_tolerations(wanted.tolerations)
-    named = (("--service-account", wanted.service_account), ("--priority", wanted.priority),
-             ("--token-secret", wanted.token_secret),
-             ("--git-secret", wanted.git_secret))  # fmt: skip
-    for flag, text in (*named, *(("--image-pull-secret", text) for text in wanted.pull_secrets)):
+    _check_tolerations(settings.tolerations)
+    named = (
+        ("--service-account", settings.service_account),
+        ("--priority", settings.priority),
+        ("--token-secret", settings.token_secret),
+        ("--git-secret", settings.git_secret),
+    )
+    for flag, text in (*named, *(("--image-pull-secret", text) for text in settings.pull_secrets)):
         if text:
             checks.subdomain(text, flag)
-    if wanted.token_secret:
-        checks.label_key(wanted.token_key, "--token-secret: the key")
-    _check_volumes(wanted.volumes)
+    if settings.token_secret:
+        checks.label_key(settings.token_key, "--token-secret: the key")
+    _check_volumes(settings.volumes)
 
 
 def _check_tolerations(tolerations: tuple[Toleration, ...]) -> None:
@@ -247,56 +250,61 @@ def _check_volumes(volumes: tuple[Volume, ...]) -> None:
         mounts.add(volume.mount)
 
 
-def _check_numbers(wanted: Pods) -> None:
-    low = wanted.launch.min_nodes
-    if not low <= wanted.replicas <= MAX_NODES:
+def _check_numbers(settings: PodSettings) -> None:
+    low = settings.launch.min_nodes
+    if not low <= settings.replicas <= MAX_NODES:
         raise Invalid(
-            f"--pods {wanted.pods}: {low} nodes are the fewest that train (--nnodes) and "
+            f"--pods {settings.pods}: {low} nodes are the fewest that train (--nnodes) and "
             f"{MAX_NODES} pods the most"
         )
-    if not 1 <= wanted.port <= 65535:
-        raise Invalid(f"--port {wanted.port}: a port is a number from 1 to 65535")
-    if wanted.cpu:
-        checks.quantity(wanted.cpu, "--cpu")
-    checks.quantity(wanted.shm, "--shm", memory=True)
-    if wanted.memory:
-        checks.quantity(wanted.memory, "--memory", memory=True)
-        if checks.amount(wanted.shm) >= checks.amount(wanted.memory):
+    if not 1 <= settings.port <= 65535:
+        raise Invalid(f"--port {settings.port}: a port is a number from 1 to 65535")
+    if settings.cpu:
+        checks.quantity(settings.cpu, "--cpu")
+    checks.quantity(settings.shm, "--shm", memory=True)
+    if settings.memory:
+        checks.quantity(settings.memory, "--memory", memory=True)
+        if checks.amount(settings.shm) >= checks.amount(settings.memory):
             raise Invalid(
-                f"--shm {wanted.shm} does not fit into --memory {wanted.memory}: what is "
+                f"--shm {settings.shm} does not fit into --memory {settings.memory}: what is "
                 "in /dev/shm counts as the pod's memory"
             )
-    checks.resource(wanted.gpu_resource, "--gpu-resource")
-    if wanted.rdma:
-        checks.resource(wanted.rdma, "--rdma")
-    numbers = (("--gpus", wanted.gpus), ("--grace", wanted.grace), ("--deadline", wanted.deadline),
-               ("--ttl", wanted.ttl or 0), ("--retries", wanted.retries),
-               ("--backoff-limit", wanted.backoff_limit or 0))  # fmt: skip
+    checks.resource(settings.gpu_resource, "--gpu-resource")
+    if settings.rdma:
+        checks.resource(settings.rdma, "--rdma")
+    numbers = (
+        ("--gpus", settings.gpus),
+        ("--grace", settings.grace),
+        ("--deadline", settings.deadline),
+        ("--ttl", settings.ttl or 0),
+        ("--retries", settings.retries),
+        ("--backoff-limit", settings.backoff_limit or 0),
+    )
     for flag, number in numbers:
         if not 0 <= number < 2**31:
             raise Invalid(f"{flag} {number}: a number from 0 to {2**31 - 1} is meant")
-    if wanted.version < OLDEST:
+    if settings.version < OLDEST:
         raise Invalid(
-            f"--k8s-version {wanted.version[0]}.{wanted.version[1]} is too old: to replace "
+            f"--k8s-version {settings.version[0]}.{settings.version[1]} is too old: to replace "
             f"pods by index needs {OLDEST[0]}.{OLDEST[1]}"
         )
 
 
-def _check_gang(wanted: Pods) -> None:
-    if wanted.gang not in GANGS:
-        raise Invalid(f"--gang {wanted.gang!r} is none of {', '.join(GANGS)}")
-    if wanted.gang == "kueue" and not wanted.queue:
+def _check_gang(settings: PodSettings) -> None:
+    if settings.gang not in GANGS:
+        raise Invalid(f"--gang {settings.gang!r} is none of {', '.join(GANGS)}")
+    if settings.gang == "kueue" and not settings.queue:
         raise Invalid("--gang kueue needs --queue NAME, a LocalQueue of the namespace")
-    if wanted.queue and wanted.gang not in ("kueue", "volcano"):
+    if settings.queue and settings.gang not in ("kueue", "volcano"):
         raise Invalid(
-            f"--queue {wanted.queue}: --gang {wanted.gang} knows no queues; they belong "
+            f"--queue {settings.queue}: --gang {settings.gang} knows no queues; they belong "
             "to kueue and volcano"
         )
-    if wanted.queue:
-        checks.subdomain(wanted.queue, "--queue")
-    if wanted.scheduler:
-        checks.subdomain(wanted.scheduler, "--scheduler")
-    if wanted.gang == "native" and wanted.version < (1, 36):
+    if settings.queue:
+        checks.subdomain(settings.queue, "--queue")
+    if settings.scheduler:
+        checks.subdomain(settings.scheduler, "--scheduler")
+    if settings.gang == "native" and settings.version < (1, 36):
         raise Invalid(
             "--gang native needs --k8s-version 1.36 or newer (and its feature gates): "
             "take another one, or none: no rank starts before the smallest "

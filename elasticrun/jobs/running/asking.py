@@ -1,8 +1,8 @@
 """Finds the job that the user means, and connects to its master.
 
-The user names a job as `jobs.line.meant` describes, or by its master's host:port. If only one job
-runs here, the name is optional. The job's token authenticates the user; without it, the credentials
-that the master left in this user's folder do.
+The user names a job as `jobs.line.find_job` describes, or by its master's host:port. If only one
+job runs here, the name is optional. The job's token authenticates the user; without it, the
+credentials that the master left in this user's folder do.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ from elasticrun.config import Tls
 from elasticrun.host.runs import index
 from elasticrun.host.runs.layout import ENDED, RunFolder
 from elasticrun.host.user_folder import Published, published, user_folder
-from elasticrun.jobs.line import JobLine, JobMaster, MeantJob, NotAnswered, master_of, meant
+from elasticrun.jobs.line import (
+    JobConnection,
+    JobMaster,
+    NotAnswered,
+    UserJob,
+    find_job,
+    master_of,
+)
 from elasticrun.jobs.rows import SUSPENDED, row_of
 from elasticrun.jobs.running.status import name_of, no_job
 from elasticrun.wire import auth
@@ -51,12 +58,12 @@ def find(job: str, token: str = "", files: Tls | None = None) -> JobMaster:
             raise NotAnswered(str(wrong)) from None
         ours = [one for one in here if one.port == endpoint.port]
         return _master(endpoint, ours[0] if ours and not token else None, token, files)
-    found = meant(job) if job else MeantJob(_only(here))
+    found = find_job(job) if job else UserJob(_only(here))
     if one := found.master:
         return _master(one.endpoint, one, "" if one.operator else token, files if one.tls else None)
     if found.run is None:
         raise NotAnswered(no_job(job))
-    if end := ended(found.run):
+    if end := end_sentence(found.run):
         raise NotAnswered(end)
     return master_of(found.run)
 
@@ -84,14 +91,14 @@ def _only(here: Sequence[Published]) -> Published:
     raise NotAnswered(f"several jobs are meant: {shown}; name one, or its host:port")
 
 
-def left_by(job: str) -> RunFolder | None:
+def ended_run(job: str) -> RunFolder | None:
     """The run folder of a job that has ended ("": the newest one) or whose master runs elsewhere;
     None if it runs here or is unknown. Raises NotAnswered if the name is ambiguous."""
     with contextlib.suppress(OSError):
         if not job and published(user_folder(os.environ)):
             return None
         runs = index.all_runs(index.runs_root(os.environ)) if not job else ()
-        found = meant(job, newest=True) if job else MeantJob(run=next(iter(runs), None))
+        found = find_job(job, newest=True) if job else UserJob(run=next(iter(runs), None))
         if found.master or found.run is None:
             return None
         record = found.run.job()
@@ -100,7 +107,7 @@ def left_by(job: str) -> RunFolder | None:
     return None
 
 
-def ended(folder: RunFolder) -> str:
+def end_sentence(folder: RunFolder) -> str:
     """A sentence about a job that does not run, from its run folder; "" for a job that may run."""
     record = folder.job()
     if record is None or (row := row_of(folder, record)).state not in (*ENDED, SUSPENDED):
@@ -121,10 +128,10 @@ def add_job(made: Parser, environ: Mapping[str, str]) -> None:
     """Add the arguments for the job, the output format and the credentials."""
     text = f"{JOB}, or its master's host:port; not needed for the only one"
     made.add_argument("job", nargs="?", default="", metavar="JOB", help=text)
-    add_way(made, environ)
+    add_connection(made, environ)
 
 
-def add_way(made: Parser, environ: Mapping[str, str]) -> None:
+def add_connection(made: Parser, environ: Mapping[str, str]) -> None:
     """Add the arguments for the output format and the credentials."""
     text = "json: for programs, as docs/sight.md has it"
     made.add_argument("-o", "--output", choices=("text", "json"), default="text", help=text)
@@ -132,13 +139,13 @@ def add_way(made: Parser, environ: Mapping[str, str]) -> None:
 
 
 def run(
-    made: Parser, argv: Sequence[str], does: Callable[[JobLine, argparse.Namespace], int]
+    made: Parser, argv: Sequence[str], does: Callable[[JobConnection, argparse.Namespace], int]
 ) -> int:
     """Parse the arguments, find the job and call `does`. Prints a sentence and returns 1 if no
     master answers. Raises UsageError for unreadable files."""
     asked = parsed(made, argv)
     try:
-        return reach(asked, does)
+        return with_master(asked, does)
     except NotAnswered as why:
         print(f"{made.prog}: {why}", file=sys.stderr)
         return 1
@@ -151,8 +158,8 @@ def parsed(made: Parser, argv: Sequence[str]) -> FlagValues:
     return FlagValues(made.parse_args(argv), variables)
 
 
-def reach(asked: FlagValues, does: Callable[[JobLine, argparse.Namespace], int]) -> int:
+def with_master(asked: FlagValues, does: Callable[[JobConnection, argparse.Namespace], int]) -> int:
     """Find the job's master and call `does` with it. Raises NotAnswered, UsageError."""
     master = find(asked.ns.job, trust.token(asked), trust.tls(asked))
     with asyncio.Runner() as runner:
-        return does(JobLine(master, runner), asked.ns)
+        return does(JobConnection(master, runner), asked.ns)

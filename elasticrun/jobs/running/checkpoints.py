@@ -30,7 +30,7 @@ from elasticrun.jobs.rows import as_json
 from elasticrun.snapshots.storage.folder import MAX_STEP, Folder
 from elasticrun.snapshots.storage.manifest import ManifestError
 from elasticrun.snapshots.storage.retention import sweep
-from elasticrun.snapshots.storage.timeline import Listed, chain
+from elasticrun.snapshots.storage.timeline import ListedCheckpoint, chain
 from elasticrun.snapshots.storage.writing import StorageError
 
 TITLES: Final = ("STEP", "WHEN", "SIZE", "RANKS", "REASON", "STATE")
@@ -146,7 +146,7 @@ def _rows(folder: Folder, *, hashes: bool, only: int | None = None) -> list[Chec
     return [row for row in rows if only in (None, row.step)]
 
 
-def _row(folder: Folder, one: Listed, *, left: bool, hashes: bool) -> CheckpointRow:
+def _row(folder: Folder, one: ListedCheckpoint, *, left: bool, hashes: bool) -> CheckpointRow:
     faults = tuple(fault.clause for fault in folder.faults(one.step, 0, int(hashes)))
     state = "left" if left else "whole"
     if faults:
@@ -173,7 +173,7 @@ def _row(folder: Folder, one: Listed, *, left: bool, hashes: bool) -> Checkpoint
     )
 
 
-def _said(row: CheckpointRow) -> list[str]:
+def _remarks(row: CheckpointRow) -> list[str]:
     """Remarks about a checkpoint besides its state, one per line."""
     said = list(row.faults)
     if not said and row.state == "left":
@@ -192,7 +192,7 @@ def _ls(folder: Folder, ns: argparse.Namespace) -> int:
         print(f"there is no checkpoint in {folder.url}")
         return 0
     print(*lines(TITLES, [_shown(row) for row in rows], COLUMNS), sep="\n")
-    for text in (one for row in rows for one in _said(row)):
+    for text in (one for row in rows for one in _remarks(row)):
         print(textwrap.fill(text, COLUMNS, subsequent_indent="  ", break_long_words=False))
     taken = [row.step for row in rows if row.restart]
     print(
@@ -225,7 +225,7 @@ def _verify(folder: Folder, ns: argparse.Namespace) -> int:
         print(as_json(rows))
     else:
         for row in rows:
-            print(*(_said(row) or [f"step {row.step} is whole: {amount(row.size)}"]), sep="\n")
+            print(*(_remarks(row) or [f"step {row.step} is whole: {amount(row.size)}"]), sep="\n")
     late = [r for r in rows if r.state == "removing" or (r.state == "torn" and not r.manifest)]
     return int(any(row.faults and (row not in late or ns.step is not None) for row in rows))
 
@@ -266,7 +266,7 @@ def _prune(folder: Folder, ns: argparse.Namespace) -> int:
     return int(bool(done.remarks))
 
 
-def _newest_verified(folder: Folder, found: Sequence[Listed]) -> list[int]:
+def _newest_verified(folder: Folder, found: Sequence[ListedCheckpoint]) -> list[int]:
     """The newest step without a fault, and the newest step that hashes confirm."""
     safe: list[int] = []
     for step in reversed(chain(found)):

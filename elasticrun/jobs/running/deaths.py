@@ -40,24 +40,24 @@ class RankFiles:
         file = self.folder / "error.json"
         try:
             with file.open("rb") as text:
-                said = json.loads(text.read(MAX_BYTES))["message"]
+                message = json.loads(text.read(MAX_BYTES))["message"]
             when = file.stat().st_mtime
         except (OSError, ValueError, LookupError, TypeError):
             return float("inf"), ""
-        if isinstance(said, dict):
-            said = said.get("message", "")
-        return when, " ".join(str(said).split())[:MAX_CHARS]
+        if isinstance(message, dict):
+            message = message.get("message", "")
+        return when, " ".join(str(message).split())[:MAX_CHARS]
 
 
 @dataclass(frozen=True, slots=True)
-class LifeEnd:
+class AttemptEnd:
     """What ended an incarnation, according to the master."""
 
     sentence: str
     rank: int = -1  # -1: no rank
     ended: str = ""  # how it ended, as "exit code 3"; "": the sentence says it
 
-    def with_words(self, own: str) -> str:
+    def with_error(self, own: str) -> str:
         """The end as one line. `own`: the rank's own error message."""
         if own and self.ended:
             return f"rank {self.rank} failed: {own} ({self.ended})"
@@ -65,7 +65,7 @@ class LifeEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class ToldLife:
+class AttemptTitles:
     """The ranks of one incarnation, first failure first, and the title above each rank's output."""
 
     ranks: tuple[RankFiles, ...]
@@ -73,30 +73,30 @@ class ToldLife:
     why: str = ""  # what ended the incarnation, if it was none of these ranks
 
 
-def tell(found: Sequence[RankFiles], death: LifeEnd | None) -> ToldLife:
-    """Order the ranks and write their titles. `death`: None if the master recorded none (yet)."""
+def attempt_titles(found: Sequence[RankFiles], end: AttemptEnd | None) -> AttemptTitles:
+    """Order the ranks and write their titles. `end`: None if the master recorded none (yet)."""
     failed = {files.rank: (*files.failure(), files) for files in found}
-    first = death.rank if death is not None else -1
+    first = end.rank if end is not None else -1
     lost = {rank for rank, (_, why, _) in failed.items() if rank != first and _lost_a_peer(why)}
     titles = {rank: f"rank {rank} failed: {why}" for rank, (_, why, _) in failed.items() if why}
     order = sorted(failed, key=lambda rank: (rank != first, rank in lost, failed[rank][0], rank))
-    said = {-1: ""}
-    if death is not None and first in failed:
-        said = {first: death.with_words(failed[first][1])}
-    elif death is not None:
-        said = {-1: death.sentence}
+    titled = {-1: ""}
+    if end is not None and first in failed:
+        titled = {first: end.with_error(failed[first][1])}
+    elif end is not None:
+        titled = {-1: end.sentence}
     elif titles.keys() - lost:
-        said = {order[0]: titles[order[0]]}
-    if lost and any(said.values()):
+        titled = {order[0]: titles[order[0]]}
+    if lost and any(titled.values()):
         who = f"{'ranks' if len(lost) > 1 else 'rank'} {write_ranges(lost)}"
         then = f"; then {who} lost {'their' if len(lost) > 1 else 'its'} connection"
         titles = {rank: title for rank, title in titles.items() if rank not in lost}
-        said = {rank: title + then for rank, title in said.items()}
-    titles |= said
-    return ToldLife(tuple(failed[rank][2] for rank in order), titles, titles.pop(-1, ""))
+        titled = {rank: title + then for rank, title in titled.items()}
+    titles |= titled
+    return AttemptTitles(tuple(failed[rank][2] for rank in order), titles, titles.pop(-1, ""))
 
 
-def deaths(folder: RunFolder | None, begun: Sequence[float]) -> list[LifeEnd | None]:
+def attempt_ends(folder: RunFolder | None, begun: Sequence[float]) -> list[AttemptEnd | None]:
     """The end of each incarnation. `begun`: their start times, seconds since 1970, ascending."""
     if folder is None or not begun:
         return [None] * len(begun)
@@ -109,17 +109,17 @@ def deaths(folder: RunFolder | None, begun: Sequence[float]) -> list[LifeEnd | N
     ]
     result = folder.result()
     if found[-1] is None and result is not None and result.failed_rank >= 0:
-        said = f"rank {result.failed_rank} failed ({result.failed_how})"
-        found[-1] = LifeEnd(said, result.failed_rank)
+        sentence = f"rank {result.failed_rank} failed ({result.failed_how})"
+        found[-1] = AttemptEnd(sentence, result.failed_rank)
     return found
 
 
-def _of_row(row: IncidentRow) -> LifeEnd:
+def _of_row(row: IncidentRow) -> AttemptEnd:
     if row.cause == "hang" or row.rank < 0 or row.kind == FailureKind.PEER_LOST:
-        return LifeEnd(row.sentence, row.rank)
+        return AttemptEnd(row.sentence, row.rank)
     code = row.exitcode
     ended = f"signal {SIGNALS.get(-code, str(-code))}" if code < 0 else f"exit code {code}"
-    return LifeEnd(row.sentence, row.rank, ended if code else "")
+    return AttemptEnd(row.sentence, row.rank, ended if code else "")
 
 
 def _lost_a_peer(why: str) -> bool:

@@ -18,10 +18,10 @@ from elasticrun.cli.flags import PROG, Parser
 from elasticrun.cli.settings import FlagValues
 from elasticrun.core.sight.picture import IncidentRow
 from elasticrun.host.runs.layout import INCIDENTS
-from elasticrun.jobs.choosing import by_their_places
-from elasticrun.jobs.line import JobLine, NotAnswered
+from elasticrun.jobs.choosing import updated_by_backends
+from elasticrun.jobs.line import JobConnection, NotAnswered
 from elasticrun.jobs.rows import as_json, row_of
-from elasticrun.jobs.running.asking import add_way, find, left_by
+from elasticrun.jobs.running.asking import add_connection, ended_run, find
 from elasticrun.master.outward.report import page, table
 from elasticrun.master.outward.run_files import read
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     text = "the job, as `elasticrun status` names it, and the number of one incident to show whole"
     made.add_argument("words", nargs="*", metavar="JOB N", help=text)
     variables = trust.withdraw()
-    add_way(made, variables)
+    add_connection(made, variables)
     ns = made.parse_args(argv)
     if len(ns.words) > 2 or (len(ns.words) == 2 and not ns.words[1].isdecimal()):
         made.error("a job, and the number of one of its incidents")
@@ -65,15 +65,15 @@ def meant(words: Sequence[str]) -> tuple[str, int]:
 def _rows(job: str, asked: FlagValues) -> tuple[Sequence[IncidentRow], str]:
     """The incidents, and a sentence about the present. For a running job, both come from its
     master, with what holds it up now; else from files, with the reason if the job is lost."""
-    folder = left_by(job)
+    folder = ended_run(job)
     if folder is not None:
         now, record = time.time(), folder.job()
-        rows = by_their_places([row_of(folder, record)], os.environ) if record else []
+        rows = updated_by_backends([row_of(folder, record)], os.environ) if record else []
         lost = [f"the job is lost: {row.reason}" for row in rows if row.state == "lost"]
         return read(folder.path / INCIDENTS, now), "".join(lost)
     master = find(job, trust.token(asked), trust.tls(asked))
     with asyncio.Runner() as runner:
-        line = JobLine(master, runner)
+        line = JobConnection(master, runner)
         picture = line.picture()
     left = read(line.run.path / INCIDENTS, time.time()) if line.run is not None else []
     earlier = [row for row in left if row.age > picture.status.age]  # from starts before this one

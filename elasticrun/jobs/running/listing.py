@@ -13,9 +13,9 @@ import msgspec
 
 from elasticrun.core.sight.picture import EventRow, Picture, StackRow
 from elasticrun.core.words import plain, some
-from elasticrun.jobs.line import JobLine, NotAnswered
+from elasticrun.jobs.line import JobConnection, NotAnswered
 from elasticrun.jobs.rows import as_json
-from elasticrun.jobs.running.asking import ended, left_by, parsed, parser, reach, run
+from elasticrun.jobs.running.asking import end_sentence, ended_run, parsed, parser, run, with_master
 from elasticrun.jobs.running.top import is_off
 from elasticrun.wire.messages import MAX_RANKS
 from elasticrun.wire.types import read_ranges
@@ -37,7 +37,7 @@ def stacks(argv: Sequence[str]) -> int:
     text = "of this rank alone"
     made.add_argument("--rank", type=rank_number, default=-1, metavar="R", help=text)
 
-    def show(line: JobLine, ns: argparse.Namespace) -> int:
+    def show(line: JobConnection, ns: argparse.Namespace) -> int:
         picture = line.picture("stacks")
         groups = [one for one in picture.stacks if ns.rank < 0 or has_rank(one, ns.rank)]
         if ns.output == "json":
@@ -98,7 +98,7 @@ def events(argv: Sequence[str]) -> int:
     text = "go on and show what happens, until the job ends"
     made.add_argument("-f", "--follow", action="store_true", help=text)
 
-    def show(line: JobLine, ns: argparse.Namespace) -> int:
+    def show(line: JobConnection, ns: argparse.Namespace) -> int:
         last = 0
         while True:
             try:
@@ -111,8 +111,8 @@ def events(argv: Sequence[str]) -> int:
                     _print(left, ns)
                     print(f"{made.prog}: {why}; so far this is in its run folder", file=sys.stderr)
                     return 0
-                line.pause(POLL)  # the master writes its result after its last reply
-                if not (end := ended(line.run) if line.run is not None else ""):
+                line.sleep(POLL)  # the master writes its result after its last reply
+                if not (end := end_sentence(line.run) if line.run is not None else ""):
                     raise
                 _print([EventRow(last + 1, 0.0, "", end, "info")], ns)
                 return 0
@@ -124,14 +124,14 @@ def events(argv: Sequence[str]) -> int:
             if not ns.follow or picture.status.outcome:
                 return 0
             sys.stdout.flush()
-            line.pause(POLL)
+            line.sleep(POLL)
 
     asked = parsed(made, argv)
     try:
-        if (left := left_by(asked.ns.job)) is not None:
+        if (left := ended_run(asked.ns.job)) is not None:
             _print(left.events(time.time()), asked.ns)
             return 0
-        return reach(asked, show)
+        return with_master(asked, show)
     except NotAnswered as why:
         print(f"{made.prog}: {why}", file=sys.stderr)
         return 1
@@ -150,13 +150,13 @@ def _print(rows: list[EventRow], ns: argparse.Namespace) -> None:
             print(text)
 
 
-def before(left: Sequence[EventRow], told: Sequence[EventRow]) -> list[EventRow]:
+def before(left: Sequence[EventRow], reported: Sequence[EventRow]) -> list[EventRow]:
     """The events in the run folder that are older than all those that its master reports: events of
     earlier masters, of earlier starts, and those that this master has dropped. Each master numbers
     its events from 1, and the two ages of one event differ slightly."""
-    if not told:
+    if not reported:
         return list(left)
-    first = told[0]
+    first = reported[0]
     for at, row in reversed(list(enumerate(left))):
         if row.number == first.number and abs(row.age - first.age) < SAME:
             return list(left[:at])

@@ -32,7 +32,7 @@ from elasticrun.host.runs import index
 from elasticrun.host.runs.layout import AGENTS, CONSOLE, ENDED, RunFolder
 from elasticrun.jobs.manage.listing import add_output, span
 from elasticrun.jobs.running.asking import JOB
-from elasticrun.jobs.running.deaths import RankFiles, ToldLife, deaths, tell
+from elasticrun.jobs.running.deaths import AttemptTitles, RankFiles, attempt_ends, attempt_titles
 from elasticrun.wire.types import write_ranges
 
 TAIL: Final = 20
@@ -59,7 +59,7 @@ BARS_EVERY: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class LogQuery:
     """What the user wants to see."""
 
     job: str
@@ -72,11 +72,11 @@ class Wish:
     as_json: bool
     grep: re.Pattern[bytes] | None
 
-    def wants(self, line: bytes) -> bool:
+    def matches(self, line: bytes) -> bool:
         """Whether to show the line."""
         return self.grep is None or self.grep.search(line) is not None
 
-    def takes(self, run: LoggedRun) -> bool:
+    def selects(self, run: LoggedRun) -> bool:
         """Whether to show the ranks of this agent."""
         return self.node in ("", run.node, run.host)
 
@@ -96,7 +96,7 @@ class Wish:
                 text = b"[%d] %s" % (rank, text)
             self.put(path, text + b"\n")
 
-    def begun(self, rank: int, path: Path, text: bytes, *, is_bar: bool) -> None:
+    def write_unfinished(self, rank: int, path: Path, text: bytes, *, is_bar: bool) -> None:
         """Write the beginning of an unfinished line, or a state of a progress bar."""
         text = b"[%d] %s" % (rank, text)
         self.put(path, cut_to(text, columns_of(1)) if is_bar else text, ends=False)
@@ -109,7 +109,7 @@ class Wish:
 
 def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     """`elasticrun logs` with its own arguments. Raises UsageError."""
-    asked = _asked(argv)
+    asked = _parsed(argv)
     variables = os.environ if environ is None else environ
     folder, unknown = _folder(variables, asked.job)
     try:
@@ -142,7 +142,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
             print(f"elasticrun logs: {log_index.no_node(asked.node, found)}", file=sys.stderr)
             return 1
         asked = replace(asked, node=asked.node if asked.node == meant.host else meant.node)
-    ranks = {rank for run in found for life in run.lives for rank in life.ranks.values()}
+    ranks = {rank for run in found for attempt in run.lives for rank in attempt.ranks.values()}
     if asked.rank is not None and asked.rank not in ranks and not asked.follow:
         words = f"no rank {asked.rank} has log files here: there is {write_ranges(ranks) or 'none'}"
         print(f"elasticrun logs: {words}", file=sys.stderr)
@@ -168,7 +168,7 @@ def _folder(environ: Mapping[str, str], job: str) -> tuple[RunFolder | None, str
         return None, str(why)
 
 
-def _asked(argv: Sequence[str]) -> Wish:
+def _parsed(argv: Sequence[str]) -> LogQuery:
     made = Parser(
         prog="elasticrun logs",
         description="Print what the ranks of a job have written to their log files on this host.",
@@ -200,14 +200,14 @@ def _asked(argv: Sequence[str]) -> Wish:
         raise UsageError(f"--grep={ns.grep}: no regular expression: {wrong}", EXIT_USAGE) from None
     since = time.time() - span(ns.since, "--since") if ns.since else 0.0
     as_json = ns.output == "json"
-    return Wish(ns.job, ns.follow, tail, ns.all, ns.rank, ns.node, since, as_json, grep)
+    return LogQuery(ns.job, ns.follow, tail, ns.all, ns.rank, ns.node, since, as_json, grep)
 
 
-def _runs(environ: Mapping[str, str], asked: Wish, folder: RunFolder | None) -> list[LoggedRun]:
+def _runs(environ: Mapping[str, str], query: LogQuery, folder: RunFolder | None) -> list[LoggedRun]:
     """The agents of the newest start of the job, or of every start with --all. From its run folder,
     or else from this host, where an earlier job may have had the same name."""
-    job, known = asked.job, log_index.runs_of(folder.path) if folder is not None else []
-    if known and asked.everything:
+    job, known = query.job, log_index.runs_of(folder.path) if folder is not None else []
+    if known and query.everything:
         return known
     if folder is not None and not known:
         record = folder.job()
@@ -232,73 +232,75 @@ def _starts(runs: Iterable[LoggedRun]) -> list[list[LoggedRun]]:
 
 def _last_written(run: LoggedRun) -> float:
     times = [run.began]
-    for life in run.lives[-1:]:
-        times += [path.stat().st_mtime for path in Path(run.path, life.folder).glob("*/*.log")]
+    for attempt in run.lives[-1:]:
+        times += [path.stat().st_mtime for path in Path(run.path, attempt.folder).glob("*/*.log")]
     return max(times)
 
 
-def _lives(
+def _attempts(
     runs: Iterable[LoggedRun], folder: RunFolder | None, *, everything: bool
-) -> list[tuple[str, ToldLife]]:
+) -> list[tuple[str, AttemptTitles]]:
     """The incarnations in order, each with its ranks; failed ranks first, in order of failure."""
     found: dict[tuple[int, str], list[tuple[LoggedRun, LoggedAttempt]]] = {}
     for start, agents in enumerate(_starts(runs)):
         for run in agents:
-            for life in run.lives:
-                found.setdefault((start, life.folder), []).append((run, life))
-    began_of = {name: min(life.began for _, life in parts) for name, parts in found.items()}
+            for attempt in run.lives:
+                found.setdefault((start, attempt.folder), []).append((run, attempt))
+    began_of = {name: min(attempt.began for _, attempt in parts) for name, parts in found.items()}
     ordered = sorted(found, key=lambda name: began_of[name])
-    why = dict(zip(ordered, deaths(folder, [began_of[name] for name in ordered]), strict=True))
+    why = dict(
+        zip(ordered, attempt_ends(folder, [began_of[name] for name in ordered]), strict=True)
+    )
     shown = []
     for name in ordered if everything else ordered[-1:]:
         ranks = [
-            RankFiles(rank, Path(run.path, life.folder, str(local_rank)))
-            for run, life in found[name]
-            for local_rank, rank in life.ranks.items()
+            RankFiles(rank, Path(run.path, attempt.folder, str(local_rank)))
+            for run, attempt in found[name]
+            for local_rank, rank in attempt.ranks.items()
         ]
         began = time.strftime("%F %T", time.localtime(began_of[name]))
-        shown.append((f"{name[1]}, {began}", tell(ranks, why[name])))
+        shown.append((f"{name[1]}, {began}", attempt_titles(ranks, why[name])))
     return shown
 
 
-def _show(runs: Iterable[LoggedRun], asked: Wish, folder: RunFolder | None) -> dict[Path, int]:
+def _show(runs: Iterable[LoggedRun], query: LogQuery, folder: RunFolder | None) -> dict[Path, int]:
     """Print the existing output. Returns how far each file was read."""
     seen: dict[Path, int] = {}
-    lives = _lives(filter(asked.takes, runs), folder, everything=asked.everything)
-    for title, life in lives:
-        if len(lives) > 1:
-            _title(title, asked)
-        if life.why and asked.rank is None:
-            _title(life.why, asked)
-        for files in life.ranks:
-            if asked.rank not in (None, files.rank):
+    attempts = _attempts(filter(query.selects, runs), folder, everything=query.everything)
+    for title, attempt in attempts:
+        if len(attempts) > 1:
+            _title(title, query)
+        if attempt.why and query.rank is None:
+            _title(attempt.why, query)
+        for files in attempt.ranks:
+            if query.rank not in (None, files.rank):
                 continue
-            if said := life.titles.get(files.rank):
-                _title(said, asked)
+            if heading := attempt.titles.get(files.rank):
+                _title(heading, query)
             for stream in STREAMS:
                 path = files.folder / stream
                 try:
-                    seen[path], lines = _read(path, asked)
-                    late = path.stat().st_mtime >= asked.since
+                    seen[path], lines = _read(path, query)
+                    late = path.stat().st_mtime >= query.since
                 except OSError:
                     continue  # this stream has no file
-                asked.write(files.rank, path, lines if late else ())
+                query.write(files.rank, path, lines if late else ())
     sys.stdout.flush()
     return seen
 
 
-def _title(text: str, asked: Wish) -> None:
-    if not asked.as_json:
+def _title(text: str, query: LogQuery) -> None:
+    if not query.as_json:
         sys.stdout.buffer.write(f"== {text} ==\n".encode(errors="replace"))
 
 
-def _read(path: Path, asked: Wish) -> tuple[int, Iterable[bytes]]:
+def _read(path: Path, query: LogQuery) -> tuple[int, Iterable[bytes]]:
     """The current length of the file, and the wanted lines. Raises OSError."""
-    end = _whole_lines(path) if asked.follow else path.stat().st_size
-    whole = not asked.tail or asked.grep is not None
-    start = 0 if whole else _start_of_tail(path, end, asked.tail)
-    lines = (line for line in _lines(path, start, end) if asked.wants(line))
-    return end, deque(lines, maxlen=asked.tail) if asked.tail else lines
+    end = _whole_lines(path) if query.follow else path.stat().st_size
+    whole = not query.tail or query.grep is not None
+    start = 0 if whole else _start_of_tail(path, end, query.tail)
+    lines = (line for line in _lines(path, start, end) if query.matches(line))
+    return end, deque(lines, maxlen=query.tail) if query.tail else lines
 
 
 def _whole_lines(path: Path) -> int:
@@ -337,7 +339,7 @@ def _newest(line: bytes) -> bytes:
 
 def _follow(
     runs: list[LoggedRun],
-    asked: Wish,
+    query: LogQuery,
     seen: dict[Path, int],
     look: Callable[[], list[LoggedRun]],
     folder: RunFolder | None,
@@ -346,8 +348,8 @@ def _follow(
     was saved and is started again."""
     held: dict[Path, bytes] = {}
     still: dict[Path, bytes] = {}
-    for _, life in _lives(runs, None, everything=True):
-        for path in (files.folder / stream for files in life.ranks for stream in STREAMS):
+    for _, attempt in _attempts(runs, None, everything=True):
+        for path in (files.folder / stream for files in attempt.ranks for stream in STREAMS):
             if path not in seen and path.exists():
                 seen[path] = path.stat().st_size  # of an earlier incarnation
     waiting, waits = threading.Event(), False
@@ -356,15 +358,15 @@ def _follow(
         ending = state in ENDED if folder is not None else not any(run.is_alive for run in runs)
         saved = state == "saved"
         runs = [run for run in look() if run.began >= min(old.began for old in runs)] or runs
-        for _, life in _lives(filter(asked.takes, runs), None, everything=True):
-            for files in life.ranks:
-                for stream in STREAMS if asked.rank in (None, files.rank) else ():
+        for _, attempt in _attempts(filter(query.selects, runs), None, everything=True):
+            for files in attempt.ranks:
+                for stream in STREAMS if query.rank in (None, files.rank) else ():
                     path = files.folder / stream
-                    _go_on(files, path, seen, held, asked)
+                    _print_new(files, path, seen, held, query)
                     bars = not looks % BARS_EVERY
                     if not ending:
-                        _begun(files.rank, path, held, still, asked)
-                    _unfinished(files.rank, path, held, asked, ending=ending, bars=bars)
+                        _print_unfinished(files.rank, path, held, still, query)
+                    _finish_line(files.rank, path, held, query, ending=ending, bars=bars)
         sys.stdout.flush()
         if ending and not saved:
             break
@@ -375,8 +377,8 @@ def _follow(
         waiting.wait(LOOK_EVERY)
 
 
-def _go_on(
-    files: RankFiles, path: Path, seen: dict[Path, int], held: dict[Path, bytes], asked: Wish
+def _print_new(
+    files: RankFiles, path: Path, seen: dict[Path, int], held: dict[Path, bytes], query: LogQuery
 ) -> None:
     """Print the whole lines that were added to one file."""
     try:
@@ -388,31 +390,31 @@ def _go_on(
                 if len(rest) > BLOCK:
                     lines, rest = [*lines, rest], b""
                 held[path] = rest
-                asked.write(files.rank, path, filter(asked.wants, map(_newest, lines)))
+                query.write(files.rank, path, filter(query.matches, map(_newest, lines)))
     except OSError:
         return  # not there
 
 
-def _begun(
-    rank: int, path: Path, held: dict[Path, bytes], still: dict[Path, bytes], asked: Wish
+def _print_unfinished(
+    rank: int, path: Path, held: dict[Path, bytes], still: dict[Path, bytes], query: LogQuery
 ) -> None:
     """Show an unfinished line that has not grown since the last poll, or on a terminal the newest
     state of a progress bar. `--grep` and JSON output take whole lines only."""
     rest = held.get(path, b"")
     before, still[path] = still.get(path, b""), rest
     is_bar = b"\r" in rest
-    if asked.as_json or asked.grep is not None or not rest.strip():
+    if query.as_json or query.grep is not None or not rest.strip():
         return
     if is_bar and columns_of(1):
         _, _, left = rest.rpartition(b"\r")
-        asked.begun(rank, path, _newest(rest), is_bar=True)
+        query.write_unfinished(rank, path, _newest(rest), is_bar=True)
         held[path] = b"\r" + left
     elif not is_bar and rest == before:
-        asked.begun(rank, path, rest, is_bar=False)
+        query.write_unfinished(rank, path, rest, is_bar=False)
 
 
-def _unfinished(
-    rank: int, path: Path, held: dict[Path, bytes], asked: Wish, *, ending: bool, bars: bool
+def _finish_line(
+    rank: int, path: Path, held: dict[Path, bytes], query: LogQuery, *, ending: bool, bars: bool
 ) -> None:
     """Print a line without a newline: all of it once nothing more comes; for a progress bar, now
     and then its newest complete state."""
@@ -420,7 +422,7 @@ def _unfinished(
     line, left = rest, b""
     if not ending:
         line, bar, left = rest.rpartition(b"\r")
-        if not (bars and bar) or (columns_of(1) and not asked.as_json and asked.grep is None):
+        if not (bars and bar) or (columns_of(1) and not query.as_json and query.grep is None):
             return
     held[path] = left
-    asked.write(rank, path, filter(asked.wants, filter(None, [_newest(line)])))
+    query.write(rank, path, filter(query.matches, filter(None, [_newest(line)])))

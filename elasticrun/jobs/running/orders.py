@@ -20,11 +20,11 @@ from elasticrun.config import EXIT_FAILED, EXIT_OK
 from elasticrun.host.runs.claim import Claimed, claimed
 from elasticrun.host.runs.index import runs_root
 from elasticrun.host.runs.layout import RunFolder
-from elasticrun.jobs.backend import NotDone, is_ours, submission
+from elasticrun.jobs.backend import RequestFailed, is_ours, submission
 from elasticrun.jobs.choosing import backend_of
-from elasticrun.jobs.line import JobLine, MeantJob, NotAnswered, meant, who
+from elasticrun.jobs.line import JobConnection, NotAnswered, UserJob, find_job, user_at_host
 from elasticrun.jobs.rows import DoneRow, as_json
-from elasticrun.jobs.running.asking import parsed, parser, reach
+from elasticrun.jobs.running.asking import parsed, parser, with_master
 from elasticrun.wire.messages import MAX_NODES, Reply, Request
 
 if TYPE_CHECKING:
@@ -32,33 +32,33 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class OrderOf:
+class VerbHelp:
     """The help texts of a verb."""
 
     does: str
     node: str = ""  # help for its NODE; "": the verb applies to the whole job
 
 
-ORDERS: Final[Mapping[str, OrderOf]] = {
-    "stop": OrderOf(
+ORDERS: Final[Mapping[str, VerbHelp]] = {
+    "stop": VerbHelp(
         "End a running job on all of its nodes. Where it saves snapshots at a breakpoint, its last "
         "one is written out before. Its launchers end with 1, so that no scheduler takes it for "
         "preempted and starts it again."
     ),
-    "restart": OrderOf(
+    "restart": VerbHelp(
         "Stop the ranks of a running job and start them again, on all nodes that are there; no "
         "restart of --max-restarts is spent."
     ),
-    "exclude": OrderOf(
+    "exclude": VerbHelp(
         "Take a node out of a running job and refuse it (--exclude-for seconds long, by default an "
         "hour), as one that has failed the network check. Others go on, or wait for another.",
         "its id, or its host, as elasticrun status shows them",
     ),
-    "include": OrderOf(
+    "include": VerbHelp(
         "Let a node come back that was excluded or left out.",
         "its id, or its host, as elasticrun status shows them",
     ),
-    "scale": OrderOf(
+    "scale": VerbHelp(
         "Set how many nodes a running job has at most. Where it has more, a round without the last "
         "to come begins at once, and these stay as spares; where it has fewer, those that come are "
         "let in. No restart of --max-restarts is spent.",
@@ -90,41 +90,41 @@ def main(verb: str, argv: Sequence[str]) -> int:
     if verb == "scale":
         settle(made, asked.ns)
     try:
-        if order.node and _are_turned(asked.ns):
+        if order.node and _are_swapped(asked.ns):
             made.error(f"the node comes first: {made.prog} {asked.ns.job} {asked.ns.node}")
-        return reach(asked, partial(_order, verb, order))
-    except (NotAnswered, NotDone, Claimed) as unheard:
+        return with_master(asked, partial(_order, verb, order))
+    except (NotAnswered, RequestFailed, Claimed) as unheard:
         why: Exception = unheard
         try:
             said = _by_its_place(verb, asked.ns, unheard)
-        except NotDone as refused:
+        except RequestFailed as refused:
             said, why = None, refused
         if not said:
             print(f"{made.prog}: {why}", file=sys.stderr)
             return EXIT_FAILED
-        return _tell(asked.ns, *said)
+        return _print_done(asked.ns, *said)
 
 
-def _order(verb: str, order: OrderOf, line: JobLine, ns: argparse.Namespace) -> int:
+def _order(verb: str, order: VerbHelp, line: JobConnection, ns: argparse.Namespace) -> int:
     reason = " ".join(ns.reason.split())[:MAX_REASON]
     node, number = ns.node if order.node else "", ns.number if verb == "scale" else 0
-    request = Request(verb, node, number, who=who(), reason=reason)
+    request = Request(verb, node, number, who=user_at_host(), reason=reason)
     if verb == "scale" and line.run is not None and is_ours(line.run):
         said = _scaled(line.run, request, line.reply)
     else:
         said = line.reply(request).reason
-    _tell(ns, said, line.run)
+    _print_done(ns, said, line.run)
     if verb == "stop" and ns.wait:
-        _until_over(line)
+        _wait_until_over(line)
     return EXIT_OK
 
 
-def _are_turned(ns: argparse.Namespace) -> bool:
+def _are_swapped(ns: argparse.Namespace) -> bool:
     """Whether the user typed the job in the place of the node and the node in the place of the
     job."""
-    if not ns.job or ":" in ns.job or meant(ns.job) != MeantJob():
+    if not ns.job or ":" in ns.job or find_job(ns.job) != UserJob():
         return False
-    return meant(ns.node) != MeantJob()
+    return find_job(ns.node) != UserJob()
 
 
 def settle(made: Parser, ns: argparse.Namespace) -> None:
@@ -137,14 +137,14 @@ def settle(made: Parser, ns: argparse.Namespace) -> None:
     ns.number = int(ns.number)
 
 
-def _tell(ns: argparse.Namespace, said: str, run: RunFolder | None) -> int:
+def _print_done(ns: argparse.Namespace, sentence: str, run: RunFolder | None) -> int:
     """Print what was done, with the job's name if the user did not type it in full."""
     job = run.job() if run else None
     where = str(run.place) if run else ""
-    done = DoneRow(name=job.name if job else ns.job, done=said, run_dir=where)
+    done = DoneRow(name=job.name if job else ns.job, done=sentence, run_dir=where)
     if run and job and ns.job and ":" not in ns.job and ns.job not in run.names:
-        said = f"{job.name}: {said}"
-    print(as_json(done) if ns.output == "json" else said)
+        sentence = f"{job.name}: {sentence}"
+    print(as_json(done) if ns.output == "json" else sentence)
     return EXIT_OK
 
 
@@ -157,28 +157,28 @@ def _by_its_place(
     verb: str, ns: argparse.Namespace, why: Exception
 ) -> tuple[str, RunFolder] | None:
     """Let the backend end or scale a job whose master does not answer. None: the backend did
-    nothing. Raises NotDone if the backend refuses to scale the job."""
+    nothing. Raises RequestFailed if the backend refuses to scale the job."""
 
     def ask(request: Request) -> Reply:
         raise why
 
     try:
-        run = meant(ns.job).run if ns.job else None
+        run = find_job(ns.job).run if ns.job else None
         if run is None or not is_ours(run):
             return None
         if verb == "scale":
-            return _scaled(run, Request(verb, number=ns.number, who=who()), ask), run
-        with contextlib.suppress(NotDone):
+            return _scaled(run, Request(verb, number=ns.number, who=user_at_host()), ask), run
+        with contextlib.suppress(RequestFailed):
             return (backend_of(run, withdraw()).stop(run), run) if verb == "stop" else None
     except (NotAnswered, Claimed, OSError):
         pass
     return None
 
 
-def _until_over(line: JobLine) -> None:
+def _wait_until_over(line: JobConnection) -> None:
     """Wait until the job's master reports its outcome or has exited, which happens soon after."""
     try:
         while not line.picture().status.outcome:
-            line.pause(POLL)
+            line.sleep(POLL)
     except NotAnswered:
         return

@@ -41,7 +41,7 @@ from elasticrun.config import ETCD_CALL_LIMIT, Tls
 from elasticrun.core.words import nearest, plain, some
 from elasticrun.host.runs import index
 from elasticrun.host.runs.layout import ENDED, RunFolder
-from elasticrun.jobs.line import MeantJob, NotAnswered, master_of, meant
+from elasticrun.jobs.line import NotAnswered, UserJob, find_job, master_of
 from elasticrun.jobs.rows import JobPage, live_row, page_of, row_of
 from elasticrun.wire.auth import page_key
 from elasticrun.wire.messages import JobStatus
@@ -125,7 +125,7 @@ def _whole(endpoint: Endpoint, status: JobStatus, run: str) -> JobPage:
     return page_of(row, page=link, tensorboard=board, master=status)
 
 
-def _master_of(found: MeantJob, token: str, files: Tls | None) -> MasterQuery | None:
+def _master_of(found: UserJob, token: str, files: Tls | None) -> MasterQuery | None:
     """The master of the job that the user means, here or elsewhere; None if the job has ended."""
     if found.master:
         return question_to(found.master, token, files)
@@ -151,15 +151,15 @@ def _left(folder: RunFolder | None, *, as_json: bool, unheard: bool = False) -> 
     """Print what the run folder and the job's backend know of a job that does not run here. Returns
     whether there is such a job. `unheard`: its master did not answer; then a job that should be
     running is not printed."""
-    from elasticrun.jobs.choosing import by_their_places
-    from elasticrun.jobs.manage.listing import left_lines
+    from elasticrun.jobs.choosing import updated_by_backends
+    from elasticrun.jobs.manage.listing import ended_job_lines
 
     if folder is None:
         return False
     record = folder.job()
     if record is None:
         return False
-    (row,) = by_their_places([row_of(folder, record)], os.environ)
+    (row,) = updated_by_backends([row_of(folder, record)], os.environ)
     if unheard and row.state in ("waiting", "running"):
         return False
     if as_json:
@@ -167,7 +167,7 @@ def _left(folder: RunFolder | None, *, as_json: bool, unheard: bool = False) -> 
         page = page_of(row, exit_code=result.exit_code if result else None)
         print(json.dumps(msgspec.to_builtins(page), indent=1))
     else:
-        print(*left_lines(folder, record, row), sep="\n")
+        print(*ended_job_lines(folder, record, row), sep="\n")
     return True
 
 
@@ -176,7 +176,7 @@ def _known(folder: RunFolder) -> list[str]:
     step, events = folder.last_step(), folder.events(time.time())
     said = {
         "state, by its run folder": folder.state(),
-        "progress": folder.told() or (f"step {step}" if step >= 0 else ""),
+        "progress": folder.newest_metrics() or (f"step {step}" if step >= 0 else ""),
         "last event": f"{events[-1].text} ({duration(events[-1].age)} ago)" if events else "",
         "run folder": str(folder.place),
     }
@@ -315,7 +315,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     here = not (ns.endpoint or store)
     try:
         is_name = bool(ns.endpoint) and ":" not in ns.endpoint
-        found = meant(ns.endpoint, newest=True) if is_name else MeantJob()
+        found = find_job(ns.endpoint, newest=True) if is_name else UserJob()
         ours = _master_of(found, token, files)
         with asyncio.Runner() as runner:  # grpc.aio does not support a second loop
             if ours:
@@ -354,7 +354,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     elif answers:
         _show([(str(where), page) for where, page in answers], runs)
         for one in whole:
-            told = RunFolder(Path(one.run)).told() if one.run else ""
+            told = RunFolder(Path(one.run)).newest_metrics() if one.run else ""
             more = {"progress": told, "page": one.page, "tensorboard": one.tensorboard}
             for word in [word for word, said in more.items() if said]:
                 print(f"{word}: {more[word]}")

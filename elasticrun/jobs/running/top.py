@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from elasticrun.cli.verbs.columns import duration, width
 from elasticrun.core.sight.picture import Picture, RankRow
 from elasticrun.core.words import some
-from elasticrun.jobs.line import JobLine, NotAnswered
+from elasticrun.jobs.line import JobConnection, NotAnswered
 from elasticrun.jobs.rows import as_json, state_of
 from elasticrun.jobs.running.asking import parser, run
 from elasticrun.jobs.running.status import name_of
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     made = parser("top", does + "jobs take of each host.")
     made.add_argument("--once", action="store_true", help="show it once, as a pipe is shown it")
 
-    def show(line: JobLine, ns: argparse.Namespace) -> int:
+    def show(line: JobConnection, ns: argparse.Namespace) -> int:
         picture = line.picture(live=True)
         if ns.output == "json":
             print(as_json(picture))
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
 
 
-def _go_on(line: JobLine, picture: Picture) -> None:
+def _go_on(line: JobConnection, picture: Picture) -> None:
     """Refresh on a terminal until the job ends. Raises NotAnswered when its master no longer
     answers."""
     from rich.console import Console
@@ -84,7 +84,7 @@ def _go_on(line: JobLine, picture: Picture) -> None:
 
     with Live(drawn(), console=console, auto_refresh=False, screen=False) as live:
         while not picture.status.outcome:
-            line.pause(EVERY)
+            line.sleep(EVERY)
             try:
                 picture = line.picture(live=True)
             except NotAnswered as why:
@@ -221,7 +221,7 @@ def _size(mib: int) -> str:
     return f"{mib}M" if mib < 10_000 else f"{mib / 1024:.0f}G"
 
 
-def _does(group: Sequence[RankRow]) -> str:
+def _activity(group: Sequence[RankRow]) -> str:
     places = list(dict.fromkeys(row.place or row.call for row in group))
     return places[0] if len(places) == 1 else ""
 
@@ -237,7 +237,7 @@ CELLS: Final[dict[str, Callable[[Sequence[RankRow]], str]]] = {
     "CPU": lambda group: f"{statistics.mean(row.cpu for row in group):.1f}",
     "MEMORY": lambda group: _size(max(row.rss for row in group)),
     "GPU": _gpu,
-    "DOES": _does,
+    "DOES": _activity,
 }
 """Each column's title and cell text. For several ranks: the mean of CPU and GPU, the median of step
 times, the longest quiet time, the largest memory."""

@@ -20,7 +20,7 @@ NAMES: Final = (
 )
 
 
-def _names(function: str, more: str = "") -> dict[str, object]:
+def _name_completion(function: str, more: str = "") -> dict[str, object]:
     """The completion of a job name; `more`: words allowed in its place."""
     return {
         "bash": function,
@@ -32,8 +32,8 @@ def _names(function: str, more: str = "") -> dict[str, object]:
     }
 
 
-JOBS: Final = _names("_elasticrun_jobs")
-OF_TOP: Final = _names("_elasticrun_top", "nodes ")
+JOBS: Final = _name_completion("_elasticrun_jobs")
+OF_TOP: Final = _name_completion("_elasticrun_top", "nodes ")
 
 ALSO: Final = (
     ("status", "endpoint"),

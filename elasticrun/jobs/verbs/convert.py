@@ -86,7 +86,7 @@ def _print(job: ForeignJob, document: Document, form: str, say: Callable[[str], 
     from elasticrun.jobs.convert.targets import elastic_job
 
     made = elastic_job(job)
-    _tell(document, say)
+    _print_notes(document, say)
     if form == "json":
         sys.stdout.write(json.dumps(made, indent=2) + "\n")
         return EXIT_OK
@@ -109,10 +109,10 @@ def _slurm(job: ForeignJob, document: Document, say: Callable[[str], None]) -> i
     from elasticrun.jobs.verbs import render
 
     words = slurm_words(job, document)
-    _tell(document, say)
+    _print_notes(document, say)
     return render.main(["slurm", *words], say)
 
 
-def _tell(document: Document, say: Callable[[str], None]) -> None:
+def _print_notes(document: Document, say: Callable[[str], None]) -> None:
     for note in document.notes:
         say(note)

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     from elasticrun.host import log
 
     lines = log.set_up(logging.INFO)
-    log.name_speaker(f"{PROG} operator")
+    log.set_prefix(f"{PROG} operator")
     try:
         return asyncio.run(_run(lambda: Cluster(ns.namespace), lease=ns.lease))
     except ConfigError as error:

@@ -29,14 +29,14 @@ from elasticrun.jobs.manage import arena
 from elasticrun.jobs.manage.code import pinned
 from elasticrun.jobs.render import checks, grammar, pods, slurm, text
 from elasticrun.jobs.render.checks import Invalid
-from elasticrun.jobs.render.slurm import SIGNALS, Batch
-from elasticrun.jobs.render.wanted import GRACE_MARGIN, NEWEST, NodeCommand, Pods
+from elasticrun.jobs.render.slurm import SIGNALS, BatchSettings
+from elasticrun.jobs.render.wanted import GRACE_MARGIN, NEWEST, NodeCommand, PodSettings
 from elasticrun.jobs.verbs import render_flags
 
 NO_SECRET: Final = "--token-secret NAME"
 
 
-def of_pods(wanted: Pods) -> Iterator[str]:
+def pod_notes(wanted: PodSettings) -> Iterator[str]:
     """Notes about a manifest."""
     major, minor = wanted.version
     launch = wanted.launch
@@ -78,9 +78,9 @@ def of_pods(wanted: Pods) -> Iterator[str]:
         )
 
 
-def of_batch(wanted: Batch) -> Iterator[str]:
+def batch_notes(wanted: BatchSettings) -> Iterator[str]:
     """Notes about a batch script."""
-    needed = wanted.launch.leaving + GRACE_MARGIN
+    needed = wanted.launch.departure_time + GRACE_MARGIN
     if not wanted.cpus_per_task and not wanted.exclusive:
         yield (
             "neither --cpus-per-task nor --exclusive: on most clusters a node's ranks then share "
@@ -119,7 +119,7 @@ def read(
     settings.data(ns.data)
     if ns.git:
         ns.git = pinned(ns.git, trust.withdraw())
-    given = render_flags.handed_on(ns)
+    given = render_flags.launcher_words(ns)
     asked = FlagValues(get_args_parser({}).parse_args([*given, "script"]), {})
     ranks, notes = _ranks(ns.nproc_per_node, gpus)
     # the scheduler must also stop retrying a job that cannot succeed
@@ -132,12 +132,12 @@ def read(
         nproc_per_node=ranks,
         job_id=settings.name(ns.rdzv_id, "--rdzv-id"),
         by_etcd=bool(asked.text("master_store")),
-        flags=(*given, *_heard(asked, signal), *codes),
-        leaving=float(asked.value("departure_grace")) + shutdown_timeout(asked),
+        flags=(*given, *_signal_flag(asked, signal), *codes),
+        departure_time=float(asked.value("departure_grace")) + shutdown_timeout(asked),
     )
     if bool(asked.text("tls_cert")) != bool(asked.text("tls_key")):
         raise Invalid("--tls-cert and --tls-key belong together: give both")
-    return launch, [*notes, *_understood(launch)]
+    return launch, [*notes, *_parsed_launch(launch)]
 
 
 def _ranks(asked: str, gpus: int) -> tuple[str, list[str]]:
@@ -151,7 +151,7 @@ def _ranks(asked: str, gpus: int) -> tuple[str, list[str]]:
     return asked, []
 
 
-def _heard(asked: FlagValues, signal: str) -> list[str]:
+def _signal_flag(asked: FlagValues, signal: str) -> list[str]:
     """The flag that makes agents handle this signal by saving and exiting, instead of forwarding it
     to the ranks."""
     name = f"SIG{signal}"
@@ -166,7 +166,7 @@ def _heard(asked: FlagValues, signal: str) -> list[str]:
     return [f"--signals-to-handle={handled},{name}"]
 
 
-def _understood(launch: NodeCommand) -> list[str]:
+def _parsed_launch(launch: NodeCommand) -> list[str]:
     """Parse the command with the launcher's parser, as a node will, with its errors. Returns its
     notes."""
     files = tuple(f"--{dest.replace('_', '-')}=" for dest in ELSEWHERE)
@@ -226,23 +226,23 @@ def _main(words: Sequence[str], say: Callable[[str], None]) -> int:
     return EXIT_OK
 
 
-def pods_of(ns: argparse.Namespace, program: Sequence[str]) -> tuple[Pods, list[str]]:
+def pods_of(ns: argparse.Namespace, program: Sequence[str]) -> tuple[PodSettings, list[str]]:
     """The settings for Kubernetes, and notes for the user. Raises UsageError, Invalid."""
     launch, notes = read(ns, program, gpus=max(ns.gpus or 0, 0), signal="TERM")
     wanted = _pods(ns, launch)
-    return wanted, [*notes, *of_pods(wanted)]
+    return wanted, [*notes, *pod_notes(wanted)]
 
 
-def batch_of(ns: argparse.Namespace, program: Sequence[str]) -> tuple[Batch, list[str]]:
+def batch_of(ns: argparse.Namespace, program: Sequence[str]) -> tuple[BatchSettings, list[str]]:
     """The settings for Slurm, and notes for the user. Raises UsageError, Invalid."""
     number = re.fullmatch(r"(?:[^:]*:)?(\d+)", ns.gpus_per_node)  # [TYPE:]N
     gpus = int(number[1]) if number else 0
     launch, notes = read(ns, program, gpus=gpus, signal=_signal(ns)[0])
     batch = _batch(ns, launch)
-    return batch, [*notes, *of_batch(batch)]
+    return batch, [*notes, *batch_notes(batch)]
 
 
-def _manifest(target: str, wanted: Pods, form: str) -> str:
+def _manifest(target: str, wanted: PodSettings, form: str) -> str:
     jobset = target == "jobset"
     documents = pods.jobset_documents(wanted) if jobset else pods.job_documents(wanted)
     if form == "json":
@@ -291,7 +291,7 @@ def env(ns: argparse.Namespace) -> dict[str, str]:
     return found
 
 
-def _same(ns: argparse.Namespace, kind: type[Pods | Batch]) -> dict[str, Any]:
+def _same(ns: argparse.Namespace, kind: type[PodSettings | BatchSettings]) -> dict[str, Any]:
     """The values of flags that are named like fields of `kind`."""
     names = {one.name for one in dataclasses.fields(kind)}
     return {name: value for name, value in vars(ns).items() if name in names}
@@ -302,11 +302,11 @@ def _claims(data: str) -> list[str]:
     return [f"{name}=pvc:{name}:{path}" for name, path in settings.data(data).items()]
 
 
-def _pods(ns: argparse.Namespace, launch: NodeCommand) -> Pods:
+def _pods(ns: argparse.Namespace, launch: NodeCommand) -> PodSettings:
     secret, _, key = ns.token_secret.partition(":")
     if secret and has(launch, "--token-file"):
         raise Invalid("--token-secret and --token-file: the job has one token, so give one of them")
-    said = _same(ns, Pods) | {
+    said = _same(ns, PodSettings) | {
         "launch": launch,
         "gpus": _gpus(ns, launch.nproc_per_node),
         "gpu_resource": ns.gpu_resource or "nvidia.com/gpu",
@@ -321,7 +321,7 @@ def _pods(ns: argparse.Namespace, launch: NodeCommand) -> Pods:
         "pull_secrets": tuple(ns.image_pull_secret),
         "version": checks.version(ns.k8s_version, "--k8s-version"),
     }
-    return Pods(**said)
+    return PodSettings(**said)
 
 
 def _gpus(ns: argparse.Namespace, ranks: str) -> int:
@@ -348,9 +348,9 @@ def _signal(ns: argparse.Namespace) -> tuple[str, int]:
     return name.removeprefix("SIG"), int(lead)
 
 
-def _batch(ns: argparse.Namespace, launch: NodeCommand) -> Batch:
+def _batch(ns: argparse.Namespace, launch: NodeCommand) -> BatchSettings:
     signal, lead = _signal(ns)
-    said = _same(ns, Batch) | {
+    said = _same(ns, BatchSettings) | {
         "launch": launch,
         "time_seconds": grammar.duration(ns.time, "--time") if ns.time else 0,
         "memory": ns.mem,
@@ -360,4 +360,4 @@ def _batch(ns: argparse.Namespace, launch: NodeCommand) -> Batch:
         "options": tuple(option.removeprefix("--") for option in ns.sbatch),
         "env": env(ns),
     }
-    return Batch(**said)
+    return BatchSettings(**said)

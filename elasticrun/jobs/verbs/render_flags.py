@@ -56,7 +56,7 @@ def parser(target: str) -> Parser:
         text = "Form. [default yaml]"
         made.add_argument("-o", "--output", choices=("yaml", "json"), default="yaml", help=text)
         add_pods(made)
-    add_handed_on(made)
+    add_launcher_flags(made)
     return made
 
 
@@ -66,7 +66,7 @@ def overview() -> str:
     return "\n".join(("usage, each with its own --help:", *rows, ""))
 
 
-def handed_on(ns: argparse.Namespace) -> list[str]:
+def launcher_words(ns: argparse.Namespace) -> list[str]:
     """The launcher flags that were given, in one spelling, in the order of the table."""
     given = getattr(ns, "given", {})
     words = []
@@ -77,7 +77,7 @@ def handed_on(ns: argparse.Namespace) -> list[str]:
     return words
 
 
-def add_handed_on(target: Parser, without: Collection[str] = ()) -> None:
+def add_launcher_flags(target: Parser, without: Collection[str] = ()) -> None:
     """Add the launcher's flags, except those with these names."""
 
     def as_it_is(flag: Flag) -> Flag:

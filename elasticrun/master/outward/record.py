@@ -28,7 +28,7 @@ from elasticrun.host.runs.opening import (
     OpenRun,
     RankProgram,
     RunRefused,
-    already,
+    already_succeeded,
     open_named,
     open_new,
 )
@@ -66,7 +66,7 @@ def open_placed(config: MasterConfig, hosted: bool) -> OpenRun | str:
     and is not run again. RunRefused, OSError."""
     at = Path(config.launch.run.folder).absolute()
     here = RankProgram(config.launch.run.program, config.launch.run.workdir or os.getcwd())
-    if not config.launch.run.fresh and (sentence := already(at, here)):
+    if not config.launch.run.fresh and (sentence := already_succeeded(at, here)):
         return sentence
     return _open_named(config, hosted, at, goes_on=False)
 

@@ -159,11 +159,11 @@ class RunFiles:
             git_commit=run.job.git_commit or git_commit(run.job.workdir),
             versions=versions(),
         )
-        run.change(job)
+        run.update_record(job)
 
     def _write_tensorboard(self, url: str) -> None:
         run = self._open()
-        run.change(replace(run.job, tensorboard=url))
+        run.update_record(replace(run.job, tensorboard=url))
 
     def _write_note(self, note: Note, now: float) -> None:
         if self._events is None:

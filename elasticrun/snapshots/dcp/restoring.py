@@ -75,9 +75,9 @@ class Cover:
                     if self._left.pop(want, None) is not None:
                         self.moves.append(Move(want, source, index))
                 else:
-                    self._take(want, wanted, source, index, item)
+                    self._use_part(want, wanted, source, index, item)
 
-    def _take(self, want: int, wanted: Item, source: int, index: int, item: Item) -> None:
+    def _use_part(self, want: int, wanted: Item, source: int, index: int, item: Item) -> None:
         """Use a part of a wanted item, if the shard has one."""
         if item.shape != wanted.shape:
             raise RestoreError(

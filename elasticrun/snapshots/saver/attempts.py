@@ -18,7 +18,7 @@ from elasticrun.host.system.reasons import reason_of
 from elasticrun.snapshots.saver import transfer, work
 from elasticrun.snapshots.saver.hashing import OpenSegment
 from elasticrun.snapshots.saver.pool import WorkerPool, WorkItem
-from elasticrun.snapshots.saver.transfer import Broken, PeerRefused
+from elasticrun.snapshots.saver.transfer import ConnectionBroken, PeerRefused
 from elasticrun.snapshots.saver.work import Outcome
 from elasticrun.snapshots.saver.written import PartWritten
 from elasticrun.wire import snapshots as m
@@ -49,15 +49,15 @@ MAX_OVER: Final = 16
 """Number of finished attempts whose answers are kept, in case an order is repeated."""
 
 
-def tried(work: Callable[[], T], stop: Event, limit: float) -> T:
+def retried(work: Callable[[], T], stop: Event, limit: float) -> T:
     """Call `work`, and again while the other side is unreachable or busy, for `limit` seconds or
-    until `stop` is set. Raises Broken, NotLetIn or PeerRefused."""
+    until `stop` is set. Raises ConnectionBroken, NotAuthenticated or PeerRefused."""
     end = time.monotonic() + limit
     pause = FIRST_PAUSE
     while True:
         try:
             return work()
-        except (Broken, PeerRefused) as error:
+        except (ConnectionBroken, PeerRefused) as error:
             final = isinstance(error, PeerRefused) and not error.again
             if final or time.monotonic() + pause > end or stop.wait(pause):
                 raise
@@ -76,13 +76,13 @@ class WriteAttempt:
     wrote: m.PartsDone | None = None
     committing: bool = False
     committed: m.CommitDone | None = None
-    over: bool = False
+    finished: bool = False
 
     @property
-    def under_way(self) -> bool:
+    def is_under_way(self) -> bool:
         """Whether something remains to be done for it here."""
         waits = self.order.coordinates or self.wrote is None
-        return self.running is not None or (waits and not self.over)
+        return self.running is not None or (waits and not self.finished)
 
 
 class Attempts:
@@ -92,13 +92,13 @@ class Attempts:
         self,
         secret: str,
         segments: Mapping[int, OpenSegment],
-        say: Callable[[m.FromSaver], None],
+        send: Callable[[m.FromSaver], None],
         disk: WorkerPool,
         puts: WorkerPool,
     ) -> None:
         self._secret = secret
         self._segments = segments
-        self._say = say
+        self._send = send
         self._disk = disk
         self._puts = puts
         self._attempts: dict[str, WriteAttempt] = {}
@@ -106,24 +106,24 @@ class Attempts:
         """Work that must finish: a sentence for the case that it does not, within how many seconds,
         since when (None: since its thread started)."""
 
-    def get_ready(self) -> None:
+    def import_modules(self) -> None:
         """Import in advance what the first attempt needs."""
         done = partial(self._remark, "checkpoints cannot be written")
-        self._disk.add(WorkItem(lambda stop: work.get_ready(), Outcome.failed, done))
+        self._disk.add(WorkItem(lambda stop: work.import_modules(), Outcome.failed, done))
 
     def next_deadline(self) -> float | None:
-        """When to call `hung`."""
-        return min((due for due, _ in self._dues()), default=None)
+        """When to call `has_hung`."""
+        return min((due for due, _ in self._deadlines()), default=None)
 
-    def hung(self, now: float) -> bool:
+    def has_hung(self, now: float) -> bool:
         """Whether a thread has taken too long; if so, the reason has been sent to the agent."""
-        for due, what in self._dues():
+        for due, what in self._deadlines():
             if now >= due:
-                self._say(m.Remark(f"{what}, so the saver ends; another can be started"))
+                self._send(m.Remark(f"{what}, so the saver ends; another can be started"))
                 return True
         return False
 
-    def _dues(self) -> Iterator[tuple[float, str]]:
+    def _deadlines(self) -> Iterator[tuple[float, str]]:
         for piece, (what, limit, since) in self._watched.items():
             began = piece.began if since is None else since
             if began is not None:
@@ -131,16 +131,16 @@ class Attempts:
 
     # ------------------------------------------------------------ this node's parts
 
-    def begin(self, order: m.PersistParts) -> None:
+    def start(self, order: m.PersistParts) -> None:
         """Write the parts; answered by PartsDone. A known attempt is not started again."""
         known = self._attempts.get(order.attempt)
         if known is not None:
             if known.wrote is not None:
-                self._say(known.wrote)
+                self._send(known.wrote)
             return
-        if sum(each.under_way for each in self._attempts.values()) >= MAX_ATTEMPTS:
+        if sum(each.is_under_way for each in self._attempts.values()) >= MAX_ATTEMPTS:
             reason = f"{MAX_ATTEMPTS} attempts are under way already"
-            self._say(m.PartsDone(order.attempt, False, reason, 0, 0.0))
+            self._send(m.PartsDone(order.attempt, False, reason, 0, 0.0))
             return
         attempt = self._attempts[order.attempt] = WriteAttempt(order, time.monotonic())
         opened = {part.key: self._segments.get(part.key) for part in order.parts}
@@ -149,28 +149,28 @@ class Attempts:
             return work.write_parts(opened, order, stop.is_set)
 
         def done(outcome: Outcome) -> None:
-            self._came_back(attempt)
+            self._work_ended(attempt)
             self._remark("", outcome)
             attempt.parts.update({part.file.rank: part for part in outcome.parts})
-            if attempt.over:
+            if attempt.finished:
                 self._clean(order)
             elif outcome.reason or order.coordinates:
                 self._parts_done(attempt, outcome.reason)
             else:
-                self._hand_on(attempt)
+                self._send_to_coordinator(attempt)
 
         self._to_disk(attempt, WorkItem(write, Outcome.failed, done, name=order.attempt))
 
-    def _hand_on(self, attempt: WriteAttempt) -> None:
+    def _send_to_coordinator(self, attempt: WriteAttempt) -> None:
         """Send the coordinator what it needs to know of our parts."""
         order = attempt.order
         place = Endpoint(order.coordinator_host, order.coordinator_port)
         parts = dict(attempt.parts)
 
-        def hand_on(stop: Event) -> str:
+        def send_parts(stop: Event) -> str:
             for rank, part in parts.items():
                 put = partial(transfer.put, place, self._secret, order.attempt, rank, part.encode())
-                tried(put, stop, PUT_LIMIT)
+                retried(put, stop, PUT_LIMIT)
             return ""
 
         def failed(error: BaseException) -> str:
@@ -178,10 +178,10 @@ class Attempts:
 
         def done(reason: str) -> None:
             attempt.running = None
-            if not attempt.over:
+            if not attempt.finished:
                 self._parts_done(attempt, reason)
 
-        attempt.running = WorkItem(hand_on, failed, done, name=order.attempt)
+        attempt.running = WorkItem(send_parts, failed, done, name=order.attempt)
         self._puts.add(attempt.running)
 
     def _parts_done(self, attempt: WriteAttempt, reason: str) -> None:
@@ -190,18 +190,18 @@ class Attempts:
         nbytes = sum(part.file.size for rank, part in attempt.parts.items() if rank in ours)
         seconds = time.monotonic() - attempt.began
         attempt.wrote = m.PartsDone(name, not reason, reason, 0 if reason else nbytes, seconds)
-        self._say(attempt.wrote)
-        self._forget()
+        self._send(attempt.wrote)
+        self._drop_old_attempts()
 
     # ------------------------------------------------------------ the coordinator
 
-    def part_comes(self, put: transfer.Put, part: PartWritten | None) -> transfer.Answer:
+    def receive_part(self, put: transfer.Put, part: PartWritten | None) -> transfer.Answer:
         """Answer another node: whether its part is accepted, and with `part`, that it has been
         stored."""
         attempt = self._attempts.get(put.attempt)
         if attempt is None:
             return transfer.Refusal("that attempt is not known here yet", again=True)
-        if attempt.over or not attempt.order.coordinates:
+        if attempt.finished or not attempt.order.coordinates:
             return transfer.Refusal("that attempt is over, or coordinated elsewhere", again=False)
         if not 0 <= put.rank < attempt.order.world_size:
             return transfer.Refusal(f"there is no rank {put.rank} in that attempt", again=False)
@@ -217,15 +217,15 @@ class Attempts:
         """Write manifest and marker; answered by CommitDone, and followed by the sweep."""
         attempt = self._attempts.get(order.attempt)
         if attempt is not None and attempt.committed is not None:
-            self._say(attempt.committed)
-        elif attempt is None or attempt.over:
+            self._send(attempt.committed)
+        elif attempt is None or attempt.finished:
             reason = "this saver does not know that attempt, or it is over"
-            self._say(m.CommitDone(order.attempt, False, reason))
+            self._send(m.CommitDone(order.attempt, False, reason))
         elif attempt.committing:
             return
         elif len(attempt.parts) != order.writers or attempt.wrote is None:
             reason = f"{len(attempt.parts)} of {order.writers} parts have come in"
-            self._say(m.CommitDone(order.attempt, False, reason))
+            self._send(m.CommitDone(order.attempt, False, reason))
         else:
             self._commit(attempt)
 
@@ -234,20 +234,20 @@ class Attempts:
         parts = [attempt.parts[rank] for rank in sorted(attempt.parts)]
 
         def done(outcome: Outcome) -> None:
-            self._came_back(attempt)
+            self._work_ended(attempt)
             self._remark("", outcome)
-            if attempt.over and outcome.reason:
+            if attempt.finished and outcome.reason:
                 self._clean(order)
-            elif attempt.over:
+            elif attempt.finished:
                 about = f"the checkpoint of step {order.step}"
-                self._say(m.Remark(f"{about} was committed although it had been given up"))
+                self._send(m.Remark(f"{about} was committed although it had been given up"))
             else:
                 reason = outcome.reason
                 attempt.committed = m.CommitDone(order.attempt, not reason, reason)
-                self._say(attempt.committed)
+                self._send(attempt.committed)
                 if not reason:
-                    attempt.over = True
-                    self._forget()
+                    attempt.finished = True
+                    self._drop_old_attempts()
                     self._remove_old(order, lambda: work.sweep(order))
 
         def write(stop: Event) -> Outcome:
@@ -282,15 +282,15 @@ class Attempts:
     def give_up(self, name: str, now: float) -> None:
         """Answer at once for an attempt, and remove what it has written. A committed one stays."""
         attempt = self._attempts.get(name)
-        if attempt is None or attempt.over:
+        if attempt is None or attempt.finished:
             return
         if attempt.wrote is None:
-            self._say(m.PartsDone(name, False, "it was given up", 0, 0.0))
+            self._send(m.PartsDone(name, False, "it was given up", 0, 0.0))
         elif attempt.committing and attempt.committed is None:
-            self._say(m.CommitDone(name, False, "it was given up while its marker was written"))
+            self._send(m.CommitDone(name, False, "it was given up while its marker was written"))
         piece = attempt.running
-        attempt.over = True
-        self._forget()
+        attempt.finished = True
+        self._drop_old_attempts()
         if piece is None or self._disk.drop(name) or self._puts.drop(name):
             attempt.running = None
             self._clean(attempt.order)
@@ -307,14 +307,14 @@ class Attempts:
         attempt.running, attempt.on_disk = piece, True
         self._disk.add(piece)
 
-    def _came_back(self, attempt: WriteAttempt) -> None:
+    def _work_ended(self, attempt: WriteAttempt) -> None:
         if attempt.running is not None:
             self._watched.pop(attempt.running, None)
         attempt.running, attempt.on_disk = None, False
 
-    def _forget(self) -> None:
+    def _drop_old_attempts(self) -> None:
         """Keep only the answers of the last MAX_OVER finished attempts."""
-        idle = [name for name, each in self._attempts.items() if not each.under_way]
+        idle = [name for name, each in self._attempts.items() if not each.is_under_way]
         for name in idle[:-MAX_OVER]:
             del self._attempts[name]
         for name in idle[-MAX_OVER:]:
@@ -326,12 +326,14 @@ class Attempts:
         space."""
         what = f"{order.folder} did not let go of the files of an attempt"
         trouble = f"files of a given-up attempt stay in {order.folder}"
-        self._remove(lambda: work.clean(order), trouble, (what, CLEAN_LIMIT, None), first=True)
+        self._remove(
+            lambda: work.remove_attempt(order), trouble, (what, CLEAN_LIMIT, None), first=True
+        )
         if order.coordinates:
-            self._remove_old(order, lambda: work.tidy(order))
+            self._remove_old(order, lambda: work.remove_unfinished(order))
 
     def _remark(self, what: str, outcome: Outcome) -> None:
         for remark in outcome.remarks:
-            self._say(m.Remark(remark))
+            self._send(m.Remark(remark))
         if what and outcome.reason:
-            self._say(m.Remark(f"{what}: {outcome.reason}"))
+            self._send(m.Remark(f"{what}: {outcome.reason}"))

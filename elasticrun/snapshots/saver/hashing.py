@@ -25,7 +25,7 @@ SEAL_AT: Final = HASHES_AT - 8
 """Offset of the seal of the hashes in a slot's header page."""
 
 
-class Gone(Exception):
+class Overwritten(Exception):
     """The slot no longer contains the requested snapshot; a sentence."""
 
 
@@ -47,22 +47,23 @@ class OpenSegment:
         self._sizes: dict[int, int] = {}
 
     @property
-    def whose(self) -> str:
+    def owner(self) -> str:
         """Whose segment this is, for messages."""
         return f"local rank {self.local_rank}" if self.local_rank >= 0 else "another node's rank"
 
     def snapshot(self, slot: int, sequence: int) -> Snapshot:
-        """The snapshot in a slot. Raises Gone if it has another sequence number."""
+        """The snapshot in a slot. Raises Overwritten if it has another sequence number."""
         found = self.segment.read(slot) if 0 <= slot < self.segment.slots else None
         if found is None or found.sequence != sequence:
-            raise Gone(f"slot {slot} of {self.whose} holds another snapshot by now")
+            raise Overwritten(f"slot {slot} of {self.owner} holds another snapshot by now")
         return found
 
-    def still(self, snapshot: Snapshot) -> None:
-        """Raises Gone if the rank has started to overwrite the snapshot since it was looked up."""
+    def check_not_overwritten(self, snapshot: Snapshot) -> None:
+        """Raises Overwritten if the rank has started to overwrite the snapshot since it was looked
+        up."""
         if self.segment.committed(snapshot.slot) != snapshot.sequence:
-            raise Gone(
-                f"the snapshot of step {snapshot.step} of {self.whose} was "
+            raise Overwritten(
+                f"the snapshot of step {snapshot.step} of {self.owner} was "
                 "overwritten while it was read"
             )
 
@@ -91,7 +92,7 @@ class OpenSegment:
             yield payload[at:end]
         yield payload[tensors : tensors + snapshot.values_bytes]
 
-    def known(self, snapshot: Snapshot) -> tuple[int, ...]:
+    def stored_hashes(self, snapshot: Snapshot) -> tuple[int, ...]:
         """Its hashes, () if they have not been computed. Hashes of an earlier snapshot with the
         same sequence number, from before a restart of the rank, do not count."""
         at = self.segment.slot_at(snapshot.slot) + SEAL_AT
@@ -100,7 +101,7 @@ class OpenSegment:
 
     def drop_others(self, snapshot: Snapshot) -> None:
         """Clear such hashes, so that nobody else uses them. Raises OSError."""
-        if self.segment.hashes(snapshot) and not self.known(snapshot):
+        if self.segment.hashes(snapshot) and not self.stored_hashes(snapshot):
             at = self.segment.slot_at(snapshot.slot) + HASHES_AT
             os.pwrite(self.descriptor, struct.pack("=Q", 0), at)
 
@@ -111,7 +112,9 @@ def seal(snapshot: Snapshot) -> bytes:
     return xxhash.xxh3_64_digest(snapshot.round + struct.pack("=4q", *which))
 
 
-def keep(descriptor: int, slot_at: int, snapshot: Snapshot, hashes: tuple[int, ...]) -> None:
+def store_hashes(
+    descriptor: int, slot_at: int, snapshot: Snapshot, hashes: tuple[int, ...]
+) -> None:
     """Write hashes into the slot at this offset. The sequence number validates them: it is cleared
     first and written last. Raises OSError."""
     at = slot_at + HASHES_AT
@@ -128,13 +131,13 @@ def digest(stretch: memoryview) -> int:
 
 
 def hash_snapshot(opened: OpenSegment, slot: int, sequence: int) -> tuple[int, ...]:
-    """Hash a committed snapshot and store the hashes in its slot. Raises Gone, SegmentError or
-    OSError."""
+    """Hash a committed snapshot and store the hashes in its slot. Raises Overwritten, SegmentError
+    or OSError."""
     snapshot = opened.snapshot(slot, sequence)
-    if known := opened.known(snapshot):
+    if known := opened.stored_hashes(snapshot):
         return known
     hashes = _hashes(opened, snapshot)
-    keep(opened.descriptor, opened.segment.slot_at(slot), snapshot, hashes)
+    store_hashes(opened.descriptor, opened.segment.slot_at(slot), snapshot, hashes)
     return hashes
 
 
@@ -142,22 +145,22 @@ def _hashes(opened: OpenSegment, snapshot: Snapshot) -> tuple[int, ...]:
     found = []
     for stretch in opened.stretches(snapshot):
         found.append(digest(stretch))
-        opened.still(snapshot)
+        opened.check_not_overwritten(snapshot)
     return tuple(found)
 
 
 def check_snapshot(opened: OpenSegment, slot: int, sequence: int) -> str:
     """Compare a snapshot with its hashes: "" if it is intact, or why no comparison was possible.
-    Raises Bad if it is not intact; Gone, SegmentError."""
+    Raises Bad if it is not intact; Overwritten, SegmentError."""
     snapshot = opened.snapshot(slot, sequence)
-    known = opened.known(snapshot)
+    known = opened.stored_hashes(snapshot)
     if not known:
-        return f"step {snapshot.step} of {opened.whose} had not been hashed"
+        return f"step {snapshot.step} of {opened.owner} had not been hashed"
     _compare(opened, snapshot, known)
     return ""
 
 
-class Bad(Exception):
+class Corrupt(Exception):
     """The snapshot differs from what was hashed; a sentence."""
 
 
@@ -167,7 +170,7 @@ def _compare(opened: OpenSegment, snapshot: Snapshot, known: tuple[int, ...]) ->
     if len(found) == len(known) and not wrong:
         return
     what = f"block {wrong[0] + 1} of {len(known)}" if wrong else "the number of blocks"
-    raise Bad(
-        f"the snapshot of step {snapshot.step} of {opened.whose} is not what was "
+    raise Corrupt(
+        f"the snapshot of step {snapshot.step} of {opened.owner} is not what was "
         f"written: {what} differs from its hash"
     )

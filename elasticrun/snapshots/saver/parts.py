@@ -26,7 +26,7 @@ from elasticrun.snapshots.storage import manifest as manifests
 from elasticrun.snapshots.storage.folder import MARKER, Folder
 from elasticrun.snapshots.storage.manifest import FileEntry, Manifest, ManifestError
 from elasticrun.snapshots.storage.retention import file_name, is_of_attempt
-from elasticrun.snapshots.storage.timeline import Listed, Timeline, chain, join
+from elasticrun.snapshots.storage.timeline import ListedCheckpoint, Timeline, chain, timeline_for
 from elasticrun.snapshots.storage.writing import PIECE, Sink, StorageError
 from elasticrun.wire.snapshots import PartOf, PersistParts
 from elasticrun.wire.types import MAX_ATTEMPT
@@ -70,10 +70,10 @@ def write_part(
         why = "this torch has no envelope for some tensors"
     if why:
         folder.remark(f"checkpoints are written item by item, which is slower: {why}")
-    folder.begin(step)
+    folder.make_folder(step)
     sink = folder.create(step, name, 0 if why else slot.size)
     try:
-        way = _item_by_item if why else _as_it_lies
+        way = _write_by_item if why else _write_contiguous
         entry, places = way(slot, name, sink, stop)
         if segment.committed(part.slot) != part.sequence:
             raise PersistError(f"rank {rank}'s snapshot of step {step} was taken back meanwhile")
@@ -121,7 +121,7 @@ class _Slot:
 Written = tuple[FileEntry, tuple[tuple[int, int], ...]]
 
 
-def _as_it_lies(slot: _Slot, name: str, sink: Sink, stop: Callable[[], bool]) -> Written:
+def _write_contiguous(slot: _Slot, name: str, sink: Sink, stop: Callable[[], bool]) -> Written:
     hashes: list[int] = list(slot.known)
     for begin in range(0, slot.stretch, slot.block):
         end = min(begin + slot.block, slot.stretch)
@@ -148,7 +148,7 @@ def _pieces(data: memoryview, stop: Callable[[], bool]) -> Iterator[memoryview]:
         yield data[at : at + PIECE]
 
 
-def _item_by_item(slot: _Slot, name: str, sink: Sink, stop: Callable[[], bool]) -> Written:
+def _write_by_item(slot: _Slot, name: str, sink: Sink, stop: Callable[[], bool]) -> Written:
     hashes: list[int] = []
     digest, room, size = xxhash.xxh3_64(), slot.block, 0
 
@@ -207,7 +207,7 @@ def commit(
         if (part.step, part.round, part.attempt) != (step, order.round, attempt):
             raise PersistError(f"{part.file.name} is no part of attempt {attempt}")
     try:
-        marker = build([_told(part) for part in parts], folder.path(step), attempt)
+        marker = build([_description(part) for part in parts], folder.path(step), attempt)
     except MetadataError as error:
         raise PersistError(f"step {step} was not committed: {error}") from None
     made = Manifest(
@@ -221,9 +221,9 @@ def commit(
         marker_hash=xxhash.xxh3_64_intdigest(marker),
         files=tuple(sorted((part.file for part in parts), key=lambda entry: entry.rank)),
     )
-    _all_there(folder, made)
+    _all_exist(folder, made)
     found = folder.survey()
-    line = join(found, step, order.rewound_from)
+    line = timeline_for(found, step, order.rewound_from)
     newer = _newer(found, line, step)
     if wrong := _of_another_job(folder, newer, order):
         raise PersistError(f"step {step} was not committed: {wrong}")
@@ -240,7 +240,7 @@ def commit(
     folder.clear_condemned(step)
     folder.put(step, MARKER, marker)
     try:
-        _all_there(folder, made)  # another node may have given up and removed its part
+        _all_exist(folder, made)  # another node may have given up and removed its part
     except PersistError:
         folder.unlink(step, [MARKER])
         raise
@@ -248,7 +248,7 @@ def commit(
     return made
 
 
-def _newer(found: Sequence[Listed], line: Timeline, step: int) -> list[int]:
+def _newer(found: Sequence[ListedCheckpoint], line: Timeline, step: int) -> list[int]:
     """The checkpoints of this step and later ones that a start may restore once there is a
     checkpoint of this timeline, ascending."""
     lost = {one.step for one in found if one.timeline < line and one.step >= line.start}
@@ -285,12 +285,12 @@ def _tidy(folder: Folder, made: Manifest, line: Timeline) -> None:
         folder.remark(f"files of earlier attempts at step {made.step} stay: {error}")
 
 
-def _told(part: PartWritten) -> PartFile:
+def _description(part: PartWritten) -> PartFile:
     entry = part.file
     return PartFile(entry.rank, part.layout, entry.name, entry.shared, part.lengths, part.places)
 
 
-def _all_there(folder: Folder, made: Manifest) -> None:
+def _all_exist(folder: Folder, made: Manifest) -> None:
     wrong = folder.lacks(made.step, made.files) if folder.shows_others else ""
     if wrong:
         raise PersistError(

@@ -20,7 +20,7 @@ from typing import Final
 from elasticrun.host.system.reasons import reason_of
 from elasticrun.host.system.sandbox import NoThread, start_thread
 from elasticrun.snapshots.saver import transfer
-from elasticrun.snapshots.saver.attempts import tried
+from elasticrun.snapshots.saver.attempts import retried
 from elasticrun.snapshots.saver.pool import Post, WorkerPool, WorkItem
 from elasticrun.snapshots.saver.transfer import MAX_TEXT, Get, Put, Refusal
 from elasticrun.snapshots.saver.written import PartError, PartWritten
@@ -59,16 +59,16 @@ class Fetches:
     """All fetches. Used by the loop's thread only."""
 
     def __init__(
-        self, secret: str, say: Callable[[FromSaver], None], pool: WorkerPool, replicas: WorkerPool
+        self, secret: str, send: Callable[[FromSaver], None], pool: WorkerPool, replicas: WorkerPool
     ) -> None:
         """`pool`: for fetches that ranks wait for; `replicas`: for the others."""
         self._secret = secret
-        self._say = say
+        self._send = send
         self._pool = pool
         self._replicas = replicas
         self._orders: dict[int, Fetch] = {}
 
-    def begin(self, order: Fetch) -> None:
+    def start(self, order: Fetch) -> None:
         """Request the sizes; answered by FetchSize."""
         self._orders.pop(order.key, None)
         while len(self._orders) >= MAX_FETCHES:
@@ -78,7 +78,7 @@ class Fetches:
         get = Get(round_key(order.round).hex(), order.step, order.rank, body=False)
 
         def work(stop: threading.Event) -> FetchSize:
-            head = tried(lambda: transfer.ask_size(place, self._secret, get), stop, FETCH_LIMIT)
+            head = retried(lambda: transfer.ask_size(place, self._secret, get), stop, FETCH_LIMIT)
             return FetchSize(order.key, True, "", head.layout_length, head.slot_bytes, head.layout)
 
         def failed(error: BaseException) -> FetchSize:
@@ -87,17 +87,17 @@ class Fetches:
         def done(size: FetchSize) -> None:
             if not size.ok and self._orders.get(order.key) is order:
                 del self._orders[order.key]
-            self._say(size)
+            self._send(size)
 
         self._pool_of(order).add(WorkItem(work, failed, done))
 
-    def go_on(self, into: FetchInto, descriptor: int) -> None:
+    def fetch_into(self, into: FetchInto, descriptor: int) -> None:
         """Fetch into this memory; takes ownership of the descriptor. Answered by Fetched."""
         key = into.key
         order = self._orders.pop(key, None)
         if order is None:
             os.close(descriptor)
-            self._say(Fetched(key, False, "nothing was to be fetched into this memory"))
+            self._send(Fetched(key, False, "nothing was to be fetched into this memory"))
             return
         place = Endpoint(order.host, order.port)
 
@@ -107,7 +107,7 @@ class Fetches:
 
         def work(stop: threading.Event) -> Fetched:
             try:
-                tried(copy, stop, FETCH_LIMIT)
+                retried(copy, stop, FETCH_LIMIT)
             finally:
                 os.close(descriptor)
             return Fetched(key, True, "")
@@ -115,7 +115,7 @@ class Fetches:
         def failed(error: BaseException) -> Fetched:
             return Fetched(key, False, self._about(order, error))
 
-        self._pool_of(order).add(WorkItem(work, failed, self._say))
+        self._pool_of(order).add(WorkItem(work, failed, self._send))
 
     def _pool_of(self, order: Fetch) -> WorkerPool:
         return self._replicas if order.replica else self._pool
@@ -129,21 +129,21 @@ class Fetches:
 
 
 class Peers:
-    """All incoming connections. Used by the loop's thread only, except `_asked`."""
+    """All incoming connections. Used by the loop's thread only, except `_answer_from_loop`."""
 
     def __init__(
         self,
         listener: socket.socket | None,
         secret: str,
         answer: Answer,
-        say: Callable[[FromSaver], None],
+        send: Callable[[FromSaver], None],
         post: Post,
     ) -> None:
         """`listener` None: no incoming connections."""
         self._listener = listener
         self._secret = secret
         self._answer = answer
-        self._say = say
+        self._send = send
         self._post = post
         self._open: set[socket.socket] = set()
         self._unproved: dict[socket.socket, None] = {}  # in order of arrival
@@ -167,19 +167,19 @@ class Peers:
             if error.errno in (errno.EMFILE, errno.ENFILE):  # else a client would wake us forever
                 self._listener.close()
                 self._listener = None
-                self._say(Remark(f"no other node can dial this saver any more: {error.strerror}"))
+                self._send(Remark(f"no other node can dial this saver any more: {error.strerror}"))
             return  # else the client has closed it already
         if len(self._open) >= MAX_PEERS and self._unproved:
-            self._send_away(next(iter(self._unproved)))
+            self._shut_down(next(iter(self._unproved)))
         self._open.add(sock)
         self._unproved[sock] = None
 
         def talk() -> None:
             try:
-                refused = transfer.serve(sock, self._secret, self._asked, proved)
+                refused = transfer.serve(sock, self._secret, self._answer_from_loop, proved)
             except BaseException as defect:
                 refused = reason_of(defect)
-            self._post(lambda: self._over(sock, str(address[0]), refused))
+            self._post(lambda: self._connection_ended(sock, str(address[0]), refused))
 
         def proved() -> None:
             self._post(lambda: self._unproved.pop(sock, None))
@@ -187,15 +187,15 @@ class Peers:
         try:
             start_thread(talk, "peer")
         except NoThread as error:
-            self._over(sock, str(address[0]), str(error))
+            self._connection_ended(sock, str(address[0]), str(error))
 
-    def _send_away(self, sock: socket.socket) -> None:
-        """Shut down a connection. Its thread sees EOF; `_over` closes the socket."""
+    def _shut_down(self, sock: socket.socket) -> None:
+        """Shut down a connection. Its thread sees EOF; `_connection_ended` closes the socket."""
         del self._unproved[sock]
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
 
-    def _over(self, sock: socket.socket, host: str, refused: str) -> None:
+    def _connection_ended(self, sock: socket.socket, host: str, refused: str) -> None:
         sock.close()
         self._open.discard(sock)
         self._unproved.pop(sock, None)
@@ -203,9 +203,9 @@ class Peers:
             self._strangers += 1
             last = self._strangers == MAX_STRANGERS
             more = " (no more of this kind will be told)" if last else ""
-            self._say(Remark(f"a connection from {host} came to nothing: {refused}{more}"))
+            self._send(Remark(f"a connection from {host} came to nothing: {refused}{more}"))
 
-    def _asked(self, request: Get | Put, data: bytes) -> transfer.Answer:
+    def _answer_from_loop(self, request: Get | Put, data: bytes) -> transfer.Answer:
         """In a connection's thread: get the loop's answer."""
         try:
             part = PartWritten.decode(data) if data else None

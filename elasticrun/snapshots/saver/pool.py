@@ -26,7 +26,7 @@ Post = Callable[[Callable[[], None]], None]
 """Makes the loop call a function; callable from any thread."""
 
 
-class Full(Exception):
+class QueueFull(Exception):
     """Too many items are waiting; a sentence."""
 
 
@@ -60,9 +60,9 @@ class WorkerPool:
         if piece.name is not None:
             self.drop(piece.name)
         if len(self._waiting) >= MAX_WAITING:
-            raise Full(f"{MAX_WAITING} pieces of work wait already")
+            raise QueueFull(f"{MAX_WAITING} pieces of work wait already")
         self._waiting.insert(0 if first else len(self._waiting), piece)
-        self._go_on()
+        self._start_next()
 
     def drop(self, name: Hashable) -> bool:
         """Remove the waiting items of this name, without callbacks. Return whether there were
@@ -71,7 +71,7 @@ class WorkerPool:
         self._waiting = [piece for piece in self._waiting if piece.name != name]
         return len(self._waiting) < before
 
-    def _go_on(self) -> None:
+    def _start_next(self) -> None:
         while self._waiting and self._running < self._width:
             piece = next((p for p in self._waiting if p.urgent), self._waiting[0])
             self._waiting.remove(piece)
@@ -80,21 +80,21 @@ class WorkerPool:
             try:
                 start_thread(self._work, self._name, (piece,))
             except NoThread as error:
-                self._post(partial(self._over, piece, piece.failed(error)))
+                self._post(partial(self._item_ended, piece, piece.failed(error)))
 
     def _work(self, piece: WorkItem[Any]) -> None:
         try:
             result = piece.work(piece.stop)
         except BaseException as error:  # reported to whoever waits for it
             result = piece.failed(error)
-        self._post(lambda: self._over(piece, result))
+        self._post(lambda: self._item_ended(piece, result))
 
-    def _over(self, piece: WorkItem[Any], result: Any) -> None:
+    def _item_ended(self, piece: WorkItem[Any], result: Any) -> None:
         self._running -= 1
         try:
             piece.done(result)
         finally:
-            self._go_on()
+            self._start_next()
 
 
 class Inbox:
@@ -108,6 +108,6 @@ class Inbox:
         self._calls.put(call)
         self._wake()
 
-    def take(self) -> list[Callable[[], None]]:
+    def drain(self) -> list[Callable[[], None]]:
         """The functions queued now."""
         return [self._calls.get_nowait() for _ in range(self._calls.qsize())]

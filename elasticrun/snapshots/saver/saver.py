@@ -22,8 +22,8 @@ from elasticrun.snapshots.saver import hashing
 from elasticrun.snapshots.saver.attempts import Attempts
 from elasticrun.snapshots.saver.hashing import OpenSegment
 from elasticrun.snapshots.saver.peers import Fetches, Peers, listen
-from elasticrun.snapshots.saver.pool import Full, Inbox, WorkerPool, WorkItem
-from elasticrun.snapshots.saver.transfer import Answer, Get, Put, Refusal, Served
+from elasticrun.snapshots.saver.pool import Inbox, QueueFull, WorkerPool, WorkItem
+from elasticrun.snapshots.saver.transfer import Answer, Get, Put, Refusal, ServedSnapshot
 from elasticrun.snapshots.saver.written import PartWritten
 from elasticrun.snapshots.shm.segment import VERSION, round_key
 from elasticrun.wire import snapshots as m
@@ -43,7 +43,7 @@ MAX_SEGMENTS: Final = 16_384
 MAX_SERVED: Final = 65_536
 
 
-class Lost(Exception):
+class AgentConnectionLost(Exception):
     """The connection to the agent has ended; the sentence is empty for a clean end."""
 
 
@@ -61,49 +61,49 @@ class Saver:
         self._order = order
         self._agent = Connection(agent, m.ToSaver, descriptors=MAX_DESCRIPTORS)
         self._remark = remark
-        self._wake, self._woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._inbox = Inbox(self._poke)
+        self._wake_fd, self._woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._inbox = Inbox(self._wake_loop)
         self._selector = selectors.DefaultSelector()
         self._segments: dict[int, OpenSegment] = {}
         self._served: dict[tuple[bytes, int, int], m.Serve] = {}
         post = self._inbox.post
-        self._peers = Peers(listener, order.secret, self._answer, self.say, post)
+        self._peers = Peers(listener, order.secret, self._answer, self.send, post)
         self._memory = WorkerPool("hash", 1, post)
         disk, puts = WorkerPool("disk", 1, post), WorkerPool("put", 4, post)
-        self._attempts = Attempts(order.secret, self._segments, self.say, disk, puts)
+        self._attempts = Attempts(order.secret, self._segments, self.send, disk, puts)
         pools = (WorkerPool("fetch", 4, post), WorkerPool("replica", 2, post))
-        self._fetches = Fetches(order.secret, self.say, *pools)
+        self._fetches = Fetches(order.secret, self.send, *pools)
 
     def run(self) -> NoReturn:
         """Run until the agent closes the connection; ends the process."""
         code = EXIT_DEFECT
         try:
             self._selector.register(self._agent, selectors.EVENT_READ)
-            self._selector.register(self._wake, selectors.EVENT_READ)
-            self.say(m.SaverHere(VERSION, self._order.key, self._peers.port))
+            self._selector.register(self._wake_fd, selectors.EVENT_READ)
+            self.send(m.SaverHere(VERSION, self._order.key, self._peers.port))
             if self._remark:
-                self.say(m.Remark(self._remark))
-            self._attempts.get_ready()
+                self.send(m.Remark(self._remark))
+            self._attempts.import_modules()
             while True:
-                self._turn()
-        except Lost as lost:
+                self._poll_once()
+        except AgentConnectionLost as lost:
             code = EXIT_CONFUSED if str(lost) else 0
             if code:
-                complain(str(lost))
+                write_to_stderr(str(lost))
         except Exception as defect:  # our bug
             sys.__excepthook__(type(defect), defect, defect.__traceback__)
         os._exit(code)  # threads may hang in a file system
 
-    def say(self, message: m.FromSaver) -> None:
+    def send(self, message: m.FromSaver) -> None:
         """Send to the agent. Raises Lost if it does not read."""
         try:
             self._agent.send(message)
         except NotRead:
-            raise Lost("the agent does not read what its saver says") from None
+            raise AgentConnectionLost("the agent does not read what its saver says") from None
 
     # ------------------------------------------------------------ one turn
 
-    def _turn(self) -> None:
+    def _poll_once(self) -> None:
         writing = selectors.EVENT_WRITE if self._agent.unsent else 0
         self._selector.modify(self._agent, selectors.EVENT_READ | writing)
         listening = self._peers.listening()
@@ -114,50 +114,54 @@ class Saver:
         ready = [key.fileobj for key, _ in self._selector.select(patience)]
         if listening is not None:
             self._selector.unregister(listening)
-        if self._wake in ready:
+        if self._wake_fd in ready:
             with suppress(BlockingIOError):
-                os.read(self._wake, 4096)
-        for call in self._inbox.take():
+                os.read(self._wake_fd, 4096)
+        for call in self._inbox.drain():
             call()
         if self._agent in ready:
             self._agent.flush()
-            self._hear()
+            self._read_orders()
         if listening in ready:
             self._peers.accept()
-        if self._attempts.hung(time.monotonic()):
+        if self._attempts.has_hung(time.monotonic()):
             self._agent.flush()
             self._agent.hang_up()  # the kernel waits for the hanging thread
             os._exit(EXIT_HUNG)
 
-    def _poke(self) -> None:
+    def _wake_loop(self) -> None:
         with suppress(BlockingIOError):  # full: the loop wakes up anyway
             os.write(self._woken, b"\0")
 
-    def _hear(self) -> None:
+    def _read_orders(self) -> None:
         try:
             messages = self._agent.receive()
         except DescriptorsLost:
-            raise Lost("descriptors of the agent's got lost: there is room for no more") from None
+            raise AgentConnectionLost(
+                "descriptors of the agent's got lost: there is room for no more"
+            ) from None
         except HungUp:
-            raise Lost("the agent's last frame is cut" if self._agent.cut else "") from None
+            raise AgentConnectionLost(
+                "the agent's last frame is cut" if self._agent.cut else ""
+            ) from None
         except OSError:
-            raise Lost("") from None
+            raise AgentConnectionLost("") from None
         try:
             for message in messages or ():
-                self._obey(message)
+                self._dispatch(message)
         except FrameError as error:
-            raise Lost(str(error)) from None
+            raise AgentConnectionLost(str(error)) from None
 
     def _descriptor(self) -> int:
         """The descriptor that came with the current message."""
         descriptor = self._agent.descriptor()
         if descriptor is None:
-            raise Lost("a message came without its descriptor")
+            raise AgentConnectionLost("a message came without its descriptor")
         return descriptor
 
     # ------------------------------------------------------------ orders
 
-    def _obey(self, order: Any) -> None:
+    def _dispatch(self, order: Any) -> None:
         try:
             match order:
                 case m.SegmentOpen():
@@ -172,32 +176,34 @@ class Saver:
                 case m.CheckSnapshot():
                     self._check(order)
                 case m.PersistParts():
-                    self._attempts.begin(order)
+                    self._attempts.start(order)
                 case m.CommitNow():
                     self._attempts.commit(order)
                 case m.GiveUp():
                     self._attempts.give_up(order.attempt, time.monotonic())
                 case m.Fetch():
-                    self._fetches.begin(order)
+                    self._fetches.start(order)
                 case m.FetchInto():
-                    self._fetches.go_on(order, self._descriptor())
+                    self._fetches.fetch_into(order, self._descriptor())
                 case m.Serve():
                     self._serve(order)
                 case m.PingSaver():
-                    self.say(m.SaverPong(order.number))
-        except Full as full:
-            raise Lost(str(full)) from None
+                    self.send(m.SaverPong(order.number))
+        except QueueFull as full:
+            raise AgentConnectionLost(str(full)) from None
 
     def _open(self, order: m.SegmentOpen, descriptor: int) -> None:
         self._segments.pop(order.key, None)
         if len(self._segments) >= MAX_SEGMENTS:
             os.close(descriptor)
-            raise Lost(f"the agent has opened {MAX_SEGMENTS} segments and closed none")
+            raise AgentConnectionLost(
+                f"the agent has opened {MAX_SEGMENTS} segments and closed none"
+            )
         try:
             self._segments[order.key] = OpenSegment(descriptor, order.local_rank)
         except (OSError, ValueError) as error:
             about = f"the segment of local rank {order.local_rank} cannot be read"
-            self.say(m.Remark(f"{about}: {reason_of(error)}"))
+            self.send(m.Remark(f"{about}: {reason_of(error)}"))
 
     def _hash(self, order: m.HashSnapshot) -> None:
         opened = self._segments.get(order.key)
@@ -211,12 +217,12 @@ class Saver:
         def failed(error: BaseException) -> str:
             # Not worth a report if a rank commits faster than we hash: the next order is waiting
             # already.
-            return "" if isinstance(error, hashing.Gone) else reason_of(error)
+            return "" if isinstance(error, hashing.Overwritten) else reason_of(error)
 
         def done(reason: str) -> None:
             if reason:
-                about = f"a snapshot of {opened.whose} was not hashed"
-                self.say(m.Remark(f"{about}: {reason}"))
+                about = f"a snapshot of {opened.owner} was not hashed"
+                self.send(m.Remark(f"{about}: {reason}"))
 
         self._memory.add(WorkItem(work, failed, done, urgent=False, name=order.key))
 
@@ -224,7 +230,7 @@ class Saver:
         which = (order.key, order.slot, order.sequence)
         opened = self._segments.get(order.key)
         if opened is None:
-            self.say(m.Checked(*which, False, "the saver does not have that segment"))
+            self.send(m.Checked(*which, False, "the saver does not have that segment"))
             return
 
         def work(stop: threading.Event) -> m.Checked:
@@ -234,7 +240,7 @@ class Saver:
         def failed(error: BaseException) -> m.Checked:
             return m.Checked(*which, False, reason_of(error))
 
-        self._memory.add(WorkItem(work, failed, self.say))
+        self._memory.add(WorkItem(work, failed, self.send))
 
     def _serve(self, order: m.Serve) -> None:
         name = (round_key(order.round), order.step, order.rank)
@@ -247,12 +253,12 @@ class Saver:
 
     def _answer(self, request: Get | Put, part: PartWritten | None) -> Answer:
         if isinstance(request, Put):
-            return self._attempts.part_comes(request, part)
+            return self._attempts.receive_part(request, part)
         with suppress(ValueError):
             order = self._served.get((bytes.fromhex(request.round), request.step, request.rank))
             opened = None if order is None else self._segments.get(order.key)
             if order is not None and opened is not None:
-                return Served(opened, order.slot, order.sequence)
+                return ServedSnapshot(opened, order.slot, order.sequence)
         return Refusal(
             f"this node does not serve step {request.step} of rank {request.rank}", again=True
         )
@@ -261,7 +267,7 @@ class Saver:
 # ---------------------------------------------------------------- the start
 
 
-def complain(sentence: str) -> None:
+def write_to_stderr(sentence: str) -> None:
     """Write one sentence to stderr, if it is still open."""
     with suppress(OSError):
         print(f"elasticrun saver: {sentence}", file=sys.stderr)
@@ -276,7 +282,7 @@ def run(order: SpawnSaver) -> NoReturn:
     try:
         agent.connect("\0" + order.place)
     except OSError as error:
-        complain(f"the agent is not there: {error.strerror or error}")
+        write_to_stderr(f"the agent is not there: {error.strerror or error}")
         os._exit(1)
     listener, remark = listen(order.host)
     Saver(order, agent, listener, remark).run()

@@ -37,7 +37,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from elasticrun.snapshots.saver.hashing import Gone, OpenSegment, digest, keep
+from elasticrun.snapshots.saver.hashing import OpenSegment, Overwritten, digest, store_hashes
 from elasticrun.snapshots.shm.layout import MAX_LAYOUT_BYTES, MAX_SIZE, PAGE
 from elasticrun.snapshots.shm.segment import Segment, SegmentError, block_of, round_key
 from elasticrun.wire.frames import LENGTH_BYTES, FrameError, decode, encode, length_of, types_of
@@ -191,27 +191,27 @@ def prove(secret: str, side: str, client: str, host: str, request: bytes = b"") 
 
 
 def check(secret: str, shown: str, right: str) -> None:
-    """Check the proof `shown` by a peer against the expected one. Raises NotLetIn."""
+    """Check the proof `shown` by a peer against the expected one. Raises NotAuthenticated."""
     if not secret and shown:
-        raise NotLetIn(SECRET_WANTED)
+        raise NotAuthenticated(SECRET_WANTED)
     if secret and not shown:
-        raise NotLetIn(OTHER_HAS_NONE)
+        raise NotAuthenticated(OTHER_HAS_NONE)
     if not hmac.compare_digest(shown.encode(errors="replace"), right.encode()):
-        raise NotLetIn(WRONG)
+        raise NotAuthenticated(WRONG)
 
 
 # ---------------------------------------------------------------- one connection
 
 
-class NotLetIn(Exception):
+class NotAuthenticated(Exception):
     """The other side is not accepted, or does not accept us; the text is a sentence."""
 
 
-class Broken(Exception):
+class ConnectionBroken(Exception):
     """The connection broke, or the other side sent an invalid message; a sentence."""
 
 
-class Spoiled(Exception):
+class CorruptTransfer(Exception):
     """The received data is not what was written; a sentence. Retrying does not help."""
 
 
@@ -224,13 +224,13 @@ class PeerRefused(Exception):
 
 
 class PeerLink:
-    """One end of one connection. Raises Broken."""
+    """One end of one connection. Raises ConnectionBroken."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._end = time.monotonic() + DOOR_LIMIT
 
-    def allow(self, nbytes: int) -> None:
+    def restart_limit(self, nbytes: int) -> None:
         """Restart the time limit, for so many bytes."""
         self._end = time.monotonic() + STALL_LIMIT + nbytes / SLOWEST
 
@@ -238,40 +238,40 @@ class PeerLink:
         view = memoryview(data)
         try:
             for at in range(0, len(view), CHUNK):
-                self._hurry()
+                self._remaining()
                 self._socket.sendall(view[at : at + CHUNK])
         except OSError as error:
-            raise Broken(_about(error)) from None
+            raise ConnectionBroken(_about(error)) from None
 
-    def say(self, message: FromClient | FromHost) -> None:
+    def send_message(self, message: FromClient | FromHost) -> None:
         self.send(encode(message))
 
-    def take_into(self, view: memoryview) -> None:
+    def receive_into(self, view: memoryview) -> None:
         """Receive until `view` is full."""
         at = 0
         try:
             while at < len(view):
-                self._hurry()
+                self._remaining()
                 got = self._socket.recv_into(view[at : at + CHUNK])
                 if not got:
-                    raise Broken("the other side has hung up in the middle of it")
+                    raise ConnectionBroken("the other side has hung up in the middle of it")
                 at += got
         except OSError as error:
-            raise Broken(_about(error)) from None
+            raise ConnectionBroken(_about(error)) from None
 
-    def take(self, length: int) -> bytes:
+    def receive(self, length: int) -> bytes:
         taken = bytearray(length)
-        self.take_into(memoryview(taken))
+        self.receive_into(memoryview(taken))
         return bytes(taken)
 
     def payload(self) -> bytes:
         """The payload of the next frame."""
         try:
-            return self.take(length_of(self.take(LENGTH_BYTES), MAX_HEADER))
+            return self.receive(length_of(self.receive(LENGTH_BYTES), MAX_HEADER))
         except FrameError as error:
-            raise Broken(str(error)) from None
+            raise ConnectionBroken(str(error)) from None
 
-    def _hurry(self) -> None:
+    def _remaining(self) -> None:
         left = self._end - time.monotonic()
         if left <= 0:
             raise TimeoutError
@@ -288,7 +288,7 @@ def _about(error: OSError) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedSnapshot:
     """A snapshot that may be sent."""
 
     opened: OpenSegment
@@ -296,7 +296,7 @@ class Served:
     sequence: int
 
 
-Answer = Served | GoOn | Taken | Refusal
+Answer = ServedSnapshot | GoOn | Taken | Refusal
 Ask = Callable[[Get | Put, bytes], Answer]
 """Answers whether something is served and whether a part is expected; the bytes are those of a Put,
 b"" at first. Called in the connection's thread.
@@ -307,62 +307,62 @@ def serve(sock: socket.socket, secret: str, ask: Ask, proved: Callable[[], None]
     """Answer the one request of a connection; the caller owns the socket. Return "", or a sentence
     about a peer that was refused. `proved` is called once the peer is authenticated."""
     try:
-        return _let_in(PeerLink(sock), secret, ask, proved)
-    except NotLetIn as denied:
+        return _serve_request(PeerLink(sock), secret, ask, proved)
+    except NotAuthenticated as denied:
         return str(denied)
-    except (Broken, FrameError, SegmentError) as error:
+    except (ConnectionBroken, FrameError, SegmentError) as error:
         return str(error)
 
 
-def _let_in(link: PeerLink, secret: str, ask: Ask, proved: Callable[[], None]) -> str:
+def _serve_request(link: PeerLink, secret: str, ask: Ask, proved: Callable[[], None]) -> str:
     dial = read(link.payload(), CLIENT_TYPES, Dial)
     if dial.version != VERSION:
         return _refuse(link, f"this saver speaks version {VERSION}, not {dial.version}")
     if dial.proves != bool(secret):
         return _refuse(link, OTHER_HAS_NONE if dial.proves else SECRET_WANTED)
     nonce = secrets.token_hex(NONCE_BYTES)
-    link.say(Counter(VERSION, nonce, prove(secret, "host", dial.nonce, nonce)))
+    link.send_message(Counter(VERSION, nonce, prove(secret, "host", dial.nonce, nonce)))
     shown = read(link.payload(), CLIENT_TYPES, Shown)
     request = link.payload()
     try:
         check(secret, shown.proof, prove(secret, "client", dial.nonce, nonce, request))
-    except NotLetIn:
+    except NotAuthenticated:
         return _refuse(link, WRONG)
     proved()
     match read(request, CLIENT_TYPES, Get, Put):
         case Get() as get:
             return _send_snapshot(link, get, ask)
         case put:
-            return _take_part(link, put, ask)
+            return _receive_part(link, put, ask)
 
 
 def _refuse(link: PeerLink, reason: str, *, again: bool = False) -> str:
-    link.say(Refusal(reason[:MAX_TEXT], again))
+    link.send_message(Refusal(reason[:MAX_TEXT], again))
     return "" if again else reason
 
 
 def _send_snapshot(link: PeerLink, get: Get, ask: Ask) -> str:
     served = ask(get, b"")
-    if not isinstance(served, Served):
+    if not isinstance(served, ServedSnapshot):
         assert isinstance(served, Refusal)
-        link.say(served)
+        link.send_message(served)
         return ""
     opened = served.opened
     try:
         snapshot = opened.snapshot(served.slot, served.sequence)
         if (snapshot.round.hex(), snapshot.step) != (get.round, get.step):
-            raise Gone(f"step {get.step} was withdrawn, and its slot was used again")
+            raise Overwritten(f"step {get.step} was withdrawn, and its slot was used again")
         layout = opened.segment.layout()
         tensors = opened.tensor_bytes(snapshot)
-    except Gone as gone:  # not needed any more: not worth a report here
-        link.say(Refusal(str(gone)[:MAX_TEXT], again=False))
+    except Overwritten as gone:  # not needed any more: not worth a report here
+        link.send_message(Refusal(str(gone)[:MAX_TEXT], again=False))
         return ""
     except SegmentError as error:
         return _refuse(link, str(error))
-    known = opened.known(snapshot)
+    known = opened.stored_hashes(snapshot)
     encoded = layout.encode()
     values = snapshot.values_bytes
-    link.say(
+    link.send_message(
         Head(
             *(len(encoded), layout.slot_bytes, tensors, values),
             *(snapshot.sequence, snapshot.layout),
@@ -370,7 +370,7 @@ def _send_snapshot(link: PeerLink, get: Get, ask: Ask) -> str:
     )
     if not get.body:
         return ""
-    link.allow(len(encoded) + tensors + values)
+    link.restart_limit(len(encoded) + tensors + values)
     link.send(encoded)
     wrong = ""
     for number, stretch in enumerate(opened.stretches(snapshot)):
@@ -379,26 +379,26 @@ def _send_snapshot(link: PeerLink, get: Get, ask: Ask) -> str:
         mark = known[number] if number < len(known) else digest(stretch)
         link.send(mark.to_bytes(8, "little"))
     try:
-        opened.still(snapshot)
-    except Gone as gone:
+        opened.check_not_overwritten(snapshot)
+    except Overwritten as gone:
         wrong = str(gone)
-    link.say(Sent(not wrong, wrong))
+    link.send_message(Sent(not wrong, wrong))
     return ""
 
 
-def _take_part(link: PeerLink, put: Put, ask: Ask) -> str:
+def _receive_part(link: PeerLink, put: Put, ask: Ask) -> str:
     if not 0 < put.length <= MAX_LAYOUT_BYTES:
         return _refuse(link, f"no part has {put.length} bytes")
     answer = ask(put, b"")
     if isinstance(answer, GoOn):
-        link.say(answer)
-        link.allow(put.length)
-        data = link.take(put.length)
+        link.send_message(answer)
+        link.restart_limit(put.length)
+        data = link.receive(put.length)
         if hashlib.sha256(data).hexdigest() != put.digest:
             return _refuse(link, "a part is not what its digest says")
         answer = ask(put, data)
     assert isinstance(answer, Taken | Refusal)
-    link.say(answer)
+    link.send_message(answer)
     return ""
 
 
@@ -406,16 +406,17 @@ def _take_part(link: PeerLink, put: Put, ask: Ask) -> str:
 
 
 def _dial(place: Endpoint, secret: str, request: Get | Put) -> tuple[socket.socket, PeerLink]:
-    """Connect, authenticate, send the request. Raises Broken, NotLetIn or PeerRefused."""
+    """Connect, authenticate, send the request. Raises ConnectionBroken, NotAuthenticated or
+    PeerRefused."""
     try:
         sock = socket.create_connection((place.host, place.port), CONNECT_LIMIT)
     except OSError as error:
-        raise Broken(f"nobody answers there: {error.strerror or error}") from None
+        raise ConnectionBroken(f"nobody answers there: {error.strerror or error}") from None
     link = PeerLink(sock)
     try:
         nonce = secrets.token_hex(NONCE_BYTES)
-        link.say(Dial(VERSION, nonce, bool(secret)))
-        counter = _hear(link, Counter)
+        link.send_message(Dial(VERSION, nonce, bool(secret)))
+        counter = _receive_reply(link, Counter)
         check(secret, counter.proof, prove(secret, "host", nonce, counter.nonce))
         asked = encode(request)
         proof = prove(secret, "client", nonce, counter.nonce, asked[LENGTH_BYTES:])
@@ -426,28 +427,28 @@ def _dial(place: Endpoint, secret: str, request: Get | Put) -> tuple[socket.sock
     return sock, link
 
 
-def _hear(link: PeerLink, wanted: type[M]) -> M:
+def _receive_reply(link: PeerLink, wanted: type[M]) -> M:
     try:
         message: M | Refusal = read(link.payload(), HOST_TYPES, wanted, Refusal)
     except FrameError as error:
-        raise Broken(str(error)) from None
+        raise ConnectionBroken(str(error)) from None
     if isinstance(message, Refusal):
         raise PeerRefused(message.reason, message.again)
     return message
 
 
 def _head(link: PeerLink) -> Head:
-    head = _hear(link, Head)
+    head = _receive_reply(link, Head)
     numbers = (head.layout_length, head.slot_bytes, head.tensor_bytes, head.values_bytes)
     if not all(0 <= n <= MAX_SIZE for n in numbers) or head.layout_length > MAX_LAYOUT_BYTES:
-        raise Broken("it offers a snapshot of impossible sizes")
+        raise ConnectionBroken("it offers a snapshot of impossible sizes")
     if head.tensor_bytes + head.values_bytes > head.slot_bytes or head.slot_bytes % PAGE:
-        raise Broken("it offers a snapshot that is longer than its slot")
+        raise ConnectionBroken("it offers a snapshot that is longer than its slot")
     return head
 
 
 def ask_size(place: Endpoint, secret: str, get: Get) -> Head:
-    """The sizes of a snapshot. Raises Broken, NotLetIn or PeerRefused."""
+    """The sizes of a snapshot. Raises ConnectionBroken, NotAuthenticated or PeerRefused."""
     sock, link = _dial(place, secret, get)
     with sock:
         return _head(link)
@@ -465,7 +466,8 @@ def fetch(
 ) -> None:
     """Copy a snapshot into a slot of the segment behind `descriptor` and commit it there, if it has
     this layout (0: any; a different one would invalidate the snapshots in other slots). Raises
-    Broken, NotLetIn, PeerRefused, Spoiled, SegmentError or OSError; then nothing is committed."""
+    ConnectionBroken, NotAuthenticated, PeerRefused, CorruptTransfer, SegmentError or OSError; then
+    nothing is committed."""
     mapping = mmap.mmap(descriptor, os.fstat(descriptor).st_size)  # unmapped with its last view
     segment = Segment(memoryview(mapping))
     if not 0 <= slot < segment.slots:
@@ -479,15 +481,15 @@ def fetch(
             raise SegmentError("the memory that was made for a snapshot is too small for it")
         if layout_key not in (0, head.layout):
             raise SegmentError("the snapshot has another layout than it was announced with")
-        link.allow(head.layout_length + head.slot_bytes)
-        link.take_into(memoryview(mapping)[PAGE : PAGE + head.layout_length])
+        link.restart_limit(head.layout_length + head.slot_bytes)
+        link.receive_into(memoryview(mapping)[PAGE : PAGE + head.layout_length])
         layout = segment.layout()
         if (layout.key, layout.tensor_bytes) != (head.layout, head.tensor_bytes):
-            raise Broken("its layout is not the one that it has announced")
+            raise ConnectionBroken("its layout is not the one that it has announced")
         hashes = _receive(link, head, segment.payload(slot))
-        sent = _hear(link, Sent)
+        sent = _receive_reply(link, Sent)
     if not sent.ok:
-        raise Spoiled(sent.reason[:MAX_TEXT])
+        raise CorruptTransfer(sent.reason[:MAX_TEXT])
     segment.commit(
         slot,
         round=round,
@@ -498,11 +500,12 @@ def fetch(
     )
     snapshot = segment.read(slot)
     assert snapshot is not None
-    keep(descriptor, segment.slot_at(slot), snapshot, hashes)
+    store_hashes(descriptor, segment.slot_at(slot), snapshot, hashes)
 
 
 def _receive(link: PeerLink, head: Head, payload: memoryview) -> tuple[int, ...]:
-    """Receive the stretches of a snapshot; return their hashes. Raises Broken or Spoiled."""
+    """Receive the stretches of a snapshot; return their hashes. Raises ConnectionBroken or
+    CorruptTransfer."""
     block = block_of(head.tensor_bytes)
     ends = [min(at + block, head.tensor_bytes) for at in range(0, head.tensor_bytes, block)]
     ends.append(head.tensor_bytes + head.values_bytes)
@@ -510,10 +513,10 @@ def _receive(link: PeerLink, head: Head, payload: memoryview) -> tuple[int, ...]
     at = 0
     for number, end in enumerate(ends):
         stretch = payload[at:end]
-        link.take_into(stretch)
-        mark = int.from_bytes(link.take(8), "little")
+        link.receive_into(stretch)
+        mark = int.from_bytes(link.receive(8), "little")
         if digest(stretch) != mark:
-            raise Spoiled(
+            raise CorruptTransfer(
                 f"block {number + 1} of {len(ends)} is not what was written: it differs from its "
                 "hash"
             )
@@ -523,11 +526,12 @@ def _receive(link: PeerLink, head: Head, payload: memoryview) -> tuple[int, ...]
 
 
 def put(place: Endpoint, secret: str, attempt: str, rank: int, part: bytes) -> None:
-    """Send a part to its attempt's coordinator. Raises Broken, NotLetIn or PeerRefused."""
+    """Send a part to its attempt's coordinator. Raises ConnectionBroken, NotAuthenticated or
+    PeerRefused."""
     request = Put(attempt, rank, len(part), hashlib.sha256(part).hexdigest())
     sock, link = _dial(place, secret, request)
     with sock:
-        _hear(link, GoOn)
-        link.allow(len(part))
+        _receive_reply(link, GoOn)
+        link.restart_limit(len(part))
         link.send(part)
-        _hear(link, Taken)
+        _receive_reply(link, Taken)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from elasticrun.host.system.reasons import reason_of
-from elasticrun.snapshots.saver.hashing import Gone, OpenSegment
+from elasticrun.snapshots.saver.hashing import OpenSegment, Overwritten
 from elasticrun.snapshots.saver.written import PartWritten
 from elasticrun.snapshots.storage import retention
 from elasticrun.snapshots.storage.folder import Folder
@@ -38,7 +38,7 @@ class Outcome:
         return cls(reason_of(error), tuple(remarks))
 
 
-def get_ready() -> Outcome:
+def import_modules() -> Outcome:
     """Import torch, set to one thread, and the modules that write checkpoints."""
     torch: Any = importlib.import_module("torch")
     torch.set_num_threads(1)
@@ -61,7 +61,7 @@ def write_parts(
             raise PersistError("it was given up")
         held = opened[part.key]
         if held is None:
-            raise Gone(f"the saver does not have the segment of rank {part.rank}")
+            raise Overwritten(f"the saver does not have the segment of rank {part.rank}")
         held.drop_others(held.snapshot(part.slot, part.sequence))
         parts.append(write_part(held.segment, part, order, folder, stop=stop))
     return Outcome("", tuple(folder.take_remarks()), tuple(parts))
@@ -81,7 +81,7 @@ def sweep(order: PersistParts) -> Outcome:
     return _swept(order, order.keep_last, order.keep_every, order.in_use)
 
 
-def tidy(order: PersistParts) -> Outcome:
+def remove_unfinished(order: PersistParts) -> Outcome:
     """Remove old, unfinished checkpoints. If no attempt succeeds there is no sweep that would do
     it."""
     return _swept(order, 0, 0, ())
@@ -94,10 +94,10 @@ def _swept(order: PersistParts, last: int, every: int, in_use: Sequence[int]) ->
     return Outcome("", (*remarks, *folder.take_remarks()))
 
 
-def clean(order: PersistParts) -> Outcome:
+def remove_attempt(order: PersistParts) -> Outcome:
     """Remove the files of a failed attempt."""
     folder = _folder(order)
-    retention.give_up(folder, order.step, order.attempt)
+    retention.discard_attempt(folder, order.step, order.attempt)
     return Outcome("", tuple(folder.take_remarks()))
 
 

@@ -96,7 +96,7 @@ per stretch to find that out.
 """
 
 
-def take(fd: int, nbytes: int) -> str:
+def allocate_huge_pages(fd: int, nbytes: int) -> str:
     """Back the first `nbytes` of a file of shared memory with zeroed huge pages, as far as
     possible. Return "" if at least one was available, else a clause that says why not. Other
     stretches have at most one page of 4 KiB: allocate the rest with posix_fallocate, which fails if
@@ -142,7 +142,7 @@ class NoRoom(Exception):
     """The memory is not available; a clause that names the limit."""
 
 
-def in_words(count: int) -> str:
+def size_text(count: int) -> str:
     """`1.2 GiB`."""
     value, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
@@ -206,11 +206,11 @@ def _left_in(folder: Path) -> int | None:
             taken = int((folder / used).read_text())
         except (OSError, ValueError):
             continue
-        return max(0, int(text) - max(0, taken - _can_go(folder)))
+        return max(0, int(text) - max(0, taken - _reclaimable(folder)))
     return None
 
 
-def _can_go(folder: Path) -> int:
+def _reclaimable(folder: Path) -> int:
     """Bytes of page cache: file pages that are not shared memory."""
     stat: dict[str, int] = {}
     with contextlib.suppress(OSError, ValueError):
@@ -224,11 +224,11 @@ def _can_go(folder: Path) -> int:
 # ---------------------------------------------------------------- allocation
 
 
-def _nobody(clause: str) -> None:
+def _ignore(clause: str) -> None:
     """Ignores the reason why there are no huge pages."""
 
 
-def take_file(path: str, nbytes: int, filled: int, tell: Tell = _nobody) -> int:
+def allocate_file(path: str, nbytes: int, filled: int, tell: Tell = _ignore) -> int:
     """Create a file of `nbytes` whose first `filled` bytes are allocated; return its descriptor.
     `tell` is called with a clause if no huge pages were available. Raises NoRoom, and then there is
     no file."""
@@ -247,8 +247,8 @@ def take_file(path: str, nbytes: int, filled: int, tell: Tell = _nobody) -> int:
     return fd
 
 
-def take_anonymous(name: str, nbytes: int, filled: int, tell: Tell = _nobody) -> int:
-    """The same as `take_file` without a file name. Raises NoRoom."""
+def allocate_anonymous(name: str, nbytes: int, filled: int, tell: Tell = _ignore) -> int:
+    """The same as `allocate_file` without a file name. Raises NoRoom."""
     try:
         fd = memory_file(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
@@ -266,11 +266,11 @@ def take_anonymous(name: str, nbytes: int, filled: int, tell: Tell = _nobody) ->
 def _fill(fd: int, nbytes: int, filled: int, tell: Tell) -> None:
     try:
         os.ftruncate(fd, nbytes)
-        if why := take(fd, filled):
+        if why := allocate_huge_pages(fd, filled):
             tell(why)
         os.posix_fallocate(fd, 0, filled)
     except OSError as error:
-        raise NoRoom(f"{in_words(filled)} could not be taken ({error.strerror})") from None
+        raise NoRoom(f"{size_text(filled)} could not be taken ({error.strerror})") from None
 
 
 def mapped(fd: int, nbytes: int, path: str) -> mmap.mmap:
@@ -284,7 +284,7 @@ def mapped(fd: int, nbytes: int, path: str) -> mmap.mmap:
             with contextlib.suppress(OSError):
                 os.unlink(path)
         why = f"{error.strerror}; see ulimit -v and vm.max_map_count"
-        raise NoRoom(f"the agent cannot map {in_words(nbytes)} ({why})") from None
+        raise NoRoom(f"the agent cannot map {size_text(nbytes)} ({why})") from None
 
 
 # ---------------------------------------------------------------- prefaulting

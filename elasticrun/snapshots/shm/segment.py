@@ -137,7 +137,7 @@ class Segment:
             raise SegmentError("a segment is shorter than it says")
 
     def is_made_for(self, layout_length: int, slot_bytes: int, slots: int) -> bool:
-        """Whether the control page still has what `begin` wrote for these sizes."""
+        """Whether the control page still has what `initialize` wrote for these sizes."""
         made = (MAGIC, VERSION, slots, _up(layout_length), layout_length, slot_bytes)
         return tuple(self._words[: len(made)]) == made
 
@@ -295,7 +295,7 @@ class Segment:
         self._memory.release()
 
 
-def begin(memory: memoryview, *, layout_length: int, slot_bytes: int, slots: int) -> None:
+def initialize(memory: memoryview, *, layout_length: int, slot_bytes: int, slots: int) -> None:
     """Initialize fresh memory as a segment without snapshots; called by the agent. The rank writes
     its encoded layout of `layout_length` bytes at `PAGE` before its first snapshot. Raises
     ValueError for invalid sizes, or if the memory is too small."""

@@ -19,7 +19,7 @@ import xxhash
 from elasticrun.snapshots.storage import manifest as manifests
 from elasticrun.snapshots.storage.manifest import FileEntry, Manifest, ManifestError
 from elasticrun.snapshots.storage.places import Entry, LocalPlace, StoragePlace, UrlPlace
-from elasticrun.snapshots.storage.timeline import Listed, Timeline, chain, timeline_of
+from elasticrun.snapshots.storage.timeline import ListedCheckpoint, Timeline, chain, timeline_of
 from elasticrun.snapshots.storage.writing import PIECE, Calls, Sink, StorageError
 
 MARKER: Final = manifests.MARKER
@@ -41,15 +41,15 @@ def step_name(step: int) -> str:
 
 
 class CheckpointFault(NamedTuple):
-    """What is wrong with a checkpoint. `spoiled`: it is not what was written."""
+    """What is wrong with a checkpoint. `corrupt`: it is not what was written."""
 
     what: str
-    spoiled: bool = True
+    corrupt: bool = True
 
     @property
     def clause(self) -> str:
         """The rest of a sentence that starts with the checkpoint."""
-        return f"is spoiled: {self.what}" if self.spoiled else self.what
+        return f"is spoiled: {self.what}" if self.corrupt else self.what
 
 
 class Folder:
@@ -103,9 +103,9 @@ class Folder:
     def _entries(self, step: int) -> dict[str, Entry]:
         return {entry.name: entry for entry in self._place.entries(step_name(step))}
 
-    def survey(self) -> list[Listed]:
+    def survey(self) -> list[ListedCheckpoint]:
         """Every finished or unfinished checkpoint, ordered by step; lists each folder once."""
-        return [_found(step, self._entries(step)) for step in self._steps()]
+        return [_listed(step, self._entries(step)) for step in self._steps()]
 
     def committed(self) -> list[int]:
         """Steps with a marker that were not condemned, ascending; includes abandoned timelines."""
@@ -118,14 +118,16 @@ class Folder:
         names = self._steps()
         if not names or names[-1] <= above:
             return -1
-        steps = chain(_found(step, self._entries(step)) for step in names)
+        steps = chain(_listed(step, self._entries(step)) for step in names)
         return max((s for s in steps if s > above and (below < 0 or s < below)), default=-1)
 
     def condemned(self) -> list[int]:
         """Steps that were found to be corrupt, ascending."""
         return [one.step for one in self.survey() if one.condemned]
 
-    def uncommitted(self, older_than: float, found: Iterable[Listed] | None = None) -> list[int]:
+    def uncommitted(
+        self, older_than: float, found: Iterable[ListedCheckpoint] | None = None
+    ) -> list[int]:
         """Steps without a marker that contain only our files and have not changed for so many
         seconds, and all whose removal has begun. Uses the storage's clock: its current time is the
         last change of any checkpoint. `found`: a recent survey."""
@@ -161,10 +163,10 @@ class Folder:
         self, step: int, wanted: Mapping[str, int], fits: Callable[[int, int], bool], why: str
     ) -> str:
         sizes = self.files(step)
-        sized = (self._missized(step, one, sizes, fits, why) for one in wanted.items())
+        sized = (self._wrong_sized(step, one, sizes, fits, why) for one in wanted.items())
         return next(filter(None, sized), "")
 
-    def _missized(
+    def _wrong_sized(
         self,
         step: int,
         wanted: tuple[str, int],
@@ -220,10 +222,10 @@ class Folder:
         if MARKER not in sizes and self.size(step, MARKER) is None:
             cut_off = "is being removed, or its removal was cut off"
             what = cut_off if REMOVED in sizes else "was never committed"
-            yield CheckpointFault(what, spoiled=False)
+            yield CheckpointFault(what, corrupt=False)
             return
         if CONDEMNED in sizes:
-            yield CheckpointFault("was found to be spoiled before", spoiled=False)
+            yield CheckpointFault("was found to be spoiled before", corrupt=False)
             return
         try:
             manifest = self.manifest(step)
@@ -252,7 +254,7 @@ class Folder:
     ) -> Iterator[CheckpointFault]:
         step, gone = manifest.step, set()
         for entry in manifest.files:
-            if wrong := self._missized(step, (entry.name, entry.size), sizes):
+            if wrong := self._wrong_sized(step, (entry.name, entry.size), sizes):
                 gone.add(entry.name)
                 yield CheckpointFault(wrong)
         for name, check in (
@@ -316,7 +318,7 @@ class Folder:
             self._place.settle(step_name(step))
         self._place.remove(step_name(step), last=REMOVED)
 
-    def begin(self, step: int) -> None:
+    def make_folder(self, step: int) -> None:
         """Create the folder of a checkpoint that is about to be written."""
         self._place.make(step_name(step))
 
@@ -339,10 +341,10 @@ class Folder:
         self._place.remove_empty(step_name(step))
 
 
-def _found(step: int, entries: dict[str, Entry]) -> Listed:
+def _listed(step: int, entries: dict[str, Entry]) -> ListedCheckpoint:
     marker = entries.get(MARKER)
     lines = [line for line in map(timeline_of, entries) if line is not None]
-    return Listed(
+    return ListedCheckpoint(
         step,
         marker is not None,
         CONDEMNED in entries,

@@ -21,13 +21,13 @@ from typing import Any, Protocol, TypeVar
 from elasticrun.snapshots.storage.writing import (
     PIECE,
     Calls,
+    Features,
     FileSink,
     Sink,
     StorageError,
-    Ways,
+    features_of,
     sentence,
     sync_folder,
-    ways_of,
     write_first,
     write_small,
 )
@@ -84,7 +84,7 @@ class StoragePlace(Protocol):
 
 
 @contextmanager
-def _said(path: str, doing: str) -> Iterator[None]:
+def _as_storage_errors(path: str, doing: str) -> Iterator[None]:
     """Convert OSErrors in the block to StorageError, except FileNotFoundError."""
     try:
         yield
@@ -101,20 +101,20 @@ class LocalPlace:
 
     def __init__(self, root: str, calls: Calls) -> None:
         self._root, self._calls = os.path.normpath(root), calls
-        self._known: Ways | None = None
+        self._known: Features | None = None
         self.remarks: list[str] = []
         self.unfit = ""
 
     @property
-    def _ways(self) -> Ways:
+    def _features(self) -> Features:
         """Determined at first use."""
         if self._known is None:
-            self._known = ways_of(self._root, self._calls, self.remarks)
+            self._known = features_of(self._root, self._calls, self.remarks)
         return self._known
 
     @property
     def fresh(self) -> bool:
-        return self._ways.fsync
+        return self._features.fsync
 
     def full(self, name: str) -> str:
         return os.path.join(self._root, name) if name else self._root
@@ -132,12 +132,16 @@ class LocalPlace:
                 pass
             except OSError as error:
                 raise StorageError(sentence(error, folder, "made")) from error
-            sync_folder(self._ways, os.path.dirname(folder))
+            sync_folder(self._features, os.path.dirname(folder))
 
     def entries(self, name: str) -> list[Entry]:
         found: list[Entry] = []
         path = self.full(name)
-        with suppress(FileNotFoundError), _said(path, "listed"), os.scandir(path) as listing:
+        with (
+            suppress(FileNotFoundError),
+            _as_storage_errors(path, "listed"),
+            os.scandir(path) as listing,
+        ):
             for one in listing:
                 with suppress(FileNotFoundError):  # removed by another process just now
                     stat = one.stat(follow_symlinks=False)
@@ -147,36 +151,36 @@ class LocalPlace:
         return []
 
     def opened(self, name: str) -> AbstractContextManager[Any]:
-        with _said(self.full(name), "read"):
+        with _as_storage_errors(self.full(name), "read"):
             return io.FileIO(self.full(name))
 
     def create(self, name: str, size: int) -> Sink:
         try:
-            return FileSink(self._ways, self.full(name), size)
+            return FileSink(self._features, self.full(name), size)
         except StorageError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
         self.make(os.path.dirname(name))  # another node gave up and removed the empty folder
-        return FileSink(self._ways, self.full(name), size)
+        return FileSink(self._features, self.full(name), size)
 
     def put(self, name: str, data: bytes) -> None:
-        write_small(self._ways, self.full(name), data)
+        write_small(self._features, self.full(name), data)
 
     def put_first(self, name: str, data: bytes) -> bool:
-        return write_first(self._ways, self.full(name), data)
+        return write_first(self._features, self.full(name), data)
 
     def settle(self, name: str) -> None:
-        sync_folder(self._ways, self.full(name))
+        sync_folder(self._features, self.full(name))
 
     def unlink(self, name: str) -> None:
-        with suppress(FileNotFoundError), _said(self.full(name), "removed"):
+        with suppress(FileNotFoundError), _as_storage_errors(self.full(name), "removed"):
             self._calls.unlink(self.full(name))
 
     def remove(self, name: str, *, last: str = "") -> None:
         for one in self.entries(name):
             if last and one.name != last and not one.folder:
                 self.unlink(f"{name}/{one.name}")
-        with suppress(FileNotFoundError), _said(self.full(name), "removed"):
+        with suppress(FileNotFoundError), _as_storage_errors(self.full(name), "removed"):
             self._calls.remove(self.full(name))
 
     def remove_empty(self, name: str) -> None:
@@ -198,17 +202,17 @@ class ObjectSink:
 
     def __init__(self, fs: Any, path: str) -> None:
         self._fs, self._path = fs, path
-        self._file = _tried(path, "written", lambda: fs.open(path, "wb"))
+        self._file = _with_storage_errors(path, "written", lambda: fs.open(path, "wb"))
 
     def write(self, data: memoryview) -> None:
         for at in range(0, len(data), PIECE):
             piece = data[at : at + PIECE]
-            took = _tried(self._path, "written", partial(self._file.write, piece))
+            took = _with_storage_errors(self._path, "written", partial(self._file.write, piece))
             if took is not None and took != len(piece):
                 raise StorageError(f"{self._path} was not written: it took {took} bytes only")
 
     def close(self) -> None:
-        _tried(self._path, "written", self._file.close)
+        _with_storage_errors(self._path, "written", self._file.close)
 
     def abort(self) -> None:
         # ignore all errors of the library; the file is unwanted anyway
@@ -291,25 +295,25 @@ class UrlPlace:
         root = self._reach()[1].rstrip("/")
         return f"{root}/{name}" if name else root
 
-    def _do(self, name: str, doing: str, work: Callable[[str], T]) -> T:
+    def _call(self, name: str, doing: str, work: Callable[[str], T]) -> T:
         """Call `work` with the path as the file system expects it."""
-        return _tried(self.full(name), doing, partial(work, self._path(name)))
+        return _with_storage_errors(self.full(name), doing, partial(work, self._path(name)))
 
     def make(self, name: str) -> None:
-        self._do(name, "made", lambda path: self._fs.makedirs(path, exist_ok=True))
+        self._call(name, "made", lambda path: self._fs.makedirs(path, exist_ok=True))
 
     def entries(self, name: str) -> list[Entry]:
         path = self._path(name)
         self._fs.invalidate_cache(path)  # other processes write there too
         try:
-            found = self._do(name, "listed", lambda path: self._fs.ls(path, detail=True))
+            found = self._call(name, "listed", lambda path: self._fs.ls(path, detail=True))
         except FileNotFoundError:
             return []
         return [e for e in map(_entry, found) if e.name and e.name != path.rsplit("/", 1)[-1]]
 
     @contextmanager
     def opened(self, name: str) -> Iterator[Any]:
-        file = self._do(name, "read", lambda path: self._fs.open(path, "rb"))
+        file = self._call(name, "read", lambda path: self._fs.open(path, "rb"))
         try:
             with file:
                 yield file
@@ -322,10 +326,10 @@ class UrlPlace:
         return ObjectSink(self._fs, self._path(name))
 
     def put(self, name: str, data: bytes) -> None:
-        self._do(name, "written", lambda path: self._fs.pipe_file(path, data))
+        self._call(name, "written", lambda path: self._fs.pipe_file(path, data))
 
     def put_first(self, name: str, data: bytes) -> bool:
-        if self._do(name, "read", self._fs.exists):
+        if self._call(name, "read", self._fs.exists):
             return False
         self.put(name, data)
         return True
@@ -335,11 +339,11 @@ class UrlPlace:
 
     def unlink(self, name: str) -> None:
         with suppress(FileNotFoundError):
-            self._do(name, "removed", self._fs.rm_file)
+            self._call(name, "removed", self._fs.rm_file)
 
     def remove(self, name: str, *, last: str = "") -> None:
         with suppress(FileNotFoundError):
-            self._do(name, "removed", lambda path: self._fs.rm(path, recursive=True))
+            self._call(name, "removed", lambda path: self._fs.rm(path, recursive=True))
 
     def remove_empty(self, name: str) -> None:
         if not self.entries(name):
@@ -371,7 +375,7 @@ def _entry(found: dict[str, Any]) -> Entry:
     return Entry(name, found.get("type") == "directory", int(found.get("size") or 0), changed)
 
 
-def _tried(path: str, doing: str, work: Callable[[], T]) -> T:
+def _with_storage_errors(path: str, doing: str, work: Callable[[], T]) -> T:
     """Libraries of fsspec raise all kinds of exceptions; convert them to StorageError."""
     try:
         return work()

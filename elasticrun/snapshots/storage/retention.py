@@ -43,7 +43,7 @@ def clear_earlier(folder: Folder, step: int, ranks: Collection[int], attempt: st
         folder.unlink(step, old)
 
 
-def give_up(folder: Folder, step: int, attempt: str) -> None:
+def discard_attempt(folder: Folder, step: int, attempt: str) -> None:
     """Remove what an attempt has written, unless it was committed. Raises StorageError."""
     files = folder.files(step)
     names = [n for n in files if (found := _NAME.match(n)) and found["attempt"] == attempt]

@@ -47,7 +47,7 @@ def timeline_of(name: str) -> Timeline | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedCheckpoint:
     """What the listing of a checkpoint's folder shows. Times are the storage's, 0 if unknown."""
 
     step: int
@@ -65,7 +65,7 @@ class Listed:
         return self.marker and not self.condemned
 
 
-def left(found: Iterable[Listed]) -> set[int]:
+def abandoned(found: Iterable[ListedCheckpoint]) -> set[int]:
     """Steps whose checkpoints are on a timeline that was abandoned before that step.
 
     Checkpoints written by torch alone have no timeline; they are abandoned if they are older than
@@ -83,14 +83,14 @@ def left(found: Iterable[Listed]) -> set[int]:
     }
 
 
-def chain(found: Iterable[Listed]) -> list[int]:
+def chain(found: Iterable[ListedCheckpoint]) -> list[int]:
     """Steps that a start may restore, ascending: committed, not corrupt, not abandoned."""
     found = list(found)
-    gone = left(found)
+    gone = abandoned(found)
     return sorted(one.step for one in found if one.committed and one.step not in gone)
 
 
-def join(found: Iterable[Listed], step: int, rewound_from: int) -> Timeline:
+def timeline_for(found: Iterable[ListedCheckpoint], step: int, rewound_from: int) -> Timeline:
     """The timeline of a checkpoint that is about to be committed. `rewound_from`: the step from
     which training was rewound since the newest checkpoint; -1: it was not."""
     found = list(found)
@@ -128,7 +128,7 @@ def surplus(
 
 
 def not_kept(
-    found: Iterable[Listed],
+    found: Iterable[ListedCheckpoint],
     chain: Sequence[tuple[int, str]],
     *,
     last: int,

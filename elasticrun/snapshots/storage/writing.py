@@ -118,7 +118,7 @@ class Sink(Protocol):
 
 
 @dataclass
-class Ways:
+class Features:
     """Features that a file system has not refused so far, and remarks about those that it has."""
 
     calls: Calls
@@ -140,11 +140,11 @@ class Ways:
         )
 
 
-def ways_of(root: str, calls: Calls, remarks: list[str] | None = None) -> Ways:
+def features_of(root: str, calls: Calls, remarks: list[str] | None = None) -> Features:
     """The features of the file system that contains `root`, an absolute path that need not exist
     yet. Resolves the path, which hangs if a file system on the way does. `remarks`: list to append
     to."""
-    found = Ways(calls, remarks=[] if remarks is None else remarks)
+    found = Features(calls, remarks=[] if remarks is None else remarks)
     with suppress(OSError):
         if is_gcsfuse(os.path.realpath(root), calls.mounts()):
             found.direct = found.fallocate = found.rename = found.fsync = False
@@ -154,11 +154,11 @@ def ways_of(root: str, calls: Calls, remarks: list[str] | None = None) -> Ways:
 class FileSink:
     """A large file of `size` bytes, as far as known in advance; see Sink."""
 
-    def __init__(self, ways: Ways, path: str, size: int, flags: int = _NEW) -> None:
+    def __init__(self, features: Features, path: str, size: int, flags: int = _NEW) -> None:
         """Raises StorageError; FileExistsError with O_EXCL."""
-        self._ways, self._calls, self._path = ways, ways.calls, path
+        self._features, self._calls, self._path = features, features.calls, path
         self._at = 0
-        self._direct = ways.direct and size >= PAGE
+        self._direct = features.direct and size >= PAGE
         self._fd = -1
         try:
             if self._direct:
@@ -168,11 +168,11 @@ class FileSink:
                     self._no_direct(error)
             if self._fd < 0:
                 self._fd = self._calls.open(path, flags)
-            if ways.fallocate and size:
+            if features.fallocate and size:
                 try:
                     self._calls.fallocate(self._fd, size)
                 except OSError as error:
-                    ways.without("fallocate", path, error, "a full disk is noticed late")
+                    features.without("fallocate", path, error, "a full disk is noticed late")
         except FileExistsError:
             raise
         except OSError as error:
@@ -180,7 +180,7 @@ class FileSink:
 
     def _no_direct(self, error: OSError) -> None:
         instead = "files are written through the page cache"
-        self._ways.without("direct", self._path, error, instead)
+        self._features.without("direct", self._path, error, instead)
         self._direct = False
 
     def write(self, data: memoryview) -> None:
@@ -212,16 +212,16 @@ class FileSink:
         return took
 
     def _put(self, piece: memoryview) -> int:
-        if self._ways.fsync:
+        if self._features.fsync:
             return self._calls.pwrite(self._fd, piece, self._at)
         return self._calls.write(self._fd, piece)
 
     def close(self, *, drop: bool = True) -> None:
         """`drop`: the file is not read soon."""
         try:
-            if self._ways.fsync:
+            if self._features.fsync:
                 self._calls.fsync(self._fd)
-            if self._ways.fsync and drop:
+            if self._features.fsync and drop:
                 with suppress(OSError):
                     self._calls.drop(self._fd)
             fd, self._fd = self._fd, -1
@@ -243,55 +243,55 @@ class FileSink:
         raise StorageError(sentence(error, self._path, "written", free)) from error
 
 
-def write_small(ways: Ways, path: str, data: bytes) -> None:
+def write_small(features: Features, path: str, data: bytes) -> None:
     """Replace a small file atomically: a reader sees the old one or the complete new one. Raises
     StorageError.
 
     Without rename this still holds if a file appears with its `close`; otherwise a reader may see a
     partial file, which its checksum reveals."""
-    if ways.rename:
+    if features.rename:
         draft = f"{path}.{secrets.token_hex(4)}.tmp"
-        _write_all(ways, draft, data, _NEW | os.O_EXCL)
+        _write_all(features, draft, data, _NEW | os.O_EXCL)
         try:
-            ways.calls.rename(draft, path)
-            sync_folder(ways, os.path.dirname(path))
+            features.calls.rename(draft, path)
+            sync_folder(features, os.path.dirname(path))
             return
         except OSError as error:
             with suppress(OSError):
                 os.unlink(draft)
             if error.errno not in REFUSED:
                 raise StorageError(sentence(error, path, "written")) from error
-            ways.without("rename", path, error, "small files are written in their place")
-    _write_all(ways, path, data, _NEW)
-    sync_folder(ways, os.path.dirname(path))
+            features.without("rename", path, error, "small files are written in their place")
+    _write_all(features, path, data, _NEW)
+    sync_folder(features, os.path.dirname(path))
 
 
-def write_first(ways: Ways, path: str, data: bytes) -> bool:
+def write_first(features: Features, path: str, data: bytes) -> bool:
     """Create a small file unless it exists; False if it does. Raises StorageError."""
     try:
-        _write_all(ways, path, data, _NEW | os.O_EXCL)
+        _write_all(features, path, data, _NEW | os.O_EXCL)
     except FileExistsError:
         return False
-    sync_folder(ways, os.path.dirname(path))
+    sync_folder(features, os.path.dirname(path))
     return True
 
 
-def _write_all(ways: Ways, path: str, data: bytes, flags: int) -> None:
+def _write_all(features: Features, path: str, data: bytes, flags: int) -> None:
     """Raises StorageError; FileExistsError with O_EXCL."""
-    sink = FileSink(ways, path, 0, flags)
+    sink = FileSink(features, path, 0, flags)
     sink.write(memoryview(data))
     sink.close(drop=False)
 
 
-def sync_folder(ways: Ways, path: str) -> None:
+def sync_folder(features: Features, path: str) -> None:
     """Make the names in a folder survive a power failure. A file system without such a call keeps
     its names anyway. Raises StorageError."""
-    if not ways.fsync:
+    if not features.fsync:
         return
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            ways.calls.fsync(fd)
+            features.calls.fsync(fd)
         finally:
             os.close(fd)
     except OSError as error:

@@ -21,11 +21,16 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from elasticrun.snapshots.shm.segment import NONE, VERSION
 from elasticrun.snapshots.storage.timeline import PERIODIC, chain, surplus
 from elasticrun.snapshots.storage.writing import StorageError
-from elasticrun.training.checkpointing.capture import Taker
-from elasticrun.training.checkpointing.choosing import Board, RankOptions, RestoreChoice
-from elasticrun.training.checkpointing.line import WHOLE_LIMIT, AgentLine, Departure, LineError
+from elasticrun.training.checkpointing.capture import SnapshotTaker
+from elasticrun.training.checkpointing.choosing import RankExchange, RankOptions, RestoreChoice
+from elasticrun.training.checkpointing.line import (
+    WHOLE_LIMIT,
+    AgentConnection,
+    AgentConnectionError,
+    Departure,
+)
 from elasticrun.training.checkpointing.parts import StateError
-from elasticrun.training.checkpointing.restore import BadShard, Recall
+from elasticrun.training.checkpointing.restore import BadShard, MemoryRestore
 from elasticrun.training.checkpointing.state import TrainingState
 from elasticrun.wire.snapshots import (
     CannotRestore,
@@ -41,18 +46,18 @@ END_LIMIT: Final = 60.0
 """Seconds that a rank waits to be killed, after it has reported that it cannot continue."""
 
 
-class Way:
+class CheckpointBackend:
     """A backend, for one process of a rank. Methods that are not overridden are no-ops."""
 
     snapshots: bool  # whether it takes snapshots in memory beside checkpoints
     source = "nothing"  # where the state was restored from
 
-    def resume(self, board: Board) -> int:
+    def restore(self, exchange: RankExchange) -> int:
         """Restore; return the step from which training continues, 0 if there is nothing to
         restore."""
         raise NotImplementedError
 
-    def fresh(self, step: int) -> None:
+    def started_at(self, step: int) -> None:
         """Training starts at this step without a restore."""
 
     def save(self, step: int, persist: bool, wait: float) -> bool:
@@ -62,20 +67,20 @@ class Way:
     def prepare(self) -> None:
         """Allocate memory for a snapshot of the current state; a second call is a no-op."""
 
-    def note(self, step: int) -> None:
+    def note_step(self, step: int) -> None:
         """Training has reached this step."""
 
-    def is_asked(self, step: int) -> bool:
+    def is_save_requested(self, step: int) -> bool:
         """Whether a leaving node requires this step to be saved; call once a step."""
         return False
 
-    def answer(self, step: int, *, saved: bool) -> None:
+    def report_requested_save(self, step: int, *, saved: bool) -> None:
         """Report whether the required save succeeded. This process may end here."""
 
-    def skipped(self, count: int) -> None:
+    def report_skipped(self, count: int) -> None:
         """Report the number of saves skipped in this process."""
 
-    def failed(self, step: int, persist: bool, reason: str) -> None:
+    def report_failed(self, step: int, persist: bool, reason: str) -> None:
         """Report that the snapshot of this step failed, so that nothing waits for it."""
 
     def remark(self, text: str) -> None:
@@ -87,29 +92,31 @@ class Way:
         raise NotImplementedError
 
 
-class AgentWay(Way):
+class AgentBackend(CheckpointBackend):
     """Backend with an agent."""
 
     snapshots = True
 
     def __init__(self, setting: RankOptions, state: TrainingState, place: str) -> None:
-        """Raises LineError if there is no agent at `place`, ConflictError if it refuses this
-        rank."""
+        """Raises AgentConnectionError if there is no agent at `place`, ConflictError if it refuses
+        this rank."""
         self._setting = setting
         self._state = state
-        self._line = AgentLine(place)
+        self._connection = AgentConnection(place)
         here = RankHere(
-            *(VERSION, self._line.local_rank, setting.rank, setting.world_size),
+            *(VERSION, self._connection.local_rank, setting.rank, setting.world_size),
             *(setting.folder.url, setting.keep_last, setting.keep_every, setting.replicas),
         )
-        self._resume, _ = self._line.ask(here, Resume)
+        self._resume, _ = self._connection.request(here, Resume)
         present = self._resume.present
-        self.life = f"{present.term}.{present.number}.{present.nonce}"
-        self._taker = Taker(self._line, state, setting.slots, present, setting.least_slots)
-        self._departure = Departure(self._line, self._resume.put_off)
+        self.round_name = f"{present.term}.{present.number}.{present.nonce}"
+        self._taker = SnapshotTaker(
+            self._connection, state, setting.slots, present, setting.least_slots
+        )
+        self._departure = Departure(self._connection, self._resume.put_off)
         self._prepared = False
 
-    def resume(self, board: Board) -> int:
+    def restore(self, exchange: RankExchange) -> int:
         skip = self._resume.skip
         if skip.storage_from >= 0 > skip.all_but and self._setting.rank == 0:
             self.remark(
@@ -117,14 +124,14 @@ class AgentWay(Way):
                 "taken back"
             )
         choice = RestoreChoice(
-            *(self._setting, board, self.remark, self._resume.step, skip),
+            *(self._setting, exchange, self.remark, self._resume.step, skip),
         )
         source, step = choice.restore(self._state)
         if source == "memory":
-            self._recall()
+            self._restore_from_memory()
         self.source = source
-        self._departure.goes_on_from(step)
-        self._line.say(Restored(step, source))
+        self._departure.resume_from(step)
+        self._connection.send(Restored(step, source))
         if source != "nothing":
             try:
                 self.prepare()
@@ -137,60 +144,60 @@ class AgentWay(Way):
             self._prepared = True
             self._taker.prepare()
 
-    def _recall(self) -> None:
-        recall = Recall(self._line, self._state, self._resume)
+    def _restore_from_memory(self) -> None:
+        recall = MemoryRestore(self._connection, self._state, self._resume)
         try:
             recall.run(self._setting.world_size)
         except BadShard as error:
-            self._line.say(CannotRestore(error.rank, error.reason[:1000]))
-            self._line.await_end(END_LIMIT)
+            self._connection.send(CannotRestore(error.rank, error.reason[:1000]))
+            self._connection.wait_for_close(END_LIMIT)
             raise RuntimeError(
                 f"step {self._resume.step} cannot be restored from memory: {error.reason}"
             ) from error
         self._taker.room_hint = recall.bytes_room
         self._taker.spare = recall.kept
 
-    def fresh(self, step: int) -> None:
-        self._departure.goes_on_from(step)
-        self._line.say(Restored(step, self.source, looked=False))
+    def started_at(self, step: int) -> None:
+        self._departure.resume_from(step)
+        self._connection.send(Restored(step, self.source, looked=False))
 
     def save(self, step: int, persist: bool, wait: float) -> bool:
         return self._taker.take(step, persist=persist, wait=wait)
 
-    def note(self, step: int) -> None:
-        self._taker.note(step)
+    def note_step(self, step: int) -> None:
+        self._taker.note_step(step)
 
-    def is_asked(self, step: int) -> bool:
-        return self._departure.is_asked(self._taker.asked, step)
+    def is_save_requested(self, step: int) -> bool:
+        return self._departure.is_save_required(self._taker.requested_step, step)
 
-    def answer(self, step: int, *, saved: bool) -> None:
-        self._departure.answer(step, saved=saved)
+    def report_requested_save(self, step: int, *, saved: bool) -> None:
+        self._departure.report_save(step, saved=saved)
         if self._departure.is_ending:
             answered = self._departure.answered
             if saved:  # slower ranks still need this one to reach this step
-                self._taker.until_whole(step, answered, WHOLE_LIMIT)
-            if self._taker.asked in (NONE, answered):  # else another save is required
-                self._departure.end()
+                self._taker.wait_until_whole(step, answered, WHOLE_LIMIT)
+            if self._taker.requested_step in (NONE, answered):  # else another save is required
+                self._departure.exit_by_signal()
 
-    def skipped(self, count: int) -> None:
-        self._line.say(Skipped(count))
+    def report_skipped(self, count: int) -> None:
+        self._connection.send(Skipped(count))
 
-    def failed(self, step: int, persist: bool, reason: str) -> None:
-        self._line.say(SaveFailed(step, persist, reason[:1000]))
+    def report_failed(self, step: int, persist: bool, reason: str) -> None:
+        self._connection.send(SaveFailed(step, persist, reason[:1000]))
 
     def remark(self, text: str) -> None:
         try:
-            self._line.say(Remark(text[:1000]))
-        except LineError:
+            self._connection.send(Remark(text[:1000]))
+        except AgentConnectionError:
             super().remark(text)
 
     def close(self) -> None:
         self._taker.close()
         self._departure.close()
-        self._line.close()
+        self._connection.close()
 
 
-class _OfAllRanks(DefaultSavePlanner):
+class _AllRanksPlanner(DefaultSavePlanner):
     """A planner that fails instead of saving one rank's part as the whole.
 
     torch saves one rank's state as if it were complete if the process group is destroyed before the
@@ -214,15 +221,15 @@ class _OfAllRanks(DefaultSavePlanner):
 
 
 @dataclass(slots=True)
-class _Saving:
+class _PendingSave:
     """One save in progress. `told`: its failure has been reported already."""
 
     step: int
     future: Any
-    told: bool
+    reported: bool
 
 
-class TorchWay(Way):
+class TorchBackend(CheckpointBackend):
     """Backend with torch alone."""
 
     snapshots = False
@@ -230,12 +237,12 @@ class TorchWay(Way):
     def __init__(self, setting: RankOptions, state: TrainingState) -> None:
         self._setting = setting
         self._state = state
-        self._running: list[_Saving] = []
-        weakref.finalize(self, _end, self._running)
+        self._pending: list[_PendingSave] = []
+        weakref.finalize(self, _finish_pending_saves, self._pending)
         self._group: Any = None  # created by the first save
 
-    def resume(self, board: Board) -> int:
-        self.source, step = RestoreChoice(self._setting, board, self.remark).restore(self._state)
+    def restore(self, exchange: RankExchange) -> int:
+        self.source, step = RestoreChoice(self._setting, exchange, self.remark).restore(self._state)
         return step
 
     def save(self, step: int, persist: bool, wait: float) -> bool:
@@ -244,9 +251,9 @@ class TorchWay(Way):
         ranks."""
         if not persist:
             return True
-        before = self._finish()
+        before = self._finish_pending()
         if dist.is_initialized():
-            self._begin(step)
+            self._save_in_background(step)
         elif self._setting.world_size > 1:
             raise StateError("there is no process group: call init_process_group before step()")
         else:
@@ -257,37 +264,37 @@ class TorchWay(Way):
                     no_dist=True,
                 )
             except CheckpointException as error:  # not an Exception
-                raise StorageError(_failed(step, error)) from error
+                raise StorageError(_failure_sentence(step, error)) from error
             self._retain()
         if before:
             raise StorageError(before)
         return True
 
-    def _begin(self, step: int) -> None:
+    def _save_in_background(self, step: int) -> None:
         if self._group is None:
             # A separate group: the save runs concurrently with training and its collectives.
             self._group = dist.new_group(backend="gloo")
         try:
-            self._start(step, self._state.whole())
+            self._start_save(step, self._state.whole())
         except Exception as error:  # a user's state_dict, or no memory
-            self._start(step, {}, f"{error!r:.300}")
+            self._start_save(step, {}, f"{error!r:.300}")
             raise
 
-    def _start(self, step: int, state: dict[str, Any], failure: str = "") -> None:
-        planner = _OfAllRanks(self._setting.world_size, failure)
+    def _start_save(self, step: int, state: dict[str, Any], failure: str = "") -> None:
+        planner = _AllRanksPlanner(self._setting.world_size, failure)
         path = self._setting.folder.path(step)
         future = async_save(state, checkpoint_id=path, process_group=self._group, planner=planner)
-        self._running.append(_Saving(step, future, told=bool(failure)))
+        self._pending.append(_PendingSave(step, future, reported=bool(failure)))
 
-    def _finish(self) -> str:
+    def _finish_pending(self) -> str:
         """Wait for the save in progress; return a sentence about a failure, "" if there is none."""
         failed = ""
-        while self._running:
-            saving = self._running.pop()
+        while self._pending:
+            saving = self._pending.pop()
             try:
                 saving.future.result()
             except (Exception, CheckpointException) as error:  # torch raises many types
-                failed = failed if saving.told else _failed(saving.step, error)
+                failed = failed if saving.reported else _failure_sentence(saving.step, error)
                 continue
             try:
                 self._retain()
@@ -310,11 +317,11 @@ class TorchWay(Way):
 
     def close(self) -> None:
         """Raises StorageError if the last save has failed."""
-        if failed := self._finish():
+        if failed := self._finish_pending():
             raise StorageError(failed)
 
 
-def _failed(step: int, error: BaseException) -> str:
+def _failure_sentence(step: int, error: BaseException) -> str:
     """A sentence about a save by torch that failed, with the rank."""
     why = f"{error!r:.300}"
     if isinstance(error, CheckpointException) and error.failures:
@@ -323,7 +330,7 @@ def _failed(step: int, error: BaseException) -> str:
     return f"the checkpoint of step {step} was not written ({why})"
 
 
-def _end(running: list[_Saving]) -> None:
+def _finish_pending_saves(running: list[_PendingSave]) -> None:
     """When the process or the Checkpointer ends: wait for a save in progress, and warn if it fails.
     It needs the process group, which the script may have destroyed by then."""
     while running:
@@ -331,7 +338,7 @@ def _end(running: list[_Saving]) -> None:
         try:
             saving.future.result(timeout=END_LIMIT)
         except (Exception, CheckpointException) as error:  # torch raises many types
-            if saving.told:
+            if saving.reported:
                 continue
             warnings.warn(
                 f"elasticrun: the checkpoint of step {saving.step} was not finished "

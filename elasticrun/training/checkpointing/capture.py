@@ -19,7 +19,7 @@ from elasticrun.snapshots.dcp.restoring import copy_all
 from elasticrun.snapshots.shm.layout import PAGE, Layout
 from elasticrun.snapshots.shm.memory import map_pages, map_shared
 from elasticrun.snapshots.shm.segment import NONE, Segment, SegmentError, values_region
-from elasticrun.training.checkpointing.line import AgentLine
+from elasticrun.training.checkpointing.line import AgentConnection
 from elasticrun.training.checkpointing.parts import StateError
 from elasticrun.training.checkpointing.state import SnapshotPlan, TrainingState
 from elasticrun.wire.snapshots import Committed, NeedSegment, SegmentHere
@@ -29,7 +29,7 @@ LEAST_ROOM: Final = 64 * 1024
 """Minimum bytes reserved for opaque values."""
 
 
-class Mapped:
+class MappedSegment:
     """One segment in this process: one mapping, as bytes, as words and as tensors.
 
     It is unmapped when the last tensor on it is freed, never earlier (`shm.memory`)."""
@@ -61,7 +61,7 @@ class Mapped:
             self._tensors[slot] = views(self.storage, at, layout)
         return self._tensors[slot]
 
-    def warm(self, slot: int) -> None:
+    def prefault(self, slot: int) -> None:
         """Map all pages of a slot, if the agent did not get huge pages."""
         at = self._address + self.segment.slot_at(slot)
         map_pages(at, at + self.segment.slot_bytes + PAGE)
@@ -73,75 +73,80 @@ class Mapped:
         self._tensors.clear()
 
 
-class Taker:
+class SnapshotTaker:
     """Takes the snapshots of one rank."""
 
     def __init__(
-        self, line: AgentLine, state: TrainingState, slots: int, present: RoundName, least: int = 0
+        self,
+        connection: AgentConnection,
+        state: TrainingState,
+        slots: int,
+        present: RoundName,
+        least: int = 0,
     ) -> None:
         """`least`: the minimum number of slots if there is no memory for more; 0: no fewer than
         `slots`."""
-        self._line = line
+        self._connection = connection
         self._state = state
         self._slots, self._least = slots, least
         self._present = present
-        self._mapped: Mapped | None = None
+        self._mapped: MappedSegment | None = None
         self._layout: Layout | None = None
         self._plan: SnapshotPlan | None = None
         self._refused: dict[int, str] = {}
         self._sequence = 0
-        self.spare: Mapped | None = None  # the segment from which the state was restored
+        self.spare: MappedSegment | None = None  # the segment from which the state was restored
         self.room_hint = 0  # bytes for opaque values in the restored snapshot
 
     def prepare(self) -> None:
         """Get a segment for the current state and map the slot that is written next. Mapping takes
         about 80 ms per GiB, and would make the first snapshot five times as slow as the others.
-        Raises StateError or LineError."""
-        _, _, mapped, _ = self._ready()
+        Raises StateError or AgentConnectionError."""
+        _, _, mapped, _ = self._planned()
         slot = mapped.segment.free_slot()
         if slot is not None:
-            mapped.warm(slot)
+            mapped.prefault(slot)
 
-    def _ready(self) -> tuple[SnapshotPlan, bytes, Mapped, Layout]:
+    def _planned(self) -> tuple[SnapshotPlan, bytes, MappedSegment, Layout]:
         """The current state, its serialized opaque values, and a segment and layout that fit
         both."""
         plan = self._state.take()
         serialised = self._state.serialised(plan.values)
         values = values_region(serialised)
-        return plan, values, *self._fit(plan, len(values))
+        return plan, values, *self._segment_for(plan, len(values))
 
-    def note(self, step: int) -> None:
+    def note_step(self, step: int) -> None:
         """Training has reached this step."""
         if self._mapped is not None:
             self._mapped.segment.current = step
 
     @property
-    def asked(self) -> int:
+    def requested_step(self) -> int:
         """The step that all ranks must save, or NONE."""
         return NONE if self._mapped is None else self._mapped.segment.save_at
 
-    def until_whole(self, step: int, asked: int, limit: float) -> None:
-        """Wait until all ranks have saved this step, or a step other than `asked` is required, for
-        at most `limit` seconds."""
+    def wait_until_whole(self, step: int, requested: int, limit: float) -> None:
+        """Wait until all ranks have saved this step, or a step other than `requested` is required,
+        for at most `limit` seconds."""
         deadline = time.monotonic() + limit
         mapped = self._mapped
         while (
             mapped is not None
             and mapped.segment.watermark < step
-            and mapped.segment.save_at in (NONE, asked)
+            and mapped.segment.save_at in (NONE, requested)
         ):
-            if not self._line.await_room(step, deadline - time.monotonic()):
+            if not self._connection.wait_for_slot(step, deadline - time.monotonic()):
                 return
 
     def take(self, step: int, *, persist: bool, wait: float) -> bool:
         """Take a snapshot; False if no slot became free within `wait` seconds. `persist`: it will
-        be written to storage. Raises StateError, LineError, or what a Stateful raises; then no
-        snapshot exists."""
-        plan, values, mapped, layout = self._ready()
+        be written to storage. Raises StateError, AgentConnectionError, or what a Stateful raises;
+        then no snapshot exists."""
+        plan, values, mapped, layout = self._planned()
         segment = mapped.segment
         deadline = time.monotonic() + wait
         while (slot := segment.free_slot()) is None:
-            if not self._line.await_room(NONE, deadline - time.monotonic()):
+            if not self._connection.wait_for_slot(NONE, deadline - time.monotonic()):
                 return False
         segment.withdraw(slot)
         copy_out(mapped.tensors(slot, layout), plan.tensors)
@@ -159,10 +164,10 @@ class Taker:
             values=len(values),
         )
         segment.current = step
-        self._line.say(Committed(step, slot, self._sequence, persist))
+        self._connection.send(Committed(step, slot, self._sequence, persist))
         return True
 
-    def _fit(self, plan: SnapshotPlan, values_bytes: int) -> tuple[Mapped, Layout]:
+    def _segment_for(self, plan: SnapshotPlan, values_bytes: int) -> tuple[MappedSegment, Layout]:
         """The segment for this plan: the current one, or a new one if the state has changed."""
         layout = self._layout
         if self._mapped is not None and layout is not None and values_bytes <= layout.bytes_room:
@@ -180,10 +185,10 @@ class Taker:
             layout = arrange(plan.pieces, room)
         if layout.key in self._refused:
             raise StateError(self._refused[layout.key])
-        self._mapped, self._layout, self._plan = self._obtain(layout), layout, plan
+        self._mapped, self._layout, self._plan = self._request_segment(layout), layout, plan
         return self._mapped, layout
 
-    def _obtain(self, layout: Layout) -> Mapped:
+    def _request_segment(self, layout: Layout) -> MappedSegment:
         encoded = layout.encode()
         wanted = NeedSegment(
             *(layout.key, layout.content, len(encoded), layout.slot_bytes, self._slots),
@@ -193,7 +198,7 @@ class Taker:
         if self._mapped is not None:
             self._mapped.close()
             self._mapped = None
-        here, fd = self._line.ask(wanted, SegmentHere)
+        here, fd = self._connection.request(wanted, SegmentHere)
         if not here.ok or fd is None:
             self._refused = {layout.key: here.reason or "the agent gave no memory"}
             raise StateError(self._refused[layout.key])
@@ -205,7 +210,7 @@ class Taker:
             if spare is not None:
                 spare.close()
             try:
-                mapped = Mapped(fd)
+                mapped = MappedSegment(fd)
             except SegmentError as error:  # the agent checks it before it sends it
                 raise StateError(
                     f"the memory for snapshots was spoiled just now: {error}"

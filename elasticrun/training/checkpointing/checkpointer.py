@@ -23,23 +23,30 @@ from elasticrun.snapshots.dcp.garbage import no_collection
 from elasticrun.snapshots.shm.segment import MAX_SLOTS, MIN_SLOTS
 from elasticrun.snapshots.storage.folder import MAX_STEP, Folder
 from elasticrun.snapshots.storage.writing import StorageError
-from elasticrun.training.checkpointing.backends import AgentWay, TorchWay, Way
+from elasticrun.training.checkpointing.backends import AgentBackend, CheckpointBackend, TorchBackend
 from elasticrun.training.checkpointing.choosing import (
-    Board,
-    BoardError,
+    CorruptError,
+    ExchangeError,
     NotAgreed,
-    NotThere,
+    RankExchange,
     RankOptions,
-    SpoiledError,
+    StepNotAvailable,
 )
 from elasticrun.training.checkpointing.line import (
     ASKED_LIMIT,
+    AgentConnectionError,
     ConflictError,
-    LineError,
+    agent_address,
     costs,
-    own_place,
 )
-from elasticrun.training.checkpointing.pace import AUTO, Due, Every, Pace, Schedule, chosen
+from elasticrun.training.checkpointing.pace import (
+    AUTO,
+    DueSnapshot,
+    Every,
+    Pace,
+    Schedule,
+    interval_of,
+)
 from elasticrun.training.checkpointing.parts import StateError, why_no_state
 from elasticrun.training.checkpointing.state import OnResize, TrainingState
 from elasticrun.wire import env
@@ -155,19 +162,19 @@ class Checkpointer:
     ) -> None:
         """Raises ValueError for an invalid or unknown option, ConflictError if this process already
         has a Checkpointer of another state."""
-        _refuse_what_is_no_state(state)
-        pace = chosen("every", every_steps, every_seconds)
+        _refuse_invalid_state(state)
+        pace = interval_of("every", every_steps, every_seconds)
         if persist_every_steps is not None and persist_every_seconds == PERSIST_EVERY:
             persist_every_seconds = None  # the other option overrides the default
-        persists = chosen("persist_every", persist_every_steps, persist_every_seconds)
+        persists = interval_of("persist_every", persist_every_steps, persist_every_seconds)
         flags = {"verify": verify, "strict_save": strict_save, "rng": rng}
         _check(keep, slots, on_busy, replicas, {**flags, "weights_only": weights_only})
         if not state:
             raise ValueError("there is no state: pass it by name, as in Checkpointer(..., model=m)")
-        rank, world_size = _place()
+        rank, world_size = _rank_and_world_size()
         wanted, least = _slots(slots, persists, replicas)
         keep = keep or Keep()
-        url = os.fspath(_own_folder() if folder is None else folder)
+        url = os.fspath(_default_folder() if folder is None else folder)
         url = url if "://" in url else os.path.abspath(os.path.expanduser(url))
         where = Folder(url)
         if why := where.unfit:
@@ -182,25 +189,25 @@ class Checkpointer:
         self._persist_every = persists
         self._busy = BUSY_LIMIT if on_busy == "wait" else 0.0
         self._strict = strict_save
-        self._way: Way | None = None
-        self._board: Board | None = None
+        self._backend: CheckpointBackend | None = None
+        self._exchange: RankExchange | None = None
         self._schedule: Schedule | None = None
         self._stalls: list[float] = []
-        self._told: set[str] = set()
-        self._left_out = 0  # snapshots skipped since the last checkpoint
+        self._remarked: set[str] = set()
+        self._skipped_since_persist = 0  # snapshots skipped since the last checkpoint
         self._last = -1  # the last step of the training
         self.stats = Stats()
         self._owner = _Owner(os.getpid(), self._setting.folder.url, frozenset(state))
         self._is_closed = self._saves = False
         self._successor = ""  # why this one is unusable, if it is
-        _take_place(self)
+        _claim_process(self)
 
     def per_rank(self, name: str, value: Any, on_resize: OnResize | None = None) -> None:
         """Add state of this rank alone, such as its data loader or its own generator. Call before
         `restore`. If the number of ranks has changed, the states cannot be assigned: then
         `on_resize` receives the states of all old ranks, by rank (None for a lost one). Without
         `on_resize` the value is left unchanged."""
-        if self._way is not None:
+        if self._backend is not None:
             raise RuntimeError("per_rank() comes before restore() and step()")
         if why := why_no_state(value):
             raise StateError(f"{name} {why}")
@@ -222,23 +229,23 @@ class Checkpointer:
         if self._schedule is not None:
             raise RuntimeError("restore() comes once, before the first step()")
         began = time.monotonic()
-        self._state.vouch()
-        way, board = self._open()
-        self._agree(board)
+        self._state.check_loadable()
+        backend, exchange = self._open()
+        self._check_options_agree(exchange)
         try:
             with no_collection():
-                step = way.resume(board)
-        except (StorageError, SpoiledError, NotAgreed, NotThere) as wrong:
+                step = backend.restore(exchange)
+        except (StorageError, CorruptError, NotAgreed, StepNotAvailable) as wrong:
             raise wrong.with_traceback(None) from None  # a sentence is enough: drop the traceback
-        self._begin(step)
-        self.stats.source = way.source
+        self._start_schedule(step)
+        self.stats.source = backend.source
         self._state.put_back_rng()
         for text in dict.fromkeys(self._state.remarks):
-            way.remark(text)
+            backend.remark(text)
         costs.restored(time.monotonic() - began)
         return step
 
-    def _agree(self, board: Board) -> None:
+    def _check_options_agree(self, exchange: RankExchange) -> None:
         """Compare the options that all ranks must share with rank 0's. With different ones no step
         would be complete on all ranks, or too many checkpoints would be removed. Raises
         ConflictError."""
@@ -250,9 +257,9 @@ class Checkpointer:
             "replicas": repr(setting.replicas),
         }
         if setting.rank == 0:
-            board.say("options", json.dumps(mine))
+            exchange.publish("options", json.dumps(mine))
             return
-        first: dict[str, str] = json.loads(board.hear("options"))
+        first: dict[str, str] = json.loads(exchange.wait_for("options"))
         differing = [f"{n}={v} and {first.get(n)}" for n, v in mine.items() if v != first.get(n)]
         if differing:
             raise ConflictError(
@@ -266,28 +273,28 @@ class Checkpointer:
         iterator of a data loader does."""
         self._state.put_back_rng()
 
-    def _open(self) -> tuple[Way, Board]:
+    def _open(self) -> tuple[CheckpointBackend, RankExchange]:
         if self._successor:
             raise ConflictError(self._successor)
-        if self._way is None or self._board is None:
-            self._way, life = self._choose_way()
-            prefix = f"elasticrun/{life}/{next(_instances)}"
-            self._board = Board(prefix, self._setting.world_size)
-        return self._way, self._board
+        if self._backend is None or self._exchange is None:
+            self._backend, round_name = self._choose_backend()
+            prefix = f"elasticrun/{round_name}/{next(_instances)}"
+            self._exchange = RankExchange(prefix, self._setting.world_size)
+        return self._backend, self._exchange
 
-    def _choose_way(self) -> tuple[Way, str]:
+    def _choose_backend(self) -> tuple[CheckpointBackend, str]:
         """The backend, and a name for this incarnation of the ranks."""
-        place = own_place()
+        place = agent_address()
         ours = bool(place) or env.PROGRESS in os.environ
         why = "this was not started by elasticrun"
         if ours:
             why = "the agent has given this process no place for snapshots"
         if place:
             try:
-                way = AgentWay(self._setting, self._state, place)
-                _spoken.setdefault(self._owner.pid, (self._owner,))
-                return way, way.life
-            except LineError as error:
+                backend = AgentBackend(self._setting, self._state, place)
+                _owners_by_pid.setdefault(self._owner.pid, (self._owner,))
+                return backend, backend.round_name
+            except AgentConnectionError as error:
                 why = str(error)
         if self._setting.rank == 0 or ours:  # the other ranks may have an agent
             warnings.warn(
@@ -295,101 +302,103 @@ class Checkpointer:
                 "the checkpoints",
                 stacklevel=4,
             )
-        life = f"{os.environ.get(env.RUN_ID, '')}/{os.environ.get(env.RESTART_COUNT, '')}"
-        return TorchWay(self._setting, self._state), life
+        round_name = f"{os.environ.get(env.RUN_ID, '')}/{os.environ.get(env.RESTART_COUNT, '')}"
+        return TorchBackend(self._setting, self._state), round_name
 
-    def _begin(self, step: int) -> None:
-        way, _ = self._open()
-        every: Every | None = self._every if way.snapshots else self._persist_every
+    def _start_schedule(self, step: int) -> None:
+        backend, _ = self._open()
+        every: Every | None = self._every if backend.snapshots else self._persist_every
         # without an agent and without checkpoints there is nothing to do
-        self._go_by(Pace(every or NEVER, self._persist_every, step), step)
+        self._set_pace(Pace(every or NEVER, self._persist_every, step), step)
         self._last = step
 
-    def _go_by(self, pace: Pace, step: int) -> None:
-        _, board = self._open()
-        self._schedule = Schedule(pace, board, self._setting.rank, time.monotonic(), step)
+    def _set_pace(self, pace: Pace, step: int) -> None:
+        _, exchange = self._open()
+        self._schedule = Schedule(pace, exchange, self._setting.rank, time.monotonic(), step)
 
-    def _begun(self, number: int) -> tuple[Way, Schedule]:
+    def _ensure_started(self, number: int) -> tuple[CheckpointBackend, Schedule]:
         """The backend and the schedule; also initializes them if the script did not call `restore`
         and starts with `number`. Raises StateError for state that cannot be saved, before anything
         is saved."""
         if self._schedule is None:
-            self._state.vouch()
+            self._state.check_loadable()
         if not self._saves:
             _refuse_to_share(self)
             self._saves = True
-        way, _ = self._open()
+        backend, _ = self._open()
         if self._schedule is None:
-            way.fresh(number - 1)
-            self._begin(number - 1)
+            backend.started_at(number - 1)
+            self._start_schedule(number - 1)
         assert self._schedule is not None
-        return way, self._schedule
+        return backend, self._schedule
 
     def step(self, number: int, *, healthy: bool = True) -> None:
         """Training has completed step `number`: take a snapshot if one is due. `healthy=False` (for
         example, the loss is NaN) skips it; all ranks must pass the same. Raises ValueError for an
         invalid number, and StateError at the first step for state that cannot be saved."""
         number = _step(number)
-        way, schedule = self._begun(number)
+        backend, schedule = self._ensure_started(number)
         if number < self._last:  # e.g. counted per epoch: such steps are never due
-            self._tell(
+            self._remark_once(
                 "a step came that is below an earlier one: nothing is saved until steps are above "
                 "all earlier ones; count them over the whole training, not over an epoch"
             )
         self._last = max(self._last, number)
         with contextlib.suppress(Exception):  # errors are reported when a snapshot is due
-            way.prepare()  # from now on this node can be told to save and leave
-        way.note(number)
+            backend.prepare()  # from now on this node can be told to save and leave
+        backend.note_step(number)
         due = schedule.due(number)
-        asked = self._guarded(lambda: way.is_asked(number))
+        asked = self._guarded(lambda: backend.is_save_requested(number))
         saved = False
         if healthy and asked:
-            saved = self._attempt(way, Due(number, True), ASKED_LIMIT)
+            saved = self._try_save(backend, DueSnapshot(number, True), ASKED_LIMIT)
         elif healthy and due is not None:
-            self._attempt(way, due, max(self._busy, PERSIST_LIMIT if due.persist else 0.0))
+            self._try_save(backend, due, max(self._busy, PERSIST_LIMIT if due.persist else 0.0))
         if due is not None:
             stall = min(self._stalls, default=0.0)
             self._guarded(lambda: schedule.advance(time.monotonic(), due, stall))
         costs.stepped(number)
         if asked:
-            self._guarded(lambda: way.answer(number, saved=saved))
+            self._guarded(lambda: backend.report_requested_save(number, saved=saved))
 
     def save_now(self, number: int) -> bool:
         """Take a snapshot of step `number` and have it written to storage, regardless of the
         schedule. False if it could not be taken. Every rank calls it at the same step. Raises
         ValueError for an invalid number."""
         number = _step(number)
-        way, _ = self._begun(number)
-        return self._attempt(way, Due(number, True), BUSY_LIMIT)
+        backend, _ = self._ensure_started(number)
+        return self._try_save(backend, DueSnapshot(number, True), BUSY_LIMIT)
 
-    def _attempt(self, way: Way, due: Due, wait: float) -> bool:
+    def _try_save(self, backend: CheckpointBackend, due: DueSnapshot, wait: float) -> bool:
         began = time.monotonic()
-        took = self._guarded(lambda: way.save(due.step, due.persist, wait))
+        took = self._guarded(lambda: backend.save(due.step, due.persist, wait))
         costs.saved(time.monotonic() - began, taken=bool(took))
         if took is None:
             error = self.stats.error
-            with contextlib.suppress(LineError):  # without a connection the agent notices by itself
-                way.failed(due.step, due.persist, error)
+            with contextlib.suppress(
+                AgentConnectionError
+            ):  # without a connection the agent notices by itself
+                backend.report_failed(due.step, due.persist, error)
             return False
         if not took:
             self.stats.skipped += 1
-            self._left_out += 1
-            self._guarded(lambda: way.skipped(self.stats.skipped))
+            self._skipped_since_persist += 1
+            self._guarded(lambda: backend.report_skipped(self.stats.skipped))
             if due.persist:
                 why = f"no slot was free for {wait:.0f} s"
-                self._tell(f"step {due.step} was not written out: {why}")
-                self._guarded(lambda: way.failed(due.step, True, why))
+                self._remark_once(f"step {due.step} was not written out: {why}")
+                self._guarded(lambda: backend.report_failed(due.step, True, why))
             return False
         self.stats.stall = time.monotonic() - began
         self._stalls = [*self._stalls[-2:], self.stats.stall]
-        if way.snapshots or due.persist:
-            self.stats.snapshots += way.snapshots
+        if backend.snapshots or due.persist:
+            self.stats.snapshots += backend.snapshots
             self.stats.persists += due.persist
         if due.persist:
-            count, self._left_out = self._left_out, 0
+            count, self._skipped_since_persist = self._skipped_since_persist, 0
             # once per process; `stats.skipped` and the job's status count all
             if count and count == self.stats.skipped:
-                way.remark(
+                backend.remark(
                     f"{count} snapshots before step {due.step} were skipped: no slot was free "
                     "(raise slots=, or set on_busy='wait')"
                 )
@@ -402,27 +411,27 @@ class Checkpointer:
         except Exception as error:  # a user's state_dict may raise anything
             self.stats.failed += 1
             self.stats.error = str(error) or repr(error)
-            what = "snapshot" if self._way is None or self._way.snapshots else "save"
-            self._tell(f"a {what} failed: {self.stats.error}")
-            if isinstance(error, LineError | BoardError):
+            what = "snapshot" if self._backend is None or self._backend.snapshots else "save"
+            self._remark_once(f"a {what} failed: {self.stats.error}")
+            if isinstance(error, AgentConnectionError | ExchangeError):
                 # agreement and handover are no longer possible
-                self._tell("no more snapshots are taken in this life of the ranks")
-                self._go_by(Pace(NEVER, None, 0), 0)
+                self._remark_once("no more snapshots are taken in this life of the ranks")
+                self._set_pace(Pace(NEVER, None, 0), 0)
             if self._strict:
                 raise
             return None
 
-    def _tell(self, text: str) -> None:
+    def _remark_once(self, text: str) -> None:
         """Report each sentence once, and at most 32 of them."""
-        if self._way is not None and text not in self._told and len(self._told) < 32:
-            self._told.add(text)
-            self._way.remark(text)
+        if self._backend is not None and text not in self._remarked and len(self._remarked) < 32:
+            self._remarked.add(text)
+            self._backend.remark(text)
 
     def close(self) -> None:
         """Release the memory, and wait for torch's save in progress. Snapshots stay in memory."""
         self._is_closed = True
-        if self._way is not None:
-            self._guarded(self._way.close)
+        if self._backend is not None:
+            self._guarded(self._backend.close)
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,25 +445,25 @@ class _Owner:
 
 
 _made: Final[weakref.WeakSet[Checkpointer]] = weakref.WeakSet()
-_spoken: Final[dict[int, tuple[_Owner]]] = {}
+_owners_by_pid: Final[dict[int, tuple[_Owner]]] = {}
 """By pid: whose state the agent has. A forked child has another pid."""
 
 
-def _take_place(new: Checkpointer) -> None:
+def _claim_process(new: Checkpointer) -> None:
     """With an agent a process has one state forever: the agent's memory holds it for this rank, and
     a restart restores it. A new Checkpointer of the same state replaces the old one, for a script
     that runs again in one process. Raises ConflictError."""
     _made.add(new)
-    if not own_place():
+    if not agent_address():
         return
     mine = new._owner
-    _refuse(new, lambda: [*_spoken.get(mine.pid, ()), *(one._owner for one in _others(new))])
+    _refuse(new, lambda: [*_owners_by_pid.get(mine.pid, ()), *(one._owner for one in _others(new))])
     for one in _others(new):
         one._successor = (
             f"a newer Checkpointer of the same names in {mine.url} has taken the place of this "
             "one. If these are two states, give both to one Checkpointer under different names"
         )
-        if isinstance(one._way, AgentWay):
+        if isinstance(one._backend, AgentBackend):
             one.close()
 
 
@@ -502,7 +511,7 @@ def _distinct(one: _Owner, other: _Owner) -> str:
     return ", ".join([*(f"{name}=..." for name in names[:MOST_SHOWN]), *more])
 
 
-def _refuse_what_is_no_state(given: Mapping[str, Any]) -> None:
+def _refuse_invalid_state(given: Mapping[str, Any]) -> None:
     """Raise StateError for an argument that cannot be state, such as a misspelled option."""
     for name, value in given.items():
         why = why_no_state(value)
@@ -556,7 +565,7 @@ def _step(number: int) -> int:
     return found
 
 
-def _own_folder() -> str:
+def _default_folder() -> str:
     """The default folder for checkpoints. Raises ValueError without a run folder."""
     run = os.environ.get(env.RUN_FOLDER)
     if not run:
@@ -564,7 +573,7 @@ def _own_folder() -> str:
     return os.path.join(run, "checkpoints")
 
 
-def _place() -> tuple[int, int]:
+def _rank_and_world_size() -> tuple[int, int]:
     """Rank and world size."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()

@@ -51,7 +51,7 @@ LIMIT: Final = 300.0
 AGREE_LIMIT: Final = 1800.0
 """Seconds that a rank waits for all others to check a checkpoint: each reads a part of it."""
 
-LOOK_LIMIT: Final = 10.0
+QUERY_LIMIT: Final = 10.0
 """Seconds for a look into storage if there is a step in memory as an alternative. Without one, the
 operator is informed after this time that the ranks wait for the storage.
 """
@@ -61,18 +61,18 @@ STORAGE_LIMIT: Final = LIMIT - 30.0
 the other ranks receive the reason before they stop waiting.
 """
 
-MOST_SPOILED: Final = 8
+MAX_CORRUPT: Final = 8
 """Maximum number of consecutive corrupt checkpoints in one restore: more point to the storage."""
 
 MOST_NAMED: Final = 10
 """Maximum number of checkpoints that a sentence names."""
 
 
-class BoardError(RuntimeError):
+class ExchangeError(RuntimeError):
     """The store cannot be reached, or a key is missing; a sentence."""
 
 
-class SpoiledError(RuntimeError):
+class CorruptError(RuntimeError):
     """Checkpoints are corrupt, and no other can be used without a restart. A sentence."""
 
 
@@ -84,7 +84,7 @@ class NotAgreed(RuntimeError):
     """Another rank cannot check the checkpoint; a sentence."""
 
 
-class NotThere(RuntimeError):
+class StepNotAvailable(RuntimeError):
     """The requested step is not available; a sentence."""
 
 
@@ -104,7 +104,7 @@ class RankOptions:
     least_slots: int = 0  # acceptable minimum without memory for more; 0: no fewer
 
 
-def within(
+def within_limit(
     limit: float, work: Callable[[], T], url: str, slow: Callable[[], None] = lambda: None
 ) -> T:
     """Return or raise what `work` does, if its storage responds within `limit` seconds; else raise
@@ -112,7 +112,7 @@ def within(
     which is then abandoned. `slow` is called after LOOK_LIMIT."""
     answer: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
 
-    def look() -> None:
+    def run_work() -> None:
         try:
             answer.put((work(), None))
         except BaseException as error:
@@ -121,10 +121,10 @@ def within(
     try:
         # Not with `threading`, whose start() waits forever for a thread that dies from lack of
         # memory during its start.
-        _thread.start_new_thread(look, ())
+        _thread.start_new_thread(run_work, ())
     except RuntimeError as error:
         raise StorageError(str(error)) from error
-    first = min(limit, LOOK_LIMIT)
+    first = min(limit, QUERY_LIMIT)
     try:
         found, wrong = answer.get(timeout=first)
     except Empty:
@@ -139,7 +139,7 @@ def within(
     return found  # type: ignore[return-value]
 
 
-class Board:
+class RankExchange:
     """Communication between ranks without a collective: keys under a prefix that is unique to
     this incarnation of the ranks. They are in the store of the default process group, or else in
     torch's store at MASTER_ADDR:MASTER_PORT, which every launcher provides. A single rank needs
@@ -151,49 +151,51 @@ class Board:
         self._alone = world_size < 2
         self._store: Any = None
 
-    def say(self, key: str, text: str) -> None:
+    def publish(self, key: str, text: str) -> None:
         """Publish a text; for rank 0; does not wait."""
         if not self._alone:
-            self._tell(key, lambda store, name: store.set(name, text))
+            self._apply(key, lambda store, name: store.set(name, text))
 
-    def _tell(self, key: str, act: Callable[[Any, str], Any]) -> Any:
+    def _apply(self, key: str, act: Callable[[Any, str], Any]) -> Any:
         """Call `act` with the store and the full name of the key; return its result."""
         try:
-            return act(self._reach(), f"{self._prefix}/{key}")
+            return act(self._connected_store(), f"{self._prefix}/{key}")
         except Exception as error:  # torch raises many types
-            raise BoardError(f"{key} cannot be told to the other ranks ({error})") from error
+            raise ExchangeError(f"{key} cannot be told to the other ranks ({error})") from error
 
-    def hear(self, key: str, limit: float = LIMIT, who: str = "rank 0 has") -> str:
+    def wait_for(self, key: str, limit: float = LIMIT, who: str = "rank 0 has") -> str:
         """Wait for rank 0's text under this key, at most `limit` seconds."""
         try:
-            store, name = self._reach(), f"{self._prefix}/{key}"
+            store, name = self._connected_store(), f"{self._prefix}/{key}"
             store.wait([name], timedelta(seconds=limit))
             return bytes(store.get(name)).decode()
         except Exception as error:
-            raise BoardError(f"{who} not said {key} in {limit:.0f} s ({error})") from error
+            raise ExchangeError(f"{who} not said {key} in {limit:.0f} s ({error})") from error
 
-    def object(self, key: str, objection: str) -> str:
-        """Veto what all ranks have to agree to (see `agreed`); does not wait. The first veto is
-        valid for all, and is returned."""
+    def veto(self, key: str, objection: str) -> str:
+        """Veto what all ranks have to agree to (see `wait_for_agreement`); does not wait. The first
+        veto is valid for all, and is returned."""
         if self._alone:
             return objection
-        stands: str = self._tell(key, lambda store, name: _first(store, name, f"no {objection}"))
+        stands: str = self._apply(
+            key, lambda store, name: _set_once(store, name, f"no {objection}")
+        )
         return stands.partition(" ")[2]
 
-    def agreed(self, key: str) -> str:
+    def wait_for_agreement(self, key: str) -> str:
         """Agree; wait until all ranks agree (return "") or one objects (return its objection).
-        Raises BoardError if that takes longer than AGREE_LIMIT."""
+        Raises ExchangeError if that takes longer than AGREE_LIMIT."""
         if self._alone:
             return ""
 
         def agree(store: Any, name: str) -> None:
             if store.add(f"{name}/ranks", 1) == self._world_size:
-                _first(store, name, "yes")
+                _set_once(store, name, "yes")
 
-        self._tell(key, agree)
-        return self.hear(key, AGREE_LIMIT, "the ranks have").partition(" ")[2]
+        self._apply(key, agree)
+        return self.wait_for(key, AGREE_LIMIT, "the ranks have").partition(" ")[2]
 
-    def _reach(self) -> Any:
+    def _connected_store(self) -> Any:
         c10d: Any = dist  # untyped
         if self._store is None:
             if dist.is_initialized():
@@ -206,7 +208,7 @@ class Board:
         return self._store
 
 
-def _first(store: Any, name: str, text: str) -> str:
+def _set_once(store: Any, name: str, text: str) -> str:
     """Set the key unless it exists; return its value. torch's older store server, which runs where
     the libuv one cannot, does not wake waiters for a key that compare_set creates. So the key is
     set a second time, to the same value."""
@@ -215,7 +217,7 @@ def _first(store: Any, name: str, text: str) -> str:
     return stands
 
 
-class Stored:
+class StoredCheckpoint:
     """One checkpoint in storage, as one of many ranks sees it. Raises StorageError if
     unreachable."""
 
@@ -237,9 +239,9 @@ class Stored:
                 return wrong
         try:
             self._metadata = read_metadata(self._reader, setting.weights_only)
-            self._saved = saved_in(self._metadata)
+            self._saved = saved_items(self._metadata)
         except Exception as error:  # torch's reader and pickle raise many types
-            return self._blamed(error)
+            return self._corruption(error)
         if setting.rank == 0 and not (setting.verify and self._folder.has_manifest(self._step)):
             return self._short()
         return None
@@ -266,7 +268,7 @@ class Stored:
         wrong = self._folder.short(self._step, least)
         return CheckpointFault(wrong) if wrong else None
 
-    def _blamed(self, error: Exception) -> CheckpointFault:
+    def _corruption(self, error: Exception) -> CheckpointFault:
         """Why a checkpoint that could not be read is corrupt. Raises if another cause is
         possible."""
         if isinstance(error, NotAllowed):
@@ -295,7 +297,7 @@ class Stored:
         ) from error
 
     def load(self, state: TrainingState) -> None:
-        """Load after `fault`. Raises SpoiledError, UnreadableError, StateError or StorageError."""
+        """Load after `fault`. Raises CorruptError, UnreadableError, StateError or StorageError."""
         saved, ranks = self._saved
         mine = own_key(self._setting.rank)
         own = ranks == self._setting.world_size and any(
@@ -326,7 +328,7 @@ class Stored:
             first: Any = error
             if isinstance(error, CheckpointException):  # not an Exception
                 first = next(iter(error.failures.values()))[0]
-            raise SpoiledError(self.condemn(self._blamed(first))) from error
+            raise CorruptError(self.condemn(self._corruption(first))) from error
 
     def _own_of(self, rank: int, name: str) -> dict[Path, Any]:
         """The per-rank state of one old rank, {} if it has none."""
@@ -351,7 +353,7 @@ def _reader(folder: Folder, step: int) -> Any:
     return FsspecReader(folder.path(step))
 
 
-def saved_in(metadata: Metadata) -> tuple[dict[str, Item], int]:
+def saved_items(metadata: Metadata) -> tuple[dict[str, Item], int]:
     """The items of a checkpoint by name, and the number of ranks with per-rank state in it."""
     paths: Mapping[str, Any] = metadata.planner_data or {}
     found: dict[str, Item] = {}
@@ -374,18 +376,18 @@ class RestoreChoice:
     """One restore. Steps in `skip` come last."""
 
     setting: RankOptions
-    board: Board
-    tell: Callable[[str], None]  # reports a sentence to the operator
+    exchange: RankExchange
+    remark: Callable[[str], None]  # reports a sentence to the operator
     memory: int = -1  # the step available in memory, -1: none
     skip: Skip = NOTHING
-    _spoiled: int = field(default=-1, init=False)  # the last corrupt step: no newer one is used
+    _corrupt: int = field(default=-1, init=False)  # the last corrupt step: no newer one is used
     _round: int = field(default=0, init=False)  # number of the choice
 
     def restore(self, state: TrainingState) -> tuple[str, int]:
         """Choose; a checkpoint in storage is loaded too. Return the source ("memory", "storage",
-        "nothing") and the step. Raises SpoiledError, NotAgreed, NotThere, and what `Stored`
-        raises."""
-        for self._round in range(MOST_SPOILED):
+        "nothing") and the step. Raises CorruptError, NotAgreed, StepNotAvailable, and what
+        `StoredCheckpoint` raises."""
+        for self._round in range(MAX_CORRUPT):
             source, step = self._choose()
             if source != "storage":
                 return source, step
@@ -394,10 +396,10 @@ class RestoreChoice:
                 stored.load(state)
                 return source, step
             if self.setting.rank == 0:
-                self.tell(stored.condemn(wrong))
-            self._spoiled = step
-        raise SpoiledError(
-            f"{MOST_SPOILED} checkpoints in {self.setting.folder.url} were found spoiled, one "
+                self.remark(stored.condemn(wrong))
+            self._corrupt = step
+        raise CorruptError(
+            f"{MAX_CORRUPT} checkpoints in {self.setting.folder.url} were found spoiled, one "
             "after the other: see to the storage; the next start looks at those before them"
         )
 
@@ -405,84 +407,86 @@ class RestoreChoice:
         """The choice, the same on all ranks: rank 0 makes it."""
         key = f"from/{self._round}"
         if self.setting.rank != 0:
-            source, _, what = self.board.hear(key).partition(" ")
+            source, _, what = self.exchange.wait_for(key).partition(" ")
             if source == "away":
                 raise NotAgreed(f"rank 0 cannot say what to go on from: {what}")
             return source, int(what)
         try:
-            chosen = self._best() if self.skip.all_but < 0 else self._asked_for()
+            chosen = (
+                self._newest_in_memory_or_storage() if self.skip.all_but < 0 else self._requested()
+            )
         except Exception as error:  # the other ranks must not wait in vain
-            self.board.say(key, f"away {error!s:.500}")
+            self.exchange.publish(key, f"away {error!s:.500}")
             raise
-        self.board.say(key, f"{chosen[0]} {chosen[1]}")
+        self.exchange.publish(key, f"{chosen[0]} {chosen[1]}")
         return chosen
 
-    def _asked_for(self) -> tuple[str, int]:
+    def _requested(self) -> tuple[str, int]:
         step, folder = self.skip.all_but, self.setting.folder
         if self.memory == step:
             return "memory", step
-        whole = sorted(self._look(folder.committed))
+        whole = sorted(self._query_storage(folder.committed))
         if step in whole:
             return "storage", step
         there = ", ".join(map(str, whole[-MOST_NAMED:])) or "none"
-        raise NotThere(
+        raise StepNotAvailable(
             f"--restore-step={step}: step {step} is not whole in memory, and {folder.url} has no "
             f"whole checkpoint of it (it has: {there})"
         )
 
-    def _best(self) -> tuple[str, int]:
+    def _newest_in_memory_or_storage(self) -> tuple[str, int]:
         """The larger step wins, memory if both are equal; suspect steps come last."""
         memory = -1 if self.skip.memory else self.memory
-        below = [step for step in (self.skip.storage_from, self._spoiled) if step >= 0]
-        stored = self._newest(memory, min(below, default=-1))
+        below = [step for step in (self.skip.storage_from, self._corrupt) if step >= 0]
+        stored = self._newest_in_storage(memory, min(below, default=-1))
         if max(memory, stored) < 0 and (self.skip.memory or self.skip.storage_from >= 0):
-            memory, stored = self.memory, self._newest(self.memory, self._spoiled)
+            memory, stored = self.memory, self._newest_in_storage(self.memory, self._corrupt)
             if max(memory, stored) >= 0:
                 again = f"step {max(memory, stored)} is tried again"
-                self.tell(
+                self.remark(
                     f"{again}, although ranks have failed soon after it: nothing else is left"
                 )
         if memory >= 0 and memory >= stored:
             return "memory", memory
         return ("storage", stored) if stored >= 0 else ("nothing", 0)
 
-    def _newest(self, memory: int, below: int) -> int:
+    def _newest_in_storage(self, memory: int, below: int) -> int:
         """The newest step in storage. With a step in memory, an unreachable storage is ignored."""
         folder = self.setting.folder
         if memory < 0:
-            return self._look(partial(folder.newest, below))
+            return self._query_storage(partial(folder.newest, below))
         try:
-            return within(LOOK_LIMIT, partial(folder.newest, below, memory), folder.url)
+            return within_limit(QUERY_LIMIT, partial(folder.newest, below, memory), folder.url)
         except Exception as error:  # of the library for this storage
-            self.tell(f"step {memory} is taken from memory, storage was not looked at: {error}")
+            self.remark(f"step {memory} is taken from memory, storage was not looked at: {error}")
             return -1
 
-    def _look(self, work: Callable[[], T]) -> T:
+    def _query_storage(self, work: Callable[[], T]) -> T:
         """The result of `work` in storage, without which no choice is possible. Raises
         StorageError."""
         url = self.setting.folder.url
 
         def slow() -> None:
-            self.tell(f"{url} has not answered for {LOOK_LIMIT:.0f} s: the ranks wait for it")
+            self.remark(f"{url} has not answered for {QUERY_LIMIT:.0f} s: the ranks wait for it")
 
-        return within(STORAGE_LIMIT, work, url, slow)
+        return within_limit(STORAGE_LIMIT, work, url, slow)
 
-    def _examine(self, step: int) -> tuple[Stored, CheckpointFault | None]:
+    def _examine(self, step: int) -> tuple[StoredCheckpoint, CheckpointFault | None]:
         """The checkpoint, and None if no rank finds a fault, so that it may be loaded. Otherwise
         the first fault, the same on all ranks."""
         setting, key = self.setting, f"whole/{self._round}"
         try:
-            stored = Stored(setting, step)
-            wrong = within(AGREE_LIMIT, stored.fault, setting.folder.url)
+            stored = StoredCheckpoint(setting, step)
+            wrong = within_limit(AGREE_LIMIT, stored.fault, setting.folder.url)
         except Exception as error:  # the other ranks must not wait for this one
-            self.board.object(key, f"away rank {setting.rank}: {error!s:.500}")
+            self.exchange.veto(key, f"away rank {setting.rank}: {error!s:.500}")
             raise
         if wrong is not None:
-            kind = "spoiled" if wrong.spoiled else "unfit"
-            heard = self.board.object(key, f"{kind} {wrong.what}")
+            kind = "spoiled" if wrong.corrupt else "unfit"
+            reply = self.exchange.veto(key, f"{kind} {wrong.what}")
         else:
-            heard = self.board.agreed(key)
-        kind, _, what = heard.partition(" ")
+            reply = self.exchange.wait_for_agreement(key)
+        kind, _, what = reply.partition(" ")
         if kind == "away":
             raise NotAgreed(f"step {step} in storage cannot be restored by all ranks: {what}")
         return stored, CheckpointFault(what, kind == "spoiled") if what else None

@@ -66,7 +66,7 @@ Answer = TypeVar("Answer")
 _places: dict[int, str] = {}  # by the pid that received it: a forked child has none
 
 
-def own_place() -> str:
+def agent_address() -> str:
     """The address that the agent gave this process (wire.env.SNAPSHOTS), "" if none. The first call
     removes it from os.environ, so that children of this process do not take themselves for the
     rank."""
@@ -75,7 +75,7 @@ def own_place() -> str:
     return _places.get(os.getpid(), "")
 
 
-class LineError(OSError):
+class AgentConnectionError(OSError):
     """The connection to the agent failed or was closed; a sentence."""
 
 
@@ -83,13 +83,13 @@ class ConflictError(RuntimeError):
     """Two Checkpointers contradict each other; a sentence."""
 
 
-class NotInTime(LineError):
+class AgentTimeout(AgentConnectionError):
     """No answer in time; a sentence."""
 
 
-class AgentLine:
-    """The connection. Raises LineError if the agent cannot be reached or does not answer in time;
-    the connection is unusable after that."""
+class AgentConnection:
+    """The connection. Raises AgentConnectionError if the agent cannot be reached or does not answer
+    in time; the connection is unusable after that."""
 
     def __init__(self, place: str) -> None:
         """`place` is the agent's address (wire.env.SNAPSHOTS)."""
@@ -102,20 +102,22 @@ class AgentLine:
             self._socket.connect(address(name))
         except (OSError, ValueError) as error:
             self._socket.close()
-            raise LineError(f"the agent does not answer at {place!r} ({error})") from None
+            raise AgentConnectionError(
+                f"the agent does not answer at {place!r} ({error})"
+            ) from None
 
-    def say(self, message: FromRank) -> None:
+    def send(self, message: FromRank) -> None:
         """Send a message that needs no answer."""
         try:
             self._socket.settimeout(SAY_LIMIT)
             self._socket.sendall(encode(message))
         except OSError as error:
-            raise LineError(f"the agent takes no more messages ({error})") from None
+            raise AgentConnectionError(f"the agent takes no more messages ({error})") from None
 
-    def ask(self, message: FromRank, answer: type[Answer]) -> tuple[Answer, int | None]:
+    def request(self, message: FromRank, answer: type[Answer]) -> tuple[Answer, int | None]:
         """Send a question; return its answer, of type `answer`, and the descriptor that came with
         it, which the caller owns. Raises ConflictError if this rank is refused."""
-        self.say(message)
+        self.send(message)
         deadline = time.monotonic() + ANSWER_LIMIT
         while True:
             for found in self._receive(deadline, message):
@@ -124,32 +126,32 @@ class AgentLine:
                 if isinstance(found, RankRefused):
                     raise ConflictError(found.reason)
                 fd = self._fds.pop(0) if self._fds else None
-                self._drop()
+                self._close_descriptors()
                 if isinstance(found, answer):
                     return found, fd
                 if fd is not None:
                     os.close(fd)
-                raise LineError(
+                raise AgentConnectionError(
                     f"the agent answered {type(message).__name__} with a {type(found).__name__}"
                 )
 
-    def await_room(self, whole: int, limit: float) -> bool:
+    def wait_for_slot(self, whole: int, limit: float) -> bool:
         """Wait until a slot is free, or step `whole` is complete; False if that takes longer than
         `limit` seconds. A late answer to an earlier question also returns True, so check again."""
         if limit <= 0:
             return False
         message = AwaitRoom(whole)
-        self.say(message)
+        self.send(message)
         deadline = time.monotonic() + limit
         while True:
             try:
                 answers = self._receive(deadline, message)
-            except NotInTime:
+            except AgentTimeout:
                 return False
             for found in answers:
                 if isinstance(found, RoomThere):
                     return True
-                raise LineError(f"the agent said {type(found).__name__} unasked")
+                raise AgentConnectionError(f"the agent said {type(found).__name__} unasked")
 
     def _receive(self, deadline: float, message: FromRank) -> list[ToRank]:
         what = type(message).__name__
@@ -159,14 +161,14 @@ class AgentLine:
             self._fds += fds
             answers = list(self._buffer.feed(data))
         except TimeoutError:
-            raise NotInTime(f"no answer to {what} in {ANSWER_LIMIT:.0f} s") from None
+            raise AgentTimeout(f"no answer to {what} in {ANSWER_LIMIT:.0f} s") from None
         except (FrameError, OSError) as error:
-            raise LineError(f"the agent's answer to {what} was lost ({error})") from None
+            raise AgentConnectionError(f"the agent's answer to {what} was lost ({error})") from None
         if not data:
-            raise LineError(f"the agent hung up instead of answering {what}")
+            raise AgentConnectionError(f"the agent hung up instead of answering {what}")
         return answers
 
-    def await_end(self, limit: float) -> None:
+    def wait_for_close(self, limit: float) -> None:
         """Wait until the agent closes the connection, which it does when it ends this rank, for at
         most `limit` seconds."""
         deadline = time.monotonic() + limit
@@ -178,17 +180,17 @@ class AgentLine:
         except OSError:
             return
 
-    def _drop(self) -> None:
+    def _close_descriptors(self) -> None:
         """Close unexpected descriptors."""
         while self._fds:
             os.close(self._fds.pop())
 
     def close(self) -> None:
-        self._drop()
+        self._close_descriptors()
         self._socket.close()
 
 
-class Costs:
+class SaveCosts:
     """Sums up the cost of saves and restores in this process and reports it to the agent."""
 
     def __init__(self) -> None:
@@ -203,20 +205,20 @@ class Costs:
         """Add the duration of a restore."""
         self._restored += seconds
         self._tell_at = 0.0
-        self._tell()
+        self._send_report()
 
     def saved(self, seconds: float, *, taken: bool) -> None:
         """Add the duration for which a save, or the attempt, has blocked the script."""
         self._saves += taken
         self._saved += seconds
-        self._tell()
+        self._send_report()
 
     def stepped(self, step: int) -> None:
         """Training has reached this step; takes a few microseconds."""
         self._step = max(step, self._step)
-        self._tell()
+        self._send_report()
 
-    def _tell(self) -> None:
+    def _send_report(self) -> None:
         """Send the sums, unless the last report is recent."""
         now = time.monotonic()
         if now < self._tell_at:
@@ -232,17 +234,17 @@ class Costs:
             self._socket.sendto(encode_spent(sums), address(name))
 
 
-costs: Final = Costs()
+costs: Final = SaveCosts()
 """Of this process, for any Checkpointer."""
 
 
-class PutOff:
+class DeferredSignals:
     """Defers signals that would end this process. Only in its main thread, and not in processes
     forked from it."""
 
     def __init__(self) -> None:
         self._signals: set[int] = set()
-        self._handler = self._caught  # a bound method is a new object at each access
+        self._handler = self._on_signal  # a bound method is a new object at each access
         self._is_hooked = False
         self._came = 0
         self._at = 0.0
@@ -256,7 +258,7 @@ class PutOff:
             return ()
         if not self._is_hooked:
             self._is_hooked = True
-            os.register_at_fork(after_in_child=self._forked)
+            os.register_at_fork(after_in_child=self._after_fork)
         wanted = set(signals)
         for signum in wanted - _handled():
             if signal.getsignal(signum) == signal.SIG_DFL:
@@ -276,11 +278,11 @@ class PutOff:
         return tuple(sorted(self._signals))
 
     @property
-    def waits(self) -> float | None:
+    def pending_for(self) -> float | None:
         """Seconds for which a signal has been pending; None if there is none."""
         return time.monotonic() - self._at if self._came else None
 
-    def obey(self) -> None:
+    def deliver(self) -> None:
         """End by the pending signal. In a thread other than the main one, make the main thread do
         so, as for a second signal."""
         signum = self._came
@@ -301,12 +303,12 @@ class PutOff:
                 signal.signal(signum, signal.SIG_DFL)
         self._signals.clear()
 
-    def _forked(self) -> None:
+    def _after_fork(self) -> None:
         """In a forked child: a pending signal was meant for the parent."""
         self.restore()
         self._came = 0
 
-    def _caught(self, signum: int, frame: Any) -> None:
+    def _on_signal(self, signum: int, frame: Any) -> None:
         if not self._came:
             self._came, self._at, self._is_due = signum, time.monotonic(), False
             return
@@ -314,7 +316,7 @@ class PutOff:
         same = signum == signal.SIGTERM == self._came
         if self._is_due or not same or time.monotonic() - self._at >= SAID_AGAIN:
             self._came = signum
-            self.obey()
+            self.deliver()
 
 
 def _is_main_thread() -> bool:
@@ -332,73 +334,78 @@ def _handled() -> set[int]:
     return set()
 
 
-_put_off = PutOff()
+_deferred = DeferredSignals()
 """Of this process, for any Checkpointer."""
 
 
 class Departure:
     """What one rank does when its node, or another one, leaves."""
 
-    def __init__(self, line: AgentLine, signals: Iterable[int], put_off: PutOff = _put_off) -> None:
+    def __init__(
+        self,
+        connection: AgentConnection,
+        signals: Iterable[int],
+        deferred: DeferredSignals = _deferred,
+    ) -> None:
         """`signals`: those to defer."""
-        self._line = line
-        self._put_off = put_off
+        self._connection = connection
+        self._deferred = deferred
         self._last = NONE  # the newest step
         self.answered = NONE
         """The step that was last requested, and saved or missed."""
         self._is_saved = False
         self._by_itself = False  # the current save was not requested
-        put_off.holder = self
-        if mine := put_off.install(signals):
-            line.say(PutsOff(mine))
+        deferred.holder = self
+        if mine := deferred.install(signals):
+            connection.send(PutsOff(mine))
 
-    def goes_on_from(self, step: int) -> None:
+    def resume_from(self, step: int) -> None:
         """Training continues from this step."""
         self._last = step
 
-    def is_asked(self, asked: int, step: int) -> bool:
-        """Whether this step must be saved, regardless of the schedule. `asked`: the segment's
+    def is_save_required(self, requested: int, step: int) -> bool:
+        """Whether this step must be saved, regardless of the schedule. `requested`: the segment's
         `save_at`."""
         before, self._last = self._last, step
         self._by_itself = False
-        if self._put_off.taken_over():
-            self._line.say(PutsOff(self._put_off.signals))
-        is_ahead = asked not in (NONE, self.answered)
-        if is_ahead and asked <= step:
-            self.answered, self._is_saved, is_ahead = asked, False, False
-            if before < asked:
+        if self._deferred.taken_over():
+            self._connection.send(PutsOff(self._deferred.signals))
+        is_ahead = requested not in (NONE, self.answered)
+        if is_ahead and requested <= step:
+            self.answered, self._is_saved, is_ahead = requested, False, False
+            if before < requested:
                 return True
-            self._line.say(StepMissed(asked, step))
-        waits = self._put_off.waits
-        if waits is None or is_ahead:
+            self._connection.send(StepMissed(requested, step))
+        pending_for = self._deferred.pending_for
+        if pending_for is None or is_ahead:
             return False
         if self._is_saved:
-            self._put_off.obey()
-        self._by_itself = waits >= WORD_LIMIT
+            self._deferred.deliver()
+        self._by_itself = pending_for >= WORD_LIMIT
         return self._by_itself
 
-    def answer(self, step: int, *, saved: bool) -> None:
+    def report_save(self, step: int, *, saved: bool) -> None:
         """The requested step is saved, or failed: then the agent requests another one."""
         self._is_saved = saved
         if not saved and not self._by_itself:
-            self._line.say(StepMissed(self.answered, step))
+            self._connection.send(StepMissed(self.answered, step))
 
     @property
     def is_ending(self) -> bool:
         """Whether a deferred signal must take effect now."""
-        return self._put_off.waits is not None and (self._is_saved or self._by_itself)
+        return self._deferred.pending_for is not None and (self._is_saved or self._by_itself)
 
-    def end(self) -> None:
+    def exit_by_signal(self) -> None:
         """End by the deferred signal."""
-        self._put_off.obey()
+        self._deferred.deliver()
 
     def close(self) -> None:
         """Training is over: restore the signals; a pending one takes effect."""
-        if self._put_off.holder is not self:
+        if self._deferred.holder is not self:
             return
-        if self._put_off.signals:
-            with suppress(LineError):
-                self._line.say(PutsOff(()))
-        if self._put_off.waits is not None:
-            self._put_off.obey()
-        self._put_off.restore()
+        if self._deferred.signals:
+            with suppress(AgentConnectionError):
+                self._connection.send(PutsOff(()))
+        if self._deferred.pending_for is not None:
+            self._deferred.deliver()
+        self._deferred.restore()

@@ -34,14 +34,14 @@ HEAR: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
+class DueSnapshot:
     """A snapshot to be taken."""
 
     step: int
     persist: bool
 
 
-def chosen(name: str, steps: int | None, seconds: float | None) -> int | float | None:
+def interval_of(name: str, steps: int | None, seconds: float | None) -> int | float | None:
     """Combine the options `{name}_steps` and `{name}_seconds`: steps (int) or seconds (float), None
     for neither. Raises ValueError."""
     if steps is not None and seconds is not None:
@@ -71,19 +71,21 @@ class Pace:
         self._began, self._begun_at = 0.0, start
         self._persisted = 0.0
 
-    def unheard(self, after: int) -> Due:
+    def known_to_all(self, after: int) -> DueSnapshot:
         """The next one that all ranks know without communication: by steps; or, if everything goes
         by time, the next step, before rank 0 can have published one."""
         if isinstance(self._every, int):
             return self.stepwise(after)
-        return Due(after + 1, self._persists(after, after + 1))
+        return DueSnapshot(after + 1, self._persists(after, after + 1))
 
-    def begin(self, now: float, step: int) -> None:
+    def start_at(self, now: float, step: int) -> None:
         """Training is at `step`."""
         self._began = self._persisted = now
         self._begun_at = step
 
-    def after(self, now: float, here: Due, coming: Due, stall: float) -> Due:
+    def after(
+        self, now: float, here: DueSnapshot, coming: DueSnapshot, stall: float
+    ) -> DueSnapshot:
         """On rank 0: the current snapshot is `here`, the next one `coming` is known to all; choose
         the one after it. `stall`: seconds that a snapshot takes."""
         seconds = (now - self._began) / max(1, here.step - self._begun_at)
@@ -94,10 +96,10 @@ class Pace:
             wanted = interval / seconds if seconds > 0 else math.inf
             last = max(1, coming.step - here.step)
             step = coming.step + max(1, math.ceil(min(wanted, GROWTH * last)))
-        return Due(step, self._due_to_persist(now, seconds, here, coming, step))
+        return DueSnapshot(step, self._due_to_persist(now, seconds, here, coming, step))
 
     def _due_to_persist(
-        self, now: float, seconds: float, here: Due, coming: Due, step: int
+        self, now: float, seconds: float, here: DueSnapshot, coming: DueSnapshot, step: int
     ) -> bool:
         if not isinstance(self._persist_every, float):
             return self._persists(coming.step, step)
@@ -108,13 +110,13 @@ class Pace:
         then = now + seconds * (step - here.step)
         return then - self._persisted >= self._persist_every
 
-    def stepwise(self, after: int) -> Due:
+    def stepwise(self, after: int) -> DueSnapshot:
         """The next multiple of `every` or `persist_every`, for intervals in steps."""
         assert isinstance(self._every, int)
         step = (after // self._every + 1) * self._every
         if isinstance(self._persist_every, int):
             step = min(step, (after // self._persist_every + 1) * self._persist_every)
-        return Due(step, self._persists(after, step))
+        return DueSnapshot(step, self._persists(after, step))
 
     def _persists(self, after: int, step: int) -> bool:
         """For intervals in steps: whether a multiple lies between the last snapshot and this
@@ -129,44 +131,46 @@ def auto_interval(stall: float) -> float:
     return max(FLOOR, stall / OVERHEAD, math.sqrt(2 * stall * FAILURES))
 
 
-class Words(Protocol):
-    """How rank 0 publishes to the others (`choosing.Board`)."""
+class StepExchange(Protocol):
+    """How rank 0 publishes to the others (`choosing.RankExchange`)."""
 
-    def say(self, key: str, text: str) -> None: ...
+    def publish(self, key: str, text: str) -> None: ...
 
-    def hear(self, key: str, limit: float) -> str: ...
+    def wait_for(self, key: str, limit: float) -> str: ...
 
 
 class Schedule:
     """The coming snapshots, the same on all ranks."""
 
-    def __init__(self, pace: Pace, words: Words, rank: int, now: float, start: int) -> None:
+    def __init__(
+        self, pace: Pace, exchange: StepExchange, rank: int, now: float, start: int
+    ) -> None:
         self._pace = pace
-        self._words = words
+        self._exchange = exchange
         self._rank = rank
         self._index = 0
-        self.next = pace.unheard(pace.start)
-        self._coming = pace.unheard(self.next.step)
-        pace.begin(now, start)
+        self.next = pace.known_to_all(pace.start)
+        self._coming = pace.known_to_all(self.next.step)
+        pace.start_at(now, start)
 
-    def due(self, step: int) -> Due | None:
+    def due(self, step: int) -> DueSnapshot | None:
         """What is due at this step. If a script calls for some steps only, the first step at or
         after the due one counts."""
-        return Due(step, self.next.persist) if step >= self.next.step else None
+        return DueSnapshot(step, self.next.persist) if step >= self.next.step else None
 
-    def advance(self, now: float, here: Due, stall: float) -> None:
-        """`here` was taken or given up: find the next one. Raises what `Words` raises if rank 0 has
-        published nothing."""
+    def advance(self, now: float, here: DueSnapshot, stall: float) -> None:
+        """`here` was taken or given up: find the next one. Raises what `StepExchange` raises if
+        rank 0 has published nothing."""
         if not self._pace.timed:
             self.next = self._pace.stepwise(here.step)
             return
         self._index += 1
         if self._rank == 0:
             after = self._pace.after(now, here, self._coming, stall)
-            self._words.say(f"due/{self._index + 1}", f"{after.step} {int(after.persist)}")
+            self._exchange.publish(f"due/{self._index + 1}", f"{after.step} {int(after.persist)}")
             self.next, self._coming = self._coming, after
         elif self._index < 2:
             self.next = self._coming
         else:
-            step, persist = self._words.hear(f"due/{self._index}", HEAR).split()
-            self.next = Due(int(step), persist == "1")
+            step, persist = self._exchange.wait_for(f"due/{self._index}", HEAR).split()
+            self.next = DueSnapshot(int(step), persist == "1")

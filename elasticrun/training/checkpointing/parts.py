@@ -65,7 +65,7 @@ class TensorWatch:
                 self._strides.append(part.stride())
                 self._shapes.append(part.shape)
 
-    def holds(self) -> bool:
+    def is_unchanged(self) -> bool:
         for holder, size in self.sizes:
             if len(holder) != size:
                 return False
@@ -283,7 +283,7 @@ class ModulePart:
 
     def steady(self) -> tuple[Nested, TensorWatch] | None:
         """All of it, if every entry of the state dict is the memory of a parameter or buffer."""
-        if self._steady is not None and self._steady[1].holds():
+        if self._steady is not None and self._steady[1].is_unchanged():
             return self._steady
         watch, self._steady = TensorWatch(), None
         for inner in self.module.modules():

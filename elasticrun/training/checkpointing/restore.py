@@ -25,10 +25,10 @@ from elasticrun.snapshots.dcp.loading import NotAllowed, deserialise
 from elasticrun.snapshots.dcp.restoring import Cover, RestoreError, copy, copy_all
 from elasticrun.snapshots.shm.layout import Item, Layout
 from elasticrun.snapshots.shm.segment import SegmentError, Snapshot
-from elasticrun.training.checkpointing.capture import Mapped
-from elasticrun.training.checkpointing.line import AgentLine
+from elasticrun.training.checkpointing.capture import MappedSegment
+from elasticrun.training.checkpointing.line import AgentConnection
 from elasticrun.training.checkpointing.parts import Path, StateError
-from elasticrun.training.checkpointing.state import Known, TrainingState
+from elasticrun.training.checkpointing.state import KnownLayout, TrainingState
 from elasticrun.wire import env
 from elasticrun.wire.snapshots import IsWhole, Resume, ShardHere, WantShard, Whole
 
@@ -132,7 +132,7 @@ class Shard:
     """One rank's snapshot, mapped."""
 
     rank: int  # whose shard it is
-    mapped: Mapped
+    mapped: MappedSegment
     layout: Layout
     snapshot: Snapshot
 
@@ -146,7 +146,7 @@ class Shard:
         return deserialise(bytes(found[place]), weights_only, name)
 
 
-def asking_order(rank: int, world_size: int, old: int, *, here: bool) -> list[int]:
+def fetch_order(rank: int, world_size: int, old: int, *, here: bool) -> list[int]:
     """The old ranks, in the order in which this new rank requests their shards. First the one with
     its own number, if it is on this node (`here`): it costs nothing and has all unsharded state.
     Then those which, if the state is sharded equally, had what this rank needs."""
@@ -155,24 +155,25 @@ def asking_order(rank: int, world_size: int, old: int, *, here: bool) -> list[in
     return sorted(order, key=lambda one: one != rank) if here else order
 
 
-class Recall:
+class MemoryRestore:
     """One restore."""
 
-    def __init__(self, line: AgentLine, state: TrainingState, resume: Resume) -> None:
-        self._line = line
+    def __init__(self, connection: AgentConnection, state: TrainingState, resume: Resume) -> None:
+        self._connection = connection
         self._state = state
         self._resume = resume
         self._shards: dict[int, Shard] = {}
         self._checked: set[int] = set()
         self._filled: dict[str, torch.Tensor] = {}
         self.bytes_room = 0
-        self.kept: Mapped | None = None  # this rank's own mapped segment; the caller owns it
+        self.kept: MappedSegment | None = None  # this rank's own mapped segment; the caller owns it
 
     def run(self, world_size: int) -> None:
-        """Raises BadShard or LineError; RuntimeError if this process cannot map the memory."""
+        """Raises BadShard or AgentConnectionError; RuntimeError if this process cannot map the
+        memory."""
         same = self._resume.world_size == world_size
         ranks = self._resume.world_size
-        order = asking_order(self._state.rank, world_size, ranks, here=self._resume.same)
+        order = fetch_order(self._state.rank, world_size, ranks, here=self._resume.same)
         try:
             self._restore(order, same)
             if not same:
@@ -180,7 +181,7 @@ class Recall:
             own = self._shards.get(self._state.rank)
             if same and own is not None and own.rank == self._state.rank:
                 self.kept = own.mapped
-                self._state.known = Known(own.layout, self._filled)
+                self._state.known = KnownLayout(own.layout, self._filled)
         finally:
             for shard in self._shards.values():
                 if shard.mapped is not self.kept:
@@ -191,7 +192,7 @@ class Recall:
         """A shard, or why it is missing."""
         if rank in self._shards:
             return self._shards[rank]
-        here, fd = self._line.ask(WantShard(rank), ShardHere)
+        here, fd = self._connection.request(WantShard(rank), ShardHere)
         if not here.ok or fd is None:
             return here.reason or f"the shard of rank {rank} is gone"
         mapped = self._mapped(rank, fd)
@@ -208,11 +209,11 @@ class Recall:
         self._shards[rank] = Shard(here.rank, mapped, layout, snapshot)
         return self._shards[rank]
 
-    def _mapped(self, rank: int, fd: int) -> Mapped:
+    def _mapped(self, rank: int, fd: int) -> MappedSegment:
         """Map a shard's segment. Raises RuntimeError if the cause is this process and not the
         shard."""
         try:
-            return Mapped(fd)
+            return MappedSegment(fd)
         except (OSError, RuntimeError, ValueError) as error:
             if not isinstance(error, OSError) or error.errno == errno.EINVAL:  # empty segment
                 raise BadShard(
@@ -289,7 +290,7 @@ class Recall:
     ) -> None:
         sources = {move.source: self._shards[move.source] for move in cover.moves}
         for shard in sources.values():
-            shard.mapped.warm(shard.snapshot.slot)
+            shard.mapped.prefault(shard.snapshot.slot)
         shards = {rank: shard.tensors() for rank, shard in sources.items()}
         copy(cover.moves, shards, wanted, copy_in)
         for rank in sources.keys() | {rank for rank, _ in cover.values.values()}:
@@ -309,7 +310,7 @@ class Recall:
         if rank in self._checked:
             return
         self._checked.add(rank)
-        whole, fd = self._line.ask(IsWhole(rank), Whole)
+        whole, fd = self._connection.request(IsWhole(rank), Whole)
         assert fd is None
         shard = self._shards[rank]
         if not whole.ok:

@@ -120,7 +120,7 @@ class RandomPart:
             elif index == current.get(name):
                 index = before.get(name, index)
             try:
-                _go_on_from(name, index, state)
+                _set_state(name, index, state)
             except Exception as error:  # e.g. of another version of torch
                 self._remark(f"the random state of {name} could not be restored: {error!r:.200}")
 
@@ -172,7 +172,7 @@ def _devices() -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def _go_on_from(name: str, index: int, state: torch.Tensor) -> None:
+def _set_state(name: str, index: int, state: torch.Tensor) -> None:
     """Continue from this state; a no-op for a device that this node does not have."""
     if name == "python":
         *words, is_left, left = _PYTHON.unpack(bytes(state.tolist()))
@@ -222,7 +222,7 @@ class SnapshotPlan:
 
 
 @dataclass(slots=True)
-class Known:
+class KnownLayout:
     """The layout of this rank's state in the snapshot that was restored, and the plain tensors, by
     name, that were filled with whole items of it."""
 
@@ -254,8 +254,8 @@ class TrainingState:
         self._rng = RandomPart(self._remark) if rng else None
         if self._rng is not None:
             self.own[RNG] = OwnState(self._rng, None)
-        self.parts = self._sort(*_spread(parts))
-        self.known: Known | None = None
+        self.parts = self._sort(*_with_nested_parts(parts))
+        self.known: KnownLayout | None = None
         self._below: tuple[Mapping[str, Item], _Groups] = ({}, {})
         self._plan: SnapshotPlan | None = None
         self._watches: list[TensorWatch] = []
@@ -325,13 +325,13 @@ class TrainingState:
         explains it for objects without `on_resize`."""
         for name, own in self.own.items():
             if own.on_resize is None or not ranks:
-                self.not_had(name, why)
+                self.remark_not_restored(name, why)
                 continue
             template = own.part.loose()
             found = [own_of(rank, name) for rank in range(ranks)]
             own.on_resize([unflatten(one, template) if one else None for one in found])
 
-    def not_had(self, name: str, why: str) -> None:
+    def remark_not_restored(self, name: str, why: str) -> None:
         """Remark that the per-rank state of this name was not restored."""
         if name == RNG:
             text = "random states are not restored"
@@ -348,7 +348,7 @@ class TrainingState:
         if self._rng is not None:
             self._rng.put_back()
 
-    def vouch(self) -> None:
+    def check_loadable(self) -> None:
         """Refuse, before training begins, state that cannot be saved, or not be loaded again.
         Raises StateError."""
         try:
@@ -358,11 +358,11 @@ class TrainingState:
             return
         try:
             flatten(whole)
-            self._vouch(flatten(loose))
+            self._check_values_loadable(flatten(loose))
         except NameClash as error:
             raise StateError(str(error)) from None
 
-    def _vouch(self, flat: Flat) -> None:
+    def _check_values_loadable(self, flat: Flat) -> None:
         """Check once for each name and type whether opaque values can be loaded again."""
         for fqn, value in flat.values.items() if self.weights_only else ():
             if type(value) in _VOUCHED or (fqn, type(value)) in self._vouched:
@@ -378,9 +378,9 @@ class TrainingState:
         """The current state. Not a copy: copy it before training continues. Raises StateError, or
         what a Stateful raises."""
         flat = flatten(self._loose())
-        self._vouch(flat)
+        self._check_values_loadable(flat)
         plan = self._plan if _signature(flat) == self._signature else None
-        if plan is not None and all(watch.holds() for watch in self._watches):
+        if plan is not None and all(watch.is_unchanged() for watch in self._watches):
             for fqn, value in flat.values.items():
                 if fqn in self._places:  # else sharded over a mesh without this rank
                     is_tensor, at = self._places[fqn]
@@ -438,7 +438,7 @@ class TrainingState:
         self._plan = SnapshotPlan(tensors, values, items, layout)
         return self._plan
 
-    def _as_known(self, known: Known) -> SnapshotPlan | None:
+    def _as_known(self, known: KnownLayout) -> SnapshotPlan | None:
         """The plan, if the state still has that layout. Comparing item by item avoids a new layout,
         which takes three times as long."""
         layout, filled = known.layout, known.filled
@@ -465,7 +465,7 @@ class TrainingState:
         """The whole state, nested as in a checkpoint; not a copy."""
         steady, loose = self._steady(), self._loose()
         flat = flatten(loose)
-        self._vouch(flat)
+        self._check_values_loadable(flat)
         self._signature = _signature(flat)
         self._plan = None
         return _joined(steady, loose)
@@ -494,7 +494,7 @@ class TrainingState:
             if not below:
                 now = part.loose()
                 if prefix[-1] == RNG:
-                    self.not_had(RNG, f"those of rank {self.rank} were not saved")
+                    self.remark_not_restored(RNG, f"those of rank {self.rank} were not saved")
                 elif part.steady() is not None or (now is not None and now != {}):
                     self._remark(f"{'.'.join(prefix)} was not saved and is left as it is")
                 continue
@@ -537,7 +537,7 @@ class TrainingState:
         self._below = ({}, {})
 
 
-def _spread(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _with_nested_parts(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The parts by name, where objects with a `state_dict` in the dict `state` are added under
     their keys; and these objects alone. Raises StateError."""
     state = given.get(STATE)

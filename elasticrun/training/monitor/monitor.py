@@ -67,12 +67,14 @@ def start(name: str) -> None:
     with suppress(OSError, RuntimeError):
         monitor = _Monitor(_listen(name))
         os.register_at_fork(
-            before=monitor.pause, after_in_parent=monitor.resume, after_in_child=monitor.leave
+            before=monitor.pause,
+            after_in_parent=monitor.resume,
+            after_in_child=monitor.close_in_child,
         )
         if COUNTED_LATE:  # a C function; a Python one would run the pending call in here
-            os.register_at_fork(after_in_parent=_pending(monitor.begin))
-        atexit.register(monitor.end)
-        monitor.begin()
+            os.register_at_fork(after_in_parent=_pending(monitor.start_thread))
+        atexit.register(monitor.stop)
+        monitor.start_thread()
 
 
 def _listen(name: str) -> socket.socket:
@@ -147,9 +149,9 @@ class _Monitor:
         self._forking.discard(mine)
         # if another thread forks, Python counts two threads anyway
         if not COUNTED_LATE or mine != self._main:
-            self.begin()
+            self.start_thread()
 
-    def begin(self) -> None:
+    def start_thread(self) -> None:
         """Start the thread, unless it runs already or must not run."""
         if self._stopped() or not self._running.acquire(blocking=False):
             return
@@ -159,13 +161,13 @@ class _Monitor:
             self._over = True
             self._running.release()
 
-    def leave(self) -> None:
+    def close_in_child(self) -> None:
         """In a process that the script has forked: close the socket; the agent does not know it."""
         self._over = True
         with suppress(OSError):
             self._listener.close()
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Stop the thread, right before the interpreter finalizes. The interpreter would kill a
         thread that continues after that in the middle of torch's frames, which aborts the process
         (SIGABRT)."""
@@ -207,7 +209,7 @@ class _Monitor:
             if asked is None or not asker or not sent_by_us(credentials):
                 continue
             with suppress(OSError):  # the agent no longer waits for the answer
-                said = _answer(asked, self._counters, self._main)
+                said = _reply_to(asked, self._counters, self._main)
                 self._listener.sendto(encode_answer(said), asker)
 
 
@@ -228,13 +230,13 @@ def _inode(listener: socket.socket) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _answer(asked: RankAsked, counters: recorder.Counters, main: int) -> RankSays:
+def _reply_to(request: RankAsked, counters: recorder.Counters, main: int) -> RankSays:
     try:
-        groups = recorder.positions() if asked.full else counters.look()
+        groups = recorder.positions() if request.full else counters.read()
     except Exception:  # an unknown version of torch: report no counters
         groups = ()
-    threads = _threads(main) if asked.stacks else ()
-    return RankSays(asked.number, groups, threads)
+    threads = _threads(main) if request.stacks else ()
+    return RankSays(request.number, groups, threads)
 
 
 def _threads(main: int) -> tuple[ThreadSays, ...]:

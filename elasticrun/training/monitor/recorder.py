@@ -60,7 +60,7 @@ KEPT: Final = "2000"
 """Number of collectives that such a torch keeps per process."""
 
 
-def keep(version: str) -> None:
+def enable(version: str) -> None:
     """Make this version of torch record collectives; call before the script creates a group. A
     user's setting is kept. Uses putenv, because in `os.environ` it would look like a user's
     setting."""
@@ -76,13 +76,13 @@ class Counters:
     def __init__(self) -> None:
         self._last: tuple[GroupSays, ...] = ()
 
-    def look(self) -> tuple[GroupSays, ...]:
+    def read(self) -> tuple[GroupSays, ...]:
         """Torch's counters; if they are unchanged since the last call, the open collectives are
         read from the entries."""
         rows: list[GroupSays] = []
         for recorder in recorders(groups()):
             rows += [_counted(recorder, one, row) for one, row in recorder.status().items()]
-        found = _most(rows)
+        found = _limited(rows)
         stands, self._last = found == self._last, found
         if not stands or all(row.entered <= row.done for row in found):
             return found
@@ -102,7 +102,7 @@ def positions() -> tuple[GroupSays, ...]:
     found: list[GroupSays] = []
     for recorder in recorders(known):
         found += _positions(recorder, [group for group in known if group.is_fed_to(recorder)])
-    return _most(found)
+    return _limited(found)
 
 
 def _positions(recorder: FlightRecorder, known: Sequence[TorchGroup]) -> list[GroupSays]:
@@ -214,7 +214,7 @@ def signature(call: Row) -> str:
     return " ".join([what, *sizes[:MAX_SIZES], *more, *names[:MAX_SIZES]])[:200]
 
 
-def _most(found: list[GroupSays]) -> tuple[GroupSays, ...]:
+def _limited(found: list[GroupSays]) -> tuple[GroupSays, ...]:
     """Limit the number of groups; those with an open collective have priority."""
     if len(found) > MAX_GROUPS_SAID:
         found.sort(key=lambda row: row.entered <= row.done)

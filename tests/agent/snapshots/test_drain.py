@@ -18,7 +18,7 @@ from elasticrun.agent.snapshots.generation import (
 from elasticrun.agent.snapshots.segments import Held, Sizes
 from elasticrun.config import Launch
 from elasticrun.snapshots.shm.layout import PAGE
-from elasticrun.snapshots.shm.segment import NONE, Segment, begin, segment_bytes
+from elasticrun.snapshots.shm.segment import NONE, Segment, initialize, segment_bytes
 from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.agent.configs import launched
@@ -35,7 +35,7 @@ def held(local_rank: int) -> Held:
     fd = os.memfd_create("segment", os.MFD_CLOEXEC)
     os.ftruncate(fd, size)
     memory = mmap.mmap(fd, size)
-    begin(memoryview(memory), layout_length=10, slot_bytes=PAGE, slots=2)
+    initialize(memoryview(memory), layout_length=10, slot_bytes=PAGE, slots=2)
     return Held(local_rank, local_rank, sizes, 1, "", fd, memory, Segment(memoryview(memory)))
 
 

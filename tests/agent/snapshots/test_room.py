@@ -108,7 +108,9 @@ def test_large_pages_are_all_zero_and_all_there() -> None:
     fd = os.memfd_create("test")
     try:
         os.ftruncate(fd, 3 * LARGE + 4096)
-        memory.take(fd, 3 * LARGE + 4096)  # whether there are any is the machine's affair
+        memory.allocate_huge_pages(
+            fd, 3 * LARGE + 4096
+        )  # whether there are any is the machine's affair
         os.posix_fallocate(fd, 0, 3 * LARGE + 4096)
         assert os.fstat(fd).st_blocks * 512 >= 3 * LARGE + 4096
         assert os.pread(fd, LARGE, 2 * LARGE) == bytes(LARGE)
@@ -120,7 +122,7 @@ def test_large_pages_are_all_zero_and_all_there() -> None:
 def test_why_there_are_no_large_pages_is_told(nbytes: int, why: list[str], monkeypatch) -> None:
     monkeypatch.setattr(memory, "MADV_COLLAPSE", 9999)  # as a kernel before 6.1 takes it
     told: list[str] = []
-    fd = memory.take_anonymous("test", nbytes, nbytes, told.append)
+    fd = memory.allocate_anonymous("test", nbytes, nbytes, told.append)
     try:
         assert os.fstat(fd).st_blocks * 512 >= nbytes
     finally:

@@ -342,8 +342,8 @@ async def test_two_ranks_at_once_do_not_take_more_than_there_is(shm: Path, monke
         room[0] -= nbytes
         return taking(path, nbytes, filled, tell)
 
-    taking = memory.take_file
-    monkeypatch.setattr(memory, "take_file", take_file)
+    taking = memory.allocate_file
+    monkeypatch.setattr(memory, "allocate_file", take_file)
     monkeypatch.setattr(memory, "room_in_memory", lambda: (room[0], "the machine"))
     async with using(shm) as segments:
         both = [segments.need(rank, SIZES, LAYOUT.content) for rank in range(2)]
@@ -362,7 +362,7 @@ def test_a_cgroup_has_what_its_page_cache_could_give_back(tmp_path: Path) -> Non
 
 
 def test_pages_are_made_warm_without_stopping_others() -> None:
-    fd = memory.take_anonymous("test", 3 * PAGE, PAGE)
+    fd = memory.allocate_anonymous("test", 3 * PAGE, PAGE)
     try:
         assert memory.populate(fd, 3 * PAGE)
         assert os.fstat(fd).st_blocks * 512 >= 3 * PAGE
@@ -446,7 +446,7 @@ async def test_a_truncated_segment_does_not_end_the_agent(node: Node, shm: Path,
 
 
 async def test_memory_without_a_name_cannot_be_truncated() -> None:
-    fd = memory.take_anonymous("test", PAGE, PAGE)
+    fd = memory.allocate_anonymous("test", PAGE, PAGE)
     try:
         with pytest.raises(PermissionError):
             os.ftruncate(fd, 0)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.host.accelerators.asking import MAX_ANSWER, NoAnswer, json_of, text_of
+from elasticrun.host.accelerators.asking import MAX_ANSWER, NoAnswer, json_of, output_of
 from tests.harness import LIMIT
 
 
@@ -41,7 +41,7 @@ def test_no_answer_has_a_reason(code: str, why: str) -> None:
 
 def test_a_command_that_is_not_there() -> None:
     with pytest.raises(NoAnswer, match="no-such-tool cannot be started: No such file"):
-        text_of(["no-such-tool"], os.environ, LIMIT)
+        output_of(["no-such-tool"], os.environ, LIMIT)
 
 
 def test_an_answer_is_bounded() -> None:
@@ -49,7 +49,7 @@ def test_an_answer_is_bounded() -> None:
     endless = python("for _ in range(256): print('x' * 2**18)")
     tracemalloc.start()
     try:
-        assert len(text_of(endless, os.environ, LIMIT)) == MAX_ANSWER
+        assert len(output_of(endless, os.environ, LIMIT)) == MAX_ANSWER
         assert tracemalloc.get_traced_memory()[1] < 16 * MAX_ANSWER
     finally:
         tracemalloc.stop()
@@ -64,7 +64,7 @@ def test_a_child_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> No
         read = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
         began = time.monotonic()
         with pytest.raises(NoAnswer, match=f"no answer within {limit:g} s"):
-            text_of(shell, os.environ, limit)
+            output_of(shell, os.environ, limit)
         assert time.monotonic() - began < limit + 60.0
         os.set_blocking(read, True)
         with open(read) as file:

@@ -28,7 +28,7 @@ from tests.host.accelerators.standins import bare, gpu, nvml
     ],
 )
 def test_words(word: str, name: str, device: str, backend: str, variable: str) -> None:
-    found = accelerators.of(word, {})
+    found = accelerators.accelerator_for(word, {})
     assert (found.name, found.device, found.backend) == (name, device, backend)
     assert found.visible_variable == variable
 
@@ -36,11 +36,11 @@ def test_words(word: str, name: str, device: str, backend: str, variable: str) -
 @pytest.mark.parametrize("word", ["gpu", "mthreads.com/gpu", "NVIDIA"])
 def test_other_words_are_refused(word: str) -> None:
     with pytest.raises(ValueError, match="use nvidia, ascend, cpu"):
-        accelerators.of(word, {})
+        accelerators.accelerator_for(word, {})
 
 
 def test_the_cpu_counts_its_cores_and_has_nothing_to_examine() -> None:
-    cpu = accelerators.of("cpu", {})
+    cpu = accelerators.accelerator_for("cpu", {})
     assert cpu.count({}) == torch._utils.cpu_count()
     assert cpu.examine(1000, {}) == ()
 
@@ -58,17 +58,17 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gpus_are_found_where_they_are_visible(
     listed: Mapping[str, str], name: str, tmp_path: Path
 ) -> None:
-    assert accelerators.of("", nvml(tmp_path, gpu(0)) | listed).name == name
+    assert accelerators.accelerator_for("", nvml(tmp_path, gpu(0)) | listed).name == name
 
 
 @pytest.mark.usefixtures("cuda")
 def test_gpus_that_only_cuda_counts_are_found(tmp_path: Path) -> None:
-    assert accelerators.of("", nvml(tmp_path, gpu(0, mig=1))).name == "nvidia"
+    assert accelerators.accelerator_for("", nvml(tmp_path, gpu(0, mig=1))).name == "nvidia"
 
 
 def test_a_torch_for_cpus_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerators, "torch_build", lambda: Build())
-    assert accelerators.of("", nvml(tmp_path, gpu(0), hangs=True)).name == "cpu"
+    assert accelerators.accelerator_for("", nvml(tmp_path, gpu(0), hangs=True)).name == "cpu"
 
 
 def test_npus_are_found_where_torch_can_use_them(
@@ -77,11 +77,11 @@ def test_npus_are_found_where_torch_can_use_them(
     (tmp_path / "davinci0").touch()
     monkeypatch.setattr(accelerators, "torch_build", lambda: Build())
     monkeypatch.setattr(accelerators, "Ascend", lambda: Ascend(str(tmp_path)))
-    assert accelerators.of("", bare()).name == "cpu"  # torch_npu is not installed
+    assert accelerators.accelerator_for("", bare()).name == "cpu"  # torch_npu is not installed
     monkeypatch.setattr("elasticrun.host.accelerators.ascend.installed", lambda name: "2.5.1")
-    assert accelerators.of("", bare()).name == "ascend"
+    assert accelerators.accelerator_for("", bare()).name == "ascend"
     hidden = bare() | {"ASCEND_RT_VISIBLE_DEVICES": ""}
-    assert accelerators.of("", hidden).name == "cpu"
+    assert accelerators.accelerator_for("", hidden).name == "cpu"
 
 
 # ---------------------------------------------------------------- what is installed
@@ -119,7 +119,7 @@ def test_finding_out_imports_neither_torch_nor_a_driver() -> None:
     code = (
         "import os, sys\n"
         "from elasticrun.host import accelerators\n"
-        "accelerators.of('', os.environ).examine(2, os.environ)\n"
+        "accelerators.accelerator_for('', os.environ).examine(2, os.environ)\n"
         "print(sorted({'torch', 'torch_npu', 'pynvml', 'grpc'} & set(sys.modules)))\n"
     )
     done = subprocess.run(

@@ -359,6 +359,6 @@ def test_the_real_nvml() -> None:
 def test_an_answer_of_another_shape_is_no_answer(
     answer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nvidia, "_ask", lambda what, environ: answer)
+    monkeypatch.setattr(nvidia, "_query", lambda what, environ: answer)
     (finding,) = Nvidia().examine(1, {})
     assert finding.state is Level.FAILED

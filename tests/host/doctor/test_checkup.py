@@ -12,7 +12,7 @@ from pathlib import Path
 from elasticrun.host.doctor import checkup
 from elasticrun.host.doctor.checkup import Checks, Subject
 from elasticrun.host.doctor.disk import JobFolder
-from elasticrun.host.doctor.verdict import amount, failures, in_a_line, ok
+from elasticrun.host.doctor.verdict import amount, as_line, failures, ok
 from elasticrun.wire.types import Finding, Level
 
 
@@ -76,6 +76,6 @@ def test_words() -> None:
         "200 GiB",
     ]
     bad = Finding("ports", Level.FAILED, "closed", "open them")
-    assert in_a_line(bad) == "ports: closed; open them"
-    assert in_a_line(ok("ports", "open")) == "ports: open"
+    assert as_line(bad) == "ports: closed; open them"
+    assert as_line(ok("ports", "open")) == "ports: open"
     assert failures([ok("a", "b"), bad]) == [bad]

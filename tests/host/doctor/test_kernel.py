@@ -72,7 +72,7 @@ def test_to_an_agent_that_starts_what_was_killed_before_is_no_matter(tmp_path: P
     ],
 )
 def test_of_a_kill(tmp_path: Path, lines: list[tuple[int, str]], said: str, clear: bool) -> None:
-    word = kernel.of_a_kill(4711, plant(tmp_path, *lines), NOW)
+    word = kernel.explain_kill(4711, plant(tmp_path, *lines), NOW)
     assert (word.text, word.clear) == (said, clear)
 
 

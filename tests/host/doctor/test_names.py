@@ -97,15 +97,15 @@ def test_a_second_host_of_our_name() -> None:
     (node,) = status().nodes
     ours, theirs = "127.0.0.1", "198.51.100.9"
     page = status(nodes=(replace(node, host="a", address=ours),))
-    assert names.twice(page, ("a",))[0].state is Level.OK  # it is this very node
+    assert names.duplicate_name(page, ("a",))[0].state is Level.OK  # it is this very node
     page = status(nodes=(*page.nodes, replace(node, host="a", address=theirs)))
-    (only,) = names.twice(page, ("a", "a.example"))
+    (only,) = names.duplicate_name(page, ("a", "a.example"))
     assert only.state is Level.WARNING
     assert f"a is also the name of the host at {theirs}" in only.seen
-    assert names.twice(page, ("b",))[0].state is Level.OK
+    assert names.duplicate_name(page, ("b",))[0].state is Level.OK
     # What --local-addr gave: a name of ours, and one that nobody knows.
     for word in ("localhost", "no-such-host.invalid", ""):
         page = status(nodes=(replace(node, host="a", address=word),))
-        assert names.twice(page, ("a",))[0].state is Level.OK
+        assert names.duplicate_name(page, ("a",))[0].state is Level.OK
     gone = status(nodes=(replace(node, host="a", address=theirs, state="dead"),))
-    assert names.twice(gone, ("a",))[0].state is Level.OK
+    assert names.duplicate_name(gone, ("a",))[0].state is Level.OK

@@ -12,27 +12,27 @@ import pytest
 
 from elasticrun.core import reasons
 from elasticrun.core.reasons import NoRestartsLeft, RankFailed, Said
-from elasticrun.host.runs.last_word import MOST, LastWord, leave, read
+from elasticrun.host.runs.last_word import MOST, LastWord, read, write
 from elasticrun.wire import env
 from tests.harness import warm_server
 
 
 def test_what_is_left_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "word"
-    leave(LastWord("nobody has asked for it"))
+    write(LastWord("nobody has asked for it"))
     monkeypatch.setenv(env.LAST_WORDS, str(file))
     why = NoRestartsLeft(RankFailed(1, "b", "ValueError: bad luck"), 0, 0.0, "")
     word = LastWord("rank 1 on h: ValueError: bad luck", 1, "h", reasons.code(why))
-    leave(word)
+    write(word)
     assert read(file.read_text()) == word
     assert reasons.read(word.text, word.reason) == why
-    leave(LastWord("x" * 2 * MOST, reason=reasons.code(why)))
+    write(LastWord("x" * 2 * MOST, reason=reasons.code(why)))
     assert len(file.read_bytes()) < MOST
     assert reasons.read(*_of(file)) == Said(read_text(file))
     for other in ("", "elasticrun: error: no such file", '{"state":"succeeded"}', "{"):
         assert read(other) is None, "a log line, a job's result, half a word"
     monkeypatch.setenv(env.LAST_WORDS, str(tmp_path / "none" / "word"))
-    leave(word)  # a pod that has no such file ends all the same
+    write(word)  # a pod that has no such file ends all the same
 
 
 def read_text(file: Path) -> str:

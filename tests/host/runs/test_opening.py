@@ -15,7 +15,7 @@ from elasticrun.host.runs.opening import (
     OpenRun,
     RankProgram,
     RunRefused,
-    already,
+    already_succeeded,
     open_named,
     open_new,
 )
@@ -34,7 +34,9 @@ def _end(run: OpenRun, state: str) -> None:
 
 def test_masters_of_a_launch_share_a_folder_and_launches_do_not(tmp_path: Path) -> None:
     first = open_new(tmp_path, _job(1), "0" * 8)
-    first.change(msgspec.structs.replace(first.job, formed=1.5, attempt=2, git_commit="c0ffee"))
+    first.update_record(
+        msgspec.structs.replace(first.job, formed=1.5, attempt=2, git_commit="c0ffee")
+    )
     again = open_new(tmp_path, _job(1), "0" * 8)
     assert (again.folder.path, again.job) == (first.folder.path, first.job)
     other = open_new(tmp_path, _job(2), "1" * 8)
@@ -55,7 +57,7 @@ def test_one_live_job_and_attempts_that_count(tmp_path: Path) -> None:
     (at / "events.jsonl").write_text("{}\n")
     (at / "incidents").mkdir()
     (at / "incidents/0001.json").touch()
-    assert already(at) == ""
+    assert already_succeeded(at) == ""
     second = begin(2)
     assert (second.job.attempt, second.folder.result()) == (2, None)
     second.close()
@@ -63,7 +65,7 @@ def test_one_live_job_and_attempts_that_count(tmp_path: Path) -> None:
     taken = begin(3, goes_on=True)  # a master that takes over: the same job
     assert (taken.job.attempt, taken.job.began) == (2, 2.0)
     _end(taken, "succeeded")
-    assert already(at) == (
+    assert already_succeeded(at) == (
         f"job train has already succeeded at step 120 (in {at}); --fresh runs it again"
     )
     (at / "of-a-person").write_text("")
@@ -73,7 +75,7 @@ def test_one_live_job_and_attempts_that_count(tmp_path: Path) -> None:
     assert sorted(path.name for path in at.iterdir()) == [
         ".lock", "job.json", "of-a-person", "previous",
     ]  # fmt: skip
-    assert already(at / "previous" / "1")
+    assert already_succeeded(at / "previous" / "1")
     assert (at / "previous/1/events.jsonl").exists()
     (only,) = all_runs(root)
     assert only.path.resolve() == at
@@ -98,10 +100,10 @@ def test_another_program_has_succeeded_there(tmp_path: Path, words: str, differs
     _end(first, "succeeded")
     now = RankProgram(tuple(words.split()), str(tmp_path))
     if not differs:
-        assert already(tmp_path, now).endswith("--fresh runs it again")
+        assert already_succeeded(tmp_path, now).endswith("--fresh runs it again")
         return
     with pytest.raises(RunRefused) as refused:
-        already(tmp_path, now)
+        already_succeeded(tmp_path, now)
     assert str(refused.value) == (
         f"job train has already succeeded in {tmp_path}, and was another program: {differs}; "
         "begin anew there (--fresh), or name another folder (--run-dir)"
@@ -113,7 +115,7 @@ def test_the_same_words_in_another_folder_are_another_script(tmp_path: Path) -> 
     first = open_named(tmp_path / "runs", job, "0" * 8, tmp_path, fresh=False, goes_on=False)
     _end(first, "succeeded")
     with pytest.raises(RunRefused, match=r"it ran the script .*/a\.py, this is .*/b/a\.py"):
-        already(tmp_path, RankProgram(("script", "a.py"), str(tmp_path / "b")))
+        already_succeeded(tmp_path, RankProgram(("script", "a.py"), str(tmp_path / "b")))
 
 
 def test_a_job_whose_launcher_has_gone_before_its_master_runs(tmp_path: Path) -> None:
@@ -138,7 +140,7 @@ def test_one_that_was_submitted_is_the_same_job(tmp_path: Path) -> None:
     folder.write_job(JobRecord(name="train", began=1.0))
     run = open_named(tmp_path / "runs", _job(7), "0" * 8, tmp_path, fresh=False, goes_on=False)
     assert (run.job.attempt, run.job.began, run.job.pid) == (1, 1.0, 7)
-    folder.begin_again()  # resumed
+    folder.prepare_restart()  # resumed
     assert (job := folder.job()) is not None
     assert (job.attempt, job.pid) == (2, 0)
 
@@ -146,9 +148,9 @@ def test_one_that_was_submitted_is_the_same_job(tmp_path: Path) -> None:
 FULL = """
 from pathlib import Path
 from elasticrun.host.doctor.verdict import ok
-from elasticrun.host.runs.layout import RunFolder, RunResult, hold
+from elasticrun.host.runs.layout import RunFolder, RunResult, lock_folder
 folder = RunFolder(Path({place!r}))
-held = hold(folder.path)
+held = lock_folder(folder.path)
 try:
     with open(folder.path / "full", "wb", buffering=0) as file:
         while True:

@@ -124,9 +124,9 @@ def test_a_job_that_was_resumed_is_at_the_step_that_it_goes_on_from(tmp_path: Pa
     progress.write_text("time,round,step\n2.5,1,55\n")
     run.write_result(RunResult(state="saved", step=57, saved=50))
     assert run.last_step() == 57
-    run.begin_again()
+    run.prepare_restart()
     assert run.last_step() == 50
-    run.begin_again()  # its launcher has failed before it wrote a result
+    run.prepare_restart()  # its launcher has failed before it wrote a result
     assert run.last_step() == 50
     with progress.open("a") as file:
         file.write(f"{time.time() + 1.0},1,51\n")

@@ -66,7 +66,7 @@ def test_no_field_is_without_effect() -> None:
     for module in (plan, objects, crd):
         tree = ast.parse(Path(str(module.__file__)).read_text())
         read |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    for struct in (crd.ElasticSpec, crd.RunPolicy, crd.GangWanted, crd.MasterWanted):
+    for struct in (crd.ElasticSpec, crd.RunPolicy, crd.GangSpec, crd.MasterSpec):
         assert set(struct.__struct_fields__) <= read
 
 

@@ -119,7 +119,7 @@ def test_of_two_at_one_place_the_younger_goes() -> None:
     world.pods |= older
     world.run()
     assert [name for name in world.names() if name.startswith("tr-1")] == ["tr-1-0", "tr-1-1"]
-    (order,) = (one for one in world.look().orders if isinstance(one, plan.Remove))
+    (order,) = (one for one in world.look().orders if isinstance(one, plan.Delete))
     assert order.pod.name == "tr-1-0"
 
 
@@ -367,7 +367,7 @@ def test_a_suspended_job_saves_and_has_no_pods() -> None:
 def test_what_is_made_is_what_kubernetes_takes(gang: dict[str, str] | None, group: str) -> None:
     world = Cluster(nodes=2, **({"gang": gang} if gang else {}))
     made = [o.body for o in world.look().orders if isinstance(o, plan.Make)]
-    made.append(plan.objects.secret(plan.objects.wanted(world.job), "token"))
+    made.append(plan.objects.secret(plan.objects.job_of(world.job), "token"))
     groups = [body["apiVersion"] for body in made if body["kind"] == "PodGroup"]
     assert groups == ([group] if group else [])
     for body in made:
@@ -469,7 +469,7 @@ def test_the_master_has_the_volume_of_the_run_folder() -> None:
     words = ["elasticrun", "--fresh", "--run-dir=/d/run", "train.py", "--run-dir=/k"]
     container = {"name": "train", "image": "i", "command": words, "volumeMounts": mounts}
     template = {"spec": {"containers": [container], "volumes": volumes}}
-    job = plan.objects.wanted(Cluster(nodes=2, template=template).job)
+    job = plan.objects.job_of(Cluster(nodes=2, template=template).job)
     for attempt, flags in ((0, ["--run-dir=/d/run", "--fresh"]), (1, ["--run-dir=/d/run"])):
         spec = plan.objects.master_pod(job, attempt)["spec"]
         (made,) = spec["containers"]
@@ -484,8 +484,8 @@ def test_the_master_has_the_volume_of_the_run_folder() -> None:
 
 def test_what_the_server_refuses_is_a_condition() -> None:
     world = Cluster(nodes=1)
-    seen = plan.Seen(refused='pods "tr-0-0" is forbidden: exceeded quota')
-    todo = plan.plan(plan.objects.wanted(world.job), seen, world.now)
+    seen = plan.ObservedState(refused='pods "tr-0-0" is forbidden: exceeded quota')
+    todo = plan.plan(plan.objects.job_of(world.job), seen, world.now)
     assert todo.status.condition("Admitted").message == seen.refused
 
 
@@ -523,7 +523,7 @@ def test_whatever_happens(data: st.DataObject) -> None:
         end = world.status.phase if world.status.over else ""
     quiet(world)
     wanted = 0 if end or world.job["spec"].get("suspend") else sum_of(world)
-    if not end and not world.status.over and not any(pod.done for pod in world.sight().pods):
+    if not end and not world.status.over and not any(pod.over for pod in world.sight().pods):
         assert len(world.living()) == wanted
 
 

@@ -10,7 +10,14 @@ import msgspec
 from elasticrun.jobs.operator import objects, plan
 from elasticrun.jobs.operator.crd import ElasticStatus
 from elasticrun.jobs.operator.objects import INDEX, OwnedPod, stamp
-from elasticrun.jobs.operator.plan import Discard, Make, Remove, Resize, Seen, ToDo
+from elasticrun.jobs.operator.plan import (
+    Delete,
+    DeleteJob,
+    Make,
+    ObservedState,
+    ReconcilePlan,
+    Resize,
+)
 from elasticrun.wire.messages import ExcludedNode, JobStatus, NodeStatus
 
 BEGAN = 1_800_000_000.0
@@ -59,17 +66,17 @@ class Cluster:
         self.master: JobStatus | None = None
         self.gone = False
         self.resized: list[int] = []
-        self.todo: ToDo | None = None
+        self.todo: ReconcilePlan | None = None
 
     # ------------------------------------------------------------ looking and doing
 
-    def sight(self) -> Seen:
+    def sight(self) -> ObservedState:
         read = (objects.read(pod) for pod in self.pods.values())
-        return Seen(tuple(pod for pod in read if pod is not None), self.master)
+        return ObservedState(tuple(pod for pod in read if pod is not None), self.master)
 
-    def look(self) -> ToDo:
+    def look(self) -> ReconcilePlan:
         """One pass; what it orders is done."""
-        self.todo = todo = plan.plan(objects.wanted(self.job), self.sight(), self.now)
+        self.todo = todo = plan.plan(objects.job_of(self.job), self.sight(), self.now)
         if patched := plan.patch(self.job.get("status", {}), todo.status):
             self.job["status"] = patched
         for order in todo.orders:
@@ -94,13 +101,13 @@ class Cluster:
                 made["metadata"] |= {"uid": name, "creationTimestamp": stamp(self.now)}
                 made["status"] = {"phase": "Pending"}
                 self.pods[name] = made
-            case Remove(pod):
+            case Delete(pod):
                 self.delete(pod.name)
             case Resize(nodes):
                 self.resized.append(nodes)
                 if self.master is not None:
                     self.master = msgspec.structs.replace(self.master, max_nodes=nodes)
-            case Discard():
+            case DeleteJob():
                 self.gone = True
 
     # ------------------------------------------------------------ what befalls
@@ -149,7 +156,8 @@ class Cluster:
         return [
             pod
             for pod in self.sight().pods
-            if pod.lives(self.now) and (pod.index == index if index is not None else pod.index >= 0)
+            if pod.is_active(self.now)
+            and (pod.index == index if index is not None else pod.index >= 0)
         ]
 
     @property

@@ -15,9 +15,9 @@ from elasticrun.snapshots.shm.layout import PAGE, Item, ItemKind, Layout, lay_ou
 from elasticrun.snapshots.shm.segment import (
     HASHES_AT,
     Segment,
-    begin,
     block_of,
     hashes_page,
+    initialize,
     segment_bytes,
 )
 from elasticrun.wire.types import RoundName
@@ -87,7 +87,7 @@ class HandMade:
         encoded = layout.encode()
         size = segment_bytes(len(encoded), layout.slot_bytes, 2)
         memory = memoryview(mmap.mmap(-1, size))
-        begin(memory, layout_length=len(encoded), slot_bytes=layout.slot_bytes, slots=2)
+        initialize(memory, layout_length=len(encoded), slot_bytes=layout.slot_bytes, slots=2)
         memory[PAGE : PAGE + len(encoded)] = encoded
         segment = Segment(memory)
         payload = segment.payload(0)

@@ -24,7 +24,7 @@ class Storage:
     def __init__(self, monkeypatch) -> None:
         self.gates: dict[str, threading.Event] = {}
         self.began: dict[str, threading.Event] = {}
-        for kind in ("write_parts", "clean", "tidy", "sweep"):
+        for kind in ("write_parts", "remove_attempt", "remove_unfinished", "sweep"):
             monkeypatch.setattr(work, kind, self._stand_in(kind))
 
     def of(self, kind: str, attempt: str) -> tuple[threading.Event, threading.Event]:
@@ -64,7 +64,7 @@ class Play:
 
     def order(self, attempt: str) -> None:
         """The agent orders an attempt to write one part."""
-        self.attempts.begin(persist("/x", part(), attempt=attempt))
+        self.attempts.start(persist("/x", part(), attempt=attempt))
 
     def writes(self, attempt: str) -> None:
         """It is ordered, and writes."""
@@ -80,13 +80,13 @@ class Play:
         """Let it end, and hear of it."""
         self.storage.of(kind, attempt)[1].set()
         assert self.woken.acquire(timeout=LIMIT)
-        for call in self.inbox.take():
+        for call in self.inbox.drain():
             call()
 
     def hung(self) -> str:
         """Whether the saver would end now, and why; the loop looks when it said that it would."""
         due = self.attempts.next_deadline()
-        if due is None or due > self.now or not self.attempts.hung(self.now):
+        if due is None or due > self.now or not self.attempts.has_hung(self.now):
             return ""
         last = self.said[-1]
         assert isinstance(last, Remark)
@@ -97,7 +97,7 @@ class Play:
 def play(monkeypatch) -> Iterator[Play]:
     made = Play(monkeypatch)
     yield made
-    for kind in ("write_parts", "clean", "tidy", "sweep"):
+    for kind in ("write_parts", "remove_attempt", "remove_unfinished", "sweep"):
         for attempt in ("a1", "a2"):
             made.storage.of(kind, attempt)
     made.storage.let_all_go()
@@ -108,9 +108,9 @@ def begin_behind_a_sweep(play: Play) -> None:
     play.writes("a1")
     play.attempts.give_up("a1", play.now)
     play.ends("write_parts", "a1")
-    play.begins("clean", "a1")
-    play.ends("clean", "a1")
-    play.begins("tidy", "a1")
+    play.begins("remove_attempt", "a1")
+    play.ends("remove_attempt", "a1")
+    play.begins("remove_unfinished", "a1")
     play.order("a2")
 
 
@@ -120,10 +120,10 @@ def test_what_an_attempt_has_left_goes_before_the_next_one_writes(play: Play) ->
     play.attempts.give_up("a1", play.now)
     play.order("a2")
     play.ends("write_parts", "a1")
-    play.begins("clean", "a1")
+    play.begins("remove_attempt", "a1")
     play.now += module.CLEAN_LIMIT - 1.0
     assert play.hung() == ""
-    play.ends("clean", "a1")
+    play.ends("remove_attempt", "a1")
     play.begins("write_parts", "a2")
     play.now += 10_000.0
     assert play.hung() == ""
@@ -137,8 +137,8 @@ def test_work_is_not_late_while_it_waits(play: Play) -> None:
     play.attempts.give_up("a2", play.now)
     play.now += module.CLEAN_LIMIT + 1.0
     assert play.hung() == ""
-    play.ends("tidy", "a1")
-    play.begins("clean", "a2")
+    play.ends("remove_unfinished", "a1")
+    play.begins("remove_attempt", "a2")
     play.now += module.CLEAN_LIMIT
     assert "did not let go of the files of an attempt within 60 s" in play.hung()
 

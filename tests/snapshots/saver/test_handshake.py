@@ -36,7 +36,7 @@ def test_a_proof_is_of_one_side_one_secret_and_one_request() -> None:
     ],
 )
 def test_what_is_not_right_is_denied(secret: str, shown: str, sentence: str) -> None:
-    with pytest.raises(transfer.NotLetIn, match=sentence):
+    with pytest.raises(transfer.NotAuthenticated, match=sentence):
         transfer.check(secret, shown, transfer.prove(secret, "host", *NONCES))
 
 

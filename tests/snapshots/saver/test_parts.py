@@ -148,7 +148,7 @@ def test_a_part_that_is_removed_during_the_commit_undoes_it(tmp_path: Path) -> N
         def rename(self, source: str, target: str) -> None:
             super().rename(source, target)
             if target.endswith(".metadata"):
-                retention.give_up(folder, 7, "a")
+                retention.discard_attempt(folder, 7, "a")
                 for name in Path(target).parent.glob("*.distcp"):
                     name.unlink()
 
@@ -162,14 +162,14 @@ def test_a_part_that_is_removed_during_the_commit_undoes_it(tmp_path: Path) -> N
 def test_giving_up_removes_one_attempt(folder: Folder) -> None:
     write(folder, rank().segment(), attempt="a")
     part = write(folder, rank().segment(), attempt="b.a")
-    retention.give_up(folder, 7, "a")
+    retention.discard_attempt(folder, 7, "a")
     assert list(folder.files(7)) == [part.file.name]
     commit(folder, [part], attempt="b.a")
-    retention.give_up(folder, 7, "b.a")
+    retention.discard_attempt(folder, 7, "b.a")
     assert folder.verify(7) == ""
-    retention.give_up(folder, 8, "b.a")
+    retention.discard_attempt(folder, 8, "b.a")
     write(folder, rank().segment(step=9), step=9)
-    retention.give_up(folder, 9, "a")
+    retention.discard_attempt(folder, 9, "a")
     assert not os.path.exists(folder.path(9))
 
 
@@ -184,9 +184,9 @@ def test_giving_up_removes_a_manifest_without_a_marker(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="metadata was not written"):
         save(folder, [rank()])
     assert "elasticrun.json" in folder.files(7)
-    retention.give_up(folder, 7, "b")
+    retention.discard_attempt(folder, 7, "b")
     assert "elasticrun.json" in folder.files(7)
-    retention.give_up(folder, 7, "a")
+    retention.discard_attempt(folder, 7, "a")
     assert os.listdir(tmp_path) == []
 
 

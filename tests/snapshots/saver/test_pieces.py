@@ -13,9 +13,9 @@ import pytest
 
 from elasticrun.host.system.reasons import reason_of
 from elasticrun.snapshots.saver import hashing, transfer
-from elasticrun.snapshots.saver.hashing import Bad, Gone, OpenSegment
+from elasticrun.snapshots.saver.hashing import Corrupt, OpenSegment, Overwritten
 from elasticrun.snapshots.saver.pool import Inbox, WorkerPool, WorkItem
-from elasticrun.snapshots.saver.transfer import PeerLink, Served
+from elasticrun.snapshots.saver.transfer import PeerLink, ServedSnapshot
 from elasticrun.snapshots.shm.segment import Snapshot, round_key
 from elasticrun.wire.frames import encode
 from tests.forkserver.driver import LIMIT
@@ -23,7 +23,7 @@ from tests.snapshots.dcp.slots import ROUND
 from tests.snapshots.saver.play import Shared, state
 
 
-class Overwritten(OpenSegment):
+class OverwrittenWhileRead(OpenSegment):
     """A segment whose rank begins its next snapshot while this one is read."""
 
     shared: Shared
@@ -36,12 +36,12 @@ class Overwritten(OpenSegment):
 
 def test_a_snapshot_that_is_overwritten_while_it_is_hashed_has_no_hashes() -> None:
     with closing(Shared(state().segment())) as shared:
-        opened = Overwritten(os.dup(shared.fd), 0)
+        opened = OverwrittenWhileRead(os.dup(shared.fd), 0)
         opened.shared = shared
         snapshot = opened.snapshot(0, 1)
-        with pytest.raises(Gone, match="step 7 of local rank 0 was overwritten"):
+        with pytest.raises(Overwritten, match="step 7 of local rank 0 was overwritten"):
             hashing.hash_snapshot(opened, 0, 1)
-        assert opened.known(snapshot) == shared.segment.hashes(snapshot) == ()
+        assert opened.stored_hashes(snapshot) == shared.segment.hashes(snapshot) == ()
 
 
 def test_a_descriptor_and_a_mapping_go_with_the_last_who_has_them() -> None:
@@ -55,7 +55,7 @@ def test_a_descriptor_and_a_mapping_go_with_the_last_who_has_them() -> None:
         descriptor = opened.descriptor
         hashing.hash_snapshot(opened, 0, 1)
         assert hashing.check_snapshot(opened, 0, 1) == ""
-        with pytest.raises(Bad, match="the number of blocks"):
+        with pytest.raises(Corrupt, match="the number of blocks"):
             hashing._compare(opened, opened.snapshot(0, 1), (1, 2, 3)[:0])
         del opened
         with pytest.raises(OSError):
@@ -69,19 +69,19 @@ def test_a_slot_that_changes_while_it_is_sent_is_said_to_have() -> None:
         ours, theirs = socket.socketpair()
         host = threading.Thread(
             target=transfer.serve,
-            args=(theirs, "", lambda request, data: Served(opened, 0, 1), lambda: None),
+            args=(theirs, "", lambda request, data: ServedSnapshot(opened, 0, 1), lambda: None),
         )
         host.start()
         with ours, theirs:
             link = PeerLink(ours)
-            link.allow(64 << 20)
-            link.say(transfer.Dial(transfer.VERSION, "aa", False))
+            link.restart_limit(64 << 20)
+            link.send_message(transfer.Dial(transfer.VERSION, "aa", False))
             transfer.read(link.payload(), transfer.HOST_TYPES, transfer.Counter)
             link.send(encode(transfer.Shown("")))
-            link.say(transfer.Get(round_key(ROUND).hex(), 7, 0, True))
+            link.send_message(transfer.Get(round_key(ROUND).hex(), 7, 0, True))
             head = transfer.read(link.payload(), transfer.HOST_TYPES, transfer.Head)
             shared.segment.withdraw(0)  # most of it waits for us to read
-            link.take(head.layout_length + head.tensor_bytes + 8 + head.values_bytes + 8)
+            link.receive(head.layout_length + head.tensor_bytes + 8 + head.values_bytes + 8)
             sent = transfer.read(link.payload(), transfer.HOST_TYPES, transfer.Sent)
         host.join(LIMIT)
         assert not sent.ok
@@ -102,7 +102,7 @@ class Loop:
         """Wait for a call and make it, and those that are there."""
         assert self._woken.wait(LIMIT)
         self._woken.clear()
-        for call in self.inbox.take():
+        for call in self.inbox.drain():
             call()
 
 

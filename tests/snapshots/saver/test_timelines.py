@@ -98,7 +98,7 @@ def test_without_its_marker_it_is_no_timeline(tmp_path: Path) -> None:
         saved(folder, 10, rewound_from=12)
     assert "elasticrun.timeline.1.from.12" in folder.files(10)
     assert folder.newest() == 12
-    retention.give_up(folder, 10, "a")
+    retention.discard_attempt(folder, 10, "a")
     assert folder.files(10) == {}
 
 

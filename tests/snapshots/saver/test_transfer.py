@@ -20,7 +20,7 @@ import torch
 from elasticrun.snapshots.saver import peers, transfer
 from elasticrun.snapshots.saver.peers import MAX_PEERS, Peers, listen
 from elasticrun.snapshots.saver.pool import Inbox, WorkerPool
-from elasticrun.snapshots.shm.segment import Segment, begin, segment_bytes
+from elasticrun.snapshots.shm.segment import Segment, initialize, segment_bytes
 from elasticrun.wire import snapshots as s
 from elasticrun.wire.frames import encode
 from elasticrun.wire.types import Endpoint, EntryKind, Entrypoint
@@ -70,7 +70,7 @@ def memory(size: s.FetchSize) -> Iterator[int]:
     with mmap.mmap(fd, 0) as mapping:
         sizes = {"layout_length": size.layout_length, "slot_bytes": size.slot_bytes}
         view = memoryview(mapping)
-        begin(view, **sizes, slots=2)
+        initialize(view, **sizes, slots=2)
         view.release()
     yield fd
     os.close(fd)
@@ -184,13 +184,13 @@ def test_one_that_is_served_later_is_waited_for(agent: Agent, holder: Agent, mon
     pool = WorkerPool("fetch", 1, inbox.post)
     fetches = peers.Fetches(SECRET, said.append, pool, pool)
     shared = holder.open(state().segment())
-    fetches.begin(s.Fetch(5, NAMED, 7, 0, HOST, holder.here.port))
+    fetches.start(s.Fetch(5, NAMED, 7, 0, HOST, holder.here.port))
     assert refused.wait(LIMIT)
     holder.tell(s.Serve(1, 0, 1, NAMED, 7, 0))
     while not said:
         assert woken.wait(LIMIT)
         woken.clear()
-        for call in inbox.take():
+        for call in inbox.drain():
             call()
     (size,) = said
     assert isinstance(size, s.FetchSize)
@@ -281,7 +281,7 @@ class Door:
             assert ready, "nobody else is let in"
             if self.woken in ready:
                 self.woken.recv(1)
-            for call in self.inbox.take():
+            for call in self.inbox.drain():
                 call()
             if self.peers.listening() in ready:
                 self.peers.accept()

@@ -19,8 +19,8 @@ from elasticrun.snapshots.shm.segment import (
     NONE,
     Segment,
     SegmentError,
-    begin,
     hashes_page,
+    initialize,
     segment_bytes,
 )
 from elasticrun.wire.types import RoundName
@@ -44,7 +44,7 @@ def fresh(slots: int = 2) -> tuple[mmap.mmap, Segment]:
     encoded = LAYOUT.encode()
     memory = mmap.mmap(-1, segment_bytes(len(encoded), LAYOUT.slot_bytes, slots))
     view = memoryview(memory)
-    begin(view, layout_length=len(encoded), slot_bytes=LAYOUT.slot_bytes, slots=slots)
+    initialize(view, layout_length=len(encoded), slot_bytes=LAYOUT.slot_bytes, slots=slots)
     view[PAGE : PAGE + len(encoded)] = encoded
     return memory, Segment(view)
 
@@ -189,7 +189,7 @@ def test_a_spoilt_control_page_is_refused_or_bounded(spoilt: list[tuple[int, int
 )
 def test_impossible_sizes_are_no_segment(sizes: dict[str, int]) -> None:
     with pytest.raises(ValueError):
-        begin(memoryview(bytearray(8 * PAGE)), **sizes)
+        initialize(memoryview(bytearray(8 * PAGE)), **sizes)
 
 
 @pytest.mark.slow

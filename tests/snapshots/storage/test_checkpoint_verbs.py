@@ -168,7 +168,7 @@ def test_prune_never_takes_the_newest_verified_one(
 
 def test_a_folder_of_torch_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = Folder(str(tmp_path / "b"))
-    folder.begin(5)
+    folder.make_folder(5)
     folder.put(5, ".metadata", b"torch's own")
     assert main(["ckpt", "verify", folder.url]) == 0
     assert "step 5 was written by torch alone" in capsys.readouterr().out

@@ -43,7 +43,7 @@ def entry(rank: int) -> FileEntry:
 
 
 def save(folder: Folder, step: int, *, ranks: int = 1, marker: bytes = b"marker") -> None:
-    folder.begin(step)
+    folder.make_folder(step)
     for rank in range(ranks):
         sink = folder.create(step, entry(rank).name, len(DATA))
         sink.write(memoryview(DATA))
@@ -193,7 +193,7 @@ def test_a_cut_marker_is_found(folder: Folder) -> None:
 
 
 def test_what_torch_has_written_is_not_judged(folder: Folder) -> None:
-    folder.begin(5)
+    folder.make_folder(5)
     folder.put(5, ".metadata", b"torch's own")
     assert (folder.committed(), folder.verify(5), folder.manifest(5)) == ([5], "", None)
 

@@ -6,13 +6,13 @@ import pytest
 
 from elasticrun.snapshots.storage.timeline import (
     PERIODIC,
-    Listed,
+    ListedCheckpoint,
     Timeline,
+    abandoned,
     chain,
-    join,
-    left,
     not_kept,
     surplus,
+    timeline_for,
     timeline_of,
 )
 
@@ -26,9 +26,11 @@ def found(
     at: float = 0.0,
     marker: bool = True,
     condemned: bool = False,
-) -> Listed:
+) -> ListedCheckpoint:
     line = Timeline(number, start)
-    return Listed(step, marker, condemned, False, ours, True, line, at or step, at or step)
+    return ListedCheckpoint(
+        step, marker, condemned, False, ours, True, line, at or step, at or step
+    )
 
 
 FIRST = [found(4), found(8), found(12)]
@@ -57,20 +59,20 @@ def test_the_name_of_the_file_comes_back() -> None:
 def test_a_commit_joins_the_newest_or_begins_one(
     step: int, rewound_from: int, line: Timeline
 ) -> None:
-    assert join(FIRST, step, rewound_from) == line
+    assert timeline_for(FIRST, step, rewound_from) == line
 
 
 def test_it_is_begun_once() -> None:
     """The master that has heard of the commit too late says again what it had said."""
     after = [*FIRST, found(10, 1, 12)]
-    assert join(after, 11, 12) == Timeline(1, 12)
-    assert join(after, 14, -1) == Timeline(1, 12)
-    assert join(after, 9, 10) == Timeline(2, 10)
+    assert timeline_for(after, 11, 12) == Timeline(1, 12)
+    assert timeline_for(after, 14, -1) == Timeline(1, 12)
+    assert timeline_for(after, 9, 10) == Timeline(2, 10)
 
 
 def test_what_was_left_is_not_gone_on_from() -> None:
     after = [*FIRST, found(10, 1, 9)]
-    assert left(after) == {12}
+    assert abandoned(after) == {12}
     assert chain(after) == [4, 8, 10]
     assert chain([*after[:3], found(10, 1, 9, condemned=True)]) == [4, 8], "not to the poison"
     assert chain([*after, found(9, 0), found(11, 2, 7)]) == [4, 11]
@@ -98,7 +100,7 @@ TWO = [found(10, 1, 9), found(14, 1, 9)]
     ],
 )
 def test_the_newer_timeline_is_never_pushed_out(
-    more: list[Listed], last: int, every: int, in_use: tuple[int, ...], gone: list[int]
+    more: list[ListedCheckpoint], last: int, every: int, in_use: tuple[int, ...], gone: list[int]
 ) -> None:
     all_ = [*FIRST, *more]
     told = [(step, PERIODIC) for step in chain(all_)]

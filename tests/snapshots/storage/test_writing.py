@@ -28,7 +28,7 @@ def some(size: int) -> memoryview:
 
 
 def begun(folder: Folder, size: int) -> Sink:
-    folder.begin(7)
+    folder.make_folder(7)
     return folder.create(7, "data", size)
 
 
@@ -40,7 +40,7 @@ def bucket(tmp_path: Path) -> tuple[Folder, Bucket]:
 
 
 def written(folder: Folder, data: memoryview, name: str = "data") -> Path:
-    folder.begin(7)
+    folder.make_folder(7)
     sink = folder.create(7, name, len(data))
     sink.write(data)
     sink.close()
@@ -70,7 +70,7 @@ def test_in_pieces_that_are_no_pages(tmp_path: Path) -> None:
 
 def test_a_folder_that_another_node_found_empty_is_made_again(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path))
-    folder.begin(7)
+    folder.make_folder(7)
     Folder(str(tmp_path)).unlink(7, ["nothing"])
     assert os.listdir(tmp_path) == []
     folder.create(7, "data", 5).close()
@@ -131,7 +131,7 @@ def test_an_error_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="was not made"):
-        Folder(str(tmp_path / "file" / "runs")).begin(7)
+        Folder(str(tmp_path / "file" / "runs")).make_folder(7)
 
 
 @pytest.mark.parametrize(

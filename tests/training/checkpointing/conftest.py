@@ -19,7 +19,7 @@ from tests.training.checkpointing.played import PlayedAgent, playing
 def as_if_just_born(monkeypatch) -> Iterator[None]:
     """Nothing is known of the agent that another test has played. A storage is not taken for away
     because this machine stands still."""
-    monkeypatch.setattr(choosing, "LOOK_LIMIT", LIMIT)
+    monkeypatch.setattr(choosing, "QUERY_LIMIT", LIMIT)
     yield
     line._places.clear()
     as_another_process()
@@ -28,7 +28,7 @@ def as_if_just_born(monkeypatch) -> Iterator[None]:
 def as_another_process() -> None:
     """No Checkpointer is known that was made before."""
     checkpointer._made.clear()
-    checkpointer._spoken.clear()
+    checkpointer._owners_by_pid.clear()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from elasticrun.snapshots.shm.segment import Segment, begin, segment_bytes
+from elasticrun.snapshots.shm.segment import Segment, initialize, segment_bytes
 from elasticrun.wire import snapshots as s
 from elasticrun.wire.frames import FrameBuffer, encode
 from elasticrun.wire.progress import address, mint_name, place
@@ -181,7 +181,7 @@ class PlayedAgent:
             fd = os.memfd_create("played")
             os.posix_fallocate(fd, 0, size)
             mapping = mmap.mmap(fd, size)
-            begin(
+            initialize(
                 memoryview(mapping),
                 layout_length=need.layout_length,
                 slot_bytes=need.slot_bytes,

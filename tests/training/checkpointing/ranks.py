@@ -36,7 +36,7 @@ def _rank(body: Body, env: Mapping[str, str], answer: Any, args: tuple[Any, ...]
 
     from elasticrun.training.checkpointing import choosing
 
-    choosing.LOOK_LIMIT = LIMIT  # a machine that stands still is no storage
+    choosing.QUERY_LIMIT = LIMIT  # a machine that stands still is no storage
     torch.set_num_threads(1)
     try:
         if int(env["WORLD_SIZE"]) > 1:

@@ -14,7 +14,7 @@ import torch
 
 from elasticrun.snapshots.shm.segment import NONE
 from elasticrun.training import Checkpointer
-from elasticrun.training.checkpointing.line import AgentLine, own_place
+from elasticrun.training.checkpointing.line import AgentConnection, agent_address
 from elasticrun.wire import snapshots as s
 from tests.agent.snapshots.test_snapshots import at_most
 from tests.harness import program
@@ -47,12 +47,12 @@ def test_a_word_that_comes_too_late_is_no_answer_to_the_next_question(agent: Pla
     ckpt = Checkpointer("/nowhere", n={"x": 1}, every_steps=1, persist_every_seconds=None)
     ckpt.step(1)
     ckpt.step(2)
-    way: Any = ckpt._way
-    line: AgentLine = way._line
-    assert not line.await_room(NONE, 0.05)
+    way: Any = ckpt._backend
+    line: AgentConnection = way._connection
+    assert not line.wait_for_slot(NONE, 0.05)
     agent.current[0].segment.watermark = 2
     agent.look()
-    assert line.ask(agent.of(s.RankHere)[0], s.Resume)[0].step == -1
+    assert line.request(agent.of(s.RankHere)[0], s.Resume)[0].step == -1
     ckpt.close()
 
 
@@ -63,10 +63,10 @@ def test_children_of_a_rank_know_no_agent(agent: PlayedAgent, tmp_path: Path) ->
         assert ckpt.stats.snapshots == 1
         assert "ELASTICRUN_SNAPSHOTS" not in os.environ
         ckpt.close()
-    assert own_place() == agent.place(0)
+    assert agent_address() == agent.place(0)
     child = os.fork()
     if not child:
-        os._exit(len(own_place()))
+        os._exit(len(agent_address()))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 

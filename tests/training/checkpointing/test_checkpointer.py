@@ -19,7 +19,7 @@ from elasticrun.core.rounds.failures import cut
 from elasticrun.snapshots.dcp.items import pieces
 from elasticrun.snapshots.storage.writing import StorageError
 from elasticrun.training import Checkpointer, Keep, progress
-from elasticrun.training.checkpointing.capture import Mapped
+from elasticrun.training.checkpointing.capture import MappedSegment
 from elasticrun.training.checkpointing.line import ConflictError
 from elasticrun.training.checkpointing.parts import StateError
 from elasticrun.training.checkpointing.state import TrainingState
@@ -344,7 +344,7 @@ def test_a_slot_holds_what_torch_would_have_written(agent: PlayedAgent, new: New
     one = Training(new)
     one.run(0, 2)
     agent.until(s.Committed, 2)
-    mapped = Mapped(os.dup(agent.current[0].fd))
+    mapped = MappedSegment(os.dup(agent.current[0].fd))
     layout = mapped.segment.layout()
     newest = mapped.segment.snapshots()[-1]
     weights = {f"model.{k}": v for k, v in one.model.state_dict().items()}

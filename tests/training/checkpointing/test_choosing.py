@@ -11,7 +11,12 @@ import pytest
 from torch.distributed import TCPStore
 
 from elasticrun.snapshots.storage.folder import MARKER, Folder
-from elasticrun.training.checkpointing.choosing import Board, NotThere, RankOptions, RestoreChoice
+from elasticrun.training.checkpointing.choosing import (
+    RankExchange,
+    RankOptions,
+    RestoreChoice,
+    StepNotAvailable,
+)
 from elasticrun.wire.types import Skip
 
 ALL, NO_OTHER = (60, 80, 100), ()
@@ -28,11 +33,11 @@ def choice(
 ) -> tuple[RestoreChoice, list[str]]:
     place, told = Folder(str(folder)), []
     for step in stored:
-        place.begin(step)
+        place.make_folder(step)
         place.put(step, MARKER, b"there")
     setting = RankOptions(place, 0, 1, slots=2, keep_last=3, keep_every=0, verify=True)
     skip = Skip(rewound_from, suspect, restore_step)
-    return RestoreChoice(setting, Board("x", 1), told.append, memory, skip), told
+    return RestoreChoice(setting, RankExchange("x", 1), told.append, memory, skip), told
 
 
 @pytest.mark.parametrize(
@@ -69,7 +74,7 @@ def test_what_is_suspect_comes_last_and_never_after_nothing(
 def test_a_step_that_is_not_there_is_refused_in_a_sentence(tmp_path: Path) -> None:
     chooser, _ = choice(tmp_path, ALL, memory=110, restore_step=70)
     Folder(str(tmp_path)).condemn(80, "for this test")
-    with pytest.raises(NotThere) as error:
+    with pytest.raises(StepNotAvailable) as error:
         chooser._choose()
     assert str(error.value) == (
         "--restore-step=70: step 70 is not whole in memory, and "
@@ -83,15 +88,17 @@ def test_who_waits_hears_what_the_last_one_says(libuv: bool, objection: str) -> 
     """Who waits already is woken. The older server runs where the libuv one cannot take a socket
     over, as until torch 2.6."""
     served = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=libuv)
-    boards = [Board("life", 2) for _ in range(2)]
+    boards = [RankExchange("life", 2) for _ in range(2)]
     for board in boards:
         board._store = TCPStore("127.0.0.1", served.port, is_master=False, timeout=SECONDS)
     heard: list[str] = []
-    waiting = threading.Thread(target=lambda: heard.append(boards[0].agreed("whole")))
+    waiting = threading.Thread(target=lambda: heard.append(boards[0].wait_for_agreement("whole")))
     waiting.start()
     while not served.check(["life/whole/ranks"]):
         waiting.join(0.01)
     waiting.join(0.2)  # its wait has reached the server
-    said = boards[1].object("whole", objection) if objection else boards[1].agreed("whole")
+    said = (
+        boards[1].veto("whole", objection) if objection else boards[1].wait_for_agreement("whole")
+    )
     waiting.join(SECONDS.total_seconds())
     assert [said] == heard == [objection]

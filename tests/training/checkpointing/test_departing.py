@@ -8,7 +8,7 @@ import pytest
 
 from elasticrun.snapshots.shm.segment import NONE
 from elasticrun.training.checkpointing import line
-from elasticrun.training.checkpointing.line import AgentLine, Departure, PutOff
+from elasticrun.training.checkpointing.line import AgentConnection, DeferredSignals, Departure
 from elasticrun.wire.snapshots import FromRank, StepMissed
 from tests.harness import program
 
@@ -19,21 +19,26 @@ class Said:
     def __init__(self) -> None:
         self.messages: list[FromRank] = []
 
-    def say(self, message: FromRank) -> None:
+    def send(self, message: FromRank) -> None:
         self.messages.append(message)
 
 
 def rank(at: int) -> tuple[Departure, list[FromRank]]:
     """One that goes on from step `at`."""
     said = Said()
-    made = Departure(cast(AgentLine, said), (), PutOff())
-    made.goes_on_from(at)
+    made = Departure(cast(AgentConnection, said), (), DeferredSignals())
+    made.resume_from(at)
     return made, said.messages
 
 
 def test_the_step_that_was_named_is_saved_once() -> None:
     one, said = rank(0)
-    assert [one.is_asked(3, step) for step in range(1, 7)] == [False, False, True, *[False] * 3]
+    assert [one.is_save_required(3, step) for step in range(1, 7)] == [
+        False,
+        False,
+        True,
+        *[False] * 3,
+    ]
     assert not said
 
 
@@ -41,42 +46,48 @@ def test_a_script_that_calls_for_some_steps_saves_the_first_one_after_it() -> No
     """All ranks call for the same ones, so whoever has seen it late does the same."""
     early, _ = rank(0)
     late, said = rank(0)
-    asked = [early.is_asked(13, 10), early.is_asked(13, 20)]
-    assert asked == [late.is_asked(NONE, 10), late.is_asked(13, 20)] == [False, True]
+    asked = [early.is_save_required(13, 10), early.is_save_required(13, 20)]
+    assert (
+        asked == [late.is_save_required(NONE, 10), late.is_save_required(13, 20)] == [False, True]
+    )
     assert not said
 
 
 def test_a_rank_that_is_past_it_says_so_and_is_given_another() -> None:
     one, said = rank(0)
-    assert not one.is_asked(NONE, 5)
-    assert not one.is_asked(5, 6)
-    assert not one.is_asked(5, 7)
+    assert not one.is_save_required(NONE, 5)
+    assert not one.is_save_required(5, 6)
+    assert not one.is_save_required(5, 7)
     assert said == [StepMissed(5, 6)]
-    assert [one.is_asked(9, 8), one.is_asked(9, 9), one.is_asked(9, 10)] == [False, True, False]
+    assert [
+        one.is_save_required(9, 8),
+        one.is_save_required(9, 9),
+        one.is_save_required(9, 10),
+    ] == [False, True, False]
 
 
 def test_what_could_not_be_saved_counts_as_missed() -> None:
     one, said = rank(0)
-    assert one.is_asked(1, 1)
-    one.answer(1, saved=False)
+    assert one.is_save_required(1, 1)
+    one.report_save(1, saved=False)
     assert said == [StepMissed(1, 1)]
-    assert not one.is_asked(1, 2)
+    assert not one.is_save_required(1, 2)
 
 
 SCRIPT = """
 import os, signal, sys
 from elasticrun.training.checkpointing import line
-from elasticrun.training.checkpointing.line import Departure, PutOff
+from elasticrun.training.checkpointing.line import Departure, DeferredSignals
 
 class Line:
-    def say(self, message): print(message, flush=True)
+    def send(self, message): print(message, flush=True)
 
 line.WORD_LIMIT = line.SAID_AGAIN = 240.0
-rank = Departure(Line(), (15, 10), PutOff())
+rank = Departure(Line(), (15, 10), DeferredSignals())
 me = os.getpid()
 def step(number, asked=-1):
-    return rank.is_asked(asked, number)
-rank.goes_on_from(0)
+    return rank.is_save_required(asked, number)
+rank.resume_from(0)
 {body}
 print("went on", flush=True)
 """
@@ -97,14 +108,14 @@ ENDS = {
     "a signal waits for the step that is asked for": (-15, ("saved",), """
 os.kill(me, signal.SIGTERM)
 assert [step(1), step(2, 3), step(3, 3)] == [False, False, True]
-rank.answer(3, saved=True)
+rank.report_save(3, saved=True)
 assert rank.is_ending
 print("saved", flush=True)
-rank.end()
+rank.exit_by_signal()
 """),
     "a signal that comes after that ends the next step": (-10, (), """
 assert step(1, 1)
-rank.answer(1, saved=True)
+rank.report_save(1, saved=True)
 assert not rank.is_ending
 os.kill(me, signal.SIGUSR1)
 step(2, 1)
@@ -114,14 +125,14 @@ os.kill(me, signal.SIGTERM)
 assert not step(1)
 line.WORD_LIMIT = 0.0
 assert step(2)
-rank.answer(2, saved=True)
-rank.end()
+rank.report_save(2, saved=True)
+rank.exit_by_signal()
 """),
     "a script with a handler of its own is left alone": (0, ("went on",), """
 caught = []
 handler = lambda *_: caught.append(1)
 signal.signal(signal.SIGHUP, handler)
-assert PutOff().install([signal.SIGHUP, signal.SIGINT]) == ()
+assert DeferredSignals().install([signal.SIGHUP, signal.SIGINT]) == ()
 os.kill(me, signal.SIGHUP)
 assert caught == [1]
 """),
@@ -135,7 +146,7 @@ os.kill(me, signal.SIGTERM)
 """),
     "a signal that came before such a handler is given to it once": (0, ITS_OWN, """
 assert step(1, 1)
-rank.answer(1, saved=True)
+rank.report_save(1, saved=True)
 os.kill(me, signal.SIGTERM)
 signal.signal(signal.SIGTERM, lambda *_: print("mine", flush=True))
 step(2, 1)
@@ -145,7 +156,7 @@ assert not rank.is_ending
     "a signal is obeyed from any thread": (-15, (), """
 import threading
 os.kill(me, signal.SIGTERM)
-other = threading.Thread(target=rank.end)
+other = threading.Thread(target=rank.exit_by_signal)
 other.start()
 other.join()
 threading.Event().wait(60)
@@ -153,32 +164,32 @@ threading.Event().wait(60)
     # another rank could not save the first one, and cannot get to the next without this one
     "a rank that has saved goes on to another step that is named": (-15, ("saved",), """
 assert step(3, 3)
-rank.answer(3, saved=True)
+rank.report_save(3, saved=True)
 os.kill(me, signal.SIGTERM)
 assert [step(4, 5), step(5, 5)] == [False, True]
-rank.answer(5, saved=True)
+rank.report_save(5, saved=True)
 print("saved", flush=True)
 step(6, 5)
 """),
     "a rank that could not save waits for another step": (-15, ("StepMissed(asked=3, step=3)",), """
 os.kill(me, signal.SIGTERM)
 assert step(3, 3)
-rank.answer(3, saved=False)
+rank.report_save(3, saved=False)
 assert not rank.is_ending
 assert [step(4, 3), step(5, 6), step(6, 6)] == [False, False, True]
-rank.answer(6, saved=True)
+rank.report_save(6, saved=True)
 assert rank.is_ending
-rank.end()
+rank.exit_by_signal()
 """),
     "who is asked by nobody ends though it cannot save": (-15, ("StepMissed(asked=1, step=1)",), """
 assert step(1, 1)
-rank.answer(1, saved=False)
+rank.report_save(1, saved=False)
 os.kill(me, signal.SIGTERM)
 line.WORD_LIMIT = 0.0
 assert step(2, 1)
-rank.answer(2, saved=False)
+rank.report_save(2, saved=False)
 assert rank.is_ending
-rank.end()
+rank.exit_by_signal()
 """),
     "what is closed puts nothing off": (-15, (NONE_ANY_MORE,), """
 rank.close()
@@ -193,7 +204,7 @@ rank.close()
     "only a main thread has signals": (0, ("went on",), """
 import threading
 found = []
-other = threading.Thread(target=lambda: found.append(PutOff().install([signal.SIGHUP])))
+other = threading.Thread(target=lambda: found.append(DeferredSignals().install([signal.SIGHUP])))
 other.start()
 other.join()
 assert found == [()]
@@ -221,14 +232,14 @@ nothing, _ = os.pipe()
 def end():
     while open(f"/proc/self/task/{me}/syscall").read().split()[1:2] != [hex(nothing)]:
         os.sched_yield()
-    rank.end()
+    rank.exit_by_signal()
 threading.Thread(target=end).start()
 os.read(nothing, 1)
 """
 """A thread ends a rank whose main thread waits in the kernel."""
 
 
-@pytest.mark.parametrize("ends_in", ["rank.end()", IN_ANOTHER_THREAD])
+@pytest.mark.parametrize("ends_in", ["rank.exit_by_signal()", IN_ANOTHER_THREAD])
 def test_a_sigterm_that_is_said_again_is_no_second_one(ends_in: str) -> None:
     """Slurm does so within milliseconds, at a time limit."""
     body = f"""
@@ -236,7 +247,7 @@ os.kill(me, signal.SIGTERM)
 os.kill(me, signal.SIGTERM)
 assert [step(1), step(2, 3), step(3, 3)] == [False, False, True]
 os.kill(me, signal.SIGTERM)
-rank.answer(3, saved=True)
+rank.report_save(3, saved=True)
 print("saved", flush=True)
 {ends_in}
 """
@@ -267,7 +278,7 @@ def test_a_handler_that_python_does_not_know_of_is_left_alone() -> None:
 import faulthandler
 faulthandler.register(signal.SIGHUP, file=sys.stdout)
 assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
-assert PutOff().install([signal.SIGHUP]) == ()
+assert DeferredSignals().install([signal.SIGHUP]) == ()
 os.kill(me, signal.SIGHUP)
 """
     code, lines = ended(body)
@@ -277,12 +288,12 @@ os.kill(me, signal.SIGHUP)
 
 def test_an_older_one_takes_nothing_back() -> None:
     body = """
-put_off = PutOff()
+put_off = DeferredSignals()
 older = Departure(Line(), (1,), put_off)
 newer = Departure(Line(), (1,), put_off)
 older.close()
 os.kill(me, signal.SIGHUP)
-assert put_off.waits is not None
+assert put_off.pending_for is not None
 newer.close()
 """
     said = "PutsOff(signals=(1,))"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from elasticrun.training.checkpointing.pace import FLOOR, Due, Pace, Schedule
+from elasticrun.training.checkpointing.pace import FLOOR, DueSnapshot, Pace, Schedule
 
 
 class Words:
@@ -13,19 +13,19 @@ class Words:
     def __init__(self) -> None:
         self.kept: dict[str, str] = {}
 
-    def say(self, key: str, text: str) -> None:
+    def publish(self, key: str, text: str) -> None:
         self.kept[key] = text
 
-    def hear(self, key: str, limit: float) -> str:
+    def wait_for(self, key: str, limit: float) -> str:
         return self.kept[key]
 
 
 def run(
     pace: list[Pace], steps: int, seconds: list[float], stall: float = 0.0, start: int = 0
-) -> list[list[Due]]:
+) -> list[list[DueSnapshot]]:
     """Ranks that do `steps` steps at their own speeds; what each takes."""
     words = Words()
-    taken: list[list[Due]] = [[] for _ in pace]
+    taken: list[list[DueSnapshot]] = [[] for _ in pace]
     schedules = [Schedule(one, words, rank, 0.0, start) for rank, one in enumerate(pace)]
     for step in range(start + 1, start + steps + 1):
         for rank, schedule in enumerate(schedules):
@@ -44,7 +44,12 @@ def test_by_steps() -> None:
 
 def test_what_is_written_out_need_not_be_a_multiple_of_the_other() -> None:
     (taken,) = run([Pace(4, 6, 0)], 12, [1.0])
-    assert taken == [Due(4, False), Due(6, True), Due(8, False), Due(12, True)]
+    assert taken == [
+        DueSnapshot(4, False),
+        DueSnapshot(6, True),
+        DueSnapshot(8, False),
+        DueSnapshot(12, True),
+    ]
 
 
 def test_by_time_all_ranks_take_the_same_steps_though_their_clocks_differ() -> None:
@@ -70,6 +75,6 @@ def test_a_script_that_calls_for_some_steps_only_is_served() -> None:
     schedule = Schedule(Pace(5, None, 0), Words(), 0, 0.0, 0)
     assert schedule.due(4) is None
     due = schedule.due(8)
-    assert due == Due(8, False)
+    assert due == DueSnapshot(8, False)
     schedule.advance(1.0, due, 0.0)
-    assert schedule.next == Due(10, False)
+    assert schedule.next == DueSnapshot(10, False)

@@ -27,11 +27,11 @@ from elasticrun.snapshots.dcp.restoring import Cover
 from elasticrun.snapshots.shm.layout import Item, ItemKind, Layout, decode, lay_out
 from elasticrun.snapshots.shm.segment import VERSION
 from elasticrun.training.checkpointing import restore
-from elasticrun.training.checkpointing.capture import Taker
-from elasticrun.training.checkpointing.line import AgentLine
+from elasticrun.training.checkpointing.capture import SnapshotTaker
+from elasticrun.training.checkpointing.line import AgentConnection
 from elasticrun.training.checkpointing.parts import StateError, state_of, unflatten
-from elasticrun.training.checkpointing.restore import Recall, asking_order
-from elasticrun.training.checkpointing.state import Known, TrainingState
+from elasticrun.training.checkpointing.restore import MemoryRestore, fetch_order
+from elasticrun.training.checkpointing.state import KnownLayout, TrainingState
 from elasticrun.wire.snapshots import RankHere, Resume, WantShard
 from elasticrun.wire.types import RoundName
 from tests.harness import program
@@ -88,7 +88,7 @@ def test_names_cost_no_import_of_the_compiler() -> None:
     """That takes half a second, of every life of every rank."""
     text = (
         "import sys, torch\n"
-        "from elasticrun.training.checkpointing.state import Known, TrainingState\n"
+        "from elasticrun.training.checkpointing.state import KnownLayout, TrainingState\n"
         "model = torch.nn.Linear(2, 2)\n"
         "state = TrainingState({'model': model}, 0)\n"
         "assert len(state.take().tensors) == 2\n"
@@ -112,12 +112,12 @@ def a_state(seed: int = 0, steps: int = 1, **more: Any) -> TrainingState:
     return state
 
 
-def known(state: TrainingState, layout: Layout, filled: bool) -> Known:
+def known(state: TrainingState, layout: Layout, filled: bool) -> KnownLayout:
     """What a restore leaves of this layout, having filled all tensors that fit, or none."""
     flat = flatten(state.whole()) if filled else Flat({}, {})
     there = ((item.fqn, item.sizes, flat.values.get(item.fqn)) for item in layout.tensors)
     fit = {n: v for n, size, v in there if isinstance(v, torch.Tensor) and v.shape == size}
-    return Known(layout, fit)
+    return KnownLayout(layout, fit)
 
 
 @pytest.mark.parametrize("filled", [False, True])
@@ -231,7 +231,7 @@ def test_no_more_shards_are_asked_for_than_needed(old: int, new: int, here: bool
     """But for one that lies here."""
     shards = [lay_out([chunk(rank, old)], 4096, "2.13") for rank in range(old)]
     for rank in range(new):
-        order = asking_order(rank, new, old, here=here)
+        order = fetch_order(rank, new, old, here=here)
         assert sorted(order) == list(range(old))
         cover, asked = Cover([chunk(rank, new)]), 0
         while not cover.whole:
@@ -242,15 +242,15 @@ def test_no_more_shards_are_asked_for_than_needed(old: int, new: int, here: bool
 
 def test_a_rank_asks_first_where_what_it_needs_was() -> None:
     with playing(8) as agent:
-        lines = [AgentLine(agent.place(rank)) for rank in range(8)]
+        lines = [AgentConnection(agent.place(rank)) for rank in range(8)]
         for rank, line in enumerate(lines):
-            line.ask(RankHere(VERSION, rank, rank, 8, "/nowhere", 3, 0), Resume)
+            line.request(RankHere(VERSION, rank, rank, 8, "/nowhere", 3, 0), Resume)
             state = TrainingState({"x": {"t": torch.full((5,), 7.0)}}, rank)
-            Taker(line, state, 2, RoundName(1, 1, "a")).take(1, persist=False, wait=0.0)
+            SnapshotTaker(line, state, 2, RoundName(1, 1, "a")).take(1, persist=False, wait=0.0)
         agent.next_life(1, 8, ranks=4)
         tensor = torch.zeros(5)
-        resume, _ = lines[3].ask(agent.of(RankHere)[3], Resume)
-        Recall(lines[3], TrainingState({"x": {"t": tensor}}, 3), resume).run(4)
+        resume, _ = lines[3].request(agent.of(RankHere)[3], Resume)
+        MemoryRestore(lines[3], TrainingState({"x": {"t": tensor}}, 3), resume).run(4)
         assert torch.equal(tensor, torch.full((5,), 7.0))
         assert [asked.rank for asked in agent.of(WantShard)] == [6]
         for line in lines:

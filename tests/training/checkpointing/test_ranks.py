@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from elasticrun.snapshots.storage.folder import CheckpointFault, Folder
 from elasticrun.snapshots.storage.writing import StorageError
 from elasticrun.training import Checkpointer, Keep
-from elasticrun.training.checkpointing.capture import Mapped
-from elasticrun.training.checkpointing.choosing import Board, NotAgreed
+from elasticrun.training.checkpointing.capture import MappedSegment
+from elasticrun.training.checkpointing.choosing import NotAgreed, RankExchange
 from elasticrun.training.checkpointing.line import ConflictError
 from elasticrun.wire.snapshots import Committed, NeedSegment, Remark, Restored, WantShard
 from tests.training.checkpointing.played import playing
@@ -411,7 +411,7 @@ def test_what_one_rank_finds_spoiled_all_pass_over_in_the_same_life(tmp_path: Pa
 
 def restores_last(folder: str) -> tuple[int, list[str]]:
     """Rank 0 looks once rank 1 has found a fault. The step, and what is said of it on a rank."""
-    faults, object_ = Folder.faults, Board.object
+    faults, object_ = Folder.faults, RankExchange.veto
 
     def faults_last(*args: Any) -> Iterator[CheckpointFault]:
         dist.barrier()
@@ -425,7 +425,7 @@ def restores_last(folder: str) -> tuple[int, list[str]]:
     if dist.get_rank() == 0:
         Folder.faults = faults_last
     else:
-        Board.object = object_first
+        RankExchange.veto = object_first
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         found, _ = restores(folder, 99, True)
@@ -487,7 +487,7 @@ def test_a_death_at_any_moment_leaves_the_step_before_whole(tmp_path: Path) -> N
             agent.until(Committed, seen + 3)
             time.sleep(moments.uniform(0.0, 0.05))  # the moment is what is tested
             ranks.close()
-            mapped = Mapped(os.dup(agent.current[0].fd))
+            mapped = MappedSegment(os.dup(agent.current[0].fd))
             layout = mapped.segment.layout()
             snapshots = mapped.segment.snapshots()
             assert snapshots, "no whole snapshot was left"

@@ -25,7 +25,7 @@ from elasticrun.snapshots.storage.manifest import FileEntry, Manifest
 from elasticrun.snapshots.storage.writing import StorageError
 from elasticrun.training import Checkpointer
 from elasticrun.training.checkpointing import choosing
-from elasticrun.training.checkpointing.choosing import SpoiledError, UnreadableError
+from elasticrun.training.checkpointing.choosing import CorruptError, UnreadableError
 from elasticrun.wire.snapshots import Remark
 from elasticrun.wire.types import RoundName
 from tests import hanging
@@ -122,11 +122,11 @@ def test_a_cut_marker_of_torch_alone_is_spoiled(tmp_path: Path) -> None:
 
 
 def test_storage_full_of_spoiled_checkpoints_is_not_read_on(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(choosing, "MOST_SPOILED", 2)
+    monkeypatch.setattr(choosing, "MAX_CORRUPT", 2)
     save(tmp_path, 1, 2, 3, ours=True)
     for file in tmp_path.glob("*/*.distcp"):
         os.truncate(file, 10)
-    with pytest.raises(SpoiledError, match=r"2 checkpoints in .* were found spoiled"):
+    with pytest.raises(CorruptError, match=r"2 checkpoints in .* were found spoiled"):
         restored(tmp_path)
     assert Folder(str(tmp_path)).condemned() == [2, 3]
 
@@ -220,7 +220,7 @@ def test_memory_does_not_wait_for_a_storage_that_is_away(
         return scan(path)
 
     if how == "it hangs":
-        monkeypatch.setattr(choosing, "LOOK_LIMIT", 0.5)
+        monkeypatch.setattr(choosing, "QUERY_LIMIT", 0.5)
     monkeypatch.setattr(os, "scandir", away)
     assert restored(tmp_path) == 3
     back.set()
@@ -251,7 +251,7 @@ def test_a_folder_that_hangs_holds_nobody_up_without_limit(tmp_path: Path) -> No
 
 def restored_while_it_hangs(folder: str) -> None:
     """In a process with mounts of its own, which ends here."""
-    choosing.LOOK_LIMIT, choosing.STORAGE_LIMIT = 0.1, 0.6
+    choosing.QUERY_LIMIT, choosing.STORAGE_LIMIT = 0.1, 0.6
     os.environ["ELASTICRUN_SNAPSHOTS"] = ""
     hanging.mount(folder)
     ckpt = Checkpointer(folder, state={"x": torch.zeros(1)})

@@ -273,9 +273,9 @@ def test_it_ends_before_each_fork_and_answers_again() -> None:
 def test_an_older_torch_is_told_to_keep_collectives() -> None:
     """Once for each version, in a process of its own; what the user has set stands."""
     code = (
-        "import os, sys; from elasticrun.training.monitor.recorder import keep\n"
+        "import os, sys; from elasticrun.training.monitor.recorder import enable\n"
         "for version in sys.argv[1:]:\n"
-        " os.unsetenv('TORCH_FR_BUFFER_SIZE'); keep(version)\n"
+        " os.unsetenv('TORCH_FR_BUFFER_SIZE'); enable(version)\n"
         " os.system('echo $TORCH_FR_BUFFER_SIZE,')\n"
     )
     versions = ("2.11.0+cpu", "2.14", "3.0.1", "", "odd.one", "2.8.0+cu128", "2.10.0")

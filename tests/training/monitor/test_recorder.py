@@ -105,8 +105,8 @@ from elasticrun.training.monitor import recorder
 class Looks(stored.Stored):
     def broadcast(self, tensors, options):
         said.append(recorder.positions())
-        said.append(counters.look())
-        said.append(counters.look())
+        said.append(counters.read())
+        said.append(counters.read())
         return super().broadcast(tensors, options)
 
 said, counters = [], recorder.Counters()

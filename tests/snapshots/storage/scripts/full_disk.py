@@ -16,7 +16,7 @@ class Blind(Calls):
 
 
 def attempt(folder: Folder, step: int, size: int) -> str:
-    folder.begin(step)
+    folder.make_folder(step)
     try:
         sink = folder.create(step, "data", size)
         sink.write(memoryview(bytes(size)))
