@@ -25,7 +25,15 @@ from elasticrun.wire.spawning import FromSpawner, ProbeSaid
 from elasticrun.wire.types import Endpoint
 from tests.agent.configs import Waiting, launched, node_context, reaping, spawners
 from tests.further import further
-from tests.harness import ELASTICRUN, LIMIT, SCRIPTS, Launched, World
+from tests.harness import ELASTICRUN, LIMIT, SCRIPTS, Launched, World, warm_server
+
+
+@pytest.fixture(autouse=True)
+def _warm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork servers here come from the run's warm process."""
+    if request.node.get_closest_marker("slow"):
+        for name, value in warm_server().items():
+            monkeypatch.setenv(name, value)
 
 
 class NodeOfProbes(Waiting):
