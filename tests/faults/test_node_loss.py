@@ -30,7 +30,7 @@ def test_no_world_beside_ranks_that_nobody_can_stop(counting: Counting) -> None:
     first = counting.first(1)
     at = job.freeze_node(0, agent_only=True)
     job.add_node()
-    job.wait_for_output(1, "no node of the last round can be heard")
+    job.wait_for_output(1, "no node of the last round is reachable")
     assert not processes.await_end([first.pids[0]], LIMIT)
     second = job.wait_for_world(1, since=at)
     assert second.nodes == {0: 1}
