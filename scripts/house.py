@@ -91,7 +91,7 @@ FOREIGN: Final = {
     "jobs.kube.api": "the API server's errors",
     "jobs.kube.inside": "titles of processes",
     "jobs.kube.pod_logs": "titles of processes",
-    "jobs.kube.seen": "titles of processes",
+    "jobs.kube.observed": "titles of processes",
     "testing.processes": "titles of processes",
     "jobs.operator.controller": "an HTTP client's errors",
     "wire.rpc.channel": "gRPC's errors",

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Final
 from elasticrun.cli.detection.found import Machine
 from elasticrun.cli.rendezvous import SHARED_VARIABLE
 from elasticrun.cli.settings import NotHere
-from elasticrun.host.accelerators.asking import NoAnswer, json_of
 from elasticrun.host.accelerators.base import cores as all_cores, torch_build
+from elasticrun.host.accelerators.child_output import NoAnswer, json_of
 from elasticrun.host.accelerators.nvidia import Nvidia
 from elasticrun.host.system.processes import user_name
 from elasticrun.host.user_folder import network_file_system

@@ -22,7 +22,7 @@ from elasticrun.jobs.rows import JobRow
 
 if TYPE_CHECKING:
     from elasticrun.jobs.kube.api import KubeApi
-    from elasticrun.jobs.kube.seen import ClusterJob
+    from elasticrun.jobs.kube.observed import ClusterJob
 
 LIST_LIMIT: Final = 5.0
 """Seconds that a list waits for a cluster; then it shows the recorded state."""
@@ -64,7 +64,7 @@ class KubernetesJobs:
 async def _object(api: KubeApi, known: Submission) -> ClusterJob | None:
     """The job's object, if it exists and is not a later object of the same name."""
     from elasticrun.jobs.kube.api import ELASTIC_JOBS, INDEXED_JOBS
-    from elasticrun.jobs.kube.seen import ClusterJob
+    from elasticrun.jobs.kube.observed import ClusterJob
 
     kind = ELASTIC_JOBS if known.number == ELASTIC_JOBS.__name__ else INDEXED_JOBS
     body = await api.get(kind, known.name, api.namespace)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from elasticrun.cli.settings import UsageError
 from elasticrun.config import EXIT_USAGE
 from elasticrun.jobs.backend import RequestFailed
-from elasticrun.jobs.choosing import is_in_cluster
+from elasticrun.jobs.backends import is_in_cluster
 
 
 class Placed(NamedTuple):

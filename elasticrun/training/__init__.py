@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from elasticrun.training.telling import progress, quiet
+from elasticrun.training.reporting import progress, quiet
 
 if TYPE_CHECKING:
     from elasticrun.training.checkpointing.checkpointer import Checkpointer, Keep

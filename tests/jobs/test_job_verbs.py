@@ -19,9 +19,9 @@ from elasticrun.host import user_folder
 from elasticrun.host.runs import index
 from elasticrun.host.runs.layout import JobRecord, RunFolder, RunResult
 from elasticrun.host.system.processes import ProcessId
-from elasticrun.jobs import line
+from elasticrun.jobs import connection
 from elasticrun.jobs.rows import DoneRow, as_json, live_row, page_of
-from elasticrun.jobs.running import asking, listing, top
+from elasticrun.jobs.running import listing, master_lookup, top
 from elasticrun.master.outward.record import result_of
 from elasticrun.wire import auth
 from elasticrun.wire.types import Endpoint
@@ -115,10 +115,10 @@ def test_a_real_job_is_looked_at_and_operated(elastic_job: Any, tmp_path: Path) 
         out = fits("done", out)["done"]
         assert "the job ends: stopped by" in out
         last = events.stdout.read().decode().splitlines()[-1]
-        assert f" has ended (stopped): stopped by {line.user_at_host()}: enough" in last, last
+        assert f" has ended (stopped): stopped by {connection.user_at_host()}: enough" in last, last
         assert events.wait(60) == 0
     assert job.result().exit_codes[0] == 1
-    assert f"stopped by {line.user_at_host()}: enough" in job.output(0)
+    assert f"stopped by {connection.user_at_host()}: enough" in job.output(0)
     code, out, err = verb("top")
     assert (code, err.count("\n")) == (1, 1)
 
@@ -172,15 +172,17 @@ def _publish(folder: Path, job: str, port: int, pid: int, **own: str) -> None:
 
 
 def test_a_job_is_named_by_a_beginning_an_id_or_an_endpoint(here: Path) -> None:
-    with pytest.raises(line.NotAnswered, match="no job of yours runs on this host"):
-        asking.find("")
+    with pytest.raises(connection.NotAnswered, match="no job of yours runs on this host"):
+        master_lookup.find("")
     _publish(here, "train-17", 1001, os.getpid(), operator="for one", reader="to read")
-    assert asking.find("").operator == "for one"
+    assert master_lookup.find("").operator == "for one"
     _publish(here, "train-18", 1002, os.getppid(), operator="for two")
-    assert asking.find("train-18") == line.JobMaster(Endpoint("10.0.0.1", 1002), "", "for two")
-    assert asking.find("train-17").reader == "to read"
-    assert asking.find("10.0.0.1:1001").operator == "for one"
-    other = asking.find("elsewhere:29400", "token")
+    assert master_lookup.find("train-18") == connection.JobMaster(
+        Endpoint("10.0.0.1", 1002), "", "for two"
+    )
+    assert master_lookup.find("train-17").reader == "to read"
+    assert master_lookup.find("10.0.0.1:1001").operator == "for one"
+    other = master_lookup.find("elsewhere:29400", "token")
     assert (other.reader, other.operator) == (
         auth.reader_token("token"),
         auth.operator_token("token"),
@@ -191,15 +193,15 @@ def test_a_job_is_named_by_a_beginning_an_id_or_an_endpoint(here: Path) -> None:
         ("trian-17", "did you mean train-17"),
         ("zzz", "there is no job zzz here"),
     ):
-        with pytest.raises(line.NotAnswered, match=why):
-            asking.find(job)
-    assert asking.find("train-17").operator == "for one"
+        with pytest.raises(connection.NotAnswered, match=why):
+            master_lookup.find(job)
+    assert master_lookup.find("train-17").operator == "for one"
     run = RunFolder(index.make_run(here.parent / "runs", "train-1", "0badcafe"))
     run.write_job(JobRecord(name="train-1", pid=1, started=1, host=os.uname().nodename))
     with pytest.raises(
-        line.NotAnswered, match=r"job train-1 has ended \(lost\): its launcher, pro"
+        connection.NotAnswered, match=r"job train-1 has ended \(lost\): its launcher, pro"
     ):
-        asking.find("train-1")  # whose name it is
+        master_lookup.find("train-1")  # whose name it is
 
 
 def test_a_whole_name_wins_over_a_beginning_whether_it_runs_or_has_ended(
@@ -224,7 +226,10 @@ def test_a_whole_name_wins_over_a_beginning_whether_it_runs_or_has_ended(
     with pytest.raises(SystemExit, match="2"):
         main(["exclude", "train-large", "gpu7"])
     assert "comes first: elasticrun exclude gpu7 train-large (see" in capsys.readouterr().err
-    assert asking.find("train-l").endpoint.port == asking.find("id-train-large").endpoint.port
+    assert (
+        master_lookup.find("train-l").endpoint.port
+        == master_lookup.find("id-train-large").endpoint.port
+    )
     for verb in ("stop", "status"):
         assert main([verb, "tra"]) == 1
         assert (

@@ -17,13 +17,13 @@ import pytest
 from elasticrun.host.runs.index import make_run
 from elasticrun.host.runs.layout import JobRecord, RunFolder
 from elasticrun.jobs.backend import RequestFailed
-from elasticrun.jobs.choosing import is_in_cluster
+from elasticrun.jobs.backends import is_in_cluster
+from elasticrun.jobs.connection import user_at_host
 from elasticrun.jobs.kube.api import KubeApi
 from elasticrun.jobs.kube.kubeconfig import settings
+from elasticrun.jobs.kube.observed import STOPPED, ClusterJob, ObservedPod
 from elasticrun.jobs.kube.pod_logs import PodLogQuery, chosen
 from elasticrun.jobs.kube.room import quantity
-from elasticrun.jobs.kube.seen import STOPPED, ClusterJob, ObservedPod
-from elasticrun.jobs.line import user_at_host
 from elasticrun.testing.hosts import Lab
 from tests.further import further
 from tests.harness import await_true, ran

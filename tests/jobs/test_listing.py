@@ -21,8 +21,8 @@ from elasticrun.host.system.processes import ProcessId, boot_id, pid_namespace, 
 from elasticrun.jobs.manage import listing, nodes
 from elasticrun.jobs.rows import JobRow
 from elasticrun.jobs.running import incidents, status
-from elasticrun.jobs.running.asking import NotAnswered, find
 from elasticrun.jobs.running.listing import events
+from elasticrun.jobs.running.master_lookup import NotAnswered, find
 from tests.master.people import serving, told
 
 

@@ -202,7 +202,7 @@ def test_a_node_that_was_lost_comes_back_with_what_it_held(training: Training) -
 
 @further(
     "core/scripts/snapshots_suspect_after_two_failures.txt",
-    "training/checkpointing/test_choosing::test_what_is_suspect_comes_last_and_never_after_nothing",
+    "training/checkpointing/test_restore_choice::test_what_is_suspect_comes_last_and_never_after_nothing",
 )
 def test_a_state_that_kills_comes_last(training: Training) -> None:
     """Twice ranks train on from it and fail at once: then the older slot."""
@@ -271,7 +271,7 @@ OWN = Path(__file__).with_name("own.py")
 
 
 @further(
-    "training/checkpointing/test_choosing::test_what_is_suspect_comes_last_and_never_after_nothing"
+    "training/checkpointing/test_restore_choice::test_what_is_suspect_comes_last_and_never_after_nothing"
 )
 def test_what_is_suspect_comes_last_in_storage_too(training: Training) -> None:
     """Step 8 is in memory and in storage, and kills whoever goes on from it: training goes on from
@@ -290,7 +290,7 @@ def test_what_is_suspect_comes_last_in_storage_too(training: Training) -> None:
 
 
 @further(
-    "training/checkpointing/test_choosing::test_a_step_that_is_not_there_is_refused_in_a_sentence"
+    "training/checkpointing/test_restore_choice::test_a_step_that_is_not_there_is_refused_in_a_sentence"
 )
 def test_a_step_that_is_asked_for(training: Training) -> None:
     """A second start goes on from an older checkpoint, and leaves the newer ones; a third asks for

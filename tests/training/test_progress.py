@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from elasticrun.training import telling
-from elasticrun.training.telling import ProgressReporter
+from elasticrun.training import reporting
+from elasticrun.training.reporting import ProgressReporter
 from elasticrun.wire.progress import Own, RankRows, RankWord, place
 from tests.further import further
 from tests.harness import LIMIT, World, clean_environment, program
@@ -36,8 +36,8 @@ def test_the_ring_is_small_though_torch_was_there_before(world: World, listener:
     ranks = start_ranks(world, listener, "300", "0", "early")
     assert [rank.wait() for rank in ranks] == [0, 0]
     (kept,) = (int(rank.stdout.split()[1]) for rank in ranks if rank.stdout)
-    accelerated = any(Path(path).exists() for path in telling.recorder.ACCELERATORS)
-    assert kept == int(telling.recorder.SMALL_RING) or (accelerated and kept > 300)
+    accelerated = any(Path(path).exists() for path in reporting.recorder.ACCELERATORS)
+    assert kept == int(reporting.recorder.SMALL_RING) or (accelerated and kept > 300)
 
 
 @further("training/test_recorder::test_what_the_user_has_set_stands")
@@ -114,7 +114,7 @@ def test_metrics_of_the_first_rank_are_rows(
     for step in range(1000):  # more than goes: the newest are kept, and what was not is counted
         teller.report_metrics(step, {"loss": float("nan")})
     sent = [said for said in listener.waiting() if isinstance(said, RankRows)]
-    assert len(sent) <= telling.BURST + 5
+    assert len(sent) <= reporting.BURST + 5
     assert [row[0] for said in sent for row in said.rows][:10] == list(range(10))
     assert teller._rows is not None
     assert teller._rows._rows[-1][:1] == (999,)
@@ -182,7 +182,7 @@ def listener() -> Iterator[Listener]:
 @pytest.fixture
 def eager(monkeypatch) -> None:
     """A datagram for every step."""
-    monkeypatch.setattr(telling, "SEND_EVERY", 0.0)
+    monkeypatch.setattr(reporting, "SEND_EVERY", 0.0)
 
 
 @pytest.mark.usefixtures("eager")
@@ -217,7 +217,7 @@ def test_planted_slowness_does_not_grow_by_standing_still(monkeypatch, listener:
         thread_time=time.thread_time,
         sleep=sleep,
     )
-    monkeypatch.setattr(telling, "time", clock)
+    monkeypatch.setattr(reporting, "time", clock)
     teller = ProgressReporter(place(listener.name, 0), slowness=3.0)
     for still in (0.0, 0.0, 0.0, 15.0, 0.0):
         teller.report_step(0)
@@ -240,12 +240,12 @@ def test_an_agent_that_has_gone_is_no_trouble() -> None:
 
 @pytest.mark.usefixtures("eager")
 def test_a_step_that_is_no_number_is_dropped(monkeypatch, listener: Listener) -> None:
-    monkeypatch.setattr(telling, "_reporter", ProgressReporter(place(listener.name, 0)))
-    monkeypatch.setattr(telling, "_warned", False)
+    monkeypatch.setattr(reporting, "_reporter", ProgressReporter(place(listener.name, 0)))
+    monkeypatch.setattr(reporting, "_warned", False)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for odd in (0, "one", 2**80, None, 4):
-            telling.progress(odd)
+            reporting.progress(odd)
     assert [(str(one.message)[:46], one.filename) for one in told] == [
         ("elasticrun: progress() is given 'one' (a str):", __file__)
     ]

@@ -1,10 +1,10 @@
 """THE DEVICES THAT RANKS COMPUTE ON: one small class per vendor, without importing torch.
 
-`of` returns the accelerator of this node: torch's name for it, the backend of its collectives, how
-many there are, and what is wrong with them. Drivers and vendors' tools are queried in child
-processes with a time limit, because their calls can block forever and a process that loads them
-keeps their memory. Forbidden here: torch, a driver's library in this process, and anything that
-resets, configures or occupies a device.
+`accelerator_for` returns the accelerator of this node: torch's name for it, the backend of its
+collectives, how many there are, and what is wrong with them. Drivers and vendors' tools are queried
+in child processes with a time limit, because their calls can block forever and a process that loads
+them keeps their memory. Forbidden here: torch, a driver's library in this process, and anything
+that resets, configures or occupies a device.
 """
 
 from __future__ import annotations

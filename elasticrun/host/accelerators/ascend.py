@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from elasticrun.host.accelerators.asking import NoAnswer, output_of
 from elasticrun.host.accelerators.base import Accelerator, enough, in_use, installed
+from elasticrun.host.accelerators.child_output import NoAnswer, output_of
 from elasticrun.wire.types import Finding, Level
 
 NPU_SMI_LIMIT: Final = 20.0

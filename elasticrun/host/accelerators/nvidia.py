@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from elasticrun.host.accelerators.asking import NoAnswer, json_of
 from elasticrun.host.accelerators.base import Accelerator, Load, enough, in_use
+from elasticrun.host.accelerators.child_output import NoAnswer, json_of
 from elasticrun.wire.types import Finding, Level
 
 NVML_LIMIT: Final = 20.0

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from elasticrun.cli.flags import PROG, Parser
 from elasticrun.cli.trust import withdraw
-from elasticrun.jobs.cluster.meant import add_cluster, known_run
-from elasticrun.jobs.line import user_at_host
+from elasticrun.jobs.cluster.arguments import add_cluster, known_run
+from elasticrun.jobs.connection import user_at_host
 from elasticrun.jobs.manage.jobs import exec_parser, exec_words, finished
 from elasticrun.jobs.manage.listing import add_output
 from elasticrun.jobs.running.incidents import meant
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import argparse
 
     from elasticrun.jobs.kube.api import KubeApi
-    from elasticrun.jobs.kube.seen import ClusterJob
+    from elasticrun.jobs.kube.observed import ClusterJob
 
     Worded = Callable[[KubeApi, ClusterJob], Awaitable[list[str]]]
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import argparse
 
     from elasticrun.jobs.kube.api import KubeApi
+    from elasticrun.jobs.kube.observed import ClusterJob, ObservedPod
     from elasticrun.jobs.kube.pod_logs import PodLogQuery
-    from elasticrun.jobs.kube.seen import ClusterJob, ObservedPod
 
 TAIL: Final = 20
 """Default number of lines from each pod's log."""

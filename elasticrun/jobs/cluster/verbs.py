@@ -26,7 +26,7 @@ from elasticrun.host.runs.index import prune
 from elasticrun.host.runs.layout import RunFolder
 from elasticrun.jobs.backend import Forbidden, JobMissing, RequestFailed
 from elasticrun.jobs.cluster import inside, logs
-from elasticrun.jobs.cluster.meant import add_cluster, known_run
+from elasticrun.jobs.cluster.arguments import add_cluster, known_run
 from elasticrun.jobs.manage.jobs import finished
 from elasticrun.jobs.manage.listing import COLUMNS, TITLES, add_output, shown
 from elasticrun.jobs.rows import DoneRow, as_json, page_of
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import argparse
 
     from elasticrun.jobs.kube.api import KubeApi
-    from elasticrun.jobs.kube.seen import ClusterJob, ObservedPod
+    from elasticrun.jobs.kube.observed import ClusterJob, ObservedPod
 
 Json = dict[str, Any]
 

@@ -23,8 +23,8 @@ from elasticrun.cli.settings import FlagValues, NotHere, UsageError
 from elasticrun.cli.verbs.masters import NoStatus, parse_endpoint
 from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from elasticrun.host.system.title import set_command_line
-from elasticrun.jobs.line import JobConnection
-from elasticrun.jobs.running import asking
+from elasticrun.jobs.connection import JobConnection
+from elasticrun.jobs.running import master_lookup
 from elasticrun.wire import auth
 from elasticrun.wire.auth import (
     JOIN_CODE_LIFE,
@@ -181,7 +181,9 @@ def _enter(answer: JoinAnswer, words: Sequence[str]) -> None:
 
 def _new(argv: Sequence[str]) -> int:
     """Print a new join line for a job of this user."""
-    return asking.run(asking.parser("join --new", "Print a fresh join line."), argv, _print_new)
+    return master_lookup.run(
+        master_lookup.parser("join --new", "Print a fresh join line."), argv, _print_new
+    )
 
 
 def _print_new(line: JobConnection, ns: argparse.Namespace) -> int:

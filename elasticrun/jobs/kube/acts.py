@@ -12,7 +12,7 @@ from elasticrun.core.words import nearest
 from elasticrun.host.runs.index import first_of
 from elasticrun.jobs.backend import Forbidden, JobMissing, RequestFailed
 from elasticrun.jobs.kube.api import ELASTIC_JOBS, INDEXED_JOBS, KubeApi
-from elasticrun.jobs.kube.seen import OURS, STOPPED, ClusterJob, ObservedPod, in_order
+from elasticrun.jobs.kube.observed import OURS, STOPPED, ClusterJob, ObservedPod, in_order
 from elasticrun.jobs.operator.cluster import PODS
 from elasticrun.jobs.operator.crd import Json
 from elasticrun.jobs.operator.objects import stamp

@@ -12,7 +12,7 @@ from elasticrun.core.words import names
 from elasticrun.jobs.backend import RequestFailed
 from elasticrun.jobs.kube import acts
 from elasticrun.jobs.kube.api import KubeApi
-from elasticrun.jobs.kube.seen import OURS, ClusterJob, ObservedPod, observe_pod
+from elasticrun.jobs.kube.observed import OURS, ClusterJob, ObservedPod, observe_pod
 from elasticrun.jobs.operator.cluster import PODS
 from elasticrun.jobs.operator.objects import MASTER, volume_at
 

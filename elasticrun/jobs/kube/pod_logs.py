@@ -15,7 +15,7 @@ from typing import Any, Final
 from elasticrun.jobs.backend import RequestFailed
 from elasticrun.jobs.kube.acts import find_again, pods
 from elasticrun.jobs.kube.api import MOST_BREAKS, KubeApi
-from elasticrun.jobs.kube.seen import ClusterJob, ObservedPod, in_order, observe_pod
+from elasticrun.jobs.kube.observed import ClusterJob, ObservedPod, in_order, observe_pod
 from elasticrun.jobs.operator.cluster import PODS
 from elasticrun.jobs.operator.objects import MASTER
 

@@ -15,10 +15,10 @@ from elasticrun.host.runs.claim import Claimed, claimed
 from elasticrun.host.runs.index import NoRun, find, prune, runs_root
 from elasticrun.host.runs.layout import ENDED, RunFolder
 from elasticrun.jobs.backend import RequestFailed
-from elasticrun.jobs.choosing import backend_name_of, backend_of, refuse_taken
+from elasticrun.jobs.backends import backend_name_of, backend_of, refuse_taken
 from elasticrun.jobs.manage.listing import add_output
 from elasticrun.jobs.rows import DoneRow, as_json
-from elasticrun.jobs.running.asking import JOB
+from elasticrun.jobs.running.master_lookup import JOB
 
 if TYPE_CHECKING:
     import argparse

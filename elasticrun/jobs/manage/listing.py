@@ -35,9 +35,9 @@ from elasticrun.core.words import plain, some
 from elasticrun.host.runs import index
 from elasticrun.host.runs.layout import ENDED, JobRecord, RunFolder
 from elasticrun.jobs.backend import RequestFailed, command_line, is_ours, submission
-from elasticrun.jobs.choosing import updated_by_backends
+from elasticrun.jobs.backends import updated_by_backends
+from elasticrun.jobs.connection import NotAnswered, master_of
 from elasticrun.jobs.kubernetes import note_end
-from elasticrun.jobs.line import NotAnswered, master_of
 from elasticrun.jobs.rows import SUSPENDED, JobRow, as_json, live_row, row_of
 
 TITLES: Final = ("NAME", "ID", "STATE", "NODES", "STEP", "RESTARTS", "AGE", "WHERE")

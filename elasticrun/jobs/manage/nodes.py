@@ -23,7 +23,7 @@ from elasticrun.host.accelerators.nvidia import Nvidia
 from elasticrun.host.runs.index import all_runs, runs_root
 from elasticrun.host.runs.layout import ENDED, RunFolder
 from elasticrun.host.system.network import names_this_host_only
-from elasticrun.jobs.line import JobConnection, JobMaster, NotAnswered, master_of
+from elasticrun.jobs.connection import JobConnection, JobMaster, NotAnswered, master_of
 from elasticrun.jobs.manage.listing import COLUMNS, add_output, has_ended
 from elasticrun.jobs.rows import as_json
 

@@ -32,7 +32,7 @@ from elasticrun.host.runs.index import all_runs, make_run, prune, run_path, runs
 from elasticrun.host.runs.layout import CONSOLE, ENDED, RESULT, JobRecord, RunFolder, RunResult
 from elasticrun.host.runs.opening import RankProgram, RunRefused, already_succeeded, archive
 from elasticrun.host.system.processes import user_name
-from elasticrun.jobs import choosing
+from elasticrun.jobs import backends
 from elasticrun.jobs.backend import (
     TOKEN,
     RequestFailed,
@@ -75,7 +75,7 @@ def main(words: Sequence[str], say: Callable[[str], None]) -> int:
     """The `submit` verb; `say` prints notes for the user. Raises UsageError."""
     try:
         on, hosts = _place(render.split(words)[0])
-        where = choosing.choose_backend(on, os.environ, hosts=hosts)
+        where = backends.choose_backend(on, os.environ, hosts=hosts)
         flags, program = render.split(arena.translated(words, where, say))
         made = parser(where)
         ns, extra = made.parse_known_args(flags)
@@ -107,7 +107,7 @@ def _with_restarts(ns: argparse.Namespace) -> None:
 def _refuse(extra: Sequence[str], made: Parser, where: str) -> None:
     """Raise for unknown words before --."""
     word = extra[0].partition("=")[0]
-    theirs = [one for one in choosing.PLACES if word in parser(one)._option_string_actions]
+    theirs = [one for one in backends.PLACES if word in parser(one)._option_string_actions]
     if theirs:
         raise Invalid(f"{word} is for --on {' or '.join(theirs)}, and this is --on {where}")
     render.refuse(extra, made, where)
@@ -137,7 +137,7 @@ def parser(where: str) -> Parser:
         allow_abbrev=False,
     )
     text = f"Where it runs. [default: ${ON}, else local]"
-    made.add_argument("--on", choices=(*choosing.PLACES, "kubernetes"), default="", help=text)
+    made.add_argument("--on", choices=(*backends.PLACES, "kubernetes"), default="", help=text)
     if where != "k8s":
         text = "The job's run folder. [default: a fresh one of yours; under Slurm on a shared disk]"
         made.add_argument("--run-dir", "--run_dir", metavar="DIR", default="", help=text)
@@ -201,7 +201,7 @@ def _submit(
                 raise RequestFailed(
                     f"another job runs in {run.path}: name another folder (--run-dir)"
                 )
-            choosing.refuse_taken(root, ns.name, withdraw())
+            backends.refuse_taken(root, ns.name, withdraw())
             said = _start(run, ns, known, place, root)
     _print(ns, run, where, said)
     return EXIT_OK
@@ -288,7 +288,7 @@ def _local_submission(
             f"--nodes={ns.nnodes}: nodes on one host share out its GPUs, and it has {len(gpus)}",
             EXIT_USAGE,
         )
-    return replace(known, gpus=gpus), choosing.backend("local", environ)
+    return replace(known, gpus=gpus), backends.backend("local", environ)
 
 
 def _hosts_submission(
@@ -321,7 +321,7 @@ def _hosts_submission(
         hosts=tuple(host.for_ssh for host in plan.hosts),
         ssh=plan.ssh,
     )
-    return known, choosing.backend("ssh", environ)
+    return known, backends.backend("ssh", environ)
 
 
 def _to_files(ns: argparse.Namespace) -> bool:
@@ -377,7 +377,7 @@ def _slurm_submission(
         max_nodes=command.max_nodes,
         script=slurm.script(dataclasses.replace(batch, launch=named)),
     )
-    return known, choosing.backend("slurm", withdraw())
+    return known, backends.backend("slurm", withdraw())
 
 
 _HOW: Final[Mapping[str, Wanted]] = {

@@ -24,7 +24,7 @@ from elasticrun import __version__
 from elasticrun.jobs.operator import cluster as api, objects, plan as planning
 from elasticrun.jobs.operator.crd import API_VERSION, KIND, OPERATOR, Json
 from elasticrun.jobs.operator.objects import JOB, MASTER_INDEX, JobObject, OwnedPod, stamp
-from elasticrun.jobs.render.wanted import MASTER_PORT
+from elasticrun.jobs.render.settings import MASTER_PORT
 from elasticrun.wire.auth import operator_token, reader_token
 from elasticrun.wire.messages import JobStatus, Request, Role
 from elasticrun.wire.rpc.channel import LinkError, ask_for, get_status

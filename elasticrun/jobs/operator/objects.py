@@ -27,7 +27,7 @@ from elasticrun.host.runs.layout import RunResult
 from elasticrun.jobs.operator.crd import API_VERSION, GROUP, KIND, ElasticSpec, ElasticStatus, Json
 from elasticrun.jobs.render import pods as rendered
 from elasticrun.jobs.render.elastic import has_tls, own_words
-from elasticrun.jobs.render.wanted import GRACE, MASTER_PORT, NodeCommand, PodSettings
+from elasticrun.jobs.render.settings import GRACE, MASTER_PORT, NodeCommand, PodSettings
 from elasticrun.wire import env
 
 JOB: Final = f"{GROUP}/job"

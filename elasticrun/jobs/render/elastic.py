@@ -12,7 +12,7 @@ from typing import Any, Final
 from elasticrun.jobs.render import pods
 from elasticrun.jobs.render.checks import Invalid
 from elasticrun.jobs.render.pods import Gang, PodNames
-from elasticrun.jobs.render.wanted import JOB_UID, MASTER_PORT, PodSettings
+from elasticrun.jobs.render.settings import JOB_UID, MASTER_PORT, PodSettings
 
 API: Final = "elasticrun.dev/v1alpha1"
 KIND: Final = "ElasticJob"

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from elasticrun.jobs.render import checks
 from elasticrun.jobs.render.checks import Invalid
-from elasticrun.jobs.render.wanted import Toleration, Volume
+from elasticrun.jobs.render.settings import Toleration, Volume
 
 VOLUME_FORM: Final = (
     "NAME=KIND:SOURCE:/MOUNT[:ro], where KIND:SOURCE is pvc:CLAIM, csi:DRIVER,KEY=VALUE,..., "

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from elasticrun.config import EXIT_BAD_NODE, EXIT_FINAL, EXIT_SAVED, EXIT_USAGE
 from elasticrun.jobs.render import checks
-from elasticrun.jobs.render.wanted import INDEX, JOB_UID, PodSettings, Toleration
+from elasticrun.jobs.render.settings import INDEX, JOB_UID, PodSettings, Toleration
 from elasticrun.wire import env as env_names
 
 CONTAINER: Final = "elasticrun"
@@ -67,7 +67,7 @@ class Gang:
 
 
 def gang(settings: PodSettings, metadata: dict[str, Any], *, of_a_set: bool = False) -> Gang:
-    """The additions for `wanted.gang`; `metadata` is shared by every object of the job.
+    """The additions for `settings.gang`; `metadata` is shared by every object of the job.
 
     `of_a_set`: the job is a JobSet, which Kueue admits whole or not at all.
     """

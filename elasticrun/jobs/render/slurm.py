@@ -15,7 +15,7 @@ from elasticrun.config import EXIT_OK, EXIT_SAVED
 from elasticrun.jobs.render import checks
 from elasticrun.jobs.render.checks import Invalid
 from elasticrun.jobs.render.pods import HOPELESS
-from elasticrun.jobs.render.wanted import MAX_NODES, NodeCommand
+from elasticrun.jobs.render.settings import MAX_NODES, NodeCommand
 
 SIGNALS: Final = ("TERM", "HUP", "USR1", "USR2")
 """Signals that ranks defer until a step is saved, if the ranks get them too."""

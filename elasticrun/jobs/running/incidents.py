@@ -18,10 +18,10 @@ from elasticrun.cli.flags import PROG, Parser
 from elasticrun.cli.settings import FlagValues
 from elasticrun.core.sight.picture import IncidentRow
 from elasticrun.host.runs.layout import INCIDENTS
-from elasticrun.jobs.choosing import updated_by_backends
-from elasticrun.jobs.line import JobConnection, NotAnswered
+from elasticrun.jobs.backends import updated_by_backends
+from elasticrun.jobs.connection import JobConnection, NotAnswered
 from elasticrun.jobs.rows import as_json, row_of
-from elasticrun.jobs.running.asking import add_connection, ended_run, find
+from elasticrun.jobs.running.master_lookup import add_connection, ended_run, find
 from elasticrun.master.outward.report import page, table
 from elasticrun.master.outward.run_files import read
 

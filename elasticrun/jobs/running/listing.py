@@ -13,9 +13,16 @@ import msgspec
 
 from elasticrun.core.sight.picture import EventRow, Picture, StackRow
 from elasticrun.core.words import plain, some
-from elasticrun.jobs.line import JobConnection, NotAnswered
+from elasticrun.jobs.connection import JobConnection, NotAnswered
 from elasticrun.jobs.rows import as_json
-from elasticrun.jobs.running.asking import end_sentence, ended_run, parsed, parser, run, with_master
+from elasticrun.jobs.running.master_lookup import (
+    end_sentence,
+    ended_run,
+    parsed,
+    parser,
+    run,
+    with_master,
+)
 from elasticrun.jobs.running.top import is_off
 from elasticrun.wire.messages import MAX_RANKS
 from elasticrun.wire.types import read_ranges

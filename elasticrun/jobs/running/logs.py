@@ -31,8 +31,8 @@ from elasticrun.host.log import columns_of, cut_to, open_line
 from elasticrun.host.runs import index
 from elasticrun.host.runs.layout import AGENTS, CONSOLE, ENDED, RunFolder
 from elasticrun.jobs.manage.listing import add_output, span
-from elasticrun.jobs.running.asking import JOB
-from elasticrun.jobs.running.deaths import AttemptTitles, RankFiles, attempt_ends, attempt_titles
+from elasticrun.jobs.running.attempts import AttemptTitles, RankFiles, attempt_ends, attempt_titles
+from elasticrun.jobs.running.master_lookup import JOB
 from elasticrun.wire.types import write_ranges
 
 TAIL: Final = 20

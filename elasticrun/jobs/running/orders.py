@@ -21,10 +21,10 @@ from elasticrun.host.runs.claim import Claimed, claimed
 from elasticrun.host.runs.index import runs_root
 from elasticrun.host.runs.layout import RunFolder
 from elasticrun.jobs.backend import RequestFailed, is_ours, submission
-from elasticrun.jobs.choosing import backend_of
-from elasticrun.jobs.line import JobConnection, NotAnswered, UserJob, find_job, user_at_host
+from elasticrun.jobs.backends import backend_of
+from elasticrun.jobs.connection import JobConnection, NotAnswered, UserJob, find_job, user_at_host
 from elasticrun.jobs.rows import DoneRow, as_json
-from elasticrun.jobs.running.asking import parsed, parser, with_master
+from elasticrun.jobs.running.master_lookup import parsed, parser, with_master
 from elasticrun.wire.messages import MAX_NODES, Reply, Request
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ from elasticrun.config import ETCD_CALL_LIMIT, Tls
 from elasticrun.core.words import nearest, plain, some
 from elasticrun.host.runs import index
 from elasticrun.host.runs.layout import ENDED, RunFolder
-from elasticrun.jobs.line import NotAnswered, UserJob, find_job, master_of
+from elasticrun.jobs.connection import NotAnswered, UserJob, find_job, master_of
 from elasticrun.jobs.rows import JobPage, live_row, page_of, row_of
 from elasticrun.wire.auth import page_key
 from elasticrun.wire.messages import JobStatus
@@ -151,7 +151,7 @@ def _left(folder: RunFolder | None, *, as_json: bool, unheard: bool = False) -> 
     """Print what the run folder and the job's backend know of a job that does not run here. Returns
     whether there is such a job. `unheard`: its master did not answer; then a job that should be
     running is not printed."""
-    from elasticrun.jobs.choosing import updated_by_backends
+    from elasticrun.jobs.backends import updated_by_backends
     from elasticrun.jobs.manage.listing import ended_job_lines
 
     if folder is None:

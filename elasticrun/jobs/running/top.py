@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Final
 from elasticrun.cli.verbs.columns import duration, width
 from elasticrun.core.sight.picture import Picture, RankRow
 from elasticrun.core.words import some
-from elasticrun.jobs.line import JobConnection, NotAnswered
+from elasticrun.jobs.connection import JobConnection, NotAnswered
 from elasticrun.jobs.rows import as_json, state_of
-from elasticrun.jobs.running.asking import parser, run
+from elasticrun.jobs.running.master_lookup import parser, run
 from elasticrun.jobs.running.status import name_of
 from elasticrun.wire.types import write_ranges
 

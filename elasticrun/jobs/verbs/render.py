@@ -29,8 +29,8 @@ from elasticrun.jobs.manage import arena
 from elasticrun.jobs.manage.code import pinned
 from elasticrun.jobs.render import checks, grammar, pods, slurm, text
 from elasticrun.jobs.render.checks import Invalid
+from elasticrun.jobs.render.settings import GRACE_MARGIN, NEWEST, NodeCommand, PodSettings
 from elasticrun.jobs.render.slurm import SIGNALS, BatchSettings
-from elasticrun.jobs.render.wanted import GRACE_MARGIN, NEWEST, NodeCommand, PodSettings
 from elasticrun.jobs.verbs import render_flags
 
 NO_SECRET: Final = "--token-secret NAME"

@@ -9,7 +9,7 @@ from typing import Any, Final
 from elasticrun.cli.flags import PROG, Parser, Store, add_group
 from elasticrun.cli.table import FLAGS, GROUPS, Flag
 from elasticrun.jobs.render.grammar import VOLUME_FORM
-from elasticrun.jobs.render.wanted import ASSUMED, GANGS, MASTER_PORT
+from elasticrun.jobs.render.settings import ASSUMED, GANGS, MASTER_PORT
 
 SAID_HERE: Final = ("nnodes", "nproc_per_node", "rdzv_id", "name")
 """Launcher flags that the verb defines itself."""

@@ -17,10 +17,10 @@ from typing import Any, Final, TypeVar
 from elasticrun.host.system.reasons import reason_of
 from elasticrun.snapshots.saver import transfer, work
 from elasticrun.snapshots.saver.hashing import OpenSegment
+from elasticrun.snapshots.saver.part_written import PartWritten
 from elasticrun.snapshots.saver.pool import WorkerPool, WorkItem
 from elasticrun.snapshots.saver.transfer import ConnectionBroken, PeerRefused
 from elasticrun.snapshots.saver.work import Outcome
-from elasticrun.snapshots.saver.written import PartWritten
 from elasticrun.wire import snapshots as m
 from elasticrun.wire.types import Endpoint
 

@@ -19,7 +19,7 @@ import xxhash
 from elasticrun.snapshots.dcp import image
 from elasticrun.snapshots.dcp.metadata import MetadataError, PartFile, build
 from elasticrun.snapshots.dcp.writing import write_data
-from elasticrun.snapshots.saver.written import MAX_LAYOUTS, PartWritten
+from elasticrun.snapshots.saver.part_written import MAX_LAYOUTS, PartWritten
 from elasticrun.snapshots.shm.layout import Layout, items_of, stretch_of
 from elasticrun.snapshots.shm.segment import Segment, SegmentError, Snapshot, block_of
 from elasticrun.snapshots.storage import manifest as manifests

@@ -21,9 +21,9 @@ from elasticrun.host.system.reasons import reason_of
 from elasticrun.host.system.sandbox import NoThread, start_thread
 from elasticrun.snapshots.saver import transfer
 from elasticrun.snapshots.saver.attempts import retried
+from elasticrun.snapshots.saver.part_written import PartError, PartWritten
 from elasticrun.snapshots.saver.pool import Post, WorkerPool, WorkItem
 from elasticrun.snapshots.saver.transfer import MAX_TEXT, Get, Put, Refusal
-from elasticrun.snapshots.saver.written import PartError, PartWritten
 from elasticrun.snapshots.shm.segment import round_key
 from elasticrun.wire.snapshots import Fetch, Fetched, FetchInto, FetchSize, FromSaver, Remark
 from elasticrun.wire.types import Endpoint

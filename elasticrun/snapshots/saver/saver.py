@@ -21,10 +21,10 @@ from elasticrun.host.system.sandbox import raise_file_limit
 from elasticrun.snapshots.saver import hashing
 from elasticrun.snapshots.saver.attempts import Attempts
 from elasticrun.snapshots.saver.hashing import OpenSegment
+from elasticrun.snapshots.saver.part_written import PartWritten
 from elasticrun.snapshots.saver.peers import Fetches, Peers, listen
 from elasticrun.snapshots.saver.pool import Inbox, QueueFull, WorkerPool, WorkItem
 from elasticrun.snapshots.saver.transfer import Answer, Get, Put, Refusal, ServedSnapshot
-from elasticrun.snapshots.saver.written import PartWritten
 from elasticrun.snapshots.shm.segment import VERSION, round_key
 from elasticrun.wire import snapshots as m
 from elasticrun.wire.frames import Connection, DescriptorsLost, FrameError, HungUp, NotRead

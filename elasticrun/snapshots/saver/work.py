@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from elasticrun.host.system.reasons import reason_of
 from elasticrun.snapshots.saver.hashing import OpenSegment, Overwritten
-from elasticrun.snapshots.saver.written import PartWritten
+from elasticrun.snapshots.saver.part_written import PartWritten
 from elasticrun.snapshots.storage import retention
 from elasticrun.snapshots.storage.folder import Folder
 from elasticrun.wire.snapshots import PersistParts

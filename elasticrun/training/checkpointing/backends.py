@@ -21,16 +21,20 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from elasticrun.snapshots.shm.segment import NONE, VERSION
 from elasticrun.snapshots.storage.timeline import PERIODIC, chain, surplus
 from elasticrun.snapshots.storage.writing import StorageError
-from elasticrun.training.checkpointing.capture import SnapshotTaker
-from elasticrun.training.checkpointing.choosing import RankExchange, RankOptions, RestoreChoice
-from elasticrun.training.checkpointing.line import (
+from elasticrun.training.checkpointing.agent_connection import (
     WHOLE_LIMIT,
     AgentConnection,
     AgentConnectionError,
     Departure,
 )
+from elasticrun.training.checkpointing.capture import SnapshotTaker
 from elasticrun.training.checkpointing.parts import StateError
 from elasticrun.training.checkpointing.restore import BadShard, MemoryRestore
+from elasticrun.training.checkpointing.restore_choice import (
+    RankExchange,
+    RankOptions,
+    RestoreChoice,
+)
 from elasticrun.training.checkpointing.state import TrainingState
 from elasticrun.wire.snapshots import (
     CannotRestore,

@@ -19,7 +19,7 @@ from elasticrun.snapshots.dcp.restoring import copy_all
 from elasticrun.snapshots.shm.layout import PAGE, Layout
 from elasticrun.snapshots.shm.memory import map_pages, map_shared
 from elasticrun.snapshots.shm.segment import NONE, Segment, SegmentError, values_region
-from elasticrun.training.checkpointing.line import AgentConnection
+from elasticrun.training.checkpointing.agent_connection import AgentConnection
 from elasticrun.training.checkpointing.parts import StateError
 from elasticrun.training.checkpointing.state import SnapshotPlan, TrainingState
 from elasticrun.wire.snapshots import Committed, NeedSegment, SegmentHere

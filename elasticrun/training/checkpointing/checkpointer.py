@@ -23,22 +23,14 @@ from elasticrun.snapshots.dcp.garbage import no_collection
 from elasticrun.snapshots.shm.segment import MAX_SLOTS, MIN_SLOTS
 from elasticrun.snapshots.storage.folder import MAX_STEP, Folder
 from elasticrun.snapshots.storage.writing import StorageError
-from elasticrun.training.checkpointing.backends import AgentBackend, CheckpointBackend, TorchBackend
-from elasticrun.training.checkpointing.choosing import (
-    CorruptError,
-    ExchangeError,
-    NotAgreed,
-    RankExchange,
-    RankOptions,
-    StepNotAvailable,
-)
-from elasticrun.training.checkpointing.line import (
+from elasticrun.training.checkpointing.agent_connection import (
     ASKED_LIMIT,
     AgentConnectionError,
     ConflictError,
     agent_address,
     costs,
 )
+from elasticrun.training.checkpointing.backends import AgentBackend, CheckpointBackend, TorchBackend
 from elasticrun.training.checkpointing.pace import (
     AUTO,
     DueSnapshot,
@@ -48,6 +40,14 @@ from elasticrun.training.checkpointing.pace import (
     interval_of,
 )
 from elasticrun.training.checkpointing.parts import StateError, why_no_state
+from elasticrun.training.checkpointing.restore_choice import (
+    CorruptError,
+    ExchangeError,
+    NotAgreed,
+    RankExchange,
+    RankOptions,
+    StepNotAvailable,
+)
 from elasticrun.training.checkpointing.state import OnResize, TrainingState
 from elasticrun.wire import env
 

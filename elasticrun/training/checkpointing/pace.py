@@ -132,7 +132,7 @@ def auto_interval(stall: float) -> float:
 
 
 class StepExchange(Protocol):
-    """How rank 0 publishes to the others (`choosing.RankExchange`)."""
+    """How rank 0 publishes to the others (`restore_choice.RankExchange`)."""
 
     def publish(self, key: str, text: str) -> None: ...
 

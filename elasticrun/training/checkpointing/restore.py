@@ -25,8 +25,8 @@ from elasticrun.snapshots.dcp.loading import NotAllowed, deserialise
 from elasticrun.snapshots.dcp.restoring import Cover, RestoreError, copy, copy_all
 from elasticrun.snapshots.shm.layout import Item, Layout
 from elasticrun.snapshots.shm.segment import SegmentError, Snapshot
+from elasticrun.training.checkpointing.agent_connection import AgentConnection
 from elasticrun.training.checkpointing.capture import MappedSegment
-from elasticrun.training.checkpointing.line import AgentConnection
 from elasticrun.training.checkpointing.parts import Path, StateError
 from elasticrun.training.checkpointing.state import KnownLayout, TrainingState
 from elasticrun.wire import env

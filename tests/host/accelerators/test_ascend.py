@@ -9,7 +9,7 @@ import pytest
 
 from elasticrun.host.accelerators import ascend
 from elasticrun.host.accelerators.ascend import Ascend, parse, visible
-from elasticrun.host.accelerators.asking import NoAnswer
+from elasticrun.host.accelerators.child_output import NoAnswer
 from elasticrun.wire.types import Finding, Level
 from tests.host.accelerators.standins import bare, npu_smi
 

@@ -7,7 +7,7 @@ import pytest
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.settings import UsageError
 from elasticrun.config import DEPARTURE_GRACE, SHUTDOWN_TIMEOUT
-from elasticrun.jobs.render.wanted import GRACE_MARGIN
+from elasticrun.jobs.render.settings import GRACE_MARGIN
 from tests.jobs.render.rendered import check, expanded, render
 
 LEAST = ("k8s", "--name", "tr", "--image", "repo/train:1.0")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from elasticrun.snapshots.saver import parts as saver_parts
-from elasticrun.snapshots.saver.written import PartWritten
+from elasticrun.snapshots.saver.part_written import PartWritten
 from elasticrun.snapshots.storage.folder import Folder
 from elasticrun.wire.snapshots import PartOf, PersistParts
 from tests.snapshots.dcp.slots import NAMED, HandMade

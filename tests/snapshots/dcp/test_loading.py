@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 from elasticrun.snapshots.dcp.items import serialise
 from elasticrun.snapshots.dcp.loading import NotAllowed, deserialise, read_metadata
 from elasticrun.training import Checkpointer
-from elasticrun.training.checkpointing.choosing import UnreadableError
 from elasticrun.training.checkpointing.parts import StateError
+from elasticrun.training.checkpointing.restore_choice import UnreadableError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from elasticrun.snapshots.saver import parts
-from elasticrun.snapshots.saver.written import PartError, PartWritten
+from elasticrun.snapshots.saver.part_written import PartError, PartWritten
 from elasticrun.snapshots.shm.segment import Segment
 from elasticrun.snapshots.storage import retention
 from elasticrun.snapshots.storage.folder import Folder

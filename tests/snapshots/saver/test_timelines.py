@@ -12,7 +12,7 @@ import fsspec
 import pytest
 
 from elasticrun.snapshots.saver import parts
-from elasticrun.snapshots.saver.written import PartWritten
+from elasticrun.snapshots.saver.part_written import PartWritten
 from elasticrun.snapshots.storage import retention
 from elasticrun.snapshots.storage.folder import Folder
 from elasticrun.snapshots.storage.writing import Calls, StorageError

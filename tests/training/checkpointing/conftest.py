@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from elasticrun.training import Checkpointer
-from elasticrun.training.checkpointing import checkpointer, choosing, line
+from elasticrun.training.checkpointing import agent_connection, checkpointer, restore_choice
 from tests.harness import LIMIT
 from tests.training.checkpointing.played import PlayedAgent, playing
 
@@ -19,9 +19,9 @@ from tests.training.checkpointing.played import PlayedAgent, playing
 def as_if_just_born(monkeypatch) -> Iterator[None]:
     """Nothing is known of the agent that another test has played. A storage is not taken for away
     because this machine stands still."""
-    monkeypatch.setattr(choosing, "QUERY_LIMIT", LIMIT)
+    monkeypatch.setattr(restore_choice, "QUERY_LIMIT", LIMIT)
     yield
-    line._places.clear()
+    agent_connection._places.clear()
     as_another_process()
 
 

@@ -34,9 +34,9 @@ def _rank(body: Body, env: Mapping[str, str], answer: Any, args: tuple[Any, ...]
     import torch
     import torch.distributed as dist
 
-    from elasticrun.training.checkpointing import choosing
+    from elasticrun.training.checkpointing import restore_choice
 
-    choosing.QUERY_LIMIT = LIMIT  # a machine that stands still is no storage
+    restore_choice.QUERY_LIMIT = LIMIT  # a machine that stands still is no storage
     torch.set_num_threads(1)
     try:
         if int(env["WORLD_SIZE"]) > 1:

@@ -14,7 +14,7 @@ import torch
 
 from elasticrun.snapshots.shm.segment import NONE
 from elasticrun.training import Checkpointer
-from elasticrun.training.checkpointing.line import AgentConnection, agent_address
+from elasticrun.training.checkpointing.agent_connection import AgentConnection, agent_address
 from elasticrun.wire import snapshots as s
 from tests.agent.snapshots.test_snapshots import at_most
 from tests.harness import program

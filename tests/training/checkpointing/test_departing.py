@@ -7,8 +7,12 @@ from typing import cast
 import pytest
 
 from elasticrun.snapshots.shm.segment import NONE
-from elasticrun.training.checkpointing import line
-from elasticrun.training.checkpointing.line import AgentConnection, DeferredSignals, Departure
+from elasticrun.training.checkpointing import agent_connection
+from elasticrun.training.checkpointing.agent_connection import (
+    AgentConnection,
+    DeferredSignals,
+    Departure,
+)
 from elasticrun.wire.snapshots import FromRank, StepMissed
 from tests.harness import program
 
@@ -76,13 +80,13 @@ def test_what_could_not_be_saved_counts_as_missed() -> None:
 
 SCRIPT = """
 import os, signal, sys
-from elasticrun.training.checkpointing import line
-from elasticrun.training.checkpointing.line import Departure, DeferredSignals
+from elasticrun.training.checkpointing import agent_connection
+from elasticrun.training.checkpointing.agent_connection import Departure, DeferredSignals
 
 class Line:
     def send(self, message): print(message, flush=True)
 
-line.WORD_LIMIT = line.SAID_AGAIN = 240.0
+agent_connection.WORD_LIMIT = agent_connection.SAID_AGAIN = 240.0
 rank = Departure(Line(), (15, 10), DeferredSignals())
 me = os.getpid()
 def step(number, asked=-1):
@@ -123,7 +127,7 @@ step(2, 1)
     "without a word a snapshot is taken all the same": (-15, (), """
 os.kill(me, signal.SIGTERM)
 assert not step(1)
-line.WORD_LIMIT = 0.0
+agent_connection.WORD_LIMIT = 0.0
 assert step(2)
 rank.report_save(2, saved=True)
 rank.exit_by_signal()
@@ -185,7 +189,7 @@ rank.exit_by_signal()
 assert step(1, 1)
 rank.report_save(1, saved=False)
 os.kill(me, signal.SIGTERM)
-line.WORD_LIMIT = 0.0
+agent_connection.WORD_LIMIT = 0.0
 assert step(2, 1)
 rank.report_save(2, saved=False)
 assert rank.is_ending
@@ -222,7 +226,7 @@ def test_a_second_signal_is_obeyed_at_once() -> None:
     for first, second in ((10, 10), (10, 15), (15, 10)):
         body = f"os.kill(me, {first})\nos.kill(me, {second})"
         assert ended(body) == (-second, [PUTS_OFF])
-    body = "line.SAID_AGAIN = 0\n" + "os.kill(me, signal.SIGTERM)\n" * 2
+    body = "agent_connection.SAID_AGAIN = 0\n" + "os.kill(me, signal.SIGTERM)\n" * 2
     assert ended(body) == (-15, [PUTS_OFF])
 
 
@@ -340,4 +344,4 @@ def test_a_rank_that_waits_for_the_others_hears_that_another_step_is_named() -> 
 def test_limits_are_below_those_of_the_agent() -> None:
     from elasticrun.config import DEPARTURE_GRACE
 
-    assert line.ASKED_LIMIT + line.WHOLE_LIMIT < DEPARTURE_GRACE
+    assert agent_connection.ASKED_LIMIT + agent_connection.WHOLE_LIMIT < DEPARTURE_GRACE

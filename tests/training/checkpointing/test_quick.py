@@ -27,8 +27,8 @@ from elasticrun.snapshots.dcp.restoring import Cover
 from elasticrun.snapshots.shm.layout import Item, ItemKind, Layout, decode, lay_out
 from elasticrun.snapshots.shm.segment import VERSION
 from elasticrun.training.checkpointing import restore
+from elasticrun.training.checkpointing.agent_connection import AgentConnection
 from elasticrun.training.checkpointing.capture import SnapshotTaker
-from elasticrun.training.checkpointing.line import AgentConnection
 from elasticrun.training.checkpointing.parts import StateError, state_of, unflatten
 from elasticrun.training.checkpointing.restore import MemoryRestore, fetch_order
 from elasticrun.training.checkpointing.state import KnownLayout, TrainingState

@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from elasticrun.snapshots.storage.folder import CheckpointFault, Folder
 from elasticrun.snapshots.storage.writing import StorageError
 from elasticrun.training import Checkpointer, Keep
+from elasticrun.training.checkpointing.agent_connection import ConflictError
 from elasticrun.training.checkpointing.capture import MappedSegment
-from elasticrun.training.checkpointing.choosing import NotAgreed, RankExchange
-from elasticrun.training.checkpointing.line import ConflictError
+from elasticrun.training.checkpointing.restore_choice import NotAgreed, RankExchange
 from elasticrun.wire.snapshots import Committed, NeedSegment, Remark, Restored, WantShard
 from tests.training.checkpointing.played import playing
 from tests.training.checkpointing.ranks import USUAL, Ranks, fork_server, life

@@ -24,8 +24,8 @@ from elasticrun.snapshots.storage.folder import Folder
 from elasticrun.snapshots.storage.manifest import FileEntry, Manifest
 from elasticrun.snapshots.storage.writing import StorageError
 from elasticrun.training import Checkpointer
-from elasticrun.training.checkpointing import choosing
-from elasticrun.training.checkpointing.choosing import CorruptError, UnreadableError
+from elasticrun.training.checkpointing import restore_choice
+from elasticrun.training.checkpointing.restore_choice import CorruptError, UnreadableError
 from elasticrun.wire.snapshots import Remark
 from elasticrun.wire.types import RoundName
 from tests import hanging
@@ -122,7 +122,7 @@ def test_a_cut_marker_of_torch_alone_is_spoiled(tmp_path: Path) -> None:
 
 
 def test_storage_full_of_spoiled_checkpoints_is_not_read_on(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(choosing, "MAX_CORRUPT", 2)
+    monkeypatch.setattr(restore_choice, "MAX_CORRUPT", 2)
     save(tmp_path, 1, 2, 3, ours=True)
     for file in tmp_path.glob("*/*.distcp"):
         os.truncate(file, 10)
@@ -220,7 +220,7 @@ def test_memory_does_not_wait_for_a_storage_that_is_away(
         return scan(path)
 
     if how == "it hangs":
-        monkeypatch.setattr(choosing, "QUERY_LIMIT", 0.5)
+        monkeypatch.setattr(restore_choice, "QUERY_LIMIT", 0.5)
     monkeypatch.setattr(os, "scandir", away)
     assert restored(tmp_path) == 3
     back.set()
@@ -251,7 +251,7 @@ def test_a_folder_that_hangs_holds_nobody_up_without_limit(tmp_path: Path) -> No
 
 def restored_while_it_hangs(folder: str) -> None:
     """In a process with mounts of its own, which ends here."""
-    choosing.QUERY_LIMIT, choosing.STORAGE_LIMIT = 0.1, 0.6
+    restore_choice.QUERY_LIMIT, restore_choice.STORAGE_LIMIT = 0.1, 0.6
     os.environ["ELASTICRUN_SNAPSHOTS"] = ""
     hanging.mount(folder)
     ckpt = Checkpointer(folder, state={"x": torch.zeros(1)})

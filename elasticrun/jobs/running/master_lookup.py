@@ -1,7 +1,7 @@
 """Finds the job that the user means, and connects to its master.
 
-The user names a job as `jobs.line.find_job` describes, or by its master's host:port. If only one
-job runs here, the name is optional. The job's token authenticates the user; without it, the
+The user names a job as `jobs.connection.find_job` describes, or by its master's host:port. If only
+one job runs here, the name is optional. The job's token authenticates the user; without it, the
 credentials that the master left in this user's folder do.
 """
 
@@ -23,7 +23,7 @@ from elasticrun.config import Tls
 from elasticrun.host.runs import index
 from elasticrun.host.runs.layout import ENDED, RunFolder
 from elasticrun.host.user_folder import Published, published, user_folder
-from elasticrun.jobs.line import (
+from elasticrun.jobs.connection import (
     JobConnection,
     JobMaster,
     NotAnswered,

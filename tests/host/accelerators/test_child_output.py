@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.host.accelerators.asking import MAX_ANSWER, NoAnswer, json_of, output_of
+from elasticrun.host.accelerators.child_output import MAX_ANSWER, NoAnswer, json_of, output_of
 from tests.harness import LIMIT
 
 

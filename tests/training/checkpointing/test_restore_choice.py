@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from elasticrun.snapshots.storage.folder import MARKER, Folder
-from elasticrun.training.checkpointing.choosing import (
+from elasticrun.training.checkpointing.restore_choice import (
     RankExchange,
     RankOptions,
     RestoreChoice,
