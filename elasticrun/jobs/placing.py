@@ -13,14 +13,14 @@ from elasticrun.jobs.backend import RequestFailed
 from elasticrun.jobs.backends import is_in_cluster
 
 
-class Placed(NamedTuple):
+class ResolvedVerb(NamedTuple):
     """The words of a verb, and the function that runs it in a cluster; None for other jobs."""
 
     words: Sequence[str]
     run: Callable[[], int] | None
 
 
-def placed(verb: str, words: Sequence[str], say: Callable[[str], None]) -> Placed:
+def placed(verb: str, words: Sequence[str], say: Callable[[str], None]) -> ResolvedVerb:
     """Find where the named job runs; a ScalePlan (`scale -f`) becomes words. Raises UsageError."""
     if verb == "scale" and any(word in ("-f", "--file") for word in words):
         from elasticrun.jobs.cluster.verbs import scale_plan_words
@@ -32,7 +32,7 @@ def placed(verb: str, words: Sequence[str], say: Callable[[str], None]) -> Place
     except RequestFailed as wrong:
         raise UsageError(str(wrong), EXIT_USAGE) from None
     if not is_there:
-        return Placed(words, None)
+        return ResolvedVerb(words, None)
     from elasticrun.jobs.cluster import verbs
 
-    return Placed(words, partial(verbs.main, verb, words))
+    return ResolvedVerb(words, partial(verbs.main, verb, words))

@@ -111,7 +111,7 @@ class MetricRows:
         )
         return encode(RankRows(self._local_rank, columns, rows, self._dropped))
 
-    def sent(self) -> None:
+    def mark_sent(self) -> None:
         """The datagram has been sent."""
         self._may_send -= 1.0
         self._rows.clear()
@@ -157,7 +157,7 @@ class ProgressReporter:
             return
         with contextlib.suppress(OSError):  # queue full: the next datagram has these rows too
             self._socket.sendto(data, self._address)
-            self._rows.sent()
+            self._rows.mark_sent()
 
     def report_step(self, number: int) -> None:
         """Step `number` is complete."""

@@ -22,7 +22,7 @@ from elasticrun.jobs.connection import user_at_host
 from elasticrun.jobs.kube.api import KubeApi
 from elasticrun.jobs.kube.kubeconfig import settings
 from elasticrun.jobs.kube.observed import STOPPED, ClusterJob, ObservedPod
-from elasticrun.jobs.kube.pod_logs import PodLogQuery, chosen
+from elasticrun.jobs.kube.pod_logs import PodLogQuery, selected_pods
 from elasticrun.jobs.kube.room import quantity
 from elasticrun.testing.hosts import Lab
 from tests.further import further
@@ -543,16 +543,16 @@ def test_whose_log_is_meant() -> None:
     old, new = a_pod("a-0-0", "0", "Failed", 1), a_pod("a-0-1", "0")
     one, master = a_pod("a-1-0", "1"), a_pod("a-master-0", "master")
     pods = [old, new, one, master]
-    assert chosen(pods, PodLogQuery()) == [new]
-    assert chosen(pods, PodLogQuery(everything=True)) == [old, new, one]
-    assert chosen(pods, PodLogQuery(node="master")) == [master]
-    assert chosen(pods, PodLogQuery(node="0")) == [old, new]
-    assert chosen(pods, PodLogQuery(node="a-worker-0")) == [one]
+    assert selected_pods(pods, PodLogQuery()) == [new]
+    assert selected_pods(pods, PodLogQuery(everything=True)) == [old, new, one]
+    assert selected_pods(pods, PodLogQuery(node="master")) == [master]
+    assert selected_pods(pods, PodLogQuery(node="0")) == [old, new]
+    assert selected_pods(pods, PodLogQuery(node="a-worker-0")) == [one]
     failed = [a_pod("a-0-000", "0", "Failed", 1), a_pod("a-1-0", "1", "Failed", 1)]
-    assert chosen(failed, PodLogQuery()) == failed[1:]
+    assert selected_pods(failed, PodLogQuery()) == failed[1:]
     told = [replace(failed[0], failed_rank_node="a-0-000"), failed[1]]
-    assert chosen(told, PodLogQuery()) == told[:1]
-    assert chosen([], PodLogQuery()) == []
+    assert selected_pods(told, PodLogQuery()) == told[:1]
+    assert selected_pods([], PodLogQuery()) == []
     by_rank = PodLogQuery(rank=1)
     assert by_rank.matches("[default1]:step 3")
     assert not by_rank.matches("[default11]:step 3")

@@ -42,7 +42,7 @@ def answer_or_none(query: Callable[[], Any]) -> Any:
         return None
 
 
-def word(text: Any) -> str:
+def as_text(text: Any) -> str:
     """A text from NVML, which older releases of pynvml return as bytes."""
     return text.decode(errors="replace") if isinstance(text, bytes) else str(text)
 
@@ -52,7 +52,7 @@ def count() -> dict[str, Any]:
     uuids, mig = [], False
     for index in range(min(pynvml.nvmlDeviceGetCount(), MAX_GPUS)):
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        uuids.append(word(pynvml.nvmlDeviceGetUUID(handle)))
+        uuids.append(as_text(pynvml.nvmlDeviceGetUUID(handle)))
         mig = mig or in_mig(handle)
     return {"uuids": uuids, "mig": mig}
 
@@ -64,7 +64,7 @@ def in_mig(handle: Any) -> bool:
 
 def examine() -> dict[str, Any]:
     """The result of `count`, and the health of every GPU."""
-    driver = answer_or_none(lambda: word(pynvml.nvmlSystemGetDriverVersion()))
+    driver = answer_or_none(lambda: as_text(pynvml.nvmlSystemGetDriverVersion()))
     gpus = [gpu(index) for index in range(min(pynvml.nvmlDeviceGetCount(), MAX_GPUS))]
     return {"driver": driver or "", "gpus": gpus}
 
@@ -74,8 +74,8 @@ def gpu(index: int) -> dict[str, Any]:
     seen: dict[str, Any] = {"index": index, "error": ""}
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        seen["uuid"] = word(pynvml.nvmlDeviceGetUUID(handle))
-        seen["name"] = word(pynvml.nvmlDeviceGetName(handle))
+        seen["uuid"] = as_text(pynvml.nvmlDeviceGetUUID(handle))
+        seen["name"] = as_text(pynvml.nvmlDeviceGetName(handle))
         seen["mig"] = in_mig(handle)
         seen |= memory(handle) | errors(handle) | clocks(handle)
         seen["links"] = links(handle)

@@ -27,16 +27,16 @@ NO_INODES: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class JobFolder:
-    """A folder of a job. `little`: free bytes below which there is a warning; `none`: below which
-    no rank should be started. `needed`: ranks fail if it is not writable. `made`: it is created
-    when needed."""
+    """A folder of a job. `warn_below`: free bytes below which there is a warning; `fail_below`:
+    below which no rank should be started. `needed`: ranks fail if it is not writable. `created`: it
+    is created when needed."""
 
     role: str
     path: str
-    little: int = GIB
-    none: int = 64 * MIB
+    warn_below: int = GIB
+    fail_below: int = 64 * MIB
     needed: bool = True
-    made: bool = True
+    created: bool = True
 
     @property
     def check(self) -> str:
@@ -61,17 +61,17 @@ def folders(
         temporary = environ.get("TMPDIR") or tempfile.gettempdir()
     except FileNotFoundError:  # no candidate is writable: Python tries this one last
         temporary = os.getcwd()
-    found = [JobFolder("temporary", temporary, made=False)]
+    found = [JobFolder("temporary", temporary, created=False)]
     if log_dir and log_dir != os.devnull:
         found.append(JobFolder("log", log_dir))
     if checkpoints:
-        found.append(JobFolder("checkpoint", checkpoints, little=10 * GIB, none=GIB))
+        found.append(JobFolder("checkpoint", checkpoints, warn_below=10 * GIB, fail_below=GIB))
     own = environ.get("XDG_RUNTIME_DIR", "")
     if not os.path.isdir(own):
         own = os.path.join("~", ".cache")
     # The master's record is here: a few megabytes, and a job runs without it.
     run = os.path.join(own, "elasticrun")
-    return [*found, JobFolder("user's", run, little=64 * MIB, none=0, needed=False)]
+    return [*found, JobFolder("user's", run, warn_below=64 * MIB, fail_below=0, needed=False)]
 
 
 def examine(folder: JobFolder) -> list[Finding]:
@@ -84,7 +84,7 @@ def examine(folder: JobFolder) -> list[Finding]:
         seen = f"{folder.path} cannot be found: this user has no home folder"
         return [bad(folder.check, seen, todo)]
     place = _existing(path)
-    if place != path and not folder.made:
+    if place != path and not folder.created:
         return [warning(folder.check, f"there is no folder {path}", todo)]
     where = str(path) if place == path else f"{path} (to be made in {place})"
     refusal = _refusal(place)
@@ -99,9 +99,9 @@ def examine(folder: JobFolder) -> list[Finding]:
     if inodes is not None:
         seen += f", and room for {inodes} files"
     todo = f"make room there, or use another folder ({_SET_BY[folder.role]})"
-    if free < folder.none or (folder.needed and inodes is not None and inodes < NO_INODES):
+    if free < folder.fail_below or (folder.needed and inodes is not None and inodes < NO_INODES):
         return [failed(folder.check, seen, todo)]
-    if free < folder.little or (inodes is not None and inodes < FEW_INODES):
+    if free < folder.warn_below or (inodes is not None and inodes < FEW_INODES):
         return [warning(folder.check, seen, todo)]
     return [ok(folder.check, seen)]
 

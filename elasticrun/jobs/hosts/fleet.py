@@ -128,12 +128,12 @@ class Fleet:
         self._codes.append(code)
         if not any(one.runs for one in self.members):
             self._cancel_unstarted()
-        elif code and self._left() < self.plan.least:
+        elif code and self._unfinished_count() < self.plan.least:
             asyncio.get_running_loop().call_later(TOO_FEW_LIMIT, self._terminate)
 
     def give_up(self, member: HostAgent, why: str) -> None:
         """A host is given up."""
-        left, least = self._left(), self.plan.least
+        left, least = self._unfinished_count(), self.plan.least
         if member.started:
             self.say(f"{member.name} is not reached any more: {why}; its agent may go on there")
         elif left >= least and member is not self._first:
@@ -156,7 +156,7 @@ class Fleet:
     def others_run(self, member: HostAgent) -> bool:
         return not self.signals and any(one.runs for one in self.members if one is not member)
 
-    def _left(self) -> int:
+    def _unfinished_count(self) -> int:
         return sum(not one.over for one in self.members)
 
     def _cancel_unstarted(self) -> None:

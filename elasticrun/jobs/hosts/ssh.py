@@ -143,17 +143,17 @@ class SshConnection:
                 size = next((head[name] for name in STREAMS if name in head), 0)
                 yield head, await self._process.stdout.readexactly(min(size, CHUNK))
             except (ValueError, asyncio.IncompleteReadError):
-                raise await self._ended() from None
+                raise await self._exit_reason() from None
 
     async def _line(self) -> bytes:
         assert self._process is not None
         assert self._process.stdout is not None
         line = await self._process.stdout.readline()
         if not line:
-            raise await self._ended()
+            raise await self._exit_reason()
         return line
 
-    async def _ended(self) -> ConnectionCut | CannotStart:
+    async def _exit_reason(self) -> ConnectionCut | CannotStart:
         """The reason why the output ended."""
         assert self._process is not None
         try:

@@ -64,7 +64,7 @@ Shown = Callable[[ObservedPod, str], None]
 """Receives each line with its pod."""
 
 
-def chosen(found: Iterable[ObservedPod], query: PodLogQuery) -> list[ObservedPod]:
+def selected_pods(found: Iterable[ObservedPod], query: PodLogQuery) -> list[ObservedPod]:
     """The existing pods to show. Without a selection: the pod that failed first if all have failed,
     else the newest of the first node."""
     begun = [pod for pod in found if pod.started]
@@ -89,7 +89,7 @@ async def show(api: KubeApi, job: ClusterJob, query: PodLogQuery, shown: Shown) 
     """Pass existing lines to `shown`; with `follow` also new ones, until the job is over or
     stopped. Returns False if no pod has started."""
     found = await pods(api, job)
-    there = chosen(found, query)
+    there = selected_pods(found, query)
     if not query.follow or job.is_over:
         for pod in there:
             async for _, line in _lines(api, job, pod, query):
@@ -141,7 +141,7 @@ class _Follower:
     def __init__(
         self, api: KubeApi, job: ClusterJob, query: PodLogQuery, shown: Shown, old: set[str]
     ) -> None:
-        self._api, self._job, self._wish, self._shown = api, job, query, shown
+        self._api, self._job, self._query, self._shown = api, job, query, shown
         self._seen = old  # uids, because a replacement pod may have the same name
         self._streams: list[asyncio.Task[None]] = []
 
@@ -149,7 +149,7 @@ class _Follower:
         """Follow `there` and later pods until the job is over or stopped. Returns whether there was
         a pod."""
         async with asyncio.TaskGroup() as group:
-            self._follow(there, self._wish, group)
+            self._follow(there, self._query, group)
             watch = group.create_task(self._watch(group))
             await self._wait_until_over()
             watch.cancel()
@@ -168,7 +168,7 @@ class _Follower:
 
     def _follow_new(self, found: Iterable[ObservedPod], group: asyncio.TaskGroup) -> None:
         """Follow the selected pods that are new, from their first line."""
-        wish = self._wish
+        wish = self._query
         if not (wish.node or wish.index or wish.several):
             wish = replace(wish, index="0")
         new = [
@@ -178,7 +178,7 @@ class _Follower:
             if wish.node or pod.index != MASTER
         ]
         self._seen |= {pod.uid for pod in new}
-        self._follow(new, replace(self._wish, tail=0), group)
+        self._follow(new, replace(self._query, tail=0), group)
 
     def _follow(
         self, these: Iterable[ObservedPod], query: PodLogQuery, group: asyncio.TaskGroup

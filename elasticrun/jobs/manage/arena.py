@@ -128,7 +128,7 @@ def translated(words: Sequence[str], where: str, say: Callable[[str], None]) -> 
     return [*_Translation(flags, _place(where), say).translated(), *behind]
 
 
-def known(where: str) -> list[str]:
+def known_flags(where: str) -> list[str]:
     """Arena's flags that have a meaning at this target."""
     place = _place(where)
     return [*SPECIAL, *(name for name, row in ROWS.items() if place in row.words or row.note)]

@@ -266,7 +266,7 @@ def plan(job: JobObject, observed: ObservedState, now: float) -> ReconcilePlan:
     old = job.status
     if old.over:
         return _clean_up(view, None)
-    if end := _end(view):
+    if end := _job_end(view):
         return _clean_up(view, end)
     waits: list[float] = []
     gives_up = False
@@ -290,7 +290,7 @@ def plan(job: JobObject, observed: ObservedState, now: float) -> ReconcilePlan:
 # ---------------------------------------------------------------- the end
 
 
-def _end(view: JobView) -> JobEnd | None:
+def _job_end(view: JobView) -> JobEnd | None:
     """Whether and how the job is over."""
     job, spec, now = view.job, view.job.spec, view.now
     if job.has_tls:
@@ -546,8 +546,8 @@ def _status(view: JobView, *, end: JobEnd | None = None, gives_up: bool = False)
         "MasterReachable": _reachable(view, over=over),
         "Training": _training(view, training),
         "Recovering": _recovering(view, recovering),
-        "Succeeded": _over(old, end, "Succeeded"),
-        "Failed": _over(old, end, "Failed"),
+        "Succeeded": _finished_condition(old, end, "Succeeded"),
+        "Failed": _finished_condition(old, end, "Failed"),
     }
     return ElasticStatus(
         phase=phase,
@@ -661,7 +661,7 @@ def _recovering(view: JobView, recovering: bool) -> Truth:
     return True, "Restarting", (said.last_failure if said else "") or "the ranks start again"
 
 
-def _over(old: ElasticStatus, end: JobEnd | None, kind: str) -> Truth:
+def _finished_condition(old: ElasticStatus, end: JobEnd | None, kind: str) -> Truth:
     if end is not None and end.phase == kind:
         return True, end.reason, end.message
     before = old.condition(kind)

@@ -187,7 +187,7 @@ exit "$code"'"""
 def script(settings: BatchSettings) -> str:
     """The whole script; it exits with the job's exit code."""
     return "\n".join(
-        (*_head(settings), "", *_setting(settings), "", *_step(settings), *_end(settings), "")
+        (*_head(settings), "", *_setting(settings), "", *_step(settings), *_trailer(settings), "")
     )
 
 
@@ -271,7 +271,7 @@ def _step(settings: BatchSettings) -> Iterator[str]:
         yield f'case "$own_code" in {sure}) code=$own_code ;; esac'
 
 
-def _end(settings: BatchSettings) -> Iterator[str]:
+def _trailer(settings: BatchSettings) -> Iterator[str]:
     often = settings.requeues + settings.retries
     if often:
         yield "again=0"

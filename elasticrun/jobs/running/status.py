@@ -147,7 +147,7 @@ def no_job(job: str) -> str:
     return f"there is no job {job} here{hint} (a master elsewhere is named by host:port)"
 
 
-def _left(folder: RunFolder | None, *, as_json: bool, unheard: bool = False) -> bool:
+def _show_run_folder(folder: RunFolder | None, *, as_json: bool, unheard: bool = False) -> bool:
     """Print what the run folder and the job's backend know of a job that does not run here. Returns
     whether there is such a job. `unheard`: its master did not answer; then a job that should be
     running is not printed."""
@@ -171,7 +171,7 @@ def _left(folder: RunFolder | None, *, as_json: bool, unheard: bool = False) -> 
     return True
 
 
-def _known(folder: RunFolder) -> list[str]:
+def _run_folder_lines(folder: RunFolder) -> list[str]:
     """What the run folder knows of a job whose master does not answer."""
     step, events = folder.last_step(), folder.events(time.time())
     said = {
@@ -320,7 +320,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         with asyncio.Runner() as runner:  # grpc.aio does not support a second loop
             if ours:
                 questions = [ours]
-            elif _left(found.run, as_json=ns.json):
+            elif _show_run_folder(found.run, as_json=ns.json):
                 return 0
             elif "/" in ns.endpoint:
                 raise NoStatus(no_job(ns.endpoint))
@@ -337,14 +337,14 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         return 1
     silent = [one.sentence for one in unheard]
     if silent and ns.endpoint and ":" not in ns.endpoint:
-        if _left(found.run, as_json=ns.json, unheard=True):
+        if _show_run_folder(found.run, as_json=ns.json, unheard=True):
             return 0
         if not ours:
             silent = [f"{no_job(ns.endpoint)}; {unheard[0].sentence}"]
     for sentence in silent:
         print(f"elasticrun status: {sentence}", file=sys.stderr)
     if silent and found.run is not None and not ns.json:
-        print(*_known(found.run), sep="\n")
+        print(*_run_folder_lines(found.run), sep="\n")
     runs = {str(one.endpoint): one.run for one in questions}
     known = answers if ns.json or len(answers) == 1 else []  # several jobs get a table
     whole = [_whole(where, page, runs[str(where)]) for where, page in known]

@@ -269,7 +269,7 @@ def refuse(extra: Sequence[str], made: Parser, where: str) -> None:
         )
     if any(word in flag.spellings for flag in FLAGS if flag.dest in render_flags.SETTLED):
         raise Invalid(f"{word}: what is printed settles that; leave it out")
-    known = (*made._option_string_actions, *arena.known(where))
+    known = (*made._option_string_actions, *arena.known_flags(where))
     hint = nearest(word.replace("_", "-"), [name for name in known if "_" not in name])
     raise Invalid(
         f"{word} is no flag of this verb nor of the launcher"

@@ -73,7 +73,7 @@ class _Marker:
     alike: tuple[Any, ...]
 
     @classmethod
-    def of(cls, data: bytes, words: tuple[bytes, ...], alike: tuple[Any, ...]) -> _Marker | None:
+    def parse(cls, data: bytes, words: tuple[bytes, ...], alike: tuple[Any, ...]) -> _Marker | None:
         """None if a word occurs more than once: pickle writes a string once and then refers to
         it."""
         at = tuple(data.find(word) for word in words)
@@ -133,7 +133,7 @@ def build(parts: Sequence[PartFile], checkpoint: str, attempt: str) -> bytes:
         writer = _InMemory(StorageMeta(checkpoint_id=checkpoint, save_id=save_id))
         writer.finish(plan.metadata, results)
         plan.metadata.storage_data = None
-    plan.marker = _Marker.of(writer.written, words, alike)
+    plan.marker = _Marker.parse(writer.written, words, alike)
     return writer.written
 
 

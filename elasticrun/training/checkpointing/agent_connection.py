@@ -213,7 +213,7 @@ class SaveCosts:
         self._saved += seconds
         self._send_report()
 
-    def stepped(self, step: int) -> None:
+    def note_step(self, step: int) -> None:
         """Training has reached this step; takes a few microseconds."""
         self._step = max(step, self._step)
         self._send_report()
@@ -266,7 +266,7 @@ class DeferredSignals:
                 self._signals.add(signum)
         return tuple(sorted(self._signals & wanted))
 
-    def taken_over(self) -> bool:
+    def is_handler_installed(self) -> bool:
         """Whether the script has installed a handler for one of them since the last call."""
         taken = {one for one in self._signals if signal.getsignal(one) is not self._handler}
         self._signals -= taken
@@ -368,7 +368,7 @@ class Departure:
         `save_at`."""
         before, self._last = self._last, step
         self._by_itself = False
-        if self._deferred.taken_over():
+        if self._deferred.is_handler_installed():
             self._connection.send(PutsOff(self._deferred.signals))
         is_ahead = requested not in (NONE, self.answered)
         if is_ahead and requested <= step:

@@ -357,7 +357,7 @@ class Checkpointer:
         if due is not None:
             stall = min(self._stalls, default=0.0)
             self._guarded(lambda: schedule.advance(time.monotonic(), due, stall))
-        costs.stepped(number)
+        costs.note_step(number)
         if asked:
             self._guarded(lambda: backend.report_requested_save(number, saved=saved))
 

@@ -83,7 +83,7 @@ class Pace:
         self._began = self._persisted = now
         self._begun_at = step
 
-    def after(
+    def next_after(
         self, now: float, here: DueSnapshot, coming: DueSnapshot, stall: float
     ) -> DueSnapshot:
         """On rank 0: the current snapshot is `here`, the next one `coming` is known to all; choose
@@ -166,7 +166,7 @@ class Schedule:
             return
         self._index += 1
         if self._rank == 0:
-            after = self._pace.after(now, here, self._coming, stall)
+            after = self._pace.next_after(now, here, self._coming, stall)
             self._exchange.publish(f"due/{self._index + 1}", f"{after.step} {int(after.persist)}")
             self.next, self._coming = self._coming, after
         elif self._index < 2:

@@ -419,9 +419,9 @@ class TrainingState:
             ordered = in_order(pieces(self.whole(), own_key(self.rank)))
         except ValueError as error:
             raise StateError(str(error)) from error
-        return self._keep([(one.item, one.value) for one in ordered])
+        return self._cache_plan([(one.item, one.value) for one in ordered])
 
-    def _keep(
+    def _cache_plan(
         self, found: Iterable[tuple[Item, Any]], layout: Layout | None = None
     ) -> SnapshotPlan:
         """Cache and return the plan of these items with their values, in the order of a layout."""
@@ -459,7 +459,7 @@ class TrainingState:
                 return None
             there.append((item, value if item.kind is ItemKind.BYTES else local(value)))
         self._signature = _signature(loose)
-        return self._keep(there, layout)
+        return self._cache_plan(there, layout)
 
     def whole(self) -> dict[str, Any]:
         """The whole state, nested as in a checkpoint; not a copy."""

@@ -73,14 +73,14 @@ found = examine_data("corpus", {str(place)!r})
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
-    (only,) = disk.examine(JobFolder("log", str(tmp_path), little=0, none=0))
+    (only,) = disk.examine(JobFolder("log", str(tmp_path), warn_below=0, fail_below=0))
     assert only.state is Level.OK
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_made_later(tmp_path: Path) -> None:
     later = tmp_path / "a" / "b"
-    (only,) = disk.examine(JobFolder("log", str(later), little=0, none=0))
+    (only,) = disk.examine(JobFolder("log", str(later), warn_below=0, fail_below=0))
     assert only.state is Level.OK
     assert f"{later} (to be made in {tmp_path})" in only.seen
     assert list(tmp_path.iterdir()) == []
@@ -98,7 +98,9 @@ def test_a_temporary_folder_that_nobody_makes(tmp_path: Path) -> None:
 
 def test_a_folder_below_one_that_cannot_be_looked_into(tmp_path: Path) -> None:
     """Here a name that no file system takes; for a user who is not root, a folder of root's."""
-    (only,) = disk.examine(JobFolder("log", str(tmp_path / ("x" * 300)), little=0, none=0))
+    (only,) = disk.examine(
+        JobFolder("log", str(tmp_path / ("x" * 300)), warn_below=0, fail_below=0)
+    )
     assert "(to be made in " in only.seen
 
 
@@ -122,7 +124,7 @@ def test_the_folders_of_a_job(tmp_path: Path) -> None:
         "/ckpt",
         os.path.join(place, "elasticrun"),
     ]
-    assert by_role["checkpoint"].none == GIB
+    assert by_role["checkpoint"].fail_below == GIB
     assert not by_role["user's"].needed
     without = disk.folders({"TMPDIR": place, "XDG_RUNTIME_DIR": "/gone"}, log_dir=os.devnull)
     assert [f.role for f in without] == ["temporary", "user's"]
