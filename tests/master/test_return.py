@@ -217,7 +217,7 @@ def test_one_that_stands_still_is_replaced(world: World, kind: str) -> None:
     finish(world.hub.ranks(2, restart=1))
     assert [j.wait() for j in jobs] == [0] * len(jobs)
     said = "".join(j.stderr for j in jobs)
-    assert "it is stopped (SIGSTOP, a debugger), and is killed" in said
+    assert "it is stopped (SIGSTOP, a debugger); killing it" in said
     assert said.count("starting a new one") == 1, said
     assert following.pid != master.pid
     assert (len(world.hub.peers), records_left(world)) == (4, [])
@@ -234,7 +234,7 @@ def test_one_whose_cgroup_is_frozen_is_replaced(world: World) -> None:
     assert allreduce(world, peers) == [2, 2]
     finish(peers)
     assert launched.wait() == 0
-    assert "its cgroup is frozen, and is killed" in launched.stderr
+    assert "its cgroup is frozen; killing it" in launched.stderr
     assert (following.pid != master.pid, records_left(world)) == (True, [])
 
 

@@ -121,7 +121,7 @@ def test_the_master_cut_off_from_all_for_a_while(cluster: Build) -> None:
     began = job.steps()[-1]
     job.cut("master")
     job.wait_for(lambda status: {n.state for n in status.nodes} == {"suspect"}, timeout=LIMIT)
-    status = job.wait_for(reason="it is the master that may be cut off", timeout=LIMIT)
+    status = job.wait_for(reason="the master itself may be cut off", timeout=LIMIT)
     assert status.world_size == 3
     before = job.steps()[-1]
     assert before.round == began.round
