@@ -12,6 +12,7 @@ import pytest
 
 from elasticrun.testing.hosts import Lab
 from tests import needs
+from tests.harness import await_true
 from tests.kubernetes.cluster import Client, StandIn
 from tests.kubernetes.server.kinds import Obj
 
@@ -149,9 +150,10 @@ def test_pods_are_taken_away(cluster: StandIn) -> None:
 
 def test_a_grace_ends(cluster: StandIn) -> None:
     kubectl = cluster.client()
-    deaf = "trap '' TERM; sleep 1000 & while :; do wait; done"
+    deaf = "trap '' TERM; echo deaf; sleep 1000 & while :; do wait; done"
     make(kubectl, manifest("p", deaf, terminationGracePeriodSeconds=1))
     until(cluster, "p", "Running")
+    await_true(lambda: "deaf" in cluster.log("p"), "trap in the pod")
     kubectl("delete", "pod", "p")
     gone = cluster.store.changes[-1].obj
     (last,) = gone["status"]["containerStatuses"]
