@@ -140,6 +140,16 @@ INTENDED = (
         lambda theirs, ours: (theirs, ours) == ("False", "True"),
     ),
     *(
+        Intended(f"state/{when}/library: environ/{name}", "asked of NCCL (docs/sight.md)", _is_new)
+        for when in ("imports", "checkpointer")  # a Checkpointer's module sets them
+        for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_ENABLE_TIMING")
+    ),
+    Intended(
+        "state/inductor/library: environ/_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
+        "an address",
+        lambda theirs, ours: theirs.isdigit() and ours.isdigit(),
+    ),
+    *(
         Intended(f"state/checkpointer/{path}", reason, holds)
         for path, reason, holds in (
             (
@@ -153,7 +163,6 @@ INTENDED = (
             ("library: signals/1", "a signal waits for the end of a save", _put_off),
             ("library: signals/15", "a signal waits for the end of a save", _put_off),
             ("process: SigCgt", "a signal waits for the end of a save", lambda theirs, ours: True),
-            ("library: environ/TORCH_*", "asked of NCCL (docs/sight.md)", _is_new),
         )
     ),
 )

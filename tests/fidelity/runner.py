@@ -186,13 +186,14 @@ class Runs:
     def _warm(self, case: Case) -> dict[str, str]:
         """The variables of a job that is forked from a warm process of its kind of environment,
         from which another job was forked before."""
-        place = self.world.scratch / ("warm-c" if case.customized else "warm")
+        one = ("--one-rank",) if case.ranks == 1 else ()
+        place = self.world.scratch / "-".join(["warm", *"c" * case.customized, *one])
         own = {WARM_SERVER: "", "XDG_RUNTIME_DIR": str(place)}
         if not place.exists():
             place.mkdir(mode=0o700)
             env = {**self._variables(case), **own}
             words = [self.python(case.customized), "-m", "elasticrun"]
-            started = self.world.command([*words, "warm"], env=env, cwd=SCRIPTS)
+            started = self.world.command([*words, "warm", *one], env=env, cwd=SCRIPTS)
             started.wait(LIMIT)
             teacher = [*words, "--nproc-per-node=1", str(SCRIPTS / "teacher.py")]
             job = self.world.command(teacher, env=env, cwd=SCRIPTS)
@@ -201,12 +202,10 @@ class Runs:
 
     def close(self) -> None:
         """End the warm processes."""
-        for customized, name in ((False, "warm"), (True, "warm-c")):
-            place = self.world.scratch / name
-            if place.exists():
-                env = {"XDG_RUNTIME_DIR": str(place)}
-                words = [self.python(customized), "-m", "elasticrun", "warm", "--stop"]
-                self.world.command(words, env=env, cwd=SCRIPTS).wait(LIMIT)
+        for place in self.world.scratch.glob("warm*"):
+            env = {"XDG_RUNTIME_DIR": str(place)}
+            words = [self.python("-c" in place.name), "-m", "elasticrun", "warm", "--stop"]
+            self.world.command(words, env=env, cwd=SCRIPTS).wait(LIMIT)
 
 
 @contextmanager

@@ -130,7 +130,7 @@ def test_an_overloaded_host_is_no_hang(world: World) -> None:
 @further("core/sight/test_waiting")
 def test_a_stopped_rank_by_exec_is_named(world: World) -> None:
     line = verdict(start(world, "stop", "--on-hang=tell", "--launch=exec"), "strong")
-    assert re.search("rank 1 .* is stopped by a signal; who waits for it is not known", line), line
+    assert re.search("rank 1 .*is stopped by a signal; who waits for it is not known", line), line
 
 
 CALLER = """

@@ -106,7 +106,7 @@ def test_the_only_node_leaves(training: Training) -> None:
     training.finish(EXIT_SAVED)
     assert training.checkpoints() == [step]
     said = training.job.output(0)
-    assert re.search(r"ended by SIGTERM \(15\).*all have saved is in storage", said)
+    assert re.search(rf"ended by SIGTERM \(15\).*step {step} is saved in ", said)
 
 
 @further("slurm/test_batch::test_a_requeued_job_goes_on_where_it_was")

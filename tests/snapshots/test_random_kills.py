@@ -140,7 +140,7 @@ def test_killed_two_hundred_times(training: Training) -> None:
 
 
 @further("agent/snapshots/test_snapshots::test_a_saver_that_answers_no_ping_is_killed")
-@pytest.mark.parametrize("how", ["it stands still", "its cgroup is frozen"])
+@pytest.mark.parametrize("how", ["it is stopped", "its cgroup is frozen"])
 def test_a_saver_that_stands_still_is_replaced(training: Training, how: str) -> None:
     """In the middle of a file: its agent kills it, and the next one writes a checkpoint."""
     jobs = Steadily(training)
