@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from elasticrun.config import EXIT_NOT_LEADING
+from elasticrun.config import EXIT_NOT_LEADING, Identity, MasterPlan
 from elasticrun.wire import messages as m
 from elasticrun.wire.rpc import etcd
 from elasticrun.wire.rpc.channel import LinkError, attend, open_channel
@@ -83,13 +83,13 @@ async def test_one_that_was_stopped_past_its_lease_says_nothing_more(
 ) -> None:
     """It is stopped with a decision at hand (last call is about to end) and a beat unanswered; it
     wakes when another leads: not one order more leaves it, and it ends."""
-    with started(master_store=etcd_server.url, spec=HASTY) as first:
+    with started(launch=MasterPlan(store=etcd_server.url), spec=HASTY) as first:
         old = Agent(first)
         was = await old.join(hello("n0", spec=HASTY))
         first.popen.send_signal(signal.SIGSTOP)
         await old.stream.send(m.Beat(1))
         await until_nobody_leads(etcd_server.url)
-        with started(master_store=etcd_server.url, spec=HASTY) as second:
+        with started(launch=MasterPlan(store=etcd_server.url), spec=HASTY) as second:
             new = Agent(second)
             now = await new.join(hello("n0", spec=HASTY, last_term=was.term))
             assert now.term > was.term
@@ -106,7 +106,7 @@ async def test_one_that_was_stopped_past_its_lease_says_nothing_more(
 
 
 def test_the_second_one_ends_with_a_sentence_and_a_code(etcd_server: EtcdServer) -> None:
-    store: dict[str, Any] = {"master_store": etcd_server.url}
+    store: dict[str, Any] = {"launch": MasterPlan(store=etcd_server.url)}
     with started(**store) as first, started(**store) as second:
         code, said = second.ended()
         assert code == second.answer["exit_code"] == EXIT_NOT_LEADING
@@ -118,7 +118,7 @@ def test_the_second_one_ends_with_a_sentence_and_a_code(etcd_server: EtcdServer)
 async def test_a_round_is_on_record_before_it_is_told(etcd_server: EtcdServer) -> None:
     """While etcd stands still the round that is decided is told to nobody."""
     spec = structs.replace(SPEC, max_nodes=1)  # the first to join makes it whole
-    with started(master_store=etcd_server.url, spec=spec) as master:
+    with started(launch=MasterPlan(store=etcd_server.url), spec=spec) as master:
         channel = open_channel(master.endpoint)
         stream = attend(channel)
         assert isinstance(await enter(stream, hello("n0", spec=spec)), m.Welcome)
@@ -139,7 +139,7 @@ async def test_a_round_is_on_record_before_it_is_told(etcd_server: EtcdServer) -
 
 async def test_the_leader_names_the_address_that_it_was_given(etcd_server: EtcdServer) -> None:
     named = {"advertise": "node-7.example", "holder": "me"}
-    with started(master_store=etcd_server.url, **named) as master:
+    with started(launch=MasterPlan(store=etcd_server.url), **named) as master:
         client = etcd.Etcd(parse_place(etcd_server.url), limit=LIMIT)
         (item,) = (await client.txn((), (etcd.get(KEYS.master),))).items
         await client.close()
@@ -170,5 +170,5 @@ async def test_etcd_behind_tls(etcd_server: EtcdServer, tmp_path: Path) -> None:
         await campaign(ca=ours.ca)
     with pytest.raises(etcd.EtcdSilent):
         await campaign(ca=strangers.ca, cert=ours.cert, key=ours.key)
-    with started(master_store=url, tls=ours) as master:
+    with started(launch=MasterPlan(store=url), identity=Identity("job", tls=ours)) as master:
         assert "port" in master.answer
