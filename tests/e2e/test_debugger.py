@@ -93,6 +93,8 @@ class Session:
 
     def _heard(self, message: dict[str, Any]) -> None:
         body, told = message.get("body") or {}, self._editor.told
+        if message.get("success") is False:
+            print(f"process {self._process}: {message}")  # shown if the test fails
         match message.get("event") or f"answer to {message.get('command')}":
             case "answer to initialize":
                 more = {} if self._process is None else {"subProcessId": self._process}
