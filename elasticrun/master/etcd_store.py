@@ -289,7 +289,7 @@ class EtcdStore:
                 return
             if self._silent:
                 self._silent = False
-                logger.warning("etcd responds again, and this master is still the leader")
+                logger.warning("etcd answers again, and this master is still the leader")
             self._extend(since)
 
     async def _outgrow(self, term: int) -> None:

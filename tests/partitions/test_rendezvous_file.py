@@ -107,7 +107,7 @@ def test_typed_on_three_machines_at_one_moment_it_is_one_job_that_outlives_its_h
     machines.lab.plug(host)
     jobs[host] = machines.type(host)
     machines.world.hub.ranks(3, world_size=3, **machines.living())
-    assert "is joined at" in jobs[host].stderr
+    assert "joined job" in jobs[host].stderr
     machines.end(*jobs.values(), world_size=3)
 
 
@@ -117,7 +117,7 @@ def test_typed_in_a_row_the_second_finds_the_first(machines: Machines) -> None:
     one.until_text("to join, on a machine with this folder: elasticrun --nnodes=1:3 puppet.py")
     two = machines.type("b")
     machines.world.hub.ranks(2, world_size=2)
-    assert "is joined at" in two.stderr
+    assert "joined job" in two.stderr
     machines.end(one, two, world_size=2)
 
 
@@ -156,7 +156,7 @@ def test_a_split_makes_no_second_job(machines: Machines) -> None:
     [file] = machines.files()
     machines.lab.cut("b")
     two = machines.type("b")
-    two.until_text("until its host renews that file no more")
+    two.until_text("until its host stops renewing that file")
     holder = json.loads(file.read_text().splitlines()[0])["holder"]
     renewals = file.read_text().splitlines()[1]
     machines.world.hub.until(lambda: True, "a word")

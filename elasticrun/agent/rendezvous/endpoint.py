@@ -80,7 +80,7 @@ class EndpointRegistry:
             may = may or await in_thread(self._was_killed, name="resolve")
             self._free = await in_thread(self._free_place, name="resolve") if may else None
             if self._free is not None:
-                logger.warning("no job master is left at %s: this agent starts one", self._free)
+                logger.warning("no job master at %s any more: this agent starts one", self._free)
                 return VACANT
 
     async def take(self) -> Lease | None:
@@ -99,14 +99,14 @@ class EndpointRegistry:
     async def move(self, lease: Lease, why: str) -> Leader | Vacant:
         host, port = lease.bind.host, lease.bind.port
         if self._where.kind == "open":
-            logger.info("%s; the next free port is taken", why)
+            logger.info("%s; trying the next free port", why)
             free = await in_thread(partial(free_port, host, port + 1), name="resolve")
             self._free = Endpoint(host, free)
             return VACANT
         if not self._any_agent:
             raise HostError(why)
         # Another agent of this host was faster: its master is the job's.
-        logger.info("%s; the job master is looked for there", why)
+        logger.info("%s; connecting to the job master there", why)
         self._holds = False
         return Leader(lease.bind)
 

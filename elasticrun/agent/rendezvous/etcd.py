@@ -183,7 +183,7 @@ class EtcdRegistry:
                 end = min(end, loop.time() + DEPOSED_LIMIT)
             if await self._changes_within(None if end == math.inf else end - loop.time()):
                 await self._change()
-        logger.warning("the job master here leads no more and does not end: it is killed")
+        logger.warning("the job master here has lost its leadership and does not exit; killing it")
         self._hosts = False
         return self._seen()
 
@@ -196,7 +196,7 @@ class EtcdRegistry:
             raise HostError(f"{item.key} in etcd is no end of a job")
         if not self._known:
             logger.warning(
-                "job %s has ended before, as etcd remembers; a new run needs a new --rdzv-id",
+                "etcd has the end of an earlier run of job %s; a new run needs a new --rdzv-id",
                 self._job_id,
             )
         return Ended(end)
@@ -246,9 +246,11 @@ class EtcdRegistry:
     def _tell_silent(self, sentence: str) -> None:
         self._silent = True
         if self._known:
-            sentence += "; ranks go on, but this node hears of no other master until it does"
+            sentence += (
+                "; the ranks keep running, but this node cannot find another master until it does"
+            )
         else:
-            sentence += f"; this node asks for {self._launch.spec.join_timeout:g} s in all"
+            sentence += f"; this node retries for {self._launch.spec.join_timeout:g} s"
         logger.warning("%s", sentence)
 
     # ------------------------------------------------------------ this host

@@ -107,7 +107,7 @@ class SharedFile:
     async def move(self, lease: Lease, why: str) -> Leader | Vacant:
         if self._loss is None:  # the claim is another job's
             return await self.read(served=True)
-        logger.info("%s; the next free port is taken", why)
+        logger.info("%s; trying the next free port", why)
         self._replaced, self._port = self._file.mine, lease.bind.port + 1
         return VACANT
 
@@ -144,7 +144,7 @@ class SharedFile:
         where, host = place_of(claim), claim.text("host")
         if await self._answers(claim):
             self._check_job(claim)
-            logger.info("job %s is joined at %s, which %s names", claim.text("job"), where, path)
+            logger.info("joined job %s at %s, the address in %s", claim.text("job"), where, path)
             self.identity = inherit(self._asked, claim)
             self._claim = claim
             self.address = offered_address(self._local_addr, where.host, where.host)
@@ -158,8 +158,8 @@ class SharedFile:
             )  # fmt: skip
             return VACANT
         sentence = (
-            f"{path} names the job master at {where} ({host}), which does not answer this node; it "
-            "is asked again until it does, or until its host renews that file no more"
+            f"{path} names the job master at {where} ({host}), which does not answer this node; "
+            "retrying until it does, or until its host stops renewing that file"
         )
         if self._is_news(sentence):
             if self._looks.same > 2:
@@ -224,7 +224,7 @@ class SharedFile:
 
     def _remark(self, sentence: str) -> None:
         if self._is_news(sentence):
-            logger.warning("%s; this node dials on", sentence)
+            logger.warning("%s; this node keeps reconnecting", sentence)
 
     def _is_news(self, sentence: str) -> bool:
         before, self._told = self._told, sentence
@@ -267,7 +267,7 @@ class SharedFile:
             return None
         if succeeds and before is not None:
             logger.warning(
-                "no job master is left at %s, and nobody renews %s: this agent starts one",
+                "no job master at %s any more, and nobody renews %s: this agent starts one",
                 place_of(before), self._file.path,
             )  # fmt: skip
         self._claim, self.address = mine, self._local_addr or host
@@ -296,7 +296,7 @@ class SharedFile:
 
     def _trouble(self, sentence: str) -> None:
         if sentence:
-            logger.warning("%s; others may take this job's master for lost", sentence)
+            logger.warning("%s; other nodes may declare the job master lost", sentence)
         else:
             logger.warning("the rendezvous file is renewed again")
 
@@ -307,8 +307,8 @@ class SharedFile:
         leader = self._turn_to(claim)
         if leader is not None:
             logger.warning(
-                "%s has taken this job over, as %s says: the job master here ends, and this node "
-                "follows that one",
+                "%s has taken this job over in %s: the job master here ends, and this node follows "
+                "the new one",
                 claim.text("host"), self._file.path,
             )  # fmt: skip
         return leader
