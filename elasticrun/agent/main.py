@@ -66,7 +66,7 @@ def run_agent(
     writer = log.set_up()
     identity = minted(launch, place, identity)
     if (no := _impossible(identity)) is not None:
-        return _said(no)
+        return _logged(no)
     if debugger.follows():
         log.logger.log(
             log.NOTICE,
@@ -87,7 +87,7 @@ def run_agent(
             else:
                 spawner = SpawnerProcess(channel, None)
         except OSError as error:
-            return _said(Exit(EXIT_FAILED, f"the fork server cannot be started: {error}", (), 0))
+            return _logged(Exit(EXIT_FAILED, f"the fork server cannot be started: {error}", (), 0))
         from elasticrun.agent.link.master_process import early_master
 
         master = early_master(launch, place, identity)
@@ -157,7 +157,7 @@ def fill_standard_fds() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
-def _said(outcome: Exit) -> Exit:
+def _logged(outcome: Exit) -> Exit:
     log.log_last_word(outcome.reason)
     write(LastWord(outcome.reason))
     log.set_up().flush(1.0)
