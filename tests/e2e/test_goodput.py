@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.host.runs.index import runs_root
 from tests.further import cases
 from tests.harness import free_port, warm_server
 
@@ -68,7 +67,7 @@ def test_the_last_lines_say_where_the_time_went(tmp_path: Path, told_by: str) ->
     script.write_text(SCRIPTS[told_by])
     flags = (
         f"--nnodes=2 --nproc-per-node=1 --max-restarts=1 --rdzv-endpoint=127.0.0.1:{free_port()} "
-        f"--slot-price=36 --log-dir={tmp_path}/logs"
+        f"--slot-price=36 --log-dir={tmp_path}/logs --run-dir={tmp_path}/run"
     )
     command = [sys.executable, "-m", "elasticrun", *flags.split()]
     jobs = [
@@ -90,8 +89,7 @@ def test_the_last_lines_say_where_the_time_went(tmp_path: Path, told_by: str) ->
     found = [LINE.search(text) for text in told]
     assert all(found), told
     saves = {one["saves"] for one in found if one is not None}
-    place = max(runs_root(os.environ).glob("*/result.json"), key=lambda one: one.stat().st_mtime)
-    result = json.loads(place.read_text())
+    result = json.loads((tmp_path / "run/result.json").read_text())
     assert (result["state"], result["nodes"], result["restarts"]) == ("succeeded", 2, 1)
     assert [one["cause"] for one in result["incidents"]] == ["rank_failed"]
     spent = result["goodput"]
