@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -156,11 +157,15 @@ def test_a_hang_of_functions_is_named(world: World, tmp_path: Path, method: str)
     """Ranks that the program which calls has started answer as forked ones do."""
     script = tmp_path / "caller.py"
     script.write_text(CALLER)
-    job = world.command((sys.executable, str(script), method), env={"ELASTICRUN_ON_HANG": "tell"})
-    line = verdict(job, "certain")
-    assert re.search(r"rank 0 .* all_reduce .* rank 1 .* broadcast .* caller\.py:11 train", line)
-    assert "it is not restarted automatically" in line
-    end(job)
+    with tempfile.TemporaryDirectory(prefix="er-") as short:  # of multiprocessing's sockets
+        environ = {"ELASTICRUN_ON_HANG": "tell", "TMPDIR": short}
+        job = world.command((sys.executable, str(script), method), env=environ)
+        line = verdict(job, "certain")
+        assert re.search(
+            r"rank 0 .* all_reduce .* rank 1 .* broadcast .* caller\.py:11 train", line
+        )
+        assert "it is not restarted automatically" in line
+        end(job)
 
 
 STEPS = """

@@ -96,10 +96,13 @@ class Killing:
             return found
 
     def _kill_saver(self) -> None:
-        self._jobs.await_begin()
-        self._pause(0.08)
-        process = saver(self._training.job)
-        freeze(self._training, process)
+        if self._moments.random() < 0.5:
+            process = self._jobs.freeze_in_mid_persist()
+        else:
+            self._jobs.await_begin()
+            self._pause(0.08)
+            process = saver(self._training.job)
+            freeze(self._training, process)
         self.hits[self._jobs.stage()] += 1
         self._jobs.look_at_storage()
         newest = max(self._training.checkpoints(), default=-1)
