@@ -452,7 +452,9 @@ class Stash:
                 if root.name == each:
                     names |= root.modules
                     waiting += {_unit(module) for module in root.modules}
-            names.update(n for n in self._units.get(each, ()) if not self._is_later(n, seen))
+            unit = {n for n in self._units.get(each, ()) if not self._is_later(n, seen)}
+            names |= unit
+            waiting += [root.name for root in self.roots if root.name in unit]
             waiting += self._needs.get(each, frozenset())
         if "torch" in names:
             first = next((r for r in self.roots if r.name == "numpy"), None)

@@ -150,6 +150,20 @@ def test_a_submodule_of_torch_that_was_preloaded_stays_hidden(tmp_path: Path) ->
         assert driver.run(entry).code == 0
 
 
+def test_the_package_above_a_preloaded_module_brings_all_that_its_import_loaded(
+    tmp_path: Path, package: Path
+) -> None:
+    """Among it a submodule of torch, whose code must not run a second time (TORCH_LIBRARY)."""
+    (tmp_path / "trainer.py").write_text("import torch.utils.mkldnn as other\nother.once = 1\n")
+    package.write_text(f"__path__ = [{str(tmp_path)!r}]\n")
+    entry = script(
+        tmp_path / "s.py",
+        f"import torch, {NAME}\nimport torch.utils.mkldnn as other\nassert other.once\n",
+    )
+    with forking(entry, preload=[f"{NAME}.trainer"]) as driver:
+        assert driver.run(entry).code == 0
+
+
 # ---------------------------------------------------------------- what C code reads
 
 SHIM = r"""
