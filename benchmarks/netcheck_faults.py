@@ -180,7 +180,7 @@ def drive(
 ) -> Outcome:
     """Begin a check and answer it to its end; `outcome` is filled meanwhile."""
     outcome = outcome or Outcome()
-    groups = list(netcheck.begin(ready, now))
+    groups = list(netcheck.start(ready, now))
     while groups:
         outcome.passes += 1
         outcome.groups.append(groups)
@@ -388,7 +388,7 @@ def cost(count: int) -> tuple[float, int]:
     netcheck = new()
     spent, passes = 0.0, 0
     began = time.process_time()
-    groups = netcheck.begin(names(count), 0.0)
+    groups = netcheck.start(names(count), 0.0)
     spent += time.process_time() - began
     while groups:
         passes += 1

@@ -42,10 +42,10 @@ NAMED_BOOKS: Final = {
     "core.rounds.attribution:_records": "outlives a node's lives; the oldest are forgotten first",
     "core.health.policy:_unresolved": "they are called in by their order",
     "core.sight.ledger:_sums": "what is booked of each one's sums: recorded, ends with the round",
-    "core.sight.hangs.look:answers": "of one look, in the order in which nodes were asked",
+    "core.sight.hangs.sample:answers": "of one sample, in the order in which nodes were asked",
     "core.sight.ledger:_places": "what was booked last, beside what a node does now",
     "core.snapshots.choice:reports": "a watermark is told in the order in which nodes spoke",
-    "core.snapshots.ledger:_said": "one for each of several rounds",
+    "core.snapshots.ledger:_reported": "one for each of several rounds",
     "core.snapshots.snapshots:_nodes": "the first of those that leave is named",
 }
 """Dictionaries by node outside the node's record, each with its reason."""

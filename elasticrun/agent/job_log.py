@@ -28,7 +28,7 @@ from elasticrun.core.reasons import (
     short,
     text,
 )
-from elasticrun.core.words import some, way_back
+from elasticrun.core.words import recovery_times, some
 from elasticrun.core.worker.states import ENDINGS, GroupStatus, State
 from elasticrun.host.log import LEVELS, NOTICE, logger
 from elasticrun.wire.messages import Recovery, Start
@@ -108,10 +108,10 @@ class RoundLog:
             return
         if not self._runs:
             self._runs = True
-            self._say(f"{way_back(order.restarted, -1.0)}{self._words}")
+            self._say(f"{recovery_times(order.restarted, -1.0)}{self._words}")
         if order.first_step > 0.0 and not self._trains:
             self._trains = True
-            parts = [way_back(-1.0, order.first_step)]
+            parts = [recovery_times(-1.0, order.first_step)]
             parts += [self._resumed] if self._resumed else []
             if order.repeated > 0 or (self._resumed and order.repeated == 0):
                 parts.append(f"{some(order.repeated, 'step')} repeated")

@@ -38,13 +38,13 @@ class JobContext:
         self.restarts = Restarts(spec)
         self.number = 0  # of the last round
         self.incidents = 0  # the number of the last one
-        self.stood: defaultdict[Cause, float] = defaultdict(float)
+        self.downtime: defaultdict[Cause, float] = defaultdict(float)
         """Seconds without training, by cause of the closed incidents."""
         self.hung = 0.0  # seconds of hangs within incidents
         self.newest = -1  # newest step reported by ranks of a round that ended; -1: unknown
         self.round: Round | None = None  # the last one that was formed or adopted
         self.dumps = 0  # as in the facts
-        self.backs: deque[float] = deque(maxlen=200)
+        self.recoveries: deque[float] = deque(maxlen=200)
         """Seconds between ranks running again and training again, of the last restarts."""
         self.waits: tuple[LongWait, ...] = ()  # as in the facts
         self.scaled = False  # an operator has changed the number of nodes
@@ -58,21 +58,21 @@ class JobContext:
         self.scaled = True
         self.rdzv.scale(self.spec)
 
-    def note(self, text: str, level: str = "info", *, told: bool = False) -> None:
-        """Log a line for the operator. `told`: nodes print it too."""
+    def note(self, text: str, level: str = "info", *, on_nodes: bool = False) -> None:
+        """Log a line for the operator. `on_nodes`: nodes print it too."""
         self._notes += 1
-        self.out.append(fx.Note(text, level, told, number=self._notes))
+        self.out.append(fx.Note(text, level, on_nodes, number=self._notes))
 
-    def tell(self, session: int, order: m.Order) -> None:
+    def send(self, session: int, order: m.Order) -> None:
         """Send an order on one stream."""
-        self.out.append(fx.Tell((session,), order))
+        self.out.append(fx.Send((session,), order))
 
     def broadcast(self, nodes: Iterable[str], order: m.Order) -> None:
         """Send an order to those of these nodes that are connected."""
         found = (self.nodes[node].session for node in nodes if node in self.nodes)
         sessions = tuple(session for session in found if session is not None)
         if sessions:
-            self.out.append(fx.Tell(sessions, order))
+            self.out.append(fx.Send(sessions, order))
 
     def hang_up(self, session: int) -> None:
         """Close a stream after everything queued for it has been sent."""

@@ -37,7 +37,7 @@ class Note(Struct, frozen=True):
 
     text: str
     level: str = "info"  # info, warning, error
-    told: bool = False  # nodes of the round print it too
+    on_nodes: bool = False  # nodes of the round print it too
     why: Reason | None = None  # reason of an agent's note that names an unreachable peer
     number: int = 0  # numbers the notes of a master's core from 1; 0: not numbered
 
@@ -91,7 +91,7 @@ class Requested(Struct, frozen=True):
 JobEvent = Attached | Heard | Detached | Overslept | Requested | Tick
 
 
-class Tell(Struct, frozen=True):
+class Send(Struct, frozen=True):
     """Send one order to each of these sessions."""
 
     sessions: tuple[int, ...]
@@ -149,7 +149,7 @@ class FoundSlow(Struct, frozen=True):
     sentence: str
 
 
-JobEffect = Tell | Hangup | Note | JobOver | Record | Replied | Filed | Judged | FoundSlow
+JobEffect = Send | Hangup | Note | JobOver | Record | Replied | Filed | Judged | FoundSlow
 
 
 # ---------------------------------------------------------------- the agent's: WorkerGroup

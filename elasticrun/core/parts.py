@@ -7,14 +7,14 @@ from typing import Protocol, TypeVar
 
 from elasticrun.core.wishes import Wish
 
-Told = TypeVar("Told", contravariant=True)
-Kept = TypeVar("Kept")
+PartReport = TypeVar("PartReport", contravariant=True)
+PartFacts = TypeVar("PartFacts")
 
 
-class Part(Protocol[Told]):
+class Part(Protocol[PartReport]):
     """A component. After each event the job asks what it wants done."""
 
-    def heard(self, node: str, report: Told) -> bool:
+    def on_report(self, node: str, report: PartReport) -> bool:
         """Process a report of a node. Return whether it may change a decision."""
 
     def pursue(self) -> tuple[Wish, ...]:
@@ -24,13 +24,13 @@ class Part(Protocol[Told]):
         """When `pursue` is due at the latest."""
 
 
-class Recorded(Protocol[Kept]):
+class Recorded(Protocol[PartFacts]):
     """A component with facts that the next master needs. Only the component itself reads and writes
     its struct in `core/persisted.py`."""
 
-    def facts(self, now: float) -> Kept:
+    def facts(self, now: float) -> PartFacts:
         """The facts to record."""
 
-    def restore(self, facts: Kept, at: float) -> None:
+    def restore(self, facts: PartFacts, at: float) -> None:
         """Restore the facts recorded by the previous master. `at`: when it recorded them, on this
         master's clock."""

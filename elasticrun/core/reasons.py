@@ -846,7 +846,7 @@ def code(reason: Reason | None) -> ReasonCode | None:
     return ReasonCode(kind, packed.decode()) if len(packed) <= MAX_CODE else None
 
 
-def said(reason: Reason | None) -> tuple[str, ReasonCode | None]:
+def text_and_code(reason: Reason | None) -> tuple[str, ReasonCode | None]:
     """The text and the `ReasonCode` of a reason."""
     return text(reason), code(reason)
 

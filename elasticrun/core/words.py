@@ -26,10 +26,10 @@ def span(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def way_back(restarted: float, first_step: float) -> str:
+def recovery_times(restarted: float, first_step: float) -> str:
     """`restarted in 0.41 s, first step after 1.20 s`; a part whose value is -1.0 is omitted."""
-    told = ((restarted, "restarted in"), (first_step, "first step after"))
-    return ", ".join(f"{words} {span(seconds)}" for seconds, words in told if seconds >= 0.0)
+    parts = ((restarted, "restarted in"), (first_step, "first step after"))
+    return ", ".join(f"{words} {span(seconds)}" for seconds, words in parts if seconds >= 0.0)
 
 
 def plain(text: str) -> str:
@@ -105,25 +105,25 @@ class Count:
     """
 
     def __init__(self) -> None:
-        self.told = 0
-        self._told_at: float | None = None
+        self.shown = 0
+        self._shown_at: float | None = None
         self._pause = COUNT_SOON
 
-    def begin(self) -> None:
+    def restart(self) -> None:
         """Start a new sentence."""
-        self._told_at = None
+        self._shown_at = None
 
-    def look(self, here: int, needed: int, now: float) -> float | None:
-        """Update the count: `here` of `needed` nodes are present. Return when to call again if the
+    def update(self, present: int, needed: int, now: float) -> float | None:
+        """Update the count: `present` of `needed` nodes are there. Return when to call again if the
         update is postponed."""
-        if self._told_at is None:
+        if self._shown_at is None:
             self._pause = COUNT_SOON
-        elif here == self.told:
+        elif present == self.shown:
             return None
-        elif needed > COUNT_ALL and self.told > 0:  # a count of 0 is updated at once
-            due = self._told_at + self._pause
+        elif needed > COUNT_ALL and self.shown > 0:  # a count of 0 is updated at once
+            due = self._shown_at + self._pause
             if now < due:
                 return due
             self._pause = min(2.0 * self._pause, COUNT_LATE)
-        self.told, self._told_at = here, now
+        self.shown, self._shown_at = present, now
         return None

@@ -369,13 +369,13 @@ class Loop:
 
     def _perform(self, effect: events.JobEffect) -> None:
         match effect:
-            case events.Tell():
+            case events.Send():
                 self._tell(effect.sessions, effect.order)
             case events.Hangup():
                 self._hang_up(effect.session)
             case events.Note():
                 level = LEVELS.get(effect.level, logging.INFO)
-                logger.log(logging.INFO if effect.told else level, "%s", effect.text)
+                logger.log(logging.INFO if effect.on_nodes else level, "%s", effect.text)
                 self._listeners.on_noted(effect)
             case events.JobOver():
                 self._listeners.on_over(effect, self.last_picture())

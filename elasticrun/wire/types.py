@@ -252,7 +252,7 @@ def read_ranges(text: str, limit: int) -> tuple[int, ...]:
 
 # ---------------------------------------------------------------- records
 
-SAID_AGAIN: Final = 1.0
+REPEAT_WITHIN: Final = 1.0
 """Seconds after a SIGTERM within which another one counts as the same: Slurm sends it twice within
 milliseconds, to every process, at a time limit and at a preemption. (A second ^C is intentional.)
 """

@@ -27,8 +27,8 @@ from elasticrun.core.reasons import (
     Said,
     StoreComing,
     out_of_reach,
-    said as by_master,
     text,
+    text_and_code as by_master,
 )
 from elasticrun.core.worker.leaving import ending
 from elasticrun.core.worker.states import GroupStatus, State

@@ -47,7 +47,7 @@ class Master:
         for effect in self.effects:
             if isinstance(effect, fx.Record):
                 self.facts = loads(dumps(effect.facts), Facts)  # as a record has them
-            elif isinstance(effect, fx.Tell):
+            elif isinstance(effect, fx.Send):
                 for session in effect.sessions:
                     self.told[session].append(effect.order)
         return self.effects
@@ -61,7 +61,7 @@ class Master:
             self.hear(session, *reports)
 
     def orders(self, session: int) -> list[m.Order]:
-        tells = [effect for effect in self.effects if isinstance(effect, fx.Tell)]
+        tells = [effect for effect in self.effects if isinstance(effect, fx.Send)]
         return [tell.order for tell in tells if session in tell.sessions]
 
     def running(self) -> RoundName:

@@ -32,8 +32,8 @@ from elasticrun.core.reasons import (
     is_by_operator,
     out_of_reach,
     read,
-    said,
     text,
+    text_and_code,
 )
 from elasticrun.wire.messages import MAX_CODE, ReasonCode
 
@@ -70,7 +70,7 @@ def made(kind: Any, depth: int = 0) -> Any:
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_each_has_a_sentence_and_comes_back_as_it_went(kind: type) -> None:
     reason = made(kind)
-    sentence, beside = said(reason)
+    sentence, beside = text_and_code(reason)
     assert sentence
     assert sentence == text(reason)
     assert read(sentence, beside) == reason
@@ -87,7 +87,7 @@ def test_one_that_nobody_knows_is_its_text() -> None:
 def test_what_is_too_long_to_be_told_is_told_as_text() -> None:
     long = RankFailed(0, "", "x" * MAX_CODE)
     assert code(long) is None
-    assert read(*said(long)) == Said(text(long))
+    assert read(*text_and_code(long)) == Said(text(long))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

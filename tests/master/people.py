@@ -15,7 +15,7 @@ import pytest
 from msgspec import structs
 
 from elasticrun import __version__
-from elasticrun.core.events import Attached, Hangup, Heard, JobEffect, JobEvent, JobOver, Tell
+from elasticrun.core.events import Attached, Hangup, Heard, JobEffect, JobEvent, JobOver, Send
 from elasticrun.core.sight.picture import Goodput, LedgerRow, Picture
 from elasticrun.master import server
 from elasticrun.master.loop import Listeners, Loop
@@ -107,9 +107,9 @@ class Recorder:
         effects: list[JobEffect] = []
         if isinstance(event, Attached):
             welcome = m.Welcome(m.PROTOCOL_VERSION, __version__, "job", 1, 1.0, 600.0, "")
-            effects.append(Tell((event.session,), welcome))
+            effects.append(Send((event.session,), welcome))
         elif isinstance(event, Heard) and isinstance(event.report, m.Leaving):
-            effects.append(Tell((event.session,), m.End(0, "bye", ())))
+            effects.append(Send((event.session,), m.End(0, "bye", ())))
             effects.append(Hangup(event.session))
             if event.report.reason == "over":
                 effects.append(JobOver(3, "the test says so"))

@@ -15,7 +15,7 @@ from elasticrun.core.events import (
     Heard,
     JobEvent,
     Overslept,
-    Tell,
+    Send,
     Tick,
 )
 from elasticrun.core.nodes.membership import BEATS_PER_SECOND, beat_interval
@@ -154,7 +154,7 @@ async def test_a_mailbox_that_nobody_empties_is_closed(monkeypatch: pytest.Monke
 async def test_an_order_that_cannot_be_sent_is_no_end_of_the_master() -> None:
     async with serving() as served:
         served.brain.on = lambda event: (
-            [Tell((event.session,), m.Refused("no", 999))]
+            [Send((event.session,), m.Refused("no", 999))]
             if isinstance(event, Heard) and event.report == m.Beat(13)
             else []
         )

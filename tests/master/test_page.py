@@ -23,7 +23,7 @@ from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from elasticrun import __version__
-from elasticrun.core.events import Heard, Judged, Replied, Requested, Tell
+from elasticrun.core.events import Heard, Judged, Replied, Requested, Send
 from elasticrun.core.reasons import NoRestartsLeft, RankFailed, code, text
 from elasticrun.core.sight.picture import IncidentRow, LedgerRow, RankRow, VerdictRow
 from elasticrun.master.loop import Loop
@@ -94,7 +94,7 @@ async def test_status_is_the_picture() -> None:
 async def test_metrics_can_be_scraped() -> None:
     async with paged() as (loop, port):
         start = m.Start(m.RoundInfo(ROUND, 2), 0, 1, 0, 0, 2, Endpoint("h", 1), True)
-        loop._perform(Tell((1,), start))
+        loop._perform(Send((1,), start))
         for _ in range(2):  # a node repeats itself
             loop.put(Heard(1, m.RanksFailed(ROUND, (FAILURE,))))
         loop.put(Heard(1, PROBED))

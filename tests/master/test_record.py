@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from elasticrun.config import Identity, MasterConfig
-from elasticrun.core.events import Heard, JobEffect, JobEvent, JobOver, Record, Tell
+from elasticrun.core.events import Heard, JobEffect, JobEvent, JobOver, Record, Send
 from elasticrun.core.persisted import Facts, RestartFacts, aged
 from elasticrun.master import file_store, records
 from elasticrun.master.file_store import FileStore
@@ -78,11 +78,11 @@ async def test_orders_wait_for_their_facts_and_beats_for_nothing() -> None:
     def on(event: JobEvent) -> list[JobEffect]:
         if isinstance(event, Heard) and event.report == JOIN:
             return [
-                Tell((event.session,), m.Wait("before")),
+                Send((event.session,), m.Wait("before")),
                 Record(facts(1)),
-                Tell((event.session,), _stop("first")),
+                Send((event.session,), _stop("first")),
                 Record(facts(2)),
-                Tell((event.session,), m.Wait("second")),
+                Send((event.session,), m.Wait("second")),
                 JobOver(0, "over"),
             ]
         return []
@@ -131,7 +131,7 @@ async def test_who_leads_no_more_says_nothing() -> None:
     store = Held()
     async with serving(store=store) as served:
         served.brain.on = lambda event: (
-            [Tell((event.session,), _stop("an order"))]
+            [Send((event.session,), _stop("an order"))]
             if isinstance(event, Heard) and event.report == JOIN
             else []
         )

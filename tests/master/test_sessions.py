@@ -15,7 +15,7 @@ from msgspec import structs
 
 from elasticrun import __version__
 from elasticrun.config import EXIT_FAILED
-from elasticrun.core.events import Attached, Detached, Heard, JobEffect, JobEvent, Tell
+from elasticrun.core.events import Attached, Detached, Heard, JobEffect, JobEvent, Send
 from elasticrun.master.server import BURST, RATE
 from elasticrun.wire import messages as m
 from elasticrun.wire.auth import Guest
@@ -291,9 +291,9 @@ async def test_orders_to_a_slow_reader_are_coalesced_and_the_stream_stands() -> 
     def many(event: JobEvent) -> list[JobEffect]:
         if isinstance(event, Heard) and isinstance(event.report, m.Stopped):
             told: list[JobEffect] = [
-                Tell((event.session,), m.Wait(f"{n} " + "x" * 4000)) for n in range(count)
+                Send((event.session,), m.Wait(f"{n} " + "x" * 4000)) for n in range(count)
             ]
-            return [*told, Tell((event.session,), m.Echo(1))]
+            return [*told, Send((event.session,), m.Echo(1))]
         return []
 
     async with serving() as served:

@@ -22,7 +22,7 @@ from elasticrun.core.events import (
     Note,
     Overslept,
     Record,
-    Tell,
+    Send,
     Tick,
 )
 from elasticrun.core.sight.picture import IncidentRow, PhaseRow, VerdictRow
@@ -77,13 +77,13 @@ def test_what_is_no_event_is_refused(text: str) -> None:
 
 def test_effects_in_words_tell_themselves_apart() -> None:
     effects = [
-        Tell((1,), START),
-        Tell((2,), START),
-        Tell((1,), m.Stop(ROUND, "why")),
-        Tell((1,), m.End(1, "why", ())),
-        Tell((1,), m.Refused("why", 78)),
-        Tell((1,), m.Wait("why")),
-        Tell((1,), m.Welcome(2, "v", "job", 7, 1.0, 600.0, "")),
+        Send((1,), START),
+        Send((2,), START),
+        Send((1,), m.Stop(ROUND, "why")),
+        Send((1,), m.End(1, "why", ())),
+        Send((1,), m.Refused("why", 78)),
+        Send((1,), m.Wait("why")),
+        Send((1,), m.Welcome(2, "v", "job", 7, 1.0, 600.0, "")),
         Hangup(1),
         Note("why"),
         Note("why", "warning"),
@@ -95,7 +95,7 @@ def test_effects_in_words_tell_themselves_apart() -> None:
     words = [effect_in_words(effect) for effect in effects]
     assert len(set(words)) == len(effects)
     assert not [line for line in words if "\n" in line]
-    assert len(effect_in_words(Tell(tuple(range(10_000)), START))) < 300
+    assert len(effect_in_words(Send(tuple(range(10_000)), START))) < 300
 
 
 def test_a_trace_has_everything_with_its_time(tmp_path: Path) -> None:
@@ -220,9 +220,9 @@ def test_rounds_end_with_their_incidents_and_each_of_those_is_one_span(tmp_path:
     phases = (PhaseRow("detect", 4.0), PhaseRow("stop", 6.0), PhaseRow("warm", 2.0))
     over = replace(row, age=20.0, over=True, phases=phases)
     chrome.took(100.0, [])
-    chrome.took(101.0, [Tell((1,), START)])
+    chrome.took(101.0, [Send((1,), START)])
     chrome.took(110.0, [Filed(row)])
-    chrome.took(117.0, [Tell((1,), later)])
+    chrome.took(117.0, [Send((1,), later)])
     chrome.took(130.0, [Filed(over)])
     chrome.took(131.0, [Filed(replace(over, last_lines="it failed"))])
     chrome.write(tmp_path / "out.json", 131.0)

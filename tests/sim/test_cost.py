@@ -130,12 +130,12 @@ def test_a_round_costs_each_node_the_same() -> None:
 
 def test_counting_sees_what_looks_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof can fail: the list of silences is O(nodes)."""
-    heard = Membership.heard
+    heard = Membership.on_message
 
     def curious(self: Membership, session: int, now: float) -> str | None:
         self.facts(now)
         return heard(self, session, now)
 
     small, large = running(SMALL), running(LARGE)
-    monkeypatch.setattr(Membership, "heard", curious)
+    monkeypatch.setattr(Membership, "on_message", curious)
     assert costs(large)["a beat"] > 5 * costs(small)["a beat"]

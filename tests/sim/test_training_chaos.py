@@ -105,7 +105,7 @@ def test_memory_that_a_blind_master_does_not_use_is_found(monkeypatch: pytest.Mo
     shelves = run(read(text)).shelves
     shelves.settle()
     assert (shelves.judged_blind, shelves.faults) == (1, [])
-    monkeypatch.setattr(RestorePoints, "_look_back", lambda saves, last: None)
+    monkeypatch.setattr(RestorePoints, "_note_earlier_round", lambda saves, last: None)
     shelves = run(read(text)).shelves
     shelves.settle()
     assert any("restores None, and [] were lost of" in fault for fault in shelves.faults)

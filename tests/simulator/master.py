@@ -21,7 +21,7 @@ from elasticrun.core.events import (
     Overslept,
     Record,
     Replied,
-    Tell,
+    Send,
     Tick,
 )
 from elasticrun.core.job.job import Job
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 def act_name(effect: JobEffect) -> str:
     """The word by which scripts name an act: record, start, stop, end, welcome, hangup, ..."""
-    what = effect.order if isinstance(effect, Tell) else effect
+    what = effect.order if isinstance(effect, Send) else effect
     return type(what).__name__.lower()
 
 
@@ -123,7 +123,7 @@ class Master:
         self.world.clock.after(delay, written)
 
     def _perform(self, effect: JobEffect) -> None:
-        if isinstance(effect, Tell):
+        if isinstance(effect, Send):
             for session in effect.sessions:
                 if session in self.streams:
                     self.streams[session].order(effect.order)
@@ -177,8 +177,8 @@ class Master:
 
 def _acts(effect: JobEffect) -> Iterator[JobEffect]:
     """An order to many sessions is many acts: a master may die between two of them."""
-    if isinstance(effect, Tell):
+    if isinstance(effect, Send):
         for session in effect.sessions:
-            yield Tell((session,), effect.order)
+            yield Send((session,), effect.order)
     else:
         yield effect

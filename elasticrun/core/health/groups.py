@@ -124,7 +124,7 @@ class Trial:
     alone: bool = False  # its own probes passed, in a group of one
     broken: bool = False  # its last result is a failure alone
     out: bool = False  # it was lost or convicted
-    told_slow: bool = False
+    is_found_slow: bool = False
     held_up: str = ""  # why its last probe could not finish, if another node failed
     failures: list[ProbeFailure] = field(default_factory=list)
     met: set[str] = field(default_factory=set)  # partners of a pair whose probe gave a result
@@ -172,7 +172,7 @@ class Trial:
             self.met.add(partners[0])
 
 
-def telling(trial: Trial, trials: Mapping[str, Trial]) -> list[ProbeFailure]:
+def unexplained(trial: Trial, trials: Mapping[str, Trial]) -> list[ProbeFailure]:
     """Its failures that no partner explains, because all partners work with others."""
     return [one for one in trial.failures if all(trials[it].good for it in one.partners)]
 
@@ -187,7 +187,7 @@ def strongly_suspect(trial: Trial, trials: Mapping[str, Trial]) -> bool:
     """If nothing more can be tried: whether it failed with two disjoint sets of partners, one of
     which works with others."""
     sets = [frozenset(one.partners) for one in trial.failures]
-    works = any(one.partners for one in telling(trial, trials))
+    works = any(one.partners for one in unexplained(trial, trials))
     return works and len(sets) > 1 and not frozenset.intersection(*sets)
 
 
@@ -253,7 +253,7 @@ def later_pass(
             del free[partner]
             groups.append((partner, *(one.node for one in unit)))
     groups.extend(_among_themselves(left, helped=bool(good)))
-    for node in [node for node, one in free.items() if one.told_slow]:
+    for node in [node for node, one in free.items() if one.is_found_slow]:
         del free[node]
     for node, alone_will_do in slow.items():
         partner = _unmet([trials[node]], free)
@@ -264,7 +264,7 @@ def later_pass(
             groups.append((node,))
     if any(slow.values()):
         there = {node for group in groups for node in group}
-        wanted = BESIDE - sum(one.node in there and not one.told_slow for one in good)
+        wanted = BESIDE - sum(one.node in there and not one.is_found_slow for one in good)
         groups.extend(_beside(free, trials, max(0, wanted)))
     return groups
 
@@ -348,7 +348,7 @@ def _fastest_first(good: Iterable[Trial]) -> list[Trial]:
     since."""
 
     def order(one: Trial) -> tuple[bool, bool, float, int]:
-        return bool(one.failures) and not one.fresh, one.told_slow, one.pace, one.place
+        return bool(one.failures) and not one.fresh, one.is_found_slow, one.pace, one.place
 
     return sorted(good, key=order)
 
@@ -364,7 +364,7 @@ class Run:
     """The probe of one group."""
 
     group: ProbeGroup
-    said: dict[str, Probed] = field(default_factory=dict)
+    answers: dict[str, Probed] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)  # node -> how it was lost
 
 
@@ -390,16 +390,16 @@ class Pass:
         run = self._awaited.get(node)
         return None if run is None else run.group
 
-    def answered(self, node: str, said: Probed, now: float) -> None:
+    def answered(self, node: str, answer: Probed, now: float) -> None:
         """A node's answer; ignored if it is not the expected one."""
         run = self._awaited.get(node)
-        if run is not None and run.group.check == said.check:
-            run.said[node] = said
+        if run is not None and run.group.check == answer.check:
+            run.answers[node] = answer
             del self._awaited[node]
             first, *others = run.group.nodes
-            if len(run.said) == len(run.group.nodes):
+            if len(run.answers) == len(run.group.nodes):
                 self._held_up.disarm(first)
-            elif said.own and others and not run.group.perf:
+            elif answer.own and others and not run.group.perf:
                 self._held_up.arm(first, now + HELD_UP_FOR)
 
     def next_deadline(self) -> float:
@@ -423,7 +423,7 @@ class Pass:
                 self._awaited.pop(node, None)
         if now >= self._end:
             for node, run in self._awaited.items():
-                run.said[node] = overdue(run.group.check, self._limit)
+                run.answers[node] = overdue(run.group.check, self._limit)
             self._awaited.clear()
 
 

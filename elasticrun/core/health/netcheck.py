@@ -51,7 +51,7 @@ from elasticrun.core.health.groups import (
     others,
     overdue,
     strongly_suspect,
-    telling,
+    unexplained,
 )
 from elasticrun.core.health.speed import Paces
 from elasticrun.core.health.words import cut, duration, quoted, size, speed
@@ -96,23 +96,25 @@ class Check:
         self.passes += bool(groups)
         return groups
 
-    def took(self, passed: Pass) -> None:
+    def finish_pass(self, passed: Pass) -> None:
         """A pass is over: evaluate it."""
         self._just_failed = []
-        worked = [run.group.nodes for run in passed.runs if self._took(run)]
+        worked = [run.group.nodes for run in passed.runs if self._evaluate(run)]
         self._failed += self._just_failed
         doubt(self._failed, self.trials)
         for trial in self._open():
-            if convicted(telling(trial, self.trials), self._proved):
+            if convicted(unexplained(trial, self.trials), self._proved):
                 self._convict(trial)
-        said = [answer for run in passed.runs for answer in run.said.items()]
-        computed = {node: answer.compute for node, answer in said if answer.compute > 0}
+        answers = [answer for run in passed.runs for answer in run.answers.items()]
+        computed = {node: answer.compute for node, answer in answers if answer.compute > 0}
         self.paces.judge(self.trials, worked, computed)
         for node, evidence in self.paces.slow.items():
-            self.trials[node].told_slow = True
-            self._tell("slow", node, words.cut(f"{node} is slow, measured twice: {evidence}"))
+            self.trials[node].is_found_slow = True
+            self._add_verdict(
+                "slow", node, words.cut(f"{node} is slow, measured twice: {evidence}")
+            )
 
-    def end(self) -> list[str]:
+    def conclude(self) -> list[str]:
         """Nothing more can be tried: convict the nodes to blame; return the nodes that have not
         passed."""
         doubtful = [it for it in self._open() if strongly_suspect(it, self.trials)]
@@ -123,7 +125,7 @@ class Check:
         if len(present) == 1 and present[0].alone:
             return []
         for trial in left:
-            self._tell("unresolved", trial.node, words.unresolved(trial, self.trials))
+            self._add_verdict("unresolved", trial.node, words.unresolved(trial, self.trials))
         return [trial.node for trial in left]
 
     def lost(self, node: str) -> None:
@@ -149,28 +151,28 @@ class Check:
     def _open(self) -> list[Trial]:
         return [one for one in self.trials.values() if not one.good and not one.out]
 
-    def _took(self, run: Run) -> bool:
+    def _evaluate(self, run: Run) -> bool:
         """Evaluate one group's answers; return whether all of it worked."""
         nodes = run.group.nodes
         own: dict[str, Probed] = {}
         joint: dict[str, Probed] = {}
-        for node, said in run.said.items():
-            if said.compute > 0:
-                self.trials[node].compute.append(said.compute)
-            if not said.ok and (said.own or len(nodes) == 1):
-                own[node] = said
-            elif not said.ok and not said.excused:
-                joint[node] = said
-            self.trials[node].held_up = said.reason if said.excused else ""
+        for node, answer in run.answers.items():
+            if answer.compute > 0:
+                self.trials[node].compute.append(answer.compute)
+            if not answer.ok and (answer.own or len(nodes) == 1):
+                own[node] = answer
+            elif not answer.ok and not answer.excused:
+                joint[node] = answer
+            self.trials[node].held_up = answer.reason if answer.excused else ""
         self._time(run)
-        for node, said in own.items():
-            self.trials[node].failed(ProbeFailure((), said.phase, said.reason))
+        for node, answer in own.items():
+            self.trials[node].failed(ProbeFailure((), answer.phase, answer.reason))
         if own:
             return False
         if joint and not run.lost:
             self._failed_together(nodes, joint)
             return False
-        fine = [node for node, said in run.said.items() if said.ok]
+        fine = [node for node, answer in run.answers.items() if answer.ok]
         for node in fine if run.lost or len(fine) == len(nodes) else ():
             self.trials[node].passed(others(nodes, node))
         if len(fine) < len(nodes):
@@ -181,10 +183,10 @@ class Check:
     def _failed_together(self, nodes: Nodes, joint: Mapping[str, Probed]) -> None:
         first = next(iter(joint.values()))
         for node in nodes:
-            said = joint.get(node, first)
-            self.trials[node].failed(ProbeFailure(others(nodes, node), said.phase, said.reason))
-        told = ProbeFailure(nodes, first.phase, first.reason)
-        self._just_failed.append(FailedGroup(nodes, told))
+            answer = joint.get(node, first)
+            self.trials[node].failed(ProbeFailure(others(nodes, node), answer.phase, answer.reason))
+        failure = ProbeFailure(nodes, first.phase, first.reason)
+        self._just_failed.append(FailedGroup(nodes, failure))
 
     def _time(self, run: Run) -> None:
         """Record the largest all_reduce of this group, with the shortest time measured: the other
@@ -192,9 +194,9 @@ class Check:
         nodes = run.group.nodes
         ranks = sum(self._ranks.get(one, 1) for one in nodes)
         timed = {
-            node: max(said.transfers, key=lambda one: one.size)
-            for node, said in run.said.items()
-            if said.ok and any(one.size > 0 for one in said.transfers)
+            node: max(answer.transfers, key=lambda one: one.size)
+            for node, answer in run.answers.items()
+            if answer.ok and any(one.size > 0 for one in answer.transfers)
         }
         least = min((one.seconds for one in timed.values()), default=0.0)
         if ranks < 2 or least <= 0:
@@ -207,9 +209,9 @@ class Check:
 
     def _convict(self, trial: Trial) -> None:
         trial.out = True
-        self._tell("failed", trial.node, words.failed(trial, self.trials))
+        self._add_verdict("failed", trial.node, words.failed(trial, self.trials))
 
-    def _tell(self, kind: str, node: str, reason: str) -> None:
+    def _add_verdict(self, kind: str, node: str, reason: str) -> None:
         self._found.append((kind, node))
         self.verdicts.append(NodeVerdict(node, kind, reason))
 
@@ -242,10 +244,10 @@ def _perf_result(run: Run, ranks: Mapping[str, int], floor: float) -> PerfResult
     nodes = run.group.nodes
     world = sum(ranks.get(node, 1) for node in nodes)
     over = f"over {some(len(nodes), 'node')}, {some(world, 'rank')}"
-    bad = [(node, said) for node, said in run.said.items() if not said.ok]
+    bad = [(node, answer) for node, answer in run.answers.items() if not answer.ok]
     if bad:
         who = names([node for node, _ in bad])
-        cause = next((said for _, said in bad if not said.excused), bad[0][1])
+        cause = next((answer for _, answer in bad if not answer.excused), bad[0][1])
         why = cut(
             f"comm perf test {over} failed on {who} in {cause.phase} ({quoted(cause.reason)})"
         )
@@ -260,8 +262,10 @@ def _perf_result(run: Run, ranks: Mapping[str, int], floor: float) -> PerfResult
     if floor <= 0 or last.bus >= floor * 1e9:
         return PerfResult(lines, sentence)
     why = f"below the {floor:g} GB/s that are wanted (slowest on {node})"
-    told = f"comm perf test {over}: bus bandwidth {speed(last.bus)} at {size(last.size)}, {why}"
-    return PerfResult(lines, cut(told), cut(told))
+    sentence_below = (
+        f"comm perf test {over}: bus bandwidth {speed(last.bus)} at {size(last.size)}, {why}"
+    )
+    return PerfResult(lines, cut(sentence_below), cut(sentence_below))
 
 
 def _slowest(run: Run, world: int) -> list[tuple[str, Rate]]:
@@ -269,11 +273,11 @@ def _slowest(run: Run, world: int) -> list[tuple[str, Rate]]:
     if world < 2:
         return []
     found: dict[int, list[tuple[float, str]]] = {}
-    for node, said in run.said.items():
-        for one in said.transfers:
+    for node, answer in run.answers.items():
+        for one in answer.transfers:
             if one.size > 0 and one.seconds > 0:
                 found.setdefault(one.size, []).append((one.seconds, node))
-    whole = {count: max(all_) for count, all_ in found.items() if len(all_) == len(run.said)}
+    whole = {count: max(all_) for count, all_ in found.items() if len(all_) == len(run.answers)}
     return [(node, Rate(count, took, world, ())) for count, (took, node) in sorted(whole.items())]
 
 
@@ -289,14 +293,14 @@ def _line(rate: Rate) -> str:
 class _Known:
     """What is known of a node; dropped when it leaves."""
 
-    life: int  # changes after every doubt
+    generation: int  # changes after every doubt
     standing: Standing = Standing.UNKNOWN
     compute: float = 0.0  # seconds of one matmul, by its last probe
     pace: float = 0.0  # the same, adjusted for comparison as if the check had only one pass
     flops: float = 0.0
     rate: Rate | None = None  # of its last all_reduce
     trouble: str = ""  # what counted against it in its last probes
-    stuck_with: frozenset[int] = frozenset()  # `life` of nodes that could not help to judge it
+    stuck_with: frozenset[int] = frozenset()  # generations of nodes that were of no help
     visit: _Visit | None = None
 
 
@@ -307,7 +311,7 @@ class NetCheck:
         """`mint` returns the unique part of a group's name."""
         self._checks = checks
         self._mint = mint
-        self._lives = 0
+        self._generations = 0
         self._known: dict[str, _Known] = {}
         self._due: Deadlines[str] = Deadlines()  # of answers of pending nodes
         self._again: list[str] = []  # of these, those that failed once, in order
@@ -341,7 +345,7 @@ class NetCheck:
         if known is not None:
             known.standing = Standing.UNKNOWN
             known.stuck_with = frozenset()
-            known.life = self._new_life()
+            known.generation = self._new_generation()
         if self._check is not None:
             self._check.forget(node)
 
@@ -380,11 +384,11 @@ class NetCheck:
 
     @property
     def busy(self) -> bool:
-        """Whether a check started by `begin` is running (the probe of a pending node does not
+        """Whether a check started by `start` is running (the probe of a pending node does not
         count)."""
         return self._pass is not None
 
-    def begin(
+    def start(
         self, ready: Sequence[str], now: float, ranks: Mapping[str, int] | None = None
     ) -> tuple[ProbeGroup, ...]:
         """Start a check of the nodes in `ready` (in order of placement) that need one, with the
@@ -394,7 +398,7 @@ class NetCheck:
             return ()
         self._ranks = ranks or {}
         for node in ready:
-            self._leave_door(node)
+            self._end_visit(node)
         if not self._to_probe(ready):
             self._reason = "the comm perf test measures all nodes together before training starts"
             return self._launch([tuple(ready)], now, perf=True)
@@ -406,12 +410,12 @@ class NetCheck:
         self._check = Check(good, self._ranks, Paces(self._checks.slow_ratio, compute, rates), now)
         return self._launch(self._check.plan(), now)
 
-    def at_door(self, node: str, now: float) -> ProbeGroup:
+    def probe_pending(self, node: str, now: float) -> ProbeGroup:
         """Probe this pending node alone while a round runs."""
         under_way = self.group_of(node)
         if under_way is not None:
             return under_way
-        self._leave_door(node)
+        self._end_visit(node)
         return self._probe_alone(node, [], now)
 
     def _probe_alone(self, node: str, failures: list[str], now: float) -> ProbeGroup:
@@ -420,28 +424,28 @@ class NetCheck:
         self._due.arm(node, now + self._checks.probe_limit + PROBE_ANSWER_SLACK)
         return group
 
-    def _leave_door(self, node: str) -> None:
+    def _end_visit(self, node: str) -> None:
         """Stop probing it as a pending node."""
         self._due.disarm(node)
         if (known := self._known.get(node)) is not None:
             known.visit = None
 
-    def answered(self, node: str, said: Probed, now: float) -> None:
+    def answered(self, node: str, answer: Probed, now: float) -> None:
         """Process a node's answer; ignore it if it belongs to no current group."""
         group = self.group_of(node)
-        if group is None or group.check != said.check:
+        if group is None or group.check != answer.check:
             return
         if not group.perf:
-            self._remember(node, group.nodes, said)
+            self._remember(node, group.nodes, answer)
         if self._pass is not None and self._pass.group_of(node) is not None:
-            self._pass.answered(node, said, now)
+            self._pass.answered(node, answer, now)
         else:
-            self._at_door(node, said)
+            self._visit_answered(node, answer)
 
     def lost(self, node: str, reason: str, now: float) -> None:
         """The node left, its stream is broken for good, or it may not be waited for any longer.
         Forget everything about it; its partners are not waited for either."""
-        self._leave_door(node)
+        self._end_visit(node)
         self._known.pop(node, None)
         if self._check is not None:
             self._check.lost(node)
@@ -457,7 +461,7 @@ class NetCheck:
         next pass if this pass is over but the check is not; else nothing."""
         for node in self._due.pop_due(now):
             if (visit := self._visit(node)) is not None:
-                self._at_door(node, overdue(visit.group.check, self._checks.probe_limit))
+                self._visit_answered(node, overdue(visit.group.check, self._checks.probe_limit))
         again, self._again = self._again, []
         groups = []
         for node in again:
@@ -496,16 +500,16 @@ class NetCheck:
         if check is None:
             self._perf_over(over)
             return ()
-        check.took(over)
+        check.finish_pass(over)
         groups = check.plan()
-        stuck = [] if groups else check.end()
-        self._note(check)
+        stuck = [] if groups else check.conclude()
+        self._store_results(check)
         if groups:
             return self._launch(groups, now)
         present = [self._known[node] for node, it in check.trials.items() if not it.out]
-        crew = frozenset(known.life for known in present)
+        generations = frozenset(known.generation for known in present)
         for node in stuck:
-            self._known[node].stuck_with = crew
+            self._known[node].stuck_with = generations
         self._summary = self._news = check.summary(now)
         self._check = None
         return ()
@@ -523,18 +527,18 @@ class NetCheck:
         run = over.runs[0]
         if run.lost:  # it is repeated with the remaining nodes
             who = ", ".join(run.lost)
-            told = f"the comm perf test was not finished because {who} was lost"
-            self.perf = PerfResult(sentence=told)
+            sentence = f"the comm perf test was not finished because {who} was lost"
+            self.perf = PerfResult(sentence=sentence)
         else:
             self._perf_due = False
             self.perf = _perf_result(run, self._ranks, self._checks.perf_floor)
         self._news = self.perf.sentence
 
-    def _note(self, check: Check) -> None:
+    def _store_results(self, check: Check) -> None:
         """Store the results of a pass."""
         for verdict in check.verdicts:
             if verdict.kind == "failed":
-                self._leave_door(verdict.node)
+                self._end_visit(verdict.node)
                 self._known.pop(verdict.node, None)
             elif verdict.node in self._known:
                 self._known[verdict.node].trouble = verdict.reason
@@ -548,23 +552,23 @@ class NetCheck:
             known.pace = check.paces.compute.get(node, known.pace)
             if trial.good:
                 known.standing = Standing.GOOD
-                if not trial.told_slow:  # its failure was its partner's, or a link's
+                if not trial.is_found_slow:  # its failure was its partner's, or a link's
                     known.trouble = ""
             elif trial.alone:
                 known.standing = Standing.ALONE
             elif trial.suspect or known.standing is Standing.GOOD:
                 known.standing = Standing.UNKNOWN
 
-    def _at_door(self, node: str, said: Probed) -> None:
+    def _visit_answered(self, node: str, answer: Probed) -> None:
         """The answer of a node that is probed alone: it has passed, or failed TRIES times."""
         known = self._known[node]
         visit = known.visit
         assert visit is not None
         self._due.disarm(node)
-        if said.ok:
+        if answer.ok:
             known.standing, known.visit = Standing.ALONE, None
             return
-        visit.failures.append(f"in {said.phase} ({quoted(said.reason)})")
+        visit.failures.append(f"in {answer.phase} ({quoted(answer.reason)})")
         if len(visit.failures) < TRIES:
             visit.again = True
             self._again.append(node)
@@ -573,11 +577,11 @@ class NetCheck:
         twice = f"{node} failed its own probes twice: {', and '.join(visit.failures)}"
         self._verdicts.append(NodeVerdict(node, "failed", words.cut(twice)))
 
-    def _remember(self, node: str, nodes: Nodes, said: Probed) -> None:
+    def _remember(self, node: str, nodes: Nodes, answer: Probed) -> None:
         known = self._of(node)
-        if said.compute > 0:
-            known.compute, known.flops = said.compute, said.flops
-        known.trouble = "" if said.ok else words.trouble(others(nodes, node), said)
+        if answer.compute > 0:
+            known.compute, known.flops = answer.compute, answer.flops
+        known.trouble = "" if answer.ok else words.trouble(others(nodes, node), answer)
 
     def _to_probe(self, ready: Sequence[str]) -> bool:
         if not self._checks.network or not ready:
@@ -589,17 +593,19 @@ class NetCheck:
         for one in known.values():
             if one is None or (one.standing is not Standing.GOOD and not one.stuck_with):
                 return True
-            crew = one.stuck_with
-            if one.standing is not Standing.GOOD and crew not in helped:
-                helped[crew] = any(it is None or it.life not in crew for it in known.values())
+            generations = one.stuck_with
+            if one.standing is not Standing.GOOD and generations not in helped:
+                helped[generations] = any(
+                    it is None or it.generation not in generations for it in known.values()
+                )
         return any(helped.values())
 
     def _of(self, node: str) -> _Known:
         known = self._known.get(node)
         if known is None:
-            known = self._known[node] = _Known(self._new_life())
+            known = self._known[node] = _Known(self._new_generation())
         return known
 
-    def _new_life(self) -> int:
-        self._lives += 1
-        return self._lives
+    def _new_generation(self) -> int:
+        self._generations += 1
+        return self._generations

@@ -58,12 +58,12 @@ class HealthPolicy:
         self._netcheck: NetCheck | None = None
         self._stragglers: Stragglers | None = None
         self._answered: list[str] = []  # nodes probed alone that have answered, not yet processed
-        self._stirred = False  # the check has changed in this step
+        self._has_changed = False  # the check has changed in this step
         self._unresolved: dict[str, str] = {}  # nodes whose fault cannot be decided, and why
         self._examined: RoundName | None = None  # the round whose failed node was doubted
         self._watched: RoundName | None = None  # the round whose steps are compared
         self._is_checking = False  # a check was begun and its end not reported
-        self._is_perf_told = False
+        self._is_perf_logged = False
         self._checks = checks = ctx.spec.checks
         round_ = ctx.round
         perf = checks.perf and round_ is None  # the perf test precedes the first round
@@ -115,7 +115,7 @@ class HealthPolicy:
             for node in ready:
                 if check.standing(node) is not Standing.GOOD:
                     self._nodes[node].slow = ""
-            self._order(check.begin(ready, self._time(), ranks=ranks))
+            self._send_probes(check.start(ready, self._time(), ranks=ranks))
         return Decision(Verb.WAIT, Checking(check.reason()), self.next_deadline())
 
     def _in_order(self) -> list[str]:
@@ -138,7 +138,7 @@ class HealthPolicy:
         if self._netcheck is not None:
             self._netcheck.forget(node)
 
-    def keep_out_the_doubted(self) -> bool:
+    def keep_out_doubted(self) -> bool:
         """Keep ready nodes that have not passed out of rounds, now that no probe would tell more.
         Return whether there are any."""
         check, spec = self._netcheck, self._ctx.spec
@@ -154,27 +154,27 @@ class HealthPolicy:
                 self._unresolved.pop(node, None)
         for node in doubted:
             self._rdzv.keep_out(node, Checking(self._unresolved.setdefault(node, DOUBTED)))
-            self._tell_why_kept_out(node)
+            self._send_wait_reason(node)
         return bool(doubted)
 
-    def call_in_the_doubted(self) -> None:
+    def readmit_doubted(self) -> None:
         """Another node has joined or left: undecided nodes may be tried again."""
         if self._rdzv.phase is Phase.GATHERING:
             for node in tuple(self._unresolved):
                 if self._rdzv.admit(node):
                     self._rdzv.join(node, self._ctx.now, not_before=self._ctx.now)
 
-    def _tell_why_kept_out(self, node: str) -> None:
+    def _send_wait_reason(self, node: str) -> None:
         """Send this node the reason why it waits, if it is a new one; the other nodes may wait for
         something else."""
         one, why = self._nodes[node], self._rdzv.reason_of(node, self._ctx.now)
-        if one.session is not None and one.told != why:
-            one.told = why
-            self._ctx.tell(one.session, m.Wait(why))
+        if one.session is not None and one.sent_reason != why:
+            one.sent_reason = why
+            self._ctx.send(one.session, m.Wait(why))
 
     # ------------------------------------------------------------ probing pending nodes
 
-    def _is_probed_at_door(self, node: str) -> bool:
+    def _must_pass_probe_first(self, node: str) -> bool:
         """A node has joined. Return whether it must be probed alone before the rendezvous may know
         of it, because a round runs that it would stop."""
         check, rdzv = self._netcheck, self._rdzv
@@ -186,13 +186,13 @@ class HealthPolicy:
             rdzv.keep_out(node, Checking(self._unresolved[node]))
         elif check.standing(node) is Standing.UNKNOWN:
             rdzv.keep_out(node, AtDoor("probed"))
-            self._probe_at_door(check, node)
+            self._probe_pending(check, node)
         else:
             return False
-        self._tell_why_kept_out(node)
+        self._send_wait_reason(node)
         return True
 
-    def probe_the_left_out(self) -> None:
+    def probe_backed_off(self) -> None:
         """A round has formed without the nodes in backoff. Probe them meanwhile, so that none stops
         this round when its backoff ends and then fails."""
         check = self._netcheck
@@ -200,29 +200,29 @@ class HealthPolicy:
             return
         for node in self._rdzv.backing_off:
             if check.standing(node) is Standing.UNKNOWN:
-                self._probe_at_door(check, node)
+                self._probe_pending(check, node)
 
-    def _probe_at_door(self, check: NetCheck, node: str) -> None:
-        if not self._nodes[node].at_gate:
-            self._nodes[node].at_gate = True
-            self._order((check.at_door(node, self._time()),))
+    def _probe_pending(self, check: NetCheck, node: str) -> None:
+        if not self._nodes[node].is_probed_alone:
+            self._nodes[node].is_probed_alone = True
+            self._send_probes((check.probe_pending(node, self._time()),))
 
-    def _passed_door(self) -> None:
+    def _admit_probed(self) -> None:
         """Nodes that were probed alone and have not failed may join."""
         check, answered = self._netcheck, self._answered
         self._answered = []
         for node in answered:
             if check is not None and check.standing(node) is not Standing.UNKNOWN:
-                self._nodes[node].at_gate = False
+                self._nodes[node].is_probed_alone = False
                 if self._rdzv.admit(node):
                     self._joined(node)
 
-    def heard(self, node: str, report: m.Join | m.Probed) -> bool:
+    def on_report(self, node: str, report: m.Join | m.Probed) -> bool:
         """A node without ranks is ready, or has been probed. A node that has joined is first probed
         alone if it must be."""
         if isinstance(report, m.Probed):
             self._answer(node, report)
-        elif not self._is_probed_at_door(node):
+        elif not self._must_pass_probe_first(node):
             self._joined(node)
         return True
 
@@ -234,15 +234,15 @@ class HealthPolicy:
             (ctx.flaps.backoff_until(node, now), "its agent died soon after each start"),
         )
         self._rdzv.join(node, now, not_before=until, why=why)
-        self.call_in_the_doubted()
+        self.readmit_doubted()
 
     # ------------------------------------------------------------ a running check
 
     def _answer(self, node: str, answer: m.Probed) -> None:
         if self._netcheck is not None:
             self._netcheck.answered(node, answer, self._time())
-            self._stirred = True
-            if self._nodes[node].at_gate:
+            self._has_changed = True
+            if self._nodes[node].is_probed_alone:
                 self._answered.append(node)
 
     def pursue(self) -> tuple[Wish, ...]:
@@ -252,44 +252,44 @@ class HealthPolicy:
             return ()
         due = self.next_deadline()
         late = due is not None and self._ctx.now >= due
-        if not (self._stirred or late):
+        if not (self._has_changed or late):
             return ()
         time = self._time()
         if late:  # adding and subtracting may lose some precision
             time = max(time, check.next_deadline() or time)
         for _ in range(MAX_TURNS):
-            self._stirred = False
+            self._has_changed = False
             groups = check.proceed(time)
             failure = check.perf.failure
-            self._order(groups)
+            self._send_probes(groups)
             self._judge(check.verdicts())
-            if not groups and not self._stirred:
+            if not groups and not self._has_changed:
                 break
         else:
             raise RuntimeError("the network check does not settle")
-        self._passed_door()
+        self._admit_probed()
         if self._is_checking and not check.busy:
             self._is_checking = False
             # a warning, because a user who enabled it by a flag should see the result
-            for line in check.perf.lines[:-1] if not self._is_perf_told else ():
-                self._is_perf_told = True  # the last and largest is in the summary
+            for line in check.perf.lines[:-1] if not self._is_perf_logged else ():
+                self._is_perf_logged = True  # the last and largest is in the summary
                 self._ctx.note(line, "warning")
             self._ctx.note(check.news(), "warning")
         return (EndJob(Ending.BELOW_FLOOR, Unfit(failure)),) if failure else ()
 
-    def _order(self, groups: tuple[ProbeGroup, ...]) -> None:
+    def _send_probes(self, groups: tuple[ProbeGroup, ...]) -> None:
         for group in groups:
             for one, probe in self._probes(group):
                 one.probe = probe
                 if one.session is not None:  # else it is sent when it attaches
-                    self._ctx.tell(one.session, probe)
+                    self._ctx.send(one.session, probe)
 
     def probe_again(self, session: int, node: str) -> None:
         """An agent has attached: repeat the probe whose answer is expected."""
         group = self._netcheck.group_of(node) if self._netcheck is not None else None
         order = self._nodes[node].probe
         if group is not None and order is not None and order.check == group.check:
-            self._ctx.tell(session, order)
+            self._ctx.send(session, order)
 
     def _probes(self, group: ProbeGroup) -> Iterator[tuple[Node, m.Probe]]:
         """Each node's place in a group that is probed together; O(nodes) for all of them."""
@@ -314,29 +314,29 @@ class HealthPolicy:
             )
             first_rank += one.hello.local_world_size
 
-    def gone(self, node: str, reason: str) -> None:
+    def node_gone(self, node: str, reason: str) -> None:
         """The node has left, or its current incarnation has died."""
         self._unresolved.pop(node, None)
         one = self._nodes[node]
-        one.probe, one.at_gate, one.slow, one.pace = None, False, "", None
+        one.probe, one.is_probed_alone, one.slow, one.pace = None, False, "", None
         if self._stragglers is not None:
-            self._stragglers.gone(node)
+            self._stragglers.node_gone(node)
         if self._netcheck is not None:
             self._netcheck.lost(node, reason, self._time())
-            self._stirred = True
-            self.call_in_the_doubted()
+            self._has_changed = True
+            self.readmit_doubted()
 
     # ------------------------------------------------------------ verdicts
 
     def _judge(self, verdicts: tuple[NodeVerdict, ...]) -> None:
         failed: Verdicts = []
-        told: set[str] = set()
+        logged: set[str] = set()
         for verdict in verdicts:
             if verdict.kind == "failed":
                 failed.append((verdict.node, Excluded(FAILED, verdict.reason)))
             elif verdict.kind == "unresolved":
-                if verdict.reason not in told:  # the nodes of a pair have the same reason
-                    told.add(verdict.reason)
+                if verdict.reason not in logged:  # the nodes of a pair have the same reason
+                    logged.add(verdict.reason)
                     self._ctx.note(verdict.reason, "warning")
                 self._unresolved[verdict.node] = verdict.reason
         if failed:
@@ -379,7 +379,7 @@ class HealthPolicy:
                 one.slow, one.pace = "", None
             self._stragglers.new_round(tuple(round_.members))
         self._nodes[node].pace = report
-        slow = self._stragglers.heard(node, report, self._ctx.now)
+        slow = self._stragglers.on_steps(node, report, self._ctx.now)
         if slow is None:
             return None
         if not self._nodes[slow.node].slow:  # probe it again before the next round

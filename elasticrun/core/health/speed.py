@@ -145,7 +145,7 @@ class Paces:
             del self._doubted[node]
         for trial, found in _standing_out(trials, self.compute, self.ratio):
             if trial.node in settled:
-                self._tell(trial, f"compute {_compared(found, drift)}")
+                self._add_evidence(trial, f"compute {_compared(found, drift)}")
             elif len(trial.compute) == 1:  # a held-up node too, which is judged once it works
                 self._doubted[trial.node] = True
         self.again |= {node: True for node in self._doubted if _usable(trials[node])}
@@ -170,9 +170,11 @@ class Paces:
             rate = trial.rate if _usable(trial) else None
             # no single partner, which may be the slow one, took part in all of its measurements
             if rate and not frozenset.intersection(*(frozenset(r.partners) for r in trial.rates)):
-                told = _compared(found, rate.traffic, "")
+                evidence = _compared(found, rate.traffic, "")
                 with_whom = names(rate.partners)
-                self._tell(trial, f"all_reduce of {size(rate.size)} with {with_whom} {told}")
+                self._add_evidence(
+                    trial, f"all_reduce of {size(rate.size)} with {with_whom} {evidence}"
+                )
             elif rate is not None:
                 self.again.setdefault(trial.node, False)
 
@@ -187,7 +189,7 @@ class Paces:
                 if len(trials[node].rates) == 1 and _usable(trials[node]):
                     self.again[node] = False
 
-    def _tell(self, trial: Trial, evidence: str) -> None:
+    def _add_evidence(self, trial: Trial, evidence: str) -> None:
         before = self.slow.get(trial.node)
         self.slow[trial.node] = f"{before}; {evidence}" if before else evidence
 
@@ -204,7 +206,7 @@ def _standing_out(
 
 def _usable(trial: Trial) -> bool:
     """Whether it may still be called slow: it works, and has not been called slow in this check."""
-    return trial.good and not trial.out and not trial.told_slow
+    return trial.good and not trial.out and not trial.is_found_slow
 
 
 def _compared(found: Outlier, scale: float = 1.0, unit: str = " per matmul") -> str:
@@ -259,7 +261,7 @@ class _Pace:
     fresh: bool = False  # has reported since the last judgement
     slow_since: float = math.nan
     judgements: int = 0  # consecutive ones that found it slow
-    told_at: float = -math.inf  # when it was last suspected
+    suspected_at: float = -math.inf  # when it was last suspected
 
     def own(self) -> float:
         return median(one.own for one in self.reports)
@@ -293,7 +295,7 @@ class Stragglers:
         self._judged_at = -math.inf
         self._suspects: deque[Slowness] = deque()
 
-    def heard(self, node: str, steps: Steps, now: float) -> Slowness | None:
+    def on_steps(self, node: str, steps: Steps, now: float) -> Slowness | None:
         """Process a node's report; return the suspicion that it completes. A node that stays slow
         is suspected again after each further `slow_for`, because the job may be able to spare it
         only later. O(1) amortised: O(nodes log nodes) at most once per second and per round of
@@ -313,7 +315,7 @@ class Stragglers:
             self._judge(now)
         return self._suspects.popleft() if self._suspects else None
 
-    def gone(self, node: str) -> None:
+    def node_gone(self, node: str) -> None:
         """The node is no longer a member."""
         pace = self._paces.pop(node, None)
         if pace is not None:
@@ -373,8 +375,8 @@ class Stragglers:
                 pace.slow_since = now
             pace.judgements += 1
             long = pace.judgements >= JUDGEMENTS and now - pace.slow_since >= self._slow_for
-            if long and now - pace.told_at >= self._slow_for:
-                pace.told_at = now
+            if long and now - pace.suspected_at >= self._slow_for:
+                pace.suspected_at = now
                 others = [one for other, one in warm if other != node]
                 usual = max(0.0, pace.seconds() - outlier.value + outlier.median)
                 self._suspects.append(Slowness(node, self._evidence(pace, others, now), usual))

@@ -13,7 +13,7 @@ from elasticrun.wire.types import MAX_TEXT
 QUOTED = 400
 """Maximum length of an agent's reason within our sentences, in characters."""
 
-TOLD = 2
+LISTED = 2
 """Number of failures in one verdict, those that prove most; and of bad links that an outcome
 names."""
 
@@ -52,11 +52,11 @@ def quoted(reason: str) -> str:
 
 def failed(trial: Trial, trials: Mapping[str, Trial]) -> str:
     """Why a node is convicted."""
-    most_telling = sorted(trial.failures, key=lambda one: _weight(one, trials))[:TOLD]
-    told = [happened(one, trials) for one in most_telling]
-    if len(set(told)) == 1:
-        return cut(f"{trial.node} failed the network check twice {told[0]}")
-    return cut(f"{trial.node} failed the network check: {', and '.join(told)}")
+    strongest = sorted(trial.failures, key=lambda one: _weight(one, trials))[:LISTED]
+    clauses = [happened(one, trials) for one in strongest]
+    if len(set(clauses)) == 1:
+        return cut(f"{trial.node} failed the network check twice {clauses[0]}")
+    return cut(f"{trial.node} failed the network check: {', and '.join(clauses)}")
 
 
 def unresolved(trial: Trial, trials: Mapping[str, Trial]) -> str:
@@ -142,11 +142,11 @@ def health(compute: float, flops: float, rate: Rate | None) -> str:
     return ", ".join(parts)
 
 
-def trouble(partners: Sequence[str], said: Probed) -> str:
+def trouble(partners: Sequence[str], answer: Probed) -> str:
     """What went wrong in the last probe of a node."""
-    what = "was not fully probed" if said.excused else f"failed in {said.phase}"
+    what = "was not fully probed" if answer.excused else f"failed in {answer.phase}"
     whom = f" with {names(partners)}" if partners else ""
-    return f"{what}{whom} ({quoted(said.reason)})"
+    return f"{what}{whom} ({quoted(answer.reason)})"
 
 
 def cut(sentence: str) -> str:
@@ -168,8 +168,8 @@ def _links(trials: Mapping[str, Trial], groups: Iterable[FailedGroup]) -> list[s
         clauses.append(
             f"{between} {names(group.nodes)} failed {why}, though each works with others"
         )
-    more = f"and {len(clauses) - TOLD} more links failed"
-    return [*clauses[:TOLD], more] if len(clauses) > TOLD else clauses
+    more = f"and {len(clauses) - LISTED} more links failed"
+    return [*clauses[:LISTED], more] if len(clauses) > LISTED else clauses
 
 
 def _works(failure: ProbeFailure, trials: Mapping[str, Trial]) -> bool:

@@ -42,14 +42,14 @@ from elasticrun.core.reasons import (
     Spare,
     Spares,
     Suspect,
-    said,
     text,
+    text_and_code,
 )
 from elasticrun.core.rounds.attribution import Cause
 from elasticrun.core.rounds.budget import Bill, Judgement
 from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.core.rounds.rendezvous import Decision, Phase, Verb
-from elasticrun.core.rounds.round import Stage, begin
+from elasticrun.core.rounds.round import Stage, form_round
 from elasticrun.core.sight.picture import Goodput, Picture
 from elasticrun.core.sight.sight import Sight
 from elasticrun.core.snapshots.policy import SnapshotPolicy
@@ -88,7 +88,7 @@ class Job:
         self._mint = mint
         self._given_spec = spec if spec is not None or facts is None else facts.spec
         self._facts = facts
-        self._begun = False
+        self._has_components = False
         self._ctx: JobContext
         self._snapshots: Snapshots
         self._recorder: Recorder
@@ -105,14 +105,14 @@ class Job:
         self._record_due: float | None = None  # when the record is due even without an order
         self._is_calm = False  # a report without news changes no decision
         self._reason: Reason | None = None  # what the job waits for
-        self._said: tuple[str, m.ReasonCode | None] = ("", None)  # the text of it sent to nodes
+        self._wait_text: tuple[str, m.ReasonCode | None] = ("", None)  # sent to nodes
         self._ends: float | None = None  # when that wait ends at the latest
         self._until: float | None = None  # when the wait is reconsidered
         self._all_left = False
         self._left_a_round = True  # a member left: it ran, or no signal; or unknown
         self._last_failure: Reason | None = None
-        self._end: EndJob | None = None  # requested by a component
-        self._sentence: tuple[int, Reason] | None = None  # how the job ends: exit code and reason
+        self._end_wish: EndJob | None = None  # requested by a component
+        self._conclusion: tuple[int, Reason] | None = None  # how the job ends: exit code and reason
 
     @property
     def spec(self) -> m.JobSpec:
@@ -126,7 +126,7 @@ class Job:
 
     def status(self) -> m.JobStatus:
         """The job's status as one page; O(nodes)."""
-        if not self._begun:
+        if not self._has_components:
             return nothing_yet(self._given_spec)
         hold = self._streams.hold_reason
         return picture(
@@ -143,34 +143,34 @@ class Job:
     def goodput(self) -> Goodput | None:
         """How the time of all slots was spent, as of the last event; None before the first
         round."""
-        return self._sight.goodput() if self._begun else None
+        return self._sight.goodput() if self._has_components else None
 
     def slow_nodes(self) -> int:
         """Number of nodes that are found slow but stay."""
-        return sum(1 for one in self._ctx.nodes.values() if one.slow) if self._begun else 0
+        return sum(1 for one in self._ctx.nodes.values() if one.slow) if self._has_components else 0
 
     def quiet(self) -> float:
         """Seconds since a collective or a step of any rank made progress; 0.0 while they do, and
         while a rank declares a long operation."""
-        verdict = self._sight.watch.verdict() if self._begun else None
-        said = verdict is not None and verdict.says
-        return self._sight.watch.quiet() if self._begun and not said else 0.0
+        verdict = self._sight.watch.verdict() if self._has_components else None
+        is_declared = verdict is not None and verdict.says
+        return self._sight.watch.quiet() if self._has_components and not is_declared else 0.0
 
     def picture(self) -> Picture:
         """Everything known about the job; O(ranks)."""
-        return self._sight.picture() if self._begun else Picture(self.status())
+        return self._sight.picture() if self._has_components else Picture(self.status())
 
     def step(self, event: fx.JobEvent, now: float) -> list[fx.JobEffect]:
         """Process one event at monotonic time `now`; return the effects in order. A report without
         news causes no decisions unless something is due, and does not update `next_deadline`: it
         only moves its node's deadline later, and the next beat does the same."""
         out: list[fx.JobEffect] = []
-        if not self._begun and not self._wake(event, now, out):
+        if not self._has_components and not self._create_components(event, now, out):
             if isinstance(event, fx.Requested):
                 out.append(fx.Replied(event.number, m.Reply(False, text(NoAgentYet()))))
-            if self._begun:
+            if self._has_components:
                 self._record_due = self._recorder.pursue(waiting=False)
-                self._look_ahead()
+                self._compute_deadlines()
             return out
         ctx, streams = self._ctx, self._streams
         ctx.now, ctx.out = now, out
@@ -180,7 +180,7 @@ class Job:
             case fx.Attached():
                 streams.attached(event.session, event.hello)
             case fx.Heard():
-                node = ctx.membership.heard(event.session, now)
+                node = ctx.membership.on_message(event.session, now)
                 if node is None:
                     return out
                 if isinstance(event.report, m.Beat):
@@ -188,39 +188,39 @@ class Job:
                         self._due = earliest(ctx.membership.next_deadline(), self._parts_due)
                     return out
                 if ctx.outcome is None:
-                    is_news = self._heard(node, event.report)
+                    is_news = self._on_report(node, event.report)
                     if self._is_calm and not is_news and (self._due is None or now < self._due):
                         return out
                     joined = node if isinstance(event.report, m.Join) else None
                 elif isinstance(event.report, m.LastLines):  # of the rank that ended the job
-                    self._sight.heard(node, event.report)
+                    self._sight.on_report(node, event.report)
             case fx.Detached():
                 streams.detached(event)
             case fx.Overslept():
                 self._overslept(event.by)
             case fx.Requested():
                 if event.request.verb in ("picture", "stacks"):
-                    self._sight.asked(event.number, event.request)
+                    self._sight.on_request(event.number, event.request)
                 else:
                     reply = fx.Replied(event.number, self._operate(event.request))
         self._is_calm = False  # stays so if this step raises
         if ctx.outcome is None:
-            streams.bury()
+            streams.declare_deaths()
             for wish in [wish for part in self._parts for wish in part.pursue()]:
                 self._grant(wish)
             self._advance()
             if joined is not None:
-                self._tell_to_wait(joined)
+                self._send_wait_reason(joined)
             self._record_due = self._recorder.pursue(waiting=self._until is not None)
         self._sight.settle(node)
         if ctx.outcome is not None and not ended:  # after open incidents, which end with the job
-            streams.say_over(ctx.outcome)
+            streams.report_over(ctx.outcome)
         if reply is not None:  # after the record of what was done
             out.append(reply)
-        self._look_ahead()
+        self._compute_deadlines()
         return out
 
-    def _look_ahead(self) -> None:
+    def _compute_deadlines(self) -> None:
         """Compute when the next step is due."""
         if self._ctx.outcome is not None:
             self._due = None
@@ -232,9 +232,9 @@ class Job:
         )
         self._due = earliest(self._ctx.membership.next_deadline(), self._parts_due)
         # while silence is on hold or saving is stirred, any report may change a decision
-        self._is_calm = not (self._streams.hold_reason or self._saving.is_stirred)
+        self._is_calm = not (self._streams.hold_reason or self._saving.has_changed)
 
-    def _wake(self, event: fx.JobEvent, now: float, out: list[fx.JobEffect]) -> bool:
+    def _create_components(self, event: fx.JobEvent, now: float, out: list[fx.JobEffect]) -> bool:
         """Create the components, from the record or from the first agent's spec. Return whether
         `event` still has to be processed. This master's term is its first fact, recorded before any
         order."""
@@ -245,7 +245,7 @@ class Job:
             spec = self._given_spec or event.hello.spec
         else:
             return False
-        self._begun = True
+        self._has_components = True
         self._ctx = ctx = JobContext(spec, self.term, self._mint, now)
         ctx.out = out
         self._snapshots = Snapshots(spec.saves, self._mint, self.term)
@@ -278,28 +278,28 @@ class Job:
 
     # ------------------------------------------------------------ reports
 
-    def _heard(self, node: str, report: m.Report) -> bool:
+    def _on_report(self, node: str, report: m.Report) -> bool:
         """Whether the report may change a decision."""
         is_news = node in self._snapshots.points.away and isinstance(report, _AFTER_HOLDINGS)
         if is_news:
-            self._snapshots.points.has_said_all(node)
+            self._snapshots.points.has_reported_all(node)
         health = self._ctx.nodes[node].health
         if health is Health.LEFT and isinstance(report, m.Join | m.Probed | m.Steps):
             return True  # an excluded node that has not processed its exclusion yet
         if isinstance(report, _OF_A_ROUND):
-            return self._heard_of_round(node, report) or is_news
+            return self._on_round_report(node, report) or is_news
         match report:
             case m.Join():
                 self._ctx.nodes.joined(node, report.store)
-                return self._streams.health.heard(node, report)
+                return self._streams.health.on_report(node, report)
             case m.Probed():
-                return self._streams.health.heard(node, report)
+                return self._streams.health.on_report(node, report)
             case m.Leaving():
                 self._leaving(node, report)
         if isinstance(report, m.SaveReport):
-            return self._saving.heard(node, report)
+            return self._saving.on_report(node, report)
         if isinstance(report, m.SightReport):
-            return self._sight.heard(node, report) or is_news
+            return self._sight.on_report(node, report) or is_news
         return True
 
     def _leaving(self, node: str, report: m.Leaving) -> None:
@@ -307,17 +307,17 @@ class Job:
         ran = rdzv.phase is Phase.RUNNING and self._saving.has_moved()
         if rdzv.last.is_member(node) and (ran or not report.signal):
             self._left_a_round = True
-        self._saving.node_leaves()
-        self._saving.going((node,), signalled=report.signal != 0)
+        self._saving.note_left_behind()
+        self._saving.nodes_leave((node,), signalled=report.signal != 0)
         leaves = Leaves(report.reason, report.signal)
         ctx.membership.left(node, leaves)
         ctx.flaps.over(node)
         rdzv.leaving(node, ctx.now, leaves)
-        self._streams.health.gone(node, text(HasLeft(leaves)))
+        self._streams.health.node_gone(node, text(HasLeft(leaves)))
         self._all_left = not ctx.membership.present
         ctx.note(f"node {node} leaves: {report.reason}")
 
-    def _heard_of_round(self, node: str, report: _OF_A_ROUND) -> bool:
+    def _on_round_report(self, node: str, report: _OF_A_ROUND) -> bool:
         """Process a report about the current round; ignore those of earlier ones. Return whether it
         is news."""
         ctx, rdzv, now = self._ctx, self._ctx.rdzv, self._ctx.now
@@ -340,8 +340,8 @@ class Job:
             case m.Stopped():
                 rdzv.stopped(node, now)
             case m.Steps():
-                self._sight.ledger.heard(node, report)
-                self._sight.incidents.of_round(node, report)
+                self._sight.ledger.on_report(node, report)
+                self._sight.incidents.on_round_report(node, report)
                 self._saving.newest_step = max(self._saving.newest_step, report.step)
                 slow = self._streams.health.stepped(node, report)
                 if slow is not None:
@@ -351,7 +351,7 @@ class Job:
                 rdzv.last.finished(node)
                 if node in rdzv.last.completed:
                     self._ended_early(node, range(ctx.round.members[node].ranks))
-        self._sight.incidents.of_round(node, report)
+        self._sight.incidents.on_round_report(node, report)
         return True
 
     def _ended_early(self, node: str, local_ranks: Iterable[int]) -> None:
@@ -380,7 +380,7 @@ class Job:
 
     def _operate(self, request: m.Request) -> m.Reply:
         """Carry out an operator's request."""
-        reply, wishes = self._requests.asked(request)
+        reply, wishes = self._requests.handle(request)
         for wish in wishes:
             self._grant(wish)
         self._recorder.catch_up()
@@ -394,10 +394,10 @@ class Job:
             case RecordSoon():
                 self._recorder.record_soon()
             case EndJob():
-                if self._end is None and not self._is_deserted():
-                    self._end = wish
+                if self._end_wish is None and not self._is_deserted():
+                    self._end_wish = wish
             case Reopen():
-                ends = self._sentence is not None or self._end is not None
+                ends = self._conclusion is not None or self._end_wish is not None
                 if round_ is not None and not ends:
                     self._reopen_free_of_charge(wish.reason)
             case Fail():
@@ -430,7 +430,7 @@ class Job:
                     continue
                 held = health.hold()
                 if held is None:
-                    if not health.keep_out_the_doubted():
+                    if not health.keep_out_doubted():
                         self._form(decision.nodes)
                     continue
                 decision, gate = held, None
@@ -447,12 +447,12 @@ class Job:
 
     def _due_end(self) -> tuple[int, Reason] | None:
         """Exit code and reason if the job ends now regardless of rounds."""
-        if self._sentence is not None:
-            code, reason = self._sentence
+        if self._conclusion is not None:
+            code, reason = self._conclusion
             may_be_saved = isinstance(reason, AllLeft)
             return (self._code_of_loss() if may_be_saved else code, reason)
-        if self._end is not None:
-            return (code_of(self._end.ending), self._end.reason)
+        if self._end_wish is not None:
+            return (code_of(self._end_wish.ending), self._end_wish.reason)
         if self._all_left and self._is_deserted():
             return (self._code_of_loss(), AllLeft())
         return None
@@ -506,12 +506,12 @@ class Job:
         found = self._suspect_cause()
         if found is not None:
             cause, why = found
-            wait = attribution.leave_out(cause, now)
+            wait = attribution.back_off(cause, now)
             self._recorder.record_soon()
-            rdzv.leave_out(cause.node, now + wait, BackedOff(why))
+            rdzv.back_off(cause.node, now + wait, BackedOff(why))
             self._streams.health.doubt(cause.node)
             ctx.note(f"node {cause.node} is in backoff for {wait:g} s: {text(why)}", "warning")
-            self._tell_to_wait(cause.node)
+            self._send_wait_reason(cause.node)
             return True
         last = ctx.restarts.window.cause
         innocent = attribution.cleared(last, now) if last and not self._trouble() else ""
@@ -529,30 +529,30 @@ class Job:
             if (reason := decision.reason) is not None:
                 spares = tuple(self._ctx.rdzv.ready) if isinstance(reason, Spare) else ()
                 known = Spares(spares, reason) if isinstance(reason, Spare) and spares else reason
-                self._said = said(reason)
-                self._ctx.note(self._said[0] if known is reason else text(known))
-                self._tell_to_wait()
+                self._wait_text = text_and_code(reason)
+                self._ctx.note(self._wait_text[0] if known is reason else text(known))
+                self._send_wait_reason()
 
-    def _tell_to_wait(self, only: str | None = None) -> None:
+    def _send_wait_reason(self, only: str | None = None) -> None:
         """Send ready nodes, or only the named one, the reason why they wait; each reason once."""
         ctx, rdzv = self._ctx, self._ctx.rdzv
         if ctx.outcome is not None:
             return
         if only is not None and rdzv.is_held_back(only):
             one, why = ctx.nodes[only], rdzv.reason_of(only, ctx.now)
-            if one.session is not None and one.told != why:
-                ctx.tell(one.session, m.Wait(why))
+            if one.session is not None and one.sent_reason != why:
+                ctx.send(one.session, m.Wait(why))
         if self._reason is None:
             return
-        sessions, (why, code) = [], self._said
+        sessions, (why, code) = [], self._wait_text
         for node in rdzv.ready if only is None else (only,):
             one = ctx.nodes[node]
-            if node in rdzv.ready and one.session is not None and one.told != why:
-                one.told = why
+            if node in rdzv.ready and one.session is not None and one.sent_reason != why:
+                one.sent_reason = why
                 sessions.append(one.session)
         if sessions:
             left = 0.0 if self._ends is None else max(0.0, self._ends - ctx.now)
-            ctx.out.append(fx.Tell(tuple(sessions), m.Wait(why, left, code)))
+            ctx.out.append(fx.Send(tuple(sessions), m.Wait(why, left, code)))
 
     def _reopen_free_of_charge(self, reason: Reason) -> None:
         self._ctx.restarts.window.excuse(reason)
@@ -565,11 +565,11 @@ class Job:
         round_.why_stopped = reason
         members = ctx.rdzv.reopen(ctx.now)
         failed = self._sight.round_over(reason)
-        self._streams.health.call_in_the_doubted()
+        self._streams.health.readmit_doubted()
         self._last_failure = reason if failed else self._last_failure
-        why, code = said(reason)
+        why, code = text_and_code(reason)
         over = f"round {round_.name.number} is over: {why}"
-        ctx.note(over, "error" if failed else "info", told=True)
+        ctx.note(over, "error" if failed else "info", on_nodes=True)
         self._recorder.record()
         ctx.broadcast(members, m.Stop(round_.name, why, code))
 
@@ -579,7 +579,7 @@ class Job:
         trouble, points, last = self._trouble(), self._snapshots.points, self._ctx.round
         has_failed = restarts.window.opened_at is not None
         to_save = (
-            has_failed or trouble is not None or points.looks_back
+            has_failed or trouble is not None or points.knows_round_from_agents
         )  # no node was there to report it
         to_save = to_save or (last is not None and limit < len(last.seats))  # extra nodes may leave
         choice = self._saving.choose(trouble)
@@ -595,11 +595,11 @@ class Job:
         ready = [ctx.nodes[node] for node in rdzv.ready]
         count = restarts.budget.count
         ended = why or (last.why_stopped if last is not None else None)
-        because = () if ended is None else said(ended)
+        because = () if ended is None else text_and_code(ended)
         info = m.RoundInfo(name, len(ready), count, choice.restore, choice.skip, *because)
-        ctx.round = round_ = begin(info, ready, limit, last)
+        ctx.round = round_ = form_round(info, ready, limit, last)
         for node in round_.seats:
-            ctx.nodes[node].told = ""
+            ctx.nodes[node].sent_reason = ""
         self._left_a_round = False
         rdzv.formed(round_, now)
         ctx.flaps.formed(round_.seats, now)
@@ -615,10 +615,10 @@ class Job:
             start, session = round_.start(node), ctx.nodes[node].session
             assert start is not None
             if session is not None:
-                ctx.out.append(fx.Tell((session,), start))
+                ctx.out.append(fx.Send((session,), start))
         if to_save:
             self._saving.save_at_breakpoint(round_)
-        self._streams.health.probe_the_left_out()
+        self._streams.health.probe_backed_off()
 
     # ------------------------------------------------------------ the end
 
@@ -626,15 +626,15 @@ class Job:
         """End the job. Nothing changes any more. If a last snapshot must be written, the end waits
         for it."""
         ctx = self._ctx
-        if self._sentence is None:
-            self._sentence = (exit_code, reason)
+        if self._conclusion is None:
+            self._conclusion = (exit_code, reason)
             if self._saving.is_to_be_saved(exit_code) and ctx.rdzv.phase is Phase.RUNNING:
                 self._reopen(reason)
         held = self._saving.hold(exit_code)
         if held is not None:
             self._wait(held, None)
             return
-        if owed := self._snapshots.checkpoints.owed:
+        if owed := self._snapshots.checkpoints.missing:
             ctx.note(owed, "error")
             if exit_code == EXIT_OK:
                 exit_code, reason = code_of(Ending.UNSAVED), NotSaved(reason, owed)
@@ -643,11 +643,11 @@ class Job:
         saved = -1 if written is None else written.step
         if exit_code == EXIT_SAVED:
             reason = Saved(reason, saved)
-        why, code = said(reason)
+        why, code = text_and_code(reason)
         ctx.outcome = m.End(exit_code, why, failures, saved=saved, code=code)
         self._until = None
         fine = exit_code in (EXIT_OK, EXIT_SAVED) or isinstance(reason, ByOperator)
-        ctx.note(f"the job is over: {why}", "info" if fine else "error", told=True)
+        ctx.note(f"the job is over: {why}", "info" if fine else "error", on_nodes=True)
         self._recorder.record()
         end = replace(ctx.outcome, goodput=self._sight.last_line())
-        ctx.out.append(fx.Tell(tuple(ctx.membership.sessions), end))
+        ctx.out.append(fx.Send(tuple(ctx.membership.sessions), end))

@@ -11,7 +11,7 @@ from elasticrun.config import GROW_YOUNG
 from elasticrun.core.context import JobContext
 from elasticrun.core.events import Record
 from elasticrun.core.nodes.node import Health
-from elasticrun.core.parts import Kept, Recorded
+from elasticrun.core.parts import PartFacts, Recorded
 from elasticrun.core.persisted import Facts, RendezvousFacts
 from elasticrun.core.rounds.rendezvous import Phase
 from elasticrun.core.rounds.round import Round, Stage, restored
@@ -122,7 +122,7 @@ def load(facts: Facts, ctx: JobContext, snapshots: Snapshots) -> None:
     ctx.note(_in_words(facts))
 
 
-def _restore(part: Recorded[Kept], facts: Kept, at: float) -> None:
+def _restore(part: Recorded[PartFacts], facts: PartFacts, at: float) -> None:
     part.restore(facts, at)
 
 
@@ -130,11 +130,11 @@ def _load_round(
     round_: Round, facts: RendezvousFacts, ctx: JobContext, snapshots: Snapshots, at: float
 ) -> None:
     """Restore the round that the previous master left."""
-    now, gone = ctx.now, set(facts.gone)
+    now, absent = ctx.now, set(facts.gone)
     redial = ctx.membership.redial(len(facts.seats))
     ctx.flaps.taken_over(seat.node for seat in facts.seats)
     for seat in facts.seats:
-        if seat.node in gone:
+        if seat.node in absent:
             ctx.membership.recall(seat.node, seat.incarnation, now)
         else:
             ctx.membership.expect(seat.node, seat.incarnation, now, redial=redial)
@@ -143,7 +143,7 @@ def _load_round(
     info = round_.info
     snapshots.begin_round(info, seats)
     snapshots.checkpoints.take_over(None if info.skip.memory else info.restore)
-    snapshots.points.expect(node for node in seats if node not in gone)
+    snapshots.points.expect(node for node in seats if node not in absent)
 
 
 def _in_words(facts: Facts) -> str:

@@ -17,7 +17,7 @@ from elasticrun.core.words import names, some
 from elasticrun.wire import messages as m
 
 
-class Unwilling(Exception):
+class RequestRejected(Exception):
     """The request is not carried out; the text is the reply to the operator."""
 
 
@@ -33,19 +33,19 @@ class OperatorRequests:
         self._streams = streams
         self._stop_reason: ByOperator | None = None
 
-    def asked(self, request: m.Request) -> tuple[m.Reply, tuple[Wish, ...]]:
+    def handle(self, request: m.Request) -> tuple[m.Reply, tuple[Wish, ...]]:
         """Carry out the request or reply why not. Return the reply and what the job must do."""
         try:
             done, *wishes = self._do(request)
-        except Unwilling as why:
+        except RequestRejected as why:
             return m.Reply(False, str(why)), ()
         return m.Reply(True, done), tuple(wishes)
 
     def _do(self, request: m.Request) -> _Done:
         if self._ctx.outcome is not None:
-            raise Unwilling(f"the job is over: {self._ctx.outcome.reason}")
+            raise RequestRejected(f"the job is over: {self._ctx.outcome.reason}")
         if self._stop_reason is not None:
-            raise Unwilling(f"the job ends already: {text(self._stop_reason)}")
+            raise RequestRejected(f"the job ends already: {text(self._stop_reason)}")
         match request.verb:
             case "stop":
                 return self._stop(request)
@@ -57,7 +57,7 @@ class OperatorRequests:
                 return self._include(request)
             case "scale":
                 return self._scale(request)
-        raise Unwilling(f"{request.verb}: a job that runs cannot do that")
+        raise RequestRejected(f"{request.verb}: a job that runs cannot do that")
 
     def _stop(self, request: m.Request) -> _Done:
         self._stop_reason = why = _by(request, "stopped")
@@ -67,7 +67,7 @@ class OperatorRequests:
     def _restart(self, request: m.Request) -> _Done:
         ctx = self._ctx
         if ctx.rdzv.phase is not Phase.RUNNING or ctx.round is None:
-            raise Unwilling("no round runs that could be restarted")
+            raise RequestRejected("no round runs that could be restarted")
         why = _by(request, "restarted")
         ctx.note(f"round {ctx.round.name.number} is {text(why)}", "warning")
         done = f"the ranks are stopped and restarted (no restart used): {text(why)}"
@@ -79,15 +79,19 @@ class OperatorRequests:
         ctx, spec, high = self._ctx, self._ctx.spec, request.number
         low = min(spec.min_nodes, high)
         if not 1 <= high <= m.MAX_NODES:
-            raise Unwilling(f"a job has 1 to {m.MAX_NODES} nodes: elasticrun stop ends it")
+            raise RequestRejected(f"a job has 1 to {m.MAX_NODES} nodes: elasticrun stop ends it")
         if high % spec.node_unit:
             unit = spec.node_unit
-            raise Unwilling(f"nodes are taken {unit} at a time, and {high} is no multiple of that")
-        said = [node.hello.spec.max_nodes for node in ctx.membership.sessions.values()]
-        if high > 1 and max(said, default=high) == 1:
-            raise Unwilling("the job was started for one node alone, where no other can reach it")
+            raise RequestRejected(
+                f"nodes are taken {unit} at a time, and {high} is no multiple of that"
+            )
+        limits = [node.hello.spec.max_nodes for node in ctx.membership.sessions.values()]
+        if high > 1 and max(limits, default=high) == 1:
+            raise RequestRejected(
+                "the job was started for one node alone, where no other can reach it"
+            )
         if ctx.rdzv.last.completed and high < spec.max_nodes:
-            raise Unwilling("ranks have ended with 0 already: the job is about to be done")
+            raise RequestRejected("ranks have ended with 0 already: the job is about to be done")
         if high == spec.max_nodes:
             return (f"the job takes {some(high, 'node')} at most already",)
         by = text(_by(request, f"scaled to {some(high, 'node')}"))
@@ -101,9 +105,9 @@ class OperatorRequests:
         here = {node: ctx.nodes[node].host for node in ctx.membership.present}
         node = _find(request.node, here)
         if node is None:
-            raise Unwilling(f"the job has no node {request.node}{_known(list(here))}")
+            raise RequestRejected(f"the job has no node {request.node}{_known(list(here))}")
         if len(here) == 1:
-            raise Unwilling(f"{node} is the job's only node: elasticrun stop ends the job")
+            raise RequestRejected(f"{node} is the job's only node: elasticrun stop ends the job")
         self._streams.exclude([(node, Excluded(ASKED, text(_by(request, "asked"))))])
         low, left = ctx.spec.min_nodes, len(here) - 1
         waits = f"; {left} of {low} nodes are left, so the job waits for more" if left < low else ""
@@ -116,7 +120,7 @@ class OperatorRequests:
         node = _find(request.node, {**held, **out})
         if node is None:
             known = _known([*out, *held], "excluded: ")
-            raise Unwilling(f"node {request.node} is not excluded{known}")
+            raise RequestRejected(f"node {request.node} is not excluded{known}")
         by = text(_by(request, "included again"))
         ctx.exclusions.lift(node)
         if node in ctx.rdzv.backing_off:
@@ -125,13 +129,13 @@ class OperatorRequests:
         return f"node {node} may join again", RecordSoon()
 
 
-def _find(asked: str, hosts: dict[str, str]) -> str | None:
+def _find(name: str, hosts: dict[str, str]) -> str | None:
     """The node with this id or host, if any. Raises Unwilling if several nodes are on that host."""
-    if asked in hosts:
-        return asked
-    named = [node for node, host in hosts.items() if asked and host == asked]
+    if name in hosts:
+        return name
+    named = [node for node, host in hosts.items() if name and host == name]
     if len(named) > 1:
-        raise Unwilling(f"{len(named)} nodes are on {asked}: {names(sorted(named))}; name one")
+        raise RequestRejected(f"{len(named)} nodes are on {name}: {names(sorted(named))}; name one")
     return named[0] if named else None
 
 

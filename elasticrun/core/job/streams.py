@@ -50,7 +50,7 @@ class Streams:
         self._recorder = recorder
         self._saving = saving
         self._recorded_term = recorded_term
-        self._is_over_told = False
+        self._is_over_reported = False
         self._membership, self._rdzv, self._nodes = ctx.membership, ctx.rdzv, ctx.nodes
         self.health = HealthPolicy(ctx, self.exclude)
         self.hold_reason: CutOff | None = None
@@ -66,9 +66,9 @@ class Streams:
         admission = self._admit(session, hello)
         if admission is None:
             return
-        self._enter(node, admission)
+        self._replace_incarnation(node, admission)
         unseen = node in rdzv.last.unseen
-        if rdzv.back(node, now):
+        if rdzv.reconnected(node, now):
             ctx.note("every node of the round is reachable again")
         if admission.returned or (suspect and not unseen and not admission.newer):
             ctx.note(f"node {node} is reachable again")
@@ -77,13 +77,13 @@ class Streams:
             rdzv.takeover.expect_round(now)
         if rdzv.takeover.expected_until != expecting:
             self._recorder.record()  # else our own successor would believe that no round runs
-        ctx.tell(session, self._welcome())
+        ctx.send(session, self._welcome())
         if hello.last_term and node not in rdzv.last.stages:
             rdzv.takeover.elsewhere[node] = hello.local_world_size
         self._note_oddities(hello)
         if ctx.outcome is not None:
-            ctx.tell(session, ctx.outcome)
-            self.say_over(ctx.outcome)
+            ctx.send(session, ctx.outcome)
+            self.report_over(ctx.outcome)
             return
         if hello.attached is not None:
             self._reattached(session, hello, hello.attached)
@@ -98,24 +98,24 @@ class Streams:
         """Attach the stream to its node and close an older stream; None if refused."""
         admission = self._membership.attach(session, hello, self._ctx.now)
         if admission.refusal:
-            self._ctx.tell(session, refused(admission.refusal, Ending.REFUSED))
+            self._ctx.send(session, refused(admission.refusal, Ending.REFUSED))
             self._ctx.hang_up(session)
             return None
         if admission.old_session is not None:
             self._ctx.hang_up(admission.old_session)
         return admission
 
-    def _enter(self, node: str, admission: Admission) -> None:
+    def _replace_incarnation(self, node: str, admission: Admission) -> None:
         if admission.newer:
             replaced = Replaced()
             if admission.superseded:
                 self._end_stay(node, admission.silent_since)
-                self._rdzv.gone(node, replaced, last_word=self._ctx.now, reborn=True)
+                self._rdzv.node_gone(node, replaced, last_word=self._ctx.now, reborn=True)
             else:  # no rank of the earlier incarnation is alive
                 last = self._rdzv.last
                 last.fenced = last.fenced or node in last.away
-            self.health.gone(node, text(replaced))
-            self._saving.gone(node, text(replaced), reborn=True)
+            self.health.node_gone(node, text(replaced))
+            self._saving.node_gone(node, text(replaced), reborn=True)
             self.health.doubt(node)
         if admission.forgotten:
             self.health.doubt(admission.forgotten)
@@ -159,14 +159,14 @@ class Streams:
             if not rdzv.last.is_member(node) and not rdzv.is_whole:
                 self._adopt_member(hello, start)
             if not rdzv.last.is_member(node):
-                ctx.tell(session, stop(start.round, GivenUp(later=False)))
+                ctx.send(session, stop(start.round, GivenUp(later=False)))
                 rdzv.returned(node, now, within=ctx.spec.restart_grace + SURVIVOR_SLACK)
             elif rdzv.phase is Phase.GATHERING:
-                ctx.tell(session, stop(start.round, current.why_stopped))
+                ctx.send(session, stop(start.round, current.why_stopped))
         elif rdzv.last.is_member(node):
             self._repeat_start(session, node)
         else:
-            ctx.tell(session, stop(start.round, GivenUp(later=True)))
+            ctx.send(session, stop(start.round, GivenUp(later=True)))
             rdzv.announce(node, now)
 
     def _repeat_start(self, session: int, node: str) -> None:
@@ -178,7 +178,7 @@ class Streams:
         if self._rdzv.phase is Phase.RUNNING and start is not None:
             if round_.inherited:
                 self._rdzv.begins_now(self._ctx.now)
-            self._ctx.tell(session, start)
+            self._ctx.send(session, start)
         else:
             self._rdzv.stopped(node, self._ctx.now)
 
@@ -216,16 +216,16 @@ class Streams:
         if member.health is Health.LEFT:
             why = text(member.reason)
             how = member.reason if isinstance(member.reason, Leaves | Excluded) else Leaves(why)
-            self._rdzv.gone(node, how, last_word=now)
-            self.health.gone(node, why)
-            self._saving.gone(node, f"has gone: {why}")
+            self._rdzv.node_gone(node, how, last_word=now)
+            self.health.node_gone(node, why)
+            self._saving.node_gone(node, f"has gone: {why}")
             self._recorder.record_soon()
         elif ctx.outcome is None:
             ctx.note(f"node {node} is suspect: {text(member.reason)}")
             self._saving.lost_contact(node)
             self._rdzv.lost_contact(node, now, ctx.spec.heartbeat_timeout + 1.0)
 
-    def bury(self) -> None:
+    def declare_deaths(self) -> None:
         """Declare nodes dead whose time is up."""
         ctx, rdzv, now = self._ctx, self._rdzv, self._ctx.now
         if members := len(rdzv.last.stages):
@@ -237,12 +237,12 @@ class Streams:
             reason = text(how)
             # if a round needed the node, every agent logs it itself (Start.why, Wait)
             needed = rdzv.last.is_concerned(node)
-            ctx.note(f"node {node} {reason}", "error" if needed else "warning", told=needed)
+            ctx.note(f"node {node} {reason}", "error" if needed else "warning", on_nodes=needed)
             last_heard = self._nodes[node].last_heard
             self._end_stay(node, death.since)
-            rdzv.gone(node, how, last_word=last_heard)
-            self.health.gone(node, reason)
-            self._saving.gone(node, reason)
+            rdzv.node_gone(node, how, last_word=last_heard)
+            self.health.node_gone(node, reason)
+            self._saving.node_gone(node, reason)
             self._recorder.record_soon()
             if death.session is not None:
                 ctx.hang_up(death.session)
@@ -257,10 +257,10 @@ class Streams:
         else:
             self._ctx.flaps.over(node)
 
-    def say_over(self, outcome: m.End) -> None:
+    def report_over(self, outcome: m.End) -> None:
         """Tell the runtime, once, that the job is over and an agent knows."""
-        if not self._is_over_told:
-            self._is_over_told = True
+        if not self._is_over_reported:
+            self._is_over_reported = True
             self._ctx.out.append(
                 fx.JobOver(outcome.exit_code, outcome.reason, outcome.saved, outcome.code)
             )
@@ -274,18 +274,18 @@ class Streams:
         for node, how in verdicts:
             ctx.exclusions.add(node, self._nodes[node].host, how, seconds=seconds, now=now)
             ctx.note(f"node {node} is excluded for {seconds:g} s: {how.verdict}", "warning")
-        self._saving.going(node for node, _ in verdicts)
-        told = [(self._nodes[node].session, how) for node, how in verdicts]
+        self._saving.nodes_leave(node for node, _ in verdicts)
+        sessions = [(self._nodes[node].session, how) for node, how in verdicts]
         for node, how in verdicts:
             self._membership.left(node, how)
             ctx.flaps.over(node)
             self._rdzv.excluded(node, now, how)
-            self.health.gone(node, "it is excluded")
+            self.health.node_gone(node, "it is excluded")
             self.health.doubt(node)
         self._recorder.record()
-        for session, how in told:
+        for session, how in sessions:
             if session is not None:
-                ctx.tell(session, refused(Banned(how, seconds), Ending.EXCLUDED))
+                ctx.send(session, refused(Banned(how, seconds), Ending.EXCLUDED))
 
     def _refuse_excluded(self, session: int, hello: m.Hello) -> bool:
         """If this stream is an excluded node's, refuse it. Return whether it was."""
@@ -293,7 +293,7 @@ class Streams:
         refusal = ctx.exclusions.refusal(hello.node, hello.host, ctx.now)
         if refusal is None:
             return False
-        ctx.tell(session, refused(refusal, Ending.EXCLUDED))
+        ctx.send(session, refused(refusal, Ending.EXCLUDED))
         ctx.hang_up(session)
         return True
 

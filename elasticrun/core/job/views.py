@@ -52,23 +52,24 @@ def picture(
     elif rdzv.phase is Phase.GATHERING and rdzv.awaits_survivors:
         phase = "stopping"
     rest = f"; at most {max(0.0, ends - now):.0f} s more" if ends is not None else ""
-    said = text(reason)
+    waits_for = text(reason)
     waits = reason is not None and ctx.outcome is None
 
     def why(node: Node) -> str:
         if node.health is not Health.ALIVE:
             return text(node.reason)
+        sent = node.sent_reason
         return (
             ctx.membership.sluggish(node, now)
             or rdzv.reason_of(node.id, now)
-            or (f"{node.told}{rest}" if node.told and node.told == said else node.told)
+            or (f"{sent}{rest}" if sent and sent == waits_for else sent)
         )
 
-    told = watch.verdict()
+    verdict = watch.verdict()
     return JobStatus(
         job_id=spec.job_id,
         phase=phase,
-        reason=f"{said} ({rdzv.detail()}{rest})" if waits else said,
+        reason=f"{waits_for} ({rdzv.detail()}{rest})" if waits else waits_for,
         round=ctx.round.name if ctx.round else None,
         world_size=ctx.round.info.world_size if ctx.round else 0,
         restart_count=budget.count,
@@ -86,15 +87,15 @@ def picture(
         excluded=ctx.exclusions.page(now),
         check=health.summary(),
         snapshot=snapshot,
-        verdict=told.sentence if told else "",
+        verdict=verdict.sentence if verdict else "",
         quiet=watch.quiet(),
-        goodput=goodput.told if goodput is not None else "",
-        hang=told.klass if told and not told.says else "",
+        goodput=goodput.summary if goodput is not None else "",
+        hang=verdict.klass if verdict and not verdict.says else "",
     )
 
 
 def _node(ctx: JobContext, node: Node, reason: str, health: str) -> NodeStatus:
-    hello = node.said  # None: a member of a restored round that has not attached yet
+    hello = node.known_hello  # None: a member of a restored round that has not attached yet
     here = ctx.rdzv.last.is_member(node.id)
     seat = ctx.round.members.get(node.id) if ctx.round and here else None
     ranks = seat.ranks if seat else 0

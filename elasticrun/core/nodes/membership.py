@@ -210,18 +210,18 @@ class Membership:
         """Add an unknown incarnation of a node."""
         node = Node(hello.node, hello.incarnation, hello, session, now, silences)
         self._nodes[node.id] = node
-        self._stands(node, session, now)
+        self._connected(node, session, now)
 
     def _reattach(self, old: Node, session: int, hello: Hello, now: float) -> Admission:
         returned, replaced = old.health is Health.DEAD, old.session
         if replaced is not None:
             self.sessions.pop(replaced, None)
-        old.session, old.last_heard, old.said, old.told = session, now, hello, ""
+        old.session, old.last_heard, old.known_hello, old.sent_reason = session, now, hello, ""
         old.health, old.reason, old.corroborated = Health.ALIVE, None, False
-        self._stands(old, session, now)
+        self._connected(old, session, now)
         return Admission(returned=returned, old_session=replaced)
 
-    def _stands(self, node: Node, session: int, now: float) -> None:
+    def _connected(self, node: Node, session: int, now: float) -> None:
         self.sessions[session] = node
         self.moved.add(node.id)
         self.present[node.id] = None
@@ -230,11 +230,11 @@ class Membership:
         self._deadlines.arm(node.id, now + SLUGGISH_DEAD)
         if len(self.present) == 2:  # a node that fell silent is no longer the only one
             for first in map(self._nodes.__getitem__, self.suspects):
-                if first.said is not None:
+                if first.known_hello is not None:
                     until = first.broke_at + self._patience(first)
                     self._deadlines.arm(first.id, max(now, until))
 
-    def heard(self, session: int, now: float) -> str | None:
+    def on_message(self, session: int, now: float) -> str | None:
         """A message arrived on `session`. Return its node, None if it has none."""
         node = self.sessions.get(session)
         if node is None:
@@ -283,9 +283,9 @@ class Membership:
         """The node announces that it leaves. Its stream may stay open while its ranks exit."""
         self._nodes[node].health, self._nodes[node].reason = Health.LEFT, reason
         self._deadlines.disarm(node)
-        self._has_gone(node)
+        self._no_longer_present(node)
 
-    def _has_gone(self, node: str) -> None:
+    def _no_longer_present(self, node: str) -> None:
         self.suspects.pop(node, None)
         self.present.pop(node, None)
         self.moved.add(node)
@@ -318,18 +318,18 @@ class Membership:
         how = node.reason
         if not isinstance(how, LostContact):  # its stream is open
             how = LostContact("mute", now - node.last_heard)
-        elif node.corroborated and node.said is not None:
+        elif node.corroborated and node.known_hello is not None:
             how = LostContact(how.how, missed=True)
-        elif node.said is not None:
+        elif node.known_hello is not None:
             how = LostContact(how.how, now - node.broke_at + node.silent)
         since = node.broke_at if node.health is Health.SUSPECT else node.last_heard
-        if not node.corroborated and node.said is not None:
+        if not node.corroborated and node.known_hello is not None:
             node.silences.count(now)
         node.health, node.reason = Health.DEAD, how
         session, node.session = node.session, None
         if session is not None:
             self.sessions.pop(session, None)
-        self._has_gone(node.id)
+        self._no_longer_present(node.id)
         return Death(node.id, how, session, since)
 
     # ------------------------------------------------------------ the record of another master

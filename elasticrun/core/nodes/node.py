@@ -33,7 +33,7 @@ class Node:
 
     id: str
     incarnation: str
-    said: Hello | None  # None: known from the record, not heard by this master yet
+    known_hello: Hello | None  # None: known from the record, not heard by this master yet
     session: int | None  # its open stream; None: not connected
     last_heard: float
     silences: Deaths
@@ -46,22 +46,22 @@ class Node:
     offered: Endpoint | None = None  # the store of its last Join
     order: int = -1  # of first join, over all incarnations
     pids: tuple[int, ...] = ()
-    told: str = ""  # the last reason to wait that it was sent
+    sent_reason: str = ""  # the last reason to wait that it was sent
     probe: Probe | None = None  # the last one that it was ordered to run
-    at_gate: bool = False  # probed alone before the rendezvous counts it
+    is_probed_alone: bool = False  # probed alone before the rendezvous counts it
     slow: str = ""  # the evidence that it is slow, if it stays
     pace: Steps | None = None  # its last report of steps in this round
 
     @property
     def hello(self) -> Hello:
         """The Hello of a node that has attached to this master."""
-        assert self.said is not None
-        return self.said
+        assert self.known_hello is not None
+        return self.known_hello
 
     @property
     def host(self) -> str:
         """Its host's name; "" if the node is known only from the record."""
-        return self.said.host if self.said is not None else ""
+        return self.known_hello.host if self.known_hello is not None else ""
 
     @property
     def store(self) -> Endpoint:
@@ -94,10 +94,10 @@ class Nodes(dict[str, Node]):
 
     def forget(self, node: str) -> None:
         """Drop a node that has left, to make room."""
-        gone = self.pop(node)
+        dropped = self.pop(node)
         self._order.pop(node, None)
-        if gone.said is not None:
-            self._hosts.pop(gone.said.host, None)
+        if dropped.known_hello is not None:
+            self._hosts.pop(dropped.known_hello.host, None)
 
     def joined(self, node: str, store: Endpoint) -> None:
         """The node offers this store and can start. Its place in the order never changes."""

@@ -103,7 +103,7 @@ class Attribution:
                 return node
         return ""
 
-    def leave_out(self, cause: Cause, now: float) -> float:
+    def back_off(self, cause: Cause, now: float) -> float:
         """Put the node of `cause` in backoff; return for how many seconds."""
         self._trail.append(cause)
         old = self._records.pop(cause.node, None)

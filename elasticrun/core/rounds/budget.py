@@ -74,7 +74,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _Report:
     """A failure and the node that reported it."""
 
     node: str
@@ -100,12 +100,12 @@ class Window:
         self._adopted = adopted
         self.excused: Reason | None = None
         """Why failures from now on cost nothing; None if they may cost."""
-        self._told: dict[int, _Told] = {}  # by rank
-        self._first: _Told | None = None  # the root cause at present, even if it is only an echo
+        self._reports: dict[int, _Report] = {}  # by rank
+        self._first: _Report | None = None  # the root cause at present, even if it is only an echo
         self.cause: Cause | None = None
         """The root cause at present; None if it is only an echo or costs nothing."""
         self._final: RankFailed | None = None  # the first failure that no retry can fix
-        self.story: RankFailed | None = None
+        self.reason: RankFailed | None = None
         """The cause at present, as a reason; None if there is none."""
         self.opened_at: float | None = None
         self._ended: dict[int, str] = {}  # ranks that exited with 0 unstopped -> node
@@ -113,7 +113,7 @@ class Window:
     @property
     def failures(self) -> tuple[Failure, ...]:
         """All failures, root cause first."""
-        found = cause_first([one.failure for one in self._told.values()])
+        found = cause_first([one.failure for one in self._reports.values()])
         if not self._ended or self._first is None:
             return found
         return (self._explained(self._first), *found[1:])
@@ -121,7 +121,7 @@ class Window:
     def excuse(self, reason: Reason | None) -> None:
         """The round is ending for another reason: failures from now on are echoes. No-op after the
         first failure."""
-        if not self._told and not self.excused:
+        if not self._reports and not self.excused:
             self.excused = reason
 
     def overslept(self, by: float) -> None:
@@ -132,9 +132,9 @@ class Window:
     @property
     def failed_by_itself(self) -> bool:
         """Whether ranks ended the round by themselves, without an outside cause."""
-        failures = [one.failure for one in self._told.values()]
-        told = [one for one in failures if one.kind not in ECHOES]
-        return bool(told) and not self.excused and all(map(is_of_its_own, told))
+        failures = [one.failure for one in self._reports.values()]
+        causes = [one for one in failures if one.kind not in ECHOES]
+        return bool(causes) and not self.excused and all(map(is_of_its_own, causes))
 
     def add(
         self,
@@ -147,22 +147,22 @@ class Window:
     ) -> bool:
         """Add what `node` reported; return whether any of it was new. `stopped`: its ranks were
         being stopped, so how they ended proves nothing. `innocent`: the node is not to blame."""
-        before = len(self._told)
+        before = len(self._reports)
         for failure in failures:
             if failure.kind is FailureKind.FINAL:
-                self._final = self._final or self._say(node, failure)
+                self._final = self._final or self._reason_of(node, failure)
             known = [] if self._first is None else [self._first.failure]
             is_cause = root_cause([*known, failure]) is failure
-            full = len(self._told) >= MAX_RANKS_REMEMBERED and not is_cause
-            if full or failure.rank in self._told:
+            full = len(self._reports) >= MAX_RANKS_REMEMBERED and not is_cause
+            if full or failure.rank in self._reports:
                 continue
             by_itself = not (stopped or innocent) and failure.kind not in ECHOES
-            told = _Told(node, failure, by_itself, innocent)
-            self._told[failure.rank] = told
+            report = _Report(node, failure, by_itself, innocent)
+            self._reports[failure.rank] = report
             if is_cause:
-                whole = self._explained(told) if self._ended else failure
-                self._first, self.story = told, self._say(node, whole)
-        if len(self._told) == before:
+                whole = self._explained(report) if self._ended else failure
+                self._first, self.reason = report, self._reason_of(node, whole)
+        if len(self._reports) == before:
             return False
         self.opened_at = now if self.opened_at is None else self.opened_at
         self.cause = self._find_cause(self.opened_at)
@@ -173,28 +173,28 @@ class Window:
         ranks of other nodes lose their connection to them."""
         self._ended.update(dict.fromkeys(ranks, node))
         if self._first is not None:
-            self.story = self._say(self._first.node, self._explained(self._first))
+            self.reason = self._reason_of(self._first.node, self._explained(self._first))
 
-    def _explained(self, told: _Told) -> Failure:
+    def _explained(self, report: _Report) -> Failure:
         """The failure. A peer loss also names the ranks of other nodes that had exited (its agent
         has named its own)."""
-        if told.failure.kind is not FailureKind.PEER_LOST:
-            return told.failure
-        others = [rank for rank, node in self._ended.items() if node != told.node]
-        return also_ended(told.failure, others) if others else told.failure
+        if report.failure.kind is not FailureKind.PEER_LOST:
+            return report.failure
+        others = [rank for rank, node in self._ended.items() if node != report.node]
+        return also_ended(report.failure, others) if others else report.failure
 
     def _find_cause(self, at: float) -> Cause | None:
         """O(failures), so do not call it at every event."""
         if self._first is None or self.excused or self._first.failure.kind in ECHOES:
             return None
         node, rank = self._first.node, self._first.failure.rank
-        others = any(one.by_itself and one.node != node for one in self._told.values())
+        others = any(one.by_itself and one.node != node for one in self._reports.values())
         first_rank, innocent = rank - self._first.failure.local_rank, self._first.innocent
-        return Cause(node, rank, first_rank, others, self.story, at, innocent)
+        return Cause(node, rank, first_rank, others, self.reason, at, innocent)
 
     def reported_by_another(self, node: str) -> bool:
         """Whether a node other than `node` reported failures in this round."""
-        return any(one.node != node for one in self._told.values())
+        return any(one.node != node for one in self._reports.values())
 
     def verdict(self, *, membership: Reason | None, restarts_left: int) -> Verdict:
         """The cost. `membership`: which member is lost or suspect, None if none."""
@@ -202,19 +202,19 @@ class Window:
             return Verdict(Bill.FINAL, SaidFinal(self._final))
         if self._first is None or self.excused or membership:
             return Verdict(Bill.NOTHING, membership or self.excused)
-        kind, story = self._first.failure.kind, self.story
-        assert story is not None
+        kind, reason = self._first.failure.kind, self.reason
+        assert reason is not None
         if kind is FailureKind.STOPPED:
-            return Verdict(Bill.NOTHING, story)
+            return Verdict(Bill.NOTHING, reason)
         if kind is FailureKind.PEER_LOST and self._adopted:
-            return Verdict(Bill.NOTHING, FailedElsewhere(story))
+            return Verdict(Bill.NOTHING, FailedElsewhere(reason))
         if restarts_left > 0:
-            return Verdict(Bill.CHARGE, story)
+            return Verdict(Bill.CHARGE, reason)
         if kind is FailureKind.PEER_LOST and self.opened_at is not None:
-            return Verdict(Bill.DOUBT, story, self.opened_at + self._doubt)
-        return Verdict(Bill.HOPELESS, story)
+            return Verdict(Bill.DOUBT, reason, self.opened_at + self._doubt)
+        return Verdict(Bill.HOPELESS, reason)
 
-    def _say(self, node: str, failure: Failure) -> RankFailed:
+    def _reason_of(self, node: str, failure: Failure) -> RankFailed:
         return reason_of(failure, "" if self._alone else node)
 
 
@@ -239,7 +239,7 @@ class Budget:
         self._healthy_after = healthy_after
         self._charges: deque[float] = deque()
         self._adopted = 0
-        self.short_lives = 0
+        self.short_rounds = 0
         """Number of consecutive rounds that failed soon after they began."""
         self.count = 0
         """Restarts charged since the job began: TORCHELASTIC_RESTART_COUNT."""
@@ -253,7 +253,7 @@ class Budget:
     def restore(self, facts: RestartFacts, at: float) -> None:
         """Restore what the previous master recorded at time `at`."""
         self.count = facts.count
-        self.short_lives = facts.short_lives
+        self.short_rounds = facts.short_lives
         if self._window > 0:
             self._charges = deque(at - age for age in facts.charges)
         else:
@@ -282,17 +282,17 @@ class Budget:
         spent = len(self._charges) + (self._adopted if self._window == 0 else 0)
         return max(0, self._max - spent)
 
-    def delay(self, life: float) -> float:
-        """Seconds that a restart after a run of `life` seconds waits; call it before `charge`."""
-        if self._backoff <= 0 or life >= self._healthy_after or self.short_lives == 0:
+    def delay(self, uptime: float) -> float:
+        """Seconds that a restart after a run of `uptime` seconds waits; call it before `charge`."""
+        if self._backoff <= 0 or uptime >= self._healthy_after or self.short_rounds == 0:
             return 0.0
-        return float(min(self._backoff, 2.0 ** min(self.short_lives - 1, 30)))
+        return float(min(self._backoff, 2.0 ** min(self.short_rounds - 1, 30)))
 
-    def charge(self, now: float, life: float) -> None:
-        """Spend one restart for a round that ran for `life` seconds."""
-        if life >= self._healthy_after:
-            self.short_lives = 0
-        self.short_lives += 1
+    def charge(self, now: float, uptime: float) -> None:
+        """Spend one restart for a round that ran for `uptime` seconds."""
+        if uptime >= self._healthy_after:
+            self.short_rounds = 0
+        self.short_rounds += 1
         self._charges.append(now)
         self.count += 1
 
@@ -329,7 +329,7 @@ class Restarts:
         return RestartFacts(
             count=budget.count,
             charges=budget.ages(now),
-            short_lives=budget.short_lives,
+            short_lives=budget.short_rounds,
             blamed=self.attribution.record(now),
             **recorded(excuse=excuse) if excuse is not None else {},
         )
@@ -362,8 +362,8 @@ class Restarts:
         if verdict.bill is Bill.HOPELESS or (verdict.bill is Bill.DOUBT and late):
             cause = self.window.cause
             pattern = self.attribution.in_words(cause, self._nodes) if cause else ""
-            assert self.window.story is not None
-            end = self.budget.spent(self.window.story, pattern)
+            assert self.window.reason is not None
+            end = self.budget.spent(self.window.reason, pattern)
             root = root_cause(self.window.failures)
             own = self._scheduler_codes and root is not None and is_the_scripts(root)
             return Judgement(end=end, code=code_of(Ending.SPENT if own else Ending.RANK))

@@ -68,7 +68,7 @@ class LastCall:
         self._last: float | None = None
         self._gap = 0.0
         self._ready = -math.inf
-        self.began: float | None = None
+        self.started_at: float | None = None
 
     def arrival(self, now: float) -> None:
         """A node has arrived: its Hello counts, not how long it then imports torch before it
@@ -81,26 +81,26 @@ class LastCall:
         """A node that arrived earlier can start."""
         self._ready = now
 
-    def begin(self, now: float) -> None:
+    def start(self, now: float) -> None:
         """There are enough nodes; no-op if it has begun."""
-        if self.began is None:
-            self.began = now
+        if self.started_at is None:
+            self.started_at = now
 
     def cancel(self) -> None:
         """There are no longer enough nodes."""
-        self.began = None
+        self.started_at = None
 
     def ends(self, *, announced: bool) -> float:
         """When it ends if no other node joins. `announced`: nodes are known to be on their way."""
-        assert self.began is not None
+        assert self.started_at is not None
         quiet = max(LAST_CALL_QUIET, 2.0 * self._gap)
         if announced:
             quiet = self._timeout
-        last = self.began if self._last is None else self._last
+        last = self.started_at if self._last is None else self._last
         settled = self._ready + min(LAST_CALL_QUIET / 2.0, self._timeout)
         return min(
-            max(self.began, last + min(quiet, self._timeout), settled),
-            self.began + LAST_CALL_CAP_FACTOR * self._timeout,
+            max(self.started_at, last + min(quiet, self._timeout), settled),
+            self.started_at + LAST_CALL_CAP_FACTOR * self._timeout,
         )
 
 
@@ -118,7 +118,7 @@ class Debounce:
         self._open = False  # an event has happened since the last round
         self._held_since = math.inf  # when the first event after a response happened
 
-    def seen(self, what: Hashable, now: float) -> None:
+    def record(self, what: Hashable, now: float) -> None:
         """Record an event. A repetition says nothing about how far the event spreads."""
         if now - self._last > STORM_WINDOW:
             self._seen.clear()
@@ -171,43 +171,44 @@ class JoinWindow:
         self._starting = False  # it is the job's first
         self._apart = False  # and its nodes arrive one after another
         self._formed_at = 0.0
-        self._fickle: dict[str, None] = {}  # appeared and left again since the round formed
+        self._flapping: dict[str, None] = {}  # appeared and left again since the round formed
         self._opened: float | None = None  # when the first of the pending nodes joined
         self._scaled = False  # an operator has scaled the job since the round formed
 
     def appeared(self, node: str, now: float) -> None:
         """An agent without a place in the round has attached; it may still have to prepare its
         store."""
-        self._starts.seen(node, now)
+        self._starts.record(node, now)
         if self._running:
             self._call.arrival(now)
             self._appeared += 1
-            self._returns.seen(self._appeared, now)
+            self._returns.record(self._appeared, now)
 
     def joined(self, node: str, now: float) -> None:
         """A node is pending while a round runs."""
         if self._opened is None:
             self._opened = now
-        if node in self._fickle:
+        if node in self._flapping:
             self._call.arrival(now)
 
     def scaled(self) -> None:
         """An operator has set the number of nodes: new nodes are wanted at once."""
         self._scaled = True
 
-    def went(self, node: str) -> None:
+    def left(self, node: str) -> None:
         """The node left before it was admitted: next time its join counts, not its arrival."""
-        self._fickle[node] = None
+        self._flapping[node] = None
 
     def formed(self, now: float, *, announced: bool = False) -> None:
-        """A round has formed, or was taken over from another master. `announced`: as in `entry`."""
+        """A round has formed, or was taken over from another master. `announced`: as in
+        `admission`."""
         self._running = True
         self._starting = self._scaled = False
         self._starts.answered(now, wholly=not announced)
         self._returns.answered(now, wholly=not announced)
         self._call.cancel()
         self._formed_at = now
-        self._fickle.clear()
+        self._flapping.clear()
         self._opened = None
 
     def job_began(self) -> None:
@@ -215,18 +216,18 @@ class JoinWindow:
         self._starting = True
         self._apart = self._starts.gap > 2.0 * LAST_CALL_QUIET
 
-    def entry(
+    def admission(
         self, size: int, possible: int, largest: int, announced: bool
     ) -> tuple[float, AtDoor]:
         """When the pending nodes are admitted if nothing else happens, and why not now. `size`:
         members of the round. `possible`: its size with the pending nodes. `largest`: its maximum
         size. `announced`: other nodes have appeared but not joined yet."""
         opened = self._formed_at if self._opened is None else self._opened
-        self._call.begin(opened)
+        self._call.start(opened)
         due, reason = opened, AtDoor("no_more")
         if possible < largest:
             due = self._call.ends(announced=announced)
-            held = self._held(size, possible, largest)
+            held = self._debounced(size, possible, largest)
             if held is not None and held[0] > due:
                 due, reason = held
         old = opened - self._formed_at >= GROW_YOUNG and not self._scaled
@@ -235,7 +236,7 @@ class JoinWindow:
             reason = AtDoor("cooldown", self._spec.grow_cooldown)
         return due, reason
 
-    def _held(self, size: int, possible: int, largest: int) -> tuple[float, AtDoor] | None:
+    def _debounced(self, size: int, possible: int, largest: int) -> tuple[float, AtDoor] | None:
         missing = largest - possible
         starting = self._starting and self._spec.grow != "now"
         if starting and missing > 2 and possible <= missing:

@@ -134,7 +134,7 @@ class Rendezvous:
     """The rounds of one job."""
 
     def __init__(self, spec: JobSpec, now: float) -> None:
-        self._sized(spec)
+        self._set_size(spec)
         self._scaled = False  # an operator has changed the number of nodes
         self._stop_time = spec.restart_grace + SURVIVOR_SLACK
         self.phase = Phase.GATHERING
@@ -151,14 +151,14 @@ class Rendezvous:
         self._call = LastCall(spec.last_call_timeout)
         self._window = JoinWindow(spec)
         self._storm = Debounce(STORM_QUIET)
-        self._struck: list[str] = []  # nodes just lost, not yet processed by `decide`
+        self._new_losses: list[str] = []  # nodes just lost, not yet processed by `decide`
         self._recount = False  # check again whether there are enough nodes
         self.formed_at = 0.0
         """When the last round formed; 0.0 if there was none."""
         self._starved_since: float | None = now
         self._count = Count()
 
-    def _sized(self, spec: JobSpec) -> None:
+    def _set_size(self, spec: JobSpec) -> None:
         self._spec = spec
         self._largest = spec.max_nodes // spec.node_unit * spec.node_unit
         fixed = spec.min_nodes == spec.max_nodes and spec.max_restarts == 0
@@ -167,7 +167,7 @@ class Rendezvous:
     def scale(self, spec: JobSpec) -> None:
         """An operator has changed the number of nodes. A running round with more nodes ends, and
         the age of the round no longer delays pending nodes."""
-        self._sized(spec)
+        self._set_size(spec)
         self._scaled = True
         self._window.scaled()
 
@@ -279,10 +279,10 @@ class Rendezvous:
     def lost_contact(self, node: str, now: float, patience: float) -> None:
         """The node's stream broke. It may reconnect within `patience` seconds and join again."""
         if node in self._announced or node in self.ready:
-            self._window.went(node)
-        self._away_from_door(node)
+            self._window.left(node)
+        self._drop_pending(node)
         if self.last.is_concerned(node):
-            self.last.unheard.add(node)
+            self.last.disconnected.add(node)
         if node in self.last.away:
             self._awaited.disarm(node)
         if node in self.ready:
@@ -290,10 +290,10 @@ class Rendezvous:
             if self.phase is Phase.GATHERING and self.last.is_member(node):
                 self._awaited.arm(node, now + patience)
 
-    def back(self, node: str, now: float) -> bool:
+    def reconnected(self, node: str, now: float) -> bool:
         """The node is connected again. Return whether it was the last unheard member of a restored
         round."""
-        self.last.unheard.discard(node)
+        self.last.disconnected.discard(node)
         unseen = self.last.unseen
         if node not in unseen:
             return False
@@ -306,10 +306,10 @@ class Rendezvous:
         """The node announces that it leaves; its ranks may be alive until it reports `Stopped`."""
         over = (Stage.STOPPED, Stage.FINISHED)
         if not self.last.is_member(node) or self.last.stages[node] in over:
-            self.gone(node, HasLeft(why), last_word=now)
+            self.node_gone(node, HasLeft(why), last_word=now)
         elif node not in self.last.leaving:
             self.last.leaving.add(node)
-            self._lose(node, HasLeft(why))
+            self._note_loss(node, HasLeft(why))
             self._awaited.arm(node, now + self._stop_time)
 
     def excluded(self, node: str, now: float, how: Excluded) -> None:
@@ -317,38 +317,38 @@ class Rendezvous:
         self._shortage = NodeExcluded(node, how)
         self.leaving(node, now, how)
 
-    def gone(self, node: str, how: Fate, *, last_word: float, reborn: bool = False) -> None:
+    def node_gone(self, node: str, how: Fate, *, last_word: float, reborn: bool = False) -> None:
         """The node is dead or has left, and its agent has exited. `last_word`: when it last sent
         anything. `reborn`: a newer incarnation is present, so its ranks are dead."""
         last = self.last
         if node in last.unseen:
             del last.unseen[node]
             self.takeover.vanished += not reborn
-        self._away_from_door(node)
+        self._drop_pending(node)
         self._awaited.disarm(node)
         self.ready.pop(node, None)
-        last.unheard.discard(node)
+        last.disconnected.discard(node)
         if last.is_member(node):
             if node not in last.completed and node not in last.leaving:
-                self._lose(node, how)
+                self._note_loss(node, how)
             last.away[node] = None
             over = last.stages[node] in (Stage.STOPPED, Stage.FINISHED)
             last.fenced = last.fenced or reborn or over
             last.last_word = max(last.last_word, last_word)
 
-    def _away_from_door(self, node: str) -> None:
+    def _drop_pending(self, node: str) -> None:
         self._announced.pop(node, None)
         self._kept.pop(node, None)
         if node in self.backing_off:
             self.backing_off.lift(node)
         self._recount = True
 
-    def _lose(self, node: str, how: Fate) -> None:
+    def _note_loss(self, node: str, how: Fate) -> None:
         self.last.lost.append(NodeLost(node, how))
-        self._struck.append(node)
+        self._new_losses.append(node)
         self._recount = True
 
-    def leave_out(self, node: str, until: float, how: BackedOff) -> None:
+    def back_off(self, node: str, until: float, how: BackedOff) -> None:
         """Put this member in backoff until then. It does not count towards a storm."""
         self.last.away[node] = None
         self._awaited.disarm(node)
@@ -412,12 +412,12 @@ class Rendezvous:
         for node in round_.members:
             del self.ready[node]
         first = self.takeover.is_first
-        self._begin(round_, now)
+        self._start_round(round_, now)
         self.takeover.elsewhere.clear()
         if first:
             self._window.job_began()
 
-    def _begin(self, round_: Round, now: float) -> None:
+    def _start_round(self, round_: Round, now: float) -> None:
         self.phase = Phase.RUNNING
         self.last, round_.last_word = round_, now
         self.takeover.round_began()
@@ -436,13 +436,13 @@ class Rendezvous:
         that this master has not heard since it started have the grace period to redial."""
         self.phase = Phase.GATHERING
         self._starved_since = None
-        told = []
+        to_stop = []
         for node, stage in self.last.stages.items():
             if node in self.last.away or node in self.last.leaving:
                 continue
             if stage is not Stage.STOPPED:
                 self._awaited.arm(node, now + self._stop_time)
-                told.append(node)
+                to_stop.append(node)
             elif node not in self.ready:
                 self._awaited.arm(node, now + REJOIN_WAIT)
         grace = self.takeover.grace_until
@@ -450,7 +450,7 @@ class Rendezvous:
             due = self._awaited.when(node)
             if due is not None and due < grace:
                 self._awaited.arm(node, grace)
-        return tuple(told)
+        return tuple(to_stop)
 
     # ------------------------------------------------------------ a round of another master
 
@@ -488,7 +488,7 @@ class Rendezvous:
     ) -> None:
         """Restore the last round as it was `at` the time of the record; its members have the grace
         period to reconnect. `redial`: seconds within which a living agent has redialled."""
-        self._begin(round_, at - facts.age)
+        self._start_round(round_, at - facts.age)
         round_.expect(facts, at)
         missing = round_.unreported()
         self.takeover.round_taken(round_.info.world_size, missing, now)
@@ -511,7 +511,7 @@ class Rendezvous:
 
     def adopt(self, round_: Round, now: float) -> None:
         """A round that another master formed is running; this one learns of it from its nodes."""
-        self._begin(round_, now - GROW_YOUNG)  # its age is unknown: not young
+        self._start_round(round_, now - GROW_YOUNG)  # its age is unknown: not young
         # For the door it is young: a record is lost only together with its host, whose node is then
         # about to return, and the round may have been formed because that node was lost.
         self._window.formed(now, announced=bool(self._announced))
@@ -538,8 +538,8 @@ class Rendezvous:
     def decide(self, now: float) -> Decision:
         """What to do at `now`."""
         takeover, last = self.takeover, self.last
-        if self._struck:
-            self._note_losses(now)
+        if self._new_losses:
+            self._count_losses(now)
         if self.backing_off:
             for node in self.backing_off.due(now):
                 self._window.appeared(node, now)
@@ -563,10 +563,10 @@ class Rendezvous:
         grace = None if settled else takeover.grace_until
         return replace(decision, wake=earliest(decision.wake, self.backing_off.next(), grace))
 
-    def _note_losses(self, now: float) -> None:
-        for node in self._struck:
-            self._storm.seen(node, now)
-        self._struck.clear()
+    def _count_losses(self, now: float) -> None:
+        for node in self._new_losses:
+            self._storm.record(node, now)
+        self._new_losses.clear()
 
     def _success(self, now: float) -> Decision | None:
         completed, vanished = self.last.completed, self.takeover.vanished
@@ -585,11 +585,11 @@ class Rendezvous:
             return Decision(Verb.WAIT, MasterIsNew("runs"), self._unseen_until(now))
         last = self.last
         shrinks = self._scaled and len(last.stages) > self._largest
-        if shrinks and not last.completed and not last.unheard:
+        if shrinks and not last.completed and not last.disconnected:
             return Decision(Verb.REOPEN, Scaled(self._largest))
-        return self._at_the_door(now) if self.ready else Decision(Verb.WAIT, None)
+        return self._decide_pending(now) if self.ready else Decision(Verb.WAIT, None)
 
-    def _at_the_door(self, now: float) -> Decision:
+    def _decide_pending(self, now: float) -> Decision:
         """Decide about pending nodes while a round runs."""
         if self.last.completed:
             return Decision(Verb.WAIT, AtDoor("finishing"))
@@ -600,10 +600,10 @@ class Rendezvous:
             # of a single node no other is left to confirm that its ranks have exited
             silence = self._silence() if size == 1 else 0.0
             return Decision(Verb.WAIT, Spare(full, self._spec.node_unit, silence))
-        due, why = self._window.entry(size, possible, self._largest, bool(self._announced))
+        due, why = self._window.admission(size, possible, self._largest, bool(self._announced))
         if now < due:
             return Decision(Verb.WAIT, why, due)
-        if self.last.unheard:  # they are lost or back soon: membership has a deadline for them
+        if self.last.disconnected:  # they are lost or back soon: membership has a deadline for them
             return Decision(Verb.WAIT, AtDoor("unheard"))
         new = tuple(self.ready)[: possible - size]
         return Decision(Verb.REOPEN, Joined(new))
@@ -612,8 +612,8 @@ class Rendezvous:
         takeover, last = self.takeover, self.last
         for node in self._awaited.pop_due(now):  # its time is over; it may return as a new node
             if last.is_member(node) and last.stages[node] in (Stage.STARTING, Stage.RUNNING):
-                self._lose(node, Silent())
-                self._note_losses(now)
+                self._note_loss(node, Silent())
+                self._count_losses(now)
         if self.is_incomplete(now):
             return Decision(Verb.WAIT, MasterIsNew("last"), takeover.grace_until)
         expected = takeover.expected_until
@@ -625,7 +625,7 @@ class Rendezvous:
         if now < fence:
             return Decision(Verb.WAIT, Fence(self._silence()), fence)
         if self.backing_off:
-            self._call_in_those_backing_off(now)
+            self._end_backoffs_if_needed(now)
         usable = self._usable(len(self.ready))
         if usable < self._spec.min_nodes:
             return self._starve(now)
@@ -637,7 +637,7 @@ class Rendezvous:
             return Decision(Verb.WAIT, Storm(), storm)
         if usable >= self._largest or last.stages:
             return Decision(Verb.FORM, None, nodes=usable)
-        self._call.begin(now)
+        self._call.start(now)
         ends = self._call.ends(announced=bool(self._announced))
         if now >= ends:
             return Decision(Verb.FORM, None, nodes=usable)
@@ -664,14 +664,14 @@ class Rendezvous:
         heard_of = sum(self.takeover.elsewhere.values())
         if not unseen or 2 * (unseen - heard_of) < self.takeover.ranks:
             return False
-        here = self.last.stages.keys() - self.last.away.keys()
-        return self._usable(len(here.union(self.ready))) < self._largest
+        present = self.last.stages.keys() - self.last.away.keys()
+        return self._usable(len(present.union(self.ready))) < self._largest
 
     def _stopped_by(self) -> float:
         """When nodes that this master has never heard have stopped their ranks."""
         return self.takeover.at + self._silence()
 
-    def _call_in_those_backing_off(self, now: float) -> None:
+    def _end_backoffs_if_needed(self, now: float) -> None:
         """End all backoffs if the job cannot continue without these nodes."""
         low, ready = self._spec.min_nodes, len(self.ready)
         if self._usable(ready) < low <= self._usable(ready + len(self.backing_off)):
@@ -683,7 +683,7 @@ class Rendezvous:
         self._call.cancel()
         if self._starved_since is None:
             self._starved_since = now
-            self._count.begin()
+            self._count.restart()
         until = max(self._starved_since + self._spec.join_timeout, self.takeover.grace_until)
         unit = self._spec.node_unit
         needed = -(-self._spec.min_nodes // unit) * unit
@@ -691,8 +691,8 @@ class Rendezvous:
         if now >= until:
             limit = self._spec.join_timeout
             return Decision(Verb.GIVE_UP, TooFewNodes(len(self.ready), needed, limit, why))
-        wake = self._count.look(len(self.ready), needed, now)
-        reason = NodesNeeded(self._count.told, needed, why)
+        wake = self._count.update(len(self.ready), needed, now)
+        reason = NodesNeeded(self._count.shown, needed, why)
         return Decision(Verb.WAIT, reason, until, wake)
 
     def _usable(self, nodes: int) -> int:

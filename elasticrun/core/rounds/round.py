@@ -89,7 +89,7 @@ class Round:
     away: dict[str, None] = field(default_factory=dict)  # whose agents have exited, in that order
     leaving: set[str] = field(default_factory=set)  # leave as soon as their ranks have exited
     completed: set[str] = field(default_factory=set)  # all of whose ranks exited with 0
-    unheard: set[str] = field(default_factory=set)  # whose stream is broken
+    disconnected: set[str] = field(default_factory=set)  # whose stream is broken
     unseen: dict[str, None] = field(default_factory=dict)  # of a restored round, not heard yet
     lost: list[Reason] = field(default_factory=list)  # lost before their ranks were done
     broken: Reason | None = None  # why the round cannot continue although no node is lost
@@ -105,7 +105,7 @@ class Round:
         yet."""
         self.away = dict.fromkeys(facts.gone)
         self.unseen = {node: None for node in self.stages if node not in self.away}
-        self.completed, self.unheard = set(facts.done), set(self.unseen)
+        self.completed, self.disconnected = set(facts.done), set(self.unseen)
         self.fenced, self.last_word = facts.fenced, at - facts.silent
         if (lost := read(facts.lost, facts.lost_code)) is not None:
             self.lost.append(lost)
@@ -199,7 +199,7 @@ def adopted_seat(hello: Hello, start: Start) -> Seat:
     )
 
 
-def begin(info: RoundInfo, ready: Sequence[Node], limit: int, previous: Round | None) -> Round:
+def form_round(info: RoundInfo, ready: Sequence[Node], limit: int, previous: Round | None) -> Round:
     """A new round: `limit` of the ready nodes and their places; its size is theirs."""
     before = previous.seats if previous else {}
     places = lay_out(choose(ready, limit, before), before)

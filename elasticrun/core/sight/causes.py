@@ -68,12 +68,12 @@ def followers(ctx: JobContext, origin: Origin) -> str:
     for failure in ctx.restarts.window.failures:
         if failure.rank != origin.rank:
             kinds.setdefault(what_happened(failure), []).append(failure.rank)
-    told = [
+    clauses = [
         f"{'ranks' if len(ranks) > 1 else 'rank'} {write_ranges(ranks)}: {what}"
         for what, ranks in list(kinds.items())[:MOST_KINDS]
     ]
     more = len(kinds) - MOST_KINDS
-    return "; ".join(told) + (f"; {some(more, 'other end')}" if more > 0 else "")
+    return "; ".join(clauses) + (f"; {some(more, 'other end')}" if more > 0 else "")
 
 
 def node_of(ctx: JobContext, rank: int) -> str:
@@ -107,7 +107,7 @@ def _silence(ctx: JobContext, name: str) -> float:
     node = ctx.nodes.get(name)
     if node is None or node.health not in (Health.SUSPECT, Health.DEAD):
         return 0.0
-    closed = node.said is not None and node.quiet < STOPPED_AFTER
+    closed = node.known_hello is not None and node.quiet < STOPPED_AFTER
     last = max(node.broke_at, node.last_heard) if closed else node.last_heard
     return max(0.0, ctx.now - last)
 

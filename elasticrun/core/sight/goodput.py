@@ -67,10 +67,10 @@ class Account:
     trained: int  # of these, spent on steps that were kept
     ends: tuple[LedgerEnd, ...]
     saves: int  # of all slots
-    tells: bool  # whether steps are reported
-    backs: tuple[float, ...] = ()  # seconds from running again to training, by restart
+    steps_reported: bool  # whether steps are reported
+    recoveries: tuple[float, ...] = ()  # seconds from running again to training, by restart
     ended: bool = False  # the job ended, by the last of `ends`: no round followed
-    stood: Mapping[str, float] = field(default_factory=dict)
+    downtime: Mapping[str, float] = field(default_factory=dict)
     """Seconds without training, by cause, as incidents count them."""
     hung: float = 0.0  # of these, in hangs
 
@@ -86,14 +86,14 @@ class Account:
 def goodput(found: Account, spec: JobSpec) -> Goodput:
     """The account, for people and programs."""
     total, price = found.total, spec.watch.slot_price
-    ettr = min(1.0, found.trained / found.wall) if found.tells and found.wall else -1.0
+    ettr = min(1.0, found.trained / found.wall) if found.steps_reported and found.wall else -1.0
     rows = tuple(
         LedgerRow(*key, micros / MICROS)
         for key, micros in sorted(found.book.items(), key=lambda one: (-one[1], one[0]))
         if micros
     )
     return Goodput(
-        name="goodput" if found.tells else "uptime",
+        name="goodput" if found.steps_reported else "uptime",
         share=found.useful / total if total else 0.0,
         ettr=ettr,
         slot_seconds=total / MICROS,
@@ -110,12 +110,12 @@ def _line(found: Account, ettr: float, price: float) -> str:
     ratio = ""
     if abs(ettr - share) >= WORTH and ettr >= 0.0:
         ratio = f"; ETTR, the share of wall time, {100 * ettr:.1f} %"
-    if found.tells:
+    if found.steps_reported:
         head = f"goodput {100 * share:.1f} % (rank time in steps that were kept{ratio})"
     else:
         head = f"uptime {100 * share:.1f} % (time in which ranks ran; no steps are reported)"
-    said = ", ".join(_lost(found, price))
-    return f"{head}: {said}" if said else head
+    losses = ", ".join(_lost(found, price))
+    return f"{head}: {losses}" if losses else head
 
 
 def _lost(found: Account, price: float) -> Iterator[str]:
@@ -124,7 +124,7 @@ def _lost(found: Account, price: float) -> Iterator[str]:
     def seconds(micros: int) -> str:
         return span(micros * found.wall / found.total / MICROS)
 
-    down = {**{one.cause: 0.0 for one in found.ends}, **found.stood}
+    down = {**{one.cause: 0.0 for one in found.ends}, **found.downtime}
     ends = sum(one.count for one in found.ends)
     if ends > found.ended or any(down.values()):
         by_cost = sorted(down.items(), key=lambda one: (-one[1], one[0]))
@@ -199,15 +199,15 @@ def _savings(found: Account, spec: JobSpec) -> Iterator[tuple[int, str]]:
 def _by_imports(found: Account) -> Iterator[tuple[int, str]]:
     """What a restart does not repeat is mostly the import of torch. With a warm process, a first
     start does not need it either."""
-    if not found.backs:
+    if not found.recoveries:
         return
-    least = min(found.backs)
+    least = min(found.recoveries)
     slots = found.total / found.wall
     first = found.book.get(("start", "init"), 0) / slots / MICROS
-    told = f"ranks trained {first:.0f} s after the start, {least:.0f} s after a restart"
+    times = f"ranks trained {first:.0f} s after the start, {least:.0f} s after a restart"
     yield (
         round((first - least) * slots * MICROS),
-        f"a warm process (--warm in the job before; {told})",
+        f"a warm process (--warm in the job before; {times})",
     )
 
 
@@ -224,5 +224,5 @@ def _by_interval(found: Account) -> tuple[int, str]:
         if kind == "redone" and cause not in free
     )  # fmt: skip
     least = (each / best + best / (2.0 * between)) * found.useful
-    told = f"every_seconds={best / MICROS:.0f} (now about {now / MICROS:.0f})"
-    return found.of("save") + again - round(least), told
+    setting = f"every_seconds={best / MICROS:.0f} (now about {now / MICROS:.0f})"
+    return found.of("save") + again - round(least), setting

@@ -18,9 +18,9 @@ from elasticrun.core.context import JobContext
 from elasticrun.core.events import Filed
 from elasticrun.core.reasons import Reason, failure_in, read, text
 from elasticrun.core.sight.causes import Origin, followers, origin_of
-from elasticrun.core.sight.hangs.watch import Stood
+from elasticrun.core.sight.hangs.watch import LastState
 from elasticrun.core.sight.picture import IncidentRow, PhaseRow, StackRow, VerdictRow
-from elasticrun.core.words import some, way_back
+from elasticrun.core.words import recovery_times, some
 from elasticrun.wire import messages as m
 
 MOST = 200
@@ -60,7 +60,7 @@ class _Open:
     ranks: int = 0  # of the next round
     restored: int = -1  # the step that this round restores; -1: unknown
     steps_lost: int = 0
-    first_told: bool = False  # a node has reported its first collective or step
+    is_first_reported: bool = False  # a node has reported its first collective or step
     last_lines: str = ""
     stacks: tuple[StackRow, ...] = ()
     verdict: VerdictRow | None = None
@@ -78,7 +78,7 @@ class _Open:
             spent[self.phase] = spent.get(self.phase, 0.0) + now - self.since
         if self.moves or self.phase in ("warm", ""):
             restarted = sum(took for name, took in spent.items() if name not in AFTER)
-        stood = self.verdict if self.origin.cause != "hang" else None
+        verdict = self.verdict if self.origin.cause != "hang" else None
         return IncidentRow(
             number=self.number,
             cause=self.origin.cause,
@@ -102,7 +102,7 @@ class _Open:
             kind=self.origin.kind,
             ended_before=self.origin.ended_before,
             ended=self.ended,
-            hang="" if stood is None else f"{stood.klass}: {stood.sentence}",
+            hang="" if verdict is None else f"{verdict.klass}: {verdict.sentence}",
             verdict=self.verdict,
             restarted=restarted,
             first_step=sum(spent.values()) if self.moves else -1.0,
@@ -118,18 +118,18 @@ class Incidents:
         self._open: _Open | None = None
         self._ended = ctx.outcome is not None
         self._newest = -1  # newest step reported in this round
-        self._tells_steps = False
+        self._steps_reported = False
         self._known_out = self._kept_out()
         last = ctx.round
         over = last is not None and last.inherited and not (self._ended or ctx.rdzv.succeeded)
         if over and last is not None and last.why_stopped is not None:
             ctx.incidents = max(0, ctx.incidents - 1)  # the previous master has counted it
             why = last.why_stopped
-            self.round_over(why, origin_of(ctx, why), Stood())
+            self.round_over(why, origin_of(ctx, why), LastState())
 
     # ------------------------------------------------------------ events
 
-    def heard(self, report: m.Quiet | m.LastLines) -> None:
+    def on_report(self, report: m.Quiet | m.LastLines) -> None:
         """Process a report that belongs to the open incident."""
         if isinstance(report, m.Quiet):
             self._quiet(report)
@@ -144,7 +144,7 @@ class Incidents:
                 self._rows[-1] = (began, replace(row, last_lines=report.text))
                 self._file(self._rows[-1][1])
 
-    def of_round(self, node: str, report: m.Report) -> None:
+    def on_round_report(self, node: str, report: m.Report) -> None:
         """Process a report about the current round."""
         one, now = self._open, self._ctx.now
         if isinstance(report, m.Steps):
@@ -161,16 +161,16 @@ class Incidents:
                 one.to("warm", now)
                 row = one.row(now, over=False)
                 self._file(row)
-                self._tell(m.Recovery(report.round, row.restarted))
+                self._send(m.Recovery(report.round, row.restarted))
 
-    def round_over(self, reason: Reason, origin: Origin, stood: Stood) -> None:
+    def round_over(self, reason: Reason, origin: Origin, last_state: LastState) -> None:
         """The round was closed for this reason, not because it was done."""
         ctx, one = self._ctx, self._open
         if one is not None and one.phase == "warm":
             self._close(moves=False)
             one = None
         if one is None:
-            self._begin(origin, stood)
+            self._start_record(origin, last_state)
             return
         if len(one.followed) < MOST_FOLLOWED:
             one.followed.append(text(reason))
@@ -207,18 +207,18 @@ class Incidents:
             one.to("spawn", self._ctx.now)
         self._known_out = out
 
-    def settle(self, stood: Callable[[], Stood]) -> None:
+    def settle(self, last_state: Callable[[], LastState]) -> None:
         """Call after every event that led to decisions."""
         ctx, one = self._ctx, self._open
         if ctx.outcome is not None:
-            self._end(ctx.outcome, stood)
+            self._job_ended(ctx.outcome, last_state)
         elif one is not None and one.phase == "stop" and not ctx.rdzv.awaits_survivors:
             one.to("gather", ctx.now)
 
-    def standing(self) -> Mapping[str, float]:
+    def downtime(self) -> Mapping[str, float]:
         """Seconds without training so far, by cause. An open incident counts until all ranks ran
         again, because whether they train may never be reported."""
-        found, one = self._ctx.stood.copy(), self._open
+        found, one = self._ctx.downtime.copy(), self._open
         if one is not None:
             row = one.row(self._ctx.now, over=False)
             down = sum(phase.seconds for phase in row.phases)
@@ -235,12 +235,12 @@ class Incidents:
 
     # ------------------------------------------------------------ beginning and end
 
-    def _begin(self, origin: Origin, stood: Stood) -> None:
+    def _start_record(self, origin: Origin, last_state: LastState) -> None:
         ctx, round_ = self._ctx, self._ctx.round
         now = ctx.now
         assert round_ is not None
         ctx.incidents += 1
-        ctx.hung += stood.quiet
+        ctx.hung += last_state.quiet
         self._open = one = _Open(
             number=ctx.incidents,
             began=now,
@@ -252,15 +252,18 @@ class Incidents:
             since=now,
             awaited=self._members(),
         )
-        spent = {"detect": stood.quiet - stood.left or origin.silent, "left": stood.left}
+        spent = {
+            "detect": last_state.quiet - last_state.left or origin.silent,
+            "left": last_state.left,
+        }
         one.spent.update({name: seconds for name, seconds in spent.items() if seconds > 0.0})
-        one.verdict = stood.verdict
+        one.verdict = last_state.verdict
         if origin.cause == "hang":
-            one.last_lines = stood.wrote[-MOST_CHARS:]
+            one.last_lines = last_state.wrote[-MOST_CHARS:]
         elif origin.rank >= 0:
             one.last_lines = ctx.restarts.window.failures[0].traceback[-MOST_CHARS:]
-        if stood.verdict is not None or origin.cause == "hang":
-            one.stacks = stood.stacks[:MOST_STACKS]
+        if last_state.verdict is not None or origin.cause == "hang":
+            one.stacks = last_state.stacks[:MOST_STACKS]
         self._file(one.row(now, over=False))
 
     def _members(self) -> set[str]:
@@ -280,20 +283,20 @@ class Incidents:
         one.since += trained
         one.moves = moves
         row = one.row(ctx.now, over=True)
-        ctx.stood[row.cause] += sum(phase.seconds for phase in row.phases)
+        ctx.downtime[row.cause] += sum(phase.seconds for phase in row.phases)
         if moves and ctx.round is not None:
-            repeated = row.steps_lost if one.newest >= 0 and self._tells_steps else -1
-            self._tell(m.Recovery(ctx.round.name, row.restarted, row.first_step, repeated))
-            ctx.backs.extend(phase.seconds for phase in row.phases if phase.name == "warm")
+            repeated = row.steps_lost if one.newest >= 0 and self._steps_reported else -1
+            self._send(m.Recovery(ctx.round.name, row.restarted, row.first_step, repeated))
+            ctx.recoveries.extend(phase.seconds for phase in row.phases if phase.name == "warm")
         self._rows.append((one.began, row))
         self._open = None
-        if moves and one.first_told:
+        if moves and one.is_first_reported:
             lost = f", {some(row.steps_lost, 'step')} repeated" if row.steps_lost else ""
-            back = way_back(row.restarted, row.first_step)
+            back = recovery_times(row.restarted, row.first_step)
             ctx.note(f"incident {row.number}: {row.sentence}; {back}{lost}")
         self._file(row)
 
-    def _end(self, outcome: m.End, stood: Callable[[], Stood]) -> None:
+    def _job_ended(self, outcome: m.End, last_state: Callable[[], LastState]) -> None:
         if self._ended:
             return
         self._ended = True
@@ -304,7 +307,7 @@ class Incidents:
             if outcome.exit_code == EXIT_OK or self._ctx.round is None or left:
                 return
             assert reason is not None
-            self._begin(origin_of(self._ctx, reason), stood())
+            self._start_record(origin_of(self._ctx, reason), last_state())
         one = self._open
         assert one is not None
         if not one.decision and one.origin.kind == m.FailureKind.PEER_LOST and failed is not None:
@@ -317,7 +320,7 @@ class Incidents:
         one.newest = max(one.newest, self._ctx.newest)
         self._close(moves=False)
 
-    def _tell(self, order: m.Recovery) -> None:
+    def _send(self, order: m.Recovery) -> None:
         """Send to the nodes that run again."""
         last = self._ctx.rdzv.last
         self._ctx.broadcast([node for node in last.stages if node not in last.away], order)
@@ -337,12 +340,12 @@ class Incidents:
             return
         one = self._open
         if one is not None and report.first > 0.0 and one.phase in ("spawn", "warm"):
-            one.first_told = True
-            if not self._tells_steps:
+            one.is_first_reported = True
+            if not self._steps_reported:
                 self._close(moves=True)
 
     def _stepped(self, node: str, report: m.Steps) -> None:
-        self._tells_steps = True
+        self._steps_reported = True
         self._newest = max(self._newest, report.step)
         one = self._open
         if one is not None and one.phase in ("spawn", "warm"):

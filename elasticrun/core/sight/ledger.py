@@ -78,7 +78,7 @@ class SlotLedger:
         self.cause = ""
         """Why the last round ended; "": none has."""
         self._newest = -1  # step
-        self._first_told = True  # whether the first step of this round is known
+        self._is_first_known = True  # whether the first step of this round is known
         self._done = 0  # steps whose time is in STEP
         self._waited = 0  # slot-microseconds of this round in WAIT that a save may explain
         self._trained = 0  # microseconds spent on steps that were kept
@@ -95,7 +95,7 @@ class SlotLedger:
 
     # ------------------------------------------------------------ reports
 
-    def heard(self, node: str, report: m.Quiet | m.Steps) -> None:
+    def on_report(self, node: str, report: m.Quiet | m.Steps) -> None:
         """Process a report that ranks train."""
         round_ = self._ctx.round
         running = self._ctx.rdzv.phase is Phase.RUNNING
@@ -108,7 +108,7 @@ class SlotLedger:
                 self._moves(0.0)
         elif report.counted and not self._moved and not self._counted:
             self._counted = True
-            self._turn(self._warm())
+            self._recategorise(self._warm())
 
     def found_slow(self, node: str, usual: float) -> None:
         """This member is found slow: the excess of its steps over the usual time is booked to it.
@@ -125,16 +125,16 @@ class SlotLedger:
     def _stepped(self, node: str, report: m.Steps, round_: Round) -> None:
         slots, restore = round_.members[node].ranks, round_.info.restore
         first = report.step - report.steps
-        if not self._first_told and restore is not None:  # the very first are not reported
+        if not self._is_first_known and restore is not None:  # the very first are not reported
             first = min(first, restore.step)
-        if not self._first_told:
-            self._first_told = True
+        if not self._is_first_known:
+            self._is_first_known = True
             if 0 <= first < self._newest:
                 self._redo(self._newest - first)
                 self._newest = first
         self._moves(report.steps * report.seconds)
         if self._key == MOVING:
-            self._turn(STEP)
+            self._recategorise(STEP)
         if self._newest < 0:
             self._newest = max(0, first)
         if report.step > self._newest:
@@ -161,7 +161,7 @@ class SlotLedger:
         waited = min(spent, self._waited)  # all ranks waited for the save, as a look has shown
         self._waited -= waited
         self._shift(WAIT, SAVE, waited)
-        self._take(SAVE, spent - waited)
+        self._take_from_round(SAVE, spent - waited)
         return spent / MICROS
 
     def _compare(self, steps: int, seconds: float, slots: int) -> None:
@@ -169,7 +169,7 @@ class SlotLedger:
         usual, most = self._pace
         if self._slow and seconds > most and self._key in USEFUL:
             key = self._row("slow", self._slow)
-            self._take(key, _micros((seconds - usual) * steps) * slots)
+            self._take_from_round(key, _micros((seconds - usual) * steps) * slots)
         elif not self._slow and self._ctx.now - self._sampled >= 1.0:
             self._sampled = self._ctx.now
             self._usual.append(seconds)
@@ -202,7 +202,7 @@ class SlotLedger:
         if 0 <= self._newest < self._ctx.newest:  # the last steps were not reported
             self._done += self._ctx.newest - self._newest
             self._newest = self._ctx.newest
-        self._first_told = self._newest < 0
+        self._is_first_known = self._newest < 0
         self._sums, self._slow = {}, ""
         round_ = self._ctx.round
         if round_ is not None and round_.info.world_size != self._size:
@@ -232,21 +232,21 @@ class SlotLedger:
         if (verdict, says) != self._waits:
             self._judge(verdict, quiet, says)
         if self._unseen and not rdzv.last.unseen:
-            self._heard_again()
+            self._all_reattached()
         short = len(ctx.membership.present) < ctx.spec.min_nodes
         seen = (rdzv.last, rdzv.phase, short)
         before, self._seen = self._seen, seen
         same = before is not None and before[0] is seen[0] and before[1:] == seen[1:]
         nodes = moved if same else {*moved, *ctx.nodes, *self._places}
         for one in nodes if node is None else {*nodes, node}:
-            self._look(one, short=short)
+            self._update_node(one, short=short)
         if ctx.outcome is not None:
             self._over = True
             self._held.clear()
             self._places.clear()
             self._slots = 0
 
-    def _heard_again(self) -> None:
+    def _all_reattached(self) -> None:
         """All nodes of another master's round have dialled, or were given up."""
         self._unseen, self._seen = False, None
         if self._ctx.rdzv.phase is Phase.RUNNING:
@@ -256,7 +256,7 @@ class SlotLedger:
 
     def _judge(self, verdict: str, quiet: float, says: str) -> None:
         """Switch to another verdict, or to none; move the quiet time with it."""
-        said, had = self._waits[1], self._key[0] in ("hang", "wait")
+        declared, had = self._waits[1], self._key[0] in ("hang", "wait")
         self._waits = (verdict, says)
         key = self._row("wait", says) if verdict == "weak" else ("hang", verdict)
         if not verdict and not had:
@@ -264,7 +264,7 @@ class SlotLedger:
         if not verdict:
             self._waited += self._live if self._key == WAIT else 0
             key, self._live = STEP if self._newest >= 0 else MOVING, 0
-        elif said:  # for as long as the script had declared it
+        elif declared:  # for as long as the script had declared it
             self._live = 0
         elif had:
             self._shift(self._key, key, self._live)
@@ -277,7 +277,7 @@ class SlotLedger:
 
     # ------------------------------------------------------------ what each node does
 
-    def _look(self, node: str, *, short: bool) -> None:
+    def _update_node(self, node: str, *, short: bool) -> None:
         """Update the node's slots and their category. Time must be booked until now."""
         known = self._ctx.nodes.get(node)
         slots, key = (0, ROUND) if known is None else self._place(known, short=short)
@@ -292,8 +292,8 @@ class SlotLedger:
         ctx, rdzv, name = self._ctx, self._ctx.rdzv, node.id
         seat = ctx.round.members.get(name) if ctx.round is not None else None
         slots = seat.ranks if seat is not None else 0
-        if node.said is not None:
-            slots = node.said.local_world_size
+        if node.known_hello is not None:
+            slots = node.known_hello.local_world_size
         if node.health not in (Health.ALIVE, Health.SUSPECT):
             return 0, ROUND
         if rdzv.phase is Phase.RUNNING and rdzv.last.is_member(name):
@@ -305,7 +305,7 @@ class SlotLedger:
             return slots, (IDLE, "spare" if len(rdzv.last.stages) >= full else "door")
         if name in rdzv.last.unseen:
             return slots, UNKNOWN
-        if node.at_gate:
+        if node.is_probed_alone:
             return slots, ("start", "check")
         if short:
             return slots, (IDLE, "below_min")
@@ -341,7 +341,7 @@ class SlotLedger:
         self._wall += passed
         self._trained += passed if self._key == STEP and self._held[ROUND] else 0
 
-    def _turn(self, key: Key) -> None:
+    def _recategorise(self, key: Key) -> None:
         """Set the category of the running members, and move what was booked of this round to it."""
         self._advance()
         self._shift(self._key, key, self._live)
@@ -353,7 +353,7 @@ class SlotLedger:
         key = (category, cause)
         return key if key in self._book or known < MOST_ROWS else (category, "others")
 
-    def _take(self, key: Key, amount: int) -> None:
+    def _take_from_round(self, key: Key, amount: int) -> None:
         """Move `amount` from what is booked of this round to its category to another one."""
         amount = min(amount, self._live)
         self._shift(self._key, key, amount)
@@ -393,7 +393,7 @@ class SlotLedger:
         return LedgerFacts(
             lines=tuple(sorted(lines, key=lambda line: (line.category, line.cause))),
             ends=tuple(self._ends.values()),
-            stood=tuple(self._ctx.stood.items()),
+            stood=tuple(self._ctx.downtime.items()),
             hung=self._ctx.hung,
             wall=self._wall,
             cause=self.cause,
@@ -415,7 +415,7 @@ class SlotLedger:
                 self._book[UNKNOWN] += line.slots * passed
                 self._total += line.slots * passed
         self._ends = {one.cause: one for one in facts.ends}
-        self._ctx.stood.update(facts.stood)
+        self._ctx.downtime.update(facts.stood)
         self._ctx.hung = facts.hung
         self._wall = facts.wall + (0 if self._over else passed)
         self.cause, self._newest, self._done = facts.cause, facts.newest, facts.done
@@ -431,7 +431,7 @@ class SlotLedger:
         if not self._over:
             short = len(self._ctx.membership.present) < self._ctx.spec.min_nodes
             for node in self._ctx.nodes:
-                self._look(node, short=short)
+                self._update_node(node, short=short)
 
     # ------------------------------------------------------------ for display
 
@@ -440,19 +440,28 @@ class SlotLedger:
         self._advance()
         return {key: micros for key, micros in self._book.items() if micros}, self._total
 
-    def page(self, stood: Mapping[Cause, float]) -> Goodput | None:
-        """None before the first round. `stood`: seconds without training, by cause of incidents."""
+    def page(self, downtime: Mapping[Cause, float]) -> Goodput | None:
+        """None before the first round. `downtime`: seconds without training, by cause of the
+        incidents."""
         if self._ctx.round is None:
             return None
         sums, total = self.sums()
-        ends, tells = tuple(self._ends.values()), self._newest >= 0
+        ends, steps_reported = tuple(self._ends.values()), self._newest >= 0
         ended = self._ctx.outcome is not None and bool(self._ctx.round.why_stopped and ends)
-        told = (ends, self._saves, tells, tuple(self._ctx.backs), ended, stood, self._ctx.hung)
-        found = Account(sums, total, self._wall, self._trained, *told)
+        rest = (
+            ends,
+            self._saves,
+            steps_reported,
+            tuple(self._ctx.recoveries),
+            ended,
+            downtime,
+            self._ctx.hung,
+        )
+        found = Account(sums, total, self._wall, self._trained, *rest)
         return goodput(found, self._ctx.spec)
 
-    def last_line(self, stood: Mapping[Cause, float]) -> str:
+    def last_line(self, downtime: Mapping[Cause, float]) -> str:
         """The line at the job's end; "" for a short job without a lost round."""
-        found = self.page(stood)
-        told = found is not None and (found.ends or self._wall >= LONG_ENOUGH)
-        return found.told if found is not None and told else ""
+        found = self.page(downtime)
+        is_shown = found is not None and (found.ends or self._wall >= LONG_ENOUGH)
+        return found.summary if found is not None and is_shown else ""

@@ -15,7 +15,7 @@ from elasticrun.wire.messages import JobStatus
 
 
 class RankRow(Struct, frozen=True):
-    """One rank as it was at the last look, which is `Picture.looked` seconds old."""
+    """One rank as of the last sample, which is `Picture.looked` seconds old."""
 
     rank: int
     node: str
@@ -80,7 +80,7 @@ class Goodput(Struct, frozen=True):
     cost: float = 0.0  # of all slots' time, at --slot-price; 0.0: no price is set
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """The line, and the advice after it."""
         return f"{self.line}; {self.advice}" if self.advice else self.line
 

@@ -33,10 +33,10 @@ from elasticrun.core.wishes import Wish
 from elasticrun.core.words import lasting
 from elasticrun.wire import messages as m
 
-MAX_ASKED = 64
+MAX_PENDING = 64
 """Maximum number of readers waiting for a look; further ones are asked to try again."""
 
-LOOK_LIMIT = 8.0
+SAMPLE_LIMIT = 8.0
 """Seconds after which a reader gets what has arrived of the look that it waits for."""
 
 
@@ -78,38 +78,38 @@ class Sight:
         self.history = History(ctx)
         self._verdict: VerdictRow | None = None  # the one last reported
         self._seen_at = 0.0  # when it last applied
-        self._asked: dict[int, tuple[int, float]] = {}  # request -> its look, and its deadline
+        self._pending: dict[int, tuple[int, float]] = {}  # request -> its look, and its deadline
 
-    def heard(self, node: str, report: m.SightReport) -> bool:
+    def on_report(self, node: str, report: m.SightReport) -> bool:
         """Whether the report may change a decision."""
         if isinstance(report, m.Quiet | m.LastLines):
-            self.incidents.heard(report)
+            self.incidents.on_report(report)
         if isinstance(report, m.LastLines):
             return True
         if isinstance(report, m.Quiet):
-            self.ledger.heard(node, report)
-        return self.watch.heard(node, report)
+            self.ledger.on_report(node, report)
+        return self.watch.on_report(node, report)
 
-    def asked(self, number: int, ask: m.Request) -> None:
+    def on_request(self, number: int, request: m.Request) -> None:
         """Answer at once, or once the look that it needs has arrived."""
-        wants = ask.verb == "stacks" or ask.live
-        runs = wants and self._ctx.outcome is None
-        look = self.watch.look(stacks=ask.verb == "stacks") if runs else 0
-        if not look:
+        needs_sample = request.verb == "stacks" or request.live
+        runs = needs_sample and self._ctx.outcome is None
+        sample = self.watch.request_sample(stacks=request.verb == "stacks") if runs else 0
+        if not sample:
             self._answer(number)
-        elif len(self._asked) >= MAX_ASKED:
-            reason = f"{MAX_ASKED} others wait for a look already: ask again in some seconds"
+        elif len(self._pending) >= MAX_PENDING:
+            reason = f"{MAX_PENDING} others wait for a look already: ask again in some seconds"
             self._ctx.out.append(Replied(number, m.Reply(False, reason)))
         else:
-            self._asked[number] = (look, self._ctx.now + LOOK_LIMIT)
+            self._pending[number] = (sample, self._ctx.now + SAMPLE_LIMIT)
 
     def pursue(self) -> tuple[Wish, ...]:
         """Request looks that are due and judge; answer readers that waited for one."""
         wishes = self.watch.pursue()
         now = self._ctx.now
-        for number, (look, until) in list(self._asked.items()):
-            if self.watch.looked(look) or now >= until:
-                del self._asked[number]
+        for number, (sample, until) in list(self._pending.items()):
+            if self.watch.is_sample_over(sample) or now >= until:
+                del self._pending[number]
                 self._answer(number)
         return wishes
 
@@ -123,12 +123,12 @@ class Sight:
             self.ledger.settle(node, 0.0, "")
         else:
             self.ledger.settle(node, verdict.since, verdict.klass, verdict.says)
-        self.incidents.settle(self.watch.stood)
+        self.incidents.settle(self.watch.last_state)
         self.history.settle()
-        if self._ctx.outcome is not None and self._asked:  # no more ranks are sampled
-            for number in self._asked:
+        if self._ctx.outcome is not None and self._pending:  # no more ranks are sampled
+            for number in self._pending:
                 self._answer(number)
-            self._asked.clear()
+            self._pending.clear()
 
     def _judge(self, verdict: VerdictRow | None) -> None:
         """Report a verdict once, and once when it is over."""
@@ -138,10 +138,10 @@ class Sight:
         if before and verdict and (before.klass, before.ranks) == (verdict.klass, verdict.ranks):
             return
         if before is not None:
-            stood = before.since + passed
-            said = lasting(before.said, passed)
-            told = replace(before, sentence=said, since=stood, then="")
-            self._ctx.out.append(Judged(told, over=True))
+            since = before.since + passed
+            sentence = lasting(before.said, passed)
+            final = replace(before, sentence=sentence, since=since, then="")
+            self._ctx.out.append(Judged(final, over=True))
         if verdict is not None:
             self._ctx.out.append(Judged(verdict, over=False))
 
@@ -153,20 +153,20 @@ class Sight:
 
     def round_over(self, reason: Reason) -> bool:
         """The round was closed; return whether anything had failed."""
-        ctx, stood = self._ctx, self.watch.stood()
+        ctx, state = self._ctx, self.watch.last_state()
         if ctx.round is not None and not ctx.rdzv.succeeded:
             origin = origin_of(ctx, reason)
-            self.ledger.round_over(origin, stood.quiet)
-            self.incidents.round_over(reason, origin, stood)
+            self.ledger.round_over(origin, state.quiet)
+            self.incidents.round_over(reason, origin, state)
         self.watch.round_over()
         return self.ledger.cause in FAILURES
 
     def next_deadline(self) -> float | None:
         """When `pursue` is due at the latest."""
         due = self.watch.next_deadline()
-        if not self._asked:
+        if not self._pending:
             return due
-        return earliest(due, *(until for _, until in self._asked.values()))
+        return earliest(due, *(until for _, until in self._pending.values()))
 
     def picture(self) -> Picture:
         """Everything known; O(ranks)."""
@@ -179,7 +179,7 @@ class Sight:
             ranks=ranks,
             stacks=stacks,
             stacks_missing=missing,
-            said=self.watch.said(),
+            said=self.watch.last_lines(),
             goodput=self.goodput(),
             incidents=self.incidents.page(),
             events=self.history.page(),
@@ -194,11 +194,11 @@ class Sight:
 
     def goodput(self) -> Goodput | None:
         """The time accounting; None before the first round."""
-        return self.ledger.page(self.incidents.standing())
+        return self.ledger.page(self.incidents.downtime())
 
     def last_line(self) -> str:
         """The same at the job's end; "" if it is not worth a line."""
-        return self.ledger.last_line(self.incidents.standing())
+        return self.ledger.last_line(self.incidents.downtime())
 
     def _answer(self, number: int) -> None:
         body = msgspec.json.encode(self.picture()).decode()

@@ -144,26 +144,26 @@ class Checkpoints:
         self._attempt: Attempt | None = None  # at the plan
         self._plan: Plan | None = None
         self._storage = Storage()
-        self._begun: Key | None = None  # the newest planned one: older ones are skipped
-        self._since: dict[Key, float] = {}  # wanted and whole, may grow: since when
+        self._newest_planned: Key | None = None  # the newest planned one: older ones are skipped
+        self._whole_since: dict[Key, float] = {}  # wanted and whole, may grow: since when
         self._ended: dict[str, list[m.PersistOver]] = {}  # node -> how its last attempts ended
         self._refused: dict[Key, None] = {}  # wanted, but can never be whole
-        self._left: Key | None = None  # the previous master had to save it
+        self._inherited: Key | None = None  # the previous master had to save it
         self._no_saver = False
-        self._owed: tuple[Key, str] | None = None  # the last planned one, not written, and why
-        self.asked: Key | None = None  # this and later steps are saved because a node leaves
+        self._missing: tuple[Key, str] | None = None  # the last planned one, not written, and why
+        self.requested: Key | None = None  # this and later steps are saved because a node leaves
         self.written: m.Restore | None = None  # the newest committed checkpoint
 
     # ------------------------------------------------------------ nodes and rounds
 
-    def goes_on_from(self, restore: m.Restore | None) -> None:
+    def round_begins(self, restore: m.Restore | None) -> None:
         """A round begins; its agents discard everything newer than `restore`."""
-        self._since.clear()
+        self._whole_since.clear()
         upto = None if restore is None else order_of(key_of(restore))
         if self._plan is not None and (upto is None or order_of(self._plan.key) > upto):
             self.abandon("the job goes on from another step")
-        if self._owed and (upto is None or order_of(self._owed[0]) > upto):
-            self._owed = None  # training was rewound to before it
+        if self._missing and (upto is None or order_of(self._missing[0]) > upto):
+            self._missing = None  # training was rewound to before it
 
     def release_incomplete(self) -> None:
         """Release the steps of older rounds that are not whole: they never will be."""
@@ -172,16 +172,16 @@ class Checkpoints:
                 if not ledger.is_whole(step):
                     self._release(ledger, step, ledger.why_not_whole(step))
 
-    def heard(self, node: str, report: m.Holdings) -> None:
+    def on_holdings(self, node: str, report: m.Holdings) -> None:
         """Tell a node which of the steps it wants written will not be, or were."""
         for one in report.held:
             if not one.wanted:
                 continue
             if self._is_passed((one.round, one.step)):
-                self._tell_released(node, one.round, one.step, "")
+                self._send_released(node, one.round, one.step, "")
             elif (ledger := self._points.ledger(one.round)) and (why := ledger.why_never(one.step)):
-                self._never(ledger, one.step, why)
-                self._tell_released(node, one.round, one.step, why)
+                self._note_never_whole(ledger, one.step, why)
+                self._send_released(node, one.round, one.step, why)
 
     def node_gone(self, node: str, how: str, now: float, *, reborn: bool = False) -> None:
         """The node is no longer waited for. `reborn`: a newer agent is present, which knows of no
@@ -201,13 +201,13 @@ class Checkpoints:
         """A node has attached: send what it may have missed."""
         for ended in self._ended.get(node, ()):  # may have been lost with the last stream
             if not ended.ok or ended.step >= self._points.rewound_from:
-                self._outbox.tell(ended, node)
+                self._outbox.send(ended, node)
         attempt = self._attempt
         if attempt is not None and attempt.needs(node):
             if node not in attempt.written:
-                self._outbox.tell(attempt.order(node, now), node)
+                self._outbox.send(attempt.order(node, now), node)
             elif attempt.committing:
-                self._outbox.tell(m.CommitCheckpoint(attempt.name), node)
+                self._outbox.send(m.CommitCheckpoint(attempt.name), node)
 
     # ------------------------------------------------------------ writing
 
@@ -217,8 +217,8 @@ class Checkpoints:
         if self.is_in_storage(key) or (self._plan is not None and self._plan.key == key):
             return
         self.abandon(f"step {restore.step} is written instead")
-        self._intend(Plan(key, "breakpoint"))
-        self._try(now)
+        self._set_plan(Plan(key, "breakpoint"))
+        self._start_attempt(now)
 
     def is_in_storage(self, key: Key) -> bool:
         """Whether it was written, or a later one that ranks would prefer to restore."""
@@ -231,14 +231,16 @@ class Checkpoints:
         """End what is late, begin what is due."""
         if self._attempt is not None and now >= self._attempt.deadline:
             self._fail(f"it was not finished within {self._spec.limit:g} s", now)
-        wanted = self._wanted(now) if self._attempt is None else None
-        if wanted is not None:
-            asked = self.asked
-            is_asked = asked is not None and asked[0] == wanted[0] and asked[1] <= wanted[1]
-            late = 0.0 if is_asked else self._storage.not_before
-            reason = "breakpoint" if wanted == self._left else "periodic"
-            self._intend(Plan(wanted, "asked" if is_asked else reason, late))
-        self._try(now)
+        newest = self._wanted(now) if self._attempt is None else None
+        if newest is not None:
+            requested = self.requested
+            is_requested = (
+                requested is not None and requested[0] == newest[0] and requested[1] <= newest[1]
+            )
+            late = 0.0 if is_requested else self._storage.not_before
+            reason = "breakpoint" if newest == self._inherited else "periodic"
+            self._set_plan(Plan(newest, "asked" if is_requested else reason, late))
+        self._start_attempt(now)
 
     def release_failed(self) -> None:
         """For the running round: release wanted steps that can never be whole because a rank could
@@ -249,17 +251,17 @@ class Checkpoints:
                 if snap is None or not snap.wanted or self._is_passed((ledger.name, step)):
                     continue
                 if why := ledger.why_never(step):
-                    self._never(ledger, step, why)
+                    self._note_never_whole(ledger, step, why)
                     self._release(ledger, step, why)
 
-    def _never(self, ledger: Ledger, step: int, why: str) -> None:
+    def _note_never_whole(self, ledger: Ledger, step: int, why: str) -> None:
         """This step was wanted, but can never be whole."""
         key = (ledger.name, step)
         self._refused[key] = None  # older ones that are whole must still be written
         while len(self._refused) > MOST_REFUSED:
             del self._refused[next(iter(self._refused))]
-        self._owe(key, why)
-        self._outbox.say(f"the checkpoint of step {step} is not written: {why}", "error")
+        self._note_missing(key, why)
+        self._outbox.log(f"the checkpoint of step {step} is not written: {why}", "error")
 
     def persisted(self, node: str, report: m.Persisted, now: float) -> None:
         """A node has written its share, or the coordinator the marker; or failed to."""
@@ -273,43 +275,43 @@ class Checkpoints:
         elif not report.committed and node not in attempt.written:
             attempt.written[node] = report.nbytes
             if attempt.committing:
-                self._outbox.tell(m.CommitCheckpoint(attempt.name), attempt.coordinator)
+                self._outbox.send(m.CommitCheckpoint(attempt.name), attempt.coordinator)
 
     def hurry(self, now: float) -> None:
         """The job is ending: retry without delay after a failed attempt, and also retry an
         abandoned one if it is still whole."""
         self._storage.not_before = now
-        if self._plan is None and self._owed is not None:
-            key, _ = self._owed
+        if self._plan is None and self._missing is not None:
+            key, _ = self._missing
             ledger = self._points.ledger(key[0])
             if ledger is not None and ledger.is_whole(key[1]):
                 self._storage.failures = 0
-                self._intend(Plan(key, "periodic"))
+                self._set_plan(Plan(key, "periodic"))
         if self._plan is not None:
             self._plan.not_before = now
-            self._try(now)
+            self._start_attempt(now)
 
     def abandon(self, reason: str) -> None:
         """Stop writing."""
         if self._attempt is not None:
-            self._over(self._attempt, ok=False, reason=reason)
+            self._end_attempt(self._attempt, ok=False, reason=reason)
         if self._plan is not None:
-            self._owe(self._plan.key, "no saver is ready" if self._no_saver else reason)
+            self._note_missing(self._plan.key, "no saver is ready" if self._no_saver else reason)
         self._plan = None
 
-    def _owe(self, key: Key, why: str) -> None:
+    def _note_missing(self, key: Key, why: str) -> None:
         """This step was to be written, and is not; the first reason stays."""
-        owed = self._owed
-        if owed is None or order_of(owed[0]) < order_of(key):
-            self._owed = (key, why)
+        missing = self._missing
+        if missing is None or order_of(missing[0]) < order_of(key):
+            self._missing = (key, why)
 
     @property
-    def owed(self) -> str:
+    def missing(self) -> str:
         """Which checkpoint is missing from storage that was to be written last, and why, as a
         clause; "" if none is missing."""
-        if self._owed is None:
+        if self._missing is None:
             return ""
-        (_, step), why = self._owed
+        (_, step), why = self._missing
         return f"step {step} was not written to storage: {why}"
 
     @property
@@ -317,14 +319,14 @@ class Checkpoints:
         """What is being written or about to be, as a sentence; "" if nothing."""
         if self._plan is not None:
             return f"step {self._plan.key[1]} is being saved"
-        waiting = [key[1] for key in self._since]
+        waiting = [key[1] for key in self._whole_since]
         return f"step {max(waiting)} is about to be saved" if waiting else ""
 
     def next_deadline(self) -> float | None:
         """When `proceed` is due at the latest."""
         if self._attempt is not None:
             return self._attempt.deadline
-        dues = [since + WAIT_FOR_ALL for since in self._since.values()]
+        dues = [since + WAIT_FOR_ALL for since in self._whole_since.values()]
         if self._plan is not None and not self._no_saver:
             dues.append(self._plan.not_before)
         return min(dues, default=None)
@@ -337,13 +339,13 @@ class Checkpoints:
     def restore(self, written: m.Restore | None) -> None:
         """Restore what the previous master wrote last."""
         self.written = written
-        self._begun = key_of(written) if written is not None else None
+        self._newest_planned = key_of(written) if written is not None else None
 
     def take_over(self, restore: m.Restore | None) -> None:
         """The recorded round restores this snapshot. With --save-at-breakpoint, the previous master
         may have died before it was saved."""
         if self._spec.at_breakpoint and restore is not None:
-            self._left = key_of(restore)
+            self._inherited = key_of(restore)
 
     def status(self) -> list[str]:
         """Clauses for the status page."""
@@ -366,19 +368,19 @@ class Checkpoints:
             (ledger.name, step)
             for ledger in self._points.ledgers
             for step, snap in ledger.snaps.items()
-            if (snap.wanted or self._left == (ledger.name, step))
+            if (snap.wanted or self._inherited == (ledger.name, step))
             and ledger.is_whole(step)
             and not self._is_passed((ledger.name, step))
         }
         if self._plan is not None:
             whole.discard(self._plan.key)
-        self._since = {key: self._since.get(key, now) for key in whole}
+        self._whole_since = {key: self._whole_since.get(key, now) for key in whole}
         for key in sorted(whole, key=order_of, reverse=True):
             ledger = self._points.ledger(key[0])
-            may_grow = key == self._left or (ledger is not None and ledger.upto is None)
+            may_grow = key == self._inherited or (ledger is not None and ledger.upto is None)
             grows = may_grow and ledger is not None and not ledger.is_full(key[1])
-            if not grows or now >= self._since[key] + WAIT_FOR_ALL:
-                del self._since[key]
+            if not grows or now >= self._whole_since[key] + WAIT_FOR_ALL:
+                del self._whole_since[key]
                 return key
         return None
 
@@ -388,20 +390,22 @@ class Checkpoints:
             return False
         if key in self._refused:
             return True
-        return self._begun is not None and order_of(key) <= order_of(self._begun)
+        return self._newest_planned is not None and order_of(key) <= order_of(self._newest_planned)
 
-    def _intend(self, plan: Plan) -> None:
+    def _set_plan(self, plan: Plan) -> None:
         self._plan = plan
-        self._say_passed(plan)
-        if self._begun is None or order_of(plan.key) > order_of(self._begun):
-            self._begun = plan.key
+        self._log_passed(plan)
+        if self._newest_planned is None or order_of(plan.key) > order_of(self._newest_planned):
+            self._newest_planned = plan.key
         for ledger in self._points.ledgers:
             for step in ledger.steps():
                 if order_of((ledger.name, step)) < order_of(plan.key):
                     self._release(ledger, step, f"step {plan.key[1]} is written instead")
-        self._since = {k: at for k, at in self._since.items() if order_of(k) > order_of(plan.key)}
+        self._whole_since = {
+            k: at for k, at in self._whole_since.items() if order_of(k) > order_of(plan.key)
+        }
 
-    def _say_passed(self, plan: Plan) -> None:
+    def _log_passed(self, plan: Plan) -> None:
         """Log steps that ranks want written but never will be, because a newer one is."""
         passed = sorted(
             step
@@ -414,22 +418,26 @@ class Checkpoints:
         if passed:
             steps = f"step{'s' if len(passed) > 1 else ''} {', '.join(map(str, passed))}"
             instead = f"step {plan.key[1]} is written instead"
-            self._outbox.say(f"the checkpoint of {steps} is skipped: {instead}", "warning")
+            self._outbox.log(f"the checkpoint of {steps} is skipped: {instead}", "warning")
 
-    def _release(self, ledger: Ledger, step: int, reason: str, told: Collection[str] = ()) -> None:
+    def _release(
+        self, ledger: Ledger, step: int, reason: str, except_for: Collection[str] = ()
+    ) -> None:
         """No checkpoint will be written (any more) of a step that ranks want written."""
         snap = ledger.snaps.get(step)
-        for node in [one for one in snap.wanted if one not in told] if snap is not None else ():
-            self._tell_released(node, ledger.name, step, reason)
+        for node in (
+            [one for one in snap.wanted if one not in except_for] if snap is not None else ()
+        ):
+            self._send_released(node, ledger.name, step, reason)
 
-    def _tell_released(self, node: str, round_: RoundName, step: int, reason: str) -> None:
+    def _send_released(self, node: str, round_: RoundName, step: int, reason: str) -> None:
         written = self.written is not None and (round_, step) == key_of(self.written)
         ok_reason = "" if written else reason or "a newer one was taken"
-        self._outbox.tell(m.PersistOver("", round_, step, ok=written, reason=ok_reason), node)
+        self._outbox.send(m.PersistOver("", round_, step, ok=written, reason=ok_reason), node)
 
     # ------------------------------------------------------------ attempts
 
-    def _try(self, now: float) -> None:
+    def _start_attempt(self, now: float) -> None:
         plan = self._plan
         if plan is None or self._attempt is not None or now < plan.not_before:
             return
@@ -437,8 +445,8 @@ class Checkpoints:
         step = plan.key[1]
         if ledger is None or not ledger.is_whole(step):
             why = ledger.why_not_whole(step) if ledger is not None else "no node holds it any more"
-            self._outbox.say(f"step {step} cannot be saved: {why}", "warning")
-            self._owe(plan.key, why)
+            self._outbox.log(f"step {step} cannot be saved: {why}", "warning")
+            self._note_missing(plan.key, why)
             self._drop_plan(why)
             return
         parts = divide(ledger, step)
@@ -459,24 +467,24 @@ class Checkpoints:
             rewound_from=self._points.rewound_from,
         )
         for node in parts:
-            self._outbox.tell(self._attempt.order(node, now), node)
+            self._outbox.send(self._attempt.order(node, now), node)
 
     def _committed(self, attempt: Attempt, now: float) -> None:
         round_, step = attempt.plan.key
         self.written = m.Restore(round_, step, attempt.world_size)
         self._points.committed(attempt.rewound_from)
         self._storage = Storage()  # writing works
-        if self._owed is not None and order_of(self._owed[0]) <= order_of(attempt.plan.key):
-            self._owed = None
+        if self._missing is not None and order_of(self._missing[0]) <= order_of(attempt.plan.key):
+            self._missing = None
         parts = some(attempt.writers, "part")
         size = in_size(sum(attempt.written.values()))
         took = f"{now - attempt.began:.1f} s"
-        self._outbox.say(f"the checkpoint of step {step} is written: {parts}, {size} in {took}")
+        self._outbox.log(f"the checkpoint of step {step} is written: {parts}, {size} in {took}")
         self._plan = None
-        self._over(attempt, ok=True, reason="")
+        self._end_attempt(attempt, ok=True, reason="")
         ledger = self._points.ledger(round_)
         if ledger is not None:
-            self._release(ledger, step, "", told=attempt.parts)
+            self._release(ledger, step, "", except_for=attempt.parts)
 
     def _fail(self, reason: str, now: float, *, blameless: bool = False) -> None:
         """The current attempt has failed. `blameless`: the next need not wait."""
@@ -484,19 +492,19 @@ class Checkpoints:
         assert attempt is not None
         plan = attempt.plan
         what = f"the checkpoint of step {plan.key[1]} was not written: {reason}"
-        self._over(attempt, ok=False, reason=reason)
-        self._owe(plan.key, reason)
+        self._end_attempt(attempt, ok=False, reason=reason)
+        self._note_missing(plan.key, reason)
         if blameless:
-            self._outbox.say(what, "warning")
+            self._outbox.log(what, "warning")
             return
         wait = self._storage.failed(now)
         plan.not_before = self._storage.not_before
         if self._storage.failures < MAX_TRIES:
-            self._outbox.say(f"{what}; it is tried again in {wait:g} s", "warning")
+            self._outbox.log(f"{what}; it is tried again in {wait:g} s", "warning")
             return
         times = f"{self._storage.failures} attempts have failed in a row"
         later = f"the next checkpoint is tried in {wait:g} s at the earliest"
-        self._outbox.say(f"{what}; {times}: this one is given up, {later}", "error")
+        self._outbox.log(f"{what}; {times}: this one is given up, {later}", "error")
         self._drop_plan(reason)
 
     def _drop_plan(self, reason: str) -> None:
@@ -505,7 +513,7 @@ class Checkpoints:
         if plan is not None and ledger is not None:
             self._release(ledger, plan.key[1], reason)
 
-    def _over(self, attempt: Attempt, *, ok: bool, reason: str) -> None:
+    def _end_attempt(self, attempt: Attempt, *, ok: bool, reason: str) -> None:
         order = m.PersistOver(attempt.name, *attempt.plan.key, ok=ok, reason=reason)
         self._attempt = None
         here = tuple(node for node in attempt.parts if node in self._points.reports)
@@ -514,7 +522,7 @@ class Checkpoints:
         while len(self._ended) > MOST_NODES:
             self._ended.pop(next(iter(self._ended)))
         if here:
-            self._outbox.tell(order, *here)
+            self._outbox.send(order, *here)
         self._points.stay_no_longer(attempt.parts)
 
 

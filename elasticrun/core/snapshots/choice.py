@@ -84,13 +84,13 @@ class RestorePoints:
         self.watermark = -1  # of the current round; -1: none yet
         self.ledgers: list[Ledger] = []  # of the current round and the previous one
         self.reports: dict[str, m.Holdings] = {}  # the last report of each living node
-        self.going: dict[str, Key | None] = {}  # nodes that are leaving, and what each stays for
+        self.leaving: dict[str, Key | None] = {}  # nodes that are leaving, and what each stays for
         self.away: dict[str, None] = {}
         """Nodes that may come back with what they hold."""
         self._has_obeyed = False  # a round that restored it has a whole step of its own
-        self._began = False  # a round of this master, or one reported to it
+        self._has_round = False  # a round of this master, or one reported to it
         self._last: m.RoundInfo | None = None  # of another master, as agents have noted it
-        self._is_clock_told = False
+        self._is_clock_logged = False
         self._waiting: dict[tuple[str, m.WhereIs], None] = {}  # questions, and the asking node
         self._named: dict[tuple[str, Key, int], tuple[str, int]] = {}  # holders named to nodes
         self._dropped: dict[Key, None] = {}  # not to be restored again: spoiled
@@ -102,38 +102,38 @@ class RestorePoints:
     # ------------------------------------------------------------ what is known
 
     @property
-    def looks_back(self) -> bool:
+    def knows_round_from_agents(self) -> bool:
         """Whether a round is known only from what agents noted of another master's."""
-        return self._last is not None and not self._began
+        return self._last is not None and not self._has_round
 
-    def _look_back(self, last: m.RoundInfo | None) -> None:
+    def _note_earlier_round(self, last: m.RoundInfo | None) -> None:
         """An agent names the newest round whose ranks ran on its node."""
-        if self._began or last is None:
+        if self._has_round or last is None:
             return
         if last.name.term >= self._term:
-            if not self._is_clock_told:
-                self._is_clock_told = True
+            if not self._is_clock_logged:
+                self._is_clock_logged = True
                 what = f"it is of round {last.name}, and this master of term {self._term}"
                 why = f"{what}; was a clock set back?"
-                self._outbox.say(f"what is in memory is not used: {why}", "warning")
+                self._outbox.log(f"what is in memory is not used: {why}", "warning")
             return
         known = self._last
         if known is None or _age(known) < _age(last):
             self._last = last
             if self.restore_step < 0:
                 self.rewound_from = last.skip.storage_from
-            self._know(last)
+            self._set_rounds(last)
         elif known.name == last.name and last.skip.storage_from < 0 and self.restore_step < 0:
             self.rewound_from = -1  # a checkpoint committed since then shows that
 
     def begin_round(self, info: m.RoundInfo) -> None:
         """A round was formed, adopted or read from the record."""
-        self._began = True
+        self._has_round = True
         if info.restore is not None and info.restore.step != self.restore_step:
             self._has_obeyed = True  # under the previous master
-        self._know(info)
+        self._set_rounds(info)
 
-    def _know(self, info: m.RoundInfo) -> None:
+    def _set_rounds(self, info: m.RoundInfo) -> None:
         """Set the rounds that count from now on."""
         restore = info.restore
         old = next((one for one in self.ledgers if restore and one.name == restore.round), None)
@@ -157,17 +157,17 @@ class RestorePoints:
         """Expect reports of these nodes about what they hold."""
         self.away.update(dict.fromkeys(nodes))
 
-    def has_said_all(self, node: str) -> None:
+    def has_reported_all(self, node: str) -> None:
         """The node has reported other things: if it holds anything, it has reported that before."""
         if node in self.away:
             del self.away[node]
             self.answer()
 
-    def heard(self, node: str, report: m.Holdings) -> None:
+    def on_holdings(self, node: str, report: m.Holdings) -> None:
         """A living node reports what it holds."""
         self.reports[node] = report
         self.away.pop(node, None)
-        self._look_back(report.last)
+        self._note_earlier_round(report.last)
         went_on = report.went_on
         if went_on is not None and self.ledgers and went_on.round == self.ledgers[0].name:
             self._reached = max(self._reached, went_on.step)
@@ -180,21 +180,21 @@ class RestorePoints:
         self._count(node)
         if for_good:
             del self.away[node]
-            self.going.pop(node, None)
+            self.leaving.pop(node, None)
             self._waiting = {one: None for one in self._waiting if one[0] != node}
             self.answer()
 
     def leave(self, kept: Mapping[str, Key | None]) -> None:
         """These nodes are leaving: each counts only for the snapshot that it stays for."""
-        self.going.update(kept)
+        self.leaving.update(kept)
         for node in kept:
             self._count(node)
 
     def stay_no_longer(self, nodes: Iterable[str]) -> None:
         """What these nodes may have stayed for is over."""
         for node in nodes:
-            if node in self.going:
-                self.going[node] = None
+            if node in self.leaving:
+                self.leaving[node] = None
                 self._count(node)
 
     def _count(self, node: str) -> None:
@@ -202,9 +202,9 @@ class RestorePoints:
         report = self.reports.get(node)
         held = report.held if report is not None else ()
         for ledger in self.ledgers:
-            ledger.hear(node, [one for one in held if one.round == ledger.name])
-            if node in self.going:
-                kept = self.going[node]
+            ledger.update(node, [one for one in held if one.round == ledger.name])
+            if node in self.leaving:
+                kept = self.leaving[node]
                 ledger.keep_only(node, kept[1] if kept and kept[0] == ledger.name else None)
 
     def skipped(self) -> int:
@@ -222,31 +222,31 @@ class RestorePoints:
         """Tell all nodes of a newer whole step, or of steps that are given up."""
         for ledger in self.ledgers[:1]:
             whole = [step for step in ledger.steps() if ledger.is_whole(step)]
-            if self.looks_back:  # no node needs to know
+            if self.knows_round_from_agents:  # no node needs to know
                 self.watermark = max([self.watermark, *whole])
                 continue
             newest = next((step for step in whole if replicas.counts(ledger, step)), -1)
             if newest > self.watermark:
                 self.watermark = newest
                 self._has_obeyed = True
-                self._outbox.tell(self._mark(), *self.reports)
+                self._outbox.send(self._mark(), *self.reports)
             elif ledger.failed and (
-                (never := ledger.never(max(self.watermark, ledger.given_up[1]))) >= 0
+                (never := ledger.newest_never_whole(max(self.watermark, ledger.given_up[1]))) >= 0
             ):
                 ledger.give_up(self.watermark, never)
-                self._outbox.tell(self._mark(), *self.reports)
+                self._outbox.send(self._mark(), *self.reports)
             elif whole and whole[0] > self.watermark:
                 continue  # it waits for replicas: giving up now would drop it too
-            elif ledger.passed > max(self.watermark, ledger.given_up[1]) and ledger.is_all_said(
+            elif ledger.passed > max(self.watermark, ledger.given_up[1]) and ledger.is_all_reported(
                 self.reports
             ):
                 ledger.give_up(self.watermark)
-                self._outbox.tell(self._mark(), *self.reports)
+                self._outbox.send(self._mark(), *self.reports)
 
-    def tell_watermark(self, node: str) -> None:
+    def send_watermark(self, node: str) -> None:
         """Send the watermark to a member of the current round that may not have it."""
         if self.ledgers and self._mark() != m.Watermark(self.ledgers[0].name, -1):
-            self._outbox.tell(self._mark(), node)
+            self._outbox.send(self._mark(), node)
 
     def _mark(self) -> m.Watermark:
         """What all nodes of the current round must know."""
@@ -258,10 +258,11 @@ class RestorePoints:
 
     def choose(self) -> Choice:
         """What the next round restores."""
-        choice, asked = self._newest(), self.restore_step
-        if asked >= 0 and (choice.restore is None or not self._has_obeyed):
+        choice, requested = self._newest(), self.restore_step
+        if requested >= 0 and (choice.restore is None or not self._has_obeyed):
             return Choice(
-                self._whole(asked, self._dropped), skip=Skip(self.rewound_from, all_but=asked)
+                self._whole(requested, self._dropped),
+                skip=Skip(self.rewound_from, all_but=requested),
             )
         if choice.restore is not None:
             return choice
@@ -292,7 +293,7 @@ class RestorePoints:
                 if (key := (ledger.name, step)) not in self._dropped and not self._is_suspect(key)
             ]
             whole = [step for step in usable if ledger.is_whole(step)]
-            if self.looks_back and known < 0 and usable and not whole:
+            if self.knows_round_from_agents and known < 0 and usable and not whole:
                 known = usable[0]
             if not why and known in usable and known > max(whole, default=-1):
                 lacks = ledger.why_not_whole(known)
@@ -343,9 +344,9 @@ class RestorePoints:
             self.rewound_from = on.step if low < 0 else min(low, on.step)
             times = f"ranks have failed {MAX_REJECTED} times within {FEW_STEPS} steps of it"
             then = f"it is tried again if nothing else is left, or with --restore-step={on.step}"
-            self._outbox.say(f"step {on.step} is suspect: {times}; {then}", "warning")
+            self._outbox.log(f"step {on.step} is suspect: {times}; {then}", "warning")
 
-    def bad(self, node: str, report: m.ShardBad) -> bool:
+    def shard_bad(self, node: str, report: m.ShardBad) -> bool:
         """A shard no longer counts: the node's own, or the one that was named to it. Return whether
         the current round was to restore that snapshot."""
         key = (report.round, report.step)
@@ -353,7 +354,11 @@ class RestorePoints:
         ledger = self.ledger(report.round)
         if ledger is None:
             return False
-        if named is None and ledger is self.ledgers[0] and self._could_not(node, ledger, report):
+        if (
+            named is None
+            and ledger is self.ledgers[0]
+            and self._is_failed_save(node, ledger, report)
+        ):
             return False
         spoilt = ledger.spoil(node, report.step, report.rank)
         if named is not None:
@@ -361,10 +366,10 @@ class RestorePoints:
         if not spoilt:
             self._dropped[key] = None  # else the same would be chosen again and again
         what = f"the snapshot of rank {report.rank} at step {report.step} cannot be used"
-        self._outbox.say(f"{what}: {report.reason} (node {node})", "warning")
+        self._outbox.log(f"{what}: {report.reason} (node {node})", "warning")
         return self._restored is not None and key_of(self._restored) == key
 
-    def _could_not(self, node: str, ledger: Ledger, report: m.ShardBad) -> bool:
+    def _is_failed_save(self, node: str, ledger: Ledger, report: m.ShardBad) -> bool:
         """Whether the report is from a rank of the running round that could not save a step: then
         its node holds nothing of that rank at that step. Each reason of a rank is logged once."""
         snap = ledger.snaps.get(report.step)
@@ -372,45 +377,45 @@ class RestorePoints:
             return False
         if self._restored is not None and key_of(self._restored) == (report.round, report.step):
             return False
-        if ledger.could_not(report.step, report.rank, report.reason):
-            said = (report.rank, report.reason)
-            if said not in self._failures and len(self._failures) < MAX_FAILURES:
-                self._failures[said] = None
+        if ledger.save_failed(report.step, report.rank, report.reason):
+            failure = (report.rank, report.reason)
+            if failure not in self._failures and len(self._failures) < MAX_FAILURES:
+                self._failures[failure] = None
                 what = f"rank {report.rank} could not save step {report.step}"
-                self._outbox.say(f"{what}: {report.reason} (node {node})", "warning")
+                self._outbox.log(f"{what}: {report.reason} (node {node})", "warning")
         return True
 
-    def where(self, node: str, asked: m.WhereIs) -> None:
+    def locate(self, node: str, question: m.WhereIs) -> None:
         """Tell `node` which other node has a shard: at once, or when it is certain that no node
         returns with it, or once a saver is ready (the asking node does not wait for ever)."""
         if len(self._waiting) < MAX_WAITING:
-            self._waiting[node, asked] = None
+            self._waiting[node, question] = None
             self.answer()
         else:
-            self._outbox.tell(self._look_for(node, asked)[0], node)
+            self._outbox.send(self._find_holder(node, question)[0], node)
 
     def answer(self) -> None:
         """Answer pending questions for shards, as far as possible now."""
-        for node, asked in tuple(self._waiting):
-            answer, may_come = self._look_for(node, asked)
+        for node, question in tuple(self._waiting):
+            answer, may_come = self._find_holder(node, question)
             if answer.saver is not None or not may_come:
-                del self._waiting[node, asked]
-                self._outbox.tell(answer, node)
+                del self._waiting[node, question]
+                self._outbox.send(answer, node)
 
-    def _look_for(self, node: str, asked: m.WhereIs) -> tuple[m.Holder, bool]:
+    def _find_holder(self, node: str, question: m.WhereIs) -> tuple[m.Holder, bool]:
         """The current answer, and whether a better one may follow."""
-        key = (asked.round, asked.step)
-        ledger = self.ledger(asked.round)
-        places = ledger.find(asked.step, asked.rank) if ledger is not None else []
+        key = (question.round, question.step)
+        ledger = self.ledger(question.round)
+        places = ledger.find(question.step, question.rank) if ledger is not None else []
         others = [place for place in places if place[0] != node]
         for holder, rank in others:
             report = self.reports.get(holder)
             if report is not None and report.saver is not None:
-                self._named[node, key, asked.rank] = (holder, rank)
-                return m.Holder(*key, asked.rank, rank, report.saver, ""), True
+                self._named[node, key, question.rank] = (holder, rank)
+                return m.Holder(*key, question.rank, rank, report.saver, ""), True
         why = "no node holds it any more" if not places else "its holder cannot serve it just now"
         may_come = ledger is not None and bool(others or self.away)
-        return m.Holder(*key, asked.rank, -1, None, why), may_come
+        return m.Holder(*key, question.rank, -1, None, why), may_come
 
     # ------------------------------------------------------------ the record
 

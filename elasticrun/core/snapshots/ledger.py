@@ -82,7 +82,7 @@ class Snap:
     ) -> None:
         """A living node holds these, in place of what it held before; `copies` of them are
         replicas."""
-        self.take(node)
+        self.remove(node)
         for rank, content in contents.items():
             self.expect(rank, content)
             places = self.holders.setdefault(content, {})
@@ -98,7 +98,7 @@ class Snap:
         if wanted:
             self.wanted[node] = None
 
-    def take(self, node: str) -> None:
+    def remove(self, node: str) -> None:
         """The node holds nothing of this step any more."""
         self.wanted.pop(node, None)
         self.ranks += len(self.copies.pop(node, ()))
@@ -153,7 +153,7 @@ class Ledger:
         self.failed: dict[int, dict[int, str]] = {}  # step -> ranks that could not save it, and why
         self._last: dict[int, int] = {}  # rank -> its last content
         self._home: dict[int, str] = {}  # rank -> the node that held it last
-        self._said: dict[str, dict[int, tuple[Holding, ...]]] = {}  # node -> step -> report
+        self._reported: dict[str, dict[int, tuple[Holding, ...]]] = {}  # node -> step -> report
         self._bad: dict[tuple[int, str, int], None] = {}  # step, node, rank
 
     def steps(self) -> list[int]:
@@ -180,7 +180,7 @@ class Ledger:
         lacking = len(self.failed.get(step, ()))
         return snap is not None and snap.ranks + lacking >= self.world_size
 
-    def could_not(self, step: int, rank: int, reason: str) -> bool:
+    def save_failed(self, step: int, rank: int, reason: str) -> bool:
         """A rank of this round could not save a step that others may still save; return whether
         that is news."""
         if not self._is_open(step) or rank >= self.world_size or rank in self.failed.get(step, ()):
@@ -201,31 +201,33 @@ class Ledger:
                 return f"rank {rank} could not save it: {reason}"
         return ""
 
-    def never(self, above: int) -> int:
+    def newest_never_whole(self, above: int) -> int:
         """The newest step above this one that can never be whole; -1: none."""
         return max((one for one in self.failed if one > above and self.why_never(one)), default=-1)
 
-    def is_all_said(self, living: Collection[str]) -> bool:
+    def is_all_reported(self, living: Collection[str]) -> bool:
         """Whether every rank was reported by its own node, and these nodes are all present. Until
         then, what seems lost may be held by a node that has yet to report; O(ranks)."""
         homes = self._home.values()
         return len(homes) == self.world_size and all(node in living for node in homes)
 
-    def hear(self, node: str, held: Iterable[Holding]) -> None:
+    def update(self, node: str, held: Iterable[Holding]) -> None:
         """All that a living node holds of this round."""
         now: dict[int, tuple[Holding, ...]] = {}
         for one in held:
             if self._is_ours(one):
                 now[one.step] = (*now.get(one.step, ()), one)
-        before = self._said.pop(node, {})
+        before = self._reported.pop(node, {})
         for step in before.keys() - now.keys():
             self._take(node, step)
-        for step, said in now.items():
-            if before.get(step) != said:
-                self._put(node, said)
+        for step, holdings in now.items():
+            if before.get(step) != holdings:
+                self._put(node, holdings)
         if now:
-            self._said[node] = now
-            own = {one.step: one for said in now.values() for one in said if not one.replica}
+            self._reported[node] = now
+            own = {
+                one.step: one for holdings in now.values() for one in holdings if not one.replica
+            }
             if own:
                 self._pass_over(own)
 
@@ -235,8 +237,8 @@ class Ledger:
         newest = max(own)
         mine = {content for content in own[newest].contents if content}
         for step, snap in self.snaps.items():
-            gone_by = self.passed < step < newest and step not in own
-            if gone_by and not all(snap.holders.get(content) for content in mine):
+            is_skipped = self.passed < step < newest and step not in own
+            if is_skipped and not all(snap.holders.get(content) for content in mine):
                 self.passed = step
 
     def give_up(self, above: int, upto: int = -1) -> None:
@@ -247,8 +249,8 @@ class Ledger:
 
     def keep_only(self, node: str, step: int | None) -> None:
         """Of this node only this step counts from now on; None: no step does."""
-        said = self._said.get(node, {})
-        self.hear(node, said.get(step, ()) if step is not None else ())
+        holdings = self._reported.get(node, {})
+        self.update(node, holdings.get(step, ()) if step is not None else ())
 
     def end_at(self, step: int) -> None:
         """Discard later steps."""
@@ -258,17 +260,17 @@ class Ledger:
     def _drop(self, above: int, upto: int = MAX_STEP) -> None:
         kept = {step: snap for step, snap in self.snaps.items() if not above < step <= upto}
         self.snaps = kept
-        for node, said in self._said.items():
-            self._said[node] = {s: one for s, one in said.items() if not above < s <= upto}
+        for node, holdings in self._reported.items():
+            self._reported[node] = {s: one for s, one in holdings.items() if not above < s <= upto}
 
     def spoil(self, node: str, step: int, rank: int) -> bool:
         """What this node holds of a rank is bad and counts as absent. Return whether that is new,
         and about something that it holds."""
-        snap, said = self.snaps.get(step), self._said.get(node, {}).get(step)
-        if snap is None or said is None or rank not in snap.held.get(node, {}):
+        snap, holdings = self.snaps.get(step), self._reported.get(node, {}).get(step)
+        if snap is None or holdings is None or rank not in snap.held.get(node, {}):
             return False
         self._bad[step, node, rank] = None
-        self._put(node, said)
+        self._put(node, holdings)
         return True
 
     def needs(self, step: int, nodes: Collection[str]) -> bool:
@@ -317,14 +319,14 @@ class Ledger:
             return False
         return one.round == self.name and one.world_size == self.world_size
 
-    def _put(self, node: str, said: tuple[Holding, ...]) -> None:
-        step = said[0].step
+    def _put(self, node: str, holdings: tuple[Holding, ...]) -> None:
+        step = holdings[0].step
         snap = self.snaps.get(step)
         if snap is None:
             snap = self.snaps[step] = Snap(step, dict(self._last))
         contents: dict[int, int] = {}
         copies = set()
-        for one in sorted(said, key=lambda one: one.replica):
+        for one in sorted(holdings, key=lambda one: one.replica):
             for rank, content in enumerate(one.contents, one.first_rank):
                 if not content or rank in contents:
                     continue
@@ -337,7 +339,7 @@ class Ledger:
                 contents[rank] = content
                 if one.replica:
                     copies.add(rank)
-        wanted = any(one.wanted for one in said)
+        wanted = any(one.wanted for one in holdings)
         snap.put(node, contents, wanted=wanted, copies=frozenset(copies))
 
     def _learn(self, rank: int, content: int) -> None:
@@ -351,7 +353,7 @@ class Ledger:
     def _take(self, node: str, step: int) -> None:
         snap = self.snaps.get(step)
         if snap is not None:
-            snap.take(node)
+            snap.remove(node)
             if not snap.held:  # its ranks' needs are known, or will be reported again
                 del self.snaps[step]
 

@@ -37,19 +37,19 @@ class SnapshotPolicy:
         self._is_last_saved = False  # the last snapshot is being written, or was
         self._save_by = 0.0  # when that is abandoned
         self._wishes: list[Wish] = []  # from reports of this step
-        self.is_stirred = True
+        self.has_changed = True
         """Something has changed since `pursue` last ran."""
         self._due: float | None = None  # when anything is due on its own
 
     # ------------------------------------------------------------ nodes
 
-    def heard(self, node: str, report: m.SaveReport) -> bool:
+    def on_report(self, node: str, report: m.SaveReport) -> bool:
         """Always news: `pursue` determines what follows."""
         now, saves = self._ctx.now, self._saves
         if isinstance(report, m.Holdings):
-            saves.heard(node, report, now)
+            saves.on_holdings(node, report, now)
         elif isinstance(report, m.WhereIs):
-            saves.points.where(node, report)
+            saves.points.locate(node, report)
         elif isinstance(report, m.Persisted):
             before = saves.checkpoints.written
             saves.persisted(node, report, now)
@@ -59,7 +59,7 @@ class SnapshotPolicy:
             saves.not_replicated(node, report, now)
         elif isinstance(report, m.Departing | m.Missed):
             self._departing(node, report)
-        elif saves.points.bad(node, report):
+        elif saves.points.shard_bad(node, report):
             self._wishes.append(Reopen(SnapshotUnusable(report.step)))
         self._send()
         return True
@@ -69,11 +69,11 @@ class SnapshotPolicy:
         self._saves.attached(node, self._ctx.now, member=self._rdzv.last.is_member(node))
         self._send()
 
-    def going(self, nodes: Iterable[str], *, signalled: bool = False) -> None:
+    def nodes_leave(self, nodes: Iterable[str], *, signalled: bool = False) -> None:
         """These nodes announce that they leave (`signalled`: on a death signal), or are about to be
         ordered to. What the ranks of a departing node could not save, or have left in its memory,
         is written as after a failure."""
-        self._saves.going(nodes, self._ctx.now, signalled=signalled)
+        self._saves.nodes_leave(nodes, self._ctx.now, signalled=signalled)
         self._send()
 
     def _departing(self, node: str, report: m.Departing | m.Missed) -> None:
@@ -87,12 +87,12 @@ class SnapshotPolicy:
     def lost_contact(self, node: str) -> None:
         """Its stream broke: it will report again what it holds."""
         self._saves.forget(node, self._ctx.now)
-        self.is_stirred = True
+        self.has_changed = True
 
-    def gone(self, node: str, reason: str, *, reborn: bool = False) -> None:
+    def node_gone(self, node: str, reason: str, *, reborn: bool = False) -> None:
         """The node is lost, as `reason` says in a clause. `reborn`: a newer agent of it is
         present."""
-        self._saves.forget(node, self._ctx.now, gone=reason, reborn=reborn)
+        self._saves.forget(node, self._ctx.now, gone_because=reason, reborn=reborn)
         self._send()
 
     # ------------------------------------------------------------ rounds
@@ -115,9 +115,13 @@ class SnapshotPolicy:
             note(f"ranks try step {step} in memory again, {else_}", "warning")
         elif choice.restore is not None:
             step, newest = choice.restore.step, self.newest_step
-            told = f"; step {newest} was the newest reported" if newest > step else ""
-            left = ", as agents before these have left it" if saves.points.looks_back else ""
-            note(f"ranks resume from step {step} in memory{left}{told}")
+            also = f"; step {newest} was the newest reported" if newest > step else ""
+            left = (
+                ", as agents before these have left it"
+                if saves.points.knows_round_from_agents
+                else ""
+            )
+            note(f"ranks resume from step {step} in memory{left}{also}")
         elif (round_ := self._ctx.round) and (saves.points.watermark >= 0 or round_.info.restore):
             nothing = "nothing in memory can be restored: ranks load the newest checkpoint"
             note(nothing, "warning")
@@ -133,7 +137,7 @@ class SnapshotPolicy:
     def round_adopted(self, round_: Round) -> None:
         """An agent runs a round that this master did not know of."""
         points = self._saves.points
-        self.is_stirred = True
+        self.has_changed = True
         points.rewound_from, points.restore_step = round_.info.skip.storage_from, -1
         self._saves.begin_round(round_.info, round_.seats)
 
@@ -149,10 +153,10 @@ class SnapshotPolicy:
         """Begin what is due, end what is late. A round whose snapshot is unusable is reopened."""
         now, outbox = self._ctx.now, self._saves.outbox
         late = self._due is not None and now >= self._due
-        if self.is_stirred or late or outbox.orders:
-            self.is_stirred = False
+        if self.has_changed or late or outbox.orders:
+            self.has_changed = False
             self._saves.proceed(now)
-            if outbox.orders or outbox.news:  # which may cause more
+            if outbox.orders or outbox.notes:  # which may cause more
                 self._send()
             self._due = self._saves.next_deadline()
         wishes, self._wishes = self._wishes, []
@@ -160,12 +164,12 @@ class SnapshotPolicy:
 
     def next_deadline(self) -> float | None:
         """When anything is due on its own."""
-        return self._saves.next_deadline() if self.is_stirred else self._due
+        return self._saves.next_deadline() if self.has_changed else self._due
 
     def overslept(self, by: float) -> None:
         """The master did not listen for `by` seconds: no answer is late by that."""
         self._saves.overslept(by)
-        self.is_stirred = True
+        self.has_changed = True
 
     # ------------------------------------------------------------ the end
 
@@ -176,7 +180,7 @@ class SnapshotPolicy:
         newest = self._saves.points.choose().restore
         return newest is not None and newest != self._saves.checkpoints.written
 
-    def node_leaves(self) -> None:
+    def note_left_behind(self) -> None:
         """A node leaves: note what the next round would restore if it stayed."""
         newest = self._saves.points.choose().restore
         if newest is not None:
@@ -187,8 +191,8 @@ class SnapshotPolicy:
         """Whether ranks of the current round are known to have progressed, or were asked to
         save."""
         newest = self._saves.points.choose().restore
-        asked = self._saves.departures.asked is not None
-        return asked or newest is None or self.newest_step > newest.step
+        requested = self._saves.departures.requested is not None
+        return requested or newest is None or self.newest_step > newest.step
 
     def is_left_in_storage(self) -> bool:
         """Whether another run would resume from there, or from a later step."""
@@ -223,11 +227,11 @@ class SnapshotPolicy:
 
     def _send(self) -> None:
         """Send out the orders and news that have accumulated."""
-        self.is_stirred = True
+        self.has_changed = True
         outbox = self._saves.outbox
-        news, outbox.news = outbox.news, []
+        notes, outbox.notes = outbox.notes, []
         orders, outbox.orders = outbox.orders, []
-        for text, level in news:
+        for text, level in notes:
             self._ctx.note(text, level)
         for nodes, order in orders:
             self._ctx.broadcast(nodes, order)

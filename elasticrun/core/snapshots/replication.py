@@ -47,7 +47,7 @@ class Pairing:
     world_size: int
     deadline: float
     copies: list[Copying]
-    untold: list[Copying]
+    unsent: list[Copying]
     lone: int = 0  # contents on only one node, at the last look
 
 
@@ -75,7 +75,7 @@ class Replicas:
         self._due = None
         self._given_up.clear()
 
-    def heard(self, node: str, report: m.Holdings) -> None:
+    def on_holdings(self, node: str, report: m.Holdings) -> None:
         """Note whether the ranks of a living node want replicas."""
         if report.replicas:
             self._wanting[node] = None
@@ -93,9 +93,9 @@ class Replicas:
         pairing = self._pairing
         if pairing is not None:
             again = (one for one in pairing.copies if one.node == node)
-            pairing.untold += [one for one in again if one not in pairing.untold]
+            pairing.unsent += [one for one in again if one not in pairing.unsent]
 
-    def going(self, nodes: Collection[str]) -> None:
+    def nodes_leave(self, nodes: Collection[str]) -> None:
         """These nodes leave: nodes that were to copy to or from them are paired with others."""
         pairing = self._pairing
         copies = pairing.copies if pairing is not None else []
@@ -123,19 +123,19 @@ class Replicas:
             self._pairing = None
             return
         for ledger in ledgers:
-            self._look(ledger, now)
+            self._check_pairing(ledger, now)
         for ledger in ledgers:
             step = _newest(ledger)
             if step >= 0:
                 if self._is_due(ledger, step, living, now):
                     self._due = None
                     able = {node for node in self._seats if node not in going}
-                    self._begin(ledger, step, able, now)
+                    self._start_pairing(ledger, step, able, now)
                 break  # older rounds are no longer needed
         else:
             self._due = None
         if self._pairing is not None:
-            self._order(self._pairing, living)
+            self._send_orders(self._pairing, living)
 
     def next_deadline(self) -> float | None:
         """When `proceed` is due at the latest."""
@@ -159,7 +159,7 @@ class Replicas:
     def _applies(self) -> bool:
         return bool(self._wanting) and len(self._seats) >= 2
 
-    def _look(self, ledger: Ledger, now: float) -> None:
+    def _check_pairing(self, ledger: Ledger, now: float) -> None:
         """Check on the step that is being paired, if it is of this round."""
         pairing = self._pairing
         if pairing is None or pairing.key[0] != ledger.name:
@@ -169,7 +169,7 @@ class Replicas:
             self._pairing = None
             if self._trouble or not self._worked:
                 self._trouble, self._worked = False, True
-                self._outbox.say(f"every part of step {step} is in the memory of two nodes")
+                self._outbox.log(f"every part of step {step} is in the memory of two nodes")
         elif now >= pairing.deadline:
             self._give_up(pairing, f"it took longer than {self._limit:g} s")
         else:
@@ -194,7 +194,7 @@ class Replicas:
             self._due = (key, now)
         return ledger.is_full(step) or now >= self._due[1] + PATIENCE
 
-    def _begin(self, ledger: Ledger, step: int, able: Collection[str], now: float) -> None:
+    def _start_pairing(self, ledger: Ledger, step: int, able: Collection[str], now: float) -> None:
         """Pair this step, with these nodes."""
         ring = sorted(self._seats, key=lambda node: self._seats[node])
         key, end = (ledger.name, step), now + self._limit
@@ -205,21 +205,21 @@ class Replicas:
                 self._give_up(pairing, f"no other node than {source} can copy what it holds")
                 return
             pairing.copies.append(Copying(node, source, contents))
-        pairing.untold = list(pairing.copies)
+        pairing.unsent = list(pairing.copies)
         self._pairing = pairing
 
-    def _order(self, pairing: Pairing, living: Mapping[str, m.Holdings]) -> None:
+    def _send_orders(self, pairing: Pairing, living: Mapping[str, m.Holdings]) -> None:
         """Send the orders to nodes that can begin and do not have them yet."""
-        untold, pairing.untold = pairing.untold, []
-        for one in untold:
+        unsent, pairing.unsent = pairing.unsent, []
+        for one in unsent:
             report = living.get(one.source)
             if one.node not in living or report is None or report.saver is None:
-                pairing.untold.append(one)
+                pairing.unsent.append(one)
                 continue
             rows = sorted((rank, content) for content, rank in one.ranks.items())
             ranks, contents = zip(*rows, strict=True)
             order = m.Replicate(*pairing.key, pairing.world_size, ranks, contents, report.saver)
-            self._outbox.tell(order, one.node)
+            self._outbox.send(order, one.node)
 
     def _give_up(self, pairing: Pairing, reason: str) -> None:
         name, step = pairing.key
@@ -228,7 +228,7 @@ class Replicas:
         if not self._trouble:
             self._trouble = True
             what = f"step {step} is not in the memory of two nodes: {reason}"
-            self._outbox.say(f"{what}; the next one is tried again", "warning")
+            self._outbox.log(f"{what}; the next one is tried again", "warning")
 
 
 def _after(ring: list[str], source: str, able: Collection[str]) -> str | None:

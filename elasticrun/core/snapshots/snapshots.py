@@ -43,7 +43,7 @@ class Snapshots:
     ) -> None:
         """A round was formed, adopted or read from the record. Agents discard everything newer than
         what it restores. `seats`: group ranks by node, as they become known."""
-        self.checkpoints.goes_on_from(info.restore)
+        self.checkpoints.round_begins(info.restore)
         self.points.begin_round(info)
         self._replicas.begin_round(seats)
         if info.restore is not None:
@@ -51,11 +51,11 @@ class Snapshots:
 
     # ------------------------------------------------------------ nodes
 
-    def heard(self, node: str, report: m.Holdings, now: float) -> None:
+    def on_holdings(self, node: str, report: m.Holdings, now: float) -> None:
         """All that a living node holds."""
-        self.points.heard(node, report)
-        self._replicas.heard(node, report)
-        self.checkpoints.heard(node, report)
+        self.points.on_holdings(node, report)
+        self._replicas.on_holdings(node, report)
+        self.checkpoints.on_holdings(node, report)
         self.points.answer()
         self.proceed(now)
 
@@ -80,48 +80,50 @@ class Snapshots:
             self.departures.departing(node, report, members)
         else:
             self.departures.missed(node, report, members)
-        self.checkpoints.asked = self.departures.asked
+        self.checkpoints.requested = self.departures.requested
         self.departures.saved(self.checkpoints.written)
 
-    def forget(self, node: str, now: float, *, gone: str = "", reborn: bool = False) -> None:
-        """The node's stream broke: it will report again what it holds. `gone`: why it will not;
-        `reborn`: because a newer agent of it is present."""
-        self.points.forget(node, for_good=bool(gone))
-        if gone:
-            self.checkpoints.node_gone(node, gone, now, reborn=reborn)
+    def forget(
+        self, node: str, now: float, *, gone_because: str = "", reborn: bool = False
+    ) -> None:
+        """The node's stream broke: it will report again what it holds. `gone_because`: why it will
+        not; `reborn`: because a newer agent of it is present."""
+        self.points.forget(node, for_good=bool(gone_because))
+        if gone_because:
+            self.checkpoints.node_gone(node, gone_because, now, reborn=reborn)
 
-    def going(self, nodes: Iterable[str], now: float, *, signalled: bool = False) -> None:
+    def nodes_leave(self, nodes: Iterable[str], now: float, *, signalled: bool = False) -> None:
         """These nodes are about to be ordered to leave, or have announced it (`signalled`: on a
         death signal). If they have the only copy of something, and what ranks lose must be written,
         that begins before they learn it: for departing nodes what was not saved yet, for others as
         after a failure."""
         nodes = tuple(nodes)
-        unsaved = self.departures.gone(nodes)
+        unsaved = self.departures.nodes_leave(nodes)
         rescue = (signalled or self._at_breakpoint) if unsaved is None else unsaved
-        leaving = dict.fromkeys(node for node in nodes if node not in self.points.going)
+        leaving = dict.fromkeys(node for node in nodes if node not in self.points.leaving)
         newest = self.points.choose().restore if leaving and rescue else None
         ledger = self.points.ledger(newest.round) if newest is not None else None
         if newest is not None and ledger is not None and ledger.needs(newest.step, leaving):
             self.checkpoints.save(newest, now)
-        self._replicas.going(leaving)
+        self._replicas.nodes_leave(leaving)
         self.points.leave({node: self.checkpoints.kept_by(node) for node in leaving})
 
     def attached(self, node: str, now: float, *, member: bool) -> None:
         """A node has attached: send what it may have missed. `member`: of the round."""
-        self.points.going.pop(node, None)
+        self.points.leaving.pop(node, None)
         self._replicas.attached(node)
         self.checkpoints.attached(node, now)
         if member:
-            self.points.tell_watermark(node)
-            if (asked := self.departures.order) is not None:
-                self.outbox.tell(asked, node)
+            self.points.send_watermark(node)
+            if (order := self.departures.order) is not None:
+                self.outbox.send(order, node)
 
     # ------------------------------------------------------------ time
 
     def proceed(self, now: float) -> None:
         """Raise the watermark, end what is late, begin what is due."""
         points = self.points
-        self._replicas.proceed(points.ledgers, points.reports, points.going, now)
+        self._replicas.proceed(points.ledgers, points.reports, points.leaving, now)
         self.checkpoints.release_failed()
         points.raise_watermark(self._replicas)
         self.checkpoints.proceed(now)
@@ -199,14 +201,14 @@ class Departures:
         if report.round != self._round:
             return
         if node not in self._nodes:
-            self._outbox.say(f"node {node} is to leave: {report.reason}")
+            self._outbox.log(f"node {node} is to leave: {report.reason}")
         self._nodes[node] = report
         self._margin = max(self._margin, report.margin)
         if self._step < 0 or self._is_saved:
             self._is_saved = False
-            asked = max(report.asked, -1)
-            fresh = asked > self._step  # the previous master has named it
-            step = asked if fresh else max(report.step, self._step) + self._margin
+            recorded = max(report.asked, -1)
+            fresh = recorded > self._step  # the previous master has named it
+            step = recorded if fresh else max(report.step, self._step) + self._margin
             self._name(step, self._reason(), members)
 
     def missed(self, node: str, report: m.Missed, members: Sequence[str]) -> None:
@@ -222,10 +224,10 @@ class Departures:
         else:
             self._is_saved = True  # no further step is requested
             tries = f"{MAX_TRIES} steps were named"
-            self._outbox.say(f"{tries}, and none could be saved by all: {why}", "warning")
+            self._outbox.log(f"{tries}, and none could be saved by all: {why}", "warning")
         # no node may keep a slot for it; sent after the new one, because it lets nodes leave
         over = m.PersistOver("", report.round, old, ok=False, reason=why)
-        self._outbox.tell(over, *members)
+        self._outbox.send(over, *members)
 
     def saved(self, restore: m.Restore | None) -> None:
         """`restore` is the newest checkpoint."""
@@ -236,7 +238,7 @@ class Departures:
         """Whether the step that departing nodes requested in this round is in storage."""
         return self._is_written and name == self._round
 
-    def gone(self, nodes: Iterable[str]) -> bool | None:
+    def nodes_leave(self, nodes: Iterable[str]) -> bool | None:
         """These nodes leave. Return whether what their ranks have must still be saved; None: they
         were not departing."""
         found = [node for node in nodes if self._nodes.pop(node, None) is not None]
@@ -250,7 +252,7 @@ class Departures:
         return m.SaveAt(self._round, self._step, self._reason())
 
     @property
-    def asked(self) -> Key | None:
+    def requested(self) -> Key | None:
         """The round and the step that are requested, or were last."""
         return None if self._round is None or self._step < 0 else (self._round, self._step)
 
@@ -262,8 +264,8 @@ class Departures:
         self._step = step
         self._is_written = False
         assert self._round is not None
-        self._outbox.say(f"every rank is asked to save step {step}: {why}")
-        self._outbox.tell(m.SaveAt(self._round, step, self._reason()), *members)
+        self._outbox.log(f"every rank is asked to save step {step}: {why}")
+        self._outbox.send(m.SaveAt(self._round, step, self._reason()), *members)
 
     def _reason(self) -> str:
         nodes = list(self._nodes)

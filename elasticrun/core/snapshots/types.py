@@ -24,12 +24,12 @@ class Outbox:
 
     def __init__(self) -> None:
         self.orders: list[tuple[tuple[str, ...], m.Order]] = []  # recipients, and the order
-        self.news: list[tuple[str, str]] = []  # a line for the operator, and its level
+        self.notes: list[tuple[str, str]] = []  # a line for the operator, and its level
 
-    def tell(self, order: m.Order, *nodes: str) -> None:
+    def send(self, order: m.Order, *nodes: str) -> None:
         """An order for these nodes."""
         self.orders.append((nodes, order))
 
-    def say(self, text: str, level: str = "info") -> None:
+    def log(self, text: str, level: str = "info") -> None:
         """A line for the operator."""
-        self.news.append((text, level))
+        self.notes.append((text, level))

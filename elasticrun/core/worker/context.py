@@ -38,23 +38,23 @@ class GroupContext:
     def failed(self, local_rank: int, failure: m.Failure) -> None:
         """Record a rank's failure, and report all failures to the master."""
         self.ranks.failures[local_rank] = failure
-        self.say_failures()
+        self.report_failures()
 
-    def say(self, report: m.Report) -> None:
+    def send(self, report: m.Report) -> None:
         self.out.append(fx.Say(report))
 
     def report(self, kind: Callable[..., m.Report], *values: object) -> None:
         """Send a report about the last round in which this node had a place, if there was one."""
         if self.start is not None:
-            self.say(kind(self.start.round, *values))
+            self.send(kind(self.start.round, *values))
 
-    def say_failures(self) -> None:
+    def report_failures(self) -> None:
         if self.ranks.failures:
             self.report(m.RanksFailed, self.failures()[: m.MAX_FAILURES])
 
-    def note(self, said: str, level: str = "info", why: Reason | None = None) -> None:
+    def note(self, line: str, level: str = "info", why: Reason | None = None) -> None:
         """Log a line for the operator. `why`: a reason that names an unreachable peer."""
-        self.out.append(fx.Note(said, level, why=why))
+        self.out.append(fx.Note(line, level, why=why))
 
     def signal(self, signum: int) -> None:
         if targets := self.ranks.targets(signum):

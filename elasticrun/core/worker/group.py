@@ -45,7 +45,7 @@ from elasticrun.config import (
     STUCK_AFTER,
 )
 from elasticrun.core import events as fx, reasons
-from elasticrun.core.reasons import NoMaster, Reason, read, said, text
+from elasticrun.core.reasons import NoMaster, Reason, read, text, text_and_code
 from elasticrun.core.rounds.failures import (
     SIGKILL,
     Ending,
@@ -111,7 +111,7 @@ class WorkerGroup:
         self._probing = LocalProbe(ctx)
         self._table = tabulate(self.rules())
         self._kinds = {kind for _, kind in self._table}
-        self._begun = False
+        self._has_begun = False
         self._obeying = True
         self._link_lost: NoMaster | None = None
         self._wait_ends: float | None = None  # when the wait that the master ordered ends
@@ -133,7 +133,7 @@ class WorkerGroup:
 
     def next_deadline(self) -> float | None:
         """When `step(Tick(), now)` is due at the latest; 0.0 (long past) before the first step."""
-        return self._ctx.deadlines.next() if self._begun else 0.0
+        return self._ctx.deadlines.next() if self._has_begun else 0.0
 
     def status(self) -> GroupStatus:
         """The state of this node."""
@@ -156,8 +156,8 @@ class WorkerGroup:
         """Process one event at monotonic time `now`; return the effects in order."""
         ctx = self._ctx
         ctx.out = []
-        if not self._begun:
-            self._begun = True
+        if not self._has_begun:
+            self._has_begun = True
             ctx.out += ctx.stores.prepare()
         if isinstance(event, fx.Tick):
             self._due(now)
@@ -199,7 +199,7 @@ class WorkerGroup:
                     left = ", ".join(map(str, ctx.ranks.live.values())) or "descendants of ranks"
                     self._give_up(code_of(Ending.STUCK), reasons.Stuck(left, STUCK_AFTER))
                 case "exit-barrier":
-                    ctx.say(m.Leaving("its ranks are done and its exit barrier is over", 0))
+                    ctx.send(m.Leaving("its ranks are done and its exit barrier is over", 0))
                     self._exit(ending(EXIT_OK, reasons.RanksDone(waits=False)))
                 case "spawn" if ctx.state is State.STARTING:
                     self._give_up(EXIT_FAILED, reasons.SpawnLate(SPAWN_TIMEOUT))
@@ -248,7 +248,7 @@ class WorkerGroup:
         """Report that this node is ready, with the store it offers; no-op without one."""
         ctx = self._ctx
         if ctx.stores.offer is not None:
-            ctx.say(m.Join(ctx.stores.offer))
+            ctx.send(m.Join(ctx.stores.offer))
 
     # ------------------------------------------------------------ the master and the link
 
@@ -293,14 +293,14 @@ class WorkerGroup:
         Welcome."""
         ctx = self._ctx
         if ctx.state in ENDINGS and ctx.outcome is not None:
-            ctx.say(m.Leaving(ctx.outcome.reason, ctx.outcome.signum))
-        ctx.say_failures()
+            ctx.send(m.Leaving(ctx.outcome.reason, ctx.outcome.signum))
+        ctx.report_failures()
         match ctx.state:
             case State.RUNNING:
-                self._say_running()
-                self._leaving.say_departing()
+                self._report_running()
+                self._leaving.report_departure()
             case State.STOPPING | State.SWEEPING | State.ENDING | State.CLEARING:
-                self._say_stopping(now)
+                self._report_stopping(now)
             case State.FINISHED:
                 ctx.report(m.Finished)
             case State.PREPARING | State.JOINED | State.PROBING:
@@ -308,7 +308,7 @@ class WorkerGroup:
                 if ctx.state is not State.PREPARING:
                     self._offer()
                 if self._probing.answer is not None:
-                    ctx.say(self._probing.answer)
+                    ctx.send(self._probing.answer)
 
     def _master_lost(self, now: float) -> None:
         waited = reasons.NoMasterFor(self.master_lost_timeout)
@@ -341,11 +341,11 @@ class WorkerGroup:
         ctx.ranks.failures.clear()
         if order.host_store and order.store != ctx.stores.offer:
             ctx.note(f"round {order.round} was to use a store that has ended", "warning")
-            ctx.say(m.Stopped(order.round))
+            ctx.send(m.Stopped(order.round))
             self._rejoin()
             return
         ctx.stores.use(host=order.host_store)
-        ctx.ranks.begin(order.first_rank)
+        ctx.ranks.new_round(order.first_rank)
         self._leaving.new_round()
         ctx.reason = None
         ctx.state = State.STARTING
@@ -357,7 +357,7 @@ class WorkerGroup:
         """A Start while ranks of a round are alive here: the same one again, or one that must
         wait."""
         if self._ctx.start is not None and self._is_newer(order):
-            begun = said(reasons.OtherRound(str(order.round), begun=True))
+            begun = text_and_code(reasons.OtherRound(str(order.round), begun=True))
             self._stop(m.Stop(self._ctx.start.round, *begun), now)
 
     def _stop(self, order: m.Stop, now: float) -> None:
@@ -383,7 +383,7 @@ class WorkerGroup:
         if len(ctx.ranks.pids) == ctx.ranks.nproc:
             ctx.state = State.RUNNING
             ctx.deadlines.disarm("spawn")
-            self._say_running()
+            self._report_running()
 
     def _spawned_late(self, event: fx.RankSpawned, now: float) -> None:
         """STOPPING or ENDING: the rank was requested before the order to stop arrived."""
@@ -446,7 +446,7 @@ class WorkerGroup:
             self._rejoin()
         else:
             if ctx.ranks.lose_spawner(event):
-                ctx.say_failures()
+                ctx.report_failures()
             if self._leaving.cause is not None:
                 self._grant(self._leaving.leave_unsaved(self._leaving.cause, now), now)
                 return
@@ -469,7 +469,7 @@ class WorkerGroup:
         ctx.signal(signum)
         if "kill" not in ctx.deadlines and "stuck" not in ctx.deadlines:
             ctx.deadlines.arm("kill", now + grace)
-        self._say_stopping(now)
+        self._report_stopping(now)
 
     def _sweep(self, state: State, now: float) -> None:
         """Every rank has exited: end leftover processes, within the rest of the grace period."""
@@ -507,7 +507,7 @@ class WorkerGroup:
         else:
             self._rejoin()
 
-    def _end(self, order: m.End, now: float) -> None:
+    def _job_ended(self, order: m.End, now: float) -> None:
         if order.exit_code == code_of(Ending.SAVED):
             self._leaving.ends_as_saved(order.saved)
         if order.goodput:
@@ -563,24 +563,26 @@ class WorkerGroup:
     def _with_own(self, outcome: fx.Exit) -> fx.Exit:
         """Add ranks of this node that failed in the same way as the first failure, but which the
         master had not heard of when it ended the job."""
-        told = outcome.failures
-        known = {failure.rank for failure in told}
+        failures = outcome.failures
+        known = {failure.rank for failure in failures}
         own = [
-            f for f in self._ctx.failures() if f.rank not in known and told and is_alike(f, told[0])
+            f
+            for f in self._ctx.failures()
+            if f.rank not in known and failures and is_alike(f, failures[0])
         ]
-        return replace(outcome, failures=(*told, *own)) if own else outcome
+        return replace(outcome, failures=(*failures, *own)) if own else outcome
 
     def _give_up(self, code: int, why: Reason) -> None:
         """End at once, even if processes are alive here: nothing more can be done about it."""
-        self._ctx.say(m.Leaving(text(why), 0))
+        self._ctx.send(m.Leaving(text(why), 0))
         self._over(ending(code, why, cause_first(self._ctx.failures())))
 
     # ------------------------------------------------------------ reports and notes
 
-    def _say_running(self) -> None:
+    def _report_running(self) -> None:
         self._ctx.report(m.Running, tuple(pid for _, pid in sorted(self._ctx.ranks.pids.items())))
 
-    def _say_stopping(self, now: float) -> None:
+    def _report_stopping(self, now: float) -> None:
         ctx = self._ctx
         kill, stuck = ctx.deadlines.when("kill"), ctx.deadlines.when("stuck")
         until = kill if kill is not None else stuck
@@ -602,7 +604,7 @@ class WorkerGroup:
             (_ALIVE, (fx.LinkLost,), self._link_gone),
             (_ALIVE, (fx.LinkBack,), self._link_back),
             (_ALIVE, (m.Welcome,), self._welcome),
-            (_ALIVE, (m.End,), self._end),
+            (_ALIVE, (m.End,), self._job_ended),
             (_ALIVE, (m.Refused,), self._refused),
             (_HERE, (m.Wait,), self._wait),
             ((State.HOLDING,), (fx.SpawnerLost,), leaving.saver_lost),

@@ -34,7 +34,7 @@ from elasticrun.core.worker.context import GroupContext
 from elasticrun.core.worker.ranks import SIGTERM
 from elasticrun.core.worker.states import ENDINGS, ExitNow, FinishRanks, GroupWish, LeaveNode, State
 from elasticrun.wire import messages as m
-from elasticrun.wire.types import SAID_AGAIN
+from elasticrun.wire.types import REPEAT_WITHIN
 
 MAX_PERSISTS = 16
 """Maximum number of tracked attempts; the master has one at a time, and begins the next when it is
@@ -89,9 +89,9 @@ class Draining:
         self._ctx = ctx
         self._grace = grace
         self._repeats = (0, 0.0)  # until then, this signal is a repetition
-        self._asked = -1  # the step that the ranks must save
+        self._requested = -1  # the step that the ranks must save
         self._written = -1  # the newest step of the current round that is in storage
-        self._left_with: int | None = None
+        self._held_step: int | None = None
         """The newest step here, if the node was signalled before its ranks could save."""
         self._cut_short = False  # a rank of this round exited early
         self.cause: fx.Signalled | None = None
@@ -104,7 +104,7 @@ class Draining:
 
     def new_round(self) -> None:
         self._cut_short = False
-        self._asked = self._written = -1
+        self._requested = self._written = -1
 
     # ------------------------------------------------------------ pending writes
 
@@ -123,7 +123,7 @@ class Draining:
     def persist_over(self, order: m.PersistOver, now: float) -> GroupWish | None:
         """An attempt has ended, successfully or not; or a step was abandoned before one began."""
         ctx, cause, present = self._ctx, self.cause, self._ctx.is_present(order.round)
-        if order.ok and (present or self._left_with is not None):
+        if order.ok and (present or self._held_step is not None):
             self._written = max(self._written, order.step)
             if self.has_saved():
                 self.ends_as_saved(self._written)
@@ -137,7 +137,7 @@ class Draining:
         settled = order.ok or not order.attempt  # else another attempt may follow
         if cause is None or not present or not settled or ctx.state is not State.RUNNING:
             return self._exit_if_free()
-        if 0 <= self._asked <= order.step:
+        if 0 <= self._requested <= order.step:
             return self._leave(cause, now) if order.ok else self.leave_unsaved(cause, now)
         return None
 
@@ -156,12 +156,12 @@ class Draining:
         so they are abandoned here. The snapshots are still wanted: the new master begins another
         attempt."""
         self._no_master_since = None
-        begun = [one.order for one in self.writes.values() if one.order and is_new]
-        for order in begun:
+        orders = [one.order for one in self.writes.values() if one.order and is_new]
+        for order in orders:
             del self.writes[order.attempt]
             why = "the master that had ordered it is gone"
             self._obey(m.PersistOver(order.attempt, order.round, order.step, False, why))
-        if begun and self._ctx.state in ENDINGS:
+        if orders and self._ctx.state in ENDINGS:
             self.writes[RESCUE] = Write(now + WAIT_FOR_SAVED)
         self._rearm()
 
@@ -186,7 +186,7 @@ class Draining:
 
     def signalled_holding(self, event: fx.Signalled, now: float) -> GroupWish | None:
         """HOLDING: a further death signal."""
-        if event.death and not self._is_said_again(event, now):
+        if event.death and not self._is_repeated(event, now):
             does = "this node does not wait any longer"
             self._ctx.note(f"received {event.name}: {does}", "warning")
             self.writes.clear()
@@ -201,9 +201,9 @@ class Draining:
     def held_long_enough(self) -> GroupWish | None:
         """HOLDING is over, no matter what was written; silently if the master did not need it."""
         if self._no_master_since is not None:
-            gone = "no master answers that could finish the checkpoint"
-            said = f"{gone}: this node goes without"
-            self._ctx.note(said, "warning", NoMaster("no checkpoint without one"))
+            why = "no master answers that could finish the checkpoint"
+            line = f"{why}: this node goes without"
+            self._ctx.note(line, "warning", NoMaster("no checkpoint without one"))
         elif self.writes.keys() != {RESCUE}:
             late = "the checkpoint was not saved in its time; this node goes"
             self._ctx.note(late, "warning")
@@ -222,22 +222,22 @@ class Draining:
                 ctx.signal(event.signum)
         elif ctx.state is State.RUNNING and event.step >= 0 and may_wait:
             self._depart(event, now)
-        elif self._is_said_again(event, now):
+        elif self._is_repeated(event, now):
             pass
         elif event.held >= 0 and may_wait and ctx.state is not State.FINISHED:
-            self._may_be_said_again(event, now)
+            self._expect_repeat(event, now)
             if ctx.state is not State.RUNNING or event.fresh:
-                self._left_with = event.held
+                self._held_step = event.held
             return self.leave_unsaved(event, now)
         else:
             return self._leave(event, now)  # also at a second signal: at once
         return None
 
-    def _may_be_said_again(self, event: fx.Signalled, now: float) -> None:
+    def _expect_repeat(self, event: fx.Signalled, now: float) -> None:
         if event.signum == SIGTERM:
-            self._repeats = (SIGTERM, now + SAID_AGAIN)
+            self._repeats = (SIGTERM, now + REPEAT_WITHIN)
 
-    def _is_said_again(self, event: fx.Signalled, now: float) -> bool:
+    def _is_repeated(self, event: fx.Signalled, now: float) -> bool:
         """Whether this repeats the signal by which this node departs, and is not a second one."""
         signum, until = self._repeats
         return event.signum == signum and now < until
@@ -245,26 +245,28 @@ class Draining:
     def _depart(self, event: fx.Signalled, now: float) -> None:
         ctx = self._ctx
         self.cause = event
-        self._may_be_said_again(event, now)
-        if self._asked <= self._written:  # of an earlier departure; else it is for this one, too
-            self._asked = -1
+        self._expect_repeat(event, now)
+        if (
+            self._requested <= self._written
+        ):  # for an earlier departure; else it also serves this one
+            self._requested = -1
         ctx.deadlines.arm("departing", now + self._grace)
         ctx.reason = Departs(event.name)
         limit = f"in {self._grace:g} s at most"
         ctx.note(f"{text(ctx.reason)}, {limit}; a second signal ends it at once")
-        self.say_departing()
+        self.report_departure()
 
-    def say_departing(self) -> None:
+    def report_departure(self) -> None:
         """Report the departure; the master, even a new one, names the step."""
         if (cause := self.cause) is not None:
-            at = (cause.step, cause.margin, self._asked)
+            at = (cause.step, cause.margin, self._requested)
             self._ctx.report(m.Departing, f"received {cause.name}", cause.signum, *at)
 
     def _leave(self, event: fx.Signalled, now: float) -> GroupWish:
         ctx, reason, saved = self._ctx, f"received {event.name}", self.has_saved()
         why = f"step {self._written} is saved" if saved else reason
         ctx.note(f"{why}: the ranks are told, and this node leaves")
-        ctx.say(m.Leaving(reason, event.signum))
+        ctx.send(m.Leaving(reason, event.signum))
         code = code_for(ctx.failures(), Ending.SAVED if saved else Ending.LEFT)
         left = ending(code, Leaves(reason, event.signum), saved=self._written if saved else -1)
         outcome = replace(left, signum=event.signum)
@@ -279,13 +281,13 @@ class Draining:
 
     def save_at(self, order: m.SaveAt, now: float) -> None:
         if self._ctx.is_present(order.round):
-            self._asked = order.step
+            self._requested = order.step
             self._obey(order)
 
     def has_saved(self) -> bool:
         """Whether the step that the ranks must save before they leave is in storage. If the signal
         arrived between two rounds or as the ranks started: whether all that they had is."""
-        step = self._asked if self._left_with is None else self._left_with
+        step = self._requested if self._held_step is None else self._held_step
         return 0 <= step <= self._written
 
     def ends_as_saved(self, step: int) -> None:
@@ -311,7 +313,7 @@ class Draining:
                 return self.leave_unsaved(cause, now)
         if not ctx.ranks.live:
             due = ctx.deadlines.when("departing")
-            soon = now + WAIT_FOR_SAVED if self._asked >= 0 else now
+            soon = now + WAIT_FOR_SAVED if self._requested >= 0 else now
             ctx.deadlines.arm("departing", soon if due is None else min(due, soon))
         return None
 

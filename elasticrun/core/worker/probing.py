@@ -28,7 +28,7 @@ class LocalProbe:
         """PREPARING or JOINED: start the probe, or resend its answer."""
         ctx = self._ctx
         if self.answer is not None and self.answer.check == order.check:
-            ctx.say(self.answer)
+            ctx.send(self.answer)
             return
         ctx.state = State.PROBING
         self._order = order
@@ -79,7 +79,7 @@ class LocalProbe:
         elif not result.ok:
             what = f"the probe of this machine failed in {result.phase}: {result.reason}"
             ctx.note(what, "warning")
-        ctx.say(result)
+        ctx.send(result)
 
     def call_off(self) -> None:
         """Cancel the probe, if one is running: kill its processes."""

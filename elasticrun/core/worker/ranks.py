@@ -36,7 +36,7 @@ class LocalRanks:
         self.ended: tuple[int, ...] = ()
         """Local ranks that exited with 0 before any was signalled."""
 
-    def begin(self, first_rank: int) -> None:
+    def new_round(self, first_rank: int) -> None:
         """A new round: nothing has been spawned yet."""
         self._first_rank = first_rank
         self._sent.clear()
@@ -56,7 +56,7 @@ class LocalRanks:
     def targets(self, signum: int) -> tuple[int, ...]:
         """The ranks that can be signalled now; one that dies of the signal was stopped by us."""
         if not self._sent:
-            self.ended = self._through()
+            self.ended = self._exited_with_0()
         self._sent.add(signum)
         return tuple(rank for rank, pid in sorted(self.live.items()) if pid)
 
@@ -66,16 +66,16 @@ class LocalRanks:
         signum = signal_of(event.code)
         received = self._received.get(signum)
         ours = signum in self._sent or (received is not None and now - received <= SIGNAL_MEMORY)
-        failure = event.failure or self._account(event.local_rank, event.code)
+        failure = event.failure or self._failure_of(event.local_rank, event.code)
         if ours and failure.kind is not FailureKind.OOM:
             failure = replace(failure, kind=FailureKind.STOPPED)
-        ended = set(self._through()) - {event.local_rank}
+        ended = set(self._exited_with_0()) - {event.local_rank}
         if failure.kind is FailureKind.PEER_LOST and ended and not self._sent:
             through = write_ranges(self._first_rank + rank for rank in ended)
             failure = replace(failure, ended_before=through)
         return failure
 
-    def _through(self) -> tuple[int, ...]:
+    def _exited_with_0(self) -> tuple[int, ...]:
         """Local ranks that have been reaped and have not failed."""
         return tuple(sorted(set(self.pids) - self.live.keys() - self.failures.keys()))
 
@@ -84,7 +84,7 @@ class LocalRanks:
         lost = bool(self.live)
         for rank in sorted(self.live):
             account = replace(
-                self._account(rank, -SIGKILL),
+                self._failure_of(rank, -SIGKILL),
                 kind=FailureKind.SPAWNER,
                 time_us=event.time_us,
                 message=f"the fork server ended: {event.reason}",
@@ -93,7 +93,7 @@ class LocalRanks:
         self.live.clear()
         return lost
 
-    def _account(self, local_rank: int, code: int) -> Failure:
+    def _failure_of(self, local_rank: int, code: int) -> Failure:
         return Failure(
             host=self._host,
             rank=self._first_rank + local_rank,

@@ -145,7 +145,7 @@ def head(picture: Picture) -> list[str]:
         lines.append(f"waits: {status.reason}")
     lines += [f"slow: {why}" for why in picture.slow]
     if picture.goodput is not None and picture.goodput.line:
-        lines.append(picture.goodput.told)
+        lines.append(picture.goodput.summary)
     return lines
 
 

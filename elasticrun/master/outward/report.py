@@ -10,7 +10,7 @@ from typing import Final
 from elasticrun.core.rounds.failures import SIGKILL, SIGNALS, is_of_its_own
 from elasticrun.core.sight.causes import FAILURES
 from elasticrun.core.sight.picture import IncidentRow
-from elasticrun.core.words import plain, some, span, way_back
+from elasticrun.core.words import plain, recovery_times, some, span
 from elasticrun.wire.messages import Failure, FailureKind
 
 PHASES: Final = {
@@ -96,7 +96,7 @@ def page(row: IncidentRow) -> str:
         lines.append(f"- **Stacks and counters**: {where}")
     if row.excluded:
         lines.append(f"- **Left out**: {', '.join(row.excluded)}")
-    if back := way_back(row.restarted, row.first_step):
+    if back := recovery_times(row.restarted, row.first_step):
         lines.append(f"- **Way back**: {back}")
     lines += ["", *_timeline(row), "", *_cost(row)]
     if row.stacks:
@@ -154,7 +154,7 @@ def error_page(row: IncidentRow, when: float) -> str:
         "verdict": verdict(row),
         "then": row.followed,
         "decision": row.decision,
-        "way back": way_back(row.restarted, row.first_step),
+        "way back": recovery_times(row.restarted, row.first_step),
         "stacks": _stacks_at(row),
     }
     lines = [plain(row.sentence), ""]

@@ -45,7 +45,7 @@ class ChromeTrace:
                 self._hang = None if effect.over else (effect.verdict, now - effect.verdict.since)
             elif isinstance(effect, events.JobOver):
                 self._over(now)
-            elif isinstance(effect, events.Tell):
+            elif isinstance(effect, events.Send):
                 order = effect.order
                 if isinstance(order, m.Stop):
                     self._over(now)

@@ -326,7 +326,7 @@ class _Player:
     def _concerns(self, step: Step, effects: list[events.JobEffect], lines: list[str]) -> bool:
         name = self._wanted.node
         concerned = {
-            s for effect in effects if isinstance(effect, events.Tell) for s in effect.sessions
+            s for effect in effects if isinstance(effect, events.Send) for s in effect.sessions
         }
         if isinstance(step.event, events.Attached | events.Heard | events.Detached):
             concerned.add(step.event.session)
@@ -353,7 +353,7 @@ class _Player:
     def _decisions(self, effects: list[events.JobEffect]) -> Iterator[str]:
         for kind, group in groupby(effects, _kind):
             same = list(group)
-            tells = [effect for effect in same if isinstance(effect, events.Tell)]
+            tells = [effect for effect in same if isinstance(effect, events.Send)]
             if kind is m.Welcome:
                 continue
             if len(tells) > MOST_NAMED:
@@ -364,7 +364,7 @@ class _Player:
 
     def _decision(self, effect: events.JobEffect) -> str:
         match effect:
-            case events.Tell():
+            case events.Send():
                 return f"-> {self._names(effect.sessions)}: {words.in_words(effect.order)}"
             case events.Hangup():
                 return f"hang up on {self._name(effect.session)}"
@@ -377,7 +377,7 @@ class _Player:
             case events.Replied() | events.Filed() | events.Judged() | events.FoundSlow():
                 return words.effect_in_words(effect)
 
-    def _told_in_short(self, tells: list[events.Tell]) -> str:
+    def _told_in_short(self, tells: list[events.Send]) -> str:
         sessions = tuple(session for tell in tells for session in tell.sessions)
         order = tells[0].order
         number = f" {order.round.number}" if isinstance(order, m.Start) else ""
@@ -413,7 +413,7 @@ class _Player:
 
 def _kind(effect: events.JobEffect) -> type:
     """Adjacent effects of the same kind are grouped."""
-    return type(effect.order) if isinstance(effect, events.Tell) else type(effect)
+    return type(effect.order) if isinstance(effect, events.Send) else type(effect)
 
 
 def _heading(head: TraceHead) -> Iterator[str]:

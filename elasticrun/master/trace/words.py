@@ -24,7 +24,7 @@ from elasticrun.core.events import (
     Note,
     Record,
     Replied,
-    Tell,
+    Send,
 )
 from elasticrun.core.persisted import Facts
 from elasticrun.core.sight.picture import IncidentRow
@@ -100,7 +100,7 @@ def _tagged(value: Any, kinds: dict[str, type]) -> tuple[type, Any]:
 def effect_in_words(effect: JobEffect) -> str:
     """One line; equal only for equal effects, except for ages in facts."""
     match effect:
-        case Tell():
+        case Send():
             sessions = listed(effect.sessions, MOST_NAMED, ",")
             return f"tell {sessions}: {in_words(effect.order)}"
         case Hangup():

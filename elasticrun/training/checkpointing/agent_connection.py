@@ -36,7 +36,7 @@ from elasticrun.wire.snapshots import (
     StepMissed,
     ToRank,
 )
-from elasticrun.wire.types import SAID_AGAIN
+from elasticrun.wire.types import REPEAT_WITHIN
 
 ANSWER_LIMIT: Final = 600.0
 """Seconds for an answer: the agent may have to allocate memory, or to fetch a shard from another
@@ -314,7 +314,7 @@ class DeferredSignals:
             return
         # not a second signal: Slurm sends SIGTERM twice at a time limit
         same = signum == signal.SIGTERM == self._came
-        if self._is_due or not same or time.monotonic() - self._at >= SAID_AGAIN:
+        if self._is_due or not same or time.monotonic() - self._at >= REPEAT_WITHIN:
             self._came = signum
             self.deliver()
 

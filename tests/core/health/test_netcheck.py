@@ -245,7 +245,7 @@ def test_what_a_good_node_failed_with_is_not_held_against_it() -> None:
 
 def test_why_the_round_waits_does_not_count_answers() -> None:
     netcheck = fresh()
-    groups = netcheck.begin(names(4), 0.0)
+    groups = netcheck.start(names(4), 0.0)
     first = netcheck.reason()
     assert (
         first == "the network check probes: 4 nodes are measured in 2 groups before a round forms"
@@ -295,7 +295,7 @@ def test_standing_over_a_life() -> None:
 def test_without_the_flag_nothing_is_wanted() -> None:
     netcheck = fresh(CheckSpec())
     assert not netcheck.wants(names(4))
-    assert netcheck.begin(names(4), 0.0) == ()
+    assert netcheck.start(names(4), 0.0) == ()
     assert not netcheck.busy
     assert netcheck.next_deadline() is None
 
@@ -303,17 +303,17 @@ def test_without_the_flag_nothing_is_wanted() -> None:
 def test_good_nodes_are_partners_only_where_they_are_needed() -> None:
     netcheck = fresh()
     netcheck.trust(names(4))
-    groups = netcheck.begin([*names(4), "n8", "n9"], 0.0)
+    groups = netcheck.start([*names(4), "n8", "n9"], 0.0)
     assert [group.nodes for group in groups] == [("n8", "n9")]
     netcheck = fresh()
     netcheck.trust(names(4))
-    (group,) = netcheck.begin([*names(4), "n9"], 0.0)
+    (group,) = netcheck.start([*names(4), "n9"], 0.0)
     assert group.nodes == ("n0", "n9")
 
 
 def test_an_odd_node_makes_a_group_of_three() -> None:
     netcheck = fresh()
-    groups = netcheck.begin(names(5), 0.0)
+    groups = netcheck.start(names(5), 0.0)
     assert [group.nodes for group in groups] == [("n0", "n1"), ("n2", "n3", "n4")]
 
 
@@ -338,7 +338,7 @@ def test_two_unresolved_nodes_are_asked_again_only_with_somebody_new() -> None:
     machines = Machines((Fault("comm", "n1"),))
     drive(netcheck, names(2), machines, 0.0)
     assert not netcheck.wants(names(2))
-    assert netcheck.begin(names(2), 0.0) == ()
+    assert netcheck.start(names(2), 0.0) == ()
     assert not netcheck.wants(["n0"]), "alone it has passed"
     assert netcheck.wants(names(3))
     outcome = drive(netcheck, names(3), machines, 10.0)
@@ -367,12 +367,12 @@ def test_three_of_which_nobody_can_tell_wait_for_a_fourth() -> None:
 
 
 def test_a_slow_node_is_no_measure_for_another() -> None:
-    slow = Trial("n0", 0, good=True, told_slow=True)
+    slow = Trial("n0", 0, good=True, is_found_slow=True)
     other = Trial("n1", 1, good=True)
     trials = {"n0": slow, "n1": other}
     assert later_pass(trials, (), {"n1": False}) == []
     assert later_pass(trials, (), {"n1": True}) == [("n1",)]
-    slow.told_slow = False
+    slow.is_found_slow = False
     assert later_pass(trials, (), {"n1": False}) == [("n0", "n1")]
 
 
@@ -391,7 +391,7 @@ def test_or_when_one_of_them_has_a_new_life(how: str) -> None:
 
 def test_a_failure_that_passes_the_second_time_convicts_nobody() -> None:
     netcheck = fresh()
-    groups = netcheck.begin(names(2), 0.0)
+    groups = netcheck.start(names(2), 0.0)
     groups = answer(netcheck, groups[0], Machines((Fault("compute", "n1"),)), 1.0)
     assert sorted(group.nodes for group in groups) == [("n0",), ("n1",)]
     more = [one for group in groups for one in answer(netcheck, group, Machines(()), 2.0)]
@@ -405,7 +405,7 @@ def test_a_failure_that_passes_the_second_time_convicts_nobody() -> None:
 def test_a_node_that_is_suspected_during_the_check_is_probed_before_it_ends() -> None:
     netcheck = fresh()
     netcheck.trust(["n0", "n1"])
-    (group,) = netcheck.begin(["n0", "n1", "n2", "n3"], 0.0)
+    (group,) = netcheck.start(["n0", "n1", "n2", "n3"], 0.0)
     assert group.nodes == ("n2", "n3")
     netcheck.forget("n1")
     (again,) = answer(netcheck, group, Machines(()), 1.0)
@@ -416,7 +416,7 @@ def test_a_node_that_is_suspected_during_the_check_is_probed_before_it_ends() ->
 
 def test_a_node_that_is_suspected_after_it_passed_alone_is_probed_alone_again() -> None:
     netcheck = fresh()
-    (pair,) = netcheck.begin(names(2), 0.0)
+    (pair,) = netcheck.start(names(2), 0.0)
     alone = answer(netcheck, pair, Machines((Fault("comm", "n1"),)), 1.0)
     machines = Machines((Fault("compute", "n1"),))
     again = [one for group in alone for one in answer(netcheck, group, machines, 2.0)]
@@ -435,7 +435,7 @@ def test_a_node_that_is_suspected_after_it_passed_alone_is_probed_alone_again() 
 
 def test_a_lost_node_drops_out_and_its_partner_is_not_awaited() -> None:
     netcheck = fresh()
-    groups = netcheck.begin(names(4), 0.0)
+    groups = netcheck.start(names(4), 0.0)
     answer(netcheck, groups[1], Machines(()), 1.0)
     assert netcheck.group_of("n1") is groups[0]
     netcheck.lost("n0", "its agent has gone", 2.0)
@@ -451,7 +451,7 @@ def test_a_lost_node_drops_out_and_its_partner_is_not_awaited() -> None:
 
 def test_all_lost_ends_the_check() -> None:
     netcheck = fresh()
-    netcheck.begin(names(3), 0.0)
+    netcheck.start(names(3), 0.0)
     for node in names(3):
         netcheck.lost(node, "the network is down", 1.0)
     assert netcheck.proceed(1.0) == ()
@@ -462,7 +462,7 @@ def test_all_lost_ends_the_check() -> None:
 
 def test_answers_of_others_are_ignored() -> None:
     netcheck = fresh()
-    (group,) = netcheck.begin(names(2), 0.0)
+    (group,) = netcheck.start(names(2), 0.0)
     said = Machines(()).probe(group)
     netcheck.answered("n0", replace(said["n0"], check="another"), 1.0)
     netcheck.answered("n7", said["n0"], 1.0)
@@ -479,7 +479,7 @@ def test_answers_of_others_are_ignored() -> None:
 
 def test_the_deadline_is_the_probes_limit_and_the_slack() -> None:
     netcheck = fresh(replace(SPEC, probe_limit=5.0))
-    groups = netcheck.begin(names(2), 100.0)
+    groups = netcheck.start(names(2), 100.0)
     assert netcheck.next_deadline() == 105.0 + PROBE_ANSWER_SLACK
     netcheck.answered("n0", healthy(groups[0], ok=False, excused=True)["n0"], 101.0)
     assert netcheck.proceed(114.9) == ()
@@ -491,7 +491,7 @@ def test_the_deadline_is_the_probes_limit_and_the_slack() -> None:
 def test_partners_of_a_probe_that_died_are_not_awaited_to_their_limit() -> None:
     """It could not tell them any more."""
     netcheck = fresh()
-    first, second = netcheck.begin(names(4), 0.0)
+    first, second = netcheck.start(names(4), 0.0)
     answer(netcheck, second, Machines(()), 1.0)
     said = healthy(first, ok=False, own=True, phase=ProbePhase.START, reason="could not be forked")
     netcheck.answered("n0", said["n0"], 1.0)
@@ -507,7 +507,7 @@ def test_partners_of_a_probe_that_died_are_not_awaited_to_their_limit() -> None:
 
 def test_groups_that_are_excused_for_ever_end_with_a_sentence() -> None:
     netcheck = fresh()
-    groups = netcheck.begin(names(2), 0.0)
+    groups = netcheck.start(names(2), 0.0)
     passes = 0
     while groups:
         passes += 1
@@ -525,7 +525,7 @@ def test_groups_that_are_excused_for_ever_end_with_a_sentence() -> None:
 
 def test_verdicts_are_told_once() -> None:
     netcheck = fresh()
-    groups = netcheck.begin(["n0"], 0.0)
+    groups = netcheck.start(["n0"], 0.0)
     machines = Machines((Fault("compute", "n0"),))
     (group,) = answer(netcheck, groups[0], machines, 1.0)
     assert netcheck.verdicts() == ()
@@ -582,10 +582,10 @@ def failing(group: ProbeGroup, reason: str = "broken") -> dict[str, Probed]:
 
 def test_a_good_newcomer_at_the_door() -> None:
     netcheck = fresh()
-    group = netcheck.at_door("n9", 0.0)
+    group = netcheck.probe_pending("n9", 0.0)
     assert group.nodes == ("n9",)
     assert not netcheck.busy
-    assert netcheck.at_door("n9", 1.0) is group
+    assert netcheck.probe_pending("n9", 1.0) is group
     assert netcheck.group_of("n9") is group
     assert netcheck.next_deadline() == SPEC.probe_limit + PROBE_ANSWER_SLACK
     assert answer(netcheck, group, Machines(()), 2.0) == ()
@@ -598,7 +598,7 @@ def test_a_good_newcomer_at_the_door() -> None:
 
 def test_both_failures_of_a_newcomer_are_named() -> None:
     netcheck = fresh()
-    (again,) = hear(netcheck, failing(netcheck.at_door("n9", 0.0), "no memory"), 1.0)
+    (again,) = hear(netcheck, failing(netcheck.probe_pending("n9", 0.0), "no memory"), 1.0)
     assert hear(netcheck, failing(again, "too hot"), 2.0) == ()
     (verdict,) = netcheck.verdicts()
     assert "no memory" in verdict.reason
@@ -609,7 +609,7 @@ def test_both_failures_of_a_newcomer_are_named() -> None:
 def test_a_bad_newcomer_at_the_door(kind: str) -> None:
     """Two failures convict, and both are named; who does not answer has failed."""
     netcheck = fresh()
-    group = netcheck.at_door("n9", 0.0)
+    group = netcheck.probe_pending("n9", 0.0)
     machines = Machines((Fault(kind, "n9"),))
     due = SPEC.probe_limit + PROBE_ANSWER_SLACK
     now = 1.0 if kind == "compute" else due
@@ -632,7 +632,7 @@ def test_a_bad_newcomer_at_the_door(kind: str) -> None:
 def test_one_answer_at_the_door_is_counted_once() -> None:
     """Neither the same one again, nor what nobody asked for, convicts."""
     netcheck = fresh()
-    group = netcheck.at_door("n9", 0.0)
+    group = netcheck.probe_pending("n9", 0.0)
     netcheck.answered("other", healthy(group)["n9"], 1.0)
     netcheck.answered("n9", healthy(group, check="9")["n9"], 1.0)
     assert netcheck.group_of("n9") is group
@@ -647,17 +647,17 @@ def test_one_answer_at_the_door_is_counted_once() -> None:
 
 def test_a_newcomer_that_goes_or_is_checked_with_others_leaves_the_door() -> None:
     netcheck = fresh()
-    group = netcheck.at_door("n8", 0.0)
+    group = netcheck.probe_pending("n8", 0.0)
     netcheck.answered("n8", failing(group)["n8"], 0.0)
     netcheck.lost("n8", "it left", 1.0)
     netcheck.lost("n8", "it left", 1.0)
     assert netcheck.proceed(1.0) == (), "it is not probed again"
     assert (netcheck.group_of("n8"), netcheck.next_deadline()) == (None, None)
-    group = netcheck.at_door("n8", 1.0)
+    group = netcheck.probe_pending("n8", 1.0)
     assert [one.nodes for one in hear(netcheck, failing(group), 1.0)] == [("n8",)]
     assert netcheck.verdicts() == (), "it is new here: nothing is held against it"
-    group = netcheck.at_door("n9", 0.0)
-    groups = netcheck.begin(["n0", "n9"], 2.0)
+    group = netcheck.probe_pending("n9", 0.0)
+    groups = netcheck.start(["n0", "n9"], 2.0)
     assert netcheck.group_of("n9") is groups[0]
     answer(netcheck, group, Machines((Fault("compute", "n9"),)), 3.0)
     answer(netcheck, groups[0], Machines(()), 3.0)
@@ -684,7 +684,7 @@ def test_the_perf_test_follows_over_all_good_nodes_once() -> None:
     assert outcome.failed == {"n1"}
     ready = ["n0", "n2", "n3", "n4"]
     assert netcheck.wants(ready)
-    (group,) = netcheck.begin(ready, 10.0, dict.fromkeys(ready, 2))
+    (group,) = netcheck.start(ready, 10.0, dict.fromkeys(ready, 2))
     assert (group.nodes, group.perf) == (tuple(ready), True)
     assert "comm perf test" in netcheck.reason()
     assert hear(netcheck, measured(group, 0.002), 11.0) == ()
@@ -701,7 +701,7 @@ def test_the_perf_test_follows_over_all_good_nodes_once() -> None:
 @pytest.mark.parametrize(("floor", "ends"), [(0.0, False), (0.5, False), (5.0, True)])
 def test_the_floor_is_the_bus_bandwidth_of_the_slowest(floor: float, ends: bool) -> None:
     netcheck = fresh(CheckSpec(perf=True, perf_floor=floor))
-    (group,) = netcheck.begin(names(2), 0.0)
+    (group,) = netcheck.start(names(2), 0.0)
     hear(netcheck, measured(group, 0.002), 1.0)
     assert bool(netcheck.perf.failure) == ends
     if ends:
@@ -713,7 +713,7 @@ def test_the_floor_is_the_bus_bandwidth_of_the_slowest(floor: float, ends: bool)
 
 def test_a_time_that_cannot_be_is_no_end_of_the_master() -> None:
     netcheck = fresh(CheckSpec(perf=True, perf_floor=5.0))
-    (group,) = netcheck.begin(names(2), 0.0)
+    (group,) = netcheck.start(names(2), 0.0)
     hear(netcheck, healthy(group, transfers=(Transfer(2**60, 5e-324),)), 1.0)
     assert netcheck.perf.failure == ""
 
@@ -721,7 +721,7 @@ def test_a_time_that_cannot_be_is_no_end_of_the_master() -> None:
 @pytest.mark.parametrize("floor", [0.0, 1.0])
 def test_a_failed_perf_test_convicts_nobody(floor: float) -> None:
     netcheck = fresh(CheckSpec(perf=True, perf_floor=floor))
-    (group,) = netcheck.begin(names(3), 0.0)
+    (group,) = netcheck.start(names(3), 0.0)
     netcheck.answered("n0", healthy(group)["n0"], 1.0)
     due = netcheck.next_deadline()
     assert due is not None
@@ -734,7 +734,7 @@ def test_a_failed_perf_test_convicts_nobody(floor: float) -> None:
 
 def test_a_perf_test_that_lost_a_node_is_made_again() -> None:
     netcheck = fresh(CheckSpec(perf=True, perf_floor=1.0))
-    netcheck.begin(names(3), 0.0)
+    netcheck.start(names(3), 0.0)
     netcheck.lost("n1", "its agent has gone", 1.0)
     assert netcheck.proceed(1.0) == ()
     assert not netcheck.busy
@@ -745,7 +745,7 @@ def test_a_perf_test_that_lost_a_node_is_made_again() -> None:
 
 def test_one_rank_has_no_bandwidth_and_may_train() -> None:
     netcheck = fresh(CheckSpec(perf=True, perf_floor=1.0))
-    (group,) = netcheck.begin(["n0"], 0.0)
+    (group,) = netcheck.start(["n0"], 0.0)
     netcheck.answered("n0", healthy(group)["n0"], 1.0)
     netcheck.proceed(1.0)
     assert netcheck.summary() == "comm perf test over 1 node, 1 rank: nothing was measured"
@@ -764,7 +764,7 @@ def test_a_check_costs_each_answer_no_more_in_a_larger_crowd() -> None:
 
     def seconds(count: int) -> float:
         netcheck = fresh()
-        groups = netcheck.begin(names(count), 0.0)
+        groups = netcheck.start(names(count), 0.0)
         said = [it for group in groups for it in Machines(()).probe(group).items()][:-1]
         began = time.process_time()
         for node, answer_ in said:
@@ -782,11 +782,11 @@ def test_what_a_check_found_is_news_once() -> None:
     drive(netcheck, names(2), Machines(()), 0.0)
     assert netcheck.news().startswith("network check of 2 nodes")
     assert netcheck.news() == ""
-    (group,) = netcheck.begin(names(2), 10.0, dict.fromkeys(names(2), 1))
+    (group,) = netcheck.start(names(2), 10.0, dict.fromkeys(names(2), 1))
     hear(netcheck, measured(group), 11.0)
     assert netcheck.news().startswith("comm perf test over 2 nodes")
     netcheck.forget("n1")
-    netcheck.begin(names(2), 20.0)
+    netcheck.start(names(2), 20.0)
     netcheck.lost("n1", "gone", 20.0)
     netcheck.proceed(20.0)
     assert "comm perf test" not in netcheck.news()

@@ -38,7 +38,7 @@ class Training:
         self.found: list[tuple[float, Slowness]] = []
 
     def report(self, node: str, said: Steps) -> None:
-        slowness = self.watch.heard(node, said, self.now)
+        slowness = self.watch.on_steps(node, said, self.now)
         if slowness is not None:
             self.found.append((self.now, slowness))
 
@@ -206,7 +206,7 @@ def test_a_new_round_forgets_and_may_suspect_anew() -> None:
 def test_who_has_gone_is_neither_told_of_nor_waited_for() -> None:
     training = Training(("n0", "n1", "n2"))
     training.run(20.0, {"n0": 0.1, "n1": 0.3, "n2": 0.1})
-    training.watch.gone("n1")
+    training.watch.node_gone("n1")
     training.report("n1", steps(0.3, 0.31))
     assert training.watch.health("n1") == ""
     training.run(100.0, {"n0": 0.1, "n2": 0.3})
@@ -293,7 +293,7 @@ def test_whatever_is_reported_only_members_are_suspected_and_not_too_often(
         training.now += passed
         before = len(training.found)
         if what == "gone":
-            training.watch.gone(node)
+            training.watch.node_gone(node)
             gone.add(node)
         else:
             known = own if what == "report" else 0.0

@@ -33,7 +33,7 @@ def kinds(effects: list[fx.JobEffect]) -> list[str]:
     for effect in effects:
         if isinstance(effect, fx.Record):
             found.append("Record")
-        elif isinstance(effect, fx.Tell):
+        elif isinstance(effect, fx.Send):
             found.append(type(effect.order).__name__)
     return found
 

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from elasticrun.config import SLUGGISH_DEAD
 from elasticrun.core import events as fx
-from elasticrun.core.reasons import RankFailed, said
+from elasticrun.core.reasons import RankFailed, text_and_code
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.core.by_hand import DONE, SPEC, Master, failure, hello
@@ -88,7 +88,7 @@ def test_failures_on_two_nodes_are_one_restart() -> None:
     master = Master()
     name = master.running()
     master.hear(1, m.RanksFailed(name, (failure(0),)))
-    assert master.orders(2) == [m.Stop(name, *said(RankFailed(0, "a", "boom")))]
+    assert master.orders(2) == [m.Stop(name, *text_and_code(RankFailed(0, "a", "boom")))]
     master.hear(2, m.RanksFailed(name, (failure(2), failure(3))))
     master.both_back(name)
     assert master.job.status().restart_count == 1
@@ -145,7 +145,7 @@ def test_every_attach_is_told_the_whole_desired_state() -> None:
     other = changed(start, RoundName(0, 9, "old"))
     assert attach(5, other) == [start]
     master.hear(1, m.RanksFailed(name, (failure(0),)))
-    assert attach(6, start) == [m.Stop(name, *said(RankFailed(0, "a", "boom")))]
+    assert attach(6, start) == [m.Stop(name, *text_and_code(RankFailed(0, "a", "boom")))]
 
 
 def test_after_the_end_whoever_comes_is_told_it() -> None:

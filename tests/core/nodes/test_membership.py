@@ -78,11 +78,11 @@ def test_a_witness_that_comes_late_kills_at_once() -> None:
 
 def test_missing_beats_alone_take_a_minute_and_close_the_stream() -> None:
     crowd = Crowd("a", "b")
-    crowd.m.heard(crowd.sessions["a"], 30.0)
+    crowd.m.on_message(crowd.sessions["a"], 30.0)
     assert crowd.deaths(SLUGGISH_DEAD - 0.1) == []
     death = crowd.m.due(SLUGGISH_DEAD, lambda _: True, 2)
     assert [(d.node, d.session) for d in death] == [("b", crowd.sessions["b"])]
-    assert crowd.m.heard(crowd.sessions["b"], 61.0) is None
+    assert crowd.m.on_message(crowd.sessions["b"], 61.0) is None
 
 
 def test_mass_silence_is_the_masters_own_trouble_for_a_while() -> None:
@@ -112,10 +112,10 @@ def test_nodes_whose_streams_stood_are_heard_again_and_the_next_mass_silence_is_
     assert crowd.deaths(SLUGGISH_DEAD) == []
     assert crowd.m.mass_silence.reason()
     for name in "abc":
-        crowd.m.heard(crowd.sessions[name], SLUGGISH_DEAD + 1.0)
+        crowd.m.on_message(crowd.sessions[name], SLUGGISH_DEAD + 1.0)
     assert not crowd.m.mass_silence.reason()
     for name in "abc":
-        crowd.m.heard(crowd.sessions[name], 1000.0)
+        crowd.m.on_message(crowd.sessions[name], 1000.0)
     assert crowd.deaths(1000.0 + SLUGGISH_DEAD) == []
     crowd.m.left("a", "it was told to go")
     assert sorted(crowd.deaths(1000.0 + SLUGGISH_DEAD + MASS_SILENCE_HOLD)) == ["b", "c"]
@@ -169,7 +169,7 @@ def test_a_node_that_keeps_falling_silent_waits_longer_and_longer() -> None:
         crowd.breaks("a", now)
         now += TIMEOUT
         assert crowd.deaths(now) == ["a"]
-        crowd.m.heard(crowd.sessions["b"], now)
+        crowd.m.on_message(crowd.sessions["b"], now)
         waits.append(max(0.0, crowd.backoff_until("a") - now))
         now += 1.0
         crowd.attach("a", now=now)
@@ -184,7 +184,7 @@ def test_who_dies_again_while_it_waits_waits_on() -> None:
         crowd.breaks("a", now)
         now += TIMEOUT
         assert crowd.deaths(now) == ["a"]
-        crowd.m.heard(crowd.sessions["b"], now)
+        crowd.m.on_message(crowd.sessions["b"], now)
         crowd.attach("a", now=now)
     until = crowd.backoff_until("a")
     assert until == now + 960.0

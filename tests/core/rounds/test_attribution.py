@@ -44,23 +44,23 @@ def test_unless_it_held_other_ranks_and_was_the_first_all_the_same() -> None:
 
 def test_it_waits_longer_each_time_and_is_on_probation_when_it_is_back() -> None:
     past = after(cause("b"), cause("b"))
-    assert past.leave_out(cause("b"), 100.0) == 120.0
+    assert past.back_off(cause("b"), 100.0) == 120.0
     assert past.backoff_until("b", 110.0) == 220.0
     assert past.backoff_until("b", 500.0) == 500.0
     past.settled(cause("c", 0))
     assert "fail again" in text(past.why_suspect(cause("b"), 500.0))
-    assert past.leave_out(cause("b"), 500.0) == 240.0
+    assert past.back_off(cause("b"), 500.0) == 240.0
     late = 740.0 + PROBATION + 1.0
     past.settled(cause("c", 0))
     assert not past.why_suspect(cause("b"), late), "an hour later its record is clean"
     for _ in range(8):
-        past.leave_out(cause("b"), late)
-    assert past.leave_out(cause("b"), late) == BACKOFF_LONGEST
+        past.back_off(cause("b"), late)
+    assert past.back_off(cause("b"), late) == BACKOFF_LONGEST
 
 
 def test_the_same_rank_elsewhere_acquits_it() -> None:
     past = after(cause("b"), cause("b"))
-    past.leave_out(cause("b", 3), 100.0)
+    past.back_off(cause("b", 3), 100.0)
     assert past.cleared(cause("c", 1), 130.0) == ""
     assert past.cleared(cause("b", 3), 130.0) == ""
     assert past.cleared(cause("c", 3), 130.0) == "b"
@@ -72,7 +72,7 @@ def test_the_node_that_got_the_rank_is_not_left_out_in_its_turn() -> None:
     """Leaving a node out charges no restart, so a script that always fails must not have the nodes
     take turns. That the rank failed once elsewhere, some time ago, does not make it the script."""
     past = after(cause("b", 3), cause("b", 3))
-    past.leave_out(cause("b", 3), 100.0)
+    past.back_off(cause("b", 3), 100.0)
     for count in range(5):
         assert not past.why_suspect(cause("c", 3), 101.0 + count)
         past.settled(cause("c", 3))
@@ -95,7 +95,7 @@ def test_what_the_rounds_say_together() -> None:
 
 def test_a_successor_counts_on() -> None:
     past = after(cause("b"))
-    past.leave_out(cause("x", 9), 0.0)
+    past.back_off(cause("x", 9), 0.0)
     past.settled(cause("b"))
     past.settled(cause("b"))
     heir = Attribution(3)
@@ -108,7 +108,7 @@ def test_a_successor_counts_on() -> None:
 def test_it_is_bounded() -> None:
     past = Attribution(3)
     for number in range(3 * MAX_RECORDS):
-        past.leave_out(cause(f"n{number}"), float(number))
+        past.back_off(cause(f"n{number}"), float(number))
     assert len(past.record(3.0 * MAX_RECORDS)) <= MAX_RECORDS + 1
     for _ in range(3 * TRAIL):
         past.settled(cause("b"))

@@ -14,17 +14,17 @@ def test_the_first_answer_is_never_held_back() -> None:
     one = Debounce(60.0)
     assert one.holds() is None
     for number in range(17):
-        one.seen(number, 0.1 * number)
+        one.record(number, 0.1 * number)
     assert one.holds() is None
 
 
 def test_what_happens_after_an_answer_waits_for_silence() -> None:
     one = Debounce(60.0)
-    one.seen("a", 0.0)
+    one.record("a", 0.0)
     one.answered(1.0)
-    one.seen("b", 8.0)
+    one.record("b", 8.0)
     for number in range(16):
-        one.seen(number, 8.0 + 0.1 * (number + 1))
+        one.record(number, 8.0 + 0.1 * (number + 1))
     assert one.holds() == pytest.approx(9.6 + 60.0)
     one.answered(30.0)
     assert one.holds() is None
@@ -43,22 +43,22 @@ def test_a_second_thing_after_an_answer(
     wholly: bool, what: str, at: float, until: float | None
 ) -> None:
     one = Debounce(60.0)
-    one.seen("a", 0.0)
+    one.record("a", 0.0)
     one.answered(1.0, wholly=wholly)
     assert one.holds() is None, "one alone is no series"
-    one.seen(what, at)
+    one.record(what, at)
     assert one.holds() == until
 
 
 def test_an_event_that_does_not_end_is_answered_and_then_no_more_waited_for() -> None:
     one = Debounce(60.0)
-    one.seen(0, 0.0)
+    one.record(0, 0.0)
     one.answered(1.0)
     for number in range(1, 40):
-        one.seen(number, 20.0 * number)
+        one.record(number, 20.0 * number)
     assert one.holds() == 320.0, "300 s after the first that was not answered"
     one.answered(320.0)
-    one.seen("next", 800.0)
+    one.record("next", 800.0)
     assert one.holds() == 320.0, "long past"
 
 
@@ -66,7 +66,7 @@ def test_an_event_that_does_not_end_is_answered_and_then_no_more_waited_for() ->
 
 
 def entry(door: JoinWindow, size: int, possible: int, largest: int) -> tuple[float, str]:
-    return door.entry(size, possible, largest, announced=False)
+    return door.admission(size, possible, largest, announced=False)
 
 
 def begun(spec_max: int, *appear: float, grow: str = "auto") -> JoinWindow:
@@ -100,7 +100,7 @@ def test_a_node_that_comes_and_goes_counts_when_it_joins() -> None:
     door = begun(4, 0.0, 0.1)
     door.appeared("x", 10.0)
     door.joined("x", 11.0)
-    door.went("x")
+    door.left("x")
     door.appeared("x", 12.0)
     door.joined("x", 14.0)
     assert entry(door, 2, 3, 4)[0] >= 15.0
@@ -141,7 +141,7 @@ def test_an_older_round_waits_for_the_cool_down() -> None:
 def test_last_call() -> None:
     call = LastCall(30.0)
     call.arrival(0.0)
-    call.begin(0.0)
+    call.start(0.0)
     assert call.ends(announced=False) == 0.5
     assert call.ends(announced=True) == 30.0
     call.arrival(6.0)
@@ -153,11 +153,11 @@ def test_last_call() -> None:
     for when in range(60, 200, 10):
         call.arrival(float(when))
     assert call.ends(announced=True) == 150.0, "nor the whole than five times that"
-    assert LastCall(0.0).began is None
+    assert LastCall(0.0).started_at is None
 
 
 def test_last_call_of_nothing_waits_for_nothing() -> None:
     call = LastCall(0.0)
     call.arrival(3.0)
-    call.begin(3.0)
+    call.start(3.0)
     assert call.ends(announced=True) == 3.0

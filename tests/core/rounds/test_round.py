@@ -12,8 +12,8 @@ from elasticrun.core.rounds.round import (
     Round,
     adopt,
     adopted_seat,
-    begin,
     choose,
+    form_round,
     lay_out,
     store_host,
 )
@@ -48,7 +48,7 @@ def test_every_rank_is_given_out_once(raw, previous, shuffler) -> None:  # type:
     shuffled = list(members)
     shuffler.shuffle(shuffled)
     assert lay_out(shuffled, before) == places, "the order of asking must not matter"
-    made = begin(RoundInfo(RoundName(1, 1, "one"), 1), shuffled, len(members), None)
+    made = form_round(RoundInfo(RoundName(1, 1, "one"), 1), shuffled, len(members), None)
     assert [seat.group_rank for seat in made.members.values()] == list(range(len(members)))
     next_rank = 0
     next_in_role = {"x": 0, "y": 0}

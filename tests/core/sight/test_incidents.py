@@ -67,7 +67,7 @@ def test_a_failing_rank_from_its_death_to_the_next_step() -> None:
         "first step after 4.90 s, 10 steps repeated"
     ]
     row = filed(master)
-    told = [one.order for one in master.effects if isinstance(one, fx.Tell)]
+    told = [one.order for one in master.effects if isinstance(one, fx.Send)]
     assert told[-1] == m.Recovery(name, row.restarted, row.first_step, 10)
     assert (row.restarted, row.first_step) == (3.5, pytest.approx(4.9))
     assert [(phase.name, phase.seconds) for phase in row.phases] == [

@@ -7,7 +7,7 @@ import json
 from msgspec.structs import replace
 
 from elasticrun.core import events as fx
-from elasticrun.core.sight.hangs.look import RollCall
+from elasticrun.core.sight.hangs.sample import Sample
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
 from tests.core import by_hand
@@ -21,7 +21,7 @@ def group(key: str, ranks: str, count: int) -> m.StackGroup:
 
 
 def test_stacks_of_all_nodes_come_together_the_rarest_first() -> None:
-    call = RollCall(m.Inspect(NAME, 1, stacks=True), ["a", "b", "c"], 0.0)
+    call = Sample(m.Inspect(NAME, 1, stacks=True), ["a", "b", "c"], 0.0)
     call.take("a", m.Stacks(NAME, 1, (group("step", "0-3", 4),), folder="logs/hang-1"))
     call.take(
         "b", m.Stacks(NAME, 1, (group("step", "4,5", 2), group("load", "6", 1)), "rank 7: no")
@@ -36,11 +36,11 @@ def test_stacks_of_all_nodes_come_together_the_rarest_first() -> None:
 
 
 def test_what_ranks_have_written_comes_together_in_its_order() -> None:
-    call = RollCall(m.Inspect(NAME, 1, lines=True), ["a", "b"], 0.0)
+    call = Sample(m.Inspect(NAME, 1, lines=True), ["a", "b"], 0.0)
     for node, ranks in (("a", "0-3"), ("b", "4-7")):
         lines = (group("old", ranks, 4), group(f"own {node}", ranks[0], 1), group("new", ranks, 4))
         call.take(node, m.Inspected(NAME, 1, 0, (), (), lines))
-    assert [row.ranks for row in call.said()] == ["0-7", "0", "0-7", "4"]
+    assert [row.ranks for row in call.last_lines()] == ["0-7", "0", "0-7", "4"]
 
 
 def seen(rank: int, *, quiet: float = 0.0) -> m.RankSeen:

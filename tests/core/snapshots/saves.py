@@ -35,7 +35,7 @@ class Saves(Snapshots):
         rank = "ab".index(node)
         own = content or rank + 1
         held = tuple(m.Holding(name, s, rank, 2, (own,), s == wanted) for s in steps)
-        self.heard(node, m.Holdings(SAVER[node] if saver else None, held), now)
+        self.on_holdings(node, m.Holdings(SAVER[node] if saver else None, held), now)
 
     def both(self, *steps: int, now: float = 0.0, wanted: int = -1, content: int = 0) -> None:
         for node in "ab":
@@ -58,7 +58,7 @@ class Saves(Snapshots):
             self.persisted("a", m.Persisted(name, ok, True, why, 0, 0.1), now)
 
     def says(self) -> str:
-        news, self.outbox.news = self.outbox.news, []
+        news, self.outbox.notes = self.outbox.notes, []
         return "; ".join(text for text, _ in news)
 
 
@@ -69,7 +69,7 @@ def fails_soon(
     saves.begin_round(m.RoundInfo(name, 2, restore=restore))
     report = saves.points.reports["a"]
     went_on = m.WentOn(name, restore.step + 1 if reached is None else reached)
-    saves.heard("a", replace(report, went_on=went_on), 0.0)
+    saves.on_holdings("a", replace(report, went_on=went_on), 0.0)
     saves.points.failed_by_itself()
 
 
@@ -80,7 +80,7 @@ def holding(name: RoundName, step: int, rank: int = 1) -> m.Holding:
 def answer(saves: Snapshots, node: str, asked: m.WhereIs) -> m.Holder:
     """What a node that asks is told at once."""
     saves.outbox.orders.clear()
-    saves.points.where(node, asked)
+    saves.points.locate(node, asked)
     ((nodes, order),) = saves.outbox.orders
     assert nodes == (node,)
     assert isinstance(order, m.Holder)

@@ -147,14 +147,14 @@ def test_a_node_that_goes_ends_an_attempt_unless_its_part_is_in() -> None:
     saves = Saves()
     saves.both(100, wanted=100)
     saves.taken()
-    saves.forget("b", 1.0, gone="is dead")
+    saves.forget("b", 1.0, gone_because="is dead")
     saves.proceed(1.0)
     assert saves.taken() == [("a", "PersistOver"), ("a", "PersistOver")], "over, and not wanted"
     assert "node b held the only copy of rank 1" in saves.says()
     saves = Saves()
     saves.both(100, wanted=100)
     saves.persisted("b", m.Persisted("try1", True, False, "", 10, 0.1), 1.0)
-    saves.forget("b", 1.0, gone="is dead")
+    saves.forget("b", 1.0, gone_because="is dead")
     saves.persisted("a", m.Persisted("try1", True, False, "", 10, 0.1), 1.0)
     saves.persisted("a", m.Persisted("try1", True, True, "", 0, 0.1), 1.0)
     assert saves.checkpoints.written == m.Restore(R1, 100, 2)
@@ -202,11 +202,11 @@ def test_the_end_of_an_attempt_is_told_again_on_a_new_stream() -> None:
     told = [order.attempt for _, order in saves.outbox.orders if isinstance(order, m.PersistOver)]
     assert told == ["try2"], "or b would think that storage tells of that"
     saves.points.rewound_from = -1
-    saves.forget("b", 5.0, gone="is dead")
+    saves.forget("b", 5.0, gone_because="is dead")
     saves.taken()
     saves.attached("b", 6.0, member=False)
     assert saves.taken() == [("b", "PersistOver")] * 2, "it was given up, and lives"
-    saves.forget("b", 7.0, gone="was replaced by a newer agent", reborn=True)
+    saves.forget("b", 7.0, gone_because="was replaced by a newer agent", reborn=True)
     saves.attached("b", 8.0, member=False)
     assert saves.taken() == [], "its next agent knows nothing of it"
 
@@ -243,7 +243,7 @@ def test_a_node_that_goes_with_the_only_copy_gives_it_before(at_breakpoint: bool
     saves = Saves(at_breakpoint=at_breakpoint)
     saves.both(100)
     saves.taken()
-    saves.going(["b"], 1.0)
+    saves.nodes_leave(["b"], 1.0)
     if not at_breakpoint:
         assert saves.taken() == []
         assert step_of(saves) is None, "it will be gone by the time that a round forms"
@@ -287,7 +287,7 @@ def test_the_page_counts_the_snapshots_that_this_round_has_skipped() -> None:
     saves.taken()
     for node, skipped in (("a", 3), ("b", 1)):
         report = replace(saves.points.reports[node], last=m.RoundInfo(R1, 2), skipped=skipped)
-        saves.heard(node, report, 0.0)
+        saves.on_holdings(node, report, 0.0)
     assert not saves.taken(), "it is for people: nothing follows from it"
     whole = "step 100 is whole in memory"
     assert saves.status() == f"{whole}; 3 snapshots skipped in this round: no slot was free"

@@ -73,7 +73,7 @@ def test_steps_of_two_rounds_are_not_combined() -> None:
     saves.begin_round(m.RoundInfo(R2, 2, restore=m.Restore(R1, 100, 2)))
     assert step_of(saves) == 100, "what a holds of 101 is of a time that was given up"
     held = (holding(R1, 100), holding(R2, 101))
-    saves.heard("b", m.Holdings(SAVER["b"], held), 0.0)
+    saves.on_holdings("b", m.Holdings(SAVER["b"], held), 0.0)
     assert saves.points.choose().restore == m.Restore(R1, 100, 2)
     saves.begin_round(m.RoundInfo(RoundName(1, 3, "z"), 2, restore=m.Restore(R1, 100, 2)))
     assert saves.points.choose().restore == m.Restore(R1, 100, 2)
@@ -85,15 +85,15 @@ def test_the_older_round_still_serves_when_the_newer_step_is_lost() -> None:
     saves.begin_round(m.RoundInfo(R2, 2, restore=m.Restore(R1, 100, 2)))
     rank_a = m.Holding(R2, 101, 0, 2, (7,), wanted=False)
     rank_b = m.Holding(R2, 90, 1, 2, (7,), wanted=False)
-    saves.heard("a", m.Holdings(SAVER["a"], (rank_a,)), 0.0)
+    saves.on_holdings("a", m.Holdings(SAVER["a"], (rank_a,)), 0.0)
     old = m.Holding(R1, 100, 1, 2, (7,), wanted=False)
-    saves.heard("b", m.Holdings(SAVER["b"], (old, rank_b)), 0.0)
+    saves.on_holdings("b", m.Holdings(SAVER["b"], (old, rank_b)), 0.0)
     assert saves.points.choose().restore == m.Restore(R2, 101, 2)
-    saves.forget("a", 1.0, gone="is dead")
+    saves.forget("a", 1.0, gone_because="is dead")
     choice = saves.points.choose()
     assert choice.restore == m.Restore(R2, 90, 2)
     assert choice.why == "step 101 cannot be restored from memory: no node holds it"
-    saves.heard("b", m.Holdings(SAVER["b"], (old,)), 1.0)
+    saves.on_holdings("b", m.Holdings(SAVER["b"], (old,)), 1.0)
     assert saves.points.choose().restore == m.Restore(R1, 100, 2)
 
 
@@ -123,7 +123,7 @@ def test_a_round_that_fails_by_itself_twice_ends_its_snapshot() -> None:
     again.begin_round(m.RoundInfo(RoundName(1, 3, "y"), 2, restore=m.Restore(R1, 100, 2)))
     for rank, node in enumerate("ab"):
         held = tuple(m.Holding(R1, s, rank, 2, (rank + 1,), wanted=False) for s in (90, 100))
-        again.heard(node, m.Holdings(None, held), 0.0)
+        again.on_holdings(node, m.Holdings(None, held), 0.0)
     assert step_of(again) == 90, "the next master knows it too"
 
 
@@ -132,18 +132,20 @@ def test_complaints_about_shards_come_to_an_end() -> None:
     saves = Saves()
     saves.both(90, 100)
     saves.begin_round(m.RoundInfo(R2, 2, restore=m.Restore(R1, 100, 2)))
-    assert saves.points.bad("a", m.ShardBad(R1, 100, 0, "it does not have its hash"))
+    assert saves.points.shard_bad("a", m.ShardBad(R1, 100, 0, "it does not have its hash"))
     assert step_of(saves) == 90
     assert saves.points.rewound_from == -1, "storage may have a good copy of the very same step"
     saves = Saves()
     saves.both(90, 100)
     saves.begin_round(m.RoundInfo(R2, 2, restore=m.Restore(R1, 100, 2)))
     other = m.ShardBad(R1, 100, 1, "its shape is another")
-    assert saves.points.bad("a", other), "a holds no rank 1"
+    assert saves.points.shard_bad("a", other), "a holds no rank 1"
     assert step_of(saves) == 90
     saves.begin_round(m.RoundInfo(RoundName(1, 3, "z"), 2, restore=m.Restore(R1, 90, 2)))
-    assert not saves.points.bad("a", m.ShardBad(R1, 100, 0, "late")), "of a round that is over"
-    assert not saves.points.bad("a", m.ShardBad(RoundName(9, 9, "u"), 1, 0, "unknown"))
+    assert not saves.points.shard_bad("a", m.ShardBad(R1, 100, 0, "late")), (
+        "of a round that is over"
+    )
+    assert not saves.points.shard_bad("a", m.ShardBad(RoundName(9, 9, "u"), 1, 0, "unknown"))
 
 
 def test_a_node_that_serves_badly_is_not_named_again() -> None:
@@ -152,7 +154,7 @@ def test_a_node_that_serves_badly_is_not_named_again() -> None:
     saves.begin_round(m.RoundInfo(R2, 2, restore=m.Restore(R1, 100, 2)))
     asked = m.WhereIs(R1, 100, 1)
     assert answer(saves, "a", asked).saver == SAVER["b"]
-    saves.points.bad("a", m.ShardBad(R1, 100, 1, "it does not have its hash"))
+    saves.points.shard_bad("a", m.ShardBad(R1, 100, 1, "it does not have its hash"))
     assert step_of(saves) == 100, "a has the same"
     holder = answer(saves, "c", asked)
     assert (holder.saver, holder.holds) == (SAVER["a"], 0)
@@ -170,20 +172,20 @@ def test_a_shard_that_comes_back_in_a_moment_is_waited_for() -> None:
     asked = m.WhereIs(R1, 100, 1)
     saves.forget("b", 1.0)
     saves.taken()
-    saves.points.where("a", asked)
+    saves.points.locate("a", asked)
     assert saves.taken() == [], "b has not gone"
     saves.holds("b", 100, saver=False)
     assert saves.taken() == [], "its saver is not ready"
     saves.holds("b", 100)
     assert saves.taken() == [("a", "Holder")]
     saves.forget("b", 2.0)
-    saves.points.where("a", asked)
-    saves.forget("b", 3.0, gone="is dead")
+    saves.points.locate("a", asked)
+    saves.forget("b", 3.0, gone_because="is dead")
     order = saves.last()
     assert (order.saver, order.reason) == (None, "no node holds it any more")
     saves.holds("b", 100, saver=False)
-    saves.points.where("a", asked)
-    saves.forget("a", 4.0, gone="is dead")
+    saves.points.locate("a", asked)
+    saves.forget("a", 4.0, gone_because="is dead")
     saves.taken()
     saves.holds("b", 100)
     assert saves.taken() == [], "nobody asks any more"
@@ -195,11 +197,11 @@ def test_who_comes_back_without_it_is_not_waited_for() -> None:
     saves.both(100)
     saves.begin_round(m.RoundInfo(R2, 2, restore=m.Restore(R1, 100, 2)))
     saves.forget("b", 1.0)
-    saves.points.where("a", m.WhereIs(R1, 100, 1))
+    saves.points.locate("a", m.WhereIs(R1, 100, 1))
     saves.taken()
-    saves.points.has_said_all("c")
+    saves.points.has_reported_all("c")
     assert saves.taken() == [], "it is b that may have it"
-    saves.points.has_said_all("b")
+    saves.points.has_reported_all("b")
     order = saves.last()
     assert (order.saver, order.reason) == (None, "no node holds it any more")
 
@@ -260,7 +262,7 @@ def test_what_an_earlier_round_did_says_nothing_of_this_one() -> None:
     fails_soon(saves, R2, m.Restore(R1, 100, 2))
     for number in (3, 4):
         saves.begin_round(m.RoundInfo(RoundName(1, number, "y"), 2, restore=m.Restore(R1, 100, 2)))
-        saves.heard("a", saves.points.reports["a"], 0.0)
+        saves.on_holdings("a", saves.points.reports["a"], 0.0)
         saves.points.failed_by_itself()
     assert step_of(saves) == 100
 
@@ -296,7 +298,7 @@ def test_the_step_that_is_asked_for_and_no_other() -> None:
     assert saves.points.choose() == ASKED, "storage may have it"
     for node, rank in (("a", 0), ("b", 1)):
         rows = tuple(m.Holding(R1, s, rank, 2, (rank + 1,), wanted=False) for s in (90, 100))
-        saves.heard(node, m.Holdings(SAVER[node], rows, last=m.RoundInfo(R1, 2)), 0.0)
+        saves.on_holdings(node, m.Holdings(SAVER[node], rows, last=m.RoundInfo(R1, 2)), 0.0)
     assert saves.points.choose() == ASKED, "of a master of the same term"
     saves = asks_for(90)
     saves.begin_round(m.RoundInfo(R1, 2))
@@ -318,7 +320,7 @@ def test_it_is_asked_for_until_a_checkpoint_of_what_came_of_it_is_written() -> N
         saves.holds(node, 95)
     assert step_of(saves) == 95
     for node in "ab":
-        saves.forget(node, 1.0, gone="is dead")
+        saves.forget(node, 1.0, gone_because="is dead")
     assert saves.points.choose() == ASKED, "memory is lost"
     for node in "ab":
         saves.holds(node, 96, wanted=96)
@@ -347,7 +349,7 @@ def test_what_storage_has_of_a_later_step_is_not_written_before_it() -> None:
 def held(saves: Saves, node: str, *steps: int, own: bool = True, name: RoundName = R1) -> None:
     rank = "ab".index(node)
     all_ = tuple(m.Holding(name, s, rank, 2, (7,), wanted=False, own=own) for s in steps)
-    saves.heard(node, m.Holdings(SAVER[node], all_), 0.0)
+    saves.on_holdings(node, m.Holdings(SAVER[node], all_), 0.0)
 
 
 def test_a_living_rank_is_given_back_what_it_had_alone() -> None:
@@ -369,7 +371,7 @@ def test_nothing_is_lost_for_what_cannot_be_had(case: str) -> None:
     held(saves, "a", 8) if case == "no step has all" else held(saves, "a", 7, 8, own=own)
     held(saves, "b", 7, own=own)
     if case == "the node is lost":
-        saves.forget("b", 1.0, gone="is dead")
+        saves.forget("b", 1.0, gone_because="is dead")
     assert saves.points.choose().restore == m.Restore(R1, 8, 2)
 
 

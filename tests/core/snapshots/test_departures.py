@@ -42,7 +42,7 @@ def test_several_nodes_are_given_one_step() -> None:
     departures.departing("a", departing(10), ALL)
     assert told(departures) == [12]
     assert departures.order == m.SaveAt(ROUND, 12, "node a and 1 node more is to leave")
-    assert departures.asked == (ROUND, 12)
+    assert departures.requested == (ROUND, 12)
 
 
 def test_a_missed_step_is_followed_by_one_twice_as_far() -> None:
@@ -59,11 +59,11 @@ def test_there_is_an_end_to_that() -> None:
     departures = begun()
     departures.departing("a", departing(10), ALL)
     for _ in range(MAX_TRIES):
-        last = departures.asked
+        last = departures.requested
         departures.missed("b", m.Missed(ROUND, last[1], last[1]), ALL)
     assert told(departures)[-1] < 0
     assert departures.order is None
-    assert departures.gone(("a",)) is False
+    assert departures.nodes_leave(("a",)) is False
 
 
 def test_a_node_that_departs_after_the_step_was_saved_is_given_another() -> None:
@@ -81,10 +81,10 @@ def test_who_goes_with_what_is_not_saved() -> None:
     departures = begun()
     departures.departing("a", departing(10), ALL)
     departures.departing("b", departing(10), ALL)
-    assert departures.gone(("c",)) is None
-    assert departures.gone(("a", "c")) is True
+    assert departures.nodes_leave(("c",)) is None
+    assert departures.nodes_leave(("a", "c")) is True
     departures.saved(m.Restore(ROUND, 12, 2))
-    assert departures.gone(("b",)) is False
+    assert departures.nodes_leave(("b",)) is False
 
 
 def test_a_new_round_knows_nothing_of_it() -> None:
@@ -94,5 +94,5 @@ def test_a_new_round_knows_nothing_of_it() -> None:
     departures.departing("a", departing(10), ALL)
     departures.missed("a", m.Missed(ROUND, 12, 15), ALL)
     assert departures.order is None
-    assert departures.gone(("a",)) is None
+    assert departures.nodes_leave(("a",)) is None
     assert departures.status() == ""

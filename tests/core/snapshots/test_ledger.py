@@ -25,7 +25,7 @@ def held(node: str, step: int, *contents: int, wanted: bool = False, world: int 
 def ddp(*nodes: str, step: int = 100) -> Ledger:
     ledger = Ledger(NAME, WORLD)
     for node in nodes:
-        ledger.hear(node, [held(node, step, 7, 7)])
+        ledger.update(node, [held(node, step, 7, 7)])
     return ledger
 
 
@@ -33,7 +33,7 @@ def sharded(*nodes: str, step: int = 100) -> Ledger:
     ledger = Ledger(NAME, WORLD)
     for node in nodes:
         first = NODES[node]
-        ledger.hear(node, [held(node, step, first + 1, first + 2)])
+        ledger.update(node, [held(node, step, first + 1, first + 2)])
     return ledger
 
 
@@ -92,7 +92,7 @@ def stories(draw: Any) -> list[tuple[str, list[Holding]]]:
 def test_who_has_what_is_what_was_said_last(story: list[tuple[str, list[Holding]]]) -> None:
     ledger, truth = Ledger(NAME, WORLD), Definition()
     for node, said in story:
-        ledger.hear(node, said)
+        ledger.update(node, said)
         truth.hear(node, said)
         for step in (100, 110, 120):
             snap = ledger.snaps.get(step)
@@ -116,24 +116,24 @@ def test_who_has_what_is_what_was_said_last(story: list[tuple[str, list[Holding]
 def test_a_sharded_state_does_not_outlive_one_node() -> None:
     ledger = sharded("a", "b", "c")
     assert ledger.is_whole(100)
-    ledger.hear("b", ())
+    ledger.update("b", ())
     assert not ledger.is_whole(100)
     assert ledger.why_not_whole(100) == "node b held the only copy of ranks 2-3"
-    ledger.hear("c", ())
+    ledger.update("c", ())
     assert "ranks 2-3, and 1 more nodes that of others" in ledger.why_not_whole(100)
 
 
 def test_a_layout_that_changes_counts_from_its_step_on() -> None:
     """An optimizer makes its state at the first step: shards of two layouts are not combined."""
     ledger = ddp("a", "b", "c")
-    ledger.hear("a", [held("a", 100, 7, 7), held("a", 110, 8, 8)])
+    ledger.update("a", [held("a", 100, 7, 7), held("a", 110, 8, 8)])
     assert not ledger.is_whole(110), "the others are expected to have what they had"
-    ledger.hear("b", [held("b", 100, 7, 7), held("b", 110, 8, 8)])
-    ledger.hear("c", [held("c", 110, 8, 8)])
+    ledger.update("b", [held("b", 100, 7, 7), held("b", 110, 8, 8)])
+    ledger.update("c", [held("c", 110, 8, 8)])
     assert ledger.is_whole(110)
     assert ledger.is_whole(100)
-    ledger.hear("a", [held("a", 110, 8, 8)])
-    ledger.hear("b", ())
+    ledger.update("a", [held("a", 110, 8, 8)])
+    ledger.update("b", ())
     assert ledger.is_whole(110)
     assert not ledger.is_whole(100)
 
@@ -149,16 +149,16 @@ def test_a_layout_that_changes_counts_from_its_step_on() -> None:
 )
 def test_what_is_of_another_round_does_not_count(one: Holding) -> None:
     ledger = Ledger(NAME, WORLD)
-    ledger.hear("a", [one])
+    ledger.update("a", [one])
     assert ledger.steps() == []
 
 
 def test_steps_later_than_a_restore_do_not_come_back() -> None:
     ledger = ddp("a", "b", "c")
-    ledger.hear("a", [held("a", 100, 7, 7), held("a", 110, 7, 7)])
+    ledger.update("a", [held("a", 100, 7, 7), held("a", 110, 7, 7)])
     ledger.end_at(100)
     assert ledger.steps() == [100]
-    ledger.hear("b", [held("b", 110, 7, 7)])
+    ledger.update("b", [held("b", 110, 7, 7)])
     assert ledger.steps() == [100]
     assert ledger.is_whole(100)
 
@@ -169,10 +169,10 @@ def test_a_bad_shard_counts_as_absent_for_good() -> None:
     assert not ledger.spoil("b", 100, 3), "it is known"
     assert not ledger.spoil("b", 100, 0), "it is not there"
     assert ledger.why_not_whole(100) == "node b held the only copy of rank 3"
-    ledger.hear("b", [held("b", 100, 3, 4, wanted=True)])
+    ledger.update("b", [held("b", 100, 3, 4, wanted=True)])
     assert not ledger.is_whole(100)
     copies = ddp("a", "b")
-    copies.hear("c", [held("c", 100, 7, 7)])
+    copies.update("c", [held("c", 100, 7, 7)])
     copies.spoil("c", 100, 4)
     assert copies.is_whole(100), "others have the same"
     assert ("c", 4) not in copies.find(100, 4)
@@ -181,7 +181,7 @@ def test_a_bad_shard_counts_as_absent_for_good() -> None:
 def test_a_shard_is_asked_of_its_own_rank_first() -> None:
     ledger = ddp("a", "b", "c")
     assert ledger.find(100, 3)[0] == ("b", 3)
-    ledger.hear("b", ())
+    ledger.update("b", ())
     assert ledger.find(100, 3)[0] == ("a", 0)
     assert ledger.find(110, 3) == []
 
@@ -193,7 +193,7 @@ def test_one_rank_of_each_content_writes_what_is_shared() -> None:
     parts = divide(sharded("a", "b", "c"), 100)
     assert [part.shared for part in parts.values()] == [(0, 1), (2, 3), (4, 5)]
     twice = ddp("a")
-    twice.hear("z", [Holding(NAME, 100, 0, WORLD, (7, 7), wanted=False)])
+    twice.update("z", [Holding(NAME, 100, 0, WORLD, (7, 7), wanted=False)])
     parts = divide(twice, 100)
     assert [(node, part.ranks) for node, part in parts.items()] == [("a", (0, 1))]
 

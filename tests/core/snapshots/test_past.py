@@ -30,7 +30,7 @@ class Blind(Snapshots):
     def hears(
         self, node: str, last: m.RoundInfo | None, *keys: tuple[RoundName, int], content: int = 0
     ) -> None:
-        self.heard(node, holdings(node, last, *keys, content=content), 0.0)
+        self.on_holdings(node, holdings(node, last, *keys, content=content), 0.0)
 
 
 def noted(name: RoundName, rewound_from: int = -1) -> m.RoundInfo:
@@ -39,16 +39,16 @@ def noted(name: RoundName, rewound_from: int = -1) -> m.RoundInfo:
 
 def test_the_newest_whole_step_of_the_last_round_is_gone_on_from() -> None:
     saves = Blind()
-    assert not saves.points.looks_back
+    assert not saves.points.knows_round_from_agents
     saves.hears("a", noted(R1), (R1, 100), (R1, 110))
     assert step_of(saves) is None, "b has the other half"
-    assert saves.points.looks_back
+    assert saves.points.knows_round_from_agents
     saves.hears("b", noted(R1), (R1, 90), (R1, 100))
     choice = saves.points.choose()
     assert (choice.restore, choice.why) == (m.Restore(R1, 100, 2), "")
     assert saves.outbox.orders == [], "nobody is told a watermark of a round that is over"
     saves.begin_round(m.RoundInfo(NEW, 2, restore=choice.restore))
-    assert not saves.points.looks_back
+    assert not saves.points.knows_round_from_agents
     assert step_of(saves) == 100, "as before any other restart"
 
 
@@ -69,7 +69,7 @@ def test_what_was_noted_of_a_node_that_is_gone_stands() -> None:
     saves = Blind()
     saves.hears("a", FROM_100, (R1, 100), content=7)
     saves.hears("b", noted(R1), (R1, 100), (R1, 110), content=7)
-    saves.forget("a", 1.0, gone="is dead")
+    saves.forget("a", 1.0, gone_because="is dead")
     assert step_of(saves) == 100, "b has the same, and what it has of step 110 never was"
 
 
@@ -85,7 +85,7 @@ def test_another_number_of_ranks_is_read_as_it_was() -> None:
     saves = Blind()
     rows = [(90, (1, 2, 3, 4)), (100, (1, 2, 0, 0))]
     held = tuple(m.Holding(R1, step, 0, 4, row, wanted=False) for step, row in rows)
-    saves.heard("a", m.Holdings(None, held, last=m.RoundInfo(R1, 4)), 0.0)
+    saves.on_holdings("a", m.Holdings(None, held, last=m.RoundInfo(R1, 4)), 0.0)
     assert saves.points.choose().restore == m.Restore(R1, 90, 4)
 
 
@@ -99,7 +99,7 @@ def test_rounds_of_a_later_clock_are_not_believed(term: int) -> None:
             saves.hears(node, noted(name, rewound_from=50), (name, 100))
     assert step_of(saves) is None
     assert saves.points.rewound_from == -1
-    ((text, level),) = saves.outbox.news
+    ((text, level),) = saves.outbox.notes
     assert level == "warning"
     assert "was a clock set back?" in text
 
@@ -140,10 +140,10 @@ def test_it_is_written_out_before_its_only_holder_goes() -> None:
     saves = Blind()
     for node in "ab":
         saves.hears(node, noted(R1), (R1, 100))
-    saves.going(("a",), 1.0)
+    saves.nodes_leave(("a",), 1.0)
     assert [type(order).__name__ for _, order in saves.outbox.orders] == ["Persist", "Persist"]
     saves = Blind(at_breakpoint=False)
     for node in "ab":
         saves.hears(node, noted(R1), (R1, 100))
-    saves.going(("a",), 1.0)
+    saves.nodes_leave(("a",), 1.0)
     assert saves.outbox.orders == []

@@ -45,7 +45,7 @@ class Saves(Snapshots):
     def say(self, node: str, now: float = 0.0) -> None:
         held = (*(self.holding(node, s) for s in self.own[node]), *self.copied[node])
         saver = SAVER[node] if self.savers else None
-        self.heard(node, m.Holdings(saver, held, self.replicas), now)
+        self.on_holdings(node, m.Holdings(saver, held, self.replicas), now)
 
     def commit(self, step: int, now: float = 0.0) -> None:
         for node in self.nodes:
@@ -61,7 +61,7 @@ class Saves(Snapshots):
         return {nodes[0]: one for nodes, one in orders if isinstance(one, m.Replicate)}
 
     def says(self) -> str:
-        news, self.outbox.news = self.outbox.news, []
+        news, self.outbox.notes = self.outbox.notes, []
         return "; ".join(text for text, _ in news)
 
 
@@ -201,7 +201,7 @@ def test_who_leaves_copies_nothing() -> None:
     saves = Saves()
     saves.commit(10)
     saves.told()
-    saves.going(["b"], 1.0)
+    saves.nodes_leave(["b"], 1.0)
     saves.proceed(1.0)
     orders = saves.told()
     assert "b" not in orders
@@ -229,12 +229,12 @@ def test_a_restored_step_is_paired_again() -> None:
     saves = Saves("ab")
     saves.commit(10)
     saves.copies("a", "b", 10)
-    saves.forget("b", 1.0, gone="is dead")
+    saves.forget("b", 1.0, gone_because="is dead")
     saves.told()
     saves.begin_round(m.RoundInfo(R2, 4, restore=m.Restore(R1, 10, 4)), saves.seats())
     saves.say("a", 2.0)
     assert not saves.told(), "b has not been heard yet"
-    saves.heard("b", m.Holdings(SAVER["b"], (), True), 2.0)
+    saves.on_holdings("b", m.Holdings(SAVER["b"], (), True), 2.0)
     order = saves.told()["b"]
     assert (order.round, order.step, order.ranks) == (R1, 10, (0, 1, 2, 3))
 
@@ -245,13 +245,13 @@ def test_a_replica_is_no_rank_of_its_own() -> None:
     own = m.Holding(R1, 10, 0, 4, (1, 2), False)
     copy = m.Holding(R1, 10, 0, 4, (1, 2), False, replica=True)
     other = m.Holding(R1, 10, 2, 4, (3, 4), False)
-    ledger.hear("b", [copy])
+    ledger.update("b", [copy])
     assert not ledger.is_whole(10)
-    ledger.hear("b", [copy, other])
+    ledger.update("b", [copy, other])
     assert ledger.is_whole(10)
     assert not ledger.is_full(10), "ranks 0 and 1 may have it themselves soon"
     assert divide(ledger, 10)["b"].ranks == (0, 1, 2, 3)
-    ledger.hear("a", [own])
+    ledger.update("a", [own])
     assert ledger.is_full(10)
     assert divide(ledger, 10)["a"].ranks == (0, 1)
     assert divide(ledger, 10)["b"].ranks == (2, 3)
@@ -260,7 +260,7 @@ def test_a_replica_is_no_rank_of_its_own() -> None:
     assert ledger.needs(10, ["b"])
     assert ledger.spoil("b", 10, 0)
     assert ledger.needs(10, ["a"])
-    ledger.hear("a", ())
+    ledger.update("a", ())
     assert "rank 0" in ledger.why_not_whole(10)
 
 
@@ -302,7 +302,7 @@ def test_a_new_master_gives_up_nothing_before_all_have_spoken() -> None:
     assert saves.points.choose().restore == m.Restore(R1, 30, 4)
     marks = [one for _, one in saves.outbox.orders if isinstance(one, m.Watermark)]
     assert marks == [m.Watermark(R1, 20)]
-    saves.forget("b", 1.0, gone="is dead")
+    saves.forget("b", 1.0, gone_because="is dead")
     assert saves.points.choose().restore == m.Restore(R1, 20, 4)
 
 

@@ -11,8 +11,8 @@ from elasticrun.core.reasons import Leaves
 from elasticrun.core.rounds.failures import what_happened
 from elasticrun.core.worker.leaving import (
     MASTER_BACK_WITHIN,
+    REPEAT_WITHIN,
     RESCUE_WITHIN,
-    SAID_AGAIN,
     WAIT_FOR_SAVED,
 )
 from elasticrun.core.worker.ranks import SIGNAL_MEMORY, LocalRanks
@@ -57,7 +57,7 @@ def test_only_what_is_in_storage_ends_as_saved(over: m.PersistOver, code: int) -
     agent = departing()
     agent.order(ASK)
     agent.order(over)
-    agent.now += SAID_AGAIN
+    agent.now += REPEAT_WITHIN
     agent.feed(fx.Signalled(15, "SIGTERM", death=True, step=8))  # the second is obeyed at once
     (*_, last) = [*agent.reaped(), *(agent.wait() if agent.alive else [])]
     assert last == replace(END, code=code, saved=over.step if code == EXIT_SAVED else -1)
@@ -67,7 +67,7 @@ def test_what_is_written_while_the_node_holds_counts() -> None:
     agent = departing()
     agent.order(ASK)
     agent.order(PERSIST)
-    agent.now += SAID_AGAIN
+    agent.now += REPEAT_WITHIN
     agent.feed(fx.Signalled(15, "SIGTERM", death=True, step=8))
     agent.reaped()
     assert agent.state is State.HOLDING
@@ -84,7 +84,7 @@ def test_a_script_that_says_its_final_word_meanwhile_is_heard() -> None:
     assert last == replace(END, code=EXIT_FINAL)
 
 
-@pytest.mark.parametrize(("signum", "later"), [(2, 0.0), (15, SAID_AGAIN)])
+@pytest.mark.parametrize(("signum", "later"), [(2, 0.0), (15, REPEAT_WITHIN)])
 def test_a_second_signal_is_obeyed_at_once(signum: int, later: float) -> None:
     agent = departing()
     agent.order(ASK)
@@ -187,7 +187,7 @@ def test_a_rank_that_dies_of_the_agents_signal_was_stopped(signum: int, shell: b
     code = 128 + signum if shell else -signum
     for late, stopped in ((SIGNAL_MEMORY, True), (SIGNAL_MEMORY + 0.1, False)):
         ranks = LocalRanks(2, "here")
-        ranks.begin(0)
+        ranks.new_round(0)
         ranks.signalled(signum, 10.0)
         failure = ranks.failed(fx.RankExited(1, code, None), 10.0 + late)
         assert (failure.kind is m.FailureKind.STOPPED) == stopped
@@ -198,7 +198,7 @@ def test_a_rank_that_loses_a_peer_names_those_that_were_through() -> None:
     lost = m.Failure("h", 6, 2, 1, 1, 0, kind, closed, "", "")
     for through, told in (((0, 1), "; ranks 4,5 had ended with 0"), ((), "")):
         ranks = LocalRanks(3, "here")
-        ranks.begin(4)
+        ranks.new_round(4)
         for local_rank in range(3):
             ranks.spawned(local_rank, 100 + local_rank)
         for local_rank in (*through, 2):

@@ -86,7 +86,7 @@ from elasticrun.training.checkpointing.agent_connection import Departure, Deferr
 class Line:
     def send(self, message): print(message, flush=True)
 
-agent_connection.WORD_LIMIT = agent_connection.SAID_AGAIN = 240.0
+agent_connection.WORD_LIMIT = agent_connection.REPEAT_WITHIN = 240.0
 rank = Departure(Line(), (15, 10), DeferredSignals())
 me = os.getpid()
 def step(number, asked=-1):
@@ -226,7 +226,7 @@ def test_a_second_signal_is_obeyed_at_once() -> None:
     for first, second in ((10, 10), (10, 15), (15, 10)):
         body = f"os.kill(me, {first})\nos.kill(me, {second})"
         assert ended(body) == (-second, [PUTS_OFF])
-    body = "agent_connection.SAID_AGAIN = 0\n" + "os.kill(me, signal.SIGTERM)\n" * 2
+    body = "agent_connection.REPEAT_WITHIN = 0\n" + "os.kill(me, signal.SIGTERM)\n" * 2
     assert ended(body) == (-15, [PUTS_OFF])
 
 

@@ -14,12 +14,12 @@ from typing import Final
 
 from elasticrun.core.context import JobContext
 from elasticrun.core.deadlines import earliest
-from elasticrun.core.sight.hangs.schedule import FIRST_LOOK, SECOND
+from elasticrun.core.sight.hangs.schedule import FIRST_SAMPLE, SECOND_SAMPLE
 from elasticrun.core.sight.hangs.states import GRAIN, Opinion, Still
 from elasticrun.core.sight.hangs.stillness import Place, Places, place_of
 from elasticrun.core.sight.hangs.waiting import Impasse, Klass
 
-TOLD: Final[Mapping[Klass, float]] = {
+SHOWN_AFTER: Final[Mapping[Klass, float]] = {
     Klass.CERTAIN: 10.0,
     Klass.STRONG: 60.0,
     Klass.WEAK: 120.0,
@@ -50,15 +50,15 @@ class HangLimits:
         self._ctx.waits = self._places.record()
         return True
 
-    def is_told(self, still: Still, opinion: Opinion, at: float) -> bool:
+    def is_shown(self, still: Still, opinion: Opinion, at: float) -> bool:
         """Whether it has held long enough at time `at`."""
         klass = Klass.STRONG if opinion.impasse.held else opinion.impasse.klass
-        return at + GRAIN >= _told_since(still, opinion) + TOLD[klass]
+        return at + GRAIN >= _shown_since(still, opinion) + SHOWN_AFTER[klass]
 
     def needs_stacks(self, still: Still, opinion: Opinion) -> bool:
         """Whether users see the verdict after a sample taken now, and the message needs stacks."""
         klass = opinion.impasse.klass
-        due = self._ctx.now + GRAIN >= _told_since(still, opinion) + TOLD[klass]
+        due = self._ctx.now + GRAIN >= _shown_since(still, opinion) + SHOWN_AFTER[klass]
         return due and klass is not Klass.WEAK
 
     def ends_at(self, still: Still, opinion: Opinion, *, first: bool) -> float | None:
@@ -74,13 +74,13 @@ class HangLimits:
             limit = self._places.limit(_place(impasse), first=first)
         elif impasse.klass is Klass.STILL and hard:
             limit = STILL_ENDS
-        ends = None if limit is None else begins(still, opinion) + limit
+        ends = None if limit is None else counts_from(still, opinion) + limit
         if watch.hang_limit <= 0.0 or impasse.klass is Klass.STILL:
             return ends
-        return earliest(ends, still.since + max(watch.hang_limit, FIRST_LOOK + SECOND))
+        return earliest(ends, still.since + max(watch.hang_limit, FIRST_SAMPLE + SECOND_SAMPLE))
 
 
-def begins(still: Still, opinion: Opinion) -> float:
+def counts_from(still: Still, opinion: Opinion) -> float:
     """From when the duration of a verdict counts. A rank that works now and then is not idle, no
     matter how long nothing has moved; if no rank waits for another, any activity counts as a
     movement."""
@@ -88,11 +88,11 @@ def begins(still: Still, opinion: Opinion) -> float:
     if klass is Klass.STILL and still.idle_at > still.since:
         return still.idle_at
     by_activity = klass in (Klass.STRONG, Klass.STILL)
-    return max(still.since, opinion.first_at - FIRST_LOOK) if by_activity else still.since
+    return max(still.since, opinion.first_at - FIRST_SAMPLE) if by_activity else still.since
 
 
-def _told_since(still: Still, opinion: Opinion) -> float:
-    return begins(still, opinion) if opinion.impasse.klass is Klass.STILL else still.since
+def _shown_since(still: Still, opinion: Opinion) -> float:
+    return counts_from(still, opinion) if opinion.impasse.klass is Klass.STILL else still.since
 
 
 def _place(impasse: Impasse) -> Place:

@@ -12,15 +12,15 @@ from typing import Final
 
 from elasticrun.core.context import JobContext
 from elasticrun.core.rounds.rendezvous import Phase
-from elasticrun.core.sight.hangs.look import RollCall
+from elasticrun.core.sight.hangs.sample import Sample
 from elasticrun.core.sight.hangs.waiting import Sighting
 from elasticrun.wire import messages as m
 
-FIRST_LOOK: Final = 5.5
+FIRST_SAMPLE: Final = 5.5
 """Seconds of stillness before the first sample: agents report it after 5 s. They take at most 2.5 s
 to see the last movement, so users learn of a certain hang 10 to 13 s after it."""
 
-SECOND: Final = 4.5
+SECOND_SAMPLE: Final = 4.5
 """Seconds between the first sample and the one that must confirm it."""
 
 EARLY_EVERY: Final = 60.0
@@ -36,14 +36,14 @@ FRESH: Final = 1.0
 """Seconds for which a user gets an existing sample instead of a new one: many may watch one job."""
 
 
-def next_look(looks: tuple[float, ...], *, early: bool, hang_limit: float) -> float:
-    """Seconds of stillness at which the next sample is due, after those at `looks`."""
-    if not looks:
-        late = min(LATER[0], max(FIRST_LOOK, (hang_limit or math.inf) - SECOND))
-        return FIRST_LOOK if early else late
-    last = looks[-1]
-    if len(looks) == 1:
-        return last + SECOND
+def next_sample(samples: tuple[float, ...], *, early: bool, hang_limit: float) -> float:
+    """Seconds of stillness at which the next sample is due, after those at `samples`."""
+    if not samples:
+        late = min(LATER[0], max(FIRST_SAMPLE, (hang_limit or math.inf) - SECOND_SAMPLE))
+        return FIRST_SAMPLE if early else late
+    last = samples[-1]
+    if len(samples) == 1:
+        return last + SECOND_SAMPLE
     for when in LATER:
         if when > last + 1.0:
             return when
@@ -56,12 +56,12 @@ class Samples:
     def __init__(self, ctx: JobContext) -> None:
         self._ctx = ctx
         self._number = 0  # of the last sample
-        self.under_way: RollCall | None = None
-        self.last: RollCall | None = None
-        self.with_stacks: RollCall | None = None
-        self.with_lines: RollCall | None = None
+        self.under_way: Sample | None = None
+        self.last: Sample | None = None
+        self.with_stacks: Sample | None = None
+        self.with_lines: Sample | None = None
 
-    def ask(
+    def request(
         self, nodes: Iterable[str], *, stacks: bool, dump: int, lines: bool, final: bool = False
     ) -> int:
         """Ask these nodes about all their ranks; return the number of the sample. `final`: the
@@ -70,11 +70,11 @@ class Samples:
         assert round_ is not None
         self._number += 1
         order = m.Inspect(round_.name, self._number, stacks, dump, lines)
-        self.under_way = RollCall(order, nodes, self._ctx.now, self._ended(), final=final)
+        self.under_way = Sample(order, nodes, self._ctx.now, self._ended(), final=final)
         self._ctx.broadcast(nodes, order)
         return self._number
 
-    def ask_for_user(self, nodes: Iterable[str], *, stacks: bool) -> int:
+    def request_for_user(self, nodes: Iterable[str], *, stacks: bool) -> int:
         """The number of a sample for a user: the running one, a fresh one or a new one. 0: no round
         runs."""
         found, last = self.under_way, self.last
@@ -85,27 +85,27 @@ class Samples:
         nodes = [node for node in nodes if self._ctx.nodes[node].session is not None]
         if not nodes or self._ctx.rdzv.phase is not Phase.RUNNING:
             return 0
-        return self.ask(nodes, stacks=stacks, dump=0, lines=True)
+        return self.request(nodes, stacks=stacks, dump=0, lines=True)
 
     def take(self, node: str, report: m.Inspected | m.Stacks) -> bool:
         """A node's answer; return whether the sample is complete."""
-        look = self.under_way
-        if look is None or report.number != look.order.number:
+        sample = self.under_way
+        if sample is None or report.number != sample.order.number:
             return False
-        look.take(node, report)
-        return look.done
+        sample.take(node, report)
+        return sample.done
 
-    def finished(self) -> RollCall | None:
+    def finished(self) -> Sample | None:
         """The sample that has just become complete, or whose time is over."""
-        look = self.under_way
-        if look is None or not (look.done or self._ctx.now >= look.until):
+        sample = self.under_way
+        if sample is None or not (sample.done or self._ctx.now >= sample.until):
             return None
-        self.under_way, self.last = None, look
-        if look.order.stacks:
-            self.with_stacks = look
-        if look.order.lines:
-            self.with_lines = look
-        return look
+        self.under_way, self.last = None, sample
+        if sample.order.stacks:
+            self.with_stacks = sample
+        if sample.order.lines:
+            self.with_lines = sample
+        return sample
 
     def forget(self) -> None:
         """The round is over. The last stacks and lines are kept."""
@@ -113,8 +113,8 @@ class Samples:
 
     def lines_of(self, rank: int, since: float) -> Mapping[str, str]:
         """Where the stacks show the threads of a rank, if they were taken since then."""
-        look = self.with_stacks
-        return look.lines_of(rank) if look is not None and look.at >= since else {}
+        sample = self.with_stacks
+        return sample.lines_of(rank) if sample is not None and sample.at >= since else {}
 
     def _ended(self) -> list[Sighting]:
         """Ranks of members that are done."""

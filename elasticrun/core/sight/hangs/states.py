@@ -23,7 +23,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Final
 
-from elasticrun.core.sight.hangs.look import RollCall
+from elasticrun.core.sight.hangs.sample import Sample
 from elasticrun.core.sight.hangs.waiting import Impasse, Scene, Sighting, fingerprint, judge
 
 APART: Final = 4.0
@@ -104,7 +104,7 @@ class Dump:
     """The stacks that are written to files once in a stillness."""
 
     taken: bool = False
-    written: RollCall | None = None  # the sample they belong to
+    written: Sample | None = None  # the sample they belong to
     torch_ends: float | None = None  # when torch itself ends the job
     due: float | None = None  # before that, when they must be taken
 
@@ -115,7 +115,7 @@ class Still:
 
     since: float  # when the last node became quiet
     members: tuple[str, ...] = ()  # nodes to sample; () while one of them cannot be judged
-    looks: tuple[float, ...] = ()  # seconds of stillness at the last two scheduled samples
+    samples_at: tuple[float, ...] = ()  # seconds of stillness at the last two scheduled samples
     idle_at: float = -math.inf  # until when any rank did anything, as of the last sample
     belief: Belief = Unjudged()
     notice: Notice = Unreported()
@@ -140,29 +140,31 @@ class Still:
                 return reported
         return None
 
-    def judge(self, look: RollCall, sightings: list[Sighting], away: float) -> None:
+    def judge(self, sample: Sample, sightings: list[Sighting], away: float) -> None:
         """Process a sample of every rank."""
-        seconds = self.seconds(look.at)
+        seconds = self.seconds(sample.at)
         scene = Scene(sightings, seconds)
         impasse, before = judge(scene), self.opinion
-        self.idle_at = look.at - scene.idle if scene.idle < seconds else -math.inf
-        self._heed_torch(look, sightings)
+        self.idle_at = sample.at - scene.idle if scene.idle < seconds else -math.inf
+        self._note_torch_limits(sample, sightings)
         if impasse is None:
             self.belief = Unjudged()
             return
         counters = fingerprint(sightings)
         if before is None or before.counters != counters or not before.impasse.is_like(impasse):
-            self.belief = Suspected(Opinion(impasse, counters, look.at, look.at, away))
-        elif look.at - before.at >= APART:
-            self.belief = Agreed(Opinion(impasse, counters, look.at, before.first_at, away))
+            self.belief = Suspected(Opinion(impasse, counters, sample.at, sample.at, away))
+        elif sample.at - before.at >= APART:
+            self.belief = Agreed(Opinion(impasse, counters, sample.at, before.first_at, away))
 
-    def _heed_torch(self, look: RollCall, sightings: list[Sighting]) -> None:
+    def _note_torch_limits(self, sample: Sample, sightings: list[Sighting]) -> None:
         """When torch will end an open collective, and by when stacks must have been taken."""
         ends = []
         for one in sightings:
             for at in one.seen.at:
                 if at.limit > 0.0 and at.entered > at.done:
-                    ends.append((look.at + at.limit - at.age, look.at + TORCH * at.limit - at.age))
+                    ends.append(
+                        (sample.at + at.limit - at.age, sample.at + TORCH * at.limit - at.age)
+                    )
         self.dump.torch_ends, self.dump.due = min(ends, default=(None, None))
 
 

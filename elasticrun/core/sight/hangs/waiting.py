@@ -56,7 +56,7 @@ DEBUGGERS: Final = ("pdb", "bdb", "debugpy", "pydevd", "IPython", "ipdb")
 """Libraries in which a rank waits for a person."""
 
 
-SAID: Final = "said"
+DECLARED: Final = "said"
 """The kind of a verdict about a rank in a long operation that its script has declared: no hang."""
 
 
@@ -84,14 +84,15 @@ class Impasse:
 
     `odd`: the ranks concerned, the first of them named in the sentence; `waiting`: ranks that wait
     for them. `of_node`: the node at fault, "" for the script. `place`, `library`: where the first
-    odd rank is, in the user's source and below. `said`: the sentence in pieces.
+    odd rank is, in the user's source and below. `pieces`: the sentence, as `words.lasting`
+    takes it.
     """
 
     klass: Klass
     kind: str
     odd: tuple[int, ...]
     waiting: tuple[int, ...]
-    said: Lasting
+    pieces: Lasting
     group: str = ""
     number: int = 0
     node: str = ""
@@ -104,7 +105,7 @@ class Impasse:
     @property
     def sentence(self) -> str:
         """As of the look."""
-        return lasting(self.said)
+        return lasting(self.pieces)
 
     def is_like(self, other: Impasse) -> bool:
         """Whether both say the same of the same ranks."""
@@ -143,9 +144,9 @@ class _Group:
         """Call once all members are known."""
         self.laggard = min(self.at, key=lambda rank: (self.at[rank].entered, rank), default=-1)
         self.least = self.at[self.laggard].entered if self.at else 0
-        told = [(one.started, rank) for rank, one in self.at.items() if one.started >= 0]
-        if told:
-            self.unbegun_at, self.unbegun = min(told)
+        started = [(one.started, rank) for rank, one in self.at.items() if one.started >= 0]
+        if started:
+            self.unbegun_at, self.unbegun = min(started)
 
     def blocker(self, rank: int) -> int:
         """A member that this one waits for; -1: none known."""
@@ -291,7 +292,7 @@ def is_paired(call: str) -> bool:
 def judge(scene: Scene) -> Impasse | None:
     """What blocks the job; None: nothing recognisable."""
     sure = _mismatch(scene) or _odd_ones(scene) or _circle(scene)
-    return sure or _on_purpose(scene, _fabric(scene) or _halted(scene) or _still(scene))
+    return sure or _mark_declared(scene, _fabric(scene) or _halted(scene) or _still(scene))
 
 
 # ---------------------------------------------------------------- verdicts
@@ -306,11 +307,11 @@ def _mismatch(scene: Scene) -> Impasse | None:
                 calls[one.done + 1][signature].append(rank)
         for number, parties in sorted(calls.items()):
             if _differ(parties):
-                return _say_mismatch(scene, group, number, parties)
+                return _describe_mismatch(scene, group, number, parties)
     return None
 
 
-def _say_mismatch(
+def _describe_mismatch(
     scene: Scene, group: _Group, number: int, parties: Mapping[str, list[int]]
 ) -> Impasse:
     """The minority deviates. A rank that has completed this number cannot have been in a collective
@@ -320,7 +321,7 @@ def _say_mismatch(
     more = {partial[0]: past} if len(partial) == 1 and past else {}
     votes = {one: len(ranks) + len(more.get(one, ())) for one, ranks in parties.items()}
     by_size = sorted(parties.items(), key=lambda party: (-votes[party[0]], party[1]))
-    told = [
+    clauses = [
         f"{_who(scene, ranks)} in {group.at[min(ranks)].call}{scene.at(min(ranks))}"
         for _, ranks in by_size[:EDGES_NAMED]
     ]
@@ -336,8 +337,8 @@ def _say_mismatch(
         blamed,
         tuple(sorted(set(group.at) - set(blamed))),
         (
-            f"{', '.join(told[:-1])} and {told[-1]}, each as #{number} of {group.words}{went}: "
-            f"the collectives do not match{whose}",
+            f"{', '.join(clauses[:-1])} and {clauses[-1]}, each as #{number} of {group.words}"
+            f"{went}: the collectives do not match{whose}",
         ),
         group.name,
         number,
@@ -381,10 +382,10 @@ def _odd_ones(scene: Scene) -> Impasse | None:
         top,
         node=one.node,
         of_node=one.node if kind in ("disk", "frozen") else "",
-        place=one.seen.place if kind != SAID else "",  # its duration is no rule for others
-        library=one.seen.library if kind != SAID else "",
-        held=kind in ("traced", SAID),
-        says=one.seen.says if kind == SAID else "",
+        place=one.seen.place if kind != DECLARED else "",  # its duration is no rule for others
+        library=one.seen.library if kind != DECLARED else "",
+        held=kind in ("traced", DECLARED),
+        says=one.seen.says if kind == DECLARED else "",
     )
 
 
@@ -412,7 +413,7 @@ def _class_of(scene: Scene, rank: int) -> _Doing:
     if seen.being is Being.FROZEN:
         return _Doing(Klass.STRONG, "frozen", f"is frozen with its cgroup{place}", span)
     if seen.says:
-        return _Doing(Klass.WEAK, SAID, _word(seen))
+        return _Doing(Klass.WEAK, DECLARED, _word(seen))
     if seen.io >= IO_STILL or (is_busy(seen) and not seen.holds):
         return _Doing(Klass.WEAK, "busy", f"is busy{place}", span, f" ({_load(seen)})")
     if seen.being is Being.DISK:
@@ -442,11 +443,11 @@ def _circle(scene: Scene) -> Impasse | None:
     ring = list(order)[order[rank] :]
     lowest = ring.index(min(ring))
     ring = ring[lowest:] + ring[:lowest]
-    told = []
+    clauses = []
     for number, one in enumerate(ring[:EDGES_NAMED]):
         after = ring[(number + 1) % len(ring)]
-        told.append(f"{scene.name(one) if not number else f'rank {one}'} waits for rank {after} in "
-                    f"{scene.call(one)}{scene.at(one)}")  # fmt: skip
+        who = f"rank {one}" if number else scene.name(one)
+        clauses.append(f"{who} waits for rank {after} in {scene.call(one)}{scene.at(one)}")
     rest = f", and so on over {some(len(ring), 'rank')}" if len(ring) > EDGES_NAMED else ""
     seen = [scene.ranks[one].seen for one in ring]
     works = any(is_busy(one) for one in seen)
@@ -458,7 +459,7 @@ def _circle(scene: Scene) -> Impasse | None:
         "deadlock",
         tuple(ring),
         tuple(sorted(set(scene.waiting) - set(ring))),
-        (f"deadlock: {', '.join(told)}{rest}",),
+        (f"deadlock: {', '.join(clauses)}{rest}",),
         node=first.node,
         place=first.seen.place,
         library=first.seen.library,
@@ -566,7 +567,7 @@ def _still(scene: Scene) -> Impasse | None:
     )
 
 
-def _on_purpose(scene: Scene, found: Impasse | None) -> Impasse | None:
+def _mark_declared(scene: Scene, found: Impasse | None) -> Impasse | None:
     """The same verdict, marked as declared if one of these ranks has declared a long operation."""
     for rank in found.odd if found is not None else ():
         seen = scene.ranks[rank].seen
@@ -574,8 +575,8 @@ def _on_purpose(scene: Scene, found: Impasse | None) -> Impasse | None:
             return replace(
                 found,
                 klass=Klass.WEAK,
-                kind=SAID,
-                said=(f"{scene.name(rank)} {_word(seen)}; ", *found.said),
+                kind=DECLARED,
+                pieces=(f"{scene.name(rank)} {_word(seen)}; ", *found.pieces),
                 of_node="",
                 place="",
                 library="",

@@ -25,14 +25,14 @@ from elasticrun.core.rounds.failures import SIGTERM
 from elasticrun.core.rounds.rendezvous import Phase
 from elasticrun.core.rounds.round import Stage
 from elasticrun.core.sight.hangs.limits import HangLimits
-from elasticrun.core.sight.hangs.look import RollCall, rows
+from elasticrun.core.sight.hangs.sample import Sample, rows
 from elasticrun.core.sight.hangs.schedule import (
     EARLY_EVERY,
-    FIRST_LOOK,
+    FIRST_SAMPLE,
     LATER,
-    SECOND,
+    SECOND_SAMPLE,
     Samples,
-    next_look,
+    next_sample,
 )
 from elasticrun.core.sight.hangs.states import (
     GRAIN,
@@ -62,7 +62,7 @@ STATES: Final[Mapping[Klass, str]] = {Klass.WEAK: "busy", Klass.STILL: "idle"}
 
 
 @dataclass(frozen=True, slots=True)
-class Stood:
+class LastState:
     """The ranks of a round when it ended."""
 
     quiet: float = 0.0  # seconds since anything moved; 0.0 while a rank works for all others
@@ -102,7 +102,7 @@ class Watch:
 
     # ------------------------------------------------------------ events
 
-    def heard(self, node: str, report: m.Quiet | m.Inspected | m.Stacks) -> bool:
+    def on_report(self, node: str, report: m.Quiet | m.Inspected | m.Stacks) -> bool:
         """Whether the report is news."""
         round_, activity = self._ctx.round, self._activity
         if round_ is None or report.round != round_.name:
@@ -139,9 +139,9 @@ class Watch:
         state, samples = self._state, self._samples
         if not self._activity.quiet and isinstance(state, Moving) and samples.under_way is None:
             return ()  # all ranks train
-        wishes = self._see_whether_it_moves()
-        if (look := samples.finished()) is not None:
-            wishes += self._judge(look)
+        wishes = self._update_stillness()
+        if (sample := samples.finished()) is not None:
+            wishes += self._judge(sample)
         due = self._due()
         if samples.under_way is None and due is not None and self._ctx.now >= due:
             wishes += self._sample()
@@ -153,11 +153,11 @@ class Watch:
             return under_way.until
         return None if isinstance(self._state, Moving) else self._due()
 
-    def look(self, *, stacks: bool) -> int:
+    def request_sample(self, *, stacks: bool) -> int:
         """Request a sample for a user from every node; return its number. 0: no round runs."""
-        return self._samples.ask_for_user(self._running(), stacks=stacks)
+        return self._samples.request_for_user(self._running(), stacks=stacks)
 
-    def looked(self, number: int) -> bool:
+    def is_sample_over(self, number: int) -> bool:
         """Whether no more of this sample will arrive."""
         under_way = self._samples.under_way
         return under_way is None or under_way.order.number != number
@@ -174,76 +174,76 @@ class Watch:
             since = max(since, *(one.works_until for one in nodes))
         return max(0.0, self._ctx.now - since)
 
-    def stood(self) -> Stood:
+    def last_state(self) -> LastState:
         """What the record of the round's end keeps of its ranks; empty while they move."""
         still = self._state
         if isinstance(still, Moving):
-            return Stood()
-        told = still.reported
-        if told is None:
-            return Stood(self.quiet(), stacks=self.stacks()[0])
-        impasse, written = told.verdict.impasse, still.dump.written
+            return LastState()
+        reported = still.reported
+        if reported is None:
+            return LastState(self.quiet(), stacks=self.stacks()[0])
+        impasse, written = reported.verdict.impasse, still.dump.written
         works = impasse.klass is Klass.WEAK and not isinstance(still.notice, Acted)
         quiet = 0.0 if works else self.quiet()
-        left = min(quiet, max(0.0, self._ctx.now - told.first_at))
+        left = min(quiet, max(0.0, self._ctx.now - reported.first_at))
         verdict = None if impasse.says else self.verdict()
-        wrote = written.said_by(impasse.odd[0]) if written is not None else ""
-        return Stood(quiet, left, verdict, self.stacks()[0], wrote)
+        wrote = written.last_lines_of(impasse.odd[0]) if written is not None else ""
+        return LastState(quiet, left, verdict, self.stacks()[0], wrote)
 
     def verdict(self) -> VerdictRow | None:
         """The verdict that users see, if it still applies."""
         still = self._state
-        if isinstance(still, Moving) or (told := still.reported) is None:
+        if isinstance(still, Moving) or (reported := still.reported) is None:
             return None
-        impasse, lines = told.verdict.impasse, self._lines(still, told.verdict.impasse)
-        told_for = self._ctx.now - told.verdict.at
-        said = tuple(
-            piece if isinstance(piece, str) else round(piece + told_for)
+        impasse, lines = reported.verdict.impasse, self._lines(still, reported.verdict.impasse)
+        shown_for = self._ctx.now - reported.verdict.at
+        pieces = tuple(
+            piece if isinstance(piece, str) else round(piece + shown_for)
             for piece in in_words(impasse, lines)
         )
         written = still.dump.written
         return VerdictRow(
             klass=impasse.klass.value,
             kind=impasse.kind,
-            sentence=lasting(said),
+            sentence=lasting(pieces),
             since=self.quiet(),
             ranks=write_ranges(impasse.odd),
             node=impasse.of_node,
-            then=self._what_follows(still, told.verdict),
+            then=self._what_follows(still, reported.verdict),
             folder=written.folder(impasse.node)[0] if written is not None else "",
             says=impasse.says,
             place=impasse.place or lines.get("", ""),
-            said=said,
+            said=pieces,
         )
 
     def ranks(self) -> tuple[float, tuple[RankRow, ...]]:
         """The age of the last sample, -1.0 for none, and its ranks."""
-        look = self._samples.last
-        if look is None:
+        sample = self._samples.last
+        if sample is None:
             return -1.0, ()
         still = self._state
-        told = None if isinstance(still, Moving) else still.reported
-        if isinstance(still, Moving) or told is None:
-            return self._ctx.now - look.at, rows(Scene(look.sightings, self.quiet()), {})
-        impasse = told.verdict.impasse
+        reported = None if isinstance(still, Moving) else still.reported
+        if isinstance(still, Moving) or reported is None:
+            return self._ctx.now - sample.at, rows(Scene(sample.sightings, self.quiet()), {})
+        impasse = reported.verdict.impasse
         odd = dict.fromkeys(impasse.odd, STATES.get(impasse.klass, "odd"))
-        found = rows(Scene(look.sightings, self.quiet()), odd)
+        found = rows(Scene(sample.sightings, self.quiet()), odd)
         if place := self._lines(still, impasse).get(""):  # of a rank that does not answer
             found = tuple(
                 replace(row, place=place) if row.rank == impasse.odd[0] and not row.place else row
                 for row in found
             )
-        return self._ctx.now - look.at, found
+        return self._ctx.now - sample.at, found
 
     def stacks(self) -> tuple[tuple[StackRow, ...], str]:
         """Stacks of the last sample that has them, the rarest first; and what is missing."""
-        look = self._samples.with_stacks
-        return ((), "") if look is None else (look.stacks(), look.missing())
+        sample = self._samples.with_stacks
+        return ((), "") if sample is None else (sample.stacks(), sample.missing())
 
-    def said(self) -> tuple[StackRow, ...]:
+    def last_lines(self) -> tuple[StackRow, ...]:
         """The last lines of the ranks when a user asked, if they write files."""
-        look = self._samples.with_lines
-        return () if look is None else look.said()
+        sample = self._samples.with_lines
+        return () if sample is None else sample.last_lines()
 
     def _lines(self, still: Still, impasse: Impasse) -> Mapping[str, str]:
         """Where stacks show the threads of the rank concerned, since nothing has moved."""
@@ -260,7 +260,7 @@ class Watch:
             node for node in last.stages if node not in last.completed and node in self._ctx.nodes
         ]
 
-    def _see_whether_it_moves(self) -> tuple[Wish, ...]:
+    def _update_stillness(self) -> tuple[Wish, ...]:
         """Update since when all members are quiet, and whether they can be judged."""
         ctx, quiet, last = self._ctx, self._activity.quiet, self._ctx.rdzv.last
         since, running = None, self._running()
@@ -319,10 +319,10 @@ class Watch:
             case Agreed(opinion) if not isinstance(still.notice, Acted):
                 acts = self._ends_at(still, opinion)
             case Suspected(opinion) if watch.hang_limit > 0.0:
-                acts = max(still.since + watch.hang_limit, opinion.at + SECOND)
-        rare = still.since + FIRST_LOOK >= self._activity.early_at + EARLY_EVERY
+                acts = max(still.since + watch.hang_limit, opinion.at + SECOND_SAMPLE)
+        rare = still.since + FIRST_SAMPLE >= self._activity.early_at + EARLY_EVERY
         early = rare or self._all_wait(still)
-        due = still.since + next_look(still.looks, early=early, hang_limit=watch.hang_limit)
+        due = still.since + next_sample(still.samples_at, early=early, hang_limit=watch.hang_limit)
         return earliest(due, acts, None if still.dump.taken else still.dump.due)
 
     def _all_wait(self, still: Still) -> bool:
@@ -335,89 +335,89 @@ class Watch:
         """Request the sample that is due."""
         ctx, still = self._ctx, self._state
         assert isinstance(still, Still)
-        if not still.looks and still.seconds(ctx.now) < LATER[0]:
+        if not still.samples_at and still.seconds(ctx.now) < LATER[0]:
             self._activity.early_at = ctx.now
-        still.looks = (*still.looks[-1:], ctx.now - still.since)
+        still.samples_at = (*still.samples_at[-1:], ctx.now - still.since)
         final, dump = False, still.dump
         if isinstance(still.belief, Agreed) and not isinstance(still.notice, Acted):
             ends = self._ends_at(still, still.belief.opinion)
             final = ends is not None and ctx.now + GRAIN >= ends
         opinion = still.opinion
-        told = opinion is not None and self._limits.needs_stacks(still, opinion)
+        is_shown = opinion is not None and self._limits.needs_stacks(still, opinion)
         late = dump.due is not None and ctx.now >= dump.due
-        stacks = final or ((told or late) and not dump.taken)
+        stacks = final or ((is_shown or late) and not dump.taken)
         if stacks:
             ctx.dumps, dump.taken = ctx.dumps + 1, True
         number = ctx.dumps if stacks else 0
-        self._samples.ask(still.members, stacks=stacks, dump=number, lines=stacks, final=final)
+        self._samples.request(still.members, stacks=stacks, dump=number, lines=stacks, final=final)
         return (RecordSoon(),) if stacks else ()
 
     # ------------------------------------------------------------ the verdict
 
-    def _judge(self, look: RollCall) -> tuple[Wish, ...]:
+    def _judge(self, sample: Sample) -> tuple[Wish, ...]:
         """A sample is complete: judge, report, act."""
-        sightings, round_, still = look.sightings, self._ctx.round, self._state
+        sightings, round_, still = sample.sightings, self._ctx.round, self._state
         self._activity.has_moved = self._activity.has_moved or any(
             one.seen.step >= 0 or any(at.done > 0 for at in one.seen.at) for one in sightings
         )
         if isinstance(still, Moving):
             return ()
-        if look.order.dump:
-            still.dump.written = look
-        all_seen = look.whole and round_ is not None and len(sightings) == round_.info.world_size
+        if sample.order.dump:
+            still.dump.written = sample
+        all_seen = sample.whole and round_ is not None and len(sightings) == round_.info.world_size
         if not still.members or not all_seen or self._ctx.spec.watch.on_hang == "off":
             still.belief = Unjudged()
             return ()
-        still.judge(look, sightings, self._ctx.away)
+        still.judge(sample, sightings, self._ctx.away)
         if not isinstance(still.belief, Agreed):
             return ()
-        self._tell(still, still.belief.opinion, look.at)
-        if look.final and isinstance(still.notice, Reported):
-            return self._act(still, still.notice, look)
+        self._report(still, still.belief.opinion, sample.at)
+        if sample.final and isinstance(still.notice, Reported):
+            return self._act(still, still.notice, sample)
         return ()
 
     def _ends_at(self, still: Still, opinion: Opinion) -> float | None:
         return self._limits.ends_at(still, opinion, first=not self._activity.has_moved)
 
-    def _tell(self, still: Still, opinion: Opinion, at: float) -> None:
+    def _report(self, still: Still, opinion: Opinion, at: float) -> None:
         """Show a verdict that was agreed on at time `at`, and log one line about each."""
         ctx, impasse, before = self._ctx, opinion.impasse, still.reported
         ends, dump = self._ends_at(still, opinion), still.dump
-        due = self._limits.is_told(still, opinion, at) or (ends is not None and at + GRAIN >= ends)
+        due = self._limits.is_shown(still, opinion, at) or (ends is not None and at + GRAIN >= ends)
         due = due or (dump.due is not None and ctx.now >= dump.due)
         if before is None and not due:
             return
         is_news = before is None or (due and not before.noted.is_like(impasse))
         noted = impasse if before is None or is_news else before.noted
-        told = Reported(opinion, noted, ctx.now if before is None else before.first_at)
-        still.notice = Acted(told) if isinstance(still.notice, Acted) else told
+        reported = Reported(opinion, noted, ctx.now if before is None else before.first_at)
+        still.notice = Acted(reported) if isinstance(still.notice, Acted) else reported
         if is_news:
-            said = in_words(impasse, self._lines(still, impasse))
+            pieces = in_words(impasse, self._lines(still, impasse))
             where = where_written(dump.written, impasse.node, len(ctx.rdzv.last.stages))
             then = self._what_follows(still, opinion)
             level = "info" if impasse.says else "warning"
-            self._warn(note(said, impasse, before, then, where), level)
+            self._warn(note(pieces, impasse, before, then, where), level)
 
     def _warn(self, text: str, level: str) -> None:
         """Log on the master and on the nodes of the round."""
-        self._ctx.note(text, level, told=True)
+        self._ctx.note(text, level, on_nodes=True)
         self._ctx.broadcast(self._running(), m.Warn(text))
 
     def _what_follows(self, still: Still, opinion: Opinion) -> str:
         ends = self._ends_at(still, opinion)
         return what_follows(self._ctx, opinion.impasse, ends, still.dump.torch_ends)
 
-    def _act(self, still: Still, told: Reported, look: RollCall) -> tuple[Wish, ...]:
+    def _act(self, still: Still, reported: Reported, sample: Sample) -> tuple[Wish, ...]:
         """End the round for it, if it is time."""
-        ends, verdict = self._ends_at(still, told.verdict), told.verdict.impasse
-        if ends is None or look.at + GRAIN < ends:
+        ends, verdict = self._ends_at(still, reported.verdict), reported.verdict.impasse
+        if ends is None or sample.at + GRAIN < ends:
             return ()
-        still.notice = Acted(told)
+        still.notice = Acted(reported)
         rank = verdict.odd[0]
-        seen = {one.seen.rank: one for one in look.sightings}[rank]
+        seen = {one.seen.rank: one for one in sample.sightings}[rank]
         round_ = self._ctx.round
         seat = round_.members.get(seen.node) if round_ is not None else None
-        known, stack = self._ctx.nodes.get(seen.node), look.stack_of(rank)
+        known, stack = self._ctx.nodes.get(seen.node), sample.stack_of(rank)
         failure = m.Failure(
             host=known.host if known is not None else "",
             rank=rank,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from elasticrun.core.context import JobContext
-from elasticrun.core.sight.hangs.look import RollCall
+from elasticrun.core.sight.hangs.sample import Sample
 from elasticrun.core.sight.hangs.states import Reported
-from elasticrun.core.sight.hangs.waiting import SAID, Impasse, Klass
+from elasticrun.core.sight.hangs.waiting import DECLARED, Impasse, Klass
 from elasticrun.core.words import Lasting, lasting
 
 
@@ -15,25 +15,25 @@ def in_words(impasse: Impasse, lines: Mapping[str, str]) -> Lasting:
     """The verdict's sentence, plus what only stacks show: where a rank is that does not report it,
     or a worker of its data loader. `lines`: by thread, "" is the main one."""
     if "" in lines and not impasse.place and impasse.klass is not Klass.STILL:
-        return (*impasse.said, f"; it is at {lines['']}")
+        return (*impasse.pieces, f"; it is at {lines['']}")
     loader = next((thread for thread in lines if thread.startswith("loader")), "")
-    return (*impasse.said, f"; its {loader} is at {lines[loader]}") if loader else impasse.said
+    return (*impasse.pieces, f"; its {loader} is at {lines[loader]}") if loader else impasse.pieces
 
 
-def note(said: Lasting, impasse: Impasse, before: Reported | None, then: str, where: str) -> str:
+def note(pieces: Lasting, impasse: Impasse, before: Reported | None, then: str, where: str) -> str:
     """The line about a verdict. `before`: what users saw until now."""
-    kind = "no hang" if impasse.kind == SAID else f"hang ({impasse.klass.value})"
+    kind = "no hang" if impasse.kind == DECLARED else f"hang ({impasse.klass.value})"
     says = "" if before is None or impasse.says else before.noted.says
     over = f" (its time in {says} is over)" if says else ""
-    return f"{kind}: {lasting(said)}{over}; {then}{where}"
+    return f"{kind}: {lasting(pieces)}{over}; {then}{where}"
 
 
-def where_written(look: RollCall | None, node: str, nodes: int) -> str:
+def where_written(sample: Sample | None, node: str, nodes: int) -> str:
     """Where the stacks of a sample are, preferably on `node`. `nodes`: the number of nodes in the
     round."""
-    if look is None:
+    if sample is None:
         return ""
-    folder, home = look.folder(node)
+    folder, home = sample.folder(node)
     if not folder:
         return "; stacks are in no file (--log-dir DIR keeps them)"
     return f"; stacks are in {folder}" + (f" on node {home}" if nodes > 1 else "")
@@ -60,7 +60,7 @@ def what_follows(
 
 
 def _why_left(ctx: JobContext, impasse: Impasse) -> str:
-    if impasse.kind == SAID:
+    if impasse.kind == DECLARED:
         return ", because its script announced it"
     if impasse.held:
         return ", as a person is at work"

@@ -13,13 +13,13 @@ from elasticrun.core.words import names
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import read_ranges, write_ranges
 
-BRIEF: Final = 4.0
+ANSWER_LIMIT: Final = 4.0
 """Seconds that a look waits for answers: a node needs 2 s for a silent rank."""
 
-LONG: Final = 10.0
+ANSWER_LIMIT_WITH_STACKS: Final = 10.0
 """Seconds for a look with stacks, which external programs take if ranks do not answer."""
 
-MOST_SAID: Final = 100
+MOST_LAST_LINES: Final = 100
 """Maximum number of lines of the ranks' output that are shown."""
 
 OWN_LINE: Final = re.compile(r"^\S+:\d+ .+$", re.MULTILINE)
@@ -37,7 +37,7 @@ class _Answer:
     stacks: m.Stacks | None = None
 
 
-class RollCall:
+class Sample:
     """The answers to one look. `at`, `until`: monotonic seconds. `ended`: ranks that have exited
     with 0 on nodes that are no longer asked. `final`: if it confirms the verdict, the round
     ends."""
@@ -54,10 +54,10 @@ class RollCall:
         self.order = order
         self.final = final
         self.at = now
-        self.until = now + (LONG if order.stacks else BRIEF)
+        self.until = now + (ANSWER_LIMIT_WITH_STACKS if order.stacks else ANSWER_LIMIT)
         self.answers: dict[str, _Answer] = {node: _Answer() for node in nodes}
         self._ended = tuple(ended)
-        self._said: list[m.StackGroup] = []
+        self._last_lines: list[m.StackGroup] = []
         self._lines: dict[int, dict[str, str]] = {}  # of the requested ranks
         self._not_whole = set(self.answers)  # nodes that have not reported all of their ranks
         self._no_stacks = set(self.answers) if order.stacks else set[str]()
@@ -75,7 +75,7 @@ class RollCall:
         answer.seen += [Sighting(node, seen, report.groups) for seen in report.ranks]
         if not report.left:
             self._not_whole.discard(node)
-            self._said += report.said
+            self._last_lines += report.said
 
     @property
     def whole(self) -> bool:
@@ -97,15 +97,15 @@ class RollCall:
 
     def folder(self, of: str) -> tuple[str, str]:
         """Where the dump was written, "" for nowhere, and by which node: `of`, if it has."""
-        told = {node: one.stacks.folder for node, one in self.answers.items() if one.stacks}
-        nodes = [node for node in (of, *told) if told.get(node)]
-        return (told[nodes[0]], nodes[0]) if nodes else ("", "")
+        folders = {node: one.stacks.folder for node, one in self.answers.items() if one.stacks}
+        nodes = [node for node in (of, *folders) if folders.get(node)]
+        return (folders[nodes[0]], nodes[0]) if nodes else ("", "")
 
     def missing(self) -> str:
         """Which stacks are missing, and why."""
-        told = [one.stacks.missing for one in self.answers.values() if one.stacks]
+        reported = [one.stacks.missing for one in self.answers.values() if one.stacks]
         silent = [node for node, one in self.answers.items() if one.stacks is None]
-        parts = [text for text in told if text]
+        parts = [text for text in reported if text]
         return "; ".join([*parts, *([f"no word from {names(silent)}"] if silent else [])])
 
     def stacks(self) -> tuple[StackRow, ...]:
@@ -114,14 +114,14 @@ class RollCall:
         rows = _together(group for one in answers if one.stacks for group in one.stacks.groups)
         return tuple(sorted(rows, key=lambda row: (row.count, row.ranks)))
 
-    def said(self) -> tuple[StackRow, ...]:
+    def last_lines(self) -> tuple[StackRow, ...]:
         """The last lines that ranks have written, equal lines of several nodes in one row; the
         newest last."""
-        return tuple(_together(self._said)[-MOST_SAID:])
+        return tuple(_together(self._last_lines)[-MOST_LAST_LINES:])
 
-    def said_by(self, rank: int) -> str:
+    def last_lines_of(self, rank: int) -> str:
         """The last lines that this rank has written."""
-        return "\n".join(group.text for group in self._said if rank in _ranks(group.ranks))
+        return "\n".join(group.text for group in self._last_lines if rank in _ranks(group.ranks))
 
     def lines_of(self, rank: int) -> dict[str, str]:
         """Where the threads of a rank and its loaders are in the user's source, by thread name; ""
