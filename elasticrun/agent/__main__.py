@@ -29,17 +29,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--config-fd", type=int, required=True)
     parser.add_argument("--spawner-fd", type=int, default=-1)
     parser.add_argument("--result-fd", type=int, required=True)
-    asked = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     try:
-        with open(asked.config_fd, "rb") as pipe:
+        with open(args.config_fd, "rb") as pipe:
             called = loads(pipe.read(MAX_CONFIG_BYTES), CalledLaunch)
         for fd in set(called.caller.console_fds) - {1, 2}:
             os.set_inheritable(fd, False)
-        result = socket.socket(fileno=asked.result_fd)
+        result = socket.socket(fileno=args.result_fd)
         result.set_inheritable(False)
         spawner = None
-        if asked.spawner_fd >= 0:
-            spawner = socket.socket(fileno=asked.spawner_fd)
+        if args.spawner_fd >= 0:
+            spawner = socket.socket(fileno=args.spawner_fd)
             spawner.set_inheritable(False)
     except (OSError, ValueError) as error:
         print(f"python -m elasticrun.agent: {error}", file=sys.stderr)

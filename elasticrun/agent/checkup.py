@@ -50,7 +50,7 @@ ANSWER_LIMIT: Final = 6.0
 
 
 class Checkup:
-    """The checkup of one agent; call `begin` once, in the agent's loop."""
+    """The checkup of one agent; call `start` once, in the agent's loop."""
 
     def __init__(self, node: NodeContext) -> None:
         self._node = node
@@ -58,9 +58,9 @@ class Checkup:
         self._asking: asyncio.Task[None] | None = None
         self._tasks = Tasks(logger.error)
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Run the checks in threads and log the findings."""
-        self._findings = self._tasks.start(self._look(), "looking at this machine")
+        self._findings = self._tasks.start(self._run_checks(), "looking at this machine")
 
     async def unfit(self) -> str:
         """Why no rank may start on this node; "" if ranks may start. Waits for the findings only
@@ -86,14 +86,14 @@ class Checkup:
         """Cancel the checks; threads that hang are abandoned."""
         self._tasks.close()
 
-    async def _look(self) -> list[Finding]:
+    async def _run_checks(self) -> list[Finding]:
         node = self._node
         try:
-            findings = await in_thread(lambda: look(node.launch, node.place), name="checkup")
+            findings = await in_thread(lambda: run_checks(node.launch, node.place), name="checkup")
         except (OSError, RuntimeError) as wrong:  # no working directory; no more threads
             logger.warning("the checks of this machine did not run: %s", wrong)
             return []
-        tell(
+        log_findings(
             findings, "" if self._node.launch.precheck else f"{GOES_ON}: --precheck=1 would end it"
         )
         return findings
@@ -104,12 +104,14 @@ class Checkup:
             trust = trust_of(self._node.place, self._node.identity)
             reader = reader_token(trust.token)
             answers, dialled = await ask(master, reader, trust.files, trust.name)
-            tell(await in_thread(lambda: _judged(answers, dialled), name="checkup"), GOES_ON)
+            log_findings(
+                await in_thread(lambda: _judged(answers, dialled), name="checkup"), GOES_ON
+            )
         except (LinkError, TlsError, OSError, RuntimeError) as nothing:  # no more threads
             logger.info("the master did not check this node's ports: %s", nothing)
 
 
-def look(launch: Launch, place: Place) -> list[Finding]:
+def run_checks(launch: Launch, place: Place) -> list[Finding]:
     """Run the checks for an agent of this launch. Blocks for a bounded time."""
     from elasticrun.host.doctor import checkup
 
@@ -140,7 +142,7 @@ def subject(launch: Launch, place: Place) -> Subject:
     )
 
 
-def tell(findings: Iterable[Finding], and_then: str) -> None:
+def log_findings(findings: Iterable[Finding], and_then: str) -> None:
     """Log one line per finding; `and_then` is the consequence appended to a failure."""
     for finding in findings:
         if finding.state is Level.WARNING:
@@ -165,18 +167,18 @@ async def ask(
     pem = None if files is None else await in_thread(lambda: auth.read_pem(files), name="tls")
     answers = []
     for _ in range(reach.TRIES):
-        with reach.open_port() as asked:
+        with reach.open_port() as opened:
             sent = time.time_ns() // 1000
             reached = await reach_me(
                 master,
                 ANSWER_LIMIT,
-                asked,
+                opened,
                 token=reader,
                 tls=pem,
                 name=name,
                 version=__version__,
             )
-        answers.append(Answer(asked.port, reached, sent, time.time_ns() // 1000))
+        answers.append(Answer(opened.port, reached, sent, time.time_ns() // 1000))
     return answers, await in_thread(lambda: numeric(master), name="resolve")
 
 

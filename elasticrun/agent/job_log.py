@@ -68,12 +68,12 @@ def directed(sentence: str, whom: Whom, dial: object = "") -> str:
 
 
 class RoundLog:
-    """Turns events into log lines through `say`. `most`: --max-restarts."""
+    """Turns events into log lines through `log`. `most`: --max-restarts."""
 
-    def __init__(self, *, most: int, several: bool, say: Callable[[str], None]) -> None:
+    def __init__(self, *, most: int, several: bool, log: Callable[[str], None]) -> None:
         self._most = most
         self._several = several
-        self._say = say
+        self._log = log
         self._last: Start | None = None
         self._again = False  # ranks of this node have run before
         self._words = ""  # the cost of a restart, for the line when ranks run
@@ -89,17 +89,17 @@ class RoundLog:
         self._again = last is not None
         if start.round.number == 1:
             if self._several:
-                self._say(f"the job starts: {size}")
+                self._log(f"the job starts: {size}")
         elif last is None:
-            self._say(f"this node joined: {size}")
+            self._log(f"this node joined: {size}")
         elif start.info.restart_count > last.info.restart_count:
             why = f" ({start.info.why})" if start.info.why else ""
             grown = f", with {size}" if start.info.world_size != last.info.world_size else ""
             self._words = f": restart {start.info.restart_count} of {self._most}{why}{grown}"
         else:
             ended = read(start.info.why, start.info.code) or Said("the ranks were stopped")
-            told = f"{text(ended)}; restarting the ranks with {size} (no restart used)"
-            self._say(directed(told, out_of_reach(ended)))
+            line = f"{text(ended)}; restarting the ranks with {size} (no restart used)"
+            self._log(directed(line, out_of_reach(ended)))
 
     def recovered(self, order: Recovery) -> None:
         """The master reports how long training was interrupted, measured for all nodes and for its
@@ -108,21 +108,21 @@ class RoundLog:
             return
         if not self._runs:
             self._runs = True
-            self._say(f"{recovery_times(order.restarted, -1.0)}{self._words}")
+            self._log(f"{recovery_times(order.restarted, -1.0)}{self._words}")
         if order.first_step > 0.0 and not self._trains:
             self._trains = True
             parts = [recovery_times(-1.0, order.first_step)]
             parts += [self._resumed] if self._resumed else []
             if order.repeated > 0 or (self._resumed and order.repeated == 0):
                 parts.append(f"{some(order.repeated, 'step')} repeated")
-            self._say(", ".join(parts))
+            self._log(", ".join(parts))
 
     def linked_again(self) -> None:
         """Connected to a master again while ranks run. A new master does not know how long training
         was interrupted, so the restart is logged without that."""
         if self._words and not self._runs:
             self._runs = True
-            self._say(f"restarted{self._words}")
+            self._log(f"restarted{self._words}")
 
     def resumed(self, step: int, source: str) -> None:
         """A rank has resumed at this step; only the first one counts."""
@@ -130,22 +130,22 @@ class RoundLog:
             return
         self._resumed = "from the beginning" if source == NOTHING else f"resumed at step {step}"
         if not self._again or self._trains:
-            self._say(self._resumed)
+            self._log(self._resumed)
 
 
 class LongWaits:
-    """One line per reason that has lasted for a while, then one per minute: `say` gets the newest
+    """One line per reason that has lasted for a while, then one per minute: `log` gets the newest
     status, for `in_words`. A missing master is logged only after SOON seconds, because a killed one
     is usually replaced sooner."""
 
-    def __init__(self, say: Callable[[GroupStatus], None]) -> None:
-        self._say = say
+    def __init__(self, log: Callable[[GroupStatus], None]) -> None:
+        self._log = log
         self._absence = Timer()
         self._seen: tuple[State, str] | None = None
         self._status: GroupStatus | None = None
         self._timer = Timer()
 
-    def look(self, status: GroupStatus) -> None:
+    def update(self, status: GroupStatus) -> None:
         """Call with the state machine's status whenever it may have changed."""
         self._status = status
         if not status.master_lost:
@@ -155,23 +155,23 @@ class LongWaits:
         self._seen = (status.state, status.reason)
         self._timer.cancel()
         if _leaves(status):
-            self._timer.after(LEAVING, self._tell)
+            self._timer.after(LEAVING, self._log_wait)
         elif status.state in _WAITS and status.reason:
             quick = status.state in _ENDS or isinstance(status.why, NodesNeeded | MoreMayJoin)
-            self._timer.after(SOON if quick else LATE, self._tell)
+            self._timer.after(SOON if quick else LATE, self._log_wait)
 
-    def noted(self, note: Note, status: GroupStatus, tell: Callable[[Note], None]) -> None:
-        """Log the note with `tell`, now or later; now if this node is about to end because of
+    def noted(self, note: Note, status: GroupStatus, log: Callable[[Note], None]) -> None:
+        """Log the note with `log`, now or later; now if this node is about to end because of
         it."""
         if isinstance(note.why, NoMaster) and status.state not in ENDINGS:
-            self._absence.after(SOON, tell, note)
+            self._absence.after(SOON, log, note)
         else:
-            tell(note)
+            log(note)
 
-    def _tell(self) -> None:
+    def _log_wait(self) -> None:
         if self._status is not None:
-            self._say(self._status)
-        self._timer.after(AGAIN, self._tell)
+            self._log(self._status)
+        self._timer.after(AGAIN, self._log_wait)
 
     def close(self) -> None:
         """Stop logging."""
@@ -197,7 +197,7 @@ class OperatorMessages:
         self._rendezvous = rendezvous
         self._waits = LongWaits(self._waits_long)
         spec = launch.spec
-        self._rounds = RoundLog(most=spec.max_restarts, several=spec.max_nodes > 1, say=notice)
+        self._rounds = RoundLog(most=spec.max_restarts, several=spec.max_nodes > 1, log=notice)
 
     # ------------------------------------------------------------ the lifecycle of ranks
 
@@ -216,13 +216,13 @@ class OperatorMessages:
 
     # ------------------------------------------------------------ other events
 
-    def looked(self, status: GroupStatus) -> None:
+    def update(self, status: GroupStatus) -> None:
         """Call with the state machine's status whenever it may have changed."""
-        self._waits.look(status)
+        self._waits.update(status)
 
     def noted(self, note: Note, status: GroupStatus) -> None:
         """Handle a sentence of the state machine."""
-        self._waits.noted(note, status, self._tell)
+        self._waits.noted(note, status, self._log)
 
     def recovered(self, order: Recovery) -> None:
         self._rounds.recovered(order)
@@ -239,7 +239,7 @@ class OperatorMessages:
         unmet = MasterUnmet(str(dial), self._join_timeout, reason)
         logger.warning("%s", directed(text(unmet), out_of_reach(unmet), dial))
 
-    def _tell(self, note: Note) -> None:
+    def _log(self, note: Note) -> None:
         logger.log(LEVELS.get(note.level, 20), "%s", self.directed(note))
 
     def directed(self, note: Note) -> str:
@@ -250,8 +250,8 @@ class OperatorMessages:
     def _waits_long(self, status: GroupStatus) -> None:
         where, dial = self._place, self._rendezvous.dial
         place = f"{where.host}:{where.port}" if where.host else str(dial)  # as the user wrote it
-        said = in_words(status, place, time.monotonic())
-        notice(directed(said, out_of_reach(status.why), dial))
+        line = in_words(status, place, time.monotonic())
+        notice(directed(line, out_of_reach(status.why), dial))
 
 
 def notice(text: str) -> None:

@@ -19,7 +19,7 @@ from elasticrun.agent.boot import Reaper, SignalInbox, SpawnerProcess, planted_i
 from elasticrun.agent.checkup import Checkup
 from elasticrun.agent.context import NodeContext
 from elasticrun.agent.job_log import OperatorMessages, notice
-from elasticrun.agent.link.identity import NodeId, for_this_life, host_name, identify
+from elasticrun.agent.link.identity import NodeId, host_name, identify, temporary_id
 from elasticrun.agent.link.link import Link
 from elasticrun.agent.link.master_process import MasterProcess
 from elasticrun.agent.link.reports import Reporter
@@ -40,7 +40,7 @@ from elasticrun.agent.runtime import (
     own_defect,
     threadsafe,
 )
-from elasticrun.agent.shutdown import Clearing, end_callers_ranks
+from elasticrun.agent.shutdown import ShutdownSteps, end_callers_ranks
 from elasticrun.agent.sight.watching import LocalSight
 from elasticrun.agent.snapshots.snapshots import LocalSnapshots
 from elasticrun.agent.workers.events import EventLog
@@ -85,17 +85,19 @@ LEAVE_LIMIT: Final = 10.0
 
 
 def rendezvous_of(
-    node: NodeContext, met: Callable[[], None], found: FoundJob | None
+    node: NodeContext, on_master: Callable[[], None], found: FoundJob | None
 ) -> NodeRendezvous:
-    """The rendezvous of this job. `met` is called when the master's address is known, and whenever
-    a master starts to serve there; `found`: see `finding`."""
+    """The rendezvous of this job. `on_master` is called when the master's address is known, and
+    whenever a master starts to serve there; `found`: see `finding`."""
     if found is None:
-        return NodeRendezvous(node, met, _registry(node))
+        return NodeRendezvous(node, on_master, _registry(node))
     invitation = None
     hosts = not isinstance(found.seen, Leader)
     if hosts and node.launch.spec.max_nodes > 1:
         invitation = Invitation(node, given=found.given)
-    return NodeRendezvous(node, met, found.registry or _registry(node), found.seen, invitation)
+    return NodeRendezvous(
+        node, on_master, found.registry or _registry(node), found.seen, invitation
+    )
 
 
 def _registry(node: NodeContext) -> Registry:
@@ -157,14 +159,14 @@ class NodeAgent:
         )
         self._loop = AgentLoop(brain, self)
         self._tasks = Tasks(self.fatal)
-        self._clearing = Clearing()
+        self._shutdown = ShutdownSteps()
         shared = self._shared = NodeContext(
             *(launch, place, identity, self._loop.deliver, self.fatal, early.reaper, early.writer),
             called=early.caller is not None,
             variables=further_variables(launch, early.caller),
         )
         self._checkup = Checkup(shared)
-        self._meeting = rendezvous_of(shared, self._met, early.found)
+        self._rendezvous = rendezvous_of(shared, self._master_found, early.found)
         self._spawners = Spawners(shared, early.spawner, early.ignored, self._spawner_lost)
         shared.link = Link(
             self,
@@ -172,7 +174,7 @@ class NodeAgent:
             patience=spec.heartbeat_timeout,
             page_level=NOTICE if spec.max_nodes > 1 else logging.INFO,
         )
-        self._messages = OperatorMessages(launch, place, self._meeting)
+        self._messages = OperatorMessages(launch, place, self._rendezvous)
         self._events = EventLog(
             launch.event_log_handler,
             early.writer.write,
@@ -218,11 +220,11 @@ class NodeAgent:
         try:
             outcome = await self._loop.run()
         except BaseException:
-            await self._leave_nothing(None)
+            await self._shut_down(None)
             raise
         finally:
             loop.set_exception_handler(None)
-        await self._leave_nothing(outcome)
+        await self._shut_down(outcome)
         return outcome
 
     def _uncaught(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -238,7 +240,7 @@ class NodeAgent:
         """Determine the identity and the master's address, then connect. `master`: one that already
         runs."""
         shared, launch = self._shared, self._shared.launch
-        self._checkup.begin()
+        self._checkup.start()
         where = f"--log-dir {launch.logs.log_dir or '(a folder for temporary files)'}"
         try:
             slow = f"{where}: the disk does not answer"
@@ -260,10 +262,10 @@ class NodeAgent:
         await self._snapshots.open(node)
         shared.variables |= planted_in(node)
         if unfit := await self._checkup.unfit():
-            self._loop.end(fx.Exit(code_of(Ending.UNFIT), unfit, (), 0))
+            self._loop.finish(fx.Exit(code_of(Ending.UNFIT), unfit, (), 0))
             return
         try:
-            await self._meeting.settle(master)
+            await self._rendezvous.settle(master)
         except HostError as error:
             self.fatal(str(error))
 
@@ -280,7 +282,7 @@ class NodeAgent:
             )
         except TimeoutError as error:
             why = str(error) or f"no answer of the disk for {SLOT_LIMIT:g} s"
-            found = for_this_life(why, os.environ)
+            found = temporary_id(why, os.environ)
         shared.identity, shared.slot = replace(shared.identity, node_id=found.text), found.slot
         if found.note:
             logger.warning("%s", found.note)
@@ -290,9 +292,9 @@ class NodeAgent:
             host = os.uname().nodename
         shared.host = self._events.host = host
 
-    def _met(self) -> None:
+    def _master_found(self) -> None:
         """The master's address is known (again), and with it our own address."""
-        self._shared.address = self._meeting.address
+        self._shared.address = self._rendezvous.address
         self._stores.addressed()
         if self._shared.link.start():
             self._tasks.start(self._first_contact(), "the first contact with the master")
@@ -304,7 +306,7 @@ class NodeAgent:
         try:
             await asyncio.wait_for(self._shared.link.connected.wait(), limit)
         except TimeoutError:
-            self._loop.end(ending(EXIT_FAILED, MasterUnmet(str(self.dial), limit)))
+            self._loop.finish(ending(EXIT_FAILED, MasterUnmet(str(self.dial), limit)))
         else:
             self._checkup.welcomed(self.dial)
 
@@ -313,24 +315,24 @@ class NodeAgent:
     def _signalled(self, signum: int, death: bool) -> None:
         if death:
             logger.info("Received %d death signal, shutting down workers", signum)
-            self._clearing.signalled()
-        if self._clearing.has_begun:
+            self._shutdown.signalled()
+        if self._shutdown.has_begun:
             if death:
-                self._clearing.hurry()
+                self._shutdown.hurry()
             return
         self._loop.deliver(self._snapshots.drain.signalled(signum, death=death))
 
     @property
     def dial(self) -> Endpoint:
         """The master's address, as far as it is known."""
-        return self._meeting.dial
+        return self._rendezvous.dial
 
     def linked(self, event: fx.AgentEvent) -> None:
         """Dispatch an event of the link."""
-        self._meeting.heard(event)
+        self._rendezvous.heard(event)
         if isinstance(event, fx.LinkBack):  # holdings go before reports
             self._snapshots.attached()
-            self._sight.again()
+            self._sight.resend()
             if self._loop.brain.status().state is State.RUNNING:
                 self._messages.linked_again()
         self._loop.deliver(event)
@@ -359,7 +361,7 @@ class NodeAgent:
 
     def fatal(self, sentence: str) -> None:
         """End the node for this reason."""
-        self._loop.end(fx.Exit(EXIT_FAILED, sentence, (), 0))
+        self._loop.finish(fx.Exit(EXIT_FAILED, sentence, (), 0))
 
     def hello(self) -> m.Hello:
         """The Hello of this node."""
@@ -370,7 +372,7 @@ class NodeAgent:
             node=shared.identity.node_id,
             incarnation=shared.incarnation,
             host=shared.host,
-            address=self._meeting.address,
+            address=self._rendezvous.address,
             pid=os.getpid(),
             node_rank=launch.node_rank,
             local_world_size=launch.nproc_per_node,
@@ -386,7 +388,7 @@ class NodeAgent:
         """Carry out an effect of the state machine."""
         match effect:
             case fx.Say(report):
-                self._reports.say(report)
+                self._reports.send(report)
             case fx.SpawnRanks():
                 self._spawn(effect)
             case fx.RanksStopping():
@@ -414,7 +416,7 @@ class NodeAgent:
             self._messages.noted(effect, status)
         if status.state in (State.STOPPING, State.ENDING):
             self._ranks.call_off()
-        self._messages.looked(status)
+        self._messages.update(status)
 
     def _spawn(self, effect: fx.SpawnRanks) -> None:
         # the master may have changed the timeout
@@ -432,79 +434,79 @@ class NodeAgent:
 
     # ------------------------------------------------------------ shutdown
 
-    async def _leave_nothing(self, outcome: fx.Exit | None) -> None:
+    async def _shut_down(self, outcome: fx.Exit | None) -> None:
         """End every descendant, release all resources, and print the outcome."""
         signalled = outcome is None or outcome.signum != 0
-        end, launch = self._clearing, self._shared.launch
-        end.begin()
-        end.now("calling the saver off", self._snapshots.close)
-        end.now("the end of warnings", self._messages.close)
-        end.now("the end of the doctor", self._checkup.close)
+        steps, launch = self._shutdown, self._shared.launch
+        steps.start()
+        steps.now("calling the saver off", self._snapshots.close)
+        steps.now("the end of warnings", self._messages.close)
+        steps.now("the end of the doctor", self._checkup.close)
         self._tasks.close()
         self._reports.close()
         if outcome is not None:
             grace = launch.shutdown_timeout
-            grace = end.left(grace) / 2 if signalled else grace
+            grace = steps.left(grace) / 2 if signalled else grace
             well = outcome.code == EXIT_OK and not signalled
             linger = launch.child_exit_timeout if well else 0.0
-            ended = end.descendants(self._ranks, grace, linger)
-            await end.step("the end of ranks' processes", ended, None)
+            ended = steps.descendants(self._ranks, grace, linger)
+            await steps.step("the end of ranks' processes", ended, None)
             if not signalled:
-                end.begin()
+                steps.start()
         goodbye = awaited(self._shared.link.close(GOODBYE), "goodbye")
         await self._end_processes()
-        await end.step("the goodbye to the master", goodbye, GOODBYE + 1.0)
+        await steps.step("the goodbye to the master", goodbye, GOODBYE + 1.0)
         job_over = not signalled
         snapshots = self._snapshots.give_back(job_over=job_over)
         for what, work, limit in (
             ("giving the snapshots back", snapshots, REMOVE_LIMIT),
-            ("leaving the rendezvous", self._meeting.close(job_over=job_over), LEAVE_LIMIT),
+            ("leaving the rendezvous", self._rendezvous.close(job_over=job_over), LEAVE_LIMIT),
             ("giving this node's id back", in_thread(self._shared.release_slot), 1.0),
         ):
-            await end.step(what, work, limit)
+            await steps.step(what, work, limit)
         # This takes as long as somebody reads; nothing else waits for it.
-        await end.step("showing output", end.output(self._output, hurried=signalled), None)
+        await steps.step("showing output", steps.output(self._output, hurried=signalled), None)
         if not signalled:
-            end.begin()
+            steps.start()
         well = outcome is not None and outcome.code == EXIT_OK
         tidying = in_thread(lambda: self._output.tidy(ended_well=well), name="tidy")
-        await end.step("removing log folders", tidying, 2.0)
+        await steps.step("removing log folders", tidying, 2.0)
         if outcome is not None:
-            await end.step("the last events", self._tell_events(outcome), 5.0)
-            words = shutdown.tell(
-                *(self._shared, outcome, end.left(shutdown.TELL_LIMIT)),
+            await steps.step("the last events", self._write_last_events(outcome), 5.0)
+            words = shutdown.print_outcome(
+                *(self._shared, outcome, steps.left(shutdown.PRINT_LIMIT)),
                 ran=self._ranks.start is not None,
                 folder=self._snapshots.folder,
             )
-            await end.step("the last words", words, None)
+            await steps.step("the last words", words, None)
 
     async def _end_processes(self) -> None:
-        end = self._clearing
-        await end.step(
-            "the fork server's end", self._spawners.close(end.left(QUIT_LIMIT)), QUIT_LIMIT + 1
+        steps = self._shutdown
+        await steps.step(
+            "the fork server's end", self._spawners.close(steps.left(QUIT_LIMIT)), QUIT_LIMIT + 1
         )
         if self._spawners.lives_by_call:
             pids = self._ranks.pids.values()
-            await end.step(
+            await steps.step(
                 "ending the ranks",
                 end_callers_ranks(self._shared.variables.get(env.CALLER, ""), pids, QUIT_LIMIT),
                 QUIT_LIMIT + 1,
             )
-        await end.step("killing what is left", self._kill_the_rest(), QUIT_LIMIT + 1)
-        end.now("the end of the ranks", self._ranks.close)
+        await steps.step("killing what is left", self._kill_the_rest(), QUIT_LIMIT + 1)
+        steps.now("the end of the ranks", self._ranks.close)
         for part in self._shared.parts:
-            end.now("the end of the ranks' life", part.close)
-        end.now("the end of probes", self._probing.close)
-        end.now("the end of stores", self._stores.close)
+            steps.now("the end of the ranks' life", part.close)
+        steps.now("the end of probes", self._probing.close)
+        steps.now("the end of stores", self._stores.close)
 
     async def _kill_the_rest(self) -> None:
-        limit = self._clearing.left(QUIT_LIMIT)
+        limit = self._shutdown.left(QUIT_LIMIT)
         stuck = await self._shared.reaper.sweep(limit=limit)
         if stuck:
             logger.error(
                 "these processes do not exit after SIGKILL (blocked in the kernel): %s", stuck
             )
 
-    async def _tell_events(self, outcome: fx.Exit) -> None:
+    async def _write_last_events(self, outcome: fx.Exit) -> None:
         ranks = dict(self._ranks.pids)
         await shutdown.events(self._events, self._ranks.start, ranks, outcome)

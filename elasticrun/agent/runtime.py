@@ -180,14 +180,14 @@ class Tasks:
         work: Coroutine[Any, Any, T],
         what: str,
         *,
-        tell: Callable[[str], object] | None = None,
+        on_failure: Callable[[str], object] | None = None,
     ) -> asyncio.Task[T]:
-        """Start a task. If it fails, the node ends; with `tell`, the sentence goes there instead,
-        for tasks that the node can do without."""
+        """Start a task. If it fails, the node ends; with `on_failure`, that gets the sentence
+        instead, for tasks that the node can do without."""
         task = asyncio.get_running_loop().create_task(work, name=what)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        tell_failure(task, tell or self._fatal, what)
+        report_failure(task, on_failure or self._fatal, what)
         return task
 
     def __len__(self) -> int:
@@ -258,9 +258,9 @@ class Patience:
     def _go_on(self, late: Callable[..., object], args: tuple[object, ...]) -> None:
         step = min(self._left, PATIENCE_STEP)
         due = asyncio.get_running_loop().time() + step
-        self._timer.after(step, self._look, due, step, late, args)
+        self._timer.after(step, self._check, due, step, late, args)
 
-    def _look(
+    def _check(
         self, due: float, step: float, late: Callable[..., object], args: tuple[object, ...]
     ) -> None:
         if asyncio.get_running_loop().time() <= due + STALLED:
@@ -276,18 +276,18 @@ class Once:
 
     def __init__(self, most: int = 100) -> None:
         self._most = most
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
-    def tell(self, sentence: str, level: int = logging.WARNING, *, kind: str = "") -> None:
+    def log(self, sentence: str, level: int = logging.WARNING, *, kind: str = "") -> None:
         """`kind`: a key that is logged once, whatever the sentence; "": the sentence itself."""
         kind = kind or sentence
-        if kind not in self._said and len(self._said) < self._most:
-            self._said.add(kind)
+        if kind not in self._logged and len(self._logged) < self._most:
+            self._logged.add(kind)
             logger.log(level, "%s", sentence)
 
     def clear(self) -> None:
         """Allow all sentences again."""
-        self._said.clear()
+        self._logged.clear()
 
 
 def own_defect(context: dict[str, Any]) -> Exception | None:
@@ -303,19 +303,19 @@ def own_defect(context: dict[str, Any]) -> Exception | None:
     return None
 
 
-def tell_failure(task: asyncio.Task[Any], tell: Callable[[str], object], what: str) -> None:
+def report_failure(task: asyncio.Task[Any], report: Callable[[str], object], what: str) -> None:
     """Report a task's failure, so that nobody waits for it forever."""
 
-    def look(done: asyncio.Task[Any]) -> None:
+    def check(done: asyncio.Task[Any]) -> None:
         if done.cancelled() or (error := done.exception()) is None:
             return
         if isinstance(error, NoThread):  # not a bug of ours
-            tell(f"{what} failed: {error}")
+            report(f"{what} failed: {error}")
             return
         logger.error("a bug in elasticrun: %s failed", what, exc_info=error)
-        tell(f"{what} failed: {error!r}")
+        report(f"{what} failed: {error!r}")
 
-    task.add_done_callback(look)
+    task.add_done_callback(check)
 
 
 class LoopOwner(Protocol):
@@ -345,7 +345,7 @@ class AgentLoop:
         self._inbox.append(event)
         self._wake.set()
 
-    def end(self, outcome: fx.Exit) -> None:
+    def finish(self, outcome: fx.Exit) -> None:
         """End without the state machine, because something it needs is missing."""
         if self._exit is None:
             self._exit = outcome
@@ -404,4 +404,4 @@ class AgentLoop:
 
     def _end_of_defect(self, what: str, error: Exception) -> None:
         sentence = f"a bug in elasticrun, please report it: {what} ({error!r})"
-        self.end(fx.Exit(EXIT_FAILED, sentence, (), 0))
+        self.finish(fx.Exit(EXIT_FAILED, sentence, (), 0))

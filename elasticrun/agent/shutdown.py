@@ -53,7 +53,7 @@ MAX_WIDTH: Final = 60
 FILE_LIMIT: Final = 2.0
 """Seconds for writing our own error file; the disk may hang."""
 
-TELL_LIMIT: Final = 20.0
+PRINT_LIMIT: Final = 20.0
 """Seconds that a frozen terminal may delay the exit; all other steps are done by then."""
 
 EVENTS_LIMIT: Final = 2.0
@@ -133,8 +133,8 @@ def _block(index: int, failure: Failure) -> str:
     if who := ended_before(failure):
         who += " had ended with 0 before"
     before = f"{who} this:\n  " if who and failure.traceback else ""
-    said = f"{who}; {failure.message}" if who else failure.message
-    text = before + failure.traceback.replace("\n", "\n  ") or said
+    message = f"{who}; {failure.message}" if who else failure.message
+    text = before + failure.traceback.replace("\n", "\n  ") or message
     return "\n".join(
         (
             f"[{index}]:",
@@ -167,7 +167,7 @@ async def events(
         await in_thread(record, limit=EVENTS_LIMIT, name="events")
 
 
-async def tell(
+async def print_outcome(
     node: NodeContext,
     outcome: Exit,
     limit: float,
@@ -199,8 +199,8 @@ async def tell(
         if outcome.code == EXIT_FINAL and root.kind is not FailureKind.FINAL:  # it says so itself
             logger.error("exit code 93: running it again cannot help")
         by_default = not (node.called or launch.spec.max_restarts)
-        asked = "max_restarts" in launch.master.sources
-        if by_default and outcome.code == EXIT_FAILED and not asked:
+        set_by_user = "max_restarts" in launch.master.sources
+        if by_default and outcome.code == EXIT_FAILED and not set_by_user:
             logger.error("%s", HOW_TO_RESTART)
     elif not node.called:
         fine = outcome.code == EXIT_SAVED
@@ -219,8 +219,8 @@ def sentence(outcome: Exit, folder: str = "") -> str:
         step = f"step {outcome.saved}" if outcome.saved >= 0 else "the last step"
         where = f" in {folder}" if folder else ""
         return f"{ended}; {step} is saved{where}: run the same command again to continue from it"
-    said = directed(outcome.reason, out_of_reach(outcome.why))
-    return said or f"ended with exit code {outcome.code}"
+    reason = directed(outcome.reason, out_of_reach(outcome.why))
+    return reason or f"ended with exit code {outcome.code}"
 
 
 def word_of(outcome: Exit) -> LastWord:
@@ -230,8 +230,8 @@ def word_of(outcome: Exit) -> LastWord:
         return LastWord(sentence(outcome), reason=code)
     root = outcome.failures[0]
     own = next(filter(str.strip, reversed(root.traceback.splitlines())), "") or root.message
-    said = own.strip() or what_happened(root)
-    text = f"rank {root.rank} on {root.host}: {said}"
+    message = own.strip() or what_happened(root)
+    text = f"rank {root.rank} on {root.host}: {message}"
     return LastWord(text, root.rank, root.host, code)
 
 
@@ -243,7 +243,7 @@ def _error_file(outcome: Exit) -> None:
         write_own_words(kind, sentence(outcome), time.time_ns() // 1000, os.environ)
 
 
-class Clearing:
+class ShutdownSteps:
     """The shutdown steps. A step that fails or times out is logged, and the next one runs."""
 
     def __init__(self) -> None:
@@ -268,7 +268,7 @@ class Clearing:
         if self._patience is not None and not self._patience.expired():
             self._patience.reschedule(0.0)
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Start the time limit."""
         now = time.monotonic()
         self._until = now + BOUND

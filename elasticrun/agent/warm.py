@@ -71,7 +71,7 @@ class WarmChild:
         self.returncode: int | None = None
         self._pidfd = os.pidfd_open(pid)
         self._guard = guard
-        self._said = frames.FrameBuffer(spawning.FromWarm)
+        self._buffer = frames.FrameBuffer(spawning.FromWarm)
         self.over: asyncio.Event | None = None
         self.unguarded = False
         self._late: asyncio.TimerHandle | None = None
@@ -88,17 +88,17 @@ class WarmChild:
 
         self.over = asyncio.Event()
         self._guard.setblocking(False)
-        asyncio.get_running_loop().add_reader(self._guard, self._hear, ended)
+        asyncio.get_running_loop().add_reader(self._guard, self._readable, ended)
 
     def wait(self, limit: float) -> int:
         """Wait for it and all its descendants to exit; returns its exit code. TimeoutError after
         `limit` seconds."""
         self._guard.settimeout(limit)
-        said = hear(self._guard)
-        if not isinstance(said, spawning.Over):
+        message = receive(self._guard)
+        if not isinstance(message, spawning.Over):
             raise frames.FrameError("its guard says what is no end")
-        self._settle(said.code)
-        return said.code
+        self._settle(message.code)
+        return message.code
 
     def abandon(self) -> None:
         """Close the connection, as if this process were killed: the fork server exits."""
@@ -109,7 +109,7 @@ class WarmChild:
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
-    def _hear(self, ended: Callable[[int], None]) -> None:
+    def _readable(self, ended: Callable[[int], None]) -> None:
         import asyncio
 
         try:
@@ -119,15 +119,15 @@ class WarmChild:
         except OSError:
             data = b""
         if not data:  # the guard was killed
-            self._fends_for_itself(ended)
+            self._guard_died(ended)
             return
-        words = list(self._said.feed(data))
+        words = list(self._buffer.feed(data))
         if words:
             asyncio.get_running_loop().remove_reader(self._guard)
             over = isinstance(words[0], spawning.Over)
             self._ended(words[0].code if over else -int(signal.SIGKILL), ended)
 
-    def _fends_for_itself(self, ended: Callable[[int], None]) -> None:
+    def _guard_died(self, ended: Callable[[int], None]) -> None:
         import asyncio
 
         loop = asyncio.get_running_loop()
@@ -135,9 +135,9 @@ class WarmChild:
         self._guard.close()
         self.unguarded = True
         self._late = loop.call_later(OWN_END, self.kill)
-        loop.add_reader(self._pidfd, self._gone, ended)
+        loop.add_reader(self._pidfd, self._exited, ended)
 
-    def _gone(self, ended: Callable[[int], None]) -> None:
+    def _exited(self, ended: Callable[[int], None]) -> None:
         import asyncio
 
         asyncio.get_running_loop().remove_reader(self._pidfd)
@@ -204,20 +204,20 @@ def _ask(
     guard: socket.socket, request: spawning.Ask, theirs: socket.socket
 ) -> spawning.Forked | spawning.Declined:
     guard.sendall(frames.encode(request))
-    answer = hear(guard)
+    answer = receive(guard)
     if isinstance(answer, spawning.Granted):
         folder = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             socket.send_fds(guard, [b"."], [theirs.fileno(), 0, 1, 2, folder])
         finally:
             os.close(folder)
-        answer = hear(guard)
+        answer = receive(guard)
     if not isinstance(answer, spawning.Forked | spawning.Declined):
         raise frames.FrameError("its answer is none to what was asked")
     return answer
 
 
-def hear(conn: socket.socket) -> spawning.FromWarm:
+def receive(conn: socket.socket) -> spawning.FromWarm:
     """The next message. OSError if none arrives, FrameError if it is invalid."""
     buffer = frames.FrameBuffer(spawning.FromWarm)
     while data := conn.recv(4096):
@@ -275,9 +275,9 @@ def start(
     finally:
         os.close(writing)
     answer = ""
-    with open(reading, encoding="utf-8", errors="replace") as told:
+    with open(reading, encoding="utf-8", errors="replace") as pipe:
         if wait:
-            answer = told.read()
+            answer = pipe.read()
     if wait and not answer.startswith("ok"):
         process.wait()
     process.returncode = 0  # keeps Popen from waiting for it
@@ -290,7 +290,7 @@ def refusal(path: Path, environ: Mapping[str, str]) -> str:
     try:
         with connect(path, ANSWER_LIMIT) as conn:
             conn.sendall(frames.encode(spawning.Ask(dict(environ), (), ())))
-            answer = hear(conn)
+            answer = receive(conn)
     except (OSError, frames.FrameError) as error:
         return _words(error)
     return answer.reason if isinstance(answer, spawning.Declined) else ""

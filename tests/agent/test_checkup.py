@@ -90,7 +90,7 @@ async def test_what_is_told(level: int, then: str, monkeypatch, caplog) -> None:
 
     mine = Checkup(node_context(launched(precheck=level)))
     with caplog.at_level(logging.INFO, "elasticrun"):
-        mine.begin()
+        mine.start()
         await mine._findings
         unfit = await mine.unfit()
     assert caplog.messages == [
@@ -105,7 +105,7 @@ async def test_only_precheck_ends_an_agent(monkeypatch, level: int, unfit: bool)
     found(monkeypatch, failed("c", "bad", "leave"), failed("d", "worse", ""))
 
     mine = Checkup(node_context(launched(precheck=level)))
-    mine.begin()
+    mine.start()
     said = await mine.unfit()
     mine.close()  # the loop goes on in the next test
     assert said.endswith("c: bad; leave (and 1 more)") is unfit
@@ -117,7 +117,7 @@ async def test_nobody_waits_for_a_check_that_hangs(monkeypatch) -> None:
     go = threading.Event()
     monkeypatch.setattr(checkup, "checks", lambda _: [Checks("hangs", lambda: [go.wait(LIMIT)])])
     mine = Checkup(node_context())
-    mine.begin()
+    mine.start()
     await asyncio.sleep(0)
     assert await mine.unfit() == ""
     mine.close()
@@ -164,7 +164,7 @@ async def test_an_agent_of_several_asks_a_while_after_its_welcome(
 ) -> None:
     """One of a single node has nobody to hear of its ports."""
     told: list[list[Finding]] = []
-    monkeypatch.setattr(own, "tell", lambda findings, _: told.append(list(findings)))
+    monkeypatch.setattr(own, "log_findings", lambda findings, _: told.append(list(findings)))
     async with serving(token=TOKEN) as served:
         spec = {"max_nodes": 2 if several else 1}
         mine = Checkup(node_context(launched(spec), place=at_once, identity=TRUSTED))

@@ -49,7 +49,7 @@ class Told:
 
     def __init__(self, *, several: bool = True, first: Start | None = FIRST) -> None:
         self.lines: list[str] = []
-        self.log = RoundLog(most=3, several=several, say=self.lines.append)
+        self.log = RoundLog(most=3, several=several, log=self.lines.append)
         if first is not None:
             self.log.starts(first)
 
@@ -215,13 +215,13 @@ async def test_a_wait_is_told_again_and_a_short_one_never(monkeypatch) -> None:
             twice.set()
 
     waits = job_log.LongWaits(say)
-    waits.look(
+    waits.update(
         replace(ALONE, reason="the store for the next round is being prepared", why=StoreComing())
     )
-    waits.look(ALONE)
-    waits.look(replace(ALONE, wait_ends=3.0))  # the same wait
+    waits.update(ALONE)
+    waits.update(replace(ALONE, wait_ends=3.0))  # the same wait
     await twice.wait()
-    waits.look(replace(ALONE, state=State.RUNNING))
+    waits.update(replace(ALONE, state=State.RUNNING))
     told = len(said)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -237,10 +237,10 @@ async def test_a_node_that_has_left_within_a_second_says_nothing_before(
     monkeypatch.setattr(job_log, "LEAVING", seconds)
     said: list[GroupStatus] = []
     waits = job_log.LongWaits(said.append)
-    waits.look(LEAVES)
+    waits.update(LEAVES)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    waits.look(replace(ALONE, state=State.ENDING, reason="received SIGINT"))
+    waits.update(replace(ALONE, state=State.ENDING, reason="received SIGINT"))
     waits.close()
     assert said == told
 
@@ -255,10 +255,10 @@ async def test_a_master_is_missed_only_where_it_stays_away(
     note = Note("no master answers (reset)", "warning", why=NoMaster("reset"))
     waits = job_log.LongWaits(lambda _: None)
     waits.noted(note, lost, said.append)
-    waits.look(lost)
+    waits.update(lost)
     assert said == []
     if not stays:
-        waits.look(replace(lost, master_lost=""))
+        waits.update(replace(lost, master_lost=""))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert said == [note] * stays

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from elasticrun.agent import shutdown
 from elasticrun.agent.logs.output import RankOutput
-from elasticrun.agent.shutdown import Clearing, child_failed, format_failures
+from elasticrun.agent.shutdown import ShutdownSteps, child_failed, format_failures
 from elasticrun.agent.workers.exits import describe
 from elasticrun.config import EXIT_FAILED, EXIT_SAVED, LogPlan
 from elasticrun.core.events import Exit
@@ -39,8 +39,8 @@ async def test_a_step_that_fails_or_is_late_is_told_and_the_next_is_done(caplog)
     def defect() -> None:
         raise KeyError("defect")
 
-    end = Clearing()
-    end.begin()
+    end = ShutdownSteps()
+    end.start()
     end.now("the first", defect)
     await end.step("the second", broken(), 5.0)
     await end.step("the third", asyncio.Event().wait(), 0.01)
@@ -53,9 +53,9 @@ async def test_a_step_that_fails_or_is_late_is_told_and_the_next_is_done(caplog)
 def test_the_steps_have_one_bound_and_each_its_least(monkeypatch) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    end = Clearing()
+    end = ShutdownSteps()
     assert end.left(1e6) == 1e6
-    end.begin()
+    end.start()
     assert (end.left(3.0), end.left(1e6)) == (3.0, shutdown.BOUND)
     now += shutdown.BOUND
     assert (end.left(0.5), end.left(1e6)) == (0.5, shutdown.LEAST)
@@ -65,12 +65,12 @@ def test_the_steps_have_one_bound_and_each_its_least(monkeypatch) -> None:
 def test_what_ranks_took_of_a_pods_grace_is_gone(took: float, bound: float, monkeypatch) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    end = Clearing()
+    end = ShutdownSteps()
     end.signalled()
     now += took / 2
     end.signalled()  # a second one does not put the end off
     now += took / 2
-    end.begin()
+    end.start()
     assert end.left(1e6) == bound
 
 
@@ -84,7 +84,7 @@ async def test_output_is_shown_until_a_death_signal(tmp_path: Path, monkeypatch,
     logs = output.open_attempt(0, {0: {}})
     Path(logs[0].stdout).write_bytes(b"line\n" * 100_000)
 
-    end = Clearing()
+    end = ShutdownSteps()
     end._until = 0.0
     showing = asyncio.create_task(end.output(output, hurried=False))
     done, _ = await asyncio.wait({showing}, timeout=0.5)
@@ -224,5 +224,5 @@ async def test_an_end_that_has_saved_is_no_error(code: int, level: int, monkeypa
     monkeypatch.setattr(shutdown, "log_last_word", lambda text, at: said.append((text, at)))
     node = node_context(writer=SimpleNamespace(flush=lambda limit: True))
     outcome = Exit(code, "received SIGINT", (), 2, 7)
-    await shutdown.tell(node, outcome, 1.0, ran=True)
+    await shutdown.print_outcome(node, outcome, 1.0, ran=True)
     assert said == [(shutdown.sentence(outcome), level)]

@@ -133,7 +133,7 @@ async def test_a_task_that_fails_ends_the_node_or_is_told(caplog) -> None:
     tasks = Tasks(ends.append)
     tasks.start(failing(KeyError("it")), "reporting")
     tasks.start(failing(NoThread(RuntimeError("no thread"))), "starting")
-    tasks.start(failing(ValueError("x")), "copying", tell=told.append)
+    tasks.start(failing(ValueError("x")), "copying", on_failure=told.append)
     waiting = tasks.start(asyncio.Event().wait(), "waiting")
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -168,7 +168,7 @@ def test_every_task_has_an_owner() -> None:
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name)
             }
             awaits = any(isinstance(node, ast.Await) for node in nodes)
-            if not calls & makers or awaits or calls & {"tell_failure", "unheard"}:
+            if not calls & makers or awaits or calls & {"report_failure", "unheard"}:
                 continue
             assert (file.name, function.name) in OWNED_ELSEWHERE, f"{file.name}: {function.name}"
 
@@ -263,7 +263,7 @@ def test_a_log_folder_that_does_not_answer_ends_the_start(monkeypatch, caplog) -
             go.wait(LIMIT)
 
     class Checkup:
-        def begin(self) -> None: ...
+        def start(self) -> None: ...
 
     one = object.__new__(node.NodeAgent)
     one._shared = node_context()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elasticrun.agent import warm
-from elasticrun.agent.warm import hear, socket_path
+from elasticrun.agent.warm import receive, socket_path
 from elasticrun.host.log import NOTICE, logger
 from elasticrun.wire import frames, spawning
 
@@ -26,7 +26,7 @@ def test_a_word_in_pieces_is_one_word(pieces: int) -> None:
     with ours, theirs:
         for begin in range(0, len(data), size):
             theirs.send(data[begin : begin + size])
-        assert hear(ours) == said
+        assert receive(ours) == said
 
 
 @pytest.mark.parametrize("before", [b"", b"\0\0"])
@@ -36,7 +36,7 @@ def test_who_ends_in_the_middle_of_a_word_has_said_none(before: bytes) -> None:
         theirs.sendall(before)
         theirs.close()
         with pytest.raises(ConnectionResetError, match="it ended"):
-            hear(ours)
+            receive(ours)
 
 
 @pytest.mark.parametrize(

@@ -59,13 +59,13 @@ async def probe(
     `limit` seconds for each. `name`: the name that the certificate must contain, "" for the
     endpoint's host."""
     if files is None:
-        answer = await _look(endpoint, limit)
+        answer = await _probe_once(endpoint, limit)
         if answer is PortAnswer.CLOSED and await _speaks_tls(endpoint, limit):
             return PortAnswer.INSECURE, THEY_WANT_TLS
         return answer, ""
     try:
         context = await in_thread(lambda: auth.client_context(files), limit=limit, name="tls")
-        answer = await _look(endpoint, limit, context, name or endpoint.host)
+        answer = await _probe_once(endpoint, limit, context, name or endpoint.host)
         # A server that rejects the client's certificate closes the connection without data.
         refused = answer is PortAnswer.CLOSED
         return (PortAnswer.INSECURE, THEY_REFUSE_US) if refused else (answer, "")
@@ -73,7 +73,7 @@ async def probe(
         why = wrong.verify_message.rstrip(".")
         return PortAnswer.INSECURE, f"the master's certificate is refused: {why}"
     except ssl.SSLError as wrong:
-        answer = await _look(endpoint, limit)
+        answer = await _probe_once(endpoint, limit)
         if answer is PortAnswer.HTTP2:
             return PortAnswer.INSECURE, THEY_HAVE_NO_TLS
         if answer is not PortAnswer.CLOSED:
@@ -91,12 +91,12 @@ async def _speaks_tls(endpoint: Endpoint, limit: float) -> bool:
     context.verify_mode = ssl.CERT_NONE  # no data is sent; this only tests for TLS
     context.set_alpn_protocols(["h2"])
     try:
-        return await _look(endpoint, limit, context) is not PortAnswer.NOBODY
+        return await _probe_once(endpoint, limit, context) is not PortAnswer.NOBODY
     except ssl.SSLError:
         return False
 
 
-async def _look(
+async def _probe_once(
     endpoint: Endpoint, limit: float, context: ssl.SSLContext | None = None, name: str = ""
 ) -> PortAnswer:
     """Probe with one connection. SSLError with the known reason if TLS fails."""

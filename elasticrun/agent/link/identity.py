@@ -127,11 +127,11 @@ def identify(given: str, job_id: str, environ: Mapping[str, str]) -> NodeId:
     try:
         slot = take_slot(str(user_folder(environ)), job_id)
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home directory
-        return for_this_life(str(error), environ)
+        return temporary_id(str(error), environ)
     return NodeId(f"{host_id(environ)}-{slot.number}", slot)
 
 
-def for_this_life(why: str, environ: Mapping[str, str]) -> NodeId:
+def temporary_id(why: str, environ: Mapping[str, str]) -> NodeId:
     """A random id for when no folder is usable."""
     name = f"{host_id(environ)}-{secrets.token_hex(4)}"
     note = f"no user folder ({why}): this node gets a new id at each start"

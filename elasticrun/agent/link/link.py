@@ -35,7 +35,7 @@ BACKOFF_MOST: Final = 1.0
 """Seconds between attempts, doubled each time and jittered. An agent reconnects within a second of
 a master's return, and ten thousand agents do not connect at the same instant."""
 
-TELL_AFTER: Final = 4
+LOG_AFTER: Final = 4
 """Attempts at first contact before the agent logs that no master answers."""
 
 STRANGER_AFTER: Final = 3
@@ -109,11 +109,11 @@ class Link:
             self._tasks.start(self._run(), "the link to the master")
         return not began
 
-    def say(self, report: Report) -> None:
+    def send(self, report: Report) -> None:
         """Send a report. Without a session it is dropped, because LinkBack makes the state machine
         resend everything. Only Leaving is kept: the state machine may have ended by then."""
         if self._session is not None:
-            self._session.say(report)
+            self._session.send(report)
         elif isinstance(report, Leaving):
             self._goodbye = report
 
@@ -174,7 +174,7 @@ class Link:
             self._owner.linked(Ordered(session.welcome))
         self._owner.linked(LinkBack())
         if self._goodbye is not None:
-            session.say(self._goodbye)
+            session.send(self._goodbye)
         session.carry(
             lambda order: self._owner.linked(Ordered(order)),
             lambda silent: self._silent(session, silent),
@@ -259,10 +259,10 @@ class Link:
         if final is not None:
             return final
         self._tries += 1
-        if self._tries < TELL_AFTER:
+        if self._tries < LOG_AFTER:
             return None
         final = await self._stranger(endpoint)
-        if final is None and self._tries == TELL_AFTER:
+        if final is None and self._tries == LOG_AFTER:
             self._owner.no_master(reason)
         return final
 

@@ -171,7 +171,7 @@ class MasterProcess:
         `replaces`: how the previous master here ended. OSError."""
         self.record = record
         self._code: int | None = None
-        self._heard: Callable[[int], None] | None = None
+        self._on_exit: Callable[[int], None] | None = None
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
 
             def pipe(*, read: bool) -> tuple[int, int]:
@@ -208,18 +208,18 @@ class MasterProcess:
 
     def watch(self, reaper: Reaper) -> None:
         """Record its exit code. Call before anything is reaped; otherwise its exit is missed."""
-        reaper.watch(self.process, self._end)
+        reaper.watch(self.process, self._exited)
 
-    def on_end(self, heard: Callable[[int], None]) -> None:
+    def on_exit(self, call: Callable[[int], None]) -> None:
         """Call `heard(code)` when it has exited, at once if it already has."""
-        self._heard = heard
+        self._on_exit = call
         if self._code is not None:
-            heard(self._code)
+            call(self._code)
 
-    def _end(self, code: int) -> None:
+    def _exited(self, code: int) -> None:
         self._code = code
-        if self._heard is not None:
-            self._heard(code)
+        if self._on_exit is not None:
+            self._on_exit(code)
 
     def end_lifeline(self) -> None:
         """Close the lifeline: the master exits now, or when its last agent has left."""
@@ -325,16 +325,16 @@ class MasterHost:
         self._since = 0.0
         self._deaths = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._gone = asyncio.Event()
-        self._gone.set()
+        self._exited = asyncio.Event()
+        self._exited.set()
         self._served = False
-        self._fate = ""  # how the last master that served ended
-        self._told = Once()
+        self._how_it_ended = ""  # how the last master that served ended
+        self._once = Once()
         self._ping = Timer()
         self._patience = Patience()
 
     @property
-    def lives(self) -> bool:
+    def is_running(self) -> bool:
         """Whether a master process exists that has not been reaped."""
         return self._master is not None
 
@@ -352,7 +352,7 @@ class MasterHost:
             master = first or MasterProcess(
                 *(self._node.launch, self._node.place, self._node.identity),
                 *(self._bind, self._record, self._in_etcd),
-                replaces=self._fate if self._served else "",
+                replaces=self._how_it_ended if self._served else "",
             )
         except OSError as error:
             logger.warning("the job master cannot be started: %s", error)
@@ -364,13 +364,13 @@ class MasterHost:
         self._master = master
         self._answer = {}
         self._since = self._loop.time()
-        self._gone.clear()
+        self._exited.clear()
         os.set_blocking(master.ready_fd, False)
         os.set_blocking(master.output_fd, False)
         self._loop.add_reader(master.ready_fd, self._answered, master)
         self._loop.add_reader(master.output_fd, self._relay, master)
         self._patience.wait(ANSWER_LIMIT, self._not_ready, master)
-        master.on_end(lambda code: self._ended(master, code))
+        master.on_exit(lambda code: self._ended(master, code))
 
     async def close(self, *, job_over: bool) -> None:
         """Close the lifeline and wait briefly for the master to exit. If no other node can need it,
@@ -391,7 +391,7 @@ class MasterHost:
             if not self._answer:
                 self.kill()  # not even serving yet
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._gone.wait(), limit)
+                await asyncio.wait_for(self._exited.wait(), limit)
         alone = self._node.launch.spec.max_nodes == 1
         if alone:
             self.kill()
@@ -431,20 +431,20 @@ class MasterHost:
 
     def _answered(self, master: MasterProcess) -> None:
         """Read the ready line (it serves, or cannot) or, later, the answer to a ping."""
-        if not (said := self._read(master, "ready_fd")):
+        if not (data := self._read(master, "ready_fd")):
             return
         if self._answer:
             self._ask_later(master)
             return
         try:
-            answer = json.loads(said)
+            answer = json.loads(data)
         except ValueError:
             return  # it died before it served; its exit is handled elsewhere
         self._answer = answer if isinstance(answer, dict) else {}
         port = self._answer.get("port")
         if isinstance(port, int):
             self._served = True
-            self._fate = ""
+            self._how_it_ended = ""
             everywhere = self._bind.host in ("::", "0.0.0.0")
             host = "127.0.0.1" if everywhere else self._bind.host
             self._bind = Endpoint(self._bind.host, port)
@@ -457,12 +457,12 @@ class MasterHost:
         if fd < 0:
             return b""
         try:
-            said = os.read(fd, RELAY_BYTES)
+            data = os.read(fd, RELAY_BYTES)
         except BlockingIOError:
             return b""
-        if not said:
+        if not data:
             self._loop.remove_reader(fd)
-        return said
+        return data
 
     # ------------------------------------------------------------ a master that is stuck
 
@@ -497,7 +497,9 @@ class MasterHost:
     def _give_up(self, master: MasterProcess, limit: float) -> None:
         how = why_unresponsive(master.process.pid)
         logger.warning("the job master has not responded for %g s: %s; killing it", limit, how)
-        self._fate = self._fate or f"gave no answer for {limit:g} s ({how}), and was killed"
+        self._how_it_ended = (
+            self._how_it_ended or f"gave no answer for {limit:g} s ({how}), and was killed"
+        )
         self.kill()
 
     def _relay(self, master: MasterProcess) -> None:
@@ -516,9 +518,9 @@ class MasterHost:
         self._let_go(master)
         self._master = None
         self._node.reaper.spared.discard(master.process.pid)  # it may be reaped before
-        self._gone.set()
+        self._exited.set()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
-        self._fate = self._fate or how
+        self._how_it_ended = self._how_it_ended or how
         if self._closing or code == 0:
             return  # the job is over, or this agent ends
         if EXIT_NOT_LEADING in (code, self._answer.get("exit_code")):
@@ -545,7 +547,7 @@ class MasterHost:
         if not self._served:
             self._node.fatal(sentence)
             return
-        self._told.tell(f"no job master can be started here: {sentence}; it is tried again")
+        self._once.log(f"no job master can be started here: {sentence}; it is tried again")
         self._again()
 
     def _port_taken(self) -> None:

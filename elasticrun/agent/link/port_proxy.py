@@ -24,21 +24,21 @@ class PortProxy:
     def __init__(self, listener: socket.socket, reaper: Reaper) -> None:
         self._listener = listener
         self._reaper = reaper
-        self._said: dict[str, str | None] = {}
+        self._targets: dict[str, str | None] = {}
         self._closing = False
         self._deaths = 0
         self._control: socket.socket | None = None
-        self._gone = asyncio.Event()
+        self._exited = asyncio.Event()
         self._start()
 
-    def say(self, target: str, where: Endpoint | None) -> None:
+    def set_target(self, target: str, where: Endpoint | None) -> None:
         """Set the address of the `master` or the `store` behind the proxy."""
-        self._said[target] = None if where is None else str(where)
-        self._tell({target: self._said[target]})
+        self._targets[target] = None if where is None else str(where)
+        self._send({target: self._targets[target]})
 
     def round_began(self, start: Start) -> None:
         """Forward the port to this round's store."""
-        self.say("store", start.store)
+        self.set_target("store", start.store)
 
     def ranks_stopping(self) -> None:
         """No-op: ranks may still need their store."""
@@ -46,20 +46,20 @@ class PortProxy:
     def ranks_gone(self, *, done: bool) -> None:
         """Between two rounds there is no store."""
         if not done:
-            self.say("store", None)
+            self.set_target("store", None)
 
     def close(self) -> None:
-        """Stop restarting it. `end` releases the port, after the master has been closed."""
+        """Stop restarting it. `release` releases the port, after the master has been closed."""
         self._closing = True
 
-    async def end(self, limit: float) -> None:
+    async def release(self, limit: float) -> None:
         """Release the port, and wait briefly for the proxy to exit."""
         self._closing = True
         self._listener.close()
         if self._control is not None:
             self._control.close()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._gone.wait(), limit)
+                await asyncio.wait_for(self._exited.wait(), limit)
 
     def _start(self) -> None:
         if self._closing:
@@ -82,9 +82,9 @@ class PortProxy:
         self._control = ours
         self._reaper.watch(process, self._ended)
         self._reaper.spared.add(process.pid)
-        self._tell(self._said)
+        self._send(self._targets)
 
-    def _tell(self, what: dict[str, str | None]) -> None:
+    def _send(self, what: dict[str, str | None]) -> None:
         if self._control is not None and what:
             with contextlib.suppress(OSError):  # it has exited; its successor gets everything
                 self._control.send(json.dumps(what).encode() + b"\n")
@@ -93,7 +93,7 @@ class PortProxy:
         if self._control is not None:
             self._control.close()
             self._control = None
-        self._gone.set()
+        self._exited.set()
         if self._closing:
             return
         self._again(f"the port proxy of the master port ended ({code})")

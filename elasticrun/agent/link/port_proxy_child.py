@@ -122,7 +122,7 @@ class Proxy:
         self._control = control_fd
         self._most = most
         self._line = bytearray()
-        self._told: dict[str, str | None] = {"master": None, "store": None}
+        self._targets: dict[str, str | None] = {"master": None, "store": None}
         self._where: dict[str, Address | None] = {"master": None, "store": None}
         self._links: dict[int, tuple[ProxiedConnection, str]] = {}  # fd -> link and side
         self._masks: dict[int, int] = {}  # fd -> its epoll events
@@ -143,16 +143,16 @@ class Proxy:
         while self._running:
             for fd, events in self._epoll.poll(self._next_limit()):
                 if fd == self._control:
-                    self._heard()
+                    self._read_control()
                 elif fd == self._listener.fileno():
-                    self._visited()
+                    self._accept()
                 elif fd in self._links:
                     self._moved(*self._links[fd], events)
             self._check_limits()
 
     # ------------------------------------------------------------ control
 
-    def _heard(self) -> None:
+    def _read_control(self) -> None:
         try:
             data = os.read(self._control, MAX_LINE)
         except BlockingIOError:
@@ -166,22 +166,22 @@ class Proxy:
         self._line = bytearray(rest if len(rest) <= MAX_LINE else b"")
         for line in lines:
             try:
-                said = json.loads(line)
+                message = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(said, dict):
-                for target in self._told.keys() & said.keys():
-                    self._retarget(target, said[target])
+            if isinstance(message, dict):
+                for target in self._targets.keys() & message.keys():
+                    self._retarget(target, message[target])
 
-    def _retarget(self, target: str, told: object) -> None:
+    def _retarget(self, target: str, new: object) -> None:
         """Set a new address for the master or the store."""
-        if told == self._told[target]:
+        if new == self._targets[target]:
             return
         where: Address | None = None
-        if isinstance(told, str):
+        if isinstance(new, str):
             with contextlib.suppress(OSError, ValueError):
-                where = parse_address(told)
-        self._told[target] = told if where is not None and isinstance(told, str) else None
+                where = parse_address(new)
+        self._targets[target] = new if where is not None and isinstance(new, str) else None
         self._where[target] = where
         for link in {id(link): link for link, _ in self._links.values()}.values():
             if link.target != target:
@@ -199,7 +199,7 @@ class Proxy:
             self._accepting = accepting
             self._watch(self._listener.fileno(), _READ if accepting else 0)
 
-    def _visited(self) -> None:
+    def _accept(self) -> None:
         try:
             front, _ = self._listener.accept()
         except OSError as error:  # the client is gone, unless this process is out of resources

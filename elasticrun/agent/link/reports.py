@@ -36,13 +36,13 @@ class Reporter:
         self._output = output
         self._tasks = Tasks(node.fatal)
 
-    def say(self, report: m.Report) -> None:
+    def send(self, report: m.Report) -> None:
         """Send a report, if there is a session."""
         if isinstance(report, m.RanksFailed | m.Stopped):
             report = structs.replace(report, newest=self._newest())
-        self._link.say(report)
+        self._link.send(report)
         if isinstance(report, m.RanksFailed):
-            self._tasks.start(self._say_last_lines(report), "reading what a rank wrote last")
+            self._tasks.start(self._send_last_lines(report), "reading what a rank wrote last")
 
     def close(self) -> None:
         self._tasks.close()
@@ -52,7 +52,7 @@ class Reporter:
         self._progress.last_words()
         return max(self._progress.newest, self._snapshots.drain.generation.newest())
 
-    async def _say_last_lines(self, report: m.RanksFailed) -> None:
+    async def _send_last_lines(self, report: m.RanksFailed) -> None:
         """Send the last output of the failed rank, for the master's record. Nothing waits for
         it."""
         cause = root_cause(report.failures)
@@ -63,4 +63,4 @@ class Reporter:
                 lambda: self._output.last_lines(cause.local_rank), limit=LIMIT, name="last-lines"
             )
             if text:
-                self._link.say(m.LastLines(report.round, cause.rank, text))
+                self._link.send(m.LastLines(report.round, cause.rank, text))

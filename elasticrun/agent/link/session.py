@@ -24,7 +24,7 @@ thousands of new connections: each costs it more than the late echo."""
 OUTBOX_MOST: Final = 1000
 """Maximum number of queued reports; beyond it the stream ends, and a new one resends all state."""
 
-MOST_TOLD: Final = 32
+MAX_LOGGED: Final = 32
 """Maximum number of log lines per session about reports that could not be sent."""
 
 
@@ -37,10 +37,10 @@ class Session:
         self._stream: Attendance = attend(self._channel)
         self._token = trust.token
         self._outbox: deque[Report] = deque()
-        self._told = Once(MOST_TOLD)
+        self._once = Once(MAX_LOGGED)
         self._more = asyncio.Event()
         self._closing = False
-        self._tasks = Tasks(self._end)
+        self._tasks = Tasks(self._finish)
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done when the stream has ended, with the reason."""
         self.stale = asyncio.Event()
@@ -50,7 +50,7 @@ class Session:
         self._echo = asyncio.Event()
         self._echoed = 0
         self._patience = 0.0
-        self._silent: Callable[[bool], None] = lambda silent: None
+        self._on_silence: Callable[[bool], None] = lambda silent: None
 
     async def open(self, hello: Hello) -> Welcome | Refused:
         """Prove the token, send Hello and return the answer. LinkError."""
@@ -61,8 +61,8 @@ class Session:
             return answer
         if isinstance(answer, Refused):
             return answer
-        said = "nothing" if answer is None else type(answer).__name__
-        raise LinkError(f"it answered our hello with {said}")
+        what = "nothing" if answer is None else type(answer).__name__
+        raise LinkError(f"it answered our hello with {what}")
 
     def _pace(self, interval: float) -> None:
         """Set the heartbeat interval."""
@@ -75,18 +75,18 @@ class Session:
         return self._stream.proved or not self._token
 
     def carry(
-        self, heard: Callable[[Order], None], silent: Callable[[bool], None], patience: float
+        self, on_order: Callable[[Order], None], on_silence: Callable[[bool], None], patience: float
     ) -> None:
         """Start exchanging reports and orders; call after a Welcome. Calls `silent(True)` when
         nothing has arrived for `patience` seconds, and `silent(False)` when messages arrive
         again."""
-        self._silent, self._patience = silent, patience
-        for body in (self._read(heard), self._write(), self._beat()):
+        self._on_silence, self._patience = on_silence, patience
+        for body in (self._read(on_order), self._write(), self._beat()):
             self._tasks.start(body, "the session with the master")
 
-    def say(self, report: Report) -> None:
+    def send(self, report: Report) -> None:
         if len(self._outbox) >= OUTBOX_MOST:
-            self._end("the master takes no reports")
+            self._finish("the master takes no reports")
             return
         self._outbox.append(report)
         self._more.set()
@@ -96,7 +96,7 @@ class Session:
         it was sent."""
         if self._outbox:
             return False
-        self.say(report)
+        self.send(report)
         return True
 
     async def close(self, limit: float) -> None:
@@ -109,17 +109,17 @@ class Session:
 
     async def drop(self) -> None:
         """Cut the connection, whatever its state."""
-        self._end("closed")
+        self._finish("closed")
         self._tasks.close()
         await self._tasks.over()
         self._stream.cancel()
         await self._channel.close()
 
-    def _end(self, reason: str) -> None:
+    def _finish(self, reason: str) -> None:
         if not self.ended.done():
             self.ended.set_result(reason)
 
-    async def _read(self, heard: Callable[[Order], None]) -> None:
+    async def _read(self, on_order: Callable[[Order], None]) -> None:
         try:
             while (order := await self._stream.receive()) is not None:
                 if isinstance(order, Echo):
@@ -128,16 +128,16 @@ class Session:
                     self._echoed = order.number
                     self._echo.set()
                 else:
-                    heard(order)
-            self._end("the master closed the stream")
+                    on_order(order)
+            self._finish("the master closed the stream")
         except LinkError as error:
-            self._end(str(error))
+            self._finish(str(error))
 
     async def _write(self) -> None:
         try:
             while True:
                 while self._outbox:
-                    await self._send(self._outbox.popleft())
+                    await self._write_one(self._outbox.popleft())
                 if self._closing:
                     await self._stream.close()
                     return
@@ -145,15 +145,15 @@ class Session:
                 if not self._outbox and not self._closing:
                     await self._more.wait()
         except LinkError as error:
-            self._end(str(error))
+            self._finish(str(error))
 
-    async def _send(self, report: Report) -> None:
+    async def _write_one(self, report: Report) -> None:
         """LinkError. A report that cannot be encoded is our own bug; a new session would only
         repeat it, so it is logged."""
         try:
             await self._stream.send(report)
         except WireError as error:
-            self._told.tell(f"a report was not sent to the master: {error}", logging.ERROR)
+            self._once.log(f"a report was not sent to the master: {error}", logging.ERROR)
 
     async def _beat(self) -> None:
         number = 0
@@ -161,15 +161,15 @@ class Session:
             # Jittered: otherwise nodes that connect at the same moment would always beat together.
             await asyncio.sleep(self.beat_interval * random.uniform(0.75, 1.25))
             number += 1
-            self.say(Beat(number))
+            self.send(Beat(number))
             limit = self.echo_limit
             if await self._echo_of(number, limit):
                 continue
             self.stale.set()
             if not await self._echo_of(number, self._patience - self.beat_interval - limit):
-                self._silent(True)
+                self._on_silence(True)
                 await self._echo_of(number, None)
-                self._silent(False)
+                self._on_silence(False)
             self.stale.clear()
 
     async def _echo_of(self, number: int, limit: float | None) -> bool:

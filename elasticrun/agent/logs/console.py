@@ -33,7 +33,7 @@ FROZEN_AFTER: Final = 5.0
 """Seconds without progress after which a console counts as frozen and lines are dropped. A higher
 value allows longer pauses in a pager; the filtered copies wait as well."""
 
-LOOKS: Final = 8
+CHECKS: Final = 8
 """How often per FROZEN_AFTER the kernel is asked whether somebody has read. Other writers to the
 same terminal can hide a reader from a single query."""
 
@@ -84,10 +84,10 @@ class ConsoleWriter:
         self._writing = False
         self._held = False
         self._awaited = False
-        self._gone = False
+        self._broken = False
         self._closing = False
-        self._over_at: float | None = None
-        self._untold = 0
+        self._deadline: float | None = None
+        self._unreported = 0
         self._dropped = 0
         self._lost: Counter[str] = Counter()
         self._thread: threading.Thread | None = None
@@ -119,14 +119,14 @@ class ConsoleWriter:
     def is_over(self) -> bool:
         """Whether output has stopped for good: the console is closed, or the time is up."""
         with self._changed:
-            return self._gone or self._is_late()
+            return self._broken or self._is_late()
 
     @property
     def why_over(self) -> str:
         """Why output was not shown, as text."""
-        if self._gone:
+        if self._broken:
             return "the console was closed"
-        if self._over_at is not None:
+        if self._deadline is not None:
             return "the time to end was up"
         return f"nobody read the console for {self._patience:g} s"
 
@@ -144,9 +144,9 @@ class ConsoleWriter:
         nobody has read for `patience` seconds."""
         with self._changed:
             for line in lines:
-                if self._closing or self._gone or not self._await_room(len(line)):
+                if self._closing or self._broken or not self._await_room(len(line)):
                     self._drop(line, source)
-                    self._untold += not self._gone
+                    self._unreported += not self._broken
                 else:
                     self._push(line, source)
 
@@ -174,7 +174,7 @@ class ConsoleWriter:
     def hurry(self, until: float) -> None:
         """Drop what is not shown by this time of the monotonic clock."""
         with self._changed:
-            self._over_at = until
+            self._deadline = until
             self._changed.notify_all()
 
     def close(self, timeout: float) -> int:
@@ -185,7 +185,7 @@ class ConsoleWriter:
             self._closing = True
             self._changed.notify_all()
             began = time.monotonic()
-            while (self._lines or self._writing) and not self._gone:
+            while (self._lines or self._writing) and not self._broken:
                 if not self._wait_for_reader(timeout, began):
                     break
             self._drop_queue()
@@ -198,7 +198,7 @@ class ConsoleWriter:
         while len(self._lines) >= self._capacity or (
             self._lines and self._bytes + size > QUEUE_BYTES
         ):
-            if self._gone or self._closing:
+            if self._broken or self._closing:
                 return False
             self._awaited = True
             read_on = self._wait_for_reader(self._patience, 0.0)
@@ -209,17 +209,17 @@ class ConsoleWriter:
 
     def _wait_for_reader(self, patience: float, since: float) -> bool:
         """Wait for a change; false if nobody has read for `patience` seconds, or the time is up."""
-        self._look()
+        self._check_reader()
         now = time.monotonic()
         rest = patience if self._held else max(self._progress, since) + patience - now
-        if self._over_at is not None:
-            rest = min(rest, self._over_at - now)
+        if self._deadline is not None:
+            rest = min(rest, self._deadline - now)
         if rest <= 0:
             return False
-        self._changed.wait(min(rest, patience / LOOKS))
+        self._changed.wait(min(rest, patience / CHECKS))
         return True
 
-    def _look(self) -> None:
+    def _check_reader(self) -> None:
         """Check whether the reader has read since the last check, even less than a whole write: a
         slow reader may need minutes to free the space of one write in a pipe."""
         before, self._unread = self._unread, _unread(self._fd)
@@ -227,7 +227,7 @@ class ConsoleWriter:
             self._progress = time.monotonic()
 
     def _is_late(self) -> bool:
-        return self._over_at is not None and time.monotonic() >= self._over_at
+        return self._deadline is not None and time.monotonic() >= self._deadline
 
     def _drop(self, line: bytes, source: Source | None) -> None:
         self._dropped += 1
@@ -245,9 +245,11 @@ class ConsoleWriter:
         if not self._lines and not self._writing:
             self._progress = time.monotonic()  # an idle console is not frozen
             self._unread = _unread(self._fd)
-        if self._untold:
-            notice = b"elasticrun: %d lines were not shown: the console was frozen\n" % self._untold
-            self._untold = 0
+        if self._unreported:
+            notice = (
+                b"elasticrun: %d lines were not shown: the console was frozen\n" % self._unreported
+            )
+            self._unreported = 0
             self._lines.append((notice, None, Text.LINE))
             self._bytes += len(notice)
         self._lines.append((line, source, kind))
@@ -274,7 +276,7 @@ class ConsoleWriter:
                 self._write(chunk)
             except OSError:  # nobody reads any more; the job does not depend on it
                 with self._changed:
-                    self._gone, self._writing = True, False
+                    self._broken, self._writing = True, False
                     self._drop_queue()
                     self._changed.notify_all()
                 return
@@ -318,8 +320,8 @@ def _unread(fd: int) -> int:
     """Bytes in a pipe or terminal that nobody has read yet; 0 if the kernel cannot tell."""
     count = array.array("i", [0])
     try:
-        asks = termios.FIONREAD if stat.S_ISFIFO(os.fstat(fd).st_mode) else termios.TIOCOUTQ
-        fcntl.ioctl(fd, asks, count)
+        request = termios.FIONREAD if stat.S_ISFIFO(os.fstat(fd).st_mode) else termios.TIOCOUTQ
+        fcntl.ioctl(fd, request, count)
     except OSError:
         return 0
     return count[0]

@@ -60,7 +60,7 @@ TRACE_WINDOW: Final = 10.0
 _number = attrgetter("number")
 
 
-class Told(NamedTuple):
+class FoldedLines(NamedTuple):
     """Lines to show."""
 
     who: int
@@ -104,7 +104,7 @@ class SharedLine:
     def words(self) -> bytes:
         """The text to print after the ranks."""
         if self.who & (self.who - 1):
-            return masks.told_as_one(self.text, self.differing)
+            return masks.mark_differing(self.text, self.differing)
         return self.text
 
 
@@ -129,9 +129,9 @@ class Fold:
         self._second = 0.0  # when the current second of the count began
         self._count = 0
         self._flooded = False
-        self._out: list[Told] = []
+        self._out: list[FoldedLines] = []
 
-    def said(self, place: int, lines: Sequence[tuple[bytes, bool]], now: float) -> list[Told]:
+    def add(self, place: int, lines: Sequence[tuple[bytes, bool]], now: float) -> list[FoldedLines]:
         """Add a rank's lines (without their ends; True: ended by a carriage return, so a state of a
         bar); returns the lines to show now."""
         if self._is_flood(len(lines), now):
@@ -162,35 +162,35 @@ class Fold:
             times.append(self._states_due)
         return min(times, default=None)
 
-    def tick(self, now: float) -> list[Told]:
+    def tick(self, now: float) -> list[FoldedLines]:
         """The lines to show now."""
         for place, unit in list(self._units.items()):
             if unit.due() <= now:
-                self._tell_unit(place, unit, now)
+                self._show_unit(place, unit, now)
         if self._states and self._states_due <= now:
             for place in sorted(self._states):
                 self._hold_bar(place, now)
-        self._tell_closed()
-        self._tell_due(now)
+        self._show_complete()
+        self._show_due(now)
         while len(self._queue) > MOST_LINES or self._bytes > MOST_BYTES:
-            self._tell(next(iter(self._queue.values())))
+            self._show(next(iter(self._queue.values())))
         out, self._out = self._out, []
         return out
 
-    def release(self, place: int, now: float) -> list[Told]:
+    def release(self, place: int, now: float) -> list[FoldedLines]:
         """Show all of this rank's lines, because the beginning of its next line is shown."""
         if place in self._units:
-            self._tell_unit(place, self._units[place], now)
+            self._show_unit(place, self._units[place], now)
         self._release(1 << place)
         return self.tick(now)
 
-    def ended(self, place: int, now: float) -> list[Told]:
+    def ended(self, place: int, now: float) -> list[FoldedLines]:
         """This rank has ended: other lines no longer wait for it."""
         self._alive.discard(place)
         self._settle(place, now)
         return self.tick(now)
 
-    def flush(self, now: float) -> list[Told]:
+    def flush(self, now: float) -> list[FoldedLines]:
         """Show all held lines; all ranks have ended."""
         for place in range(self._ranks):
             self._alive.discard(place)
@@ -204,9 +204,9 @@ class Fold:
         if unit is not None:
             if unit.takes(line):
                 if unit.add(line, now):
-                    self._tell_unit(place, unit, now)
+                    self._show_unit(place, unit, now)
                 return
-            self._tell_unit(place, unit, now, ends=True)
+            self._show_unit(place, unit, now, ends=True)
         if place in self._states:
             if masks.bar_key(self._states[place]) == masks.bar_key(line):
                 del self._states[place]  # the last state of the bar, with a line end
@@ -276,7 +276,7 @@ class Fold:
         if not state.strip():
             return
         if place in self._units:
-            self._tell_unit(place, self._units[place], now, ends=True)
+            self._show_unit(place, self._units[place], now, ends=True)
         if not self._states:
             self._states_due = now + BAR_WINDOW
         self._states[place] = state
@@ -284,7 +284,7 @@ class Fold:
     def _settle(self, place: int, now: float) -> None:
         """End this rank's open traceback and progress bar: no more lines belong to them."""
         if place in self._units:
-            self._tell_unit(place, self._units[place], now, ends=True)
+            self._show_unit(place, self._units[place], now, ends=True)
         if place in self._states:
             self._hold_bar(place, now)
 
@@ -299,9 +299,9 @@ class Fold:
         self._release(1 << place)
         self._number += 1
         self._last[place] = self._number
-        self._out.append(Told(1 << place, list(lines), same_as=same_as))
+        self._out.append(FoldedLines(1 << place, list(lines), same_as=same_as))
 
-    def _tell_unit(self, place: int, unit: Unit, now: float, *, ends: bool = False) -> None:
+    def _show_unit(self, place: int, unit: Unit, now: float, *, ends: bool = False) -> None:
         text = unit.take(now)
         if text and (ends or unit.is_over) and Unit.begins(text.partition(b"\n")[0]):
             self._trace(place, text, now)
@@ -323,7 +323,7 @@ class Fold:
             return
         self._at_once(place, same_as=first)
 
-    def _tell_closed(self) -> None:
+    def _show_complete(self) -> None:
         """Show lines that no rank can join any more."""
         passed = min((self._last[place] for place in self._alive), default=self._number)
         while self._queue:
@@ -331,9 +331,9 @@ class Fold:
             if held.number > passed:
                 return
             self._learn(held)
-            self._tell(held)
+            self._show(held)
 
-    def _tell_due(self, now: float) -> None:
+    def _show_due(self, now: float) -> None:
         """Show lines that have waited long enough, after all earlier lines of the same ranks."""
         which: set[int] = set()
         while self._times and self._times[0][0] <= now:
@@ -369,16 +369,16 @@ class Fold:
                 who |= held.who
                 due.append(held)
         for held in reversed(due):
-            self._tell(held)
+            self._show(held)
 
-    def _tell(self, held: SharedLine) -> None:
+    def _show(self, held: SharedLine) -> None:
         del self._queue[held.number]
         self._bytes -= len(held.text)
         same = self._by_key[held.key]
         same.remove(held)
         if not same:
             del self._by_key[held.key]
-        self._out.append(Told(held.who, [held.words()], held.is_bar))
+        self._out.append(FoldedLines(held.who, [held.words()], held.is_bar))
 
     def _is_minority(self, who: int) -> bool:
         count = who.bit_count()

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from elasticrun.agent.logs import masks
 from elasticrun.agent.logs.console import ConsoleWriter, Text
-from elasticrun.agent.logs.fold import Fold, SharedLine, Told
+from elasticrun.agent.logs.fold import Fold, FoldedLines, SharedLine
 from elasticrun.wire.types import runs
 
 MOST_OF_A_RANK = 8
@@ -18,7 +18,7 @@ MOST_OF_A_RANK = 8
 
 
 @dataclass(slots=True)
-class Speakers:
+class Writers:
     """The ranks of a line: the file of the first one, and the prefix with all of them."""
 
     path: str
@@ -44,21 +44,21 @@ class FoldedConsole:
         self._paths = [paths[local_rank] for local_rank in sorted(paths)]
         self._fold = Fold(len(self._places))
         self._bar = b""  # key of the bar shown last
-        self._speakers = lru_cache(maxsize=1024)(self._name)
+        self._writers = lru_cache(maxsize=1024)(self._name)
 
-    def said(self, local_rank: int, lines: Sequence[tuple[bytes, bool]]) -> None:
+    def add(self, local_rank: int, lines: Sequence[tuple[bytes, bool]]) -> None:
         """Add lines of one rank, without their ends; True: ended by a carriage return."""
-        self._tell(self._fold.said(self._places[local_rank], lines, time.monotonic()))
+        self._show(self._fold.add(self._places[local_rank], lines, time.monotonic()))
 
     def begun(self, local_rank: int, text: bytes, *, is_bar: bool) -> None:
         """Add the beginning of an unfinished line, or the newest state of a bar."""
         place, now = self._places[local_rank], time.monotonic()
         if is_bar:
-            self._tell(self._fold.said(place, [(text, True)], now))
+            self._show(self._fold.add(place, [(text, True)], now))
             return
-        self._tell(self._fold.release(place, now))
-        speakers = self._speakers(1 << place)
-        self.console.show(speakers.prefix + text, speakers, Text.PARTIAL)
+        self._show(self._fold.release(place, now))
+        writers = self._writers(1 << place)
+        self.console.show(writers.prefix + text, writers, Text.PARTIAL)
 
     def due(self) -> float | None:
         """When to call `tick`, on the monotonic clock."""
@@ -66,37 +66,37 @@ class FoldedConsole:
 
     def tick(self) -> None:
         """Show lines that have waited long enough."""
-        self._tell(self._fold.tick(time.monotonic()))
+        self._show(self._fold.tick(time.monotonic()))
 
     def ended(self, local_rank: int) -> None:
         """The file of this rank is no longer read."""
-        self._tell(self._fold.ended(self._places[local_rank], time.monotonic()))
+        self._show(self._fold.ended(self._places[local_rank], time.monotonic()))
 
     def flush(self) -> None:
         """Show everything: no file is read any more."""
-        self._tell(self._fold.flush(time.monotonic()))
+        self._show(self._fold.flush(time.monotonic()))
 
-    def _tell(self, told: list[Told]) -> None:
-        for who, lines, is_bar, same_as in told:
-            speakers = self._speakers(who)
+    def _show(self, folded: list[FoldedLines]) -> None:
+        for who, lines, is_bar, same_as in folded:
+            writers = self._writers(who)
             if same_as >= 0:
                 lines = [f"the same traceback as rank {self._ranks[same_as]}".encode()]
-            before = speakers.prefix
+            before = writers.prefix
             if is_bar or (self._bar and masks.bar_key(lines[0]) == self._bar):
                 bar = self._bar = masks.bar_key(lines[0])
-                speakers = Speakers(speakers.path, before, bar)
+                writers = Writers(writers.path, before, bar)
             if is_bar:
-                self.console.show(before + lines[0], speakers, Text.BAR)
+                self.console.show(before + lines[0], writers, Text.BAR)
                 continue
             self._bar = b""
             self.console.put(
-                [before + line.replace(b"\n", b"\n" + before) + b"\n" for line in lines], speakers
+                [before + line.replace(b"\n", b"\n" + before) + b"\n" for line in lines], writers
             )
 
-    def _name(self, who: int) -> Speakers:
+    def _name(self, who: int) -> Writers:
         places = [place for place in range(len(self._ranks)) if who >> place & 1]
         words = ranges(self._ranks[place] for place in places)
-        return Speakers(self._paths[places[0]], f"[{words}] ".encode())
+        return Writers(self._paths[places[0]], f"[{words}] ".encode())
 
 
 def fold_texts(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:

@@ -22,11 +22,11 @@ def last_lines(paths: Iterable[str]) -> str:
     if not files:
         return ""
     share = MOST_BYTES // len(files)
-    texts = filter(None, (_end(path, share) for path in files))
+    texts = filter(None, (_tail(path, share) for path in files))
     return "\n".join("\n".join(texts).splitlines()[-MOST_LINES:])
 
 
-def _end(path: str, most: int) -> str:
+def _tail(path: str, most: int) -> str:
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a FIFO would block
         with open(fd, "rb") as file:

@@ -83,9 +83,9 @@ class LogNotes:
     def add(self, folder: str, attempt: int, ranks: Mapping[int, int]) -> None:
         """Record an attempt whose files are in this folder. OSError."""
         path, name = os.path.split(os.path.abspath(folder))
-        life = LoggedAttempt(name, attempt, time.time(), dict(ranks))
-        lives = (*self._run.lives, life)[-MAX_ATTEMPTS:]
-        self._run = replace(self._run, path=path, lives=lives, node=self.node)
+        entry = LoggedAttempt(name, attempt, time.time(), dict(ranks))
+        entries = (*self._run.lives, entry)[-MAX_ATTEMPTS:]
+        self._run = replace(self._run, path=path, lives=entries, node=self.node)
         kept = [user_folder(self._environ) / "logs"]
         kept += [Path(self._run_dir) / AGENTS] if self._run_dir else []
         for place in kept:

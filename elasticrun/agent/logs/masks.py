@@ -72,7 +72,7 @@ def numbers(line: bytes) -> list[bytes]:
     return [piece[1] for piece in _PIECES.finditer(body(line)) if piece[1] is not None]
 
 
-def told_as_one(line: bytes, differing: Iterable[int]) -> bytes:
+def mark_differing(line: bytes, differing: Iterable[int]) -> bytes:
     """The first rank's line, with a mark before each number (by index in `numbers`) that differs on
     another rank."""
     marked, place = frozenset(differing), -1

@@ -212,8 +212,8 @@ class RankOutput:
         self._role = role
         self._nproc = nproc
         # Each stream has its own reader, so that an unread stdout does not delay stderr.
-        told: set[str] = set()
-        self._readers = {STDERR: Reader(told=told), STDOUT: Reader(told=told)}
+        logged: set[str] = set()
+        self._readers = {STDERR: Reader(logged=logged), STDOUT: Reader(logged=logged)}
         self._consoles = {
             STDERR: ConsoleWriter(stderr_fd, patience=patience),
             STDOUT: ConsoleWriter(stdout_fd, patience=patience),
@@ -318,7 +318,7 @@ class RankOutput:
     def rank_exited(self, local_rank: int) -> None:
         """Call when the rank has been reaped: its files are read for another LOG_DRAIN seconds."""
         for reader in self._readers.values():
-            reader.rank_gone(local_rank)
+            reader.rank_exited(local_rank)
 
     def hurry(self, seconds: float) -> None:
         """Limit `close` to this many seconds: first stderr is shown, then stdout in the remaining
@@ -335,20 +335,20 @@ class RankOutput:
         Gives up on a console that nobody reads, and on a disk that returns nothing, for `timeout`
         seconds. Logs what was not shown and returns its size in bytes."""
         for reader in self._readers.values():
-            reader.end()
+            reader.stop()
         for stream, reader in self._readers.items():
             console = self._consoles[stream]
-            if not reader.ended(timeout, console):
+            if not reader.join(timeout, console):
                 logger.warning("the rest of the log files was not read: the disk does not respond")
             console.close(timeout)
             with self._order:
                 self._stderr_shown = True
                 self._consoles[STDOUT].hold(False)
-        cut = self._tell_cut()
+        cut = self._log_unshown()
         self._only_copy |= cut > 0
         return cut
 
-    def _tell_cut(self) -> int:
+    def _log_unshown(self) -> int:
         """Log the files with output that was not shown, those with the most first."""
         total = 0
         for stream, name in ((STDERR, "stderr"), (STDOUT, "stdout")):

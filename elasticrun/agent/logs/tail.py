@@ -92,7 +92,7 @@ class Tail:
         """As in `console.Source`."""
         return self.path
 
-    def turn(self) -> int:
+    def read_once(self) -> int:
         """Read once and pass complete lines on; returns the number of bytes read."""
         data = os.read(self.fd, READ_BYTES)
         if not data and os.fstat(self.fd).st_size < os.lseek(self.fd, 0, os.SEEK_CUR):
@@ -140,7 +140,7 @@ class Tail:
             if self.console.is_over and self.filter is None:
                 self.skip()
                 break
-            if not (count := self.turn()):
+            if not (count := self.read_once()):
                 break
             got(count)
         if self.held:
@@ -153,25 +153,25 @@ class Tail:
         self.console.lose(self.path, max(0, rest))
         os.lseek(self.fd, 0, os.SEEK_END)
 
-    def _pass_on(self, said: list[tuple[bytes, bool]]) -> None:
+    def _pass_on(self, texts: list[tuple[bytes, bool]]) -> None:
         """Pass lines on; the flag tells whether a line is a state of a progress bar."""
-        if not said:
+        if not texts:
             return
         if self.filter is not None or self.folded is None:
-            lines = [self.prefix + line + b"\n" for line, _ in said]
+            lines = [self.prefix + line + b"\n" for line, _ in texts]
             if self.filter is not None:
                 self.filter.pass_on(lines)
             if self.folded is None:
-                self._put(lines, said)
+                self._put(lines, texts)
         if self.folded is not None:
-            self.folded.said(self.local_rank, said)
+            self.folded.add(self.local_rank, texts)
 
-    def _put(self, lines: list[bytes], said: list[tuple[bytes, bool]]) -> None:
+    def _put(self, lines: list[bytes], texts: list[tuple[bytes, bool]]) -> None:
         """Write to the console; on a terminal the states of a progress bar overwrite each other."""
         if not self.console.is_terminal:
             self.console.put(lines, self)
             return
-        for line, (text, is_bar) in zip(lines, said, strict=True):
+        for line, (text, is_bar) in zip(lines, texts, strict=True):
             if not is_bar:
                 self.console.put([line], self)
             elif text:
@@ -180,11 +180,11 @@ class Tail:
 
 @dataclass(slots=True)
 class Reader:
-    """The reader thread. Its public methods return at once, except `ended`; any other thread may
+    """The reader thread. Its public methods return at once, except `join`; any other thread may
     call them."""
 
     make_inotify: Callable[[], Inotify] = Inotify
-    told: set[str] = field(default_factory=set)
+    logged: set[str] = field(default_factory=set)
     """Warnings already logged, by this reader or another one that shares the set."""
     _inbox: queue.SimpleQueue[Callable[[], None] | None] = field(default_factory=queue.SimpleQueue)
     """Work for the thread; None: stop."""
@@ -206,19 +206,19 @@ class Reader:
             tail.console.start()
         self._send(partial(self._follow, tuple(tails), tuple(filters)))
 
-    def rank_gone(self, local_rank: int) -> None:
+    def rank_exited(self, local_rank: int) -> None:
         """Call when the rank has been reaped. Its leftover processes may write for another
         LOG_DRAIN seconds."""
         if self._thread is not None:
             self._send(partial(self._drain, local_rank, time.monotonic() + LOG_DRAIN))
 
-    def end(self) -> None:
-        """Read all that the files contain now and stop; `ended` waits for that."""
+    def stop(self) -> None:
+        """Read all that the files contain now and stop; `join` waits for that."""
         if self._thread is not None and not self._ending:
             self._ending = True
             self._send(None)
 
-    def ended(self, timeout: float, console: ConsoleWriter) -> bool:
+    def join(self, timeout: float, console: ConsoleWriter) -> bool:
         """Wait for the reader to stop. Returns False if it made no progress for `timeout` seconds
         (a disk that hangs) and was not waiting for its console; the thread is then abandoned."""
         thread = self._thread
@@ -270,9 +270,9 @@ class Reader:
             ready = {fd for fd, _ in self._poller.poll(self._wait_ms())}
             if self._wake in ready:
                 os.eventfd_read(self._wake)
-                if not self._obey():
+                if not self._run_queued():
                     break
-            self._look(ready)
+            self._read_changed(ready)
             self._show_begun()
             self._expire()
             for folded in self._folded():
@@ -302,7 +302,7 @@ class Reader:
             return None
         return max(0.0, min(deadlines) - time.monotonic()) * 1000 + 1
 
-    def _obey(self) -> bool:
+    def _run_queued(self) -> bool:
         """Run the queued work; false on the request to stop."""
         while not self._inbox.empty():
             work = self._inbox.get()
@@ -341,15 +341,15 @@ class Reader:
         """Log the slower method and use it."""
         words = f"no inotify for log files ({error.strerror or error}): they are looked at every "
         words += f"{TIMER_SECONDS:g} s instead"
-        if words not in self.told:
-            self.told.add(words)
+        if words not in self.logged:
+            self.logged.add(words)
             logger.warning("%s", words)
         if self._inotify is not None:
             self._poller.unregister(self._inotify.fileno())
             self._inotify.close()
             self._inotify = None
 
-    def _look(self, ready: set[int]) -> None:
+    def _read_changed(self, ready: set[int]) -> None:
         if self._inotify is None:
             due = list(self._tails)
         elif self._inotify.fileno() in ready:
@@ -365,7 +365,7 @@ class Reader:
 
     def _read(self, tail: Tail) -> int:
         try:
-            count = tail.turn()
+            count = tail.read_once()
         except OSError as error:
             logger.warning("cannot read %s: %s", tail.path, error.strerror)
             self._close(tail)
@@ -390,7 +390,7 @@ class Reader:
         folded = self._folded()
         for tail in list(tails):
             try:
-                tail.finish(self._got)  # per turn: `ended` would take a long read for a hang
+                tail.finish(self._got)  # per turn: `join` would take a long read for a hang
             except OSError as error:
                 logger.warning("cannot read %s: %s", tail.path, error.strerror)
             self.progress += 1

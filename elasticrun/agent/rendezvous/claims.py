@@ -546,7 +546,7 @@ class FolderClaim:
         """Check until the folder is ours; log an obstacle as soon as it is known."""
         while not await self._look(url):
             if self._why:
-                self._told.tell(f"no checkpoint is written: {self._why}")
+                self._told.log(f"no checkpoint is written: {self._why}")
             await asyncio.sleep(LOOK_EVERY * random.uniform(1.0, 1.25))
 
     async def _look(self, url: str) -> bool:
@@ -561,16 +561,16 @@ class FolderClaim:
         path = _local(url)
         if path is None:
             words = f"{url} is no folder of a file system, so no job claims it"
-            self._told.tell(words, logging.INFO)
+            self._told.log(words, logging.INFO)
             return True
         try:
             return await self._try(path)
         except NotWritable as wrong:
             remedy = "name a folder that this node can write to"
-            self._told.tell(f"no checkpoint can be written: {wrong}; {remedy}")
+            self._told.log(f"no checkpoint can be written: {wrong}; {remedy}")
             return True
         except ClaimError as wrong:
-            self._told.tell(f"checkpoints are written without a claim of their folder: {wrong}")
+            self._told.log(f"checkpoints are written without a claim of their folder: {wrong}")
             return True
         except TimeoutError:
             self._why = f"{path} has not answered for {FILE_LIMIT:g} s"
@@ -632,7 +632,7 @@ class FolderClaim:
         job."""
         self._renewer = None
         if other.words.get("job") != self._job_id:
-            self._told.tell(
+            self._told.log(
                 f"{self._path} was taken over by job {other.text('job')} on {other.text('host')}, "
                 "which has seen no renewal of this job's claim"
             )

@@ -108,8 +108,8 @@ class NodeRendezvous:
             await self._master.close(job_over=job_over)
         await self._chores.over(CLOSE_LIMIT)
         if self._proxy is not None:
-            await self._proxy.end(LEAVE_LIMIT)
-        lives_on = self._master is not None and self._master.lives and not job_over
+            await self._proxy.release(LEAVE_LIMIT)
+        lives_on = self._master is not None and self._master.is_running and not job_over
         await self._registry.leave(job_over=job_over, lives_on=lives_on)
 
     # ------------------------------------------------------------ the search
@@ -193,7 +193,7 @@ class NodeRendezvous:
     def master_serves(self, endpoint: Endpoint) -> None:
         """Our master serves (again)."""
         if self._proxy is not None:
-            self._proxy.say("master", endpoint)
+            self._proxy.set_target("master", endpoint)
         if self._invitation is not None:
             work = self._invitation.tell(endpoint, self._record)
             self._chores.start(work, "telling how to join")

@@ -45,7 +45,7 @@ class Activities:
     def __init__(self) -> None:
         self._named: dict[tuple[int, int], bool] = {}  # (process, thread) -> is a poller
 
-    def look(self, pids: Collection[int]) -> dict[int, Activity]:
+    def sample(self, pids: Collection[int]) -> dict[int, Activity]:
         """A sample of each of these ranks; takes up to some milliseconds per rank. May run in
         several threads at the same time."""
         seen: set[tuple[int, int]] = set()

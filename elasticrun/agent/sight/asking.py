@@ -31,7 +31,7 @@ MOST_AT_ONCE: Final = 64
 
 
 @dataclass(slots=True)
-class _Asked:
+class _Query:
     """A pending query."""
 
     missing: set[int]
@@ -39,20 +39,20 @@ class _Asked:
     answers: dict[int, RankSays | None] = field(default_factory=dict)
 
 
-class Asking:
+class RankQueries:
     """The agent's end of the queries."""
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
         self._places: dict[int, str] = {}
         self._ranks: dict[bytes, int] = {}
-        self._asked: dict[int, _Asked] = {}
+        self._pending: dict[int, _Query] = {}
         self._number = 0
 
-    def begin(self, nproc: int) -> Mapping[int, str]:
+    def start(self, nproc: int) -> Mapping[int, str]:
         """Start a round: returns the address at which each rank answers; empty if no socket can be
         created. Call in the running loop."""
-        self.end()
+        self.stop()
         try:
             found = self._socket = hearing_at(mint_name())
         except OSError:
@@ -62,15 +62,15 @@ class Asking:
         asyncio.get_running_loop().add_reader(found, self._readable)
         return self._places
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Stop querying; pending queries return the answers so far. May be called again."""
         if self._socket is not None:
             asyncio.get_running_loop().remove_reader(self._socket)
             self._socket.close()
         self._socket, self._places, self._ranks = None, {}, {}
-        for asked in self._asked.values():
-            if not asked.over.done():
-                asked.over.set_result(None)
+        for query in self._pending.values():
+            if not query.over.done():
+                query.over.set_result(None)
 
     async def ask(
         self, ranks: Collection[int], limit: float, *, full: bool = False, stacks: bool = False
@@ -79,20 +79,20 @@ class Asking:
         rank. Ranks without an answering thread are left out."""
         self._number = (self._number + 1) % 2**32
         number = self._number
-        asked = _Asked(set(), asyncio.get_running_loop().create_future())
+        query = _Query(set(), asyncio.get_running_loop().create_future())
         question = encode_question(RankAsked(number, full, stacks))
         for rank in ranks:
             if self._sent(question, rank):
-                asked.missing.add(rank)
-                asked.answers[rank] = None
-        if not asked.missing:
+                query.missing.add(rank)
+                query.answers[rank] = None
+        if not query.missing:
             return {}
-        self._asked[number] = asked
+        self._pending[number] = query
         try:
-            await asyncio.wait({asked.over}, timeout=limit)
+            await asyncio.wait({query.over}, timeout=limit)
         finally:
-            del self._asked[number]
-        return asked.answers
+            del self._pending[number]
+        return query.answers
 
     def _sent(self, question: bytes, rank: int) -> bool:
         """Whether the query was sent, or the rank is silent with a full queue. False if the rank's
@@ -119,13 +119,13 @@ class Asking:
                 return
             rank = self._ranks.get(sender) if isinstance(sender, bytes) else None
             if rank is not None and sent_by_us(credentials):
-                self._heard(rank, read_answer(data))
+                self._answered(rank, read_answer(data))
 
-    def _heard(self, rank: int, said: RankSays | None) -> None:
-        asked = self._asked.get(said.number) if said is not None else None
-        if said is None or asked is None or rank not in asked.missing:
+    def _answered(self, rank: int, answer: RankSays | None) -> None:
+        query = self._pending.get(answer.number) if answer is not None else None
+        if answer is None or query is None or rank not in query.missing:
             return
-        asked.missing.discard(rank)
-        asked.answers[rank] = said
-        if not asked.missing and not asked.over.done():
-            asked.over.set_result(None)
+        query.missing.discard(rank)
+        query.answers[rank] = answer
+        if not query.missing and not query.over.done():
+            query.over.set_result(None)

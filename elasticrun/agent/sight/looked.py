@@ -36,14 +36,14 @@ dropped when they do not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankLook:
+class RankSample:
     """One rank in one sample, with all that this node knows of it."""
 
     rank: int  # global
     pid: int
     forked: bool
-    asked: bool  # its answering thread exists and was queried
-    said: RankSays | None  # None: no answer
+    queried: bool  # its answering thread exists and was queried
+    answer: RankSays | None  # None: no answer
     activity: Activity
     beat: RankBeat  # of the last pulse
     quiet: float
@@ -57,18 +57,18 @@ class RankLook:
     @property
     def threads(self) -> Mapping[str, Sequence[Frame]]:
         """All stacks known of it."""
-        return {**(_threads(self.said) if self.said is not None else {}), **self.outside}
+        return {**(_threads(self.answer) if self.answer is not None else {}), **self.outside}
 
     @property
     def waits(self) -> bool:
         """Whether it reports that it is in a collective."""
-        return self.said is not None and any(at.entered > at.done for at in self.said.groups)
+        return self.answer is not None and any(at.entered > at.done for at in self.answer.groups)
 
     @property
     def holds(self) -> bool:
         """Whether C code holds the interpreter lock, so that its thread cannot answer: nothing else
         prevents an answer."""
-        return self.asked and self.said is None and self.activity.may_answer
+        return self.queried and self.answer is None and self.activity.may_answer
 
 
 def rates(before: Activity | None, now: Activity, seconds: float) -> tuple[float, float]:
@@ -82,7 +82,7 @@ def rates(before: Activity | None, now: Activity, seconds: float) -> tuple[float
 def reports(
     round_name: RoundName,
     number: int,
-    found: Sequence[RankLook],
+    found: Sequence[RankSample],
     lines: Sequence[m.StackGroup] = (),
 ) -> Iterator[m.Inspected]:
     """Inspected messages, as many as needed, at least one. The last one has `lines`."""
@@ -91,11 +91,11 @@ def reports(
         groups = _groups(part)
         seen = tuple(_seen(one, list(groups)) for one in part)
         left = max(0, len(found) - first - len(part))
-        said = () if left else tuple(lines)
-        yield m.Inspected(round_name, number, left, tuple(groups.values()), seen, said)
+        last = () if left else tuple(lines)
+        yield m.Inspected(round_name, number, left, tuple(groups.values()), seen, last)
 
 
-def said(texts: Mapping[int, str]) -> tuple[m.StackGroup, ...]:
+def last_output(texts: Mapping[int, str]) -> tuple[m.StackGroup, ...]:
     """What these ranks have written last. The key of a line is its text without measured values,
     and the number of later lines with that key. So lines of the same moment of training match
     across nodes.
@@ -112,7 +112,7 @@ def said(texts: Mapping[int, str]) -> tuple[m.StackGroup, ...]:
 
 
 def stacks(
-    round_name: RoundName, number: int, found: Sequence[RankLook], folder: str = ""
+    round_name: RoundName, number: int, found: Sequence[RankSample], folder: str = ""
 ) -> m.Stacks:
     """The stacks of all threads, grouped."""
     by_rank = {one.rank: one.threads for one in found}
@@ -130,16 +130,16 @@ def stacks(
     return m.Stacks(round_name, number, tuple(groups), "; ".join(words)[:MAX_TEXT], folder)
 
 
-def from_outside(found: Sequence[RankLook], limit: float) -> list[RankLook]:
+def from_outside(found: Sequence[RankSample], limit: float) -> list[RankSample]:
     """The same, plus stacks read from outside: of ranks that did not answer, and of the children of
     ranks that wait for no other rank. Blocks for about `limit` seconds at most."""
     end = time.monotonic() + limit
     rows = []
-    for one in sorted(found, key=lambda one: one.said is not None):
+    for one in sorted(found, key=lambda one: one.answer is not None):
         threads: Threads = {}
         unread = ""
         left = end - time.monotonic()
-        if one.said is None and left > 0:
+        if one.answer is None and left > 0:
             threads, unread = outside.stacks_of(one.pid, min(left, limit / 2))
         if not one.waits and (left := end - time.monotonic()) > 0:
             threads = {**outside.stacks_below(one.pid, left), **threads}
@@ -147,7 +147,7 @@ def from_outside(found: Sequence[RankLook], limit: float) -> list[RankLook]:
     return sorted(rows, key=lambda one: one.rank)
 
 
-def write_down(parent: str, number: int, found: Sequence[RankLook]) -> str:
+def write_down(parent: str, number: int, found: Sequence[RankSample]) -> str:
     """Write everything into files; see `dump.write`."""
     groups = _groups(found)
     texts = {}
@@ -158,20 +158,20 @@ def write_down(parent: str, number: int, found: Sequence[RankLook]) -> str:
     return dump.write(parent, number, texts)
 
 
-def _why(one: RankLook) -> str:
+def _why(one: RankSample) -> str:
     if not one.forked:
         return "started by exec: has no thread that answers"
     if one.holds:
         return "does not answer: C code holds its interpreter"
-    if not one.asked:
+    if not one.queried:
         return "has not begun, or has ended"
     return f"does not answer: {one.activity.being}"
 
 
-def _threads(said: RankSays) -> dict[str, Sequence[Frame]]:
+def _threads(answer: RankSays) -> dict[str, Sequence[Frame]]:
     """By name; a repeated name gets a number."""
     found: dict[str, Sequence[Frame]] = {}
-    for thread in said.threads:
+    for thread in answer.threads:
         name = "" if thread.name == "main" else thread.name
         count = 2
         while name in found:
@@ -181,9 +181,9 @@ def _threads(said: RankSays) -> dict[str, Sequence[Frame]]:
     return found
 
 
-def _groups(part: Iterable[RankLook]) -> dict[_Group, m.GroupSeen]:
+def _groups(part: Iterable[RankSample]) -> dict[_Group, m.GroupSeen]:
     """The groups of these ranks, those with an open collective first."""
-    rows = [row for one in part if one.said is not None for row in one.said.groups if row.name]
+    rows = [row for one in part if one.answer is not None for row in one.answer.groups if row.name]
     rows.sort(key=lambda row: row.entered <= row.done)
     found: dict[_Group, m.GroupSeen] = {}
     for row in rows:
@@ -196,17 +196,17 @@ def _group(row: GroupSays) -> _Group:
     return row.name, row.members
 
 
-def _seen(one: RankLook, groups: list[_Group]) -> m.RankSeen:
-    said = one.said
+def _seen(one: RankSample, groups: list[_Group]) -> m.RankSeen:
+    answer = one.answer
     place, library = place_of(one.threads.get("", ()))
     step, seconds = one.progress
-    at = _places(said.groups, groups) if said is not None else ()
+    at = _places(answer.groups, groups) if answer is not None else ()
     return m.RankSeen(
         rank=one.rank,
         pid=one.pid,
         being=one.activity.being,
         forked=one.forked,
-        answers=said is not None,
+        answers=answer is not None,
         cpu=one.beat.cpu,
         io=one.beat.io,
         rss=one.activity.rss // MIB,
@@ -223,7 +223,7 @@ def _seen(one: RankLook, groups: list[_Group]) -> m.RankSeen:
         gpu=min(one.device.percent, 100),
         gpu_mib=one.device.mib,
         at=at,
-        partial=said is not None and not len(at) == len(said.groups) < MAX_GROUPS_SAID,
+        partial=answer is not None and not len(at) == len(answer.groups) < MAX_GROUPS_SAID,
     )
 
 

@@ -65,26 +65,26 @@ class LocalQuiet:
         self._round = round_name
         self._began = now
         self._ranks = {rank: _Known(now) for rank in ranks}
-        self._looked = now
+        self._sampled_at = now
         self._first = 0.0
         self._moves = False  # any rank has ever made progress
         self._counted = False
         self._now: tuple[bool, int, bool] = (False, 0, False)  # quiet, waiting, busy
-        self._said: tuple[bool, int, bool] | None = (False, 0, False)
-        self._tells_first = False
+        self._sent: tuple[bool, int, bool] | None = (False, 0, False)
+        self._send_first = False
 
     def beat(self, beats: Mapping[int, RankBeat], now: float) -> None:
         """Process a sample of all ranks. A late sample starts a new window, because unsampled time
         does not count as quiet."""
-        lost = now - self._looked - PULSE_EVERY
+        lost = now - self._sampled_at - PULSE_EVERY
         if lost > PULSE_EVERY:
             for known in self._ranks.values():
                 known.moved += lost
-        before, self._looked = self._looked, now
+        before, self._sampled_at = self._sampled_at, now
         moved = [rank for rank, beat in beats.items() if self._moved(rank, beat, before)]
         self._counted = self._counted or any(beat.groups for beat in beats.values())
         if moved and not self._moves:
-            self._moves = self._tells_first = True
+            self._moves = self._send_first = True
             self._first = now - self._began
         if self.seconds(now) < QUIET_AFTER:
             self._now = (False, 0, False)
@@ -110,7 +110,7 @@ class LocalQuiet:
             known.counted = counted
         known.step = max(known.step, beat.step)
         if news:
-            known.moved = self._looked
+            known.moved = self._sampled_at
         return news
 
     def seconds(self, now: float) -> float:
@@ -123,17 +123,17 @@ class LocalQuiet:
 
     def news(self, now: float) -> Quiet | None:
         """A report for the master; None if the state has not changed since the last one."""
-        if self._now == self._said and not self._tells_first:
+        if self._now == self._sent and not self._send_first:
             return None
         quiet, waiting, busy = self._now
         seconds = self.seconds(now) if quiet else 0.0
-        first = self._first if self._tells_first else 0.0
+        first = self._first if self._send_first else 0.0
         return Quiet(self._round, seconds, first, self._counted, waiting, busy)
 
-    def told(self) -> None:
+    def mark_sent(self) -> None:
         """The report has been sent."""
-        self._said, self._tells_first = self._now, False
+        self._sent, self._send_first = self._now, False
 
-    def again(self) -> None:
+    def mark_unsent(self) -> None:
         """The master may have lost the last report: send it again."""
-        self._said, self._tells_first = None, self._moves
+        self._sent, self._send_first = None, self._moves

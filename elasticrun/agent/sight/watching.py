@@ -17,7 +17,7 @@ from elasticrun.agent.logs.last_lines import LIMIT
 from elasticrun.agent.runtime import Once, Tasks, in_thread
 from elasticrun.agent.sight import dump, looked
 from elasticrun.agent.sight.activity import Activities, Activity
-from elasticrun.agent.sight.asking import Asking
+from elasticrun.agent.sight.asking import RankQueries
 from elasticrun.agent.sight.pulse import PULSE_EVERY, LocalQuiet, RankBeat
 from elasticrun.agent.workers.progress import Progress
 from elasticrun.agent.workers.ranks import Ranks
@@ -30,7 +30,7 @@ from elasticrun.wire import messages as m
 PULSE_LIMIT: Final = 1.0
 """Seconds for the answers to a pulse."""
 
-LOOK_LIMIT: Final = 2.0
+SAMPLE_LIMIT: Final = 2.0
 """Seconds for full answers; a rank that is silent this long does not get the interpreter lock."""
 
 DEVICES_LIMIT: Final = 1.5
@@ -42,19 +42,19 @@ OUTSIDE_LIMIT: Final = 4.0
 WRITE_LIMIT: Final = 2.0
 """Seconds for writing them to files. The sum of these limits is less than the master's timeout."""
 
-MAX_LOOKS: Final = 4
+MAX_SAMPLES: Final = 4
 """Maximum number of concurrent full samples, and of reads of /proc; the master asks for one sample
 at a time."""
 
 
 @dataclass(slots=True)
-class _Watched:
+class _WatchedRound:
     """The ranks of one round."""
 
     start: m.Start
     quiet: LocalQuiet
-    tells: bool = True  # its ranks are not being stopped
-    looked: float = 0.0
+    active: bool = True  # its ranks are not being stopped
+    sampled_at: float = 0.0
     seen: Mapping[int, Activity] = field(default_factory=dict)  # by pid, from the last sample
     beats: dict[int, RankBeat] = field(default_factory=dict)  # by local rank, without groups
     acted: dict[int, float] = field(default_factory=dict)  # time of its last work, by local rank
@@ -67,14 +67,14 @@ class LocalSight:
         self._node = node
         self._ranks = ranks
         self._progress = progress
-        self._asking = Asking()
+        self._queries = RankQueries()
         self._activities = Activities()
-        self._life: _Watched | None = None
+        self._watched: _WatchedRound | None = None
         self.places: Mapping[int, str] = {}
         """The address at which each local rank of this round answers; empty if they are not
         queried."""
         self._tasks = Tasks(node.fatal)
-        self._told = Once()
+        self._once = Once()
         self._under_way: set[object] = set()  # threads that have not returned
 
     # ------------------------------------------------------------ a round of the ranks
@@ -86,80 +86,84 @@ class LocalSight:
         if watch.on_hang == "off":
             return
         now = asyncio.get_running_loop().time()
-        life = _Watched(start, LocalQuiet(start.round, range(nproc), now))
-        self._life = life
-        self.places = self._asking.begin(nproc)
-        self._tasks.start(self._watch(life), "watching the ranks", tell=logger.warning)
+        watched = _WatchedRound(start, LocalQuiet(start.round, range(nproc), now))
+        self._watched = watched
+        self.places = self._queries.start(nproc)
+        self._tasks.start(self._watch(watched), "watching the ranks", on_failure=logger.warning)
 
     def ranks_stopping(self) -> None:
         """Ranks being stopped make no progress: do not report that."""
-        if self._life is not None:
-            self._life.tells = False
+        if self._watched is not None:
+            self._watched.active = False
 
     def ranks_gone(self, *, done: bool) -> None:
         self.close()
 
     def close(self) -> None:
         """Stop watching. May be called again."""
-        self._life = None
+        self._watched = None
         self._tasks.close()
-        self._asking.end()
+        self._queries.stop()
 
-    def again(self) -> None:
+    def resend(self) -> None:
         """The link is back: send the state to the master again."""
-        if self._life is not None:
-            self._life.quiet.again()
-            self._tell(self._life)
+        if self._watched is not None:
+            self._watched.quiet.mark_unsent()
+            self._report(self._watched)
 
     def obey(self, order: m.Inspect) -> None:
         """Sample every rank in full and report; a no-op if the order is for another round."""
-        life = self._life
-        if life is None or order.round != life.start.round or len(self._tasks) > MAX_LOOKS:
+        watched = self._watched
+        if watched is None or order.round != watched.start.round or len(self._tasks) > MAX_SAMPLES:
             return
-        self._tasks.start(self._inspect(life, order), "a look at the ranks", tell=logger.warning)
+        self._tasks.start(
+            self._inspect(watched, order), "a look at the ranks", on_failure=logger.warning
+        )
 
     # ------------------------------------------------------------ the pulse
 
-    async def _watch(self, life: _Watched) -> None:
+    async def _watch(self, watched: _WatchedRound) -> None:
         loop = asyncio.get_running_loop()
         due = loop.time()
-        while self._life is life:
+        while self._watched is watched:
             due = max(due + PULSE_EVERY, loop.time())
             await asyncio.sleep(due - loop.time())
             try:
-                await self._beat(life)
-                self._tell(life)
+                await self._beat(watched)
+                self._report(watched)
             except Exception as error:  # only one sample failed; ending the watch would hide hangs
-                self._told.tell(f"a look at the ranks failed: {error!r}", kind="beat")
+                self._once.log(f"a look at the ranks failed: {error!r}", kind="beat")
 
-    async def _beat(self, life: _Watched) -> None:
-        answers = await self._asking.ask(self._ranks.forked, PULSE_LIMIT)
-        await self._look(life)
+    async def _beat(self, watched: _WatchedRound) -> None:
+        answers = await self._queries.ask(self._ranks.forked, PULSE_LIMIT)
+        await self._sample(watched)
         beats = {}
         for rank in range(self._node.launch.nproc_per_node):
-            said = answers.get(rank)
+            answer = answers.get(rank)
             step, _ = self._progress.seen(rank)
-            beat = life.beats.get(rank, RankBeat())
-            groups = said.groups if said is not None else None
+            beat = watched.beats.get(rank, RankBeat())
+            groups = answer.groups if answer is not None else None
             beats[rank] = replace(beat, groups=groups, step=step)
-        life.quiet.beat(beats, asyncio.get_running_loop().time())
+        watched.quiet.beat(beats, asyncio.get_running_loop().time())
 
-    async def _look(self, life: _Watched, *, measure: bool = True) -> Mapping[int, Activity]:
+    async def _sample(
+        self, watched: _WatchedRound, *, measure: bool = True
+    ) -> Mapping[int, Activity]:
         """Activity by local rank, as the kernel reports it now; keeps the rates since the last
         sample."""
         pids, this = dict(self._ranks.pids), object()
-        if len(self._under_way) > MAX_LOOKS:  # /proc does not answer, and threads wait for it
+        if len(self._under_way) > MAX_SAMPLES:  # /proc does not answer, and threads wait for it
             return {}
 
         def work() -> dict[int, Activity]:
             try:
-                return self._activities.look(pids.values())
+                return self._activities.sample(pids.values())
             finally:
                 self._under_way.discard(this)
 
         self._under_way.add(this)
         try:
-            seen = await in_thread(work, limit=LOOK_LIMIT, name="activity")
+            seen = await in_thread(work, limit=SAMPLE_LIMIT, name="activity")
         except NoThread:
             self._under_way.discard(this)
             return {}
@@ -168,43 +172,43 @@ class LocalSight:
         now = asyncio.get_running_loop().time()
         if measure:
             for rank, pid in pids.items():
-                before, after = life.seen.get(pid), seen[pid]
-                cpu, io = looked.rates(before, after, now - life.looked)
+                before, after = watched.seen.get(pid), seen[pid]
+                cpu, io = looked.rates(before, after, now - watched.sampled_at)
                 acts = before is not None and before.own != after.own
-                life.beats[rank] = beat = RankBeat(cpu=cpu, io=io, acts=acts)
+                watched.beats[rank] = beat = RankBeat(cpu=cpu, io=io, acts=acts)
                 if before is None or beat.works:
-                    life.acted[rank] = now
-            life.seen, life.looked = seen, now
+                    watched.acted[rank] = now
+            watched.seen, watched.sampled_at = seen, now
         return {rank: seen[pid] for rank, pid in pids.items()}
 
-    def _tell(self, life: _Watched) -> None:
-        news = life.quiet.news(asyncio.get_running_loop().time())
+    def _report(self, watched: _WatchedRound) -> None:
+        news = watched.quiet.news(asyncio.get_running_loop().time())
         if news is not None and news.seconds > 0.0:
             self._progress.last_words()
-        if news is not None and life.tells and self._node.link.offer(news):
-            life.quiet.told()
+        if news is not None and watched.active and self._node.link.offer(news):
+            watched.quiet.mark_sent()
 
     # ------------------------------------------------------------ a full sample
 
-    async def _inspect(self, life: _Watched, order: m.Inspect) -> None:
+    async def _inspect(self, watched: _WatchedRound, order: m.Inspect) -> None:
         forked = self._ranks.forked
         answers, devices = await asyncio.gather(
-            self._asking.ask(forked, LOOK_LIMIT, full=True, stacks=True), self._devices()
+            self._queries.ask(forked, SAMPLE_LIMIT, full=True, stacks=True), self._devices()
         )
-        seen = await self._look(life, measure=False)
+        seen = await self._sample(watched, measure=False)
         now = asyncio.get_running_loop().time()
         found = []
         for rank, pid in sorted(self._ranks.pids.items()):
-            row = looked.RankLook(
-                rank=life.start.first_rank + rank,
+            row = looked.RankSample(
+                rank=watched.start.first_rank + rank,
                 pid=pid,
                 forked=rank in forked,
-                asked=rank in answers,
-                said=answers.get(rank),
+                queried=rank in answers,
+                answer=answers.get(rank),
                 activity=seen.get(rank, Activity(m.Being.SLEEPS)),
-                beat=life.beats.get(rank, RankBeat()),
-                quiet=life.quiet.rank_seconds(rank, now),
-                idle=max(0.001, now - life.acted[rank]) if rank in life.acted else 0.0,
+                beat=watched.beats.get(rank, RankBeat()),
+                quiet=watched.quiet.rank_seconds(rank, now),
+                idle=max(0.001, now - watched.acted[rank]) if rank in watched.acted else 0.0,
                 progress=self._progress.seen(rank),
                 word=self._progress.word(rank),
                 device=devices[rank] if rank < len(devices) else looked.UNKNOWN_LOAD,
@@ -212,12 +216,12 @@ class LocalSight:
             found.append(row)
         if order.stacks:
             found = await self._from_outside(found)
-        lines = await self._lines(life.start.first_rank) if order.lines else ()
+        lines = await self._lines(watched.start.first_rank) if order.lines else ()
         for report in looked.reports(order.round, order.number, found, lines):
-            self._node.link.say(report)
+            self._node.link.send(report)
         if order.stacks:
             folder = await self._write_down(order.dump, found) if order.dump else ""
-            self._node.link.say(looked.stacks(order.round, order.number, found, folder))
+            self._node.link.send(looked.stacks(order.round, order.number, found, folder))
 
     async def _devices(self) -> tuple[Load, ...]:
         """The load of this node's devices; assumes that local rank r computes on the r-th visible
@@ -232,7 +236,7 @@ class LocalSight:
         except TimeoutError:
             return ()
 
-    async def _from_outside(self, found: list[looked.RankLook]) -> list[looked.RankLook]:
+    async def _from_outside(self, found: list[looked.RankSample]) -> list[looked.RankSample]:
         """Add what other programs can read of ranks that did not answer."""
         try:
             return await in_thread(
@@ -246,14 +250,14 @@ class LocalSight:
 
         def work() -> tuple[m.StackGroup, ...]:
             texts = self._ranks.last_lines()
-            return looked.said({first_rank + rank: text for rank, text in texts.items()})
+            return looked.last_output({first_rank + rank: text for rank, text in texts.items()})
 
         try:
             return await in_thread(work, limit=LIMIT, name="last-lines")
         except TimeoutError:
             return ()
 
-    async def _write_down(self, number: int, found: list[looked.RankLook]) -> str:
+    async def _write_down(self, number: int, found: list[looked.RankSample]) -> str:
         """The folder of the dump; "" if the disk does not answer, or without a log folder and a run
         folder here."""
         folder, job_id = self._ranks.log_folder, self._node.identity.job_id

@@ -76,7 +76,7 @@ class Persisting:
         attempt = self._attempts.get(order.attempt)
         if attempt is None:
             why = "this node does not know that attempt any more"
-            self._store.link.say(Persisted(order.attempt, False, True, why, 0, 0.0))
+            self._store.link.send(Persisted(order.attempt, False, True, why, 0, 0.0))
         elif not attempt.committing:
             attempt.committing = True
             attempt.tasks.start(self._commit(attempt), attempt.name)
@@ -191,14 +191,14 @@ class Persisting:
         """`committed`: only the result of its marker."""
         for report in attempt.said:
             if report.committed or not committed:
-                self._store.link.say(report)
+                self._store.link.send(report)
 
     def _tell(self, attempt: _Attempt, report: Persisted) -> None:
         if not report.ok:  # the master logs the warning, with its consequence
             logger.info("checkpoint of step %d failed: %s", attempt.order.step, report.reason)
         report = structs.replace(report, reason=report.reason[:MAX_REASON])
         attempt.said.append(report)
-        self._store.link.say(report)
+        self._store.link.send(report)
 
     def _late(self, attempt: _Attempt) -> None:
         """Its time limit has passed, and no master has ended it."""

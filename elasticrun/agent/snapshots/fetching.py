@@ -141,7 +141,7 @@ class Shards:
         if mine is not None:
             held, snapshot = mine
             held.segment.withdraw(snapshot.slot)
-        self._store.link.say(m.ShardBad(round, step, rank, reason[:MAX_REASON]))
+        self._store.link.send(m.ShardBad(round, step, rank, reason[:MAX_REASON]))
 
     def holder(self, order: m.Holder) -> None:
         """Handle the master's answer to WhereIs."""
@@ -203,7 +203,7 @@ class Shards:
 
     def _where(self, rank: int) -> None:
         if self.restore is not None:
-            self._store.link.say(m.WhereIs(self.restore.round, self.restore.step, rank))
+            self._store.link.send(m.WhereIs(self.restore.round, self.restore.step, rank))
 
     async def _fetch(self, order: m.Holder) -> Held | str:
         """A copy in a new segment, or the reason for none."""
@@ -310,7 +310,7 @@ class Replicator:
         """Copy what is not here yet; a repeated order gets the same answer again."""
         name = (order.round, order.step)
         if not self._is_known(*name):
-            self._store.link.say(m.NotReplicated(*name, "its ranks are of another round"))
+            self._store.link.send(m.NotReplicated(*name, "its ranks are of another round"))
             return
         if name != self._newest:
             self._newest = name
@@ -365,7 +365,7 @@ class Replicator:
         await self._store.segments.note(self._store.inventory.lives())
         reason = next(filter(None, reasons), "")
         if reason and self._is_known(order.round, order.step):
-            self._store.link.say(m.NotReplicated(order.round, order.step, reason[:MAX_REASON]))
+            self._store.link.send(m.NotReplicated(order.round, order.step, reason[:MAX_REASON]))
         self._store.report.changed()
 
     async def _copy_one(self, order: m.Replicate, rank: int, content: int) -> str:

@@ -344,7 +344,7 @@ class Drain:
             return
         if len(self._told) < MOST_MISSED:
             report = self._told[said.asked] = m.Missed(start.round, said.asked, max(0, said.step))
-            self._store.link.say(report)
+            self._store.link.send(report)
 
     # ------------------------------------------------------------ the node
 
@@ -386,7 +386,7 @@ class Drain:
             for held in self.generation.held():
                 held.segment.save_at = order.step
             if order.step in self._told:
-                self._store.link.say(self._told[order.step])
+                self._store.link.send(self._told[order.step])
 
     def show(self, local_rank: int, held: Held) -> None:
         """Write the requested step into the segment that this rank is given."""

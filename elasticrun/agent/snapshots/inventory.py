@@ -457,7 +457,7 @@ class HoldingsReport:
         report = self._router.holdings()
         if self._nothing(report) or (report == self._said and not again):
             return
-        self._link.say(report)
+        self._link.send(report)
         self._told(report)
 
     def close(self) -> None:

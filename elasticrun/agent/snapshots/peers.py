@@ -201,7 +201,7 @@ class PeerServer:
         pid, uid = peer_of(channel)
         if uid == os.geteuid():
             return pid
-        self._told.tell(
+        self._told.log(
             f"a process of another user (pid {pid}, uid {uid}) has dialled about snapshots: it is "
             "not listened to",
             kind=f"user {uid}",
@@ -211,5 +211,5 @@ class PeerServer:
     def _room(self) -> bool:
         if len(self.peers) < self._most:
             return True
-        self._told.tell(f"more than {self._most} connections about snapshots: refused")
+        self._told.log(f"more than {self._most} connections about snapshots: refused")
         return False

@@ -239,7 +239,7 @@ class Segments:
             try:
                 await in_thread(note, limit=OPEN_LIMIT, name="segments")
             except (OSError, TimeoutError) as error:
-                self._told.tell(f"snapshots will not outlive this agent: {error or 'no answer'}")
+                self._told.log(f"snapshots will not outlive this agent: {error or 'no answer'}")
 
     def new_key(self) -> int:
         """A number that no segment has had."""
@@ -262,7 +262,7 @@ class Segments:
         except NoRoom as error:
             if fewer == sizes or self._closed:
                 raise
-            self._told.tell(
+            self._told.log(
                 f"there is room for {least} snapshots of a rank only: some are skipped while a "
                 f"checkpoint is written ({error})"
             )
@@ -289,7 +289,7 @@ class Segments:
                 return held
         slots = f"{sizes.slots} x {size_text(sizes.slot_bytes)}"
         words = f"replicas take {slots} of shared memory for each rank of another node"
-        self._told.tell(words, logging.INFO)
+        self._told.log(words, logging.INFO)
         return await self._make(-1, sizes, content, sizes.nbytes, rank)
 
     def drop(self, held: Held) -> None:
@@ -388,7 +388,7 @@ class Segments:
         fd, mapped = await in_thread(work, name="segments", late=late)
         for why in small:
             words = f"snapshots are in pages of 4 KiB, which ranks map slowly ({why})"
-            self._told.tell(words, logging.INFO)
+            self._told.log(words, logging.INFO)
         view, slots = memoryview(mapped), sizes.slots
         initialize(
             view, layout_length=sizes.layout_length, slot_bytes=sizes.slot_bytes, slots=slots
@@ -427,7 +427,7 @@ class Segments:
             raise NoRoom(f"{size_text(need)} are needed, and {bound} has {size_text(free)} left")
         where = f"{self._base} has room for {size_text(room or 0)}"
         why = self._no_folder if room is None else where
-        self._told.tell(
+        self._told.log(
             f"{why}: snapshots are kept in memory without a name, and do not outlive this agent "
             f"(mount a larger tmpfs, or name another folder by {env.SHM_DIR})"
         )
@@ -455,7 +455,7 @@ class Segments:
             os.close(fd)
             warm = False
         if not warm:
-            self._told.tell("the kernel cannot make memory warm: the first snapshots take longer")
+            self._told.log("the kernel cannot make memory warm: the first snapshots take longer")
 
     # ------------------------------------------------------------ adoption
 
@@ -514,7 +514,7 @@ class Segments:
     def _announce(self, sizes: Sizes) -> None:
         slots = f"{sizes.slots} x {size_text(sizes.slot_bytes)}"
         ranks = "the local rank" if self._nproc == 1 else f"each of {self._nproc} local ranks"
-        self._told.tell(f"snapshots take {slots} of shared memory for {ranks}", logging.INFO)
+        self._told.log(f"snapshots take {slots} of shared memory for {ranks}", logging.INFO)
 
 
 def _leave(found: tuple[float | None, Adopted | None]) -> None:

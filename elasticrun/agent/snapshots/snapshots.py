@@ -87,7 +87,7 @@ class LocalSnapshots:
         self._nproc = launch.nproc_per_node
         self._several = launch.spec.max_nodes > 1
         self._node = node
-        self._say = node.link.say
+        self._say = node.link.send
         self._resumed = resumed
         self.folder = ""
         """The checkpoint folder that the ranks reported; "": unknown."""
@@ -452,7 +452,7 @@ class LocalSnapshots:
 
     def remark(self, text: str, level: int = logging.WARNING) -> None:
         """Log a sentence of a rank or the saver, once per generation."""
-        self._remarks.tell(one_line(text), level)
+        self._remarks.log(one_line(text), level)
 
     # ------------------------------------------------------------ Router
 

@@ -62,7 +62,7 @@ class Killers:
         except TimeoutError:
             return
         level = logging.INFO if word.clear else logging.WARNING
-        self._told.tell(f"rank {failure.rank}: {word.text}", level, kind=word.text)
+        self._told.log(f"rank {failure.rank}: {word.text}", level, kind=word.text)
 
 
 class OomKills:

@@ -170,7 +170,7 @@ class MetricReports:
             )
             report = Metrics(self._round, names, told, self._by_rank + self._dropped)
             if not once:
-                self._link.say(report)
+                self._link.send(report)
             elif not self._link.offer(report):
                 return  # kept: there may be no master now
             for _ in rows:
@@ -224,7 +224,7 @@ class Progress:
         try:
             found = hearing_at(name)
         except OSError as error:
-            self._told.tell(f"steps are not told to this agent: {error}")
+            self._told.log(f"steps are not told to this agent: {error}")
             return
         self._socket, self._name = found, name
         asyncio.get_running_loop().add_reader(found, self._readable)
@@ -280,7 +280,7 @@ class Progress:
             except BlockingIOError:
                 return
             except OSError as error:
-                self._told.tell(f"steps are not heard any more: {error}")
+                self._told.log(f"steps are not heard any more: {error}")
                 self.close()
                 return
             self._read_in_second += 1
@@ -291,7 +291,7 @@ class Progress:
         """Pause until the next second, so that a rank that sends too much does not keep the agent
         busy."""
         assert self._socket is not None
-        self._told.tell("a local rank tells its steps too often: some are not heard")
+        self._told.log("a local rank tells its steps too often: some are not heard")
         loop.remove_reader(self._socket)
         self._pause.after(seconds, self._resume)
 
@@ -306,7 +306,7 @@ class Progress:
             return sender is not None
         pid, uid = sender
         sentence = f"a process of another user (pid {pid}, uid {uid}) tells steps: unheard"
-        self._told.tell(sentence, kind="another user")
+        self._told.log(sentence, kind="another user")
         return False
 
     def _heard(self, said: RankTold | None, now: float) -> None:
@@ -328,7 +328,7 @@ class Progress:
             self._tell.add(said.local_rank)
         several = self._start is not None and self._start.group_world_size > 1
         if said.knows is Own.UNTOLD and several:
-            self._told.tell(
+            self._told.log(
                 "torch's flight recorder does not tell how long ranks wait for each other: whether "
                 "this node is slow will not be known"
             )

@@ -490,7 +490,7 @@ class Ranks:
         )
         if failure.kind is FailureKind.SIGNAL and failure.exitcode == -signal.SIGKILL:
             looking = self._killers.look(failure)
-            self._tasks.start(looking, "looking for who killed a rank", tell=logger.warning)
+            self._tasks.start(looking, "looking for who killed a rank", on_failure=logger.warning)
 
     def _bare_failure(self, attempt: _Attempt, local_rank: int, code: int, time_us: int) -> Failure:
         logs = attempt.logs.get(local_rank)

@@ -285,9 +285,9 @@ class Spawners:
         if isinstance(message, spawning.SpawnerReady):
             self._ready(spawner, message)
         elif isinstance(message, spawning.Notice):
-            self._told.tell(message.text)
+            self._told.log(message.text)
         elif isinstance(message, spawning.Stale):
-            self._told.tell(message.reason)
+            self._told.log(message.reason)
             self._prepare_next(spawner)
         else:
             if isinstance(message, spawning.Spawned):
@@ -314,7 +314,7 @@ class Spawners:
             return
         except OSError as error:
             what = "a fork server that stands still is not noticed by the death of a rank"
-            self._told.tell(f"{what}: no pidfd ({error.strerror})")
+            self._told.log(f"{what}: no pidfd ({error.strerror})")
             return
         self._pidfds[born.key] = pidfd
         asyncio.get_running_loop().add_reader(pidfd, self._died, spawner, born.key)
@@ -342,7 +342,7 @@ class Spawners:
             ready.import_seconds,
         )
         if ready.mode == "exec" and self._launch.mode != "exec" and ready.reason:
-            self._told.tell(f"ranks are started by exec, not by fork: {ready.reason}")
+            self._told.log(f"ranks are started by exec, not by fork: {ready.reason}")
 
     def _prepare_next(self, spawner: Spawner) -> None:
         """Start a second spawner to replace `spawner`; it is used from the next start of ranks
@@ -354,7 +354,7 @@ class Spawners:
         try:
             self._next = self._adopt(start_spawner(self._launch, self._ignored))
         except OSError as error:
-            self._told.tell(f"no second fork server: {error}")
+            self._told.log(f"no second fork server: {error}")
 
     def _switch(self) -> None:
         fresh = self._next
@@ -381,7 +381,7 @@ class Spawners:
         if spawner is self._next:
             self._next = None
             if not self._closing:
-                self._told.tell(f"the second fork server failed ({reason}); the first one stays")
+                self._told.log(f"the second fork server failed ({reason}); the first one stays")
         if self._closing or spawner.quitting:
             return
         if self.lives_by_call:
@@ -426,7 +426,7 @@ class Spawners:
                 if loop.time() >= end:
                     self._fatal(f"the fork server cannot be started: {error}")
                     return False
-                self._told.tell(f"no fork server can be started yet: {error}")
+                self._told.log(f"no fork server can be started yet: {error}")
                 await asyncio.sleep(START_AGAIN)
             else:
                 self._current = self._adopt(process)

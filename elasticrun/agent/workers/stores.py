@@ -186,6 +186,6 @@ class Stores:
         if self._tries >= MAX_TRIES:
             self._node.fatal(f"{sentence}, {self._tries} times in a row")
             return
-        self._told.tell(f"{sentence}; trying again every {RETRY:g} s")
+        self._told.log(f"{sentence}; trying again every {RETRY:g} s")
         if not self._wanted.is_set:
             self._wanted.after(RETRY, self.prepare)

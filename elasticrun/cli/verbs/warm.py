@@ -129,7 +129,7 @@ def _send(path: Path, word: spawning.ToWarm) -> spawning.FromWarm | None:
     try:
         with warm.connect(path, ANSWER_LIMIT) as conn:
             conn.sendall(frames.encode(word))
-            return warm.hear(conn)
+            return warm.receive(conn)
     except ConnectionRefusedError:  # it was killed, or the socket belongs to another host
         if warm.may_remove(path):
             with contextlib.suppress(OSError):

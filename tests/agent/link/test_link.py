@@ -113,7 +113,7 @@ async def test_welcome_then_orders(master: Hosted) -> None:
             nonlocal joined
             if heard.count(LinkBack) > joined:  # as the brain does, each time
                 joined = heard.count(LinkBack)
-                link.say(Join(Endpoint("127.0.0.1", 4711)))
+                link.send(Join(Endpoint("127.0.0.1", 4711)))
             return bool(heard.orders(Start))
 
         await heard.until(started)
@@ -128,8 +128,8 @@ async def test_what_cannot_be_said_is_left_out(caplog, monkeypatch) -> None:
     async with serving() as served, linked(served.endpoint, hello(spec=SPEC)) as (link, heard):
         await heard.until(lambda _: heard.count(LinkBack) == 1)
         for _ in range(3):
-            link.say(Missed(RoundName(1, 1, "a"), 5, -1))
-        link.say(join)
+            link.send(Missed(RoundName(1, 1, "a"), 5, -1))
+        link.send(join)
         await served.brain.until(
             lambda event: isinstance(event, events.Heard) and event.report == join
         )
@@ -142,7 +142,7 @@ async def test_a_master_hears_of_one_that_left_before_its_welcome() -> None:
     """It may know this node by its hello, and would wait for it."""
     leaving = Leaving("received SIGTERM", 15)
     async with serving() as served, linked(served.endpoint, hello(spec=SPEC)) as (link, heard):
-        link.say(leaving)
+        link.send(leaving)
         asked = heard.hello
         said = asyncio.Event()
         heard.hello = lambda: (said.set(), asked())[1]

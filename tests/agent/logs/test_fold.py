@@ -19,7 +19,7 @@ def told(says: Iterable[Say], ranks: int = 4, until: float = 10.0) -> list[tuple
     """What is told and when, as people see it; each rank's file is read to its end at last."""
     folded, out = Fold(ranks), []
 
-    def note(now: float, items: list[fold.Told]) -> None:
+    def note(now: float, items: list[fold.FoldedLines]) -> None:
         for who, lines, _, same_as in items:
             names = ranges(place for place in range(ranks) if who >> place & 1)
             out.extend((round(now, 3), f"[{names}] {line.decode()}") for line in lines)
@@ -33,7 +33,7 @@ def told(says: Iterable[Say], ranks: int = 4, until: float = 10.0) -> list[tuple
     for now, place, text in says:
         pass_time(now)
         is_bar = text.endswith("\r")
-        note(now, folded.said(place, [(text.rstrip("\r").encode(), is_bar)], now))
+        note(now, folded.add(place, [(text.rstrip("\r").encode(), is_bar)], now))
     pass_time(until)
     note(until, folded.flush(until))
     return out
@@ -195,8 +195,8 @@ def test_a_minority_of_many_is_told_soon() -> None:
 
 def test_a_rank_that_has_ended_is_not_waited_for() -> None:
     folded = Fold(2)
-    assert folded.said(0, [(b"a 1", False)], 0.0) == []
-    assert folded.ended(1, 0.05) == [fold.Told(1, [b"a 1"])]
+    assert folded.add(0, [(b"a 1", False)], 0.0) == []
+    assert folded.ended(1, 0.05) == [fold.FoldedLines(1, [b"a 1"])]
 
 
 WORDS = ("step {n} loss {n}.5", "saved {n}", "", "{n} {n}", "Error {n}", "\xff junk \x00 {n}", "x")
@@ -212,7 +212,7 @@ def test_every_line_once_and_in_order(seed: int, monkeypatch) -> None:
     folded = Fold(ranks)
     said: dict[int, list[tuple[float, bytes]]] = {place: [] for place in range(ranks)}
 
-    def check(items: list[fold.Told]) -> None:
+    def check(items: list[fold.FoldedLines]) -> None:
         for who, lines, *_ in items:
             for place in range(ranks):
                 if who >> place & 1:
@@ -232,7 +232,7 @@ def test_every_line_once_and_in_order(seed: int, monkeypatch) -> None:
         texts = [rng.choice(WORDS).format(n=rng.randrange(9)) for _ in range(rng.randrange(1, 4))]
         lines = [text.encode("latin-1") for text in texts]
         said[place] += [(now, line) for line in lines]
-        check(folded.said(place, [(line, False) for line in lines], now))
+        check(folded.add(place, [(line, False) for line in lines], now))
     check(folded.flush(now))
     assert not any(said.values())
     assert folded.due() is None
@@ -240,11 +240,11 @@ def test_every_line_once_and_in_order(seed: int, monkeypatch) -> None:
 
 def test_a_flood_is_passed_on_as_it_comes() -> None:
     folded, lines = Fold(2), [(b"line %d" % i, False) for i in range(fold.MOST_A_SECOND)]
-    folded.said(0, lines, 0.0)
-    flood = folded.said(1, lines, 0.1)
+    folded.add(0, lines, 0.0)
+    flood = folded.add(1, lines, 0.1)
     assert [text for who, texts, *_ in flood if who == 2 for text in texts] == [x for x, _ in lines]
-    assert folded.said(1, [(b"later", False)], 1.2) == [fold.Told(2, [b"later"])]
-    assert folded.said(1, [(b"calm", False)], 2.3) == []
+    assert folded.add(1, [(b"later", False)], 1.2) == [fold.FoldedLines(2, [b"later"])]
+    assert folded.add(1, [(b"calm", False)], 2.3) == []
 
 
 @pytest.mark.parametrize(

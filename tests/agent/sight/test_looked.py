@@ -19,13 +19,13 @@ from elasticrun.wire.types import RoundName
 ROUND = RoundName(1, 1, "nonce")
 
 
-def rank(number: int, said: RankSays) -> looked.RankLook:
-    return looked.RankLook(
+def rank(number: int, said: RankSays) -> looked.RankSample:
+    return looked.RankSample(
         rank=number,
         pid=100 + number,
         forked=True,
-        asked=True,
-        said=said,
+        queried=True,
+        answer=said,
         activity=Activity(m.Being.SLEEPS),
         idle=0.0,
         beat=RankBeat(),

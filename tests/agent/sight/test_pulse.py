@@ -28,7 +28,7 @@ def said(beats: list[dict[int, RankBeat]], quiet: LocalQuiet | None = None) -> l
         now = number * PULSE_EVERY
         quiet.beat(one, now)
         found.append(quiet.news(now))
-        quiet.told()
+        quiet.mark_sent()
     return found
 
 
@@ -92,7 +92,7 @@ def test_what_was_not_sent_is_said_again_and_a_new_master_hears_all() -> None:
     quiet = LocalQuiet(ROUND, (0, 1), 0.0)
     quiet.beat(STILL, 2.5)
     assert quiet.news(2.5) == quiet.news(2.5) == FIRST
-    quiet.told()
+    quiet.mark_sent()
     assert quiet.news(2.5) is None
-    quiet.again()
+    quiet.mark_unsent()
     assert quiet.news(2.5) == FIRST

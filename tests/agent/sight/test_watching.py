@@ -34,12 +34,12 @@ class Said:
         self.all: list[m.Report] = []
         self.more = asyncio.Event()
 
-    def say(self, report: m.Report) -> None:
+    def send(self, report: m.Report) -> None:
         self.all.append(report_from_wire(report_to_wire(report)))
         self.more.set()
 
     def offer(self, report: m.Report) -> bool:
-        self.say(report)
+        self.send(report)
         return True
 
     async def until(self, there: Callable[[m.Report], bool]) -> Any:
@@ -57,7 +57,7 @@ def test_a_node_whose_rank_reads_a_pipe_for_ever(
     for module in (pulse, watching):
         monkeypatch.setattr(module, "PULSE_EVERY", 0.1)
     monkeypatch.setattr(pulse, "QUIET_AFTER", 0.5)
-    monkeypatch.setattr(watching, "LOOK_LIMIT", 0.5)
+    monkeypatch.setattr(watching, "SAMPLE_LIMIT", 0.5)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     args = (f"file://{tmp_path / 'store'}", str(pipe))
@@ -113,7 +113,7 @@ def test_a_node_whose_rank_reads_a_pipe_for_ever(
             for key in keys:
                 server.tell(SendSignal(key, signal.SIGKILL))
                 server.exited(key)
-        seen = Activities().look(ranks.pids.values())
+        seen = Activities().sample(ranks.pids.values())
         assert {one.being for one in seen.values()} == {m.Being.ENDED}
 
     asyncio.run(asyncio.wait_for(work(), LIMIT))

@@ -271,12 +271,12 @@ class Master:
         self.changed = asyncio.Event()
         self.beat_interval = 1.0
 
-    def say(self, report: Report) -> None:
+    def send(self, report: Report) -> None:
         self.reports.append(report)
         self.changed.set()
 
     def offer(self, report: Report) -> bool:
-        self.say(report)
+        self.send(report)
         return True
 
     async def until(self, good: Callable[[Any], bool], what: type[T]) -> T:

@@ -43,7 +43,7 @@ def made(launch: Launch | None = None) -> tuple[Drain, Generation, list[m.Report
     """Two ranks of a generation with a segment each."""
     said: list[m.Report] = []
     generation = begun()
-    link = SimpleNamespace(say=said.append)
+    link = SimpleNamespace(send=said.append)
     store = SimpleNamespace(segments=SimpleNamespace(held=generation.held()), link=link)
     drain = Drain(launch or launched(), store)
     drain.begin(generation)

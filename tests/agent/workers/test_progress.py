@@ -57,10 +57,10 @@ class Ear:
     def offer(self, report: Steps | Metrics) -> bool:
         if self.busy:
             return False
-        self.say(report)
+        self.send(report)
         return True
 
-    def say(self, report: Steps | Metrics) -> None:
+    def send(self, report: Steps | Metrics) -> None:
         (self.rows if isinstance(report, Metrics) else self.said).append(report)
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from elasticrun.agent.sight.asking import Asking
+from elasticrun.agent.sight.asking import RankQueries
 from elasticrun.training.monitor.recorder import signature
 from elasticrun.wire.progress import GroupSays, RankSays
 from elasticrun.wire.spawning import SendSignal
@@ -119,18 +119,18 @@ sys.stdin.readline()
 """
 
 
-def asked(work: Callable[[Asking], Coroutine[Any, Any, T]], limit: float = LIMIT) -> T:
+def asked(work: Callable[[RankQueries], Coroutine[Any, Any, T]], limit: float = LIMIT) -> T:
     async def whole() -> T:
-        asking = Asking()
+        asking = RankQueries()
         try:
             return await asyncio.wait_for(work(asking), limit)
         finally:
-            asking.end()
+            asking.stop()
 
     return asyncio.run(whole())
 
 
-async def until(asking: Asking, rank: int, there: Callable[[RankSays], bool]) -> RankSays:
+async def until(asking: RankQueries, rank: int, there: Callable[[RankSays], bool]) -> RankSays:
     """Ask this rank until it answers so."""
     while True:
         said = (await asking.ask([rank], 1.0, full=True, stacks=True)).get(rank)
@@ -146,8 +146,8 @@ def test_counters_names_and_stacks_of_two_ranks(server: Driver, tmp_path: Path) 
     args = (f"file://{tmp_path / 'store'}", str(pipe))
     entry = Entrypoint(EntryKind.SCRIPT, script(tmp_path / "train.py", TRAINS).target, args)
 
-    async def work(asking: Asking) -> None:
-        places = asking.begin(2)
+    async def work(asking: RankQueries) -> None:
+        places = asking.start(2)
         keys = [
             server.start(
                 entry,
@@ -207,8 +207,8 @@ def test_a_storm_of_questions_harms_no_busy_rank(server: Driver, tmp_path: Path)
     args = (f"file://{tmp_path / 'store'}", str(over))
     entry = Entrypoint(EntryKind.SCRIPT, script(tmp_path / "busy.py", BUSY).target, args)
 
-    async def work(asking: Asking) -> int:
-        key = server.start(entry, env={"RANK": "0"}, monitor=asking.begin(1)[0])
+    async def work(asking: RankQueries) -> int:
+        key = server.start(entry, env={"RANK": "0"}, monitor=asking.start(1)[0])
         server.spawned(key)
         await until(asking, 0, lambda said: len(said.threads) >= 2 and bool(said.groups))
         said = [await asking.ask([0], LIMIT, full=True, stacks=True) for _ in range(1000)]
@@ -227,8 +227,8 @@ def test_a_script_does_not_find_it_and_its_child_has_none(server: Driver, tmp_pa
     writer = os.open(pipe, os.O_RDWR)
     entry = Entrypoint(EntryKind.SCRIPT, script(tmp_path / "forks.py", FORKS).target, (str(pipe),))
 
-    async def work(asking: Asking) -> None:
-        key = server.start(entry, monitor=asking.begin(1)[0], stdout=str(out))
+    async def work(asking: RankQueries) -> None:
+        key = server.start(entry, monitor=asking.start(1)[0], stdout=str(out))
         said = await until(asking, 0, lambda said: out.stat().st_size > 0)
         assert said.groups == ()
         os.write(writer, b"x")
@@ -245,8 +245,8 @@ def test_it_ends_before_each_fork_and_answers_again() -> None:
     """Whoever counts threads at a fork finds those of the script; no question is lost, and threads
     that fork at once lose no answering thread either."""
 
-    async def work(asking: Asking) -> None:
-        words = ("-c", FORKS_OFTEN, asking.begin(1)[0])
+    async def work(asking: RankQueries) -> None:
+        words = ("-c", FORKS_OFTEN, asking.start(1)[0])
         pipe = asyncio.subprocess.PIPE
         rank = await asyncio.create_subprocess_exec(sys.executable, *words, stdin=pipe, stdout=pipe)
         assert rank.stdin is not None
