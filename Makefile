@@ -12,7 +12,7 @@ WORKERS ?= 5
 TOGETHER = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 QUICK = not slow and not soak
 # rooms whose quick tests import torch as they are collected: one process does, and not every one
-WITH_TORCH = $(addprefix tests/,host/accelerators api training/checkpointing compat snapshots/dcp forkserver)
+WITH_TORCH = $(addprefix tests/,host/accelerators api training/checkpointing training/data compat snapshots/dcp forkserver)
 # targets beside each other, the words of each in one piece
 BESIDE = $(MAKE) --no-print-directory -j3 -Oline
 

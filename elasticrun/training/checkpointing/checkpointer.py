@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final, Literal, TypeVar
 
-import torch.distributed as dist
-
 from elasticrun.snapshots.dcp.garbage import no_collection
 from elasticrun.snapshots.shm.segment import MAX_SLOTS, MIN_SLOTS
 from elasticrun.snapshots.storage.folder import MAX_STEP, Folder
@@ -49,6 +47,7 @@ from elasticrun.training.checkpointing.restore_choice import (
     StepNotAvailable,
 )
 from elasticrun.training.checkpointing.state import OnResize, TrainingState
+from elasticrun.training.ranks import rank_and_world_size
 from elasticrun.wire import env
 
 PERSIST_EVERY: Final = 1800.0
@@ -119,8 +118,9 @@ class Checkpointer:
     get its state), its Optimizer, anything with `state_dict` and `load_state_dict`, a tensor
     (overwritten), or a dict (refilled in place), which is the place for plain values:
     `state={"tokens": 0}`. The dict `state` may also contain objects with a `state_dict`:
-    `state={"m": m}` equals `m=m`. This rank's random states are included. Checkpoints are plain
-    ones of torch.distributed.checkpoint, under these names.
+    `state={"m": m}` equals `m=m`. An ElasticBatchSampler begins at the restored step. This rank's
+    random states are included. Checkpoints are plain ones of torch.distributed.checkpoint, under
+    these names.
 
     A failed save never ends the training: it is counted in `stats` and reported to the operator,
     unless `strict_save` is set. Without an agent nothing is kept in memory, and torch's own save
@@ -171,7 +171,7 @@ class Checkpointer:
         _check(keep, slots, on_busy, replicas, {**flags, "weights_only": weights_only})
         if not state:
             raise ValueError("there is no state: pass it by name, as in Checkpointer(..., model=m)")
-        rank, world_size = _rank_and_world_size()
+        rank, world_size = rank_and_world_size()
         wanted, least = _slots(slots, persists, replicas)
         keep = keep or Keep()
         url = os.fspath(_default_folder() if folder is None else folder)
@@ -239,6 +239,7 @@ class Checkpointer:
             raise wrong.with_traceback(None) from None  # a sentence is enough: drop the traceback
         self._start_schedule(step)
         self.stats.source = backend.source
+        self._state.set_step(step)
         self._state.put_back_rng()
         for text in dict.fromkeys(self._state.remarks):
             backend.remark(text)
@@ -571,10 +572,3 @@ def _default_folder() -> str:
     if not run:
         raise ValueError("Checkpointer() needs a folder, or a job that is started with --run-dir")
     return os.path.join(run, "checkpoints")
-
-
-def _rank_and_world_size() -> tuple[int, int]:
-    """Rank and world size."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return int(os.environ.get(env.RANK, "0")), int(os.environ.get(env.WORLD_SIZE, "1"))

@@ -51,6 +51,7 @@ from elasticrun.training.checkpointing.parts import (
     fitting,
     unflatten,
 )
+from elasticrun.training.data import ElasticBatchSampler
 
 RNG: Final = "__rng"
 """Name of the random states: below `__rank3`, beside the names passed to `per_rank`."""
@@ -254,7 +255,9 @@ class TrainingState:
         self._rng = RandomPart(self._remark) if rng else None
         if self._rng is not None:
             self.own[RNG] = OwnState(self._rng, None)
-        self.parts = self._sort(*_with_nested_parts(parts))
+        given, among = _with_nested_parts(parts)
+        self.parts = self._sort(given, among)
+        self._samplers = [s for s in given.values() if isinstance(s, ElasticBatchSampler)]
         self.known: KnownLayout | None = None
         self._below: tuple[Mapping[str, Item], _Groups] = ({}, {})
         self._plan: SnapshotPlan | None = None
@@ -342,6 +345,11 @@ class TrainingState:
     def _remark(self, text: str) -> None:
         if text not in self.remarks:
             self.remarks.append(text)
+
+    def set_step(self, step: int) -> None:
+        """Set the restored step as the place in the data."""
+        for sampler in self._samplers:
+            sampler.set_step(step)
 
     def put_back_rng(self) -> None:
         """Make the restored random states current."""

@@ -1,0 +1,64 @@
+"""A training that records what it uses: elastic_data.py OUT CKPT STEPS.
+
+Each rank writes a line of JSON for each step to OUT/<pid>.jsonl: when its world began, the step,
+and the samples of its micro-batches that have a weight. It waits before step N until the number in
+OUT/until is higher.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from elasticrun import testing
+from elasticrun.training import Checkpointer, ElasticBatchSampler
+from tests.harness import until_file
+
+SAMPLES, GLOBAL_BATCH, MICRO_BATCH, SEED = 101, 24, 5, 3
+"""Neither the epochs divide by the batch, nor the batch by the world sizes of the test."""
+
+
+def main() -> None:
+    out, ckpt_folder, total = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    dataset = TensorDataset(torch.arange(SAMPLES))
+    sampler = ElasticBatchSampler(
+        dataset, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH, seed=SEED, total_steps=total
+    )
+    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=1)
+    ckpt = Checkpointer(ckpt_folder, model=model, optim=optimizer, sampler=sampler, every_steps=3)
+    start = ckpt.restore()
+    batches = iter(loader)
+    began = torch.tensor(time.monotonic(), dtype=torch.float64)
+    dist.broadcast(began, src=0)
+    with open(out / f"{os.getpid()}.jsonl", "w", buffering=1) as record:
+        for step in range(start, total):
+            until_file(out / "until", lambda text: int(text) > step)  # noqa: B023
+            used = []
+            optimizer.zero_grad()
+            for weight in sampler.weights(step):
+                (x,) = next(batches)
+                (weight * model(x[:, None] / SAMPLES).square().mean()).backward()
+                used += x.tolist() if weight else []
+            optimizer.step()
+            line = {"began": began.item(), "step": step, "used": used}
+            record.write(json.dumps(line) + "\n")
+            ckpt.step(step + 1)
+            testing.step(step)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

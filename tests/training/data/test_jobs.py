@@ -1,0 +1,88 @@
+"""Real jobs whose ranks die and whose world size changes use each sample once."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter, defaultdict
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elasticrun.training import ElasticBatchSampler
+from tests.training.data.elastic_data import GLOBAL_BATCH, SAMPLES, SEED
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).parent / "elastic_data.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "elastic_data.py"
+TOTAL = 60
+"""Twelve epochs."""
+
+
+def surviving(out: Path) -> dict[int, list[int]]:
+    """The samples of each step, as the last world that completed it has used them."""
+    found: dict[int, dict[float, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for path in out.glob("*.jsonl"):
+        for text in path.read_text().splitlines():
+            if text.endswith("}"):  # a rank that is killed may leave half a line
+                line = json.loads(text)
+                found[line["step"]][line["began"]] += line["used"]
+    return {step: worlds[max(worlds)] for step, worlds in found.items()}
+
+
+def test_each_sample_is_used_once_over_kills_and_resizes(elastic_job: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+
+    def let_go_to(step: int) -> None:
+        (out / "new").write_text(str(step))
+        (out / "new").rename(out / "until")
+
+    let_go_to(9)
+    words = (out, tmp_path / "ckpt", TOTAL)
+    job = elastic_job(SCRIPT, *words, nnodes="1:3", nodes=1, nproc_per_node=2, max_restarts=9)
+    job.wait_for(step=8)
+    killed = job.kill_rank(1)
+    let_go_to(14)
+    job.wait_for(step=13, since=killed)
+    job.add_node(nproc_per_node=1)
+    job.wait_for(world_size=3)
+    let_go_to(22)
+    job.wait_for(step=20, world_size=3)
+    job.kill_node(1)
+    job.wait_for(world_size=2)
+    let_go_to(29)
+    job.wait_for(step=28, world_size=2)
+    job.add_node(nproc_per_node=2)
+    job.wait_for(world_size=4)
+    let_go_to(TOTAL)
+    assert job.result().ok
+    found = surviving(out)
+    sampler = ElasticBatchSampler(SAMPLES, global_batch=GLOBAL_BATCH, seed=SEED, place=(0, 1))
+    assert sorted(found) == list(range(TOTAL))
+    for step, used in found.items():
+        assert Counter(used) == Counter(sampler.global_indices(step)), step
+    each = sampler.steps_per_epoch
+    for epoch in range(TOTAL // each):
+        steps = range(epoch * each, (epoch + 1) * each)
+        assert sorted(chain(*(found[step] for step in steps))) == list(range(SAMPLES))
+
+
+def test_the_example_ends_with_the_same_weights_after_a_failure(
+    elastic_job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for name in ("undisturbed", "killed"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)  # of its checkpoints
+        job = elastic_job(EXAMPLE, "--steps", 400, nproc_per_node=2, max_restarts=1)
+        if name == "killed":
+            job.wait_for_output(0, "step=50 ranks=2")
+            job.kill_rank(1)
+        assert job.result().ok
+        found += re.findall(r"weights=\w+", job.output(0))
+    assert len(found) == 2
+    assert found[0] == found[1]
