@@ -329,7 +329,7 @@ class NodeAgent:
 
     def linked(self, event: fx.AgentEvent) -> None:
         """Dispatch an event of the link."""
-        self._rendezvous.heard(event)
+        self._rendezvous.on_link_event(event)
         if isinstance(event, fx.LinkBack):  # holdings go before reports
             self._snapshots.attached()
             self._sight.resend()
@@ -485,7 +485,7 @@ class NodeAgent:
         await steps.step(
             "the fork server's end", self._spawners.close(steps.left(QUIT_LIMIT)), QUIT_LIMIT + 1
         )
-        if self._spawners.lives_by_call:
+        if self._spawners.is_caller:
             pids = self._ranks.pids.values()
             await steps.step(
                 "ending the ranks",

@@ -200,10 +200,12 @@ def test_a_spawner_that_was_reaped_is_heard_out_at_once() -> None:
     async def play() -> None:
         ours, theirs = socket.socketpair()
         hear = lambda _, message: heard.append(message)  # noqa: E731
-        spawner = Spawner(SpawnerProcess(ours, None), SimpleNamespace(heard=hear, ended=hear))
+        spawner = Spawner(
+            SpawnerProcess(ours, None), SimpleNamespace(on_message=hear, on_close=hear)
+        )
         said = [Notice(str(number) * 1000) for number in range(100)]
         theirs.sendall(b"".join(map(frames.encode, said)))
-        spawner.hear_out("exit code 3")
+        spawner.drain("exit code 3")
         assert heard == [*said, "exit code 3"]
         assert spawner.ended.is_set()
         theirs.close()

@@ -36,7 +36,7 @@ class Node:
         self._changed = asyncio.Event()
         self.spawners = spawners(launched(mode="exec"), reaper, self._lost)
 
-    def heard(self, child: Child, message: FromSpawner) -> None:
+    def on_child_message(self, child: Child, message: FromSpawner) -> None:
         self.said.append(message)
         self._changed.set()
 

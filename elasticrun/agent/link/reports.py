@@ -49,7 +49,7 @@ class Reporter:
 
     def _newest(self) -> int:
         """The newest known step that a rank of this incarnation has reached."""
-        self._progress.last_words()
+        self._progress.flush()
         return max(self._progress.newest, self._snapshots.drain.generation.newest())
 
     async def _send_last_lines(self, report: m.RanksFailed) -> None:

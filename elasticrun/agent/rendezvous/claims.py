@@ -54,10 +54,10 @@ MAX_CHAIN: Final = 64
 RENEW_EVERY: Final = 2.0
 """Seconds between two renewals."""
 
-LOOK_EVERY: Final = 1.0
+READ_EVERY: Final = 1.0
 """Seconds between two reads of a claim whose holder does not answer."""
 
-STALE_LOOKS: Final = 10
+STALE_READS: Final = 10
 """Reads in a row with the same counter after which a claim is stale. A read that took longer than
 LOOK_EVERY does not count: the file system was stuck, perhaps for the holder too."""
 
@@ -73,7 +73,7 @@ FILE_LIMIT: Final = 30.0
 FOLDER_CLOSE_LIMIT: Final = 5.0
 """The same at shutdown."""
 
-PATIENCE: Final = 3.0 * STALE_LOOKS * LOOK_EVERY
+PATIENCE: Final = 3.0 * STALE_READS * READ_EVERY
 """Seconds that a checkpoint waits to find out whether another job still claims the folder."""
 
 MOST_TERMS: Final = 64
@@ -117,7 +117,7 @@ class Claim:
         return value if type(value) is int else 0
 
 
-def fresh(words: Mapping[str, Any]) -> Claim:
+def new_claim(words: Mapping[str, Any]) -> Claim:
     """A claim with a new holder id, held by this process."""
     return Claim(secrets.token_hex(8), {**words, "process": msgspec.to_builtins(ProcessId.own())})
 
@@ -211,8 +211,8 @@ class ClaimFile:
         try:
             text, count, word = data.decode().removesuffix("\n").rsplit(" ", 2)
             body, _, renewed = text.rpartition("\n")
-            said = json.loads(body)
-            holder, words = said["holder"], said["words"]
+            content = json.loads(body)
+            holder, words = content["holder"], content["words"]
             if renewed != "renewed" or word not in (_KEPT, _LEFT) or not _HOLDER.match(holder):
                 raise ValueError(word)
             return Claim(holder, dict(words), int(count), word == _LEFT)
@@ -253,7 +253,7 @@ class ClaimFile:
             if not linked or (instead is not None and not self._succeed(name, claim, instead)):
                 return False
             undo.pop_all()
-        self.let_go()
+        self.release()
         self._held, self._at = io.FileIO(fd, "r+"), len(body.encode())
         self.mine = claim
         return True
@@ -347,23 +347,23 @@ class ClaimFile:
     def leave(self) -> None:
         """Mark our claim as no longer renewed, but perhaps still needed."""
         self._write(0, _LEFT)
-        self.let_go()
+        self.release()
 
     def remove(self, holder: str = "") -> None:
         """Remove our claim, or this holder's, if it is still valid. Also removes files left by
         processes that were killed while claiming."""
-        wanted = holder or (self.mine.holder if self.mine is not None else "")
+        target = holder or (self.mine.holder if self.mine is not None else "")
         folder, name = os.path.split(self.path)
         with contextlib.suppress(ClaimError, OSError):
             current = self._read(self.path)
-            if wanted and current is not None and current.holder == wanted:
+            if target and current is not None and current.holder == target:
                 self._files.unlink(self.path)
                 for other in self._files.names(folder):
                     if other.startswith(f"{name}.") and _LITTER.search(other):
                         self._discard(os.path.join(folder, other))
-        self.let_go()
+        self.release()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Stop writing to our claim."""
         held, self._held = self._held, None
         self.mine = None
@@ -388,7 +388,7 @@ def _line(count: int, word: str) -> str:
     return f"renewed {count:012d} {word}\n"
 
 
-class Looks:
+class Renewals:
     """Reads a claim whose holder does not answer, to see whether it is renewed."""
 
     def __init__(self) -> None:
@@ -398,18 +398,18 @@ class Looks:
         self.renewed = False
         """Whether the current holder has renewed it while we watched."""
 
-    def look(self, claim: Claim, took: float) -> None:
+    def observe(self, claim: Claim, took: float) -> None:
         """`took`: seconds that the read took."""
         seen = (claim.holder, claim.count)
         if seen != self._seen:
             self.renewed = seen[0] == self._seen[0]
             self._seen, self.same = seen, 0
-        elif took <= LOOK_EVERY:
+        elif took <= READ_EVERY:
             self.same += 1
 
     def is_stale(self, claim: Claim) -> bool:
         """Whether nobody holds it any more, as far as the file shows."""
-        return claim.left or died_here(claim) or self.same >= STALE_LOOKS
+        return claim.left or died_here(claim) or self.same >= STALE_READS
 
 
 class ClaimRenewer:
@@ -445,7 +445,7 @@ class ClaimRenewer:
         self._file.remove()
 
     def _keep(self) -> None:
-        told = ""
+        reported = ""
         while not self._over.wait(RENEW_EVERY):
             wrong, other = "", None
             try:
@@ -454,8 +454,8 @@ class ClaimRenewer:
                 wrong = str(error)
             if self._over.is_set():
                 return
-            if wrong != told:
-                told = wrong
+            if wrong != reported:
+                reported = wrong
                 self._trouble(wrong)
             if other is not None:
                 self._other = other
@@ -464,7 +464,7 @@ class ClaimRenewer:
                 return
 
 
-def timed(file: ClaimFile) -> tuple[Claim | None, float]:
+def timed_read(file: ClaimFile) -> tuple[Claim | None, float]:
     """Read the file; returns the claim and the seconds that the read took."""
     began = time.monotonic()
     return file.read(), time.monotonic() - began
@@ -502,32 +502,32 @@ class FolderClaim:
         self._path = ""
         self._file: ClaimFile | None = None
         self._renewer: ClaimRenewer | None = None
-        self._looks = Looks()
+        self._renewals = Renewals()
         self._why = ""  # why the folder is not ours, once that is certain
-        self._told = Once(MOST_TERMS)
+        self._once = Once(MOST_TERMS)
         self._tasks = Tasks(logger.error)
-        self._looking: asyncio.Task[bool] | None = None
+        self._checking: asyncio.Task[bool] | None = None
         self._watch: asyncio.Task[None] | None = None
 
-    def want(self, url: str) -> None:
+    def start(self, url: str) -> None:
         """The ranks of this node, including rank 0, have their checkpoints there."""
         if self._watch is None or self._watch.done():
             self._watch = self._tasks.start(self._hold(url), "claiming the folder of checkpoints")
 
-    async def sure(self, url: str) -> None:
+    async def verify(self, url: str) -> None:
         """Return when this node may write a marker there. NotOurs, after PATIENCE at most."""
         end = asyncio.get_running_loop().time() + PATIENCE
-        while not await self._look(url):
+        while not await self._check(url):
             if self._why or asyncio.get_running_loop().time() >= end:
                 raise NotOurs(self._why or f"it is not known whose {url} is")
-            await asyncio.sleep(LOOK_EVERY)
+            await asyncio.sleep(READ_EVERY)
 
     async def close(self) -> None:
         """Release the claim: nothing is written any more."""
         if self._watch is not None:
             self._watch.cancel()
-        if self._looking is not None and not self._looking.done():
-            await asyncio.wait({self._looking}, timeout=FOLDER_CLOSE_LIMIT)
+        if self._checking is not None and not self._checking.done():
+            await asyncio.wait({self._checking}, timeout=FOLDER_CLOSE_LIMIT)
         try:
             await self._leave(FOLDER_CLOSE_LIMIT)
         except TimeoutError:
@@ -544,33 +544,33 @@ class FolderClaim:
 
     async def _hold(self, url: str) -> None:
         """Check until the folder is ours; log an obstacle as soon as it is known."""
-        while not await self._look(url):
+        while not await self._check(url):
             if self._why:
-                self._told.log(f"no checkpoint is written: {self._why}")
-            await asyncio.sleep(LOOK_EVERY * random.uniform(1.0, 1.25))
+                self._once.log(f"no checkpoint is written: {self._why}")
+            await asyncio.sleep(READ_EVERY * random.uniform(1.0, 1.25))
 
-    async def _look(self, url: str) -> bool:
+    async def _check(self, url: str) -> bool:
         """Whether the folder is ours, or needs no claim. Only one check runs at a time, and it is
         never cancelled: a new claim has to be renewed even if nobody waits for it any more."""
-        while self._looking is not None and not self._looking.done():
-            await asyncio.wait({self._looking})
-        self._looking = self._tasks.start(self._look_once(url), "looking at a folder's claim")
-        return await asyncio.shield(self._looking)
+        while self._checking is not None and not self._checking.done():
+            await asyncio.wait({self._checking})
+        self._checking = self._tasks.start(self._check_once(url), "looking at a folder's claim")
+        return await asyncio.shield(self._checking)
 
-    async def _look_once(self, url: str) -> bool:
+    async def _check_once(self, url: str) -> bool:
         path = _local(url)
         if path is None:
             words = f"{url} is no folder of a file system, so no job claims it"
-            self._told.log(words, logging.INFO)
+            self._once.log(words, logging.INFO)
             return True
         try:
             return await self._try(path)
         except NotWritable as wrong:
             remedy = "name a folder that this node can write to"
-            self._told.log(f"no checkpoint can be written: {wrong}; {remedy}")
+            self._once.log(f"no checkpoint can be written: {wrong}; {remedy}")
             return True
         except ClaimError as wrong:
-            self._told.log(f"checkpoints are written without a claim of their folder: {wrong}")
+            self._once.log(f"checkpoints are written without a claim of their folder: {wrong}")
             return True
         except TimeoutError:
             self._why = f"{path} has not answered for {FILE_LIMIT:g} s"
@@ -579,15 +579,15 @@ class FolderClaim:
     async def _try(self, path: str) -> bool:
         if self._file is None or self._path != path:
             await self._leave(FILE_LIMIT)  # the ranks use another folder now
-            self._path, self._looks = path, Looks()
+            self._path, self._renewals = path, Renewals()
             self._file = ClaimFile(os.path.join(path, NAME), private=False)
         file = self._file
         claim, took = await on_disk(partial(_first, file, path))
         term = self._term()
         if claim is not None and claim.words.get("job") != self._job_id:
-            self._looks.look(claim, took)
-            if not self._looks.is_stale(claim):
-                if self._looks.renewed:
+            self._renewals.observe(claim, took)
+            if not self._renewals.is_stale(claim):
+                if self._renewals.renewed:
                     self._why = (
                         f"{path} is claimed by job {claim.text('job')} on {claim.text('host')}, "
                         "which renews its claim: end that job, or name another folder"
@@ -617,7 +617,7 @@ class FolderClaim:
             "term": term,
             "before": past[-MOST_TERMS:],
         }
-        if not await on_disk(partial(file.take, fresh(words), claim)):
+        if not await on_disk(partial(file.take, new_claim(words), claim)):
             return False
         self._why = ""
         self._renewer = ClaimRenewer(file)
@@ -632,7 +632,7 @@ class FolderClaim:
         job."""
         self._renewer = None
         if other.words.get("job") != self._job_id:
-            self._told.log(
+            self._once.log(
                 f"{self._path} was taken over by job {other.text('job')} on {other.text('host')}, "
                 "which has seen no renewal of this job's claim"
             )
@@ -650,7 +650,7 @@ def _first(file: ClaimFile, path: str) -> tuple[Claim | None, float]:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
         raise NotWritable(f"{path} cannot be made: {error.strerror}") from None
-    return timed(file)
+    return timed_read(file)
 
 
 def _terms(claim: Claim) -> list[int]:

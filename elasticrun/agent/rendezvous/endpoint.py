@@ -110,7 +110,7 @@ class EndpointRegistry:
         self._holds = False
         return Leader(lease.bind)
 
-    async def leave(self, *, job_over: bool, lives_on: bool) -> None:
+    async def leave(self, *, job_over: bool, master_stays: bool) -> None:
         """No-op: the address is free when the master has exited."""
 
     def unmet(self) -> str:

@@ -50,7 +50,7 @@ STAND_AFTER: Final = (0.05, 0.2)
 each time. A master restarted by its own agent is back by then, and a thousand agents do not ask
 etcd at the same instant."""
 
-TELL_AFTER: Final = 3.0
+WARN_AFTER: Final = 3.0
 """Seconds without an answer of etcd before the user is warned."""
 
 DEPOSED_LIMIT: Final = 3.0
@@ -83,14 +83,14 @@ class EtcdRegistry:
         self._me = mint_incarnation()
         self._states = self._client.follow(self._keys.lead, self._trouble)
         self._next: asyncio.Future[dict[str, etcd.KeyValue]] | None = None
-        self._there: dict[str, etcd.KeyValue] = {}
+        self._items: dict[str, etcd.KeyValue] = {}
         self._candidacy = 0  # a lease
         self._hosts = False  # a master of ours runs or campaigns
         self._led = True  # the last one has led, or there was none
         self._known = False  # a leader was seen
         self._listen_at = ""
         self._silence = Timer()
-        self._asks_in_vain = False  # etcd does not answer
+        self._unanswered = False  # etcd does not answer
         self._silent = False  # and the user was warned
         self.address = ""
 
@@ -99,7 +99,7 @@ class EtcdRegistry:
             self.address, self._listen_at = await self._own_address()
         if self._hosts:
             return await self._lease_lost()
-        await self._change()
+        await self._await_change()
         return self._seen()
 
     async def take(self) -> Lease | None:
@@ -107,9 +107,9 @@ class EtcdRegistry:
         wait = random.uniform(*STAND_AFTER)
         if not self._led:
             wait += CANDIDATE_TTL  # the others first
-        if self._keys.candidate in self._there or await self._changes_within(wait):
+        if self._keys.candidate in self._items or await self._changes_within(wait):
             return None
-        item = self._there.get(self._keys.master)
+        item = self._items.get(self._keys.master)
         free = (
             etcd.created_at(self._keys.candidate, 0),
             etcd.created_at(self._keys.master, 0 if item is None else item.created),
@@ -138,7 +138,7 @@ class EtcdRegistry:
         await self._end_candidacy()
         return self._seen()
 
-    async def leave(self, *, job_over: bool, lives_on: bool) -> None:
+    async def leave(self, *, job_over: bool, master_stays: bool) -> None:
         self._silence.cancel()
         if self._next is not None:
             self._next.cancel()
@@ -149,7 +149,7 @@ class EtcdRegistry:
         await self._client.close()
 
     def unmet(self) -> str:
-        why = "does not answer" if self._asks_in_vain else "names no job master"
+        why = "does not answer" if self._unanswered else "names no job master"
         return f"{self._place} {why}"
 
     # ------------------------------------------------------------ the keys
@@ -160,12 +160,12 @@ class EtcdRegistry:
         if leader is not None and leader.holder != self._me:
             self._known = True
             return Leader(leader.endpoint)
-        if (outcome := self._there.get(self._keys.outcome)) is not None:
+        if (outcome := self._items.get(self._keys.outcome)) is not None:
             return self._over(outcome)
         return VACANT
 
     def _leader(self) -> LeaderKey | None:
-        item = self._there.get(self._keys.master)
+        item = self._items.get(self._keys.master)
         return None if item is None else leader_from_bytes(item.value)
 
     async def _lease_lost(self) -> Leader | Vacant | Ended:
@@ -182,7 +182,7 @@ class EtcdRegistry:
             elif self._led:
                 end = min(end, loop.time() + DEPOSED_LIMIT)
             if await self._changes_within(None if end == math.inf else end - loop.time()):
-                await self._change()
+                await self._await_change()
         logger.warning("the job master here has lost its leadership and does not exit; killing it")
         self._hosts = False
         return self._seen()
@@ -201,19 +201,19 @@ class EtcdRegistry:
             )
         return Ended(end)
 
-    async def _change(self) -> None:
+    async def _await_change(self) -> None:
         """Wait for the next state of the keys."""
         while not await self._changes_within(None):
             pass
         assert self._next is not None
         done, self._next = self._next, None
         try:
-            self._there = done.result()
+            self._items = done.result()
         except etcd.EtcdRefused as refused:
             raise HostError(str(refused)) from None
 
     async def _changes_within(self, seconds: float | None) -> bool:
-        """Whether a further state arrives within this time; `_change` then returns it."""
+        """Whether a further state arrives within this time; `_await_change` then returns it."""
         if self._next is None:
             self._next = awaited(self._state(), "the next state in etcd")
         done, _ = await asyncio.wait({self._next}, timeout=seconds)
@@ -235,15 +235,15 @@ class EtcdRegistry:
         """etcd does not answer; "": it answers again."""
         if not sentence:
             self._silence.cancel()
-            self._asks_in_vain = False
+            self._unanswered = False
             if self._silent:
                 self._silent = False
                 logger.warning("etcd answers again")
-        elif not self._asks_in_vain:
-            self._asks_in_vain = True
-            self._silence.after(TELL_AFTER, self._tell_silent, sentence)
+        elif not self._unanswered:
+            self._unanswered = True
+            self._silence.after(WARN_AFTER, self._warn_silent, sentence)
 
-    def _tell_silent(self, sentence: str) -> None:
+    def _warn_silent(self, sentence: str) -> None:
         self._silent = True
         if self._known:
             sentence += (
@@ -258,18 +258,18 @@ class EtcdRegistry:
     async def _own_address(self) -> tuple[str, str]:
         """This node's address on the route to etcd, or --local-addr; and the address on which a
         master here listens: the same, or all addresses if it is not this host's (NAT)."""
-        told = False
+        warned = False
         while True:
             for server in self._place.servers:
                 try:
-                    return await in_thread(partial(self._towards, server), name="resolve")
+                    return await in_thread(partial(self._route_to, server), name="resolve")
                 except NotYet as wrong:
-                    if not told:
-                        told = True
+                    if not warned:
+                        warned = True
                         logger.warning("%s; trying again until it does", wrong)
             await asyncio.sleep(RESOLVE_AGAIN)
 
-    def _towards(self, server: Endpoint) -> tuple[str, str]:
+    def _route_to(self, server: Endpoint) -> tuple[str, str]:
         numbers = resolve(server.host, server.port)[0]
         address = offered_address(self._launch.local_addr, server.host, numbers)
         ours = resolve(address, 0)[0]

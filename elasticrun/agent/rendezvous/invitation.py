@@ -34,7 +34,7 @@ class Invitation:
         self._node = node
         self._given = given
 
-    async def tell(self, endpoint: Endpoint, record: LaunchFolder | None) -> None:
+    async def show(self, endpoint: Endpoint, record: LaunchFolder | None) -> None:
         """Print how others join the master there. The token itself is never printed."""
         launch, identity = self._node.launch, self._node.identity
         spec, target, to_join = launch.spec, launch.entry.target, launch.master.to_join
@@ -42,8 +42,8 @@ class Invitation:
         command = to_join or by_api
         if file := self._node.place.path:
             words = shlex.join(command.words)
-            self._say(f"to join, on a machine with this folder: elasticrun {words}")
-            self._say(f"machines meet by {file}, which has the job's token")
+            self._print(f"to join, on a machine with this folder: elasticrun {words}")
+            self._print(f"machines meet by {file}, which has the job's token")
             return
         flags = [f"--rdzv-endpoint={endpoint}"]
         if f"--rdzv-id={identity.job_id}" not in command.words:
@@ -52,11 +52,11 @@ class Invitation:
         by_hand = shlex.join(("elasticrun", *command.with_flags(*flags)))
         if to_join is None:
             secret = path or "your ELASTICRUN_TOKEN or --token-file"
-            self._say(f"to join, on another machine with the job's token ({secret}): {by_hand}")
+            self._print(f"to join, on another machine with the job's token ({secret}): {by_hand}")
             return
         code = join_code(identity.token, time.time())
         minutes = JOIN_CODE_LIFE // 60
-        self._say(f"to add a machine, run this on it within {minutes} minutes:")
+        self._print(f"to add a machine, run this on it within {minutes} minutes:")
         # On its own line, so that it can be copied whole.
         self._node.writer.write(f"    elasticrun join {endpoint} {code}\n")
         logger.info("or, with the job's token (%s) on it: %s", path or "as given here", by_hand)
@@ -72,7 +72,7 @@ class Invitation:
             return None
         return path
 
-    def _say(self, sentence: str) -> None:
+    def _print(self, sentence: str) -> None:
         self._node.writer.write(f"elasticrun: {sentence}\n")
 
 

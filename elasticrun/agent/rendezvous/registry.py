@@ -72,8 +72,8 @@ class Registry(Protocol):
         """Our master has exited and does not serve there any more, for this reason. Returns who
         leads; Vacant if `take` may give another place."""
 
-    async def leave(self, *, job_over: bool, lives_on: bool) -> None:
-        """The node ends. `lives_on`: its master still serves the other nodes."""
+    async def leave(self, *, job_over: bool, master_stays: bool) -> None:
+        """The node ends. `master_stays`: its master still serves the other nodes."""
 
     def unmet(self) -> str:
         """Why no leader is known so far, as the start of a sentence."""
@@ -90,21 +90,21 @@ class NoRegistry:
         self._wrong = wrong
 
     async def read(self, *, served: bool) -> NoReturn:
-        await self._end()
+        await self._fail()
 
     async def take(self) -> NoReturn:
-        await self._end()
+        await self._fail()
 
     async def move(self, lease: Lease, why: str) -> NoReturn:
-        await self._end()
+        await self._fail()
 
-    async def leave(self, *, job_over: bool, lives_on: bool) -> None:
+    async def leave(self, *, job_over: bool, master_stays: bool) -> None:
         """No-op."""
 
     def unmet(self) -> str:
         return self._wrong
 
-    async def _end(self) -> NoReturn:
+    async def _fail(self) -> NoReturn:
         if not self._wrong:
             await asyncio.get_running_loop().create_future()
         raise HostError(self._wrong)

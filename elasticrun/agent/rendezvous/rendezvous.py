@@ -39,16 +39,16 @@ class NodeRendezvous:
     def __init__(
         self,
         node: NodeContext,
-        met: Callable[[], None],
+        on_master: Callable[[], None],
         registry: Registry,
         first: Leader | Lease | None = None,
         invitation: Invitation | None = None,
     ) -> None:
-        """`met` is called when the master's address is known, and whenever a master starts to serve
-        there. `first`: what the registry has returned already. `invitation`: shown once, when a
-        master here serves."""
+        """`on_master` is called when the master's address is known, and whenever a master starts to
+        serve there. `first`: what the registry has returned already. `invitation`: shown once, when
+        a master here serves."""
         self._node = node
-        self._met = met
+        self._on_master = on_master
         self._registry = registry
         self._first = first
         self._invitation = invitation
@@ -84,7 +84,7 @@ class NodeRendezvous:
         except TimeoutError:
             raise HostError(f"{self._registry.unmet()}, for {limit:g} s") from None
 
-    def heard(self, event: AgentEvent) -> None:
+    def on_link_event(self, event: AgentEvent) -> None:
         """Handle an event of the link."""
         if isinstance(event, LinkLost):
             self._linked = False
@@ -109,8 +109,8 @@ class NodeRendezvous:
         await self._chores.over(CLOSE_LIMIT)
         if self._proxy is not None:
             await self._proxy.release(LEAVE_LIMIT)
-        lives_on = self._master is not None and self._master.is_running and not job_over
-        await self._registry.leave(job_over=job_over, lives_on=lives_on)
+        master_stays = self._master is not None and self._master.is_running and not job_over
+        await self._registry.leave(job_over=job_over, master_stays=master_stays)
 
     # ------------------------------------------------------------ the search
 
@@ -149,11 +149,11 @@ class NodeRendezvous:
         if self._over:
             return
         if not isinstance(seen, Ended):
-            self._end_deposed()
+            self._kill_deposed()
         match seen:
             case Leader(endpoint):
                 self._invitation = None
-                self._meet(endpoint)
+                self._set_master(endpoint)
             case Ended(end):
                 self._over = True
                 self._settled.set()
@@ -165,10 +165,10 @@ class NodeRendezvous:
             case Lease():
                 await self._host(seen)
 
-    def _meet(self, endpoint: Endpoint) -> None:
+    def _set_master(self, endpoint: Endpoint) -> None:
         self.dial = endpoint
         self._settled.set()
-        self._met()
+        self._on_master()
 
     # ------------------------------------------------------------ hosting the master
 
@@ -195,10 +195,10 @@ class NodeRendezvous:
         if self._proxy is not None:
             self._proxy.set_target("master", endpoint)
         if self._invitation is not None:
-            work = self._invitation.tell(endpoint, self._record)
+            work = self._invitation.show(endpoint, self._record)
             self._chores.start(work, "telling how to join")
             self._invitation = None
-        self._meet(endpoint)
+        self._set_master(endpoint)
 
     def master_taken(self, sentence: str) -> None:
         """Our master has exited: another one leads, or another process has its port."""
@@ -209,7 +209,7 @@ class NodeRendezvous:
         if lease is not None and not self._over:
             self._start(self._moved(lease, sentence))
 
-    def _end_deposed(self) -> None:
+    def _kill_deposed(self) -> None:
         """Kill our master, which has lost the lease."""
         master, self._master = self._master, None
         if master is not None:

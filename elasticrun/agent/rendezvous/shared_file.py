@@ -25,15 +25,15 @@ from elasticrun.agent.link.identity import offered_address
 from elasticrun.agent.link.trust import TOKEN_BYTES
 from elasticrun.agent.rendezvous.claims import (
     FILE_LIMIT,
-    LOOK_EVERY,
+    READ_EVERY,
     Claim,
     ClaimError,
     ClaimFile,
     ClaimRenewer,
-    Looks,
-    fresh,
+    Renewals,
+    new_claim,
     on_disk,
-    timed,
+    timed_read,
 )
 from elasticrun.agent.rendezvous.place import HostError, free_port, own_address
 from elasticrun.agent.rendezvous.registry import VACANT, Leader, Lease, Vacant
@@ -64,16 +64,16 @@ class SharedFile:
     def __init__(self, launch: Launch, where: Place, identity: Identity) -> None:
         self._local_addr = launch.local_addr
         self._where = where
-        self._asked = identity
+        self._given = identity
         self._file = ClaimFile(self._where.path)
         self._renewer: ClaimRenewer | None = None
         self._claim: Claim | None = None  # the one that this node follows, or holds
         self._replaced: Claim | None = None  # the one that `take` replaces
         self._port = self._where.port  # the first one that `take` tries
-        self._looks = Looks()
-        self._has_looked = False
+        self._renewals = Renewals()
+        self._has_read = False
         self._loss: asyncio.Future[Claim] | None = None
-        self._told = ""
+        self._last_news = ""
         self._left = False
         self.identity = identity
         """From the first Leader or lease on with the job's name and token."""
@@ -85,9 +85,9 @@ class SharedFile:
             if leader is not None:
                 return leader
         while True:
-            if self._has_looked:
-                await asyncio.sleep(LOOK_EVERY * random.uniform(1.0, 1.25))
-            self._has_looked = True
+            if self._has_read:
+                await asyncio.sleep(READ_EVERY * random.uniform(1.0, 1.25))
+            self._has_read = True
             seen = await (self._find() if self._claim is None else self._follow(self._claim))
             if seen is not None:
                 return seen
@@ -101,7 +101,7 @@ class SharedFile:
                 raise HostError(str(wrong)) from None
             if self._claim is None:
                 raise
-            self._remark(str(wrong))
+            self._warn(str(wrong))
             return None
 
     async def move(self, lease: Lease, why: str) -> Leader | Vacant:
@@ -111,19 +111,19 @@ class SharedFile:
         self._replaced, self._port = self._file.mine, lease.bind.port + 1
         return VACANT
 
-    async def leave(self, *, job_over: bool, lives_on: bool) -> None:
+    async def leave(self, *, job_over: bool, master_stays: bool) -> None:
         self._left = True
         with contextlib.suppress(TimeoutError, ClaimError):
-            work = partial(self._leave, job_over=job_over, lives_on=lives_on)
+            work = partial(self._leave, job_over=job_over, master_stays=master_stays)
             await in_thread(work, limit=CLOSE_LIMIT, name="claim")
 
     def unmet(self) -> str:
-        return self._told or "no job was found"
+        return self._last_news or "no job was found"
 
     def close(self) -> None:
         """Remove our claim if `leave` was never called."""
         if not self._left and self._file.mine is not None:
-            self._leave(job_over=True, lives_on=False)
+            self._leave(job_over=True, master_stays=False)
 
     # ------------------------------------------------------------ the first claim
 
@@ -145,12 +145,12 @@ class SharedFile:
         if await self._answers(claim):
             self._check_job(claim)
             logger.info("joined job %s at %s, the address in %s", claim.text("job"), where, path)
-            self.identity = inherit(self._asked, claim)
+            self.identity = inherit(self._given, claim)
             self._claim = claim
             self.address = offered_address(self._local_addr, where.host, where.host)
             return Leader(where)
-        self._looks.look(claim, took)
-        if may_host and self._looks.is_stale(claim):
+        self._renewals.observe(claim, took)
+        if may_host and self._renewals.is_stale(claim):
             logger.warning(
                 "the job master at %s (%s), which %s names, does not answer, and nobody renews "
                 "that file: this node takes it over",
@@ -162,7 +162,7 @@ class SharedFile:
             "retrying until it does, or until its host stops renewing that file"
         )
         if self._is_news(sentence):
-            if self._looks.same > 2:
+            if self._renewals.same > 2:
                 logger.warning("%s", directed(sentence, "master", where))
             else:
                 logger.info("%s", sentence)
@@ -178,7 +178,7 @@ class SharedFile:
                 f"{self._file.path} is of another release of elasticrun: end its job, or name "
                 "another file"
             )
-        if claim.words.get("given") is True and not self._asked.token:
+        if claim.words.get("given") is True and not self._given.token:
             raise HostError(
                 f"the job of {self._file.path} has a token that is not in the file: set "
                 "ELASTICRUN_TOKEN or --token-file to it"
@@ -186,11 +186,11 @@ class SharedFile:
 
     def _check_job(self, claim: Claim) -> None:
         """Raises HostError if the job there is not the one that the user wants."""
-        wanted, job = self._asked.job_id, claim.text("job")
-        if self._asked.named and job != wanted:
+        expected, job = self._given.job_id, claim.text("job")
+        if self._given.named and job != expected:
             raise HostError(
                 f"{self._file.path} is of job {job}, which runs at {place_of(claim)}, and "
-                f"--rdzv-id={wanted} asks for another: leave it out, or name another file"
+                f"--rdzv-id={expected} asks for another: leave it out, or name another file"
             )
 
     # ------------------------------------------------------------ following a claim
@@ -200,40 +200,40 @@ class SharedFile:
         try:
             claim, took = await self._timed()
         except ClaimError as wrong:
-            self._remark(str(wrong))
+            self._warn(str(wrong))
             return None
         if claim is None:
-            self._remark(f"{self._file.path} is gone: its holder has ended the job, or left it")
+            self._warn(f"{self._file.path} is gone: its holder has ended the job, or left it")
             return None
         if claim.holder != followed.holder:
-            return self._turn_to(claim)
-        self._looks.look(claim, took)
-        if self._where.is_host is False or not self._looks.is_stale(claim):
+            return self._switch_to(claim)
+        self._renewals.observe(claim, took)
+        if self._where.is_host is False or not self._renewals.is_stale(claim):
             return None
         self._replaced = claim
         return None if await self._answers(claim) else VACANT
 
-    def _turn_to(self, claim: Claim) -> Leader | None:
+    def _switch_to(self, claim: Claim) -> Leader | None:
         """This claim's master, if it is of this job."""
         token, job = claim.text("token"), claim.text("job")
         if job != self.identity.job_id or (token and token != self.identity.token):
-            self._remark(f"another job has begun by that file ({job})")
+            self._warn(f"another job has begun by that file ({job})")
             return None
         self._claim = claim
         return Leader(place_of(claim))
 
-    def _remark(self, sentence: str) -> None:
+    def _warn(self, sentence: str) -> None:
         if self._is_news(sentence):
             logger.warning("%s; this node keeps reconnecting", sentence)
 
     def _is_news(self, sentence: str) -> bool:
-        before, self._told = self._told, sentence
+        before, self._last_news = self._last_news, sentence
         return sentence != before
 
     async def _answers(self, claim: Claim) -> bool:
         """Whether the master of this job answers at the claim's address and proves itself."""
-        token = auth.reader_token(self._asked.token or claim.text("token"))
-        files, pem = self._asked.tls, None
+        token = auth.reader_token(self._given.token or claim.text("token"))
+        files, pem = self._given.tls, None
         try:
             if files is not None:
                 pem = await in_thread(partial(auth.read_pem, files), limit=ASK_LIMIT, name="tls")
@@ -245,7 +245,7 @@ class SharedFile:
         return page.job_id == claim.text("job")
 
     async def _timed(self) -> tuple[Claim | None, float]:
-        return await self._on_disk(partial(timed, self._file))
+        return await self._on_disk(partial(timed_read, self._file))
 
     # ------------------------------------------------------------ holding a claim
 
@@ -254,7 +254,7 @@ class SharedFile:
         before = self._replaced
         succeeds = self._claim is not None and self._loss is None
         if self._claim is None:
-            self.identity = inherit(self._asked, before)
+            self.identity = inherit(self._given, before)
         host = await in_thread(partial(own_address, self._local_addr), name="resolve")
         port = await in_thread(partial(free_port, host, self._port), name="resolve")
         self._port = self._where.port
@@ -263,7 +263,7 @@ class SharedFile:
             self._renewer = self._loss = None
         mine = self._claim_of(Endpoint(host, port))
         if not await self._on_disk(partial(self._file.take, mine, before)):
-            self._file.let_go()
+            self._file.release()
             return None
         if succeeds and before is not None:
             logger.warning(
@@ -282,7 +282,7 @@ class SharedFile:
 
     def _claim_of(self, where: Endpoint) -> Claim:
         """A new claim for a master there; a token that the user gave is not stored in the file."""
-        given = bool(self._asked.token)
+        given = bool(self._given.token)
         words = {
             "format": FORMAT,
             "job": self.identity.job_id,
@@ -292,7 +292,7 @@ class SharedFile:
             "token": "" if given else self.identity.token,
             "given": given,
         }
-        return fresh(words)
+        return new_claim(words)
 
     def _trouble(self, sentence: str) -> None:
         if sentence:
@@ -302,9 +302,9 @@ class SharedFile:
 
     def _succeeded(self, claim: Claim) -> Leader | None:
         """Another host has taken the file over, because it saw no renewal of ours."""
-        self._file.let_go()
+        self._file.release()
         self._renewer = self._loss = None
-        leader = self._turn_to(claim)
+        leader = self._switch_to(claim)
         if leader is not None:
             logger.warning(
                 "%s has taken this job over in %s: the job master here ends, and this node follows "
@@ -313,10 +313,10 @@ class SharedFile:
             )  # fmt: skip
         return leader
 
-    def _leave(self, *, job_over: bool, lives_on: bool) -> None:
+    def _leave(self, *, job_over: bool, master_stays: bool) -> None:
         if self._renewer is not None:
             self._renewer.close()
-        if self._file.mine is not None and lives_on:
+        if self._file.mine is not None and master_stays:
             self._file.leave()
         elif self._file.mine is not None:
             self._file.remove()

@@ -184,7 +184,7 @@ class LocalSight:
     def _report(self, watched: _WatchedRound) -> None:
         news = watched.quiet.news(asyncio.get_running_loop().time())
         if news is not None and news.seconds > 0.0:
-            self._progress.last_words()
+            self._progress.flush()
         if news is not None and watched.active and self._node.link.offer(news):
             watched.quiet.mark_sent()
 

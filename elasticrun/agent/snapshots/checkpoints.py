@@ -33,7 +33,7 @@ class _Attempt:
     order: Persist
     timer: Timer = field(default_factory=Timer)
     tasks: Tasks = field(default_factory=lambda: Tasks(logger.error))
-    said: list[Persisted] = field(default_factory=list)
+    results: list[Persisted] = field(default_factory=list)
     committing: bool = False
 
     @property
@@ -61,11 +61,11 @@ class Persisting:
 
     # ------------------------------------------------------------ orders
 
-    def begin(self, order: Persist) -> None:
+    def start(self, order: Persist) -> None:
         """Write this node's share; a repeated order gets the same answer again."""
         known = self._attempts.get(order.attempt)
         if known is not None:
-            self._say_again(known)
+            self._resend(known)
             return
         attempt = self._attempts[order.attempt] = _Attempt(order)
         attempt.timer.after(order.limit, self._late, attempt)
@@ -81,7 +81,7 @@ class Persisting:
             attempt.committing = True
             attempt.tasks.start(self._commit(attempt), attempt.name)
         else:
-            self._say_again(attempt, committed=True)
+            self._resend(attempt, committed=True)
 
     def over(self, order: PersistOver) -> None:
         """The attempt was committed or given up."""
@@ -91,10 +91,10 @@ class Persisting:
             if order.ok and attempt.order.coordinates:
                 logger.info("the checkpoint of step %d is written", order.step)
 
-    def say_again(self) -> None:
+    def resend(self) -> None:
         """Repeat all results for a master that may have missed them."""
         for attempt in self._attempts.values():
-            self._say_again(attempt)
+            self._resend(attempt)
 
     def close(self) -> None:
         """Close all attempts, because the agent ends."""
@@ -113,22 +113,22 @@ class Persisting:
             parts = self._parts(order, found)
             done = await self._store.savers.persist(parts, [held for held, _, _ in found])
         except (CannotPersist, SaverGone) as error:
-            self._tell(attempt, Persisted(order.attempt, False, False, str(error), 0, 0.0))
+            self._report(attempt, Persisted(order.attempt, False, False, str(error), 0, 0.0))
             return
-        told = (done.reason, done.nbytes, done.seconds)
-        self._tell(attempt, Persisted(order.attempt, done.ok, False, *told))
+        result = (done.reason, done.nbytes, done.seconds)
+        self._report(attempt, Persisted(order.attempt, done.ok, False, *result))
 
     async def _commit(self, attempt: _Attempt) -> None:
         order = attempt.order
         try:
             present = self._store.inventory.present
             if present is not None and present.folder:
-                await self._claim.sure(present.folder)
+                await self._claim.verify(present.folder)
             done = await self._store.savers.commit(order.attempt, order.writers)
         except (SaverGone, NotOurs) as error:
-            self._tell(attempt, attempt.failed(str(error)))
+            self._report(attempt, attempt.failed(str(error)))
             return
-        self._tell(attempt, Persisted(order.attempt, done.ok, True, done.reason, 0, 0.0))
+        self._report(attempt, Persisted(order.attempt, done.ok, True, done.reason, 0, 0.0))
 
     def _find(self, order: Persist) -> list[tuple[Held, Snapshot, int]]:
         found = []
@@ -148,16 +148,16 @@ class Persisting:
                 raise CannotPersist(f"step {order.step} of rank {rank}: {answer.reason}")
 
     def _parts(self, order: Persist, found: list[tuple[Held, Snapshot, int]]) -> PersistParts:
-        life = self._store.inventory.life(order.round)
-        if life is None or not life.folder:
+        local_round = self._store.inventory.local_round(order.round)
+        if local_round is None or not local_round.folder:
             raise CannotPersist("no rank has said where checkpoints go")
         where = order.coordinator
-        last, in_use = self._keep(order, life.keep_last)
+        last, in_use = self._keep(order, local_round.keep_last)
         return PersistParts(
             attempt=order.attempt,
             round=order.round,
             step=order.step,
-            folder=life.folder,
+            folder=local_round.folder,
             world_size=order.world_size,
             parts=tuple(
                 PartOf(held.key, snapshot.slot, snapshot.sequence, rank, rank in order.shared)
@@ -168,10 +168,10 @@ class Persisting:
             coordinator_port=0 if order.coordinates or where is None else where.port,
             reason=order.reason,
             keep_last=last,
-            keep_every=life.keep_every,
+            keep_every=local_round.keep_every,
             rewound_from=order.rewound_from,
             in_use=in_use,
-            base=life.base,
+            base=local_round.base,
         )
 
     def _keep(self, order: Persist, last: int) -> tuple[int, tuple[int, ...]]:
@@ -187,28 +187,28 @@ class Persisting:
 
     # ------------------------------------------------------------ reports
 
-    def _say_again(self, attempt: _Attempt, *, committed: bool = False) -> None:
+    def _resend(self, attempt: _Attempt, *, committed: bool = False) -> None:
         """`committed`: only the result of its marker."""
-        for report in attempt.said:
+        for report in attempt.results:
             if report.committed or not committed:
                 self._store.link.send(report)
 
-    def _tell(self, attempt: _Attempt, report: Persisted) -> None:
+    def _report(self, attempt: _Attempt, report: Persisted) -> None:
         if not report.ok:  # the master logs the warning, with its consequence
             logger.info("checkpoint of step %d failed: %s", attempt.order.step, report.reason)
         report = structs.replace(report, reason=report.reason[:MAX_REASON])
-        attempt.said.append(report)
+        attempt.results.append(report)
         self._store.link.send(report)
 
     def _late(self, attempt: _Attempt) -> None:
         """Its time limit has passed, and no master has ended it."""
-        in_storage = any(report.ok and report.committed for report in attempt.said)
+        in_storage = any(report.ok and report.committed for report in attempt.results)
         self._close(attempt, ok=in_storage)
         if not in_storage:
             why = f"it was not written within {attempt.order.limit:g} s"
-            if any(report.ok for report in attempt.said):
+            if any(report.ok for report in attempt.results):
                 why = f"no master has ended it within {attempt.order.limit:g} s"
-            self._tell(attempt, attempt.failed(why))
+            self._report(attempt, attempt.failed(why))
 
     def _close(self, attempt: _Attempt, *, ok: bool) -> None:
         self._attempts.pop(attempt.order.attempt, None)

@@ -39,7 +39,7 @@ CHECK_LIMIT: Final = 300.0
 """Seconds for the saver to compare a shard: enough for more than a terabyte, and less than the time
 that a rank waits for the answer."""
 
-MAX_ASKED: Final = 16384
+MAX_REQUESTS: Final = 16384
 """Shards that one generation may request; each local rank needs those of a few other ranks at
 most."""
 
@@ -71,24 +71,24 @@ class Shards:
         self._bad: set[int] = set()
         self.restore: m.Restore | None = None
 
-    def begin(self, start: m.Start) -> None:
+    def start(self, start: m.Start) -> None:
         """Start a new generation; requests of the last one are dropped."""
-        self.end()
+        self.stop()
         self.restore = start.info.restore
         self._bad.clear()
         self._given.clear()
-        if self._store.savers.here:
+        if self._store.savers.is_connected:
             self.compare()
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """The ranks have exited: drop all requests."""
         self._questions.close()
         self._work.close()
         self._checks.clear()
         self._holders.clear()
-        self.let_copies_go()
+        self.drop_copies()
 
-    def let_copies_go(self) -> None:
+    def drop_copies(self) -> None:
         """Drop fetched copies that are no longer needed."""
         for task in self._copies.values():
             task.cancel()
@@ -116,21 +116,21 @@ class Shards:
         """Whether this rank's own shard is on this node."""
         return self._find_here(rank) is not None
 
-    def want(self, peer: Peer, rank: int) -> None:
+    def provide(self, peer: Peer, rank: int) -> None:
         """Handle WantShard; the answer is ShardHere."""
         self._spawn(peer, self._bring(peer, rank))
 
-    def is_whole(self, peer: Peer, rank: int) -> None:
+    def verify(self, peer: Peer, rank: int) -> None:
         """Handle IsWhole; the answer is Whole."""
         self._spawn(peer, self._answer_whole(peer, rank))
 
-    def cannot(self, rank: int, reason: str) -> None:
+    def reject(self, rank: int, reason: str) -> None:
         """Handle CannotRestore: neither we nor the master use this shard any more."""
-        if self.restore is None or rank in self._bad or len(self._bad) >= MAX_ASKED:
+        if self.restore is None or rank in self._bad or len(self._bad) >= MAX_REQUESTS:
             return
         self._bad.add(rank)
-        whose = self._given[rank][2] if rank in self._given else rank
-        self.bad(self.restore.round, self.restore.step, whose, reason)
+        owner = self._given[rank][2] if rank in self._given else rank
+        self.bad(self.restore.round, self.restore.step, owner, reason)
 
     def bad(self, round: RoundName, step: int, rank: int, reason: str) -> None:
         """A shard is corrupt or unavailable: withdraw it and notify the master."""
@@ -155,13 +155,13 @@ class Shards:
 
     async def _bring(self, peer: Peer, rank: int) -> None:
         try:
-            held, snapshot, whose = await self._find(rank)
+            held, snapshot, owner = await self._find(rank)
         except Absent as error:
             peer.send(s.ShardHere(False, str(error), rank, 0, 0))
             return
-        if not held.gone:
-            self._given[rank] = (held, snapshot, whose)
-            peer.send(s.ShardHere(True, "", whose, snapshot.slot, snapshot.sequence), held.fd)
+        if not held.is_lost:
+            self._given[rank] = (held, snapshot, owner)
+            peer.send(s.ShardHere(True, "", owner, snapshot.slot, snapshot.sequence), held.fd)
 
     async def _find(self, rank: int) -> tuple[Held, Snapshot, int]:
         """The shard of this rank, or of one with the same content. Absent."""
@@ -190,8 +190,8 @@ class Shards:
     async def _ask(self, rank: int) -> m.Holder:
         """Ask the master who holds it. Absent."""
         if rank not in self._holders:
-            if len(self._holders) >= MAX_ASKED:
-                raise Absent(f"more than {MAX_ASKED} shards were asked for")
+            if len(self._holders) >= MAX_REQUESTS:
+                raise Absent(f"more than {MAX_REQUESTS} shards were asked for")
             self._holders[rank] = asyncio.get_running_loop().create_future()
             self._where(rank)
         try:
@@ -269,9 +269,9 @@ class Shards:
         return self._store.inventory.find(name, step, rank)
 
     def _spawn(self, peer: Peer, work: Coroutine[Any, Any, None]) -> None:
-        if len(self._questions) >= MAX_ASKED:
+        if len(self._questions) >= MAX_REQUESTS:
             work.close()
-            peer.break_off(f"more than {MAX_ASKED} questions about shards are open")
+            peer.break_off(f"more than {MAX_REQUESTS} questions about shards are open")
             return
         self._questions.start(work, "bringing a shard")
 
@@ -288,10 +288,10 @@ class Replicator:
         self._newest: tuple[RoundName, int] | None = None
         self._task: asyncio.Task[None] | None = None
         self._untidy = False  # tidy was called during a copy
-        self.wanted = False
+        self.enabled = False
         """Whether the ranks of this node want replicas."""
 
-    def begin(self, start: m.Start) -> None:
+    def start(self, start: m.Start) -> None:
         """A new generation of ranks: drop orders of the last one."""
         self._known = {(start.round, None)}
         if start.info.restore is not None:
@@ -335,15 +335,15 @@ class Replicator:
         newest: dict[int, tuple[int, int, int]] = {}  # by rank
         for one in held:
             newest[one.replica] = max(_newest(one), newest.get(one.replica, _NOTHING))
-        gone = [
+        unneeded = [
             one
             for one in held
             if (_newest(one) < newest[one.replica] or one.replica not in self._ranks)
             and not one.pinned()
         ]
-        for one in gone:
+        for one in unneeded:
             self._store.drop(one)
-        if gone:
+        if unneeded:
             self._store.report.changed()
 
     # ------------------------------------------------------------ one order
@@ -362,7 +362,7 @@ class Replicator:
         self._store.inventory.learn(order.round, order.world_size)
         rows = zip(order.ranks, order.contents, strict=True)
         reasons = await asyncio.gather(*(self._copy_one(order, *row) for row in rows))
-        await self._store.segments.note(self._store.inventory.lives())
+        await self._store.segments.note(self._store.inventory.rounds())
         reason = next(filter(None, reasons), "")
         if reason and self._is_known(order.round, order.step):
             self._store.link.send(m.NotReplicated(order.round, order.step, reason[:MAX_REASON]))
@@ -392,7 +392,7 @@ class Replicator:
             return f"there is no room for replicas: {error}"
         except SaverGone as error:
             return str(error)
-        if held.gone:
+        if held.is_lost:
             return "it was dropped meanwhile"
         if done.ok and not self._is_known(order.round, order.step):
             held.segment.withdraw(slot)  # a later generation has restored from an earlier step

@@ -35,12 +35,12 @@ DEFAULT_BASE: Final = "/dev/shm"
 MOST_ALIKE: Final = 8
 """Folders per node that are tried; the others are held by agents with the same node name."""
 
-MAX_LIVES: Final = 256
+MAX_ROUNDS: Final = 256
 """Rounds whose snapshots may be here; each local rank has a few slots."""
 
-MAX_LIVES_BYTES: Final = 4 * 1024 * 1024
+MAX_ROUNDS_BYTES: Final = 4 * 1024 * 1024
 
-LOOK_LIMIT: Final = 60.0
+SCAN_LIMIT: Final = 60.0
 """Seconds for one scan for leftovers of other agents; the kernel takes a while to free
 gigabytes."""
 
@@ -48,7 +48,7 @@ MAX_FILES: Final = 65536
 """Maximum number of entries scanned per folder."""
 
 LOCK: Final = "lock"
-LIVES: Final = "lives.json"
+ROUNDS_FILE: Final = "lives.json"
 ORPHAN: Final = "orphan"
 """Its mtime is the time when another agent found that the folder had lost its agent."""
 
@@ -117,30 +117,30 @@ class SegmentFolder:
 
     def file(self, local_rank: int, layout: int, serial: int, replica: int = -1) -> str:
         """The path of a segment; `replica`: the rank of another node that it copies."""
-        whose = f"r{replica}" if replica >= 0 else str(local_rank)
-        return os.path.join(self.path, f"{whose}-{layout:016x}-{serial}")
+        owner = f"r{replica}" if replica >= 0 else str(local_rank)
+        return os.path.join(self.path, f"{owner}-{layout:016x}-{serial}")
 
     def files(self) -> Iterator[SegmentFile]:
         """All segments in this folder."""
         for name in sorted(os.listdir(self.path))[:MAX_FILES]:
             if found := _NAME.fullmatch(name):
                 rank, layout = int(found[2]), int(found[3], 16)
-                whose = (-1, rank) if found[1] else (rank, -1)
-                yield SegmentFile(os.path.join(self.path, name), *whose, layout, int(found[4]))
+                owner = (-1, rank) if found[1] else (rank, -1)
+                yield SegmentFile(os.path.join(self.path, name), *owner, layout, int(found[4]))
 
-    def lives(self) -> list[LocalRound]:
+    def rounds(self) -> list[LocalRound]:
         """The rounds that the previous agent has noted; [] if they cannot be read."""
         try:
-            with open(os.path.join(self.path, LIVES), "rb") as file:
-                rows = json.loads(file.read(MAX_LIVES_BYTES))
-            return [_believed(row) for row in rows[:MAX_LIVES]]
+            with open(os.path.join(self.path, ROUNDS_FILE), "rb") as file:
+                rows = json.loads(file.read(MAX_ROUNDS_BYTES))
+            return [_checked(row) for row in rows[:MAX_ROUNDS]]
         except (OSError, ValueError, TypeError):
             return []
 
-    def note(self, lives: list[LocalRound]) -> None:
+    def note(self, rounds: list[LocalRound]) -> None:
         """Store the newest rounds for the next agent. OSError."""
-        text = json.dumps([plain(life) for life in lives[-MAX_LIVES:]])
-        path = os.path.join(self.path, LIVES)
+        text = json.dumps([plain(one) for one in rounds[-MAX_ROUNDS:]])
+        path = os.path.join(self.path, ROUNDS_FILE)
         with open(path + ".new", "w") as file:
             file.write(text)
         os.rename(path + ".new", path)
@@ -272,7 +272,7 @@ def _lock(path: str) -> int | None:
 
 def _remove_free(
     base: str,
-    wanted: Callable[[str], bool],
+    matches: Callable[[str], bool],
     is_over: Callable[[str, int], bool] = lambda path, lock: True,
 ) -> int:
     """Remove the folders for which `wanted(name)` and `is_over(path, lock)` hold and which no agent
@@ -282,7 +282,7 @@ def _remove_free(
     with contextlib.suppress(OSError):
         for name in os.listdir(base)[:MAX_FILES]:
             path = os.path.join(base, name)
-            if not pattern.fullmatch(name) or not wanted(name):
+            if not pattern.fullmatch(name) or not matches(name):
                 continue
             with contextlib.suppress(OSError):
                 lock = _lock(path)
@@ -314,7 +314,7 @@ def _remove(path: str) -> None:
         os.rmdir(path)
 
 
-def _believed(row: Any) -> LocalRound:
+def _checked(row: Any) -> LocalRound:
     found: LocalRound = typed(row, LocalRound)
     _check_numbers(plain(found))
     return found
@@ -341,7 +341,7 @@ class Orphans:
     """What killed agents of this user's other jobs have left in the folder `base`.
 
     It is scanned when this agent starts, and again when the grace period of the next folder has
-    passed (`config.ORPHAN_GRACE`). Used in the loop's thread, except `look`."""
+    passed (`config.ORPHAN_GRACE`). Used in the loop's thread, except `remove_expired`."""
 
     def __init__(self, base: str, job_id: str) -> None:
         self._base = base
@@ -349,22 +349,24 @@ class Orphans:
         self._timer = Timer()
         self._tasks = Tasks(logger.error)
 
-    def look(self, grace: float | None = None) -> Cleaned:
+    def remove_expired(self, grace: float | None = None) -> Cleaned:
         """Remove folders whose grace period has passed; blocks."""
         grace = config.ORPHAN_GRACE if grace is None else grace
         return clean(self._base, self._job_id, grace, time.time())
 
-    def again(self, due: float | None) -> None:
+    def schedule(self, due: float | None) -> None:
         """Scan again in `due` seconds; None: nothing is left."""
         self._timer.cancel()
         if due is not None:
             what = "looking for killed agents' snapshots"
-            self._timer.after(due, lambda: self._tasks.start(self._look_again(), what))
+            self._timer.after(due, lambda: self._tasks.start(self._scan_again(), what))
 
     async def make_room(self) -> bool:
         """Remove orphans at once because there is no space; returns whether there were any."""
         try:
-            found = await in_thread(lambda: self.look(0.0), limit=LOOK_LIMIT, name="orphans")
+            found = await in_thread(
+                lambda: self.remove_expired(0.0), limit=SCAN_LIMIT, name="orphans"
+            )
         except (OSError, TimeoutError):
             return False
         if found.removed:
@@ -376,12 +378,12 @@ class Orphans:
 
     def close(self) -> None:
         """This agent ends; the next one scans again."""
-        self.again(None)
+        self.schedule(None)
         self._tasks.close()
 
-    async def _look_again(self) -> None:
+    async def _scan_again(self) -> None:
         try:
-            found = await in_thread(self.look, limit=LOOK_LIMIT, name="orphans")
+            found = await in_thread(self.remove_expired, limit=SCAN_LIMIT, name="orphans")
         except (OSError, TimeoutError):
             return  # left to the next agent
-        self.again(found.due)
+        self.schedule(found.due)

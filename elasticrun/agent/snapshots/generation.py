@@ -80,9 +80,9 @@ class Speaker:
         """False if unknown."""
         if self.pidfd < 0:
             return False
-        look = select.poll()
-        look.register(self.pidfd, select.POLLIN)
-        return bool(look.poll(0))
+        poller = select.poll()
+        poller.register(self.pidfd, select.POLLIN)
+        return bool(poller.poll(0))
 
     def close(self) -> None:
         if self.pidfd >= 0:
@@ -105,7 +105,7 @@ class LocalRank:
     mute: bool = False  # it is running without a connection
     failed: dict[int, str] = field(default_factory=dict)  # steps that it could not save, and why
 
-    def has_come(self) -> bool:
+    def wait_is_over(self) -> bool:
         """Whether its wait is over."""
         assert self.waits is not None
         _, held, whole = self.waits
@@ -137,7 +137,7 @@ class Generation:
 
     def held(self) -> list[Held]:
         """The segments of its ranks that still exist."""
-        return [one.held for one in self.ranks if one.held is not None and not one.held.gone]
+        return [one.held for one in self.ranks if one.held is not None and not one.held.is_lost]
 
     # ------------------------------------------------------------ introductions
 
@@ -154,8 +154,8 @@ class Generation:
             return f"it wants {here.replicas} replicas; there may be 0 or 1"
         place = (start.first_rank + here.local_rank, start.info.world_size)
         if (here.rank, here.world_size) != place:
-            said = f"rank {here.rank} of {here.world_size}"
-            return f"it says that it is {said}, and is rank {place[0]} of {place[1]}"
+            claimed = f"rank {here.rank} of {here.world_size}"
+            return f"it says that it is {claimed}, and is rank {place[0]} of {place[1]}"
         return _not_its_speaker(self.ranks[here.local_rank], pid)
 
     def of(self, peer: Peer) -> int | None:
@@ -174,11 +174,11 @@ class Generation:
             one.segment.watermark = self.watermark
             one.segment.given_up = self.given_up
 
-    def go_on_from(self, step: int) -> None:
+    def resume_from(self, step: int) -> None:
         """Set the step that is restored from; NONE: no snapshot in memory."""
         self.watermark, self.given_up, self.resumed = step, NONE, False
 
-    def rise(self, step: int) -> bool:
+    def raise_watermark(self, step: int) -> bool:
         """A step of this generation is whole; returns whether that is new."""
         if step < 0 or (step <= self.watermark and self.resumed):
             return False
@@ -197,20 +197,20 @@ class Generation:
 
     # ------------------------------------------------------------ commits and steps
 
-    def committed(self, local_rank: int, said: s.Committed) -> tuple[Held, Snapshot] | None:
+    def committed(self, local_rank: int, message: s.Committed) -> tuple[Held, Snapshot] | None:
         """The segment and the snapshot, if the segment has it."""
         rank = self.ranks[local_rank]
         held = rank.held
-        if held is None or held.gone or not 0 <= said.slot < held.segment.slots:
+        if held is None or held.is_lost or not 0 <= message.slot < held.segment.slots:
             return None
-        snapshot = held.segment.read(said.slot)
-        if snapshot is None or snapshot.sequence != said.sequence:
+        snapshot = held.segment.read(message.slot)
+        if snapshot is None or snapshot.sequence != message.sequence:
             return None
         held.written = True
         rank.step = snapshot.step
         return held, snapshot
 
-    def cannot(self, local_rank: int, step: int, reason: str) -> bool:
+    def mark_failed(self, local_rank: int, step: int, reason: str) -> bool:
         """This rank could not save that step; returns whether that is new."""
         rank = self.ranks[local_rank]
         if step < 0 or step in rank.failed or (rank.step is not None and rank.step >= step):
@@ -267,18 +267,18 @@ class Generation:
             peer.break_off("it waits for a slot, and has no segment")
             return
         self.ranks[local_rank].waits = (peer, held, whole)
-        self.look()
+        self.notify_waiting()
 
-    def look(self) -> None:
+    def notify_waiting(self) -> None:
         """Control pages have changed: notify ranks whose wait is over."""
         for rank in self.ranks:
             if rank.waits is None:
                 continue
             peer, held, _ = rank.waits
-            gone = peer.closed or held.gone
-            if gone or rank.has_come():
+            closed = peer.closed or held.is_lost
+            if closed or rank.wait_is_over():
                 rank.waits = None
-                if not gone:
+                if not closed:
                     peer.send(s.RoomThere())
 
 
@@ -312,13 +312,13 @@ class Drain:
         """The signals that ranks defer."""
         if launch.departure_grace <= 0:
             self.signals = ()
-        self.begin(Generation(launch.nproc_per_node))
+        self.start(Generation(launch.nproc_per_node))
 
-    def begin(self, generation: Generation) -> None:
+    def start(self, generation: Generation) -> None:
         """Start a new generation."""
         self.generation = generation
-        self._asked = NONE
-        self._told: dict[int, m.Missed] = {}  # by the requested step
+        self._requested = NONE
+        self._misses: dict[int, m.Missed] = {}  # by the requested step
         self._first: tuple[float, int] | None = None  # first commit: time and step
         self._began: tuple[float, int] | None = None  # start of training: time and the step before
 
@@ -337,13 +337,15 @@ class Drain:
     def is_put_off(self, local_rank: int, signum: int) -> bool:
         return signum in self.generation.ranks[local_rank].put_off
 
-    def missed(self, said: s.StepMissed) -> None:
+    def missed(self, message: s.StepMissed) -> None:
         """A rank could not save the requested step."""
         start = self.generation.start
-        if start is None or said.asked < 0 or said.asked in self._told:
+        if start is None or message.asked < 0 or message.asked in self._misses:
             return
-        if len(self._told) < MOST_MISSED:
-            report = self._told[said.asked] = m.Missed(start.round, said.asked, max(0, said.step))
+        if len(self._misses) < MOST_MISSED:
+            report = self._misses[message.asked] = m.Missed(
+                start.round, message.asked, max(0, message.step)
+            )
             self._store.link.send(report)
 
     # ------------------------------------------------------------ the node
@@ -353,7 +355,7 @@ class Drain:
         steps = [
             one.held.segment.current
             for one in self.generation.ranks
-            if one.held is not None and not one.held.gone and not one.silent
+            if one.held is not None and not one.held.is_lost and not one.silent
         ]
         first = NONE if self._first is None else self._first[1]
         return max([first, *steps]) if steps else NONE
@@ -382,13 +384,13 @@ class Drain:
         again if the step was missed, because the master may not know that."""
         start = self.generation.start
         if start is not None and order.round == start.round:
-            self._asked = order.step
+            self._requested = order.step
             for held in self.generation.held():
                 held.segment.save_at = order.step
-            if order.step in self._told:
-                self._store.link.send(self._told[order.step])
+            if order.step in self._misses:
+                self._store.link.send(self._misses[order.step])
 
     def show(self, local_rank: int, held: Held) -> None:
         """Write the requested step into the segment that this rank is given."""
         self.generation.ranks[local_rank].silent = False
-        held.segment.save_at = self._asked
+        held.segment.save_at = self._requested

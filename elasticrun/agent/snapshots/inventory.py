@@ -66,39 +66,39 @@ class Inventory:
         self._segments = segments
         self._wanted = wanted
         self._nproc = nproc
-        self._lives: dict[bytes, LocalRound] = {}
-        self._said: RankHere | None = None  # of the first rank of the current generation
+        self._rounds: dict[bytes, LocalRound] = {}
+        self._configured_by: RankHere | None = None  # of the first rank of the current generation
         self.reading: int | None = None
         """The checkpoint that ranks of the current generation restored from; -1: none; None: not
         reported yet, so they may be reading any."""
         self.present: LocalRound | None = None
         """The newest generation of the local ranks."""
 
-    def adopt(self, lives: Iterable[LocalRound]) -> None:
+    def adopt(self, rounds: Iterable[LocalRound]) -> None:
         """Adopt the rounds of the previous agent."""
-        self._lives = {life.key: life for life in lives}
+        self._rounds = {one.key: one for one in rounds}
 
-    def begin(self, start: m.Start) -> None:
+    def start(self, start: m.Start) -> None:
         """Start a new generation; forget older ones without a snapshot here."""
-        life = LocalRound.of(start, self._nproc)
-        self._lives.pop(life.key, None)
-        self._lives[life.key] = self.present = life
-        self._said = None
+        present = LocalRound.of(start, self._nproc)
+        self._rounds.pop(present.key, None)
+        self._rounds[present.key] = self.present = present
+        self._configured_by = None
         self.reading = None
         here = {snapshot.round for one in self._segments.held for snapshot in one.snapshots()}
-        needed = here | {life.key}
-        self._lives = {key: kept for key, kept in self._lives.items() if key in needed}
+        needed = here | {present.key}
+        self._rounds = {key: kept for key, kept in self._rounds.items() if key in needed}
 
-    def told(self, here: RankHere) -> str:
+    def configure(self, here: RankHere) -> str:
         """Set the checkpoint folder and retention of the current generation. Returns a sentence if
         this rank contradicts the first one, whose values stay in effect."""
         assert self.present is not None
-        first = self._said
+        first = self._configured_by
         if first is None:
-            self._said = here
+            self._configured_by = here
             last, every = here.keep_last, here.keep_every
-            life = replace(self.present, folder=here.folder, keep_last=last, keep_every=every)
-            self._lives[life.key] = self.present = life
+            present = replace(self.present, folder=here.folder, keep_last=last, keep_every=every)
+            self._rounds[present.key] = self.present = present
             return ""
         if differing := [
             f"{name}={getattr(here, field)!r} and {getattr(first, field)!r}"
@@ -112,49 +112,49 @@ class Inventory:
             )
         return ""
 
-    def restored(self, said: Restored) -> None:
+    def restored(self, message: Restored) -> None:
         """Record the result of a local rank's restore."""
-        self.reading = said.step if said.source == "storage" else -1
-        if self.present is not None and said.looked:
-            life = replace(self.present, base=said.step)
-            self._lives[life.key] = self.present = life
+        self.reading = message.step if message.source == "storage" else -1
+        if self.present is not None and message.looked:
+            present = replace(self.present, base=message.step)
+            self._rounds[present.key] = self.present = present
 
-    def elsewhere(self, name: RoundName, folder: str) -> str:
+    def other_folder(self, name: RoundName, folder: str) -> str:
         """The checkpoint folder of this round's snapshots, if it differs from `folder`: then they
         are another training's state. Else ""."""
-        life = self.life(name)
-        return "" if life is None or life.folder == folder else life.folder
+        found = self.local_round(name)
+        return "" if found is None or found.folder == folder else found.folder
 
     def committed(self, step: int) -> bool:
         """A checkpoint of this step exists. Returns whether that has changed `last`."""
-        life = self.present
-        if life is None or (info := life.info.committed(step)) is life.info:
+        present = self.present
+        if present is None or (info := present.info.committed(step)) is present.info:
             return False
-        self._lives[life.key] = self.present = replace(life, info=info)
+        self._rounds[present.key] = self.present = replace(present, info=info)
         return True
 
     def last(self) -> m.RoundInfo | None:
         """The newest round whose ranks ran here, also under an earlier agent."""
-        lived = [life for life in self._lives.values() if life.nproc]
-        if not lived:
+        ran_here = [one for one in self._rounds.values() if one.nproc]
+        if not ran_here:
             return None
-        return max(lived, key=lambda one: (one.name.term, one.name.number)).info
+        return max(ran_here, key=lambda one: (one.name.term, one.name.number)).info
 
-    def lives(self) -> list[LocalRound]:
+    def rounds(self) -> list[LocalRound]:
         """All known rounds, the newest last."""
-        return list(self._lives.values())
+        return list(self._rounds.values())
 
-    def life(self, name: RoundName) -> LocalRound | None:
-        return self._lives.get(round_key(name))
+    def local_round(self, name: RoundName) -> LocalRound | None:
+        return self._rounds.get(round_key(name))
 
     def learn(self, name: RoundName, world_size: int) -> None:
         """Add a round without ranks of this node, for which it will hold replicas."""
-        life = LocalRound(m.RoundInfo(name, world_size))
-        if life.key not in self._lives:
+        added = LocalRound(m.RoundInfo(name, world_size))
+        if added.key not in self._rounds:
             if self.present is not None:
                 last, every = self.present.keep_last, self.present.keep_every
-                life = replace(life, folder=self.present.folder, keep_last=last, keep_every=every)
-            self._lives = {life.key: life, **self._lives}
+                added = replace(added, folder=self.present.folder, keep_last=last, keep_every=every)
+            self._rounds = {added.key: added, **self._rounds}
 
     # ------------------------------------------------------------ single snapshots
 
@@ -167,17 +167,17 @@ class Inventory:
         """Every snapshot of (round, step) on this node, with its rank."""
         return [
             (held, snapshot, rank)
-            for held, snapshot, life, rank in self.everything()
-            if (life.name, snapshot.step) == (name, step)
+            for held, snapshot, local_round, rank in self.everything()
+            if (local_round.name, snapshot.step) == (name, step)
         ]
 
     def everything(self) -> Iterator[tuple[Held, Snapshot, LocalRound, int]]:
         """Every snapshot of a known generation on this node, with its rank."""
         for one in self._segments.held:
             for snapshot in one.snapshots():
-                life = self._lives.get(snapshot.round)
-                if life is not None and (rank := _rank(one, life)) >= 0:
-                    yield one, snapshot, life, rank
+                local_round = self._rounds.get(snapshot.round)
+                if local_round is not None and (rank := _rank(one, local_round)) >= 0:
+                    yield one, snapshot, local_round, rank
 
     # ------------------------------------------------------------ all snapshots
 
@@ -196,16 +196,18 @@ class Inventory:
                     contents[round, step] = [0] * self.present.nproc
         found: list[m.Holding] = []
         own = any(one.own for one in held if one.local_rank >= 0)
-        order = {key: at for at, key in enumerate(self._lives)}
+        order = {key: at for at, key in enumerate(self._rounds)}
         for key, step in sorted(contents, key=lambda name: (order[name[0]], name[1]), reverse=True):
-            life, row = self._lives[key], tuple(contents[key, step])
+            local_round, row = self._rounds[key], tuple(contents[key, step])
             lacks = {number for number, content in enumerate(row) if not content}
-            partly = bool(lacks) and not (life is self.present and lacks <= lack(step))
-            if partly and ((living and life is self.present) or self._better(contents, key, step)):
+            partly = bool(lacks) and not (local_round is self.present and lacks <= lack(step))
+            if partly and (
+                (living and local_round is self.present) or self._better(contents, key, step)
+            ):
                 continue
             wanted = self._wanted.has(key, step)
-            place = (life.first_rank, life.info.world_size)
-            found.append(m.Holding(life.name, step, *place, row, wanted, own=own))
+            place = (local_round.first_rank, local_round.info.world_size)
+            found.append(m.Holding(local_round.name, step, *place, row, wanted, own=own))
         return _fitting([*found, *self._replicas()])
 
     def whole_here(self, held: Iterable[Held]) -> int:
@@ -287,10 +289,10 @@ class Inventory:
         found: dict[tuple[bytes, int], list[int]] = {}
         for one in held:
             for snapshot in one.snapshots() if one.local_rank >= 0 else ():
-                life = self._lives.get(snapshot.round)
-                if life is None or one.local_rank >= life.nproc:
+                local_round = self._rounds.get(snapshot.round)
+                if local_round is None or one.local_rank >= local_round.nproc:
                     continue
-                row = found.setdefault((snapshot.round, snapshot.step), [0] * life.nproc)
+                row = found.setdefault((snapshot.round, snapshot.step), [0] * local_round.nproc)
                 row[one.local_rank] = one.content
         return found
 
@@ -299,15 +301,17 @@ class Inventory:
         rows: dict[tuple[bytes, int], dict[int, int]] = {}
         for one in self._segments.held:
             for snapshot in one.snapshots() if one.replica >= 0 else ():
-                if snapshot.round in self._lives:
+                if snapshot.round in self._rounds:
                     row = rows.setdefault((snapshot.round, snapshot.step), {})
                     row[one.replica] = one.content
         found = []
         for (key, step), row in rows.items():
-            life = self._lives[key]
+            local_round = self._rounds[key]
             for first, contents in _stretches(row):
-                place = (first, life.info.world_size)
-                found.append(m.Holding(life.name, step, *place, contents, False, replica=True))
+                place = (first, local_round.info.world_size)
+                found.append(
+                    m.Holding(local_round.name, step, *place, contents, False, replica=True)
+                )
         return found
 
     def _better(self, contents: dict[tuple[bytes, int], list[int]], key: bytes, step: int) -> bool:
@@ -315,11 +319,11 @@ class Inventory:
         return any(k == key and s != step and 0 not in row for (k, s), row in contents.items())
 
 
-def _rank(one: Held, life: LocalRound) -> int:
+def _rank(one: Held, local_round: LocalRound) -> int:
     """The rank whose snapshots of this generation are there; -1: none."""
     if one.local_rank >= 0:
-        return life.first_rank + one.local_rank if one.local_rank < life.nproc else -1
-    return one.replica if one.replica < life.info.world_size else -1
+        return local_round.first_rank + one.local_rank if one.local_rank < local_round.nproc else -1
+    return one.replica if one.replica < local_round.info.world_size else -1
 
 
 def _stretches(row: dict[int, int]) -> Iterator[tuple[int, tuple[int, ...]]]:
@@ -382,12 +386,12 @@ class WantedSnapshots:
         name = (round, step)
         if name not in self._timers:
             loop = asyncio.get_running_loop()
-            self._timers[name] = loop.call_later(self._limit, self._forgotten, *name)
+            self._timers[name] = loop.call_later(self._limit, self._expire, *name)
         for held in current:
             if (found := held.find(*name)) is not None:
                 held.pin(found.slot, _pin(*name))
 
-    def look(self, current: list[Held]) -> None:
+    def add_pinned(self, current: list[Held]) -> None:
         """Add snapshots that a rank has pinned but not reported: it pins first, and may have died
         in between."""
         for held in current:
@@ -412,7 +416,7 @@ class WantedSnapshots:
         for timer in self._timers.values():
             timer.cancel()
 
-    def _forgotten(self, round: bytes, step: int) -> None:
+    def _expire(self, round: bytes, step: int) -> None:
         logger.warning("step %d was not written; its snapshot is no longer kept for writing", step)
         self.over(round, step)
         self._router.tidy()
@@ -436,8 +440,8 @@ class HoldingsReport:
     def __init__(self, link: Link, router: Router) -> None:
         self._link = link
         self._router = router
-        self._said: m.Holdings | None = None
-        self._said_at = -math.inf
+        self._sent: m.Holdings | None = None
+        self._sent_at = -math.inf
         self._due = Timer()
         self._closed = False
 
@@ -445,7 +449,7 @@ class HoldingsReport:
         """Report soon; several changes within a short time make one report."""
         loop = asyncio.get_running_loop()
         nodes = self._router.nodes()
-        due = self._said_at + (nodes / REPORTS_PER_SECOND if nodes > 1 else ALONE)
+        due = self._sent_at + (nodes / REPORTS_PER_SECOND if nodes > 1 else ALONE)
         if due <= loop.time():
             self._offer()
         elif not self._due.is_set and not self._closed:
@@ -455,10 +459,10 @@ class HoldingsReport:
         """Report before any later message; `again`: even if nothing has changed."""
         self._due.cancel()
         report = self._router.holdings()
-        if self._nothing(report) or (report == self._said and not again):
+        if self._nothing(report) or (report == self._sent and not again):
             return
         self._link.send(report)
-        self._told(report)
+        self._mark_sent(report)
 
     def close(self) -> None:
         self._closed = True
@@ -467,19 +471,19 @@ class HoldingsReport:
     def _offer(self) -> None:
         self._due.cancel()
         report = self._router.holdings()
-        if self._closed or self._nothing(report) or report == self._said:
+        if self._closed or self._nothing(report) or report == self._sent:
             return
         if self._link.offer(report):
-            self._told(report)
+            self._mark_sent(report)
         elif self._link.beat_interval:  # busy; a new session gets a full report
             self._due.after(1 / REPORTS_PER_SECOND, self._offer)
 
     def _nothing(self, report: m.Holdings) -> bool:
         """Whether nothing indicates that a script of this job takes snapshots."""
-        return self._said is None and not report.held and report.saver is None
+        return self._sent is None and not report.held and report.saver is None
 
-    def _told(self, report: m.Holdings) -> None:
-        self._said, self._said_at = report, asyncio.get_running_loop().time()
+    def _mark_sent(self, report: m.Holdings) -> None:
+        self._sent, self._sent_at = report, asyncio.get_running_loop().time()
 
 
 @dataclass(frozen=True, slots=True)
@@ -503,6 +507,6 @@ class SnapshotStore:
         never reused. Call while no rank of this node may be writing."""
         for held in list(self.segments.held):
             if why := held.damage():
-                lost = f"the snapshots of {held.whose} in this node's memory are lost"
+                lost = f"the snapshots of {held.owner} in this node's memory are lost"
                 logger.warning("%s: %s; allocating new memory for the next snapshots", lost, why)
                 self.drop(held)

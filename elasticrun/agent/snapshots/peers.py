@@ -90,7 +90,7 @@ class Peer:
         self._loop.remove_reader(self._connection)
         self._loop.remove_writer(self._connection)
         self._connection.close()
-        self._server.gone(self)
+        self._server.remove(self)
 
     def _read(self) -> None:
         try:
@@ -114,13 +114,13 @@ class Peer:
         if isinstance(message, RankHere | SaverHere):
             self.here = message
             self._timer.cancel()
-        self._server.listener.heard(self, message)
+        self._server.listener.on_message(self, message)
 
 
 class Listener(Protocol):
     """Receives the messages of peers."""
 
-    def heard(self, peer: Peer, message: FromPeer) -> None:
+    def on_message(self, peer: Peer, message: FromPeer) -> None:
         """A message of a peer, its introduction first."""
 
     def lost(self, peer: Peer) -> None:
@@ -135,7 +135,7 @@ class PeerServer:
         self._most = 2 * nproc + SPARE
         self.listener = listener
         self.peers: set[Peer] = set()
-        self._told = Once()
+        self._once = Once()
         self._socket: socket.socket | None = None
         self.name = ""
 
@@ -164,7 +164,7 @@ class PeerServer:
         for peer in list(self.peers):
             peer.close()
 
-    def gone(self, peer: Peer) -> None:
+    def remove(self, peer: Peer) -> None:
         """A peer has closed its connection."""
         self.peers.discard(peer)
         if peer.here is not None:
@@ -190,7 +190,7 @@ class PeerServer:
             return
         channel.setblocking(False)
         pid = self._trusted(channel)
-        if pid is None or not self._room():
+        if pid is None or not self._has_room():
             with contextlib.suppress(OSError):
                 channel.close()
             return
@@ -201,15 +201,15 @@ class PeerServer:
         pid, uid = peer_of(channel)
         if uid == os.geteuid():
             return pid
-        self._told.log(
+        self._once.log(
             f"a process of another user (pid {pid}, uid {uid}) has dialled about snapshots: it is "
             "not listened to",
             kind=f"user {uid}",
         )
         return None
 
-    def _room(self) -> bool:
+    def _has_room(self) -> bool:
         if len(self.peers) < self._most:
             return True
-        self._told.log(f"more than {self._most} connections about snapshots: refused")
+        self._once.log(f"more than {self._most} connections about snapshots: refused")
         return False

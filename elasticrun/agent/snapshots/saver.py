@@ -91,7 +91,7 @@ class Savers:
         self._owner = owner
         self._child: Child | None = None  # until it is reaped
         self._peer: Peer | None = None
-        self._coming: asyncio.Future[None] | None = None
+        self._connecting: asyncio.Future[None] | None = None
         self._starts: deque[float] = deque()
         self._last_end = ""
         self._open: set[int] = set()
@@ -100,7 +100,7 @@ class Savers:
         self._hopeless = ""  # why no more are started
         self._spoke = False  # the one started last has introduced itself
         self._misses = 0  # failed starts in a row
-        self._again = Timer()  # no start before it fires
+        self._retry = Timer()  # no start before it fires
         self._pings = 0
         self._ping = Timer()
         self._patience = Patience()
@@ -110,15 +110,15 @@ class Savers:
         """The port on which it serves other nodes; 0: none."""
 
     @property
-    def here(self) -> bool:
+    def is_connected(self) -> bool:
         """Whether a saver is connected."""
         return self._peer is not None
 
-    def want(self) -> None:
+    def ensure(self) -> None:
         """Start a saver, unless there is one or starting is useless."""
-        if self._peer is None and self._coming is None and not self._closed:
-            self._coming = asyncio.get_running_loop().create_future()
-            self._coming.add_done_callback(unheard)
+        if self._peer is None and self._connecting is None and not self._closed:
+            self._connecting = asyncio.get_running_loop().create_future()
+            self._connecting.add_done_callback(retrieve_failure)
             self._start()
 
     def replace_old(self) -> None:
@@ -129,20 +129,20 @@ class Savers:
             if self._peer is not None:
                 self._peer.close()
 
-    async def there(self) -> None:
+    async def wait_connected(self) -> None:
         """Wait until a saver is connected. SaverGone."""
-        self.want()
+        self.ensure()
         if self._peer is not None:
             return
-        if self._coming is None:
+        if self._connecting is None:
             raise SaverGone(self._hopeless or "this agent ends")
         try:
-            await asyncio.wait_for(asyncio.shield(self._coming), START_LIMIT)
+            await asyncio.wait_for(asyncio.shield(self._connecting), START_LIMIT)
         except TimeoutError:
-            self._coming = None
+            self._connecting = None
             self._kill()
             if not self._misses:
-                self._end(f"the saver has not spoken for {START_LIMIT:g} s")
+                self._lose(f"the saver has not spoken for {START_LIMIT:g} s")
             raise SaverGone(self._last_end) from None
 
     # ------------------------------------------------------------ orders
@@ -169,21 +169,21 @@ class Savers:
     async def fetch_into(self, key: int, held: Held, slot: int = 0) -> s.Fetched:
         """Copy that snapshot into this segment. SaverGone."""
         answer = self._answer(("fetched", key))
-        self._say(s.FetchInto(key, slot, held.sizes.layout), held.fd)
-        return await self._of(answer, s.Fetched)
+        self._send(s.FetchInto(key, slot, held.sizes.layout), held.fd)
+        return await self._result_of(answer, s.Fetched)
 
     def hash(self, held: Held, snapshot: Snapshot) -> None:
         """Hash a snapshot eventually, if there is a saver."""
         if self._peer is not None:
-            self._show(held)
-            self._say(s.HashSnapshot(held.key, snapshot.slot, snapshot.sequence))
+            self._open_segment(held)
+            self._send(s.HashSnapshot(held.key, snapshot.slot, snapshot.sequence))
 
     def serve(self, held: Held, snapshot: Snapshot, round: RoundName, rank: int) -> None:
         """Serve a snapshot to other nodes, if there is a saver."""
         if self._peer is not None:
-            self._show(held)
+            self._open_segment(held)
             which = (held.key, snapshot.slot, snapshot.sequence)
-            self._say(s.Serve(*which, round, snapshot.step, rank))
+            self._send(s.Serve(*which, round, snapshot.step, rank))
 
     def give_up(self, attempt: str) -> None:
         """Cancel this attempt."""
@@ -191,24 +191,24 @@ class Savers:
             answer = self._answers.pop((kind, attempt), None)
             if answer is not None and not answer.done():
                 answer.cancel()
-        self._say(s.GiveUp(attempt))
+        self._send(s.GiveUp(attempt))
 
     def forget(self, held: Held) -> None:
         """Close this segment: it is dropped."""
         if held.key in self._open:
             self._open.discard(held.key)
-            self._say(s.SegmentClosed(held.key))
+            self._send(s.SegmentClosed(held.key))
 
     def close(self) -> None:
         """The agent ends; its spawners kill and reap the saver."""
         self._closed = True
-        self._again.cancel()
+        self._retry.cancel()
         self._stop_pings()
         self._fail("this agent ends")
 
     # ------------------------------------------------------------ messages of the saver
 
-    def said(self, peer: Peer, message: s.FromSaver) -> None:
+    def on_message(self, peer: Peer, message: s.FromSaver) -> None:
         """Handle a message of a process that introduces itself as the saver."""
         if isinstance(message, s.SaverHere):
             self._introduced(peer, message)
@@ -229,20 +229,20 @@ class Savers:
         elif isinstance(message, s.SaverPong):
             if message.number == self._pings:
                 self._patience.cancel()
-                self._ping.after(PING_EVERY, self._ask_whether_it_runs)
+                self._ping.after(PING_EVERY, self._send_ping)
         elif isinstance(message, s.Remark):
             self._owner.remark(message.text)
 
-    def hung_up(self, peer: Peer) -> None:
+    def on_close(self, peer: Peer) -> None:
         """Its connection has closed, so it exits; the spawner reports how."""
         if peer is self._peer:
             self._peer = None
             if self._child is None:
-                self._end("the saver has ended its conversation")
+                self._lose("the saver has ended its conversation")
             else:
                 self._kill()
 
-    def heard(self, child: Child, message: FromSpawner) -> None:
+    def on_child_message(self, child: Child, message: FromSpawner) -> None:
         """Its process has started or exited."""
         if isinstance(message, Spawned):
             self._pid = message.pid
@@ -253,12 +253,12 @@ class Savers:
         if isinstance(message, SpawnFailed):
             why = f"the saver could not be started: {message.reason}"
         else:
-            why = self._given_up or f"the saver ended ({_code_in_words(message.code)})"
+            why = self._given_up or f"the saver ended ({_exit_text(message.code)})"
         if isinstance(message, SpawnFailed) or not self._spoke:
-            self._put_off(why)
+            self._retry_later(why)
         if isinstance(message, SpawnFailed) or not self._closed:
-            self._end(why)
-        if self._coming is not None:
+            self._lose(why)
+        if self._connecting is not None:
             self._start()
 
     def lost(self, child: Child) -> None:
@@ -266,22 +266,22 @@ class Savers:
         self._child = None
         if self._starts:
             self._starts.pop()
-        self._end("the saver died with the fork server")
-        if self._coming is not None:
+        self._lose("the saver died with the fork server")
+        if self._connecting is not None:
             self._start()
 
     # ------------------------------------------------------------ start and end
 
     def _start(self) -> None:
         """Request a saver from the spawner, once the last one is reaped."""
-        if self._child is not None or self._coming is None or self._again.is_set:
+        if self._child is not None or self._connecting is None or self._retry.is_set:
             return
         now = asyncio.get_running_loop().time()
         while self._starts and now - self._starts[0] > STARTS_WINDOW:
             self._starts.popleft()
         if len(self._starts) >= STARTS_MOST:
             times = f"{len(self._starts)} times in {STARTS_WINDOW / 60:g} minutes"
-            coming, self._coming = self._coming, None
+            coming, self._connecting = self._connecting, None
             sentence = f"{self._last_end}, {times}: it is not started again for a while"
             coming.set_exception(SaverGone(sentence))
             if not self._hopeless:
@@ -302,7 +302,7 @@ class Savers:
             self,
         )
 
-    def _put_off(self, why: str) -> None:
+    def _retry_later(self, why: str) -> None:
         """Retry a little later: this failure does not show that savers are useless."""
         if self._closed:
             return
@@ -312,7 +312,7 @@ class Savers:
         self._misses += 1
         if self._misses == 1:
             logger.warning("%s; retrying within %g s", why, RETRY_MOST)
-        self._again.after(wait, self._start)
+        self._retry.after(wait, self._start)
 
     def _introduced(self, peer: Peer, here: s.SaverHere) -> None:
         if here.version != VERSION:
@@ -322,12 +322,12 @@ class Savers:
         else:
             self._peer, self.port = peer, here.port
             self._spoke, self._misses = True, 0
-            coming, self._coming = self._coming, None
+            coming, self._connecting = self._connecting, None
             if coming is not None and not coming.done():
                 coming.set_result(None)
             self._owner.saver_ready()
 
-    def _end(self, sentence: str) -> None:
+    def _lose(self, sentence: str) -> None:
         """The saver is lost for this reason; the first reason counts."""
         peer, self._peer, self.port = self._peer, None, 0
         if peer is not None:
@@ -347,17 +347,17 @@ class Savers:
         for answer in answers.values():
             if not answer.done():
                 answer.set_exception(SaverGone(sentence))
-        if self._closed and self._coming is not None and not self._coming.done():
-            self._coming.set_exception(SaverGone(sentence))
-            self._coming = None
+        if self._closed and self._connecting is not None and not self._connecting.done():
+            self._connecting.set_exception(SaverGone(sentence))
+            self._connecting = None
 
     # ------------------------------------------------------------ a saver that is stuck
 
-    def _ask_whether_it_runs(self) -> None:
+    def _send_ping(self) -> None:
         """Ping it while there is pending work."""
         if self._answers and self._peer is not None:
             self._pings += 1
-            self._say(s.PingSaver(self._pings))
+            self._send(s.PingSaver(self._pings))
             self._patience.wait(ANSWER_LIMIT, self._silent)
 
     def _silent(self) -> None:
@@ -375,37 +375,37 @@ class Savers:
         if self._child is not None:
             self._child.signal(signal.SIGKILL)
 
-    def _show(self, held: Held) -> None:
-        if self._peer is not None and held.key not in self._open and not held.gone:
+    def _open_segment(self, held: Held) -> None:
+        if self._peer is not None and held.key not in self._open and not held.is_lost:
             self._open.add(held.key)
             self._peer.send(s.SegmentOpen(held.key, held.local_rank), held.fd)
 
-    def _say(self, message: Any, fd: int = -1) -> None:
+    def _send(self, message: Any, fd: int = -1) -> None:
         if self._peer is not None:
             self._peer.send(message, fd)
 
     async def _ask(self, name: Hashable, order: s.ToSaver, kind: type[T], *shown: Held) -> T:
         """Send an order once these segments are open; returns the answer. SaverGone."""
-        await self.there()
+        await self.wait_connected()
         for held in shown:
-            self._show(held)
+            self._open_segment(held)
         answer = self._answer(name)
-        self._say(order)
-        return await self._of(answer, kind)
+        self._send(order)
+        return await self._result_of(answer, kind)
 
     def _answer(self, name: Hashable) -> asyncio.Future[Any]:
         """The future for this answer; a second caller shares it."""
         if name not in self._answers:
             answer = asyncio.get_running_loop().create_future()
-            answer.add_done_callback(unheard)
+            answer.add_done_callback(retrieve_failure)
             self._answers[name] = answer
             if not (self._ping.is_set or self._patience.is_set):
-                self._ask_whether_it_runs()
+                self._send_ping()
             if self._peer is None:
                 answer.set_exception(SaverGone(self._last_end or "there is no saver"))
         return self._answers[name]
 
-    async def _of(self, answer: asyncio.Future[Any], kind: type[T]) -> T:
+    async def _result_of(self, answer: asyncio.Future[Any], kind: type[T]) -> T:
         found = await asyncio.shield(answer)
         assert isinstance(found, kind)
         return found
@@ -416,7 +416,7 @@ class Savers:
             answer.set_result(message)
 
 
-def unheard(future: asyncio.Future[Any]) -> None:
+def retrieve_failure(future: asyncio.Future[Any]) -> None:
     """Mark the failure as retrieved: nobody has to wait for it."""
     if not future.cancelled():
         future.exception()
@@ -430,7 +430,7 @@ def _secret(identity: Identity) -> str:
     return hmac.new(identity.token.encode(), what, hashlib.sha256).hexdigest()
 
 
-def _code_in_words(code: int) -> str:
+def _exit_text(code: int) -> str:
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
 
 

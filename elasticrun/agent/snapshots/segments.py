@@ -102,7 +102,7 @@ class Held:
         return not self.given_back and os.fstat(self.fd).st_size < self.sizes.nbytes
 
     @property
-    def gone(self) -> bool:
+    def is_lost(self) -> bool:
         """Whether it must not be touched."""
         return self.given_back or self.is_cut
 
@@ -119,7 +119,7 @@ class Held:
         return ""
 
     @property
-    def whose(self) -> str:
+    def owner(self) -> str:
         """Its owner, for log lines."""
         if self.local_rank >= 0:
             return f"local rank {self.local_rank}"
@@ -132,7 +132,7 @@ class Held:
 
     def snapshots(self) -> list[Snapshot]:
         """Its snapshots, the newest last."""
-        return [] if self.gone else self.segment.snapshots()
+        return [] if self.is_lost else self.segment.snapshots()
 
     def find(self, round: bytes, step: int) -> Snapshot | None:
         """Its snapshot of (round, step)."""
@@ -146,14 +146,14 @@ class Held:
         return next(reversed(self.snapshots()), None)
 
     def pin(self, slot: int, reason: str) -> None:
-        if not self.gone:
+        if not self.is_lost:
             self.pins.setdefault(slot, set()).add(reason)
             self.segment.pin(slot)
 
     def unpin(self, reason: str) -> None:
         """Remove this pin reason; a slot without reasons is free."""
         for slot, reasons in self.pins.items():
-            if reason in reasons and not self.gone:
+            if reason in reasons and not self.is_lost:
                 reasons.discard(reason)
                 self.segment.pin(slot, bool(reasons))
 
@@ -161,7 +161,7 @@ class Held:
         return any(self.pins.values())
 
 
-def let_go(held: Held) -> None:
+def unmap(held: Held) -> None:
     """Unmap it; blocks while the kernel frees gigabytes."""
     held.segment.close()
     os.close(held.fd)
@@ -174,7 +174,7 @@ class Adopted(NamedTuple):
 
     folder: SegmentFolder
     held: list[Held]
-    lives: list[LocalRound]
+    rounds: list[LocalRound]
 
 
 class Segments:
@@ -193,7 +193,7 @@ class Segments:
         self._serials = count(1)
         self._taking = 0  # bytes being allocated now
         self._taken = asyncio.Event()
-        self._told = Once()
+        self._once = Once()
         self._closed = False
         self._tasks = Tasks(logger.error)
         self._to_note: list[LocalRound] = []
@@ -212,10 +212,10 @@ class Segments:
         except (OSError, TimeoutError) as error:
             self._have_none(error)
             return []
-        self._orphans.again(due)
+        self._orphans.schedule(due)
         if adopted is None:
             return []
-        self._folder, self.held, lives = adopted
+        self._folder, self.held, rounds = adopted
         if self._folder.torn:
             logger.warning("snapshots from before the last reboot are ignored")
         serials = [int(held.path.rpartition("-")[2]) for held in self.held]
@@ -223,11 +223,11 @@ class Segments:
         if self.held:
             sizes = size_text(sum(held.sizes.nbytes for held in self.held))
             logger.info("found snapshots of the previous agent: %s", sizes)
-        return lives
+        return rounds
 
-    async def note(self, lives: list[LocalRound]) -> None:
+    async def note(self, rounds: list[LocalRound]) -> None:
         """Store for a later agent the data about rounds that snapshots lack; the last call wins."""
-        self._to_note = list(lives)
+        self._to_note = list(rounds)
         if self._noting is None or self._noting.done():
             self._noting = self._tasks.start(self._note(), "noting the rounds")
         await asyncio.shield(self._noting)
@@ -239,7 +239,7 @@ class Segments:
             try:
                 await in_thread(note, limit=OPEN_LIMIT, name="segments")
             except (OSError, TimeoutError) as error:
-                self._told.log(f"snapshots will not outlive this agent: {error or 'no answer'}")
+                self._once.log(f"snapshots will not outlive this agent: {error or 'no answer'}")
 
     def new_key(self) -> int:
         """A number that no segment has had."""
@@ -262,7 +262,7 @@ class Segments:
         except NoRoom as error:
             if fewer == sizes or self._closed:
                 raise
-            self._told.log(
+            self._once.log(
                 f"there is room for {least} snapshots of a rank only: some are skipped while a "
                 f"checkpoint is written ({error})"
             )
@@ -289,7 +289,7 @@ class Segments:
                 return held
         slots = f"{sizes.slots} x {size_text(sizes.slot_bytes)}"
         words = f"replicas take {slots} of shared memory for each rank of another node"
-        self._told.log(words, logging.INFO)
+        self._once.log(words, logging.INFO)
         return await self._make(-1, sizes, content, sizes.nbytes, rank)
 
     def drop(self, held: Held) -> None:
@@ -388,7 +388,7 @@ class Segments:
         fd, mapped = await in_thread(work, name="segments", late=late)
         for why in small:
             words = f"snapshots are in pages of 4 KiB, which ranks map slowly ({why})"
-            self._told.log(words, logging.INFO)
+            self._once.log(words, logging.INFO)
         view, slots = memoryview(mapped), sizes.slots
         initialize(
             view, layout_length=sizes.layout_length, slot_bytes=sizes.slot_bytes, slots=slots
@@ -413,7 +413,7 @@ class Segments:
         made_room = False
         while True:
             self._taken.clear()
-            room, (free, bound) = await in_thread(self._look, name="segments")
+            room, (free, bound) = await in_thread(self._free_space, name="segments")
             taking = self._taking
             if need + taking <= free and room is not None and need + taking <= room:
                 return True
@@ -427,13 +427,13 @@ class Segments:
             raise NoRoom(f"{size_text(need)} are needed, and {bound} has {size_text(free)} left")
         where = f"{self._base} has room for {size_text(room or 0)}"
         why = self._no_folder if room is None else where
-        self._told.log(
+        self._once.log(
             f"{why}: snapshots are kept in memory without a name, and do not outlive this agent "
             f"(mount a larger tmpfs, or name another folder by {env.SHM_DIR})"
         )
         return False
 
-    def _look(self) -> tuple[int | None, tuple[int, str]]:
+    def _free_space(self) -> tuple[int | None, tuple[int, str]]:
         room = None
         if self._folder is not None:
             with contextlib.suppress(OSError):
@@ -455,29 +455,29 @@ class Segments:
             os.close(fd)
             warm = False
         if not warm:
-            self._told.log("the kernel cannot make memory warm: the first snapshots take longer")
+            self._once.log("the kernel cannot make memory warm: the first snapshots take longer")
 
     # ------------------------------------------------------------ adoption
 
     def _adopt(self, node: str) -> tuple[float | None, Adopted | None]:
         """Seconds until the next scan of others' folders, and what this node can adopt."""
-        due = self._orphans.look().due
+        due = self._orphans.remove_expired().due
         folder = take(self._base, self._job_id, node, make=False)
         if folder is None:
             return due, None
-        lives = folder.lives()
-        most = max((life.nproc for life in lives), default=0)
+        rounds = folder.rounds()
+        most = max((one.nproc for one in rounds), default=0)
         found: list[Held] = []
         for file in folder.files():
-            held = self._adopted(file) if lives else None
+            held = self._adopted(file) if rounds else None
             if held is not None and file.local_rank < most:
                 found.append(held)
                 continue
             with contextlib.suppress(OSError):
                 os.unlink(file.path)
             if held is not None:
-                let_go(held)
-        return due, Adopted(folder, found, lives)
+                unmap(held)
+        return due, Adopted(folder, found, rounds)
 
     def _adopted(self, file: SegmentFile) -> Held | None:
         """A segment with our snapshots, or None if the file is not one."""
@@ -514,14 +514,14 @@ class Segments:
     def _announce(self, sizes: Sizes) -> None:
         slots = f"{sizes.slots} x {size_text(sizes.slot_bytes)}"
         ranks = "the local rank" if self._nproc == 1 else f"each of {self._nproc} local ranks"
-        self._told.log(f"snapshots take {slots} of shared memory for {ranks}", logging.INFO)
+        self._once.log(f"snapshots take {slots} of shared memory for {ranks}", logging.INFO)
 
 
 def _leave(found: tuple[float | None, Adopted | None]) -> None:
     """Leave what was found too late to a later agent."""
     if (adopted := found[1]) is not None:
         for one in adopted.held:
-            let_go(one)
+            unmap(one)
         adopted.folder.leave()
 
 
@@ -533,7 +533,7 @@ async def _give_back(held: list[Held]) -> None:
             if one.path:
                 with contextlib.suppress(OSError):
                     os.unlink(one.path)
-            let_go(one)
+            unmap(one)
 
     if held:
         await in_thread(work, name="segments")

@@ -87,7 +87,7 @@ class LocalSnapshots:
         self._nproc = launch.nproc_per_node
         self._several = launch.spec.max_nodes > 1
         self._node = node
-        self._say = node.link.send
+        self._send = node.link.send
         self._resumed = resumed
         self.folder = ""
         """The checkpoint folder that the ranks reported; "": unknown."""
@@ -133,7 +133,7 @@ class LocalSnapshots:
         self._report.close()
         self._wanted.close()
         self.savers.close()
-        self._shards.end()
+        self._shards.stop()
         self._replicas.close()
         self._persisting.close()
         await self._claim.close()
@@ -153,18 +153,20 @@ class LocalSnapshots:
             if isinstance(peer.here, s.RankHere):
                 peer.close()
         self._remarks.clear()
-        self.drain.begin(self._generation)
-        self._inventory.begin(start)
+        self.drain.start(self._generation)
+        self._inventory.start(start)
         self.savers.replace_old()
         self._go_on_from(start)
-        self._replicas.begin(start)
+        self._replicas.start(start)
         self._note()
         self._serve()
 
     def _go_on_from(self, start: Start) -> None:
         self._inventory.prune(start.info.restore, self._persisting.pins())
-        self._generation.go_on_from(NONE if start.info.restore is None else start.info.restore.step)
-        self._shards.begin(start)
+        self._generation.resume_from(
+            NONE if start.info.restore is None else start.info.restore.step
+        )
+        self._shards.start(start)
         self._report.changed()
 
     def ranks_stopping(self) -> None:
@@ -175,16 +177,16 @@ class LocalSnapshots:
         if self._generation.living:
             self._generation.living = False
             self._store.drop_damaged()
-            self._wanted.look(self._generation.held())
+            self._wanted.add_pinned(self._generation.held())
             self._serve()
         self._report.now(again=True)
 
     def attached(self) -> None:
         """Connected to a master that may know nothing of this node."""
         if self._segments.held and self._several:
-            self.savers.want()  # others may have to fetch from here
+            self.savers.ensure()  # others may have to fetch from here
         self._report.now(again=True)
-        self._persisting.say_again()
+        self._persisting.resend()
         self._shards.ask_again()
 
     # ------------------------------------------------------------ orders of the master
@@ -197,7 +199,7 @@ class LocalSnapshots:
                 self._whole(order.step)
                 self._give_up(order.given_up)
         elif isinstance(order, m.Persist):
-            self._persisting.begin(order)
+            self._persisting.start(order)
         elif isinstance(order, m.SaveAt):
             self.drain.ask(order)
         elif isinstance(order, m.CommitCheckpoint):
@@ -211,18 +213,18 @@ class LocalSnapshots:
 
     def _whole(self, step: int) -> None:
         """The current generation has a whole step, so it no longer needs older ones."""
-        if not self._generation.rise(step):
+        if not self._generation.raise_watermark(step):
             return
         for held in self._segments.held:
             held.unpin(CHOSEN)
-        self._shards.let_copies_go()
+        self._shards.drop_copies()
         self._replicas.tidy()
         self.tidy()
 
     def _give_up(self, step: int) -> None:
         """Steps above the watermark that will never be whole: free their slots."""
         if self._generation.give_up(step):
-            self._generation.look()
+            self._generation.notify_waiting()
 
     def _over(self, order: m.PersistOver) -> None:
         """An attempt is over. A failed one may be repeated, so a wanted snapshot is kept for
@@ -236,11 +238,11 @@ class LocalSnapshots:
 
     # ------------------------------------------------------------ messages of peers
 
-    def heard(self, peer: Peer, message: s.FromPeer) -> None:
+    def on_message(self, peer: Peer, message: s.FromPeer) -> None:
         """Dispatch a message of a peer, its introduction first."""
         if isinstance(peer.here, s.SaverHere):
             if isinstance(message, s.FromSaver):
-                self.savers.said(peer, message)
+                self.savers.on_message(peer, message)
             else:
                 peer.break_off("it is the saver, and speaks as a rank does")
         elif not isinstance(message, s.FromRank):
@@ -248,12 +250,12 @@ class LocalSnapshots:
         elif isinstance(message, s.RankHere):
             self._rank_here(peer, message)
         elif (local_rank := self._generation.of(peer)) is not None:
-            self._rank_says(peer, local_rank, message)
+            self._on_rank_message(peer, local_rank, message)
 
     def lost(self, peer: Peer) -> None:
         """The connection of an introduced peer has closed."""
         if isinstance(peer.here, s.SaverHere):
-            self.savers.hung_up(peer)
+            self.savers.on_close(peer)
         elif (local_rank := self._generation.of(peer)) is not None:
             rank = self._generation.ranks[local_rank]
             rank.peer, rank.silent = None, True
@@ -267,7 +269,7 @@ class LocalSnapshots:
             generation.ranks[local_rank].mute = True
             for mute in generation.mute():
                 for step in sorted(generation.open_steps()):
-                    self._lacks(mute, step, BROKEN)
+                    self._report_missing(mute, step, BROKEN)
             self._report.changed()
 
     def _rank_here(self, peer: Peer, here: s.RankHere) -> None:
@@ -276,12 +278,12 @@ class LocalSnapshots:
         if start is None or why:
             peer.break_off(why)
             return
-        if sentence := self._inventory.told(here):
+        if sentence := self._inventory.configure(here):
             logger.error("rank %d has no snapshots: %s", here.rank, sentence)
             peer.send(s.RankRefused(sentence))
             return
         on = start.info.restore
-        if on and (other := self._inventory.elsewhere(on.round, here.folder)):
+        if on and (other := self._inventory.other_folder(on.round, here.folder)):
             self.remark(f"step {on.step} in memory is not used: its checkpoints are in {other}")
             generation.start = start = replace(start, info=replace(start.info, restore=None))
             self._go_on_from(start)
@@ -291,15 +293,15 @@ class LocalSnapshots:
             before.break_off("a newer Checkpointer of that rank has taken its place")
         self.folder = here.folder
         if here.rank == 0:
-            self._claim.want(here.folder)
-        self._replicas.wanted = here.replicas > 0
+            self._claim.start(here.folder)
+        self._replicas.enabled = here.replicas > 0
         if here.replicas and start.group_world_size == 1:
             self.remark("no replicas: this node is the only one", level=logging.INFO)
-        self.savers.want()
+        self.savers.ensure()
         same = start.info.restore is not None and self._shards.is_here(here.rank)
         peer.send(resume(start, same=same, put_off=self.drain.signals))
 
-    def _rank_says(self, peer: Peer, local_rank: int, message: s.FromRank) -> None:
+    def _on_rank_message(self, peer: Peer, local_rank: int, message: s.FromRank) -> None:
         rank = self._generation.ranks[local_rank]
         if isinstance(message, s.NeedSegment) and rank.giving is peer:
             peer.break_off("it asks for a second segment before it was given the first one")
@@ -313,11 +315,11 @@ class LocalSnapshots:
         elif isinstance(message, s.AwaitRoom):
             self._generation.await_room(peer, local_rank, message.whole)
         elif isinstance(message, s.WantShard):
-            self._shards.want(peer, message.rank)
+            self._shards.provide(peer, message.rank)
         elif isinstance(message, s.IsWhole):
-            self._shards.is_whole(peer, message.rank)
+            self._shards.verify(peer, message.rank)
         elif isinstance(message, s.CannotRestore):
-            self._shards.cannot(message.rank, message.reason)
+            self._shards.reject(message.rank, message.reason)
         elif isinstance(message, s.PutsOff):
             rank.put_off = message.signals
         elif isinstance(message, s.StepMissed):
@@ -330,13 +332,15 @@ class LocalSnapshots:
         elif isinstance(message, s.Restored):
             self._restored(message)
 
-    def _restored(self, said: s.Restored) -> None:
-        self._inventory.restored(said)
-        self._generation.put_back = self._generation.put_back or said.source == "memory"
-        self.drain.began(said.step)
-        self._resumed(said.step, said.source)
-        if said.source != "nothing":
-            self.remark(f"ranks resume from step {said.step} ({said.source})", level=logging.INFO)
+    def _restored(self, message: s.Restored) -> None:
+        self._inventory.restored(message)
+        self._generation.put_back = self._generation.put_back or message.source == "memory"
+        self.drain.began(message.step)
+        self._resumed(message.step, message.source)
+        if message.source != "nothing":
+            self.remark(
+                f"ranks resume from step {message.step} ({message.source})", level=logging.INFO
+            )
 
     # ------------------------------------------------------------ segments
 
@@ -359,8 +363,8 @@ class LocalSnapshots:
         held = await self._segments.need(local_rank, sizes_of(need), need.content, need.least)
         if not peer.closed:  # immediately, so that nobody prunes it meanwhile
             self._generation.ranks[local_rank].held = held
-        await self._segments.note(self._inventory.lives())
-        if peer.closed or held.gone:
+        await self._segments.note(self._inventory.rounds())
+        if peer.closed or held.is_lost:
             return
         held.own = need.own
         self._generation.show([held])
@@ -371,7 +375,7 @@ class LocalSnapshots:
     def tidy(self) -> None:
         """Something is no longer needed: notify ranks that wait for a slot, and drop unneeded
         segments of other layouts."""
-        self._generation.look()
+        self._generation.notify_waiting()
         current = [rank.held for rank in self._generation.ranks]
         for held in self._inventory.prunable(current, self._generation.watermark):
             self._store.drop(held)
@@ -379,14 +383,14 @@ class LocalSnapshots:
 
     # ------------------------------------------------------------ commits
 
-    def _committed(self, local_rank: int, said: s.Committed) -> None:
+    def _committed(self, local_rank: int, message: s.Committed) -> None:
         generation, start = self._generation, self._generation.start
-        found = generation.committed(local_rank, said)
+        found = generation.committed(local_rank, message)
         if found is None or start is None:
             return
         held, snapshot = found
         current = generation.held()
-        if said.persist or self._wanted.has(snapshot.round, snapshot.step):
+        if message.persist or self._wanted.has(snapshot.round, snapshot.step):
             self._wanted.add(snapshot.round, snapshot.step, current)
         self.drain.committed(snapshot.step)
         steps = generation.steps()
@@ -399,32 +403,32 @@ class LocalSnapshots:
             given = [rank.held for rank in generation.ranks if rank.held is not None]
             self._give_up(self._inventory.passed_over(given, mark))  # a dropped one holds none
         self._hashing.soon(held)
-        if self._replicas.wanted and self._several:
+        if self._replicas.enabled and self._several:
             rank = start.first_rank + local_rank
             self.savers.serve(held, snapshot, start.round, rank)
         for mute in generation.mute():
-            self._lacks(mute, snapshot.step, BROKEN)
-        if said.persist:
+            self._report_missing(mute, snapshot.step, BROKEN)
+        if message.persist:
             self._report.now()
         else:
             self._report.changed()
 
-    def _save_failed(self, local_rank: int, said: s.SaveFailed) -> None:
+    def _save_failed(self, local_rank: int, message: s.SaveFailed) -> None:
         start = self._generation.start
         if start is None:
             return
-        if said.persist:
+        if message.persist:
             key = round_key(start.round)
-            self._wanted.add(key, said.step, self._generation.held())
-        self._lacks(local_rank, said.step, one_line(said.reason))
+            self._wanted.add(key, message.step, self._generation.held())
+        self._report_missing(local_rank, message.step, one_line(message.reason))
         self._report.now()
 
-    def _lacks(self, local_rank: int, step: int, reason: str) -> None:
+    def _report_missing(self, local_rank: int, step: int, reason: str) -> None:
         """A local rank does not and will not have this step: others must not wait for it."""
         start = self._generation.start
-        if start is not None and self._generation.cannot(local_rank, step, reason):
+        if start is not None and self._generation.mark_failed(local_rank, step, reason):
             rank = start.first_rank + local_rank
-            self._say(m.ShardBad(start.round, step, rank, reason[:MAX_REASON]))
+            self._send(m.ShardBad(start.round, step, rank, reason[:MAX_REASON]))
 
     # ------------------------------------------------------------ SaverOwner
 
@@ -447,7 +451,7 @@ class LocalSnapshots:
     def saver_lost(self) -> None:
         """The saver has exited."""
         if any(rank.peer is not None for rank in self._generation.ranks):
-            self.savers.want()
+            self.savers.ensure()
         self._report.changed()
 
     def remark(self, text: str, level: int = logging.WARNING) -> None:
@@ -463,7 +467,7 @@ class LocalSnapshots:
         saver = Endpoint(self._node.address, self.savers.port) if self.savers.port else None
         last, went_on = self._inventory.last(), generation.went_on()
         skipped = max((rank.skipped for rank in generation.ranks), default=0)
-        return m.Holdings(saver, held, self._replicas.wanted, last, went_on, skipped)
+        return m.Holdings(saver, held, self._replicas.enabled, last, went_on, skipped)
 
     def nodes(self) -> int:
         """Number of nodes in the round."""
@@ -476,11 +480,11 @@ class LocalSnapshots:
 
     def _serve(self) -> None:
         """Serve everything that is held here to other nodes."""
-        if self._several and self.savers.here:
-            for held, snapshot, life, rank in self._inventory.everything():
-                self.savers.serve(held, snapshot, life.name, rank)
+        if self._several and self.savers.is_connected:
+            for held, snapshot, local_round, rank in self._inventory.everything():
+                self.savers.serve(held, snapshot, local_round.name, rank)
 
     # ------------------------------------------------------------ helpers
 
     def _note(self) -> None:
-        self._tasks.start(self._segments.note(self._inventory.lives()), "noting the rounds")
+        self._tasks.start(self._segments.note(self._inventory.rounds()), "noting the rounds")

@@ -29,7 +29,7 @@ from elasticrun.wire.env import GIT_PASSWORDS, GIT_USERNAMES
 
 GIT_LIMIT: Final = 600.0
 """Seconds for one git command, and for waiting for another agent on this node."""
-LOOK_LIMIT: Final = 60.0
+RESOLVE_LIMIT: Final = 60.0
 """Seconds for resolving a name to a commit."""
 
 MFD_EXEC: Final = 0x10
@@ -108,10 +108,10 @@ def pinned(source: GitSource, environ: Mapping[str, str]) -> GitSource:
     if source.is_pinned:
         return source
     name = source.ref or "HEAD"
-    wanted = [f"refs/tags/{name}^{{}}", f"refs/tags/{name}", f"refs/heads/{name}", name]
-    told = _git(source, environ, "ls-remote", "--", source.url, *wanted, limit=LOOK_LIMIT)
-    found = {ref: commit for commit, _, ref in (row.partition("\t") for row in told.splitlines())}
-    commit = next((found[ref] for ref in wanted if ref in found), "")
+    refs = [f"refs/tags/{name}^{{}}", f"refs/tags/{name}", f"refs/heads/{name}", name]
+    output = _git(source, environ, "ls-remote", "--", source.url, *refs, limit=RESOLVE_LIMIT)
+    found = {ref: commit for commit, _, ref in (row.partition("\t") for row in output.splitlines())}
+    commit = next((found[ref] for ref in refs if ref in found), "")
     if not commit and not source.ref:
         raise GitError(f"--git={source}: it has no commit on its default branch")
     if not commit:
@@ -275,23 +275,25 @@ def _answering(files: contextlib.ExitStack, url: str, secrets: list[str]) -> Ite
     yield from (user, password, files.enter_context(_in_memory(asking, 0o700)))
 
 
-def _why(source: GitSource, said: str, secrets: list[str]) -> str:
+def _why(source: GitSource, stderr: str, secrets: list[str]) -> str:
     """git's error output up to its first fatal line, because ssh's reason precedes it."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     noise = ("hint:", "warning:", "Cloning into", "error: unable to read askpass")
     lines = [line for line in lines if not line.startswith(noise)] or ["git has failed"]
     fatal = next((at for at, line in enumerate(lines) if line.startswith("fatal:")), len(lines))
-    told = "; ".join(
+    message = "; ".join(
         re.sub(r"^(fatal|error|remote): *|[.:]+$", "", line) for line in lines[: fatal + 1]
     )
-    told = told.replace(secrets[1] or "\0", "***")[:300]
+    message = message.replace(secrets[1] or "\0", "***")[:300]
     user, password = GIT_USERNAMES[1], GIT_PASSWORDS[1]
-    if any(secrets) and "could not read" in told:
-        told += f"; {user} and {password} are for the host of the URL alone"
-    elif "Authentication failed" in told or "could not read" in told:
-        told += f"; {'look at' if any(secrets) else 'set'} {user} and {password} where the job is "
-        told += "started"
-    return f"--git={source}: {told}"
+    if any(secrets) and "could not read" in message:
+        message += f"; {user} and {password} are for the host of the URL alone"
+    elif "Authentication failed" in message or "could not read" in message:
+        message += (
+            f"; {'look at' if any(secrets) else 'set'} {user} and {password} where the job is "
+        )
+        message += "started"
+    return f"--git={source}: {message}"
 
 
 @contextlib.contextmanager

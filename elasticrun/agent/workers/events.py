@@ -90,8 +90,8 @@ class EventLog:
 
     def rendezvous(self, start: Start, waited_seconds: float, now_ms: int) -> None:
         """A round has formed after this node has waited for it."""
-        self._say("RENDEZVOUS", "AGENT", start, now_ms, duration_ms=waited_seconds * 1000)
-        self._say("ASSIGN_WORKER_RANKS", "AGENT", start, now_ms, duration_ms=0.0)
+        self._write_event("RENDEZVOUS", "AGENT", start, now_ms, duration_ms=waited_seconds * 1000)
+        self._write_event("ASSIGN_WORKER_RANKS", "AGENT", start, now_ms, duration_ms=0.0)
 
     def started(self, start: Start, pids: Mapping[int, int], now_ms: int) -> None:
         """The local ranks of a round have started; pids by local rank."""
@@ -123,7 +123,9 @@ class EventLog:
                 state = "SUCCEEDED" if succeeded else "FAILED" if failure else "TERMINATED"
                 self._worker(state, start, local_rank, pid, now_ms, failure, run_seconds)
         state, why = ("FAILED", agent_failure) if agent_failure else ("SUCCEEDED", None)
-        self._say(state, "AGENT", start, now_ms, total_run_time=int(run_seconds), raw_error=why)
+        self._write_event(
+            state, "AGENT", start, now_ms, total_run_time=int(run_seconds), raw_error=why
+        )
 
     def _worker(
         self,
@@ -146,13 +148,13 @@ class EventLog:
         if failure is not None and self.enabled:
             data = read_error_file(failure.error_file).data
             raw_error = json.dumps(data if data is not None else {"message": "<NONE>"})
-        self._say(
+        self._write_event(
             state, "WORKER", start, now_ms, more, raw_error=raw_error,
             global_rank=start.first_rank + local_rank, worker_id=str(pid),
             total_run_time=int(run_seconds),
         )  # fmt: skip
 
-    def _say(
+    def _write_event(
         self,
         state: str,
         source: str,

@@ -28,7 +28,7 @@ from elasticrun.wire import env
 from elasticrun.wire.messages import Failure
 from elasticrun.wire.types import MAX_TEXT
 
-LOOK_LIMIT: Final = 5.0
+READ_LIMIT: Final = 5.0
 """Seconds for reading the log; nothing waits for it."""
 
 NEAR_US: Final = 10_000_000
@@ -47,9 +47,9 @@ class Killers:
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
-        self._told = Once()
+        self._once = Once()
 
-    async def look(self, failure: Failure) -> None:
+    async def log_killer(self, failure: Failure) -> None:
         """Log what the kernel log says about a rank that died of a SIGKILL that no agent here has
         sent."""
         from elasticrun.host.doctor import kernel  # late: needed only after a SIGKILL
@@ -58,11 +58,11 @@ class Killers:
             return kernel.explain_kill(failure.pid, self._root)
 
         try:
-            word = await in_thread(read, limit=LOOK_LIMIT, name="kernel-log")
+            word = await in_thread(read, limit=READ_LIMIT, name="kernel-log")
         except TimeoutError:
             return
         level = logging.INFO if word.clear else logging.WARNING
-        self._told.log(f"rank {failure.rank}: {word.text}", level, kind=word.text)
+        self._once.log(f"rank {failure.rank}: {word.text}", level, kind=word.text)
 
 
 class OomKills:

@@ -112,7 +112,7 @@ class Probing:
 
     # ------------------------------------------------------------ reports
 
-    def heard(self, child: Child, message: spawning.FromSpawner) -> None:
+    def on_child_message(self, child: Child, message: spawning.FromSpawner) -> None:
         """A probe process enters a phase, has finished, or is reaped; the last one completes the
         order."""
         probing = self._children[child]
@@ -124,7 +124,7 @@ class Probing:
                 ended = "it ended without a result"
                 why = ended if isinstance(message, spawning.Exited) else message.reason
                 self._failed(probing, local_rank, self._clause(probing, local_rank, why))
-            self._look(probing)
+            self._check_done(probing)
         elif isinstance(message, spawning.ProbeSaid) and not probing.over:
             with contextlib.suppress(ValueError):  # no phase of ours
                 probing.phases[local_rank] = ProbePhase(message.phase)
@@ -148,7 +148,7 @@ class Probing:
             for rank in ranks:
                 self._failed(probing, rank, self._clause(probing, rank, why))
             probing.started = True
-            self._look(probing)
+            self._check_done(probing)
             return
         if probing.over:
             return
@@ -203,19 +203,19 @@ class Probing:
             self._failed(probing, local_rank, hung)
         probing.started = True
         self._kill(probing)
-        self._look(probing)
+        self._check_done(probing)
 
     def _kill(self, probing: _Probing) -> None:
         for child in probing.children:
             child.signal(signal.SIGKILL)
 
-    def _look(self, probing: _Probing) -> None:
+    def _check_done(self, probing: _Probing) -> None:
         """Report once every local rank has a result and every process is reaped."""
         if probing.over or not probing.started or probing.children:
             return
         self._close(probing)
         self._current = None
-        self._deliver(ProbeEnded(self._together(probing)))
+        self._deliver(ProbeEnded(self._combine(probing)))
 
     def _close(self, probing: _Probing) -> None:
         probing.over = True
@@ -223,22 +223,22 @@ class Probing:
 
     # ------------------------------------------------------------ results
 
-    def _result(self, probing: _Probing, local_rank: int, said: spawning.ProbeSaid) -> _Result:
+    def _result(self, probing: _Probing, local_rank: int, message: spawning.ProbeSaid) -> _Result:
         phase = probing.phase(local_rank)
         reason = ""
-        if said.excused:
-            reason = f"{_another(probing.order)} {said.reason}"
-        elif not said.ok:
-            reason = self._clause(probing, local_rank, said.reason)
+        if message.excused:
+            reason = f"{_another(probing.order)} {message.reason}"
+        elif not message.ok:
+            reason = self._clause(probing, local_rank, message.reason)
         return _Result(
-            said.ok,
+            message.ok,
             phase,
-            said.own,
-            said.excused,
+            message.own,
+            message.excused,
             reason,
-            said.compute,
-            said.transfers,
-            said.timed,
+            message.compute,
+            message.transfers,
+            message.timed,
         )
 
     def _failed(self, probing: _Probing, local_rank: int, reason: str) -> None:
@@ -255,7 +255,7 @@ class Probing:
     def _where(self, local_rank: int) -> str:
         return f"local rank {local_rank}, " if self._launch.nproc_per_node > 1 else ""
 
-    def _together(self, probing: _Probing) -> Probed:
+    def _combine(self, probing: _Probing) -> Probed:
         order, load = probing.order, probing.load
         results = list(probing.results.values())
         worst = max(results, key=lambda result: result.weight)  # of several, the first

@@ -46,14 +46,14 @@ from elasticrun.wire.types import INT32, RoundName
 if TYPE_CHECKING:
     from elasticrun.agent.link.link import Link
 
-SAY_EVERY: Final = 1.0
+MIN_INTERVAL: Final = 1.0
 """Minimum seconds between two reports; the heartbeat interval if that is longer."""
 
 REPORTS_PER_SECOND: Final = 50.0
 """Reports per second that a master gets from all nodes. Each is stored in its trace, a ring buffer
 that should reach back an hour. Nodes of larger rounds report less often, ..."""
 
-SAY_SELDOM: Final = 20.0
+MAX_INTERVAL: Final = 20.0
 """... but at least once in this many seconds."""
 
 PATIENCE: Final = 5.0
@@ -81,27 +81,27 @@ class _Window:
     owns: int = 0  # datagrams with the rank's own part
     own: float = 0.0
     waited: float = 0.0
-    tells_own: bool = False  # has reported it in this round
+    reports_own: bool = False  # has reported it in this round
 
     @property
     def fresh(self) -> bool:
         """Whether there is new data, including its own part if the rank reports that at all."""
-        return self.owns > 0 if self.tells_own else self.steps > 0
+        return self.owns > 0 if self.reports_own else self.steps > 0
 
     @property
     def slowness(self) -> tuple[float, float]:
         """A sort key: greater means slower."""
         return (self.own / self.owns if self.owns else 0.0, self.seconds / max(1, self.steps))
 
-    def add(self, said: RankSteps) -> None:
-        self.step = said.step
-        self.steps += said.steps
-        self.seconds += said.steps * said.seconds
-        if said.knows is Own.KNOWN:
-            self.tells_own = True
+    def add(self, message: RankSteps) -> None:
+        self.step = message.step
+        self.steps += message.steps
+        self.seconds += message.steps * message.seconds
+        if message.knows is Own.KNOWN:
+            self.reports_own = True
             self.owns += 1
-            self.own += said.own
-            self.waited += said.waited
+            self.own += message.own
+            self.waited += message.waited
 
     def clear(self) -> None:
         self.steps = self.owns = 0
@@ -109,7 +109,7 @@ class _Window:
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _LastCosts:
     """The last message of a rank's Checkpointer."""
 
     costs: RankCosts
@@ -125,50 +125,52 @@ class MetricReports:
         self._round: RoundName | None = None
         self._rows: deque[tuple[int, float, dict[str, str]]] = deque(maxlen=MOST_ROWS)
         self._by_rank = self._dropped = 0  # dropped rows, by the rank and here
-        self._said_at = -math.inf
+        self._sent_at = -math.inf
         self._timer = Timer()
 
-    def begin(self, start: Start) -> None:
+    def start(self, start: Start) -> None:
         """Start a new round."""
         self._round = start.round
         self._rows.clear()
         self._by_rank = self._dropped = 0
 
-    def heard(self, said: RankRows) -> None:
+    def add(self, message: RankRows) -> None:
         """Queue rows, and send them when due."""
-        self._by_rank = said.dropped
-        self._dropped += max(0, len(self._rows) + len(said.rows) - MOST_ROWS)
-        for step, at, values in said.rows:
-            told = zip(said.names, values, strict=True)
-            self._rows.append((step, at, {name: value for name, value in told if value}))
+        self._by_rank = message.dropped
+        self._dropped += max(0, len(self._rows) + len(message.rows) - MOST_ROWS)
+        for step, at, values in message.rows:
+            pairs = zip(message.names, values, strict=True)
+            self._rows.append((step, at, {name: value for name, value in pairs if value}))
         self._await()
 
     def _await(self) -> None:
         if self._rows and not self._timer.is_set:
-            every = max(SAY_EVERY, self._link.beat_interval)
-            wait = self._said_at + every - asyncio.get_running_loop().time()
+            every = max(MIN_INTERVAL, self._link.beat_interval)
+            wait = self._sent_at + every - asyncio.get_running_loop().time()
             if wait > 0.0:
                 self._timer.after(wait, self._send)
             else:
                 self._send()
 
     def _send(self) -> None:
-        self._said_at = asyncio.get_running_loop().time()
+        self._sent_at = asyncio.get_running_loop().time()
         self.flush(once=True)
         if self._rows:
-            self._timer.after(max(SAY_EVERY, self._link.beat_interval), self._send)
+            self._timer.after(max(MIN_INTERVAL, self._link.beat_interval), self._send)
 
     def flush(self, *, once: bool = False) -> None:
         """Send all rows, or (`once`) as many as fit in one report."""
         while self._rows and self._round is not None:
             rows = list(islice(self._rows, MAX_METRIC_ROWS))
-            names = tuple(dict.fromkeys(name for *_, said in rows for name in said))[:MAX_METRICS]
+            names = tuple(dict.fromkeys(name for *_, values in rows for name in values))[
+                :MAX_METRICS
+            ]
             now = time.time()
-            told = tuple(
-                MetricRow(step, max(0.0, now - at), tuple(said.get(name, "") for name in names))
-                for step, at, said in rows
+            table = tuple(
+                MetricRow(step, max(0.0, now - at), tuple(values.get(name, "") for name in names))
+                for step, at, values in rows
             )
-            report = Metrics(self._round, names, told, self._by_rank + self._dropped)
+            report = Metrics(self._round, names, table, self._by_rank + self._dropped)
             if not once:
                 self._link.send(report)
             elif not self._link.offer(report):
@@ -178,7 +180,7 @@ class MetricReports:
             if once:
                 return
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Stop sending."""
         self._timer.cancel()
         self._rows.clear()
@@ -195,16 +197,16 @@ class Progress:
         self._start: Start | None = None
         self._windows: dict[int, _Window] = {}
         self._latest: dict[int, tuple[int, float]] = {}
-        self._tell: set[int] = set()  # local ranks that call `progress`
-        self._costs: dict[int, _Told] = {}
+        self._callers: set[int] = set()  # local ranks that call `progress`
+        self._costs: dict[int, _LastCosts] = {}
         self._words: dict[int, tuple[str, float]] = {}  # the phase that a rank reports, and its end
-        self._said_at = -math.inf
-        self._every = SAY_EVERY
+        self._sent_at = -math.inf
+        self._every = MIN_INTERVAL
         self._new_since = math.inf
         self._second = 0
         self._read_in_second = 0
         self._pause = Timer()
-        self._told = Once()
+        self._once = Once()
         self._metrics = MetricReports(link)
         self.newest = -1
         """The newest step that a rank of this round has reported; -1: none."""
@@ -213,18 +215,18 @@ class Progress:
         """Start a round; datagrams of the last one's ranks are no longer read."""
         self.close()
         self._start = start
-        self._metrics.begin(start)
+        self._metrics.start(start)
         self.newest = -1
         self._windows, self._latest = {}, {}
-        self._tell, self._costs, self._words = set(), {}, {}
+        self._callers, self._costs, self._words = set(), {}, {}
         self._new_since = math.inf
         share = start.group_world_size / REPORTS_PER_SECOND
-        self._every = max(SAY_EVERY, min(SAY_SELDOM, share))
+        self._every = max(MIN_INTERVAL, min(MAX_INTERVAL, share))
         name = mint_name()
         try:
             found = hearing_at(name)
         except OSError as error:
-            self._told.log(f"steps are not told to this agent: {error}")
+            self._once.log(f"steps are not told to this agent: {error}")
             return
         self._socket, self._name = found, name
         asyncio.get_running_loop().add_reader(found, self._readable)
@@ -249,12 +251,12 @@ class Progress:
 
     def ranks_gone(self, *, done: bool) -> None:
         """Send their last data now."""
-        self.last_words()
+        self.flush()
 
     def close(self) -> None:
         """Stop reading. May be called again."""
         self._pause.cancel()
-        self._metrics.end()
+        self._metrics.stop()
         if self._socket is not None:
             asyncio.get_running_loop().remove_reader(self._socket)
             self._socket.close()
@@ -280,18 +282,18 @@ class Progress:
             except BlockingIOError:
                 return
             except OSError as error:
-                self._told.log(f"steps are not heard any more: {error}")
+                self._once.log(f"steps are not heard any more: {error}")
                 self.close()
                 return
             self._read_in_second += 1
             if self._is_ours(credentials) and not flags & socket.MSG_TRUNC:
-                self._heard(decode(data), now)
+                self._receive(decode(data), now)
 
     def _rest(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
         """Pause until the next second, so that a rank that sends too much does not keep the agent
         busy."""
         assert self._socket is not None
-        self._told.log("a local rank tells its steps too often: some are not heard")
+        self._once.log("a local rank tells its steps too often: some are not heard")
         loop.remove_reader(self._socket)
         self._pause.after(seconds, self._resume)
 
@@ -306,72 +308,72 @@ class Progress:
             return sender is not None
         pid, uid = sender
         sentence = f"a process of another user (pid {pid}, uid {uid}) tells steps: unheard"
-        self._told.log(sentence, kind="another user")
+        self._once.log(sentence, kind="another user")
         return False
 
-    def _heard(self, said: RankTold | None, now: float) -> None:
-        if said is None or said.local_rank >= self._nproc:
+    def _receive(self, message: RankTold | None, now: float) -> None:
+        if message is None or message.local_rank >= self._nproc:
             return
-        if isinstance(said, RankRows):
-            if self._start is not None and self._start.first_rank + said.local_rank == 0:
-                self._metrics.heard(said)
+        if isinstance(message, RankRows):
+            if self._start is not None and self._start.first_rank + message.local_rank == 0:
+                self._metrics.add(message)
             return
-        if isinstance(said, RankWord):
-            self._words[said.local_rank] = (said.what, now + said.seconds)
+        if isinstance(message, RankWord):
+            self._words[message.local_rank] = (message.what, now + message.seconds)
             return
-        if isinstance(said, RankCosts):
-            found = self._of_checkpointer(said, now)
-            if found is None or said.local_rank in self._tell:
+        if isinstance(message, RankCosts):
+            found = self._of_checkpointer(message, now)
+            if found is None or message.local_rank in self._callers:
                 return
-            said = found
+            message = found
         else:
-            self._tell.add(said.local_rank)
+            self._callers.add(message.local_rank)
         several = self._start is not None and self._start.group_world_size > 1
-        if said.knows is Own.UNTOLD and several:
-            self._told.log(
+        if message.knows is Own.UNTOLD and several:
+            self._once.log(
                 "torch's flight recorder does not tell how long ranks wait for each other: whether "
                 "this node is slow will not be known"
             )
-        self.newest = max(self.newest, said.step)
-        self._latest[said.local_rank] = (said.step, said.seconds)
-        self._windows.setdefault(said.local_rank, _Window()).add(said)
+        self.newest = max(self.newest, message.step)
+        self._latest[message.local_rank] = (message.step, message.seconds)
+        self._windows.setdefault(message.local_rank, _Window()).add(message)
         self._new_since = min(self._new_since, now)
         self._report(now)
 
-    def _of_checkpointer(self, said: RankCosts, now: float) -> RankSteps | None:
+    def _of_checkpointer(self, message: RankCosts, now: float) -> RankSteps | None:
         """The steps since the Checkpointer's last message, if the script does not call `progress`.
         The first two messages are not used: a script that calls it has done so by then."""
-        before = self._costs.get(said.local_rank)
-        count = (before.steps if before is not None else 0) + (said.step >= 0)
-        self._costs[said.local_rank] = _Told(said, now, count)
-        if before is None or count < 3 or said.step <= before.costs.step:
+        before = self._costs.get(message.local_rank)
+        count = (before.steps if before is not None else 0) + (message.step >= 0)
+        self._costs[message.local_rank] = _LastCosts(message, now, count)
+        if before is None or count < 3 or message.step <= before.costs.step:
             return None
-        steps = min(said.step - before.costs.step, INT32)
-        return RankSteps(said.local_rank, said.step, steps, (now - before.at) / steps)
+        steps = min(message.step - before.costs.step, INT32)
+        return RankSteps(message.local_rank, message.step, steps, (now - before.at) / steps)
 
     # ------------------------------------------------------------ reports out
 
-    def last_words(self) -> None:
+    def flush(self) -> None:
         """A rank has failed, all are stopped, or all have finished: send data that was not due yet.
         Otherwise the count of repeated steps would be too low."""
         if self._socket is not None:
             self._readable()
         left = [window for window in self._windows.values() if window.steps]
         if left and self._start is not None:
-            self._say(self._start, left, asyncio.get_running_loop().time())
+            self._send(self._start, left, asyncio.get_running_loop().time())
         self._metrics.flush()
 
     def _report(self, now: float) -> None:
         """Report the slowest rank, if a report is due."""
-        if self._start is None or now - self._said_at < max(self._every, self._link.beat_interval):
+        if self._start is None or now - self._sent_at < max(self._every, self._link.beat_interval):
             return
         late = now - self._new_since >= PATIENCE
         fresh = [window for window in self._windows.values() if window.fresh]
         if not fresh or (len(fresh) < len(self._windows) and not late):
             return
-        self._say(self._start, fresh, now)
+        self._send(self._start, fresh, now)
 
-    def _say(self, start: Start, fresh: list[_Window], now: float) -> None:
+    def _send(self, start: Start, fresh: list[_Window], now: float) -> None:
         slowest = max(fresh, key=lambda window: window.slowness)
         own, seconds = slowest.slowness
         report = Steps(
@@ -386,7 +388,7 @@ class Progress:
             restored=sum(one.costs.restored for one in self._costs.values()),
         )
         if self._link.offer(report):
-            self._said_at, self._new_since = now, math.inf
+            self._sent_at, self._new_since = now, math.inf
             self._windows = {rank: one for rank, one in self._windows.items() if one.fresh}
             for window in self._windows.values():
                 window.clear()

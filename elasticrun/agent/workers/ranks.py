@@ -249,7 +249,7 @@ class Ranks:
                 continue
             if attempt.signalled.get(local_rank) != signum:
                 pid = attempt.pids.get(local_rank)
-                self._tell_signal(pid, signum, attempt.signalled.get(local_rank))
+                self._log_signal(pid, signum, attempt.signalled.get(local_rank))
             attempt.signalled[local_rank] = signum
             self._sent_at[signum] = time.monotonic()
             child.signal(signum)
@@ -299,13 +299,13 @@ class Ranks:
 
     # ------------------------------------------------------------ reports
 
-    def heard(self, child: Child, message: spawning.FromSpawner) -> None:
+    def on_child_message(self, child: Child, message: spawning.FromSpawner) -> None:
         """A rank has started, exited, or failed to start; or all were swept."""
         attempt = self._attempt
         if isinstance(message, spawning.Swept):
             self._swept(message)
         elif isinstance(message, spawning.Lingering):
-            self._tell_lingering(message)
+            self._log_lingering(message)
         elif attempt is None or child not in attempt.children:
             return
         elif isinstance(message, spawning.Spawned):
@@ -339,7 +339,7 @@ class Ranks:
         sent = attempt.signalled.get(local_rank)
         if sent is None and self._is_put_off(local_rank, -message.code):
             logger.warning("local rank %d exited on a signal that it had blocked", local_rank)
-        self._queue_exit(attempt, self._explain(attempt, local_rank, message, tell=sent is None))
+        self._queue_exit(attempt, self._explain(attempt, local_rank, message, log=sent is None))
 
     def _swept(self, message: spawning.Swept) -> None:
         if self._sweeping and set(message.keys) == {child.key for child in self._sweeping}:
@@ -349,7 +349,7 @@ class Ranks:
             if self._cleared is not None:
                 self._cleared.set()
 
-    def _tell_lingering(self, message: spawning.Lingering) -> None:
+    def _log_lingering(self, message: spawning.Lingering) -> None:
         if self._lingering is not None:  # an exiting process has no command line any more
             known = dict(zip(self._lingering.pids, self._lingering.commands, strict=True))
             named = zip(message.pids, message.commands, strict=True)
@@ -443,9 +443,9 @@ class Ranks:
                 self._node.deliver(event)
 
     async def _explain(
-        self, attempt: _Attempt, local_rank: int, message: spawning.Exited, *, tell: bool
+        self, attempt: _Attempt, local_rank: int, message: spawning.Exited, *, log: bool
     ) -> RankExited:
-        """The exit of a rank with its cause. `tell`: it exited by itself, which is logged at
+        """The exit of a rank with its cause. `log`: it exited by itself, which is logged at
         once."""
         if message.code == 0:
             return RankExited(local_rank, 0, None)
@@ -468,11 +468,11 @@ class Ranks:
         except Exception:  # the exit is reported even without a cause
             logger.exception("a bug in elasticrun: no cause for local rank %d", local_rank)
             failure = bare
-        if tell and not self._is_put_off(local_rank, signum):
-            self._tell_failure(failure)
+        if log and not self._is_put_off(local_rank, signum):
+            self._log_failure(failure)
         return RankExited(local_rank, message.code, failure)
 
-    def _tell_failure(self, failure: Failure) -> None:
+    def _log_failure(self, failure: Failure) -> None:
         """Log in our words and in torchrun's, which people and tools search for.
 
         The loss of a peer is only logged as INFO, because the peer's own failure matters. An
@@ -489,7 +489,7 @@ class Ranks:
             self._binary(),
         )
         if failure.kind is FailureKind.SIGNAL and failure.exitcode == -signal.SIGKILL:
-            looking = self._killers.look(failure)
+            looking = self._killers.log_killer(failure)
             self._tasks.start(looking, "looking for who killed a rank", on_failure=logger.warning)
 
     def _bare_failure(self, attempt: _Attempt, local_rank: int, code: int, time_us: int) -> Failure:
@@ -514,7 +514,7 @@ class Ranks:
         return self._launch.python_exec or sys.executable
 
     @staticmethod
-    def _tell_signal(pid: int | None, signum: int, before: int | None) -> None:
+    def _log_signal(pid: int | None, signum: int, before: int | None) -> None:
         if signum == signal.SIGKILL:
             logger.warning(
                 "Unable to shutdown process %s via %s, forcefully exiting via %s",

@@ -54,7 +54,7 @@ class Owner(Protocol):
     """The owner of a started process. Its methods are called in the loop's thread, in order of
     events."""
 
-    def heard(self, child: Child, message: spawning.FromSpawner) -> None:
+    def on_child_message(self, child: Child, message: spawning.FromSpawner) -> None:
         """A message about the child: Spawned, then its own messages, then Exited or SpawnFailed."""
 
     def lost(self, child: Child) -> None:
@@ -128,7 +128,7 @@ class Spawner:
 
     def _silent(self) -> None:
         how = why_unresponsive(self.process.pid or 0)
-        self.end(f"{how}: no answer for {ANSWER_LIMIT:g} s, so it is killed and replaced")
+        self.close(f"{how}: no answer for {ANSWER_LIMIT:g} s, so it is killed and replaced")
 
     def quit(self) -> None:
         """Order it to kill and reap its descendants and to exit. One that is still importing has
@@ -139,7 +139,7 @@ class Spawner:
             if self.ready is None:
                 self.process.kill()
 
-    def end(self, reason: str) -> None:
+    def close(self, reason: str) -> None:
         """Close the connection: its process has exited or violates the protocol."""
         if self.ended.is_set():
             return
@@ -148,16 +148,16 @@ class Spawner:
         self._loop.remove_reader(self._connection)
         self._loop.remove_writer(self._connection)
         self._connection.close()
-        self._owner.ended(self, reason)
+        self._owner.on_close(self, reason)
 
-    def hear_out(self, reason: str) -> None:
+    def drain(self, reason: str) -> None:
         """Its process was reaped: read all that is left in the socket."""
         self._death = reason
         while not self.ended.is_set() and self._read():
             pass
-        self.end(reason)
+        self.close(reason)
 
-    def how(self, seen: str) -> str:
+    def how_it_ended(self, seen: str) -> str:
         """How it ended, as far as known; `seen`: what its socket or the kernel reports."""
         process = self.process.process
         lost_guard = isinstance(process, WarmChild) and process.unguarded
@@ -168,10 +168,10 @@ class Spawner:
         try:
             messages = self._connection.receive()
         except HungUp:
-            self.end(self._death or self.how("it was killed, or has crashed"))
+            self.close(self._death or self.how_it_ended("it was killed, or has crashed"))
             return False
         except OSError as error:
-            self.end(self._death or self.how(error.strerror or str(error)))
+            self.close(self._death or self.how_it_ended(error.strerror or str(error)))
             return False
         if messages is None:
             return False
@@ -183,11 +183,11 @@ class Spawner:
                     if message.number == self._pings:
                         self._silence.cancel()
                     continue
-                self._owner.heard(self, message)
+                self._owner.on_message(self, message)
                 if self.ended.is_set():
                     break
         except FrameError as error:
-            self.end(f"it said what cannot be understood: {error}")
+            self.close(f"it said what cannot be understood: {error}")
         return True
 
 
@@ -213,15 +213,15 @@ class Spawners:
         self._all: list[Spawner] = []
         self._pidfds: dict[int, int] = {}
         self._early_deaths = 0
-        self._told = Once()  # every restart would repeat it
+        self._once = Once()  # every restart would repeat it
         self._closing = False
         self._keepalive = Timer()
         self._tasks = Tasks(node.fatal)
-        self.lives_by_call = first.process is None
+        self.is_caller = first.process is None
         """The caller of elastic_launch is the spawner: it can be neither replaced nor reaped."""
         self._current = self._adopt(first)
         self._next: Spawner | None = None
-        if self.lives_by_call:
+        if self.is_caller:
             self._current.send(configure_message(node.launch))
 
     # ------------------------------------------------------------ orders
@@ -270,7 +270,7 @@ class Spawners:
                 for end in ends:
                     await end.wait()
         for spawner in list(self._all):
-            spawner.end("closed")
+            spawner.close("closed")
 
     # ------------------------------------------------------------ reports
 
@@ -280,14 +280,14 @@ class Spawners:
         process.watch(self._reaper, lambda code: self._reaped(spawner, code))
         return spawner
 
-    def heard(self, spawner: Spawner, message: spawning.FromSpawner) -> None:
-        """A spawner's message; called by the spawner, as is `ended`."""
+    def on_message(self, spawner: Spawner, message: spawning.FromSpawner) -> None:
+        """A spawner's message; called by the spawner, as is `on_close`."""
         if isinstance(message, spawning.SpawnerReady):
             self._ready(spawner, message)
         elif isinstance(message, spawning.Notice):
-            self._told.log(message.text)
+            self._once.log(message.text)
         elif isinstance(message, spawning.Stale):
-            self._told.log(message.reason)
+            self._once.log(message.reason)
             self._prepare_next(spawner)
         else:
             if isinstance(message, spawning.Spawned):
@@ -301,11 +301,11 @@ class Spawners:
                 keys = (message.key,)
             children = (spawner.children[key] for key in keys if key in spawner.children)
             if (child := next(children, None)) is not None:
-                child.owner.heard(child, message)
+                child.owner.on_child_message(child, message)
 
     def _watch(self, spawner: Spawner, born: spawning.Spawned) -> None:
         """Watch its death through the kernel, too: a stuck spawner does not report it."""
-        if self.lives_by_call:
+        if self.is_caller:
             return
         try:
             pidfd = os.pidfd_open(born.pid)
@@ -314,7 +314,7 @@ class Spawners:
             return
         except OSError as error:
             what = "a fork server that stands still is not noticed by the death of a rank"
-            self._told.log(f"{what}: no pidfd ({error.strerror})")
+            self._once.log(f"{what}: no pidfd ({error.strerror})")
             return
         self._pidfds[born.key] = pidfd
         asyncio.get_running_loop().add_reader(pidfd, self._died, spawner, born.key)
@@ -342,19 +342,19 @@ class Spawners:
             ready.import_seconds,
         )
         if ready.mode == "exec" and self._launch.mode != "exec" and ready.reason:
-            self._told.log(f"ranks are started by exec, not by fork: {ready.reason}")
+            self._once.log(f"ranks are started by exec, not by fork: {ready.reason}")
 
     def _prepare_next(self, spawner: Spawner) -> None:
         """Start a second spawner to replace `spawner`; it is used from the next start of ranks
         after it is ready."""
-        if self._closing or self.lives_by_call:
+        if self._closing or self.is_caller:
             return
         if spawner is not self._current or self._next is not None:
             return
         try:
             self._next = self._adopt(start_spawner(self._launch, self._ignored))
         except OSError as error:
-            self._told.log(f"no second fork server: {error}")
+            self._once.log(f"no second fork server: {error}")
 
     def _switch(self) -> None:
         fresh = self._next
@@ -372,24 +372,24 @@ class Spawners:
 
     def _reaped(self, spawner: Spawner, code: int) -> None:
         words = f"it was killed by signal {-code}" if code < 0 else f"exit code {code}"
-        spawner.hear_out(spawner.how(words))
+        spawner.drain(spawner.how_it_ended(words))
 
-    def ended(self, spawner: Spawner, reason: str) -> None:
+    def on_close(self, spawner: Spawner, reason: str) -> None:
         self._all.remove(spawner)
         for key in spawner.children if self._all else list(self._pidfds):
             self._unwatch(key)
         if spawner is self._next:
             self._next = None
             if not self._closing:
-                self._told.log(f"the second fork server failed ({reason}); the first one stays")
+                self._once.log(f"the second fork server failed ({reason}); the first one stays")
         if self._closing or spawner.quitting:
             return
-        if self.lives_by_call:
+        if self.is_caller:
             self._fatal("the calling process has gone")
             return
-        self._tasks.start(self._bury(spawner, reason), "replacing the fork server")
+        self._tasks.start(self._clean_up(spawner, reason), "replacing the fork server")
 
-    async def _bury(self, spawner: Spawner, reason: str) -> None:
+    async def _clean_up(self, spawner: Spawner, reason: str) -> None:
         """Kill and reap everything that a dead spawner left (its orphans are now our children)."""
         spawner.process.kill()  # if it is alive but violates the protocol
         if spawner.process.over is not None:  # its guard sweeps
@@ -426,7 +426,7 @@ class Spawners:
                 if loop.time() >= end:
                     self._fatal(f"the fork server cannot be started: {error}")
                     return False
-                self._told.log(f"no fork server can be started yet: {error}")
+                self._once.log(f"no fork server can be started yet: {error}")
                 await asyncio.sleep(START_AGAIN)
             else:
                 self._current = self._adopt(process)

@@ -91,21 +91,21 @@ class Stores:
         self._start_limits = start_limits
         self._stores: dict[Child, _Store] = {}
         self._held: deque[socket.socket] = deque()
-        self._wanted = Timer()
+        self._retry = Timer()
         self._waits = False  # one was requested before our address is known
-        self._told = Once()
+        self._once = Once()
 
     def prepare(self) -> None:
         """Start a store host on its own port; StoreReady follows when it listens. The endpoint
         contains our address, so this waits until the address is known (`addressed`)."""
-        self._wanted.cancel()  # otherwise there would be two
+        self._retry.cancel()  # otherwise there would be two
         self._waits = not self._node.address
         if self._waits:
             return
         try:
             held = bind_port()
         except OSError as error:
-            self._again(f"no port for a store: {error.strerror}")
+            self._retry_later(f"no port for a store: {error.strerror}")
             return
         port = int(held.getsockname()[1])
         child = self._spawners.start(spawning.SpawnStore(0, port), self)
@@ -123,7 +123,7 @@ class Stores:
                 store.released = True
                 child.send(spawning.CloseStore(child.key))
 
-    def heard(self, child: Child, message: spawning.FromSpawner) -> None:
+    def on_child_message(self, child: Child, message: spawning.FromSpawner) -> None:
         """A started store host must listen within its time limit. Its exit is delivered to the
         state machine unless it was released."""
         store = self._stores[child]
@@ -133,7 +133,7 @@ class Stores:
         elif isinstance(message, spawning.StoreListening) and not store.listening:
             store.listening = True
             self._tries = 0
-            self._told.clear()
+            self._once.clear()
             store.late.cancel()
             self._node.deliver(StoreReady(store.endpoint))
         elif isinstance(message, spawning.Exited | spawning.SpawnFailed):
@@ -147,7 +147,7 @@ class Stores:
                     if isinstance(message, spawning.Exited)
                     else message.reason
                 )
-                self._again(f"a store host could not be started: {why}")
+                self._retry_later(f"a store host could not be started: {why}")
 
     def lost(self, child: Child) -> None:
         """It has exited: reserve its port. If its spawner died too, the state machine knows and
@@ -164,7 +164,7 @@ class Stores:
 
     def close(self) -> None:
         """Release every port."""
-        self._wanted.cancel()
+        self._retry.cancel()
         for store in self._stores.values():
             store.late.cancel()
             store.held.close()
@@ -181,11 +181,11 @@ class Stores:
             self._held.remove(held)
             held.close()
 
-    def _again(self, sentence: str) -> None:
+    def _retry_later(self, sentence: str) -> None:
         self._tries += 1
         if self._tries >= MAX_TRIES:
             self._node.fatal(f"{sentence}, {self._tries} times in a row")
             return
-        self._told.log(f"{sentence}; trying again every {RETRY:g} s")
-        if not self._wanted.is_set:
-            self._wanted.after(RETRY, self.prepare)
+        self._once.log(f"{sentence}; trying again every {RETRY:g} s")
+        if not self._retry.is_set:
+            self._retry.after(RETRY, self.prepare)

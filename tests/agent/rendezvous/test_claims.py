@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from elasticrun.agent.rendezvous.claims import (
-    STALE_LOOKS,
+    STALE_READS,
     Claim,
     ClaimError,
     ClaimFile,
     ClaimRenewer,
-    Looks,
+    Renewals,
     SharedFiles,
-    fresh,
+    new_claim,
 )
 
 HOSTS = 12
@@ -86,9 +86,9 @@ def test_of_all_who_take_it_at_once_one_can_and_all_see_whom(
     path: str, late: int, over: bool, tmp_path: Path
 ) -> None:
     dead = ClaimFile(path)
-    assert not over or dead.take(fresh({"host": "dead"}))
+    assert not over or dead.take(new_claim({"host": "dead"}))
     files = [ClaimFile(path, files=Late(late)) for _ in range(HOSTS)]
-    took = at_once(lambda n: files[n].take(fresh({"host": n}), dead.mine))
+    took = at_once(lambda n: files[n].take(new_claim({"host": n}), dead.mine))
     assert took.count(True) == 1
     winner = files[took.index(True)].mine
     for file in files:
@@ -101,12 +101,12 @@ def test_of_all_who_take_it_at_once_one_can_and_all_see_whom(
 def test_who_judges_by_an_old_view_takes_nothing(path: str, tmp_path: Path) -> None:
     """It saw the claim of a host that was succeeded since."""
     dead, next_one = ClaimFile(path), ClaimFile(path)
-    assert dead.take(fresh({}))
+    assert dead.take(new_claim({}))
     old = dead.mine
     slow = ClaimFile(path, files=Late(100))
     assert slow.read() == old
-    assert next_one.take(fresh({}), old)
-    assert not slow.take(fresh({}), old)
+    assert next_one.take(new_claim({}), old)
+    assert not slow.take(new_claim({}), old)
     current = ClaimFile(path).read()
     assert current.holder == next_one.mine.holder
     only(tmp_path)
@@ -120,12 +120,12 @@ def test_one_that_died_while_it_took_over_is_succeeded_itself(path: str, tmp_pat
             raise OSError(errno.EIO, "died")
 
     first, dying, third = ClaimFile(path), ClaimFile(path, files=Dies()), ClaimFile(path)
-    assert first.take(fresh({"n": 1}))
+    assert first.take(new_claim({"n": 1}))
     with pytest.raises(ClaimError, match="cannot be taken over"):
-        dying.take(fresh({"n": 2}), first.mine)
+        dying.take(new_claim({"n": 2}), first.mine)
     between = third.read()
     assert between.words["n"] == 2
-    assert third.take(fresh({"n": 3}), between)
+    assert third.take(new_claim({"n": 3}), between)
     found = ClaimFile(path).read()
     assert found.words["n"] == 3
     third.remove()
@@ -140,17 +140,17 @@ def test_a_link_whose_answer_was_lost_counts(path: str) -> None:
             super().link(path, name)
             raise FileExistsError(errno.EEXIST, "there is one")
 
-    assert ClaimFile(path, files=Twice()).take(fresh({}))
-    assert not ClaimFile(path).take(fresh({}))
+    assert ClaimFile(path, files=Twice()).take(new_claim({}))
+    assert not ClaimFile(path).take(new_claim({}))
 
 
 def test_a_holder_that_was_succeeded_is_told_and_writes_into_nothing(path: str) -> None:
     first, second = ClaimFile(path), ClaimFile(path)
-    assert first.take(fresh({"n": 1}))
+    assert first.take(new_claim({"n": 1}))
     assert first.renew() is None
     seen = second.read()
     assert seen.count == 1
-    assert second.take(fresh({"n": 2}), seen)
+    assert second.take(new_claim({"n": 2}), seen)
     told = first.renew()
     assert told.words["n"] == 2
     first.leave()
@@ -162,7 +162,7 @@ def test_a_holder_that_was_succeeded_is_told_and_writes_into_nothing(path: str) 
 
 def test_a_claim_that_somebody_removed_is_made_again(path: str) -> None:
     file = ClaimFile(path)
-    assert file.take(fresh({"n": 1}))
+    assert file.take(new_claim({"n": 1}))
     os.unlink(path)
     assert file.renew() is None
     found = ClaimFile(path).read()
@@ -173,8 +173,8 @@ def test_a_claim_that_somebody_removed_is_made_again(path: str) -> None:
 
 def test_a_claim_that_was_left_says_so(path: str) -> None:
     file = ClaimFile(path)
-    assert file.take(fresh({}))
-    looks, seen = Looks(), file.read()
+    assert file.take(new_claim({}))
+    looks, seen = Renewals(), file.read()
     assert seen is not None
     assert not looks.is_stale(seen)
     file.leave()
@@ -185,28 +185,28 @@ def test_a_claim_that_was_left_says_so(path: str) -> None:
 
 
 def test_only_looks_that_the_file_system_answered_make_a_claim_stale() -> None:
-    looks = Looks()
+    looks = Renewals()
     claim = Claim("0" * 16, {}, 5)
     for _ in range(100):
-        looks.look(claim, took=60.0)  # it stood still, and so may the holder's
+        looks.observe(claim, took=60.0)  # it stood still, and so may the holder's
     assert not looks.is_stale(claim)
-    for _ in range(STALE_LOOKS - 1):
-        looks.look(claim, took=0.0)
-    looks.look(Claim("0" * 16, {}, 6), took=0.0)  # renewed
+    for _ in range(STALE_READS - 1):
+        looks.observe(claim, took=0.0)
+    looks.observe(Claim("0" * 16, {}, 6), took=0.0)  # renewed
     assert looks.same == 0
     later = Claim("0" * 16, {}, 6)
-    for _ in range(STALE_LOOKS):
+    for _ in range(STALE_READS):
         assert not looks.is_stale(later)
-        looks.look(later, took=0.0)
+        looks.observe(later, took=0.0)
     assert looks.is_stale(later)
 
 
 def test_a_keeper_renews_and_tells_whoever_attaches_later(path: str, monkeypatch) -> None:
     monkeypatch.setattr("elasticrun.agent.rendezvous.claims.RENEW_EVERY", 0.01)
     first, second = ClaimFile(path), ClaimFile(path)
-    assert first.take(fresh({"n": 1}))
+    assert first.take(new_claim({"n": 1}))
     renewer = ClaimRenewer(first)
-    assert second.take(fresh({"n": 2}), second.read())
+    assert second.take(new_claim({"n": 2}), second.read())
     lost, told = threading.Event(), []
 
     def hear(claim: Claim) -> None:
@@ -240,7 +240,7 @@ def test_a_file_of_another_user_is_not_believed(path: str) -> None:
     """Whoever wrote it could have this node join a job of theirs."""
     if os.geteuid() != 0:
         pytest.skip("only root can give a file away")
-    assert ClaimFile(path).take(fresh({}))
+    assert ClaimFile(path).take(new_claim({}))
     os.chown(path, 12345, 12345)
     with pytest.raises(ClaimError, match="of another user"):
         ClaimFile(path).read()
@@ -252,17 +252,17 @@ def test_a_file_system_without_hard_links_says_so(path: str, tmp_path: Path) -> 
             raise OSError(errno.EPERM, "Operation not permitted")
 
     with pytest.raises(ClaimError, match="has no hard links"):
-        ClaimFile(path, files=Bucket()).take(fresh({}))
+        ClaimFile(path, files=Bucket()).take(new_claim({}))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_token_stands_in_no_repr(path: str) -> None:
-    assert "s3cret" not in repr(fresh({"token": "s3cret"}))
+    assert "s3cret" not in repr(new_claim({"token": "s3cret"}))
 
 
 def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     """A machine whose mount is missing would begin a second job in a folder of its own."""
     file = ClaimFile(str(tmp_path / "jobs" / "a"))
     with pytest.raises(ClaimError, match=r"there is no folder .*/jobs here: make it"):
-        file.take(fresh({}))
+        file.take(new_claim({}))
     assert list(tmp_path.iterdir()) == []

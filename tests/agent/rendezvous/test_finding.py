@@ -35,7 +35,7 @@ def there(monkeypatch) -> There:
         return state["answers"]
 
     monkeypatch.setattr(SharedFile, "_answers", answers)
-    monkeypatch.setattr(shared_file, "LOOK_EVERY", 0.01)
+    monkeypatch.setattr(shared_file, "READ_EVERY", 0.01)
     monkeypatch.setattr(claims, "died_here", lambda claim: False)
     return state
 
@@ -120,7 +120,7 @@ def test_a_file_that_is_renewed_is_not_taken_over(
     """A network that has split: the folder is there for both."""
     monkeypatch.setattr(claims, "RENEW_EVERY", 0.005)
     # ten checks without a renewal take 2 s, in which a busy machine renews, and fit in the limit
-    monkeypatch.setattr(shared_file, "LOOK_EVERY", 0.2)
+    monkeypatch.setattr(shared_file, "READ_EVERY", 0.2)
     look(at(file), MINE)
     there["answers"] = False
     refused = look(at(file), MINE).registry

@@ -19,7 +19,7 @@ from elasticrun.agent.rendezvous.claims import NAME, FolderClaim, NotOurs
 def quick(monkeypatch) -> None:
     """A look takes what it takes; only the waits between looks and renewals are short."""
     monkeypatch.setattr(claims, "RENEW_EVERY", 0.02)
-    monkeypatch.setattr(claims, "LOOK_EVERY", 0.1)
+    monkeypatch.setattr(claims, "READ_EVERY", 0.1)
     monkeypatch.setattr(claims, "died_here", lambda claim: False)  # the others are elsewhere
 
 
@@ -32,17 +32,17 @@ def test_another_job_is_refused_and_told_by_whom_until_the_first_has_ended(tmp_p
 
     async def run() -> None:
         one, two = claim("one"), claim("two")
-        await one.sure(folder)
+        await one.verify(folder)
         with pytest.raises(NotOurs) as refused:
-            await two.sure(folder)
+            await two.verify(folder)
         assert str(refused.value) == (
             f"{folder} is claimed by job one on {os.uname().nodename}, which renews its claim: end "
             "that job, or name another folder"
         )
-        await one.sure(folder)
+        await one.verify(folder)
         await one.close()
         assert os.listdir(folder) == [], "left clean"
-        await two.sure(folder)
+        await two.verify(folder)
         await two.close()
 
     asyncio.run(run())
@@ -50,9 +50,9 @@ def test_another_job_is_refused_and_told_by_whom_until_the_first_has_ended(tmp_p
 
 async def test_the_claim_of_a_killed_job_is_taken_by_one_of_another_name(tmp_path: Path) -> None:
     killed, resumed = claim("killed"), claim("resumed")
-    await killed.sure(str(tmp_path))
+    await killed.verify(str(tmp_path))
     killed._renewer.close()
-    await resumed.sure(str(tmp_path))
+    await resumed.verify(str(tmp_path))
     await resumed.close()
 
 
@@ -61,10 +61,10 @@ async def test_the_same_job_started_again_is_not_locked_out(tmp_path: Path) -> N
     term = 1
     one, two = claim(term=lambda: term), claim(term=lambda: term)
     for node in (one, two, one):
-        await node.sure(str(tmp_path))
+        await node.verify(str(tmp_path))
     term = 2
     for node in (two, one):
-        await node.sure(str(tmp_path))
+        await node.verify(str(tmp_path))
     await two.close()
     assert os.listdir(tmp_path) == [NAME], "the other one's"
     await one.close()
@@ -77,14 +77,14 @@ async def test_after_a_split_the_half_of_the_older_master_writes_nothing(tmp_pat
     terms = {"left": 7, "right": 3}
     left = claim(term=lambda: terms["left"])
     right = claim(term=lambda: terms["right"])
-    await left.sure(str(tmp_path))
-    await right.sure(str(tmp_path))
+    await left.verify(str(tmp_path))
+    await right.verify(str(tmp_path))
     for _ in range(2):
         with pytest.raises(NotOurs, match="another master of this job"):
-            await left.sure(str(tmp_path))
-    await right.sure(str(tmp_path))
+            await left.verify(str(tmp_path))
+    await right.verify(str(tmp_path))
     terms["left"] = 3  # it has found the other master
-    await left.sure(str(tmp_path))
+    await left.verify(str(tmp_path))
     await right.close()
     await left.close()
 
@@ -93,8 +93,8 @@ async def test_what_is_in_the_way_is_said_before_a_checkpoint(tmp_path: Path, mo
     said: asyncio.Queue[str] = asyncio.Queue()
     monkeypatch.setattr(claims.logger, "log", lambda _, form, *args: said.put_nowait(form % args))
     one, two = claim("one"), claim("two")
-    await one.sure(str(tmp_path))
-    two.want(str(tmp_path))
+    await one.verify(str(tmp_path))
+    two.start(str(tmp_path))
     sentence = await said.get()
     assert "no checkpoint is written" in sentence
     assert "claimed by job one" in sentence
@@ -106,14 +106,14 @@ async def test_what_is_in_the_way_is_said_before_a_checkpoint(tmp_path: Path, mo
 
 @pytest.mark.parametrize("url", ["s3://bucket/a", "memory://a"])
 def test_what_is_no_folder_is_claimed_by_nobody(url: str) -> None:
-    asyncio.run(claim().sure(url))
+    asyncio.run(claim().verify(url))
 
 
 def test_a_folder_that_cannot_be_claimed_is_written_to(tmp_path: Path, monkeypatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(claims.logger, "log", lambda _, form, *args: said.append(form % args))
     (tmp_path / NAME).write_text("somebody's")
-    asyncio.run(claim().sure(str(tmp_path)))
+    asyncio.run(claim().verify(str(tmp_path)))
     (one,) = said
     assert one.startswith("checkpoints are written without a claim of their folder: ")
 
@@ -143,9 +143,9 @@ def test_a_folder_that_cannot_be_written_to_is_told_once_and_with_what_follows(
 
     async def looks(folder: str) -> None:
         mine = claim()
-        mine.want(folder)
-        await mine.sure(folder)
-        await mine.sure(folder)
+        mine.start(folder)
+        await mine.verify(folder)
+        await mine.verify(folder)
         await mine.close()
 
     for folder, why in told.items():

@@ -30,7 +30,7 @@ from tests.harness import LIMIT
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (claims, shared_file):
-        monkeypatch.setattr(module, "LOOK_EVERY", 0.01)
+        monkeypatch.setattr(module, "READ_EVERY", 0.01)
     monkeypatch.setattr(claims, "RENEW_EVERY", 0.01)
     monkeypatch.setattr(endpoint, "HEIR_AFTER", 0.01)
 
@@ -62,8 +62,8 @@ def take_over(path: Path, **words: object) -> None:
     claim = file.read()
     assert claim is not None
     changed = {**claim.words, "host": "other", "address": "192.0.2.7", **words}
-    assert file.take(claims.fresh(changed), claim)
-    file.let_go()
+    assert file.take(claims.new_claim(changed), claim)
+    file.release()
 
 
 def test_whose_file_was_taken_over_follows(holder: SharedFile, tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_file_that_another_job_took_costs_this_one_no_master(
     holder: SharedFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = asyncio.Queue[str]()
-    monkeypatch.setattr(holder, "_remark", said.put_nowait)
+    monkeypatch.setattr(holder, "_warn", said.put_nowait)
 
     async def run() -> object:
         await claimed(holder)
@@ -247,8 +247,8 @@ class Scripted:
     async def move(self, lease: Lease, why: str) -> Leader | Vacant:
         raise AssertionError
 
-    async def leave(self, *, job_over: bool, lives_on: bool) -> None:
-        self.note(f"leave {job_over} {lives_on}")
+    async def leave(self, *, job_over: bool, master_stays: bool) -> None:
+        self.note(f"leave {job_over} {master_stays}")
 
     def unmet(self) -> str:
         return "nobody leads"
@@ -282,12 +282,12 @@ def test_the_registry_is_read_only_while_no_master_answers() -> None:
         await one.rendezvous.settle(None)
         assert (one.rendezvous.dial, one.met) == (there, 1)
         await one.asked("read False", "read False")
-        one.rendezvous.heard(LinkBack())
+        one.rendezvous.on_link_event(LinkBack())
         one.registry.says.put_nowait(Leader(Endpoint("192.0.2.2", 6)))  # nobody reads it now
         for _ in range(5):
             await asyncio.sleep(0)
         assert one.rendezvous.dial == there
-        one.rendezvous.heard(LinkLost("closed"))
+        one.rendezvous.on_link_event(LinkLost("closed"))
         await one.asked("read False", "read False", "read True", "read True")
         assert (one.rendezvous.dial, one.met) == (Endpoint("192.0.2.2", 6), 2)
         await one.rendezvous.close(job_over=True)
@@ -303,10 +303,10 @@ def test_a_link_that_is_back_interrupts_no_take() -> None:
         one.registry.says.put_nowait(VACANT)
         settling = asyncio.ensure_future(one.rendezvous.settle(None))
         await one.asked("read False", "take")
-        one.rendezvous.heard(LinkBack())
+        one.rendezvous.on_link_event(LinkBack())
         one.registry.takes.put_nowait(None)
         await one.registry.takes.join()
-        one.rendezvous.heard(LinkLost("closed"))
+        one.rendezvous.on_link_event(LinkLost("closed"))
         await one.asked("read False", "take", "read True")
         settling.cancel()
         await one.rendezvous.close(job_over=False)

@@ -76,7 +76,7 @@ def test_a_node_whose_rank_reads_a_pipe_for_ever(
         )
         flushed: list[bool] = []
         progress = SimpleNamespace(
-            last_words=lambda: flushed.append(True),
+            flush=lambda: flushed.append(True),
             seen=lambda rank: (7, 0.5) if rank else (-1, 0.0),
             word=lambda rank: ("judge", 60.0) if rank else ("", 0.0),
         )

@@ -395,13 +395,13 @@ class Node:
         order = await asyncio.wait_for(self.spawners.orders.get(), LIMIT)
         saver = await self.call(Saver, order.place)
         saver.say(s.SaverHere(VERSION, order.key, port))
-        await self.snapshots.savers.there()
+        await self.snapshots.savers.wait_connected()
         return saver
 
     async def saver_dies(self, saver: Client, code: int = -9) -> None:
         saver.close()
         child = self.snapshots.savers._child
-        self.snapshots.savers.heard(child, Exited(child.key, 1, code, 0))
+        self.snapshots.savers.on_child_message(child, Exited(child.key, 1, code, 0))
 
     async def call(self, what: Callable[..., T], *args: Any) -> T:
         made = await asyncio.to_thread(what, *args)

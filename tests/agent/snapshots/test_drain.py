@@ -46,7 +46,7 @@ def made(launch: Launch | None = None) -> tuple[Drain, Generation, list[m.Report
     link = SimpleNamespace(send=said.append)
     store = SimpleNamespace(segments=SimpleNamespace(held=generation.held()), link=link)
     drain = Drain(launch or launched(), store)
-    drain.begin(generation)
+    drain.start(generation)
     return drain, generation, said
 
 
@@ -108,7 +108,7 @@ def test_the_pace_is_known_before_the_first_snapshot(monkeypatch) -> None:
     now[0] += 1.0
     page(generation, 0).current = 1600
     assert drain.margin() == 50  # warming up does not count any more
-    drain.begin(begun())
+    drain.start(begun())
     assert drain.margin() == LEAST_MARGIN
 
 
@@ -121,7 +121,7 @@ def test_every_segment_is_told_and_later_ones_too() -> None:
     late = held(1)
     drain.show(1, late)
     assert late.segment.save_at == 9
-    drain.begin(begun(changed(START, OTHER)))
+    drain.start(begun(changed(START, OTHER)))
     drain.show(1, late)
     assert late.segment.save_at == NONE
 
@@ -174,7 +174,7 @@ def test_who_puts_a_signal_off() -> None:
     assert drain.is_put_off(1, 15)
     assert not drain.is_put_off(1, 1)
     assert not drain.is_put_off(0, 15)
-    drain.begin(begun())
+    drain.start(begun())
     assert not drain.is_put_off(1, 15)
 
 

@@ -295,7 +295,7 @@ async def test_a_segment_that_is_dropped_is_no_file_any_more(shm: Path) -> None:
     async with using(shm) as segments:
         held = await segments.need(0, SIZES, LAYOUT.content)
         segments.drop(held)
-        assert held.gone
+        assert held.is_lost
         assert held.snapshots() == []
         await segments._tasks.over()
         assert not Path(held.path).exists()

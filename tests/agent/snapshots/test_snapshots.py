@@ -324,7 +324,7 @@ async def test_a_saver_that_did_its_work_is_always_started_again(node: Node, mon
         await node.saver_dies(await node.saver())
     assert node.spawners.orders.empty()
     with pytest.raises(savers_module.SaverGone, match="not started again for a while"):
-        await node.snapshots.savers.there()
+        await node.snapshots.savers.wait_connected()
 
 
 @pytest.mark.parametrize("refused", [True, False])
@@ -340,7 +340,7 @@ async def test_a_saver_that_cannot_be_started_is_tried_again_and_writes(
         key = (await asyncio.wait_for(node.spawners.orders.get(), LIMIT)).key
         why = "no saver could be started: Resource temporarily unavailable"
         end = SpawnFailed(key, why) if refused else Exited(key, 1, 1, 0)
-        node.snapshots.savers.heard(node.spawners.children[key], end)
+        node.snapshots.savers.on_child_message(node.spawners.children[key], end)
     await (await node.saver()).writes()
     assert (await node.master.until(lambda _: True, m.Persisted)).ok
     assert sum("retrying within 10 s" in text for text in caplog.messages) == 1

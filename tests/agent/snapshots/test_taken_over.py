@@ -27,7 +27,7 @@ def folder_of(node: Node) -> Path:
 @asynccontextmanager
 async def follower(node: Node, *, nproc: int = 2) -> AsyncIterator[Node]:
     """The next agent, which finds what `node` would leave if it were killed now."""
-    await node.snapshots._segments.note(node.snapshots._inventory.lives())
+    await node.snapshots._segments.note(node.snapshots._inventory.rounds())
     with tempfile.TemporaryDirectory(prefix="elasticrun-test-", dir="/dev/shm") as base:
         left = folder_of(node)
         shutil.copytree(left, Path(base) / left.name)
@@ -63,7 +63,7 @@ async def test_what_was_taken_back_is_told_until_a_checkpoint_says_so(node: Node
     lives = folder_of(node) / "lives.json"
     for step, told in ((6, 5), (4, -1)):
         node.snapshots.obey(m.PersistOver("a", ONE, step, ok=True, reason=""))
-        await node.snapshots._segments.note(node.snapshots._inventory.lives())
+        await node.snapshots._segments.note(node.snapshots._inventory.rounds())
         assert [row["info"]["skip"]["storage_from"] for row in json.loads(lives.read_text())] == [
             told
         ]

@@ -259,8 +259,8 @@ KILLED = Failure("h", 3, 1, 4711, -9, 1, FailureKind.SIGNAL, "Signal 9", "", "")
 def looked(root: Path, caplog, level: int) -> list[str]:
     async def twice() -> None:
         killers = Killers(root)
-        await killers.look(KILLED)
-        await killers.look(KILLED)
+        await killers.log_killer(KILLED)
+        await killers.log_killer(KILLED)
 
     with caplog.at_level(level, "elasticrun"):
         asyncio.run(twice())

@@ -50,7 +50,7 @@ class NodeOfProbes(Waiting):
         self.context = node_context(self.launch, deliver=self._deliver, variables=planted)
         self.stores = Stores(self.context, self.spawners, 0.0)
         self.probing = Probing(self.context, self.spawners)
-        self._hear, self.probing.heard = self.probing.heard, self._heard
+        self._hear, self.probing.on_child_message = self.probing.on_child_message, self._heard
 
     def _deliver(self, event: AgentEvent) -> None:
         self.events.append(event)

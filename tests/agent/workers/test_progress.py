@@ -101,8 +101,8 @@ def two_paced() -> AbstractAsyncContextManager[Ear]:
 @pytest.fixture
 def ear(monkeypatch) -> AbstractAsyncContextManager[Ear]:
     """Of one rank; a report for every datagram that completes one."""
-    monkeypatch.setattr(module, "SAY_EVERY", 0.0)
-    monkeypatch.setattr(module, "SAY_SELDOM", 0.0)
+    monkeypatch.setattr(module, "MIN_INTERVAL", 0.0)
+    monkeypatch.setattr(module, "MAX_INTERVAL", 0.0)
     return listening(1)
 
 
@@ -252,7 +252,7 @@ async def test_what_rank_0_says_of_its_steps_goes_to_the_master(two: Ear) -> Non
     await two.tell(said, replace(said, local_rank=1))
     assert two.rows == []
     await two.tell(replace(said, rows=((99, at, ("inf", "")),)))
-    two.progress.last_words()
+    two.progress.flush()
     first, last = two.rows
     assert (first.names, last.names, first.dropped) == (("loss", "acc"), ("loss",), 3)
     assert [row.values for row in first.rows[:2]] == [("0.25", "nan"), ("0.25", "")]
@@ -261,7 +261,7 @@ async def test_what_rank_0_says_of_its_steps_goes_to_the_master(two: Ear) -> Non
     two.busy = False
     names = tuple(f"{number:064}" for number in range(32))
     await two.tell(RankRows(0, names, ((2**62, at, ("9" * 24,) * 32),) * 64))
-    two.progress.last_words()
+    two.progress.flush()
     assert len(report_to_wire(two.rows[2])) < MAX_MESSAGE_BYTES
 
 

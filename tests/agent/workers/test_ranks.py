@@ -106,12 +106,12 @@ async def ordered(stage: Stage) -> list[Child]:
 async def spawned(stage: Stage) -> list[Child]:
     await ordered(stage)
     for pid, child in enumerate(stage.orders.children, start=100):
-        stage.ranks.heard(child, Spawned(child.key, pid, True))
+        stage.ranks.on_child_message(child, Spawned(child.key, pid, True))
     return stage.orders.children
 
 
 def end(stage: Stage, child: Child, code: int) -> None:
-    stage.ranks.heard(child, Exited(child.key, 99 + child.key, code, 5))
+    stage.ranks.on_child_message(child, Exited(child.key, 99 + child.key, code, 5))
 
 
 async def test_a_life_from_birth_to_sweep(stage: Stage) -> None:
@@ -129,13 +129,13 @@ async def test_a_life_from_birth_to_sweep(stage: Stage) -> None:
     stage.ranks.sweep(1.5)
     keys = tuple(child.key for child in children)
     assert stage.orders.given[-1] == SweepOrder(keys, 1.5)
-    stage.ranks.heard(children[0], Swept(keys, (7,)))
+    stage.ranks.on_child_message(children[0], Swept(keys, (7,)))
     assert stage.events[-1] == RanksSwept((7,))
 
 
 async def test_a_rank_that_cannot_be_started_is_a_failure_of_its_own_kind(stage: Stage) -> None:
     _, child = await ordered(stage)
-    stage.ranks.heard(child, SpawnFailed(child.key, "no such file"))
+    stage.ranks.on_child_message(child, SpawnFailed(child.key, "no such file"))
     await stage.until(lambda: bool(stage.events))
     (event,) = stage.events
     assert isinstance(event, RankExited)
@@ -200,7 +200,7 @@ async def test_ranks_of_a_lost_spawner_are_heard_of_no_more(stage: Stage) -> Non
     children = await spawned(stage)
     end(stage, children[0], -9)
     stage.ranks.all_lost()
-    stage.ranks.heard(children[1], Spawned(2, 1, True))
+    stage.ranks.on_child_message(children[1], Spawned(2, 1, True))
     end(stage, children[1], -9)
     stage.ranks.sweep(1.0)
     assert stage.events[2:] == [RanksSwept(())]

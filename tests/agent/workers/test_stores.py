@@ -64,14 +64,14 @@ class Node:
         async with reaping() as reaper:
             started = spawners(launch, reaper)
             stores = Stores(node, started, 0.0, start_limits=Limits())
-            hear = stores.heard
+            hear = stores.on_child_message
 
             def heard(child: Child, message: FromSpawner) -> None:
                 if isinstance(message, Exited | SpawnFailed) and self._ended is not None:
                     self._ended.touch()
                 hear(child, message)
 
-            stores.heard = heard
+            stores.on_child_message = heard
             stores.prepare()
             try:
                 async with asyncio.timeout(LIMIT):
@@ -120,7 +120,7 @@ async def test_one_that_is_asked_for_before_its_next_try_is_started_once(monkeyp
     played = Spawners()
     made = Stores(node_context(), played, 0.0)
     made.prepare()
-    made.heard(played.children[1], SpawnFailed(1, "no process is left"))
+    made.on_child_message(played.children[1], SpawnFailed(1, "no process is left"))
     made.prepare()
     for _ in range(3):
         await asyncio.sleep(0)  # the next try is due
