@@ -9,11 +9,12 @@ negotiated. Nothing here reads the environment.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Final
 
 from msgspec import structs
 
+from elasticrun.dataclass import dataclass
 from elasticrun.wire.messages import JobSpec
 from elasticrun.wire.types import Entrypoint
 

@@ -18,9 +18,11 @@ import os
 import socket
 import struct
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from enum import IntEnum
 from typing import Final
+
+from elasticrun.dataclass import dataclass
 
 VERSION: Final = 1
 

@@ -19,10 +19,11 @@ import signal
 import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum
 from pathlib import Path
 
+from elasticrun.dataclass import dataclass
 from elasticrun.host.system import processes as linux
 
 STUCK_AFTER = 30.0

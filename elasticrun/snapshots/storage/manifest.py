@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from typing import Any, Final
 
 import xxhash
 
+from elasticrun.dataclass import dataclass
 from elasticrun.snapshots.shm.layout import MAX_SIZE
 from elasticrun.wire.types import RoundName
 

@@ -12,7 +12,6 @@ import random
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -20,6 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
+from elasticrun.dataclass import dataclass
 from elasticrun.snapshots.dcp.garbage import no_collection
 from elasticrun.snapshots.dcp.items import (
     OWN_PREFIX,
