@@ -46,7 +46,7 @@ class ElasticBatchSampler:
 
     One pass over the sampler goes from the current step to the end of its epoch, or to
     `total_steps` if given, and the next pass begins there. A loader reads ahead; after a pass that
-    was not used up, call `set_step`.
+    was not used up, call `set_step`. The length is that of a whole pass.
 
     `dataset`: the dataset, or its number of samples. `place`: rank and world size; default: those
     of the default process group or else of the environment, at each pass.
@@ -128,15 +128,21 @@ class ElasticBatchSampler:
         end = self._end()
         for step in range(self._step, end):
             indices = self.global_indices(step)
-            for part in self._parts(step):
+            parts = self._parts(step)
+            for number, part in enumerate(parts, 1):
+                if step + 1 == end and number == len(parts):
+                    self._step = (
+                        end  # now: a loader that knows the length asks for no further batch
+                    )
                 yield [indices[each] for each in part or (0,)]
-        self._step = max(self._step, end)
 
     def __len__(self) -> int:
-        """Number of micro-batches in the next pass."""
-        steps, each = range(self._step, self._end()), self.steps_per_epoch
-        last = steps.stop // each - steps.start // each if steps else 0  # steps that end an epoch
-        return (len(steps) - last) * self.accumulation + last * len(self._parts(each - 1))
+        """Number of micro-batches of this rank in an epoch, or in all steps up to `total_steps`:
+        constant, because frameworks take it as the length of an epoch."""
+        steps = self.steps_per_epoch if self.total_steps is None else self.total_steps
+        last = steps // self.steps_per_epoch  # steps that end an epoch, which may be smaller
+        ends = last * len(self._parts(self.steps_per_epoch - 1))
+        return (steps - last) * self.accumulation + ends
 
     # ------------------------------------------------------------ state
 

@@ -1,16 +1,11 @@
 """A training that records what it uses: elastic_data.py OUT CKPT STEPS.
 
-Each rank writes a line of JSON for each step to OUT/<pid>.jsonl: when its world began, the step,
-and the samples of its micro-batches that have a weight. It waits before step N until the number in
-OUT/until is higher.
+It waits before step N until the number in OUT/until is higher.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -22,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from elasticrun import testing
 from elasticrun.training import Checkpointer, ElasticBatchSampler
 from tests.harness import until_file
+from tests.training.data.record import Record
 
 SAMPLES, GLOBAL_BATCH, MICRO_BATCH, SEED = 101, 24, 5, 3
 """Neither the epochs divide by the batch, nor the batch by the world sizes of the test."""
@@ -41,22 +37,19 @@ def main() -> None:
     ckpt = Checkpointer(ckpt_folder, model=model, optim=optimizer, sampler=sampler, every_steps=3)
     start = ckpt.restore()
     batches = iter(loader)
-    began = torch.tensor(time.monotonic(), dtype=torch.float64)
-    dist.broadcast(began, src=0)
-    with open(out / f"{os.getpid()}.jsonl", "w", buffering=1) as record:
-        for step in range(start, total):
-            until_file(out / "until", lambda text: int(text) > step)  # noqa: B023
-            used = []
-            optimizer.zero_grad()
-            for weight in sampler.weights(step):
-                (x,) = next(batches)
-                (weight * model(x[:, None] / SAMPLES).square().mean()).backward()
-                used += x.tolist() if weight else []
-            optimizer.step()
-            line = {"began": began.item(), "step": step, "used": used}
-            record.write(json.dumps(line) + "\n")
-            ckpt.step(step + 1)
-            testing.step(step)
+    record = Record(out)
+    for step in range(start, total):
+        until_file(out / "until", lambda text: int(text) > step)  # noqa: B023
+        used = []
+        optimizer.zero_grad()
+        for weight in sampler.weights(step):
+            (x,) = next(batches)
+            (weight * model(x[:, None] / SAMPLES).square().mean()).backward()
+            used += x.tolist() if weight else []
+        optimizer.step()
+        record.used(step, used)
+        ckpt.step(step + 1)
+        testing.step(step)
     dist.destroy_process_group()
 
 

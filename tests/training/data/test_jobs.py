@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,10 @@ from typing import Any
 import pytest
 
 from elasticrun.training import ElasticBatchSampler
+from tests import needs
+from tests.further import cases
 from tests.training.data.elastic_data import GLOBAL_BATCH, SAMPLES, SEED
+from tests.training.data.record import surviving
 
 pytestmark = pytest.mark.slow
 
@@ -20,17 +22,6 @@ SCRIPT = Path(__file__).parent / "elastic_data.py"
 EXAMPLE = Path(__file__).parents[3] / "examples" / "elastic_data.py"
 TOTAL = 60
 """Twelve epochs."""
-
-
-def surviving(out: Path) -> dict[int, list[int]]:
-    """The samples of each step, as the last world that completed it has used them."""
-    found: dict[int, dict[float, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for path in out.glob("*.jsonl"):
-        for text in path.read_text().splitlines():
-            if text.endswith("}"):  # a rank that is killed may leave half a line
-                line = json.loads(text)
-                found[line["step"]][line["began"]] += line["used"]
-    return {step: worlds[max(worlds)] for step, worlds in found.items()}
 
 
 def test_each_sample_is_used_once_over_kills_and_resizes(elastic_job: Any, tmp_path: Path) -> None:
@@ -86,3 +77,26 @@ def test_the_example_ends_with_the_same_weights_after_a_failure(
         found += re.findall(r"weights=\w+", job.output(0))
     assert len(found) == 2
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", cases(["with_hf.py", "with_lightning.py"], kept=["with_hf.py"]))
+def test_trainers_of_frameworks_use_each_sample_once(
+    name: str, elastic_job: Any, tmp_path: Path
+) -> None:
+    """A rank is killed in the middle of the second epoch and in the middle of a step."""
+    needs.packages("lightning", "transformers")
+    weights = []
+    for dies_after in (-1, 7):
+        out = tmp_path / str(dies_after)
+        out.mkdir()
+        words = (out, out / "ckpt", dies_after)
+        job = elastic_job(SCRIPT.with_name(name), *words, nproc_per_node=2, max_restarts=1)
+        assert job.result(240).ok
+        weights += re.findall(r"weights=\w+", job.output(0))
+        found = surviving(out)
+        sampler = ElasticBatchSampler(40, global_batch=8, place=(0, 1))
+        assert sorted(found) == list(range(14))
+        for step, used in found.items():
+            assert Counter(used) == Counter(sampler.global_indices(step)), step
+    assert len(weights) == 4
+    assert len(set(weights)) == 1
