@@ -124,7 +124,7 @@ _SETTABLE = sorted(map(int, signal.valid_signals() - {signal.SIGKILL, signal.SIG
 
 
 @dataclass(frozen=True, slots=True)
-class Birth:
+class Inherited:
     """What a rank inherits: the state that the agent had when it started."""
 
     server: int  # pid
@@ -134,19 +134,19 @@ class Birth:
     baseline: Baseline
 
 
-def become_rank(birth: Birth, order: SpawnRank, page: Page, stash: Stash) -> NoReturn:
+def become_rank(inherited: Inherited, order: SpawnRank, page: Page, stash: Stash) -> NoReturn:
     """In a fresh fork with signals blocked: raise BecomeRank with the program ready to run."""
-    _settle(birth, order, page)
-    _dispositions(birth, for_python=True)
-    environ = environment(birth.baseline.environ, order)
+    _settle(inherited, order, page)
+    _dispositions(inherited, for_python=True)
+    environ = environment(inherited.baseline.environ, order)
     set_environ(environ)
     _renew_streams()
-    birth.baseline.exits.let_go()
+    inherited.baseline.exits.release()
     _renew_library_state(stash)
-    program = Program(order.entry, order.error_file, birth.mask, birth.baseline.excepthook)
+    program = Program(order.entry, order.error_file, inherited.mask, inherited.baseline.excepthook)
     program.prepare()
-    again = FreshStart(birth, order, page, stash, environ)
-    stash.begin(again.take)
+    again = FreshStart(inherited, order, page, stash, environ)
+    stash.activate(again.take)
     words = command(order.entry)
     become_program(
         [os.fsencode(word) for word in words], [n + b"=" + v for n, v in environ.items()]
@@ -160,14 +160,14 @@ def become_rank(birth: Birth, order: SpawnRank, page: Page, stash: Stash) -> NoR
     raise BecomeRank(program)
 
 
-def exec_rank(birth: Birth, order: SpawnRank, page: Page, python: str) -> NoReturn:
+def exec_rank(inherited: Inherited, order: SpawnRank, page: Page, python: str) -> NoReturn:
     """In a fresh fork with signals blocked: exec `python -u script`, or the command."""
-    _settle(birth, order, page)
-    _dispositions(birth, for_python=False)
-    environ = environment(birth.baseline.environ, order)
+    _settle(inherited, order, page)
+    _dispositions(inherited, for_python=False)
+    environ = environment(inherited.baseline.environ, order)
     words = command(order.entry, python)
     try:
-        signal.pthread_sigmask(signal.SIG_SETMASK, birth.mask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, inherited.mask)
         os.execvpe(words[0], words, environ)
     except OSError as error:
         fail(page, f"cannot run {words[0]}: {error.strerror}")
@@ -179,22 +179,24 @@ def fail(page: Page, reason: str) -> NoReturn:
     os._exit(CANNOT_START)
 
 
-def _settle(birth: Birth, order: SpawnRank, page: Page) -> None:
+def _settle(inherited: Inherited, order: SpawnRank, page: Page) -> None:
     """Set session, parent-death signal, log files and cores: the same for fork and exec."""
     page.adopt()
     processes.die_with_parent(signal.SIGKILL)
-    if os.getppid() != birth.server:
+    if os.getppid() != inherited.server:
         os._exit(CANNOT_START)
     os.setsid()
-    if birth.agent:  # an ancestor may trace us anyway, but py-spy, a child of the agent, may not
-        processes.let_trace(birth.agent)
+    if (
+        inherited.agent
+    ):  # an ancestor may trace us anyway, but py-spy, a child of the agent, may not
+        processes.let_trace(inherited.agent)
     try:
         _redirect(1, order.stdout)
         _redirect(2, order.stderr)
     except OSError as error:
         fail(page, f"cannot write the log file {error.filename}: {error.strerror}")
     with suppress(OSError):
-        os.sched_setaffinity(0, birth.baseline.affinity)
+        os.sched_setaffinity(0, inherited.baseline.affinity)
     if order.numa:
         try:
             cores = numa.cores(order.numa, order.local_rank, may_fail=order.numa_may_fail)
@@ -249,9 +251,9 @@ def _reopen(stream: Any, descriptor: int, name: str, mode: str) -> bool:
     return True
 
 
-def _dispositions(birth: Birth, *, for_python: bool) -> None:
+def _dispositions(inherited: Inherited, *, for_python: bool) -> None:
     for number in _SETTABLE:
-        action: Any = _signal.SIG_IGN if number in birth.ignored else _signal.SIG_DFL
+        action: Any = _signal.SIG_IGN if number in inherited.ignored else _signal.SIG_DFL
         if for_python and number == _SIGINT and action == _signal.SIG_DFL:
             action = _signal.default_int_handler
         if for_python and number in SELF_IGNORED:
@@ -309,13 +311,13 @@ class FreshStart:
 
     def __init__(
         self,
-        birth: Birth,
+        inherited: Inherited,
         order: SpawnRank,
         page: Page,
         stash: Stash,
         environ: Mapping[bytes, bytes],
     ) -> None:
-        self._birth, self._order, self._page, self._stash = birth, order, page, stash
+        self._inherited, self._order, self._page, self._stash = inherited, order, page, stash
         self._environ = environ
         self._folder = os.getcwd()
         self._umask = os.umask(0)
@@ -328,7 +330,7 @@ class FreshStart:
 
     def watch(self) -> None:
         """Start watching; this is the last step before the script's first line."""
-        sys.addaudithook(self._heard)
+        sys.addaudithook(self._audit)
         self._written = _writes()
 
     def take(self, reason: str) -> None:
@@ -337,7 +339,7 @@ class FreshStart:
             return  # a fork of the script; it stays what its parent is
         target = self._order.entry.target
         self._page.write(EXEC_NEXT, target, poke=False)
-        done = self._done()
+        done = self._external_effect()
         if done:
             self._page.write(
                 NOTICE,
@@ -357,12 +359,12 @@ class FreshStart:
         for timer in (_signal.ITIMER_REAL, _signal.ITIMER_VIRTUAL, _signal.ITIMER_PROF):
             _signal.setitimer(timer, 0)
         _signal.pthread_sigmask(_signal.SIG_BLOCK, _SETTABLE)
-        _dispositions(self._birth, for_python=False)
-        _signal.pthread_sigmask(_signal.SIG_SETMASK, self._birth.mask)
+        _dispositions(self._inherited, for_python=False)
+        _signal.pthread_sigmask(_signal.SIG_SETMASK, self._inherited.mask)
         words = command(self._order.entry)
         os.execve(words[0], words, self._environ)
 
-    def _done(self) -> str:
+    def _external_effect(self) -> str:
         """The external effect of the first lines; empty if none."""
         if self._seen:
             return self._seen
@@ -372,7 +374,7 @@ class FreshStart:
             return "started a thread"
         return "written something" if now - self._written > self._compiled else ""
 
-    def _heard(self, event: str, args: tuple[Any, ...]) -> None:
+    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         if not self._stash.modules:
             return
         if event == "import":

@@ -62,8 +62,8 @@ class Children:
 
     def __init__(self, prepared: Prepared, talk: Reports, in_child: Callable[[], None]) -> None:
         self._prepared = prepared
-        self._birth = prepared.birth
-        self._tell = talk.send
+        self._inherited = prepared.inherited
+        self._report = talk.send
         self._in_child = in_child
         self._ranks: dict[int, _Rank] = {}  # by pid, like the helpers
         self._helpers: dict[int, Helper] = {}
@@ -78,7 +78,7 @@ class Children:
         if order.entry.kind is EntryKind.FUNCTION:
             self._fail(order, "a function can only be run by its own caller")
             return
-        forked = self._prepared.mode == "fork" and not self._against_fork(order)
+        forked = self._prepared.mode == "fork" and not self._why_exec(order)
         # From the first rank on we outlive our parent, until we have swept what the ranks leave
         # behind. SIGCONT reports the parent's death, and wakes us up if we are stopped (SIGSTOP).
         processes.die_with_parent(signal.SIGCONT)
@@ -95,41 +95,41 @@ class Children:
         self._started(order, pid, forked)
 
     def _fail(self, order: SpawnRank | Order, reason: str) -> None:
-        self._tell(SpawnFailed(order.key, reason))
+        self._report(SpawnFailed(order.key, reason))
 
     def _started(self, order: SpawnRank | Order, pid: int, forked: bool) -> None:
         self._groups[order.key] = pid
-        self._tell(Spawned(order.key, pid, forked))
+        self._report(Spawned(order.key, pid, forked))
 
     def _become_rank(self, order: SpawnRank, page: Page, forked: bool) -> NoReturn:
         if not forked:
-            child.exec_rank(self._birth, order, page, self._prepared.python)
+            child.exec_rank(self._inherited, order, page, self._prepared.python)
         try:
-            child.become_rank(self._birth, order, page, self._prepared.stash)
+            child.become_rank(self._inherited, order, page, self._prepared.stash)
         except BecomeRank:
             raise
         except BaseException as error:  # report our own bug as a sentence, not as a traceback
             child.fail(page, f"the fork could not be made ready ({type(error).__name__}: {error})")
 
-    def _against_fork(self, order: SpawnRank) -> str:
+    def _why_exec(self, order: SpawnRank) -> str:
         """Why this rank is exec'd although forks are safe in general; empty if it is forked."""
         if order.entry.kind not in FORKABLE:
             return "a command"
         if order.entry.target in self._exec_next:
             return "told already"
         if others := self._differing(order):
-            self._tell(Notice(f"ranks are started by exec: {', '.join(others)} differ from what "
+            self._report(Notice(f"ranks are started by exec: {', '.join(others)} differ from what "
                               "torch was imported with"))  # fmt: skip
             return "environment"
         if not self._stale:
             self._stale = self._prepared.stash.stale()
             if self._stale:
-                self._tell(Stale(f"{self._stale} has changed since it was imported"))
+                self._report(Stale(f"{self._stale} has changed since it was imported"))
         return self._stale
 
     def _differing(self, order: SpawnRank) -> list[str]:
         """Names of variables that an import has read with values other than this rank's."""
-        environ = environment(self._birth.baseline.environ, order)
+        environ = environment(self._inherited.baseline.environ, order)
         now = {os.fsdecode(name): os.fsdecode(value) for name, value in environ.items()}
         stash = self._prepared.stash
         return stash.environment.changed(stash.packages, now)
@@ -157,14 +157,14 @@ class Children:
 
     def _become_helper(self, helper: Helper, order: Order) -> NoReturn:
         try:
-            environ = environment(self._birth.baseline.environ, order)
+            environ = environment(self._inherited.baseline.environ, order)
             os.setsid()
             signal.pthread_sigmask(signal.SIG_SETMASK, ())
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             forked = self._prepared.can_fork_stores
             if forked:
                 child.set_environ(environ)
-            helper.become(self._birth.server, None if forked else environ)
+            helper.become(self._inherited.server, None if forked else environ)
         except BaseException:
             sys.excepthook(*sys.exc_info())
         finally:
@@ -243,7 +243,7 @@ class Children:
         for helper in self._helpers.values():
             for descriptor in set(helper.descriptors()).intersection(ready):
                 for message in helper.read(descriptor):
-                    self._tell(message)
+                    self._report(message)
 
     def read_pages(self) -> None:
         """Read every page: SIGCHLD does not say which rank has written."""
@@ -253,11 +253,11 @@ class Children:
     def _read_page(self, rank: _Rank) -> None:
         for kind, text in rank.page.read():
             if kind == NOTICE:
-                self._tell(Notice(text))
+                self._report(Notice(text))
             elif kind == EXEC_NEXT:
                 self._exec_next.add(text)
             elif kind == EXECED:
-                self._tell(Execed(rank.key))
+                self._report(Execed(rank.key))
             elif kind == FAILED:
                 rank.failed = text
 
@@ -268,8 +268,8 @@ class Children:
         helper = self._helpers.pop(pid, None)
         if helper is not None:
             self._groups.pop(helper.key, None)  # helpers leave nothing to sweep
-            for message in helper.last_words(pid, code):
-                self._tell(message)
+            for message in helper.drain(pid, code):
+                self._report(message)
         rank = self._ranks.pop(pid, None)
         if rank is None:
             return
@@ -277,6 +277,6 @@ class Children:
         rank.page.close()
         if rank.failed:
             self._groups.pop(rank.key, None)
-            self._tell(SpawnFailed(rank.key, rank.failed))
+            self._report(SpawnFailed(rank.key, rank.failed))
         else:
-            self._tell(Exited(rank.key, pid, code, time.time_ns() // 1000))
+            self._report(Exited(rank.key, pid, code, time.time_ns() // 1000))

@@ -8,8 +8,8 @@ numpy with everything that its import loads; torch with everything that is left.
 of an import (`Effects`) are restored with it, and none later.
 
 A module is restored only if the script's own import system would find the same file. If the import
-of numpy or torch would now differ from the server's, `Stash.against` gives the reason and the rank
-execs itself (`child.py`).
+of numpy or torch would now differ from the server's, `Stash.why_differs` gives the reason and the
+rank execs itself (`child.py`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Exits:
         """Hold back registrations in this process from now on."""
         atexit.register = self._keep
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """In a rank: let atexit register as usual."""
         atexit.register = self.register
 
@@ -194,7 +194,7 @@ class Effects:
             {each: i for each, i in self.finalizers.items() if each not in before.finalizers},
         )
 
-    def take_back(self) -> None:
+    def undo(self) -> None:
         """Undo the effects in the server. `Stash.hide` and the child reset the other ones."""
         for name in self.of_sys:
             vars(sys).pop(name, None)
@@ -204,7 +204,7 @@ class Effects:
         for each in self.finalizers:
             _finalize()._registry.pop(each, None)
 
-    def happen(self, mask: set[int]) -> None:
+    def apply(self, mask: set[int]) -> None:
         """Apply the effects in a rank. `mask`: the cores of a rank that is not bound."""
         _set_filters([*(f for f in self.filters if f not in warnings.filters), *warnings.filters])
         sys.meta_path += [each for each in self.meta_path if each not in sys.meta_path]
@@ -292,16 +292,16 @@ class Stash:
         """Record what the block imports as the root `name`, with its side effects."""
         _forget_codecs(self.baseline.modules)
         modules, before = set(sys.modules), Effects.now()
-        asked: set[str] = set()
+        requested: set[str] = set()
         original = builtins.__import__
-        builtins.__import__ = partial(_note_import, original, asked)
+        builtins.__import__ = partial(_note_import, original, requested)
         try:
             yield
         finally:
             builtins.__import__ = original
         brought = sys.modules.keys() - modules
         # the server had imported some modules of the standard library before
-        brought |= {each for each in asked & modules if not is_ours(each)}
+        brought |= {each for each in requested & modules if not is_ours(each)}
         self.roots.append(Root(name, frozenset(brought), Effects.now().since(before)))
 
     def seal(self) -> None:
@@ -332,9 +332,9 @@ class Stash:
         for name in self.modules:
             self._units.setdefault(_unit(name), []).append(name)
         self._needs = {unit: self._needed_by(unit) for unit in self._units}
-        wanted = {each for root in self.roots for each in self._closure(root.name)}
-        self.modules = {name: self.modules[name] for name in self.modules if name in wanted}
-        self._units = {u: [n for n in names if n in wanted] for u, names in self._units.items()}
+        needed = {each for root in self.roots for each in self._closure(root.name)}
+        self.modules = {name: self.modules[name] for name in self.modules if name in needed}
+        self._units = {u: [n for n in names if n in needed] for u, names in self._units.items()}
         self._callables = {
             name: {
                 each: value
@@ -386,7 +386,7 @@ class Stash:
         """Remove the preloaded modules from sys.modules. Done once in the server, which does not
         need them by name; in a child it would touch, and so copy, a page for each module."""
         for root in reversed(self.roots):
-            root.effects.take_back()
+            root.effects.undo()
         if finalize := _finalize():
             finalize._registered_with_atexit = self.baseline.finalizes
             finalize._dirty = bool(finalize._registry)
@@ -402,7 +402,7 @@ class Stash:
 
     # ------------------------------------------------------------ in the child
 
-    def begin(self, too_late: Callable[[str], None]) -> None:
+    def activate(self, too_late: Callable[[str], None]) -> None:
         """Call right before the script starts, when sys.path is the script's."""
         self.too_late = too_late
         self._path = list(sys.path)
@@ -418,7 +418,7 @@ class Stash:
         module = self.modules[name]
         names = self._closure(name)
         installed = any(n.partition(".")[0] not in sys.stdlib_module_names for n in names)
-        if self.too_late is not None and installed and (reason := self.against(names)):
+        if self.too_late is not None and installed and (reason := self.why_differs(names)):
             self.too_late(reason)
         for each in [each for each in self.modules if each in names]:
             found = self.modules.pop(each)
@@ -428,7 +428,7 @@ class Stash:
         for root in self.roots:
             if root.name in names and root.name not in self._happened:
                 self._happened.add(root.name)
-                root.effects.happen(self.baseline.affinity)
+                root.effects.apply(self.baseline.affinity)
         self.baseline.exits.give_back(names)
         if not any(root.name in self.modules for root in self.roots):
             self.modules.clear()  # no root is left
@@ -461,18 +461,18 @@ class Stash:
             names |= first.modules if first is not None else frozenset()
         return names & self.modules.keys()
 
-    def _is_later(self, name: str, asked: set[str]) -> bool:
+    def _is_later(self, name: str, requested: set[str]) -> bool:
         """Whether `name` belongs to a separate root (--preload=torch._dynamo) that was not
         requested."""
         owner = next((root for root in self.roots if name in root.modules), None)
-        if owner is None or owner.name in asked:
+        if owner is None or owner.name in requested:
             return False
         top = name.partition(".")[0]
         return owner.name != top and any(root.name == top for root in self.roots)
 
     # ------------------------------------------------------------ may it be restored?
 
-    def against(self, names: Iterable[str]) -> str:
+    def why_differs(self, names: Iterable[str]) -> str:
         """Why importing these now would differ from the server's import, because of what the script
         has changed since it began; empty if nothing."""
         wanted = set(names)
@@ -547,7 +547,7 @@ def _forget_codecs(kept: Collection[str]) -> None:
 
 def _note_import(
     original: Callable[..., Any],
-    asked: set[str],
+    requested: set[str],
     name: str,
     globals: Any = None,
     locals: Any = None,
@@ -558,8 +558,8 @@ def _note_import(
     module = original(name, globals, locals, fromlist, level)
     if not level:
         words = name.split(".")
-        asked.update(".".join(words[: count + 1]) for count in range(len(words)))
-        asked.update(f"{name}.{each}" for each in fromlist or () if isinstance(each, str))
+        requested.update(".".join(words[: count + 1]) for count in range(len(words)))
+        requested.update(f"{name}.{each}" for each in fromlist or () if isinstance(each, str))
     return module
 
 

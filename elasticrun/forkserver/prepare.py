@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from elasticrun.forkserver import trust
-from elasticrun.forkserver.child import Birth
+from elasticrun.forkserver.child import Inherited
 from elasticrun.forkserver.lazy_imports import Baseline, Stash, mtime
 from elasticrun.forkserver.program import hides_frames
 from elasticrun.forkserver.renew import Walked, environment_watch
@@ -162,7 +162,7 @@ class Prepared:
     """The result of the preparation. `mode` is fork or exec; `reason` says why it is exec although
     fork was requested."""
 
-    birth: Birth
+    inherited: Inherited
     stash: Stash
     preloader: Preloader
     python: str
@@ -175,15 +175,15 @@ class Prepared:
 
 
 def prepare(
-    configure: Configure, birth: Birth, refused: list[str], stock: Stock | None = None
+    configure: Configure, inherited: Inherited, refused: list[str], stock: Stock | None = None
 ) -> Prepared:
     """Import what ranks will share and check the result. Raises Poisoned if a preloaded module has
     spoiled this process; then exec again with that module in `refused`. `stock`: what a warm
     process has imported, if this process is a fork of one."""
-    stash = Stash(birth.baseline) if stock is None else stock.stash
+    stash = Stash(inherited.baseline) if stock is None else stock.stash
     preloader = Preloader(stash) if stock is None else stock.preloader
     prepared = Prepared(
-        birth=birth,
+        inherited=inherited,
         stash=stash,
         preloader=preloader,
         python=os.environ.get(PYTHON_EXEC, ""),

@@ -27,11 +27,11 @@ def _serve() -> BaseException:
     package = importlib.util.module_from_spec(spec)
     sys.modules["elasticrun"] = package  # the package's folder is not on sys.path
     spec.loader.exec_module(package)
-    from elasticrun.forkserver import life
+    from elasticrun.forkserver import loop
     from elasticrun.forkserver.program import BecomeRank
 
     try:
-        life.live(sys.argv[1:], _MODULES)
+        loop.run(sys.argv[1:], _MODULES)
     except BecomeRank as become:
         sys.excepthook = become.program.hook()
         return become.with_traceback(None)

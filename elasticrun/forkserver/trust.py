@@ -149,7 +149,7 @@ _ANY: Final = "\0"
 def _set_in(tree: ast.Module, until: float) -> Iterator[tuple[str, str | None]]:
     """Variables that a text sets above a line, with the value; None if it removes them."""
 
-    def said(node: ast.expr | None) -> str:
+    def constant(node: ast.expr | None) -> str:
         value = getattr(node, "value", None) if isinstance(node, ast.Constant) else None
         return value if isinstance(value, str) else _ANY
 
@@ -158,23 +158,23 @@ def _set_in(tree: ast.Module, until: float) -> Iterator[tuple[str, str | None]]:
             continue
         match node:
             case ast.Assign(targets=targets, value=value):
-                yield from ((n, said(value)) for each in targets for n in _keys(each))
+                yield from ((n, constant(value)) for each in targets for n in _keys(each))
             case ast.AugAssign(target=target):
                 yield from ((name, _ANY) for name in _keys(target))
             case ast.Delete(targets=targets):
                 yield from ((name, None) for each in targets for name in _keys(each))
             case ast.Call(func=ast.Attribute(attr=what), args=args, keywords=keywords):
-                first = said(args[0]) if args else _ANY
+                first = constant(args[0]) if args else _ANY
                 if what in ("putenv", "pop", "unsetenv"):
                     is_set = what == "putenv" and len(args) > 1
-                    yield first, said(args[1]) if is_set else None
+                    yield first, constant(args[1]) if is_set else None
                 elif what == "setdefault" and first not in os.environ:
-                    yield first, said(args[1] if len(args) > 1 else None)
+                    yield first, constant(args[1] if len(args) > 1 else None)
                 elif what == "update":
-                    yield from ((each.arg, said(each.value)) for each in keywords if each.arg)
+                    yield from ((each.arg, constant(each.value)) for each in keywords if each.arg)
                     if args and isinstance(args[0], ast.Dict):
                         pairs = zip(args[0].keys, args[0].values, strict=True)
-                        yield from ((said(key), said(value)) for key, value in pairs)
+                        yield from ((constant(key), constant(value)) for key, value in pairs)
 
 
 def _keys(target: ast.expr) -> Iterator[str]:

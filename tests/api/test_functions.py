@@ -264,11 +264,11 @@ def test_kill_9_of_the_agent(tmp_path: Path) -> None:
 
 def test_an_agent_that_does_not_read_holds_its_caller_up_nowhere(caplog) -> None:
     caller = FunctionSpawner(functions.places, (), "fork", b"")
-    caller._selector.register(caller._line, selectors.EVENT_READ, caller._converse)
+    caller._selector.register(caller._connection, selectors.EVENT_READ, caller._read_orders)
     caller.agents_end.setblocking(False)
     reports = [Notice(str(number) * 200) for number in range(700)]
     for report in reports:
-        caller._say(report)
+        caller._send(report)
     heard: list[Any] = []
     incoming = FrameBuffer(FromSpawner)
     while len(heard) < len(reports):
@@ -277,8 +277,8 @@ def test_an_agent_that_does_not_read_holds_its_caller_up_nowhere(caplog) -> None
             key.data()
     assert heard == reports
     said = 0
-    while caller._talking:
-        caller._say(reports[0])
+    while caller._connected:
+        caller._send(reports[0])
         said += 1
     assert 1000 < said < 100_000
     assert "does not read" in caplog.text

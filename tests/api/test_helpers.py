@@ -45,7 +45,7 @@ class Agent(Conversation):
     def fileno(self) -> int:
         return self._life.fileno()
 
-    def hear(self) -> bool:
+    def read(self) -> bool:
         return bool(self._life.recv(1))
 
     def close(self) -> None:

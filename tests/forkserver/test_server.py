@@ -107,23 +107,23 @@ def test_a_stopped_child_is_woken_after_a_while() -> None:
             await_true(lambda: state(pid) == "T", "stop")
 
         stop()
-        assert (stopped.look([pid], 0.0), stopped.next_deadline()) == (0, STOPPED_LIMIT)
-        assert stopped.look([pid], STOPPED_LIMIT - 1.0) == 0
-        assert stopped.look([pid], STOPPED_LIMIT) == 1
+        assert (stopped.check([pid], 0.0), stopped.next_deadline()) == (0, STOPPED_LIMIT)
+        assert stopped.check([pid], STOPPED_LIMIT - 1.0) == 0
+        assert stopped.check([pid], STOPPED_LIMIT) == 1
         await_true(lambda: state(pid) != "T", "child that goes on")
-        assert (stopped.look([pid], 50.0), stopped.next_deadline()) == (0, None)
+        assert (stopped.check([pid], 50.0), stopped.next_deadline()) == (0, None)
         stop()
-        stopped.look([pid], 60.0)
+        stopped.check([pid], 60.0)
         os.kill(pid, signal.SIGCONT)
         await_true(lambda: state(pid) != "T", "child that goes on")
-        assert (stopped.look([pid], 100.0), stopped.next_deadline()) == (0, None)
+        assert (stopped.check([pid], 100.0), stopped.next_deadline()) == (0, None)
         stop()
-        stopped.look([pid], 200.0)
+        stopped.check([pid], 200.0)
         child.kill()
         await_true(lambda: state(pid) == "Z", "end")
-        stopped.look([pid], 201.0)
+        stopped.check([pid], 201.0)
         assert child.wait() == -signal.SIGKILL
-    assert (stopped.look([], 300.0), stopped.next_deadline()) == (0, None)
+    assert (stopped.check([], 300.0), stopped.next_deadline()) == (0, None)
 
 
 @further("forkserver/test_server::test_a_stopped_child_is_woken_after_a_while")

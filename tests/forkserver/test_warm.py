@@ -212,8 +212,8 @@ def test_who_differs_is_told_in_what(place: Path, case: str) -> None:
 
 
 def test_every_process_looks_like_itself() -> None:
-    mine = surroundings.look("self")
-    assert surroundings.difference(mine, surroundings.look(os.getpid())) == ""
+    mine = surroundings.read_process("self")
+    assert surroundings.difference(mine, surroundings.read_process(os.getpid())) == ""
     assert len(mine) > 30
 
 

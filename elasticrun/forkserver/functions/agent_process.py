@@ -63,7 +63,7 @@ class AgentProcess:
 
         Raises OSError if the agent cannot be started."""
         self._result, theirs = socket.socketpair()
-        self._heard = bytearray()
+        self._received = bytearray()
         self._consoles = Consoles()
         caller = Caller(self._consoles.fds, dict(variables))
         config_fd = memory_file("elasticrun-config")
@@ -86,31 +86,31 @@ class AgentProcess:
         finally:
             os.close(config_fd)
             theirs.close()
-            self._consoles.begin()
+            self._consoles.start()
 
     def fileno(self) -> int:
         """Readable when the agent has sent a part of its result, or has exited."""
         return self._result.fileno()
 
-    def hear(self) -> bool:
+    def read(self) -> bool:
         """Read a part of the result; return False at EOF."""
         try:
             data = self._result.recv(65536)
         except OSError:
             data = b""
-        if len(self._heard) < MAX_OUTCOME_BYTES:
-            self._heard += data
+        if len(self._received) < MAX_OUTCOME_BYTES:
+            self._received += data
         return bool(data)
 
     def wait(self) -> Exit:
         """Wait until the agent has exited and return its result, or one made up here if it was
         killed before it sent one."""
-        while self.hear():
+        while self.read():
             pass
         code = self.process.wait()
         self._consoles.wait()
         try:
-            return loads(bytes(self._heard), Exit)
+            return loads(bytes(self._received), Exit)
         except ValueError:
             how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
             reason = f"the agent {how} without a word about the job"

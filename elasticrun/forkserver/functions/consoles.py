@@ -113,7 +113,7 @@ class Consoles:
         self._copies.append(_Copy(stream))
         return self._copies[-1].write_end
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Close our write ends, now that the agent has its copies: its exit then gives EOF. Start
         the threads."""
         for copy in self._copies:

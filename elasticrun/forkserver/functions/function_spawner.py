@@ -57,35 +57,35 @@ class FunctionSpawner:
         """Signal handlers that forked ranks restore (see `signals_passed_on`)."""
         self._sparing = Sparing()
         ours, self.agents_end = socket.socketpair()
-        self._line = Connection(ours, spawning.ToSpawner, most_bytes=MAX_UNSENT)
+        self._connection = Connection(ours, spawning.ToSpawner, most_bytes=MAX_UNSENT)
         self._selector = selectors.DefaultSelector()
         self._ranks: dict[int, FunctionRank] = {}
         fork = self._fork if start_method == "fork" else None
-        self._helpers = Helpers(self._selector, self._say, fork)
-        self._last_lives: dict[int, FunctionRank] = {}
+        self._helpers = Helpers(self._selector, self._send, fork)
+        self._last_ranks: dict[int, FunctionRank] = {}
         self._pids: dict[int, int] = {}  # key -> pid, until swept
         self._sweep: tuple[tuple[int, ...], Sweep] | None = None
         self._waiting_sweeps: list[spawning.SweepOrder] = []
         self._lingers = False
         self._keepalive_until: float | None = None
-        self._talking = True
+        self._connected = True
 
     # ---------------------------------------------------------------- for the launcher
 
     def serve(self, agent: AgentProcess) -> None:
         """Carry out the agent's orders until it has exited; then end all remaining children."""
         self.agents_end.close()
-        self._selector.register(self._line, selectors.EVENT_READ, self._converse)
+        self._selector.register(self._connection, selectors.EVENT_READ, self._read_orders)
         listening = True
 
-        def hear_end() -> None:
+        def read_result() -> None:
             nonlocal listening
-            if not agent.hear():
+            if not agent.read():
                 listening = False
                 self._selector.unregister(agent)
 
         self._agent = agent
-        self._selector.register(agent, selectors.EVENT_READ, hear_end)
+        self._selector.register(agent, selectors.EVENT_READ, read_result)
         try:
             self._helpers.start_spare_store()
             while listening:
@@ -97,9 +97,9 @@ class FunctionSpawner:
         """What the function returned in the last round, by global rank. None for a rank that exited
         with 0 without returning (sys.exit, os._exit). Raises what unpickling raises."""
         found = {}
-        for life in sorted(self._last_lives.values(), key=lambda life: life.rank):
-            payload = life.payload()
-            found[life.rank] = None if payload is None else pickle.loads(payload)
+        for rank in sorted(self._last_ranks.values(), key=lambda rank: rank.rank):
+            payload = rank.payload()
+            found[rank.rank] = None if payload is None else pickle.loads(payload)
         return found
 
     # ---------------------------------------------------------------- the loop
@@ -125,17 +125,17 @@ class FunctionSpawner:
         if self._sweep is not None and now >= self._sweep[1].deadline:
             before = list(self._sweep[1].watch)
             stuck = self._sweep[1].deadline_passed()
-            self._tell_lingering(*self._sweep)
+            self._report_lingering(*self._sweep)
             if stuck:
                 for pidfd in before:
                     self._selector.unregister(pidfd)
                 self._swept(stuck)
 
-    def _converse(self) -> None:
-        self._line.flush()
+    def _read_orders(self) -> None:
+        self._connection.flush()
         self._watch()
         try:
-            messages = self._line.receive()
+            messages = self._connection.receive()
         except OSError:
             self._hang_up()
             return
@@ -149,10 +149,10 @@ class FunctionSpawner:
     def _hang_up(self) -> None:
         """The connection has ended: the agent has exited or is about to. Ranks do not outlive
         it."""
-        if self._talking:
-            self._talking = False
-            self._selector.unregister(self._line)
-            self._line.close()
+        if self._connected:
+            self._connected = False
+            self._selector.unregister(self._connection)
+            self._connection.close()
             self._kill_all()
             self._helpers.kill(SaverHelper)
 
@@ -161,11 +161,11 @@ class FunctionSpawner:
             kill_group(self._pids[key], signal.SIGKILL)
         self._helpers.kill(ProbeHelper)
 
-    def _say(self, message: spawning.FromSpawner) -> None:
-        if not self._talking:
+    def _send(self, message: spawning.FromSpawner) -> None:
+        if not self._connected:
             return
         try:
-            self._line.send(message)
+            self._connection.send(message)
         except NotRead:
             logger.error("the agent does not read its messages; killing its ranks")
             self._hang_up()
@@ -174,8 +174,8 @@ class FunctionSpawner:
 
     def _watch(self) -> None:
         """Wait for writability while messages are unsent."""
-        write = selectors.EVENT_WRITE if self._line.unsent else 0
-        self._selector.modify(self._line, selectors.EVENT_READ | write, self._converse)
+        write = selectors.EVENT_WRITE if self._connection.unsent else 0
+        self._selector.modify(self._connection, selectors.EVENT_READ | write, self._read_orders)
 
     def _obey(self, message: spawning.ToSpawner) -> None:
         match message:
@@ -183,7 +183,7 @@ class FunctionSpawner:
                 mode = "fork" if self._method == "fork" else "exec"
                 torch = sys.modules.get("torch")
                 version = str(getattr(torch, "__version__", ""))
-                self._say(spawning.SpawnerReady(os.getpid(), mode, "", version, 0.0))
+                self._send(spawning.SpawnerReady(os.getpid(), mode, "", version, 0.0))
             case spawning.SpawnRank():
                 self._start_rank(message)
             case spawning.SpawnStore() | spawning.SpawnProbe() | spawning.SpawnSaver():
@@ -240,64 +240,64 @@ class FunctionSpawner:
             reader.close()
             writer.close()
             reason = " ".join(str(error).split()) or type(error).__name__
-            self._say(spawning.SpawnFailed(order.key, f"the function cannot be started: {reason}"))
+            self._send(spawning.SpawnFailed(order.key, f"the function cannot be started: {reason}"))
             return
         writer.close()
         os.set_blocking(reader.fileno(), False)
         rank = int(order.env.get(env.RANK, order.local_rank))
         of = int(order.env.get(env.LOCAL_WORLD_SIZE, 1))
-        life = FunctionRank(order.key, order.local_rank, rank, of, process, reader)
-        self._ranks[order.key] = life
+        started = FunctionRank(order.key, order.local_rank, rank, of, process, reader)
+        self._ranks[order.key] = started
         self._pids[order.key] = process.pid
-        if order.local_rank in self._last_lives:  # the first rank of the next round
-            self._last_lives.clear()
-        self._last_lives[order.local_rank] = life
-        self._selector.register(reader, selectors.EVENT_READ, lambda: self._read_result(life))
+        if order.local_rank in self._last_ranks:  # the first rank of the next round
+            self._last_ranks.clear()
+        self._last_ranks[order.local_rank] = started
+        self._selector.register(reader, selectors.EVENT_READ, lambda: self._read_result(started))
         self._selector.register(
-            process.sentinel, selectors.EVENT_READ, lambda: self._rank_ended(life)
+            process.sentinel, selectors.EVENT_READ, lambda: self._rank_ended(started)
         )
-        self._say(spawning.Spawned(order.key, process.pid, True))
+        self._send(spawning.Spawned(order.key, process.pid, True))
 
-    def _read_result(self, life: FunctionRank) -> None:
-        if not life.read():
-            self._selector.unregister(life.results)
-        self._maybe_let_end()
+    def _read_result(self, rank: FunctionRank) -> None:
+        if not rank.read():
+            self._selector.unregister(rank.results)
+        self._maybe_release()
 
-    def _maybe_let_end(self) -> None:
+    def _maybe_release(self) -> None:
         """Like torch's children, a rank whose function has returned stays until all local ranks
         have returned: its exit would close connections that other ranks may still be using."""
-        lives = self._last_lives.values()
-        if all(len(lives) == life.of and life.has_returned() for life in lives):
-            for life in lives:
-                life.let_end()
+        ranks = self._last_ranks.values()
+        if all(len(ranks) == rank.of and rank.has_returned() for rank in ranks):
+            for rank in ranks:
+                rank.release()
 
-    def _rank_ended(self, life: FunctionRank) -> None:
-        self._selector.unregister(life.process.sentinel)
-        life.process.join()
-        code = life.process.exitcode
-        while life.results.fileno() in self._selector.get_map():  # what is still in the pipe
-            before = len(life.received)
-            if not life.read() or len(life.received) == before:
-                self._selector.unregister(life.results)
-        life.results.close()
-        life.ended_well = code == 0
-        self._maybe_let_end()
-        del self._ranks[life.key]
-        pid = self._pids[life.key]
-        life.process.close()
+    def _rank_ended(self, rank: FunctionRank) -> None:
+        self._selector.unregister(rank.process.sentinel)
+        rank.process.join()
+        code = rank.process.exitcode
+        while rank.results.fileno() in self._selector.get_map():  # what is still in the pipe
+            before = len(rank.received)
+            if not rank.read() or len(rank.received) == before:
+                self._selector.unregister(rank.results)
+        rank.results.close()
+        rank.ended_well = code == 0
+        self._maybe_release()
+        del self._ranks[rank.key]
+        pid = self._pids[rank.key]
+        rank.process.close()
         now_us = time.time_ns() // 1000
-        self._say(spawning.Exited(life.key, pid, 1 if code is None else code, now_us))
+        self._send(spawning.Exited(rank.key, pid, 1 if code is None else code, now_us))
         self._maybe_swept()
 
     def _close_in_fork(self) -> None:
         """In a fork: close what would keep the agent from noticing that we exit."""
         self._sparing.in_fork()
-        self._line.close()
+        self._connection.close()
         self._agent.close()
         self._selector.close()
-        for life in self._ranks.values():
-            life.results.close()
-        self._helpers.let_go()
+        for rank in self._ranks.values():
+            rank.results.close()
+        self._helpers.close_in_fork()
 
     def _fork(self, become: Callable[[], NoReturn]) -> int:
         """Fork a child that runs `become`; return its pid. The child never leaves this block (see
@@ -329,19 +329,19 @@ class FunctionSpawner:
         self._lingers = linger > 0
         self._watch_sweep(sweep)
 
-    def _tell_lingering(self, keys: tuple[int, ...], sweep: Sweep) -> None:
+    def _report_lingering(self, keys: tuple[int, ...], sweep: Sweep) -> None:
         """Report processes that may run a while longer: that they run, and when they are being
         ended."""
         if self._lingers and sweep.watch and sweep.stage in (SweepStage.TOLD, SweepStage.ASKED):
             pids = tuple(sorted(sweep.watch.values())[:MOST_TOLD])
             commands, ending = tuple(map(processes.command, pids)), sweep.stage is SweepStage.ASKED
-            self._say(spawning.Lingering(keys, pids, commands, ending))
+            self._send(spawning.Lingering(keys, pids, commands, ending))
 
     def _watch_sweep(self, sweep: Sweep) -> None:
         for pidfd in sweep.watch:
             if pidfd not in self._selector.get_map():
                 self._selector.register(
-                    pidfd, selectors.EVENT_READ, functools.partial(self._one_gone, pidfd)
+                    pidfd, selectors.EVENT_READ, functools.partial(self._process_exited, pidfd)
                 )
         self._maybe_swept()
 
@@ -351,7 +351,7 @@ class FunctionSpawner:
         if not any(key in self._ranks for key in self._sweep[0]):  # killed and reaped
             self._swept(())
 
-    def _one_gone(self, pidfd: int) -> None:
+    def _process_exited(self, pidfd: int) -> None:
         assert self._sweep is not None
         self._selector.unregister(pidfd)
         self._sweep[1].process_exited(pidfd)
@@ -363,7 +363,7 @@ class FunctionSpawner:
         self._sweep = None
         for key in keys:
             self._pids.pop(key, None)
-        self._say(spawning.Swept(keys, stuck))
+        self._send(spawning.Swept(keys, stuck))
         self._next_sweep()
 
     # ---------------------------------------------------------------- the end
@@ -371,10 +371,10 @@ class FunctionSpawner:
     def _end_all(self) -> None:
         """Kill and reap everything that is left."""
         self._hang_up()
-        for life in self._ranks.values():
-            kill_group(self._pids[life.key], signal.SIGKILL)
-            life.process.join(STUCK_AFTER)
-            life.results.close()
+        for rank in self._ranks.values():
+            kill_group(self._pids[rank.key], signal.SIGKILL)
+            rank.process.join(STUCK_AFTER)
+            rank.results.close()
         self._helpers.close()
         if self._sweep is not None:
             self._sweep[1].close()

@@ -56,17 +56,17 @@ class _Child:
 
 class Helpers:
     """All helpers of a caller. The caller's selector watches their pipes and exits; its data are
-    callbacks. `say` receives the messages for the agent."""
+    callbacks. `send` receives the messages for the agent."""
 
     def __init__(
         self,
         selector: selectors.BaseSelector,
-        say: Callable[[FromSpawner], None],
+        send: Callable[[FromSpawner], None],
         fork: Fork | None = None,
     ) -> None:
         """`fork` forks a store host; None where that must not be tried."""
         self._selector = selector
-        self._say = say
+        self._send = send
         self._fork = fork
         self._children: dict[int, _Child] = {}
         self._spare: _Child | None = None
@@ -90,7 +90,7 @@ class Helpers:
                 child = self._start(kind() if is_store else kind(order), order)
         except OSError as error:
             reason = f"no {kind.kind} could be started: {error.strerror}"
-            self._say(SpawnFailed(order.key, reason))
+            self._send(SpawnFailed(order.key, reason))
             return
         if isinstance(order, SpawnStore):
             child.helper.obey(order)
@@ -100,7 +100,7 @@ class Helpers:
             self._selector.register(descriptor, selectors.EVENT_READ, read)
         ended = functools.partial(self._ended, order.key)
         self._selector.register(child.pidfd, selectors.EVENT_READ, ended)
-        self._say(Spawned(order.key, child.pid, child.executed is None))
+        self._send(Spawned(order.key, child.pid, child.executed is None))
 
     def send_signal(self, key: int, signum: int) -> None:
         """Signal a helper; do nothing if the key is unknown or the helper has exited."""
@@ -128,7 +128,7 @@ class Helpers:
         self._children.clear()
         self._spare = None
 
-    def let_go(self) -> None:
+    def close_in_fork(self) -> None:
         """In a fork of the caller: close our descriptors. The helpers are not its children."""
         for child in self._all():
             os.close(child.pidfd)
@@ -166,19 +166,19 @@ class Helpers:
             helper.started()
 
     def _read(self, helper: Helper, descriptor: int) -> None:
-        said = helper.read(descriptor)
+        messages = helper.read(descriptor)
         if descriptor not in helper.descriptors():  # EOF: the descriptor is closed already
             self._selector.unregister(descriptor)
-        for message in said:
-            self._say(message)
+        for message in messages:
+            self._send(message)
 
     def _ended(self, key: int) -> None:
         child = self._children.pop(key)
         self._selector.unregister(child.pidfd)
         for descriptor in child.helper.descriptors():
             self._selector.unregister(descriptor)
-        for message in child.helper.last_words(child.pid, child.reap()):
-            self._say(message)
+        for message in child.helper.drain(child.pid, child.reap()):
+            self._send(message)
         if isinstance(child.helper, StoreHelper) and not child.helper.listens:
             self._fork = None  # the caller holds something that does not survive a fork
 

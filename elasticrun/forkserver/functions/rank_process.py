@@ -234,7 +234,7 @@ class FunctionRank:
         """Whether its function has returned, or the process has exited with 0 without a result."""
         return self.ended_well or self._is_whole()
 
-    def let_end(self) -> None:
+    def release(self) -> None:
         """Send LET_END: its process waits for it after its function has returned."""
         if not self.results.closed:
             with contextlib.suppress(OSError):  # it has exited in another way

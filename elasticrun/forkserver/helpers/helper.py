@@ -52,7 +52,7 @@ Order = SpawnStore | SpawnProbe | SpawnSaver
 
 
 class Helper:
-    """A helper as its parent sees it; `close` or `last_words` closes the parent's descriptors."""
+    """A helper as its parent sees it; `close` or `drain` closes the parent's descriptors."""
 
     kind: ClassVar[str]
     speaks: ClassVar[bool] = False
@@ -77,7 +77,7 @@ class Helper:
                 os.write(kept, encode(order))
                 os.lseek(kept, 0, os.SEEK_SET)
             if self.speaks:
-                self._pipe("says", self._hear)
+                self._pipe("says", self._parse)
             if self.prints:
                 self._pipe("prints", self._keep)
         except OSError:
@@ -164,16 +164,16 @@ class Helper:
             os.close(descriptor)
         return take(data)
 
-    def last_words(self, pid: int, code: int) -> list[FromSpawner]:
+    def drain(self, pid: int, code: int) -> list[FromSpawner]:
         """The helper was reaped: return what is left in the pipes, then its exit. Closes
         everything."""
-        said = [each for descriptor in self.descriptors() for each in self.read(descriptor)]
+        messages = [each for descriptor in self.descriptors() for each in self.read(descriptor)]
         self.close()
-        if unsaid := self._unsaid(code):
-            said.append(unsaid)
-        if not isinstance(unsaid, SpawnFailed):
-            said.append(Exited(self.key, pid, code, time.time_ns() // 1000))
-        return said
+        if report := self._final_report(code):
+            messages.append(report)
+        if not isinstance(report, SpawnFailed):
+            messages.append(Exited(self.key, pid, code, time.time_ns() // 1000))
+        return messages
 
     def close(self) -> None:
         """Close our ends; also in a fork of the parent, which is not the helper's parent."""
@@ -181,24 +181,24 @@ class Helper:
             os.close(descriptor)
         self._pipes, self._order_end = {}, []
 
-    def _unsaid(self, code: int) -> FromSpawner | None:
+    def _final_report(self, code: int) -> FromSpawner | None:
         """An extra report if the helper has not sent a final one; a SpawnFailed replaces its
         exit."""
         return None
 
-    def _heard(self, message: FromSpawner) -> bool:
+    def _is_forwarded(self, message: FromSpawner) -> bool:
         """Process a message of the helper; return whether it is forwarded to the agent."""
         return True
 
-    def _hear(self, data: bytes) -> list[FromSpawner]:
-        said = []
+    def _parse(self, data: bytes) -> list[FromSpawner]:
+        messages = []
         try:
             for message in self._frames.feed(data):
-                if getattr(message, "key", self.key) == self.key and self._heard(message):
-                    said.append(message)
+                if getattr(message, "key", self.key) == self.key and self._is_forwarded(message):
+                    messages.append(message)
         except FrameError as error:
             self._keep(f"\nwhat it said cannot be understood: {error}".encode())
-        return said
+        return messages
 
     def _keep(self, data: bytes) -> list[FromSpawner]:
         self._printed = (self._printed + data)[-KEPT_BYTES:]
@@ -216,14 +216,14 @@ class StoreHelper(Helper):
         self.listens = False
         self._failed = "it ended before it listened"
 
-    def _heard(self, message: FromSpawner) -> bool:
+    def _is_forwarded(self, message: FromSpawner) -> bool:
         if isinstance(message, SpawnFailed):
             self._failed = message.reason
             return False
         self.listens = self.listens or isinstance(message, StoreListening)
         return True
 
-    def _unsaid(self, code: int) -> FromSpawner | None:
+    def _final_report(self, code: int) -> FromSpawner | None:
         return None if self.listens else SpawnFailed(self.key, f"no store: {self._failed}")
 
 
@@ -239,12 +239,12 @@ class ProbeHelper(Helper):
         self._phase = probe.START
         self._done = False
 
-    def _heard(self, message: FromSpawner) -> bool:
+    def _is_forwarded(self, message: FromSpawner) -> bool:
         if isinstance(message, ProbeSaid):
             self._phase, self._done = message.phase, self._done or message.done
         return isinstance(message, ProbeSaid)
 
-    def _unsaid(self, code: int) -> FromSpawner | None:
+    def _final_report(self, code: int) -> FromSpawner | None:
         if self._done:
             return None
         how = f"it ended with code {code}"
@@ -306,16 +306,16 @@ def enter(kind: str, order_fd: int, says_fd: int, parent: int) -> NoReturn:
     if not orders:  # the parent did not need it
         os._exit(0)
 
-    def say(message: FromSpawner) -> None:
+    def send(message: FromSpawner) -> None:
         os.write(says_fd, encode(message))
 
     match orders[0]:
         case SpawnStore() as order:
-            store.host(order, say, lambda: os.close(says_fd))
+            store.host(order, send, lambda: os.close(says_fd))
             os._exit(1)
         case SpawnProbe() as order:
             try:
-                probe.run(order.key, order.plan, say)
+                probe.run(order.key, order.plan, send)
             except BaseException as error:  # our bug, or the pipe is closed
                 os.write(2, f"{type(error).__name__}: {error}\n".encode(errors="replace"))
                 os._exit(1)

@@ -59,14 +59,14 @@ def cores(mode: str, local_rank: int, *, may_fail: bool) -> set[int]:
             os._exit(0)
     os.close(writing)
     with open(reading, "rb") as pipe:
-        said = pipe.read()
+        output = pipe.read()
     _, status = os.waitpid(pid, 0)
-    if not said:
+    if not output:
         how = os.waitstatus_to_exitcode(status)
         if how == -signal.SIGALRM:
             raise NotBound(f"--numa-binding={mode}: torch has no answer after {ANSWER_LIMIT} s")
         raise NotBound(f"--numa-binding={mode}: the process that asks torch ended with {how}")
-    answer = json.loads(said)
+    answer = json.loads(output)
     if WHY in answer:
         raise NotBound(answer[WHY])
     return set(answer[CORES])

@@ -34,7 +34,7 @@ memory that the fork server needs for our modules.
 OWN_PHASES: Final = (START, COMPUTE)
 """A failure in these phases involves no other node."""
 
-TELL_LIMIT: Final = 5.0
+REPORT_LIMIT: Final = 5.0
 """Seconds for reporting a failure to the others, and at most half of the time left: an unreachable
 store must not make a failed probe look like a hanging one.
 """
@@ -55,28 +55,28 @@ another order the next time; a wrong result is far above.
 _PLACE: Final = re.compile(r"\[[^]\s]+:\d+\] ")
 """`[/pytorch/third_party/gloo/.../pair.cc:537] `"""
 
-Say = Callable[[ProbeSaid], None]
+Send = Callable[[ProbeSaid], None]
 
 
 class Failed(Exception):
     """The probe found a fault; the text is a clause about it."""
 
 
-def run(key: int, plan: ProbePlan, say: Say) -> None:
+def run(key: int, plan: ProbePlan, send: Send) -> None:
     """Run the probe as planned. Always ends with a ProbeSaid with `done`, unless it is killed."""
-    one = _Probe(key, plan, say)
+    one = _Probe(key, plan, send)
     try:
         excuse = one.work()
     except Exception as error:
         one.release_others()
         own = one.phase in OWN_PHASES
-        one.say(done=True, own=own, reason=clause(error))
+        one.report(done=True, own=own, reason=clause(error))
         return
     if excuse:
-        one.say(done=True, excused=True, reason=excuse)
+        one.report(done=True, excused=True, reason=excuse)
     else:
         one.phase = DONE
-        one.say(done=True, ok=True)
+        one.report(done=True, ok=True)
 
 
 def clause(error: BaseException | str) -> str:
@@ -93,10 +93,10 @@ def clause(error: BaseException | str) -> str:
 class _Probe:
     """A running probe. Times are seconds."""
 
-    def __init__(self, key: int, plan: ProbePlan, say: Say) -> None:
+    def __init__(self, key: int, plan: ProbePlan, send: Send) -> None:
         self._key = key
         self._plan = plan
-        self._say = say
+        self._send = send
         self._end = time.monotonic() + plan.limit
         planted = env.own_faults(plan.fault)
         self._fail = env.fault_value(planted, FaultKind.PROBE_FAIL)
@@ -123,7 +123,7 @@ class _Probe:
             if self._plan.matrix:
                 self._multiply()
         except Exception as error:
-            self._tell_others(clause(error))
+            self._report_failure(clause(error))
             raise
         if self._plan.world_size == 1:
             return ""
@@ -132,12 +132,12 @@ class _Probe:
         if not excuse:
             self._enter(COMM)
             self._reduce()
-            self._part()
+            self._wait_for_all()
         return excuse
 
-    def say(self, **more: Any) -> None:
+    def report(self, **more: Any) -> None:
         """Report the current state; `more` are fields of ProbeSaid."""
-        said = ProbeSaid(
+        message = ProbeSaid(
             self._key,
             self.phase,
             more.pop("done", False),
@@ -146,11 +146,11 @@ class _Probe:
             timed=self._timed,
             **more,
         )
-        self._say(said)
+        self._send(message)
 
     def _enter(self, phase: str) -> None:
         self.phase = phase
-        self.say()
+        self.report()
         while self._hang == phase:
             signal.pause()
 
@@ -227,8 +227,8 @@ class _Probe:
             raise Failed("the matmul computed a wrong result: it is not finite")
         ones = torch.ones(self._plan.matrix, dtype=torch.float32, device=self._device)
         sums = product.float() @ ones
-        wanted = left.float() @ (right.float() @ ones)
-        worst = float(((sums - wanted).abs() / wanted).max())
+        expected = left.float() @ (right.float() @ ones)
+        worst = float(((sums - expected).abs() / expected).max())
         if not worst <= ROUGHLY:
             raise Failed(f"the matmul computed a wrong result: row sums are off by {worst:.2%}")
 
@@ -249,12 +249,12 @@ class _Probe:
         prefixed: Any = dist.PrefixStore  # type: ignore[attr-defined]
         self._store = prefixed(plan.check, store)
 
-    def _tell_others(self, reason: str) -> None:
+    def _report_failure(self, reason: str) -> None:
         """Report that this rank's own part failed, so that the others do not wait for it."""
         if self._plan.world_size == 1:
             return
         with suppress(Exception):  # they wait until their limit; our reason is reported
-            self._connect(min(self._left() / 2, timedelta(seconds=TELL_LIMIT)))
+            self._connect(min(self._left() / 2, timedelta(seconds=REPORT_LIMIT)))
             self._store.set("go", f"failed by itself: {reason}")
 
     def _meet(self) -> str:
@@ -325,7 +325,7 @@ class _Probe:
         self._settle()
         time.sleep((self._slow - 1.0) * max(took, pieces * SLOW_PIECE))
 
-    def _part(self) -> None:
+    def _wait_for_all(self) -> None:
         """Wait until all ranks have finished: with NCCL a rank that has sent everything may have to
         stay alive while its data arrives."""
         if self._store.add("ended", 1) == self._plan.world_size:

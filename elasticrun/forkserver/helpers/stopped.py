@@ -25,12 +25,12 @@ class StoppedStores:
     def next_deadline(self) -> float | None:
         return min(self._since.values(), default=None)
 
-    def look(self, stores: Iterable[int], now: float) -> int:
+    def check(self, stores: Iterable[int], now: float) -> int:
         """Call after every SIGCHLD and at the deadline; returns how many were woken. `stores`: pids
         of children that have not been reaped."""
         living, woken = set(stores), 0
         for pid in living:
-            self._hear(pid, now)
+            self._collect(pid, now)
         self._since = {pid: due for pid, due in self._since.items() if pid in living}
         for pid in [pid for pid, due in self._since.items() if due <= now]:
             del self._since[pid]
@@ -39,11 +39,11 @@ class StoppedStores:
                 woken += 1
         return woken
 
-    def _hear(self, pid: int, now: float) -> None:
+    def _collect(self, pid: int, now: float) -> None:
         """Collect a stop or continue event; leaves the exit status to be reaped elsewhere."""
         with suppress(ChildProcessError):
-            said = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
-            if said is not None and said.si_code == os.CLD_STOPPED:
+            event = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
+            if event is not None and event.si_code == os.CLD_STOPPED:
                 self._since.setdefault(pid, now + STOPPED_LIMIT)
-            elif said is not None:
+            elif event is not None:
                 self._since.pop(pid, None)

@@ -29,17 +29,17 @@ MAX_REASON: Final = 1000
 
 
 def host(
-    order: SpawnStore, say: Callable[[FromSpawner], None], hang_up: Callable[[], None]
+    order: SpawnStore, send: Callable[[FromSpawner], None], hang_up: Callable[[], None]
 ) -> None:
     """Listen, report it, serve until killed. Returns after reporting a failure."""
     try:
         store, remark = _serve(_listen(order.port), order.port)
     except Exception as error:
-        say(SpawnFailed(order.key, _line(f"{type(error).__name__}: {error}")))
+        send(SpawnFailed(order.key, _line(f"{type(error).__name__}: {error}")))
         return
-    say(StoreListening(order.key, os.getpid(), order.port))
+    send(StoreListening(order.key, os.getpid(), order.port))
     if remark:
-        say(Notice(_line(remark)))
+        send(Notice(_line(remark)))
     hang_up()
     while store:  # torch's own threads serve
         signal.pause()

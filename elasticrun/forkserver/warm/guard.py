@@ -66,25 +66,25 @@ def become_guard(
 
 def _watch(conn: socket.socket, server: int) -> NoReturn:
     """Wait until the agent or the fork server has exited; then kill everything that is left."""
-    gone = os.pidfd_open(server)
-    _say(conn, Forked(server))
+    exited = os.pidfd_open(server)
+    _send(conn, Forked(server))
     poll = select.poll()
-    poll.register(gone, select.POLLIN)
+    poll.register(exited, select.POLLIN)
     poll.register(conn, select.POLLIN)
-    if gone not in dict(poll.poll()):  # the agent sends nothing, so this is EOF
+    if exited not in dict(poll.poll()):  # the agent sends nothing, so this is EOF
         os.kill(server, signal.SIGCONT)  # a stopped one now reads EOF on its socket
         own = select.poll()
-        own.register(gone, select.POLLIN)
+        own.register(exited, select.POLLIN)
         own.poll(OWN_END * 1000)
     pid, status = os.waitpid(server, os.WNOHANG)
     if pid == 0:
         os.kill(server, signal.SIGKILL)
         _, status = os.waitpid(server, 0)
     sweep.kill_everything(SWEEP_LIMIT)
-    _say(conn, Over(os.waitstatus_to_exitcode(status)))
+    _send(conn, Over(os.waitstatus_to_exitcode(status)))
     os._exit(0)
 
 
-def _say(conn: socket.socket, word: Forked | Over) -> None:
+def _send(conn: socket.socket, word: Forked | Over) -> None:
     with suppress(OSError):  # the agent has exited; the poll reports it
         conn.sendall(encode(word))

@@ -56,8 +56,8 @@ def keep(words: Sequence[str], modules: Collection[str]) -> tuple[list[str], Sto
     """Be a warm process. Returns only in forked fork servers: their command line, and what is
     imported. `modules`: the names that a plain interpreter has imported."""
     given = options(words)
-    place, tells = Path(given["warm"][0]), int(given["tells"][0])
-    if tells >= 0:  # if the process that waits for us ends (Ctrl-C), so do we
+    place, report_fd = Path(given["warm"][0]), int(given["tells"][0])
+    if report_fd >= 0:  # if the process that waits for us ends (Ctrl-C), so do we
         processes.die_with_parent(signal.SIGKILL)
     processes.set_name(b"elasticrun-warm")
     for number in SHIELDED:  # signals that kill us must work; we have no terminal
@@ -68,12 +68,12 @@ def keep(words: Sequence[str], modules: Collection[str]) -> tuple[list[str], Sto
         stock = _stock_up(Baseline(modules))
         listener = _listen(place)
     except (_Unfit, OSError) as error:
-        _tell(tells, f"no {error}")
+        _report(report_fd, f"no {error}")
         sys.exit(1)
     gc.collect()
     gc.freeze()
     processes.die_with_parent(0)
-    _tell(tells, f"ok {stock.torch}")
+    _report(report_fd, f"ok {stock.torch}")
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):  # our starter must not wait for EOF on our output
         os.dup2(null, stream)
@@ -82,7 +82,7 @@ def keep(words: Sequence[str], modules: Collection[str]) -> tuple[list[str], Sto
     return Keeper(stock, listener, place, float(given["idle"][0])).run()
 
 
-def _tell(descriptor: int, word: str) -> None:
+def _report(descriptor: int, word: str) -> None:
     """Report the result to the process that started us; -1: a job that does not wait for it."""
     if descriptor >= 0:
         with contextlib.suppress(BrokenPipeError):
@@ -130,7 +130,7 @@ def _listen(place: Path) -> socket.socket:
 
 
 @dataclass
-class _Visitor:
+class _Client:
     """A connected client."""
 
     conn: socket.socket
@@ -140,7 +140,7 @@ class _Visitor:
     descriptors: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._said = FrameBuffer(ToWarm)
+        self._buffer = FrameBuffer(ToWarm)
 
     def read(self) -> ToWarm | None:
         """Its next message; None if incomplete. After a grant: the request, when its descriptors
@@ -153,7 +153,7 @@ class _Visitor:
             raise ConnectionResetError
         if self.granted:
             return self.granted
-        return next(iter(self._said.feed(data)), None)
+        return next(iter(self._buffer.feed(data)), None)
 
     def close(self) -> None:
         for descriptor in self.descriptors:
@@ -177,7 +177,7 @@ class Keeper:
         self._until = time.monotonic() + self.idle
         self._guards: dict[int, int] = {}
         """pidfd of each guard, used to reap it -> pid."""
-        self._visitors: dict[int, _Visitor] = {}
+        self._clients: dict[int, _Client] = {}
         """Connected clients, by descriptor, that have no complete answer yet."""
         # Besides torch, a change of our own package or of any installed package makes us stale.
         files = self.stock.stash.files
@@ -192,7 +192,7 @@ class Keeper:
         servers."""
         while True:
             for descriptor in self._wait():
-                order = self._hear(self._visitors[descriptor])
+                order = self._serve(self._clients[descriptor])
                 if order is not None:
                     return order, self.stock
             if time.monotonic() >= self._until or not self._is_found():
@@ -212,22 +212,22 @@ class Keeper:
     def _wait(self) -> list[int]:
         """Wait for events; return the clients that have sent something."""
         now = time.monotonic()
-        until = min([self._until, *(each.until for each in self._visitors.values())])
+        until = min([self._until, *(each.until for each in self._clients.values())])
         with selectors.PollSelector() as selector:
             selector.register(self.listener, selectors.EVENT_READ)
-            for descriptor in (*self._guards, *self._visitors):
+            for descriptor in (*self._guards, *self._clients):
                 selector.register(descriptor, selectors.EVENT_READ)
             ready = {key.fd for key, _ in selector.select(max(0, until - now))}
         for descriptor in ready & self._guards.keys():
             os.waitpid(self._guards.pop(descriptor), 0)
             os.close(descriptor)
         now = time.monotonic()
-        for descriptor, visitor in list(self._visitors.items()):
-            if descriptor not in ready and now >= visitor.until:
-                self._hang_up(visitor)
+        for descriptor, client in list(self._clients.items()):
+            if descriptor not in ready and now >= client.until:
+                self._hang_up(client)
         if self.listener.fileno() in ready:
             self._welcome()
-        return [descriptor for descriptor in ready if descriptor in self._visitors]
+        return [descriptor for descriptor in ready if descriptor in self._clients]
 
     # ------------------------------------------------------------ one request
 
@@ -237,80 +237,83 @@ class Keeper:
             conn, _ = self.listener.accept()
         except OSError:
             return
-        if len(self._visitors) >= BACKLOG or peer_of(conn)[1] != os.geteuid():
+        if len(self._clients) >= BACKLOG or peer_of(conn)[1] != os.geteuid():
             conn.close()
             return
         conn.setblocking(False)
-        self._visitors[conn.fileno()] = _Visitor(conn, time.monotonic() + REQUEST_LIMIT)
+        self._clients[conn.fileno()] = _Client(conn, time.monotonic() + REQUEST_LIMIT)
 
-    def _hang_up(self, visitor: _Visitor) -> None:
-        del self._visitors[visitor.conn.fileno()]
-        visitor.close()
+    def _hang_up(self, client: _Client) -> None:
+        del self._clients[client.conn.fileno()]
+        client.close()
 
-    def _hear(self, visitor: _Visitor) -> list[str] | None:
+    def _serve(self, client: _Client) -> list[str] | None:
         """Read from this client and answer it. In a forked fork server, return its command line."""
         words = None
         try:
-            request = visitor.read()
+            request = client.read()
             if request is None:
                 return None
-            if isinstance(request, Ask) and not visitor.granted:
-                if self._grant(visitor, request):
+            if isinstance(request, Ask) and not client.granted:
+                if self._grant(client, request):
                     return None
             else:
-                words = self._answer(visitor, request)
+                words = self._answer(client, request)
         except BlockingIOError:
             return None
         except (OSError, FrameError):  # the client starts cold
             pass
-        if visitor.conn.fileno() in self._visitors:
-            self._hang_up(visitor)
+        if client.conn.fileno() in self._clients:
+            self._hang_up(client)
         return words
 
-    def _grant(self, visitor: _Visitor, ask: Ask) -> bool:
+    def _grant(self, client: _Client, ask: Ask) -> bool:
         """Check the client; return whether it is served once its descriptors arrive."""
         if stale := self.stock.stash.stale():
-            self._say(visitor.conn, Declined(f"{stale} has changed since it was imported"))
+            self._send(client.conn, Declined(f"{stale} has changed since it was imported"))
             self._leave()
-        if reason := self._against(visitor.conn, ask):
-            self._say(visitor.conn, Declined(reason))
+        if reason := self._why_declined(client.conn, ask):
+            self._send(client.conn, Declined(reason))
             return False
-        visitor.granted = ask
-        self._say(visitor.conn, Granted())
+        client.granted = ask
+        self._send(client.conn, Granted())
         return True
 
-    def _answer(self, visitor: _Visitor, request: ToWarm) -> list[str] | None:
+    def _answer(self, client: _Client, request: ToWarm) -> list[str] | None:
         match request:
-            case Ask() if len(visitor.descriptors) != DESCRIPTORS:
-                self._say(visitor.conn, Declined("its descriptors got lost"))
+            case Ask() if len(client.descriptors) != DESCRIPTORS:
+                self._send(client.conn, Declined("its descriptors got lost"))
             case Ask():
                 try:
-                    words = self._fork(visitor, request)
+                    words = self._fork(client, request)
                 except OSError as error:
                     reason = f"no process could be started ({error.strerror})"
-                    self._say(visitor.conn, Declined(reason))
+                    self._send(client.conn, Declined(reason))
                     return None
                 if words is None:
                     self.served += 1
                     self._until = time.monotonic() + self.idle
                 return words
             case Describe():
-                says = Description(
+                description = Description(
                     pid=os.getpid(),
                     torch=self.stock.torch,
                     modules=len(sys.modules) - len(self.stock.baseline.modules),
                     served=self.served,
                     left=max(0.0, self._until - time.monotonic()),
                 )
-                self._say(visitor.conn, says)
+                self._send(client.conn, description)
             case Leave():
                 self._leave()
         return None
 
-    def _against(self, conn: socket.socket, ask: Ask) -> str:
+    def _why_declined(self, conn: socket.socket, ask: Ask) -> str:
         """Why a fork of ours would differ from what this launcher would have exec'd; or empty."""
         try:
-            mine, theirs = surroundings.look("self"), surroundings.look(peer_of(conn)[0])
+            mine, theirs = (
+                surroundings.read_process("self"),
+                surroundings.read_process(peer_of(conn)[0]),
+            )
         except OSError as error:
             return f"its process cannot be looked at ({error.strerror})"
         return surroundings.difference(mine, theirs) or surroundings.variables_that_differ(
@@ -318,22 +321,22 @@ class Keeper:
         )
 
     @staticmethod
-    def _say(conn: socket.socket, word: FromWarm) -> None:
+    def _send(conn: socket.socket, word: FromWarm) -> None:
         with contextlib.suppress(OSError):
             conn.sendall(encode(word))
 
     # ------------------------------------------------------------ forks
 
-    def _fork(self, visitor: _Visitor, ask: Ask) -> list[str] | None:
+    def _fork(self, client: _Client, ask: Ask) -> list[str] | None:
         pid = os.fork()
         if pid:
             self._guards[os.pidfd_open(pid)] = pid
             return None
         self.listener.close()
-        self._let_go(visitor)
+        self._close_others(client)
         words: list[str] = []
-        channel, *streams, folder = visitor.descriptors
-        visitor.descriptors = []
+        channel, *streams, folder = client.descriptors
+        client.descriptors = []
         environ = {os.fsencode(n): os.fsencode(v) for n, v in ask.env.items()}
         shown = [name + b"=" + value for name, value in environ.items()]
 
@@ -352,7 +355,7 @@ class Keeper:
             words.extend(command[1:])
 
         try:
-            become_guard(visitor.conn, [channel, *streams, folder], shown, become_server)
+            become_guard(client.conn, [channel, *streams, folder], shown, become_server)
         except BaseException:  # for example, the fork server could not be forked
             os._exit(1)
         return words
@@ -367,12 +370,12 @@ class Keeper:
         for name, value in made.items():
             os.environ.setdefault(name, value)
 
-    def _let_go(self, spared: _Visitor | None = None) -> None:
+    def _close_others(self, kept: _Client | None = None) -> None:
         """In a fresh fork: close what belongs to other clients and to guards."""
-        for visitor in self._visitors.values():
-            if visitor is not spared:
-                visitor.close()
-        self._visitors.clear()
+        for client in self._clients.values():
+            if client is not kept:
+                client.close()
+        self._clients.clear()
         for descriptor in self._guards:
             os.close(descriptor)
         self._guards.clear()

@@ -77,11 +77,11 @@ LAUNCHERS_OWN: Final = ("TORCHELASTIC_", "TORCH_ELASTIC_", "PYTHON_EXEC")
 """Prefixes of variables that a launcher reads itself or sets for each rank, despite
 READ_AT_START."""
 
-MOST_TOLD: Final = 3
+MAX_DIFFERENCES: Final = 3
 """Number of differences that a sentence names."""
 
 
-def look(pid: int | str) -> dict[str, str]:
+def read_process(pid: int | str) -> dict[str, str]:
     """The surroundings of a process, by words for them. Raises OSError if access is denied."""
     found: dict[str, str] = {}
     base = Path(f"/proc/{pid}")
@@ -111,7 +111,7 @@ def look(pid: int | str) -> dict[str, str]:
 def difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
     """The differences in words; empty if none. `theirs` are the client's, which the text calls
     `here`."""
-    return _told((w, theirs.get(w, ""), v) for w, v in mine.items() if theirs.get(w, "") != v)
+    return _describe((w, theirs.get(w, ""), v) for w, v in mine.items() if theirs.get(w, "") != v)
 
 
 def variables_that_differ(
@@ -120,13 +120,13 @@ def variables_that_differ(
     """The same for variables that an import has read, or that a library reads when it is loaded.
     `reads`: names that Python code has read, and the file that read them."""
     both = ((n, theirs.get(n), mine.get(n)) for n in sorted(mine.keys() | theirs.keys()))
-    return _told((n, here, v) for n, here, v in both if here != v and _counts(n, reads))
+    return _describe((n, here, v) for n, here, v in both if here != v and _counts(n, reads))
 
 
-def _told(found: Iterable[tuple[str, str | None, str | None]]) -> str:
+def _describe(found: Iterable[tuple[str, str | None, str | None]]) -> str:
     return "; ".join(
         f"{words} {_value(here)} here, {_value(there)} in the warm process"
-        for words, here, there in islice(found, MOST_TOLD)
+        for words, here, there in islice(found, MAX_DIFFERENCES)
     )
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import Final, NoReturn
 
-from elasticrun.forkserver.child import Birth
+from elasticrun.forkserver.child import Inherited
 from elasticrun.forkserver.children import Children
 from elasticrun.forkserver.helpers.stopped import STOPPED_LIMIT, StoppedStores
 from elasticrun.forkserver.lazy_imports import Baseline
@@ -162,16 +162,16 @@ class Server:
         self._children.read_pages()
         for pid, status in sweep.reap_all():
             self._children.reaped(pid, os.waitstatus_to_exitcode(status))
-        if self._stopped.look(self._children.stores(), time.monotonic()):
+        if self._stopped.check(self._children.stores(), time.monotonic()):
             stood = f"a store host was stopped (SIGSTOP) for {STOPPED_LIMIT:g} s"
             self._talk.send(Notice(f"{stood} and is woken: ranks may wait for it"))
-        for told in self._sweeper.advance(self._children.living(), time.monotonic()):
-            if isinstance(told, sweep.SweepLeftovers):
-                commands = tuple(map(processes.command, told.pids))
-                self._talk.send(Lingering(told.keys, told.pids, commands, told.ending))
+        for event in self._sweeper.advance(self._children.living(), time.monotonic()):
+            if isinstance(event, sweep.SweepLeftovers):
+                commands = tuple(map(processes.command, event.pids))
+                self._talk.send(Lingering(event.keys, event.pids, commands, event.ending))
             else:
-                self._children.forget(told.keys)
-                self._talk.send(Swept(told.keys, told.stuck))
+                self._children.forget(event.keys)
+                self._talk.send(Swept(event.keys, event.stuck))
 
     def _obey(self, order: ToSpawner) -> None:
         match order:
@@ -223,7 +223,7 @@ def complain(reason: str) -> None:
         print(f"elasticrun fork server: {reason}", file=sys.stderr)
 
 
-def live(words: Sequence[str], modules: Collection[str]) -> NoReturn:
+def run(words: Sequence[str], modules: Collection[str]) -> NoReturn:
     """Run until the agent has exited; raises BecomeRank in forked children."""
     for signum in SHIELDED:
         signal.signal(signum, signal.SIG_IGN)
@@ -256,11 +256,11 @@ def live(words: Sequence[str], modules: Collection[str]) -> NoReturn:
     gc.disable()  # imports create hardly any garbage; ranks turn the collector on
     baseline = stock.baseline if stock else Baseline(modules)
     baseline.exits.keep_back()
-    birth = Birth(os.getpid(), peer_of(sock)[0], ignored, blocked, baseline)
+    inherited = Inherited(os.getpid(), peer_of(sock)[0], ignored, blocked, baseline)
     talk = Conversation(sock)
     try:
         configure, early = _first_message(talk, kept)
-        prepared = _prepare(configure, birth, given.get("refused", []), sock, stock)
+        prepared = _prepare(configure, inherited, given.get("refused", []), sock, stock)
         talk.send(
             SpawnerReady(
                 pid=os.getpid(),
@@ -300,7 +300,7 @@ def _first_message(talk: Conversation, kept_fd: int) -> tuple[Configure, list[To
 
 def _prepare(
     configure: Configure,
-    birth: Birth,
+    inherited: Inherited,
     refused: Sequence[str],
     sock: socket.socket,
     stock: Stock | None,
@@ -309,7 +309,7 @@ def _prepare(
     modules refused so far, each as `MODULE:REASON`."""
     names = [word.partition(":")[0] for word in refused]
     try:
-        prepared = prepare(configure, birth, names, stock)
+        prepared = prepare(configure, inherited, names, stock)
     except Poisoned as poison:
         kept = memory_file("configure", 0)
         os.write(kept, encode(configure))
@@ -317,7 +317,7 @@ def _prepare(
         sock.set_inheritable(True)
         words = [w for w in sys.orig_argv if not w.startswith("--configure-fd=")]
         words += [f"--configure-fd={kept}", f"--refused={poison.module}:{poison.reason}"]
-        os.execve(sys.executable, words, birth.baseline.environ)
+        os.execve(sys.executable, words, inherited.baseline.environ)
     for word in refused:
         name, _, reason = word.partition(":")
         prepared.remarks.append(f"{name} is not preloaded: {reason}")
