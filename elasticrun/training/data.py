@@ -110,6 +110,15 @@ class ElasticBatchSampler:
         """Number of micro-batches of this rank in a step with a full global batch."""
         return self._count(min(self.global_batch, self.samples), self._ranks()[1])
 
+    @property
+    def batch_size(self) -> int:
+        """Raises TypeError: accelerate would split the batches among the ranks once more, and drop
+        samples without a word."""
+        raise TypeError(
+            "these batches are already this rank's share: use the DataLoader of an "
+            "ElasticBatchSampler as it is, without accelerator.prepare()"
+        )
+
     def weights(self, step: int) -> list[float]:
         """The factor for the mean loss of each micro-batch of this rank in `step`."""
         total = len(self._positions(step))

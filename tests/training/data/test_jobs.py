@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 
 from elasticrun.training import ElasticBatchSampler
 from tests import needs
@@ -100,3 +101,10 @@ def test_trainers_of_frameworks_use_each_sample_once(
             assert Counter(used) == Counter(sampler.global_indices(step)), step
     assert len(weights) == 4
     assert len(set(weights)) == 1
+
+
+def test_accelerate_does_not_split_the_batches_again() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    loader = DataLoader(range(40), batch_sampler=ElasticBatchSampler(40, global_batch=8))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"without accelerator\.prepare"):
+        accelerate.data_loader.prepare_data_loader(loader, num_processes=2, process_index=0)
