@@ -9,12 +9,11 @@ negotiated. Nothing here reads the environment.
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Final
 
 from msgspec import structs
 
-from elasticrun.dataclass import dataclass
 from elasticrun.wire.messages import JobSpec
 from elasticrun.wire.types import Entrypoint
 

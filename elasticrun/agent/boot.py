@@ -18,11 +18,11 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from elasticrun.agent.warm import WarmChild, can_be_warm, fork_server
 from elasticrun.config import Launch
-from elasticrun.dataclass import dataclass
 from elasticrun.host.log import logger
 from elasticrun.host.system import sandbox
 from elasticrun.host.system.processes import all_processes, below

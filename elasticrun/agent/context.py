@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from elasticrun.config import Identity, Launch, Place
 from elasticrun.core import events as fx
-from elasticrun.dataclass import dataclass
 from elasticrun.wire.types import mint_incarnation
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from elasticrun import __version__
@@ -56,7 +56,6 @@ from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.core.worker.group import WorkerGroup
 from elasticrun.core.worker.leaving import ending
 from elasticrun.core.worker.states import State
-from elasticrun.dataclass import dataclass
 from elasticrun.host.log import NOTICE, StderrWriter, logger, set_prefix
 from elasticrun.host.system.sandbox import NoThread
 from elasticrun.wire import env, messages as m

@@ -11,12 +11,11 @@ import argparse
 import re
 import signal
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from elasticrun import config
 from elasticrun.cli.table import FLAGS, Flag
-from elasticrun.dataclass import dataclass
 from elasticrun.wire.messages import MAX_NODES, CheckSpec, JobSpec, SaveSpec, WatchSpec
 from elasticrun.wire.types import MAX_NAME, MAX_SECONDS
 

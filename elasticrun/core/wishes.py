@@ -5,9 +5,10 @@ The union is closed.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from elasticrun.core.reasons import Reason
 from elasticrun.core.rounds.failures import Ending
-from elasticrun.dataclass import dataclass
 from elasticrun.wire.messages import Failure
 
 

@@ -28,11 +28,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from elasticrun.dataclass import dataclass
 from elasticrun.host.system.processes import ProcessId, home
 from elasticrun.wire.types import Endpoint, dumps, loads
 

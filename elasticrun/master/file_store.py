@@ -20,6 +20,7 @@ import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
@@ -27,7 +28,6 @@ from typing import Final, TypeVar
 import msgspec
 
 from elasticrun.core.persisted import Facts, aged
-from elasticrun.dataclass import dataclass
 from elasticrun.host.runs.layout import replace_file
 from elasticrun.host.system.processes import boot_id
 from elasticrun.host.system.sandbox import start_thread

@@ -22,6 +22,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Final, Generic, TypeVar
 
@@ -34,7 +35,6 @@ from elasticrun.core.job.job import Job
 from elasticrun.core.nodes.membership import beat_interval
 from elasticrun.core.sight.hangs.waiting import Klass
 from elasticrun.core.sight.picture import CAUSES, Goodput, IncidentRow, Picture, VerdictRow
-from elasticrun.dataclass import dataclass
 from elasticrun.host.log import LEVELS, logger
 from elasticrun.master.page.readers import Readers
 from elasticrun.master.store import FactStore

@@ -20,10 +20,10 @@ import os
 import sys
 from bisect import bisect_right
 from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from elasticrun.dataclass import dataclass
 from elasticrun.training.monitor.recorders import CPU, FlightRecorder, Row, groups, recorders
 from elasticrun.wire import env
 from elasticrun.wire.progress import Own

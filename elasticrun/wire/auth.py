@@ -32,14 +32,13 @@ import base64
 import hmac
 import secrets
 import ssl
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Final, Protocol
 
 from msgspec import Struct
 
-from elasticrun.dataclass import dataclass
 from elasticrun.wire.messages import (
     NONCE_BYTES,
     PROTOCOL_VERSION,

@@ -25,10 +25,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
-
-from elasticrun.dataclass import dataclass
 
 # ---------------------------------------------------------------- what every rank is given
 

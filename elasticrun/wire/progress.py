@@ -18,11 +18,9 @@ import os
 import socket
 import struct
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from typing import Final
-
-from elasticrun.dataclass import dataclass
 
 VERSION: Final = 1
 

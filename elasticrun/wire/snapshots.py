@@ -10,9 +10,9 @@ State itself is never sent here: it is in segments (`shm.segment`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from elasticrun.dataclass import dataclass
 from elasticrun.wire.types import NOTHING, RoundName, Skip
 
 NO_ROUND: Final = RoundName(0, 0, "")

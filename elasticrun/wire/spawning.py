@@ -17,10 +17,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Final
 
-from elasticrun.dataclass import dataclass
 from elasticrun.wire import debugger
 from elasticrun.wire.types import EntryKind, Entrypoint
 

@@ -27,13 +27,11 @@ import os
 import types
 import typing
 from collections.abc import Callable, Iterable
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
 from itertools import repeat
 from typing import Annotated, Any, Final, TypeVar
-
-from elasticrun.dataclass import dataclass
 
 INT32: Final = 2**31 - 1
 INT64: Final = 2**63 - 1

@@ -10,9 +10,9 @@ import re
 import secrets
 import socket
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final
 
-from elasticrun.dataclass import dataclass
 from elasticrun.host.system.network import (
     is_loopback,
     names_this_host_only,

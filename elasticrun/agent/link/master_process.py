@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -31,7 +31,6 @@ from elasticrun.config import (
     Place,
     spec_of,
 )
-from elasticrun.dataclass import dataclass
 from elasticrun.host import user_folder
 from elasticrun.host.log import logger
 from elasticrun.host.system import sandbox

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from elasticrun.config import Identity, Launch, Place
-from elasticrun.dataclass import dataclass
 
 if TYPE_CHECKING:
     from elasticrun.wire.auth import Files

@@ -16,13 +16,12 @@ import hashlib
 import heapq
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 from elasticrun.agent.logs import masks
 from elasticrun.agent.logs.unit import Unit
-from elasticrun.dataclass import dataclass
 
 WINDOW: Final = 1.0
 """Seconds that a line is held for other ranks. Raise it if ranks drift further apart; the terminal

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from elasticrun.agent.logs import masks
 from elasticrun.agent.logs.console import ConsoleWriter, Text
 from elasticrun.agent.logs.fold import Fold, FoldedLines, SharedLine
-from elasticrun.dataclass import dataclass
 from elasticrun.wire.types import runs
 
 MOST_OF_A_RANK = 8

@@ -9,12 +9,11 @@ import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from elasticrun.core.words import index_of, names, nearest
-from elasticrun.dataclass import dataclass
 from elasticrun.host.runs.layout import AGENTS, replace_file
 from elasticrun.host.system.processes import ProcessId
 from elasticrun.host.user_folder import user_folder

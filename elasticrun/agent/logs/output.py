@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, Final
 
@@ -33,7 +33,6 @@ from elasticrun.agent.logs.last_lines import last_lines
 from elasticrun.agent.logs.log_index import LogNotes
 from elasticrun.agent.logs.tail import LineFilter, Reader, Tail
 from elasticrun.config import LogPlan
-from elasticrun.dataclass import dataclass
 from elasticrun.host.log import logger
 from elasticrun.wire import env
 

@@ -16,14 +16,13 @@ import select
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
 from elasticrun.agent.logs.console import ConsoleWriter, Text
 from elasticrun.agent.logs.folded import FoldedConsole
 from elasticrun.config import LOG_DRAIN
-from elasticrun.dataclass import dataclass
 from elasticrun.host.log import logger
 from elasticrun.host.system.inotify import Inotify
 

@@ -32,14 +32,13 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
 
 from elasticrun.agent.runtime import Once, Tasks, in_thread, threadsafe
-from elasticrun.dataclass import dataclass
 from elasticrun.host.log import logger
 from elasticrun.host.system.processes import ProcessId, boot_id
 from elasticrun.host.system.sandbox import start_thread

@@ -13,11 +13,11 @@ import errno
 import os
 import secrets
 import socket
+from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
 from elasticrun.config import Launch, Place
-from elasticrun.dataclass import dataclass
 from elasticrun.host.system.network import (
     is_loopback,
     is_ours,

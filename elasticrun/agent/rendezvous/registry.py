@@ -8,11 +8,11 @@ Three exist. `endpoint`: an address that every node is given; whoever binds it i
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from typing import Final, NoReturn, Protocol
 
 from elasticrun.agent.link.master_process import InEtcd
 from elasticrun.agent.rendezvous.place import HostError
-from elasticrun.dataclass import dataclass
 from elasticrun.wire.messages import End
 from elasticrun.wire.types import Endpoint
 

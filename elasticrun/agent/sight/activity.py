@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Final
 
-from elasticrun.dataclass import dataclass
 from elasticrun.host.system import processes
 from elasticrun.wire.messages import Being
 

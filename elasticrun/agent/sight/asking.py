@@ -10,10 +10,9 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Collection, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Final
 
-from elasticrun.dataclass import dataclass
 from elasticrun.wire.progress import (
     ANSWER_BYTES,
     CREDENTIALS_BYTES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from elasticrun.agent.logs.folded import fold_texts
@@ -15,7 +15,6 @@ from elasticrun.agent.sight.activity import Activity
 from elasticrun.agent.sight.outside import Threads
 from elasticrun.agent.sight.pulse import RankBeat
 from elasticrun.agent.sight.stacks import Frame, group_stacks, place_of
-from elasticrun.dataclass import dataclass
 from elasticrun.host.accelerators import Load
 from elasticrun.wire import messages as m
 from elasticrun.wire.progress import MAX_GROUPS_SAID, GroupSays, RankSays

@@ -7,10 +7,9 @@ sample. The node reports only changes of this state, so nothing during normal tr
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Final
 
-from elasticrun.dataclass import dataclass
 from elasticrun.wire.messages import Quiet
 from elasticrun.wire.progress import GroupSays
 from elasticrun.wire.types import RoundName

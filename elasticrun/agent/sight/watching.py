@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from elasticrun.agent.context import NodeContext
@@ -21,7 +21,6 @@ from elasticrun.agent.sight.asking import RankQueries
 from elasticrun.agent.sight.pulse import PULSE_EVERY, LocalQuiet, RankBeat
 from elasticrun.agent.workers.progress import Progress
 from elasticrun.agent.workers.ranks import Ranks
-from elasticrun.dataclass import dataclass
 from elasticrun.host import accelerators
 from elasticrun.host.accelerators import Load
 from elasticrun.host.log import logger

@@ -8,7 +8,7 @@ attempt's time limit this node gives it up, whatever the master says.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from msgspec import structs
 
@@ -18,7 +18,6 @@ from elasticrun.agent.snapshots.fetching import MAX_REASON, Shards
 from elasticrun.agent.snapshots.inventory import SnapshotStore
 from elasticrun.agent.snapshots.saver import SaverGone
 from elasticrun.agent.snapshots.segments import Held
-from elasticrun.dataclass import dataclass
 from elasticrun.host.log import logger
 from elasticrun.snapshots.shm.segment import Snapshot
 from elasticrun.wire.messages import CommitCheckpoint, Persist, Persisted, PersistOver

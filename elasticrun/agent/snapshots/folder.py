@@ -18,13 +18,13 @@ import re
 import stat
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 from msgspec.structs import replace as replaced
 
 from elasticrun import config
 from elasticrun.agent.runtime import Tasks, Timer, in_thread
-from elasticrun.dataclass import dataclass
 from elasticrun.host.log import logger
 from elasticrun.snapshots.shm.segment import round_key
 from elasticrun.wire.messages import RoundInfo, Start

@@ -15,7 +15,7 @@ import select
 import signal
 import time
 from collections.abc import Iterable
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Final
 
 from elasticrun.agent.snapshots.inventory import SnapshotStore
@@ -23,7 +23,6 @@ from elasticrun.agent.snapshots.peers import Peer
 from elasticrun.agent.snapshots.segments import Held
 from elasticrun.config import Launch
 from elasticrun.core.events import Signalled
-from elasticrun.dataclass import dataclass
 from elasticrun.snapshots.shm.segment import NONE, VERSION, Snapshot
 from elasticrun.wire import env, messages as m, snapshots as s
 from elasticrun.wire.messages import MAX_MARGIN, Start

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from elasticrun.agent.link.link import Link
@@ -24,7 +24,6 @@ from elasticrun.agent.runtime import Timer
 from elasticrun.agent.snapshots.folder import LocalRound
 from elasticrun.agent.snapshots.saver import Savers
 from elasticrun.agent.snapshots.segments import Held, Segments
-from elasticrun.dataclass import dataclass
 from elasticrun.host.log import logger
 from elasticrun.snapshots.shm.segment import NONE, Snapshot, round_key
 from elasticrun.wire import messages as m

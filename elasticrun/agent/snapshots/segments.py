@@ -16,7 +16,7 @@ import logging
 import mmap
 import os
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import Final, NamedTuple
@@ -30,7 +30,6 @@ from elasticrun.agent.snapshots.folder import (
     SegmentFolder,
     take,
 )
-from elasticrun.dataclass import dataclass
 from elasticrun.host.log import logger
 from elasticrun.host.system.sandbox import NoThread
 from elasticrun.snapshots.shm import memory

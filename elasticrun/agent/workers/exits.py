@@ -15,6 +15,7 @@ import os
 import signal
 import stat
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +24,6 @@ from msgspec.structs import replace
 
 from elasticrun.agent.runtime import Once, in_thread
 from elasticrun.core.rounds.failures import NO_TRACEBACK, classify
-from elasticrun.dataclass import dataclass
 from elasticrun.wire import env
 from elasticrun.wire.messages import Failure
 from elasticrun.wire.types import MAX_TEXT

@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import time
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Final
 
 from elasticrun.agent.context import NodeContext
@@ -21,7 +21,6 @@ from elasticrun.agent.workers.spawner import Child, Spawners
 from elasticrun.config import PROBE_LOAD_CPU, PROBE_LOAD_GPU, ProbeLoad
 from elasticrun.core.events import ProbeEnded
 from elasticrun.core.health.words import duration
-from elasticrun.dataclass import dataclass
 from elasticrun.host import accelerators
 from elasticrun.host.accelerators import Accelerator
 from elasticrun.host.log import logger

@@ -13,11 +13,11 @@ import os
 import socket
 import time
 from collections import deque
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from elasticrun.agent.runtime import Once, Timer
-from elasticrun.dataclass import dataclass
 from elasticrun.wire.messages import (
     MAX_METRIC_ROWS,
     MAX_METRICS,

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from string import Template
 from typing import Any, Final
@@ -32,7 +32,6 @@ from elasticrun.agent.workers.spawner import Child, Spawners
 from elasticrun.core.events import RankExited, RankSpawned, RanksSwept, SpawnRanks
 from elasticrun.core.reasons import text
 from elasticrun.core.rounds.failures import ECHOES, reason_of
-from elasticrun.dataclass import dataclass
 from elasticrun.host.log import NOTICE, logger
 from elasticrun.host.system.sandbox import NoThread
 from elasticrun.wire import debugger, env, spawning

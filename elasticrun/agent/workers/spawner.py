@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Final, Protocol
 
@@ -19,7 +19,6 @@ from elasticrun.agent.boot import SpawnerProcess, configure_message, start_spawn
 from elasticrun.agent.context import NodeContext
 from elasticrun.agent.runtime import Once, Patience, Tasks, Timer, keep_sending
 from elasticrun.agent.warm import WarmChild
-from elasticrun.dataclass import dataclass
 from elasticrun.host.log import logger
 from elasticrun.host.system.processes import why_unresponsive
 from elasticrun.wire import spawning

@@ -10,14 +10,13 @@ import asyncio
 import socket
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Final
 
 from elasticrun.agent.context import NodeContext
 from elasticrun.agent.runtime import Once, Timer
 from elasticrun.agent.workers.spawner import Child, Spawners
 from elasticrun.core.events import StoreLost, StoreReady
-from elasticrun.dataclass import dataclass
 from elasticrun.host.log import logger
 from elasticrun.wire import spawning
 from elasticrun.wire.types import Endpoint

@@ -32,14 +32,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from msgspec import Struct
 
 from elasticrun.config import PROBE_ANSWER_SLACK
 from elasticrun.core.deadlines import Deadlines
-from elasticrun.dataclass import dataclass
 from elasticrun.wire.messages import Probed, ProbePhase
 
 

@@ -28,6 +28,7 @@ node whose agent is a new incarnation, because its partner waits for the old one
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from elasticrun.config import PROBE_ANSWER_SLACK
 from elasticrun.core.deadlines import Deadlines, earliest
@@ -55,7 +56,6 @@ from elasticrun.core.health.groups import (
 from elasticrun.core.health.speed import Paces
 from elasticrun.core.health.words import cut, duration, quoted, size, speed
 from elasticrun.core.words import names, some
-from elasticrun.dataclass import dataclass
 from elasticrun.wire.messages import CheckSpec, Probed
 
 MAX_PASSES = 8

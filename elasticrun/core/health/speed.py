@@ -43,13 +43,12 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from statistics import median
 
 from elasticrun.core.health.groups import Rate, Trial
 from elasticrun.core.health.words import duration, size
 from elasticrun.core.words import names, some
-from elasticrun.dataclass import dataclass
 from elasticrun.wire.messages import CheckSpec, Steps
 
 SPREADS = 5.0

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from elasticrun.config import (
     EXCLUDE_BRIEF_AFTER,
@@ -31,7 +32,6 @@ from elasticrun.config import (
 from elasticrun.core.deadlines import Deadlines
 from elasticrun.core.persisted import ExclusionFacts, FlapFacts, LeftOut
 from elasticrun.core.reasons import Banned, Excluded
-from elasticrun.dataclass import dataclass
 from elasticrun.wire.messages import MAX_EXCLUDED, ExcludedNode
 
 BACKOFF_UNIT = 120.0

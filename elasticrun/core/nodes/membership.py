@@ -27,6 +27,7 @@ Every report costs O(1). The caller must call `due` whenever `next_deadline` has
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from elasticrun.config import (
     BEAT_INTERVAL,
@@ -51,7 +52,6 @@ from elasticrun.core.reasons import (
     Reason,
     Superseded,
 )
-from elasticrun.dataclass import dataclass
 from elasticrun.wire.messages import Hello
 
 BEATS_PER_SECOND = 500

@@ -4,12 +4,12 @@ rules."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count
 
 from elasticrun.core.nodes.admission import Deaths
 from elasticrun.core.reasons import Reason
-from elasticrun.dataclass import dataclass
 from elasticrun.wire.messages import CheckSpec, Hello, JobSpec, Probe, SaveSpec, Steps, WatchSpec
 from elasticrun.wire.types import Endpoint
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import pairwise, takewhile
 
 from msgspec.structs import replace
@@ -29,7 +30,6 @@ from elasticrun.config import EXCLUDE_FAILING_AFTER
 from elasticrun.core.nodes.admission import backoff_length
 from elasticrun.core.persisted import Blamed
 from elasticrun.core.reasons import FirstToFail, RankFailed
-from elasticrun.dataclass import dataclass
 
 PROBATION = 3600.0
 """Seconds for which a node is remembered after its backoff."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import StrEnum
 
 from elasticrun.config import RESTART_HEALTHY_AFTER
@@ -39,7 +40,6 @@ from elasticrun.core.rounds.failures import (
     reason_of,
     root_cause,
 )
-from elasticrun.dataclass import dataclass
 from elasticrun.wire.messages import Failure, FailureKind, JobSpec
 
 LEAST_DOUBT = 1.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 from msgspec import structs
@@ -23,7 +24,6 @@ from elasticrun.config import (
     EXIT_USAGE,
 )
 from elasticrun.core.reasons import RankFailed
-from elasticrun.dataclass import dataclass
 from elasticrun.wire.messages import MAX_FAILURES, Failure, FailureKind
 from elasticrun.wire.types import write_ranges
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from msgspec.structs import replace
@@ -19,7 +19,6 @@ from msgspec.structs import replace
 from elasticrun.core.nodes.node import Node, is_loopback
 from elasticrun.core.persisted import RendezvousFacts, Seat
 from elasticrun.core.reasons import Reason, read
-from elasticrun.dataclass import dataclass
 from elasticrun.wire.messages import Hello, RoundInfo, Start
 from elasticrun.wire.types import Endpoint, RoundName
 

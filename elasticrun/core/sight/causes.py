@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from elasticrun.config import STOPPED_AFTER
 from elasticrun.core.context import JobContext
 from elasticrun.core.nodes.admission import ASKED, SLOW
@@ -21,7 +23,6 @@ from elasticrun.core.reasons import (
 )
 from elasticrun.core.rounds.failures import ended_before, what_happened
 from elasticrun.core.words import some
-from elasticrun.dataclass import dataclass
 from elasticrun.wire.messages import Failure, FailureKind
 from elasticrun.wire.types import write_ranges
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from elasticrun.core.persisted import LedgerEnd
 from elasticrun.core.sight.picture import Goodput, LedgerRow
 from elasticrun.core.words import some, span
-from elasticrun.dataclass import dataclass
 from elasticrun.wire.messages import JobSpec
 
 MICROS = 1_000_000

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
@@ -21,7 +21,6 @@ from elasticrun.core.sight.causes import Origin, followers, origin_of
 from elasticrun.core.sight.hangs.watch import LastState
 from elasticrun.core.sight.picture import IncidentRow, PhaseRow, StackRow, VerdictRow
 from elasticrun.core.words import recovery_times, some
-from elasticrun.dataclass import dataclass
 from elasticrun.wire import messages as m
 
 MOST = 200

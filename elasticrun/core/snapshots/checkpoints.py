@@ -13,13 +13,12 @@ checkpoint.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from elasticrun.core.snapshots.choice import RestorePoints
 from elasticrun.core.snapshots.ledger import Ledger
 from elasticrun.core.snapshots.types import Key, Outbox, key_of, order_of
 from elasticrun.core.words import some
-from elasticrun.dataclass import dataclass
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
 

@@ -39,12 +39,12 @@ that those were left.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
 
 from elasticrun.core.persisted import SnapshotFacts
 from elasticrun.core.snapshots.ledger import Ledger, in_spans
 from elasticrun.core.snapshots.replication import Replicas
 from elasticrun.core.snapshots.types import Key, Outbox, key_of
-from elasticrun.dataclass import dataclass
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import NOTHING, RoundName, Skip
 

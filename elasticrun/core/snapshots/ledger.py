@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import field
+from dataclasses import dataclass, field
 
-from elasticrun.dataclass import dataclass
 from elasticrun.wire.messages import Holding
 from elasticrun.wire.types import RoundName, runs
 

@@ -19,10 +19,10 @@ restored step is paired too: until the new round has a whole step, there is no o
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 from elasticrun.core.snapshots.ledger import Ledger
 from elasticrun.core.snapshots.types import Key, Outbox
-from elasticrun.dataclass import dataclass
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
 

@@ -16,6 +16,8 @@ write it; from then on HOLDING applies.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from msgspec.structs import replace
 
 from elasticrun.core import events as fx
@@ -31,7 +33,6 @@ from elasticrun.core.rounds.failures import Ending, code_for
 from elasticrun.core.worker.context import GroupContext
 from elasticrun.core.worker.ranks import SIGTERM
 from elasticrun.core.worker.states import ENDINGS, ExitNow, FinishRanks, GroupWish, LeaveNode, State
-from elasticrun.dataclass import dataclass
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import REPEAT_WITHIN
 

@@ -4,12 +4,12 @@ these events, this method") as a table."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from elasticrun.core.events import Exit
 from elasticrun.core.reasons import Reason
-from elasticrun.dataclass import dataclass
 from elasticrun.wire.types import Endpoint, RoundName
 
 

@@ -10,10 +10,9 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
-from elasticrun.dataclass import dataclass
 from elasticrun.host.accelerators.base import Accelerator, enough, in_use, installed
 from elasticrun.host.accelerators.child_output import NoAnswer, output_of
 from elasticrun.wire.types import Finding, Level

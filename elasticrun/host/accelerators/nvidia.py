@@ -6,9 +6,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
-from elasticrun.dataclass import dataclass
 from elasticrun.host.accelerators.base import Accelerator, Load, enough, in_use
 from elasticrun.host.accelerators.child_output import NoAnswer, json_of
 from elasticrun.wire.types import Finding, Level

@@ -16,10 +16,9 @@ import os
 import pwd
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
-
-from elasticrun.dataclass import dataclass
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15

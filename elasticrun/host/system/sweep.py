@@ -19,11 +19,10 @@ import signal
 import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from elasticrun.dataclass import dataclass
 from elasticrun.host.system import processes as linux
 
 STUCK_AFTER = 30.0

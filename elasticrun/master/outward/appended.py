@@ -9,10 +9,10 @@ import io
 import os
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from elasticrun.dataclass import dataclass
 from elasticrun.host.runs.layout import replace_file
 from elasticrun.wire.messages import MAX_METRICS
 

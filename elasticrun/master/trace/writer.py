@@ -23,13 +23,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from elasticrun import __version__
 from elasticrun.core.events import Attached, Detached, Heard, JobEffect, JobEvent, Record
 from elasticrun.core.persisted import Facts
-from elasticrun.dataclass import dataclass
 from elasticrun.host.system.sandbox import start_thread
 from elasticrun.master.trace.words import TRACE_VERSION, effect_in_words, event_to_plain
 from elasticrun.wire.messages import Beat, JobSpec

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from threading import Event
 from typing import Any, Final, TypeVar
 
-from elasticrun.dataclass import dataclass
 from elasticrun.host.system.reasons import reason_of
 from elasticrun.snapshots.saver import transfer, work
 from elasticrun.snapshots.saver.hashing import OpenSegment

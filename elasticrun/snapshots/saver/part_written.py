@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import struct
 import zlib
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
-from elasticrun.dataclass import dataclass
 from elasticrun.snapshots.shm.layout import (
     MAX_ITEMS,
     MAX_LAYOUT_BYTES,

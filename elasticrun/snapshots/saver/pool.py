@@ -11,11 +11,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
-from elasticrun.dataclass import dataclass
 from elasticrun.host.system.sandbox import NoThread, start_thread
 
 T = TypeVar("T")

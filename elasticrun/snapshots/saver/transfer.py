@@ -34,9 +34,9 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from elasticrun.dataclass import dataclass
 from elasticrun.snapshots.saver.hashing import OpenSegment, Overwritten, digest, store_hashes
 from elasticrun.snapshots.shm.layout import MAX_LAYOUT_BYTES, MAX_SIZE, PAGE
 from elasticrun.snapshots.shm.segment import Segment, SegmentError, block_of, round_key

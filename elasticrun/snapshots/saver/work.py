@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
-from elasticrun.dataclass import dataclass
 from elasticrun.host.system.reasons import reason_of
 from elasticrun.snapshots.saver.hashing import OpenSegment, Overwritten
 from elasticrun.snapshots.saver.part_written import PartWritten

@@ -16,12 +16,11 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple
-
-from elasticrun.dataclass import dataclass
 
 PAGE: Final = 4096
 """Bytes; the alignment that O_DIRECT and mappings require."""

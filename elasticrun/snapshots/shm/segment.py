@@ -21,10 +21,10 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
 
-from elasticrun.dataclass import dataclass
 from elasticrun.snapshots.shm.layout import MAX_SIZE, PAGE, Layout, LayoutError, decode, is_of
 from elasticrun.wire.types import RoundName
 

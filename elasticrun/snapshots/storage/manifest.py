@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 import xxhash
 
-from elasticrun.dataclass import dataclass
 from elasticrun.snapshots.shm.layout import MAX_SIZE
 from elasticrun.wire.types import RoundName
 

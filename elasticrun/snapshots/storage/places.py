@@ -13,11 +13,11 @@ import io
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from elasticrun.dataclass import dataclass
 from elasticrun.snapshots.storage.writing import (
     PIECE,
     Calls,

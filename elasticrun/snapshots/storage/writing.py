@@ -16,11 +16,9 @@ import os
 import secrets
 import shutil
 from contextlib import suppress
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
-
-from elasticrun.dataclass import dataclass
 
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -17,7 +18,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from elasticrun.dataclass import dataclass
 from elasticrun.snapshots.shm.segment import NONE, VERSION
 from elasticrun.snapshots.storage.timeline import PERIODIC, chain, surplus
 from elasticrun.snapshots.storage.writing import StorageError

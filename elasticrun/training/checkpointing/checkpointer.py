@@ -13,10 +13,10 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final, Literal, TypeVar
 
-from elasticrun.dataclass import dataclass
 from elasticrun.snapshots.dcp.garbage import no_collection
 from elasticrun.snapshots.shm.segment import MAX_SLOTS, MIN_SLOTS
 from elasticrun.snapshots.storage.folder import MAX_STEP, Folder

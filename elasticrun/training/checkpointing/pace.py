@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 import operator
+from dataclasses import dataclass
 from typing import Final, Literal, Protocol, SupportsIndex
-
-from elasticrun.dataclass import dataclass
 
 AUTO: Final = "auto"
 Every = Literal["auto"] | int | float

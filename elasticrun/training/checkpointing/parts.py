@@ -14,7 +14,7 @@ without state.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from operator import attrgetter, eq
 from typing import Any, Protocol
 
@@ -23,7 +23,6 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from elasticrun.dataclass import dataclass
 from elasticrun.snapshots.dcp.items import flatten, local
 from elasticrun.snapshots.shm.layout import Item, ItemKind
 

@@ -15,11 +15,11 @@ import errno
 import os
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
-from elasticrun.dataclass import dataclass
 from elasticrun.snapshots.dcp.items import PLAIN, own_key, pieces
 from elasticrun.snapshots.dcp.loading import NotAllowed, deserialise
 from elasticrun.snapshots.dcp.restoring import Cover, RestoreError, copy, copy_all

@@ -20,7 +20,7 @@ import _thread
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -33,7 +33,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageIn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from elasticrun.dataclass import dataclass
 from elasticrun.snapshots.dcp.items import OWN_PREFIX, own_key
 from elasticrun.snapshots.dcp.loading import Loading, NotAllowed, read_metadata
 from elasticrun.snapshots.shm.layout import Item, ItemKind

@@ -12,6 +12,7 @@ import random
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -19,7 +20,6 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from elasticrun.dataclass import dataclass
 from elasticrun.snapshots.dcp.garbage import no_collection
 from elasticrun.snapshots.dcp.items import (
     OWN_PREFIX,

@@ -21,10 +21,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Final
-
-from elasticrun.dataclass import dataclass
 
 Row = dict[str, Any]
 

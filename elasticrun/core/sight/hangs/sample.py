@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Final
 
 from elasticrun.core.sight.hangs.waiting import Scene, Sighting, is_busy
 from elasticrun.core.sight.picture import RankRow, StackRow
 from elasticrun.core.words import names
-from elasticrun.dataclass import dataclass
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import read_ranges, write_ranges
 

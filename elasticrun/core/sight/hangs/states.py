@@ -20,12 +20,11 @@ They are separate because a verdict stays on display when a later sample does no
 from __future__ import annotations
 
 import math
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Final
 
 from elasticrun.core.sight.hangs.sample import Sample
 from elasticrun.core.sight.hangs.waiting import Impasse, Scene, Sighting, fingerprint, judge
-from elasticrun.dataclass import dataclass
 
 APART: Final = 4.0
 """Seconds between two samples below which they count as one."""

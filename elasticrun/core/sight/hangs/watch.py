@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Final
 
 from msgspec.structs import replace
@@ -51,7 +51,6 @@ from elasticrun.core.sight.hangs.words import in_words, note, what_follows, wher
 from elasticrun.core.sight.picture import RankRow, StackRow, VerdictRow
 from elasticrun.core.wishes import Fail, RecordSoon, Wish
 from elasticrun.core.words import lasting
-from elasticrun.dataclass import dataclass
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import write_ranges
 
