@@ -60,8 +60,8 @@ from elasticrun.wire.messages import CheckSpec, Probed
 
 MAX_PASSES = 8
 """Maximum number of passes of one check. Two decide nearly every case, and five the worst case of
-two simultaneous faults. More help only if most of the nodes are bad, and each may last as long as
-the limit of a hung probe."""
+two simultaneous faults. More passes help only if most of the nodes are bad, and each may last as
+long as the limit of a hung probe."""
 
 
 class Check:

@@ -158,7 +158,7 @@ class SlotLedger:
         self._shift(self._warm(), ("restore", self.cause), restored - before.restored)
         self._saves += (saves - before.saves) * slots
         spent = saved - before.saved
-        waited = min(spent, self._waited)  # all ranks waited for the save, as a look has shown
+        waited = min(spent, self._waited)  # a sample has shown that all ranks waited for the save
         self._waited -= waited
         self._shift(WAIT, SAVE, waited)
         self._take_from_round(SAVE, spent - waited)

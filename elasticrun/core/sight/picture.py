@@ -43,7 +43,7 @@ class StackRow(Struct, frozen=True):
 
 
 class VerdictRow(Struct, frozen=True):
-    """What keeps the job from going on, as of the last look."""
+    """What keeps the job from making progress, as of the last sample."""
 
     klass: str  # certain, strong, weak, still
     kind: str  # mismatch, deadlock, ended, stopped, idle, held, disk, fabric, busy, still, said

@@ -34,10 +34,10 @@ from elasticrun.core.words import lasting
 from elasticrun.wire import messages as m
 
 MAX_PENDING = 64
-"""Maximum number of readers waiting for a look; further ones are asked to try again."""
+"""Maximum number of readers waiting for a sample; further ones are asked to try again."""
 
 SAMPLE_LIMIT = 8.0
-"""Seconds after which a reader gets what has arrived of the look that it waits for."""
+"""Seconds after which a reader is answered with what has arrived of its sample."""
 
 
 MOST_LINES = 1000
@@ -78,7 +78,7 @@ class Sight:
         self.history = History(ctx)
         self._verdict: VerdictRow | None = None  # the one last reported
         self._seen_at = 0.0  # when it last applied
-        self._pending: dict[int, tuple[int, float]] = {}  # request -> its look, and its deadline
+        self._pending: dict[int, tuple[int, float]] = {}  # request -> its sample, deadline
 
     def on_report(self, node: str, report: m.SightReport) -> bool:
         """Whether the report may change a decision."""
@@ -91,7 +91,7 @@ class Sight:
         return self.watch.on_report(node, report)
 
     def on_request(self, number: int, request: m.Request) -> None:
-        """Answer at once, or once the look that it needs has arrived."""
+        """Answer at once, or once the sample that it needs has arrived."""
         needs_sample = request.verb == "stacks" or request.live
         runs = needs_sample and self._ctx.outcome is None
         sample = self.watch.request_sample(stacks=request.verb == "stacks") if runs else 0
@@ -104,7 +104,7 @@ class Sight:
             self._pending[number] = (sample, self._ctx.now + SAMPLE_LIMIT)
 
     def pursue(self) -> tuple[Wish, ...]:
-        """Request looks that are due and judge; answer readers that waited for one."""
+        """Request the samples that are due, and judge; answer readers that waited for one."""
         wishes = self.watch.pursue()
         now = self._ctx.now
         for number, (sample, until) in list(self._pending.items()):

@@ -173,7 +173,7 @@ class Checkpoints:
                     self._release(ledger, step, ledger.why_not_whole(step))
 
     def on_holdings(self, node: str, report: m.Holdings) -> None:
-        """Tell a node which of the steps it wants written will not be, or were."""
+        """Tell a node which of its wanted steps have been written, or never will be."""
         for one in report.held:
             if not one.wanted:
                 continue
@@ -300,15 +300,14 @@ class Checkpoints:
         self._plan = None
 
     def _note_missing(self, key: Key, why: str) -> None:
-        """This step was to be written, and is not; the first reason stays."""
+        """This step should have been written but was not; keep the first reason."""
         missing = self._missing
         if missing is None or order_of(missing[0]) < order_of(key):
             self._missing = (key, why)
 
     @property
     def missing(self) -> str:
-        """Which checkpoint is missing from storage that was to be written last, and why, as a
-        clause; "" if none is missing."""
+        """The last planned checkpoint that is not in storage, and why, as a clause; "" if it is."""
         if self._missing is None:
             return ""
         (_, step), why = self._missing

@@ -14,7 +14,7 @@ steps are *given up*, and no longer count.
 *The choice* is the newest whole step of the current round, else of the previous one, without bad
 steps (a shard did not match its hash). Suspect steps come last.
 
-*Suspect* is a step from which MAX_REJECTED rounds resumed training and failed by themselves within
+A step is *suspect* if MAX_REJECTED rounds resumed from it and failed by themselves within
 FEW_STEPS, before they had a whole step of their own. Ranks that fail before they have restored it
 and done a step, a signal from outside and the loss of a node say nothing about it. Suspicion
 discards nothing: if nothing else is whole in memory, nor in storage, the step is tried again.
@@ -32,8 +32,8 @@ Ranks with state of their own (`per_rank`) get it back if that costs a step or t
 steps, the newest one that has every such rank is preferred to a newer one that lacks some.
 
 *Training is rewound* when a snapshot is suspect. A checkpoint of that step or a later one is no
-better, so it comes last too (`rewound_from`), until a newer one is committed, which by itself shows
-that those were left.
+better, so it comes last too (`rewound_from`), until a newer one is committed: that one proves that
+training has left the suspect steps behind.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ because otherwise ranks would overwrite the last step that is still whole after 
 One step is paired at a time, the newest.
 
 The wait is bounded: when a node cannot copy its share, or the limit is over, this step is given up
-(one line logs why, once until it works again) and counts without replicas; the next step is tried
-again. With fewer than two nodes no copies are possible, and a step counts without them.
+and counts without replicas; the next step is tried again. The reason is logged once, until copying
+works again. With fewer than two nodes no copies are possible, and a step counts without them.
 
 Nothing begins until every node of the round has reported what it holds. After a restart the
 restored step is paired too: until the new round has a whole step, there is no other.
@@ -48,7 +48,7 @@ class Pairing:
     deadline: float
     copies: list[Copying]
     unsent: list[Copying]
-    lone: int = 0  # contents on only one node, at the last look
+    lone: int = 0  # contents on only one node, when last checked
 
 
 class Replicas:

@@ -93,9 +93,9 @@ class Snapshots:
             self.checkpoints.node_gone(node, gone_because, now, reborn=reborn)
 
     def nodes_leave(self, nodes: Iterable[str], now: float, *, signalled: bool = False) -> None:
-        """These nodes are about to be ordered to leave, or have announced it (`signalled`: on a
-        death signal). If they have the only copy of something, and what ranks lose must be written,
-        that begins before they learn it: for departing nodes what was not saved yet, for others as
+        """These nodes will be ordered to leave, or have announced that they leave (`signalled`: on
+        a death signal). If they hold the only copy of something that must be written, start writing
+        before they are told: for departing nodes what is not saved yet, for others what is saved
         after a failure."""
         nodes = tuple(nodes)
         unsaved = self.departures.nodes_leave(nodes)
@@ -173,7 +173,7 @@ class Departures:
     A departing node reports its current step, and within how many steps a message reaches every
     rank. The requested step is that far beyond the newest known one; nodes that depart at the same
     time get the same one. If a rank was past it already, or had no room, another is named, twice as
-    far beyond; after MAX_TRIES the nodes leave without.
+    far beyond; after MAX_TRIES the nodes leave without one.
     """
 
     def __init__(self, outbox: Outbox) -> None:

@@ -1,4 +1,4 @@
-"""One look at every rank of a round: which nodes were asked, and their answers."""
+"""One sample of every rank of a round: which nodes were queried, and their answers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.types import read_ranges, write_ranges
 
 ANSWER_LIMIT: Final = 4.0
-"""Seconds that a look waits for answers: a node needs 2 s for a silent rank."""
+"""Seconds that a sample waits for answers: a node needs 2 s for a silent rank."""
 
 ANSWER_LIMIT_WITH_STACKS: Final = 10.0
-"""Seconds for a look with stacks, which external programs take if ranks do not answer."""
+"""The same for a sample with stacks: if ranks do not answer, external programs read them."""
 
 MOST_LAST_LINES: Final = 100
 """Maximum number of lines of the ranks' output that are shown."""
@@ -38,7 +38,7 @@ class _Answer:
 
 
 class Sample:
-    """The answers to one look. `at`, `until`: monotonic seconds. `ended`: ranks that have exited
+    """The answers of one sample. `at`, `until`: monotonic seconds. `ended`: ranks that have exited
     with 0 on nodes that are no longer asked. `final`: if it confirms the verdict, the round
     ends."""
 

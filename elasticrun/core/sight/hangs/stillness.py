@@ -18,7 +18,7 @@ FACTOR: Final = 5.0
 """A place may take this many times the longest wait there that ended well."""
 
 SHORTEST: Final = 60.0
-"""Minimum limit of any place in seconds: a strong verdict needs looks that agree for that long."""
+"""Minimum limit of any place in seconds: a strong verdict needs samples that agree for so long."""
 
 LONGEST: Final = 3600.0
 """Maximum limit in seconds: a person should look at anything that has taken an hour."""

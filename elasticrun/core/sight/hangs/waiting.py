@@ -1,4 +1,4 @@
-"""The wait-for graph of one look: which ranks wait for which, and why none makes progress.
+"""The wait-for graph of one sample: which ranks wait for which, and why none makes progress.
 
 In a process group a rank that has entered more collectives than it has completed is *in* the first
 of these, number s, and waits for every member that has entered fewer than s. Following this from
@@ -71,7 +71,7 @@ class Klass(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """One rank at one look: its node, its state, and the groups that its positions refer to."""
+    """One rank in one sample: its node, its state, and the groups that its positions refer to."""
 
     node: str
     seen: RankSeen
@@ -80,7 +80,8 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True)
 class Impasse:
-    """What one look shows. Two that are alike (`is_like`) without movement between are a verdict.
+    """What one sample shows. Two that are alike (`is_like`), with no movement between them, are a
+    verdict.
 
     `odd`: the ranks concerned, the first of them named in the sentence; `waiting`: ranks that wait
     for them. `of_node`: the node at fault, "" for the script. `place`, `library`: where the first
@@ -104,7 +105,7 @@ class Impasse:
 
     @property
     def sentence(self) -> str:
-        """As of the look."""
+        """As of the sample."""
         return lasting(self.pieces)
 
     def is_like(self, other: Impasse) -> bool:
@@ -170,7 +171,7 @@ class _Group:
 
 
 class Scene:
-    """All ranks of one look, with the queries on them."""
+    """All ranks of one sample, with the queries on them."""
 
     def __init__(self, sightings: Iterable[Sighting], seconds: float) -> None:
         """`seconds`: since anything moved."""
@@ -260,7 +261,7 @@ class Scene:
 
 
 def fingerprint(sightings: Iterable[Sighting]) -> tuple[object, ...]:
-    """All counters and steps of a look: equal at two looks if nothing has moved."""
+    """All counters and steps of a sample: two samples have equal ones if nothing has moved."""
     return tuple(
         sorted(
             (
