@@ -85,10 +85,10 @@ def _in_trace(record: Path) -> Check | None:
         if isinstance(event, Heard) and isinstance(event.report, Probed):
             assert event.report.ok, event.report.reason
             passes[-1] = max(passes[-1], event.report.timed)
-        if any(re.match(r"tell .*: Probe\b", said) for said in item.said):
+        if any(re.match(r"tell .*: Probe\b", said) for said in item.output):
             begun = begun or item.at
             passes.append(0.0)
-        if passes and any("round 1 begins" in said for said in item.said):
+        if passes and any("round 1 begins" in said for said in item.output):
             return Check(item.at - begun, sum(passes), len(passes))
     if passes:
         raise TookTooLong("the check had no end")

@@ -29,7 +29,7 @@ from typing import Any
 
 from elasticrun.cli import flags, settings
 from elasticrun.cli.devices import this_machine
-from elasticrun.cli.main import check_program, say
+from elasticrun.cli.main import check_program, notify
 from elasticrun.cli.resolve import Resolved, resolve
 from elasticrun.cli.settings import UsageError
 from elasticrun.cli.trust import withdraw
@@ -74,9 +74,9 @@ def run(args: argparse.Namespace) -> None:
     """
     found = _resolve(args)
     for note in found.notes:
-        say(note)
+        notify(note)
     if found.delegate:
-        say(f"--rdzv-backend={found.delegate} is a plug-in of torchrun's: torchrun takes over")
+        notify(f"--rdzv-backend={found.delegate} is a plug-in of torchrun's: torchrun takes over")
         importlib.import_module("torch.distributed.run").run(args)
         return
     run_program(found, found.launch.entry.target)
@@ -126,12 +126,12 @@ def run_script_path(training_script: str, *training_script_args: str) -> None:
 
 def _resolve(args: argparse.Namespace) -> Resolved:
     try:
-        found = resolve(args, withdraw(), this_machine(say=say))
+        found = resolve(args, withdraw(), this_machine(notify=notify))
         hint = check_program(found.launch.entry)
     except UsageError as error:
         raise ValueError(str(error)) from None
     if hint:
-        say(hint)
+        notify(hint)
     return found
 
 

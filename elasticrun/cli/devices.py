@@ -50,13 +50,13 @@ print(json.dumps({"known": known, "count": count}))
 
 def this_machine(
     environ: Mapping[str, str] | None = None,
-    say: Callable[[str], None] = lambda sentence: None,
+    notify: Callable[[str], None] = lambda sentence: None,
 ) -> Machine:
     """This machine; every fact is determined lazily."""
     variables = os.environ if environ is None else environ
     return Machine(
-        cores=lambda: cores(say),
-        accelerators=lambda word: count_accelerators(word, variables, say),
+        cores=lambda: cores(notify),
+        accelerators=lambda word: count_accelerators(word, variables, notify),
         entry_points=entry_points,
         shared=lambda folder: shared_folder(folder, variables),
         user=user_name(),
@@ -91,7 +91,7 @@ def facts(environ: Mapping[str, str]) -> HostFacts:
     return HostFacts(terminal, name, socket.getfqdn(name) if pod else name)
 
 
-def cores(say: Callable[[str], None], quota: float | None = None) -> int:
+def cores(notify: Callable[[str], None], quota: float | None = None) -> int:
     """The number of cores for ranks: torch's count, or what the container's CPU quota allows
     (`quota`, in cores; determined if not given), in which case the user sees a note."""
     from elasticrun.host.doctor.resources import cpu_quota
@@ -101,7 +101,7 @@ def cores(say: Callable[[str], None], quota: float | None = None) -> int:
     if quota is None or quota >= counted:
         return counted
     enough = max(1, int(quota))
-    say(
+    notify(
         f"{counted} cores are here, but this container has CPU time for {quota:.4g}: they count "
         f"as {enough}"
     )
@@ -116,7 +116,7 @@ def entry_points(group: str) -> list[str]:
 
 
 def count_accelerators(
-    word: str, environ: Mapping[str, str], say: Callable[[str], None]
+    word: str, environ: Mapping[str, str], notify: Callable[[str], None]
 ) -> int | None:
     """The number of devices that `word` (gpu, xpu, auto, a private backend) means on this node.
 
@@ -137,11 +137,13 @@ def count_accelerators(
     }
     if not possible.get(word, plugins):  # a plug-in of torch.backends names a private backend
         return 0 if common else None
-    return _ask_torch(word, environ, say)
+    return _query_torch(word, environ, notify)
 
 
-def _ask_torch(word: str, environ: Mapping[str, str], say: Callable[[str], None]) -> int | None:
-    say(f"--nproc-per-node={word}: asking torch in a process of its own, which takes a while")
+def _query_torch(
+    word: str, environ: Mapping[str, str], notify: Callable[[str], None]
+) -> int | None:
+    notify(f"--nproc-per-node={word}: asking torch in a process of its own, which takes a while")
     command = [sys.executable, "-P", "-c", _TORCH_CHILD, word]
     try:
         answer = json_of(command, environ, TORCH_LIMIT)

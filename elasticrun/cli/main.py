@@ -81,13 +81,13 @@ def check_data(folders: Mapping[str, str]) -> None:
         raise NotHere(f"--data={name}:{path}: {path} {what} on this host ({os.uname().nodename})")
 
 
-LOOKS: Final = ("stacks", "top", "events", "incidents")
+READS: Final = ("stacks", "top", "events", "incidents")
 ORDERS: Final = ("stop", "restart", "exclude", "include", "scale")
 OF_A_SUBMITTED: Final = ("suspend", "resume", "delete")
 OF_CLUSTERS: Final = (
     *("list", "status", "logs", "exec"),
     *OF_A_SUBMITTED,
-    *LOOKS,
+    *READS,
     *ORDERS,
 )
 """Verbs that also work for jobs in Kubernetes."""
@@ -118,8 +118,8 @@ _AT: Final = {
 """The module of each verb, imported on use, with the function's name if that is not `main`. Outside
 `elasticrun/jobs`, only this table and calls of `_module` name modules of that folder."""
 
-_HEARD: Final = ("submit", "render", "convert", "warm", "join")
-"""Verbs whose functions take `say`, which prints a line for the user."""
+_WITH_NOTIFY: Final = ("submit", "render", "convert", "warm", "join")
+"""Verbs whose functions take `notify`, which prints a line for the user."""
 
 VERBS: Final = ("master", *_AT)
 """First words that are not a script."""
@@ -157,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         mistyped = isinstance(error, NoProgram) and not words[0].startswith("-")
         hint = (meant(words[0]) or nearest(words[0], VERBS)) if mistyped else ""
-        say(f"error: {error}{hint}")
+        notify(f"error: {error}{hint}")
         if not verb:
             leave_word(f"{error}{hint}")
         return EXIT_USAGE if hint else error.exit_code
@@ -203,7 +203,7 @@ def verb_of(words: Sequence[str]) -> str:
     return "" if os.path.lexists(name) else name
 
 
-def say(sentence: str) -> None:
+def notify(sentence: str) -> None:
     """Print one line for the user on standard error; a full disk or a closed pipe there is
     ignored."""
     if sys.stderr is None:  # the caller has closed it
@@ -235,37 +235,39 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
     if ns.srun:
         from elasticrun.cli.place import become_srun
 
-        return _printed(lambda: become_srun(words, ns.dry_run, environ, say))
+        return _printed(lambda: become_srun(words, ns.dry_run, environ, notify))
     if ns.hosts or ns.hostfile:
         launching = _module("jobs.hosts.launching")
-        launched: int = launching.launch(words, FlagValues(ns, environ), environ, say)
+        launched: int = launching.launch(words, FlagValues(ns, environ), environ, notify)
         return launched
-    machine = this_machine(say=say)._replace(
+    machine = this_machine(notify=notify)._replace(
         facts=lambda: facts(environ), debugged=debugger.follows()
     )
     try:
         found = resolve(ns, environ, machine, (PROG, *words))
     except NothingToDo as why:
-        say(str(why))
+        notify(str(why))
         return EXIT_OK
     done = _already(found.launch)
     if ns.dry_run:
-        from elasticrun.cli.place import look
+        from elasticrun.cli.place import detect_place
         from elasticrun.cli.verbs.dry_run import show
 
         if done:
-            say(done)
-        return _printed(lambda: show(found, ns, environ, look(FlagValues(ns, environ), machine)))
+            notify(done)
+        return _printed(
+            lambda: show(found, ns, environ, detect_place(FlagValues(ns, environ), machine))
+        )
     if done:
-        say(done)
+        notify(done)
         return EXIT_OK
     check_data(settings.data(ns.data))
     if ns.git:
-        code.enter(ns.git, environ, say)
+        code.enter(ns.git, environ, notify)
     hint = _check(found.launch)
     for note in (*found.notes, hint):
         if note:
-            say(note)
+            notify(note)
     if found.delegate:
         return _leave_to_torchrun(found.delegate, words, ns)
     from elasticrun.agent.main import run
@@ -310,7 +312,7 @@ def _leave_to_torchrun(plugin: str, words: Sequence[str], ns: argparse.Namespace
     failure. The `--` keeps torchrun from reading a script's words as abbreviations of its flags."""
     from elasticrun.cli.flags import in_torchruns_words
 
-    say(f"--rdzv-backend={plugin} is a plug-in of torchrun's: torchrun takes over from here")
+    notify(f"--rdzv-backend={plugin} is a plug-in of torchrun's: torchrun takes over from here")
     os.environ.update(in_torchruns_words(os.environ))
     # -P: the console script torchrun does not have the working directory on its path either
     command = [sys.executable, "-P", "-m", "torch.distributed.run"]
@@ -328,7 +330,7 @@ def _master(words: Sequence[str]) -> int:
     config = configure(words, withdraw())
     where, ours = Place("elastic", config.host, config.port), config.identity
     for note in notes(where, config.spec.max_nodes if config.spec else 0, ours.token, ours.tls):
-        say(note)
+        notify(note)
     from elasticrun.master.main import main as run_master
 
     return run_master(config)
@@ -337,7 +339,7 @@ def _master(words: Sequence[str]) -> int:
 def _verb(verb: str, words: Sequence[str]) -> int:
     """Run a verb."""
     if verb in OF_CLUSTERS:
-        words, run_there = _module("jobs.placing").placed(verb, words, say)
+        words, run_there = _module("jobs.placing").placed(verb, words, notify)
         if run_there is not None:
             return (_read if verb == "exec" else _printed)(run_there)
     run = _function_of(verb)
@@ -367,7 +369,7 @@ def _function_of(verb: str) -> Callable[[Sequence[str]], int]:
     does = getattr(_module(module), name or "main")
     if verb in (*ORDERS, *OF_A_SUBMITTED):
         return partial(does, verb)
-    more: dict[str, Any] = {"say": say} if verb in _HEARD else {}
+    more: dict[str, Any] = {"notify": notify} if verb in _WITH_NOTIFY else {}
     more |= {"verbs": VERBS, "run": _verb} if verb == "completion" else {}
     more |= {"launch": _launch} if verb == "join" else {}
     return partial(does, **more)

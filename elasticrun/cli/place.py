@@ -45,7 +45,7 @@ _OF_A_SHELL: Final = (PTY, "SLURM_PTY_WIN_COL", "SLURM_PTY_WIN_ROW")
 
 
 def become_srun(
-    words: Sequence[str], dry: bool, environ: Mapping[str, str], say: Callable[[str], None]
+    words: Sequence[str], dry: bool, environ: Mapping[str, str], notify: Callable[[str], None]
 ) -> int:
     """Announce the srun command and exec it; with `dry`, print it. Returns the exit code. Raises
     UsageError."""
@@ -54,7 +54,7 @@ def become_srun(
     if dry:
         print(shlex.join(command))
         return EXIT_OK
-    say(f"--srun: {shlex.join(command)}")
+    notify(f"--srun: {shlex.join(command)}")
     variables = {name: value for name, value in environ.items() if name not in _OF_A_SHELL}
     try:
         os.execvpe(command[0], command, variables)
@@ -95,41 +95,41 @@ PLACE_FLAGS: Final = (*MEETING_FLAGS, "node_rank", "auto_config")
 only torchrun's rules apply."""
 
 
-def settle(asked: FlagValues, machine: Machine, facts: HostFacts) -> DetectedPlace:
+def settle(flags: FlagValues, machine: Machine, facts: HostFacts) -> DetectedPlace:
     """Apply the scheduler's values where flags permit. Raises UsageError for a bad --nnodes."""
-    found = detect(asked.environ, facts)
+    found = detect(flags.environ, facts)
     if found is None:
         return NOT_DETECTED
     if found.external:
-        return _dlrover(asked, found)
-    if by := _said(asked):
-        return _beside_flags(asked, found, by)
-    if asked.explicitly("nnodes"):
-        return _of_some(asked, found)
-    return _bare(asked, found, machine)
+        return _dlrover(flags, found)
+    if by := _rendezvous_flag(flags):
+        return _beside_flags(flags, found, by)
+    if flags.explicitly("nnodes"):
+        return _of_some(flags, found)
+    return _bare(flags, found, machine)
 
 
-def _said(asked: FlagValues) -> str:
+def _rendezvous_flag(flags: FlagValues) -> str:
     """The first flag or variable that names the rendezvous, "" for none."""
-    return next((asked.source(dest) for dest in PLACE_FLAGS if asked.explicitly(dest)), "")
+    return next((flags.source(dest) for dest in PLACE_FLAGS if flags.explicitly(dest)), "")
 
 
-def _bare(asked: FlagValues, found: Found, machine: Machine) -> DetectedPlace:
+def _bare(flags: FlagValues, found: Found, machine: Machine) -> DetectedPlace:
     """Neither the number of nodes nor the rendezvous is given."""
     if found.why_alone or amount(found.nodes) <= 1 or found.nodes is None or found.host is None:
         return DetectedPlace(found, note=_alone(found))
-    filled = {"nnodes": found.nodes, **_place(asked, found)}
-    if not asked.explicitly("nproc_per_node"):
+    filled = {"nnodes": found.nodes, **_place(flags, found)}
+    if not flags.explicitly("nproc_per_node"):
         devices = found.nproc or _visible(machine)
         if devices is not None:
             filled["nproc_per_node"] = devices
     return DetectedPlace(found, filled, note=_used(found, filled))
 
 
-def _of_some(asked: FlagValues, found: Found) -> DetectedPlace:
+def _of_some(flags: FlagValues, found: Found) -> DetectedPlace:
     """--nnodes gives the number; the scheduler gives the node rank and the rendezvous. Extra nodes
     are spares."""
-    low, high = settings.nodes(asked.text("nnodes"))
+    low, high = settings.nodes(flags.text("nnodes"))
     if high == 1:
         return DetectedPlace(found, note=_again(found))
     there = amount(found.nodes)
@@ -138,9 +138,9 @@ def _of_some(asked: FlagValues, found: Found) -> DetectedPlace:
         why = ""
         if found.nodes is not None and there < low:
             has = f"there {'is' if there == 1 else 'are'} {some(there, 'node')}"
-            why = f"{has} and --nnodes={asked.text('nnodes')} asks for more"
+            why = f"{has} and --nnodes={flags.text('nnodes')} asks for more"
         elif found.crowd and high > there:
-            why = f"--nnodes={asked.text('nnodes')} asks for more nodes than the {there} there are"
+            why = f"--nnodes={flags.text('nnodes')} asks for more nodes than the {there} there are"
     if why or found.host is None:
         srun = "--srun starts this command on all nodes"
         use = srun if found.use == "--srun" else "name the place by --rdzv-endpoint"
@@ -150,31 +150,31 @@ def _of_some(asked: FlagValues, found: Found) -> DetectedPlace:
         idle = "another task on this node is the agent, so this one ends"
         idle = f"{found.seen}: {idle}; srun --ntasks-per-node=1 would not start it"
         return DetectedPlace(found, idle=idle)
-    filled = _place(asked, found)
+    filled = _place(flags, found)
     return DetectedPlace(found, filled, note=_used(found, filled))
 
 
-def _beside_flags(asked: FlagValues, found: Found, by: str) -> DetectedPlace:
+def _beside_flags(flags: FlagValues, found: Found, by: str) -> DetectedPlace:
     """Flags name the rendezvous. The scheduler's node rank is used only if it is a preference."""
-    elastic = asked.explicitly("rdzv_backend") and asked.text("rdzv_backend") in ELASTIC_WORDS
-    wish = elastic and asked.text("rdzv_endpoint") and not asked.explicitly("node_rank")
+    elastic = flags.explicitly("rdzv_backend") and flags.text("rdzv_backend") in ELASTIC_WORDS
+    wish = elastic and flags.text("rdzv_endpoint") and not flags.explicitly("node_rank")
     known = found.host is not None and found.node_rank is not None and not found.crowd
     several = found.nodes is None or amount(found.nodes) > 1
     filled = _rank(found) if wish and known and several else {}
     return DetectedPlace(found, filled, note=_again(found), by=by)
 
 
-def _dlrover(asked: FlagValues, found: Found) -> DetectedPlace:
+def _dlrover(flags: FlagValues, found: Found) -> DetectedPlace:
     """DLRover's values were applied from the start (`cli.rendezvous`); here they get their
     sources."""
     filled: dict[str, Given] = {}
     shown: dict[str, Given] = {}
-    if found.host is not None and not any(map(asked.explicitly, MEETING_FLAGS)):
+    if found.host is not None and not any(map(flags.explicitly, MEETING_FLAGS)):
         shown["rdzv_endpoint"] = found.host
-        if found.job_id is not None and not asked.explicitly("rdzv_id"):
+        if found.job_id is not None and not flags.explicitly("rdzv_id"):
             shown["rdzv_id"] = found.job_id
-    if not _said(asked):
-        if amount(found.nodes) > 0 and not asked.explicitly("nnodes"):
+    if not _rendezvous_flag(flags):
+        if amount(found.nodes) > 0 and not flags.explicitly("nnodes"):
             assert found.nodes is not None
             filled["nnodes"] = found.nodes
         filled |= _rank(found)
@@ -182,15 +182,15 @@ def _dlrover(asked: FlagValues, found: Found) -> DetectedPlace:
     return DetectedPlace(found, filled, note=note, shown=shown)
 
 
-def _place(asked: FlagValues, found: Found) -> dict[str, Given]:
+def _place(flags: FlagValues, found: Found) -> dict[str, Given]:
     """The rendezvous endpoint, the job id, and the node rank."""
     assert found.host is not None
     assert found.port is not None
     filled: dict[str, Given] = {"rdzv_backend": Given("c10d", found.family)}
     port = found.port
-    if asked.explicitly("rdzv_id"):
+    if flags.explicitly("rdzv_id"):
         # Two jobs of the user in one step have different names, and so different ports.
-        port = Given(str(port_of_name(asked.text("rdzv_id"))), asked.source("rdzv_id"))
+        port = Given(str(port_of_name(flags.text("rdzv_id"))), flags.source("rdzv_id"))
     elif found.job_id is not None:
         filled["rdzv_id"] = found.job_id
     where = str(Endpoint(found.host.value, int(port.value)))
@@ -251,8 +251,8 @@ def explain(place: DetectedPlace) -> str:
     return f"{place.found.seen}; a command without flags is a job of one node"
 
 
-def look(asked: FlagValues, machine: Machine) -> DetectedPlace:
+def detect_place(flags: FlagValues, machine: Machine) -> DetectedPlace:
     """Apply the scheduler's values where flags permit. Raises UsageError for a bad --nnodes."""
-    if machine.facts is None or not any(name.startswith(settings.MARKS) for name in asked.environ):
+    if machine.facts is None or not any(name.startswith(settings.MARKS) for name in flags.environ):
         return NOT_DETECTED
-    return settle(asked, machine, machine.facts())
+    return settle(flags, machine, machine.facts())

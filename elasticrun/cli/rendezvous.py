@@ -45,10 +45,10 @@ _OF_ONE_NODE: Final = ("--node-id", "--local-addr")
 """Flags whose values differ on each node."""
 
 
-def says_nothing(asked: FlagValues) -> bool:
+def is_unnamed(flags: FlagValues) -> bool:
     """Whether neither a flag nor a variable names the rendezvous or the node rank."""
-    numbered = any(asked.environ.get(name, "").strip() for name in ("NODE_RANK", "WORKER_RANK"))
-    return not numbered and not any(map(asked.explicitly, (*MEETING_FLAGS, "node_rank")))
+    numbered = any(flags.environ.get(name, "").strip() for name in ("NODE_RANK", "WORKER_RANK"))
+    return not numbered and not any(map(flags.explicitly, (*MEETING_FLAGS, "node_rank")))
 
 
 def by_hand(place: Place) -> bool:
@@ -57,10 +57,10 @@ def by_hand(place: Place) -> bool:
     return place.kind == "open" or bool(place.found)
 
 
-def refuse_fixed(asked: FlagValues, nodes: int) -> UsageError:
+def refuse_fixed(flags: FlagValues, nodes: int) -> UsageError:
     """The error for a fixed number of nodes without a rendezvous: each node would wait for the
     others."""
-    what = f"--nnodes={nodes}" if asked.explicitly("nnodes") else f"a job of {nodes} nodes"
+    what = f"--nnodes={nodes}" if flags.explicitly("nnodes") else f"a job of {nodes} nodes"
     return UsageError(
         f"{what} does not say where the nodes meet, and no scheduler does: add "
         f"--rdzv-backend=c10d --rdzv-endpoint=HOST:{settings.C10D_PORT} with the name of one of "
@@ -71,24 +71,24 @@ def refuse_fixed(asked: FlagValues, nodes: int) -> UsageError:
     )
 
 
-def open_place(asked: FlagValues, machine: Machine) -> tuple[Place, str]:
+def open_place(flags: FlagValues, machine: Machine) -> tuple[Place, str]:
     """The rendezvous without any setting: a file beside the script if this folder is on a network
     file system, else this node; and a sentence for the user."""
     here = working_folder()
-    named = asked.text("rdzv_id") if asked.explicitly("rdzv_id") else ""
+    named = flags.text("rdzv_id") if flags.explicitly("rdzv_id") else ""
     kind = machine.shared(here)
     if not kind:
         return Place(kind="open", port=config.FIRST_PORT), ""
-    script = os.path.join(here, str(asked.ns.training_script))
+    script = os.path.join(here, str(flags.ns.training_script))
     beside = os.path.dirname(script)
-    is_script = os.path.isfile(script) and not any(map(asked.switch, ("module", "no_python")))
+    is_script = os.path.isfile(script) and not any(map(flags.switch, ("module", "no_python")))
     folder = here
     if is_script and machine.shared(beside) and os.access(beside, os.W_OK):
         folder = os.path.normpath(beside)
-    args = [str(word) for word in asked.ns.training_script_args or ()]
-    stem = job_stem(asked)
-    told = json.dumps([machine.user, os.path.basename(script), args, named])
-    digest = hashlib.sha256(told.encode(errors="surrogateescape")).hexdigest()[:12]
+    args = [str(word) for word in flags.ns.training_script_args or ()]
+    stem = job_stem(flags)
+    parts = json.dumps([machine.user, os.path.basename(script), args, named])
+    digest = hashlib.sha256(parts.encode(errors="surrogateescape")).hexdigest()[:12]
     path = os.path.join(folder, f".elasticrun-{_plain(machine.user)}-{stem}-{digest}")
     found = f"this folder is on {kind}"
     note = (
@@ -99,9 +99,9 @@ def open_place(asked: FlagValues, machine: Machine) -> tuple[Place, str]:
     return Place("file", port=port, path=path, found=found), note
 
 
-def file_place(asked: FlagValues, conf: Mapping[str, str]) -> Place:
+def file_place(flags: FlagValues, conf: Mapping[str, str]) -> Place:
     """The rendezvous file that the endpoint names. Raises `UsageError`."""
-    text = asked.text("rdzv_endpoint").strip()
+    text = flags.text("rdzv_endpoint").strip()
     path = text.removeprefix(FILE)
     if path.startswith("//"):
         host, slash, rest = path[2:].partition("/")
@@ -112,8 +112,8 @@ def file_place(asked: FlagValues, conf: Mapping[str, str]) -> Place:
             "share",
             config.EXIT_USAGE,
         )
-    word = asked.text("rdzv_backend")
-    if asked.explicitly("rdzv_backend") and word not in ELASTIC_WORDS:
+    word = flags.text("rdzv_backend")
+    if flags.explicitly("rdzv_backend") and word not in ELASTIC_WORDS:
         raise UsageError(
             f"--rdzv-endpoint={text} does not go with --rdzv-backend={word}: leave the backend out",
             config.EXIT_USAGE,
@@ -134,10 +134,10 @@ def working_folder() -> str:
         return "/"
 
 
-def job_stem(asked: FlagValues) -> str:
+def job_stem(flags: FlagValues) -> str:
     """The job's name derived from its script."""
-    name = str(asked.ns.training_script)
-    if not asked.switch("module"):
+    name = str(flags.ns.training_script)
+    if not flags.switch("module"):
         name = os.path.basename(name.rstrip("/"))
     return _plain(name.removesuffix(".py"))[:40] or "job"
 
@@ -146,14 +146,16 @@ def _plain(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.]+", "_", text).strip(".")
 
 
-def for_others(words: Sequence[str], asked: FlagValues, folder: str, grow: str = "") -> JoinCommand:
+def for_others(
+    words: Sequence[str], values: FlagValues, folder: str, grow: str = ""
+) -> JoinCommand:
     """The command for other nodes, from this node's words and working directory. `grow`: the value
     of --grow."""
-    tail = 1 + len(asked.ns.training_script_args or ())
+    tail = 1 + len(values.ns.training_script_args or ())
     flags, program = without(words[:-tail], _OF_ONE_NODE), list(words[-tail:])
-    given: Mapping[str, str] = getattr(asked.ns, "given", {})
+    given: Mapping[str, str] = getattr(values.ns, "given", {})
     if "nnodes" not in given:
-        flags.insert(0, f"--nnodes={asked.text('nnodes')}")
+        flags.insert(0, f"--nnodes={values.text('nnodes')}")
     if grow and "grow" not in given:
         flags.insert(1, f"--grow={grow}")
     return JoinCommand((*flags, *program), len(flags), folder)
@@ -214,23 +216,23 @@ def fresh_id() -> str:
 
 
 def find_meeting(
-    asked: FlagValues, conf: Mapping[str, str], machine: Machine, *, bare: bool
+    flags: FlagValues, conf: Mapping[str, str], machine: Machine, *, bare: bool
 ) -> Meeting:
     """All settings that depend on the rendezvous. `bare`: this is a command line and no scheduler
     was detected; otherwise the words mean what they mean to torchrun."""
-    case = _Case(asked, conf)
-    word = asked.text("rdzv_backend")
-    if store := asked.text("master_store"):
+    case = _Case(flags, conf)
+    word = flags.text("rdzv_backend")
+    if store := flags.text("master_store"):
         return case.etcd(store)
-    if asked.environ.get("DLROVER_MASTER_ADDR") and (stronger := _stronger(asked)):
+    if flags.environ.get("DLROVER_MASTER_ADDR") and (stronger := _stronger(flags)):
         case.notes.append(f"DLROVER_MASTER_ADDR is not used: {stronger} says where nodes meet")
-    if asked.switch("standalone"):
+    if flags.switch("standalone"):
         return case.standalone()
-    if master := _dlrover_master(asked):
+    if master := _dlrover_master(flags):
         return case.external(master)
     if case.endpoint.startswith(FILE):
-        return case.shared(file_place(asked, conf))
-    if case.high > 1 and bare and says_nothing(asked):
+        return case.shared(file_place(flags, conf))
+    if case.high > 1 and bare and is_unnamed(flags):
         return case.bare(machine)
     if word == "static" and not case.comes_and_goes():
         return case.static()
@@ -250,25 +252,25 @@ def find_meeting(
 class _Case:
     """One command: its settings, and the notes for the user."""
 
-    def __init__(self, asked: FlagValues, conf: Mapping[str, str]) -> None:
-        self.asked = asked
+    def __init__(self, flags: FlagValues, conf: Mapping[str, str]) -> None:
+        self.flags = flags
         self.conf = conf
-        self.low, self.high, self.notes = _how_many(asked)
-        self.endpoint = asked.text("rdzv_endpoint").strip()
+        self.low, self.high, self.notes = _how_many(flags)
+        self.endpoint = flags.text("rdzv_endpoint").strip()
 
     def meeting(self, place: Place) -> Meeting:
         """A meeting there, otherwise as the flags say. The node rank is a preference: -1 unless the
         user gave it."""
-        wish = self.asked.number("node_rank") if self.asked.explicitly("node_rank") else -1
-        job_id, notes = self.asked.text("rdzv_id"), tuple(self.notes)
-        named = self.asked.explicitly("rdzv_id") and bool(job_id)
+        wish = self.flags.number("node_rank") if self.flags.explicitly("node_rank") else -1
+        job_id, notes = self.flags.text("rdzv_id"), tuple(self.notes)
+        named = self.flags.explicitly("rdzv_id") and bool(job_id)
         return Meeting(place, job_id, self.low, self.high, max(-1, wish), notes, named=named)
 
     def standalone(self) -> Meeting:
         """A job that no other node has to find gets its own id, unless the user gave one."""
         if self.low > 1:
             raise UsageError(
-                f"--standalone is for one node and --nnodes={self.asked.text('nnodes')} asks for "
+                f"--standalone is for one node and --nnodes={self.flags.text('nnodes')} asks for "
                 f"{self.low}: use --rdzv-endpoint=HOST:PORT with the name of one of them"
             )
         if self.high > 1:
@@ -280,8 +282,8 @@ class _Case:
     def bare(self, machine: Machine) -> Meeting:
         """Several nodes without a named rendezvous."""
         if self.low == self.high:
-            raise refuse_fixed(self.asked, self.high)
-        place, note = open_place(self.asked, machine)
+            raise refuse_fixed(self.flags, self.high)
+        place, note = open_place(self.flags, machine)
         self.notes += [note] if note else []
         return self.shared(place)
 
@@ -290,7 +292,7 @@ class _Case:
         found = self.meeting(place)
         if found.named:
             return found
-        return found._replace(job_id=f"{job_stem(self.asked)}-{fresh_id()[:8]}")
+        return found._replace(job_id=f"{job_stem(self.flags)}-{fresh_id()[:8]}")
 
     def comes_and_goes(self) -> bool:
         """Whether only `min:max` and an endpoint are given. torchrun's default, static, would use a
@@ -298,13 +300,13 @@ class _Case:
         return (
             self.low != self.high
             and bool(self.endpoint)
-            and not any(map(self.asked.explicitly, ("rdzv_backend", "node_rank")))
-            and _rank_variable(self.asked) < 0
+            and not any(map(self.flags.explicitly, ("rdzv_backend", "node_rank")))
+            and _rank_variable(self.flags) < 0
         )
 
     def static(self) -> Meeting:
         """At a known address, with a fixed number of nodes."""
-        asked, high = self.asked, self.high
+        asked, high = self.flags, self.high
         number = asked.value("master_port")
         if not self.endpoint and number is None and high == 1:
             return self.standalone()
@@ -346,7 +348,7 @@ class _Case:
         host, port = "localhost", settings.C10D_PORT
         if self.endpoint:
             host, port = settings.endpoint(self.endpoint, settings.C10D_PORT, "--rdzv-endpoint")
-        elif any(map(self.asked.explicitly, ("master_addr", "master_port"))):
+        elif any(map(self.flags.explicitly, ("master_addr", "master_port"))):
             self.notes.append(
                 "--master-addr and --master-port count only with --rdzv-backend=static; nodes meet "
                 f"at {host}:{port}, name another place by --rdzv-endpoint"
@@ -387,7 +389,7 @@ class _Case:
             raise UsageError(f"{flag}: {wrong}") from None
         port = self._port_beside_a_store() if flag == "--master-store" else 0
         found = self.meeting(Place("etcd", place.servers[0].host, port))
-        if not self.asked.explicitly("rdzv_id") or not found.job_id:
+        if not self.flags.explicitly("rdzv_id") or not found.job_id:
             raise UsageError(
                 f"{given} needs --rdzv-id=NAME, the same on all nodes and new for every run: "
                 "etcd remembers how a job of that name has ended"
@@ -396,7 +398,7 @@ class _Case:
 
     def _port_beside_a_store(self) -> int:
         """With --master-store only the port of an endpoint is used."""
-        asked, word = self.asked, self.asked.text("rdzv_backend")
+        asked, word = self.flags, self.flags.text("rdzv_backend")
         if asked.switch("standalone"):
             raise UsageError("--master-store has no use with --standalone: no other node can join")
         if asked.explicitly("rdzv_backend") and word not in ELASTIC_WORDS:
@@ -420,7 +422,7 @@ class _Case:
             f"--rdzv-backend=c10d --rdzv-endpoint={master} the node with that address would start "
             "it"
         )
-        asked = self.asked
+        asked = self.flags
         found = self.meeting(Place("external", host, port))
         if not asked.explicitly("rdzv_id"):
             found = found._replace(job_id=asked.environ.get("ELASTIC_JOB_NAME") or found.job_id)
@@ -429,14 +431,14 @@ class _Case:
         return found._replace(node_rank=rank)
 
 
-def _how_many(asked: FlagValues) -> tuple[int, int, list[str]]:
+def _how_many(flags: FlagValues) -> tuple[int, int, list[str]]:
     """Smallest and largest number of nodes. --nnodes overrides $NODE_NUM, which dlrover-run
     uses."""
-    low, high = settings.nodes(asked.text("nnodes"))
-    auto = asked.switch("auto_config")
-    if asked.explicitly("nnodes") or not (auto or _dlrover_master(asked)):
+    low, high = settings.nodes(flags.text("nnodes"))
+    auto = flags.switch("auto_config")
+    if flags.explicitly("nnodes") or not (auto or _dlrover_master(flags)):
         return low, high, []
-    text = asked.environ.get("NODE_NUM", "")
+    text = flags.environ.get("NODE_NUM", "")
     if not text:
         missing = ["--auto-config: NODE_NUM is not set, so this is a job of one node"]
         return low, high, missing if auto else []
@@ -446,18 +448,18 @@ def _how_many(asked: FlagValues) -> tuple[int, int, list[str]]:
     return number, number, [f"NODE_NUM={number}: this is a job of {some(number, 'node')}"]
 
 
-def _dlrover_master(asked: FlagValues) -> str:
+def _dlrover_master(flags: FlagValues) -> str:
     """$DLROVER_MASTER_ADDR, unless a flag or a PET_ variable names the rendezvous."""
-    return "" if _stronger(asked) else asked.environ.get("DLROVER_MASTER_ADDR", "").strip()
+    return "" if _stronger(flags) else flags.environ.get("DLROVER_MASTER_ADDR", "").strip()
 
 
-def _stronger(asked: FlagValues) -> str:
+def _stronger(flags: FlagValues) -> str:
     """The flag or variable that names the rendezvous, "" if the user gave none."""
-    if asked.switch("standalone"):
-        return asked.source("standalone")
+    if flags.switch("standalone"):
+        return flags.source("standalone")
     for dest in ("rdzv_endpoint", "rdzv_backend", "master_addr", "master_port"):
-        if asked.explicitly(dest):
-            return asked.source(dest)
+        if flags.explicitly(dest):
+            return flags.source(dest)
     return ""
 
 
@@ -465,10 +467,10 @@ def _is_host(conf: Mapping[str, str]) -> bool | None:
     return settings.boolean(conf["is_host"], "is_host") if "is_host" in conf else None
 
 
-def _rank_variable(asked: FlagValues, default: int = -1) -> int:
+def _rank_variable(flags: FlagValues, default: int = -1) -> int:
     """$NODE_RANK (or, without it, dlrover-run's $WORKER_RANK)."""
     for name in ("NODE_RANK", "WORKER_RANK"):
-        text = asked.environ.get(name, "").strip()
+        text = flags.environ.get(name, "").strip()
         if text:
             if not text.isascii() or not text.isdigit():
                 raise UsageError(f"{name}={text} is not a node rank; set it right or --node-rank")

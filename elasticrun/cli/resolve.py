@@ -19,7 +19,7 @@ from elasticrun import config
 from elasticrun.cli import rendezvous, settings, table, trust
 from elasticrun.cli.detection.found import Machine
 from elasticrun.cli.detection.kubernetes import POD
-from elasticrun.cli.place import look
+from elasticrun.cli.place import detect_place
 from elasticrun.cli.rendezvous import Meeting, find_meeting
 from elasticrun.cli.settings import FlagValues, NotHere, NothingToDo, UsageError
 from elasticrun.cli.table import TORCHRUN
@@ -120,47 +120,47 @@ def resolve(
     """What the user asked for. `command`: what the user typed; `program`: given by a Python caller,
     who has typed no flags. Raises `UsageError` with one sentence if it is impossible, and
     `NothingToDo` if another task on this node is the agent."""
-    place = look(FlagValues(ns, environ), machine)
+    place = detect_place(FlagValues(ns, environ), machine)
     if place.idle:
         raise NothingToDo(place.idle)
-    asked = FlagValues(ns, environ, place.filled)
+    flags = FlagValues(ns, environ, place.filled)
     notes: list[str] = [place.note] if place.note else []
-    conf = conf_keys(asked)
+    conf = conf_keys(flags)
     # Python callers provide no facts; for them torchrun's meaning applies
     bare = machine.facts is not None and place.found is None
-    meeting = find_meeting(asked, conf, machine, bare=bare)
+    meeting = find_meeting(flags, conf, machine, bare=bare)
     if meeting.delegate:
-        _only_torchrun_flags(asked, meeting.delegate)
+        _only_torchrun_flags(flags, meeting.delegate)
     notes += meeting.notes
     notes += _conf_notes(conf, meeting.place.kind)
-    nproc = ranks_per_node(asked, machine, notes)
-    spec = job_spec(asked, conf, meeting, debugged=machine.debugged)
+    nproc = ranks_per_node(flags, machine, notes)
+    spec = job_spec(flags, conf, meeting, debugged=machine.debugged)
     # with --git the ranks run in another folder than the one in which the command was typed
-    typed_in = rendezvous.working_folder() if command and asked.text("git") else ""
-    ranks = program or _program(asked, machine, nproc, typed_in)
+    typed_in = rendezvous.working_folder() if command and flags.text("git") else ""
+    ranks = program or _program(flags, machine, nproc, typed_in)
     notes += [_ONE_THREAD] if ranks.set_omp_threads else []
-    _choices(asked)
-    notes += [*health_notes(asked, spec.checks), *_nothing_yet(asked), *_unread(environ)]
-    token, tls = trust.token(asked), _tls(asked, typed_in)
+    _choices(flags)
+    notes += [*health_notes(flags, spec.checks), *_nothing_yet(flags), *_unread(environ)]
+    token, tls = trust.token(flags), _tls(flags, typed_in)
     if not meeting.delegate:
         settings.name(meeting.job_id, "--rdzv-id")
         notes += trust.notes(meeting.place, meeting.max_nodes, token, tls)
     master = MasterPlan(
-        status_port=settings.port(asked.number("status_port"), "--status-port"),
-        on_event=asked.text("on_event"),
-        sources=settings.sources(asked, conf),
+        status_port=settings.port(flags.number("status_port"), "--status-port"),
+        on_event=flags.text("on_event"),
+        sources=settings.sources(flags, conf),
         store=meeting.store,
-        to_join=None if program else _to_join(asked, meeting, spec, command),
-        run=run_plan(asked, command, () if program else ranks.entry.words(), typed_in),
+        to_join=None if program else _to_join(flags, meeting, spec, command),
+        run=run_plan(flags, command, () if program else ranks.entry.words(), typed_in),
     )
-    launch = _launch(asked, meeting.node_rank, nproc, spec, ranks, master)
-    node_id = _node_id(asked, meeting)
+    launch = _launch(flags, meeting.node_rank, nproc, spec, ranks, master)
+    node_id = _node_id(flags, meeting)
     identity = Identity(meeting.job_id, meeting.named, token, tls, node_id)
     return Resolved(launch, meeting.place, identity, tuple(notes), meeting.delegate)
 
 
 def _launch(
-    asked: FlagValues,
+    flags: FlagValues,
     node_rank: int,
     nproc: int,
     spec: JobSpec,
@@ -173,46 +173,46 @@ def _launch(
         logs=ranks.logs,
         nproc_per_node=nproc,
         node_rank=node_rank,
-        local_addr=asked.value("local_addr") or None,
-        role=settings.name(asked.text("role"), "--role"),
-        mode=asked.text("launch"),
-        start_method=asked.text("start_method"),
-        preload=settings.modules(asked.text("preload")),
-        warm=asked.switch("warm"),
-        python_exec=asked.environ.get("PYTHON_EXEC", ""),
+        local_addr=flags.value("local_addr") or None,
+        role=settings.name(flags.text("role"), "--role"),
+        mode=flags.text("launch"),
+        start_method=flags.text("start_method"),
+        preload=settings.modules(flags.text("preload")),
+        warm=flags.switch("warm"),
+        python_exec=flags.environ.get("PYTHON_EXEC", ""),
         set_omp_threads=ranks.set_omp_threads,
         numa_binding=ranks.numa_binding,
         numa_may_fail=ranks.numa_may_fail,
-        virtual_local_rank=asked.switch("virtual_local_rank"),
-        **_stopping(asked),
-        event_log_handler=asked.text("event_log_handler"),
-        precheck=precheck(asked),
-        accelerator=accelerator(asked),
+        virtual_local_rank=flags.switch("virtual_local_rank"),
+        **_stopping(flags),
+        event_log_handler=flags.text("event_log_handler"),
+        precheck=precheck(flags),
+        accelerator=accelerator(flags),
         master=master,
     )
 
 
-def _program(asked: FlagValues, machine: Machine, nproc: int, typed_in: str) -> EntryPlan:
+def _program(flags: FlagValues, machine: Machine, nproc: int, typed_in: str) -> EntryPlan:
     """What the flags say about it. Raises `UsageError`."""
-    binding, affinity = asked.value("numa_binding"), asked.switch("numa_affinity")
+    binding, affinity = flags.value("numa_binding"), flags.switch("numa_affinity")
     return EntryPlan(
-        entry=entry_of(asked),
-        logs=_log_plan(asked, machine, typed_in),
-        set_omp_threads="OMP_NUM_THREADS" not in asked.environ and nproc > 1,
+        entry=entry_of(flags),
+        logs=_log_plan(flags, machine, typed_in),
+        set_omp_threads="OMP_NUM_THREADS" not in flags.environ and nproc > 1,
         numa_binding=binding or ("node" if affinity else None),
         numa_may_fail=affinity and not binding,
     )
 
 
 def _to_join(
-    asked: FlagValues, meeting: Meeting, spec: JobSpec, command: Sequence[str]
+    flags: FlagValues, meeting: Meeting, spec: JobSpec, command: Sequence[str]
 ) -> JoinCommand | None:
     """The command for other nodes, if they meet here."""
     if meeting.place.kind not in ("file", "open") or not command:
         return None
     # nodes that meet through a file have the same command line, so it means the same for all
     grow = spec.grow if meeting.place.kind == "open" else ""
-    typed = FlagValues(asked.ns, asked.environ)
+    typed = FlagValues(flags.ns, flags.environ)
     return rendezvous.for_others(command[1:], typed, rendezvous.working_folder(), grow)
 
 
@@ -221,72 +221,72 @@ def _path(path: str, typed_in: str) -> str:
     return str(Path(typed_in, path)) if path and typed_in else path
 
 
-def _tls(asked: FlagValues, typed_in: str) -> Tls | None:
-    files = trust.tls(asked)
+def _tls(flags: FlagValues, typed_in: str) -> Tls | None:
+    files = trust.tls(flags)
     if files is None:
         return None
     return Tls(*(_path(path, typed_in) for path in (files.cert, files.key, files.ca)))
 
 
 def run_plan(
-    asked: FlagValues, command: Sequence[str], program: Sequence[str], typed_in: str
+    flags: FlagValues, command: Sequence[str], program: Sequence[str], typed_in: str
 ) -> RunPlan:
     """The run folder, and what is written there. Raises `UsageError`."""
-    folder, fresh = asked.text("run_dir"), asked.switch("fresh")
+    folder, fresh = flags.text("run_dir"), flags.switch("fresh")
     if fresh and not folder:
         raise UsageError("--fresh is for a job with --run-dir: name its folder")
-    logdir, shows = asked.text("logdir"), asked.switch("tensorboard")
+    logdir, shows = flags.text("logdir"), flags.switch("tensorboard")
     if shows != bool(logdir):
         raise UsageError("--tensorboard and --logdir DIR belong together: give both")
-    stem = str(asked.ns.training_script).rstrip("/").rpartition("/")[2].removesuffix(".py")
-    own = asked.text("rdzv_id") if asked.explicitly("rdzv_id") else ""
+    stem = str(flags.ns.training_script).rstrip("/").rpartition("/")[2].removesuffix(".py")
+    own = flags.text("rdzv_id") if flags.explicitly("rdzv_id") else ""
     on = {env.BY_SSH: "ssh", "SLURM_JOB_ID": "slurm", POD: "k8s"}
     return RunPlan(
         folder=_path(folder, typed_in),
-        name=settings.job_name(asked.text("name"), own or stem),
-        unnamed=not (asked.text("name") or own),
+        name=settings.job_name(flags.text("name"), own or stem),
+        unnamed=not (flags.text("name") or own),
         fresh=fresh,
         command=tuple(command),
         program=tuple(program) if command else (),
         workdir=typed_in,
-        git_commit=_commit(asked) if typed_in else "",
+        git_commit=_commit(flags) if typed_in else "",
         tensorboard=_path(logdir, typed_in),
-        nproc=asked.text("nproc_per_node"),
-        where=next((place for name, place in on.items() if name in asked.environ), "local"),
+        nproc=flags.text("nproc_per_node"),
+        where=next((place for name, place in on.items() if name in flags.environ), "local"),
     )
 
 
-def _commit(asked: FlagValues) -> str:
+def _commit(flags: FlagValues) -> str:
     """The commit in --git."""
     from elasticrun.agent.workers.checkout import parsed  # late: few jobs use it
 
-    return parsed(asked.text("git")).ref
+    return parsed(flags.text("git")).ref
 
 
-def _node_id(asked: FlagValues, meeting: Meeting) -> str:
+def _node_id(flags: FlagValues, meeting: Meeting) -> str:
     """The node's id. In a static job the node rank identifies a node across its restarts."""
     static = meeting.place.kind == "static" and meeting.node_rank >= 0
-    given = settings.name(asked.text("node_id"), "--node-id")
+    given = settings.name(flags.text("node_id"), "--node-id")
     return given or (f"rank-{meeting.node_rank}" if static else "")
 
 
-def conf_keys(asked: FlagValues) -> dict[str, str]:
+def conf_keys(flags: FlagValues) -> dict[str, str]:
     """--rdzv-conf, with the keys of dlrover-run and of the documentation renamed to ours."""
-    found = settings.pairs(asked.text("rdzv_conf"))
+    found = settings.pairs(flags.text("rdzv_conf"))
     return {_ALIASES.get(key, key): value for key, value in found.items()}
 
 
 def job_spec(
-    asked: FlagValues, conf: Mapping[str, str], meeting: Meeting, *, debugged: bool = False
+    flags: FlagValues, conf: Mapping[str, str], meeting: Meeting, *, debugged: bool = False
 ) -> JobSpec:
     """What the user asked of the job, without its id."""
-    restarts = asked.number("max_restarts")
-    if not asked.explicitly("max_restarts") and meeting.min_nodes < meeting.max_nodes:
+    restarts = flags.number("max_restarts")
+    if not flags.explicitly("max_restarts") and meeting.min_nodes < meeting.max_nodes:
         restarts = config.ELASTIC_RESTARTS
     if restarts < 0:
         raise UsageError(f"--max-restarts={restarts}: a number of restarts is not negative")
-    unit = asked.number("node_unit")
-    if not asked.explicitly("node_unit") and "node_unit" in conf:
+    unit = flags.number("node_unit")
+    if not flags.explicitly("node_unit") and "node_unit" in conf:
         text = conf["node_unit"]
         unit = int(text) if text.isascii() and text.isdigit() else 0
     if not 1 <= unit <= meeting.max_nodes:
@@ -297,29 +297,29 @@ def job_spec(
     times = _times(conf, _TIMES)
     if meeting.place.kind == "static" and "join_timeout" not in conf and "timeout" in conf:
         times["join_timeout"] = settings.seconds(conf["timeout"], "--rdzv-conf: timeout")
-    grace = _optional_time(asked, "restart_grace")
-    implied = not asked.explicitly("grow") and rendezvous.by_hand(meeting.place)
+    grace = _optional_time(flags, "restart_grace")
+    implied = not flags.explicitly("grow") and rendezvous.by_hand(meeting.place)
     return JobSpec(
         job_id="",
         min_nodes=meeting.min_nodes,
         max_nodes=meeting.max_nodes,
         node_unit=unit,
         max_restarts=restarts,
-        restart_backoff=_time(asked, "restart_backoff"),
-        restart_window=_time(asked, "restart_window"),
+        restart_backoff=_time(flags, "restart_backoff"),
+        restart_window=_time(flags, "restart_window"),
         join_timeout=times["join_timeout"],
         last_call_timeout=times["last_call_timeout"],
         heartbeat_timeout=times["heartbeat_timeout"],
-        grow="now" if implied else asked.text("grow"),
+        grow="now" if implied else flags.text("grow"),
         grow_cooldown=times["grow_cooldown"],
-        restart_grace=shutdown_timeout(asked) if grace is None else grace,
+        restart_grace=shutdown_timeout(flags) if grace is None else grace,
         master_lost_timeout=times["master_lost_timeout"],
-        checks=checks(asked, conf, meeting.min_nodes),
-        saves=_saves(asked),
+        checks=checks(flags, conf, meeting.min_nodes),
+        saves=_saves(flags),
         # with several nodes, all have to agree
-        watch=_watch(asked, debugged=debugged and meeting.max_nodes == 1),
-        scheduler_codes=asked.text("exit_codes") == "scheduler",
-        nodes_return=POD in asked.environ,  # its controller recreates lost pods
+        watch=_watch(flags, debugged=debugged and meeting.max_nodes == 1),
+        scheduler_codes=flags.text("exit_codes") == "scheduler",
+        nodes_return=POD in flags.environ,  # its controller recreates lost pods
     )
 
 
@@ -332,30 +332,30 @@ def _times(conf: Mapping[str, str], defaults: Mapping[str, float]) -> dict[str, 
     }
 
 
-def _saves(asked: FlagValues) -> SaveSpec:
+def _saves(flags: FlagValues) -> SaveSpec:
     """The snapshot settings. Raises `UsageError`."""
-    limit = settings.seconds(str(asked.value("save_limit")), "--save-limit")
-    step = asked.value("restore_step")
+    limit = settings.seconds(str(flags.value("save_limit")), "--save-limit")
+    step = flags.value("restore_step")
     if step is not None and not 0 <= step < 2**53:
         raise UsageError(f"--restore-step={step} is no step: give a number from 0 on")
-    breakpoint_ = asked.switch("save_at_breakpoint")
+    breakpoint_ = flags.switch("save_at_breakpoint")
     return SaveSpec(breakpoint_, limit, restore_step=-1 if step is None else step)
 
 
-def _watch(asked: FlagValues, *, debugged: bool) -> WatchSpec:
+def _watch(flags: FlagValues, *, debugged: bool) -> WatchSpec:
     """The settings of the hang watch and the price of time. A rank at a breakpoint is not a hang.
     Raises `UsageError`."""
-    limit = settings.seconds(str(asked.value("hang_limit")), "--hang-limit", zero=True)
-    price = _number(asked, "slot_price", "a price, 0 or more", lambda x: x >= 0)
-    on_hang = asked.text("on_hang")
+    limit = settings.seconds(str(flags.value("hang_limit")), "--hang-limit", zero=True)
+    price = _number(flags, "slot_price", "a price, 0 or more", lambda x: x >= 0)
+    on_hang = flags.text("on_hang")
     on_hang = "tell" if debugged and on_hang == "auto" else on_hang
     return WatchSpec(on_hang=on_hang, hang_limit=limit, slot_price=price)
 
 
-def ranks_per_node(asked: FlagValues, machine: Machine, notes: list[str]) -> int:
+def ranks_per_node(flags: FlagValues, machine: Machine, notes: list[str]) -> int:
     """The number of ranks that --nproc-per-node means on this machine. Raises `UsageError`."""
-    text = asked.text("nproc_per_node").strip()
-    if asked.switch("auto_config") and not asked.explicitly("nproc_per_node"):
+    text = flags.text("nproc_per_node").strip()
+    if flags.switch("auto_config") and not flags.explicitly("nproc_per_node"):
         found = machine.accelerators("gpu")
         if found:
             return found
@@ -388,34 +388,34 @@ def _devices(word: str, machine: Machine) -> int:
     return found
 
 
-def entry_of(asked: FlagValues) -> Entrypoint:
-    args = tuple(str(arg) for arg in asked.ns.training_script_args or ())
-    if not getattr(asked.ns, "use_env", True):  # an old torch.distributed.launch
+def entry_of(flags: FlagValues) -> Entrypoint:
+    args = tuple(str(arg) for arg in flags.ns.training_script_args or ())
+    if not getattr(flags.ns, "use_env", True):  # an old torch.distributed.launch
         args = ("--local-rank=${local_rank}", *args)
-    if asked.switch("run_path"):
+    if flags.switch("run_path"):
         kind = EntryKind.RUN_PATH
-    elif asked.switch("no_python") and asked.switch("module"):
+    elif flags.switch("no_python") and flags.switch("module"):
         raise UsageError("--no-python and --module contradict each other: use one of them")
-    elif asked.switch("no_python"):
+    elif flags.switch("no_python"):
         kind = EntryKind.COMMAND
     else:
-        kind = EntryKind.MODULE if asked.switch("module") else EntryKind.SCRIPT
-    return Entrypoint(kind, str(asked.ns.training_script), args)
+        kind = EntryKind.MODULE if flags.switch("module") else EntryKind.SCRIPT
+    return Entrypoint(kind, str(flags.ns.training_script), args)
 
 
-def _log_plan(asked: FlagValues, machine: Machine, typed_in: str) -> LogPlan:
-    redirects_all, redirects = settings.streams(asked.text("redirects"), "--redirects")
-    tee_all, tee = settings.streams(asked.text("tee"), "--tee")
-    name = asked.value("logs_specs")
+def _log_plan(flags: FlagValues, machine: Machine, typed_in: str) -> LogPlan:
+    redirects_all, redirects = settings.streams(flags.text("redirects"), "--redirects")
+    tee_all, tee = settings.streams(flags.text("tee"), "--tee")
+    name = flags.value("logs_specs")
     if name is not None and name not in set(machine.entry_points(LOGS_GROUP)):
         raise UsageError(
             f"--logs-specs={name}: no installed plug-in of the group {LOGS_GROUP} has this name"
         )
-    template, folder = asked.text("log_line_prefix_template"), asked.text("run_dir")
-    log_dir = asked.value("log_dir")
+    template, folder = flags.text("log_line_prefix_template"), flags.text("run_dir")
+    log_dir = flags.value("log_dir")
     if folder and log_dir is None:
         log_dir = f"{folder}/logs"
-        if not (asked.explicitly("redirects") or asked.explicitly("tee")):
+        if not (flags.explicitly("redirects") or flags.explicitly("tee")):
             tee_all = 3
     return LogPlan(
         log_dir=log_dir and _path(log_dir, typed_in),
@@ -423,51 +423,51 @@ def _log_plan(asked: FlagValues, machine: Machine, typed_in: str) -> LogPlan:
         redirects_all=redirects_all,
         tee=tee,
         tee_all=tee_all,
-        local_ranks_filter=settings.ranks(asked.text("local_ranks_filter"), "--local-ranks-filter"),
-        stdout_filters=tuple(asked.value("duplicate_stdout_filters") or ()),
-        stderr_filters=tuple(asked.value("duplicate_stderr_filters") or ()),
-        prefix_template=template or asked.environ.get(env.LOG_LINE_PREFIX_TEMPLATE, ""),
+        local_ranks_filter=settings.ranks(flags.text("local_ranks_filter"), "--local-ranks-filter"),
+        stdout_filters=tuple(flags.value("duplicate_stdout_filters") or ()),
+        stderr_filters=tuple(flags.value("duplicate_stderr_filters") or ()),
+        prefix_template=template or flags.environ.get(env.LOG_LINE_PREFIX_TEMPLATE, ""),
         logs_specs=name,
-        fold=not asked.switch("no_fold"),
+        fold=not flags.switch("no_fold"),
     )
 
 
-def shutdown_timeout(asked: FlagValues) -> float:
+def shutdown_timeout(flags: FlagValues) -> float:
     """Seconds between SIGTERM and SIGKILL: flag, PET_ variable, torch's variable, 30."""
-    found = _optional_time(asked, "shutdown_timeout", env.SHUTDOWN_TIMEOUT)
+    found = _optional_time(flags, "shutdown_timeout", env.SHUTDOWN_TIMEOUT)
     return float(config.SHUTDOWN_TIMEOUT) if found is None else found
 
 
-def _stopping(asked: FlagValues) -> dict[str, Any]:
+def _stopping(flags: FlagValues) -> dict[str, Any]:
     """The signals that end a node, and the time limits."""
     return {
-        "signals_to_handle": settings.signals(asked.text("signals_to_handle")),
-        "shutdown_timeout": shutdown_timeout(asked),
+        "signals_to_handle": settings.signals(flags.text("signals_to_handle")),
+        "shutdown_timeout": shutdown_timeout(flags),
         "exit_barrier_timeout": _optional_time(
-            asked, "exit_barrier_timeout", env.EXIT_BARRIER_TIMEOUT
+            flags, "exit_barrier_timeout", env.EXIT_BARRIER_TIMEOUT
         ),
-        "departure_grace": _time(asked, "departure_grace"),
-        "child_exit_timeout": _time(asked, "child_exit_timeout"),
+        "departure_grace": _time(flags, "departure_grace"),
+        "child_exit_timeout": _time(flags, "child_exit_timeout"),
     }
 
 
-def _optional_time(asked: FlagValues, dest: str, variable: str = "") -> float | None:
+def _optional_time(flags: FlagValues, dest: str, variable: str = "") -> float | None:
     """A time from a flag, else from a variable, else None."""
-    if asked.value(dest) is not None:
-        return _time(asked, dest)
-    text = asked.environ.get(variable, "") if variable else ""
+    if flags.value(dest) is not None:
+        return _time(flags, dest)
+    text = flags.environ.get(variable, "") if variable else ""
     return settings.seconds(text, variable, zero=True) if text else None
 
 
-def _time(asked: FlagValues, dest: str) -> float:
-    return settings.seconds(str(asked.value(dest)), "--" + dest.replace("_", "-"), zero=True)
+def _time(flags: FlagValues, dest: str) -> float:
+    return settings.seconds(str(flags.value(dest)), "--" + dest.replace("_", "-"), zero=True)
 
 
-def _choices(asked: FlagValues) -> None:
+def _choices(flags: FlagValues) -> None:
     """Check choices in a namespace from another parser; argparse has checked its own."""
     for flag in table.FLAGS:
         if flag.choices:
-            value = asked.value(flag.dest)
+            value = flags.value(flag.dest)
             if value is not None and value not in flag.choices:
                 raise UsageError(f"{flag.name}={value}: use one of {', '.join(flag.choices)}")
 
@@ -488,12 +488,12 @@ def _conf_notes(conf: Mapping[str, str], kind: str) -> list[str]:
     return notes
 
 
-def _nothing_yet(asked: FlagValues) -> list[str]:
+def _nothing_yet(flags: FlagValues) -> list[str]:
     """One note for each dlrover-run flag that is accepted but has no effect in this version."""
     notes = []
     defaults = {flag.dest: flag.default or False for flag in table.FLAGS}
     for dest in table.NOTHING_YET:
-        if asked.value(dest) != defaults[dest]:
+        if flags.value(dest) != defaults[dest]:
             name = "--" + dest.replace("_", "-")
             notes.append(f"{name} is accepted, but does nothing yet in this version")
     return notes
@@ -514,9 +514,9 @@ def _unread(environ: Mapping[str, str]) -> list[str]:
     return [f"{shown} in the environment {are} read by nobody{nearest(names[0], sorted(known))}"]
 
 
-def _only_torchrun_flags(asked: FlagValues, plugin: str) -> None:
+def _only_torchrun_flags(flags: FlagValues, plugin: str) -> None:
     """Refuse flags that torchrun lacks: a plug-in's job is run by torchrun."""
-    given: Mapping[str, str] = getattr(asked.ns, "given", {})
+    given: Mapping[str, str] = getattr(flags.ns, "given", {})
     contract = {flag.dest for flag in table.FLAGS if flag.origin == TORCHRUN}
     for dest, spelling in given.items():
         if dest not in contract and dest != "dry_run":
@@ -530,35 +530,35 @@ def _only_torchrun_flags(asked: FlagValues, plugin: str) -> None:
 # ---------------------------------------------------------------- node health
 
 
-def checks(asked: FlagValues, conf: Mapping[str, str], min_nodes: int) -> CheckSpec:
+def checks(flags: FlagValues, conf: Mapping[str, str], min_nodes: int) -> CheckSpec:
     """The node health checks. Raises `UsageError`."""
-    level = precheck(asked)
-    auto = asked.switch("auto_config") and min_nodes >= AUTO_CHECK_NODES
+    level = precheck(flags)
+    auto = flags.switch("auto_config") and min_nodes >= AUTO_CHECK_NODES
     times = _times(conf, _HEALTH_TIMES)
     return CheckSpec(
-        network=asked.switch("network_check") or level >= 1 or auto,
-        perf=asked.switch("comm_perf_test") or level >= 2,
-        perf_floor=_number(asked, "comm_perf_threshold", "0 GB/s or more", lambda x: x >= 0),
-        exclude_stragglers=asked.switch("exclude_straggler"),
-        slow_ratio=_number(asked, "straggler_ratio", "a ratio above 1", lambda x: x > 1),
+        network=flags.switch("network_check") or level >= 1 or auto,
+        perf=flags.switch("comm_perf_test") or level >= 2,
+        perf_floor=_number(flags, "comm_perf_threshold", "0 GB/s or more", lambda x: x >= 0),
+        exclude_stragglers=flags.switch("exclude_straggler"),
+        slow_ratio=_number(flags, "straggler_ratio", "a ratio above 1", lambda x: x > 1),
         slow_for=times["straggler_time"],
         probe_limit=times["probe_timeout"],
-        exclude_for=settings.seconds(str(asked.value("exclude_for")), "--exclude-for"),
+        exclude_for=settings.seconds(str(flags.value("exclude_for")), "--exclude-for"),
     )
 
 
-def precheck(asked: FlagValues) -> int:
+def precheck(flags: FlagValues) -> int:
     """The level of --precheck. Raises `UsageError` for an unknown level."""
-    level = asked.number("precheck")
+    level = flags.number("precheck")
     if level not in (0, 1, 2):
         raise UsageError(f"--precheck={level}: use 0, 1 or 2", config.EXIT_USAGE)
     return level
 
 
-def accelerator(asked: FlagValues) -> str:
+def accelerator(flags: FlagValues) -> str:
     """The name of --accelerator as `accelerators.of` knows it; "" if it is detected
     automatically."""
-    word = asked.text("accelerator")
+    word = flags.text("accelerator")
     if not word or word in accelerators.UNSUPPORTED:
         return ""
     name = accelerators.ALIASES.get(word, word)
@@ -568,27 +568,27 @@ def accelerator(asked: FlagValues) -> str:
     return name
 
 
-def health_notes(asked: FlagValues, found: CheckSpec) -> list[str]:
+def health_notes(flags: FlagValues, found: CheckSpec) -> list[str]:
     """Notes about settings without effect, and about what --auto-config has enabled."""
-    told = []
-    word = asked.text("accelerator")
+    found_notes = []
+    word = flags.text("accelerator")
     if word in accelerators.UNSUPPORTED:
-        told.append(
+        found_notes.append(
             f"--accelerator={word} is not supported: probes use what is found by itself "
             f"({', '.join(accelerators.NAMES)})"
         )
     if found.perf_floor and not found.perf:
-        told.append("--comm-perf-threshold has no effect without --comm-perf-test")
-    if found.network and not asked.switch("network_check") and not asked.number("precheck"):
-        told.append(
+        found_notes.append("--comm-perf-threshold has no effect without --comm-perf-test")
+    if found.network and not flags.switch("network_check") and not flags.number("precheck"):
+        found_notes.append(
             f"--auto-config: the network is checked before training, as there are at least "
             f"{AUTO_CHECK_NODES} nodes"
         )
-    return told
+    return found_notes
 
 
-def _number(asked: FlagValues, dest: str, wants: str, fits: Callable[[float], bool]) -> float:
-    value = float(asked.value(dest))
+def _number(flags: FlagValues, dest: str, wants: str, fits: Callable[[float], bool]) -> float:
+    value = float(flags.value(dest))
     if not (math.isfinite(value) and fits(value)):
         raise UsageError(f"--{dest.replace('_', '-')}={value:g} is not {wants}", config.EXIT_USAGE)
     return value

@@ -92,18 +92,18 @@ def name(text: str, flag: str) -> str:
     return text
 
 
-def job_name(said: str, otherwise: str) -> str:
+def job_name(given: str, otherwise: str) -> str:
     """The job's name: --name, else derived from `otherwise`. Printed commands contain it, so a
     shell must read it as one word."""
-    if not said:
+    if not given:
         return re.sub(r"\A-|[^\w.+=@,%-]", "_", otherwise)[:128]
-    if not _JOB_NAME.fullmatch(said):
+    if not _JOB_NAME.fullmatch(given):
         raise UsageError(
-            f"--name={said!r}: a job's name has letters, digits and . _ - + = @ , % alone, 128 at "
+            f"--name={given!r}: a job's name has letters, digits and . _ - + = @ , % alone, 128 at "
             "most, and no - at its beginning",
             config.EXIT_USAGE,
         )
-    return said
+    return given
 
 
 def endpoint(text: str, default_port: int | None, flag: str) -> tuple[str, int]:
@@ -182,8 +182,8 @@ def seconds(text: str, name: str, *, zero: bool = False) -> float:
     except ValueError:
         value = float("nan")
     if not (value > 0 or (zero and value == 0)) or value == float("inf"):
-        wanted = "neither 0 nor" if zero else "not"
-        raise UsageError(f"{name}={text} is {wanted} a positive number of seconds")
+        expected = "neither 0 nor" if zero else "not"
+        raise UsageError(f"{name}={text} is {expected} a positive number of seconds")
     if value > MAX_SECONDS:
         raise UsageError(f"{name}={text}: the longest time there is here is {MAX_SECONDS:g} s")
     return value
@@ -356,11 +356,11 @@ class Setting(NamedTuple):
     source: str
 
 
-def setting(asked: FlagValues, dest: str) -> Setting:
+def setting(flags: FlagValues, dest: str) -> Setting:
     """The row of a flag; a value of None or an empty list is shown as ""."""
-    value = asked.value(dest)
+    value = flags.value(dest)
     shown = "" if value is None or value == [] else str(value)
-    return Setting(_BY_DEST[dest].name[2:], shown, asked.source(dest))
+    return Setting(_BY_DEST[dest].name[2:], shown, flags.source(dest))
 
 
 CALLED: Final = {
@@ -381,14 +381,14 @@ CALLED: Final = {
 """Fields of the job's spec whose flag, or key of --rdzv-conf, has another name."""
 
 
-def sources(asked: FlagValues, conf: Mapping[str, str]) -> dict[str, str]:
+def sources(flags: FlagValues, conf: Mapping[str, str]) -> dict[str, str]:
     """The source of each field of the job's spec that was given."""
     found = {}
     for kind in (JobSpec, CheckSpec, SaveSpec, WatchSpec):
         for name in kind.__struct_fields__:
             dest = CALLED.get(name, name)
-            if dest in _BY_DEST and asked.explicitly(dest):
-                found[name] = asked.source(dest)
+            if dest in _BY_DEST and flags.explicitly(dest):
+                found[name] = flags.source(dest)
             elif dest in conf:
                 found[name] = "--rdzv-conf"
     return found

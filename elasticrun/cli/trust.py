@@ -47,11 +47,11 @@ def _blot(name: str) -> None:
         ctypes.memset(where, ord("*"), len(ctypes.string_at(where)))
 
 
-def token(asked: FlagValues) -> str:
+def token(flags: FlagValues) -> str:
     """The secret, "" for none: the flag's file overrides the variable."""
-    path = _file(asked, "token_file")
+    path = _file(flags, "token_file")
     if not path:
-        return _checked(asked.environ.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE)
+        return _checked(flags.environ.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE)
     try:
         with Path(path).open(encoding="utf-8") as file:
             text = file.read(MAX_TOKEN + 2).strip()
@@ -73,9 +73,9 @@ def _checked(text: str, where: str) -> str:
     return text
 
 
-def tls(asked: FlagValues) -> Tls | None:
+def tls(flags: FlagValues) -> Tls | None:
     """The TLS files; None for plain TCP."""
-    files = {name: _file(asked, f"tls_{name}") for name in ("cert", "key", "ca")}
+    files = {name: _file(flags, f"tls_{name}") for name in ("cert", "key", "ca")}
     if not any(files.values()):
         return None
     if bool(files["cert"]) != bool(files["key"]):
@@ -87,9 +87,9 @@ def tls(asked: FlagValues) -> Tls | None:
     return Tls(**files)
 
 
-def _file(asked: FlagValues, dest: str) -> str:
+def _file(flags: FlagValues, dest: str) -> str:
     """A path from a flag, or from its variable if the namespace is not from our parser."""
-    return asked.text(dest) or asked.environ.get(f"ELASTICRUN_{dest.upper()}", "")
+    return flags.text(dest) or flags.environ.get(f"ELASTICRUN_{dest.upper()}", "")
 
 
 def notes(where: Place, most_nodes: int, secret: str, files: Tls | None) -> list[str]:
@@ -100,22 +100,22 @@ def notes(where: Place, most_nodes: int, secret: str, files: Tls | None) -> list
         return []  # the agent creates a token for the latter
     if where.kind in ("file", "open") and not secret:
         return []  # the agent creates one
-    told = []
+    sentences = []
     mutual = files is not None and bool(files.cert and files.ca)
     if not secret and not mutual:
-        told.append(
+        sentences.append(
             "this job has no token: anyone on the network who reaches its master can join it and "
             "run code on its nodes; set ELASTICRUN_TOKEN (or --token-file) to one secret on all "
             "nodes, for instance of `openssl rand -hex 32`"
         )
     if secret and files is None:
-        told.append(
+        sentences.append(
             "this job has a token but no TLS: others on the network can read its traffic and take "
             "over its sessions; set --tls-cert, --tls-key and --tls-ca"
         )
     if 0 < len(secret) < SHORT_TOKEN:
-        told.append(
+        sentences.append(
             f"the token has {len(secret)} characters: one so short can be guessed; take "
             "`openssl rand -hex 32`"
         )
-    return told
+    return sentences

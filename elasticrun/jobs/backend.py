@@ -88,8 +88,8 @@ class Backend(Target, Protocol):
     """A place whose jobs this program itself manages. Kubernetes is not one: there the API server
     manages them, and it also knows jobs that have no run folder (`jobs/kube/`)."""
 
-    def scale(self, run: RunFolder, request: Request, ask: Callable[[Request], Reply]) -> str:
-        """Set the job's maximum number of nodes; `ask` sends a request to its master."""
+    def scale(self, run: RunFolder, request: Request, send: Callable[[Request], Reply]) -> str:
+        """Set the job's maximum number of nodes; `send` sends a request to its master."""
 
     def suspend(self, run: RunFolder) -> str:
         """Save a step and release the job's resources; returns when that is done."""

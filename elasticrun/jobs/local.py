@@ -89,7 +89,7 @@ class LocalJobs:
                     run.write_result(before)
             raise
 
-    def scale(self, run: RunFolder, request: Request, ask: Callable[[Request], Reply]) -> str:
+    def scale(self, run: RunFolder, request: Request, send: Callable[[Request], Reply]) -> str:
         """The master sets the number; missing agents are started."""
         known, job = submission(run), run.job()
         if known.gpus and request.number > known.max_nodes:
@@ -104,12 +104,12 @@ class LocalJobs:
             )
         rests = not living(run) and run.state() in ENDED and run.state() != "succeeded"
         if rests:
-            said = (
+            answer = (
                 f"job {known.name} is {_state_word(run)}: it takes {some(request.number, 'node')} "
                 "at most when it is resumed"
             )
         else:
-            said = ask(request).reason
+            answer = send(request).reason
         if job is not None:
             low = min(known.min_nodes, request.number)
             known = replace(known, scaled=request.number)
@@ -119,8 +119,8 @@ class LocalJobs:
         missing = request.number - len(living(run))
         if known.port and missing > 0 and not rests:
             self._start(run, known, missing)
-            said += f"; {some(missing, 'agent')} more started here"
-        return said
+            answer += f"; {some(missing, 'agent')} more started here"
+        return answer
 
     def suspend(self, run: RunFolder) -> str:
         """Send SIGTERM: agents save a step and leave."""
@@ -307,12 +307,12 @@ def _process(one: LocalAgent) -> Iterator[int]:
 
 def _signal(agents: Iterable[LocalAgent], number: int) -> int:
     """Signal the agents. Returns how many were still running."""
-    told = 0
+    count = 0
     for one in agents:
         with contextlib.suppress(OSError), _process(one) as fd:
             signal.pidfd_send_signal(fd, number)
-            told += 1
-    return told
+            count += 1
+    return count
 
 
 def _await_end(agents: Sequence[LocalAgent], limit: float) -> list[LocalAgent]:

@@ -20,12 +20,12 @@ class ResolvedVerb(NamedTuple):
     run: Callable[[], int] | None
 
 
-def placed(verb: str, words: Sequence[str], say: Callable[[str], None]) -> ResolvedVerb:
+def placed(verb: str, words: Sequence[str], notify: Callable[[str], None]) -> ResolvedVerb:
     """Find where the named job runs; a ScalePlan (`scale -f`) becomes words. Raises UsageError."""
     if verb == "scale" and any(word in ("-f", "--file") for word in words):
         from elasticrun.jobs.cluster.verbs import scale_plan_words
 
-        words = scale_plan_words(words, say)
+        words = scale_plan_words(words, notify)
     others = int(verb in ("exclude", "include"))
     try:
         is_there = is_in_cluster(words, os.environ, others=others)

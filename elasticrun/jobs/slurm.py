@@ -28,7 +28,7 @@ CALL_LIMIT: Final = 60.0
 LEAVE_LIMIT: Final = 600.0
 """Seconds that a job may take to save and exit; Slurm's KillWait may end it sooner."""
 
-LOOK_EVERY: Final = 0.5
+POLL_EVERY: Final = 0.5
 """Seconds between two polls of the queue; Slurm sends no notifications."""
 
 FORM: Final = "%i|%T|%D|%S|%r"
@@ -88,14 +88,14 @@ class SlurmJobs:
         self._call("scontrol", "release", known.number)
         return f"job {known.name} is released (Slurm job {known.number})"
 
-    def scale(self, run: RunFolder, request: Request, ask: Callable[[Request], Reply]) -> str:
+    def scale(self, run: RunFolder, request: Request, send: Callable[[Request], Reply]) -> str:
         """The master sets the number. Slurm adds no nodes to a running job."""
-        said = ask(request).reason
+        answer = send(request).reason
         known = submission(run)
         has = queued.nodes if (queued := self._queue().get(known.number)) else 0
         if 0 < has < request.number:
-            said += f"; its allocation has {some(has, 'node')}, and Slurm adds none"
-        return said
+            answer += f"; its allocation has {some(has, 'node')}, and Slurm adds none"
+        return answer
 
     def suspend(self, run: RunFolder) -> str:
         """Requeue the job and hold it: Slurm sends SIGTERM, and the nodes save and leave."""
@@ -173,7 +173,7 @@ class SlurmJobs:
         while not good(self._queue().get(number)):
             if time.monotonic() > end:
                 return False
-            time.sleep(LOOK_EVERY)
+            time.sleep(POLL_EVERY)
         return True
 
     def _call(self, *words: str, cwd: str | None = None) -> str:
@@ -215,8 +215,8 @@ def _by_queue(row: JobRow, queue: Mapping[str, Queued]) -> JobRow:
         return row
     queued = queue.get(number)
     if queued is None:
-        gone = row.state not in ENDED
-        return replace(row, state="lost", reason="Slurm has it no more") if gone else row
+        is_lost = row.state not in ENDED
+        return replace(row, state="lost", reason="Slurm has it no more") if is_lost else row
     if queued.is_held:
         return replace(row, state="suspended", reason=f"held in Slurm as job {number}")
     if queued.state == "PENDING":

@@ -37,9 +37,9 @@ class SshJobs:
         """Start the same command on the same hosts again."""
         return self._here.resume(run)
 
-    def scale(self, run: RunFolder, request: Request, ask: Callable[[Request], Reply]) -> str:
+    def scale(self, run: RunFolder, request: Request, send: Callable[[Request], Reply]) -> str:
         """The master sets the number, up to the hosts that have an agent."""
-        return ask(request).reason
+        return send(request).reason
 
     def suspend(self, run: RunFolder) -> str:
         """Send SIGTERM, which the process forwards: agents save a step and leave."""

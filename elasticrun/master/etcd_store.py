@@ -119,7 +119,7 @@ class EtcdStore:
         self._more = asyncio.Event()
         self._silent = False
         self._crashes = 0
-        self._heard = self._outgrown = False
+        self._has_seen_term = self._outgrown = False
         self._tasks: list[asyncio.Task[None]] = []
 
     # ------------------------------------------------------------ FactStore
@@ -153,9 +153,9 @@ class EtcdStore:
         self._waiting.append(done)
         self._more.set()
 
-    def heard_of(self, term: int) -> None:
+    def term_seen(self, term: int) -> None:
         """See `FactStore.heard_of`."""
-        first, self._heard = not self._heard, True
+        first, self._has_seen_term = not self._has_seen_term, True
         if not term or not self.leads() or (term == self.term and not first):
             return  # it has obeyed this master
         if self._began_empty:
@@ -174,8 +174,8 @@ class EtcdStore:
         ours = (etcd.created_at(keys.master, self._revision),)
         with contextlib.suppress(etcd.EtcdError):
             lease = await self._etcd.grant(int(CRASH_WINDOW))
-            told = etcd.put(keys.crashes, str(count).encode(), lease)
-            await self._etcd.txn(ours, (told,))
+            count_key = etcd.put(keys.crashes, str(count).encode(), lease)
+            await self._etcd.txn(ours, (count_key,))
 
     async def close(self) -> None:
         self._lose("this master has ended")
@@ -279,7 +279,7 @@ class EtcdStore:
                     await self._etcd.renew(self._record_lease)
                     renewed = since
             except etcd.EtcdSilent as silent:
-                self._tell_silent(str(silent))
+                self._log_silent(str(silent))
                 continue
             except etcd.EtcdRefused as refused:
                 self._lose(str(refused))
@@ -307,7 +307,7 @@ class EtcdStore:
             f"obeyed term {term}, and this one is {self.term}; the next master has a higher one"
         )
 
-    def _tell_silent(self, why: str) -> None:
+    def _log_silent(self, why: str) -> None:
         if not self._silent:
             self._silent = True
             logger.warning("%s; decisions wait until it does, and the ranks keep running", why)
@@ -374,15 +374,15 @@ class EtcdStore:
             try:
                 return await call()
             except etcd.EtcdSilent as silent:
-                self._tell_silent(str(silent))
+                self._log_silent(str(silent))
             await asyncio.sleep(PAUSE)
         raise etcd.EtcdRefused(self.lost.result())
 
     def _task(self, body: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a task; a bug in it ends the leadership with the error as reason."""
 
-        def look(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and (error := task.exception()) is not None:
+        def look(done_task: asyncio.Task[None]) -> None:
+            if not done_task.cancelled() and (error := done_task.exception()) is not None:
                 self._lose(f"a bug in elasticrun: {error!r}")
 
         made = asyncio.ensure_future(body)

@@ -111,7 +111,7 @@ class FileStore:
         if not self._on_its_way:
             self._send(facts)
 
-    def heard_of(self, term: int) -> None:
+    def term_seen(self, term: int) -> None:
         """See `FactStore.heard_of`. No-op: this store does not assign terms."""
 
     async def close(self) -> None:

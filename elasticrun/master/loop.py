@@ -67,16 +67,16 @@ MAX_ORDERS: Final = 32_768
 request. With one more the stream is closed; the agent reconnects and asks again."""
 
 
-MAX_ASKED: Final = 64
+MAX_REQUESTS: Final = 64
 """Maximum number of pending requests of readers and operators."""
 
-ASK_LIMIT: Final = 15.0
+REQUEST_LIMIT: Final = 15.0
 """Seconds that a request may wait; sampling all ranks takes some."""
 
 T = TypeVar("T")
 
 
-class BrainFault(RuntimeError):
+class StateMachineFault(RuntimeError):
     """The state machine raised MAX_FAULTS times; its state is no longer trusted."""
 
 
@@ -92,7 +92,7 @@ class _Fence:
     durable: bool = False
 
 
-class _Seldom(Generic[T]):
+class _Cached(Generic[T]):
     """A cache that keeps a value for PICTURE_SHARE times the time that building it took."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -137,7 +137,7 @@ class Loop:
 
     def __init__(
         self,
-        brain: Job,
+        job: Job,
         *,
         job_id: str = "",
         clock: Callable[[], float] = time.monotonic,
@@ -146,7 +146,7 @@ class Loop:
         listeners: Listeners = Listeners(),
         page: Readers | None = None,
     ) -> None:
-        self._brain = brain
+        self._job = job
         self._job_id = job_id
         self.name = ""
         """The job's name for people; "": its id."""
@@ -158,12 +158,12 @@ class Loop:
         self._boxes: dict[int, Mailbox] = {}
         self._store = store
         self._tracer = tracer
-        self._line: deque[events.JobEffect | _Fence] = deque()  # starts with a fence, or is empty
+        self._held: deque[events.JobEffect | _Fence] = deque()  # starts with a fence, or is empty
         self._faults = 0
         self._paced = False  # whether heartbeats have ever been slowed down because of many streams
-        self._status = _Seldom[m.JobStatus](clock)
-        self._whole = _Seldom[Picture](clock)
-        self._asked: dict[int, asyncio.Future[m.Reply]] = {}
+        self._status = _Cached[m.JobStatus](clock)
+        self._whole = _Cached[Picture](clock)
+        self._requests: dict[int, asyncio.Future[m.Reply]] = {}
         self._numbers = itertools.count(1)
         self.page = Readers() if page is None else page
         """Creates the link to the job's page for each agent that is accepted."""
@@ -176,7 +176,7 @@ class Loop:
         """A stream has sent Hello: its orders go to `box` from now on."""
         self._boxes[event.session] = box
         if self._store is not None:
-            self._store.heard_of(event.hello.last_term)
+            self._store.term_seen(event.hello.last_term)
         self.put(event)
 
     def put(self, event: events.JobEvent) -> None:
@@ -191,35 +191,35 @@ class Loop:
 
     def picture(self) -> Picture:
         """All that is known of the job; cached like `status`."""
-        made = self._whole.get(self._brain.picture)
+        made = self._whole.get(self._job.picture)
         by = self.sources.get
         rows = tuple(replace(row, source=by(row.name, row.source)) for row in made.settings)
         return replace(made, status=self.status(), settings=rows)
 
     def last_picture(self) -> Picture:
         """The same, not cached."""
-        return replace(self._brain.picture(), status=self._status_now())
+        return replace(self._job.picture(), status=self._status_now())
 
     def goodput(self) -> Goodput | None:
         """Where the time of all slots was spent; None before the first round."""
-        return self._brain.goodput()
+        return self._job.goodput()
 
-    async def ask(self, request: m.Request) -> m.Reply:
+    async def request(self, request: m.Request) -> m.Reply:
         """The state machine's reply, or a refusal after ASK_LIMIT. A cancelled request is
         dropped."""
-        if len(self._asked) >= MAX_ASKED:
-            return m.Reply(False, f"{MAX_ASKED} others wait for an answer already: ask again")
+        if len(self._requests) >= MAX_REQUESTS:
+            return m.Reply(False, f"{MAX_REQUESTS} others wait for an answer already: ask again")
         number = next(self._numbers)
-        self._asked[number] = waits = asyncio.Future[m.Reply]()
+        self._requests[number] = waits = asyncio.Future[m.Reply]()
         self.put(events.Requested(number, request))
         try:
-            async with asyncio.timeout(ASK_LIMIT):
+            async with asyncio.timeout(REQUEST_LIMIT):
                 reply: m.Reply = await waits
         except TimeoutError:
             why = self._held_up() or "it is too busy"
-            return m.Reply(False, f"the master gave no answer within {ASK_LIMIT:g} s: {why}")
+            return m.Reply(False, f"the master gave no answer within {REQUEST_LIMIT:g} s: {why}")
         finally:
-            del self._asked[number]
+            del self._requests[number]
         return replace(reply, body=self._with_figures(reply.body)) if reply.body else reply
 
     def _with_figures(self, body: str) -> str:
@@ -232,22 +232,22 @@ class Loop:
 
     def slow_nodes(self) -> int:
         """Nodes that are considered slow and not excluded."""
-        return self._brain.slow_nodes()
+        return self._job.slow_nodes()
 
     def quiet(self) -> float:
         """Seconds since any rank made progress in a collective or a step."""
-        return self._brain.quiet()
+        return self._job.quiet()
 
     def fall_silent(self) -> None:
         """Send nothing more: another master decides."""
-        for number in self._asked:
+        for number in self._requests:
             self._reply(number, m.Reply(False, "another master leads this job now: ask again"))
-        self._line.clear()
+        self._held.clear()
         self._boxes.clear()
 
     def _held_up(self) -> str:
         """Why orders are delayed, once that lasts long enough."""
-        first = self._line[0] if self._line else None
+        first = self._held[0] if self._held else None
         if not isinstance(first, _Fence):  # none, or effects are being carried out now
             return ""
         waited = self._clock() - first.since
@@ -256,7 +256,7 @@ class Loop:
         return f"orders wait for the job's record, which has not been written for {waited:.0f} s"
 
     def _status_now(self) -> m.JobStatus:
-        status = self._brain.status()
+        status = self._job.status()
         # Without a spec the state machine learns the job id from the first Hello.
         job_id = status.job_id or self._job_id
         return self.figures.shown(replace(status, job_id=job_id, name=self.name))
@@ -264,9 +264,9 @@ class Loop:
     # ------------------------------------------------------------ turns
 
     async def run(self) -> None:
-        """Process events until cancelled. BrainFault if the state machine fails, RecordStuck if
-        effects cannot be carried out."""
-        deadline = self._brain.next_deadline()
+        """Process events until cancelled. Raises StateMachineFault if the state machine fails,
+        RecordStuck if effects cannot be carried out."""
+        deadline = self._job.next_deadline()
         if deadline is not None and deadline <= (now := self._clock()):
             self._step(events.Tick(), now)  # takes up a record: not overslept
         while True:
@@ -279,7 +279,7 @@ class Loop:
     async def _sleep(self) -> None:
         """Sleep until an event arrives or the state machine's deadline."""
         self._wake.clear()
-        deadline = self._brain.next_deadline()
+        deadline = self._job.next_deadline()
         wait = None if deadline is None else max(0.0, deadline - self._clock())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait):
@@ -287,25 +287,25 @@ class Loop:
 
     def _turn(self) -> None:
         now = self._clock()
-        deadline = self._brain.next_deadline()
+        deadline = self._job.next_deadline()
         if deadline is not None and now - deadline > OVERSLEPT:
             self._step(events.Overslept(now - deadline), now)
         for _ in range(min(len(self._inbox), MAX_BATCH)):
             event = self._inbox.popleft()
             if isinstance(event, events.Heard) and isinstance(event.report, m.Metrics):
-                if self.figures.told(event.report):  # nothing is decided by it
+                if self.figures.on_metrics(event.report):  # nothing is decided by it
                     self._listeners.on_metrics(event.report)
                 continue
             self._step(event, self._clock())
             if isinstance(event, events.Detached):
                 self._boxes.pop(event.session, None)
             elif isinstance(event, events.Heard):
-                newer = self.figures.heard(event.report)
+                newer = self.figures.on_report(event.report)
                 if newer and isinstance(event.report, m.Steps):
                     self._listeners.on_stepped(event.report.round.number, event.report.step)
                 if isinstance(event.report, m.Beat):  # echoed here, to prove that this loop runs
-                    self._tell((event.session,), m.Echo(event.report.number, self._pace()))
-        deadline, now = self._brain.next_deadline(), self._clock()
+                    self._send((event.session,), m.Echo(event.report.number, self._pace()))
+        deadline, now = self._job.next_deadline(), self._clock()
         if not self._inbox and deadline is not None and deadline <= now:
             self._step(events.Tick(), now)
 
@@ -318,7 +318,7 @@ class Loop:
 
     def _step(self, event: events.JobEvent, now: float) -> None:
         try:
-            effects = self._brain.step(event, now)
+            effects = self._job.step(event, now)
         except Exception as fault:
             if self._tracer is not None:
                 self._tracer.raised(event, now, fault)
@@ -327,7 +327,7 @@ class Loop:
         if self._tracer is not None:
             self._tracer.took(event, now, effects)
         for effect in effects:
-            self._in_turn(effect)
+            self._carry_out(effect)
 
     def _faulted(self, event: events.JobEvent, fault: Exception) -> None:
         """A failing event is our own bug, but no reason to end the job."""
@@ -336,41 +336,43 @@ class Loop:
         if isinstance(event, events.Requested):
             self._reply(event.number, m.Reply(False, f"a bug in elasticrun: {fault!r}"))
         if self._faults >= MAX_FAULTS:
-            raise BrainFault(f"{self._faults} events could not be handled, the last: {fault}")
+            raise StateMachineFault(
+                f"{self._faults} events could not be handled, the last: {fault}"
+            )
         if isinstance(event, events.Heard | events.Attached):
             self._hang_up(event.session)
 
     # ------------------------------------------------------------ effects
 
-    def _in_turn(self, effect: events.JobEffect) -> None:
+    def _carry_out(self, effect: events.JobEffect) -> None:
         """Carry out an effect, or queue it behind the facts recorded before it."""
         if isinstance(effect, events.Record):
             if self._store is not None:
                 fence = _Fence(self._clock())
-                self._line.append(fence)
+                self._held.append(fence)
                 self._store.write(effect.facts, partial(self._durable, fence))
-        elif not self._line:
+        elif not self._held:
             self._perform(effect)
-        elif len(self._line) < MAX_WAITING:
-            self._line.append(effect)
+        elif len(self._held) < MAX_WAITING:
+            self._held.append(effect)
         else:
             raise RecordStuck(f"{MAX_WAITING} effects wait for the job's record")
 
     def _durable(self, fence: _Fence) -> None:
         """Carry out the effects up to the next fence that is not durable."""
         fence.durable = True
-        while self._line:
-            first = self._line[0]
+        while self._held:
+            first = self._held[0]
             if isinstance(first, _Fence) and not first.durable:
                 return
-            self._line.popleft()
+            self._held.popleft()
             if not isinstance(first, _Fence):
                 self._perform(first)
 
     def _perform(self, effect: events.JobEffect) -> None:
         match effect:
             case events.Send():
-                self._tell(effect.sessions, effect.order)
+                self._send(effect.sessions, effect.order)
             case events.Hangup():
                 self._hang_up(effect.session)
             case events.Note():
@@ -392,11 +394,11 @@ class Loop:
 
     def _reply(self, number: int, reply: m.Reply) -> None:
         """Answer a request, if it is still pending."""
-        waits = self._asked.get(number)
+        waits = self._requests.get(number)
         if waits is not None and not waits.done():
             waits.set_result(reply)
 
-    def _tell(self, sessions: tuple[int, ...], order: m.Order) -> None:
+    def _send(self, sessions: tuple[int, ...], order: m.Order) -> None:
         if self._store is not None and not self._store.leads():
             return  # checked last: we may have been stopped since the decision
         if isinstance(order, m.Welcome) and not order.status_url:
@@ -534,13 +536,13 @@ class Figures:
             self._round, self._since = name, self._clock()
             self.rounds += 1
 
-    def told(self, report: m.Metrics) -> bool:
+    def on_metrics(self, report: m.Metrics) -> bool:
         """Count metrics of rank 0; returns whether they are of the current round."""
         for row in report.rows:
             self._came_to(report.round, row.step)
         return self._round in (None, report.round)
 
-    def heard(self, report: m.Report) -> bool:
+    def on_report(self, report: m.Report) -> bool:
         """Count a report; returns whether it shows a newer step."""
         before = (self._stepped_in, self._step)
         if isinstance(report, m.Probed):

@@ -56,7 +56,7 @@ from elasticrun.host.system import title
 from elasticrun.host.system.processes import ProcessId, set_name
 from elasticrun.host.system.sandbox import NoThread, raise_file_limit, refused, start_thread
 from elasticrun.master.joining import Joining
-from elasticrun.master.loop import BrainFault, Listeners, Loop, RecordStuck
+from elasticrun.master.loop import Listeners, Loop, RecordStuck, StateMachineFault
 from elasticrun.master.outward.outward import Outward
 from elasticrun.master.page.http import StatusPage
 from elasticrun.master.page.readers import Readers, reachable
@@ -73,7 +73,7 @@ from elasticrun.wire.types import loads, mint_nonce
 MAX_CONFIG_BYTES: Final = 1024 * 1024
 """A configuration has some hundred bytes."""
 
-OWNER_GONE: Final = 0.5
+OWNER_EXITED: Final = 0.5
 """Seconds without an agent after the owner's death, because its own stream breaks at that
 moment."""
 
@@ -119,7 +119,7 @@ def main(config: MasterConfig, *, hosted: bool = False) -> int:
         return _failed(config, str(wrong), wrong.exit_code)
     except NoThread as wrong:
         return _failed(config, str(wrong), EXIT_FAILED)
-    except (BrainFault, RecordStuck) as fault:
+    except (StateMachineFault, RecordStuck) as fault:
         logger.error("the master gives up: %s", fault)
         return EXIT_FAILED
     finally:
@@ -129,13 +129,13 @@ def main(config: MasterConfig, *, hosted: bool = False) -> int:
 def _failed(config: MasterConfig, reason: str, code: int) -> int:
     """Report a failed start: to the agent, which tells the user, or on the terminal."""
     if config.ready_fd >= 0:
-        _say(config.ready_fd, {"error": reason, "exit_code": code})
+        _write_line(config.ready_fd, {"error": reason, "exit_code": code})
     else:
         print(f"elasticrun master: {reason}", file=sys.stderr)
     return code
 
 
-def _say(fd: int, answer: dict[str, Any]) -> None:
+def _write_line(fd: int, answer: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):  # the reader has exited; the lifeline handles that
         os.write(fd, json.dumps(answer).encode() + b"\n")
 
@@ -194,9 +194,9 @@ class Lifetime:
         self._attached = attached
         if self._outcome is not None:
             dialling = self.streams is not None and self.streams.may_come_back()
-            told = self.streams is not None and len(self.streams.nodes) >= self._most
-            if not attached and not dialling and (told or not self._missed):
-                self._end(self._code(self._outcome), self._outcome.reason)
+            all_attached = self.streams is not None and len(self.streams.nodes) >= self._most
+            if not attached and not dialling and (all_attached or not self._missed):
+                self._finish_with(self._code(self._outcome), self._outcome.reason)
         elif attached:
             self._arm(None)
         else:
@@ -238,18 +238,18 @@ class Lifetime:
         """A hosted master that saw its job's end has succeeded, whatever the job's outcome."""
         return EXIT_OK if self._hosted else outcome.exit_code
 
-    def owner_gone(self) -> None:
+    def owner_exited(self) -> None:
         """EOF on the lifeline."""
         self._orphan = True
         if not self._outlive:
-            self._end(EXIT_OK, "the agent that started this master has ended")
+            self._finish_with(EXIT_OK, "the agent that started this master has ended")
             return
         if not self._attached:
             self._alone()
 
     def signalled(self, signum: int, name: str) -> None:
         """A user ends a master that was started by hand."""
-        self._end(128 + signum, f"received {name}")
+        self._finish_with(128 + signum, f"received {name}")
 
     def _alone(self) -> None:
         if self._outcome is not None or self._missed:
@@ -257,7 +257,7 @@ class Lifetime:
         if self._orphan:
             # Other nodes, if any, may have lost their streams only briefly.
             several = self.streams is not None and len(self.streams.nodes) > 1
-            wait = REATTACH_GRACE if several else OWNER_GONE
+            wait = REATTACH_GRACE if several else OWNER_EXITED
             self._arm(wait, EXIT_OK, "the agent that started this master and all others have gone")
         else:
             code = code_of(Ending.TOO_FEW)
@@ -268,9 +268,9 @@ class Lifetime:
             self._timer.cancel()
             self._timer = None
         if after is not None:
-            self._timer = self._loop.call_later(after, self._end, code, reason)
+            self._timer = self._loop.call_later(after, self._finish_with, code, reason)
 
-    def _end(self, code: int, reason: str) -> None:
+    def _finish_with(self, code: int, reason: str) -> None:
         self._arm(None)
         if not self.done.done():
             self.done.set_result((code, reason))
@@ -300,10 +300,10 @@ class Master:
 
     async def run(self) -> int:
         """Serve; returns the exit code. ListenError without the port, StoreRefused without the
-        record, BrainFault on a bug."""
+        record, StateMachineFault on a bug."""
         config = self._config
-        life = Lifetime(config, hosted=self._hosted)
-        self._watch(life)
+        lifetime = Lifetime(config, hosted=self._hosted)
+        self._watch(lifetime)
         # The port first: the process that holds it is this job's master and owns the record.
         silence = config.spec.heartbeat_timeout if config.spec else HEARTBEAT_TIMEOUT
 
@@ -319,50 +319,50 @@ class Master:
         )
         port = listen(server, config.host, config.port, pem)
         records = Records(config, hosted=self._hosted)
-        brain = await self._remember(records, port, life)
+        brain = await self._restore(records, port, lifetime)
         # without a job token, only the job's user on this host may operate it
         operator = operator_token(config.identity.token or secrets.token_hex(32))
         readers = Readers(operator, guarded=bool(config.identity.token))
-        loop = self._loop(brain, records, life, port, readers)
-        servicer = life.streams = Servicer(
+        loop = self._loop(brain, records, lifetime, port, readers)
+        servicer = lifetime.streams = Servicer(
             loop,
             config.identity.job_id,
             token=config.identity.token,
             operator=operator,
             term=self._term,
             joining=Joining(config.identity.job_id, config.identity.token, config.launch.to_join),
-            on_count=life.counted,
+            on_count=lifetime.counted,
         )
         page = StatusPage(loop, readers)
         status_port = self._open(page)
         await server.start()
         if config.ready_fd >= 0:
-            _say(config.ready_fd, {"port": port, "status_port": status_port})
-        listing = Listing(config, port, loop, operator, life.outward)
-        life.outward.begin()
+            _write_line(config.ready_fd, {"port": port, "status_port": status_port})
+        listing = Listing(config, port, loop, operator, lifetime.outward)
+        lifetime.outward.start()
         logger.info("serving job %r on %s:%d", config.identity.job_id, config.host, port)
         grace = STOP_GRACE
         try:
-            code = await self._serve(loop, records, life)
+            code = await self._serve(loop, records, lifetime)
             if code == EXIT_NOT_LEADING:
                 grace = 0.0
             else:
-                await asyncio.to_thread(life.outward.close)
+                await asyncio.to_thread(lifetime.outward.close)
             return code
         finally:
-            await _anyway("telling the last events", lambda: asyncio.to_thread(life.outward.close))
-            await _anyway("taking the listing away", listing.remove)
+            await _anyway("sending events", lambda: asyncio.to_thread(lifetime.outward.close))
+            await _anyway("removing the listing", listing.remove)
             await _anyway("closing the status page", page.close)
-            await _anyway("hanging up", lambda: server.stop(grace))
+            await _anyway("stopping the server", lambda: server.stop(grace))
             await _anyway("closing the record", records.close)
-            if self._hosted and life.is_orphan(config.lifeline_fd):
+            if self._hosted and lifetime.is_orphan(config.lifeline_fd):
                 await _anyway("removing the record", records.remove)
 
     def _loop(
-        self, brain: Job, records: Records, life: Lifetime, port: int, readers: Readers
+        self, brain: Job, records: Records, lifetime: Lifetime, port: int, readers: Readers
     ) -> Loop:
         """The loop, with its listeners and the values that only the configuration has."""
-        config, outward = self._config, life.outward
+        config, outward = self._config, lifetime.outward
         listeners = Listeners(
             on_noted=outward.noted,
             on_metrics=outward.metrics,
@@ -371,7 +371,7 @@ class Master:
             on_filed=outward.filed,
             on_judged=outward.judged,
             on_slow=outward.slow,
-            on_over=life.over,
+            on_over=lifetime.over,
         )
         store, tracer = records.store, records.trace
         loop = Loop(
@@ -385,11 +385,11 @@ class Master:
         loop.name, loop.sources = outward.job_name, config.launch.sources
         return loop
 
-    async def _serve(self, loop: Loop, records: Records, life: Lifetime) -> int:
+    async def _serve(self, loop: Loop, records: Records, lifetime: Lifetime) -> int:
         """Run until the lifetime, the state machine or the leadership ends; returns the exit
         code."""
         turning = asyncio.ensure_future(loop.run())
-        ends: set[asyncio.Future[Any]] = {turning, life.done}
+        ends: set[asyncio.Future[Any]] = {turning, lifetime.done}
         if records.store is not None:
             ends.add(records.store.lost)
         try:
@@ -401,22 +401,22 @@ class Master:
                 return EXIT_NOT_LEADING
             if turning.done():
                 turning.result()  # raises
-            code, reason = life.done.result()
+            code, reason = lifetime.done.result()
             logger.info("the master ends: %s", reason)
             return code
-        except BrainFault:
+        except StateMachineFault:
             await records.crashed()
             raise
         finally:
             turning.cancel()
 
-    async def _remember(self, records: Records, port: int, life: Lifetime) -> Job:
+    async def _restore(self, records: Records, port: int, lifetime: Lifetime) -> Job:
         """The state machine, with the state that the previous master has left."""
         facts = await records.open(port)
         if records.store is not None and records.store.term:
             self._term = records.store.term
         if facts is not None:
-            facts = records.told(facts)
+            facts = records.with_hint(facts)
             self._term = max(self._term, facts.term + 1)
             try:
                 # A trial run: a record that fails here would fail again.
@@ -426,10 +426,10 @@ class Master:
                 await records.distrust(f"this master cannot take it up ({fault!r})")
                 facts = None
         replaces = self._config.replaces
-        if done := await life.outward.open(goes_on=facts is not None or bool(replaces)):
+        if done := await lifetime.outward.open(goes_on=facts is not None or bool(replaces)):
             facts = self._facts_of(done)
         elif replaces:
-            life.outward.noted(Note(f"the job master before this one {replaces}", "warning"))
+            lifetime.outward.noted(Note(f"the job master before this one {replaces}", "warning"))
         brain = self._job(facts)
         trace = records.begin_trace(
             MasterStart(self._config.identity.job_id, self._term, self._config.spec, facts)
@@ -439,7 +439,7 @@ class Master:
         if facts is not None and facts.outcome is not None:
             logger.warning("job %r: %s", self._config.identity.job_id, facts.outcome.reason)
             outcome = JobOver(facts.outcome.exit_code, facts.outcome.reason)
-            life.was_over(outcome, SUCCEEDED_LINGER if done else 0.0)
+            lifetime.was_over(outcome, SUCCEEDED_LINGER if done else 0.0)
         return brain
 
     def _facts_of(self, sentence: str) -> Facts:
@@ -461,20 +461,20 @@ class Master:
             logger.warning("no status page on %s:%d: %s", host, port, wrong.strerror or wrong)
             return 0
 
-    def _watch(self, life: Lifetime) -> None:
+    def _watch(self, lifetime: Lifetime) -> None:
         """Watch for external events that may end this process."""
         loop = asyncio.get_running_loop()
         if not self._hosted:
             for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, life.signalled, int(number), number.name)
+                loop.add_signal_handler(number, lifetime.signalled, int(number), number.name)
         fd, answers = self._config.lifeline_fd, self._config.ready_fd
         if fd >= 0:
             if answers >= 0:
                 os.set_blocking(answers, False)
-            loop.add_reader(fd, _lifeline, loop, fd, answers, life)
+            loop.add_reader(fd, _lifeline, loop, fd, answers, lifetime)
 
 
-def _lifeline(loop: asyncio.AbstractEventLoop, fd: int, answers: int, life: Lifetime) -> None:
+def _lifeline(loop: asyncio.AbstractEventLoop, fd: int, answers: int, lifetime: Lifetime) -> None:
     """Answer the owner's pings, until it exits."""
     try:
         pings = os.read(fd, 4096)
@@ -484,7 +484,7 @@ def _lifeline(loop: asyncio.AbstractEventLoop, fd: int, answers: int, life: Life
         pings = b""
     if not pings:
         loop.remove_reader(fd)
-        life.owner_gone()
+        lifetime.owner_exited()
     elif answers >= 0:
         with contextlib.suppress(OSError):  # it does not read, or has exited
             os.write(answers, pings)

@@ -85,7 +85,7 @@ class Records:
         self.trace = TraceWriter(folder, start)
         return self.trace
 
-    def told(self, facts: Facts) -> Facts:
+    def with_hint(self, facts: Facts) -> Facts:
         """The facts; for a finished job the reason explains how to run it again."""
         if facts.outcome is None or self._hosted or self._folder is None:
             return facts

@@ -58,7 +58,7 @@ faster than they connect."""
 READ_VERBS: Final = ("picture", "stacks")
 """Requests that a reader may make; all others are for operators."""
 
-TELL_EVERY: Final = 60.0
+LOG_EVERY: Final = 60.0
 """Seconds before a refusal of the same kind is logged again, so that a flood does not fill the
 log."""
 
@@ -79,7 +79,7 @@ MAX_CALLS: Final = MAX_SESSIONS + MAX_UNPROVED + 256
 logger = logging.getLogger("elasticrun")
 
 
-class Wrong(Exception):
+class PeerError(Exception):
     """The peer's error: the sentence sent to it, and the status of its stream."""
 
     def __init__(self, reason: str, code: Any = grpc.StatusCode.INVALID_ARGUMENT) -> None:
@@ -193,28 +193,28 @@ class Servicer:
         try:
             if role is m.Role.JOINER:
                 self._joining.admit()
-            await self._let_in(context, keeper, encode)
+            await self._handshake(context, keeper, encode)
             await serve(context, keeper)
         except Denied as denied:
             self._refusals.add(denied.word)
             order = m.Refused(reason=str(denied), exit_code=code_of(Ending.REFUSED))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(context.write(encode(order)), FLUSH_LIMIT)
-        except Wrong as wrong:
+        except PeerError as wrong:
             await context.abort(wrong.code, str(wrong))
 
-    async def _let_in(
+    async def _handshake(
         self, context: Any, keeper: AuthServer, encode: Callable[[Any], bytes]
     ) -> None:
         """Run the handshake. Denied, Wrong."""
         try:
             async with self._pending.step(lambda: keeper.awaits):
                 while not keeper.is_in:
-                    answer = keeper.hear(await _first(context, keeper.awaits))
+                    answer = keeper.receive(await _first(context, keeper.awaits))
                     if answer is not None:
                         await context.write(encode(answer))
         except OutOfTurn as wrong:
-            raise Wrong(str(wrong)) from None
+            raise PeerError(str(wrong)) from None
 
     # ------------------------------------------------------------ a reader
 
@@ -225,22 +225,22 @@ class Servicer:
             try:
                 self._page = (status, protobuf.answer_to_wire(status))
             except WireError as wrong:
-                raise Wrong(f"no status: {wrong}", grpc.StatusCode.INTERNAL) from None
+                raise PeerError(f"no status: {wrong}", grpc.StatusCode.INTERNAL) from None
         await context.write(self._page[1])
 
     async def _dial(self, context: Any, _keeper: AuthServer) -> None:
         """Read the address that the reader wants to be dialled at, and send the result."""
         # A silent reader uses a place among the pending handshakes, and none here.
         async with self._pending.step(lambda: "ReachMe"):
-            asked = await _first(context, "ReachMe")
-        if not isinstance(asked, m.ReachMe):
-            raise Wrong(f"{type(asked).__name__} came in the place of ReachMe")
+            request = await _first(context, "ReachMe")
+        if not isinstance(request, m.ReachMe):
+            raise PeerError(f"{type(request).__name__} came in the place of ReachMe")
         if self._reaching >= MAX_REACHING:
             reason = f"this master dials {MAX_REACHING} others already"
-            raise Wrong(reason, grpc.StatusCode.RESOURCE_EXHAUSTED)
+            raise PeerError(reason, grpc.StatusCode.RESOURCE_EXHAUSTED)
         self._reaching += 1
         try:
-            reached = await reach(context.peer(), asked)
+            reached = await reach(context.peer(), request)
         finally:
             self._reaching -= 1
         await context.write(protobuf.answer_to_wire(reached))
@@ -248,17 +248,17 @@ class Servicer:
     async def _read_for(self, context: Any, _keeper: AuthServer) -> None:
         """Stacks and paths are only for holders of the token; without a token, only for
         operators."""
-        asked = await self._request(context)
-        if not self._token or asked.verb not in READ_VERBS:
+        request = await self._request(context)
+        if not self._token or request.verb not in READ_VERBS:
             raise Denied(OPERATOR_WANTED)
-        await self._reply(context, asked)
+        await self._reply(context, request)
 
     async def _do(self, context: Any, _keeper: AuthServer) -> None:
-        asked = await self._request(context)
-        if asked.verb == "invite":
+        request = await self._request(context)
+        if request.verb == "invite":
             await context.write(protobuf.answer_to_wire(self._joining.new_code()))
         else:
-            await self._reply(context, asked)
+            await self._reply(context, request)
 
     async def _invite(self, context: Any, keeper: AuthServer) -> None:
         await self._request(context)
@@ -267,17 +267,17 @@ class Servicer:
 
     async def _request(self, context: Any) -> m.Request:
         async with self._pending.step(lambda: "Request"):
-            asked = await _first(context, "Request")
-        if not isinstance(asked, m.Request):
-            raise Wrong(f"{type(asked).__name__} came in the place of Request")
-        return asked
+            request = await _first(context, "Request")
+        if not isinstance(request, m.Request):
+            raise PeerError(f"{type(request).__name__} came in the place of Request")
+        return request
 
-    async def _reply(self, context: Any, asked: m.Request) -> None:
-        reply = await self._loop.ask(asked)
+    async def _reply(self, context: Any, request: m.Request) -> None:
+        reply = await self._loop.request(request)
         try:
             data = protobuf.answer_to_wire(reply)
         except WireError as wrong:
-            raise Wrong(f"no answer: {wrong}", grpc.StatusCode.INTERNAL) from None
+            raise PeerError(f"no answer: {wrong}", grpc.StatusCode.INTERNAL) from None
         await context.write(data)
 
     # ------------------------------------------------------------ an agent
@@ -288,7 +288,7 @@ class Servicer:
         if self.attached >= MAX_SESSIONS:
             # Not a Refused: a place may become free, and a peer that reconnects is legitimate.
             reason = f"this master serves {MAX_SESSIONS} nodes already"
-            raise Wrong(reason, grpc.StatusCode.RESOURCE_EXHAUSTED)
+            raise PeerError(reason, grpc.StatusCode.RESOURCE_EXHAUSTED)
         session = next(self._sessions)
         limits: list[asyncio.TimerHandle] = []
 
@@ -344,19 +344,19 @@ class Servicer:
             try:
                 report = protobuf.report_from_wire(data)
             except WireError as wrong:
-                raise Wrong(str(wrong)) from None
+                raise PeerError(str(wrong)) from None
             if isinstance(report, m.Hello | m.Knock | m.Proof):
-                raise Wrong(f"a second {type(report).__name__} on one stream")
+                raise PeerError(f"a second {type(report).__name__} on one stream")
             if isinstance(report, m.ReachMe | m.Request):
-                raise Wrong(f"{type(report).__name__} is what a reader says, not an agent")
+                raise PeerError(f"{type(report).__name__} is what a reader says, not an agent")
             if isinstance(report, m.Beat):
                 last = report.number
             self._loop.put(Heard(session, report))
-            self._listening.heard()
+            self._listening.on_message()
             if pause := allowance.take():
                 if allowance.at - allowance.since > FLOOD_LIMIT:
                     reason = f"more than {RATE:.0f} reports a second"
-                    raise Wrong(reason, grpc.StatusCode.RESOURCE_EXHAUSTED)
+                    raise PeerError(reason, grpc.StatusCode.RESOURCE_EXHAUSTED)
                 # Unread data fills the stream's window and then the sender's own memory.
                 await asyncio.sleep(pause)
         return last
@@ -366,7 +366,7 @@ async def _first(context: Any, awaited: str) -> m.Report:
     """The next message of a handshake. Wrong; Denied for another protocol version."""
     data = await context.read()
     if data is grpc.aio.EOF:
-        raise Wrong(f"the stream ended before its {awaited}")
+        raise PeerError(f"the stream ended before its {awaited}")
     try:
         return protobuf.report_from_wire(data)
     except protobuf.ProtocolMismatch as other:
@@ -376,7 +376,7 @@ async def _first(context: Any, awaited: str) -> m.Report:
             f"{m.PROTOCOL_VERSION}: install one version on all nodes"
         ) from None
     except WireError as wrong:
-        raise Wrong(str(wrong)) from None
+        raise PeerError(str(wrong)) from None
 
 
 METHODS: Final = (
@@ -428,10 +428,10 @@ class PendingHandshakes:
         except TimeoutError:
             if limit not in self._pushed:
                 reason = f"no {awaits()} came in time"
-                raise Wrong(reason, grpc.StatusCode.DEADLINE_EXCEEDED) from None
+                raise PeerError(reason, grpc.StatusCode.DEADLINE_EXCEEDED) from None
             # Not a Denied: a peer that reconnects is legitimate.
             reason = "too many others are on their way in"
-            raise Wrong(reason, grpc.StatusCode.RESOURCE_EXHAUSTED) from None
+            raise PeerError(reason, grpc.StatusCode.RESOURCE_EXHAUSTED) from None
         finally:
             self._waiting.pop(limit, None)
             self._pushed.discard(limit)
@@ -442,7 +442,7 @@ class Refusals:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._told: dict[str, float] = {}
+        self._logged_at: dict[str, float] = {}
         self._count: dict[str, int] = {}
 
     def add(self, word: str) -> None:
@@ -451,10 +451,10 @@ class Refusals:
             return
         now = self._clock()
         self._count[word] = self._count.get(word, 0) + 1
-        if now - self._told.get(word, -TELL_EVERY) >= TELL_EVERY:
+        if now - self._logged_at.get(word, -LOG_EVERY) >= LOG_EVERY:
             times = self._count.pop(word)
             logger.warning("%s%s", word, f" ({times} times)" if times > 1 else "")
-            self._told[word] = now
+            self._logged_at[word] = now
 
 
 # ---------------------------------------------------------------- silence
@@ -473,7 +473,7 @@ class Listening:
         self._clock = clock
         self._last = self._since = clock()
 
-    def heard(self) -> float:
+    def on_message(self) -> float:
         """A message arrived on some stream; returns the time."""
         now = self._clock()
         if now - self._last > DEAF:
@@ -509,7 +509,7 @@ def peer_address(peer: str) -> str:
     return host.removeprefix("::ffff:") if "." in host else host
 
 
-async def reach(peer: str, asked: m.ReachMe) -> m.Reached:
+async def reach(peer: str, request: m.ReachMe) -> m.Reached:
     """Dial the peer on request (`elasticrun doctor`), to test whether this host can reach it. This
     is the only place where the master opens a connection.
 
@@ -519,7 +519,7 @@ async def reach(peer: str, asked: m.ReachMe) -> m.Reached:
     """
     began = time.time_ns()
     address = peer_address(peer)
-    reason = await _why_not(address, asked) if address else "its address is not known here"
+    reason = await _why_not(address, request) if address else "its address is not known here"
     return m.Reached(
         ok=not reason,
         reason=reason,
@@ -532,13 +532,13 @@ async def reach(peer: str, asked: m.ReachMe) -> m.Reached:
     )
 
 
-async def _why_not(address: str, asked: m.ReachMe) -> str:
+async def _why_not(address: str, request: m.ReachMe) -> str:
     """Why the nonce could not be read there; "" if it was read."""
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(DIAL_LIMIT):
-            reader, writer = await asyncio.open_connection(address, asked.port)
-            said = await reader.readexactly(len(asked.nonce))
+            reader, writer = await asyncio.open_connection(address, request.port)
+            nonce = await reader.readexactly(len(request.nonce))
     except TimeoutError:
         return f"no answer within {DIAL_LIMIT:g} s"
     except asyncio.IncompleteReadError:
@@ -548,4 +548,4 @@ async def _why_not(address: str, asked: m.ReachMe) -> str:
     finally:
         if writer is not None:
             writer.transport.abort()
-    return "" if hmac.compare_digest(said, asked.nonce) else "something else answers there"
+    return "" if hmac.compare_digest(nonce, request.nonce) else "something else answers there"

@@ -45,7 +45,7 @@ class FactStore(Protocol):
         """Make these facts durable, then call `done` in the loop's thread; never blocks. Newer
         facts replace unwritten older ones, whose `done` is then called together with theirs."""
 
-    def heard_of(self, term: int) -> None:
+    def term_seen(self, term: int) -> None:
         """An agent has obeyed a master of this term (0: none yet). Never blocks. If the store
         assigns terms and ours is lower, the store has lost its history: `lost` becomes done."""
 

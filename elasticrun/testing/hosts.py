@@ -198,7 +198,7 @@ class Lab:
             host.mute.clear()
             if host.on_line:
                 plain = {"delay": 0, "loss": 0, "rate": 0, "down": 0, "up": 0}
-                self._say({"host": host.number, "deaf": [], "mute": [], **plain})
+                self._send_command({"host": host.number, "deaf": [], "mute": [], **plain})
 
     def plug(self, name: str) -> None:
         """Plug in the cable of one host."""
@@ -215,26 +215,28 @@ class Lab:
 
     def loss(self, name: str, share: float) -> None:
         """Drop this share (0 to 1) of the packets to a host."""
-        self._say({"host": self._on_line(name).number, "loss": share})
+        self._send_command({"host": self._on_line(name).number, "loss": share})
 
     def delay(self, name: str, seconds: float) -> None:
         """Delay every packet to or from a host by `seconds`."""
-        self._say({"host": self._on_line(name).number, "delay": seconds})
+        self._send_command({"host": self._on_line(name).number, "delay": seconds})
 
     def slow(self, name: str, rate: float) -> None:
         """Limit the cable of a host to `rate` bytes per second, each way; 0: no limit."""
-        self._say({"host": self._on_line(name).number, "rate": rate})
+        self._send_command({"host": self._on_line(name).number, "rate": rate})
 
     def flap(self, name: str, down: float, up: float) -> None:
         """Alternate the link of a host: down for `down` seconds, up for `up` seconds."""
-        self._say({"host": self._on_line(name).number, "down": down, "up": up})
+        self._send_command({"host": self._on_line(name).number, "down": down, "up": up})
 
     # ------------------------------------------------------------ lines
 
     def _rule(self, name: str, change: Callable[[Host], None]) -> None:
         host = self._on_line(name)
         change(host)
-        self._say({"host": host.number, "deaf": sorted(host.deaf), "mute": sorted(host.mute)})
+        self._send_command(
+            {"host": host.number, "deaf": sorted(host.deaf), "mute": sorted(host.mute)}
+        )
 
     def _on_line(self, name: str) -> Host:
         """Insert the relay between a host's cable and the switch, if it is not there yet."""
@@ -242,7 +244,7 @@ class Lab:
         if host.on_line:
             return host
         n = host.number
-        self._say({"line": n})
+        self._send_command({"line": n})
         self._sw("link", "add", f"br{n}", "type", "bridge", "mcast_snooping", "0")
         self._sw("link", "set", f"br{n}", "up")
         self._sw("link", "set", f"far{n}", "master", f"br{n}", "up")
@@ -251,7 +253,7 @@ class Lab:
         host.on_line = True
         return host
 
-    def _say(self, words: dict[str, Any]) -> None:
+    def _send_command(self, words: dict[str, Any]) -> None:
         if self._relay is None:
             require_lines()
             program = [sys.executable, "-I", str(Path(__file__).with_name("line.py"))]

@@ -117,7 +117,7 @@ def start(
         raise ValueError(f"nodes={nodes}: a job without a master of its own begins with a node")
     job = ElasticJob(plan, scratch, hosts=hosts, timeout=timeout)
     register(job)  # from here on the fixture ends it
-    job.begin(count, master_options if master else None, together=together)
+    job.start(count, master_options if master else None, together=together)
     return job
 
 
@@ -141,8 +141,8 @@ class ElasticJob:
         for folder in (self._consoles, self._log_folder):
             folder.mkdir()
         self._log = StepLog(str(self._log_folder / "steps.jsonl"))
-        self._said = Waiter()  # output of agents, ranks and masters
-        self._said.folder(str(self._consoles))
+        self._output_watch = Waiter()  # output of agents, ranks and masters
+        self._output_watch.folder(str(self._consoles))
         self._stepped = Waiter()
         self._stepped.folder(str(self._log_folder))
         self._runs: dict[Path, None] = {}
@@ -152,7 +152,7 @@ class ElasticJob:
 
     # ------------------------------------------------------------ starting nodes
 
-    def begin(self, count: int, master: Sequence[str] | None, *, together: bool) -> None:
+    def start(self, count: int, master: Sequence[str] | None, *, together: bool) -> None:
         """Start a master by hand if it has options, then `count` nodes; called by `start`."""
         if master is not None:
             node = self.master_node = self._made("master")
@@ -205,17 +205,17 @@ class ElasticJob:
 
     def _start(self, node: JobNode) -> None:
         own = self._scratch / (node.name if self.lab else "host")
-        told = {**self._plan.env, **node.env, STEP_LOG: self._log.path}
+        variables = {**self._plan.env, **node.env, STEP_LOG: self._log.path}
         if node in self.nodes:
-            told[STEP_NODE] = str(self.nodes.index(node))
-        environ = environment(own, node.mark, told)
+            variables[STEP_NODE] = str(self.nodes.index(node))
+        environ = environment(own, node.mark, variables)
         folder = page.user_folder(own / "run")
         if folder not in self._runs:
             self._runs[folder] = None
-            self._said.folder(str(folder))
+            self._output_watch.folder(str(folder))
         prefix = self.lab.prefix(node.name) if self.lab else []
         node.start([*ELASTICRUN, *node.command], environ, prefix)
-        self._said.process(node.pid)
+        self._output_watch.process(node.pid)
         self._stepped.process(node.pid)
 
     def _await_master(self, node: JobNode) -> None:
@@ -227,7 +227,7 @@ class ElasticJob:
             if ended is not None or deadline.over():
                 how = "no master serves" if ended is None else f"{node.name} {node.outcome()}"
                 raise JobError(f"the job did not start: {how}; it said:\n{node.tail()}")
-            self._said.wait(deadline.left())
+            self._output_watch.wait(deadline.left())
 
     # ------------------------------------------------------------ observing
 
@@ -321,8 +321,8 @@ class ElasticJob:
             if over or deadline.over():
                 size = "" if world_size is None else f" of {world_size} ranks"
                 what = "a step" if step is None else f"step {step}"
-                wanted = f"a world{size} all of which completed {what}"
-                raise self._failed(wanted, over, deadline, steps.story(found))
+                expected = f"a world{size} all of which completed {what}"
+                raise self._failed(expected, over, deadline, steps.story(found))
             self._stepped.wait(deadline.left())
             time.sleep(min(ASK_SPACING, deadline.left()))
 
@@ -338,14 +338,14 @@ class ElasticJob:
         deadline = self._deadline(timeout)
         while True:
             over = node.exit_code is not None
-            said = node.output()
-            if text in said if isinstance(text, str) else text.search(said):
-                return said
+            output = node.output()
+            if text in output if isinstance(text, str) else text.search(output):
+                return output
             if over or deadline.over():
                 words = text if isinstance(text, str) else text.pattern
                 tail = f"its last words:\n{node.tail()}"
                 raise self._failed(f"{node.name} to print {words!r}", over, deadline, tail)
-            self._said.wait(deadline.left())
+            self._output_watch.wait(deadline.left())
 
     @overload
     def wait_for(
@@ -430,7 +430,7 @@ class ElasticJob:
                 last = str(error)
             if over or deadline.over():
                 raise self._failed(what, over, deadline, f"the last status: {last}")
-            self._said.wait(min(ASK_AGAIN, deadline.left()))
+            self._output_watch.wait(min(ASK_AGAIN, deadline.left()))
             time.sleep(ASK_SPACING)
 
     def result(self, timeout: float | None = None) -> Result:
@@ -625,7 +625,7 @@ class ElasticJob:
 
     def _leftovers(self) -> list[str]:
         """Processes that have outlived agents that ended by themselves or by `kill_agent`."""
-        told = []
+        sentences = []
         masters = self._told_outcome()
         for node in self.nodes:
             if node.exit_code is None or node.frozen:
@@ -633,8 +633,8 @@ class ElasticJob:
             left = node.pids(masters=masters)
             if left := sorted(processes.await_end(left, LEFTOVER_LIMIT)):
                 words = ", ".join(f"{pid} ({processes.command(pid)[:120]})" for pid in left)
-                told.append(f"{node.name} has ended, but left processes: {words}")
-        return told
+                sentences.append(f"{node.name} has ended, but left processes: {words}")
+        return sentences
 
     def _told_outcome(self) -> bool:
         """Whether the job's master should have exited: it outlives its agent while it serves
@@ -655,7 +655,7 @@ class ElasticJob:
             if self.lab is not None:
                 self.lab.close()
             self._log.close()
-            self._said.close()
+            self._output_watch.close()
             self._stepped.close()
 
 

@@ -89,8 +89,8 @@ def _that(holds: Callable[[int], bool]) -> list[int]:
 
 def marked(mark: str) -> list[int]:
     """The processes started with $ELASTICRUN_TEST_NODE=`mark`, and their forks."""
-    wanted = f"{MARK}={mark}".encode()
-    return _that(lambda pid: wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    entry = f"{MARK}={mark}".encode()
+    return _that(lambda pid: entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
 
 
 def in_network(namespace: str) -> list[int]:

@@ -137,15 +137,15 @@ class StepLog:
     def _numbered(self, record: Step) -> Step:
         """The step with the number of its world. Two worlds may have the same name, since ports are
         reused; but a process belongs to one world, and a rank of a world is one process."""
-        life = (record.world, record.pid)
-        if life not in self._rounds:
+        process = (record.world, record.pid)
+        if process not in self._rounds:
             number, size, ranks = self._newest.get(record.world, (0, 0, set()))
             if size != record.world_size or record.rank in ranks:
                 number, size, ranks = len(set(self._rounds.values())) + 1, record.world_size, set()
                 self._newest[record.world] = number, size, ranks
             ranks.add(record.rank)
-            self._rounds[life] = number
-        return dataclasses.replace(record, round=self._rounds[life])
+            self._rounds[process] = number
+        return dataclasses.replace(record, round=self._rounds[process])
 
     def close(self) -> None:
         """Close the file; it remains on disk."""
@@ -221,10 +221,10 @@ class World:
 def worlds(steps: Iterable[Step]) -> list[World]:
     """Every world in which at least one rank has completed a step, in the order of their first
     step."""
-    lives: dict[int, list[Step]] = {}
+    by_round: dict[int, list[Step]] = {}
     for record in steps:
-        lives.setdefault(record.round, []).append(record)
-    return sorted(map(_world, lives.values()), key=lambda world: world.began)
+        by_round.setdefault(record.round, []).append(record)
+    return sorted(map(_world, by_round.values()), key=lambda world: world.began)
 
 
 def _world(steps: Sequence[Step]) -> World:

@@ -127,8 +127,8 @@ def prove(token: str, side: Side, exchange: Exchange) -> bytes:
     words = (x.job_id, x.role.value, x.node, x.incarnation, str(x.term))
     parts = (*(word.encode() for word in words), x.peer_nonce, x.master_nonce)
     # Each part is prefixed with its length, so different exchanges never give the same bytes.
-    said = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
-    return hmac.digest(token.encode(), side.value.encode() + said, "sha256")
+    message = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+    return hmac.digest(token.encode(), side.value.encode() + message, "sha256")
 
 
 def is_right(token: str, side: Side, exchange: Exchange, shown: bytes) -> bool:
@@ -157,20 +157,20 @@ PAGE_KEY_LIFE: Final = 900.0
 def page_key(operator: str, now: float) -> str:
     """A new key for one visit to the job's page, for the holder of the operator's token; `now`:
     seconds since 1970 on the master's host."""
-    said = f"{int(now + PAGE_KEY_LIFE):x}.{secrets.token_urlsafe(9)}"
-    return f"{said}.{_seal(operator, said)}"
+    body = f"{int(now + PAGE_KEY_LIFE):x}.{secrets.token_urlsafe(9)}"
+    return f"{body}.{_seal(operator, body)}"
 
 
 def key_until(operator: str, key: str) -> float:
     """The end of this key's validity, in seconds since 1970; 0.0 if it is not a key of this job."""
-    said, _, seal = key.rpartition(".")
-    if not hmac.compare_digest(_seal(operator, said).encode(), seal.encode()):
+    body, _, seal = key.rpartition(".")
+    if not hmac.compare_digest(_seal(operator, body).encode(), seal.encode()):
         return 0.0
-    return float(int(said.partition(".")[0], 16))
+    return float(int(body.partition(".")[0], 16))
 
 
-def _seal(operator: str, said: str) -> str:
-    whole = hmac.digest(operator.encode(), b"elasticrun page " + said.encode(), "sha256")
+def _seal(operator: str, body: str) -> str:
+    whole = hmac.digest(operator.encode(), b"elasticrun page " + body.encode(), "sha256")
     return whole[:16].hex()
 
 
@@ -229,8 +229,8 @@ def join_code(token: str, now: float) -> JoinCode:
 
 def code_secret(token: str, until: int) -> str:
     """The secret of the code that is valid until then."""
-    said = b"elasticrun join " + str(until).encode()
-    return hmac.digest(token.encode(), said, "sha256")[:_SECRET_BYTES].hex()
+    message = b"elasticrun join " + str(until).encode()
+    return hmac.digest(token.encode(), message, "sha256")[:_SECRET_BYTES].hex()
 
 
 def parse_code(text: str) -> JoinCode:
@@ -383,7 +383,7 @@ class AuthServer:
         """The expected message, for a sentence about its absence."""
         return self._state.value
 
-    def hear(self, report: Report) -> Challenge | None:
+    def receive(self, report: Report) -> Challenge | None:
         """Process the next message. Raises Denied or OutOfTurn."""
         # Closed unless the message turns out to be valid: no exception leaves it open.
         state, self._state = self._state, _State.SHUT
@@ -396,8 +396,8 @@ class AuthServer:
                     raise Denied(PEER_WRONG, word)
                 self._state = _State.HELLO if self._role is Role.AGENT else _State.IN
             case _State.HELLO, Hello():
-                said = (report.spec.job_id, report.node, report.incarnation)
-                if said != (self._knock.job_id, self._knock.node, self._knock.incarnation):
+                identity = (report.spec.job_id, report.node, report.incarnation)
+                if identity != (self._knock.job_id, self._knock.node, self._knock.incarnation):
                     raise OutOfTurn("this Hello is of another node than the one that was proved")
                 self.hello = report
                 self._state = _State.IN

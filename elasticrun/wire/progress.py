@@ -133,24 +133,26 @@ def read_place(text: str) -> tuple[str, int]:
 RankTold = RankSteps | RankCosts | RankWord | RankRows
 
 
-def encode(said: RankTold) -> bytes:
+def encode(message: RankTold) -> bytes:
     """The datagram. Raises struct.error for numbers that do not fit."""
-    if isinstance(said, RankWord):
-        return _WORD.pack(VERSION, said.local_rank, said.seconds, said.what.encode()[:MAX_WORD])
-    if isinstance(said, RankRows):
-        return json.dumps(asdict(said), separators=(",", ":")).encode("ascii")
-    if isinstance(said, RankCosts):
-        sums = (said.saves, said.step, said.saved, said.restored)
-        return _COSTS.pack(VERSION, said.local_rank, *sums)
+    if isinstance(message, RankWord):
+        return _WORD.pack(
+            VERSION, message.local_rank, message.seconds, message.what.encode()[:MAX_WORD]
+        )
+    if isinstance(message, RankRows):
+        return json.dumps(asdict(message), separators=(",", ":")).encode("ascii")
+    if isinstance(message, RankCosts):
+        sums = (message.saves, message.step, message.saved, message.restored)
+        return _COSTS.pack(VERSION, message.local_rank, *sums)
     return _LAYOUT.pack(
         VERSION,
-        said.knows,
-        said.local_rank,
-        said.steps,
-        said.step,
-        said.seconds,
-        said.own,
-        said.waited,
+        message.knows,
+        message.local_rank,
+        message.steps,
+        message.step,
+        message.seconds,
+        message.own,
+        message.waited,
     )
 
 
@@ -186,22 +188,22 @@ def _rows(datagram: bytes) -> RankRows | None:
     import msgspec  # not needed in scripts that report steps
 
     try:
-        said = msgspec.json.decode(datagram, type=RankRows)
+        rows = msgspec.json.decode(datagram, type=RankRows)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
-    known = len(said.names)
+    known = len(rows.names)
     sound = (
         known <= MAX_COLUMNS
-        and len(said.rows) <= MAX_ROWS
-        and said.local_rank >= 0
-        and said.dropped >= 0
-        and all(is_column(name) for name in said.names)
+        and len(rows.rows) <= MAX_ROWS
+        and rows.local_rank >= 0
+        and rows.dropped >= 0
+        and all(is_column(name) for name in rows.names)
         and all(
             step >= 0 and math.isfinite(at) and len(values) == known and all(map(_is_value, values))
-            for step, at, values in said.rows
+            for step, at, values in rows.rows
         )
     )
-    return said if sound else None
+    return rows if sound else None
 
 
 def is_column(name: str) -> bool:
@@ -313,9 +315,9 @@ class RankSays:
     threads: tuple[ThreadSays, ...] = ()
 
 
-def encode_question(asked: RankAsked) -> bytes:
+def encode_question(question: RankAsked) -> bytes:
     """The datagram."""
-    return _QUESTION.pack(VERSION, asked.full, asked.stacks, 0, asked.number)
+    return _QUESTION.pack(VERSION, question.full, question.stacks, 0, question.number)
 
 
 def read_question(datagram: bytes) -> RankAsked | None:
@@ -326,16 +328,16 @@ def read_question(datagram: bytes) -> RankAsked | None:
     return RankAsked(number, bool(full), bool(stacks)) if version == VERSION else None
 
 
-def encode_answer(said: RankSays) -> bytes:
+def encode_answer(answer: RankSays) -> bytes:
     """The datagram. If the stacks do not fit, each is cut to fewer frames."""
     depth = MAX_FRAMES_SAID
     while True:
-        data = json.dumps(asdict(said), separators=(",", ":")).encode("ascii")
+        data = json.dumps(asdict(answer), separators=(",", ":")).encode("ascii")
         if len(data) <= ANSWER_BYTES or not depth:
             return data
         depth //= 2
-        threads = tuple(ThreadSays(one.name, one.frames[:depth]) for one in said.threads)
-        said = replace(said, threads=threads)
+        threads = tuple(ThreadSays(one.name, one.frames[:depth]) for one in answer.threads)
+        answer = replace(answer, threads=threads)
 
 
 def read_answer(datagram: bytes) -> RankSays | None:
@@ -345,10 +347,10 @@ def read_answer(datagram: bytes) -> RankSays | None:
     if len(datagram) > ANSWER_BYTES:
         return None
     try:
-        said = msgspec.json.decode(datagram, type=RankSays)
+        answer = msgspec.json.decode(datagram, type=RankSays)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
-    long = max((len(one.frames) for one in said.threads), default=0)
-    if len(said.groups) > MAX_GROUPS_SAID or len(said.threads) > MAX_THREADS_SAID:
+    long = max((len(one.frames) for one in answer.threads), default=0)
+    if len(answer.groups) > MAX_GROUPS_SAID or len(answer.threads) > MAX_THREADS_SAID:
         return None
-    return said if long <= MAX_FRAMES_SAID else None
+    return answer if long <= MAX_FRAMES_SAID else None

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elasticrun import __version__
-from elasticrun.cli.main import UNREAD, VERBS, check_program, main, say, verb_of
+from elasticrun.cli.main import UNREAD, VERBS, check_program, main, notify, verb_of
 from elasticrun.cli.settings import UsageError
 from elasticrun.cli.table import FLAGS
 from elasticrun.cli.verbs.master import configure
@@ -162,7 +162,7 @@ def test_one_sentence_and_no_traceback(
 def test_a_full_disk_under_stderr_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with open("/dev/full", "wb", buffering=0) as full:
         monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(full, write_through=True))
-        say("a note")
+        notify("a note")
         sys.stderr.detach()
 
 

@@ -16,7 +16,7 @@ import pytest
 from elasticrun.agent.link.link import Link
 from elasticrun.agent.link.trust import Trust
 from elasticrun.core.events import LinkLost
-from elasticrun.master.server import TELL_EVERY
+from elasticrun.master.server import LOG_EVERY
 from elasticrun.wire import messages as m
 from elasticrun.wire.auth import reader_token
 from elasticrun.wire.rpc import channel as c
@@ -96,7 +96,7 @@ def test_a_job_trains_on_under_attack(world: World) -> None:
     began = time.monotonic()
     with attacked(world, port, "a") as tried:
         pages = run(train())
-    tellings = 1 + int((time.monotonic() - began) / TELL_EVERY)
+    tellings = 1 + int((time.monotonic() - began) / LOG_EVERY)
     assert all(count > 0 for count in tried.values())
     assert len(tried) == 7
     # No node of the job was ever doubted, no round began, nothing was charged.

@@ -81,19 +81,19 @@ async def test_who_is_answered(job: str, verb: str, token: str, role: m.Role, to
 
 async def test_an_answer_has_a_limit_and_so_has_the_number_of_those_who_wait() -> None:
     async with serving() as served:
-        with patch.object(loops, "ASK_LIMIT", 0.01):
-            late = await served.loop.ask(m.Request("picture"))
+        with patch.object(loops, "REQUEST_LIMIT", 0.01):
+            late = await served.loop.request(m.Request("picture"))
         assert not late.ok
         assert "no answer within" in late.reason
         waiting = [
-            asyncio.ensure_future(served.loop.ask(m.Request("picture")))
-            for _ in range(loops.MAX_ASKED)
+            asyncio.ensure_future(served.loop.request(m.Request("picture")))
+            for _ in range(loops.MAX_REQUESTS)
         ]
         await asyncio.sleep(0)
-        assert "ask again" in (await served.loop.ask(m.Request("picture"))).reason
+        assert "ask again" in (await served.loop.request(m.Request("picture"))).reason
         waiting[0].cancel()  # its reader has gone, and leaves its place to another
         await asyncio.gather(waiting[0], return_exceptions=True)
-        waiting.append(asyncio.ensure_future(served.loop.ask(m.Request("picture"))))
+        waiting.append(asyncio.ensure_future(served.loop.request(m.Request("picture"))))
         await asyncio.sleep(0)
         served.loop.fall_silent()
         assert all("another master" in one.reason for one in await asyncio.gather(*waiting[1:]))
@@ -107,7 +107,7 @@ async def test_a_picture_has_the_status_with_what_the_loop_counts() -> None:
     )
     async with serving(brain) as served:
         served.loop.figures.began -= 100.0
-        reply = await served.loop.ask(m.Request("picture"))
+        reply = await served.loop.request(m.Request("picture"))
         assert msgspec.json.decode(reply.body, type=Picture).status.age >= 100.0
 
 
@@ -121,6 +121,6 @@ async def test_a_request_that_the_brain_cannot_take_is_answered() -> None:
 
     brain.on = on
     async with serving(brain) as served:
-        reply = await asyncio.wait_for(served.loop.ask(m.Request("exclude", "b")), LIMIT)
+        reply = await asyncio.wait_for(served.loop.request(m.Request("exclude", "b")), LIMIT)
     assert not reply.ok
     assert "a bug in elasticrun" in reply.reason

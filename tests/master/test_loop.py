@@ -20,7 +20,7 @@ from elasticrun.core.events import (
 )
 from elasticrun.core.nodes.membership import BEATS_PER_SECOND, beat_interval
 from elasticrun.master import loop as master_loop
-from elasticrun.master.loop import BrainFault, Figures, Loop, Mailbox, subject
+from elasticrun.master.loop import Figures, Loop, Mailbox, StateMachineFault, subject
 from elasticrun.wire import messages as m
 from elasticrun.wire.messages import Holding, Holdings, Steps
 from elasticrun.wire.rpc import protobuf
@@ -103,7 +103,7 @@ async def test_a_brain_that_raises_costs_the_session_and_the_third_time_the_mast
     assert orders[1] is None  # hung up
     loop.put(stopped)
     loop.put(stopped)
-    with pytest.raises(BrainFault, match="3 events"):
+    with pytest.raises(StateMachineFault, match="3 events"):
         async with asyncio.timeout(LIMIT):
             await turning
     assert "a defect" in caplog.text
@@ -222,16 +222,16 @@ def test_the_step_its_age_and_the_jobs() -> None:
     figures = Figures(lambda: now)
     assert figures.shown(status()).step == -1
     report = Steps(ROUND, 40, 5, 0.1, 0.0, 0.0)
-    figures.heard(report)
+    figures.on_report(report)
     now = 103.0
-    figures.heard(report)  # the same step again is no news
+    figures.on_report(report)  # the same step again is no news
     page = figures.shown(status())
     assert (page.step, page.step_age, page.age) == (40, 3.0, 3.0)
     again = replace(ROUND, number=2)
     figures.started(again)
-    figures.heard(structs.replace(report, step=50))  # of a round that is over
+    figures.on_report(structs.replace(report, step=50))  # of a round that is over
     assert figures.shown(status()).step == 40
-    figures.heard(structs.replace(report, round=again, step=30))  # it has gone back to a snapshot
+    figures.on_report(structs.replace(report, round=again, step=30))  # back to a snapshot
     page = figures.shown(status())
     assert (page.step, page.step_age) == (30, 0.0)
 
@@ -242,5 +242,5 @@ def test_a_snapshot_in_memory_tells_the_step_too() -> None:
     assert figures.nodes == 2
     old = Holding(replace(ROUND, number=9), 90, 0, 2, (1, 1), wanted=False)
     held = tuple(structs.replace(old, round=ROUND, step=step) for step in (20, 30))
-    figures.heard(Holdings(None, (old, *held)))
+    figures.on_report(Holdings(None, (old, *held)))
     assert figures.shown(status()).step == 30

@@ -142,7 +142,7 @@ def test_people_are_told_in_a_line_of_each_once_the_ranks_run_again(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     caplog.set_level(NOTICE, "elasticrun")
-    files = RunFiles(lambda: _opened(tmp_path / "run-1"), f"{tmp_path}/logs", tells=True)
+    files = RunFiles(lambda: _opened(tmp_path / "run-1"), f"{tmp_path}/logs", logs=True)
     ended = "the job ends with code 1: no restart is left"
     for row in (
         msgspec.structs.replace(ROW, number=6, over=False, restarted=-1.0, first_step=-1.0),

@@ -344,10 +344,10 @@ async def test_events_bring_the_picture_and_then_what_changes_and_the_end() -> N
 async def test_ranks_are_looked_at_while_somebody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     """One look after the other, however many watch; none for who asks once for the picture, or has
     the page in a tab that is hidden."""
-    monkeypatch.setattr(stream, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(stream, "SAMPLE_EVERY", 0.0)
     monkeypatch.setattr(stream, "PACE", 0.01)
     async with paged() as (loop, port):
-        brain = loop._brain
+        brain = loop._job
         done = m.Reply(True, "")
         brain.on = lambda asked: [Replied(asked.number, done)]
         turning = asyncio.ensure_future(loop.run())
@@ -437,7 +437,7 @@ async def test_a_stranger_who_watches_has_no_rank_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A look costs the ranks something; several pictures come, and the brain hears of nothing."""
-    monkeypatch.setattr(stream, "LOOK_EVERY", 0.0)
+    monkeypatch.setattr(stream, "SAMPLE_EVERY", 0.0)
     monkeypatch.setattr(stream, "PACE", 0.01)
     brain = Recorder()
     brain.page = status(verdict="rank 1 is idle at train.py:3")

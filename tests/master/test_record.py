@@ -57,7 +57,7 @@ class Held:
     def write(self, what: Facts, done: Callable[[], None]) -> None:
         self.written.append((what, done))
 
-    def heard_of(self, term: int) -> None:
+    def term_seen(self, term: int) -> None:
         pass
 
     async def close(self) -> None:

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from elasticrun.config import EXIT_FAILED
 from elasticrun.master import server
-from elasticrun.master.server import DEAF, TELL_EVERY, Listening, Refusals
+from elasticrun.master.server import DEAF, LOG_EVERY, Listening, Refusals
 from elasticrun.wire import messages as m
 from elasticrun.wire.auth import MASTER_HAS_NONE, OTHER_JOB, TOKEN_WANTED, Guest, reader_token
 from elasticrun.wire.rpc.channel import (
@@ -279,7 +279,7 @@ def test_refusals_are_logged_once_a_minute_with_their_number(
         for _ in range(1000):
             refusals.add("refused")
         refusals.add("")
-        now[0] = TELL_EVERY
+        now[0] = LOG_EVERY
         refusals.add("refused")
     assert caplog.messages == ["refused", "refused (1000 times)"]
 
@@ -291,7 +291,7 @@ def beats(listening: Listening, clock: Clock, until: float, every: float) -> Non
     """Somebody is reachable again and again."""
     while clock.now < until:
         clock.now = min(until, clock.now + every)
-        listening.heard()
+        listening.on_message()
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_a_stream_is_as_silent_as_others_were_heard(
     """Somebody is heard so often until then; `more` seconds later the stream breaks."""
     clock = Clock()
     listening = Listening(clock)
-    assert listening.heard() == 1000.0
+    assert listening.on_message() == 1000.0
     beats(listening, clock, until, every)
     clock.now += more
     assert listening.silence(last, streams) == pytest.approx(silence)
@@ -329,9 +329,9 @@ def test_what_was_missed_while_nobody_listened_does_not_count() -> None:
     """The loop stood still for 10 s; others are read again before this stream is seen broken."""
     clock = Clock()
     listening = Listening(clock)
-    last = listening.heard()
+    last = listening.on_message()
     clock.now += 10.0
-    listening.heard()
+    listening.on_message()
     clock.now += 0.1
     assert listening.silence(last, 3) == pytest.approx(0.1)
     beats(listening, clock, 1013.0, 1.0)

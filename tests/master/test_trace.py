@@ -132,13 +132,13 @@ def test_beats_do_not_wait_for_ever(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
-    begin = trace_writer._Ring.begin
+    begin = trace_writer._Ring.open
 
     def slow(ring: trace_writer._Ring) -> None:
         assert gate.wait(LIMIT)
         begin(ring)
 
-    monkeypatch.setattr(trace_writer._Ring, "begin", slow)
+    monkeypatch.setattr(trace_writer._Ring, "open", slow)
     monkeypatch.setattr(trace_writer, "MAX_QUEUED", 10)
     writer = TraceWriter(tmp_path, LIFE)
     for number in range(17):

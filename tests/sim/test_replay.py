@@ -15,7 +15,7 @@ from elasticrun.core.job.job import Job
 from elasticrun.core.nodes.membership import Death, Membership
 from elasticrun.core.persisted import Facts
 from elasticrun.master.trace import writer as trace_writer
-from elasticrun.master.trace.replay import DIFFERS, SAME, Wanted, replay
+from elasticrun.master.trace.replay import DIFFERS, SAME, Selection, replay
 from elasticrun.master.trace.words import event_from_plain
 from elasticrun.master.trace.writer import MasterStart, TraceWriter
 from elasticrun.wire.messages import JobSpec
@@ -88,7 +88,7 @@ def _told(story: str = STORY) -> None:
 
 def _replayed(folder: Path, **wanted: Any) -> tuple[int, list[str]]:
     lines: list[str] = []
-    code = replay(folder, Wanted(**wanted), lines.append)
+    code = replay(folder, Selection(**wanted), lines.append)
     return code, lines
 
 

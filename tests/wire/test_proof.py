@@ -30,7 +30,7 @@ def keeper(token: str = TOKEN, role: m.Role = m.Role.AGENT, term: int = 7) -> au
 
 def knock(at: auth.AuthServer, who: auth.Guest) -> m.Challenge:
     """The challenge to a knock."""
-    challenge = at.hear(who.knock)
+    challenge = at.receive(who.knock)
     assert challenge is not None
     return challenge
 
@@ -38,9 +38,9 @@ def knock(at: auth.AuthServer, who: auth.Guest) -> m.Challenge:
 @pytest.mark.parametrize("token", ["", TOKEN, "ü" * 4096], ids=["none", "short", "long"])
 def test_an_agent_comes_in(token: str) -> None:
     who, door = guest(token), keeper(token)
-    assert door.hear(who.answer(knock(door, who))) is None
+    assert door.receive(who.answer(knock(door, who))) is None
     assert not door.is_in
-    assert door.hear(HELLO) is None
+    assert door.receive(HELLO) is None
     assert door.is_in
     assert door.hello is HELLO
 
@@ -48,7 +48,7 @@ def test_an_agent_comes_in(token: str) -> None:
 def test_a_reader_comes_in_with_what_was_made_for_readers() -> None:
     who = auth.Guest(auth.reader_token(TOKEN), "1")
     door = keeper(role=m.Role.READER)
-    assert door.hear(who.answer(knock(door, who))) is None
+    assert door.receive(who.answer(knock(door, who))) is None
     assert door.is_in
 
 
@@ -62,9 +62,9 @@ def test_what_was_made_for_readers_lets_no_agent_in_and_does_not_give_the_token_
     with pytest.raises(auth.Denied, match="does not know this job's token"):
         who.answer(challenge)
     with pytest.raises(auth.OutOfTurn, match="role reader"):
-        keeper().hear(auth.Guest(made, "1").knock)
+        keeper().receive(auth.Guest(made, "1").knock)
     with pytest.raises(auth.OutOfTurn, match="role agent"):
-        keeper(role=m.Role.READER).hear(guest().knock)
+        keeper(role=m.Role.READER).receive(guest().knock)
 
 
 # ---------------------------------------------------------------- the table: who has a token
@@ -72,13 +72,13 @@ def test_what_was_made_for_readers_lets_no_agent_in_and_does_not_give_the_token_
 
 def test_the_token_is_wanted_of_who_has_none() -> None:
     with pytest.raises(auth.Denied, match="set ELASTICRUN_TOKEN or --token-file"):
-        keeper().hear(guest("").knock)
+        keeper().receive(guest("").knock)
 
 
 def test_who_has_a_token_follows_no_master_without() -> None:
     door = keeper("")
     with pytest.raises(auth.Denied, match="the master has none, so it is not followed"):
-        door.hear(guest().knock)
+        door.receive(guest().knock)
     who = guest()  # a master that does not say so, and shows nothing or something made up
     for shown, said in ((b"", "the master has none"), (b"x" * 32, "does not know")):
         with pytest.raises(auth.Denied, match=said):
@@ -94,7 +94,7 @@ def test_a_proof_where_none_is_wanted_is_wrong() -> None:
     door = keeper("")
     knock(door, guest(""))
     with pytest.raises(auth.Denied, match="proof of the job's token is wrong"):
-        door.hear(m.Proof(b"x" * 32))
+        door.receive(m.Proof(b"x" * 32))
 
 
 @pytest.mark.parametrize("shown", [b"", b"\0" * 32, b"x" * 32], ids=["none", "zeros", "noise"])
@@ -102,7 +102,7 @@ def test_a_wrong_proof(shown: bytes) -> None:
     door = keeper()
     knock(door, guest())
     with pytest.raises(auth.Denied, match="proof of the job's token is wrong"):
-        door.hear(m.Proof(shown))
+        door.receive(m.Proof(shown))
     assert not door.is_in
 
 
@@ -114,7 +114,7 @@ def test_two_tokens_part_both_ways(other: str) -> None:
         who.answer(challenge)
     said = auth.prove(other, auth.Side.PEER, door._exchange)
     with pytest.raises(auth.Denied, match="is wrong"):
-        door.hear(m.Proof(said))
+        door.receive(m.Proof(said))
 
 
 # ---------------------------------------------------------------- attacks
@@ -123,7 +123,7 @@ def test_two_tokens_part_both_ways(other: str) -> None:
 def test_a_masters_proof_reflected_to_it_is_none() -> None:
     who, door = guest(), keeper()
     with pytest.raises(auth.Denied, match="is wrong"):
-        door.hear(m.Proof(knock(door, who).proof))
+        door.receive(m.Proof(knock(door, who).proof))
 
 
 def test_an_agents_proof_reflected_to_it_is_none() -> None:
@@ -140,11 +140,11 @@ def test_an_agents_proof_reflected_to_it_is_none() -> None:
 def test_no_proof_is_good_twice() -> None:
     who, door = guest(), keeper()
     proof = who.answer(knock(door, who))
-    door.hear(proof)
+    door.receive(proof)
     again = keeper()
     knock(again, who)  # the very same knock
     with pytest.raises(auth.Denied, match="is wrong"):
-        again.hear(proof)
+        again.receive(proof)
     challenge = knock(keeper(), guest())  # an older challenge for a new knock
     with pytest.raises(auth.Denied, match="does not know"):
         guest().answer(challenge)
@@ -157,7 +157,7 @@ def test_a_proof_gotten_from_one_session_opens_no_other() -> None:
     challenge = knock(one, honest)
     knock(other, guest())
     with pytest.raises(auth.Denied, match="is wrong"):
-        other.hear(honest.answer(challenge))
+        other.receive(honest.answer(challenge))
 
 
 @pytest.mark.parametrize(
@@ -205,17 +205,17 @@ def test_a_term_changed_on_the_way_is_noticed() -> None:
 @pytest.mark.parametrize("change", [{"node": "n1"}, {"incarnation": "i1"}], ids=str)
 def test_a_session_is_its_nodes_own(change: dict[str, str]) -> None:
     who, door = guest(), keeper()
-    door.hear(who.answer(knock(door, who)))
+    door.receive(who.answer(knock(door, who)))
     with pytest.raises(auth.OutOfTurn, match="another node"):
-        door.hear(structs.replace(HELLO, **change))
+        door.receive(structs.replace(HELLO, **change))
     assert not door.is_in
 
 
 def test_another_job_is_named_where_there_is_no_secret_and_only_there() -> None:
     with pytest.raises(auth.Denied, match=r"'mine'.*'job'"):
-        keeper("").hear(guest("", job_id="mine").knock)
+        keeper("").receive(guest("", job_id="mine").knock)
     with pytest.raises(auth.Denied) as told:
-        keeper().hear(guest(job_id="mine").knock)
+        keeper().receive(guest(job_id="mine").knock)
     assert str(told.value) == auth.OTHER_JOB
 
 
@@ -237,7 +237,7 @@ def test_no_conversation_gets_in_without_the_token(said: list[m.Report], token: 
 def _told(door: auth.AuthServer, report: m.Report) -> str:
     """The refusal of this message, "" if it was taken."""
     try:
-        door.hear(report)
+        door.receive(report)
     except (auth.Denied, auth.OutOfTurn) as refused:
         return str(refused)
     return ""
@@ -247,9 +247,9 @@ def test_after_a_refusal_the_right_proof_is_too_late() -> None:
     who, door = guest(), keeper()
     right = who.answer(knock(door, who))
     with pytest.raises(auth.Denied):
-        door.hear(m.Proof(b"x" * 32))
+        door.receive(m.Proof(b"x" * 32))
     with pytest.raises(auth.OutOfTurn):
-        door.hear(right)
+        door.receive(right)
     with pytest.raises(auth.OutOfTurn):
-        door.hear(who.knock)
+        door.receive(who.knock)
     assert not door.is_in

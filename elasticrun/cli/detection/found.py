@@ -98,10 +98,10 @@ def amount(given: Given | None) -> int:
 
 def not_a_number(environ: Mapping[str, str], name: str) -> str:
     """Why a variable that holds a number of nodes or a node's index is unusable."""
-    told = environ.get(name, "").strip()
-    if not told:
+    value = environ.get(name, "").strip()
+    if not value:
         return f"{name} is not set"
-    return f"{name}={told if len(told) <= 40 else told[:37] + '...'} is not a number"
+    return f"{name}={value if len(value) <= 40 else value[:37] + '...'} is not a number"
 
 
 def text(environ: Mapping[str, str], *names: str) -> Given | None:
@@ -122,7 +122,7 @@ class Machine(NamedTuple):
 
     `cores()` counts the cores that this process may use. `accelerators(word)` counts the devices
     that `gpu`, `xpu`, `auto` or a private backend's name means, and returns None for a word that
-    the installed torch does not know; `say` prints a sentence if that takes long. `facts()` gives
+    the installed torch does not know; if counting takes long, the user sees a note. `facts()` gives
     scheduler detection its input besides the environment; without it nothing is detected.
     `shared(folder)` names the network file system of a folder, "" for a local one. `debugged`: a
     debugger attaches to the processes that this one starts.

@@ -19,7 +19,7 @@ from elasticrun import __version__
 from elasticrun.cli import resolve, settings, trust
 from elasticrun.cli.detection.found import amount
 from elasticrun.cli.flags import Parser, add_group
-from elasticrun.cli.place import PLACE_FLAGS, explain, look
+from elasticrun.cli.place import PLACE_FLAGS, detect_place, explain
 from elasticrun.cli.settings import DetectedPlace, FlagValues, Setting, UsageError, setting
 from elasticrun.cli.table import FLAGS, TRUST
 from elasticrun.cli.verbs import masters
@@ -57,13 +57,13 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     """`elasticrun doctor` with its own arguments. Raises UsageError for invalid ones."""
     variables = trust.withdraw() if environ is None else environ
     ns = parser(variables).parse_args(argv)
-    asked = FlagValues(ns, variables)
+    flags = FlagValues(ns, variables)
     # Read before the scheduler fills in values: no master runs yet at a scheduler's endpoint.
-    where = asked.text("rdzv_endpoint")
-    master = _master(asked, where) if where else None
-    place = _place(asked)
-    asked = FlagValues(ns, variables, place.filled)
-    subject = _subject(asked, place, ns.ckpt_dir, master)
+    where = flags.text("rdzv_endpoint")
+    master = _master(flags, where) if where else None
+    place = _place(flags)
+    flags = FlagValues(ns, variables, place.filled)
+    subject = _subject(flags, place, ns.ckpt_dir, master)
     software, *others = asyncio.run(examine(subject, master))
     found = [software, ok("scheduler", explain(place)), *others]
     settings = _settings(FlagValues(ns, variables, {**place.shown, **place.filled}), place)
@@ -97,61 +97,61 @@ def parser(environ: Mapping[str, str]) -> Parser:
     return made
 
 
-def _master(asked: FlagValues, where: str) -> MasterQuery:
+def _master(flags: FlagValues, where: str) -> MasterQuery:
     try:
-        return masters.question(masters.parse_endpoint(where), trust.token(asked), trust.tls(asked))
+        return masters.question(masters.parse_endpoint(where), trust.token(flags), trust.tls(flags))
     except NoStatus as wrong:
         raise UsageError(f"--rdzv-endpoint: {wrong}") from None
 
 
 def _subject(
-    asked: FlagValues, place: DetectedPlace, checkpoints: str, master: MasterQuery | None
+    flags: FlagValues, place: DetectedPlace, checkpoints: str, master: MasterQuery | None
 ) -> Subject:
     from elasticrun.cli.devices import this_machine
     from elasticrun.cli.resolve import ranks_per_node
 
     nproc = 0
-    if asked.explicitly("nproc_per_node"):
-        nproc = ranks_per_node(asked, this_machine(asked.environ), [])
-    nodes = _nodes(asked, place)
+    if flags.explicitly("nproc_per_node"):
+        nproc = ranks_per_node(flags, this_machine(flags.environ), [])
+    nodes = _nodes(flags, place)
     alone = master is None or names_this_host_only(master.endpoint.host)
-    folders = disk.folders(asked.environ, log_dir=asked.value("log_dir"), checkpoints=checkpoints)
+    folders = disk.folders(flags.environ, log_dir=flags.value("log_dir"), checkpoints=checkpoints)
     return Subject(
         nproc=nproc,
         ranks=min(MAX_RANKS, nodes * max(1, nproc)),
         several=nodes > 1 or not alone,
         folders=tuple(folders),
-        data=settings.data(asked.text("data")),
-        accelerator=resolve.accelerator(asked),
+        data=settings.data(flags.text("data")),
+        accelerator=resolve.accelerator(flags),
         # Checks run external tools, which need not know the job's secret.
-        environ={k: v for k, v in asked.environ.items() if k != trust.TOKEN_VARIABLE},
+        environ={k: v for k, v in flags.environ.items() if k != trust.TOKEN_VARIABLE},
     )
 
 
-def _nodes(asked: FlagValues, place: DetectedPlace) -> int:
+def _nodes(flags: FlagValues, place: DetectedPlace) -> int:
     """The largest number of nodes of the job. Without --nnodes, the number that the scheduler
     allocated: a bare command in a batch script is a job of one node, but the checks also consider
     the other allocated nodes."""
-    _, nodes = settings.nodes(asked.text("nnodes"))
-    if asked.explicitly("nnodes") or asked.switch("standalone") or place.found is None:
+    _, nodes = settings.nodes(flags.text("nnodes"))
+    if flags.explicitly("nnodes") or flags.switch("standalone") or place.found is None:
         return nodes
     return max(nodes, amount(place.found.nodes))
 
 
-def _place(asked: FlagValues) -> DetectedPlace:
+def _place(flags: FlagValues) -> DetectedPlace:
     """Where a scheduler placed this node; explicit flags take precedence."""
     from elasticrun.cli.devices import facts, this_machine
 
-    machine = this_machine(asked.environ)._replace(facts=lambda: facts(asked.environ))
-    return look(asked, machine)
+    machine = this_machine(flags.environ)._replace(facts=lambda: facts(flags.environ))
+    return detect_place(flags, machine)
 
 
-def _settings(asked: FlagValues, place: DetectedPlace) -> list[Setting]:
+def _settings(flags: FlagValues, place: DetectedPlace) -> list[Setting]:
     """The settings that place this node; empty if neither the user nor a scheduler sets any."""
-    given = [dest for dest in _OTHERS if asked.explicitly(dest)]
-    if place.found is None and not given and not any(map(asked.explicitly, ALWAYS)):
+    given = [dest for dest in _OTHERS if flags.explicitly(dest)]
+    if place.found is None and not given and not any(map(flags.explicitly, ALWAYS)):
         return []
-    return [setting(asked, dest) for dest in (*ALWAYS, *given)]
+    return [setting(flags, dest) for dest in (*ALWAYS, *given)]
 
 
 async def examine(subject: Subject, master: MasterQuery | None) -> list[Finding]:
@@ -160,11 +160,11 @@ async def examine(subject: Subject, master: MasterQuery | None) -> list[Finding]
     from elasticrun.agent.runtime import in_thread
 
     local = asyncio.ensure_future(in_thread(lambda: checkup.run(checkup.checks(subject))))
-    asked = [] if master is None else await _asked(master)
-    return [*await local, *asked]
+    of_master = [] if master is None else await _master_findings(master)
+    return [*await local, *of_master]
 
 
-async def _asked(master: MasterQuery) -> list[Finding]:
+async def _master_findings(master: MasterQuery) -> list[Finding]:
     from elasticrun.agent.checkup import ask
     from elasticrun.agent.runtime import in_thread
     from elasticrun.wire import auth

@@ -31,7 +31,7 @@ def describe(
 ) -> str:
     """The resolved settings as text: a summary, then each flag that is not at its default with its
     source, and with --verbose all other flags."""
-    asked = FlagValues(ns, environ, {**place.shown, **place.filled})
+    flags = FlagValues(ns, environ, {**place.shown, **place.filled})
     launch = found.launch
     spec = launch.spec
     low, high = spec.min_nodes, spec.max_nodes
@@ -53,7 +53,7 @@ def describe(
     lines = [f"{name:<22}{value}" for name, value in rows]
     lines += ["", *(f"note: {note}" for note in found.notes), ""] if found.notes else [""]
     settings = [
-        _counting(setting(asked, flag.dest), found, environ)
+        _counting(setting(flags, flag.dest), found, environ)
         for flag in FLAGS
         if flag.dest not in ("dry_run", "verbose", "version", "print_completion")
     ]

@@ -71,8 +71,8 @@ def parser(environ: dict[str, str]) -> Parser:
         "started again with it goes on where this one ended, and remembers a job that is over "
         f"(or ${env.STATE_DIR}). [default none: agents bring the round back]",
     )  # fmt: skip
-    wanted = ("rdzv_id", "status_port", "on_event", "run_dir", "fresh", *JOB_FLAGS)
-    add_group(made, "the job", [flag for flag in FLAGS if flag.dest in wanted], environ)
+    names = ("rdzv_id", "status_port", "on_event", "run_dir", "fresh", *JOB_FLAGS)
+    add_group(made, "the job", [flag for flag in FLAGS if flag.dest in names], environ)
     add_group(made, "who may join", TRUST, environ)
     return made
 
@@ -80,27 +80,27 @@ def parser(environ: dict[str, str]) -> Parser:
 def configure(argv: Sequence[str], environ: dict[str, str]) -> MasterConfig:
     """The configuration for the words after `elasticrun master`. Raises `UsageError`."""
     ns = parser(environ).parse_args(argv)
-    asked = FlagValues(ns, environ)
-    job_id = settings.name(asked.text("rdzv_id"), "--rdzv-id")
-    spec, conf = None, conf_keys(asked)
-    if any(asked.explicitly(dest) for dest in JOB_FLAGS):
-        low, high = settings.nodes(asked.text("nnodes"))
+    flags = FlagValues(ns, environ)
+    job_id = settings.name(flags.text("rdzv_id"), "--rdzv-id")
+    spec, conf = None, conf_keys(flags)
+    if any(flags.explicitly(dest) for dest in JOB_FLAGS):
+        low, high = settings.nodes(flags.text("nnodes"))
         meeting = Meeting(Place("elastic"), job_id, low, high, -1)
-        spec = job_spec(asked, conf, meeting)
+        spec = job_spec(flags, conf, meeting)
         spec = structs.replace(spec, job_id=job_id)
     return MasterConfig(
-        identity=Identity(job_id, token=trust.token(asked), tls=trust.tls(asked)),
+        identity=Identity(job_id, token=trust.token(flags), tls=trust.tls(flags)),
         host=settings.host_name(ns.host, "--host"),
         port=settings.port(ns.port, "--port"),
         spec=spec,
         launch=MasterPlan(
-            status_port=settings.port(asked.number("status_port"), "--status-port"),
-            on_event=asked.text("on_event"),
-            sources=settings.sources(asked, conf),
+            status_port=settings.port(flags.number("status_port"), "--status-port"),
+            on_event=flags.text("on_event"),
+            sources=settings.sources(flags, conf),
             run=RunPlan(
-                folder=asked.text("run_dir"),
+                folder=flags.text("run_dir"),
                 name=job_id,
-                fresh=asked.switch("fresh"),
+                fresh=flags.switch("fresh"),
                 command=("elasticrun", "master", *argv),
             ),
         ),

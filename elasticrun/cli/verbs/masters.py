@@ -96,7 +96,7 @@ class NoReply(NamedTuple):
     sentence: str
 
 
-def ask(
+def query_all(
     questions: list[MasterQuery], runner: asyncio.Runner
 ) -> tuple[list[tuple[Endpoint, JobStatus]], list[NoReply]]:
     """The status pages of the masters that answer, with their endpoints, and the masters that do
@@ -126,12 +126,12 @@ def ask(
 
     pages: list[tuple[Endpoint, JobStatus]] = []
     silent: list[NoReply] = []
-    for asked, answer in zip(questions, runner.run(ask_all()), strict=True):
-        where = asked.endpoint
+    for query, answer in zip(questions, runner.run(ask_all()), strict=True):
+        where = query.endpoint
         if isinstance(answer, LinkError):
             sentence = f"the master at {where} refuses to answer: {answer}"
             if not answer.rejected:
-                sentence = unanswered(where, str(answer), asked.run)
+                sentence = unanswered(where, str(answer), query.run)
             silent.append(NoReply(where, sentence))
         elif isinstance(answer, auth.TlsError):
             raise NoStatus(str(answer))
@@ -146,5 +146,5 @@ def unanswered(where: Endpoint, why: str, run: str = "") -> str:
     """A sentence: the master does not answer, the consequence, and what to run. `run`: the run
     folder of its job, "" if unknown."""
     goes_on = "; its ranks may train on without it" if run else ""
-    look = f"to find out why, run here: elasticrun doctor --rdzv-endpoint={where}"
-    return f"the master at {where} does not answer ({why}){goes_on}; {look}"
+    advice = f"to find out why, run here: elasticrun doctor --rdzv-endpoint={where}"
+    return f"the master at {where} does not answer ({why}){goes_on}; {advice}"

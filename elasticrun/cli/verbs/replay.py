@@ -42,13 +42,13 @@ def parser() -> Parser:
 
 def main(argv: Sequence[str]) -> int:
     """`elasticrun replay` with its own arguments. Raises UsageError."""
-    asked = parser().parse_args(argv)
+    args = parser().parse_args(argv)
     # Late import: only this verb needs the state machine.
-    from elasticrun.master.trace.replay import NoTrace, Wanted, replay
+    from elasticrun.master.trace.replay import NoTrace, Selection, replay
 
-    wanted = Wanted(node=asked.node, since=asked.since, everything=asked.all)
+    selection = Selection(node=args.node, since=args.since, everything=args.all)
     try:
-        timeline = Path(asked.timeline) if asked.timeline else None
-        return replay(Path(asked.trace), wanted, print, timeline)
+        timeline = Path(args.timeline) if args.timeline else None
+        return replay(Path(args.trace), selection, print, timeline)
     except NoTrace as wrong:
         raise UsageError(str(wrong), EXIT_USAGE) from None

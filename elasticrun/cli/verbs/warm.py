@@ -21,24 +21,24 @@ ANSWER_LIMIT: Final = 5.0
 """Seconds to wait for a warm process to describe itself."""
 
 
-def main(words: Sequence[str], say: Callable[[str], None]) -> int:
+def main(words: Sequence[str], notify: Callable[[str], None]) -> int:
     """Start a warm process, or list or stop all of this user. Returns the exit code."""
-    asked = _parser().parse_args(list(words))
-    given = [n for n, is_given in (("idle", asked.idle is not None), ("one-rank", asked.one_rank))
+    args = _parser().parse_args(list(words))
+    given = [n for n, is_given in (("idle", args.idle is not None), ("one-rank", args.one_rank))
              if is_given]  # fmt: skip
-    if given and (asked.list or asked.stop):
-        way = "list" if asked.list else "stop"
+    if given and (args.list or args.stop):
+        way = "list" if args.list else "stop"
         raise UsageError(f"--{given[0]} is for a start, and not for --{way}", EXIT_USAGE)
     try:
         folder = user_folder(os.environ)
     except OSError as error:
         raise UsageError(f"no folder for the socket: {error}", EXIT_FAILED) from None
-    if asked.list:
+    if args.list:
         return _list(folder)
-    if asked.stop:
-        return _stop(folder, say)
-    serves = _serves(one_rank=asked.one_rank)
-    return _start(_environ(one_rank=asked.one_rank), serves, asked.idle, say)
+    if args.stop:
+        return _stop(folder, notify)
+    serves = _serves(one_rank=args.one_rank)
+    return _start(_environ(one_rank=args.one_rank), serves, args.idle, notify)
 
 
 def _serves(*, one_rank: bool) -> str:
@@ -87,25 +87,25 @@ def _parser() -> Parser:
 
 
 def _start(
-    environ: dict[str, str], serves: str, idle: float | None, say: Callable[[str], None]
+    environ: dict[str, str], serves: str, idle: float | None, notify: Callable[[str], None]
 ) -> int:
     path = warm.socket_path(environ)
     there = _describe(path)
     if there is not None:
-        say(f"process {there.pid} is warm already, with torch {there.torch}, for {serves}")
+        notify(f"process {there.pid} is warm already, with torch {there.torch}, for {serves}")
         if idle is not None:
-            say("--idle has no effect on it: `elasticrun warm --stop` first")
+            notify("--idle has no effect on it: `elasticrun warm --stop` first")
         if reason := warm.refusal(path, environ):
-            say(f"no job of this shell is forked from it: {reason}; {warm.REMEDY}")
+            notify(f"no job of this shell is forked from it: {reason}; {warm.REMEDY}")
             return EXIT_FAILED
         return EXIT_OK if idle is None else EXIT_FAILED
     idle = warm.IDLE if idle is None else idle
     answer, pid = warm.start(path, idle, environ)
     word, _, rest = answer.partition(" ")
     if word != "ok":
-        say(f"error: no warm process: {rest or 'it died as it started'}")
+        notify(f"error: no warm process: {rest or 'it died as it started'}")
         return EXIT_FAILED
-    say(f"process {pid} is warm, with torch {rest}, for {serves}; it ends when no job has come "
+    notify(f"process {pid} is warm, with torch {rest}, for {serves}; it ends when no job has come "
         f"for {idle / 60:g} minutes")  # fmt: skip
     return EXIT_OK
 
@@ -181,15 +181,15 @@ def _memory(pid: int) -> str:
         return "unknown"
 
 
-def _stop(folder: Path, say: Callable[[str], None]) -> int:
+def _stop(folder: Path, notify: Callable[[str], None]) -> int:
     pids = []
     for path, found in _warm(folder):
         _send(path, spawning.Leave())
         pids.append(found.pid)
     if left := [pid for pid in pids if not _ended(pid)]:
-        say(f"error: still there: {', '.join(map(str, left))}")
+        notify(f"error: still there: {', '.join(map(str, left))}")
         return EXIT_FAILED
-    say(f"{len(pids)} ended" if pids else "no warm process")
+    notify(f"{len(pids)} ended" if pids else "no warm process")
     return EXIT_OK
 
 

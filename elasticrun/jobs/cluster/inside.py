@@ -55,18 +55,18 @@ def run_at_master(verb: str, words: Sequence[str]) -> int:
         made.error(f"{' '.join(ns.words)}: one job is wanted{', and a number' * (not flag)}")
     ns.job, number = (" ".join(ns.words), 0) if flag else meant(ns.words)
 
-    asked = [PROG, verb, f"--output={ns.output}", *[str(number)] * bool(number)]
+    command = [PROG, verb, f"--output={ns.output}", *[str(number)] * bool(number)]
     if flag == "--reason":  # inside the pod the user is the container's
         ns.reason = ": ".join(filter(None, (f"for {user_at_host()}", ns.reason)))
     if flag and (value := getattr(ns, flag[2:])):
-        asked.append(flag if value is True else f"{flag}={value}")
+        command.append(flag if value is True else f"{flag}={value}")
 
     async def worded(api: KubeApi, job: ClusterJob) -> list[str]:
         from elasticrun.jobs.kube import inside
 
         ends = verb in ("top", "events")  # ended by ^C, which only a terminal forwards
         node = ns.node if of_a_node else ""
-        return await inside.by_master(api, job, asked, node=node, terminal=ends)
+        return await inside.by_master(api, job, command, node=node, terminal=ends)
 
     return finished(lambda: _run(ns, worded, ours=True), made.prog)
 

@@ -139,15 +139,15 @@ def _without_pods(job: ClusterJob, wish: PodLogQuery) -> str:
     if job.state in ("submitted", "waiting"):
         why = f": {job.reason}" if job.reason else ""
         return f"no pod of job {job.name} has begun yet{why}"
-    gone = f"the pods of job {job.name} are gone"
+    what = f"the pods of job {job.name} are gone"
     if node := wish.node or wish.index:
-        gone = f"job {job.name} has no pod {node} that has begun, or it is gone"
-    lost = f"{gone}, and what they printed with them"
+        what = f"job {job.name} has no pod {node} that has begun, or it is gone"
+    lost = f"{what}, and what they printed with them"
     if not job.run_dir:
         return f"{lost}: `--run-dir DIR` of submit keeps it, on a volume"
     if job.volume_at(job.run_dir) is None:
         return f"{lost}: {job.run_dir} was on no volume"
     return (
-        f"{gone}; what its ranks wrote is on its volume: where that is mounted, `{PROG} logs "
+        f"{what}; what its ranks wrote is on its volume: where that is mounted, `{PROG} logs "
         f"{job.run_dir}` shows it"
     )

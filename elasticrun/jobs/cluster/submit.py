@@ -19,20 +19,20 @@ from elasticrun.jobs.verbs import render, render_flags
 
 
 def kubernetes_submission(
-    ns: argparse.Namespace, program: Sequence[str], run: Path, say: Callable[[str], None]
+    ns: argparse.Namespace, program: Sequence[str], run: Path, notify: Callable[[str], None]
 ) -> tuple[Submission, Target]:
     """An ElasticJob if the cluster has that kind, else the objects that `render k8s` prints. The
     API server has validated all of them. Raises UsageError, Invalid, RequestFailed."""
-    asked = argparse.Namespace(**{**vars(ns), "save_at_breakpoint": True})
-    asked.given = {**ns.given, "save_at_breakpoint": ""}
-    documents, where, notes = asyncio.run(_checked(asked, program))
+    filled = argparse.Namespace(**{**vars(ns), "save_at_breakpoint": True})
+    filled.given = {**ns.given, "save_at_breakpoint": ""}
+    documents, where, notes = asyncio.run(_checked(filled, program))
     for note in notes:
-        say(note)
+        notify(note)
     low, high = settings.nodes(ns.nnodes)
     known = Submission(
         name=ns.name,
         on="k8s",
-        flags=(f"--nodes={ns.nnodes}", f"--image={ns.image}", *render_flags.launcher_words(asked)),
+        flags=(f"--nodes={ns.nnodes}", f"--image={ns.image}", *render_flags.launcher_words(filled)),
         program=tuple(program),
         workdir=ns.working_dir,
         min_nodes=low,
@@ -68,14 +68,14 @@ async def _checked(
                 secret, ns.token_secret = [made], made["metadata"]["name"]
             except Forbidden:
                 pass  # then the job has no token; a note tells the user
-        wanted, notes = render.pods_of(ns, program)
+        settings, notes = render.pods_of(ns, program)
         if elastic:
             # the operator creates its token
             notes = [note for note in notes if note != render.no_token()]
             notes += [NO_TENSORBOARD] if "tensorboard" in ns.given else []
-            documents = [elastic_document(wanted)]
+            documents = [elastic_document(settings)]
         else:
-            *others, job = pods.job_documents(wanted)
+            *others, job = pods.job_documents(settings)
             documents = [*others, *secret, job]
         await acts.create_job(api, documents, trial=True)
         return documents, (api.context, api.namespace), notes

@@ -75,11 +75,11 @@ def _parser(verb: str) -> Parser:
     if verb == "top":
         made.add_argument("what", choices=("nodes",), help="of the cluster")
     elif verb != "list":
-        looks = verb in ("status", "logs")
+        reads = verb in ("status", "logs")
         text = "its name, or the beginning of it" + "; the only one, where none is named" * bool(
-            looks
+            reads
         )
-        more: Json = {"nargs": "?", "default": ""} if looks else {}
+        more: Json = {"nargs": "?", "default": ""} if reads else {}
         made.add_argument("job", metavar="JOB", help=text, **more)
     if verb == "scale":
         text = "how many nodes; `N JOB` is understood too"
@@ -116,17 +116,17 @@ async def _run(verb: str, ns: argparse.Namespace) -> int:
         except JobMissing:
             if run is None:
                 raise
-            gone = f"the cluster has job {ns.job} no more"
+            missing = f"the cluster has job {ns.job} no more"
             if verb == "delete":
-                return _forget(ns, run, gone)
-            raise RequestFailed(f"{gone}: `{PROG} delete {ns.job}` forgets it") from None
+                return _forget(ns, run, missing)
+            raise RequestFailed(f"{missing}: `{PROG} delete {ns.job}` forgets it") from None
         ns.job = job.name
         if verb == "status":
             return await _status(api, job, ns)
         if verb == "logs":
             return await logs.show_logs(api, job, ns)
-        said = await _act(verb, api, job, ns)
-    return _forget(ns, run if verb == "delete" else None, said)
+        message = await _act(verb, api, job, ns)
+    return _forget(ns, run if verb == "delete" else None, message)
 
 
 def _forget(ns: argparse.Namespace, run: RunFolder | None, sentence: str) -> int:
@@ -194,11 +194,11 @@ async def _status(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> int:
     events.sort(key=_when)
     now = time.time()
     if ns.output == "json":
-        said: Json = asdict(page_of(job.row(now)))
-        said |= {"kind": job.body["kind"], "namespace": job.namespace}
-        said |= {"conditions": job.conditions, "pods": [_pod_record(pod) for pod in pods]}
-        said["events"] = [_event_record(one) for one in events[-MOST_EVENTS:]]
-        print(as_json(said))
+        page: Json = asdict(page_of(job.row(now)))
+        page |= {"kind": job.body["kind"], "namespace": job.namespace}
+        page |= {"conditions": job.conditions, "pods": [_pod_record(pod) for pod in pods]}
+        page["events"] = [_event_record(one) for one in events[-MOST_EVENTS:]]
+        print(as_json(page))
         return EXIT_OK
     print(*map(plain, _page(job, pods, now)), sep="\n")
     if events or hidden:
@@ -211,14 +211,14 @@ async def _status(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> int:
 
 def _page(job: ClusterJob, pods: Sequence[ObservedPod], now: float) -> list[str]:
     row = job.row(now)
-    said = lines(TITLES, [shown(row)], COLUMNS)
-    said += ["", f"{job.body['kind']} in namespace {job.namespace}"]
-    said += [f"why: {row.reason}"] if row.reason else []
+    found = lines(TITLES, [shown(row)], COLUMNS)
+    found += ["", f"{job.body['kind']} in namespace {job.namespace}"]
+    found += [f"why: {row.reason}"] if row.reason else []
     for one in job.conditions:
         text = " ".join(str(one.get("message") or one.get("reason") or "").split())
         if text and not (one.get("status") != "True" and one.get("type") in _QUIET):
             word = "yes" if one.get("status") == "True" else "no"
-            said.append(f"{one.get('type')}: {word}, {text}")
+            found.append(f"{one.get('type')}: {word}, {text}")
     if pods:
         titles = ("POD", "NODE", "PHASE", "AGE", "ON")
         table = [
@@ -226,9 +226,9 @@ def _page(job: ClusterJob, pods: Sequence[ObservedPod], now: float) -> list[str]
              duration(max(0.0, now - pod.created)), pod.node or "-")
             for pod in pods
         ]  # fmt: skip
-        said += ["", *lines(titles, table, COLUMNS)]
-        said += [f"{pod.name}: {pod.message}" for pod in pods if pod.message]
-    return said
+        found += ["", *lines(titles, table, COLUMNS)]
+        found += [f"{pod.name}: {pod.message}" for pod in pods if pod.message]
+    return found
 
 
 _QUIET: Final = ("Recovering", "Succeeded", "Failed", "FailureTarget", "SuccessCriteriaMet")
@@ -244,8 +244,8 @@ def _when(event: Json) -> float:
 
 
 def _event_record(event: Json) -> Json:
-    told = {name: event.get(name) or "" for name in ("type", "reason", "message")}
-    return {"time": _when(event), **told}
+    fields = {name: event.get(name) or "" for name in ("type", "reason", "message")}
+    return {"time": _when(event), **fields}
 
 
 def _pod_record(pod: ObservedPod) -> Json:
@@ -262,8 +262,8 @@ def _pod_record(pod: ObservedPod) -> Json:
 async def _top(api: KubeApi, ns: argparse.Namespace) -> int:
     from elasticrun.jobs.kube.room import nodes
 
-    rows, said = await nodes(api)
-    for sentence in said:
+    rows, notes = await nodes(api)
+    for sentence in notes:
         print(f"{PROG} top: {sentence}", file=sys.stderr)
     if ns.output == "json":
         print(as_json(rows))
@@ -291,7 +291,7 @@ async def _top(api: KubeApi, ns: argparse.Namespace) -> int:
 # ---------------------------------------------------------------- scale -f
 
 
-def scale_plan_words(words: Sequence[str], say: Callable[[str], None]) -> list[str]:
+def scale_plan_words(words: Sequence[str], notify: Callable[[str], None]) -> list[str]:
     """The words of `scale`, with -f replaced by the contents of its file. Raises UsageError."""
     made = Parser(prog=f"{PROG} scale", add_help=False)
     made.add_argument("-f", "--file", required=True)
@@ -312,5 +312,5 @@ def scale_plan_words(words: Sequence[str], say: Callable[[str], None]) -> list[s
     except NotConvertible as wrong:
         raise UsageError(f"{ns.file}: {wrong}", EXIT_USAGE) from None
     for note in found[0].notes:
-        say(note)
+        notify(note)
     return [job, str(nodes), *rest]

@@ -87,8 +87,8 @@ _Extra = Mapping[str, tuple[str, str]]
 def _added(extra: _Extra, own: str | None) -> list[str]:
     """Flags to add. `own`: the launcher's flags, None without a launcher."""
     made = []
-    for name, (said, default) in extra.items():
-        value = said or (default if own is not None else "")
+    for name, (given, default) in extra.items():
+        value = given or (default if own is not None else "")
         if value and not re.search(rf"(?:^|\s)--{name.replace('-', '[-_]')}[=\s]", own or ""):
             made.append(f"--{name}={value}")
     return made

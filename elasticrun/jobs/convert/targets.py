@@ -96,8 +96,10 @@ def slurm_words(job: ForeignJob, document: Document) -> list[str]:
 
 def _resources(main: Mapping[str, Any], document: Document, path: str) -> Iterator[str]:
     parts = [main.get("resources", {}).get(part) for part in ("requests", "limits")]
-    wanted = {name: size for part in parts if isinstance(part, dict) for name, size in part.items()}
-    for name, amount in wanted.items():
+    amounts = {
+        name: size for part in parts if isinstance(part, dict) for name, size in part.items()
+    }
+    for name, amount in amounts.items():
         if name == "cpu" and str(amount).isdecimal():
             yield from ("--cpus-per-task", str(amount))
         elif name == "memory" and (size := re.fullmatch(r"(\d+)([KMGT])i?", str(amount))):

@@ -48,7 +48,7 @@ ORDER_LIMIT: Final = 180.0
 """Seconds to wait for the order; the other side first chooses the host of the rendezvous."""
 BEGIN_LIMIT: Final = 30.0
 """Seconds within which another connection must have started the agent."""
-LOOK_EVERY: Final = 0.5
+POLL_EVERY: Final = 0.5
 """Seconds between polls if the kernel provides no inotify."""
 HOLDER_EVERY: Final = 10.0
 """Seconds between checks whether the process that holds the agent was killed."""
@@ -149,7 +149,7 @@ class _AgentSession:
         if watch is not None:
             poller.register(watch.fileno(), select.POLLIN)
         while (ended := _end_of(self._folder)) is None:
-            wait = 0.0 if self._print() else LOOK_EVERY if watch is None else HOLDER_EVERY
+            wait = 0.0 if self._print() else POLL_EVERY if watch is None else HOLDER_EVERY
             for fd, _ in poller.poll(wait * 1000):
                 if watch is not None and fd == watch.fileno():
                     watch.read()
@@ -232,13 +232,13 @@ def _sweep(folders: Path) -> None:
 
 def _start(folder: Path, order: Mapping[str, Any]) -> None:
     """Start the agent in its own session, as the child of a process that only waits for it."""
-    told, tell = os.pipe()
+    read_end, write_end = os.pipe()
     if os.fork():
-        os.close(tell)
-        select.select([told], [], [], BEGIN_LIMIT)  # started, or failed to start
-        os.close(told)
+        os.close(write_end)
+        select.select([read_end], [], [], BEGIN_LIMIT)  # started, or failed to start
+        os.close(read_end)
         return
-    os.close(told)
+    os.close(read_end)
     code = 1
     try:
         os.setsid()
@@ -258,7 +258,7 @@ def _start(folder: Path, order: Mapping[str, Any]) -> None:
         pids = {"holder": os.getpid(), "agent": agent.pid}
         held = {name: asdict(ProcessId.of(pid)) for name, pid in pids.items()}
         _write(folder / "holder", json.dumps(held))
-        os.close(tell)
+        os.close(write_end)
         code = agent.wait()
     except BaseException as wrong:
         os.write(2, f"elasticrun: the agent cannot be started: {wrong}\n".encode())

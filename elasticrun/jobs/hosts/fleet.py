@@ -66,11 +66,11 @@ def rendezvous_flags(host: str, port: int) -> tuple[str, ...]:
     return ("--rdzv-backend=c10d", f"--rdzv-endpoint={Endpoint(host, port)}")
 
 
-def run(plan: HostsPlan, say: Callable[[str], None]) -> int:
+def run(plan: HostsPlan, notify: Callable[[str], None]) -> int:
     """Start the job and follow it to its end. Returns its exit code."""
 
     async def follow() -> int:
-        return await Fleet(plan, say).run()
+        return await Fleet(plan, notify).run()
 
     return asyncio.run(follow())
 
@@ -78,9 +78,9 @@ def run(plan: HostsPlan, say: Callable[[str], None]) -> int:
 class Fleet:
     """The agents of one job, and the decisions that concern them all."""
 
-    def __init__(self, plan: HostsPlan, say: Callable[[str], None]) -> None:
+    def __init__(self, plan: HostsPlan, notify: Callable[[str], None]) -> None:
         self.plan = plan
-        self.say = say
+        self.notify = notify
         self.run_id = f"{uuid.uuid4().hex[:12]}"
         self.cwd = os.getcwd()
         self.screen = Screen()
@@ -135,13 +135,13 @@ class Fleet:
         """A host is given up."""
         left, least = self._unfinished_count(), self.plan.least
         if member.started:
-            self.say(f"{member.name} is not reached any more: {why}; its agent may go on there")
+            self.notify(f"{member.name} is not reached any more: {why}; its agent may go on there")
         elif left >= least and member is not self._first:
-            self.say(f"{member.name} cannot be used: {why}; the job goes on without it")
+            self.notify(f"{member.name} cannot be used: {why}; the job goes on without it")
         elif not self._failed and not self.signals:
             self._failed = True
             need = f"the job needs {some(least, 'host')}" if left < least else "others meet there"
-            self.say(f"{member.name} cannot be used: {why}; {need}, so it ends")
+            self.notify(f"{member.name} cannot be used: {why}; {need}, so it ends")
             self._cancel_unstarted()
             self._send(signal.SIGTERM)
         if member.started and not any(one.runs for one in self.members):
@@ -170,13 +170,15 @@ class Fleet:
 
     def _signalled(self, number: int) -> None:
         """The first signal lets the job save and stop; the second kills it."""
-        asked = signal.SIGTERM if number == signal.SIGHUP else number
-        self._send(signal.SIGKILL if self.signals else asked)
+        signum = signal.SIGTERM if number == signal.SIGHUP else number
+        self._send(signal.SIGKILL if self.signals else signum)
         self._cancel_unstarted()
         for one in self.members:
             if len(self.signals) > 1 and one.task and one.runs and not one.connected:
                 one.task.cancel()
-                self.say(f"{one.name} is not reached; its agent may go on: elasticrun stop ends it")
+                self.notify(
+                    f"{one.name} is not reached; its agent may go on: elasticrun stop ends it"
+                )
 
     def _terminate(self) -> None:
         """Send SIGTERM unless a signal was sent: at a second signal agents exit without saving."""
@@ -204,7 +206,7 @@ class HostAgent:
         self.over = False
         self._starts = 1
         self._failures = 0
-        self._told = dict.fromkeys(STREAMS, 0)
+        self._received = dict.fromkeys(STREAMS, 0)
         self._connection: SshConnection | None = None
 
     @property
@@ -241,7 +243,7 @@ class HostAgent:
         if self._failures == 1:
             what = "its agent goes on" if self.started else "others may begin without it"
             state = "is not connected" if self.started else "cannot be reached"
-            self._fleet.say(f"{self.name} {state}: {why}; {what}, and it is tried again")
+            self._fleet.notify(f"{self.name} {state}: {why}; {what}, and it is tried again")
         await asyncio.sleep(DELAYS[min(self._failures, len(DELAYS)) - 1])
         return None
 
@@ -250,10 +252,10 @@ class HostAgent:
         if code != _KILLED or self._starts >= MAX_STARTS or not self._fleet.others_run(self):
             self.over = True
             return self._fleet.agent_ended(self, code)
-        self._fleet.say(f"the agent on {self.name} was killed: it is started again")
+        self._fleet.notify(f"the agent on {self.name} was killed: it is started again")
         await asyncio.sleep(DELAYS[self._starts - 1])
         self._starts += 1
-        self._told = dict.fromkeys(STREAMS, 0)
+        self._received = dict.fromkeys(STREAMS, 0)
         return None
 
     async def _follow(self) -> int:
@@ -269,16 +271,16 @@ class HostAgent:
                 connection.send({**order, "signals": fleet.signals})
                 async for head, data in connection.frames():
                     if self._failures:
-                        fleet.say(f"{self.name} is reached again")
+                        fleet.notify(f"{self.name} is reached again")
                         self._failures = 0
                     if "code" in head or "lost" in head:
                         connection.send({"done": True})
                         return int(head.get("code", _KILLED))
                     if "error" in head:
-                        self.started = self._told["out"] + self._told["err"] > 0
+                        self.started = self._received["out"] + self._received["err"] > 0
                         raise CannotStart(head["error"])
-                    for stream in self._told.keys() & head:
-                        self._told[stream] += len(data)
+                    for stream in self._received.keys() & head:
+                        self._received[stream] += len(data)
                         fleet.screen.show(self.name, stream, data)
             finally:
                 self._connection = None
@@ -295,7 +297,7 @@ class HostAgent:
             "cwd": self._fleet.cwd,
             "variables": plan.variables,
             "token": plan.token,
-            "told": self._told,
+            "told": self._received,
         }
 
     def forward_signals(self) -> None:
@@ -309,7 +311,7 @@ class Screen:
 
     def __init__(self) -> None:
         self._rest: dict[tuple[str, str], bytes] = {}
-        self._looks: dict[tuple[str, str], asyncio.TimerHandle] = {}
+        self._timers: dict[tuple[str, str], asyncio.TimerHandle] = {}
 
     def show(self, name: str, stream: str, data: bytes) -> None:
         """Print complete lines; of a progress bar its newest state."""
@@ -321,21 +323,21 @@ class Screen:
             self._write(of, line, ends=True)
         if rest:
             self._rest[of] = rest
-            if of not in self._looks:
+            if of not in self._timers:
                 loop = asyncio.get_running_loop()
-                self._looks[of] = loop.call_later(SHOW_AFTER, self._show_unfinished, of)
+                self._timers[of] = loop.call_later(SHOW_AFTER, self._show_unfinished, of)
 
     def print_unfinished(self) -> None:
         """Print unfinished lines."""
-        for look in self._looks.values():
-            look.cancel()
+        for timer in self._timers.values():
+            timer.cancel()
         for of, rest in self._rest.items():
             self._write(of, rest, ends=True)
         self._rest.clear()
 
     def _show_unfinished(self, of: tuple[str, str]) -> None:
         """Show the beginning of a line, or the newest state of a bar."""
-        del self._looks[of]
+        del self._timers[of]
         rest = self._rest.get(of, b"")
         if rest and (b"\r" not in rest or columns_of(_fd(of))):
             self._write(of, rest, ends=False)

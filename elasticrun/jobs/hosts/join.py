@@ -67,7 +67,7 @@ With - in place of CODE, the code is read from standard input.
 """
 
 
-def main(argv: Sequence[str], say: Callable[[str], None], launch: Callable[..., int]) -> int:
+def main(argv: Sequence[str], notify: Callable[[str], None], launch: Callable[..., int]) -> int:
     """Join, or print a new code. Returns the exit code. Raises UsageError."""
     ns = _parser().parse_args(argv)
     if ns.new:
@@ -92,7 +92,7 @@ def main(argv: Sequence[str], say: Callable[[str], None], launch: Callable[..., 
     _enter(answer, words)
     os.environ.pop(trust.TOKEN_FILE_VARIABLE, None)  # another job's, and read first
     os.environ[trust.TOKEN_VARIABLE] = answer.token  # `withdraw` removes it again
-    say(f"joining job {answer.job_id} in {os.getcwd()}: {PROG} {shlex.join(words)}")
+    notify(f"joining job {answer.job_id} in {os.getcwd()}: {PROG} {shlex.join(words)}")
     return launch(words)
 
 
@@ -131,7 +131,7 @@ def _exchange(endpoint: Endpoint, code: JoinCode, flags: Sequence[str]) -> JoinA
         what = ns.training_script
         raise UsageError(f"{what}: only flags may follow the code; the script comes from the job")
 
-    async def asked(pem: auth.Pem | None) -> tuple[auth.Guest, Reply]:
+    async def attempt(pem: auth.Pem | None) -> tuple[auth.Guest, Reply]:
         until = time.monotonic() + DIAL_LIMIT
         while True:
             guest = auth.Guest.with_code(code, __version__)  # a fresh nonce for each attempt
@@ -145,7 +145,7 @@ def _exchange(endpoint: Endpoint, code: JoinCode, flags: Sequence[str]) -> JoinA
     try:
         files = trust.tls(FlagValues(ns, variables))
         pem = None if files is None else auth.read_pem(files)
-        guest, reply = asyncio.run(asked(pem))
+        guest, reply = asyncio.run(attempt(pem))
         if not reply.ok:
             raise UsageError(reply.reason, EXIT_FAILED)
         plain = unseal(code.secret, guest.nonces, reply.body)

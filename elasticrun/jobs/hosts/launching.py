@@ -31,13 +31,16 @@ _STAY: Final = re.compile(
 
 
 def launch(
-    words: Sequence[str], asked: FlagValues, environ: Mapping[str, str], say: Callable[[str], None]
+    words: Sequence[str],
+    flags: FlagValues,
+    environ: Mapping[str, str],
+    notify: Callable[[str], None],
 ) -> int:
     """Start the job on its hosts and follow it to its end. Returns its exit code. Raises
     UsageError."""
-    plan = plan_of(words, asked, environ)
-    if not asked.switch("dry_run"):
-        return fleet.run(plan, say)
+    plan = plan_of(words, flags, environ)
+    if not flags.switch("dry_run"):
+        return fleet.run(plan, notify)
     meet = fleet.rendezvous_flags(plan.hosts[0].name, plan.port) if plan.port else ()
     print(f"in the folder {os.getcwd()} of each host:")
     for host, argv in zip(plan.hosts, plan.argv, strict=True):
@@ -46,30 +49,30 @@ def launch(
     return EXIT_OK
 
 
-def plan_of(words: Sequence[str], asked: FlagValues, environ: Mapping[str, str]) -> fleet.HostsPlan:
+def plan_of(words: Sequence[str], flags: FlagValues, environ: Mapping[str, str]) -> fleet.HostsPlan:
     """The plan for these words. Raises UsageError."""
-    hosts = _hosts(asked)
+    hosts = _hosts(flags)
     for dest in _OF_ONE_HOST:
-        if asked.explicitly(dest):
+        if flags.explicitly(dest):
             raise UsageError(
-                f"{asked.source(dest)} is for one host: leave it out beside --hosts", EXIT_USAGE
+                f"{flags.source(dest)} is for one host: leave it out beside --hosts", EXIT_USAGE
             )
-    given = asked.explicitly("nnodes")
-    low, high = settings.nodes(asked.text("nnodes") if given else str(len(hosts)))
+    given = flags.explicitly("nnodes")
+    low, high = settings.nodes(flags.text("nnodes") if given else str(len(hosts)))
     if len(hosts) < low:
         raise UsageError(
-            f"--nnodes={asked.text('nnodes')} needs more hosts than the {len(hosts)} given",
+            f"--nnodes={flags.text('nnodes')} needs more hosts than the {len(hosts)} given",
             EXIT_USAGE,
         )
-    named = asked.explicitly("rdzv_id")
-    job = asked.text("rdzv_id") if named else f"{job_stem(asked)}-{fresh_id()[:8]}"
-    meets = not any(map(asked.explicitly, MEETING_FLAGS))
+    named = flags.explicitly("rdzv_id")
+    job = flags.text("rdzv_id") if named else f"{job_stem(flags)}-{fresh_id()[:8]}"
+    meets = not any(map(flags.explicitly, MEETING_FLAGS))
     common = [] if named else [f"--rdzv-id={job}"]
-    common += [] if named or asked.explicitly("name") else [f"--name={job_stem(asked)}"]
+    common += [] if named or flags.explicitly("name") else [f"--name={job_stem(flags)}"]
     common += [] if given else [f"--nnodes={len(hosts)}"]
     at = get_args_parser().script_at(words)
     behind = [*without(words[:at], _NOT_HANDED_ON), *words[at:]]
-    slots = not asked.explicitly("nproc_per_node")
+    slots = not flags.explicitly("nproc_per_node")
     argv = []
     for number, host in enumerate(hosts):
         own = [f"--node-rank={number}"] if number < high else []
@@ -86,8 +89,8 @@ def plan_of(words: Sequence[str], asked: FlagValues, environ: Mapping[str, str])
             for name, value in environ.items()
             if _GO_ALONG.match(name) and not _STAY.match(name)
         },
-        ssh=_ssh(asked.text("ssh")),
-        token=trust.token(asked) or secrets.token_hex(32),
+        ssh=_ssh(flags.text("ssh")),
+        token=trust.token(flags) or secrets.token_hex(32),
     )
 
 
@@ -99,8 +102,8 @@ def _ssh(text: str) -> tuple[str, ...]:
         raise UsageError(f"--ssh={text}: {wrong}", EXIT_USAGE) from None
 
 
-def _hosts(asked: FlagValues) -> tuple[hostfile.NamedHost, ...]:
-    text, path = asked.text("hosts"), asked.text("hostfile")
+def _hosts(flags: FlagValues) -> tuple[hostfile.NamedHost, ...]:
+    text, path = flags.text("hosts"), flags.text("hostfile")
     if text and path:
         raise UsageError("--hosts and --hostfile both say which hosts: leave one out", EXIT_USAGE)
     try:

@@ -65,14 +65,14 @@ def command(host: NamedHost, ssh: Sequence[str]) -> list[str]:
 async def address_of(host: NamedHost, ssh: Sequence[str]) -> str:
     """The host name according to ssh's configuration: other hosts may not know the alias."""
     with contextlib.suppress(OSError, TimeoutError):
-        asked = await asyncio.create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(
             *(*ssh, "-G", host.for_ssh),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
         )
-        said, _ = await asyncio.wait_for(asked.communicate(), CONNECT_LIMIT)
-        for line in said.decode(errors="replace").splitlines():
+        output, _ = await asyncio.wait_for(process.communicate(), CONNECT_LIMIT)
+        for line in output.decode(errors="replace").splitlines():
             if line.startswith("hostname "):
                 return line.split()[1]
     return host.name
@@ -161,8 +161,8 @@ class SshConnection:
         except TimeoutError:
             return ConnectionCut("its output has ended")
         self._errors.seek(0)
-        said = self._errors.read(CHUNK).decode(errors="replace").split("\n")
-        last = next((line.strip()[:300] for line in reversed(said) if line.strip()), "")
+        lines = self._errors.read(CHUNK).decode(errors="replace").split("\n")
+        last = next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
         if self._has_greeted:
             return ConnectionCut(last or "the connection was cut")
         if code in (126, 127):

@@ -50,23 +50,23 @@ async def jobs(api: KubeApi, namespace: str = "") -> tuple[list[ClusterJob], lis
     return found, list(map(str, refused))
 
 
-async def find(api: KubeApi, wanted: str, *, exact: bool = False) -> ClusterJob:
+async def find(api: KubeApi, name: str, *, exact: bool = False) -> ClusterJob:
     """The job of that name in the namespace, or, unless `exact`, the only one whose name begins
     with it; for "" the only job. Raises RequestFailed."""
-    for kind in (ELASTIC_JOBS, INDEXED_JOBS) if wanted else ():
+    for kind in (ELASTIC_JOBS, INDEXED_JOBS) if name else ():
         with contextlib.suppress(Forbidden):  # the user may lack rights to one of the kinds
-            if (body := await api.get(kind, wanted, api.namespace)) is not None:
+            if (body := await api.get(kind, name, api.namespace)) is not None:
                 return ClusterJob({**body, "kind": kind.__name__})
     known, _ = await jobs(api)
     names = sorted(job.name for job in known)
-    meant = [job for job in known if job.name.startswith(wanted) and not exact]
+    meant = [job for job in known if job.name.startswith(name) and not exact]
     if len(meant) == 1:
         return meant[0]
     shown = first_of(names)
     if meant:
         raise RequestFailed(f"several jobs are in namespace {api.namespace}: {shown}; name one")
-    hint = nearest(wanted, names) or (f"; there is {shown}" if shown else "")
-    raise JobMissing(f"no job {wanted or 'at all'} is in namespace {api.namespace}{hint}")
+    hint = nearest(name, names) or (f"; there is {shown}" if shown else "")
+    raise JobMissing(f"no job {name or 'at all'} is in namespace {api.namespace}{hint}")
 
 
 async def find_again(api: KubeApi, job: ClusterJob) -> AsyncIterator[tuple[str, ClusterJob]]:
@@ -131,12 +131,14 @@ async def scale(api: KubeApi, job: ClusterJob, nodes: int) -> str:
     else:
         change = {"spec": {"completions": nodes, "parallelism": nodes}}
         await api.patch(INDEXED_JOBS, job.name, job.namespace, change)
-    said = f"job {job.name} is to have {nodes} nodes (before: {job.nodes})"
+    sentence = f"job {job.name} is to have {nodes} nodes (before: {job.nodes})"
     if job.is_suspended:
-        said += f"; it is {job.state}, and gets them when it is resumed"
+        sentence += f"; it is {job.state}, and gets them when it is resumed"
     elif most := job.most_ranked if nodes > job.most_ranked > 0 else 0:
-        said += f"; its ranks are on {most} at most (--nodes when it was made): the rest are spares"
-    return said
+        sentence += (
+            f"; its ranks are on {most} at most (--nodes when it was made): the rest are spares"
+        )
+    return sentence
 
 
 async def suspend(api: KubeApi, job: ClusterJob, *, stop: bool = False) -> str:

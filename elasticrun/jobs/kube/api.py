@@ -205,20 +205,20 @@ def _should_retry(error: Exception, count: int) -> OnErrorResult:
 def _refusal(error: ApiError, what: str) -> RequestFailed:
     """The server's error as a sentence."""
     status, code = error.status, code_of(error)
-    said = " ".join((status.message or "").split())[:600] or f"HTTP {code}"
+    message = " ".join((status.message or "").split())[:600] or f"HTTP {code}"
     if code == 401:
         return RequestFailed(UNKNOWN)
     if code == 403:
-        return Forbidden(f"you may not {what}: {said}{ASK}")
+        return Forbidden(f"you may not {what}: {message}{ASK}")
     if code == 409 and status.reason == "AlreadyExists":
-        return RequestFailed(f"{said}: choose another --name, or `elasticrun delete` that one")
+        return RequestFailed(f"{message}: choose another --name, or `elasticrun delete` that one")
     if code == 422 and status.details and status.details.causes:
         causes = (
             f"{one.field}: {one.message}".removeprefix(': Invalid value: "object": ')
             for one in status.details.causes
         )
         return RequestFailed(f"the cluster does not {what}: {'; '.join(causes)[:1000]}")
-    return RequestFailed(f"the cluster does not {what}: {said}")
+    return RequestFailed(f"the cluster does not {what}: {message}")
 
 
 @functools.cache

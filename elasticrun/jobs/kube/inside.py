@@ -86,8 +86,8 @@ def run_on_terminal(words: Sequence[str], environ: Mapping[str, str], *, ours: b
         raise RequestFailed(
             f"commands in pods are run by kubectl, which is not on the PATH: {words[0]}"
         )
-    heard = subprocess.PIPE if ours else None
-    with subprocess.Popen([program, *words[1:]], env=environ, stderr=heard) as running:
+    stderr = subprocess.PIPE if ours else None
+    with subprocess.Popen([program, *words[1:]], env=environ, stderr=stderr) as running:
         for line in running.stderr or ():
             if not line.startswith(b"command terminated with exit code"):
                 sys.stderr.write(line.decode(errors="replace"))

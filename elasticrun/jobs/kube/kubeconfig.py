@@ -89,6 +89,8 @@ def _with_exec_info(user: User | None) -> User | None:
     if user is None or known is None or not known.apiVersion.startswith(LOGIN):
         return user
     asks = {"apiVersion": known.apiVersion, "kind": "ExecCredential"}
-    asked = NameValue("KUBERNETES_EXEC_INFO", json.dumps({**asks, "spec": {"interactive": False}}))
-    env = [*(known.env or ()), asked]
+    variable = NameValue(
+        "KUBERNETES_EXEC_INFO", json.dumps({**asks, "spec": {"interactive": False}})
+    )
+    env = [*(known.env or ()), variable]
     return replace(user, exec=replace(known, apiVersion=f"{LOGIN}v1beta1", env=env))

@@ -121,8 +121,8 @@ class ClusterJob:
     def ranks_a_node(self) -> int:
         """The ranks per node that its command sets; 0 if the command leaves it open."""
         found = re.search(r"--nproc[-_]per[-_]node[= ](\w+)", self.words)
-        said = found[1] if found else "1"
-        return int(said) if said.isdecimal() else 0
+        number = found[1] if found else "1"
+        return int(number) if number.isdecimal() else 0
 
     @property
     def run_dir(self) -> str:
@@ -299,8 +299,8 @@ def _pod_message(state: Json, ended: Json, status: Json) -> str:
     )
     if scheduled.get("status") == "False":
         return str(scheduled.get("message") or "not placed yet")
-    said = (waiting.get("reason") or status.get("reason"), waiting.get("message"))
-    return ": ".join(str(one) for one in said if one)
+    parts = (waiting.get("reason") or status.get("reason"), waiting.get("message"))
+    return ": ".join(str(one) for one in parts if one)
 
 
 def in_order(pods: Iterable[Json], job: ClusterJob) -> list[ObservedPod]:

@@ -106,22 +106,22 @@ async def _lines(
     api: KubeApi, job: ClusterJob, pod: ObservedPod, query: PodLogQuery, **more: Any
 ) -> AsyncIterator[tuple[str, str]]:
     """The wanted lines, each with its timestamp."""
-    asked: dict[str, Any] = {"container": pod.container, "timestamps": True}
+    options: dict[str, Any] = {"container": pod.container, "timestamps": True}
     if query.since:
-        asked["since"] = query.since
+        options["since"] = query.since
     first = 0  # first line to show
     if query.tail and query.grep is None and query.rank < 0:
-        asked["tail_lines"] = query.tail
+        options["tail_lines"] = query.tail
     elif query.tail:  # of the matching lines, which the server cannot count
         newest: deque[int] = deque(maxlen=query.tail)
         at = 0
-        async for line in api.log(pod.name, job.namespace, **asked):
+        async for line in api.log(pod.name, job.namespace, **options):
             at += 1
             if query.matches(_stamped(line)[1]):
                 newest.append(at)
         first = newest[0] if len(newest) == query.tail else 0
     at = 0
-    async for line in api.log(pod.name, job.namespace, **asked, **more):
+    async for line in api.log(pod.name, job.namespace, **options, **more):
         at += 1
         stamp, text = _stamped(line)
         if at >= first and query.matches(text):

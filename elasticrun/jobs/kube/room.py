@@ -26,20 +26,20 @@ async def nodes(api: KubeApi) -> tuple[list[NodeRow], list[str]]:
     """All nodes, and a sentence for each kind of data that is unavailable. Raises RequestFailed if
     this user may not list nodes."""
     bodies = await api.list(NODES)
-    said: list[str] = []
-    asked: dict[str, Json] | None = None
+    notes: list[str] = []
+    requests: dict[str, Json] | None = None
     try:
-        asked = _requests(await api.list(PODS, EVERYWHERE))
+        requests = _requests(await api.list(PODS, EVERYWHERE))
     except Forbidden as why:
-        said.append(f"what pods have taken is not known: {why}")
+        notes.append(f"what pods have taken is not known: {why}")
     used: dict[str, Json] = {}
     try:
         used = {one["metadata"]["name"]: one.get("usage") or {}
                 for one in await api.list(USE_OF_NODES)}  # fmt: skip
     except RequestFailed:
-        said.append("what is in use is not known: the cluster has no metrics server for you")
-    rows = [_row(body, asked, used.get(body["metadata"]["name"], {})) for body in bodies]
-    return sorted(rows, key=lambda row: row.node), said
+        notes.append("what is in use is not known: the cluster has no metrics server for you")
+    rows = [_row(body, requests, used.get(body["metadata"]["name"], {})) for body in bodies]
+    return sorted(rows, key=lambda row: row.node), notes
 
 
 def _row(body: Json, requested: dict[str, Json] | None, used: Json) -> NodeRow:
@@ -72,8 +72,8 @@ def _requests(pods: Iterable[Json]) -> dict[str, Json]:
         total = found.setdefault(node, {})
         for container in pod["spec"].get("containers") or ():
             resources = container.get("resources") or {}
-            wants = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
-            for name, amount in wants.items():
+            amounts = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+            for name, amount in amounts.items():
                 total[name] = total.get(name, 0.0) + quantity(amount)
     return found
 

@@ -106,10 +106,10 @@ _MODULES: Final = re.compile(r"(-u )?-m torch\.distributed\.(run|launch)(?= |\Z)
 _REF: Final = re.compile(r"(GIT_SYNC_(?:BRANCH|REV))=(.*)\Z")
 
 
-def translated(words: Sequence[str], where: str, say: Callable[[str], None]) -> list[str]:
+def translated(words: Sequence[str], where: str, notify: Callable[[str], None]) -> list[str]:
     """Translate what was typed after `submit` or `render TARGET`; other words stay unchanged.
-    `where`: a backend of --on or a target of `render`. `say` receives a note for each flag without
-    effect. Raises Invalid."""
+    `where`: a backend of --on or a target of `render`. `notify` receives a note for each flag
+    without effect. Raises Invalid."""
     words = list(words)
     at = words.index("--") if "--" in words else len(words)
     flags, behind = words[:at], words[at:]
@@ -125,7 +125,7 @@ def translated(words: Sequence[str], where: str, say: Callable[[str], None]) -> 
     elif _BARE.fullmatch("".join(behind[1:2])) and "--no-python" not in flags:
         more, behind = _program(behind[1:])
         flags += more
-    return [*_Translation(flags, _place(where), say).translated(), *behind]
+    return [*_Translation(flags, _place(where), notify).translated(), *behind]
 
 
 def known_flags(where: str) -> list[str]:
@@ -141,10 +141,10 @@ def _place(where: str) -> str:
 class _Translation:
     """Translates the flags of one command line."""
 
-    def __init__(self, flags: list[str], place: str, say: Callable[[str], None]) -> None:
+    def __init__(self, flags: list[str], place: str, notify: Callable[[str], None]) -> None:
         self._flags = flags
         self._place = place
-        self._say = say
+        self._notify = notify
         self._ranks_said = any(re.match(r"--nproc[-_]per[-_]node\b", word) for word in flags)
         self._git = ""
         self._refs: dict[str, str] = {}
@@ -179,7 +179,9 @@ class _Translation:
         done = [f"--git={self._git}@{ref}" if ref else f"--git={self._git}"]
         of_arena = "--sync-source" in self._seen and "--working-dir" not in self._seen
         if of_arena and self._place == PODS:
-            self._say(f"the code is put below {ROOT}, as Arena has it; --working-dir names another")
+            self._notify(
+                f"the code is put below {ROOT}, as Arena has it; --working-dir names another"
+            )
             done.append(f"--working-dir={ROOT}")
         return done
 
@@ -220,7 +222,7 @@ class _Translation:
         if self._place not in row.words:
             if not row.note:
                 raise Invalid(_only(name, row))
-            self._say(f"{name}={value} has no effect: {row.note}")
+            self._notify(f"{name}={value} has no effect: {row.note}")
             return []
         number = next(self._numbers) if name == "--data-dir" else 0
         return [_filled(text, name, value, number) for text in row.words[self._place]]

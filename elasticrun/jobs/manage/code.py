@@ -31,12 +31,12 @@ def with_commit(
     return [f"--git={ns.git}", *without(words[:at], ("--git",)), *words[at:]]
 
 
-def enter(git: str, environ: Mapping[str, str], say: Callable[[str], None]) -> None:
+def enter(git: str, environ: Mapping[str, str], notify: Callable[[str], None]) -> None:
     """Check the code out and change to its folder, as if the command had been typed there. Raises
     NotHere."""
     source, workdir = checkout.parsed(git), Path.cwd()
     folder = source.folder(workdir)
-    say(f"--git: the ranks run {source.url} at {source.ref[:12]}, in {folder}")
+    notify(f"--git: the ranks run {source.url} at {source.ref[:12]}, in {folder}")
     try:
         checkout.check_out(source, workdir, environ)  # held until this process exits
     except checkout.GitError as wrong:

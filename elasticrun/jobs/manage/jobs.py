@@ -50,13 +50,13 @@ def _do(verb: str, ns: argparse.Namespace) -> int:
     job, where, place = run.job(), str(run.place), backend_of(run, withdraw())
     if verb == "suspend":
         with claimed(runs_root(os.environ), job.name if job else ns.job):  # blocks a resume
-            said = place.suspend(run)
+            done = place.suspend(run)
     elif verb == "resume":
-        said = _resume(run, place)
+        done = _resume(run, place)
     else:
-        said = _delete(run, place, keep=ns.keep_files)
+        done = _delete(run, place, keep=ns.keep_files)
     name = job.name if job else ns.job
-    print(as_json(DoneRow(name=name, done=said, run_dir=where)) if ns.output == "json" else said)
+    print(as_json(DoneRow(name=name, done=done, run_dir=where)) if ns.output == "json" else done)
     return EXIT_OK
 
 

@@ -26,8 +26,8 @@ from elasticrun.cli.verbs.masters import (
     NO_JOBS,
     MasterQuery,
     NoStatus,
-    ask,
     published_here,
+    query_all,
     question_to,
 )
 from elasticrun.config import EXIT_USAGE, Tls
@@ -60,8 +60,8 @@ def main(argv: Sequence[str]) -> int:
     variables = trust.withdraw()
     add_group(made, "of jobs that have a token or TLS", TRUST, variables)
     ns = made.parse_args(argv)
-    asked = FlagValues(ns, variables)
-    rows, silent = local_rows(trust.token(asked), trust.tls(asked))
+    flags = FlagValues(ns, variables)
+    rows, silent = local_rows(trust.token(flags), trust.tls(flags))
     rows = updated_by_backends(rows, variables)
     if not ns.all:
         over = [row for row in rows if row.state in ENDED][MOST_ENDED:]
@@ -123,18 +123,18 @@ def _running(
     provides the row. A master whose job ended meanwhile is not reported."""
     try:
         masters = published_here()
-        asked = [question_to(one, token, files) for one in masters if one.process.is_local]
-        pages, unheard = ask(asked, runner) if asked else ([], [])
+        queries = [question_to(one, token, files) for one in masters if one.process.is_local]
+        pages, unheard = query_all(queries, runner) if queries else ([], [])
     except NoStatus as wrong:
         return [], [str(wrong)]
-    taken = {one.endpoint for one in asked}  # another host may use the same loopback address
+    taken = {one.endpoint for one in queries}  # another host may use the same loopback address
     far = {one.endpoint: one for one in masters if one.endpoint not in taken}
     others = [question_to(one, token, files) for one in far.values()]
-    here = {os.path.realpath(one.run) for one in (*asked, *others) if one.run}
+    here = {os.path.realpath(one.run) for one in (*queries, *others) if one.run}
     away = [*others, *(one for one in away if os.path.realpath(one.run) not in here)]
-    heard = ask(away, runner)[0] if away else []
-    pages += [(at, page) for at, page in heard if at not in far or page.job_id == far[at].job_id]
-    folders = {one.endpoint: one.run for one in (*away, *asked)}
+    answers = query_all(away, runner)[0] if away else []
+    pages += [(at, page) for at, page in answers if at not in far or page.job_id == far[at].job_id]
+    folders = {one.endpoint: one.run for one in (*away, *queries)}
     silent = [one.sentence for one in unheard if not has_ended(folders[one.where])]
     return [live_row(page, endpoint, folders[endpoint]) for endpoint, page in pages], silent
 
@@ -164,7 +164,7 @@ def ended_job_lines(folder: RunFolder, job: JobRecord, row: JobRow) -> list[str]
     resume = (
         f"{PROG} resume {job.name}" if is_ours(folder) else f"type it again: {command_line(job)}"
     )
-    said = {
+    fields = {
         "outcome": row.reason,
         "progress": folder.newest_metrics(),
         "command": " ".join(job.command),
@@ -172,11 +172,11 @@ def ended_job_lines(folder: RunFolder, job: JobRecord, row: JobRow) -> list[str]
         "run folder": row.run,
         "to go on": resume if again else "",
     }
-    told = [*lines(TITLES, [shown(row)], COLUMNS), ""]
-    told += [f"{name}: {text}" for name, text in said.items() if text]
+    found = [*lines(TITLES, [shown(row)], COLUMNS), ""]
+    found += [f"{name}: {text}" for name, text in fields.items() if text]
     if row.state in ("failed", "saved", "lost") and (error := folder.error(since=job.began)):
-        told += ["", *error.rstrip("\n").split("\n")]
-    return told
+        found += ["", *error.rstrip("\n").split("\n")]
+    return found
 
 
 # ---------------------------------------------------------------- prune
@@ -227,8 +227,8 @@ def _in_clusters(runs: Sequence[RunFolder], since: float) -> dict[str, str]:
         (run, job) for run in runs if (job := run.job()) and job.where == "k8s" and is_ours(run)
     ]
     old = time.time() - since
-    asked = [row_of(run, job) for run, job in known if run.state() not in ENDED and job.began < old]
-    for row in updated_by_backends(asked, trust.withdraw()) if asked else ():
+    rows = [row_of(run, job) for run, job in known if run.state() not in ENDED and job.began < old]
+    for row in updated_by_backends(rows, trust.withdraw()) if rows else ():
         if row.state == "lost":
             note_end(RunFolder(Path(row.run)), "lost", row.reason, ended=time.time() - row.age)
     stay = {}

@@ -64,19 +64,19 @@ ORDER: Final = f"write `{PROG} submit [flags] -- train.py [its arguments]`"
 OF_HOSTS: Final = ("hosts", "hostfile", "ssh")
 """Launcher flags that only --on ssh accepts."""
 
-Wanted = Callable[
+Submitter = Callable[
     [argparse.Namespace, Sequence[str], Path, Callable[[str], None]], tuple[Submission, Target]
 ]
 """Reads the command line for one backend: arguments, program, run folder, and a function that
 prints notes."""
 
 
-def main(words: Sequence[str], say: Callable[[str], None]) -> int:
-    """The `submit` verb; `say` prints notes for the user. Raises UsageError."""
+def main(words: Sequence[str], notify: Callable[[str], None]) -> int:
+    """The `submit` verb; `notify` prints notes for the user. Raises UsageError."""
     try:
         on, hosts = _place(render.split(words)[0])
         where = backends.choose_backend(on, os.environ, hosts=hosts)
-        flags, program = render.split(arena.translated(words, where, say))
+        flags, program = render.split(arena.translated(words, where, notify))
         made = parser(where)
         ns, extra = made.parse_known_args(flags)
         _with_restarts(ns)
@@ -88,8 +88,8 @@ def main(words: Sequence[str], say: Callable[[str], None]) -> int:
             raise Invalid(f"nothing to run: name the script behind --; {ORDER}")
         if ns.rdzv_id and where != "slurm":
             raise Invalid("--rdzv-id: the nodes of a submitted job meet by its --name")
-        wanted = _HOW[where]
-        return finished(lambda: _submit(where, ns, program, wanted, say))
+        submission = _SUBMISSIONS[where]
+        return finished(lambda: _submit(where, ns, program, submission, notify))
     except RunRefused as other:
         raise UsageError(str(other)) from None
     except (Invalid, UsageError, RequestFailed) as wrong:
@@ -169,8 +169,8 @@ def _submit(
     where: str,
     ns: argparse.Namespace,
     program: Sequence[str],
-    wanted: Wanted,
-    say: Callable[[str], None],
+    submission: Submitter,
+    notify: Callable[[str], None],
 ) -> int:
     root = runs_root(os.environ)
     ns.name = settings.job_name(ns.name, Path(program[0]).name.removesuffix(".py"))
@@ -185,15 +185,15 @@ def _submit(
             raise RequestFailed(f"--working-dir={ns.working_dir}: {wrong.strerror}") from None
     if ns.git:
         ns.git = pinned(ns.git, withdraw(*GIT_SECRETS))
-    if at and not ns.fresh and (said := _already_succeeded(at, ns, program)):
+    if at and not ns.fresh and (message := _already_succeeded(at, ns, program)):
         if ns.output == "json":
-            _print(ns, run, where, said)
+            _print(ns, run, where, message)
         else:
-            say(said)
+            notify(message)
         return EXIT_OK
-    known, place = wanted(ns, program, run.path, say)
+    known, place = submission(ns, program, run.path, notify)
     if not here:  # the cluster rejects a name in use
-        said = _start(run, ns, known, place, root)
+        message = _start(run, ns, known, place, root)
         end_replaced(all_runs(root), run)
     else:
         with claimed(root, ns.name), claimed(root, str(run.path)):
@@ -202,8 +202,8 @@ def _submit(
                     f"another job runs in {run.path}: name another folder (--run-dir)"
                 )
             backends.refuse_taken(root, ns.name, withdraw())
-            said = _start(run, ns, known, place, root)
-    _print(ns, run, where, said)
+            message = _start(run, ns, known, place, root)
+    _print(ns, run, where, message)
     return EXIT_OK
 
 
@@ -250,7 +250,7 @@ def _discard(run: RunFolder, why: str, *, fresh: bool) -> None:
 
 
 def _local_submission(
-    ns: argparse.Namespace, program: Sequence[str], run: Path, say: Callable[[str], None]
+    ns: argparse.Namespace, program: Sequence[str], run: Path, notify: Callable[[str], None]
 ) -> tuple[Submission, Target]:
     """Read the arguments as the launcher on this host will. Raises UsageError."""
     from elasticrun.cli.main import check_data, check_program
@@ -276,12 +276,12 @@ def _local_submission(
     )
     seen = {**environ, **known.env}
     words = [*rendezvous_flags(known, "node0", 29400), *known.flags, *program]
-    found = resolve(get_args_parser(seen).parse_args(words), seen, this_machine(seen, say))
+    found = resolve(get_args_parser(seen).parse_args(words), seen, this_machine(seen, notify))
     check_data(settings.data(ns.data))
     hint = "" if ns.git else check_program(found.launch.entry)  # the code is not checked out yet
     for note in (*found.notes, hint):
         if note and not (high > 1 and TOKEN_VARIABLE in note):
-            say(note)
+            notify(note)
     gpus = _gpus(seen) if high > 1 else ()
     if gpus and len(gpus) < high:
         raise UsageError(
@@ -292,7 +292,7 @@ def _local_submission(
 
 
 def _hosts_submission(
-    ns: argparse.Namespace, program: Sequence[str], run: Path, say: Callable[[str], None]
+    ns: argparse.Namespace, program: Sequence[str], run: Path, notify: Callable[[str], None]
 ) -> tuple[Submission, Target]:
     """Read the arguments as the launcher reads --hosts. Raises UsageError."""
     from elasticrun.jobs.hosts.launching import plan_of
@@ -307,7 +307,7 @@ def _hosts_submission(
     seen = {**environ, **render.env(ns)}
     plan = plan_of(words, FlagValues(get_args_parser(seen).parse_args(words), seen), seen)
     if not all(map(is_here, plan.hosts)) and not shared_folder(str(run.parent), os.environ):
-        say(_not_shared(run.parent, "hosts"))
+        notify(_not_shared(run.parent, "hosts"))
     known = Submission(
         name=ns.name,
         on="ssh",
@@ -346,27 +346,27 @@ def _gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _slurm_submission(
-    ns: argparse.Namespace, program: Sequence[str], run: Path, say: Callable[[str], None]
+    ns: argparse.Namespace, program: Sequence[str], run: Path, notify: Callable[[str], None]
 ) -> tuple[Submission, Target]:
     """Read the arguments as `render slurm` does; nodes find the run folder by its path. Raises
     UsageError."""
     if ns.array:
         raise Invalid("--array: submit makes one job; elasticrun render slurm prints arrays")
-    asked = argparse.Namespace(**{**vars(ns), "output": str(run / CONSOLE), "run_dir": str(run)})
+    filled = argparse.Namespace(**{**vars(ns), "output": str(run / CONSOLE), "run_dir": str(run)})
     given = dict.fromkeys(("run_dir", "save_at_breakpoint"), "")
-    asked.save_at_breakpoint = True
+    filled.save_at_breakpoint = True
     if "token_file" not in ns.given:
-        asked.token_file, given["token_file"] = str(run / TOKEN), ""
+        filled.token_file, given["token_file"] = str(run / TOKEN), ""
     if _to_files(ns):
-        asked.redirects, given["redirects"] = TO_FILES.partition("=")[2], ""
-    asked.given = {**ns.given, **given}
-    batch, notes = render.batch_of(asked, program)
+        filled.redirects, given["redirects"] = TO_FILES.partition("=")[2], ""
+    filled.given = {**ns.given, **given}
+    batch, notes = render.batch_of(filled, program)
     command = batch.launch
     named = dataclasses.replace(command, flags=(*command.flags, f"--name={ns.name}"))
     for note in notes:
-        say(note)
+        notify(note)
     if not shared_folder(str(run.parent), os.environ):
-        say(_not_shared(run.parent, "nodes"))
+        notify(_not_shared(run.parent, "nodes"))
     known = Submission(
         name=ns.name,
         on="slurm",
@@ -380,7 +380,7 @@ def _slurm_submission(
     return known, backends.backend("slurm", withdraw())
 
 
-_HOW: Final[Mapping[str, Wanted]] = {
+_SUBMISSIONS: Final[Mapping[str, Submitter]] = {
     "local": _local_submission,
     "ssh": _hosts_submission,
     "slurm": _slurm_submission,

@@ -39,7 +39,7 @@ BUSY_POLL: Final = 1.0
 RELIST: Final = 30.0
 """Seconds between two lists of all jobs."""
 
-ASK_LIMIT: Final = 1.5
+QUERY_LIMIT: Final = 1.5
 """Seconds for a master to answer. Short, because the pass waits for it before it replaces a dead
 pod."""
 
@@ -202,10 +202,10 @@ class Controller:
         job = objects.job_of(found)
         read = map(objects.read, await self._cluster.pods(key, job.uid))
         pods = tuple(pod for pod in read if pod is not None)
-        said, why = await self._query_master(job, key, pods)
+        status, why = await self._query_master(job, key, pods)
         refused = self._refused.get(key, "")
         todo = planning.plan(
-            job, planning.ObservedState(pods, said, why, refused, self._version), time.time()
+            job, planning.ObservedState(pods, status, why, refused, self._version), time.time()
         )
         if (made := planning.patch(found.get("status") or {}, todo.status)) is not None:
             version = found["metadata"]["resourceVersion"]
@@ -222,7 +222,7 @@ class Controller:
         if todo.status.over:
             return todo.again
         full = f"{job.spec.nodes}/{job.spec.nodes}"
-        trains = said is not None and said.phase == "running" and todo.status.nodes == full
+        trains = status is not None and status.phase == "running" and todo.status.nodes == full
         calm = (trains or todo.status.phase in ("Suspended", "Pending")) and not todo.orders
         return min(POLL if calm else BUSY_POLL, todo.again or POLL)
 
@@ -288,14 +288,14 @@ class Controller:
         began = _clock()
         try:
             token = reader_token(self._token(job))
-            said = await get_status(master, ASK_LIMIT, token=token, version=__version__)
+            status = await get_status(master, QUERY_LIMIT, token=token, version=__version__)
         except LinkError as error:
-            if _clock() > began + ASK_LIMIT / 2:  # a master that is just starting refuses at once
+            if _clock() > began + QUERY_LIMIT / 2:  # a master that is just starting refuses at once
                 self._silent[key] = _clock() + SILENT_FOR
             verb = "refuses to answer" if error.rejected else "does not answer"
             return None, f"the master at {master} {verb}: {error}"
         self._silent.pop(key, None)
-        return said, ""
+        return status, ""
 
     async def _resize(self, job: JobObject, nodes: int, pods: tuple[OwnedPod, ...]) -> str:
         master = _master(pods)
@@ -304,7 +304,7 @@ class Controller:
         request = Request("scale", number=nodes, who=OPERATOR, reason="spec.nodes")
         token = operator_token(self._token(job))
         try:
-            reply = await ask_for(master, ASK_LIMIT, request, token=token, role=Role.OPERATOR)
+            reply = await ask_for(master, QUERY_LIMIT, request, token=token, role=Role.OPERATOR)
         except LinkError as error:
             raise TimeoutError(f"the master at {master} was not told of {nodes}: {error}") from None
         return "" if reply.ok else f"the master does not take {nodes} nodes: {reply.reason}"
@@ -326,8 +326,8 @@ def _retry_delay(tries: int) -> float:
 
 
 def _error_text(error: BaseException) -> str:
-    said = str(error).partition("For more information check")[0]  # a suffix that httpx2 adds
-    return " ".join(said.split())[:400] or type(error).__name__
+    text = str(error).partition("For more information check")[0]  # a suffix that httpx2 adds
+    return " ".join(text.split())[:400] or type(error).__name__
 
 
 # ---------------------------------------------------------------- leader election

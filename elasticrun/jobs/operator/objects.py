@@ -277,12 +277,12 @@ def secret(job: JobObject, token: str) -> Json:
 
 def _gang(job: JobObject, version: tuple[int, int]) -> rendered.Gang:
     """The gang settings as in `render k8s`, except for Kueue, which gets a group of plain pods."""
-    asked = job.spec.gang
-    if asked is None:
+    gang = job.spec.gang
+    if gang is None:
         return rendered.Gang()
-    if asked.scheduler == "kueue":
+    if gang.scheduler == "kueue":
         labels = {
-            "kueue.x-k8s.io/queue-name": asked.queue,
+            "kueue.x-k8s.io/queue-name": gang.queue,
             "kueue.x-k8s.io/pod-group-name": job.name,
         }
         total = {"kueue.x-k8s.io/pod-group-total-count": str(job.spec.nodes + job.spec.spares)}
@@ -293,8 +293,8 @@ def _gang(job: JobObject, version: tuple[int, int]) -> rendered.Gang:
         name=job.name,
         image="unread",
         launch=launch,
-        gang=asked.scheduler,
-        queue=asked.queue,
+        gang=gang.scheduler,
+        queue=gang.queue,
         priority=job.spec.template["spec"].get("priorityClassName", ""),
         version=max(version, (1, 36)),
     )

@@ -184,47 +184,51 @@ class JobView:
         """What ended the run, according to its master, else to a pod that failed; "" if unknown."""
         if self.result is not None:
             return self.result.reason
-        said = self.observed.master
+        master = self.observed.master
         ended = sorted((one for one in self.nodes if one.code), key=lambda one: one.ended)
         words = (one.cause for one in ended if one.code in HOPELESS or not one.uncounted)
-        return (said.outcome if said else "") or next(filter(None, words), "")
+        return (master.outcome if master else "") or next(filter(None, words), "")
 
     @property
     def failed_node(self) -> str:
         """The node of the rank that ended the run, according to the master; "" if none did."""
-        said = self.observed.master
-        failed = failure_in(read(said.outcome, said.ended)) if said else None
+        master = self.observed.master
+        failed = failure_in(read(master.outcome, master.ended)) if master else None
         return self.result.failed_node if self.result else failed.node if failed else ""
 
     @cached_property
     def unattached(self) -> str:
         """A hint if pods end and no agent has ever attached to the master; else ""."""
-        said, failed = self.observed.master, self.counted
-        if said is None or said.nodes or said.round or said.restart_count:
+        master, failed = self.observed.master, self.counted
+        if master is None or master.nodes or master.round or master.restart_count:
             return ""
         if any(one.last_word is not None for one in self.nodes):
             return ""
         what = f"{some(len(failed), 'pod')} failed" if failed else "pods ended with 0"
         last = f" {_outcome(failed[-1])}" if failed else ""
-        ask = "does the template's first container run elasticrun?"
-        return f"{what} and no agent has attached: {ask}{last}" if failed or self.succeeding else ""
+        question = "does the template's first container run elasticrun?"
+        return (
+            f"{what} and no agent has attached: {question}{last}"
+            if failed or self.succeeding
+            else ""
+        )
 
     @cached_property
     def avoided(self) -> tuple[Avoided, ...]:
         """Cluster nodes that new pods avoid: those that the master excludes, those that a pod found
         bad, and those of both kinds in the job's status. A user's exclusion ends when the answering
         master no longer lists it, or when the job is suspended."""
-        said, found = self.observed.master, []
-        for one in said.excluded if said else ():
+        master, found = self.observed.master, []
+        for one in master.excluded if master else ():
             host, since = one.host.partition(".")[0], self.now - one.age
             mine = [p for p in self.nodes if objects.host_name(self.job, p.index) == host]
             # the first pod alive then (cluster times have whole seconds): later ones ran elsewhere
             then = [p for p in mine if p.created <= since and not 0 < p.ended < since - 1]
             found += [(pod.node, one.reason, since, one.kind) for pod in then[:1]]
-        lifted = said is not None or self.job.spec.suspend
-        told = {node for node, *_ in found}
+        lifted = master is not None or self.job.spec.suspend
+        current = {node for node, *_ in found}
         known = {one.node: one for one in self.job.status.excluded_nodes
-                 if not (lifted and one.kind == ASKED and one.node not in told)}  # fmt: skip
+                 if not (lifted and one.kind == ASKED and one.node not in current)}  # fmt: skip
         found += [(pod.node, _outcome(pod), pod.ended, "") for pod in self.nodes if pod.found_bad]
         for node, reason, since, kind in found:
             if node and node not in known and self.now - since < AVOIDED_FOR:
@@ -235,8 +239,8 @@ class JobView:
     @property
     def run_over(self) -> bool:
         """Whether this run of the job has ended, in any way."""
-        last, said = self.last_master, self.observed.master
-        return (last is not None and last.run_over) or (said is not None and bool(said.outcome))
+        last, master = self.last_master, self.observed.master
+        return (last is not None and last.run_over) or (master is not None and bool(master.outcome))
 
     @cached_property
     def counted(self) -> list[OwnedPod]:
@@ -245,9 +249,9 @@ class JobView:
     @property
     def training(self) -> bool:
         """Whether ranks run; without the master's answer, whether they ran and enough pods run."""
-        said, spec = self.observed.master, self.job.spec
-        if said is not None:
-            return said.phase == "running"
+        master, spec = self.observed.master, self.job.spec
+        if master is not None:
+            return master.phase == "running"
         trained = self.job.status.condition("Training").status == "True"
         return trained and len(self.running) >= spec.least
 
@@ -468,8 +472,10 @@ def _make(view: JobView, body: Json, pods: list[OwnedPod]) -> Make:
     if not pods:
         of_node = body["metadata"]["labels"][objects.ROLE] == objects.NODE
         cost = ", not counted" if of_node else ""
-        gone = f": the one before it was deleted{cost}" if again else ""
-        return Make(body, JobEvent("Replaced" if again else "Created", f"created pod {name}{gone}"))
+        deleted = f": the one before it was deleted{cost}" if again else ""
+        return Make(
+            body, JobEvent("Replaced" if again else "Created", f"created pod {name}{deleted}")
+        )
     last, how = pods[-1], f"ended with {pods[-1].code}"
     if last.deleted:
         how = "was not heard of since it was deleted"
@@ -482,8 +488,8 @@ def _make(view: JobView, body: Json, pods: list[OwnedPod]) -> Make:
 
 
 def _resize(view: JobView) -> list[Order]:
-    said, nodes = view.observed.master, view.job.spec.nodes
-    if said is None or said.outcome or said.max_nodes in (0, nodes):
+    master, nodes = view.observed.master, view.job.spec.nodes
+    if master is None or master.outcome or master.max_nodes in (0, nodes):
         return []
     if any(pod.single for pod in view.living):
         return []  # these pods are removed first
@@ -493,17 +499,19 @@ def _resize(view: JobView) -> list[Order]:
 def _surplus(view: JobView, *, resized: bool) -> list[Order]:
     """Remove pods of surplus indices. The master first leaves them out of the next round, so that
     their removal does not interrupt training."""
-    wanted = view.job.spec.nodes + view.job.spec.spares
-    over = [pod for pod in view.living if pod.index >= wanted]
+    needed = view.job.spec.nodes + view.job.spec.spares
+    over = [pod for pod in view.living if pod.index >= needed]
     if not over or not resized:
         return []
-    said = view.observed.master
+    master = view.observed.master
     hosts = (
-        {one.host.partition(".")[0] for one in said.nodes if one.group_rank >= 0} if said else ()
+        {one.host.partition(".")[0] for one in master.nodes if one.group_rank >= 0}
+        if master
+        else ()
     )
     there = {pod.index for pod in view.running}
     settled = view.training and len(hosts) <= view.job.spec.nodes
-    replaced = settled and all(index in there for index in range(wanted))
+    replaced = settled and all(index in there for index in range(needed))
     going = [p for p in over if replaced or objects.host_name(view.job, p.index) not in hosts]
     return _remove(going, "Scaled", f"the job has {some(view.job.spec.nodes, 'node')} now")
 
@@ -519,7 +527,12 @@ def _delete_old_failures(view: JobView) -> list[Order]:
 
 
 def _status(view: JobView, *, end: JobEnd | None = None, gives_up: bool = False) -> ElasticStatus:
-    job, said, old, refused = view.job, view.observed.master, view.job.status, view.observed.refused
+    job, master, old, refused = (
+        view.job,
+        view.observed.master,
+        view.job.status,
+        view.observed.refused,
+    )
     over = end is not None or old.over
     suspended = job.spec.suspend and not over
     training = view.training and not over and not suspended
@@ -533,7 +546,7 @@ def _status(view: JobView, *, end: JobEnd | None = None, gives_up: bool = False)
         phase = "Recovering" if recovering else "Running"
     else:
         phase = "Starting" if len(view.running) >= job.spec.least else "Pending"
-    placed = sum(one.group_rank >= 0 for one in said.nodes) if said and training else None
+    placed = sum(one.group_rank >= 0 for one in master.nodes) if master and training else None
     count = len(view.running) if placed is None else placed
     nodes = f"{min(count, job.spec.nodes)}/{job.spec.nodes}"
     truths = {
@@ -566,18 +579,18 @@ def _status(view: JobView, *, end: JobEnd | None = None, gives_up: bool = False)
 
 def _restarts(view: JobView) -> int | None:
     """The master's count; the number of failed pods if no agent has ever attached."""
-    said = view.observed.master
+    master = view.observed.master
     if view.result is not None:
         return view.result.restarts
-    if said is None:
+    if master is None:
         return view.job.status.restarts
-    return len(view.counted) if view.unattached else said.restart_count
+    return len(view.counted) if view.unattached else master.restart_count
 
 
 def _step(view: JobView) -> int | None:
     """The newest known step; after the end, the one in the master's result."""
-    result, said = view.result, view.observed.master
-    step = result.step if result is not None else said.step if said is not None else -1
+    result, master = view.result, view.observed.master
+    step = result.step if result is not None else master.step if master is not None else -1
     return step if step >= 0 else view.job.status.step
 
 
@@ -632,24 +645,24 @@ def _reachable(view: JobView, *, over: bool) -> Truth:
 
 
 def _training(view: JobView, training: bool) -> Truth:
-    said = view.observed.master
-    if training and said is None:
+    master = view.observed.master
+    if training and master is None:
         count = some(len(view.running), "pod")
         return True, "Unasked", f"{count} run; what they do their master alone knows"
-    if training and said is not None:
-        placed = sum(one.group_rank >= 0 for one in said.nodes)
-        number = f"round {said.round.number}, " if said.round else ""
-        size = some(said.world_size, "rank")
+    if training and master is not None:
+        placed = sum(one.group_rank >= 0 for one in master.nodes)
+        number = f"round {master.round.number}, " if master.round else ""
+        size = some(master.world_size, "rank")
         return True, "Round", f"{number}{size} on {some(placed, 'node')}"
     if view.unattached:
         return False, "PodsFail", view.unattached
-    if said is not None and (said.outcome or said.reason):
-        return False, "NoRound", said.outcome or said.reason
+    if master is not None and (master.outcome or master.reason):
+        return False, "NoRound", master.outcome or master.reason
     return False, "NoRound", "no ranks run"
 
 
 def _recovering(view: JobView, recovering: bool) -> Truth:
-    said = view.observed.master
+    master = view.observed.master
     if not recovering:
         return False, "NothingLost", "nothing is to be recovered from"
     missing = view.job.spec.nodes - len(view.running)
@@ -658,7 +671,7 @@ def _recovering(view: JobView, recovering: bool) -> Truth:
         ended = [pod for pod in newest.values() if pod.code == EXIT_BAD_NODE]
         why = f"; {_outcome(ended[0])}" if ended else ""
         return True, "PodsLost", f"{some(missing, 'pod')} of {view.job.spec.nodes} missing{why}"
-    return True, "Restarting", (said.last_failure if said else "") or "the ranks start again"
+    return True, "Restarting", (master.last_failure if master else "") or "the ranks start again"
 
 
 def _finished_condition(old: ElasticStatus, end: JobEnd | None, kind: str) -> Truth:
@@ -684,8 +697,8 @@ def _notices(old: ElasticStatus, new: ElasticStatus) -> tuple[JobEvent, ...]:
     if old.phase != new.phase:
         if new.over:
             now = new.condition(new.phase)
-            said = f"{now.reason}: {now.message}"
-            made.append(JobEvent(new.phase, said, warning=new.phase == "Failed"))
+            message = f"{now.reason}: {now.message}"
+            made.append(JobEvent(new.phase, message, warning=new.phase == "Failed"))
         elif new.phase == "Suspended":
             made.append(JobEvent("Suspended", "all pods are taken away, after they have saved"))
         elif old.phase == "Suspended":
@@ -695,5 +708,5 @@ def _notices(old: ElasticStatus, new: ElasticStatus) -> tuple[JobEvent, ...]:
 
 def patch(old: Json, new: ElasticStatus) -> Json | None:
     """The changes that turn a status into `new`; None if it already matches."""
-    wanted: Json = msgspec.to_builtins(new)
-    return None if all(old.get(key) == value for key, value in wanted.items()) else wanted
+    fields: Json = msgspec.to_builtins(new)
+    return None if all(old.get(key) == value for key, value in fields.items()) else fields

@@ -175,12 +175,12 @@ def _row(folder: Folder, one: ListedCheckpoint, *, left: bool, hashes: bool) -> 
 
 def _remarks(row: CheckpointRow) -> list[str]:
     """Remarks about a checkpoint besides its state, one per line."""
-    said = list(row.faults)
-    if not said and row.state == "left":
-        said.append(LEFT)
-    if not said and not row.manifest:
-        said.append(NO_HASHES)
-    return [plain(f"step {row.step} {text}") for text in said]
+    remarks = list(row.faults)
+    if not remarks and row.state == "left":
+        remarks.append(LEFT)
+    if not remarks and not row.manifest:
+        remarks.append(NO_HASHES)
+    return [plain(f"step {row.step} {text}") for text in remarks]
 
 
 def _ls(folder: Folder, ns: argparse.Namespace) -> int:
@@ -259,8 +259,8 @@ def _prune(folder: Folder, ns: argparse.Namespace) -> int:
     else:
         for step in done.removed:
             print(f"removed step {step}: {amount(sizes.get(step, 0))}")
-        told = f"{some(len(done.removed), 'checkpoint')} removed from {folder.url}; kept: "
-        print(told + ", ".join(map(str, kept)))
+        summary = f"{some(len(done.removed), 'checkpoint')} removed from {folder.url}; kept: "
+        print(summary + ", ".join(map(str, kept)))
     for remark in done.remarks:
         print(f"{PROG} ckpt: {remark}", file=sys.stderr)
     return int(bool(done.remarks))

@@ -62,7 +62,7 @@ def meant(words: Sequence[str]) -> tuple[str, int]:
     return (words[0] if words else ""), 0
 
 
-def _rows(job: str, asked: FlagValues) -> tuple[Sequence[IncidentRow], str]:
+def _rows(job: str, flags: FlagValues) -> tuple[Sequence[IncidentRow], str]:
     """The incidents, and a sentence about the present. For a running job, both come from its
     master, with what holds it up now; else from files, with the reason if the job is lost."""
     folder = ended_run(job)
@@ -71,7 +71,7 @@ def _rows(job: str, asked: FlagValues) -> tuple[Sequence[IncidentRow], str]:
         rows = updated_by_backends([row_of(folder, record)], os.environ) if record else []
         lost = [f"the job is lost: {row.reason}" for row in rows if row.state == "lost"]
         return read(folder.path / INCIDENTS, now), "".join(lost)
-    master = find(job, trust.token(asked), trust.tls(asked))
+    master = find(job, trust.token(flags), trust.tls(flags))
     with asyncio.Runner() as runner:
         line = JobConnection(master, runner)
         picture = line.picture()

@@ -133,12 +133,12 @@ def events(argv: Sequence[str]) -> int:
             sys.stdout.flush()
             line.sleep(POLL)
 
-    asked = parsed(made, argv)
+    flags = parsed(made, argv)
     try:
-        if (left := ended_run(asked.ns.job)) is not None:
-            _print(left.events(time.time()), asked.ns)
+        if (left := ended_run(flags.ns.job)) is not None:
+            _print(left.events(time.time()), flags.ns)
             return 0
-        return with_master(asked, show)
+        return with_master(flags, show)
     except NotAnswered as why:
         print(f"{made.prog}: {why}", file=sys.stderr)
         return 1

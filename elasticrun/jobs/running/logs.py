@@ -51,7 +51,7 @@ LONG_WAIT: Final = 50
 """Polls after which a user who waits for the first rank sees a message: a Slurm queue can take
 days."""
 
-LOOK_EVERY: Final = 0.2
+POLL_EVERY: Final = 0.2
 """Seconds between two polls of followed files."""
 
 BARS_EVERY: Final = 10
@@ -109,50 +109,50 @@ class LogQuery:
 
 def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     """`elasticrun logs` with its own arguments. Raises UsageError."""
-    asked = _parsed(argv)
+    query = _parsed(argv)
     variables = os.environ if environ is None else environ
-    folder, unknown = _folder(variables, asked.job)
+    folder, unknown = _folder(variables, query.job)
     try:
-        found = _runs(variables, asked, folder)
-        looks = 0
-        while asked.follow and not found and folder is not None and folder.state() not in ENDED:
-            threading.Event().wait(LOOK_EVERY)  # until a rank writes
-            looks += 1
-            if looks == LONG_WAIT:
-                said = f"elasticrun logs: no rank of job {asked.job} has begun; this waits for it"
-                print(said, file=sys.stderr)
-            found = _runs(variables, asked, folder)
+        found = _runs(variables, query, folder)
+        tries = 0
+        while query.follow and not found and folder is not None and folder.state() not in ENDED:
+            threading.Event().wait(POLL_EVERY)  # until a rank writes
+            tries += 1
+            if tries == LONG_WAIT:
+                note = f"elasticrun logs: no rank of job {query.job} has begun; this waits for it"
+                print(note, file=sys.stderr)
+            found = _runs(variables, query, folder)
     except OSError as wrong:
         print(f"elasticrun logs: the user's folder cannot be read: {wrong}", file=sys.stderr)
         return 1
     console = folder.path / CONSOLE if folder is not None else None
     if not found and console is not None and console.exists() and console.stat().st_size:
-        asked.write(-1, console, _read(console, asked)[1])
+        query.write(-1, console, _read(console, query)[1])
         return 0
     if not found:
-        what = f"job {asked.job}" if asked.job else "any job of yours"
+        what = f"job {query.job}" if query.job else "any job of yours"
         words = f"there are no log files of {what} on this host; {KEPT}"
         if folder is not None and folder.state() in ("submitted", "waiting"):
-            words = f"{what} has not begun; elasticrun status {asked.job} says how it stands"
+            words = f"{what} has not begun; elasticrun status {query.job} says how it stands"
         print(f"elasticrun logs: {unknown or words}", file=sys.stderr)
         return 1
-    if asked.node:
-        meant = log_index.one_of(found, asked.node)
+    if query.node:
+        meant = log_index.one_of(found, query.node)
         if meant is None:
-            print(f"elasticrun logs: {log_index.no_node(asked.node, found)}", file=sys.stderr)
+            print(f"elasticrun logs: {log_index.no_node(query.node, found)}", file=sys.stderr)
             return 1
-        asked = replace(asked, node=asked.node if asked.node == meant.host else meant.node)
+        query = replace(query, node=query.node if query.node == meant.host else meant.node)
     ranks = {rank for run in found for attempt in run.lives for rank in attempt.ranks.values()}
-    if asked.rank is not None and asked.rank not in ranks and not asked.follow:
-        words = f"no rank {asked.rank} has log files here: there is {write_ranges(ranks) or 'none'}"
+    if query.rank is not None and query.rank not in ranks and not query.follow:
+        words = f"no rank {query.rank} has log files here: there is {write_ranges(ranks) or 'none'}"
         print(f"elasticrun logs: {words}", file=sys.stderr)
         return 1
-    seen = _show(found, asked, folder or _folder(variables, found[0].job_id)[0])
-    if seen and not asked.follow and all(path.stat().st_mtime < asked.since for path in seen):
+    seen = _show(found, query, folder or _folder(variables, found[0].job_id)[0])
+    if seen and not query.follow and all(path.stat().st_mtime < query.since for path in seen):
         print("elasticrun logs: no rank has written in that time", file=sys.stderr)
         return 1
-    if asked.follow:
-        _follow(found, asked, seen, partial(_runs, variables, asked, folder), folder)
+    if query.follow:
+        _follow(found, query, seen, partial(_runs, variables, query, folder), folder)
     return 0
 
 
@@ -341,7 +341,7 @@ def _follow(
     runs: list[LoggedRun],
     query: LogQuery,
     seen: dict[Path, int],
-    look: Callable[[], list[LoggedRun]],
+    find_runs: Callable[[], list[LoggedRun]],
     folder: RunFolder | None,
 ) -> None:
     """Print new lines until the job ends. Includes incarnations that begin later, and a job that
@@ -353,17 +353,17 @@ def _follow(
             if path not in seen and path.exists():
                 seen[path] = path.stat().st_size  # of an earlier incarnation
     waiting, waits = threading.Event(), False
-    for looks in itertools.count():
+    for turn in itertools.count():
         state = folder.state() if folder is not None else ""
         ending = state in ENDED if folder is not None else not any(run.is_alive for run in runs)
         saved = state == "saved"
-        runs = [run for run in look() if run.began >= min(old.began for old in runs)] or runs
+        runs = [run for run in find_runs() if run.began >= min(old.began for old in runs)] or runs
         for _, attempt in _attempts(filter(query.selects, runs), None, everything=True):
             for files in attempt.ranks:
                 for stream in STREAMS if query.rank in (None, files.rank) else ():
                     path = files.folder / stream
                     _print_new(files, path, seen, held, query)
-                    bars = not looks % BARS_EVERY
+                    bars = not turn % BARS_EVERY
                     if not ending:
                         _print_unfinished(files.rank, path, held, still, query)
                     _finish_line(files.rank, path, held, query, ending=ending, bars=bars)
@@ -371,10 +371,10 @@ def _follow(
         if ending and not saved:
             break
         if saved and not waits:
-            said = "elasticrun logs: the job has saved and left; this waits for its next start"
-            print(said, file=sys.stderr)
+            note = "elasticrun logs: the job has saved and left; this waits for its next start"
+            print(note, file=sys.stderr)
         waits = saved
-        waiting.wait(LOOK_EVERY)
+        waiting.wait(POLL_EVERY)
 
 
 def _print_new(

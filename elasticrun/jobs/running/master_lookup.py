@@ -143,9 +143,9 @@ def run(
 ) -> int:
     """Parse the arguments, find the job and call `does`. Prints a sentence and returns 1 if no
     master answers. Raises UsageError for unreadable files."""
-    asked = parsed(made, argv)
+    flags = parsed(made, argv)
     try:
-        return with_master(asked, does)
+        return with_master(flags, does)
     except NotAnswered as why:
         print(f"{made.prog}: {why}", file=sys.stderr)
         return 1
@@ -158,8 +158,8 @@ def parsed(made: Parser, argv: Sequence[str]) -> FlagValues:
     return FlagValues(made.parse_args(argv), variables)
 
 
-def with_master(asked: FlagValues, does: Callable[[JobConnection, argparse.Namespace], int]) -> int:
+def with_master(flags: FlagValues, does: Callable[[JobConnection, argparse.Namespace], int]) -> int:
     """Find the job's master and call `does` with it. Raises NotAnswered, UsageError."""
-    master = find(asked.ns.job, trust.token(asked), trust.tls(asked))
+    master = find(flags.ns.job, trust.token(flags), trust.tls(flags))
     with asyncio.Runner() as runner:
-        return does(JobConnection(master, runner), asked.ns)
+        return does(JobConnection(master, runner), flags.ns)

@@ -86,23 +86,23 @@ def main(verb: str, argv: Sequence[str]) -> int:
     if verb == "stop":
         text = "until the job has ended, however long its last snapshot takes"
         made.add_argument("--wait", action="store_true", help=text)
-    asked = parsed(made, argv)
+    flags = parsed(made, argv)
     if verb == "scale":
-        settle(made, asked.ns)
+        settle(made, flags.ns)
     try:
-        if order.node and _are_swapped(asked.ns):
-            made.error(f"the node comes first: {made.prog} {asked.ns.job} {asked.ns.node}")
-        return with_master(asked, partial(_order, verb, order))
+        if order.node and _are_swapped(flags.ns):
+            made.error(f"the node comes first: {made.prog} {flags.ns.job} {flags.ns.node}")
+        return with_master(flags, partial(_order, verb, order))
     except (NotAnswered, RequestFailed, Claimed) as unheard:
         why: Exception = unheard
         try:
-            said = _by_its_place(verb, asked.ns, unheard)
+            done = _by_its_place(verb, flags.ns, unheard)
         except RequestFailed as refused:
-            said, why = None, refused
-        if not said:
+            done, why = None, refused
+        if not done:
             print(f"{made.prog}: {why}", file=sys.stderr)
             return EXIT_FAILED
-        return _print_done(asked.ns, *said)
+        return _print_done(flags.ns, *done)
 
 
 def _order(verb: str, order: VerbHelp, line: JobConnection, ns: argparse.Namespace) -> int:
@@ -110,10 +110,10 @@ def _order(verb: str, order: VerbHelp, line: JobConnection, ns: argparse.Namespa
     node, number = ns.node if order.node else "", ns.number if verb == "scale" else 0
     request = Request(verb, node, number, who=user_at_host(), reason=reason)
     if verb == "scale" and line.run is not None and is_ours(line.run):
-        said = _scaled(line.run, request, line.reply)
+        done = _scaled(line.run, request, line.reply)
     else:
-        said = line.reply(request).reason
-    _print_done(ns, said, line.run)
+        done = line.reply(request).reason
+    _print_done(ns, done, line.run)
     if verb == "stop" and ns.wait:
         _wait_until_over(line)
     return EXIT_OK
@@ -148,9 +148,9 @@ def _print_done(ns: argparse.Namespace, sentence: str, run: RunFolder | None) ->
     return EXIT_OK
 
 
-def _scaled(run: RunFolder, request: Request, ask: Callable[[Request], Reply]) -> str:
+def _scaled(run: RunFolder, request: Request, send: Callable[[Request], Reply]) -> str:
     with claimed(runs_root(os.environ), submission(run).name):  # avoids duplicate agents
-        return backend_of(run, withdraw()).scale(run, request, ask)
+        return backend_of(run, withdraw()).scale(run, request, send)
 
 
 def _by_its_place(

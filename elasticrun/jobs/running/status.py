@@ -30,10 +30,10 @@ from elasticrun.cli.verbs.masters import (
     NO_JOBS,
     MasterQuery,
     NoStatus,
-    ask,
     is_here,
     parse_endpoint,
     published_here,
+    query_all,
     question,
     question_to,
 )
@@ -174,13 +174,13 @@ def _show_run_folder(folder: RunFolder | None, *, as_json: bool, unheard: bool =
 def _run_folder_lines(folder: RunFolder) -> list[str]:
     """What the run folder knows of a job whose master does not answer."""
     step, events = folder.last_step(), folder.events(time.time())
-    said = {
+    fields = {
         "state, by its run folder": folder.state(),
         "progress": folder.newest_metrics() or (f"step {step}" if step >= 0 else ""),
         "last event": f"{events[-1].text} ({duration(events[-1].age)} ago)" if events else "",
         "run folder": str(folder.place),
     }
-    return [f"{name}: {plain(text)}" for name, text in said.items() if text]
+    return [f"{name}: {plain(text)}" for name, text in fields.items() if text]
 
 
 def _here(token: str, files: Tls | None) -> list[MasterQuery]:
@@ -223,14 +223,14 @@ def _page(page: JobStatus, columns: int) -> list[str]:
 
 def _brief(pages: Sequence[tuple[str, JobStatus]]) -> list[str]:
     """A line for each of several jobs."""
-    said, names = [], [page.name for _, page in pages]
+    sentences, names = [], [page.name for _, page in pages]
     for where, page in pages:
         name = name_of(page.job_id, where, page.name)
         why = f"waits: {page.reason}" if page.reason and not page.outcome else page.outcome
         one = where if name.endswith(where) or names.count(name) > 1 else name
         why = why or (f"held up: {page.verdict}" if page.verdict else "")
-        said.append(f"{name}: {why + '; ' if why else ''}all of it: elasticrun status {one}")
-    return ["", *said] if said else []
+        sentences.append(f"{name}: {why + '; ' if why else ''}all of it: elasticrun status {one}")
+    return ["", *sentences] if sentences else []
 
 
 def _lines(page: JobStatus) -> list[str]:
@@ -307,11 +307,11 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
 
     variables = trust.withdraw() if environ is None else environ
     ns = _arguments(argv, variables)
-    asked = FlagValues(ns, variables)
-    store = asked.text("master_store")
-    if store and not ns.endpoint and not asked.explicitly("rdzv_id"):
+    flags = FlagValues(ns, variables)
+    store = flags.text("master_store")
+    if store and not ns.endpoint and not flags.explicitly("rdzv_id"):
         raise UsageError("--master-store: name the job by --rdzv-id")
-    files, token = trust.tls(asked), trust.token(asked)
+    files, token = trust.tls(flags), trust.token(flags)
     here = not (ns.endpoint or store)
     try:
         is_name = bool(ns.endpoint) and ":" not in ns.endpoint
@@ -327,11 +327,11 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
             elif ns.endpoint:
                 questions = [question(parse_endpoint(ns.endpoint), token, files)]
             elif store:
-                where = runner.run(leading(store, asked.text("rdzv_id"), files))
+                where = runner.run(leading(store, flags.text("rdzv_id"), files))
                 questions = [question(where, token, files)]
             else:
                 questions = _here(token, files)
-            answers, unheard = ask(questions, runner)
+            answers, unheard = query_all(questions, runner)
     except (NoStatus, NotAnswered) as nothing:
         print(f"elasticrun status: {nothing}", file=sys.stderr)
         return 1
@@ -354,8 +354,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     elif answers:
         _show([(str(where), page) for where, page in answers], runs)
         for one in whole:
-            told = RunFolder(Path(one.run)).newest_metrics() if one.run else ""
-            more = {"progress": told, "page": one.page, "tensorboard": one.tensorboard}
+            progress = RunFolder(Path(one.run)).newest_metrics() if one.run else ""
+            more = {"progress": progress, "page": one.page, "tensorboard": one.tensorboard}
             for word in [word for word, said in more.items() if said]:
                 print(f"{word}: {more[word]}")
     return 1 if silent else 0

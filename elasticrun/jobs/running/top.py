@@ -124,7 +124,7 @@ def head(picture: Picture) -> list[str]:
     """The job in one line, what holds it up, and its time accounting."""
     status = picture.status
     step = max([status.step, *(row.step for row in picture.ranks)])
-    said = [
+    words = [
         f"{name_of(status.job_id, '', status.name) or 'job'}: {state_of(status)}",
         f"round {status.round.number}" if status.round else "no round yet",
         some(status.world_size, "rank"),
@@ -132,7 +132,7 @@ def head(picture: Picture) -> list[str]:
         f"{status.restart_count} of {status.max_restarts} restarts",
         duration(status.age),
     ]
-    lines = [", ".join(word for word in said if word)]
+    lines = [", ".join(word for word in words if word)]
     if picture.verdict is not None:
         verdict = picture.verdict
         lines.append(

@@ -38,8 +38,8 @@ def parser() -> Parser:
     return made
 
 
-def main(argv: Sequence[str], say: Callable[[str], None]) -> int:
-    """Convert and print; `say` prints what is not converted. Raises UsageError with exit code 2."""
+def main(argv: Sequence[str], notify: Callable[[str], None]) -> int:
+    """Convert and print; `notify` prints what is not converted. Raises UsageError, exit code 2."""
     ns = parser().parse_args(argv)
     # Late import: only this verb needs YAML.
     from elasticrun.jobs.convert.document import MAX_BYTES, NotConvertible, documents
@@ -58,10 +58,12 @@ def main(argv: Sequence[str], say: Callable[[str], None]) -> int:
                 hint = "apply it by itself"
                 if _kind(other).endswith("TrainingRuntime"):
                     hint = "write what its pods need into the template"
-                say(f"{_kind(other) or 'a document'} in the file is left out: {hint}")
+                notify(f"{_kind(other) or 'a document'} in the file is left out: {hint}")
         job = read(jobs[0], None if ns.to == "slurm" else ns.image)
         code = (
-            _slurm(job, jobs[0], say) if ns.to == "slurm" else _print(job, jobs[0], ns.output, say)
+            _slurm(job, jobs[0], notify)
+            if ns.to == "slurm"
+            else _print(job, jobs[0], ns.output, notify)
         )
     except NotConvertible as wrong:
         raise UsageError(f"{ns.file}: {wrong}", EXIT_USAGE) from None
@@ -82,11 +84,11 @@ def _kind(document: Document) -> str:
     return str(value.get("kind", "")) if isinstance(value, dict) else ""
 
 
-def _print(job: ForeignJob, document: Document, form: str, say: Callable[[str], None]) -> int:
+def _print(job: ForeignJob, document: Document, form: str, notify: Callable[[str], None]) -> int:
     from elasticrun.jobs.convert.targets import elastic_job
 
     made = elastic_job(job)
-    _print_notes(document, say)
+    _print_notes(document, notify)
     if form == "json":
         sys.stdout.write(json.dumps(made, indent=2) + "\n")
         return EXIT_OK
@@ -104,15 +106,15 @@ def _print(job: ForeignJob, document: Document, form: str, say: Callable[[str], 
     return EXIT_OK
 
 
-def _slurm(job: ForeignJob, document: Document, say: Callable[[str], None]) -> int:
+def _slurm(job: ForeignJob, document: Document, notify: Callable[[str], None]) -> int:
     from elasticrun.jobs.convert.targets import slurm_words
     from elasticrun.jobs.verbs import render
 
     words = slurm_words(job, document)
-    _print_notes(document, say)
-    return render.main(["slurm", *words], say)
+    _print_notes(document, notify)
+    return render.main(["slurm", *words], notify)
 
 
-def _print_notes(document: Document, say: Callable[[str], None]) -> None:
+def _print_notes(document: Document, notify: Callable[[str], None]) -> None:
     for note in document.notes:
-        say(note)
+        notify(note)

@@ -76,8 +76,8 @@ async def _run(connect: Callable[[], Cluster], *, lease: bool) -> int:
     return EXIT_FAILED
 
 
-def render(argv: Sequence[str], say: Callable[[str], None]) -> int:
-    """Print the objects that install the operator; `say` prints notes for the user."""
+def render(argv: Sequence[str], notify: Callable[[str], None]) -> int:
+    """Print the objects that install the operator; `notify` prints notes for the user."""
     from elasticrun.jobs.operator.deployment import BARE_IMAGE, HOME, REMARKS, Installed, documents
     from elasticrun.jobs.render import checks, text
 
@@ -99,7 +99,7 @@ def render(argv: Sequence[str], say: Callable[[str], None]) -> int:
     if ns.image:
         checks.image(ns.image)
     else:
-        say(
+        notify(
             f"no --image: {BARE_IMAGE} installs elasticrun=={__version__} from PyPI as it starts, "
             "and fails for as long as PyPI does not have it; better name an image with "
             f"elasticrun[k8s]: {PROG} render operator --image registry.example/train:1.0"

@@ -36,62 +36,62 @@ from elasticrun.jobs.verbs import render_flags
 NO_SECRET: Final = "--token-secret NAME"
 
 
-def pod_notes(wanted: PodSettings) -> Iterator[str]:
+def pod_notes(settings: PodSettings) -> Iterator[str]:
     """Notes about a manifest."""
-    major, minor = wanted.version
-    launch = wanted.launch
-    if checks.floats(wanted.image):
+    major, minor = settings.version
+    launch = settings.launch
+    if checks.floats(settings.image):
         yield (
-            f"--image {wanted.image} may be another image tomorrow, also for a pod that is "
+            f"--image {settings.image} may be another image tomorrow, also for a pod that is "
             "replaced: name a version, or a digest (NAME@sha256:...)"
         )
-    if wanted.grace_seconds < wanted.needed_grace:
+    if settings.grace_seconds < settings.needed_grace:
         yield (
-            f"--grace {wanted.grace}: a node may need {wanted.needed_grace} s to save a step and "
-            "leave (--departure-grace, --shutdown-timeout, and 5 s); then it is killed"
+            f"--grace {settings.grace}: a node may need {settings.needed_grace} s to save a step "
+            "and leave (--departure-grace, --shutdown-timeout, and 5 s); then it is killed"
         )
     for word in launch.flags:
         flag, _, path = word.partition("=")
         is_local = flag == "--git" and path.startswith("/")
         if (is_local or flag in ("--run-dir", "--log-dir", "--logdir")) and not any(
-            Path(path).is_relative_to(volume.mount) for volume in wanted.volumes
+            Path(path).is_relative_to(volume.mount) for volume in settings.volumes
         ):
             lost = "what is written there goes with its pod"
             so = "they have no such repository" if is_local else lost
             yield f"{word}: on no volume of the pods (--volume, --data), so {so}"
-    if not wanted.token_secret and not has(launch, "--token-file"):
+    if not settings.token_secret and not has(launch, "--token-file"):
         yield no_token()
-    if launch.min_nodes < wanted.replicas and wanted.version < pods.SUCCESS_POLICY:
+    if launch.min_nodes < settings.replicas and settings.version < pods.SUCCESS_POLICY:
         yield (
             "before Kubernetes 1.31 a Job is done only when every index is: pods that never got a "
             "place keep it from ending"
         )
-    if wanted.gang == "native":
+    if settings.gang == "native":
         yield (
             "--gang native works where the cluster has the feature gates GenericWorkload and "
             "GangScheduling on"
         )
-    if wanted.version > NEWEST:
+    if settings.version > NEWEST:
         yield (
             f"Kubernetes {major}.{minor} is newer than this version of elasticrun: written as for "
             "{}.{}".format(*NEWEST)
         )
 
 
-def batch_notes(wanted: BatchSettings) -> Iterator[str]:
+def batch_notes(settings: BatchSettings) -> Iterator[str]:
     """Notes about a batch script."""
-    needed = wanted.launch.departure_time + GRACE_MARGIN
-    if not wanted.cpus_per_task and not wanted.exclusive:
+    needed = settings.launch.departure_time + GRACE_MARGIN
+    if not settings.cpus_per_task and not settings.exclusive:
         yield (
             "neither --cpus-per-task nor --exclusive: on most clusters a node's ranks then share "
             "one core"
         )
-    if wanted.signal and wanted.lead < needed:
+    if settings.signal and settings.lead < needed:
         yield (
-            f"--signal {wanted.signal}@{wanted.lead}: a node may need {needed:g} s to save a step "
-            "and leave (--departure-grace, --shutdown-timeout, and 5 s); then the time is over"
+            f"--signal {settings.signal}@{settings.lead}: a node may need {needed:g} s to save a "
+            "step and leave (--departure-grace, --shutdown-timeout, and 5 s); then the time is over"
         )
-    if not has(wanted.launch, "--token-file"):
+    if not has(settings.launch, "--token-file"):
         yield no_token("--token-file FILE (or ELASTICRUN_TOKEN where sbatch is called)")
 
 
@@ -120,10 +120,10 @@ def read(
     if ns.git:
         ns.git = pinned(ns.git, trust.withdraw())
     given = render_flags.launcher_words(ns)
-    asked = FlagValues(get_args_parser({}).parse_args([*given, "script"]), {})
+    flags = FlagValues(get_args_parser({}).parse_args([*given, "script"]), {})
     ranks, notes = _ranks(ns.nproc_per_node, gpus)
     # the scheduler must also stop retrying a job that cannot succeed
-    codes = [] if asked.explicitly("exit_codes") else ["--exit-codes=scheduler"]
+    codes = [] if flags.explicitly("exit_codes") else ["--exit-codes=scheduler"]
     launch = NodeCommand(
         script=program[0],
         args=tuple(program[1:]),
@@ -131,34 +131,34 @@ def read(
         max_nodes=high,
         nproc_per_node=ranks,
         job_id=settings.name(ns.rdzv_id, "--rdzv-id"),
-        by_etcd=bool(asked.text("master_store")),
-        flags=(*given, *_signal_flag(asked, signal), *codes),
-        departure_time=float(asked.value("departure_grace")) + shutdown_timeout(asked),
+        by_etcd=bool(flags.text("master_store")),
+        flags=(*given, *_signal_flag(flags, signal), *codes),
+        departure_time=float(flags.value("departure_grace")) + shutdown_timeout(flags),
     )
-    if bool(asked.text("tls_cert")) != bool(asked.text("tls_key")):
+    if bool(flags.text("tls_cert")) != bool(flags.text("tls_key")):
         raise Invalid("--tls-cert and --tls-key belong together: give both")
     return launch, [*notes, *_parsed_launch(launch)]
 
 
-def _ranks(asked: str, gpus: int) -> tuple[str, list[str]]:
+def _ranks(number: str, gpus: int) -> tuple[str, list[str]]:
     """Ranks per node; defaults to the number of GPUs."""
-    if not asked:
+    if not number:
         ranks = max(gpus, 1)
         note = f"{ranks} ranks on each node, one for each GPU, as no --nproc-per-node is given"
         return str(ranks), [note] if ranks > 1 else []
-    if gpus and asked.isdecimal() and int(asked) > gpus:
-        return asked, [f"{asked} ranks on each node (--nproc-per-node) share its {gpus} GPU(s)"]
-    return asked, []
+    if gpus and number.isdecimal() and int(number) > gpus:
+        return number, [f"{number} ranks on each node (--nproc-per-node) share its {gpus} GPU(s)"]
+    return number, []
 
 
-def _signal_flag(asked: FlagValues, signal: str) -> list[str]:
+def _signal_flag(flags: FlagValues, signal: str) -> list[str]:
     """The flag that makes agents handle this signal by saving and exiting, instead of forwarding it
     to the ranks."""
     name = f"SIG{signal}"
-    handled = asked.text("signals_to_handle")
+    handled = flags.text("signals_to_handle")
     if signal not in SIGNALS or name in settings.signals(handled):
         return []
-    if asked.explicitly("signals_to_handle"):
+    if flags.explicitly("signals_to_handle"):
         raise Invalid(
             f"--signals-to-handle={handled}: add {name}, or nodes would not save and leave when "
             "the scheduler sends it"
@@ -183,16 +183,16 @@ def _parsed_launch(launch: NodeCommand) -> list[str]:
     return [note for note in found.notes if note not in silent]
 
 
-def main(words: Sequence[str], say: Callable[[str], None]) -> int:
-    """Print the manifest or script for `words`; `say` prints notes for the user. Raises
+def main(words: Sequence[str], notify: Callable[[str], None]) -> int:
+    """Print the manifest or script for `words`; `notify` prints notes for the user. Raises
     `UsageError` with exit code 2."""
     try:
-        return _main(words, say)
+        return _main(words, notify)
     except (Invalid, UsageError) as wrong:
         raise UsageError(str(wrong), EXIT_USAGE) from None
 
 
-def _main(words: Sequence[str], say: Callable[[str], None]) -> int:
+def _main(words: Sequence[str], notify: Callable[[str], None]) -> int:
     target, *rest = words or ("",)
     if target in ("-h", "--help"):
         sys.stdout.write(render_flags.overview())
@@ -200,12 +200,12 @@ def _main(words: Sequence[str], say: Callable[[str], None]) -> int:
     if target == "operator":
         from elasticrun.jobs.verbs import operator
 
-        return operator.render(rest, say)
+        return operator.render(rest, notify)
     if target not in render_flags.TARGETS:
         known = ", ".join(render_flags.TARGETS)
         what = f"{target!r} cannot be rendered" if target else "nothing to render"
         raise Invalid(f"{what}: name one of {known} (see elasticrun render --help)")
-    flags, program = split(arena.translated(rest, target, say))
+    flags, program = split(arena.translated(rest, target, notify))
     made = render_flags.parser(target)
     ns, extra = made.parse_known_args(flags)
     refuse(extra, made, target)
@@ -218,10 +218,10 @@ def _main(words: Sequence[str], say: Callable[[str], None]) -> int:
         batch, notes = batch_of(ns, program)
         out = slurm.script(batch)
     else:
-        wanted, notes = pods_of(ns, program)
-        out = _manifest(target, wanted, ns.output)
+        settings, notes = pods_of(ns, program)
+        out = _manifest(target, settings, ns.output)
     for note in notes:
-        say(note)
+        notify(note)
     sys.stdout.write(out)
     return EXIT_OK
 
@@ -229,8 +229,8 @@ def _main(words: Sequence[str], say: Callable[[str], None]) -> int:
 def pods_of(ns: argparse.Namespace, program: Sequence[str]) -> tuple[PodSettings, list[str]]:
     """The settings for Kubernetes, and notes for the user. Raises UsageError, Invalid."""
     launch, notes = read(ns, program, gpus=max(ns.gpus or 0, 0), signal="TERM")
-    wanted = _pods(ns, launch)
-    return wanted, [*notes, *pod_notes(wanted)]
+    settings = _pods(ns, launch)
+    return settings, [*notes, *pod_notes(settings)]
 
 
 def batch_of(ns: argparse.Namespace, program: Sequence[str]) -> tuple[BatchSettings, list[str]]:
@@ -242,13 +242,13 @@ def batch_of(ns: argparse.Namespace, program: Sequence[str]) -> tuple[BatchSetti
     return batch, [*notes, *batch_notes(batch)]
 
 
-def _manifest(target: str, wanted: PodSettings, form: str) -> str:
+def _manifest(target: str, settings: PodSettings, form: str) -> str:
     jobset = target == "jobset"
-    documents = pods.jobset_documents(wanted) if jobset else pods.job_documents(wanted)
+    documents = pods.jobset_documents(settings) if jobset else pods.job_documents(settings)
     if form == "json":
         return text.as_json(documents)
     special = pods.JOBSET_REMARKS if jobset else {}
-    return text.as_yaml(documents, {**special, **pods.remarks(wanted)})
+    return text.as_yaml(documents, {**special, **pods.remarks(settings)})
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -306,7 +306,7 @@ def _pods(ns: argparse.Namespace, launch: NodeCommand) -> PodSettings:
     secret, _, key = ns.token_secret.partition(":")
     if secret and has(launch, "--token-file"):
         raise Invalid("--token-secret and --token-file: the job has one token, so give one of them")
-    said = _same(ns, PodSettings) | {
+    fields = _same(ns, PodSettings) | {
         "launch": launch,
         "gpus": _gpus(ns, launch.nproc_per_node),
         "gpu_resource": ns.gpu_resource or "nvidia.com/gpu",
@@ -321,7 +321,7 @@ def _pods(ns: argparse.Namespace, launch: NodeCommand) -> PodSettings:
         "pull_secrets": tuple(ns.image_pull_secret),
         "version": checks.version(ns.k8s_version, "--k8s-version"),
     }
-    return PodSettings(**said)
+    return PodSettings(**fields)
 
 
 def _gpus(ns: argparse.Namespace, ranks: str) -> int:
@@ -350,7 +350,7 @@ def _signal(ns: argparse.Namespace) -> tuple[str, int]:
 
 def _batch(ns: argparse.Namespace, launch: NodeCommand) -> BatchSettings:
     signal, lead = _signal(ns)
-    said = _same(ns, BatchSettings) | {
+    fields = _same(ns, BatchSettings) | {
         "launch": launch,
         "time_seconds": grammar.duration(ns.time, "--time") if ns.time else 0,
         "memory": ns.mem,
@@ -360,4 +360,4 @@ def _batch(ns: argparse.Namespace, launch: NodeCommand) -> BatchSettings:
         "options": tuple(option.removeprefix("--") for option in ns.sbatch),
         "env": env(ns),
     }
-    return BatchSettings(**said)
+    return BatchSettings(**fields)

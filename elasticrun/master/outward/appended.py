@@ -75,8 +75,8 @@ class ProgressFile:
 
     def add(self, rows: Sequence[ProgressRow]) -> str:
         """Append rows; returns a name for which there is no column left, "" for none. OSError."""
-        said = dict.fromkeys(name for row in rows for name in row.values)
-        new = [name for name in said if name not in self._columns]
+        names = dict.fromkeys(name for row in rows for name in row.values)
+        new = [name for name in names if name not in self._columns]
         room = MAX_METRICS + len(OWN) - len(self._columns or OWN)
         if new[:room] or not self._columns:
             self._widen([*(self._columns or OWN), *new[:room]])

@@ -57,21 +57,21 @@ class Notifier:
         self._closing = threading.Event()
         self._failed = False
         self._thread = threading.Thread(target=self._run, name="elasticrun-events", daemon=True)
-        self._begun = False
+        self._started = False
 
     def put(self, event: str, **body: Any) -> None:
         """Queue an event; returns at once."""
         data = {"event": event, **self._about, "time": time.time(), **body}
         with contextlib.suppress(queue.Full, RuntimeError):  # RuntimeError: no thread can start
-            if not self._begun:
+            if not self._started:
                 self._thread.start()
-                self._begun = True
+                self._started = True
             self._queue.put_nowait(msgspec.json.encode(data))
 
     def close(self, limit: float) -> None:
         """Wait for queued events, `limit` seconds at most, without retries."""
         self._closing.set()
-        if self._begun:
+        if self._started:
             with contextlib.suppress(queue.Full):
                 self._queue.put_nowait(None)
             self._thread.join(limit)
@@ -79,14 +79,14 @@ class Notifier:
     def _run(self) -> None:
         while (data := self._queue.get()) is not None:
             for tried in range(1, TRIES + 1):
-                why = self._tell(data)
+                why = self._deliver(data)
                 if not why or (tried < TRIES and self._closing.wait(PAUSE)):
                     break
             if why and not self._failed:
                 self._failed = True
                 logger.warning("--on-event: an event was not delivered: %s", why)
 
-    def _tell(self, data: bytes) -> str:
+    def _deliver(self, data: bytes) -> str:
         """Why the delivery failed; "" if it succeeded."""
         return _post(self._target, data) if is_address(self._target) else _run(self._target, data)
 
@@ -112,12 +112,12 @@ def _run(command: str, data: bytes) -> str:
     except OSError as wrong:
         return str(wrong)
     try:
-        _, said = process.communicate(data, LIMIT)
+        _, errors = process.communicate(data, LIMIT)
     except subprocess.TimeoutExpired:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         return f"the command took longer than {LIMIT:g} s"
-    last = said.decode(errors="replace").strip().splitlines()[-1:]
+    last = errors.decode(errors="replace").strip().splitlines()[-1:]
     code = process.returncode
     return f"the command ended with {code}: {' '.join(last)[:200]}" if code else ""

@@ -47,8 +47,8 @@ class Outward:
         self._hosted = hosted
         self._notifier = self._notifies(name_of(config))
         self._tensorboard: TensorBoard | None = None
-        self._told: tuple[int, bool] = (0, False)  # the newest incident, and whether it was over
-        self._files = RunFiles(partial(open_fresh, config, hosted), config.log_dir, tells=hosted)
+        self._sent_state = (0, False)  # the newest incident, and whether it was over
+        self._files = RunFiles(partial(open_fresh, config, hosted), config.log_dir, logs=hosted)
         self._run: OpenRun | None = None  # the run folder that the user named
         self._result: RunResult | None = None  # for the last-words file
 
@@ -63,7 +63,7 @@ class Outward:
             return ""
         if goes_on:
             again = partial(open_again, config, self._hosted)
-            self._files = RunFiles(again, config.log_dir, tells=self._hosted)
+            self._files = RunFiles(again, config.log_dir, logs=self._hosted)
             return ""
         try:
             async with asyncio.timeout(OPEN_LIMIT):
@@ -76,7 +76,7 @@ class Outward:
             return found
         self._run = run = found
         self._notifier = self._notifies(run.job.name)
-        self._files = RunFiles(lambda: run, config.log_dir, tells=self._hosted)
+        self._files = RunFiles(lambda: run, config.log_dir, logs=self._hosted)
         return ""
 
     def _notifies(self, name: str) -> Notifier | None:
@@ -101,9 +101,9 @@ class Outward:
         """The job had already ended: write nothing more."""
         self._files.close(0.0)
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """The master serves now."""
-        self._files.begin()
+        self._files.create()
         if logdir := self._config.launch.run.tensorboard:
             from elasticrun.master.outward.tensorboard import TensorBoard
 
@@ -131,8 +131,8 @@ class Outward:
         """An incident has started, changed, or is over."""
         self._files.filed(row)
         state = (row.number, row.over)
-        if self._notifier is not None and state > self._told:
-            self._told = state
+        if self._notifier is not None and state > self._sent_state:
+            self._sent_state = state
             self._notifier.put("incident", incident=msgspec.to_builtins(row))
 
     def judged(self, verdict: VerdictRow, over: bool) -> None:

@@ -145,7 +145,7 @@ def git_commit(folder: str) -> str:
     whole = ("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+")
     for words in (whole, ("rev-parse", "HEAD")):
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            asked = subprocess.run(
+            result = subprocess.run(
                 ["git", "-C", str(place), *words],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -153,7 +153,7 @@ def git_commit(folder: str) -> str:
                 timeout=GIT_LIMIT,
                 env=environ,
             )
-            return asked.stdout.strip()[:MAX_COMMIT] if asked.returncode == 0 else ""
+            return result.stdout.strip()[:MAX_COMMIT] if result.returncode == 0 else ""
     return ""
 
 

@@ -158,7 +158,7 @@ def error_page(row: IncidentRow, when: float) -> str:
         "stacks": _stacks_at(row),
     }
     lines = [plain(row.sentence), ""]
-    lines += [f"{name + ':':<12}{plain(said)}" for name, said in facts.items() if said]
+    lines += [f"{name + ':':<12}{plain(value)}" for name, value in facts.items() if value]
     if row.last_lines:
         lines += ["", "what it wrote last:", *_block(row.last_lines)]
     for group in row.stacks:

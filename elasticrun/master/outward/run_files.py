@@ -44,20 +44,20 @@ logger = logging.getLogger("elasticrun")
 class RunFiles:
     """Writes into the run folder, in a thread."""
 
-    def __init__(self, opens: Callable[[], OpenRun], log_dir: str, *, tells: bool = False) -> None:
+    def __init__(self, opens: Callable[[], OpenRun], log_dir: str, *, logs: bool = False) -> None:
         """`opens`: opens the folder, called in the thread at the first write (OSError). `log_dir`:
         incidents are written there, beside the logs, if it is outside the run folder; "": no log
-        folder. `tells`: each incident is logged once as a line, when ranks run again or it is over.
+        folder. `logs`: each incident is logged once as a line, when ranks run again or it is over.
         """
         self._opens = opens
-        self._tells = tells
-        self._told = 0  # the number of the last one
+        self._logs = logs
+        self._logged = 0  # the number of the last one
         self._log_dir = log_dir
         self._run: OpenRun | None = None
         self._events: Appended | None = None
         self._progress: ProgressFile | None = None
         self._held: ProgressRow | None = None  # until it is clear that rank 0 reports nothing more
-        self._told_in = -1  # the last round in which rank 0 reported metrics
+        self._metrics_round = -1  # the last round in which rank 0 reported metrics
         self._dropped = self._crowded = False
         self._wrong = False
         self._closed = False
@@ -71,7 +71,7 @@ class RunFiles:
 
     # ------------------------------------------------------------ the loop's side: returns at once
 
-    def begin(self) -> None:
+    def create(self) -> None:
         """Create the folder."""
         self._later(lambda: None)
 
@@ -89,13 +89,13 @@ class RunFiles:
 
     def metrics(self, report: Metrics) -> None:
         """Write rows of `progress.csv`."""
-        self._told_in, self._held = report.round.number, None
+        self._metrics_round, self._held = report.round.number, None
         self._later(partial(self._write_metrics, report, time.time()))
 
     def stepped(self, number: int, step: int) -> None:
         """Training has reached this step in round `number`: written as a row if rank 0 reports no
         metrics."""
-        if number != self._told_in:
+        if number != self._metrics_round:
             self._release()
             self._held = ProgressRow(time.time(), number, step, {})
 
@@ -174,8 +174,8 @@ class RunFiles:
     def _write_metrics(self, report: Metrics, now: float) -> None:
         rows = []
         for row in report.rows:
-            said = zip(report.names, row.values, strict=False)
-            values = {name: value for name, value in said if NUMBER.fullmatch(value)}
+            pairs = zip(report.names, row.values, strict=False)
+            values = {name: value for name, value in pairs if NUMBER.fullmatch(value)}
             rows.append(ProgressRow(now - row.age, report.round.number, row.step, values))
         self._write_progress(rows)
         if report.dropped and not self._dropped:
@@ -200,8 +200,8 @@ class RunFiles:
             replace_file(self._open().folder.path / layout.ERROR, text.encode(errors="replace"))
         by_request = row.ended and row.cause not in FAILURES
         runs = row.over or row.restarted >= 0.0  # log it at the restart, not after the next failure
-        if self._tells and runs and row.number > self._told and not by_request:
-            self._told = row.number
+        if self._logs and runs and row.number > self._logged and not by_request:
+            self._logged = row.number
             logger.log(NOTICE, "%s: %s", line(row), _typed(folder / f"{row.number:04}.md"))
 
     def _incidents(self, run: OpenRun) -> Path:

@@ -31,10 +31,10 @@ logger = logging.getLogger("elasticrun")
 class TensorBoard:
     """One TensorBoard process, on a free port of `host`."""
 
-    def __init__(self, logdir: str, host: str, tell: Callable[[str], None]) -> None:
-        """`tell`: called in a thread with its URL, and with "" when it has exited by itself."""
+    def __init__(self, logdir: str, host: str, on_url: Callable[[str], None]) -> None:
+        """`on_url`: called in a thread with its URL, and with "" when it has exited by itself."""
         self._logdir = logdir
-        self._tell = tell
+        self._on_url = on_url
         self._process: subprocess.Popen[str] | None = None
         self._thread: threading.Thread | None = None
         if importlib.util.find_spec("tensorboard") is None:
@@ -80,11 +80,11 @@ class TensorBoard:
             if not url and (found := _URL.search(line)):
                 url = found[0]
                 logger.log(NOTICE, "TensorBoard of %s: %s", self._logdir, url)
-                self._tell(url)
+                self._on_url(url)
         process.wait()
         if self._process is not None:  # it was not closed by us
             logger.warning("TensorBoard exited: %s", last[:300] or "it has said nothing")
-            self._tell("")
+            self._on_url("")
 
 
 def main() -> None:

@@ -130,7 +130,7 @@ class StatusPage:
             await send(_start(200, {"content-type": "text/event-stream; charset=utf-8"}))
             whole = self._readers.trusts(scope)
             looks = whole and "hidden" not in query(scope)
-            await self._streams.serve(receive, send, whole=whole, looks=looks)
+            await self._streams.serve(receive, send, whole=whole, samples=looks)
             return
         if code == 200 and scope["path"] == "/metrics" and self._render is None:
             self._render = await asyncio.to_thread(metrics_writer, self._loop)  # it imports
@@ -144,8 +144,8 @@ class StatusPage:
     def _refusal(self, scope: dict[str, Any]) -> tuple[int, dict[str, str], bytes]:
         """Code, headers and body of a refusal or redirect; code 200 if the request is accepted."""
         headers = {"content-type": "text/plain; charset=utf-8"}
-        asked = next((value for name, value in scope["headers"] if name == b"host"), b"")
-        name = host_of(asked.decode("latin-1"))
+        host = next((value for name, value in scope["headers"] if name == b"host"), b"")
+        name = host_of(host.decode("latin-1"))
         if not (name in self._names or is_private(name)):
             body = "this page is not known by the name in Host; ask by the host's name or address\n"
             return 421, headers, body.encode()

@@ -29,16 +29,16 @@ class SlotCounters:
 
     def take(self, rows: Iterable[LedgerRow]) -> Mapping[tuple[str, str], float]:
         """Seconds by category and cause, for the current ledger."""
-        told = self._micros
+        counters = self._micros
         book = {(row.category, row.cause): round(row.seconds * 1e6) for row in rows}
-        behind = {key: micros - told.get(key, 0) for key, micros in book.items()}
+        behind = {key: micros - counters.get(key, 0) for key, micros in book.items()}
         behind = {key: micros for key, micros in behind.items() if micros > 0}
-        left, owed = sum(book.values()) - sum(told.values()), sum(behind.values())
+        left, owed = sum(book.values()) - sum(counters.values()), sum(behind.values())
         for key, micros in behind.items():
             share = min(micros, micros * left // owed)
-            told[key] = told.get(key, 0) + share
+            counters[key] = counters.get(key, 0) + share
             left, owed = left - share, owed - micros
-        return {key: micros / 1e6 for key, micros in told.items()}
+        return {key: micros / 1e6 for key, micros in counters.items()}
 
 
 def metrics_writer(loop: Loop) -> Callable[[], bytes]:

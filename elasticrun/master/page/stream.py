@@ -1,7 +1,7 @@
 """The page's data: the job's picture as JSON, and its changes as server-sent events.
 
 However many visitors there are, a picture is built and encoded once a second at most, and the ranks
-are sampled every LOOK_EVERY seconds. Without visitors no work is done.
+are sampled every SAMPLE_EVERY seconds. Without visitors no work is done.
 
 A stranger (`readers`) does not get what reveals paths and arguments: stacks, source lines, last
 output lines, settings, events, and the sentences of verdicts and incidents.
@@ -35,7 +35,7 @@ reconnects after RETRY milliseconds and gets the whole picture."""
 
 RETRY: Final = 1000
 
-LOOK_EVERY: Final = 3.0
+SAMPLE_EVERY: Final = 3.0
 """Seconds between samples of the ranks while a visitor with full access is watching."""
 
 RANKS_A_SECOND: Final = 64
@@ -107,8 +107,8 @@ class Watchers:
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
-        self._looking: asyncio.Future[Reply] | None = None
-        self._look_at = 0.0
+        self._sampling: asyncio.Future[Reply] | None = None
+        self._sample_at = 0.0
         self._feeds = {whole: Feed(loop, whole=whole) for whole in (True, False)}
         self._closing: asyncio.Event = asyncio.Event()
         self._watched = 0
@@ -118,51 +118,57 @@ class Watchers:
         """The picture for a single request."""
         return self._feeds[whole].picture()
 
-    async def serve(self, receive: Receive, send: Send, *, whole: bool, looks: bool) -> None:
+    async def serve(self, receive: Receive, send: Send, *, whole: bool, samples: bool) -> None:
         """Send events (after the response head) until the browser disconnects, the stream's time is
-        up, or the master ends. `looks`: sample the ranks meanwhile."""
+        up, or the master ends. `samples`: sample the ranks meanwhile."""
         self._watched += 1
-        gone = asyncio.ensure_future(_gone(receive))
+        disconnected = asyncio.ensure_future(_until_disconnected(receive))
         ends = asyncio.ensure_future(self._closing.wait())
         try:
-            await self._send(self._feeds[whole], send, gone, ends, self._look if looks else None)
+            await self._send(
+                self._feeds[whole],
+                send,
+                disconnected,
+                ends,
+                self._sample_if_due if samples else None,
+            )
         finally:
-            gone.cancel()
+            disconnected.cancel()
             ends.cancel()
             self._watched -= 1
             if not self._watched:
                 self._empty.set()
 
-    def _look(self) -> None:
+    def _sample_if_due(self) -> None:
         """Request a sample of the ranks, if due; later pictures show the result."""
         now = asyncio.get_running_loop().time()
-        if now < self._look_at or (self._looking is not None and not self._looking.done()):
+        if now < self._sample_at or (self._sampling is not None and not self._sampling.done()):
             return
-        self._look_at = now + max(LOOK_EVERY, self._loop.status().world_size / RANKS_A_SECOND)
-        self._looking = asyncio.ensure_future(self._loop.ask(Request("picture", live=True)))
+        self._sample_at = now + max(SAMPLE_EVERY, self._loop.status().world_size / RANKS_A_SECOND)
+        self._sampling = asyncio.ensure_future(self._loop.request(Request("picture", live=True)))
 
     async def _send(
         self,
         feed: Feed,
         send: Send,
-        gone: asyncio.Future[None],
+        disconnected: asyncio.Future[None],
         ends: asyncio.Future[Any],
-        look: Callable[[], None] | None,
+        sample: Callable[[], None] | None,
     ) -> None:
         clock = asyncio.get_running_loop().time
         until = clock() + STREAM_LIFE
         await send(_piece(f"retry: {RETRY}\n\n".encode()))
         seen = 0
-        while clock() < until and not gone.done():
+        while clock() < until and not disconnected.done():
             if data := feed.since(seen):
                 await send(_piece(b"data: " + data + b"\n\n"))
                 seen = feed.number
             if ends.done():
                 break
-            if look is not None:
-                look()
+            if sample is not None:
+                sample()
             await asyncio.wait(
-                (gone, ends), timeout=feed.wait(), return_when=asyncio.FIRST_COMPLETED
+                (disconnected, ends), timeout=feed.wait(), return_when=asyncio.FIRST_COMPLETED
             )
             if ends.done():
                 feed.refresh(now=True)
@@ -171,8 +177,8 @@ class Watchers:
     async def close(self, limit: float) -> None:
         """End every stream in order, within `limit` seconds."""
         self._closing.set()
-        if self._looking is not None:
-            self._looking.cancel()
+        if self._sampling is not None:
+            self._sampling.cancel()
         if self._watched:
             self._empty.clear()
             waiting = asyncio.ensure_future(self._empty.wait())
@@ -180,7 +186,7 @@ class Watchers:
             waiting.cancel()
 
 
-async def _gone(receive: Receive) -> None:
+async def _until_disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -252,8 +258,8 @@ def _rank_for_strangers(row: RankRow) -> RankRow:
 
 def _incident_for_strangers(row: IncidentRow) -> IncidentRow:
     what = WORDS.get(row.cause, row.cause)
-    said = {"followed": "", "decision": "", "hang": "", "last_lines": "", "ended_before": ""}
-    return replace(row, sentence=what, stacks=(), **said)
+    hidden = {"followed": "", "decision": "", "hang": "", "last_lines": "", "ended_before": ""}
+    return replace(row, sentence=what, stacks=(), **hidden)
 
 
 def status_for_strangers(status: JobStatus) -> JobStatus:

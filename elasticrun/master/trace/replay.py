@@ -82,7 +82,7 @@ class Step:
     at: float
     event: events.JobEvent
     minted: tuple[str, ...] = ()
-    said: tuple[str, ...] = ()
+    output: tuple[str, ...] = ()
     raised: str = ""
 
 
@@ -189,7 +189,7 @@ def _head(line: dict[str, Any]) -> TraceHead:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Selection:
     """Which lines to print."""
 
     node: str = ""  # only lines about this node
@@ -198,11 +198,11 @@ class Wanted:
 
 
 def replay(
-    path: Path, wanted: Wanted, out: Callable[[str], None], timeline: Path | None = None
+    path: Path, selection: Selection, out: Callable[[str], None], timeline: Path | None = None
 ) -> int:
     """Print the decisions in the trace at `path`, one per line; returns SAME or DIFFERS. NoTrace.
     Rounds and incidents are written to `timeline`."""
-    player = _Player(wanted, out)
+    player = _Player(selection, out)
     for item in read(path):
         match item:
             case TraceHead():
@@ -211,14 +211,14 @@ def replay(
                 player.step(item)
             case Gap():
                 player.gap(item)
-    return player.end(timeline)
+    return player.finish(timeline)
 
 
 class _Player:
-    def __init__(self, wanted: Wanted, out: Callable[[str], None]) -> None:
-        self._wanted = wanted
+    def __init__(self, selection: Selection, out: Callable[[str], None]) -> None:
+        self._selection = selection
         self._out = out
-        self._brain: Job | None = None
+        self._job: Job | None = None
         self._term = -1
         self._nonces: deque[str] = deque()
         self._nodes: dict[int, str] = {}
@@ -234,7 +234,7 @@ class _Player:
 
     def head(self, head: TraceHead) -> None:
         """Start a state machine as that master did, unless this is only the ring's next file."""
-        if head.midst and self._brain is not None and head.term == self._term:
+        if head.midst and self._job is not None and head.term == self._term:
             return
         if self._origin is None or head.at < self._now:  # another boot has another clock
             self._origin = head.at
@@ -248,14 +248,14 @@ class _Player:
             self._out(line)
         if facts is not None and head.midst:
             facts = aged(facts, head.facts_age)
-        self._brain = Job(head.spec, head.term, self._mint, facts)
+        self._job = Job(head.spec, head.term, self._mint, facts)
         for stream in head.streams:
             self._nodes[stream.session] = stream.hello.node
-            self._brain.step(_as_it_was(stream, facts), head.at)
+            self._job.step(_as_it_was(stream, facts), head.at)
 
     def step(self, step: Step) -> None:
         """Process an event, print the output, and compare it."""
-        assert self._brain is not None
+        assert self._job is not None
         self._now = step.at
         self._steps += 1
         self._nonces.extend(step.minted)
@@ -264,7 +264,7 @@ class _Player:
         raised = ""
         effects: list[events.JobEffect] = []
         try:
-            effects = self._brain.step(step.event, step.at)
+            effects = self._job.step(step.event, step.at)
         except Exception as fault:  # as recorded
             raised = f"{type(fault).__name__}: {fault}"
         self._timeline.took(step.at, effects)
@@ -278,19 +278,19 @@ class _Player:
         self._out(f"-- {gap.why}")
         self._exact = self._exact and gap.cut
 
-    def end(self, timeline: Path | None) -> int:
+    def finish(self, timeline: Path | None) -> int:
         """Print the last lines, and write the timeline if requested."""
         if timeline is not None:
             try:
                 self._timeline.write(timeline, self._now)
             except OSError as wrong:
                 raise NoTrace(f"the timeline cannot be written: {wrong}") from None
-        told = "the replay says what was recorded"
+        summary = "the replay says what was recorded"
         if self._differences:
-            told = f"the replay DIFFERS from what was recorded, {self._differences} times"
+            summary = f"the replay DIFFERS from what was recorded, {self._differences} times"
         elif self._uncounted:
-            told = "after what is missing the replay differs from what was recorded, as it may"
-        self._out(f"-- {self._steps} events; {told}")
+            summary = "after what is missing the replay differs from what was recorded, as it may"
+        self._out(f"-- {self._steps} events; {summary}")
         return DIFFERS if self._differences else SAME
 
     def _mint(self) -> str:
@@ -300,16 +300,16 @@ class _Player:
 
     def _show(self, step: Step, effects: list[events.JobEffect], raised: str) -> None:
         at = step.at - (self._origin or 0.0)
-        if at < self._wanted.since:
+        if at < self._selection.since:
             return
         lines = list(self._decisions(effects))
         if raised:
             lines.append(f"the brain raised {raised}")
         cause = self._cause(step.event)
         beat = isinstance(step.event, events.Heard) and isinstance(step.event.report, m.Beat)
-        if not lines and (beat or not self._wanted.everything):
+        if not lines and (beat or not self._selection.everything):
             return
-        if self._wanted.node and not self._concerns(step, effects, [cause, *lines]):
+        if self._selection.node and not self._concerns(step, effects, [cause, *lines]):
             return
         self._print(at, cause, lines or ["-"])
 
@@ -324,7 +324,7 @@ class _Player:
             stamp, cause = " " * len(stamp), ""
 
     def _concerns(self, step: Step, effects: list[events.JobEffect], lines: list[str]) -> bool:
-        name = self._wanted.node
+        name = self._selection.node
         concerned = {
             s for effect in effects if isinstance(effect, events.Send) for s in effect.sessions
         }
@@ -353,11 +353,11 @@ class _Player:
     def _decisions(self, effects: list[events.JobEffect]) -> Iterator[str]:
         for kind, group in groupby(effects, _kind):
             same = list(group)
-            tells = [effect for effect in same if isinstance(effect, events.Send)]
+            sends = [effect for effect in same if isinstance(effect, events.Send)]
             if kind is m.Welcome:
                 continue
-            if len(tells) > MOST_NAMED:
-                yield self._told_in_short(tells)
+            if len(sends) > MOST_NAMED:
+                yield self._sends_in_short(sends)
                 continue
             for effect in same:
                 yield self._decision(effect)
@@ -377,9 +377,9 @@ class _Player:
             case events.Replied() | events.Filed() | events.Judged() | events.FoundSlow():
                 return words.effect_in_words(effect)
 
-    def _told_in_short(self, tells: list[events.Send]) -> str:
-        sessions = tuple(session for tell in tells for session in tell.sessions)
-        order = tells[0].order
+    def _sends_in_short(self, sends: list[events.Send]) -> str:
+        sessions = tuple(session for tell in sends for session in tell.sessions)
+        order = sends[0].order
         number = f" {order.round.number}" if isinstance(order, m.Start) else ""
         return f"-> {self._names(sessions)}: {type(order).__name__}{number}, each its own"
 
@@ -392,8 +392,8 @@ class _Player:
     # ------------------------------------------------------------ comparing
 
     def _compare(self, step: Step, effects: list[events.JobEffect], raised: str) -> None:
-        said = tuple(words.effect_in_words(effect) for effect in effects)
-        if said == step.said and raised == step.raised:
+        output = tuple(words.effect_in_words(effect) for effect in effects)
+        if output == step.output and raised == step.raised:
             return
         if not self._exact:
             self._uncounted = True
@@ -405,7 +405,7 @@ class _Player:
         if raised != step.raised:
             self._out(f"  recorded: raised {step.raised or 'nothing'}")
             self._out(f"  replayed: raised {raised or 'nothing'}")
-        for recorded, replayed in zip_longest(step.said, said, fillvalue="(nothing)"):
+        for recorded, replayed in zip_longest(step.output, output, fillvalue="(nothing)"):
             if recorded != replayed:
                 self._out(f"  recorded: {recorded}")
                 self._out(f"  replayed: {replayed}")

@@ -71,8 +71,8 @@ def event_from_plain(value: Any) -> JobEvent:
         return event
     if not (isinstance(body, dict) and body.keys() == {"session", "report"}):
         raise ValueError("a Heard without its session and report")
-    report, said = _tagged(body["report"], _REPORTS)
-    return Heard(typed(body["session"], int), typed(said, report))
+    report, body_of_report = _tagged(body["report"], _REPORTS)
+    return Heard(typed(body["session"], int), typed(body_of_report, report))
 
 
 def _unpacked(text: Any) -> Any:
@@ -191,8 +191,8 @@ def in_words(message: m.Report | m.Order) -> str:
             return f"Replicate {what}, ranks {_numbers(message.ranks)}, from {message.saver}"
         case m.Persisted():
             what = "committed" if message.committed else "written"
-            said = f"{what}, {message.nbytes} bytes" if message.ok else f"failed: {message.reason}"
-            return f"Persisted {message.attempt}: {said}"
+            end = f"{what}, {message.nbytes} bytes" if message.ok else f"failed: {message.reason}"
+            return f"Persisted {message.attempt}: {end}"
         case m.Watermark():
             given_up = f", up to {message.given_up} given up" if message.given_up >= 0 else ""
             return f"Watermark {message.round.number}: step {message.step}{given_up}"
@@ -204,8 +204,8 @@ def in_words(message: m.Report | m.Order) -> str:
                 f"{_numbers(message.shared)} of {message.writers}, {role}"
             )
         case m.Departing():
-            asked = f", asked for {message.asked}" if message.asked >= 0 else ""
-            step = f"step {message.step}, {message.margin} more{asked}"
+            requested = f", asked for {message.asked}" if message.asked >= 0 else ""
+            step = f"step {message.step}, {message.margin} more{requested}"
             return f"Departing: {message.reason}, at {step}"
         case m.PersistOver():
             end = "committed" if message.ok else f"over: {message.reason}"
@@ -219,8 +219,8 @@ def _with_its_text(message: m.Report | m.Order) -> str:
     words = type(message).__name__
     if (round_ := getattr(message, "round", None)) is not None:
         words += f" {round_ if isinstance(message, m.Order) else round_.number}"
-    said = getattr(message, "reason", None) or getattr(message, "text", None)
-    return f"{words}: {said}" if said else words
+    text = getattr(message, "reason", None) or getattr(message, "text", None)
+    return f"{words}: {text}" if text else words
 
 
 def _restored(order: m.Start) -> str:

@@ -156,7 +156,7 @@ class TraceWriter:
 
     def _run(self) -> None:
         try:
-            self._ring.begin()
+            self._ring.open()
             while (item := self._queue.get()) is not None:
                 self._ring.write(item)
                 if self._queue.empty():
@@ -187,7 +187,7 @@ class _Ring:
         self._streams: dict[int, Attached] = {}
         self._midst = False
 
-    def begin(self) -> None:
+    def open(self) -> None:
         """Append to what earlier masters have written."""
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         room = os.statvfs(self._path.parent)

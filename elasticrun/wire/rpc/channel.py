@@ -299,17 +299,17 @@ async def get_status(
 async def reach_me(
     endpoint: Endpoint,
     timeout: float,
-    asked: ReachMe,
+    request: ReachMe,
     *,
     token: str = "",
     tls: Pem | None = None,
     name: str = "",
     version: str = "doctor",
 ) -> Reached:
-    """Make the master at `endpoint` connect to us as `asked`, and return what it knows of us;
+    """Make the master at `endpoint` connect to us as `request` says; return what it knows of us.
     `token` is a reader's (`auth.reader_token`). Raises LinkError like `get_status`."""
     guest = Guest(token, version)
-    return await _ask(REACH, guest, asked, Reached, endpoint, timeout, tls, name)
+    return await _ask(REACH, guest, request, Reached, endpoint, timeout, tls, name)
 
 
 async def ask_for(
@@ -340,14 +340,14 @@ async def ask_to_join(
 async def _ask(
     method: str,
     guest: Guest,
-    asked: Report | None,
-    wanted: type[A],
+    request: Report | None,
+    kind: type[A],
     endpoint: Endpoint,
     timeout: float,
     tls: Pem | None,
     name: str,
 ) -> A:
-    """The answer to a reader after both sides have proved the token; `asked`: what it sends after
+    """The answer to a reader after both sides have proved the token; `request`: what it sends after
     its proof, if anything. Raises LinkError, also for a refusal."""
     options = {**CLIENT_OPTIONS, "grpc.max_receive_message_length": MAX_STATUS_BYTES}
     async with open_channel(endpoint, options, tls=tls, name=name) as channel:
@@ -359,8 +359,8 @@ async def _ask(
                 raise Denied("it shows a page and proves nothing")
             if isinstance(answer, Challenge):
                 await call.write(protobuf.report_to_wire(guest.answer(answer)))
-                if asked is not None:
-                    await call.write(protobuf.report_to_wire(asked))
+                if request is not None:
+                    await call.write(protobuf.report_to_wire(request))
                 answer = await _answer(call)
         except grpc.aio.AioRpcError as broken:
             raise _link_error(broken.code(), broken.details()) from None
@@ -373,7 +373,7 @@ async def _ask(
         finally:
             call.cancel()
     match answer:
-        case wanted():
+        case kind():
             return answer
         case Refused():
             raise LinkError(answer.reason, rejected=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from elasticrun.cli.detection.found import HostFacts, Machine
 from elasticrun.cli.flags import get_args_parser
-from elasticrun.cli.place import look
+from elasticrun.cli.place import detect_place
 from elasticrun.cli.resolve import Resolved, resolve
 from elasticrun.cli.settings import DetectedPlace, FlagValues
 from elasticrun.cli.verbs.dry_run import describe
@@ -40,13 +40,13 @@ def seen(
     words: str, environ: Mapping[str, str], facts: HostFacts = NOT_A_POD, gpus: int = 0
 ) -> DetectedPlace:
     ns = get_args_parser(environ).parse_args([*words.split(), "s.py"])
-    return look(FlagValues(ns, environ), machine(facts, gpus))
+    return detect_place(FlagValues(ns, environ), machine(facts, gpus))
 
 
 def dry_run(words: str, environ: Mapping[str, str], facts: HostFacts = NOT_A_POD) -> dict[str, str]:
     """The rows of --dry-run by their first word or words."""
     ns = get_args_parser(environ).parse_args(["--verbose", *words.split(), "s.py"])
     found = resolve(ns, environ, machine(facts))
-    text = describe(found, ns, environ, look(FlagValues(ns, environ), machine(facts)))
+    text = describe(found, ns, environ, detect_place(FlagValues(ns, environ), machine(facts)))
     rows = [line.split("  ", 1) for line in text.splitlines() if "  " in line]
     return {name: " ".join(rest.split()) for name, rest in rows}

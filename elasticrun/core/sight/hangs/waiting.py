@@ -80,13 +80,11 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True)
 class Impasse:
-    """What one sample shows. Two that are alike (`is_like`), with no movement between them, are a
-    verdict.
+    """What one sample shows. Two alike (`is_like`), with no movement between them, are a verdict.
 
     `odd`: the ranks concerned, the first of them named in the sentence; `waiting`: ranks that wait
     for them. `of_node`: the node at fault, "" for the script. `place`, `library`: where the first
-    odd rank is, in the user's source and below. `pieces`: the sentence, as `words.lasting`
-    takes it.
+    odd rank is, in the user's source and below. `pieces`: for `words.lasting`.
     """
 
     klass: Klass
