@@ -24,6 +24,8 @@ from elasticrun import __version__
 from elasticrun.jobs.operator import cluster as api, objects, plan as planning
 from elasticrun.jobs.operator.crd import API_VERSION, KIND, OPERATOR, Json
 from elasticrun.jobs.operator.objects import JOB, MASTER_INDEX, JobObject, OwnedPod, stamp
+from elasticrun.jobs.operator.status import JobEvent, patch
+from elasticrun.jobs.operator.view import ObservedState
 from elasticrun.jobs.render.settings import MASTER_PORT
 from elasticrun.wire.auth import operator_token, reader_token
 from elasticrun.wire.messages import JobStatus, Request, Role
@@ -205,9 +207,9 @@ class Controller:
         status, why = await self._query_master(job, key, pods)
         refused = self._refused.get(key, "")
         todo = planning.plan(
-            job, planning.ObservedState(pods, status, why, refused, self._version), time.time()
+            job, ObservedState(pods, status, why, refused, self._version), time.time()
         )
-        if (made := planning.patch(found.get("status") or {}, todo.status)) is not None:
+        if (made := patch(found.get("status") or {}, todo.status)) is not None:
             version = found["metadata"]["resourceVersion"]
             if not await self._cluster.set_status(key, version, made):
                 return FIRST_RETRY  # the job changed meanwhile
@@ -247,7 +249,7 @@ class Controller:
                 await self._cluster.remove(api.JOBS, (where, job.name), job.uid)
         return ""
 
-    async def _create_event(self, job: JobObject, notice: planning.JobEvent) -> None:
+    async def _create_event(self, job: JobObject, notice: JobEvent) -> None:
         """Create an Event; a failure is only logged."""
         now = stamp(time.time())
         about = {"apiVersion": API_VERSION, "kind": KIND, "name": job.name, "uid": job.uid}

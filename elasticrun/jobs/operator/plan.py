@@ -12,29 +12,21 @@ first one. If a run ends otherwise, its pods must exit first; then master and no
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Final, NamedTuple
 
-import msgspec
-
-from elasticrun.config import EXIT_BAD_NODE
-from elasticrun.core.nodes.admission import ASKED
-from elasticrun.core.reasons import failure_in, read
 from elasticrun.core.words import some
-from elasticrun.host.runs.layout import RunResult
 from elasticrun.jobs.operator import objects
-from elasticrun.jobs.operator.crd import CONDITIONS, Avoided, ElasticStatus, JobCondition, Json
+from elasticrun.jobs.operator.crd import ElasticStatus, Json
 from elasticrun.jobs.operator.objects import (
     HOPELESS,
     MASTER_INDEX,
     JobObject,
     OwnedPod,
     moment,
-    stamp,
 )
+from elasticrun.jobs.operator.status import JobEvent, events_of, status_of
+from elasticrun.jobs.operator.view import GAVE_UP, JobEnd, JobView, ObservedState, pod_outcome
 from elasticrun.jobs.render.elastic import NO_TLS
-from elasticrun.wire.messages import JobStatus
 
 HEALTHY: Final = 60.0
 """Seconds of runtime after which a pod that ends is replaced at once, whatever its attempt."""
@@ -42,31 +34,12 @@ HEALTHY: Final = 60.0
 LONGEST_WAIT: Final = 60.0
 """Longest delay in seconds before replacing pods that end in quick succession."""
 
-PAUSE: Final = 60.0
-"""Seconds for which a job holds no pods after it has released them."""
-
 SETTLE: Final = 10.0
 """Seconds for pods to end by themselves, with their last words, when the job is over."""
 
 RUN_ENDS: Final = 5.0
 """Seconds for the nodes of an ended run to end as well. A node that still runs then has not
 received the result, or was never in the run, and joins the others at the next master."""
-
-AVOIDED_FOR: Final = 3600.0
-"""Seconds for which a node is avoided; the same as the master's default exclusion."""
-
-MOST_AVOIDED: Final = 50
-ACCEPTED: Final = "the server takes the job's pods"
-GAVE_UP: Final = "GaveUp"
-"""Reason of the Scheduled condition while the job holds no pods."""
-
-
-class JobEvent(NamedTuple):
-    """An Event of the job."""
-
-    reason: str
-    message: str
-    warning: bool = False
 
 
 class Make(NamedTuple):
@@ -100,18 +73,6 @@ class DeleteJob(NamedTuple):
 Order = Make | MakeSecret | Delete | Resize | DeleteJob
 
 
-@dataclass(frozen=True, slots=True)
-class ObservedState:
-    """The observed state of a job. `master`: its master's status, None if it does not answer;
-    `unreachable`: why not; `refused`: what the API server or the master refused last time."""
-
-    pods: tuple[OwnedPod, ...] = ()
-    master: JobStatus | None = None
-    unreachable: str = ""
-    refused: str = ""
-    version: tuple[int, int] = (1, 37)  # the cluster's version
-
-
 class ReconcilePlan(NamedTuple):
     """Orders in sequence, the new status, Events. `again`: seconds until the next pass at the
     latest, None if only a change requires one."""
@@ -120,148 +81,6 @@ class ReconcilePlan(NamedTuple):
     status: ElasticStatus
     notices: tuple[JobEvent, ...] = ()
     again: float | None = None
-
-
-class JobEnd(NamedTuple):
-    phase: str
-    reason: str
-    message: str
-
-
-@dataclass(frozen=True)
-class JobView:
-    """The observed state of a job at a moment, and values derived from it."""
-
-    job: JobObject
-    observed: ObservedState
-    now: float
-
-    @cached_property
-    def nodes(self) -> list[OwnedPod]:
-        return sorted(
-            (pod for pod in self.observed.pods if pod.index != MASTER_INDEX),
-            key=lambda pod: (pod.index, pod.attempt),
-        )
-
-    @cached_property
-    def living(self) -> list[OwnedPod]:
-        """Pods of nodes that run or may run later."""
-        return [pod for pod in self.nodes if pod.is_active(self.now)]
-
-    @cached_property
-    def running(self) -> list[OwnedPod]:
-        return [pod for pod in self.living if pod.phase == "Running" and not pod.deleted]
-
-    def pods_of(self, index: int) -> list[OwnedPod]:
-        """All pods of an index, the newest last."""
-        return self._by_index.get(index, [])
-
-    @cached_property
-    def _by_index(self) -> dict[int, list[OwnedPod]]:
-        found: dict[int, list[OwnedPod]] = {}
-        for pod in sorted(self.observed.pods, key=lambda pod: pod.attempt):
-            found.setdefault(pod.index, []).append(pod)
-        return found
-
-    @cached_property
-    def last_master(self) -> OwnedPod | None:
-        return next(reversed(self.pods_of(MASTER_INDEX)), None)
-
-    @cached_property
-    def result(self) -> RunResult | None:
-        """The result of the run, if its last master reports one."""
-        return self.last_master.result if self.last_master is not None else None
-
-    @property
-    def succeeding(self) -> bool:
-        """Whether all ranks have exited with 0."""
-        last = self.last_master
-        by_master = last is not None and last.run_over and last.code == 0
-        return by_master or any(pod.phase == "Succeeded" for pod in self.nodes)
-
-    @property
-    def cause(self) -> str:
-        """What ended the run, according to its master, else to a pod that failed; "" if unknown."""
-        if self.result is not None:
-            return self.result.reason
-        master = self.observed.master
-        ended = sorted((one for one in self.nodes if one.code), key=lambda one: one.ended)
-        words = (one.cause for one in ended if one.code in HOPELESS or not one.uncounted)
-        return (master.outcome if master else "") or next(filter(None, words), "")
-
-    @property
-    def failed_node(self) -> str:
-        """The node of the rank that ended the run, according to the master; "" if none did."""
-        master = self.observed.master
-        failed = failure_in(read(master.outcome, master.ended)) if master else None
-        return self.result.failed_node if self.result else failed.node if failed else ""
-
-    @cached_property
-    def unattached(self) -> str:
-        """A hint if pods end and no agent has ever attached to the master; else ""."""
-        master, failed = self.observed.master, self.counted
-        if master is None or master.nodes or master.round or master.restart_count:
-            return ""
-        if any(one.last_word is not None for one in self.nodes):
-            return ""
-        what = f"{some(len(failed), 'pod')} failed" if failed else "pods ended with 0"
-        last = f" {_outcome(failed[-1])}" if failed else ""
-        question = "does the template's first container run elasticrun?"
-        return (
-            f"{what} and no agent has attached: {question}{last}"
-            if failed or self.succeeding
-            else ""
-        )
-
-    @cached_property
-    def avoided(self) -> tuple[Avoided, ...]:
-        """Cluster nodes that new pods avoid: those that the master excludes, those that a pod found
-        bad, and those of both kinds in the job's status. A user's exclusion ends when the answering
-        master no longer lists it, or when the job is suspended."""
-        master, found = self.observed.master, []
-        for one in master.excluded if master else ():
-            host, since = one.host.partition(".")[0], self.now - one.age
-            mine = [p for p in self.nodes if objects.host_name(self.job, p.index) == host]
-            # the first pod alive then (cluster times have whole seconds): later ones ran elsewhere
-            then = [p for p in mine if p.created <= since and not 0 < p.ended < since - 1]
-            found += [(pod.node, one.reason, since, one.kind) for pod in then[:1]]
-        lifted = master is not None or self.job.spec.suspend
-        current = {node for node, *_ in found}
-        known = {one.node: one for one in self.job.status.excluded_nodes
-                 if not (lifted and one.kind == ASKED and one.node not in current)}  # fmt: skip
-        found += [(pod.node, _outcome(pod), pod.ended, "") for pod in self.nodes if pod.found_bad]
-        for node, reason, since, kind in found:
-            if node and node not in known and self.now - since < AVOIDED_FOR:
-                known[node] = Avoided(node, reason, stamp(since or self.now), kind)
-        fresh = [one for one in known.values() if self.now - moment(one.since) < AVOIDED_FOR]
-        return tuple(sorted(fresh, key=lambda one: (one.since, one.node))[-MOST_AVOIDED:])
-
-    @property
-    def run_over(self) -> bool:
-        """Whether this run of the job has ended, in any way."""
-        last, master = self.last_master, self.observed.master
-        return (last is not None and last.run_over) or (master is not None and bool(master.outcome))
-
-    @cached_property
-    def counted(self) -> list[OwnedPod]:
-        return [pod for pod in self.nodes if pod.phase == "Failed" and not pod.uncounted]
-
-    @property
-    def training(self) -> bool:
-        """Whether ranks run; without the master's answer, whether they ran and enough pods run."""
-        master, spec = self.observed.master, self.job.spec
-        if master is not None:
-            return master.phase == "running"
-        trained = self.job.status.condition("Training").status == "True"
-        return trained and len(self.running) >= spec.least
-
-    @property
-    def gave_up(self) -> float:
-        """Seconds for which the job still holds no pods."""
-        found = self.job.status.condition("Scheduled")
-        if found.reason != GAVE_UP:
-            return 0.0
-        return max(0.0, moment(found.last_transition_time) + PAUSE - self.now)
 
 
 def plan(job: JobObject, observed: ObservedState, now: float) -> ReconcilePlan:
@@ -286,8 +105,8 @@ def plan(job: JobObject, observed: ObservedState, now: float) -> ReconcilePlan:
         orders = given_back or [*_master(view, waits), *_nodes(view, waits)]
         if limit := job.spec.run_policy.active_deadline_seconds:
             waits.append((moment(old.start_time) or now) + limit - now)
-    status = _status(view, gives_up=gives_up)
-    notices = _notices(old, status)
+    status = status_of(view, gives_up=gives_up)
+    notices = events_of(old, status)
     return ReconcilePlan(tuple(orders), status, notices, min(waits, default=None))
 
 
@@ -327,14 +146,9 @@ def _job_end(view: JobView) -> JobEnd | None:
         return JobEnd(
             "Failed", "BackoffLimitExceeded",
             view.unattached or f"{some(failed, 'pod')} failed, and runPolicy.backoffLimit is "
-            f"{limit}; the last of them: {_outcome(worst)}",
+            f"{limit}; the last of them: {pod_outcome(worst)}",
         )  # fmt: skip
     return None
-
-
-def _outcome(pod: OwnedPod) -> str:
-    """How a pod ended, with its last message."""
-    return f"{pod.name} ended with {pod.code}{pod.cause and ': '}{pod.cause}"
 
 
 def _clean_up(view: JobView, end: JobEnd | None) -> ReconcilePlan:
@@ -359,8 +173,8 @@ def _clean_up(view: JobView, end: JobEnd | None) -> ReconcilePlan:
             orders = [DeleteJob()]
         else:
             waits.append(over + ttl - now)
-    status = _status(view, end=end)
-    return ReconcilePlan(tuple(orders), status, _notices(old, status), min(waits, default=None))
+    status = status_of(view, end=end)
+    return ReconcilePlan(tuple(orders), status, events_of(old, status), min(waits, default=None))
 
 
 # ---------------------------------------------------------------- pods
@@ -521,192 +335,3 @@ def _delete_old_failures(view: JobView) -> list[Order]:
     newest = {pod.index: pod.attempt for pod in view.nodes}
     old = [pod for pod in view.nodes if pod.attempt + 2 <= newest[pod.index]]
     return _remove((pod for pod in old if pod.over and pod.uncounted), "Cleaned", "it was replaced")
-
-
-# ---------------------------------------------------------------- the status
-
-
-def _status(view: JobView, *, end: JobEnd | None = None, gives_up: bool = False) -> ElasticStatus:
-    job, master, old, refused = (
-        view.job,
-        view.observed.master,
-        view.job.status,
-        view.observed.refused,
-    )
-    over = end is not None or old.over
-    suspended = job.spec.suspend and not over
-    training = view.training and not over and not suspended
-    trained = any(old.condition(kind).status == "True" for kind in ("Training", "Recovering"))
-    recovering = trained and not (training or over or suspended or view.succeeding)
-    if over:
-        phase = end.phase if end else old.phase
-    elif suspended:
-        phase = "Suspended"
-    elif training or view.succeeding or recovering:
-        phase = "Recovering" if recovering else "Running"
-    else:
-        phase = "Starting" if len(view.running) >= job.spec.least else "Pending"
-    placed = sum(one.group_rank >= 0 for one in master.nodes) if master and training else None
-    count = len(view.running) if placed is None else placed
-    nodes = f"{min(count, job.spec.nodes)}/{job.spec.nodes}"
-    truths = {
-        "Admitted": (not refused, *(("Refused", refused) if refused else ("Accepted", ACCEPTED))),
-        "Scheduled": (
-            (False, "Over", "the job is over")
-            if over
-            else _scheduled(view, suspended=suspended, gives_up=gives_up)
-        ),
-        "MasterReachable": _reachable(view, over=over),
-        "Training": _training(view, training),
-        "Recovering": _recovering(view, recovering),
-        "Succeeded": _finished_condition(old, end, "Succeeded"),
-        "Failed": _finished_condition(old, end, "Failed"),
-    }
-    return ElasticStatus(
-        phase=phase,
-        nodes=old.nodes if phase == "Succeeded" or view.succeeding else nodes,
-        running=len(view.running),
-        selector=job.selector,
-        restarts=_restarts(view),
-        step=_step(view),
-        observed_generation=job.generation,
-        start_time=None if suspended else old.start_time or stamp(view.now),
-        completion_time=(old.completion_time or stamp(view.now)) if over else None,
-        excluded_nodes=view.avoided if not over else old.excluded_nodes,
-        conditions=tuple(_since(old, kind, truths[kind], view.now) for kind in CONDITIONS),
-    )
-
-
-def _restarts(view: JobView) -> int | None:
-    """The master's count; the number of failed pods if no agent has ever attached."""
-    master = view.observed.master
-    if view.result is not None:
-        return view.result.restarts
-    if master is None:
-        return view.job.status.restarts
-    return len(view.counted) if view.unattached else master.restart_count
-
-
-def _step(view: JobView) -> int | None:
-    """The newest known step; after the end, the one in the master's result."""
-    result, master = view.result, view.observed.master
-    step = result.step if result is not None else master.step if master is not None else -1
-    return step if step >= 0 else view.job.status.step
-
-
-Truth = tuple[bool, str, str]
-"""A condition: whether it holds, the reason in one word, a sentence."""
-
-
-def _since(old: ElasticStatus, kind: str, truth: Truth, now: float) -> JobCondition:
-    before, made = old.condition(kind), JobCondition(kind, str(truth[0]), *truth[1:], stamp(now))
-    if (before.status, before.reason) != (made.status, made.reason):
-        return made
-    return msgspec.structs.replace(made, last_transition_time=before.last_transition_time)
-
-
-def _scheduled(view: JobView, *, suspended: bool, gives_up: bool) -> Truth:
-    spec, count = view.job.spec, len(view.running)
-    if suspended:
-        return False, "Suspended", "spec.suspend is set"
-    if gives_up or view.gave_up:
-        limit = spec.run_policy.pending_timeout_seconds
-        least = some(spec.least, "pod")
-        return False, GAVE_UP, (
-            f"{least} could not be placed in {limit} s (runPolicy.pendingTimeoutSeconds): all were "
-            f"given back, and are made again after {PAUSE:g} s"
-        )  # fmt: skip
-    run = "runs" if count == 1 else "run"
-    waiting = next((pod for pod in view.living if pod.waits and pod.phase == "Pending"), None)
-    why = f"; {waiting.name}: {waiting.waits}" if waiting else ""
-    if waiting and (avoided := view.avoided):
-        until = stamp(min(moment(one.since) for one in avoided) + AVOIDED_FOR)
-        names = ", ".join(one.node for one in avoided[:5])
-        why += (
-            f"; pods keep away from {names} (excludedNodes), from the first of them until {until}"
-        )
-    enough = count >= spec.least
-    reason = "Placed" if enough else "Waiting"
-    return enough, reason, f"{count} of {some(spec.nodes + spec.spares, 'pod')} {run}{why}"
-
-
-def _reachable(view: JobView, *, over: bool) -> Truth:
-    last = view.last_master
-    if over:
-        return False, "Over", "the job is over"
-    if last is None or last.over:
-        return False, "NoPod", "the master has no pod"
-    if last.phase != "Running":
-        why = f": {last.waits}" if last.waits else ""
-        return False, "Starting", f"{last.name} does not run yet{why}"
-    if view.observed.master is None:
-        return False, "Silent", view.observed.unreachable or f"{last.name} has not answered yet"
-    return True, "Answers", f"{last.name} answers"
-
-
-def _training(view: JobView, training: bool) -> Truth:
-    master = view.observed.master
-    if training and master is None:
-        count = some(len(view.running), "pod")
-        return True, "Unasked", f"{count} run; what they do their master alone knows"
-    if training and master is not None:
-        placed = sum(one.group_rank >= 0 for one in master.nodes)
-        number = f"round {master.round.number}, " if master.round else ""
-        size = some(master.world_size, "rank")
-        return True, "Round", f"{number}{size} on {some(placed, 'node')}"
-    if view.unattached:
-        return False, "PodsFail", view.unattached
-    if master is not None and (master.outcome or master.reason):
-        return False, "NoRound", master.outcome or master.reason
-    return False, "NoRound", "no ranks run"
-
-
-def _recovering(view: JobView, recovering: bool) -> Truth:
-    master = view.observed.master
-    if not recovering:
-        return False, "NothingLost", "nothing is to be recovered from"
-    missing = view.job.spec.nodes - len(view.running)
-    if missing > 0:
-        newest = {pod.index: pod for pod in view.nodes if pod.index < view.job.spec.nodes}
-        ended = [pod for pod in newest.values() if pod.code == EXIT_BAD_NODE]
-        why = f"; {_outcome(ended[0])}" if ended else ""
-        return True, "PodsLost", f"{some(missing, 'pod')} of {view.job.spec.nodes} missing{why}"
-    return True, "Restarting", (master.last_failure if master else "") or "the ranks start again"
-
-
-def _finished_condition(old: ElasticStatus, end: JobEnd | None, kind: str) -> Truth:
-    if end is not None and end.phase == kind:
-        return True, end.reason, end.message
-    before = old.condition(kind)
-    if old.over and before.status == "True":
-        return True, before.reason, before.message
-    return False, "NotOver" if end is None and not old.over else "Otherwise", ""
-
-
-def _notices(old: ElasticStatus, new: ElasticStatus) -> tuple[JobEvent, ...]:
-    """The Events for the changes between two statuses."""
-    known = {one.node for one in old.excluded_nodes}
-    made = [
-        JobEvent("Excluded", f"new pods keep away from {one.node}: {one.reason}", warning=True)
-        for one in new.excluded_nodes
-        if one.node not in known
-    ]
-    before, after = old.condition("Scheduled").reason, new.condition("Scheduled")
-    if after.reason == GAVE_UP != before:
-        made.append(JobEvent(GAVE_UP, after.message, warning=True))
-    if old.phase != new.phase:
-        if new.over:
-            now = new.condition(new.phase)
-            message = f"{now.reason}: {now.message}"
-            made.append(JobEvent(new.phase, message, warning=new.phase == "Failed"))
-        elif new.phase == "Suspended":
-            made.append(JobEvent("Suspended", "all pods are taken away, after they have saved"))
-        elif old.phase == "Suspended":
-            made.append(JobEvent("Resumed", "pods are made again"))
-    return tuple(made)
-
-
-def patch(old: Json, new: ElasticStatus) -> Json | None:
-    """The changes that turn a status into `new`; None if it already matches."""
-    fields: Json = msgspec.to_builtins(new)
-    return None if all(old.get(key) == value for key, value in fields.items()) else fields

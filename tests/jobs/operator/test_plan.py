@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from elasticrun.core.reasons import Banned, Excluded, code, text
 from elasticrun.host.runs.last_word import LastWord
 from elasticrun.host.runs.layout import RunResult
-from elasticrun.jobs.operator import plan
-from elasticrun.jobs.operator.plan import GAVE_UP, LONGEST_WAIT, PAUSE, RUN_ENDS, SETTLE
+from elasticrun.jobs.operator import objects, plan
+from elasticrun.jobs.operator.plan import LONGEST_WAIT, RUN_ENDS, SETTLE
+from elasticrun.jobs.operator.view import GAVE_UP, PAUSE, ObservedState
 from tests.jobs.operator.world import Cluster, excluded, page, placed
 
 
@@ -264,7 +265,7 @@ def test_a_bad_node_is_avoided() -> None:
     world.look()
     why = world.status.condition("Scheduled").message
     assert "tr-1-1: 0/2 nodes are available; pods keep away from on-tr-2-0, on-tr-1-0" in why
-    assert why.endswith(f"until {plan.stamp(world.now + 3599)}")
+    assert why.endswith(f"until {objects.stamp(world.now + 3599)}")
     world.end("tr-2-0", 143)
     world.look()
     world.run("tr-1-1")
@@ -367,7 +368,7 @@ def test_a_suspended_job_saves_and_has_no_pods() -> None:
 def test_what_is_made_is_what_kubernetes_takes(gang: dict[str, str] | None, group: str) -> None:
     world = Cluster(nodes=2, **({"gang": gang} if gang else {}))
     made = [o.body for o in world.look().orders if isinstance(o, plan.Make)]
-    made.append(plan.objects.secret(plan.objects.job_of(world.job), "token"))
+    made.append(objects.secret(objects.job_of(world.job), "token"))
     groups = [body["apiVersion"] for body in made if body["kind"] == "PodGroup"]
     assert groups == ([group] if group else [])
     for body in made:
@@ -469,23 +470,23 @@ def test_the_master_has_the_volume_of_the_run_folder() -> None:
     words = ["elasticrun", "--fresh", "--run-dir=/d/run", "train.py", "--run-dir=/k"]
     container = {"name": "train", "image": "i", "command": words, "volumeMounts": mounts}
     template = {"spec": {"containers": [container], "volumes": volumes}}
-    job = plan.objects.job_of(Cluster(nodes=2, template=template).job)
+    job = objects.job_of(Cluster(nodes=2, template=template).job)
     for attempt, flags in ((0, ["--run-dir=/d/run", "--fresh"]), (1, ["--run-dir=/d/run"])):
-        spec = plan.objects.master_pod(job, attempt)["spec"]
+        spec = objects.master_pod(job, attempt)["spec"]
         (made,) = spec["containers"]
         assert made["args"][3:] == flags
         assert (made["volumeMounts"], spec["volumes"]) == (mounts[1:], volumes[:1])
     resumed = msgspec.structs.replace(job.status, restarts=0)
-    again = plan.objects.master_pod(dataclasses.replace(job, status=resumed), 0)
+    again = objects.master_pod(dataclasses.replace(job, status=resumed), 0)
     assert "--fresh" not in str(again)
     container["command"] = words[3:]
-    assert "volumes" not in plan.objects.master_pod(job, 0)["spec"]
+    assert "volumes" not in objects.master_pod(job, 0)["spec"]
 
 
 def test_what_the_server_refuses_is_a_condition() -> None:
     world = Cluster(nodes=1)
-    seen = plan.ObservedState(refused='pods "tr-0-0" is forbidden: exceeded quota')
-    todo = plan.plan(plan.objects.job_of(world.job), seen, world.now)
+    seen = ObservedState(refused='pods "tr-0-0" is forbidden: exceeded quota')
+    todo = plan.plan(objects.job_of(world.job), seen, world.now)
     assert todo.status.condition("Admitted").message == seen.refused
 
 

@@ -14,10 +14,11 @@ from elasticrun.jobs.operator.plan import (
     Delete,
     DeleteJob,
     Make,
-    ObservedState,
     ReconcilePlan,
     Resize,
 )
+from elasticrun.jobs.operator.status import patch
+from elasticrun.jobs.operator.view import ObservedState
 from elasticrun.wire.messages import ExcludedNode, JobStatus, NodeStatus
 
 BEGAN = 1_800_000_000.0
@@ -77,7 +78,7 @@ class Cluster:
     def look(self) -> ReconcilePlan:
         """One pass; what it orders is done."""
         self.todo = todo = plan.plan(objects.job_of(self.job), self.sight(), self.now)
-        if patched := plan.patch(self.job.get("status", {}), todo.status):
+        if patched := patch(self.job.get("status", {}), todo.status):
             self.job["status"] = patched
         for order in todo.orders:
             self._do(order)
