@@ -24,7 +24,6 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import Any, Final
 
 from elasticrun.agent.logs.console import FROZEN_AFTER, ConsoleWriter
@@ -83,6 +82,8 @@ class LogsPlugin:
     ValueError if there is no such plug-in."""
 
     def __init__(self, plan: LogPlan, nproc: int) -> None:
+        from importlib import metadata  # its import takes a tenth of an agent's start
+
         name = plan.logs_specs or ""
         points = list(metadata.entry_points(group=PLUGINS, name=name))
         if not points:
