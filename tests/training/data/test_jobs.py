@@ -103,6 +103,21 @@ def test_trainers_of_frameworks_use_each_sample_once(
     assert len(set(weights)) == 1
 
 
+@pytest.mark.parametrize("workers", cases([0, 2], kept=[2]))
+def test_a_stateful_loader_goes_on_at_the_same_world_size(
+    workers: int, elastic_job: Any, tmp_path: Path
+) -> None:
+    needs.packages("torchdata")
+    out = tmp_path / "out"
+    out.mkdir()
+    words = (out, tmp_path / "ckpt", workers)
+    script = SCRIPT.with_name("with_torchdata.py")
+    job = elastic_job(script, *words, nproc_per_node=2, max_restarts=1)
+    assert job.result().ok
+    assert "restart 1 of 1" in job.output(0)
+    assert sorted(chain(*surviving(out).values())) == list(range(64))
+
+
 def test_accelerate_does_not_split_the_batches_again() -> None:
     accelerate = pytest.importorskip("accelerate")
     loader = DataLoader(range(40), batch_sampler=ElasticBatchSampler(40, global_batch=8))  # type: ignore[arg-type]
