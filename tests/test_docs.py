@@ -87,6 +87,28 @@ def test_the_architecture_names_what_is_there() -> None:
     assert not folders - named - parts
 
 
+def test_what_is_to_be_touched_has_the_names_of_its_row() -> None:
+    """In the list of what to touch for an addition: a name is in a file or folder of its row."""
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    rows = [
+        row for row in text.split("## To add")[1].split("## ")[0].splitlines() if row[:1] == "|"
+    ]
+    wrong = []
+    for row in rows[2:]:
+        words = re.findall(r"`([^`]+)`", row.split("|", 2)[2])
+        paths = [
+            base / word for word in words if "/" in word for base in (ROOT, ROOT / "elasticrun")
+        ]
+        paths += [ROOT / "elasticrun" / word for word in words if re.fullmatch(r"\w+\.py", word)]
+        files = [one for path in paths for one in (path, *path.glob("*.py")) if one.is_file()]
+        code = "".join(file.read_text(encoding="utf-8") for file in files)
+        names = [word.split(".")[-1] for word in words if re.fullmatch(r"\w+(\.\w+)?", word)]
+        missing = [name for name in names if not re.search(rf"\b{name}", code) and name != "py"]
+        wrong += [f"{row.split('|')[1].strip()}: {name}" for name in missing]
+    assert len(rows) > 15
+    assert not wrong, "\n".join(wrong)
+
+
 def test_the_tests_of_what_survives_what_exist() -> None:
     """`FILE: TEST`; a name alone is of a file that stands before it, or is one."""
     folders = [ROOT / "tests", ROOT / "tests/faults", ROOT / "tests/health"]

@@ -40,7 +40,8 @@ class Configure:
 
 @dataclass(frozen=True, slots=True)
 class SpawnRank:
-    """Start one rank in its own session."""
+    """Start one rank in its own session. A caller of elastic_launch copies the fields to the
+    `RankPlan` of its rank (`forkserver/functions`)."""
 
     key: int
     local_rank: int

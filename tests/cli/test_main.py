@@ -9,15 +9,19 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from elasticrun import __version__
+from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.main import UNREAD, VERBS, check_program, main, notify, verb_of
-from elasticrun.cli.settings import UsageError
+from elasticrun.cli.rendezvous import Meeting
+from elasticrun.cli.resolve import job_spec
+from elasticrun.cli.settings import FlagValues, UsageError
 from elasticrun.cli.table import FLAGS
-from elasticrun.cli.verbs.master import configure
-from elasticrun.config import EXIT_USAGE
+from elasticrun.cli.verbs.master import JOB_FLAGS, configure
+from elasticrun.config import EXIT_USAGE, Place
 from elasticrun.host import user_folder
 from elasticrun.wire.messages import CheckSpec, SaveSpec
 from elasticrun.wire.types import EntryKind, Entrypoint
@@ -303,6 +307,20 @@ def test_master_with_flags_of_the_job() -> None:
     assert config.identity.job_id == "j"
     assert (config.spec.min_nodes, config.spec.max_nodes, config.spec.node_unit) == (2, 4, 2)
     assert (config.spec.max_restarts, config.spec.job_id) == (3, "j")
+
+
+def test_the_master_takes_every_flag_of_the_jobs_spec() -> None:
+    read: set[str] = set()
+
+    class Asked(FlagValues):
+        def value(self, dest: str) -> Any:
+            read.add(dest)
+            return super().value(dest)
+
+    asked = Asked(get_args_parser({}).parse_args(["s.py"]), {})
+    job_spec(asked, {}, Meeting(Place("elastic"), "j", 1, 4, -1))
+    of_agents = {"shutdown_timeout", "auto_config"}  # defaults of flags that the master has
+    assert read - of_agents <= set(JOB_FLAGS)
 
 
 BOTH, NETWORK = CheckSpec(network=True, perf=True), CheckSpec(network=True)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.simulator.script import ScriptError, difference, main, read, run
 
+ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.txt"))
 
 
@@ -22,7 +23,8 @@ def test_trace(path: Path) -> None:
     assert script.expected, "a script without a trace expects nothing"
     world = run(script)
     diff = difference(script, world.lines)
-    assert not diff, f"{script.why}\n{diff}"
+    again = f"if this is meant: python -m tests.simulator --rewrite {path.relative_to(ROOT)}"
+    assert not diff, f"{script.why}\n{diff}\n{again}"
     assert not world.worlds.faults
 
 

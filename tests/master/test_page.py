@@ -110,6 +110,8 @@ async def test_metrics_can_be_scraped() -> None:
             for family in text_string_to_metric_families(body.decode())
             for sample in family.samples
         }
+        page = (Path(__file__).parents[2] / "docs/sight.md").read_text()
+        assert not {name for name, *_ in found if not re.search(rf"`{name}[`{{]", page)}
         assert found["elasticrun_nodes", "alive"] == 1
         assert found["elasticrun_nodes", "dead"] == 0
         assert found["elasticrun_round",] == 1

@@ -23,7 +23,7 @@ from elasticrun.core.deadlines import earliest
 from elasticrun.core.job.record import Recorder, load
 from elasticrun.core.job.requests import OperatorRequests
 from elasticrun.core.job.streams import Streams
-from elasticrun.core.job.views import nothing_yet, picture
+from elasticrun.core.job.views import job_status, nothing_yet
 from elasticrun.core.nodes.node import Health
 from elasticrun.core.parts import Part
 from elasticrun.core.persisted import Facts
@@ -129,7 +129,7 @@ class Job:
         if not self._has_components:
             return nothing_yet(self._given_spec)
         hold = self._streams.hold_reason
-        return picture(
+        return job_status(
             self._ctx,
             self._streams.health,
             reason=hold or self._reason,

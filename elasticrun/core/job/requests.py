@@ -130,7 +130,7 @@ class OperatorRequests:
 
 
 def _find(name: str, hosts: dict[str, str]) -> str | None:
-    """The node with this id or host, if any. Raises Unwilling if several nodes are on that host."""
+    """The node with this id or host, if any. Raises RequestRejected if several are on that host."""
     if name in hosts:
         return name
     named = [node for node, host in hosts.items() if name and host == name]

@@ -1,4 +1,5 @@
-"""The status of the job, for display."""
+"""The status of the job, as `/status` and `elasticrun status` show it. `core/sight/picture.py` has
+what `elasticrun top` and the page show besides."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def nothing_yet(spec: JobSpec | None) -> JobStatus:
     )
 
 
-def picture(
+def job_status(
     ctx: JobContext,
     health: HealthPolicy,
     *,

@@ -55,7 +55,7 @@ ORDERS: Final[Mapping[str, VerbHelp]] = {
         "its id, or its host, as elasticrun status shows them",
     ),
     "include": VerbHelp(
-        "Let a node come back that was excluded or left out.",
+        "Let a node come back that is excluded or in backoff.",
         "its id, or its host, as elasticrun status shows them",
     ),
     "scale": VerbHelp(

@@ -1,4 +1,6 @@
-"""The agent's brain by hand, one event after another. Whole lives are in scripts/."""
+"""The agent's brain by hand, one event after another. Whole lives are in scripts/.
+
+`python -m tests.core.worker.test_group` writes the table of docs/states.md."""
 
 from __future__ import annotations
 
@@ -35,11 +37,12 @@ from tests.starts import changed
 
 RULES = Agent().group.rules()
 
+PAGE = Path(__file__).parents[3] / "docs/states.md"
+
 
 def test_every_pair_is_listed_or_raises() -> None:
     table = tabulate(RULES)
     kinds = {kind for _, kind in table}
-    assert len(kinds) == 20
     missing = [(s, k) for s, k in itertools.product(State, kinds) if (s, k) not in table]
     impossible = {fx.RankSpawned, fx.RankExited, fx.RanksSwept}
     assert {kind for _, kind in missing} == impossible, "all else can happen at any time"
@@ -69,8 +72,8 @@ def draw(rules: Rules) -> str:
 
 
 def test_the_page_shows_the_table_as_it_is() -> None:
-    page = (Path(__file__).parents[3] / "docs/states.md").read_text()
-    assert draw(RULES).rstrip() in page, "put what draw() gives into docs/states.md again"
+    said = "run `python -m tests.core.worker.test_group`, which writes docs/states.md"
+    assert PAGE.read_text().endswith("\n\n" + draw(RULES)), said
 
 
 def test_a_failure_stops_the_others_at_once_and_joins_with_the_prepared_store() -> None:
@@ -254,3 +257,8 @@ def test_the_spawner_takes_its_ranks_with_it() -> None:
     assert said.report.failures[0].time_us == 77
     assert (stopped, prepare) == (STOPPED, fx.PrepareStore())
     assert agent.feed(fx.StoreReady(NEXT)) == [fx.Say(m.Join(NEXT))]
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text()
+    PAGE.write_text(text[: text.index("\n| | ") + 1] + draw(RULES))
