@@ -2,7 +2,7 @@
 
 A folder of this machine is what the hosts share; `ELASTICRUN_SHARED` says so, as statfs would on a
 network file system. How such a folder shows what others did too late is in
-`tests/agent/rendezvous/test_claims.py`."""
+`tests/agent/claims/test_claim_file.py`."""
 
 from __future__ import annotations
 

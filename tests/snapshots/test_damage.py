@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from elasticrun.agent.rendezvous.claims import NAME
+from elasticrun.agent.claims.folder_claim import NAME
 from elasticrun.snapshots.shm.segment import Segment
 from elasticrun.testing import processes
 from tests import hanging, needs
@@ -219,7 +219,7 @@ while not stop.exists():
 """
 
 
-@further("agent/rendezvous/test_claims")
+@further("agent/claims/test_claim_file")
 def test_the_second_job_writes_nothing_until_the_first_ends(world: World, tmp_path: Path) -> None:
     script, folder = tmp_path / "train.py", tmp_path / "ckpt"
     script.write_text(WRITES)

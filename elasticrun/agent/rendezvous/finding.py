@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from elasticrun.agent.boot import SignalInbox
-from elasticrun.agent.rendezvous.claims import ClaimError
+from elasticrun.agent.claims.claim_file import ClaimError
 from elasticrun.agent.rendezvous.place import HostError, own_address
 from elasticrun.agent.rendezvous.registry import Leader, Lease, NoRegistry
 from elasticrun.agent.rendezvous.shared_file import SharedFile, inherit

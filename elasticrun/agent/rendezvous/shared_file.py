@@ -20,10 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, TypeVar
 
-from elasticrun.agent.job_log import directed
-from elasticrun.agent.link.identity import offered_address
-from elasticrun.agent.link.trust import TOKEN_BYTES
-from elasticrun.agent.rendezvous.claims import (
+from elasticrun.agent.claims.claim_file import (
     FILE_LIMIT,
     READ_EVERY,
     Claim,
@@ -35,6 +32,9 @@ from elasticrun.agent.rendezvous.claims import (
     on_disk,
     timed_read,
 )
+from elasticrun.agent.job_log import directed
+from elasticrun.agent.link.identity import offered_address
+from elasticrun.agent.link.trust import TOKEN_BYTES
 from elasticrun.agent.rendezvous.place import HostError, free_port, own_address
 from elasticrun.agent.rendezvous.registry import VACANT, Leader, Lease, Vacant
 from elasticrun.agent.runtime import in_thread, threadsafe

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from elasticrun.agent.rendezvous.claims import FolderClaim, NotOurs
+from elasticrun.agent.claims.folder_claim import FolderClaim, NotOurs
 from elasticrun.agent.runtime import Tasks, Timer
 from elasticrun.agent.snapshots.fetching import MAX_REASON, Shards
 from elasticrun.agent.snapshots.inventory import SnapshotStore

@@ -18,8 +18,8 @@ from typing import Final
 
 from msgspec.structs import replace
 
+from elasticrun.agent.claims.folder_claim import FolderClaim
 from elasticrun.agent.context import NodeContext
-from elasticrun.agent.rendezvous.claims import FolderClaim
 from elasticrun.agent.runtime import Once, Tasks
 from elasticrun.agent.snapshots.checkpoints import Persisting
 from elasticrun.agent.snapshots.fetching import MAX_REASON, Replicator, Shards

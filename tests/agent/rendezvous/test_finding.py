@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from elasticrun.agent.boot import SignalInbox
-from elasticrun.agent.rendezvous import claims, shared_file
+from elasticrun.agent.claims import claim_file
+from elasticrun.agent.rendezvous import shared_file
 from elasticrun.agent.rendezvous.finding import FoundJob, find
 from elasticrun.agent.rendezvous.place import MOST_PORTS, HostError, free_port
 from elasticrun.agent.rendezvous.registry import Leader, Lease, NoRegistry
@@ -31,12 +32,12 @@ def there(monkeypatch) -> There:
     """Whether the master answers; and this host is 127.0.0.1, so that no network matters."""
     state = {"answers": True}
 
-    async def answers(registry: SharedFile, claim: claims.Claim) -> bool:
+    async def answers(registry: SharedFile, claim: claim_file.Claim) -> bool:
         return state["answers"]
 
     monkeypatch.setattr(SharedFile, "_answers", answers)
     monkeypatch.setattr(shared_file, "READ_EVERY", 0.01)
-    monkeypatch.setattr(claims, "died_here", lambda claim: False)
+    monkeypatch.setattr(claim_file, "died_here", lambda claim: False)
     return state
 
 
@@ -118,7 +119,7 @@ def test_a_file_that_is_renewed_is_not_taken_over(
     there: There, monkeypatch, file: Path, look: Look
 ) -> None:
     """A network that has split: the folder is there for both."""
-    monkeypatch.setattr(claims, "RENEW_EVERY", 0.005)
+    monkeypatch.setattr(claim_file, "RENEW_EVERY", 0.005)
     # ten checks without a renewal take 2 s, in which a busy machine renews, and fit in the limit
     monkeypatch.setattr(shared_file, "READ_EVERY", 0.2)
     look(at(file), MINE)
@@ -129,10 +130,10 @@ def test_a_file_that_is_renewed_is_not_taken_over(
 
 
 def test_a_file_that_nobody_named_is_done_without(monkeypatch, file: Path, look: Look) -> None:
-    def no_links(self: claims.SharedFiles, path: str, name: str) -> None:
+    def no_links(self: claim_file.SharedFiles, path: str, name: str) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(claims.SharedFiles, "link", no_links)
+    monkeypatch.setattr(claim_file.SharedFiles, "link", no_links)
     begun = look(at(file, found="this folder is on FUSE"), MINE)
     assert begun.place.kind == "open"
     assert begun.registry is None

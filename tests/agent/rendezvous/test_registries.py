@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.agent.rendezvous import claims, endpoint, shared_file
-from elasticrun.agent.rendezvous.claims import ClaimFile
+from elasticrun.agent.claims import claim_file
+from elasticrun.agent.claims.claim_file import ClaimFile
+from elasticrun.agent.rendezvous import endpoint, shared_file
 from elasticrun.agent.rendezvous.endpoint import EndpointRegistry
 from elasticrun.agent.rendezvous.place import HostError
 from elasticrun.agent.rendezvous.registry import VACANT, Leader, Lease, Vacant
@@ -29,9 +30,9 @@ from tests.harness import LIMIT
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (claims, shared_file):
+    for module in (claim_file, shared_file):
         monkeypatch.setattr(module, "READ_EVERY", 0.01)
-    monkeypatch.setattr(claims, "RENEW_EVERY", 0.01)
+    monkeypatch.setattr(claim_file, "RENEW_EVERY", 0.01)
     monkeypatch.setattr(endpoint, "HEIR_AFTER", 0.01)
 
 
@@ -62,7 +63,7 @@ def take_over(path: Path, **words: object) -> None:
     claim = file.read()
     assert claim is not None
     changed = {**claim.words, "host": "other", "address": "192.0.2.7", **words}
-    assert file.take(claims.new_claim(changed), claim)
+    assert file.take(claim_file.new_claim(changed), claim)
     file.release()
 
 
@@ -132,7 +133,7 @@ def test_a_taken_port_moves_the_claim(holder: SharedFile, tmp_path: Path) -> Non
         assert first.bind.port < second.bind.port == after["words"]["port"]
         assert before["holder"] != after["holder"]
         assert before["words"]["token"] == after["words"]["token"]
-        assert claims.ClaimFile(str(tmp_path / "a")).read() is not None
+        assert claim_file.ClaimFile(str(tmp_path / "a")).read() is not None
 
     asyncio.run(run())
 

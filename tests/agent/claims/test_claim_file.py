@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from elasticrun.agent.rendezvous.claims import (
+from elasticrun.agent.claims.claim_file import (
     STALE_READS,
     Claim,
     ClaimError,
@@ -202,7 +202,7 @@ def test_only_looks_that_the_file_system_answered_make_a_claim_stale() -> None:
 
 
 def test_a_keeper_renews_and_tells_whoever_attaches_later(path: str, monkeypatch) -> None:
-    monkeypatch.setattr("elasticrun.agent.rendezvous.claims.RENEW_EVERY", 0.01)
+    monkeypatch.setattr("elasticrun.agent.claims.claim_file.RENEW_EVERY", 0.01)
     first, second = ClaimFile(path), ClaimFile(path)
     assert first.take(new_claim({"n": 1}))
     renewer = ClaimRenewer(first)

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from elasticrun.agent.rendezvous import claims
-from elasticrun.agent.rendezvous.claims import NAME, FolderClaim, NotOurs
+from elasticrun.agent.claims import claim_file, folder_claim
+from elasticrun.agent.claims.folder_claim import NAME, FolderClaim, NotOurs
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch) -> None:
     """A look takes what it takes; only the waits between looks and renewals are short."""
-    monkeypatch.setattr(claims, "RENEW_EVERY", 0.02)
-    monkeypatch.setattr(claims, "READ_EVERY", 0.1)
-    monkeypatch.setattr(claims, "died_here", lambda claim: False)  # the others are elsewhere
+    monkeypatch.setattr(claim_file, "RENEW_EVERY", 0.02)
+    monkeypatch.setattr(folder_claim, "READ_EVERY", 0.1)
+    monkeypatch.setattr(claim_file, "died_here", lambda claim: False)  # the others are elsewhere
 
 
 def claim(job: str = "one", term: Callable[[], int] = lambda: 1) -> FolderClaim:
@@ -91,7 +91,9 @@ async def test_after_a_split_the_half_of_the_older_master_writes_nothing(tmp_pat
 
 async def test_what_is_in_the_way_is_said_before_a_checkpoint(tmp_path: Path, monkeypatch) -> None:
     said: asyncio.Queue[str] = asyncio.Queue()
-    monkeypatch.setattr(claims.logger, "log", lambda _, form, *args: said.put_nowait(form % args))
+    monkeypatch.setattr(
+        folder_claim.logger, "log", lambda _, form, *args: said.put_nowait(form % args)
+    )
     one, two = claim("one"), claim("two")
     await one.verify(str(tmp_path))
     two.start(str(tmp_path))
@@ -111,7 +113,7 @@ def test_what_is_no_folder_is_claimed_by_nobody(url: str) -> None:
 
 def test_a_folder_that_cannot_be_claimed_is_written_to(tmp_path: Path, monkeypatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(claims.logger, "log", lambda _, form, *args: said.append(form % args))
+    monkeypatch.setattr(folder_claim.logger, "log", lambda _, form, *args: said.append(form % args))
     (tmp_path / NAME).write_text("somebody's")
     asyncio.run(claim().verify(str(tmp_path)))
     (one,) = said
@@ -123,7 +125,7 @@ def test_a_folder_that_cannot_be_written_to_is_told_once_and_with_what_follows(
 ) -> None:
     said: list[tuple[int, str]] = []
     monkeypatch.setattr(
-        claims.logger, "log", lambda at, form, *args: said.append((at, form % args))
+        folder_claim.logger, "log", lambda at, form, *args: said.append((at, form % args))
     )
     (tmp_path / "file").touch()
     told = {
@@ -132,14 +134,14 @@ def test_a_folder_that_cannot_be_written_to_is_told_once_and_with_what_follows(
         "/proc/nope": "{} cannot be made: No such file or directory",
         str(tmp_path): "{} cannot be written to: Read-only file system",
     }
-    create = claims.SharedFiles.create
+    create = claim_file.SharedFiles.create
 
-    def refused(files: claims.SharedFiles, path: str, mode: int) -> int:
+    def refused(files: claim_file.SharedFiles, path: str, mode: int) -> int:
         if Path(path).parent == tmp_path:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         return create(files, path, mode)
 
-    monkeypatch.setattr(claims.SharedFiles, "create", refused)
+    monkeypatch.setattr(claim_file.SharedFiles, "create", refused)
 
     async def looks(folder: str) -> None:
         mine = claim()

@@ -12,20 +12,17 @@ To replace claim X, a candidate links `NAME.after.X`; only one candidate can. Fr
 reader of X takes that file as the claim, and it is then renamed over NAME, which removes X. X is
 the random id of a holder and is never reused, so a decision about X never applies to another claim.
 
-Nodes use such a file to find their job's master (`shared_file`). One in the checkpoint folder
-decides which job may write there (`FolderClaim`).
+Nodes use such a file to find their job's master (`rendezvous.shared_file`). One in the checkpoint
+folder decides which job may write there (`folder_claim`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import io
 import json
-import logging
 import os
-import random
 import re
 import secrets
 import stat
@@ -33,13 +30,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
 
-from elasticrun.agent.runtime import Once, Tasks, in_thread, threadsafe
-from elasticrun.host.log import logger
+from elasticrun.agent.runtime import in_thread
 from elasticrun.host.system.processes import ProcessId, boot_id
 from elasticrun.host.system.sandbox import start_thread
 
@@ -64,20 +59,8 @@ LOOK_EVERY does not count: the file system was stuck, perhaps for the holder too
 CLOSE_LIMIT: Final = 2.0
 """Seconds to wait for a renewal in progress."""
 
-NAME: Final = "elasticrun.claim"
-"""The claim file in a checkpoint folder."""
-
 FILE_LIMIT: Final = 30.0
 """Seconds for one read or change of a shared folder; after that it counts as hung."""
-
-FOLDER_CLOSE_LIMIT: Final = 5.0
-"""The same at shutdown."""
-
-PATIENCE: Final = 3.0 * STALE_READS * READ_EVERY
-"""Seconds that a checkpoint waits to find out whether another job still claims the folder."""
-
-MOST_TERMS: Final = 64
-"""Maximum number of earlier master terms that a claim lists."""
 
 _HOLDER: Final = re.compile(r"[0-9a-f]{16}\Z")
 _LITTER: Final = re.compile(r"\.[0-9a-f]{16}(\.new)?\Z")
@@ -473,186 +456,3 @@ def timed_read(file: ClaimFile) -> tuple[Claim | None, float]:
 async def on_disk(work: Callable[[], T]) -> T:
     """The result of work on a shared folder. TimeoutError."""
     return await in_thread(work, limit=FILE_LIMIT, name="claim")
-
-
-class NotOurs(Exception):
-    """Another job, or another master of this one, writes there; the text is a sentence."""
-
-
-class FolderClaim:
-    """This node's claim on the checkpoint folder, if it has one. The folder belongs to one job, and
-    within that job to one master. Used in the loop's thread only.
-
-    Two jobs with the same folder, or two halves of a partitioned job, would remove and replace each
-    other's checkpoints. So the node of rank 0 claims the folder when its ranks have reported it,
-    and a node verifies the claim before it has a marker written.
-
-        the claim there      what this node does
-        none, or stale       takes it
-        of this job          takes it, unless its own master has been replaced: the claim lists the
-                             terms of all masters before the one that took it last
-        of another job that  writes nothing there, reports who claims it, and checks again
-        renews it
-    """
-
-    def __init__(self, job_id: str, term: Callable[[], int]) -> None:
-        """`term`: returns the term of the master that this node follows."""
-        self._job_id = job_id
-        self._term = term
-        self._path = ""
-        self._file: ClaimFile | None = None
-        self._renewer: ClaimRenewer | None = None
-        self._renewals = Renewals()
-        self._why = ""  # why the folder is not ours, once that is certain
-        self._once = Once(MOST_TERMS)
-        self._tasks = Tasks(logger.error)
-        self._checking: asyncio.Task[bool] | None = None
-        self._watch: asyncio.Task[None] | None = None
-
-    def start(self, url: str) -> None:
-        """The ranks of this node, including rank 0, have their checkpoints there."""
-        if self._watch is None or self._watch.done():
-            self._watch = self._tasks.start(self._hold(url), "claiming the folder of checkpoints")
-
-    async def verify(self, url: str) -> None:
-        """Return when this node may write a marker there. NotOurs, after PATIENCE at most."""
-        end = asyncio.get_running_loop().time() + PATIENCE
-        while not await self._check(url):
-            if self._why or asyncio.get_running_loop().time() >= end:
-                raise NotOurs(self._why or f"it is not known whose {url} is")
-            await asyncio.sleep(READ_EVERY)
-
-    async def close(self) -> None:
-        """Release the claim: nothing is written any more."""
-        if self._watch is not None:
-            self._watch.cancel()
-        if self._checking is not None and not self._checking.done():
-            await asyncio.wait({self._checking}, timeout=FOLDER_CLOSE_LIMIT)
-        try:
-            await self._leave(FOLDER_CLOSE_LIMIT)
-        except TimeoutError:
-            path = os.path.join(self._path, NAME)
-            logger.warning("%s was not removed: its file system does not answer", path)
-
-    async def _leave(self, limit: float) -> None:
-        """Stop renewing our claim and remove it. TimeoutError."""
-        renewer, self._renewer = self._renewer, None
-        if renewer is not None:
-            await in_thread(renewer.remove, limit=limit, name="claim")
-
-    # ------------------------------------------------------------ looking
-
-    async def _hold(self, url: str) -> None:
-        """Check until the folder is ours; log an obstacle as soon as it is known."""
-        while not await self._check(url):
-            if self._why:
-                self._once.log(f"no checkpoint is written: {self._why}")
-            await asyncio.sleep(READ_EVERY * random.uniform(1.0, 1.25))
-
-    async def _check(self, url: str) -> bool:
-        """Whether the folder is ours, or needs no claim. Only one check runs at a time, and it is
-        never cancelled: a new claim has to be renewed even if nobody waits for it any more."""
-        while self._checking is not None and not self._checking.done():
-            await asyncio.wait({self._checking})
-        self._checking = self._tasks.start(self._check_once(url), "looking at a folder's claim")
-        return await asyncio.shield(self._checking)
-
-    async def _check_once(self, url: str) -> bool:
-        path = _local(url)
-        if path is None:
-            words = f"{url} is no folder of a file system, so no job claims it"
-            self._once.log(words, logging.INFO)
-            return True
-        try:
-            return await self._try(path)
-        except NotWritable as wrong:
-            remedy = "name a folder that this node can write to"
-            self._once.log(f"no checkpoint can be written: {wrong}; {remedy}")
-            return True
-        except ClaimError as wrong:
-            self._once.log(f"checkpoints are written without a claim of their folder: {wrong}")
-            return True
-        except TimeoutError:
-            self._why = f"{path} has not answered for {FILE_LIMIT:g} s"
-            return False
-
-    async def _try(self, path: str) -> bool:
-        if self._file is None or self._path != path:
-            await self._leave(FILE_LIMIT)  # the ranks use another folder now
-            self._path, self._renewals = path, Renewals()
-            self._file = ClaimFile(os.path.join(path, NAME), private=False)
-        file = self._file
-        claim, took = await on_disk(partial(_first, file, path))
-        term = self._term()
-        if claim is not None and claim.words.get("job") != self._job_id:
-            self._renewals.observe(claim, took)
-            if not self._renewals.is_stale(claim):
-                if self._renewals.renewed:
-                    self._why = (
-                        f"{path} is claimed by job {claim.text('job')} on {claim.text('host')}, "
-                        "which renews its claim: end that job, or name another folder"
-                    )
-                return False
-        elif claim is not None and term in _terms(claim):
-            self._why = (
-                f"{path} is claimed by another master of this job, on {claim.text('host')}: the "
-                "one that this node follows was succeeded"
-            )
-            return False
-        elif claim is not None and file.mine is not None and claim.is_of(file.mine.holder, term):
-            self._why = ""
-            return True
-        return await self._take(file, claim, term)
-
-    async def _take(self, file: ClaimFile, claim: Claim | None, term: int) -> bool:
-        if self._renewer is not None:
-            await on_disk(self._renewer.close)
-            self._renewer = None
-        past: list[int] = []
-        if claim is not None and claim.words.get("job") == self._job_id:
-            past = [one for one in (*_terms(claim), claim.number("term")) if one != term]
-        words: dict[str, Any] = {
-            "job": self._job_id,
-            "host": os.uname().nodename,
-            "term": term,
-            "before": past[-MOST_TERMS:],
-        }
-        if not await on_disk(partial(file.take, new_claim(words), claim)):
-            return False
-        self._why = ""
-        self._renewer = ClaimRenewer(file)
-        loop = asyncio.get_running_loop()
-        self._renewer.attach(
-            lambda other: threadsafe(loop, self._lost, other), lambda sentence: None
-        )
-        return True
-
-    def _lost(self, other: Claim) -> None:
-        """The claim was taken over: by another node of this job, which is normal, or by another
-        job."""
-        self._renewer = None
-        if other.words.get("job") != self._job_id:
-            self._once.log(
-                f"{self._path} was taken over by job {other.text('job')} on {other.text('host')}, "
-                "which has seen no renewal of this job's claim"
-            )
-
-
-def _local(url: str) -> str | None:
-    """The path of a folder in a file system; None for URLs that only fsspec can open."""
-    if "://" not in url:
-        return url
-    return url.removeprefix("file://") if url.startswith("file:///") else None
-
-
-def _first(file: ClaimFile, path: str) -> tuple[Claim | None, float]:
-    try:
-        os.makedirs(path, exist_ok=True)
-    except OSError as error:
-        raise NotWritable(f"{path} cannot be made: {error.strerror}") from None
-    return timed_read(file)
-
-
-def _terms(claim: Claim) -> list[int]:
-    found = claim.words.get("before", [])
-    return [one for one in found if type(one) is int] if isinstance(found, list) else []
