@@ -60,7 +60,7 @@ class Checkup:
 
     def start(self) -> None:
         """Run the checks in threads and log the findings."""
-        self._findings = self._tasks.start(self._run_checks(), "looking at this machine")
+        self._findings = self._tasks.start(self._run_checks(), "checking this machine")
 
     async def unfit(self) -> str:
         """Why no rank may start on this node; "" if ranks may start. Waits for the findings only

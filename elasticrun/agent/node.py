@@ -216,7 +216,7 @@ class NodeAgent:
             logger.warning("--signals-to-handle: %s cannot be handled", name)
         self._spawners.keep_alive(self._loop.brain.master_lost_timeout)
         loop.set_exception_handler(self._uncaught)
-        self._tasks.start(self._set_out(early.master), "setting out")
+        self._tasks.start(self._set_out(early.master), "starting the node")
         try:
             outcome = await self._loop.run()
         except BaseException:
@@ -439,9 +439,9 @@ class NodeAgent:
         signalled = outcome is None or outcome.signum != 0
         steps, launch = self._shutdown, self._shared.launch
         steps.start()
-        steps.now("calling the saver off", self._snapshots.close)
-        steps.now("the end of warnings", self._messages.close)
-        steps.now("the end of the doctor", self._checkup.close)
+        steps.now("closing the saver", self._snapshots.close)
+        steps.now("closing the log of waits", self._messages.close)
+        steps.now("closing the checkup", self._checkup.close)
         self._tasks.close()
         self._reports.close()
         if outcome is not None:
@@ -450,18 +450,18 @@ class NodeAgent:
             well = outcome.code == EXIT_OK and not signalled
             linger = launch.child_exit_timeout if well else 0.0
             ended = steps.descendants(self._ranks, grace, linger)
-            await steps.step("the end of ranks' processes", ended, None)
+            await steps.step("ending the ranks' processes", ended, None)
             if not signalled:
                 steps.start()
         goodbye = awaited(self._shared.link.close(GOODBYE), "goodbye")
         await self._end_processes()
-        await steps.step("the goodbye to the master", goodbye, GOODBYE + 1.0)
+        await steps.step("closing the link to the master", goodbye, GOODBYE + 1.0)
         job_over = not signalled
         snapshots = self._snapshots.give_back(job_over=job_over)
         for what, work, limit in (
-            ("giving the snapshots back", snapshots, REMOVE_LIMIT),
+            ("releasing the snapshots", snapshots, REMOVE_LIMIT),
             ("leaving the rendezvous", self._rendezvous.close(job_over=job_over), LEAVE_LIMIT),
-            ("giving this node's id back", in_thread(self._shared.release_slot), 1.0),
+            ("releasing this node's id", in_thread(self._shared.release_slot), 1.0),
         ):
             await steps.step(what, work, limit)
         # This takes as long as somebody reads; nothing else waits for it.
@@ -483,7 +483,7 @@ class NodeAgent:
     async def _end_processes(self) -> None:
         steps = self._shutdown
         await steps.step(
-            "the fork server's end", self._spawners.close(steps.left(QUIT_LIMIT)), QUIT_LIMIT + 1
+            "stopping the fork server", self._spawners.close(steps.left(QUIT_LIMIT)), QUIT_LIMIT + 1
         )
         if self._spawners.is_caller:
             pids = self._ranks.pids.values()
@@ -492,12 +492,12 @@ class NodeAgent:
                 end_callers_ranks(self._shared.variables.get(env.CALLER, ""), pids, QUIT_LIMIT),
                 QUIT_LIMIT + 1,
             )
-        await steps.step("killing what is left", self._kill_the_rest(), QUIT_LIMIT + 1)
-        steps.now("the end of the ranks", self._ranks.close)
+        await steps.step("killing leftover processes", self._kill_the_rest(), QUIT_LIMIT + 1)
+        steps.now("closing the ranks", self._ranks.close)
         for part in self._shared.parts:
-            steps.now("the end of the ranks' life", part.close)
-        steps.now("the end of probes", self._probing.close)
-        steps.now("the end of stores", self._stores.close)
+            steps.now("closing what follows the ranks", part.close)
+        steps.now("closing the probes", self._probing.close)
+        steps.now("closing the stores", self._stores.close)
 
     async def _kill_the_rest(self) -> None:
         limit = self._shutdown.left(QUIT_LIMIT)

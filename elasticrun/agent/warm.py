@@ -96,7 +96,7 @@ class WarmChild:
         self._guard.settimeout(limit)
         message = receive(self._guard)
         if not isinstance(message, spawning.Over):
-            raise frames.FrameError("its guard says what is no end")
+            raise frames.FrameError("its guard sent an unexpected message")
         self._settle(message.code)
         return message.code
 
@@ -213,7 +213,7 @@ def _ask(
             os.close(folder)
         answer = receive(guard)
     if not isinstance(answer, spawning.Forked | spawning.Declined):
-        raise frames.FrameError("its answer is none to what was asked")
+        raise frames.FrameError("its answer does not fit the request")
     return answer
 
 

@@ -343,8 +343,8 @@ class FreshStart:
         if done:
             self._page.write(
                 NOTICE,
-                f"{target}: {reason}, too late for forked ranks, which run without that in this "
-                f"life, since their first lines have {done}; later lives are started by exec",
+                f"{target}: {reason}, too late for forked ranks, which run without that until "
+                f"the next restart because their first lines have {done}; restarts use exec",
             )
             return
         self._page.write(NOTICE, f"{target}: {reason}, so ranks are started by exec", poke=False)

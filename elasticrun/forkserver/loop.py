@@ -155,7 +155,7 @@ class Server:
             return
         self._keepalive_until = None
         self._children.kill_ranks()
-        silence = f"nothing was heard of the agent for {self._keepalive_limit:g} s"
+        silence = f"no keepalive from the agent for {self._keepalive_limit:g} s"
         self._talk.send(Notice(f"{silence}; its ranks were ended"))
 
     def _reap(self) -> None:

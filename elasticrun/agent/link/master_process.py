@@ -211,7 +211,7 @@ class MasterProcess:
         reaper.watch(self.process, self._exited)
 
     def on_exit(self, call: Callable[[int], None]) -> None:
-        """Call `heard(code)` when it has exited, at once if it already has."""
+        """Call `call(code)` when it has exited, at once if it already has."""
         self._on_exit = call
         if self._code is not None:
             call(self._code)

@@ -196,7 +196,7 @@ class NodeRendezvous:
             self._proxy.set_target("master", endpoint)
         if self._invitation is not None:
             work = self._invitation.show(endpoint, self._record)
-            self._chores.start(work, "telling how to join")
+            self._chores.start(work, "printing how to join")
             self._invitation = None
         self._set_master(endpoint)
 

@@ -117,7 +117,7 @@ class LocalSight:
         if watched is None or order.round != watched.start.round or len(self._tasks) > MAX_SAMPLES:
             return
         self._tasks.start(
-            self._inspect(watched, order), "a look at the ranks", on_failure=logger.warning
+            self._inspect(watched, order), "a sample of the ranks", on_failure=logger.warning
         )
 
     # ------------------------------------------------------------ the pulse
@@ -132,7 +132,7 @@ class LocalSight:
                 await self._beat(watched)
                 self._report(watched)
             except Exception as error:  # only one sample failed; ending the watch would hide hangs
-                self._once.log(f"a look at the ranks failed: {error!r}", kind="beat")
+                self._once.log(f"a sample of the ranks failed: {error!r}", kind="beat")
 
     async def _beat(self, watched: _WatchedRound) -> None:
         answers = await self._queries.ask(self._ranks.forked, PULSE_LIMIT)

@@ -150,7 +150,7 @@ class Persisting:
     def _parts(self, order: Persist, found: list[tuple[Held, Snapshot, int]]) -> PersistParts:
         local_round = self._store.inventory.local_round(order.round)
         if local_round is None or not local_round.folder:
-            raise CannotPersist("no rank has said where checkpoints go")
+            raise CannotPersist("no rank has reported its checkpoint folder")
         where = order.coordinator
         last, in_use = self._keep(order, local_round.keep_last)
         return PersistParts(

@@ -166,7 +166,7 @@ class Shards:
     async def _find(self, rank: int) -> tuple[Held, Snapshot, int]:
         """The shard of this rank, or of one with the same content. Absent."""
         if self.restore is None:
-            raise Absent("there is no snapshot to go on from")
+            raise Absent("there is no snapshot to restore from")
         if not 0 <= rank < self.restore.world_size:
             raise Absent(f"there was no rank {rank} among {self.restore.world_size}")
         if (mine := self._find_here(rank)) is not None:
@@ -184,14 +184,14 @@ class Shards:
             raise Absent(held)
         snapshot = held.find_any()
         if snapshot is None:
-            raise Absent("the copy from another node is gone")
+            raise Absent("the copy from another node was dropped")
         return held, snapshot, order.holds
 
     async def _ask(self, rank: int) -> m.Holder:
         """Ask the master who holds it. Absent."""
         if rank not in self._holders:
             if len(self._holders) >= MAX_REQUESTS:
-                raise Absent(f"more than {MAX_REQUESTS} shards were asked for")
+                raise Absent(f"more than {MAX_REQUESTS} shards were requested")
             self._holders[rank] = asyncio.get_running_loop().create_future()
             self._where(rank)
         try:

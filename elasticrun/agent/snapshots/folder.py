@@ -275,8 +275,8 @@ def _remove_free(
     matches: Callable[[str], bool],
     is_over: Callable[[str, int], bool] = lambda path, lock: True,
 ) -> int:
-    """Remove the folders for which `wanted(name)` and `is_over(path, lock)` hold and which no agent
-    holds; returns how many."""
+    """Remove the folders that no agent holds and for which `matches(name)` and `is_over(path, lock)`
+    are true; returns how many."""
     removed = 0
     pattern = re.compile(rf"elasticrun-{os.getuid()}-[0-9a-f]{{12}}-[0-9a-f]{{12}}\.\d")
     with contextlib.suppress(OSError):
@@ -358,7 +358,7 @@ class Orphans:
         """Scan again in `due` seconds; None: nothing is left."""
         self._timer.cancel()
         if due is not None:
-            what = "looking for killed agents' snapshots"
+            what = "scanning for killed agents' snapshots"
             self._timer.after(due, lambda: self._tasks.start(self._scan_again(), what))
 
     async def make_room(self) -> bool:

@@ -149,7 +149,7 @@ class Generation:
         if start is None or not self.living or not 0 <= here.local_rank < len(self.ranks):
             return "no such rank was started"
         if len(here.folder) > FOLDER_MOST or not 0 <= here.keep_last < 2**31 > here.keep_every >= 0:
-            return "it names a folder, or a number of checkpoints, that there cannot be"
+            return "its folder or its number of checkpoints is invalid"
         if not 0 <= here.replicas <= 1:
             return f"it wants {here.replicas} replicas; there may be 0 or 1"
         place = (start.first_rank + here.local_rank, start.info.world_size)

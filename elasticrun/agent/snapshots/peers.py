@@ -58,7 +58,7 @@ class Peer:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._connection, self._read)
         self._timer = self._loop.call_later(
-            FIRST_WORD, self.break_off, f"it has not said who it is within {FIRST_WORD:g} s"
+            FIRST_WORD, self.break_off, f"it did not introduce itself within {FIRST_WORD:g} s"
         )
 
     def send(self, message: ToPeer, fd: int = -1) -> None:
@@ -104,12 +104,12 @@ class Peer:
                 if self.closed:
                     return
         except FrameError as error:
-            self.break_off(f"it said what cannot be understood ({error})")
+            self.break_off(f"it sent an invalid message ({error})")
 
     def _take(self, message: FromPeer) -> None:
         introduces = isinstance(message, RankHere | SaverHere)
         if introduces != (self.here is None):
-            self.break_off("it has to say once, and first, who it is")
+            self.break_off("it must introduce itself once, in its first message")
             return
         if isinstance(message, RankHere | SaverHere):
             self.here = message
@@ -202,8 +202,8 @@ class PeerServer:
         if uid == os.geteuid():
             return pid
         self._once.log(
-            f"a process of another user (pid {pid}, uid {uid}) has dialled about snapshots: it is "
-            "not listened to",
+            f"a process of another user (pid {pid}, uid {uid}) connected to the snapshot socket: "
+            "refused",
             kind=f"user {uid}",
         )
         return None

@@ -142,7 +142,7 @@ class Savers:
             self._connecting = None
             self._kill()
             if not self._misses:
-                self._lose(f"the saver has not spoken for {START_LIMIT:g} s")
+                self._lose(f"the saver has not connected within {START_LIMIT:g} s")
             raise SaverGone(self._last_end) from None
 
     # ------------------------------------------------------------ orders
@@ -238,7 +238,7 @@ class Savers:
         if peer is self._peer:
             self._peer = None
             if self._child is None:
-                self._lose("the saver has ended its conversation")
+                self._lose("the saver has closed its connection")
             else:
                 self._kill()
 

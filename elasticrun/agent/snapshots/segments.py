@@ -71,9 +71,9 @@ class Sizes:
         if not MIN_SLOTS <= self.slots <= MAX_SLOTS:
             return f"a segment has {MIN_SLOTS} to {MAX_SLOTS} slots, not {self.slots}"
         if not 0 < self.layout_length <= MAX_LAYOUT_BYTES:
-            return f"a layout of {self.layout_length} bytes is none"
+            return f"a layout of {self.layout_length} bytes is invalid"
         if self.slot_bytes % PAGE or not 0 <= self.slot_bytes <= MAX_SIZE // MAX_SLOTS:
-            return f"a slot of {self.slot_bytes} bytes is none"
+            return f"a slot of {self.slot_bytes} bytes is invalid"
         return ""
 
 

@@ -53,7 +53,7 @@ MAX_KEY: Final = 2**63
 def sizes_of(need: s.NeedSegment) -> Sizes:
     """The requested sizes. NoRoom if the layout or content is invalid."""
     if not 0 < need.content < MAX_KEY or not 0 <= need.layout < MAX_KEY:
-        raise NoRoom("it names a layout that there cannot be")
+        raise NoRoom("its layout is invalid")
     return Sizes(need.layout, need.layout_length, need.slot_bytes, need.slots)
 
 
@@ -244,9 +244,9 @@ class LocalSnapshots:
             if isinstance(message, s.FromSaver):
                 self.savers.on_message(peer, message)
             else:
-                peer.break_off("it is the saver, and speaks as a rank does")
+                peer.break_off("it is the saver, and sent a message of a rank")
         elif not isinstance(message, s.FromRank):
-            peer.break_off("it is a rank, and speaks as the saver does")
+            peer.break_off("it is a rank, and sent a message of the saver")
         elif isinstance(message, s.RankHere):
             self._rank_here(peer, message)
         elif (local_rank := self._generation.of(peer)) is not None:

@@ -226,7 +226,7 @@ class Progress:
         try:
             found = hearing_at(name)
         except OSError as error:
-            self._once.log(f"steps are not told to this agent: {error}")
+            self._once.log(f"the steps of ranks are not recorded: {error}")
             return
         self._socket, self._name = found, name
         asyncio.get_running_loop().add_reader(found, self._readable)
@@ -282,7 +282,7 @@ class Progress:
             except BlockingIOError:
                 return
             except OSError as error:
-                self._once.log(f"steps are not heard any more: {error}")
+                self._once.log(f"the steps of ranks are no longer recorded: {error}")
                 self.close()
                 return
             self._read_in_second += 1
@@ -293,7 +293,7 @@ class Progress:
         """Pause until the next second, so that a rank that sends too much does not keep the agent
         busy."""
         assert self._socket is not None
-        self._once.log("a local rank tells its steps too often: some are not heard")
+        self._once.log("a local rank reports its steps too often: some are dropped")
         loop.remove_reader(self._socket)
         self._pause.after(seconds, self._resume)
 
@@ -307,7 +307,7 @@ class Progress:
         if sender is None or sender[1] == os.getuid():
             return sender is not None
         pid, uid = sender
-        sentence = f"a process of another user (pid {pid}, uid {uid}) tells steps: unheard"
+        sentence = f"a process of another user (pid {pid}, uid {uid}) sends steps: ignored"
         self._once.log(sentence, kind="another user")
         return False
 
@@ -331,8 +331,8 @@ class Progress:
         several = self._start is not None and self._start.group_world_size > 1
         if message.knows is Own.UNTOLD and several:
             self._once.log(
-                "torch's flight recorder does not tell how long ranks wait for each other: whether "
-                "this node is slow will not be known"
+                "torch's flight recorder does not record how long ranks wait for each other: a "
+                "slow node cannot be detected"
             )
         self.newest = max(self.newest, message.step)
         self._latest[message.local_rank] = (message.step, message.seconds)

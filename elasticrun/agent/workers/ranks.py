@@ -190,7 +190,7 @@ class Ranks:
         self._exits: asyncio.Queue[tuple[_Attempt, asyncio.Task[RankExited]]] = asyncio.Queue()
         self._tasks = Tasks(node.fatal)
         self._killers = Killers()
-        self._tasks.start(self._report_exits(), "reporting the ends of ranks")
+        self._tasks.start(self._report_exits(), "reporting exits of ranks")
         self._sent_at: dict[int, float] = {}
         self._cleared: asyncio.Event | None = None
         self._lingering: spawning.Lingering | None = None  # leftovers that may run for a while
@@ -430,7 +430,7 @@ class Ranks:
     # ------------------------------------------------------------ exits
 
     def _queue_exit(self, attempt: _Attempt, event: Coroutine[Any, Any, RankExited]) -> None:
-        task = self._tasks.start(event, "explaining the end of a rank")
+        task = self._tasks.start(event, "explaining the exit of a rank")
         self._exits.put_nowait((attempt, task))
 
     async def _report_exits(self) -> None:

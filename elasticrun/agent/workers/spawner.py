@@ -187,7 +187,7 @@ class Spawner:
                 if self.ended.is_set():
                     break
         except FrameError as error:
-            self.close(f"it said what cannot be understood: {error}")
+            self.close(f"it sent an invalid message: {error}")
         return True
 
 
@@ -385,7 +385,7 @@ class Spawners:
         if self._closing or spawner.quitting:
             return
         if self.is_caller:
-            self._fatal("the calling process has gone")
+            self._fatal("the calling process has exited")
             return
         self._tasks.start(self._clean_up(spawner, reason), "replacing the fork server")
 

@@ -197,7 +197,7 @@ class Helper:
                 if getattr(message, "key", self.key) == self.key and self._is_forwarded(message):
                     messages.append(message)
         except FrameError as error:
-            self._keep(f"\nwhat it said cannot be understood: {error}".encode())
+            self._keep(f"\nit sent an invalid message: {error}".encode())
         return messages
 
     def _keep(self, data: bytes) -> list[FromSpawner]:

@@ -314,7 +314,7 @@ async def test_sizes_that_no_segment_has_are_refused(shm: Path) -> None:
             Sizes(1, 2**40, PAGE, 2),
             Sizes(1, 100, -PAGE, 2),
         ):
-            with pytest.raises(NoRoom, match=r"slots|is none"):
+            with pytest.raises(NoRoom, match=r"slots|is invalid"):
                 await segments.need(0, sizes, 1)
 
 

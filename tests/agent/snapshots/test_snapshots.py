@@ -487,7 +487,7 @@ async def test_peers_that_break_the_protocol_are_hung_up_on(node: Node, caplog) 
         rank = await node.rank(0)
         rank.say(second)
         assert await rank.hangs_up()
-    assert "it has to say once, and first, who it is" in caplog.text
+    assert "it must introduce itself once, in its first message" in caplog.text
     assert "it says that it is rank 1 of 2, and is rank 0 of 2" in caplog.text
     assert "no such saver was started" in caplog.text
     assert (await node.rank(0)).resume.step == NONE  # and goes on with whoever is right

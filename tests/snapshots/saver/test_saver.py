@@ -314,7 +314,7 @@ def test_it_outlives_silence_but_not_its_fork_server(launch: str) -> None:
         own.ready()
         agent = Agent(own)
         own.tell(Keepalive(0.05))
-        own.wait(Notice, lambda notice: "nothing was heard of the agent" in notice.text)
+        own.wait(Notice, lambda notice: "no keepalive from the agent" in notice.text)
         assert not agent.check().ok
         assert alive(agent.pid)
         if launch == "fork":
