@@ -240,7 +240,9 @@ def test_what_is_no_request_is_hung_up_on(place: Path) -> None:
         heard = frames.FrameBuffer(spawning.FromWarm)
         assert [*heard.feed(conn.recv(4096))] == [spawning.Granted()]
         conn.sendall(b".")
-        assert [*heard.feed(conn.recv(4096))] == [spawning.Declined("its descriptors got lost")]
+        assert [*heard.feed(conn.recv(4096))] == [
+            spawning.Declined("its descriptors did not arrive")
+        ]
     assert described(place).torch
 
 

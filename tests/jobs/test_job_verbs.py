@@ -232,9 +232,7 @@ def test_a_whole_name_wins_over_a_beginning_whether_it_runs_or_has_ended(
     )
     for verb in ("stop", "status"):
         assert main([verb, "tra"]) == 1
-        assert (
-            "several jobs are meant by tra: train, train-large, train-" in capsys.readouterr().err
-        )
+        assert "several jobs match tra: train, train-large, train-" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

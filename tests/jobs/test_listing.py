@@ -177,9 +177,9 @@ def test_what_is_left_of_one(
     with pytest.raises(NotAnswered, match=r"job eval has ended \(failed\): no restart; see "):
         find("eval")
     pid = os.getpid()
-    why = f"its launcher, process {pid} of {os.uname().nodename}, has gone and left no result"
+    why = f"its launcher, process {pid} of {os.uname().nodename}, has exited without a result"
     assert status.main(["train-large"], {}) == 0
-    assert f"outcome: {why}; the last step it told was 42\n" in capsys.readouterr().out
+    assert f"outcome: {why}; its last reported step is 42\n" in capsys.readouterr().out
     monkeypatch.chdir(root)
     (lost,) = root.glob("train-large-*")
     lost.rename("a path")

@@ -201,7 +201,7 @@ class ClaimFile:
             return Claim(holder, dict(words), int(count), word == _LEFT)
         except (ValueError, KeyError, TypeError):
             raise ClaimError(
-                f"{path} is no claim of elasticrun's: remove it, or name another file"
+                f"{path} is not a claim of elasticrun: remove it, or name another file"
             ) from None
 
     def _check_private(self, path: str, found: os.stat_result) -> None:
@@ -372,7 +372,7 @@ def _line(count: int, word: str) -> str:
 
 
 class Renewals:
-    """Reads a claim whose holder does not answer, to see whether it is renewed."""
+    """Observes whether a claim whose holder does not answer is still renewed."""
 
     def __init__(self) -> None:
         self._seen: tuple[str, int] = ("", 0)

@@ -361,7 +361,7 @@ class RankOutput:
             total += count
             where = ", ".join(f"{path} ({_amount(size)})" for path, size in lost[:MOST_NAMED])
             if len(lost) > MOST_NAMED:
-                where += f" and {len(lost) - MOST_NAMED} more beside them"
+                where += f" and {len(lost) - MOST_NAMED} more"
             words = "%s of the ranks' %s were not shown, because %s; these files have it all: %s"
             logger.warning(words, _amount(count), name, console.why_over, where)
         return total

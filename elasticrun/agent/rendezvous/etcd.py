@@ -169,7 +169,8 @@ class EtcdRegistry:
         return None if item is None else leader_from_bytes(item.value)
 
     async def _lease_lost(self) -> Leader | Vacant | Ended:
-        """Wait until our master has led, leads no more, and has not exited within DEPOSED_LIMIT."""
+        """Wait until our master has led, has lost the lead, and has not exited within
+        DEPOSED_LIMIT."""
         loop, end = asyncio.get_running_loop(), math.inf
         while loop.time() < end:
             leader = self._leader()
@@ -193,7 +194,7 @@ class EtcdRegistry:
         except WireError as wrong:
             raise HostError(f"{item.key} in etcd is {wrong}") from None
         if not isinstance(end, End):
-            raise HostError(f"{item.key} in etcd is no end of a job")
+            raise HostError(f"{item.key} in etcd is not the end of a job")
         if not self._known:
             logger.warning(
                 "etcd has the end of an earlier run of job %s; a new run needs a new --rdzv-id",

@@ -65,7 +65,7 @@ def cores(mode: str, local_rank: int, *, may_fail: bool) -> set[int]:
         how = os.waitstatus_to_exitcode(status)
         if how == -signal.SIGALRM:
             raise NotBound(f"--numa-binding={mode}: torch has no answer after {ANSWER_LIMIT} s")
-        raise NotBound(f"--numa-binding={mode}: the process that asks torch ended with {how}")
+        raise NotBound(f"--numa-binding={mode}: the process that queries torch exited with {how}")
     answer = json.loads(output)
     if WHY in answer:
         raise NotBound(answer[WHY])

@@ -53,7 +53,7 @@ BACKLOG: Final = 64
 
 
 def keep(words: Sequence[str], modules: Collection[str]) -> tuple[list[str], Stock]:
-    """Be a warm process. Returns only in forked fork servers: their command line, and what is
+    """Run as a warm process. Returns only in forked fork servers: their command line, and what is
     imported. `modules`: the names that a plain interpreter has imported."""
     given = options(words)
     place, report_fd = Path(given["warm"][0]), int(given["tells"][0])
@@ -282,7 +282,7 @@ class Keeper:
     def _answer(self, client: _Client, request: ToWarm) -> list[str] | None:
         match request:
             case Ask() if len(client.descriptors) != DESCRIPTORS:
-                self._send(client.conn, Declined("its descriptors got lost"))
+                self._send(client.conn, Declined("its descriptors did not arrive"))
             case Ask():
                 try:
                     words = self._fork(client, request)
@@ -315,7 +315,7 @@ class Keeper:
                 surroundings.read_process(peer_of(conn)[0]),
             )
         except OSError as error:
-            return f"its process cannot be looked at ({error.strerror})"
+            return f"its process cannot be inspected ({error.strerror})"
         return surroundings.difference(mine, theirs) or surroundings.variables_that_differ(
             self.stock.stash.environment.saw, ask.env, self.stock.stash.environment.reads
         )

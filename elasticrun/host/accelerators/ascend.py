@@ -131,7 +131,7 @@ def parse(table: str) -> list[_Chip]:
         elif first := _CHIP.match(line):
             head = (int(first[1]), first[2], first[3])
     if not chips:
-        raise NoAnswer("its table has no line of a chip")
+        raise NoAnswer("its table lists no chip")
     return [replace(c, processes=tuple(held.get((c.npu, c.chip), ()))) for c in chips]
 
 
@@ -140,7 +140,7 @@ def _not_queried(tool: str | None, why: str) -> Finding:
     if tool is not None:
         state = Level.FAILED
         todo = "see whether npu-smi info answers; a driver that hangs needs a reboot"
-    return Finding("NPU health", state, f"npu-smi could not be asked: {why}", todo)
+    return Finding("NPU health", state, f"npu-smi could not be queried: {why}", todo)
 
 
 def _health(chip: _Chip) -> Finding | None:

@@ -129,11 +129,11 @@ def _run_check(
         findings = list(check.run())
     except Exception as wrong:  # a machine on which one of our checks fails can still train
         seen = f"the check itself failed: {type(wrong).__name__}: {wrong}"
-        findings = [warning(check.name, seen, "report it to elasticrun's makers")]
+        findings = [warning(check.name, seen, "report it as a bug in elasticrun")]
     done.put((place, findings))
 
 
 def _timed_out(check: Checks) -> Finding:
     seen = f"no answer within {check.limit:g} s"
-    todo = "look for what hangs: a file system that is gone, a name server, a driver"
+    todo = "look for what hangs: an unreachable file system, a name server, a driver"
     return Finding(check.name, check.late, seen, todo)

@@ -74,16 +74,18 @@ def explain_kill(pid: int, root: Path = Path("/"), now: float | None = None) -> 
     except OSError as wrong:
         cannot = f"the kernel's log cannot be read here ({_why(wrong)})"
         return KillReport(
-            f"who killed it is not known: no count says that memory was short, and {cannot}; "
+            f"it is unknown who killed it: no OOM kill was counted, and {cannot}; "
             "look there as root, with dmesg",
             clear=False,
         )
     kills = list(_kills([record for record in records if record.age <= JUST_NOW]))
     if not kills:
-        return KillReport("it was killed by a signal, and not for want of memory", clear=True)
+        return KillReport(
+            "it was killed by a signal, and the kernel recorded no OOM kill", clear=True
+        )
     age, killed, name = min(kills, key=lambda kill: (kill[1] != str(pid), kill[0]))
     return KillReport(
-        f"the kernel killed a process for want of memory {_ago(age)} ({name}, pid {killed})",
+        f"the kernel killed a process because memory ran out {_ago(age)} ({name}, pid {killed})",
         clear=False,
     )
 
@@ -135,7 +137,7 @@ def _oom_kills(records: list[KernelLine]) -> Iterator[Finding]:
         age, pid, name = min(kills)
         yield warning(
             CHECK,
-            f"{_times(len(kills))} in the last 24 hours a process was killed for want of memory, "
+            f"{_times(len(kills))} in the last 24 hours the kernel killed a process because memory ran out, "
             f"the last one {_ago(age)} ({name}, pid {pid})",
             "give the job more memory, or use less: fewer data loader workers, smaller batches",
         )
@@ -153,7 +155,7 @@ def _xids(records: list[KernelLine]) -> Iterator[Finding]:
             CHECK,
             f"the GPU driver reported Xid {xid} of {device} {_times(len(ages))} in the last 24 "
             f"hours, the last one {_ago(min(ages))}",
-            "a program's own fault raises it as a rule: look at what ran there"
+            "it is usually a program's own error: look at what ran there"
             if own
             else f"look Xid {xid} up in NVIDIA's catalogue; reset the GPU or drain the node",
         )

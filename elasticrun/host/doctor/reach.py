@@ -90,8 +90,8 @@ def examine_ports(answers: Sequence[Answer], dialled: str, root: Path = Path("/"
     todo = f"open {ports} of this host to the others (firewall, security group)"
     if not is_direct(reached, dialled):
         seen = (
-            f"the master sees this host as {reached.address or 'no address'}, by way of a door or "
-            "a proxy, so it cannot be seen whether ports of this host are open"
+            f"the master sees this host as {reached.address or 'no address'}, through NAT or "
+            "a proxy, so it is unknown whether ports of this host are open"
         )
         return [ok(PORTS, seen)]
     broken = [answer for answer in answers if not answer.reached.ok]
@@ -130,9 +130,9 @@ def examine_mtu(reached: Reached, dialled: str) -> list[Finding]:
     """`dialled`: the master's numeric address; "" if unknown."""
     own = mtu_to(dialled) if dialled else 0
     if not own or not reached.mtu or not is_direct(reached, dialled):
-        return [ok(PACKET_SIZE, "it is not known on both ends of the way to the master")]
+        return [ok(PACKET_SIZE, "the MTU is not known at both ends of the route to the master")]
     if own == reached.mtu:
-        seen = f"packets of {own} bytes (MTU) on both ends of the way to the master"
+        seen = f"packets of {own} bytes (MTU) at both ends of the route to the master"
         return [ok(PACKET_SIZE, seen)]
     seen = (
         f"this host sends packets of {own} bytes (MTU) to the master's host {reached.host}, which "

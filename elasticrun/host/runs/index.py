@@ -117,7 +117,7 @@ def find(root: Path, wanted: str, *, whole: str = "", newest: bool = False) -> R
         at = Path(wanted).resolve()
         listed = next((one.job for one in runs if one.job.path.resolve() == at), None)
         if whole and listed is None:
-            raise NoRun(f"{wanted} is in no list of yours: remove that folder by hand")
+            raise NoRun(f"{wanted} is not in your list of runs: remove that folder by hand")
         return listed or RunFolder(at)
     if (folder := pick(wanted, runs, whole=whole, newest=newest)) is not None:
         return folder
@@ -152,7 +152,7 @@ def pick(
             raise NoRun(f"{whole} needs the whole name or the id; "
                         f"there is {first_of(called)}")  # fmt: skip
         if len({one.stem for one in meant}) > 1:
-            raise NoRun(f"several jobs are meant by {wanted}: {first_of(called)}; name one")
+            raise NoRun(f"several jobs match {wanted}: {first_of(called)}; name one")
     if len(meant) < 2:
         return meant[0].job if meant else None
     live = [one for one in meant if one.is_live]

@@ -261,13 +261,13 @@ class RunFolder:
         """For a job that is over without a result: what has ended it, as far as known, and its last
         reports."""
         if not job.pid:
-            return self.last_words(job) or "it was submitted, and no launcher has begun"
+            return self.last_words(job) or "it was submitted, and no launcher has started"
         if job.boot_id and job.boot_id != boot_id():
-            why = f"{job.host} was started anew while the job ran"
+            why = f"{job.host} was rebooted while the job ran"
         else:
-            why = f"its launcher, process {job.pid} of {job.host}, has gone and left no result"
+            why = f"its launcher, process {job.pid} of {job.host}, has exited without a result"
         step, events = self.last_step(), self.events(0.0)
-        why += f"; the last step it told was {step}" if step >= 0 else ""
+        why += f"; its last reported step is {step}" if step >= 0 else ""
         return why + (f"; last event: {events[-1].text}" if events else "")
 
     def last_words(self, job: JobRecord) -> str:

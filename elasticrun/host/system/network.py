@@ -39,8 +39,8 @@ def routed_address() -> str:
 
 
 def no_loopback() -> str:
-    """A sentence if 127.0.0.1 is unreachable (in a network namespace whose loopback is down), on
-    which every job depends; "" if it is reachable."""
+    """A sentence if 127.0.0.1 is unreachable, "" if it is reachable. Every job depends on it; in a
+    network namespace the loopback interface may be down."""
     try:
         source_of("127.0.0.1")
     except OSError as wrong:

@@ -26,19 +26,19 @@ from pathlib import Path
 from elasticrun.host.system import processes as linux
 
 STUCK_AFTER = 30.0
-"""Seconds after SIGKILL until a process is reported as one that the kernel keeps (D state)."""
+"""Seconds after SIGKILL until a process is reported as stuck in the kernel (D state)."""
 
 TELL_AFTER = 1.0
-"""Seconds until processes that may continue are reported: most leftovers of a rank exit by
-themselves with it (such as multiprocessing's resource tracker).
+"""Seconds until processes that may continue are reported: most leftovers of a rank (such as
+multiprocessing's resource tracker) exit soon after it by themselves.
 """
 
 MOST_TOLD = 32
 """Maximum number of processes that are named."""
 
 LOOK_AGAIN = 0.05
-"""Seconds until the next look when the server ends, because the notification of a killed process
-may have gone to its parent, which was dying itself.
+"""Seconds between scans of /proc when the server exits: the SIGCHLD for a killed process may have
+gone to its parent, which was exiting as well.
 """
 
 
@@ -81,9 +81,9 @@ class SweepStage(Enum):
     """The progress of a `Sweep`."""
 
     LEFT = "left"  # they may continue
-    TOLD = "told"  # they may continue, and have been reported
-    ASKED = "asked"  # they have been sent SIGTERM
-    FORCED = "forced"  # they have been sent SIGKILL
+    TOLD = "reported"  # they may continue, and have been reported
+    ASKED = "terminated"  # they have been sent SIGTERM
+    FORCED = "killed"  # they have been sent SIGKILL
 
 
 _SIGNALS = {SweepStage.ASKED: signal.SIGTERM, SweepStage.FORCED: signal.SIGKILL}
@@ -107,7 +107,7 @@ class Sweep:
         linger: float = 0.0,
     ) -> None:
         """SIGKILL to processes in the ranks' sessions; SIGTERM to the rest, SIGKILL `grace` seconds
-        later. What remains after `patience` seconds is kept by the kernel. With `linger`, all may
+        later. What remains after `patience` seconds is stuck in the kernel. With `linger`, all may
         continue for that many seconds, and then get SIGTERM."""
         self._ranks = frozenset(ranks)
         self._mark = mark
@@ -122,8 +122,8 @@ class Sweep:
         self._find_leftovers()
 
     def process_exited(self, pidfd: int) -> None:
-        """The process of this pidfd has exited. After the last one there is a second look, because
-        it may have started another one before."""
+        """The process of this pidfd has exited. After the last one, /proc is scanned again, because
+        that one may have started another process."""
         self.watch.pop(pidfd)
         os.close(pidfd)
         if not self.watch:
@@ -250,7 +250,7 @@ class Sweeper:
         return self._look_again if self._sweeps else None
 
     def advance(self, live_ranks: Iterable[int], now: float) -> list[SweepDone | SweepLeftovers]:
-        """Kill what is due; return finished sweeps, and reports on others. `living`: pids of ranks
+        """Kill what is due; return finished sweeps, and reports on others. `live_ranks`: pids of ranks
         and helpers, which are not swept. Call after every exit and at the deadline."""
         self._look_again = None
         if not self._sweeps:

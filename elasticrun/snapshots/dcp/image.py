@@ -49,7 +49,7 @@ class _Holed:
 
     def seek(self, offset: int, whence: int = 0) -> int:
         if whence != 1 or self.hole:
-            raise OSError("torch.save skips elsewhere than it did")
+            raise OSError("torch.save skips at an unexpected offset")
         self.hole = offset
         return self.tell()
 
@@ -130,7 +130,7 @@ def views(storage: torch.UntypedStorage, at: int, layout: Layout) -> list[torch.
         dtype, size, nbytes, strides = _form(item.dtype, item.sizes)
         begin, rest = divmod(at + item.payload, size)
         if nbytes != item.nbytes or (nbytes and rest):
-            raise ValueError(f"{item.fqn} does not lie in its slot as its type would")
+            raise ValueError(f"{item.fqn} is not aligned in its slot")
         if not nbytes:
             found.append(torch.empty(item.sizes, dtype=dtype))
             continue

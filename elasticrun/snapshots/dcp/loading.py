@@ -71,9 +71,9 @@ def deserialise(data: bytes, weights_only: bool = True, name: str = "a value") -
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         found = re.search(r"(?:GLOBAL|class) ([\w.]+)", str(error))
-        what = f"{name} has a {found[1]}" if found else f"{name} is no plain value"
+        what = f"{name} has a {found[1]}" if found else f"{name} is not a plain value"
         raise NotAllowed(
-            f"{what}, which is not made of bytes from elsewhere unasked: allow it by "
+            f"{what}, which is not loaded from untrusted bytes: allow it by "
             "torch.serialization.add_safe_globals([...]) before restore(), or everything by "
             "Checkpointer(..., weights_only=False)"
         ) from error

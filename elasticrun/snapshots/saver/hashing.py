@@ -77,7 +77,7 @@ class OpenSegment:
         return self._sizes[snapshot.layout]
 
     def stretches(self, snapshot: Snapshot) -> Iterator[memoryview]:
-        """The stretches that one hash covers each: the blocks of tensors, then the opaque values
+        """The stretches, each covered by one hash: the blocks of tensors, then the opaque values
         with their table. Each is mapped right before it is returned. Raises SegmentError for
         invalid sizes."""
         tensors = self.tensor_bytes(snapshot)
@@ -100,7 +100,8 @@ class OpenSegment:
         return found if bytes(self._mapping[at : at + 8]) == seal(snapshot) else ()
 
     def drop_others(self, snapshot: Snapshot) -> None:
-        """Clear such hashes, so that nobody else uses them. Raises OSError."""
+        """Clear the hashes of an earlier snapshot, so that nobody else uses them. Raises
+        OSError."""
         if self.segment.hashes(snapshot) and not self.stored_hashes(snapshot):
             at = self.segment.slot_at(snapshot.slot) + HASHES_AT
             os.pwrite(self.descriptor, struct.pack("=Q", 0), at)
@@ -151,7 +152,7 @@ def _hashes(opened: OpenSegment, snapshot: Snapshot) -> tuple[int, ...]:
 
 def check_snapshot(opened: OpenSegment, slot: int, sequence: int) -> str:
     """Compare a snapshot with its hashes: "" if it is intact, or why no comparison was possible.
-    Raises Bad if it is not intact; Overwritten, SegmentError."""
+    Raises Corrupt if it is not intact; Overwritten, SegmentError."""
     snapshot = opened.snapshot(slot, sequence)
     known = opened.stored_hashes(snapshot)
     if not known:

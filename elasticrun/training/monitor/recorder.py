@@ -1,5 +1,5 @@
-"""Reads a rank's position in its collectives from torch: counters at almost no cost, and the
-incomplete call, if wanted, in some milliseconds.
+"""Reads a rank's position in its collectives from torch: the counters at almost no cost, and on
+request the incomplete call, in some milliseconds.
 
 gloo does not report when a collective begins or ends, and its count of completed ones may stay too
 low: two of its threads may finish two collectives at the same time and write the first one's number

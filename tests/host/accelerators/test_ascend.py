@@ -177,11 +177,13 @@ def test_npu_smi_that_hangs_is_given_up_with_all_it_started(
     (finding,) = bad(four.examine(4, environ))
     assert time.monotonic() - began < 60.0
     assert finding.state is Level.FAILED
-    assert finding.seen == "npu-smi could not be asked: no answer within 0.5 s"
+    assert finding.seen == "npu-smi could not be queried: no answer within 0.5 s"
 
 
 def test_npu_smi_that_fails_is_one_sentence(four: Ascend, tmp_path: Path) -> None:
     environ = npu_smi(tmp_path, "echo 'dcmi module initialize failed. ret is -8005' >&2; exit 1")
     (finding,) = bad(four.examine(4, environ))
     assert finding.state is Level.FAILED
-    assert finding.seen == "npu-smi could not be asked: dcmi module initialize failed. ret is -8005"
+    assert (
+        finding.seen == "npu-smi could not be queried: dcmi module initialize failed. ret is -8005"
+    )

@@ -170,7 +170,7 @@ def test_which_one_is_meant(tmp_path: Path) -> None:
     ):
         assert find(tmp_path, wanted).path == run.path, wanted
     for wanted, sentence in (
-        ("eval", "several jobs are meant by eval: eval-large, eval-small; name one"),
+        ("eval", "several jobs match eval: eval-large, eval-small; name one"),
         ("eval-larg3", "did you mean eval-large?"),
         ("xyz", "there is eval-large, eval-small, train"),
     ):
@@ -232,7 +232,7 @@ def test_jobs_that_nobody_has_named(tmp_path: Path) -> None:
     named = _run(tmp_path, "train", result="failed")  # whose whole name it is
     assert find(tmp_path, "train").path == named.path
     _run(tmp_path, "training", result="failed")
-    with pytest.raises(NoRun, match="several jobs are meant by trai: "):
+    with pytest.raises(NoRun, match="several jobs match trai: "):
         find(tmp_path, "trai", newest=True)
 
 
