@@ -1,6 +1,6 @@
 """Splits a rank's steps into its own work and waiting for others, by torch's flight recorders.
 
-A recorder keeps the newest collectives of the process in a ring. A rank's own part is derived from it:
+A recorder keeps the newest collectives of the process in a ring. They give the rank's own part:
 
 * Backends for the CPU (gloo): only the time at which the rank *entered* each collective is known.
   When a rank enters the last collective of a step, its own work for that step is done; the rest is
@@ -100,8 +100,8 @@ def _collective(entry: Row) -> Collective:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Own part and waiting of several steps (seconds, sums over `steps`); the caller drops the first
-    `used` marks."""
+    """Own part and waiting of several steps (seconds, sums over `steps`); the caller drops the
+    first `used` marks."""
 
     steps: int = 0
     own: float = 0.0

@@ -45,7 +45,7 @@ from elasticrun.wire.rpc import etcd, protobuf
 from elasticrun.wire.rpc.etcd_place import Keys, LeaderKey, leader_from_bytes, parse_place
 from elasticrun.wire.types import Endpoint, WireError, mint_incarnation
 
-STAND_AFTER: Final = (0.05, 0.2)
+CANDIDATE_AFTER: Final = (0.05, 0.2)
 """Minimum and maximum seconds without a leader before this agent becomes a candidate, drawn anew
 each time. A master restarted by its own agent is back by then, and a thousand agents do not ask
 etcd at the same instant."""
@@ -104,7 +104,7 @@ class EtcdRegistry:
 
     async def take(self) -> Lease | None:
         """Take the candidate key, unless anything changes before it is this agent's turn."""
-        wait = random.uniform(*STAND_AFTER)
+        wait = random.uniform(*CANDIDATE_AFTER)
         if not self._led:
             wait += CANDIDATE_TTL  # the others first
         if self._keys.candidate in self._items or await self._changes_within(wait):

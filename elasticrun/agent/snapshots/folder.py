@@ -275,8 +275,8 @@ def _remove_free(
     matches: Callable[[str], bool],
     is_over: Callable[[str, int], bool] = lambda path, lock: True,
 ) -> int:
-    """Remove the folders that no agent holds and for which `matches(name)` and `is_over(path, lock)`
-    are true; returns how many."""
+    """Remove the folders that no agent holds and for which `matches(name)` and
+    `is_over(path, lock)` are true; returns how many."""
     removed = 0
     pattern = re.compile(rf"elasticrun-{os.getuid()}-[0-9a-f]{{12}}-[0-9a-f]{{12}}\.\d")
     with contextlib.suppress(OSError):

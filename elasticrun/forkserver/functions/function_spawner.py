@@ -27,7 +27,7 @@ from elasticrun.forkserver.functions.helpers import Helpers
 from elasticrun.forkserver.functions.rank_process import FunctionRank, RankPlan, Sparing, run_rank
 from elasticrun.forkserver.helpers.helper import ProbeHelper, SaverHelper
 from elasticrun.host.system import processes
-from elasticrun.host.system.sweep import MOST_TOLD, Sweep, SweepStage, kill_group, kill_leftovers
+from elasticrun.host.system.sweep import MAX_REPORTED, Sweep, SweepStage, kill_group, kill_leftovers
 from elasticrun.wire import debugger, env, spawning
 from elasticrun.wire.frames import Connection, FrameError, NotRead
 
@@ -332,9 +332,16 @@ class FunctionSpawner:
     def _report_lingering(self, keys: tuple[int, ...], sweep: Sweep) -> None:
         """Report processes that may run a while longer: that they run, and when they are being
         ended."""
-        if self._lingers and sweep.watch and sweep.stage in (SweepStage.TOLD, SweepStage.ASKED):
-            pids = tuple(sorted(sweep.watch.values())[:MOST_TOLD])
-            commands, ending = tuple(map(processes.command, pids)), sweep.stage is SweepStage.ASKED
+        if (
+            self._lingers
+            and sweep.watch
+            and sweep.stage in (SweepStage.REPORTED, SweepStage.TERMINATED)
+        ):
+            pids = tuple(sorted(sweep.watch.values())[:MAX_REPORTED])
+            commands, ending = (
+                tuple(map(processes.command, pids)),
+                sweep.stage is SweepStage.TERMINATED,
+            )
             self._send(spawning.Lingering(keys, pids, commands, ending))
 
     def _watch_sweep(self, sweep: Sweep) -> None:

@@ -85,7 +85,7 @@ def explain_kill(pid: int, root: Path = Path("/"), now: float | None = None) -> 
         )
     age, killed, name = min(kills, key=lambda kill: (kill[1] != str(pid), kill[0]))
     return KillReport(
-        f"the kernel killed a process because memory ran out {_ago(age)} ({name}, pid {killed})",
+        f"the kernel's OOM killer killed a process {_ago(age)} ({name}, pid {killed})",
         clear=False,
     )
 
@@ -137,7 +137,7 @@ def _oom_kills(records: list[KernelLine]) -> Iterator[Finding]:
         age, pid, name = min(kills)
         yield warning(
             CHECK,
-            f"{_times(len(kills))} in the last 24 hours the kernel killed a process because memory ran out, "
+            f"the kernel's OOM killer killed a process {_times(len(kills))} in the last 24 hours, "
             f"the last one {_ago(age)} ({name}, pid {pid})",
             "give the job more memory, or use less: fewer data loader workers, smaller batches",
         )

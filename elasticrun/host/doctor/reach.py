@@ -26,7 +26,7 @@ PORTS: Final = "ports"
 TRIES: Final = 2
 """Number of ports tried; the kernel chooses them, from the same range as for ranks."""
 
-MAX_VISITS: Final = 16
+MAX_CLIENTS: Final = 16
 """Maximum number of connections that one open port answers; the master makes one."""
 
 SEND_LIMIT: Final = 2.0
@@ -51,7 +51,9 @@ def open_port() -> Iterator[ReachMe]:
     with _listening() as listener:
         port = listener.getsockname()[1]
         name = f"elasticrun-port-{port}"
-        threading.Thread(target=_show, args=(listener, nonce), name=name, daemon=True).start()
+        threading.Thread(
+            target=_serve_nonce, args=(listener, nonce), name=name, daemon=True
+        ).start()
         try:
             yield ReachMe(port=port, nonce=nonce)
         finally:
@@ -66,15 +68,15 @@ def _listening() -> socket.socket:
     return socket.create_server(("", 0), family=family, backlog=4, dualstack_ipv6=six)
 
 
-def _show(listener: socket.socket, nonce: bytes) -> None:
-    for _ in range(MAX_VISITS):
+def _serve_nonce(listener: socket.socket, nonce: bytes) -> None:
+    for _ in range(MAX_CLIENTS):
         try:
-            visitor, _ = listener.accept()
+            client, _ = listener.accept()
         except OSError:  # the context has ended
             return
-        with visitor, contextlib.suppress(OSError):
-            visitor.settimeout(SEND_LIMIT)
-            visitor.sendall(nonce)
+        with client, contextlib.suppress(OSError):
+            client.settimeout(SEND_LIMIT)
+            client.sendall(nonce)
 
 
 def examine_ports(answers: Sequence[Answer], dialled: str, root: Path = Path("/")) -> list[Finding]:
@@ -144,7 +146,7 @@ def examine_mtu(reached: Reached, dialled: str) -> list[Finding]:
 
 CLOCK: Final = "clock"
 
-MOST_APART: Final = 1.0
+MAX_CLOCK_SKEW: Final = 1.0
 """Seconds that clocks may differ: logs of several nodes still look ordered. elasticrun does not
 depend on it, but certificates and file systems do.
 """
@@ -163,7 +165,7 @@ def examine_clock(answers: Sequence[Answer]) -> list[Finding]:
         f"this host's clock is {_amount(abs(ahead))} {side} that of the master's host "
         f"{best.reached.host} (to within {_amount(doubt)})"
     )
-    if abs(ahead) - doubt > MOST_APART:
+    if abs(ahead) - doubt > MAX_CLOCK_SKEW:
         return [warning(CLOCK, seen, "set both by NTP (chronyc tracking, timedatectl)")]
     return [ok(CLOCK, seen)]
 

@@ -236,8 +236,8 @@ class RunFolder:
         """Whether a master of the job is alive, as far as the file system knows: it may outlive the
         launcher."""
         with contextlib.suppress(OSError), open(self.path / LOCK, "rb") as file:
-            wanted = struct.pack(_LOCK, fcntl.F_WRLCK, 0, 0, 0, 0)
-            found: int = struct.unpack(_LOCK, fcntl.fcntl(file, fcntl.F_OFD_GETLK, wanted))[0]
+            request = struct.pack(_LOCK, fcntl.F_WRLCK, 0, 0, 0, 0)
+            found: int = struct.unpack(_LOCK, fcntl.fcntl(file, fcntl.F_OFD_GETLK, request))[0]
             return found != fcntl.F_UNLCK
         return False
 
@@ -314,24 +314,24 @@ class RunFolder:
         """The newest reported step; for a resumed job without a report yet, the step that it
         resumes from; -1: none."""
         result, job, row = self.result(), self.job(), self._last_row()
-        told = at = -1.0
+        step = at = -1.0
         with contextlib.suppress(ValueError):  # also if its last start has reported none
-            told, at = int(row.get("step", "-1")), float(row.get("time", "-1"))
+            step, at = int(row.get("step", "-1")), float(row.get("time", "-1"))
         if result is None and job is not None and job.resumed_at >= 0 and at < job.began:
             return job.resumed_at
-        return max(int(told), result.step if result else -1)
+        return max(int(step), result.step if result else -1)
 
     def newest_metrics(self) -> str:
         """The newest row of progress.csv: `loss 0.2488 at step 140`; "" without numbers besides the
         step."""
-        row = {name: said for name, said in self._last_row().items() if said}
+        row = {name: value for name, value in self._last_row().items() if value}
         step = row.pop("step", "")
         with contextlib.suppress(ValueError):
-            numbers = {name: float(said) for name, said in row.items()}
-            said = [
+            numbers = {name: float(value) for name, value in row.items()}
+            value = [
                 f"{name} {numbers[name]:.6g}" for name in numbers if name not in ("time", "round")
             ]
-            return f"{', '.join(said)} at step {step}" if said else ""
+            return f"{', '.join(value)} at step {step}" if value else ""
         return ""
 
     def _last_row(self) -> dict[str, str]:

@@ -21,7 +21,7 @@ _IPV6_MTU: Final = 24
 
 def source_of(address: str) -> str:
     """The local address from which a packet to `address` (numeric) would leave. Raises OSError."""
-    with _looked_up(address) as sock:
+    with _routed_socket(address) as sock:
         return str(sock.getsockname()[0])
 
 
@@ -83,13 +83,13 @@ def mtu_to(address: str) -> int:
     six = ":" in address
     level, option = (socket.IPPROTO_IPV6, _IPV6_MTU) if six else (socket.IPPROTO_IP, _IP_MTU)
     try:
-        with _looked_up(address) as sock:
+        with _routed_socket(address) as sock:
             return sock.getsockopt(level, option)
     except OSError:
         return 0
 
 
-def _looked_up(address: str) -> socket.socket:
+def _routed_socket(address: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
     try:

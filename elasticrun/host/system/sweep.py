@@ -28,15 +28,15 @@ from elasticrun.host.system import processes as linux
 STUCK_AFTER = 30.0
 """Seconds after SIGKILL until a process is reported as stuck in the kernel (D state)."""
 
-TELL_AFTER = 1.0
+REPORT_AFTER = 1.0
 """Seconds until processes that may continue are reported: most leftovers of a rank (such as
 multiprocessing's resource tracker) exit soon after it by themselves.
 """
 
-MOST_TOLD = 32
+MAX_REPORTED = 32
 """Maximum number of processes that are named."""
 
-LOOK_AGAIN = 0.05
+RECHECK_AFTER = 0.05
 """Seconds between scans of /proc when the server exits: the SIGCHLD for a killed process may have
 gone to its parent, which was exiting as well.
 """
@@ -81,12 +81,12 @@ class SweepStage(Enum):
     """The progress of a `Sweep`."""
 
     LEFT = "left"  # they may continue
-    TOLD = "reported"  # they may continue, and have been reported
-    ASKED = "terminated"  # they have been sent SIGTERM
-    FORCED = "killed"  # they have been sent SIGKILL
+    REPORTED = "reported"  # they may continue, and have been reported
+    TERMINATED = "terminated"  # they have been sent SIGTERM
+    KILLED = "killed"  # they have been sent SIGKILL
 
 
-_SIGNALS = {SweepStage.ASKED: signal.SIGTERM, SweepStage.FORCED: signal.SIGKILL}
+_SIGNALS = {SweepStage.TERMINATED: signal.SIGTERM, SweepStage.KILLED: signal.SIGKILL}
 
 
 class Sweep:
@@ -111,13 +111,13 @@ class Sweep:
         continue for that many seconds, and then get SIGTERM."""
         self._ranks = frozenset(ranks)
         self._mark = mark
-        self.stage = SweepStage.ASKED
+        self.stage = SweepStage.TERMINATED
         self.deadline = now + linger + grace
-        self._later = [(SweepStage.FORCED, self.deadline + patience)]
+        self._later = [(SweepStage.KILLED, self.deadline + patience)]
         if linger > 0:
-            self.stage, self.deadline = SweepStage.LEFT, now + min(TELL_AFTER, linger)
-            asked = (SweepStage.ASKED, now + linger + grace)
-            self._later = [(SweepStage.TOLD, now + linger), asked, *self._later]
+            self.stage, self.deadline = SweepStage.LEFT, now + min(REPORT_AFTER, linger)
+            terminated = (SweepStage.TERMINATED, now + linger + grace)
+            self._later = [(SweepStage.REPORTED, now + linger), terminated, *self._later]
         self.watch: dict[int, int] = {}  # pidfd -> pid
         self._find_leftovers()
 
@@ -226,7 +226,7 @@ class Sweeper:
 
     def __init__(self) -> None:
         self._sweeps: list[_Sweep] = []
-        self._look_again: float | None = None
+        self._recheck_at: float | None = None
 
     def start(
         self,
@@ -239,20 +239,20 @@ class Sweeper:
     ) -> None:
         """Sweep below the ranks with the process groups `groups`. `linger`: seconds for which
         leftovers may continue before they get SIGTERM, in any session."""
-        ask_at = now + max(linger, 0.0)
-        kill_at = ask_at + max(grace, 0.0)
+        term_at = now + max(linger, 0.0)
+        kill_at = term_at + max(grace, 0.0)
         lingers = linger > 0
-        to_tell = [min(now + TELL_AFTER, ask_at), ask_at] if lingers else []
-        times = (ask_at, kill_at, kill_at + STUCK_AFTER)
-        self._sweeps.append(_Sweep(keys, frozenset(groups), *times, lingers, to_tell))
+        report_at = [min(now + REPORT_AFTER, term_at), term_at] if lingers else []
+        times = (term_at, kill_at, kill_at + STUCK_AFTER)
+        self._sweeps.append(_Sweep(keys, frozenset(groups), *times, lingers, report_at))
 
     def next_deadline(self) -> float | None:
-        return self._look_again if self._sweeps else None
+        return self._recheck_at if self._sweeps else None
 
     def advance(self, live_ranks: Iterable[int], now: float) -> list[SweepDone | SweepLeftovers]:
-        """Kill what is due; return finished sweeps, and reports on others. `live_ranks`: pids of ranks
-        and helpers, which are not swept. Call after every exit and at the deadline."""
-        self._look_again = None
+        """Kill what is due; return finished sweeps, and reports on others. `live_ranks`: pids of
+        ranks and helpers, which are not swept. Call after every exit and at the deadline."""
+        self._recheck_at = None
         if not self._sweeps:
             return []
         processes = linux.descendants(os.getpid())
@@ -266,10 +266,10 @@ class Sweeper:
             else:
                 if sweep.report_at and now >= sweep.report_at[0]:
                     sweep.report_at = [at for at in sweep.report_at if at > now]
-                    named = tuple(sorted(left))[:MOST_TOLD]
+                    named = tuple(sorted(left))[:MAX_REPORTED]
                     done.append(SweepLeftovers(sweep.keys, named, ending=now >= sweep.term_at))
                 later = sweep.deadline(now)
-                self._look_again = min(self._look_again or later, later)
+                self._recheck_at = min(self._recheck_at or later, later)
         return done
 
     def _kill(
@@ -284,8 +284,8 @@ class Sweeper:
             left.add(process.pid)
             if now < sweep.term_at:
                 continue
-            asked_first = sweep.lingers or not ({process.group, process.session} & sweep.groups)
-            if now >= sweep.kill_at or not asked_first:
+            term_first = sweep.lingers or not ({process.group, process.session} & sweep.groups)
+            if now >= sweep.kill_at or not term_first:
                 kill_group(process.pid, signal.SIGKILL, alone=True)
             elif process.pid not in sweep.terminated:
                 sweep.terminated.add(process.pid)
@@ -307,7 +307,7 @@ def kill_everything(limit: float) -> tuple[int, ...]:
             return ()
         if time.monotonic() > end:
             return tuple(process.pid for process in processes)
-        signal.sigtimedwait({signal.SIGCHLD}, LOOK_AGAIN)
+        signal.sigtimedwait({signal.SIGCHLD}, RECHECK_AFTER)
 
 
 def reap_all() -> list[tuple[int, int]]:

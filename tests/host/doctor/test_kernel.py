@@ -60,12 +60,12 @@ def test_to_an_agent_that_starts_what_was_killed_before_is_no_matter(tmp_path: P
     [
         (
             [(HOUR_AGO, OOM), (int(NOW * 1e6) - 5_000_000, GLOBAL_OOM)],
-            "the kernel killed a process because memory ran out 5 s ago (train, pid 4712)",
+            "the kernel's OOM killer killed a process 5 s ago (train, pid 4712)",
             False,
         ),
         (
             [(int(NOW * 1e6) - 9_000_000, OOM), (int(NOW * 1e6) - 5_000_000, GLOBAL_OOM)],
-            "the kernel killed a process because memory ran out 9 s ago (python3, pid 4711)",
+            "the kernel's OOM killer killed a process 9 s ago (python3, pid 4711)",
             False,
         ),
         ([(HOUR_AGO, OOM)], "it was killed by a signal, and the kernel recorded no OOM kill", True),
