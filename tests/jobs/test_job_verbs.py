@@ -189,7 +189,7 @@ def test_a_job_is_named_by_a_beginning_an_id_or_an_endpoint(here: Path) -> None:
     )
     for job, why in (
         ("", "several jobs are meant: train-17, train-18"),
-        ("train-1", "several jobs are meant"),
+        ("train-1", "several jobs match"),
         ("trian-17", "did you mean train-17"),
         ("zzz", "there is no job zzz here"),
     ):

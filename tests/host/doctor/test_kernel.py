@@ -43,7 +43,7 @@ def test_processes_that_were_killed(tmp_path: Path) -> None:
     root = plant(tmp_path, (TWO_DAYS_AGO, OOM), (HOUR_AGO, OOM), (int(NOW * 1e6) - 5, GLOBAL_OOM))
     (only,) = kernel.examine(root, NOW)
     assert only.state is Level.WARNING
-    assert only.seen.startswith("2 times in the last 24 hours a process was killed")
+    assert only.seen.startswith("the kernel's OOM killer killed a process 2 times")
     assert "0 s ago (train, pid 4712)" in only.seen
 
 
@@ -51,7 +51,7 @@ def test_to_an_agent_that_starts_what_was_killed_before_is_no_matter(tmp_path: P
     root = plant(tmp_path, (HOUR_AGO, OOM), (HOUR_AGO, XID.format(79)))
     killed, xid = kernel.examine(root, NOW, starts=True)
     assert (killed.state, killed.todo) == (Level.OK, "")
-    assert killed.seen.startswith("once in the last 24 hours a process was killed")
+    assert killed.seen.startswith("the kernel's OOM killer killed a process once")
     assert (xid.state, "Xid 79" in xid.seen) == (Level.WARNING, True)
 
 
@@ -83,7 +83,7 @@ def test_xids(tmp_path: Path) -> None:
     assert "60 min ago" in bus.seen
     assert "drain the node" in bus.todo
     assert "Xid 13 of PCI:0000:3b:00 once" in program.seen
-    assert "program's own fault" in program.todo
+    assert "program's own error" in program.todo
     assert {bus.state, program.state} == {Level.WARNING}
 
 
