@@ -162,8 +162,8 @@ def began_before(folder: Path, job_id: str, port: int) -> float:
 def was_killed(folder: Path, job_id: str, port: int) -> bool:
     """Whether a master of this job died here without removing its file. One that exited normally
     has removed it, and its job is over."""
-    lives = [_is_live(path, master) for path, master in _published_by(folder, job_id, port)]
-    return bool(lives) and not any(lives)
+    alive = [_is_live(path, master) for path, master in _published_by(folder, job_id, port)]
+    return bool(alive) and not any(alive)
 
 
 def _published_by(folder: Path, job_id: str, port: int) -> list[tuple[Path, Published]]:
@@ -177,9 +177,9 @@ def _files(folder: Path, pattern: str) -> list[Path]:
 
 
 def _is_live(path: Path, master: Published) -> bool:
-    lives = master.process.is_alive()
-    if lives is not None:
-        return lives
+    alive = master.process.is_alive()
+    if alive is not None:
+        return alive
     with contextlib.suppress(OSError):
         renewed = time.time() - path.stat().st_mtime < FAR_LIMIT
         return renewed and not path.name.startswith("dead-")

@@ -43,9 +43,9 @@ class Snapshots(TrainerCallback):  # type: ignore[misc]
 
     def _resume_from(self, step: int, args: Any, state: Any, loader: Any) -> None:
         accumulated = args.gradient_accumulation_steps
-        of_an_epoch = max(1, -(-len(loader) // accumulated))
+        steps_per_epoch = max(1, -(-len(loader) // accumulated))
         state.global_step = step
-        loader.skip_batches = step % of_an_epoch * accumulated
+        loader.skip_batches = step % steps_per_epoch * accumulated
         self._skipping = loader
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:

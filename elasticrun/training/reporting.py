@@ -90,11 +90,11 @@ class MetricRows:
     def add(self, step: int, metrics: Mapping[str, object]) -> bytes:
         """Add a row; return the datagram to send now, b"" for none. TypeError or ValueError for a
         value that is not a number."""
-        said = {name: _number(value) for name, value in metrics.items() if is_column(name)}
-        if taken := [name for name in OWN_COLUMNS if name in said]:
-            said |= {f"{name}_": said.pop(name) for name in taken}
+        values = {name: _number(value) for name, value in metrics.items() if is_column(name)}
+        if taken := [name for name in OWN_COLUMNS if name in values]:
+            values |= {f"{name}_": values.pop(name) for name in taken}
         self._dropped += len(self._rows) == MAX_ROWS
-        self._rows.append((step, time.time(), said))
+        self._rows.append((step, time.time(), values))
         now = time.monotonic()
         self._may_send = min(BURST, self._may_send + (now - self._since) / SEND_EVERY)
         self._since = now
@@ -102,12 +102,12 @@ class MetricRows:
 
     def _datagram(self) -> bytes:
         names: dict[str, None] = {}
-        for _, _, said in self._rows:
-            names.update(dict.fromkeys(said))
+        for _, _, values in self._rows:
+            names.update(dict.fromkeys(values))
         columns = tuple(names)[:MAX_COLUMNS]
         rows = tuple(
-            (step, at, tuple(said.get(name, "") for name in columns))
-            for step, at, said in self._rows
+            (step, at, tuple(values.get(name, "") for name in columns))
+            for step, at, values in self._rows
         )
         return encode(RankRows(self._local_rank, columns, rows, self._dropped))
 

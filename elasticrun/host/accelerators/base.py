@@ -49,10 +49,10 @@ def torch_build(folder: str | None = None) -> Build:
         folder = os.path.dirname(spec.origin)
     try:
         with open(os.path.join(folder, "version.py"), encoding="utf-8") as file:
-            told = dict(_BUILT_FOR.findall(file.read()))
+            values = dict(_BUILT_FOR.findall(file.read()))
     except (OSError, ValueError):
         return Build()
-    return Build(**told)
+    return Build(**values)
 
 
 def installed(distribution: str) -> str:

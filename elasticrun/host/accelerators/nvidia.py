@@ -168,8 +168,8 @@ def _number(seen: Sequence[_Gpu], wanted: int, driver: str, *, counted: bool) ->
     names = ", ".join(sorted({gpu.name for gpu in seen if gpu.name}))
     more = "; ".join(part for part in (names, f"driver {driver}" if driver else "") if part)
     if not counted or any(gpu.mig for gpu in seen):
-        told = f"GPUs are shared out by MIG, whose instances only CUDA counts ({more})"
-        return Finding("GPU count", Level.OK, told)
+        sentence = f"GPUs are shared out by MIG, whose instances only CUDA counts ({more})"
+        return Finding("GPU count", Level.OK, sentence)
     usable = sum(not gpu.error for gpu in seen)
     return enough("GPU count", "GPU", usable, wanted, more, Nvidia.visible_variable)
 

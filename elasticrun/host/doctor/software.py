@@ -23,8 +23,8 @@ def examine(root: Path = Path("/")) -> list[Finding]:
         todo = "pip install torch into it, or start elasticrun by the Python that has it"
         return [warning(CHECK, f"there is no torch for {sys.executable}", todo)]
     nccl = next((found for name in _NCCL if (found := installed(name))), "")
-    told = (*_software(version, torch_build(), nccl), *_machine(root))
-    return [ok(CHECK, ", ".join(told))]
+    facts = (*_software(version, torch_build(), nccl), *_machine(root))
+    return [ok(CHECK, ", ".join(facts))]
 
 
 def _software(version: str, build: Build, nccl: str) -> tuple[str, ...]:

@@ -68,10 +68,10 @@ def _refuse_others(claims: dict[int, Path], name: str) -> None:
     for path in claims.values():
         with contextlib.suppress(OSError, ValueError):  # it is being released
             pid, started, namespace, boot, host = os.readlink(path).split(" ", 4)
-            lives = ProcessId(int(pid), int(started), boot, int(namespace), host).is_alive()
-            if lives is None:
-                lives = time.time() - path.lstat().st_mtime < FAR_LIMIT
-            if lives:
+            alive = ProcessId(int(pid), int(started), boot, int(namespace), host).is_alive()
+            if alive is None:
+                alive = time.time() - path.lstat().st_mtime < FAR_LIMIT
+            if alive:
                 raise _taken_sentence(name, f" (process {pid} of {host})")
 
 

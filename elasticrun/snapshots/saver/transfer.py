@@ -186,8 +186,8 @@ def prove(secret: str, side: str, client: str, host: str, request: bytes = b"") 
     nonces = [nonce.encode(errors="replace") for nonce in (client, host)]
     # Each part is prefixed with its length, so different exchanges never give the same bytes.
     parts = (label, *nonces, request)
-    said = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
-    return hmac.digest(secret.encode(), said, "sha256").hex()
+    message = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+    return hmac.digest(secret.encode(), message, "sha256").hex()
 
 
 def check(secret: str, shown: str, right: str) -> None:
@@ -418,9 +418,9 @@ def _dial(place: Endpoint, secret: str, request: Get | Put) -> tuple[socket.sock
         link.send_message(Dial(VERSION, nonce, bool(secret)))
         counter = _receive_reply(link, Counter)
         check(secret, counter.proof, prove(secret, "host", nonce, counter.nonce))
-        asked = encode(request)
-        proof = prove(secret, "client", nonce, counter.nonce, asked[LENGTH_BYTES:])
-        link.send(encode(Shown(proof)) + asked)
+        frame = encode(request)
+        proof = prove(secret, "client", nonce, counter.nonce, frame[LENGTH_BYTES:])
+        link.send(encode(Shown(proof)) + frame)
     except BaseException:
         sock.close()
         raise

@@ -125,7 +125,7 @@ def allocate_huge_pages(fd: int, nbytes: int) -> str:
     return "" if made else why
 
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 POPULATE_WRITE: Final = 23  # <linux/mman.h> MADV_POPULATE_WRITE, Linux 5.14
 
@@ -228,9 +228,9 @@ def _ignore(clause: str) -> None:
     """Ignores the reason why there are no huge pages."""
 
 
-def allocate_file(path: str, nbytes: int, filled: int, tell: Tell = _ignore) -> int:
+def allocate_file(path: str, nbytes: int, filled: int, report: Report = _ignore) -> int:
     """Create a file of `nbytes` whose first `filled` bytes are allocated; return its descriptor.
-    `tell` is called with a clause if no huge pages were available. Raises NoRoom, and then there is
+    `report` is called with a clause if no huge pages were available. Raises NoRoom; then there is
     no file."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
@@ -238,7 +238,7 @@ def allocate_file(path: str, nbytes: int, filled: int, tell: Tell = _ignore) -> 
     except OSError as error:
         raise NoRoom(f"{path} cannot be made ({error.strerror})") from None
     try:
-        _fill(fd, nbytes, filled, tell)
+        _fill(fd, nbytes, filled, report)
     except BaseException:
         os.close(fd)
         with contextlib.suppress(OSError):
@@ -247,14 +247,14 @@ def allocate_file(path: str, nbytes: int, filled: int, tell: Tell = _ignore) -> 
     return fd
 
 
-def allocate_anonymous(name: str, nbytes: int, filled: int, tell: Tell = _ignore) -> int:
+def allocate_anonymous(name: str, nbytes: int, filled: int, report: Report = _ignore) -> int:
     """The same as `allocate_file` without a file name. Raises NoRoom."""
     try:
         fd = memory_file(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
         raise NoRoom(f"the kernel gives no memory without a file ({error.strerror})") from None
     try:
-        _fill(fd, nbytes, filled, tell)
+        _fill(fd, nbytes, filled, report)
     except BaseException:
         os.close(fd)
         raise
@@ -263,11 +263,11 @@ def allocate_anonymous(name: str, nbytes: int, filled: int, tell: Tell = _ignore
     return fd
 
 
-def _fill(fd: int, nbytes: int, filled: int, tell: Tell) -> None:
+def _fill(fd: int, nbytes: int, filled: int, report: Report) -> None:
     try:
         os.ftruncate(fd, nbytes)
         if why := allocate_huge_pages(fd, filled):
-            tell(why)
+            report(why)
         os.posix_fallocate(fd, 0, filled)
     except OSError as error:
         raise NoRoom(f"{size_text(filled)} could not be taken ({error.strerror})") from None

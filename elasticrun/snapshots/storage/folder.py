@@ -252,16 +252,16 @@ class Folder:
     def _compare(
         self, manifest: Manifest, sizes: Mapping[str, int], hashed: Iterable[FileEntry]
     ) -> Iterator[CheckpointFault]:
-        step, gone = manifest.step, set()
+        step, missing = manifest.step, set()
         for entry in manifest.files:
             if wrong := self._wrong_sized(step, (entry.name, entry.size), sizes):
-                gone.add(entry.name)
+                missing.add(entry.name)
                 yield CheckpointFault(wrong)
         for name, check in (
             (MARKER, partial(self._other_marker, manifest)),
             *((one.name, partial(self._changed, step, one)) for one in hashed),
         ):
-            if name in gone:
+            if name in missing:
                 continue
             try:
                 wrong = check()

@@ -74,12 +74,12 @@ def sweep(
     removed, remarks = [], []
     try:
         found = folder.survey()
-        told = _reasons(folder, chain(found), keep_last)
-        gone = not_kept(found, told, last=keep_last, every=keep_every, in_use=in_use)
-        gone += [step for step in folder.uncommitted(OLD, found) if step not in in_use]
+        reasons = _reasons(folder, chain(found), keep_last)
+        to_remove = not_kept(found, reasons, last=keep_last, every=keep_every, in_use=in_use)
+        to_remove += [step for step in folder.uncommitted(OLD, found) if step not in in_use]
     except StorageError as error:
         return SweepResult((), (f"old checkpoints are not removed: {error}",))
-    for step in gone:
+    for step in to_remove:
         try:
             folder.remove(step)
             removed.append(step)

@@ -86,8 +86,8 @@ def abandoned(found: Iterable[ListedCheckpoint]) -> set[int]:
 def chain(found: Iterable[ListedCheckpoint]) -> list[int]:
     """Steps that a start may restore, ascending: committed, not corrupt, not abandoned."""
     found = list(found)
-    gone = abandoned(found)
-    return sorted(one.step for one in found if one.committed and one.step not in gone)
+    dropped = abandoned(found)
+    return sorted(one.step for one in found if one.committed and one.step not in dropped)
 
 
 def timeline_for(found: Iterable[ListedCheckpoint], step: int, rewound_from: int) -> Timeline:
@@ -139,14 +139,14 @@ def not_kept(
     their reasons; `surplus` decides on these. Abandoned checkpoints are removed once training has
     passed their step again, condemned ones once they are older than all that are kept: until then
     people may want to inspect them."""
-    gone = surplus(chain, last=last, every=every, in_use=in_use)
+    removed = surplus(chain, last=last, every=every, in_use=in_use)
     steps = {step for step, _ in chain}
-    kept = sorted(steps.difference(gone))
+    kept = sorted(steps.difference(removed))
     if not kept:
-        return gone
+        return removed
     for one in found:
         passed = one.committed and one.step not in steps and last > 0 and one.step < kept[-1]
         forever = one.step in in_use or (every > 0 and one.step % every == 0)
         if (passed and not forever) or (one.condemned and one.step < kept[0]):
-            gone.append(one.step)
-    return gone
+            removed.append(one.step)
+    return removed

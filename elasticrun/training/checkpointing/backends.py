@@ -226,7 +226,7 @@ class _AllRanksPlanner(DefaultSavePlanner):
 
 @dataclass(slots=True)
 class _PendingSave:
-    """One save in progress. `told`: its failure has been reported already."""
+    """One save in progress. `reported`: its failure has been reported already."""
 
     step: int
     future: Any

@@ -349,9 +349,9 @@ class Checkpointer:
             backend.prepare()  # from now on this node can be told to save and leave
         backend.note_step(number)
         due = schedule.due(number)
-        asked = self._guarded(lambda: backend.is_save_requested(number))
+        requested = self._guarded(lambda: backend.is_save_requested(number))
         saved = False
-        if healthy and asked:
+        if healthy and requested:
             saved = self._try_save(backend, DueSnapshot(number, True), ASKED_LIMIT)
         elif healthy and due is not None:
             self._try_save(backend, due, max(self._busy, PERSIST_LIMIT if due.persist else 0.0))
@@ -359,7 +359,7 @@ class Checkpointer:
             stall = min(self._stalls, default=0.0)
             self._guarded(lambda: schedule.advance(time.monotonic(), due, stall))
         costs.note_step(number)
-        if asked:
+        if requested:
             self._guarded(lambda: backend.report_requested_save(number, saved=saved))
 
     def save_now(self, number: int) -> bool:

@@ -205,12 +205,12 @@ class _Monitor:
             data, credentials, _, asker = self._listener.recvmsg(
                 QUESTION_BYTES + 1, CREDENTIALS_BYTES
             )
-            asked = read_question(data)
-            if asked is None or not asker or not sent_by_us(credentials):
+            question = read_question(data)
+            if question is None or not asker or not sent_by_us(credentials):
                 continue
             with suppress(OSError):  # the agent no longer waits for the answer
-                said = _reply_to(asked, self._counters, self._main)
-                self._listener.sendto(encode_answer(said), asker)
+                answer = _reply_to(question, self._counters, self._main)
+                self._listener.sendto(encode_answer(answer), asker)
 
 
 def _pending(work: Callable[[], None]) -> Callable[[], object]:

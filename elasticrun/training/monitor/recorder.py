@@ -53,7 +53,7 @@ TYPES: Final = {
     "Byte": "uint8",
 }
 
-KEEPS_BY_ITSELF: Final = (2, 11)
+RECORDS_BY_DEFAULT: Final = (2, 11)
 """The first torch version that records collectives by default."""
 
 KEPT: Final = "2000"
@@ -65,8 +65,8 @@ def enable(version: str) -> None:
     user's setting is kept. Uses putenv, because in `os.environ` it would look like a user's
     setting."""
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
-    told = {env.FLIGHT_RECORDER_SIZE, env.NCCL_TRACE_SIZE} & os.environ.keys()
-    if len(numbers) == 2 and numbers < KEEPS_BY_ITSELF and not told:
+    set_by_user = {env.FLIGHT_RECORDER_SIZE, env.NCCL_TRACE_SIZE} & os.environ.keys()
+    if len(numbers) == 2 and numbers < RECORDS_BY_DEFAULT and not set_by_user:
         os.putenv(env.FLIGHT_RECORDER_SIZE, KEPT)
 
 
@@ -136,9 +136,13 @@ def _names(
 ) -> dict[str, str]:
     """The name of each numbered group that still exists. If its collectives have left the ring, the
     order in which groups were created gives the name, if that is unambiguous."""
-    told = {str(one.get("pg_id")): str((one.get("process_group") or [""])[0]) for one in entries}
-    found = {number: name for number, name in told.items() if number in status and name in groups}
-    numbers = sorted((one for one in status if one not in told), key=int)
+    by_entries = {
+        str(one.get("pg_id")): str((one.get("process_group") or [""])[0]) for one in entries
+    }
+    found = {
+        number: name for number, name in by_entries.items() if number in status and name in groups
+    }
+    numbers = sorted((one for one in status if one not in by_entries), key=int)
     names = [name for name in groups if name not in found.values()]
     if len(numbers) == len(names):
         found.update(zip(numbers, names, strict=True))
