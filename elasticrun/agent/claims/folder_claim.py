@@ -84,7 +84,7 @@ class FolderClaim:
         end = asyncio.get_running_loop().time() + PATIENCE
         while not await self._check(url):
             if self._why or asyncio.get_running_loop().time() >= end:
-                raise NotOurs(self._why or f"it is not known whose {url} is")
+                raise NotOurs(self._why or f"it is not known who claims {url}")
             await asyncio.sleep(READ_EVERY)
 
     async def close(self) -> None:
@@ -119,7 +119,7 @@ class FolderClaim:
         never cancelled: a new claim has to be renewed even if nobody waits for it any more."""
         while self._checking is not None and not self._checking.done():
             await asyncio.wait({self._checking})
-        self._checking = self._tasks.start(self._check_once(url), "looking at a folder's claim")
+        self._checking = self._tasks.start(self._check_once(url), "checking a folder's claim")
         return await asyncio.shield(self._checking)
 
     async def _check_once(self, url: str) -> bool:
