@@ -20,6 +20,7 @@ import pytest
 
 from elasticrun.testing import processes
 from elasticrun.testing.hosts import Lab
+from tests.further import further
 from tests.harness import SCRIPTS, Launched, World, await_true, own_folders, world_in
 
 pytestmark = pytest.mark.slow
@@ -100,6 +101,8 @@ def test_typed_on_three_machines_at_one_moment_it_is_one_job_that_outlives_its_h
     assert file.name.startswith(".elasticrun-")
     assert file.stat().st_mode & 0o777 == 0o600
     [host] = [name for name, job in jobs.items() if "serving job" in job.stderr]
+    typed = "to join, on a machine with this folder: elasticrun --nnodes=1:3 puppet.py"
+    jobs[host].until_text(typed)
     machines.power_off(host)
     del jobs[host]
     machines.world.hub.ranks(2, world_size=2, **machines.living())
@@ -111,6 +114,7 @@ def test_typed_on_three_machines_at_one_moment_it_is_one_job_that_outlives_its_h
     machines.end(*jobs.values(), world_size=3)
 
 
+@further("test_typed_on_three_machines_at_one_moment_it_is_one_job_that_outlives_its_host")
 def test_typed_in_a_row_the_second_finds_the_first(machines: Machines) -> None:
     one = machines.type("a")
     machines.world.hub.ranks(1, world_size=1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from itertools import product
 
 import pytest
 from msgspec.structs import replace
@@ -27,8 +28,14 @@ SAMPLE = {64: 4, 256: 1}
 """Seeds of each spread, by the size of the job."""
 
 
-@pytest.mark.parametrize("spread", SPREADS)
-@pytest.mark.parametrize("nodes", SAMPLE)
+@pytest.mark.parametrize(
+    ("nodes", "spread"),
+    cases(
+        product(SAMPLE, SPREADS),
+        kept=[*product([64], SPREADS), (256, 0.0), (256, 120.0)],
+        several=True,
+    ),
+)
 def test_two_rounds_for_the_deaths_and_two_for_the_returns(nodes: int, spread: float) -> None:
     for seed in range(SAMPLE[nodes]):
         storm = strike(seed, nodes, spread)
@@ -44,7 +51,7 @@ def test_and_so_for_a_thousand_nodes(spread: float) -> None:
     assert max(storm.deaths, storm.returns) <= 2
 
 
-@pytest.mark.parametrize("spread", SPREADS)
+@pytest.mark.parametrize("spread", cases(SPREADS, kept=[0.0, 10.0, 120.0]))
 def test_nodes_that_return_while_others_die(spread: float) -> None:
     for seed in range(3):
         storm = strike_and_return(seed, 64, spread)

@@ -68,6 +68,11 @@ def test_the_fork_server_dies(training: Training) -> None:
     training.ends_as_if_undisturbed(0, 7, ranks=[0])
 
 
+@further(
+    "test_an_agent_dies_and_comes_back",
+    "sim/test_restore::test_killed_at_every_moment",
+    "agent/snapshots/test_taken_over",
+)
 def test_the_master_dies_and_then_a_rank(training: Training) -> None:
     """The next master is told anew what the nodes hold."""
     job = training.start(gated=True, max_restarts=1, nodes=2, nproc=1, nnodes="2")
@@ -80,7 +85,7 @@ def test_the_master_dies_and_then_a_rank(training: Training) -> None:
     training.ends_as_if_undisturbed(0, 7, ranks=[0])
 
 
-@further("test_the_master_dies_and_then_a_rank")
+@further("test_an_agent_dies_and_comes_back", "sim/test_restore::test_killed_at_every_moment")
 def test_no_master_answers_for_three_snapshots(training: Training) -> None:
     """Nobody says what is whole, so the newest step that is known to be is kept, and the one above
     it: there is no slot for others. A rank dies; the ranks go on from what there is."""

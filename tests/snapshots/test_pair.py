@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from tests.further import further
 from tests.snapshots.conftest import Training, ends
 from tests.snapshots.pair import STEPS, Pair
 
@@ -27,6 +28,7 @@ def test_a_gan_and_its_average_come_back_bit_by_bit(training: Training) -> None:
     assert training.checkpoints()[-1] == STEPS
 
 
+@further("training/checkpointing/test_checkpointer::test_a_rank_has_one_state")
 def test_a_second_checkpointer_is_refused_where_it_is_made(training: Training) -> None:
     training.start("--two", script=PAIR, nproc=1, env=ROOT)
     training.finish(1)

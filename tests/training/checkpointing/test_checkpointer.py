@@ -537,6 +537,7 @@ def test_a_rank_has_one_state(agent: PlayedAgent, tmp_path: Path) -> None:
         ConflictError, match=r"folder, a=\.\.\., b=\.\.\., c=\.\.\., d=\.\.\., \.\.\.\)"
     ):
         made("b", a=b, b=b, c=b, d=b)
+    assert not (tmp_path / "b").exists()
     assert not agent.said
     del unused
     first = made("b", ema=b)
