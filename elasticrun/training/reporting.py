@@ -42,11 +42,11 @@ SEND_EVERY: Final = 0.1
 """Seconds between two datagrams; the steps in between share the next one."""
 
 BURST: Final = 20
-"""Number of datagrams with rows that may be sent at once, before the rate is one per TELL_EVERY."""
+"""Number of datagrams with rows that may be sent at once, before the rate is one per SEND_EVERY."""
 
 READ_EVERY: Final = 1
 """Initial seconds between two reads of the recorder. Doubled when a read costs more than
-LOOK_SHARE.
+READ_SHARE.
 """
 
 READ_SHARE: Final = 0.005
@@ -148,7 +148,7 @@ class ProgressReporter:
         self._instant = 0
         self._split = recorder.Split()
         self._knows = Own.LATER
-        self._in_vain = 0
+        self._useless_reads = 0
         self._rows = MetricRows(self._local_rank) if os.environ.get("RANK") == "0" else None
 
     def report_metrics(self, number: int, metrics: Mapping[str, object]) -> None:
@@ -186,12 +186,12 @@ class ProgressReporter:
         for _ in range(found.used):
             self._marks.popleft()
         if found.steps:
-            self._split, self._knows, self._in_vain = found, Own.KNOWN, 0
+            self._split, self._knows, self._useless_reads = found, Own.KNOWN, 0
         elif state.knows is not Own.KNOWN:
             self._knows = state.knows
         else:
-            self._in_vain += 1
-            if self._in_vain >= USELESS_READS:
+            self._useless_reads += 1
+            if self._useless_reads >= USELESS_READS:
                 self._knows = Own.UNTOLD
         if self._slowness > 1.0:
             own = found.own / found.steps if found.steps else seconds
@@ -255,8 +255,8 @@ def _warn_about_step(step: object) -> None:
     """Warn even without an agent, so that a wrong script is noticed everywhere."""
     kind = type(step).__name__
     _warn_once(
-        f"progress() is given {step!r:.100} (a {kind}): it takes the number of the step, and tells "
-        "the job nothing until it gets one",
+        f"progress() is given {step!r:.100} (a {kind}): it takes the number of the step, and "
+        "reports nothing to the job until it gets one",
         4,
     )
 

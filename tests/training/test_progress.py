@@ -75,7 +75,7 @@ def test_a_planted_slowness_makes_the_own_part_longer(world: World, listener: Li
             "'x'",  # once; there is nobody else who could tell the script
             [
                 "tells.py:4: UserWarning: elasticrun: progress() is given 'x' (a str): it takes "
-                "the number of the step, and tells the job nothing until it gets one",
+                "the number of the step, and reports nothing to the job until it gets one",
                 "  progress('x'); progress('x')",
             ],
         ),

@@ -111,7 +111,7 @@ def enough(
     if found >= wanted:
         need = f" for {wanted} rank{'' if wanted == 1 else 's'}" if wanted else ""
         return Finding(check, Level.OK, f"{have}{need}{tail}")
-    seen = f"only {have} can be seen, {wanted} are asked for{tail}"
+    seen = f"only {have} can be seen, {wanted} are requested{tail}"
     todo = (
         f"look at the driver and at {variable}, ask for fewer ranks, or say --accelerator=cpu if "
         "the ranks do not use them"

@@ -161,14 +161,14 @@ def _gpus(answer: Mapping[str, Any]) -> list[_Gpu]:
             for gpu in answer["gpus"]
         ]
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise NoAnswer("its answer is not what was asked for") from None
+        raise NoAnswer("it sent an unexpected answer") from None
 
 
 def _number(seen: Sequence[_Gpu], wanted: int, driver: str, *, counted: bool) -> Finding:
     names = ", ".join(sorted({gpu.name for gpu in seen if gpu.name}))
     more = "; ".join(part for part in (names, f"driver {driver}" if driver else "") if part)
     if not counted or any(gpu.mig for gpu in seen):
-        sentence = f"GPUs are shared out by MIG, whose instances only CUDA counts ({more})"
+        sentence = f"GPUs are partitioned by MIG, and only CUDA counts the instances ({more})"
         return Finding("GPU count", Level.OK, sentence)
     usable = sum(not gpu.error for gpu in seen)
     return enough("GPU count", "GPU", usable, wanted, more, Nvidia.visible_variable)
@@ -176,7 +176,7 @@ def _number(seen: Sequence[_Gpu], wanted: int, driver: str, *, counted: bool) ->
 
 def _not_queried(why: str) -> Finding:
     if has_driver():
-        seen = f"NVML could not be asked: {why}"
+        seen = f"NVML could not be queried: {why}"
         todo = (
             "see whether nvidia-smi answers, and look for Xid messages in the kernel log; a driver "
             "that hangs needs a reboot"
@@ -212,7 +212,7 @@ def _pages(gpu: _Gpu) -> Finding | None:
     if not gpu.remapping and not gpu.retiring:
         return None
     what = "rows wait to be remapped" if gpu.remapping else "pages wait to be retired"
-    seen = f"{gpu.title}: bad {what}, and until then are in use"
+    seen = f"{gpu.title}: bad {what} and are still in use"
     return Finding("GPU pages", Level.WARNING, seen, _reset(gpu))
 
 

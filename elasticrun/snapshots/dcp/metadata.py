@@ -145,7 +145,7 @@ def _planned(parts: Sequence[PartFile]) -> _Plan:
             lengths = len(part.lengths)
             raise MetadataError(f"rank {part.rank} has {lengths} lengths for {values} values")
         if part.places and len(part.places) != len(items):
-            raise MetadataError(f"rank {part.rank} has not told where each of its items lies")
+            raise MetadataError(f"rank {part.rank} has not reported the place of each of its items")
     key = tuple((part.rank, part.layout.key, part.shared) for part in parts)
     if not _last or _last[0].parts != key:
         _last.clear()

@@ -30,7 +30,7 @@ FIRST_PAUSE: Final = 0.1
 LONGEST_PAUSE: Final = 5.0
 """Seconds between two tries."""
 
-LET_GO_LIMIT: Final = 10.0
+STOP_LIMIT: Final = 10.0
 """Seconds for a thread to return from writing a part after its attempt was given up."""
 
 CLEAN_LIMIT: Final = 60.0
@@ -208,7 +208,7 @@ class Attempts:
         if part is None:
             return transfer.GoOn()
         if part.file.rank != put.rank:
-            return transfer.Refusal("a part is of another rank than was said", again=False)
+            return transfer.Refusal("a part is of another rank than announced", again=False)
         if not attempt.committing:
             attempt.parts[put.rank] = part
         return transfer.Taken()
@@ -224,7 +224,7 @@ class Attempts:
         elif attempt.committing:
             return
         elif len(attempt.parts) != order.writers or attempt.wrote is None:
-            reason = f"{len(attempt.parts)} of {order.writers} parts have come in"
+            reason = f"{len(attempt.parts)} of {order.writers} parts have arrived"
             self._send(m.CommitDone(order.attempt, False, reason))
         else:
             self._commit(attempt)
@@ -258,7 +258,7 @@ class Attempts:
 
     def _remove_old(self, order: m.PersistParts, how: Callable[[], Outcome]) -> None:
         """Remove checkpoints that need not be kept, when there is nothing else to do."""
-        what = f"{order.folder} did not come to an end of removing old checkpoints"
+        what = f"{order.folder} did not finish removing old checkpoints"
         self._remove(how, "older checkpoints were not removed", (what, SWEEP_LIMIT, None))
 
     def _remove(
@@ -297,8 +297,8 @@ class Attempts:
             return
         piece.stop.set()
         if attempt.on_disk:
-            limit = CLEAN_LIMIT if attempt.committing else LET_GO_LIMIT
-            what = f"{attempt.order.folder} did not let go of an attempt"
+            limit = CLEAN_LIMIT if attempt.committing else STOP_LIMIT
+            what = f"{attempt.order.folder} did not stop writing an attempt"
             self._watched[piece] = (what, limit, now)
         else:
             self._clean(attempt.order)  # a connection is still open, which ends by itself
@@ -324,8 +324,8 @@ class Attempts:
     def _clean(self, order: m.PersistParts) -> None:
         """Remove the files of a failed attempt. Goes first, because the next attempt may need the
         space."""
-        what = f"{order.folder} did not let go of the files of an attempt"
-        trouble = f"files of a given-up attempt stay in {order.folder}"
+        what = f"{order.folder} did not finish removing the files of an attempt"
+        trouble = f"files of a cancelled attempt stay in {order.folder}"
         self._remove(
             lambda: work.remove_attempt(order), trouble, (what, CLEAN_LIMIT, None), first=True
         )

@@ -110,7 +110,7 @@ def _checked(plain: Any, layout: Layout) -> PartWritten:
     if not isinstance(attempt, str) or len(attempt) > MAX_ATTEMPT:
         raise PartError("a part names no attempt")
     if file.layout != layout.key:
-        raise PartError("a part is of another layout than it says")
+        raise PartError("a part is of another layout than it states")
     if not places:
         values = sum(i.kind is ItemKind.BYTES for i in items_of(layout, file.shared))
         stretch = stretch_of(layout, file.shared)

@@ -202,7 +202,7 @@ class Peers:
         if refused and self._strangers < MAX_STRANGERS:
             self._strangers += 1
             last = self._strangers == MAX_STRANGERS
-            more = " (no more of this kind will be told)" if last else ""
+            more = " (further ones of this kind are not logged)" if last else ""
             self._send(Remark(f"a connection from {host} came to nothing: {refused}{more}"))
 
     def _answer_from_loop(self, request: Get | Put, data: bytes) -> transfer.Answer:

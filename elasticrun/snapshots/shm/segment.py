@@ -134,7 +134,7 @@ class Segment:
         if not MIN_SLOTS <= self.slots <= MAX_SLOTS or not all(0 <= n <= MAX_SIZE for n in sizes):
             raise SegmentError("a segment has impossible sizes")
         if len(memory) < self.slot_at(self.slots) or sizes[2] > self._layout_bytes:
-            raise SegmentError("a segment is shorter than it says")
+            raise SegmentError("a segment is shorter than its header states")
 
     def is_made_for(self, layout_length: int, slot_bytes: int, slots: int) -> bool:
         """Whether the control page still has what `initialize` wrote for these sizes."""

@@ -43,10 +43,10 @@ ANSWER_LIMIT: Final = 600.0
 node.
 """
 
-SAY_LIMIT: Final = 5.0
+SEND_LIMIT: Final = 5.0
 """Seconds for the agent to accept a message that needs no answer."""
 
-ASKED_LIMIT: Final = 5.0
+REQUESTED_LIMIT: Final = 5.0
 """Seconds that a snapshot required by a leaving node waits for a slot."""
 
 WHOLE_LIMIT: Final = 5.0
@@ -55,7 +55,7 @@ WHOLE_LIMIT: Final = 5.0
 WORD_LIMIT: Final = 5.0
 """Seconds for the agent to request a step before a rank ends by a signal."""
 
-TELL_EVERY: Final = 0.1
+SEND_EVERY: Final = 0.1
 """Seconds between two datagrams about steps and the cost of saves."""
 
 READ_BYTES: Final = 64 * 1024
@@ -68,8 +68,7 @@ _places: dict[int, str] = {}  # by the pid that received it: a forked child has 
 
 def agent_address() -> str:
     """The address that the agent gave this process (wire.env.SNAPSHOTS), "" if none. The first call
-    removes it from os.environ, so that children of this process do not take themselves for the
-    rank."""
+    removes it from os.environ, so that children of this process do not act as the rank."""
     if place := os.environ.pop(env.SNAPSHOTS, ""):
         _places[os.getpid()] = place
     return _places.get(os.getpid(), "")
@@ -98,7 +97,7 @@ class AgentConnection:
         self._fds: list[int] = []
         try:
             name, self.local_rank = read_place(place)
-            self._socket.settimeout(SAY_LIMIT)
+            self._socket.settimeout(SEND_LIMIT)
             self._socket.connect(address(name))
         except (OSError, ValueError) as error:
             self._socket.close()
@@ -109,10 +108,10 @@ class AgentConnection:
     def send(self, message: FromRank) -> None:
         """Send a message that needs no answer."""
         try:
-            self._socket.settimeout(SAY_LIMIT)
+            self._socket.settimeout(SEND_LIMIT)
             self._socket.sendall(encode(message))
         except OSError as error:
-            raise AgentConnectionError(f"the agent takes no more messages ({error})") from None
+            raise AgentConnectionError(f"the agent accepts no more messages ({error})") from None
 
     def request(self, message: FromRank, answer: type[Answer]) -> tuple[Answer, int | None]:
         """Send a question; return its answer, of type `answer`, and the descriptor that came with
@@ -151,7 +150,9 @@ class AgentConnection:
             for found in answers:
                 if isinstance(found, RoomThere):
                     return True
-                raise AgentConnectionError(f"the agent said {type(found).__name__} unasked")
+                raise AgentConnectionError(
+                    f"the agent sent {type(found).__name__} without a request"
+                )
 
     def _receive(self, deadline: float, message: FromRank) -> list[ToRank]:
         what = type(message).__name__
@@ -165,7 +166,9 @@ class AgentConnection:
         except (FrameError, OSError) as error:
             raise AgentConnectionError(f"the agent's answer to {what} was lost ({error})") from None
         if not data:
-            raise AgentConnectionError(f"the agent hung up instead of answering {what}")
+            raise AgentConnectionError(
+                f"the agent closed the connection instead of answering {what}"
+            )
         return answers
 
     def wait_for_close(self, limit: float) -> None:
@@ -199,12 +202,12 @@ class SaveCosts:
         self._saved = self._restored = 0.0
         self._socket: socket.socket | None = None
         self._place = ("", -1)  # the agent's address, and this local rank
-        self._tell_at = 0.0
+        self._send_at = 0.0
 
     def restored(self, seconds: float) -> None:
         """Add the duration of a restore."""
         self._restored += seconds
-        self._tell_at = 0.0
+        self._send_at = 0.0
         self._send_report()
 
     def saved(self, seconds: float, *, taken: bool) -> None:
@@ -221,9 +224,9 @@ class SaveCosts:
     def _send_report(self) -> None:
         """Send the sums, unless the last report is recent."""
         now = time.monotonic()
-        if now < self._tell_at:
+        if now < self._send_at:
             return
-        self._tell_at = now + TELL_EVERY
+        self._send_at = now + SEND_EVERY
         with suppress(OSError, ValueError):  # no agent, a full queue: the next datagram has it all
             if self._socket is None:
                 self._place = read_place(os.environ.get(env.PROGRESS, ""))
@@ -246,7 +249,7 @@ class DeferredSignals:
         self._signals: set[int] = set()
         self._handler = self._on_signal  # a bound method is a new object at each access
         self._is_hooked = False
-        self._came = 0
+        self._pending = 0
         self._at = 0.0
         self._is_due = False
         self.holder: object = None
@@ -280,15 +283,15 @@ class DeferredSignals:
     @property
     def pending_for(self) -> float | None:
         """Seconds for which a signal has been pending; None if there is none."""
-        return time.monotonic() - self._at if self._came else None
+        return time.monotonic() - self._at if self._pending else None
 
     def deliver(self) -> None:
         """End by the pending signal. In a thread other than the main one, make the main thread do
         so, as for a second signal."""
-        signum = self._came
+        signum = self._pending
         self._is_due = True
         if _is_main_thread():
-            self._came = 0  # a handler that the script has installed since may let it continue
+            self._pending = 0  # a handler that the script has installed since may let it continue
         self.restore()
         # To the process, not to this thread: Linux delivers it to the main thread, and interrupts
         # its system call.
@@ -306,16 +309,16 @@ class DeferredSignals:
     def _after_fork(self) -> None:
         """In a forked child: a pending signal was meant for the parent."""
         self.restore()
-        self._came = 0
+        self._pending = 0
 
     def _on_signal(self, signum: int, frame: Any) -> None:
-        if not self._came:
-            self._came, self._at, self._is_due = signum, time.monotonic(), False
+        if not self._pending:
+            self._pending, self._at, self._is_due = signum, time.monotonic(), False
             return
         # not a second signal: Slurm sends SIGTERM twice at a time limit
-        same = signum == signal.SIGTERM == self._came
+        same = signum == signal.SIGTERM == self._pending
         if self._is_due or not same or time.monotonic() - self._at >= REPEAT_WITHIN:
-            self._came = signum
+            self._pending = signum
             self.deliver()
 
 

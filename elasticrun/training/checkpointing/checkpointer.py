@@ -22,7 +22,7 @@ from elasticrun.snapshots.shm.segment import MAX_SLOTS, MIN_SLOTS
 from elasticrun.snapshots.storage.folder import MAX_STEP, Folder
 from elasticrun.snapshots.storage.writing import StorageError
 from elasticrun.training.checkpointing.agent_connection import (
-    ASKED_LIMIT,
+    REQUESTED_LIMIT,
     AgentConnectionError,
     ConflictError,
     agent_address,
@@ -352,7 +352,7 @@ class Checkpointer:
         requested = self._guarded(lambda: backend.is_save_requested(number))
         saved = False
         if healthy and requested:
-            saved = self._try_save(backend, DueSnapshot(number, True), ASKED_LIMIT)
+            saved = self._try_save(backend, DueSnapshot(number, True), REQUESTED_LIMIT)
         elif healthy and due is not None:
             self._try_save(backend, due, max(self._busy, PERSIST_LIMIT if due.persist else 0.0))
         if due is not None:
@@ -416,7 +416,7 @@ class Checkpointer:
             self._remark_once(f"a {what} failed: {self.stats.error}")
             if isinstance(error, AgentConnectionError | ExchangeError):
                 # agreement and handover are no longer possible
-                self._remark_once("no more snapshots are taken in this life of the ranks")
+                self._remark_once("no more snapshots are taken until the ranks restart")
                 self._set_pace(Pace(NEVER, None, 0), 0)
             if self._strict:
                 raise

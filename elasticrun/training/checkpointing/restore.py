@@ -252,7 +252,7 @@ class MemoryRestore:
             if found[0].whole:
                 self._finish(saved, *found, same)
                 return
-            why = f"{found[0].missing[0]} is held by no rank that was asked"
+            why = f"{found[0].missing[0]} is held by no rank that was queried"
         raise BadShard(order[0], why)
 
     def _cover(

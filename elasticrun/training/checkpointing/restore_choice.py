@@ -161,7 +161,7 @@ class RankExchange:
         try:
             return act(self._connected_store(), f"{self._prefix}/{key}")
         except Exception as error:  # torch raises many types
-            raise ExchangeError(f"{key} cannot be told to the other ranks ({error})") from error
+            raise ExchangeError(f"{key} cannot be sent to the other ranks ({error})") from error
 
     def wait_for(self, key: str, limit: float = LIMIT, who: str = "rank 0 has") -> str:
         """Wait for rank 0's text under this key, at most `limit` seconds."""
@@ -409,7 +409,7 @@ class RestoreChoice:
         if self.setting.rank != 0:
             source, _, what = self.exchange.wait_for(key).partition(" ")
             if source == "away":
-                raise NotAgreed(f"rank 0 cannot say what to go on from: {what}")
+                raise NotAgreed(f"rank 0 cannot determine what to resume from: {what}")
             return source, int(what)
         try:
             chosen = (

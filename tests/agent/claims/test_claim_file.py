@@ -222,9 +222,9 @@ def test_a_keeper_renews_and_tells_whoever_attaches_later(path: str, monkeypatch
 @pytest.mark.parametrize(
     ("text", "mode", "sentence"),
     [
-        ("{}", 0o600, "is no claim"),
-        ("", 0o600, "is no claim"),
-        ("x" * 100, 0o600, "is no claim"),
+        ("{}", 0o600, "is not a claim"),
+        ("", 0o600, "is not a claim"),
+        ("x" * 100, 0o600, "is not a claim"),
         ('{"holder": "0000000000000000", "words": {}}\nrenewed 000000000000 kept\n', 0o644,
          "can be read or written by others"),
     ],

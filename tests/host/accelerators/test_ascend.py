@@ -156,7 +156,7 @@ def test_what_is_not_visible_is_not_judged(four: Ascend, tmp_path: Path) -> None
     environ = printing(tmp_path, chip(0), chip(1, "Alarm"), chip(2), chip(3))
     assert not bad(four.examine(2, environ | {"ASCEND_RT_VISIBLE_DEVICES": "0,2"}))
     (few,) = bad(four.examine(3, environ | {"ASCEND_RT_VISIBLE_DEVICES": "0,2"}))
-    assert few.seen.startswith("only 2 NPUs can be seen, 3 are asked for")
+    assert few.seen.startswith("only 2 NPUs can be seen, 3 are requested")
 
 
 # ---------------------------------------------------------------- no answer

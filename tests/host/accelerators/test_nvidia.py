@@ -147,9 +147,9 @@ def test_an_old_gpu_that_knows_little_is_good(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wanted", "listed", "seen"),
     [
-        (4, None, "only 2 GPUs can be seen, 4 are asked for"),
-        (2, "1", "only 1 GPU can be seen, 2 are asked for"),
-        (1, "", "only 0 GPUs can be seen, 1 are asked for"),
+        (4, None, "only 2 GPUs can be seen, 4 are requested"),
+        (2, "1", "only 1 GPU can be seen, 2 are requested"),
+        (1, "", "only 0 GPUs can be seen, 1 are requested"),
     ],
 )
 def test_fewer_than_asked_for(wanted: int, listed: str | None, seen: str, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_fewer_than_asked_for(wanted: int, listed: str | None, seen: str, tmp_pa
 
 def test_a_lost_gpu_is_named_and_does_not_count(tmp_path: Path) -> None:
     few, lost = bad(Nvidia().examine(2, nvml(tmp_path, gpu(0), gpu(1, lost=True))))
-    assert few.seen.startswith("only 1 GPU can be seen, 2 are asked for")
+    assert few.seen.startswith("only 1 GPU can be seen, 2 are requested")
     assert (lost.state, lost.seen) == (Level.FAILED, "GPU 1 does not answer: GPU is lost")
     # ... also one that is lost while it is asked
     *_, lost = bad(Nvidia().examine(2, nvml(tmp_path, gpu(0), gpu(1, ecc="lost"))))
@@ -291,7 +291,7 @@ def test_the_real_pynvml_over_a_stand_in_for_the_drivers_library(age: str, tmp_p
 
 @pytest.mark.parametrize(
     ("driver", "part"),
-    [(True, "NVML could not be asked: RM has detected"), (False, "there is no NVIDIA driver")],
+    [(True, "NVML could not be queried: RM has detected"), (False, "there is no NVIDIA driver")],
 )
 def test_nvml_that_fails_is_one_sentence(
     driver: bool, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -330,7 +330,7 @@ def test_nvml_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (finding,) = Nvidia().examine(1, nvml(tmp_path, hangs=True))
     assert time.monotonic() - began < 60.0
     assert finding.state is Level.FAILED
-    assert finding.seen == "NVML could not be asked: no answer within 1 s"
+    assert finding.seen == "NVML could not be queried: no answer within 1 s"
 
 
 def test_a_child_whose_caller_is_gone_ends_by_itself(tmp_path: Path) -> None:
@@ -352,7 +352,7 @@ def test_the_real_nvml_on_a_node_without_a_driver() -> None:
 def test_the_real_nvml() -> None:
     findings = Nvidia().examine(1, bare())
     assert findings[0].check == "GPU count"
-    assert "NVML could not be asked" not in findings[0].seen
+    assert "NVML could not be queried" not in findings[0].seen
 
 
 @pytest.mark.parametrize("answer", [{"gpus": [{"colour": 1}]}, {"gpus": 3}, {}, {"gpus": [7]}])

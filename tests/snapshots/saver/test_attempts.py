@@ -140,7 +140,7 @@ def test_work_is_not_late_while_it_waits(play: Play) -> None:
     play.ends("remove_unfinished", "a1")
     play.begins("remove_attempt", "a2")
     play.now += module.CLEAN_LIMIT
-    assert "did not let go of the files of an attempt within 60 s" in play.hung()
+    assert "did not finish removing the files of an attempt within 60 s" in play.hung()
 
 
 def test_a_thread_that_does_not_come_back_ends_the_saver(play: Play) -> None:
@@ -148,11 +148,11 @@ def test_a_thread_that_does_not_come_back_ends_the_saver(play: Play) -> None:
     play.now += 10_000.0
     assert play.hung() == "", "how long it may take is the agent's word"
     play.attempts.give_up("a1", play.now)
-    play.now += module.LET_GO_LIMIT
-    assert "did not let go of an attempt within 10 s" in play.hung()
+    play.now += module.STOP_LIMIT
+    assert "did not stop writing an attempt within 10 s" in play.hung()
 
 
 def test_a_sweep_that_hangs_does_not_hold_up_the_next_attempts_for_good(play: Play) -> None:
     begin_behind_a_sweep(play)
     play.now += module.SWEEP_LIMIT
-    assert "did not come to an end of removing old checkpoints within 600 s" in play.hung()
+    assert "did not finish removing old checkpoints within 600 s" in play.hung()

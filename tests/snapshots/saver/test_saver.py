@@ -164,7 +164,7 @@ def test_parts_are_counted_before_a_commit(forked: Agent, tmp_path: Path) -> Non
     forked.open(state().segment())
     assert "does not know that attempt" in forked.commits().reason
     forked.writes(persist(tmp_path, part(), world_size=2))
-    assert forked.commits("a1", 2) == s.CommitDone("a1", False, "1 of 2 parts have come in")
+    assert forked.commits("a1", 2) == s.CommitDone("a1", False, "1 of 2 parts have arrived")
     forked.tell(s.GiveUp("a1"))
     assert "it is over" in forked.commits().reason
 
@@ -241,7 +241,7 @@ def test_a_hanging_file_system_makes_it_neither_deaf_nor_immortal(
         agent.tell(s.GiveUp("slow"))
         assert agent.wait(s.PartsDone).reason == "it was given up"
         remark = agent.wait(s.Remark).text
-        assert f"{tmp_path} did not let go of an attempt within 10 s" in remark
+        assert f"{tmp_path} did not stop writing an attempt within 10 s" in remark
         assert agent.ended().code == 76
 
 

@@ -344,4 +344,4 @@ def test_a_rank_that_waits_for_the_others_hears_that_another_step_is_named() -> 
 def test_limits_are_below_those_of_the_agent() -> None:
     from elasticrun.config import DEPARTURE_GRACE
 
-    assert agent_connection.ASKED_LIMIT + agent_connection.WHOLE_LIMIT < DEPARTURE_GRACE
+    assert agent_connection.REQUESTED_LIMIT + agent_connection.WHOLE_LIMIT < DEPARTURE_GRACE

@@ -137,7 +137,7 @@ def test_a_shard_that_is_gone_is_had_from_the_others_if_they_have_it_all(tmp_pat
         agent.no_shard = {1}
         places = [agent.place(rank) for rank in range(2)]
         ranks = Ranks(restored, str(tmp_path), 2, world=2, places=places)
-        with pytest.raises(AssertionError, match=r"is held by no rank that was asked"):
+        with pytest.raises(AssertionError, match=r"is held by no rank that was queried"):
             ranks.results(last_first=True)
         assert {m.rank for m in agent.of(WantShard, 1)} == {0, 1}
 
