@@ -183,7 +183,7 @@ def _not_queried(why: str) -> Finding:
         )
     else:
         seen = f"there is no NVIDIA driver on this node ({why})"
-        todo = "load it, hand the devices into this container, or say --accelerator=cpu"
+        todo = "load it, pass the devices into this container, or use --accelerator=cpu"
     return Finding("GPU count", Level.FAILED, seen, todo)
 
 

@@ -6,7 +6,7 @@ finds out by itself, at a step that is the same for all. A rank that has already
 that.
 
 Some schedulers signal every process, so the rank gets the signal too. It *defers* the signal: it
-ends by it at its next step, once the required step is saved, or after WORD_LIMIT if no step is
+exits by it at its next step, once the required step is saved, or after WORD_LIMIT if no step is
 requested. It does so only if the script has left the signal at its default. A second signal takes
 effect at once, except for a SIGTERM that Slurm sends twice. The agent knows which ranks defer
 signals, and does not wait for them when it ends a rank itself.
@@ -262,12 +262,12 @@ class DeferredSignals:
         if not self._is_hooked:
             self._is_hooked = True
             os.register_at_fork(after_in_child=self._after_fork)
-        wanted = set(signals)
-        for signum in wanted - _handled():
+        requested = set(signals)
+        for signum in requested - _handled():
             if signal.getsignal(signum) == signal.SIG_DFL:
                 signal.signal(signum, self._handler)
                 self._signals.add(signum)
-        return tuple(sorted(self._signals & wanted))
+        return tuple(sorted(self._signals & requested))
 
     def is_handler_installed(self) -> bool:
         """Whether the script has installed a handler for one of them since the last call."""

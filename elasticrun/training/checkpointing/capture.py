@@ -190,7 +190,7 @@ class SnapshotTaker:
 
     def _request_segment(self, layout: Layout) -> MappedSegment:
         encoded = layout.encode()
-        wanted = NeedSegment(
+        request = NeedSegment(
             *(layout.key, layout.content, len(encoded), layout.slot_bytes, self._slots),
             own=any(item.own for item in layout.items),
             least=self._least,
@@ -198,7 +198,7 @@ class SnapshotTaker:
         if self._mapped is not None:
             self._mapped.close()
             self._mapped = None
-        here, fd = self._connection.request(wanted, SegmentHere)
+        here, fd = self._connection.request(request, SegmentHere)
         if not here.ok or fd is None:
             self._refused = {layout.key: here.reason or "the agent gave no memory"}
             raise StateError(self._refused[layout.key])
@@ -213,7 +213,7 @@ class SnapshotTaker:
                 mapped = MappedSegment(fd)
             except SegmentError as error:  # the agent checks it before it sends it
                 raise StateError(
-                    f"the memory for snapshots was spoiled just now: {error}"
+                    f"the memory for snapshots was damaged just now: {error}"
                 ) from error
         segment = mapped.segment
         committed = [snapshot.sequence for snapshot in segment.snapshots()]

@@ -29,7 +29,7 @@ GROWTH: Final = 8
 and do not predict later ones.
 """
 
-HEAR: Final = 60.0
+PUBLISH_LIMIT: Final = 60.0
 """Seconds that a rank waits for what rank 0 published one snapshot ago."""
 
 
@@ -79,7 +79,7 @@ class Pace:
         return DueSnapshot(after + 1, self._persists(after, after + 1))
 
     def start_at(self, now: float, step: int) -> None:
-        """Training is at `step`."""
+        """Start counting time: training is at `step` now."""
         self._began = self._persisted = now
         self._begun_at = step
 
@@ -93,9 +93,9 @@ class Pace:
             step = self.stepwise(coming.step).step
         else:
             interval = float(self._every) if self._every != AUTO else auto_interval(stall)
-            wanted = interval / seconds if seconds > 0 else math.inf
+            steps = interval / seconds if seconds > 0 else math.inf
             last = max(1, coming.step - here.step)
-            step = coming.step + max(1, math.ceil(min(wanted, GROWTH * last)))
+            step = coming.step + max(1, math.ceil(min(steps, GROWTH * last)))
         return DueSnapshot(step, self._due_to_persist(now, seconds, here, coming, step))
 
     def _due_to_persist(
@@ -159,8 +159,8 @@ class Schedule:
         return DueSnapshot(step, self.next.persist) if step >= self.next.step else None
 
     def advance(self, now: float, here: DueSnapshot, stall: float) -> None:
-        """`here` was taken or given up: find the next one. Raises what `StepExchange` raises if
-        rank 0 has published nothing."""
+        """The snapshot `here` was taken or skipped: find the next one. Raises what `StepExchange`
+        raises if rank 0 has published nothing."""
         if not self._pace.timed:
             self.next = self._pace.stepwise(here.step)
             return
@@ -172,5 +172,5 @@ class Schedule:
         elif self._index < 2:
             self.next = self._coming
         else:
-            step, persist = self._exchange.wait_for(f"due/{self._index}", HEAR).split()
+            step, persist = self._exchange.wait_for(f"due/{self._index}", PUBLISH_LIMIT).split()
             self.next = DueSnapshot(int(step), persist == "1")

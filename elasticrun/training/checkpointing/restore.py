@@ -1,8 +1,8 @@
 """Restores from memory: from the snapshots of the previous ranks into the current tensors.
 
 With the same number of ranks, a rank needs only its own snapshot. With another number, or if its
-own is lost, it requests others until they cover all chunks that it needs. It overwrites nothing
-before.
+own is lost, it requests others until they cover all chunks that it needs, and only then overwrites
+its state.
 
 The ranks of a node may use all its cores for this, because nothing else runs. Tensors that were
 never touched get their pages during the copy, which takes the kernel several times as long as the
@@ -200,7 +200,7 @@ class MemoryRestore:
             snapshot = mapped.segment.read(here.slot)
             fits = snapshot is not None and snapshot.sequence == here.sequence
             if snapshot is None or not fits or not snapshot.is_of(self._resume.round):
-                raise BadShard(rank, f"the snapshot of rank {here.rank} is not the one promised")
+                raise BadShard(rank, f"the snapshot of rank {here.rank} is not the announced one")
             layout = mapped.segment.layout(snapshot.layout)
             if snapshot.step != self._resume.step:
                 raise BadShard(rank, f"the snapshot of rank {here.rank} is of another state")
@@ -228,7 +228,7 @@ class MemoryRestore:
     def _restore(self, order: list[int], same: bool) -> None:
         saved: dict[str, Item] = {}
         mine = own_key(self._state.rank)
-        why = "nothing of it is held any more"
+        why = "none of it is held any more"
         found: tuple[Cover, list[torch.Tensor], dict[str, torch.Tensor]] | None = None
         for rank in order:
             shard = self._fetch(rank)
@@ -274,17 +274,17 @@ class MemoryRestore:
         except ValueError as error:
             raise StateError(str(error)) from error
         items += [one.item for one in more]
-        wanted = [*self._filled.values(), *(one.value for one in more)]
+        tensors = [*self._filled.values(), *(one.value for one in more)]
         cover = Cover(items, self._state.wanted_values(saved, own))
         for rank, shard in self._shards.items():
             cover.offer(rank, shard.layout)
-        return cover, wanted, targets
+        return cover, tensors, targets
 
     def _finish(
         self,
         saved: dict[str, Item],
         cover: Cover,
-        wanted: list[torch.Tensor],
+        tensors: list[torch.Tensor],
         targets: dict[str, torch.Tensor],
         own: bool,
     ) -> None:
@@ -292,7 +292,7 @@ class MemoryRestore:
         for shard in sources.values():
             shard.mapped.prefault(shard.snapshot.slot)
         shards = {rank: shard.tensors() for rank, shard in sources.items()}
-        copy(cover.moves, shards, wanted, copy_in)
+        copy(cover.moves, shards, tensors, copy_in)
         for rank in sources.keys() | {rank for rank, _ in cover.values.values()}:
             self._check(rank)
         values: dict[str, Any] = dict(targets)

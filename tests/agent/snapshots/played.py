@@ -89,7 +89,7 @@ class Client:
             data, beside, _, _ = self.socket.recvmsg(65536, socket.CMSG_SPACE(4 * 64))
             for _, _, raw in beside:
                 self.fds += array.array("i", raw)
-            assert data, f"closed the connection instead of {kind.__name__}"
+            assert data, f"hung up instead of {kind.__name__}"
             self.messages += self.frames.feed(data)
         message = self.messages.pop(0)
         assert isinstance(message, kind), message
