@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from elasticrun.cli.main import VERBS
 from elasticrun.cli.table import FLAGS, OURS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -133,6 +134,11 @@ def test_the_page_of_flags_has_each_of_ours_with_its_default() -> None:
     numbers = {name: re.findall(r"[\d.]+", default) for name, default in told.items()}
     for name in (name for name in numbers if isinstance(flags[name].default, int | float)):
         assert [float(word) for word in numbers[name]] in ([flags[name].default], []), name
+
+
+def test_each_verb_is_on_a_page() -> None:
+    pages = "".join(prose(page) for page in (ROOT / "docs").glob("*.md"))
+    assert not [verb for verb in VERBS if not re.search(rf"`(elasticrun )?{verb}\b", pages)]
 
 
 def test_the_readme_is_short_and_begins_with_the_first_line_of_use() -> None:

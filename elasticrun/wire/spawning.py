@@ -40,8 +40,7 @@ class Configure:
 
 @dataclass(frozen=True, slots=True)
 class SpawnRank:
-    """Start one rank in its own session. A caller of elastic_launch copies the fields to the
-    `RankPlan` of its rank (`forkserver/functions`)."""
+    """Start one rank in its own session."""
 
     key: int
     local_rank: int

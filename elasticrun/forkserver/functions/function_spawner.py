@@ -212,18 +212,10 @@ class FunctionSpawner:
         )
         forked = self._method == "fork"
         plan = RankPlan(
-            env=order.env,
-            unset=order.unset,
-            stdout=order.stdout,
-            stderr=order.stderr,
-            error_file=order.error_file,
-            local_rank=order.local_rank,
-            numa=order.numa,
-            numa_may_fail=order.numa_may_fail,
+            order=order,
             # A rank of the start method forkserver is the child of multiprocessing's own server.
             parent=0 if self._method == "forkserver" else os.getpid(),
             agent=self._agent.process.pid,
-            monitor=order.monitor,
             handlers=dict(self.handlers) if forked else {},
         )
         reader, writer = self._context.Pipe()

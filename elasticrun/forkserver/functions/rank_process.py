@@ -28,6 +28,7 @@ from elasticrun.forkserver.helpers import numa
 from elasticrun.forkserver.program import write_error_file
 from elasticrun.host.system.processes import die_with_parent, let_trace
 from elasticrun.training.monitor import monitor, recorder
+from elasticrun.wire.spawning import SpawnRank
 
 MODULE = "torch.distributed"
 """Objects of types from this module are not destroyed in a fork from a multi-threaded process."""
@@ -91,17 +92,9 @@ def _objects() -> list[object]:
 class RankPlan:
     """How this rank differs from the caller. Plain data: it is pickled where ranks are spawned."""
 
-    env: Mapping[str, str]
-    unset: tuple[str, ...]
-    stdout: str  # as in wire.spawning.SpawnRank
-    stderr: str
-    error_file: str
-    local_rank: int
-    numa: str  # as in wire.spawning.SpawnRank
-    numa_may_fail: bool
+    order: SpawnRank  # the agent's; its entry is not used
     parent: int  # pid whose death ends this rank; 0 where the kernel cannot watch it
     agent: int  # the agent's pid
-    monitor: str  # where it answers its agent (wire.progress); "" if nowhere
     handlers: Mapping[int, Any]  # to restore; empty where the rank did not inherit ours
 
 
@@ -120,17 +113,18 @@ def run_rank(
     _become_a_rank(plan)
     if close_inherited is not None:
         close_inherited()
-    if plan.monitor:
+    order = plan.order
+    if order.monitor:
         recorder.enable(getattr(sys.modules.get("torch"), "__version__", ""))
-        monitor.start(plan.monitor)
+        monitor.start(order.monitor)
 
     def call() -> bytes:
         call = function
-        if plan.numa:
-            call = numa.bound(call, plan.numa, plan.local_rank, may_fail=plan.numa_may_fail)
+        if order.numa:
+            call = numa.bound(call, order.numa, order.local_rank, may_fail=order.numa_may_fail)
         return pickle.dumps(call(*args), pickle.HIGHEST_PROTOCOL)
 
-    payload = _recorded(call, plan.error_file)
+    payload = _recorded(call, order.error_file)
     _send(results, pickle.dumps(None) if payload is None else payload)
 
 
@@ -144,10 +138,11 @@ def _become_a_rank(plan: RankPlan) -> None:
         if os.getppid() != plan.parent:  # it died before prctl took effect
             os._exit(1)
     let_trace(plan.agent)  # the caller is our ancestor, and the agent is not
-    for name in plan.unset:
+    order = plan.order
+    for name in order.unset:
         os.environ.pop(name, None)
-    os.environ.update(plan.env)
-    for fd, path, name in ((1, plan.stdout, "stdout"), (2, plan.stderr, "stderr")):
+    os.environ.update(order.env)
+    for fd, path, name in ((1, order.stdout, "stdout"), (2, order.stderr, "stderr")):
         if path:
             _redirect(fd, path, name)
 

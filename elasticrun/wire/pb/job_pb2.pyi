@@ -2434,7 +2434,7 @@ class ExcludedNode(_message.Message):
 Global___ExcludedNode: _TypeAlias = ExcludedNode  # noqa: Y015
 
 @_typing.final
-class StatusReply(_message.Message):
+class JobStatus(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_ID_FIELD_NUMBER: _builtins.int
@@ -2530,7 +2530,7 @@ class StatusReply(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StatusReply: _TypeAlias = StatusReply  # noqa: Y015
+Global___JobStatus: _TypeAlias = JobStatus  # noqa: Y015
 
 @_typing.final
 class Reply(_message.Message):
@@ -2605,7 +2605,7 @@ class StatusAnswer(_message.Message):
     @_builtins.property
     def refused(self) -> Global___Refused: ...
     @_builtins.property
-    def page(self) -> Global___StatusReply: ...
+    def page(self) -> Global___JobStatus: ...
     @_builtins.property
     def reached(self) -> Global___Reached: ...
     @_builtins.property
@@ -2615,7 +2615,7 @@ class StatusAnswer(_message.Message):
         *,
         challenge: Global___Challenge | None = ...,
         refused: Global___Refused | None = ...,
-        page: Global___StatusReply | None = ...,
+        page: Global___JobStatus | None = ...,
         reached: Global___Reached | None = ...,
         reply: Global___Reply | None = ...,
     ) -> None: ...

@@ -169,7 +169,7 @@ def _store(value: Any, message: Any, where: str) -> None:
 
 # ---------------------------------------------------------------- envelopes
 
-NAMES: Final = {"Round": RoundName, "Endpoint": Endpoint, "StatusReply": m.JobStatus}
+NAMES: Final = {"Round": RoundName, "Endpoint": Endpoint}
 """Messages with another name in the proto, or defined outside `messages.py`."""
 
 
