@@ -345,10 +345,12 @@ def _site_folders() -> list[str]:
 def _code_lines(path: str) -> list[str]:
     """The lines that the interpreter executes."""
     try:
-        with open(path, encoding="utf-8-sig", errors="replace") as file:
-            return [line.strip() for line in file if line.startswith(("import ", "import\t"))]
+        # not "utf-8-sig", whose module would make the warm process's index of modules stale
+        with open(path, encoding="utf-8", errors="replace") as file:
+            lines = file.read().removeprefix("\ufeff").split("\n")
     except OSError:
         return []
+    return [line.strip() for line in lines if line.startswith(("import ", "import\t"))]
 
 
 def _is_inert(line: str, environ: Mapping[str, str]) -> bool:

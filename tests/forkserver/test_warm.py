@@ -323,3 +323,29 @@ def test_it_ends_when_nobody_comes(tmp_path: Path) -> None:
     pid = int(done.stderr.split("process ")[1].split()[0])
     assert not gone([pid])
     assert not list((tmp_path / "elasticrun").glob("*.sock*"))
+
+
+TWICE = """
+import sys
+modules = frozenset(sys.modules)
+from elasticrun.forkserver import lazy_imports, prepare
+from elasticrun.forkserver.warm import keeper
+from elasticrun.wire.spawning import Configure
+from elasticrun.wire.types import EntryKind, Entrypoint
+
+stock = keeper._stock_up(lazy_imports.Baseline(modules))
+index, again = lazy_imports.Stash._index, []
+lazy_imports.Stash._index = lambda self: (again.append(self), index(self))
+entry = Entrypoint(EntryKind.SCRIPT, sys.argv[1])
+made = prepare.prepare(Configure("fork", (), entry, "spawn", False), None, [], stock)
+print(made.mode, len(again))
+"""
+
+
+def test_a_fork_server_takes_over_the_index_of_what_is_imported(tmp_path: Path) -> None:
+    """It takes a tenth of a second, so the warm process has made it; to prepare imports nothing
+    that would make it stale."""
+    script = tmp_path / "script.py"
+    script.touch()
+    done = program("-c", TWICE, str(script))
+    assert done.stdout.split() == ["fork", "0"], done.stderr
