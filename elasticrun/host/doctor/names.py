@@ -96,7 +96,7 @@ def duplicate_name(page: JobStatus, names: Iterable[str]) -> list[Finding]:
     if not others:
         return [ok(TWICE, f"no other host of job {page.job_id!r} has this host's name")]
     seen = f"{same[others[0]]} is also the name of the host at {others[0]}"
-    todo = "give every host a name of its own: logs and gloo take them for one"
+    todo = "give every host its own name: logs and gloo cannot tell them apart"
     return [warning(TWICE, seen, todo)]
 
 

@@ -78,8 +78,8 @@ def already_succeeded(at: Path, program: RankProgram = UNKNOWN) -> str:
     name = job.name if job else result.job
     if job is not None and (other := _difference(RankProgram(job.program, job.workdir), program)):
         raise RunRefused(
-            f"job {name} has already succeeded in {at}, and was another program: {other}; begin "
-            "anew there (--fresh), or name another folder (--run-dir)"
+            f"job {name} has already succeeded in {at}, and was another program: {other}; start "
+            "afresh there (--fresh), or name another folder (--run-dir)"
         )
     step = f" at step {result.step}" if result.step >= 0 else ""
     return f"job {name} has already succeeded{step} (in {at}); --fresh runs it again"

@@ -91,7 +91,7 @@ class Cover:
         if block is None:
             return
         if any(overlap(chunk, other) is not None for other in seen):
-            raise RestoreError(f"two saved chunks of {item.fqn} lie over each other")
+            raise RestoreError(f"two saved chunks of {item.fqn} overlap")
         self._seen[want] = [*seen, chunk]
         begin, lengths = block
         left = (math.prod(wanted.sizes) if left == _UNTOUCHED else left) - math.prod(lengths)

@@ -56,11 +56,11 @@ class WorkerPool:
 
     def add(self, piece: WorkItem[Any], *, first: bool = False) -> None:
         """Queue an item. Urgent items go first, otherwise in order of arrival, except an item with
-        `first`. Replaces a waiting item of the same name (unless None). Raises Full."""
+        `first`. Replaces a waiting item of the same name (unless None). Raises QueueFull."""
         if piece.name is not None:
             self.drop(piece.name)
         if len(self._waiting) >= MAX_WAITING:
-            raise QueueFull(f"{MAX_WAITING} pieces of work wait already")
+            raise QueueFull(f"{MAX_WAITING} work items are waiting already")
         self._waiting.insert(0 if first else len(self._waiting), piece)
         self._start_next()
 

@@ -52,12 +52,12 @@ AGREE_LIMIT: Final = 1800.0
 """Seconds that a rank waits for all others to check a checkpoint: each reads a part of it."""
 
 QUERY_LIMIT: Final = 10.0
-"""Seconds for a look into storage if there is a step in memory as an alternative. Without one, the
+"""Seconds for a query of the storage if a step in memory is an alternative. Without one, the
 operator is informed after this time that the ranks wait for the storage.
 """
 
 STORAGE_LIMIT: Final = LIMIT - 30.0
-"""Seconds for a look into storage without which no choice is possible. Shorter than LIMIT, so that
+"""Seconds for a query of the storage without which no choice is possible. Shorter than LIMIT, so that
 the other ranks receive the reason before they stop waiting.
 """
 
@@ -109,7 +109,7 @@ def within_limit(
 ) -> T:
     """Return or raise what `work` does, if its storage responds within `limit` seconds; else raise
     StorageError. A call into a hanging file system cannot be interrupted, so it runs in a thread,
-    which is then abandoned. `slow` is called after LOOK_LIMIT."""
+    which is then abandoned. `slow` is called after QUERY_LIMIT."""
     answer: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
 
     def run_work() -> None:
@@ -254,7 +254,7 @@ class StoredCheckpoint:
             self._folder.condemn(self._step, fault.what)
         except (OSError, StorageError) as error:
             return f"{sentence}; that could not be noted there ({error!s:.200})"
-        return f"{sentence}; it will not be taken again"
+        return f"{sentence}; it will not be used again"
 
     def _short(self) -> CheckpointFault | None:
         """The first file that is missing or shorter than torch's metadata implies; None if there is
@@ -293,7 +293,7 @@ class StoredCheckpoint:
             found = "has all its bytes"
         raise UnreadableError(
             f"{self._where} {found} and could not be loaded: {error!r:.300}; it stays as it is: "
-            "mend the script (or the storage), or move that folder away to go on from an older one"
+            "fix the script (or the storage), or move that folder away to resume from an older one"
         ) from error
 
     def load(self, state: TrainingState) -> None:
@@ -399,8 +399,8 @@ class RestoreChoice:
                 self.remark(stored.condemn(wrong))
             self._corrupt = step
         raise CorruptError(
-            f"{MAX_CORRUPT} checkpoints in {self.setting.folder.url} were found spoiled, one "
-            "after the other: see to the storage; the next start looks at those before them"
+            f"{MAX_CORRUPT} checkpoints in {self.setting.folder.url} were found corrupt, one "
+            "after the other: check the storage; the next start tries older ones"
         )
 
     def _choose(self) -> tuple[str, int]:
@@ -458,7 +458,7 @@ class RestoreChoice:
         try:
             return within_limit(QUERY_LIMIT, partial(folder.newest, below, memory), folder.url)
         except Exception as error:  # of the library for this storage
-            self.remark(f"step {memory} is taken from memory, storage was not looked at: {error}")
+            self.remark(f"step {memory} is taken from memory, storage was not queried: {error}")
             return -1
 
     def _query_storage(self, work: Callable[[], T]) -> T:

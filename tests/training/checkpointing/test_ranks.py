@@ -444,7 +444,7 @@ def test_what_is_said_of_a_spoiled_checkpoint_is_what_was_found(tmp_path: Path) 
     assert (ours[0], theirs) == (0, (0, []))
     (said,) = ours[1]
     assert f"step 2 in {folder.url} is spoiled: {found}" in said
-    assert said.endswith("; it will not be taken again")
+    assert said.endswith("; it will not be used again")
     assert Path(f"{folder.path(2)}/elasticrun.bad").read_text().startswith(found)
 
 

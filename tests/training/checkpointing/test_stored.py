@@ -274,7 +274,7 @@ def test_memory_is_taken_where_what_is_later_in_storage_is_spoiled(
     assert Folder(str(tmp_path)).condemned() == [5, 6]
     said = [one.text for one in agent.until(Remark)]
     assert [text.split(" in ")[0] for text in said] == ["step 6", "step 5"]
-    assert all(text.endswith("it will not be taken again") for text in said)
+    assert all(text.endswith("it will not be used again") for text in said)
 
 
 def test_storage_is_listed_once(agent: PlayedAgent, tmp_path: Path, monkeypatch) -> None:
