@@ -57,8 +57,8 @@ operator is informed after this time that the ranks wait for the storage.
 """
 
 STORAGE_LIMIT: Final = LIMIT - 30.0
-"""Seconds for a query of the storage without which no choice is possible. Shorter than LIMIT, so that
-the other ranks receive the reason before they stop waiting.
+"""Seconds for a query of the storage without which no choice is possible. Shorter than LIMIT, so
+that the other ranks receive the reason before they stop waiting.
 """
 
 MAX_CORRUPT: Final = 8

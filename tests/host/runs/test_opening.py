@@ -106,7 +106,7 @@ def test_another_program_has_succeeded_there(tmp_path: Path, words: str, differs
         already_succeeded(tmp_path, now)
     assert str(refused.value) == (
         f"job train has already succeeded in {tmp_path}, and was another program: {differs}; "
-        "begin anew there (--fresh), or name another folder (--run-dir)"
+        "start afresh there (--fresh), or name another folder (--run-dir)"
     )
 
 

@@ -85,7 +85,7 @@ def test_a_chunk_that_two_ranks_hold_counts_once() -> None:
 def test_saved_chunks_that_lie_over_each_other_are_refused() -> None:
     cover = Cover([item("t", (4,), (0,), (4,))])
     cover.offer(0, layout(item("t", (4,), (0,), (3,))))
-    with pytest.raises(RestoreError, match="over each other"):
+    with pytest.raises(RestoreError, match="overlap"):
         cover.offer(1, layout(item("t", (4,), (2,), (2,))))
 
 

@@ -126,7 +126,7 @@ def test_storage_full_of_spoiled_checkpoints_is_not_read_on(tmp_path: Path, monk
     save(tmp_path, 1, 2, 3, ours=True)
     for file in tmp_path.glob("*/*.distcp"):
         os.truncate(file, 10)
-    with pytest.raises(CorruptError, match=r"2 checkpoints in .* were found spoiled"):
+    with pytest.raises(CorruptError, match=r"2 checkpoints in .* were found corrupt"):
         restored(tmp_path)
     assert Folder(str(tmp_path)).condemned() == [2, 3]
 
