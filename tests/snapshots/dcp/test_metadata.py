@@ -176,7 +176,7 @@ def test_what_is_no_whole_state_is_refused() -> None:
             part(0, first),
             part(1, renamed(second, "rows", dtype="float16")),
         ],
-        "where each": [part(0, first), replace(part(1, second), places=((0, 1),))],
+        "the place of each": [part(0, first), replace(part(1, second), places=((0, 1),))],
     }
     for said, parts in cases.items():
         with pytest.raises(MetadataError, match=said):

@@ -227,7 +227,7 @@ def test_memory_does_not_wait_for_a_storage_that_is_away(
     said = [one.text for one in agent.until(Remark)]
     why = "Stale file handle" if how == "it raises" else "has not answered"
     assert len(said) == 1
-    assert said[0].startswith("step 3 is taken from memory, storage was not looked at: ")
+    assert said[0].startswith("step 3 is taken from memory, storage was not queried: ")
     assert why in said[0]
 
 
