@@ -338,9 +338,9 @@ async def test_two_ranks_at_once_do_not_take_more_than_there_is(shm: Path, monke
     """The second waits until it is known what the first has taken."""
     room = [SIZES.nbytes + 100]
 
-    def take_file(path: str, nbytes: int, filled: int, tell: memory.Tell) -> int:
+    def take_file(path: str, nbytes: int, filled: int, report: memory.Report) -> int:
         room[0] -= nbytes
-        return taking(path, nbytes, filled, tell)
+        return taking(path, nbytes, filled, report)
 
     taking = memory.allocate_file
     monkeypatch.setattr(memory, "allocate_file", take_file)
