@@ -112,18 +112,18 @@ class Node:
         )
 
     def join(self) -> None:
-        """Say that no rank lives here and that a store stands ready."""
+        """Reports that no rank runs here and that a store is ready."""
         self._joins = True
-        self._tell()
+        self._send_state()
         self._load.joined()
 
-    def _tell(self) -> None:
-        """What a master must know that may have heard none of it."""
+    def _send_state(self) -> None:
+        """Sends what a master needs to know that may have received none of it."""
         if self._place is not None:
             name = self._place.round
-            self.link.say(m.Running(name, (os.getpid(),) * 8) if self._runs else m.Stopped(name))
+            self.link.send(m.Running(name, (os.getpid(),) * 8) if self._runs else m.Stopped(name))
         if self._joins:
-            self.link.say(m.Join(Endpoint("127.0.0.1", 20000 + self.number % 40000)))
+            self.link.send(m.Join(Endpoint("127.0.0.1", 20000 + self.number % 40000)))
 
     def fail(self) -> None:
         """A rank of the round that runs has died here."""
@@ -141,7 +141,7 @@ class Node:
             traceback="",
             error_file="",
         )
-        self.link.say(m.RanksFailed(name, (failure,)))
+        self.link.send(m.RanksFailed(name, (failure,)))
         self._runs = False
         self.join()
 
@@ -150,7 +150,7 @@ class Node:
         if isinstance(event, LinkLost):
             tally.lost += 1
         elif isinstance(event, LinkBack):
-            self._tell()
+            self._send_state()
         elif isinstance(event, Ordered):
             order = event.order
             kind = type(order).__name__
@@ -164,7 +164,7 @@ class Node:
         elif isinstance(order, m.Start):
             fresh = self._place is None or self._place.round != order.round
             self._place, self._runs, self._joins = order, True, False
-            self._tell()
+            self._send_state()
             if fresh:
                 self._load.started()
         elif isinstance(order, m.Stop):
