@@ -1,7 +1,8 @@
 """Inputs (events) and outputs (effects) of the two state machines.
 
 The processes feed events in the order in which they occurred, and carry out the effects of one step
-before the next. An effect never fails back into the state machine: its result is a later event.
+before the next. An effect never raises into the state machine: its result, even a failure, arrives
+as a later event.
 """
 
 from __future__ import annotations
@@ -228,8 +229,8 @@ class LinkLost(Struct, frozen=True):
 
 
 class LinkBack(Struct, frozen=True):
-    """The stream to the master is up (again). The group sends what the master must know, as
-    Say(...) of its present state. The runtime has already sent Hello, with `start`."""
+    """The stream to the master is up (again). The group sends its present state to the master, in
+    Say effects. The runtime has already sent Hello, with `start`."""
 
 
 class ProbeEnded(Struct, frozen=True):

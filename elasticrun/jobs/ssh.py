@@ -84,5 +84,5 @@ def _by_process(row: JobRow) -> JobRow:
         runs = living(run)
     except RequestFailed:
         return row
-    # Before the job begins only launchers write to the console, such as which host is unreachable.
+    # Before the job begins only launchers write to the console: which host is unreachable, say.
     return replace(row, state="running", reason=run.last_line()) if runs else row

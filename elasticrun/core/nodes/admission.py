@@ -5,7 +5,7 @@ the job needs it to reach its minimum size. Its agent repeatedly fell silent, or
 it trained (too little memory, a broken disk). It returns each time, and each time the job ends one
 round to admit it and another when it dies. A *stay* lasts from the round in which an incarnation of
 a node first has a place until that incarnation's death. A node that leaves in good order is not
-held to account, and neither is one that dies while pending, because that costs no round.
+charged, and neither is one that dies while pending, because that costs no round.
 
 *Excluded*: a node is refused because it failed the network check ("failed"), is too slow ("slow"),
 or an operator asked for it ("asked"). The entry is for a node id on a host: the same id on another

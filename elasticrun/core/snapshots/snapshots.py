@@ -1,8 +1,8 @@
 """All snapshots of a job: reports in, orders out.
 
 `RestorePoints` tracks which steps are whole and chooses, `Replicas` orders copies, `Checkpoints`
-has snapshots written, `Departures` names the step that is saved before a node leaves. The results
-are in `outbox`, for the caller to take. A node that is leaving counts only for the attempt that it
+has snapshots written, `Departures` chooses the step that ranks save before a node leaves. The
+caller takes the results from `outbox`. A node that is leaving counts only for the attempt that it
 takes part in: its agent stays until that is over, because it may hold the only copy of a shard.
 """
 
@@ -172,8 +172,8 @@ class Departures:
 
     A departing node reports its current step, and within how many steps a message reaches every
     rank. The requested step is that far beyond the newest known one; nodes that depart at the same
-    time get the same one. If a rank was past it already, or had no room, another is named, twice as
-    far beyond; after MAX_TRIES the nodes leave without one.
+    time get the same one. If a rank had already passed it, or had no room, a step twice as far
+    ahead is requested; after MAX_TRIES the nodes leave without one.
     """
 
     def __init__(self, outbox: Outbox) -> None:

@@ -50,8 +50,8 @@ RESCUE_WITHIN = 2.0
 """Seconds within which the master begins it."""
 
 WAIT_FOR_SAVED = 6.0
-"""Seconds within which writing begins of a step that ranks saved before they exited; a little more
-than `snapshots/checkpoints.WAIT_FOR_ALL`."""
+"""When ranks saved a step before they exited, its writing must begin within this many seconds; a
+little more than `snapshots/checkpoints.WAIT_FOR_ALL`."""
 
 
 MASTER_BACK_WITHIN = 20.0
@@ -97,7 +97,7 @@ class Draining:
         self.cause: fx.Signalled | None = None
         """The signal that arrived while ranks could save, until this node leaves."""
         self.writes: dict[AttemptName, Write] = {}
-        """Attempts to persist in which this node takes part. The agent must not exit during one,
+        """The persist attempts in which this node takes part. The agent must not exit during one,
         because it may hold the only copy of a shard. One begins with Persist. It ends with
         PersistOver, at the time limit of the order, or when another master takes over."""
         self._no_master_since: float | None = None
