@@ -266,7 +266,7 @@ def start(
     reading, writing = os.pipe2(os.O_CLOEXEC)
     silent = None if wait else subprocess.DEVNULL
     try:
-        command = spawning.warm_command(path, idle=idle, tells=writing if wait else -1)
+        command = spawning.warm_command(path, idle=idle, fd=writing if wait else -1)
         with debugger.escaped():
             process = subprocess.Popen(
                 command, env=environ, stdin=subprocess.DEVNULL, stdout=silent, stderr=silent,

@@ -68,7 +68,7 @@ def _convert(flag: Flag, kind: Callable[[str], Any], text: str) -> Any:
     try:
         value = kind(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}{where} is not {flag.wants}") from None
+        raise argparse.ArgumentTypeError(f"{text!r}{where} is not {flag.expects}") from None
     if where and flag.choices and value not in flag.choices:  # argparse checks only typed values
         words = ", ".join(flag.choices)
         raise argparse.ArgumentTypeError(f"{text!r}{where} is not one of {words}")

@@ -57,7 +57,7 @@ def by_hand(place: Place) -> bool:
     return place.kind == "open" or bool(place.found)
 
 
-def refuse_fixed(flags: FlagValues, nodes: int) -> UsageError:
+def unnamed_fixed_size(flags: FlagValues, nodes: int) -> UsageError:
     """The error for a fixed number of nodes without a rendezvous: each node would wait for the
     others."""
     what = f"--nnodes={nodes}" if flags.explicitly("nnodes") else f"a job of {nodes} nodes"
@@ -74,15 +74,15 @@ def refuse_fixed(flags: FlagValues, nodes: int) -> UsageError:
 def open_place(flags: FlagValues, machine: Machine) -> tuple[Place, str]:
     """The rendezvous without any setting: a file beside the script if this folder is on a network
     file system, else this node; and a sentence for the user."""
-    here = working_folder()
+    folder_here = working_folder()
     named = flags.text("rdzv_id") if flags.explicitly("rdzv_id") else ""
-    kind = machine.shared(here)
+    kind = machine.shared(folder_here)
     if not kind:
         return Place(kind="open", port=config.FIRST_PORT), ""
-    script = os.path.join(here, str(flags.ns.training_script))
+    script = os.path.join(folder_here, str(flags.ns.training_script))
     beside = os.path.dirname(script)
     is_script = os.path.isfile(script) and not any(map(flags.switch, ("module", "no_python")))
-    folder = here
+    folder = folder_here
     if is_script and machine.shared(beside) and os.access(beside, os.W_OK):
         folder = os.path.normpath(beside)
     args = [str(word) for word in flags.ns.training_script_args or ()]
@@ -182,8 +182,8 @@ def _meant(word: str) -> Flag | None:
     if not word.startswith("--"):
         return None
     whole = [flag for flag in FLAGS if word in flag.spellings]
-    begun = {flag for flag in FLAGS if any(one.startswith(word) for one in flag.spellings)}
-    return whole[0] if whole else begun.pop() if len(begun) == 1 else None
+    abbreviated = {flag for flag in FLAGS if any(one.startswith(word) for one in flag.spellings)}
+    return whole[0] if whole else abbreviated.pop() if len(abbreviated) == 1 else None
 
 
 ELASTIC_WORDS: Final = ("c10d", "elasticrun")
@@ -234,7 +234,7 @@ def find_meeting(
         return case.shared(file_place(flags, conf))
     if case.high > 1 and bare and is_unnamed(flags):
         return case.bare(machine)
-    if word == "static" and not case.comes_and_goes():
+    if word == "static" and not case.is_elastic():
         return case.static()
     if word in ("static", *ELASTIC_WORDS):
         return case.elastic()
@@ -282,7 +282,7 @@ class _Case:
     def bare(self, machine: Machine) -> Meeting:
         """Several nodes without a named rendezvous."""
         if self.low == self.high:
-            raise refuse_fixed(self.flags, self.high)
+            raise unnamed_fixed_size(self.flags, self.high)
         place, note = open_place(self.flags, machine)
         self.notes += [note] if note else []
         return self.shared(place)
@@ -294,7 +294,7 @@ class _Case:
             return found
         return found._replace(job_id=f"{job_stem(self.flags)}-{fresh_id()[:8]}")
 
-    def comes_and_goes(self) -> bool:
+    def is_elastic(self) -> bool:
         """Whether only `min:max` and an endpoint are given. torchrun's default, static, would use a
         fixed number of nodes and give every node rank 0, which nobody can want."""
         return (
@@ -306,8 +306,8 @@ class _Case:
 
     def static(self) -> Meeting:
         """At a known address, with a fixed number of nodes."""
-        asked, high = self.flags, self.high
-        number = asked.value("master_port")
+        flags, high = self.flags, self.high
+        number = flags.value("master_port")
         if not self.endpoint and number is None and high == 1:
             return self.standalone()
         if self.endpoint:
@@ -315,7 +315,7 @@ class _Case:
         else:
             port = settings.STATIC_PORT if number is None else int(number)
             port = settings.port(port, "--master-port")
-            host = settings.host_name(asked.text("master_addr"), "--master-addr")
+            host = settings.host_name(flags.text("master_addr"), "--master-addr")
         if port == 0 and high == 1:
             return self.standalone()
         if port == 0:
@@ -324,12 +324,12 @@ class _Case:
             )
         if self.low != high:
             self.notes.append(
-                f"--nnodes={asked.text('nnodes')}: a static job has a fixed number of nodes, "
+                f"--nnodes={flags.text('nnodes')}: a static job has a fixed number of nodes, "
                 f"{high}; use --rdzv-endpoint with --rdzv-backend=c10d for a number that may change"
             )
-        rank = asked.number("node_rank")
-        if high > 1 and not asked.explicitly("node_rank"):
-            rank = _rank_variable(asked, default=rank)
+        rank = flags.number("node_rank")
+        if high > 1 and not flags.explicitly("node_rank"):
+            rank = _rank_variable(flags, default=rank)
         if not 0 <= rank < high:
             raise UsageError(
                 f"--node-rank={rank}: with --nnodes={high} a node rank is a number from 0 to "
@@ -398,10 +398,10 @@ class _Case:
 
     def _port_beside_a_store(self) -> int:
         """With --master-store only the port of an endpoint is used."""
-        asked, word = self.flags, self.flags.text("rdzv_backend")
-        if asked.switch("standalone"):
+        flags, word = self.flags, self.flags.text("rdzv_backend")
+        if flags.switch("standalone"):
             raise UsageError("--master-store has no use with --standalone: no other node can join")
-        if asked.explicitly("rdzv_backend") and word not in ELASTIC_WORDS:
+        if flags.explicitly("rdzv_backend") and word not in ELASTIC_WORDS:
             raise UsageError(
                 f"--master-store does not go with --rdzv-backend={word}: leave the backend out"
             )
@@ -422,12 +422,12 @@ class _Case:
             f"--rdzv-backend=c10d --rdzv-endpoint={master} the node with that address would start "
             "it"
         )
-        asked = self.flags
+        flags = self.flags
         found = self.meeting(Place("external", host, port))
-        if not asked.explicitly("rdzv_id"):
-            found = found._replace(job_id=asked.environ.get("ELASTIC_JOB_NAME") or found.job_id)
-        explicit = asked.explicitly("node_rank")
-        rank = asked.number("node_rank") if explicit else _rank_variable(asked)
+        if not flags.explicitly("rdzv_id"):
+            found = found._replace(job_id=flags.environ.get("ELASTIC_JOB_NAME") or found.job_id)
+        explicit = flags.explicitly("node_rank")
+        rank = flags.number("node_rank") if explicit else _rank_variable(flags)
         return found._replace(node_rank=rank)
 
 

@@ -587,8 +587,10 @@ def health_notes(flags: FlagValues, found: CheckSpec) -> list[str]:
     return found_notes
 
 
-def _number(flags: FlagValues, dest: str, wants: str, fits: Callable[[float], bool]) -> float:
+def _number(flags: FlagValues, dest: str, expects: str, fits: Callable[[float], bool]) -> float:
     value = float(flags.value(dest))
     if not (math.isfinite(value) and fits(value)):
-        raise UsageError(f"--{dest.replace('_', '-')}={value:g} is not {wants}", config.EXIT_USAGE)
+        raise UsageError(
+            f"--{dest.replace('_', '-')}={value:g} is not {expects}", config.EXIT_USAGE
+        )
     return value

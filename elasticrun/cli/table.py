@@ -30,7 +30,7 @@ class Flag(NamedTuple):
     help: str
     group: str
     kind: Callable[[str], Any] | None = None
-    wants: str = "a value"
+    expects: str = "a value"
     default: Any = None
     choices: tuple[str, ...] = ()
     metavar: str = ""
@@ -201,8 +201,8 @@ def _flag(
     origin: str = TORCHRUN,
     **more: Any,
 ) -> Flag:
-    convert, wants = kind
-    return Flag(name, help, "", convert, wants, default, metavar=metavar, origin=origin, **more)
+    convert, expects = kind
+    return Flag(name, help, "", convert, expects, default, metavar=metavar, origin=origin, **more)
 
 
 def _switch(name: str, help: str, origin: str = TORCHRUN, **more: Any) -> Flag:

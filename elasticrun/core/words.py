@@ -72,12 +72,12 @@ def nearest(word: str, names: Iterable[str]) -> str:
     names = list(names)
     if word in names:
         return ""
-    begun = sorted(name for name in names if len(word) > 3 and name.startswith(word))
+    longer = sorted(name for name in names if len(word) > 3 and name.startswith(word))
     swapped = sorted(name for name in names if sorted(name) == sorted(word))
     close = difflib.get_close_matches(word, names, 1, 0.75)
     cut = len(word) - 1  # the beginning of a longer name, with one letter too many
     found = (
-        begun[:1]
+        longer[:1]
         or swapped[:1]
         or close
         or sorted(name for name in names if cut > 3 and name.startswith(word[:cut]))[:1]

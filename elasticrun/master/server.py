@@ -69,7 +69,7 @@ MAX_REACHING: Final = 32
 """Maximum number of concurrent `reach` requests; each holds one connection of ours for DIAL_LIMIT
 at most."""
 
-DEAF: Final = 2.5 * BEAT_INTERVAL
+MAX_GAP: Final = 2.5 * BEAT_INTERVAL
 """Seconds without any message after which silence proves nothing about a node: two nodes send
 heartbeats more often than that."""
 
@@ -476,7 +476,7 @@ class Listening:
     def on_message(self) -> float:
         """A message arrived on some stream; returns the time."""
         now = self._clock()
-        if now - self._last > DEAF:
+        if now - self._last > MAX_GAP:
             self._since = now
         self._last = now
         return now
@@ -490,7 +490,7 @@ class Listening:
         heartbeat interval for this many streams explains; 0.0 if this process may not have been
         listening."""
         now = self._clock()
-        if now - self._last > DEAF:
+        if now - self._last > MAX_GAP:
             return 0.0
         slack = beat_interval(streams) - BEAT_INTERVAL
         return max(0.0, now - max(last, self._since) - slack)

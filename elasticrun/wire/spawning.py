@@ -443,13 +443,13 @@ def server_words(
     ]
 
 
-def warm_command(place: Path, *, idle: float, tells: int) -> list[str]:
+def warm_command(place: Path, *, idle: float, fd: int) -> list[str]:
     """The command line of a warm process, which is that of a fork server without an agent: the path
     of its socket, seconds until it exits when idle, the descriptor on which it reports that it is
     ready."""
     return [
         *(sys.executable, "-u", str(SERVER_FILE), f"--warm={place}", f"--idle={idle!r}"),
-        *(f"--tells={tells}", " " * ARGV_PAD),
+        *(f"--tells={fd}", " " * ARGV_PAD),
     ]
 
 

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from elasticrun.config import EXIT_FAILED
 from elasticrun.master import server
-from elasticrun.master.server import DEAF, LOG_EVERY, Listening, Refusals
+from elasticrun.master.server import LOG_EVERY, MAX_GAP, Listening, Refusals
 from elasticrun.wire import messages as m
 from elasticrun.wire.auth import MASTER_HAS_NONE, OTHER_JOB, TOKEN_WANTED, Guest, reader_token
 from elasticrun.wire.rpc.channel import (
@@ -304,7 +304,7 @@ def beats(listening: Listening, clock: Clock, until: float, every: float) -> Non
         # 5,000 nodes beat every 10 s: 5 s without a word of one of them are nothing
         (1005.0, 0.1, 0.0, 1000.0, 5000, 0.0),
         (1014.0, 0.1, 0.0, 1000.0, 5000, 5.0),
-        (1010.0, DEAF, 0.0, 1000.0, 2, 10.0),
+        (1010.0, MAX_GAP, 0.0, 1000.0, 2, 10.0),
         (1000.0, 1.0, 5.0, 1000.0, 1, 0.0),
     ],
     ids=[

@@ -264,18 +264,18 @@ def later_pass(
             groups.append((node,))
     if any(slow.values()):
         there = {node for group in groups for node in group}
-        wanted = BESIDE - sum(one.node in there and not one.is_found_slow for one in good)
-        groups.extend(_beside(free, trials, max(0, wanted)))
+        needed = BESIDE - sum(one.node in there and not one.is_found_slow for one in good)
+        groups.extend(_beside(free, trials, max(0, needed)))
     return groups
 
 
-def _beside(free: Iterable[str], trials: Mapping[str, Trial], wanted: int) -> list[Nodes]:
-    """Nodes that are measured only for the comparison: `wanted` from the middle of `free`, which
+def _beside(free: Iterable[str], trials: Mapping[str, Trial], count: int) -> list[Nodes]:
+    """Nodes that are measured only for the comparison: `count` from the middle of `free`, which
     has the fastest first. The fastest of many was partly fast by chance, and would seem to have
     lost speed."""
     idle = [node for node in free if not trials[node].alone]
-    first = max(0, len(idle) - wanted) // 2
-    return [(node,) for node in idle[first : first + wanted]]
+    first = max(0, len(idle) - count) // 2
+    return [(node,) for node in idle[first : first + count]]
 
 
 def _seekers(open_: Sequence[Trial], failed: Iterable[FailedGroup]) -> list[list[Trial]]:

@@ -216,7 +216,7 @@ class Check:
         self.verdicts.append(NodeVerdict(node, kind, reason))
 
 
-TRIES = 2
+MAX_OWN_FAILURES = 2
 """A node is convicted when its own probes have failed this often."""
 
 
@@ -569,7 +569,7 @@ class NetCheck:
             known.standing, known.visit = Standing.ALONE, None
             return
         visit.failures.append(f"in {answer.phase} ({quoted(answer.reason)})")
-        if len(visit.failures) < TRIES:
+        if len(visit.failures) < MAX_OWN_FAILURES:
             visit.again = True
             self._again.append(node)
             return

@@ -236,7 +236,7 @@ PATIENCE = 5.0
 """Nodes that report nothing for this many seconds after another has reported, or for twice the time
 its report covers if that is longer, are not waited for; they are silent."""
 
-WORTH = 0.5
+MIN_COST = 0.5
 """A slow node must cost at least this fraction of what a node at exactly the ratio would cost if
 steps were all own work. With a ratio of 1.5 that is a sixth of the step. If steps are mostly
 waiting for the network, a node whose small own part is twice the others' costs the job nothing."""
@@ -383,7 +383,7 @@ class Stragglers:
 
     def _costs(self, pace: _Pace, excess: float) -> bool:
         """Whether a node with so much more work than the others costs the job something."""
-        return excess * self._ratio >= WORTH * (self._ratio - 1.0) * pace.seconds()
+        return excess * self._ratio >= MIN_COST * (self._ratio - 1.0) * pace.seconds()
 
     @staticmethod
     def _evidence(pace: _Pace, others: Sequence[_Pace], now: float) -> str:

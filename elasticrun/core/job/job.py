@@ -369,7 +369,7 @@ class Job:
             return
         ctx.membership.corroborate(node, rdzv.last.is_concerned, now)
         if rdzv.phase is Phase.RUNNING and rdzv.last.is_member(node):
-            verdict = ctx.restarts.verdict(self._trouble(), now)
+            verdict = ctx.restarts.verdict(self._member_problem(), now)
             reason = verdict.reason
             if verdict.bill is Bill.NOTHING and rdzv.is_incomplete(now):
                 # who is to blame is open until all nodes have redialled; what failed is known
@@ -413,12 +413,12 @@ class Job:
         """Decide and act until the decision is to wait or the job ends."""
         ctx, restarts, health = self._ctx, self._ctx.restarts, self._streams.health
         for _ in range(MAX_DECISIONS):
-            if (end := self._due_end()) is not None:
+            if (end := self._end_now()) is not None:
                 self._conclude(*end)
                 return
             gate, has_failed = None, restarts.window.opened_at is not None
             if has_failed:
-                gate = restarts.judge(self._trouble(), ctx.rdzv.formed_at, ctx.now)
+                gate = restarts.judge(self._member_problem(), ctx.rdzv.formed_at, ctx.now)
             if gate is not None and gate.end is not None:
                 self._conclude(gate.code, gate.end)
                 return
@@ -426,12 +426,12 @@ class Job:
             if decision.verb is Verb.FORM and gate is not None:
                 decision = Decision(Verb.WAIT, gate.reason, gate.until)
             if decision.verb is Verb.FORM:
-                if has_failed and self._reconsider():
+                if has_failed and self._attribute_failure():
                     continue
                 held = health.hold()
                 if held is None:
                     if not health.keep_out_doubted():
-                        self._form(decision.nodes)
+                        self._form_round(decision.nodes)
                     continue
                 decision, gate = held, None
             if decision.verb is Verb.WAIT:
@@ -445,7 +445,7 @@ class Job:
             self._reopen_free_of_charge(decision.reason)
         raise RuntimeError("the rendezvous does not settle")
 
-    def _due_end(self) -> tuple[int, Reason] | None:
+    def _end_now(self) -> tuple[int, Reason] | None:
         """Exit code and reason if the job ends now regardless of rounds."""
         if self._conclusion is not None:
             code, reason = self._conclusion
@@ -470,7 +470,7 @@ class Job:
             saved = saved or self._saving.is_left_in_storage()
         return code_of(Ending.SAVED if saved else Ending.TOO_FEW)
 
-    def _trouble(self) -> Reason | None:
+    def _member_problem(self) -> Reason | None:
         """Which member is lost or suspect; None if all are well."""
         rdzv, restarts = self._ctx.rdzv, self._ctx.restarts
         if loss := rdzv.loss:
@@ -496,7 +496,7 @@ class Job:
             return None
         return cause, why
 
-    def _reconsider(self) -> bool:
+    def _attribute_failure(self) -> bool:
         """A round could form after a failed one. Return whether to decide again, because a node was
         put in backoff or an innocent one was admitted."""
         ctx, rdzv, now = self._ctx, self._ctx.rdzv, self._ctx.now
@@ -514,7 +514,7 @@ class Job:
             self._send_wait_reason(cause.node)
             return True
         last = ctx.restarts.window.cause
-        innocent = attribution.cleared(last, now) if last and not self._trouble() else ""
+        innocent = attribution.cleared(last, now) if last and not self._member_problem() else ""
         if last is not None and innocent:
             if innocent in rdzv.backing_off:
                 rdzv.backing_off.put(innocent, now, "acquitted")
@@ -573,10 +573,10 @@ class Job:
         self._recorder.record()
         ctx.broadcast(members, m.Stop(round_.name, why, code))
 
-    def _form(self, limit: int) -> None:
+    def _form_round(self, limit: int) -> None:
         """Settle the cost of the last round, and assign every member its place in the next."""
         ctx, rdzv, restarts, now = self._ctx, self._ctx.rdzv, self._ctx.restarts, self._ctx.now
-        trouble, points, last = self._trouble(), self._snapshots.points, self._ctx.round
+        trouble, points, last = self._member_problem(), self._snapshots.points, self._ctx.round
         has_failed = restarts.window.opened_at is not None
         to_save = (
             has_failed or trouble is not None or points.knows_round_from_agents

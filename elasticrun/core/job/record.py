@@ -72,8 +72,8 @@ class Recorder:
     def _facts(self) -> Facts:
         """O(nodes)."""
         ctx, now, round_ = self._ctx, self._ctx.now, self._ctx.round
-        here = (Health.ALIVE, Health.SUSPECT)
-        keep = {node.id for node in ctx.nodes.values() if node.health in here}
+        present = (Health.ALIVE, Health.SUSPECT)
+        keep = {node.id for node in ctx.nodes.values() if node.health in present}
         keep.update(round_.members if round_ else ())
         return Facts(
             spec=ctx.spec,

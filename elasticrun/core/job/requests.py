@@ -102,14 +102,14 @@ class OperatorRequests:
 
     def _exclude(self, request: m.Request) -> _Done:
         ctx = self._ctx
-        here = {node: ctx.nodes[node].host for node in ctx.membership.present}
-        node = _find(request.node, here)
+        present = {node: ctx.nodes[node].host for node in ctx.membership.present}
+        node = _find(request.node, present)
         if node is None:
-            raise RequestRejected(f"the job has no node {request.node}{_known(list(here))}")
-        if len(here) == 1:
+            raise RequestRejected(f"the job has no node {request.node}{_known(list(present))}")
+        if len(present) == 1:
             raise RequestRejected(f"{node} is the job's only node: elasticrun stop ends the job")
         self._streams.exclude([(node, Excluded(ASKED, text(_by(request, "asked"))))])
-        low, left = ctx.spec.min_nodes, len(here) - 1
+        low, left = ctx.spec.min_nodes, len(present) - 1
         waits = f"; {left} of {low} nodes are left, so the job waits for more" if left < low else ""
         return (f"node {node} is excluded for {ctx.spec.checks.exclude_for:g} s{waits}",)
 

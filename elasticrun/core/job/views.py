@@ -97,8 +97,8 @@ def job_status(
 
 def _node(ctx: JobContext, node: Node, reason: str, health: str) -> NodeStatus:
     hello = node.known_hello  # None: a member of a restored round that has not attached yet
-    here = ctx.rdzv.last.is_member(node.id)
-    seat = ctx.round.members.get(node.id) if ctx.round and here else None
+    is_member = ctx.rdzv.last.is_member(node.id)
+    seat = ctx.round.members.get(node.id) if ctx.round and is_member else None
     ranks = seat.ranks if seat else 0
     return NodeStatus(
         node=node.id,
@@ -110,6 +110,6 @@ def _node(ctx: JobContext, node: Node, reason: str, health: str) -> NodeStatus:
         group_rank=seat.group_rank if seat else -1,
         first_rank=seat.first_rank if seat else -1,
         local_world_size=hello.local_world_size if hello else ranks,
-        pids=node.pids if here else (),
+        pids=node.pids if is_member else (),
         health=health,
     )

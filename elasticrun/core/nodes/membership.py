@@ -312,9 +312,9 @@ class Membership:
                 for node in silent:
                     self._deadlines.arm(node, until)
                 due = [node for node in due if nodes[node].corroborated]
-        return [self._die(nodes[node], now) for node in due]
+        return [self._declare_dead(nodes[node], now) for node in due]
 
-    def _die(self, node: Node, now: float) -> Death:
+    def _declare_dead(self, node: Node, now: float) -> Death:
         how = node.reason
         if not isinstance(how, LostContact):  # its stream is open
             how = LostContact("mute", now - node.last_heard)

@@ -139,7 +139,7 @@ class Debounce:
             if self._open:
                 self._held_since = min(self._held_since, now)
 
-    def holds(self) -> float | None:
+    def holds_until(self) -> float | None:
         """Until when the response to the latest event must wait; None or a past time: not at
         all."""
         if not (self._answered and self._open) or len(self._seen) < 2:
@@ -169,7 +169,7 @@ class JoinWindow:
         self._appeared = 0
         self._running = False  # a round has formed
         self._starting = False  # it is the job's first
-        self._apart = False  # and its nodes arrive one after another
+        self._is_spread_out = False  # and its nodes arrive one after another
         self._formed_at = 0.0
         self._flapping: dict[str, None] = {}  # appeared and left again since the round formed
         self._opened: float | None = None  # when the first of the pending nodes joined
@@ -214,7 +214,7 @@ class JoinWindow:
     def job_began(self) -> None:
         """The round that has just formed is the job's first."""
         self._starting = True
-        self._apart = self._starts.gap > 2.0 * LAST_CALL_QUIET
+        self._is_spread_out = self._starts.gap > 2.0 * LAST_CALL_QUIET
 
     def admission(
         self, size: int, possible: int, largest: int, announced: bool
@@ -240,12 +240,12 @@ class JoinWindow:
         missing = largest - possible
         starting = self._starting and self._spec.grow != "now"
         if starting and missing > 2 and possible <= missing:
-            self._apart = True
-        if starting and self._apart:
-            due = self._starts.holds()
+            self._is_spread_out = True
+        if starting and self._is_spread_out:
+            due = self._starts.holds_until()
             reason = AtDoor("start")
         elif size >= STORM_NODES:
-            due = self._returns.holds()
+            due = self._returns.holds_until()
             reason = AtDoor("returns")
         else:
             return None

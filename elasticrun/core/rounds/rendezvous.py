@@ -155,14 +155,14 @@ class Rendezvous:
         self._recount = False  # check again whether there are enough nodes
         self.formed_at = 0.0
         """When the last round formed; 0.0 if there was none."""
-        self._starved_since: float | None = now
+        self._short_since: float | None = now
         self._count = Count()
 
     def _set_size(self, spec: JobSpec) -> None:
         self._spec = spec
         self._largest = spec.max_nodes // spec.node_unit * spec.node_unit
         fixed = spec.min_nodes == spec.max_nodes and spec.max_restarts == 0
-        self._impatient = fixed and not spec.nodes_return
+        self._gives_up_at_loss = fixed and not spec.nodes_return
 
     def scale(self, spec: JobSpec) -> None:
         """An operator has changed the number of nodes. A running round with more nodes ends, and
@@ -435,7 +435,7 @@ class Rendezvous:
         """End the running round; return the members that must be told to stop their ranks. Members
         that this master has not heard since it started have the grace period to redial."""
         self.phase = Phase.GATHERING
-        self._starved_since = None
+        self._short_since = None
         to_stop = []
         for node, stage in self.last.stages.items():
             if node in self.last.away or node in self.last.leaving:
@@ -456,7 +456,7 @@ class Rendezvous:
 
     def facts(self, now: float) -> RendezvousFacts:
         """The state of the last round, for the record."""
-        last, running, since = self.last, self.phase is Phase.RUNNING, self._starved_since
+        last, running, since = self.last, self.phase is Phase.RUNNING, self._short_since
         why = {} if last.why_stopped is None else {"over": last.why_stopped}
         why |= {"lost": last.lost[0]} if last.lost else {}
         return RendezvousFacts(
@@ -479,7 +479,7 @@ class Rendezvous:
     def restore(self, facts: RendezvousFacts, now: float) -> None:
         """Restore the record. The time without a master does not count as a wait for nodes."""
         self.takeover.grant(now)
-        self._starved_since = now - facts.starved if facts.starved else None
+        self._short_since = now - facts.starved if facts.starved else None
         if facts.blind:
             self.takeover.expect_round(now)
 
@@ -550,7 +550,7 @@ class Rendezvous:
             takeover.given_up_ranks, takeover.unseen_ranks = takeover.unseen_ranks, 0
             self._recount = True
         settled = now >= takeover.grace_until  # nodes that had to redial have had their time
-        if decision is None and self._recount and last.lost and self._impatient and settled:
+        if decision is None and self._recount and last.lost and self._gives_up_at_loss and settled:
             self._recount = False
             here = last.staying().union(self.ready, self._announced, self.backing_off, self._kept)
             if len(here) < self._spec.min_nodes:
@@ -628,11 +628,11 @@ class Rendezvous:
             self._end_backoffs_if_needed(now)
         usable = self._usable(len(self.ready))
         if usable < self._spec.min_nodes:
-            return self._starve(now)
-        self._starved_since = None
+            return self._wait_for_nodes(now)
+        self._short_since = None
         if self._others_may_train() and now < self._stopped_by():
             return Decision(Verb.WAIT, MasterIsNew("half"), self._stopped_by())
-        storm = self._storm.holds() if len(last.stages) >= STORM_NODES else None
+        storm = self._storm.holds_until() if len(last.stages) >= STORM_NODES else None
         if storm is not None and now < storm:
             return Decision(Verb.WAIT, Storm(), storm)
         if usable >= self._largest or last.stages:
@@ -679,12 +679,12 @@ class Rendezvous:
                 self.backing_off.lift(node)
                 self.join(node, now, not_before=now)
 
-    def _starve(self, now: float) -> Decision:
+    def _wait_for_nodes(self, now: float) -> Decision:
         self._call.cancel()
-        if self._starved_since is None:
-            self._starved_since = now
+        if self._short_since is None:
+            self._short_since = now
             self._count.restart()
-        until = max(self._starved_since + self._spec.join_timeout, self.takeover.grace_until)
+        until = max(self._short_since + self._spec.join_timeout, self.takeover.grace_until)
         unit = self._spec.node_unit
         needed = -(-self._spec.min_nodes // unit) * unit
         why = self.loss or self._shortage or next(iter(self._kept.values()), None)

@@ -14,7 +14,7 @@ from elasticrun.wire.messages import JobSpec
 
 MICROS = 1_000_000
 
-WORTH = 0.005
+MIN_SAVED = 0.005
 """Advice is given if it would have saved at least this share of all slots' time."""
 
 LONG_ENOUGH = 600 * MICROS
@@ -108,7 +108,7 @@ def goodput(found: Account, spec: JobSpec) -> Goodput:
 def _line(found: Account, ettr: float, price: float) -> str:
     share = found.useful / found.total
     ratio = ""
-    if abs(ettr - share) >= WORTH and ettr >= 0.0:
+    if abs(ettr - share) >= MIN_SAVED and ettr >= 0.0:
         ratio = f"; ETTR, the share of wall time, {100 * ettr:.1f} %"
     if found.steps_reported:
         head = f"goodput {100 * share:.1f} % (rank time in steps that were kept{ratio})"
@@ -174,7 +174,7 @@ def _advice(found: Account, spec: JobSpec) -> str:
         return ""
     saved, what = max(_savings(found, spec), default=(0, ""))
     share = saved / found.total
-    return f"{what} would have saved about {100 * share:.1f} %" if share >= WORTH else ""
+    return f"{what} would have saved about {100 * share:.1f} %" if share >= MIN_SAVED else ""
 
 
 def _savings(found: Account, spec: JobSpec) -> Iterator[tuple[int, str]]:

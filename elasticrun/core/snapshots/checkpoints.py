@@ -515,13 +515,13 @@ class Checkpoints:
     def _end_attempt(self, attempt: Attempt, *, ok: bool, reason: str) -> None:
         order = m.PersistOver(attempt.name, *attempt.plan.key, ok=ok, reason=reason)
         self._attempt = None
-        here = tuple(node for node in attempt.parts if node in self._points.reports)
+        present = tuple(node for node in attempt.parts if node in self._points.reports)
         for node in attempt.parts:
             self._ended[node] = [*self._ended.get(node, ()), order][-MOST_ENDED:]
         while len(self._ended) > MOST_NODES:
             self._ended.pop(next(iter(self._ended)))
-        if here:
-            self._outbox.send(order, *here)
+        if present:
+            self._outbox.send(order, *present)
         self._points.stay_no_longer(attempt.parts)
 
 

@@ -357,8 +357,8 @@ class WorkerGroup:
         """A Start while ranks of a round are alive here: the same one again, or one that must
         wait."""
         if self._ctx.start is not None and self._is_newer(order):
-            begun = text_and_code(reasons.OtherRound(str(order.round), begun=True))
-            self._stop(m.Stop(self._ctx.start.round, *begun), now)
+            newer = text_and_code(reasons.OtherRound(str(order.round), begun=True))
+            self._stop(m.Stop(self._ctx.start.round, *newer), now)
 
     def _stop(self, order: m.Stop, now: float) -> None:
         """STARTING, RUNNING or FINISHED: stop the ranks of this round, then join the next."""

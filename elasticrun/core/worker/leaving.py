@@ -246,9 +246,7 @@ class Draining:
         ctx = self._ctx
         self.cause = event
         self._expect_repeat(event, now)
-        if (
-            self._requested <= self._written
-        ):  # for an earlier departure; else it also serves this one
+        if self._requested <= self._written:  # for an earlier departure; else it serves both
             self._requested = -1
         ctx.deadlines.arm("departing", now + self._grace)
         ctx.reason = Departs(event.name)

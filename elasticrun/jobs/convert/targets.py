@@ -82,11 +82,11 @@ def slurm_words(job: ForeignJob, document: Document) -> list[str]:
         document.note(f"{path}.{name}", f"left out: {why}")
     others = sorted(set(pod) - {"containers", "volumes"})
     others += ["side containers"] if len(pod["containers"]) > 1 else []
-    others += [name for name, said in (
+    others += [name for name, given in (
         ("metadata.namespace", job.namespace), ("suspend", job.suspend), ("gang", job.gang),
         ("successPolicy", job.success),
         *((f"runPolicy.{one}", one != "activeDeadlineSeconds") for one in job.policy),
-    ) if said]  # fmt: skip
+    ) if given]  # fmt: skip
     if others:
         document.note(
             "spec", f"left out: {', '.join(others)}: a script for Slurm has no such thing"

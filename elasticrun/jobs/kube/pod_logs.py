@@ -67,11 +67,11 @@ Shown = Callable[[ObservedPod, str], None]
 def selected_pods(found: Iterable[ObservedPod], query: PodLogQuery) -> list[ObservedPod]:
     """The existing pods to show. Without a selection: the pod that failed first if all have failed,
     else the newest of the first node."""
-    begun = [pod for pod in found if pod.started]
+    started = [pod for pod in found if pod.started]
     if query.node or query.index:
-        named = [pod for pod in begun if query.selects(pod)]
+        named = [pod for pod in started if query.selects(pod)]
         return named if query.node or query.everything else named[-1:]
-    nodes = [pod for pod in begun if pod.index != MASTER]
+    nodes = [pod for pod in started if pod.index != MASTER]
     if query.several:
         return nodes
     if not any(pod.is_active or pod.phase == "Succeeded" for pod in nodes):

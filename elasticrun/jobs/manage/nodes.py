@@ -107,8 +107,8 @@ def _masters() -> Iterator[tuple[str, JobMaster]]:
         folders = all_runs(runs_root(os.environ))
     for folder in folders:
         job = folder.job()
-        gone = os.path.realpath(folder.path) in here or folder.state() in ENDED
-        if job is None or job.where == "local" or gone:
+        is_over = os.path.realpath(folder.path) in here or folder.state() in ENDED
+        if job is None or job.where == "local" or is_over:
             continue
         with contextlib.suppress(NotAnswered):
             yield job.name, master_of(folder)

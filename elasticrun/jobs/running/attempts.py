@@ -96,16 +96,16 @@ def attempt_titles(found: Sequence[RankFiles], end: AttemptEnd | None) -> Attemp
     return AttemptTitles(tuple(failed[rank][2] for rank in order), titles, titles.pop(-1, ""))
 
 
-def attempt_ends(folder: RunFolder | None, begun: Sequence[float]) -> list[AttemptEnd | None]:
-    """The end of each incarnation. `begun`: their start times, seconds since 1970, ascending."""
-    if folder is None or not begun:
-        return [None] * len(begun)
+def attempt_ends(folder: RunFolder | None, starts: Sequence[float]) -> list[AttemptEnd | None]:
+    """The end of each incarnation. `starts`: their start times, seconds since 1970, ascending."""
+    if folder is None or not starts:
+        return [None] * len(starts)
     now = time.time()
     rows = [row for row in read(folder.path / INCIDENTS, now) if row.cause not in NO_FAILURE]
-    ends = [*begun[1:], float("inf")]
+    ends = [*starts[1:], float("inf")]
     found = [
         next((_of_row(row) for row in rows if start <= now - row.age < end), None)
-        for start, end in zip(begun, ends, strict=True)
+        for start, end in zip(starts, ends, strict=True)
     ]
     result = folder.result()
     if found[-1] is None and result is not None and result.failed_rank >= 0:

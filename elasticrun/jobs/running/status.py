@@ -252,7 +252,7 @@ def _lines(page: JobStatus) -> list[str]:
         "time: ": page.goodput,
         "outcome: ": page.outcome,
     }
-    return lines + [word + said for word, said in more.items() if said]
+    return lines + [word + value for word, value in more.items() if value]
 
 
 def _excluded(page: JobStatus) -> list[str]:
@@ -356,7 +356,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         for one in whole:
             progress = RunFolder(Path(one.run)).newest_metrics() if one.run else ""
             more = {"progress": progress, "page": one.page, "tensorboard": one.tensorboard}
-            for word in [word for word, said in more.items() if said]:
+            for word in [word for word, value in more.items() if value]:
                 print(f"{word}: {more[word]}")
     return 1 if silent else 0
 

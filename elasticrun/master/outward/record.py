@@ -65,8 +65,8 @@ def open_placed(config: MasterConfig, hosted: bool) -> OpenRun | str:
     """Open the folder that the user named, or return a sentence if its job has already succeeded
     and is not run again. RunRefused, OSError."""
     at = Path(config.launch.run.folder).absolute()
-    here = RankProgram(config.launch.run.program, config.launch.run.workdir or os.getcwd())
-    if not config.launch.run.fresh and (sentence := already_succeeded(at, here)):
+    program = RankProgram(config.launch.run.program, config.launch.run.workdir or os.getcwd())
+    if not config.launch.run.fresh and (sentence := already_succeeded(at, program)):
         return sentence
     return _open_named(config, hosted, at, goes_on=False)
 

@@ -129,8 +129,8 @@ class StatusPage:
         if code == 200 and scope["path"] == "/events" and scope["method"] == "GET":
             await send(_start(200, {"content-type": "text/event-stream; charset=utf-8"}))
             whole = self._readers.trusts(scope)
-            looks = whole and "hidden" not in query(scope)
-            await self._streams.serve(receive, send, whole=whole, samples=looks)
+            samples = whole and "hidden" not in query(scope)
+            await self._streams.serve(receive, send, whole=whole, samples=samples)
             return
         if code == 200 and scope["path"] == "/metrics" and self._render is None:
             self._render = await asyncio.to_thread(metrics_writer, self._loop)  # it imports

@@ -232,7 +232,7 @@ def _object(fields: dict[str, bytes]) -> bytes:
 def for_strangers(picture: Picture) -> Picture:
     """The picture without paths, arguments and output of the script."""
     verdict, spent = picture.verdict, picture.goodput
-    says = "something long" if verdict is not None and verdict.says else ""
+    declared = "something long" if verdict is not None and verdict.says else ""
     return replace(
         picture,
         status=status_for_strangers(picture.status),
@@ -240,7 +240,7 @@ def for_strangers(picture: Picture) -> Picture:
         ranks=tuple(_rank_for_strangers(row) for row in picture.ranks),
         incidents=tuple(_incident_for_strangers(row) for row in picture.incidents),
         verdict=(
-            replace(verdict, sentence=verdict.kind, said=(), folder="", says=says, place="")
+            replace(verdict, sentence=verdict.kind, said=(), folder="", says=declared, place="")
             if verdict
             else None
         ),

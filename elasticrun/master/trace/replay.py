@@ -378,7 +378,7 @@ class _Player:
                 return words.effect_in_words(effect)
 
     def _sends_in_short(self, sends: list[events.Send]) -> str:
-        sessions = tuple(session for tell in sends for session in tell.sessions)
+        sessions = tuple(session for send in sends for session in send.sessions)
         order = sends[0].order
         number = f" {order.round.number}" if isinstance(order, m.Start) else ""
         return f"-> {self._names(sessions)}: {type(order).__name__}{number}, each its own"

@@ -12,10 +12,10 @@ from tests.simulator.script import DEFAULT_SPEC
 
 def test_the_first_answer_is_never_held_back() -> None:
     one = Debounce(60.0)
-    assert one.holds() is None
+    assert one.holds_until() is None
     for number in range(17):
         one.record(number, 0.1 * number)
-    assert one.holds() is None
+    assert one.holds_until() is None
 
 
 def test_what_happens_after_an_answer_waits_for_silence() -> None:
@@ -25,9 +25,9 @@ def test_what_happens_after_an_answer_waits_for_silence() -> None:
     one.record("b", 8.0)
     for number in range(16):
         one.record(number, 8.0 + 0.1 * (number + 1))
-    assert one.holds() == pytest.approx(9.6 + 60.0)
+    assert one.holds_until() == pytest.approx(9.6 + 60.0)
     one.answered(30.0)
-    assert one.holds() is None
+    assert one.holds_until() is None
 
 
 @pytest.mark.parametrize(
@@ -45,9 +45,9 @@ def test_a_second_thing_after_an_answer(
     one = Debounce(60.0)
     one.record("a", 0.0)
     one.answered(1.0, wholly=wholly)
-    assert one.holds() is None, "one alone is no series"
+    assert one.holds_until() is None, "one alone is no series"
     one.record(what, at)
-    assert one.holds() == until
+    assert one.holds_until() == until
 
 
 def test_an_event_that_does_not_end_is_answered_and_then_no_more_waited_for() -> None:
@@ -56,10 +56,10 @@ def test_an_event_that_does_not_end_is_answered_and_then_no_more_waited_for() ->
     one.answered(1.0)
     for number in range(1, 40):
         one.record(number, 20.0 * number)
-    assert one.holds() == 320.0, "300 s after the first that was not answered"
+    assert one.holds_until() == 320.0, "300 s after the first that was not answered"
     one.answered(320.0)
     one.record("next", 800.0)
-    assert one.holds() == 320.0, "long past"
+    assert one.holds_until() == 320.0, "long past"
 
 
 # ---------------------------------------------------------------- the door

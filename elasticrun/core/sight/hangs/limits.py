@@ -15,7 +15,7 @@ from typing import Final
 from elasticrun.core.context import JobContext
 from elasticrun.core.deadlines import earliest
 from elasticrun.core.sight.hangs.schedule import FIRST_SAMPLE, SECOND_SAMPLE
-from elasticrun.core.sight.hangs.states import GRAIN, Opinion, Still
+from elasticrun.core.sight.hangs.states import ROUNDING, Opinion, Still
 from elasticrun.core.sight.hangs.stillness import Place, Places, place_of
 from elasticrun.core.sight.hangs.waiting import Impasse, Klass
 
@@ -53,12 +53,12 @@ class HangLimits:
     def is_shown(self, still: Still, opinion: Opinion, at: float) -> bool:
         """Whether it has held long enough at time `at`."""
         klass = Klass.STRONG if opinion.impasse.held else opinion.impasse.klass
-        return at + GRAIN >= _shown_since(still, opinion) + SHOWN_AFTER[klass]
+        return at + ROUNDING >= _shown_since(still, opinion) + SHOWN_AFTER[klass]
 
     def needs_stacks(self, still: Still, opinion: Opinion) -> bool:
         """Whether users see the verdict after a sample taken now, and the message needs stacks."""
         klass = opinion.impasse.klass
-        due = self._ctx.now + GRAIN >= _shown_since(still, opinion) + SHOWN_AFTER[klass]
+        due = self._ctx.now + ROUNDING >= _shown_since(still, opinion) + SHOWN_AFTER[klass]
         return due and klass is not Klass.WEAK
 
     def ends_at(self, still: Still, opinion: Opinion, *, first: bool) -> float | None:

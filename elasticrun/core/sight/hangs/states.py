@@ -26,13 +26,13 @@ from typing import Final
 from elasticrun.core.sight.hangs.sample import Sample
 from elasticrun.core.sight.hangs.waiting import Impasse, Scene, Sighting, fingerprint, judge
 
-APART: Final = 4.0
+MIN_APART: Final = 4.0
 """Seconds between two samples below which they count as one."""
 
-GRAIN: Final = 0.001
+ROUNDING: Final = 0.001
 """Seconds by which a sample may be early because of rounding."""
 
-TORCH: Final = 0.8
+TORCH_FRACTION: Final = 0.8
 """Stacks are taken when this fraction of torch's own limit for a collective has passed: at its end
 torch kills the ranks, and their stacks are lost."""
 
@@ -123,7 +123,7 @@ class Still:
 
     def seconds(self, at: float) -> float:
         """For how long nothing has moved at that time."""
-        return at - self.since + GRAIN
+        return at - self.since + ROUNDING
 
     @property
     def opinion(self) -> Opinion | None:
@@ -153,7 +153,7 @@ class Still:
         counters = fingerprint(sightings)
         if before is None or before.counters != counters or not before.impasse.is_like(impasse):
             self.belief = Suspected(Opinion(impasse, counters, sample.at, sample.at, away))
-        elif sample.at - before.at >= APART:
+        elif sample.at - before.at >= MIN_APART:
             self.belief = Agreed(Opinion(impasse, counters, sample.at, before.first_at, away))
 
     def _note_torch_limits(self, sample: Sample, sightings: list[Sighting]) -> None:
@@ -163,7 +163,10 @@ class Still:
             for at in one.seen.at:
                 if at.limit > 0.0 and at.entered > at.done:
                     ends.append(
-                        (sample.at + at.limit - at.age, sample.at + TORCH * at.limit - at.age)
+                        (
+                            sample.at + at.limit - at.age,
+                            sample.at + TORCH_FRACTION * at.limit - at.age,
+                        )
                     )
         self.dump.torch_ends, self.dump.due = min(ends, default=(None, None))
 

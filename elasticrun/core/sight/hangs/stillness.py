@@ -14,7 +14,7 @@ from elasticrun.core.persisted import LongWait
 Place = NewType("Place", str)
 """File, function and library: "train.py load_shard torch.utils.data"."""
 
-FACTOR: Final = 5.0
+WAIT_FACTOR: Final = 5.0
 """A place may take this many times the longest wait there that ended well."""
 
 SHORTEST: Final = 60.0
@@ -41,11 +41,11 @@ rendezvous, whose own limits are as long."""
 MOST: Final = 256
 """Maximum number of places; the one seen longest ago is dropped first."""
 
-WORTH: Final = 5.0
+MIN_WAIT: Final = 5.0
 """Waits shorter than this many seconds are not remembered: every step has some."""
 
 
-NEWS: Final = 1.2
+NEWS_FACTOR: Final = 1.2
 """A wait longer than the longest known one times this is recorded at once."""
 
 
@@ -65,18 +65,18 @@ class Places:
     def learn(self, place: Place, seconds: float) -> bool:
         """A wait at this place ended well after `seconds`. Return whether that should be
         recorded."""
-        if not place or seconds < WORTH:
+        if not place or seconds < MIN_WAIT:
             return False
         before = self._longest.pop(place, 0.0)
         self._longest[place] = max(seconds, before)
         if len(self._longest) > MOST:
             del self._longest[next(iter(self._longest))]
-        return seconds > NEWS * before
+        return seconds > NEWS_FACTOR * before
 
     def limit(self, place: Place, *, first: bool) -> float:
         """Seconds that a rank may be waited for there. `first`: no rank has moved in this round."""
         known = self._longest.get(place)
-        found = _prior(place) if known is None else min(max(FACTOR * known, SHORTEST), LONGEST)
+        found = _prior(place) if known is None else min(max(WAIT_FACTOR * known, SHORTEST), LONGEST)
         return max(found, FIRST) if first else found
 
     def record(self) -> tuple[LongWait, ...]:

@@ -35,7 +35,7 @@ from elasticrun.core.sight.hangs.schedule import (
     next_sample,
 )
 from elasticrun.core.sight.hangs.states import (
-    GRAIN,
+    ROUNDING,
     Acted,
     Agreed,
     Moving,
@@ -341,7 +341,7 @@ class Watch:
         final, dump = False, still.dump
         if isinstance(still.belief, Agreed) and not isinstance(still.notice, Acted):
             ends = self._ends_at(still, still.belief.opinion)
-            final = ends is not None and ctx.now + GRAIN >= ends
+            final = ends is not None and ctx.now + ROUNDING >= ends
         opinion = still.opinion
         is_shown = opinion is not None and self._limits.needs_stacks(still, opinion)
         late = dump.due is not None and ctx.now >= dump.due
@@ -383,7 +383,9 @@ class Watch:
         """Show a verdict that was agreed on at time `at`, and log one line about each."""
         ctx, impasse, before = self._ctx, opinion.impasse, still.reported
         ends, dump = self._ends_at(still, opinion), still.dump
-        due = self._limits.is_shown(still, opinion, at) or (ends is not None and at + GRAIN >= ends)
+        due = self._limits.is_shown(still, opinion, at) or (
+            ends is not None and at + ROUNDING >= ends
+        )
         due = due or (dump.due is not None and ctx.now >= dump.due)
         if before is None and not due:
             return
@@ -410,7 +412,7 @@ class Watch:
     def _act(self, still: Still, reported: Reported, sample: Sample) -> tuple[Wish, ...]:
         """End the round for it, if it is time."""
         ends, verdict = self._ends_at(still, reported.verdict), reported.verdict.impasse
-        if ends is None or sample.at + GRAIN < ends:
+        if ends is None or sample.at + ROUNDING < ends:
             return ()
         still.notice = Acted(reported)
         rank = verdict.odd[0]
