@@ -22,9 +22,10 @@ class ElasticBatchSampler:
 
     ::
 
-        sampler = ElasticBatchSampler(dataset, global_batch=256, micro_batch=32, total_steps=total)
+        sampler = ElasticBatchSampler(dataset, global_batch=256, micro_batch=32)
+        sampler.total_steps = total = epochs * sampler.steps_per_epoch
         loader = DataLoader(dataset, batch_sampler=sampler, num_workers=4)
-        ckpt = Checkpointer(model=model, optim=optimizer, sampler=sampler)
+        ckpt = Checkpointer("runs/a", model=model, optim=optimizer, sampler=sampler)
         start = ckpt.restore()
         batches = iter(loader)
         for step in range(start, total):
@@ -32,6 +33,7 @@ class ElasticBatchSampler:
                 x, y = next(batches)
                 (weight * loss_fn(model(x), y)).backward()
             optimizer.step()
+            optimizer.zero_grad()
             ckpt.step(step + 1)
 
     Steps are counted from 0 over all epochs. The last step of an epoch has fewer samples, or is
@@ -45,8 +47,9 @@ class ElasticBatchSampler:
     micro-batches, an empty one gets a sample of another rank with weight 0.
 
     One pass over the sampler goes from the current step to the end of its epoch, or to
-    `total_steps` if given, and the next pass begins there. A loader reads ahead; after a pass that
-    was not used up, call `set_step`. The length is that of a whole pass.
+    `total_steps` if given, and the next pass begins there. The length is that of a whole pass. A
+    Checkpointer that has the sampler sets its place at each step; without one, call `set_step` at
+    the start and after a pass that was not used up, because a loader reads ahead.
 
     `dataset`: the dataset, or its number of samples. `place`: rank and world size; default: those
     of the default process group or else of the environment, at each pass.
@@ -69,8 +72,9 @@ class ElasticBatchSampler:
         self.global_batch = _at_least(1, "global_batch", global_batch)
         self.micro_batch = None if micro_batch is None else _at_least(1, "micro_batch", micro_batch)
         self.total_steps = None if total_steps is None else _at_least(0, "total_steps", total_steps)
+        """The step at which a pass ends; may be set later."""
         self.shuffle, self.drop_last = bool(shuffle), bool(drop_last)
-        self.seed = operator.index(seed)
+        self.seed = _whole("seed", seed)
         self._place = _checked(place)
         whole, rest = divmod(self.samples, self.global_batch)
         self.steps_per_epoch = whole + bool(rest and not self.drop_last)
@@ -121,13 +125,13 @@ class ElasticBatchSampler:
 
     def weights(self, step: int) -> list[float]:
         """The factor for the mean loss of each micro-batch of this rank in `step`."""
-        total = len(self._positions(step))
+        total = len(self._positions(_at_least(0, "step", step)))
         _, world_size = self._ranks()
         return [world_size * len(part) / total for part in self._parts(step)]
 
     def global_indices(self, step: int) -> list[int]:
         """The indices of all samples of `step`."""
-        found = self._positions(step)
+        found = self._positions(_at_least(0, "step", step))
         order = self._epoch_order(step // self.steps_per_epoch)
         indices: list[int] = order[found.start : found.stop].tolist()
         return indices
@@ -166,10 +170,13 @@ class ElasticBatchSampler:
         if changed:
             what = ", ".join(f"{n} is {mine[n]!r} and was {state.get(n)!r}" for n in changed)
             raise ValueError(
-                f"the saved training has used its data in another way: {what}. Its step is not a "
-                "place in this data. Restore the old values, or remove the sampler from the "
-                "Checkpointer and call set_step() yourself"
+                f"the sampler's {what}: the restored step would be another place in the data. Set "
+                "the old value, or train in a new folder"
             )
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name}={value!r}" for name, value in self.state_dict().items())
+        return f"{type(self).__name__}({settings}, step={self._step})"
 
     # ------------------------------------------------------------
 
@@ -222,23 +229,35 @@ def _part(whole: range, number: int, count: int) -> range:
 
 
 def _length(dataset: Sized | int) -> int:
-    try:
-        return len(dataset) if isinstance(dataset, Sized) else operator.index(dataset)
-    except TypeError:
-        raise TypeError(
-            f"a {type(dataset).__name__} has no length, so its steps are not places in the data"
-        ) from None
+    if isinstance(dataset, Sized):
+        return len(dataset)
+    if isinstance(dataset, SupportsIndex):
+        return operator.index(dataset)
+    raise TypeError(
+        f"the dataset, a {type(dataset).__name__}, has no length, so a step is not a place in it; "
+        "keep the position of a stream with Checkpointer.per_rank()"
+    )
 
 
 def _checked(place: tuple[int, int] | None) -> tuple[int, int] | None:
-    if place is not None and not 0 <= place[0] < place[1]:
+    if place is None:
+        return None
+    rank, world_size = (_whole("place", each) for each in place)
+    if not 0 <= rank < world_size:
         raise ValueError(f"place is {place}: it must be (rank, world size), with the rank below")
-    return place
+    return rank, world_size
 
 
 def _at_least(least: int, name: str, value: SupportsIndex) -> int:
     """`value` as an integer. Raises ValueError below `least`."""
-    found = operator.index(value)
+    found = _whole(name, value)
     if found < least:
         raise ValueError(f"{name} is {found}; it must be at least {least}")
     return found
+
+
+def _whole(name: str, value: SupportsIndex) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}; it must be a whole number") from None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from elasticrun.training import Checkpointer
+from elasticrun.training import Checkpointer, ElasticBatchSampler
 
 Callback: Any = importlib.import_module("lightning").Callback  # optional, without types
 
@@ -38,6 +38,8 @@ class Snapshots(Callback):  # type: ignore[misc]
             state[f"scheduler{number}"] = config.scheduler
         self.checkpointer = Checkpointer(self._folder, **self._options, **state)
         self._last = self.checkpointer.restore()
+        if self._last and (sampler := self._options.get("sampler")) is not None:
+            _set_batches(trainer, sampler, self._last)
 
     def on_train_batch_start(self, *_: Any) -> None:
         """Restore random states, after the loader's new iterator has drawn its seed."""
@@ -57,3 +59,13 @@ class Snapshots(Callback):  # type: ignore[misc]
         if self.checkpointer is not None:
             self.checkpointer.close()
             self.checkpointer = None
+
+
+def _set_batches(trainer: Any, sampler: ElasticBatchSampler, step: int) -> None:
+    """Set the number of batches that the interrupted epoch has used. The saved number is of
+    micro-batches at the former world size."""
+    steps = step % sampler.steps_per_epoch
+    done = steps * sampler.accumulation if steps else len(sampler)
+    count = trainer.fit_loop.epoch_loop.batch_progress.current
+    count.ready = count.started = count.processed = done
+    count.completed = done - 1  # Lightning completes the batch in which it was saved

@@ -345,6 +345,7 @@ class Checkpointer:
                 "all earlier ones; count them over the whole training, not over an epoch"
             )
         self._last = max(self._last, number)
+        self._state.set_step(number)
         with contextlib.suppress(Exception):  # errors are reported when a snapshot is due
             backend.prepare()  # from now on this node can be told to save and leave
         backend.note_step(number)
@@ -399,8 +400,9 @@ class Checkpointer:
             count, self._skipped_since_persist = self._skipped_since_persist, 0
             # once per process; `stats.skipped` and the job's status count all
             if count and count == self.stats.skipped:
+                many = "1 snapshot" if count == 1 else f"{count} snapshots"
                 backend.remark(
-                    f"{count} snapshots before step {due.step} were skipped: no slot was free "
+                    f"skipped {many} before step {due.step}: no slot was free "
                     "(raise slots=, or set on_busy='wait')"
                 )
         return True

@@ -257,7 +257,7 @@ class TrainingState:
             self.own[RNG] = OwnState(self._rng, None)
         given, among = _with_nested_parts(parts)
         self.parts = self._sort(given, among)
-        self._samplers = [s for s in given.values() if isinstance(s, ElasticBatchSampler)]
+        self._samplers = {n: s for n, s in given.items() if isinstance(s, ElasticBatchSampler)}
         self.known: KnownLayout | None = None
         self._below: tuple[Mapping[str, Item], _Groups] = ({}, {})
         self._plan: SnapshotPlan | None = None
@@ -347,8 +347,8 @@ class TrainingState:
             self.remarks.append(text)
 
     def set_step(self, step: int) -> None:
-        """Set the restored step as the place in the data."""
-        for sampler in self._samplers:
+        """Make `step`, the number of completed steps, the place in the data."""
+        for sampler in self._samplers.values():
             sampler.set_step(step)
 
     def put_back_rng(self) -> None:
@@ -503,6 +503,11 @@ class TrainingState:
                 now = part.loose()
                 if prefix[-1] == RNG:
                     self.remark_not_restored(RNG, f"those of rank {self.rank} were not saved")
+                elif prefix[0] in self._samplers:
+                    self._remark(
+                        f"{prefix[0]} was not saved: its place is the restored step, but its "
+                        "settings are not compared"
+                    )
                 elif part.steady() is not None or (now is not None and now != {}):
                     self._remark(f"{'.'.join(prefix)} was not saved and is left as it is")
                 continue

@@ -98,7 +98,7 @@ def test_what_was_skipped_is_told_once(agent: PlayedAgent, new: New) -> None:
     agent.current[0].segment.watermark = 2
     ckpt.step(5)
     assert (ckpt.stats.skipped, ckpt.stats.persists) == (2, 1)
-    assert "2 snapshots before step 5 were skipped" in agent.until(s.Remark)[0].text
+    assert "skipped 2 snapshots before step 5: " in agent.until(s.Remark)[0].text
     assert [one.count for one in agent.until(s.Skipped, 2)] == [1, 2]
 
 

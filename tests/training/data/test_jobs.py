@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from elasticrun.training import ElasticBatchSampler
 from tests import needs
-from tests.further import cases
+from tests.further import cases, further
 from tests.training.data.elastic_data import GLOBAL_BATCH, SAMPLES, SEED
 from tests.training.data.record import surviving
 
@@ -101,6 +101,24 @@ def test_trainers_of_frameworks_use_each_sample_once(
             assert Counter(used) == Counter(sampler.global_indices(step)), step
     assert len(weights) == 4
     assert len(set(weights)) == 1
+
+
+@further("test_each_sample_is_used_once_over_kills_and_resizes")
+@pytest.mark.parametrize("stop", [8, 10])
+def test_lightning_goes_on_at_another_world_size(
+    stop: int, elastic_job: Any, tmp_path: Path
+) -> None:
+    """In the middle of an epoch, whose batches it counts, and at the end of one."""
+    needs.packages("lightning")
+    out = tmp_path / "out"
+    out.mkdir()
+    script = SCRIPT.with_name("with_lightning.py")
+    for ranks, steps in ((2, stop), (3, 14)):
+        job = elastic_job(script, out, out / "ckpt", -1, steps, nproc_per_node=ranks)
+        assert job.result(240).ok
+    sampler = ElasticBatchSampler(40, global_batch=8, place=(0, 1))
+    for step, used in surviving(out).items():
+        assert Counter(used) == Counter(sampler.global_indices(step)), step
 
 
 @pytest.mark.parametrize("workers", cases([0, 2], kept=[2]))

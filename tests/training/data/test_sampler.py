@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-from elasticrun.training import ElasticBatchSampler
+from elasticrun.training import Checkpointer, ElasticBatchSampler
 
 
 def samplers(world_size: int, samples: int = 100, **options: Any) -> list[ElasticBatchSampler]:
@@ -145,6 +146,16 @@ def test_a_state_of_other_data_is_refused() -> None:
         other.load_state_dict(sampler.state_dict())
 
 
+def test_numbers_that_are_not_whole() -> None:
+    for options in ({"global_batch": 24.0}, {"global_batch": 8, "seed": None}):
+        with pytest.raises(
+            TypeError, match=r"(global_batch is 24.0|seed is None); it must be a whole"
+        ):
+            ElasticBatchSampler(100, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="step is -1"):
+        samplers(1, global_batch=8)[0].weights(-1)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -163,5 +174,22 @@ def test_impossible_numbers(options: dict[str, Any], words: str) -> None:
 def test_an_empty_dataset_and_a_stream() -> None:
     with pytest.raises(ValueError, match="a dataset of 0 samples"):
         ElasticBatchSampler([], global_batch=1)
-    with pytest.raises(TypeError, match="a generator has no length"):
+    with pytest.raises(TypeError, match="a generator, has no length"):
         ElasticBatchSampler((i for i in range(3)), global_batch=1)  # type: ignore[arg-type]
+
+
+def test_a_checkpointer_sets_the_place_at_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass that was broken off goes on behind the last step, however far the loader has read."""
+    monkeypatch.delenv("ELASTICRUN_SNAPSHOTS", raising=False)
+    (sampler,) = samplers(1, samples=40, global_batch=8)
+    loader = DataLoader(TensorDataset(torch.arange(40)), batch_sampler=sampler, num_workers=2)
+    ckpt = Checkpointer(tmp_path, sampler=sampler, persist_every_seconds=None)
+    with pytest.warns(UserWarning, match="nothing is kept in memory"):
+        assert ckpt.restore() == 0
+    for step, _ in zip(range(2), loader, strict=False):
+        ckpt.step(step + 1)
+    assert sampler.step == 2
+    assert next(iter(loader))[0].tolist() == sampler.global_indices(2)
+    ckpt.close()

@@ -1,4 +1,7 @@
-"""Lightning's Trainer with an ElasticBatchSampler: with_lightning.py OUT CKPT DIES_AFTER."""
+"""Lightning's Trainer with an ElasticBatchSampler.
+
+with_lightning.py OUT CKPT DIES_AFTER [STEPS]
+"""
 
 from __future__ import annotations
 
@@ -42,16 +45,18 @@ class Line(L.LightningModule):
 
 def main() -> None:
     out, ckpt, dies_after = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    steps = int(sys.argv[4]) if len(sys.argv) > 4 else STEPS
     L.seed_everything(7, verbose=False)
     data = TensorDataset(torch.arange(SAMPLES))
     sampler = ElasticBatchSampler(data, global_batch=GLOBAL_BATCH, micro_batch=2)
     first = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) == 0
     model = Line(out, dies_after if first else -1)
     trainer = L.Trainer(
-        accelerator="cpu", devices=2, strategy="ddp", max_steps=STEPS, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, accumulate_grad_batches=2, default_root_dir=out,
-        callbacks=[Snapshots(ckpt, sampler=sampler, every_steps=1, on_busy="wait")],
+        accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]), strategy="ddp",
+        max_steps=steps, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, use_distributed_sampler=False, default_root_dir=out,
+        accumulate_grad_batches=sampler.accumulation,
+        callbacks=[Snapshots(ckpt, sampler=sampler, persist_every_steps=1, on_busy="wait")],
     )  # fmt: skip
     trainer.fit(model, DataLoader(data, batch_sampler=sampler))
     weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
