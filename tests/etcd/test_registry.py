@@ -31,7 +31,7 @@ async def registry(server: EtcdServer) -> AsyncIterator[EtcdRegistry]:
     try:
         yield made
     finally:
-        await made.leave(job_over=False, lives_on=False)
+        await made.leave(job_over=False, master_stays=False)
 
 
 @asynccontextmanager
