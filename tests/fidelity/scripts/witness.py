@@ -142,7 +142,9 @@ def library():
     yield "environ", dict(os.environ)
     yield "umask", oct(umask())
     yield "cwd", os.getcwd()
-    yield "threads", [(t.name, t.daemon) for t in threading.enumerate()]
+    # a queue's feeder ends when it has written out: later than its loader's iterator, or not
+    there = [t for t in threading.enumerate() if t.name != "QueueFeederThread"]
+    yield "threads", [(t.name, t.daemon) for t in there]
     main = threading.main_thread()
     yield (
         "main thread",
