@@ -141,18 +141,27 @@ class ElasticBatchSampler:
         end = self._end()
         for step in range(self._step, end):
             indices = self.global_indices(step)
-            parts = self._parts(step)
-            for number, part in enumerate(parts, 1):
-                if step + 1 == end and number == len(parts):
-                    self._step = (
-                        end  # now: a loader that knows the length asks for no further batch
-                    )
+            *others, last = self._parts(step)
+            for part in others:
                 yield [indices[each] for each in part or (0,)]
+            if step + 1 == end:  # before the last batch: a loader may know that no other follows
+                self._step = end
+            yield [indices[each] for each in last or (0,)]
 
     def __len__(self) -> int:
         """Number of micro-batches of this rank in an epoch, or in all steps up to `total_steps`:
         constant, because frameworks take it as the length of an epoch."""
-        steps = self.steps_per_epoch if self.total_steps is None else self.total_steps
+        return self._batches(self.steps_per_epoch if self.total_steps is None else self.total_steps)
+
+    def batches_until(self, step: int) -> int:
+        """How many of the `len(self)` micro-batches of a pass its steps up to `step` have; after
+        the last step of an epoch, all of that epoch."""
+        if self.total_steps is None and step:
+            step = (step - 1) % self.steps_per_epoch + 1
+        return self._batches(step)
+
+    def _batches(self, steps: int) -> int:
+        """Micro-batches of this rank in the first `steps` steps."""
         last = steps // self.steps_per_epoch  # steps that end an epoch, which may be smaller
         ends = last * len(self._parts(self.steps_per_epoch - 1))
         return (steps - last) * self.accumulation + ends

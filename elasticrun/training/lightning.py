@@ -38,8 +38,9 @@ class Snapshots(Callback):  # type: ignore[misc]
             state[f"scheduler{number}"] = config.scheduler
         self.checkpointer = Checkpointer(self._folder, **self._options, **state)
         self._last = self.checkpointer.restore()
-        if self._last and (sampler := self._options.get("sampler")) is not None:
-            _set_batches(trainer, sampler, self._last)
+        for sampler in self._options.values():
+            if self._last and isinstance(sampler, ElasticBatchSampler):
+                _set_batches(trainer, sampler.batches_until(self._last))
 
     def on_train_batch_start(self, *_: Any) -> None:
         """Restore random states, after the loader's new iterator has drawn its seed."""
@@ -61,11 +62,9 @@ class Snapshots(Callback):  # type: ignore[misc]
             self.checkpointer = None
 
 
-def _set_batches(trainer: Any, sampler: ElasticBatchSampler, step: int) -> None:
+def _set_batches(trainer: Any, done: int) -> None:
     """Set the number of batches that the interrupted epoch has used. The saved number is of
     micro-batches at the former world size."""
-    steps = step % sampler.steps_per_epoch
-    done = steps * sampler.accumulation if steps else len(sampler)
     count = trainer.fit_loop.epoch_loop.batch_progress.current
     count.ready = count.started = count.processed = done
     count.completed = done - 1  # Lightning completes the batch in which it was saved

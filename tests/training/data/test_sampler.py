@@ -86,8 +86,12 @@ def test_weighted_means_of_ranks_are_the_mean_of_the_global_batch(
 def test_the_length_of_a_pass(world_size: int, total: int | None, **options: Any) -> None:
     for sampler in samplers(world_size, total_steps=total, **options):
         length = len(sampler)
-        assert length == len(list(sampler))
+        steps = sampler.steps_per_epoch if total is None else total
+        each = [len(sampler.weights(step)) for step in range(steps)]
+        assert length == len(list(sampler)) == sum(each)
         assert length == len(sampler)
+        found = [sampler.batches_until(step) for step in range(len(each) + 1)]
+        assert found == [sum(each[:step]) for step in range(len(each) + 1)]
 
 
 def test_epochs_have_orders_of_their_own() -> None:
