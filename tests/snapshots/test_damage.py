@@ -138,7 +138,7 @@ def test_a_full_disk(training: Training) -> None:
     with said.open("wb") as log:
         job = subprocess.Popen(command, stderr=log, env=environ)
     try:
-        training.until(lambda: "there is no room" in said.read_text(), "word of the full disk")
+        training.until(lambda: "the disk is full" in said.read_text(), "word of the full disk")
         disk = Path(f"/proc/{job.pid}/root{training.ckpt}")
         (disk / "ballast").unlink()
         training.open_gate(STEPS - 1)  # however often step 2 was tried meanwhile, others follow
@@ -269,7 +269,7 @@ def test_an_older_history_does_not_replace_newer_steps(world: World, tmp_path: P
     assert two.wait() == 0, two.stderr
     last = newest()
     written = (folder / f"step-{last:09d}/elasticrun.json").read_bytes()
-    one.until_text(f"another job has written step {last} in {folder} since the ranks of this one")
+    one.until_text(f"another job has written step {last} in {folder} since this job restored")
     stop_one.touch()
     assert one.wait() == 1, one.stderr
     assert newest() == last

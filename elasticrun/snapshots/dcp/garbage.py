@@ -1,4 +1,4 @@
-"""Pauses Python's garbage collector while torch and we create many objects that stay alive."""
+"""Pauses Python's garbage collector while many long-lived objects are created."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Turn the collector off in this block. Python starts a collection whenever many objects were
-    created; with all of torch in memory that takes longer than creating them."""
+    """Turn the collector off in this block. Creating many objects triggers collections; with all of
+    torch in memory, those take longer than creating the objects."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""A slot as the image of a file: each tensor inside the envelope that torch.save writes around it.
+"""Lays out a slot like a checkpoint file: each tensor in the envelope that torch.save writes.
 
 The envelope's head and tail depend only on the tensor's dtype and sizes. torch.save itself produces
 them with `skip_data`, which leaves a hole for the elements. Ranks copy the elements into the hole,
@@ -33,7 +33,7 @@ from elasticrun.snapshots.dcp.items import Piece, in_order
 from elasticrun.snapshots.shm.layout import Layout, lay_out
 
 SMALL: Final = 1 << 20
-"""Tensors below this size in bytes are simply allocated."""
+"""A blank tensor of fewer bytes is allocated as usual."""
 
 
 class _Holed:
@@ -82,8 +82,8 @@ def _strides(sizes: tuple[int, ...]) -> list[int]:
 @lru_cache(maxsize=4096)
 def envelope(dtype: str, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
     """The bytes before and after the elements of a tensor with this dtype (torch's name without
-    "torch.") and these sizes; for an empty tensor all are before. Empty if this torch cannot do
-    it."""
+    "torch.") and these sizes; an empty tensor has only bytes before. Both are empty if this torch
+    cannot skip elements."""
     skip = getattr(torch.serialization, "skip_data", None)
     if skip is None:
         return b"", b""
@@ -100,8 +100,8 @@ def envelope(dtype: str, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
 
 
 def arrange(found: Sequence[Piece], bytes_room: int) -> Layout:
-    """The layout of these pieces, in the order of `in_order`. `bytes_room`: bytes for the opaque
-    values with their table."""
+    """The layout of these pieces, in the order of `in_order`. `bytes_room`: space for the opaque
+    values and their table."""
 
     def around(dtype: str, sizes: tuple[int, ...]) -> tuple[int, int]:
         head, tail = envelope(dtype, sizes)
@@ -150,8 +150,8 @@ def _form(dtype: str, sizes: tuple[int, ...]) -> tuple[torch.dtype, int, int, li
 
 
 def trusted(make: Callable[[str, tuple[int, ...]], tuple[bytes, bytes]] = envelope) -> str:
-    """Test whether this torch reads such images: "" if it does, else a sentence. Writes three
-    tensors to a temporary folder; takes a few milliseconds."""
+    """Test whether this torch reads such images; return "", or why not. Writes three tensors to a
+    temporary folder; takes a few milliseconds."""
     tensors = {
         "matrix": torch.arange(12, dtype=torch.float32).reshape(3, 4),
         "scalar": torch.tensor(7, dtype=torch.int64),
@@ -162,7 +162,7 @@ def trusted(make: Callable[[str, tuple[int, ...]], tuple[bytes, bytes]] = envelo
             _write_image(Path(folder), tensors, make)
             found = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # no process group is intended
+                warnings.simplefilter("ignore")  # torch warns that there is no process group
                 load(found, storage_reader=FileSystemReader(folder), no_dist=True)
     except Exception as error:  # whatever torch's reader raises
         return f"torch {torch.__version__} does not read a tensor's image ({error!r:.200})"
@@ -187,7 +187,7 @@ def _write_image(
             tensor = tensors[item.index.fqn]
             head, tail = make(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
             if not head:
-                raise ValueError("torch.save leaves no room for the elements")
+                raise ValueError("torch.save leaves no space for the elements")
             elements = bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())
             length = file.write(head + elements + tail)
             # part of the pickled format, so it cannot change; there is no public constructor

@@ -1,9 +1,9 @@
 """Converts state to items. Names and chunks come from torch's own planner, so they are DCP's.
 
 Anything that is not a tensor is an opaque value. So is a tensor whose bytes are not a plain array
-(sparse, quantized, a wrapper of others); a checkpoint contains it as torch.save writes it. Two
-names for one storage are two items, as in DCP. Nothing here communicates: a DTensor's chunk follows
-from its placement.
+(sparse, quantized, a wrapper subclass); a checkpoint contains it as torch.save writes it. Two names
+for one storage are two items, as in DCP. Nothing here communicates: a DTensor's chunk follows from
+its placement.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class _Opaque:
 
 
 class NameClash(ValueError):
-    """Two values of a state have the same name in a checkpoint; a sentence with their keys."""
+    """Two values of a state would have the same name in a checkpoint. The message names their
+    keys."""
 
 
 def flatten(state: Mapping[str, Any]) -> Flat:
@@ -117,7 +118,7 @@ _SCALARS: Final = frozenset((int, float, bool, str, bytes, complex, type(None), 
 
 def _flatten_into(flat: Flat, path: tuple[str | int, ...], value: Any) -> bool:
     """Flatten like DCP, but faster: DCP looks at every name in an optimizer's groups three times
-    per snapshot. Return False if DCP has to do it."""
+    per snapshot. Return False if only DCP can flatten it."""
     if isinstance(value, dict):
         return all(_flatten_into(flat, (*path, str(key)), below) for key, below in value.items())
     if type(value) is list and not _is_leaf(value):
@@ -155,8 +156,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_array(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements are plainly in memory, so that their bytes represent all of
-    it."""
+    """Whether a tensor is a plain array in memory, so that its bytes are its whole value."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         return False
     try:
@@ -176,7 +176,7 @@ def pieces(state: Mapping[str, Any], own: str = "") -> list[Piece]:
     for fqn, value in planner.state_dict.items():
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
             if value.is_meta:
-                raise ValueError(f"{fqn} is on the meta device: it has no elements to be saved")
+                raise ValueError(f"{fqn} is on the meta device: it has no elements to save")
             if not is_array(value):
                 rest[fqn] = _Opaque(value)
                 continue
@@ -228,7 +228,7 @@ def _piece(planner: DefaultSavePlanner, write: WriteItem, own: str) -> Piece:
     found: Any = local(value) if is_known else planner.resolve_data(write)
     part = found.detach()
     if not is_array(part):
-        raise ValueError(f"the shards of {fqn} are no plain arrays ({type(part).__name__})")
+        raise ValueError(f"the shards of {fqn} are not plain arrays ({type(part).__name__})")
     item = Item(
         *(fqn, path, kind, owned, dtype_name(part.dtype)),
         *(tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes)),

@@ -1,4 +1,4 @@
-"""Converts bytes from another process to values; only plain ones, unless more is allowed.
+"""Unpickles values from another process: plain values only, unless the script allows more.
 
 A pickle can run arbitrary code. A snapshot or checkpoint may come from another node's memory over
 an open port, or from storage that others can write to. So opaque values are read like torch.load
@@ -28,15 +28,15 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 
 class NotAllowed(ValueError):
-    """The bytes need a class or function that is not allowed; a sentence."""
+    """The bytes need a class or function that is not allowed."""
 
 
 _PLAIN: Final = (
     *(set, frozenset, complex, slice, range, bytearray, codecs.encode, collections.Counter),
     *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
 )
-"""Allowed in every torch version; newer ones include most of them. (codecs.encode pickles
-bytes.)"""
+"""Allowed in every torch version; newer ones include most of them. (Pickled bytes call
+codecs.encode.)"""
 
 _METADATA: Final = {
     "torch.distributed.checkpoint.metadata": None,  # all its classes, in any version
@@ -117,7 +117,7 @@ class Loading(DefaultLoadPlanner):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Python's Unpickler that also finds what other versions of Python, numpy and torch pickle."""
+    """An Unpickler that also resolves names used by other versions of Python, numpy and torch."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(_ALIASES.get(module, module), name)
@@ -133,8 +133,8 @@ class _PickleModule:
 
 
 class _AnyProperties(TensorProperties):
-    """TensorProperties of any torch version: newer ones have fields (2.15: strides) at which older
-    ones fail. These fields are dropped; no load needs them."""
+    """Unpickles TensorProperties of any torch version. Newer versions add fields (2.15: strides)
+    that older ones cannot load. The fields are dropped; no load needs them."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.__class__ = TensorProperties  # type: ignore[assignment]
@@ -160,15 +160,15 @@ class _MetadataUnpickler(_Unpickler):
                 found = None
         if found is None:
             raise NotAllowed(
-                f".metadata has a {module}.{name}, which no checkpoint of torch's own has: "
-                "Checkpointer(..., weights_only=False) reads it all the same"
+                f".metadata has a {module}.{name}, which torch itself never writes there: "
+                "Checkpointer(..., weights_only=False) loads it anyway"
             )
         return found
 
 
 def read_metadata(reader: Any, weights_only: bool) -> Any:
-    """A checkpoint's `.metadata`; also cached in `reader`, so that it does not read it again.
-    Raises NotAllowed, and what the storage and pickle raise."""
+    """A checkpoint's `.metadata`, cached in `reader` so that it is read only once. Raises
+    NotAllowed and the errors of the storage and of pickle."""
     path = reader.fs.concat_path(reader.path, ".metadata")
     with reader.fs.create_stream(path, "rb") as file:
         metadata = (_MetadataUnpickler if weights_only else _Unpickler)(file).load()

@@ -46,7 +46,7 @@ MAX_KEPT: Final = 100_000
 
 
 class MetadataError(ValueError):
-    """The parts do not form a checkpoint; a sentence."""
+    """The parts do not form a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class PartFile:
 
 @dataclass(frozen=True, slots=True)
 class _Marker:
-    """A marker, and the positions in it of what differs between steps."""
+    """A marker, and the positions of the words that change with each step."""
 
     data: bytes
     words: tuple[bytes, ...]
@@ -74,8 +74,7 @@ class _Marker:
 
     @classmethod
     def parse(cls, data: bytes, words: tuple[bytes, ...], alike: tuple[Any, ...]) -> _Marker | None:
-        """None if a word occurs more than once: pickle writes a string once and then refers to
-        it."""
+        """None if a word occurs more than once, because pickle then stores a reference instead."""
         at = tuple(data.find(word) for word in words)
         if any(a < 0 or data.find(w, a + 1) >= 0 for a, w in zip(at, words, strict=True)):
             return None
@@ -145,7 +144,7 @@ def _planned(parts: Sequence[PartFile]) -> _Plan:
             lengths = len(part.lengths)
             raise MetadataError(f"rank {part.rank} has {lengths} lengths for {values} values")
         if part.places and len(part.places) != len(items):
-            raise MetadataError(f"rank {part.rank} has not reported the place of each of its items")
+            raise MetadataError(f"rank {part.rank} has not reported the location of each item")
     key = tuple((part.rank, part.layout.key, part.shared) for part in parts)
     if not _last or _last[0].parts != key:
         _last.clear()
@@ -169,7 +168,7 @@ def _plan(parts: Sequence[PartFile], key: tuple[tuple[int, int, bool], ...]) -> 
     try:
         planned, metadata = DefaultSavePlanner().create_global_plan(plans)
     except (ValueError, AssertionError) as error:
-        raise MetadataError(f"the parts do not make one state: {error!s:.600}") from None
+        raise MetadataError(f"the parts do not form one state: {error!s:.600}") from None
     left = []
     for plan, before in zip(planned[:-1], plans[:-1], strict=True):
         position = {item.index: number for number, item in enumerate(before.items)}
@@ -186,7 +185,7 @@ def _check(parts: Sequence[PartFile]) -> None:
         ranks.add(part.rank)
         for item in items_of(part.layout, part.shared):
             if item.own and item.fqn in own:
-                raise MetadataError(f"{item.fqn[:80]!r} is the own state of two ranks")
+                raise MetadataError(f"{item.fqn[:80]!r} is the per-rank state of two ranks")
             like = (item.kind, item.dtype, item.shape)
             if shapes.setdefault(item.fqn, like) != like:
                 first = " ".join(map(str, shapes[item.fqn]))

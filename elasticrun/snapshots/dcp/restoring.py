@@ -1,4 +1,4 @@
-"""Finds pieces of snapshots that form the chunks that a rank needs, for any number of ranks.
+"""Assembles the chunks that a rank needs from snapshots of any number of ranks.
 
 Shards are offered one by one. A saved chunk that several ranks hold counts once. A needed chunk is
 covered when the volumes of the pieces found add up to its own. Nothing is copied before everything
@@ -17,12 +17,13 @@ from elasticrun.snapshots.shm.layout import Item, Layout
 
 
 class RestoreError(ValueError):
-    """The saved state does not fit the needed one; a sentence."""
+    """The saved state does not match the state to restore."""
 
 
 class Move(NamedTuple):
-    """Copy a block from tensor `at` (in layout order) of shard `source` to the wanted item `want`:
-    first elements in both, and lengths, by dimension. Without lengths: copy the whole tensor."""
+    """Copy a block from tensor `at` (in layout order) of shard `source` to the wanted item `want`.
+    `from_` and `to`: offsets of the block in both; `lengths`: its sizes, () for the whole
+    tensor."""
 
     want: int
     source: int
@@ -36,7 +37,7 @@ _UNTOUCHED: Final = -1
 
 
 class Cover:
-    """What is needed, and how much of it has been found. Raises RestoreError for different shapes
+    """Tracks which parts of the needed items were found. Raises RestoreError for different shapes
     and for overlapping saved chunks."""
 
     def __init__(self, wants: Sequence[Item], values: Iterable[str] = ()) -> None:
@@ -62,7 +63,7 @@ class Cover:
         return not self._unfound and not self._left
 
     def offer(self, source: int, layout: Layout) -> None:
-        """Use what is needed of one shard; `source` identifies it."""
+        """Take what is needed from one shard; `source` identifies it."""
         for place, item in enumerate(layout.values):
             if item.fqn in self._unfound:
                 self._unfound.remove(item.fqn)
@@ -155,7 +156,7 @@ def copy_all(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], non_blocking: bool = False
 ) -> None:
     """Copy tensor by tensor, in a single call if torch supports that."""
-    together = getattr(torch, "_foreach_copy_", None)  # the public way is one copy_ for each
+    together = getattr(torch, "_foreach_copy_", None)  # public alternative: one copy_ per tensor
     with torch.no_grad():
         if together is not None and targets:
             together(list(targets), list(sources), non_blocking=non_blocking)

@@ -1,8 +1,8 @@
 """Attempts to write a checkpoint: this node's parts, the parts that a coordinator collects, the
 commit.
 
-Storage may hang, so the event loop never accesses it. Giving up an attempt is answered at once; if
-its thread does not return soon, the process is useless and must exit.
+Storage may hang, so the event loop never accesses it. An order to give up an attempt is answered at
+once. If the attempt's thread does not return soon, the process exits.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class Attempts:
         self._puts = puts
         self._attempts: dict[str, WriteAttempt] = {}
         self._watched: dict[WorkItem[Any], tuple[str, float, float | None]] = {}
-        """Work that must finish: a sentence for the case that it does not, within how many seconds,
-        since when (None: since its thread started)."""
+        """Work with a time limit: the message if it is exceeded, the limit in seconds, the start
+        time (None: when its thread started)."""
 
     def import_modules(self) -> None:
         """Import in advance what the first attempt needs."""
@@ -119,7 +119,7 @@ class Attempts:
         """Whether a thread has taken too long; if so, the reason has been sent to the agent."""
         for due, what in self._deadlines():
             if now >= due:
-                self._send(m.Remark(f"{what}, so the saver ends; another can be started"))
+                self._send(m.Remark(f"{what}, so the saver exits; another can be started"))
                 return True
         return False
 
@@ -162,7 +162,7 @@ class Attempts:
         self._to_disk(attempt, WorkItem(write, Outcome.failed, done, name=order.attempt))
 
     def _send_to_coordinator(self, attempt: WriteAttempt) -> None:
-        """Send the coordinator what it needs to know of our parts."""
+        """Send the descriptions of our parts to the coordinator."""
         order = attempt.order
         place = Endpoint(order.coordinator_host, order.coordinator_port)
         parts = dict(attempt.parts)
@@ -174,7 +174,7 @@ class Attempts:
             return ""
 
         def failed(error: BaseException) -> str:
-            return f"the coordinator's saver at {place} did not take a part: {reason_of(error)}"
+            return f"the coordinator's saver at {place} did not accept a part: {reason_of(error)}"
 
         def done(reason: str) -> None:
             attempt.running = None
@@ -196,7 +196,7 @@ class Attempts:
     # ------------------------------------------------------------ the coordinator
 
     def receive_part(self, put: transfer.Put, part: PartWritten | None) -> transfer.Answer:
-        """Answer another node: whether its part is accepted, and with `part`, that it has been
+        """Answer another node's Put: whether the part is expected; with `part`, that it was
         stored."""
         attempt = self._attempts.get(put.attempt)
         if attempt is None:
@@ -208,7 +208,7 @@ class Attempts:
         if part is None:
             return transfer.GoOn()
         if part.file.rank != put.rank:
-            return transfer.Refusal("a part is of another rank than announced", again=False)
+            return transfer.Refusal("the part belongs to another rank than announced", again=False)
         if not attempt.committing:
             attempt.parts[put.rank] = part
         return transfer.Taken()
@@ -280,7 +280,8 @@ class Attempts:
     # ------------------------------------------------------------ the end of an attempt
 
     def give_up(self, name: str, now: float) -> None:
-        """Answer at once for an attempt, and remove what it has written. A committed one stays."""
+        """Give up an attempt: answer at once, then remove its files. A committed checkpoint
+        stays."""
         attempt = self._attempts.get(name)
         if attempt is None or attempt.finished:
             return
@@ -301,7 +302,7 @@ class Attempts:
             what = f"{attempt.order.folder} did not stop writing an attempt"
             self._watched[piece] = (what, limit, now)
         else:
-            self._clean(attempt.order)  # a connection is still open, which ends by itself
+            self._clean(attempt.order)  # its open connection ends by itself
 
     def _to_disk(self, attempt: WriteAttempt, piece: WorkItem[Any]) -> None:
         attempt.running, attempt.on_disk = piece, True
@@ -322,8 +323,8 @@ class Attempts:
                 self._attempts[name].parts.clear()
 
     def _clean(self, order: m.PersistParts) -> None:
-        """Remove the files of a failed attempt. Goes first, because the next attempt may need the
-        space."""
+        """Remove the files of a failed attempt. Runs before all waiting work, because the next
+        attempt may need the space."""
         what = f"{order.folder} did not finish removing the files of an attempt"
         trouble = f"files of a cancelled attempt stay in {order.folder}"
         self._remove(

@@ -26,7 +26,7 @@ SEAL_AT: Final = HASHES_AT - 8
 
 
 class Overwritten(Exception):
-    """The slot no longer contains the requested snapshot; a sentence."""
+    """The slot no longer contains the requested snapshot."""
 
 
 class OpenSegment:
@@ -55,7 +55,7 @@ class OpenSegment:
         """The snapshot in a slot. Raises Overwritten if it has another sequence number."""
         found = self.segment.read(slot) if 0 <= slot < self.segment.slots else None
         if found is None or found.sequence != sequence:
-            raise Overwritten(f"slot {slot} of {self.owner} holds another snapshot by now")
+            raise Overwritten(f"slot {slot} of {self.owner} now holds another snapshot")
         return found
 
     def check_not_overwritten(self, snapshot: Snapshot) -> None:
@@ -100,7 +100,7 @@ class OpenSegment:
         return found if bytes(self._mapping[at : at + 8]) == seal(snapshot) else ()
 
     def drop_others(self, snapshot: Snapshot) -> None:
-        """Clear the hashes of an earlier snapshot, so that nobody else uses them. Raises
+        """Clear hashes that belong to an earlier snapshot, so that no reader uses them. Raises
         OSError."""
         if self.segment.hashes(snapshot) and not self.stored_hashes(snapshot):
             at = self.segment.slot_at(snapshot.slot) + HASHES_AT
@@ -162,7 +162,7 @@ def check_snapshot(opened: OpenSegment, slot: int, sequence: int) -> str:
 
 
 class Corrupt(Exception):
-    """The snapshot differs from what was hashed; a sentence."""
+    """The snapshot differs from what was hashed."""
 
 
 def _compare(opened: OpenSegment, snapshot: Snapshot, known: tuple[int, ...]) -> None:

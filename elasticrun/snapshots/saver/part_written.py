@@ -29,14 +29,14 @@ from elasticrun.wire.types import MAX_ATTEMPT, RoundName
 _LENGTH: Final = struct.Struct("<I")
 
 MAX_BYTES: Final = 2 * MAX_LAYOUT_BYTES
-"""Of an encoded part with its layout."""
+"""Maximum size of an encoded part with its layout."""
 
 MAX_LAYOUTS: Final = 64
 """Number of decoded layouts that are cached."""
 
 
 class PartError(ValueError):
-    """The bytes are not a part, or an impossible one; a sentence."""
+    """The bytes are not a valid part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +70,21 @@ class PartWritten:
     def decode(cls, data: bytes) -> PartWritten:
         """The inverse of `encode`, with every number checked. Raises PartError."""
         if len(data) > MAX_BYTES or len(data) < _LENGTH.size:
-            raise PartError(f"{len(data)} bytes are no part")
+            raise PartError(f"{len(data)} bytes are not a part")
         (length,) = _LENGTH.unpack_from(data)
         try:
             layout = _layout(data[_LENGTH.size + length :])
             stream = zlib.decompressobj()
             text = stream.decompress(data[_LENGTH.size : _LENGTH.size + length], MAX_LAYOUT_BYTES)
             if not stream.eof:
-                raise PartError("a part is too long, or cut")
+                raise PartError("a part is too long or truncated")
             return _checked(json.loads(text), layout)
         except (LayoutError, ManifestError) as error:
-            raise PartError(f"this is no part: {error}") from None
+            raise PartError(f"invalid part: {error}") from None
         except PartError:
             raise
         except (ValueError, TypeError, KeyError, zlib.error, RecursionError) as error:
-            raise PartError(f"this is no part ({type(error).__name__})") from None
+            raise PartError(f"invalid part ({type(error).__name__})") from None
 
 
 @lru_cache(maxsize=MAX_LAYOUTS)
@@ -106,9 +106,9 @@ def _checked(plain: Any, layout: Layout) -> PartWritten:
     ):
         raise PartError("a part has impossible sizes")
     if not isinstance(nonce, str) or len(nonce) > MAX_ATTEMPT:
-        raise PartError("a part names no round")
+        raise PartError("a part has no round")
     if not isinstance(attempt, str) or len(attempt) > MAX_ATTEMPT:
-        raise PartError("a part names no attempt")
+        raise PartError("a part has no attempt")
     if file.layout != layout.key:
         raise PartError("a part is of another layout than it states")
     if not places:

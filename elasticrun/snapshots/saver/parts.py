@@ -1,9 +1,9 @@
 """Writes snapshots as files: one rank's part, and the commit that makes parts a checkpoint.
 
-Plain functions that take as long as the storage takes; the saver calls them in its worker thread. A
-part is one file of one rank. The tensors of a slot are written unchanged, sequentially, and hashed
-on the way unless the saver has hashed them before. Then come the opaque values. A `PartWritten` is
-what the coordinator's saver needs to know of a part.
+These functions block on storage; the saver calls them in its worker thread. A part is one file of
+one rank. The tensors of a slot are written unchanged, sequentially, and hashed on the way unless
+the saver has hashed them before. Then come the opaque values. A `PartWritten` describes a part for
+the coordinator's saver.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _layouts: dict[int, Layout] = {}
 
 
 class PersistError(Exception):
-    """A part or a checkpoint was not written, and no files are left of it; a sentence."""
+    """A part or a checkpoint was not written; its files were removed."""
 
 
 # ---------------------------------------------------------------- a part
@@ -58,7 +58,7 @@ def write_part(
     be written unchanged, "" if it can; None: use the cached result of dcp.image."""
     step, rank, attempt = order.step, part.rank, order.attempt
     if not _ATTEMPT.match(attempt):
-        raise PersistError(f"{attempt[:80]!r} is no name of an attempt")
+        raise PersistError(f"{attempt[:80]!r} is not a valid name of an attempt")
     snapshot = segment.read(part.slot) if 0 <= part.slot < segment.slots else None
     if snapshot is None or (snapshot.sequence, snapshot.step) != (part.sequence, step):
         about = f"rank {rank}'s slot {part.slot}"
@@ -76,7 +76,8 @@ def write_part(
         way = _write_by_item if why else _write_contiguous
         entry, places = way(slot, name, sink, stop)
         if segment.committed(part.slot) != part.sequence:
-            raise PersistError(f"rank {rank}'s snapshot of step {step} was taken back meanwhile")
+            about = f"rank {rank}'s snapshot of step {step}"
+            raise PersistError(f"{about} was overwritten during the write")
         sink.close()
         folder.settle(step)
     except BaseException:
@@ -100,9 +101,7 @@ class _Slot:
         try:
             values = segment.values(snapshot, self.layout)
         except SegmentError:
-            raise PersistError(
-                f"rank {rank}'s snapshot has a table of values that is none"
-            ) from None
+            raise PersistError(f"rank {rank}'s snapshot has an invalid table of values") from None
         named = zip(self.layout.values, values, strict=True)
         self.values = [value for item, value in named if item.own or shared]
         self.size = self.stretch + sum(map(len, self.values))
@@ -205,7 +204,7 @@ def commit(
     step, attempt = order.step, order.attempt
     for part in parts:
         if (part.step, part.round, part.attempt) != (step, order.round, attempt):
-            raise PersistError(f"{part.file.name} is no part of attempt {attempt}")
+            raise PersistError(f"{part.file.name} does not belong to attempt {attempt}")
     try:
         marker = build([_description(part) for part in parts], folder.path(step), attempt)
     except MetadataError as error:
@@ -228,7 +227,7 @@ def commit(
     if wrong := _of_another_job(folder, newer, order):
         raise PersistError(f"step {step} was not committed: {wrong}")
     if newer and newer[-1] > step:
-        folder.remark(  # without `step`: the folder shows one sentence once
+        folder.remark(  # without `step`, so that the folder reports it only once
             f"{folder.url} has checkpoints of later steps, up to step {newer[-1]}: "
             "a job that restores continues from those"
         )
@@ -249,16 +248,16 @@ def commit(
 
 
 def _newer(found: Sequence[ListedCheckpoint], line: Timeline, step: int) -> list[int]:
-    """The checkpoints of this step and later ones that a start may restore once there is a
-    checkpoint of this timeline, ascending."""
+    """Steps from `step` on, ascending, that remain restorable once this timeline has a
+    checkpoint."""
     lost = {one.step for one in found if one.timeline < line and one.step >= line.start}
     return sorted({one for one in chain(found) if one >= step} - lost)
 
 
 def _of_another_job(folder: Folder, steps: Sequence[int], order: PersistParts) -> str:
-    """A sentence, with advice, about a checkpoint that another job has written since the ranks of
-    this one restored; "" if there is none. The ranks restored the newest one, so a later one that
-    is not of this job belongs to a newer history, and nothing older may replace it."""
+    """An error message if another job has written a checkpoint since this job's ranks restored,
+    else "". The ranks restored the newest checkpoint, so a later one of another job is newer
+    history, which must not be replaced."""
     for step in reversed(steps) if order.base >= 0 else ():
         if step <= order.base:
             continue
@@ -268,9 +267,9 @@ def _of_another_job(folder: Folder, steps: Sequence[int], order: PersistParts) -
             continue
         if made is None or made.round.term != order.round.term:
             return (
-                f"another job has written step {step} in {folder.url} since the ranks of this one "
-                f"went on from step {order.base}: end one of the two jobs, or name another folder; "
-                "ranks of this job that start again go on from the newest checkpoint there"
+                f"another job has written step {step} in {folder.url} since this job "
+                f"restored step {order.base}: stop one of the two jobs, or use another folder; "
+                "a restart of this job continues from the newest checkpoint there"
             )
     return ""
 

@@ -29,7 +29,7 @@ from elasticrun.wire.snapshots import Fetch, Fetched, FetchInto, FetchSize, From
 from elasticrun.wire.types import Endpoint
 
 FETCH_LIMIT: Final = 20.0
-"""Seconds of retries: ranks wait for this, and storage has the state too."""
+"""Seconds of retries. Short, because ranks wait and storage has the state too."""
 
 MAX_FETCHES: Final = 8192
 """Maximum in progress; two for each local rank."""
@@ -97,7 +97,7 @@ class Fetches:
         order = self._orders.pop(key, None)
         if order is None:
             os.close(descriptor)
-            self._send(Fetched(key, False, "nothing was to be fetched into this memory"))
+            self._send(Fetched(key, False, "no fetch was ordered for this memory"))
             return
         place = Endpoint(order.host, order.port)
 
@@ -123,8 +123,8 @@ class Fetches:
     def _about(self, order: Fetch, error: BaseException) -> str:
         place = Endpoint(order.host, order.port)
         return (
-            f"step {order.step} of rank {order.rank} could not be had from the saver at {place}: "
-            f"{reason_of(error)}"
+            f"step {order.step} of rank {order.rank} could not be fetched from the saver at "
+            f"{place}: {reason_of(error)}"
         )
 
 
@@ -164,11 +164,13 @@ class Peers:
         try:
             sock, address = self._listener.accept()
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # else a client would wake us forever
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                # A waiting client would wake the loop forever.
                 self._listener.close()
                 self._listener = None
-                self._send(Remark(f"no other node can dial this saver any more: {error.strerror}"))
-            return  # else the client has closed it already
+                about = "other nodes can no longer connect to this saver"
+                self._send(Remark(f"{about}: {error.strerror}"))
+            return  # otherwise the client has closed it already
         if len(self._open) >= MAX_PEERS and self._unproved:
             self._shut_down(next(iter(self._unproved)))
         self._open.add(sock)
@@ -203,7 +205,7 @@ class Peers:
             self._strangers += 1
             last = self._strangers == MAX_STRANGERS
             more = " (further ones of this kind are not logged)" if last else ""
-            self._send(Remark(f"a connection from {host} came to nothing: {refused}{more}"))
+            self._send(Remark(f"a connection from {host} failed: {refused}{more}"))
 
     def _answer_from_loop(self, request: Get | Put, data: bytes) -> transfer.Answer:
         """In a connection's thread: get the loop's answer."""
@@ -233,6 +235,6 @@ def listen(host: str) -> tuple[socket.socket | None, str]:
         except OSError as error:
             wrong = wrong or str(error.strerror or error)
             continue
-        remark = f"the saver listens on all addresses, since {host} is none of its own: {wrong}"
+        remark = f"the saver listens on all addresses, because {host} is not its own: {wrong}"
         return listener, remark if wrong else ""
-    return None, f"this node's snapshots cannot be had by others: no port on {host}: {wrong}"
+    return None, f"other nodes cannot fetch this node's snapshots: no port on {host}: {wrong}"

@@ -27,7 +27,7 @@ Post = Callable[[Callable[[], None]], None]
 
 
 class QueueFull(Exception):
-    """Too many items are waiting; a sentence."""
+    """Too many items are waiting."""
 
 
 @dataclass(eq=False)

@@ -1,7 +1,7 @@
 """The saver, one per node: hashes, checks, writes, serves and fetches snapshots.
 
 One event loop receives the agent's orders and owns all state. Slow work runs in pools (`pool.py`),
-so that a blocking file system does not block the loop. It exits with the agent's socket.
+so that a blocking file system does not block the loop. It exits when the agent's socket closes.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ EXIT_HUNG: Final = 76
 
 DIAL_LIMIT: Final = 30.0
 MAX_DESCRIPTORS: Final = 64
-"""Per read."""
+"""Maximum number of descriptors in one read."""
 MAX_SEGMENTS: Final = 16_384
 MAX_SERVED: Final = 65_536
 
 
 class AgentConnectionLost(Exception):
-    """The connection to the agent has ended; the sentence is empty for a clean end."""
+    """The connection to the agent has ended; the message is empty after a clean end."""
 
 
 class Saver:
@@ -95,11 +95,11 @@ class Saver:
         os._exit(code)  # threads may hang in a file system
 
     def send(self, message: m.FromSaver) -> None:
-        """Send to the agent. Raises Lost if it does not read."""
+        """Send to the agent. Raises AgentConnectionLost if the agent does not read."""
         try:
             self._agent.send(message)
         except NotRead:
-            raise AgentConnectionLost("the agent does not read what its saver says") from None
+            raise AgentConnectionLost("the agent does not read its saver's messages") from None
 
     # ------------------------------------------------------------ one turn
 
@@ -126,7 +126,7 @@ class Saver:
             self._peers.accept()
         if self._attempts.has_hung(time.monotonic()):
             self._agent.flush()
-            self._agent.hang_up()  # the kernel waits for the hanging thread
+            self._agent.hang_up()  # before the exit, which waits for the hanging thread
             os._exit(EXIT_HUNG)
 
     def _wake_loop(self) -> None:
@@ -138,11 +138,11 @@ class Saver:
             messages = self._agent.receive()
         except DescriptorsLost:
             raise AgentConnectionLost(
-                "descriptors of the agent's got lost: there is room for no more"
+                "descriptors from the agent were lost: too many files are open"
             ) from None
         except HungUp:
             raise AgentConnectionLost(
-                "the agent's last frame is cut" if self._agent.cut else ""
+                "the agent's last frame is truncated" if self._agent.cut else ""
             ) from None
         except OSError:
             raise AgentConnectionLost("") from None
@@ -197,7 +197,7 @@ class Saver:
         if len(self._segments) >= MAX_SEGMENTS:
             os.close(descriptor)
             raise AgentConnectionLost(
-                f"the agent has opened {MAX_SEGMENTS} segments and closed none"
+                f"the agent has opened {MAX_SEGMENTS} segments, which is the limit"
             )
         try:
             self._segments[order.key] = OpenSegment(descriptor, order.local_rank)
@@ -282,7 +282,7 @@ def run(order: SpawnSaver) -> NoReturn:
     try:
         agent.connect("\0" + order.place)
     except OSError as error:
-        write_to_stderr(f"the agent is not there: {error.strerror or error}")
+        write_to_stderr(f"cannot connect to the agent: {error.strerror or error}")
         os._exit(1)
     listener, remark = listen(order.host)
     Saver(order, agent, listener, remark).run()

@@ -204,19 +204,19 @@ def check(secret: str, shown: str, right: str) -> None:
 
 
 class NotAuthenticated(Exception):
-    """The other side is not accepted, or does not accept us; the text is a sentence."""
+    """One side does not accept the other's credentials."""
 
 
 class ConnectionBroken(Exception):
-    """The connection broke, or the other side sent an invalid message; a sentence."""
+    """The connection broke, or the other side sent an invalid message."""
 
 
 class CorruptTransfer(Exception):
-    """The received data is not what was written; a sentence. Retrying does not help."""
+    """The received data is not what was written. Retrying does not help."""
 
 
 class PeerRefused(Exception):
-    """The other side refuses the request; a sentence. `again`: it may succeed in a moment."""
+    """The other side refuses the request. `again`: it may succeed in a moment."""
 
     def __init__(self, reason: str, again: bool) -> None:
         super().__init__(reason[:MAX_TEXT])
@@ -254,7 +254,7 @@ class PeerLink:
                 self._remaining()
                 got = self._socket.recv_into(view[at : at + CHUNK])
                 if not got:
-                    raise ConnectionBroken("the other side has hung up in the middle of it")
+                    raise ConnectionBroken("the other side closed the connection too early")
                 at += got
         except OSError as error:
             raise ConnectionBroken(_about(error)) from None
@@ -280,7 +280,7 @@ class PeerLink:
 
 def _about(error: OSError) -> str:
     if isinstance(error, TimeoutError):
-        return "the other side takes too long"
+        return "the other side took too long"
     return f"the connection broke: {error.strerror or type(error).__name__}"
 
 
@@ -298,8 +298,9 @@ class ServedSnapshot:
 
 Answer = ServedSnapshot | GoOn | Taken | Refusal
 Ask = Callable[[Get | Put, bytes], Answer]
-"""Answers whether something is served and whether a part is expected; the bytes are those of a Put,
-b"" at first. Called in the connection's thread.
+"""Decides on a request: returns the snapshot to send, whether a part is expected, or a refusal. It
+is called with b"", and for a Put once more with the bytes of the part. Runs in the connection's
+thread.
 """
 
 
@@ -354,7 +355,7 @@ def _send_snapshot(link: PeerLink, get: Get, ask: Ask) -> str:
             raise Overwritten(f"step {get.step} was withdrawn, and its slot was used again")
         layout = opened.segment.layout()
         tensors = opened.tensor_bytes(snapshot)
-    except Overwritten as gone:  # not needed any more: not worth a report here
+    except Overwritten as gone:  # the snapshot is outdated; no log line
         link.send_message(Refusal(str(gone)[:MAX_TEXT], again=False))
         return ""
     except SegmentError as error:
@@ -411,7 +412,7 @@ def _dial(place: Endpoint, secret: str, request: Get | Put) -> tuple[socket.sock
     try:
         sock = socket.create_connection((place.host, place.port), CONNECT_LIMIT)
     except OSError as error:
-        raise ConnectionBroken(f"nobody answers there: {error.strerror or error}") from None
+        raise ConnectionBroken(f"cannot connect: {error.strerror or error}") from None
     link = PeerLink(sock)
     try:
         nonce = secrets.token_hex(NONCE_BYTES)
@@ -478,14 +479,14 @@ def fetch(
     with sock:
         head = _head(link)
         if head.slot_bytes > segment.slot_bytes or head.layout_length > segment.slot_at(0) - PAGE:
-            raise SegmentError("the memory that was made for a snapshot is too small for it")
+            raise SegmentError("the memory allocated for the snapshot is too small")
         if layout_key not in (0, head.layout):
-            raise SegmentError("the snapshot has another layout than it was announced with")
+            raise SegmentError("the snapshot's layout is not the announced one")
         link.restart_limit(head.layout_length + head.slot_bytes)
         link.receive_into(memoryview(mapping)[PAGE : PAGE + head.layout_length])
         layout = segment.layout()
         if (layout.key, layout.tensor_bytes) != (head.layout, head.tensor_bytes):
-            raise ConnectionBroken("its layout is not the one that it has announced")
+            raise ConnectionBroken("its layout is not the announced one")
         hashes = _receive(link, head, segment.payload(slot))
         sent = _receive_reply(link, Sent)
     if not sent.ok:

@@ -1,7 +1,7 @@
-"""The saver's work with storage; each piece runs in its one thread for that.
+"""The saver's storage work. All of it runs in one thread.
 
-torch and the modules that write checkpoints (`saver.parts`) are imported by the first piece, so
-that the saver answers its agent before.
+torch and the modules that write checkpoints (`saver.parts`) are imported by the first piece of
+work, so that the saver can answer its agent earlier.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from elasticrun.snapshots.storage.folder import Folder
 from elasticrun.wire.snapshots import PersistParts
 
 MAX_FOLDERS: Final = 8
-"""Number of folders kept, with what is known about their file systems."""
+"""Maximum number of cached Folder objects, which remember features of their file systems."""
 
 _folders: dict[str, Folder] = {}
 
@@ -49,7 +49,8 @@ def import_modules() -> Outcome:
 def write_parts(
     opened: Mapping[int, OpenSegment | None], order: PersistParts, stop: Callable[[], bool]
 ) -> Outcome:
-    """Write all parts of this node, one after the other. The agent has had them checked before."""
+    """Write all parts of this node, one after the other. The agent has already had the snapshots
+    checked."""
     from elasticrun.snapshots.saver.parts import PersistError, write_part
 
     folder = _folder(order)
@@ -82,8 +83,8 @@ def sweep(order: PersistParts) -> Outcome:
 
 
 def remove_unfinished(order: PersistParts) -> Outcome:
-    """Remove old, unfinished checkpoints. If no attempt succeeds there is no sweep that would do
-    it."""
+    """Remove old, unfinished checkpoints. Needed if no attempt succeeds, because only a commit is
+    followed by a sweep."""
     return _swept(order, 0, 0, ())
 
 

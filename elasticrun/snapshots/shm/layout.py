@@ -1,4 +1,4 @@
-"""The items of a rank's snapshot, and where each item is in a slot.
+"""The items of a rank's snapshot, and the location of each item in a slot.
 
 An item is what torch's DCP calls a write item: one chunk of one tensor, or one opaque value that
 the rank has serialized. A tensor has the same form in a slot as in a checkpoint's file, inside the
@@ -31,13 +31,13 @@ LINE: Final = 64
 MAX_ITEMS: Final = 1_000_000
 MAX_DIMENSIONS: Final = 64
 MAX_LAYOUT_BYTES: Final = 256 * 1024 * 1024
-"""Of an encoded layout before compression."""
+"""Maximum size of an encoded layout before compression."""
 MAX_SIZE: Final = 2**53
 """Bytes or elements; larger numbers are invalid."""
 
 
 class LayoutError(ValueError):
-    """The bytes are not a layout, or an impossible one; a sentence."""
+    """The bytes are not a valid layout."""
 
 
 class ItemKind(StrEnum):
@@ -84,7 +84,7 @@ class Item(NamedTuple):
 @dataclass(frozen=True)
 class Layout:
     """All items of one rank: tensors first (own ones, then shared ones), then opaque values (own,
-    then shared). `bytes_room`: bytes for opaque values in a slot, with their table."""
+    then shared). `bytes_room`: space in a slot for the opaque values and their table."""
 
     items: tuple[Item, ...]
     own_bytes: int  # of the own tensors; a multiple of PAGE
@@ -118,8 +118,8 @@ class Layout:
 
     @cached_property
     def content(self) -> int:
-        """A 64-bit hash, equal for two ranks whose shared items are the same chunks of the same
-        state: either can replace the other. Never 0."""
+        """A 64-bit hash of the shared items. Two ranks with the same hash hold the same chunks of
+        the same state, so either can replace the other. Never 0."""
         names = sorted([i.fqn, i.offsets, i.sizes] for i in self.items if not i.own)
         return _key(_json(names)) or 1
 
@@ -129,13 +129,14 @@ class Layout:
         if "encoded" not in kept:
             plain = _json(self._plain())
             if len(plain) > MAX_LAYOUT_BYTES:
-                raise LayoutError(f"a layout of {len(self.items)} items is too long to be kept")
+                raise LayoutError(f"a layout of {len(self.items)} items is too long to encode")
             kept |= {"key": _key(plain), "encoded": zlib.compress(plain, 1)}
         return bytes(kept["encoded"])
 
     def _plain(self) -> list[Any]:
-        """Items that differ only in name and location share a form; each item's row starts with the
-        number of its form. A name follows from the path as in DCP, or is listed in `names`."""
+        """Items that differ only in name and location share a form, and each item's row starts with
+        the number of its form. `names` lists only names that do not follow from the path as in
+        DCP."""
         numbers: dict[tuple[Any, ...], int] = {}
         rows: list[list[Any]] = []
         names: dict[int, str] = {}
@@ -166,7 +167,7 @@ def lay_out(
     items: Iterable[Item], bytes_room: int, torch: str, around: Around | None = None
 ) -> Layout:
     """Assign each tensor its extent. Ignores `extent` of the given items, and also `head` and
-    `tail` if `around` is given. `bytes_room`: bytes for the opaque values with their table, rounded
+    `tail` if `around` is given. `bytes_room`: space for the opaque values and their table, rounded
     up to a page."""
     given = tuple(items)
     placed: list[Item] = []
@@ -186,7 +187,7 @@ def lay_out(
 
 
 def is_of(encoded: bytes, key: int) -> bool:
-    """Whether these bytes are, completely, the encoded layout with this key."""
+    """Whether these bytes are exactly the encoded layout with this key."""
     try:
         stream = zlib.decompressobj()
         plain = stream.decompress(encoded, MAX_LAYOUT_BYTES + 1)
@@ -203,11 +204,11 @@ def decode(encoded: bytes, key: int | None = None) -> Layout:
         stream = zlib.decompressobj()
         plain = stream.decompress(encoded, MAX_LAYOUT_BYTES + 1)
         if len(plain) > MAX_LAYOUT_BYTES or not stream.eof:
-            raise LayoutError("a layout is too long, or cut")
+            raise LayoutError("a layout is too long or truncated")
         torch, own, shared, room, content, forms, rows, names = json.loads(plain)
         if key is not None:
             if _key(plain) != key:
-                raise LayoutError("a layout is not the one that was promised")
+                raise LayoutError("a layout is not the expected one")
             made = _items([_believed(form) for form in forms], rows, names)
             layout = Layout(made, own, shared, room, torch)
             vars(layout).update(key=key, content=content, encoded=encoded)
@@ -221,10 +222,10 @@ def decode(encoded: bytes, key: int | None = None) -> Layout:
     except LayoutError:
         raise
     except (ValueError, TypeError, AttributeError, zlib.error, RecursionError) as error:
-        raise LayoutError(f"this is no layout ({type(error).__name__})") from None
+        raise LayoutError(f"invalid layout ({type(error).__name__})") from None
     sizes = (own, shared, room)
     if not isinstance(torch, str):
-        raise LayoutError("a layout names no version of torch")
+        raise LayoutError("a layout has no torch version")
     if not all(_is_size(n) and n % PAGE == 0 for n in sizes):
         raise LayoutError(f"a layout has stretches of {sizes} bytes")
     layout = Layout(items, own, shared, room, torch)
@@ -233,8 +234,8 @@ def decode(encoded: bytes, key: int | None = None) -> Layout:
 
 
 _Form = tuple[tuple[Any, ...], tuple[Any, ...]]
-"""What items of one form have in common: an Item's fields from `kind` to before `extent`, and those
-after it.
+"""What items of one form have in common: an Item's fields between `path` and `extent`, and those
+after `extent`.
 """
 
 
@@ -257,24 +258,24 @@ def _believed(form: Any) -> _Form:
 def _form(form: Any) -> _Form:
     kind, own, dtype, shape, offsets, sizes, grad, head, nbytes, tail = form
     if not isinstance(dtype, str) or type(own) is not bool or type(grad) is not bool:
-        raise LayoutError("a form of a layout has no type")
+        raise LayoutError("a form of a layout has no dtype")
     for numbers in (shape, offsets, sizes, (head, nbytes, tail)):
         if not all(_is_size(n) for n in numbers):
             raise LayoutError("a form of a layout has impossible sizes")
     if not len(shape) == len(offsets) == len(sizes) <= MAX_DIMENSIONS:
-        raise LayoutError("a form of a layout has as many sizes as nothing has")
+        raise LayoutError("a form of a layout has too many dimensions")
     if any(o + s > n for o, s, n in zip(offsets, sizes, shape, strict=True)):
         raise LayoutError("a form of a layout reaches beyond its tensor")
     elements = math.prod(sizes)
     if elements and nbytes % elements:
-        raise LayoutError("a form of a layout has a size of no type")
+        raise LayoutError("a form of a layout has a size without a dtype")
     return _believed([ItemKind(kind), *form[1:]])
 
 
 def _check(row: Any, forms: int) -> None:
     form, extent, *path = row
     if type(form) is not int or not 0 <= form < forms or not _is_size(extent):
-        raise LayoutError(f"an item of a layout has no form, or no place ({str(row)[:80]})")
+        raise LayoutError(f"an item of a layout has no form or no location ({str(row)[:80]})")
     if not all(isinstance(step, str) or type(step) is int for step in path):
         raise LayoutError(f"an item of a layout has no path ({str(row)[:80]})")
 
@@ -298,13 +299,13 @@ def _check_order(layout: Layout) -> None:
     at, end = 0, layout.own_bytes
     groups = [(i.kind is ItemKind.BYTES, not i.own) for i in layout.items]
     if groups != sorted(groups):
-        raise LayoutError("the items of a layout are in no order")
+        raise LayoutError("the items of a layout are out of order")
     shared = False
     for item in layout.tensors:
         if not item.own and not shared:
             shared, at, end = True, layout.own_bytes, layout.tensor_bytes
         if item.extent < at or item.extent % LINE or item.extent + item.length > end:
-            raise LayoutError(f"item {item.fqn[:80]!r} lies outside of its place")
+            raise LayoutError(f"item {item.fqn[:80]!r} lies outside its space")
         at = item.extent + item.length
 
 

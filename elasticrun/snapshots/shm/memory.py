@@ -1,11 +1,11 @@
-"""Shared memory in pages: how much is available; how to allocate, prefault and map it.
+"""Measures, allocates, prefaults and maps shared memory.
 
-All of it blocks. `ftruncate` alone would succeed without free memory, and the first store to a page
-would then kill the process (SIGBUS). So pages are allocated with `posix_fallocate`, after as many
-huge ones as possible. The limit of the cgroup is checked before, because reaching it gets a process
-killed. Pages are zeroed, and possibly backed by a hypervisor, at the first touch;
-MADV_POPULATE_WRITE touches them in advance, by ctypes, because `mmap.madvise` holds the interpreter
-lock during the whole call.
+Every function may block. `ftruncate` alone would succeed without free memory, and the first store
+to a page would then kill the process (SIGBUS). So as many huge pages as possible are allocated
+first, and the rest with `posix_fallocate`. The cgroup's limit is checked before that, because a
+process that reaches it is killed. Pages are zeroed, and possibly backed by a hypervisor, at the
+first touch; MADV_POPULATE_WRITE touches them in advance, through ctypes, because `mmap.madvise`
+holds the interpreter lock during the whole call.
 
 A new rank maps its segment again. With pages of 4 KiB that costs about 80 ms per GiB before the
 first byte is copied, and 40 ms when the rank exits. With pages of 2 MiB it costs almost nothing,
@@ -44,7 +44,7 @@ def map_shared(fd: int, nbytes: int, *, writable: bool = True) -> ctypes.Array[c
     """Map the first `nbytes` of a file of shared memory, until the array and all views of it are
     freed. The caller keeps the descriptor. Raises OSError."""
     if nbytes <= 0:
-        raise OSError(errno.EINVAL, "nothing can be mapped of an empty file")
+        raise OSError(errno.EINVAL, "an empty file cannot be mapped")
     libc = system()
     reserved = nbytes + LARGE
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
@@ -57,7 +57,7 @@ def map_shared(fd: int, nbytes: int, *, writable: bool = True) -> ctypes.Array[c
         libc.munmap(base, reserved)
         raise
     array = (ctypes.c_ubyte * nbytes).from_address(at)
-    # not at interpreter exit, when there may still be views; the kernel unmaps it then
+    # not at interpreter exit, when views may remain; the kernel unmaps it then
     weakref.finalize(array, libc.munmap, base, reserved).atexit = False
     return array
 
@@ -91,16 +91,16 @@ def system() -> Any:
 MADV_COLLAPSE: Final = 25
 
 MOST_FAILED: Final = 16
-"""Consecutive stretches without success: memory is fragmented, and the kernel takes milliseconds
-per stretch to find that out.
+"""Consecutive failures before giving up: memory is then fragmented, and the kernel needs
+milliseconds per stretch to find that out.
 """
 
 
 def allocate_huge_pages(fd: int, nbytes: int) -> str:
     """Back the first `nbytes` of a file of shared memory with zeroed huge pages, as far as
-    possible. Return "" if at least one was available, else a clause that says why not. Other
-    stretches have at most one page of 4 KiB: allocate the rest with posix_fallocate, which fails if
-    memory is short."""
+    possible. Return "" if at least one was available, else a clause that says why not. The other
+    stretches have at most one page of 4 KiB each. Allocate the rest with posix_fallocate, which
+    fails if memory is short."""
     size = nbytes // LARGE * LARGE
     if not size:
         return ""
@@ -130,7 +130,8 @@ Report = Callable[[str], None]
 POPULATE_WRITE: Final = 23  # <linux/mman.h> MADV_POPULATE_WRITE, Linux 5.14
 
 CHUNK: Final = 64 * 1024 * 1024
-"""Bytes prefaulted by one call, so that a segment that is dropped meanwhile costs little more."""
+"""Bytes prefaulted by one call. Small, so that little work is wasted if the segment is dropped
+meanwhile."""
 
 RESERVE: Final = 64 * 1024 * 1024
 """Bytes of the machine's memory left for others."""
@@ -236,7 +237,7 @@ def allocate_file(path: str, nbytes: int, filled: int, report: Report = _ignore)
     try:
         fd = os.open(path, flags, 0o600)
     except OSError as error:
-        raise NoRoom(f"{path} cannot be made ({error.strerror})") from None
+        raise NoRoom(f"{path} cannot be created ({error.strerror})") from None
     try:
         _fill(fd, nbytes, filled, report)
     except BaseException:
@@ -252,13 +253,13 @@ def allocate_anonymous(name: str, nbytes: int, filled: int, report: Report = _ig
     try:
         fd = memory_file(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
-        raise NoRoom(f"the kernel gives no memory without a file ({error.strerror})") from None
+        raise NoRoom(f"the kernel refuses an anonymous file ({error.strerror})") from None
     try:
         _fill(fd, nbytes, filled, report)
     except BaseException:
         os.close(fd)
         raise
-    with contextlib.suppress(OSError):  # nobody can truncate it any more; files cannot be sealed
+    with contextlib.suppress(OSError):  # forbid truncation; files of a path cannot be sealed
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     return fd
 
@@ -270,12 +271,12 @@ def _fill(fd: int, nbytes: int, filled: int, report: Report) -> None:
             report(why)
         os.posix_fallocate(fd, 0, filled)
     except OSError as error:
-        raise NoRoom(f"{size_text(filled)} could not be taken ({error.strerror})") from None
+        raise NoRoom(f"{size_text(filled)} could not be allocated ({error.strerror})") from None
 
 
 def mapped(fd: int, nbytes: int, path: str) -> mmap.mmap:
-    """Map what was just allocated. Raises NoRoom and frees it if mapping fails: mappings have
-    separate limits (ulimit -v, vm.max_map_count)."""
+    """Map memory that was just allocated. Raises NoRoom and frees it if mapping fails: mappings
+    have separate limits (ulimit -v, vm.max_map_count)."""
     try:
         return mmap.mmap(fd, nbytes)
     except OSError as error:

@@ -55,12 +55,12 @@ MAX_HASHES: Final = (PAGE - HASHES_AT) // 8 - 2
 
 _RECORD: Final = struct.Struct("<QIqq16sQqQQI")
 """magic, version, term, number, key of the round, sequence, step, layout, bytes of opaque values,
-checksum of what precedes it. Not in native byte order; the checksum guards it.
+checksum of all fields before it.
 """
 
 
 class SegmentError(ValueError):
-    """The bytes are not a segment of ours, or an impossible one; a sentence."""
+    """The bytes are not a valid segment."""
 
 
 def round_key(name: RoundName) -> bytes:
@@ -122,11 +122,11 @@ class Segment:
     def __init__(self, memory: memoryview) -> None:
         """Raises SegmentError if this is not a segment, or shorter than it claims."""
         if len(memory) < PAGE:
-            raise SegmentError(f"a segment of {len(memory)} bytes has no room for anything")
+            raise SegmentError(f"a segment of {len(memory)} bytes is too small")
         self._memory = memory.cast("B")
         self._words = self._memory[:PAGE].cast("q")
         if self._words[_MAGIC] != MAGIC or self._words[_VERSION] != VERSION:
-            raise SegmentError("this is no segment of this version")
+            raise SegmentError("this is not a segment of this version")
         self.slots = self._words[_SLOTS]
         self._layout_bytes = self._words[_LAYOUT_BYTES]
         self.slot_bytes = self._words[_SLOT_BYTES]  # without its header page
@@ -137,7 +137,7 @@ class Segment:
             raise SegmentError("a segment is shorter than its header states")
 
     def is_made_for(self, layout_length: int, slot_bytes: int, slots: int) -> bool:
-        """Whether the control page still has what `initialize` wrote for these sizes."""
+        """Whether the control page still has the values that `initialize` wrote for these sizes."""
         made = (MAGIC, VERSION, slots, _up(layout_length), layout_length, slot_bytes)
         return tuple(self._words[: len(made)]) == made
 
@@ -207,7 +207,7 @@ class Segment:
         return self._commit(slot)[0]
 
     def withdraw(self, slot: int) -> None:
-        """First step of a write, or the end of a snapshot: mark the slot as empty."""
+        """Mark the slot as empty: the first step of a write, or the end of a snapshot."""
         self._commit(slot)[0] = 0
 
     def commit(
@@ -244,8 +244,8 @@ class Segment:
 
     def free_slot(self) -> int | None:
         """A slot for the rank's next snapshot: an empty one, else one that is not pinned and not
-        needed, because a newer step is complete or its own step was given up; None if there is none
-        now."""
+        needed, because a newer step is complete or its own step was given up; None if every slot is
+        needed."""
         held = {s.slot: s for s in self.snapshots()}
         free = [j for j in range(self.slots) if not self.pinned(j)]
         for slot in free:
@@ -301,7 +301,7 @@ def initialize(memory: memoryview, *, layout_length: int, slot_bytes: int, slots
     ValueError for invalid sizes, or if the memory is too small."""
     room = _up(layout_length)
     if not MIN_SLOTS <= slots <= MAX_SLOTS or slot_bytes % PAGE or min(room, slot_bytes) < 0:
-        raise ValueError(f"{slots} slots of {slot_bytes} bytes are no segment")
+        raise ValueError(f"{slots} slots of {slot_bytes} bytes are not a valid segment")
     if len(memory) < PAGE + room + slots * (PAGE + slot_bytes):
         raise ValueError("the memory is smaller than the segment")
     words = memory[:PAGE].cast("q")

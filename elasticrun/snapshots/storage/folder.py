@@ -1,4 +1,4 @@
-"""A folder of checkpoints: its content, whether it is intact, and what is no longer kept.
+"""A folder of checkpoints: lists, verifies, condemns, removes and creates them.
 
 A checkpoint `step-000000123` is committed once its marker `.metadata` exists, which is written
 last. Checkpoints are found by listing; there is no pointer file to the latest one.
@@ -29,7 +29,7 @@ REMOVED: Final = "elasticrun.removed"
 MAX_STEP: Final = 2**53
 MAX_REMARKS: Final = 32
 MAX_VERDICT: Final = 4096
-"""Maximum bytes of the reason for which a checkpoint was condemned."""
+"""Maximum bytes of the reason why a checkpoint was condemned."""
 
 _STEP: Final = re.compile(r"step-(\d{9,16})\Z")
 _OURS: Final = re.compile(r"(__\d+_\d+\.\d+\..+\.distcp|elasticrun\..+|\.metadata\..+\.tmp)\Z")
@@ -41,7 +41,8 @@ def step_name(step: int) -> str:
 
 
 class CheckpointFault(NamedTuple):
-    """What is wrong with a checkpoint. `corrupt`: it is not what was written."""
+    """What is wrong with a checkpoint. `corrupt`: its bytes have changed since they were
+    written."""
 
     what: str
     corrupt: bool = True
@@ -55,8 +56,7 @@ class CheckpointFault(NamedTuple):
 class Folder:
     """`url`: an absolute path, a `file://` URL, or any other URL that fsspec supports.
 
-    Methods raise StorageError if the storage fails; they return what is wrong with a checkpoint as
-    a sentence."""
+    Methods raise StorageError if the storage fails; they return faults of a checkpoint as text."""
 
     def __init__(self, url: str, *, calls: Calls | None = None) -> None:
         """Raises StorageError if the URL is invalid. Does not access the storage yet."""
@@ -113,8 +113,8 @@ class Folder:
 
     def newest(self, below: int = -1, above: int = -1) -> int:
         """The step that a start restores, -1 for none: the newest one that is committed and not on
-        an abandoned timeline. `below`: only steps below it; -1: any. `above`: only steps above it;
-        a single listing is enough if there are none."""
+        an abandoned timeline. `below`: only steps below it; -1: any. `above`: only steps above it,
+        which takes a single listing if there are none."""
         names = self._steps()
         if not names or names[-1] <= above:
             return -1
@@ -128,9 +128,9 @@ class Folder:
     def uncommitted(
         self, older_than: float, found: Iterable[ListedCheckpoint] | None = None
     ) -> list[int]:
-        """Steps without a marker that contain only our files and have not changed for so many
-        seconds, and all whose removal has begun. Uses the storage's clock: its current time is the
-        last change of any checkpoint. `found`: a recent survey."""
+        """Steps without a marker that contain only our files and have not changed for `older_than`
+        seconds; also steps whose removal has begun. Uses the storage's clock: its current time is
+        the last change of any checkpoint. `found`: a recent survey."""
         found = self.survey() if found is None else list(found)
         now = max((one.changed for one in found), default=0.0)
         begun = [one for one in found if not one.marker and one.only_ours and one.changed]
@@ -183,7 +183,7 @@ class Folder:
         return "" if fits(size, bytes_) else f"{name} has {size} bytes, {why.format(bytes_)}"
 
     def has_manifest(self, step: int) -> bool:
-        """Whether we have written the checkpoint, so that there is something to compare it with."""
+        """Whether the checkpoint has a manifest to compare it with (torch alone writes none)."""
         return self.size(step, manifests.NAME) is not None
 
     def manifest(self, step: int) -> Manifest | None:
@@ -195,7 +195,7 @@ class Folder:
             return None
         found = manifests.decode(data)
         if found.step != step:
-            raise ManifestError(f"the manifest is that of step {found.step}")
+            raise ManifestError(f"the manifest belongs to step {found.step}")
         return found
 
     def _read(self, step: int, name: str, most: int) -> bytes:
@@ -211,13 +211,12 @@ class Folder:
     def verify(self, step: int, part: int = 0, of: int = 1) -> str:
         """Compare a checkpoint with its manifest: all sizes, its marker, and the hashes of every
         `of`-th file starting at the `part`-th (`of`=0: of no file). Return "" or a sentence about a
-        fault. Also "" without a manifest (torch has written it), because there is nothing to
-        compare with."""
+        fault. Without a manifest (torch alone has written it), return ""."""
         wrong = next(self.faults(step, part, of), None)
         return f"{self._where(step)} {wrong.clause}" if wrong is not None else ""
 
     def faults(self, step: int, part: int = 0, of: int = 1) -> Iterator[CheckpointFault]:
-        """The same for every file with a fault. Sizes are checked before hashes."""
+        """Yield every fault that `verify` would find. Sizes are checked before hashes."""
         sizes = self.files(step)
         if MARKER not in sizes and self.size(step, MARKER) is None:
             cut_off = "is being removed, or its removal was cut off"
@@ -301,12 +300,13 @@ class Folder:
             return ""
 
     def condemn(self, step: int, what: str) -> None:
-        """Never again list this checkpoint as committed; the first reason is kept."""
+        """Mark this checkpoint as corrupt, so that it no longer counts as committed. Keeps the
+        first reason."""
         data = what.encode()[: MAX_VERDICT - 1] + b"\n"
         self._place.put_first(f"{step_name(step)}/{CONDEMNED}", data)
 
     def clear_condemned(self, step: int) -> None:
-        """Clear the condemnation: the checkpoint is about to be written again."""
+        """Clear the mark, because the checkpoint is about to be written again."""
         self._place.unlink(f"{step_name(step)}/{CONDEMNED}")
 
     def remove(self, step: int) -> None:

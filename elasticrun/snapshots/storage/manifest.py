@@ -30,7 +30,7 @@ _FILE_NAME: Final = re.compile(r"[A-Za-z0-9_.\-]{1,200}\Z")
 
 
 class ManifestError(ValueError):
-    """The bytes are not a manifest, or were changed; a sentence."""
+    """The bytes are not a manifest, or were changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def decode(data: bytes) -> Manifest:
     """The inverse of `encode`, with every number checked. Raises ManifestError."""
     first = _FIRST.match(data)
     if first is None:
-        raise ManifestError("the manifest is no manifest")
+        raise ManifestError("the file is not a manifest")
     rest = data[first.end() :]
     if int(first[1], 16) != xxhash.xxh3_64_intdigest(rest):
         raise ManifestError("the manifest is not what was written (its checksum differs)")
@@ -115,7 +115,7 @@ def file_of(row: Any) -> FileEntry:
     KeyError."""
     name = row["name"]
     if not isinstance(name, str) or not _FILE_NAME.match(name) or name in (".", ".."):
-        raise ManifestError(f"{name!r:.40} is no name of a file")
+        raise ManifestError(f"{name!r:.40} is not a valid file name")
     entry = FileEntry(
         name=name,
         rank=_int(row["rank"]),
@@ -129,14 +129,14 @@ def file_of(row: Any) -> FileEntry:
     if entry.stretch > entry.size or entry.block < 1:
         raise ManifestError(f"{entry.name} has impossible sizes")
     if len(entry.hashes) != -(-entry.stretch // entry.block) + 1:
-        raise ManifestError(f"{entry.name} has {len(entry.hashes)} hashes, which is not its number")
+        raise ManifestError(f"{entry.name} has a wrong number of hashes ({len(entry.hashes)})")
     return entry
 
 
 def _manifest(plain: Any) -> Manifest:
     if plain["version"] != VERSION:
         raise ManifestError(
-            f"the manifest has version {plain['version']}, of which nothing is known here"
+            f"the manifest has version {plain['version']}, which this version cannot read"
         )
     named, marker = plain["round"], plain["marker"]
     return Manifest(
@@ -158,23 +158,23 @@ def _hex(number: int) -> str:
 
 def _hash(text: Any) -> int:
     if not isinstance(text, str) or not _HASH.match(text):
-        raise ManifestError(f"{text!r:.40} is no hash")
+        raise ManifestError(f"{text!r:.40} is not a hash")
     return int(text, 16)
 
 
 def _int(number: Any, below: int = MAX_SIZE) -> int:
     if type(number) is not int or not 0 <= number < below:
-        raise ManifestError(f"{number!r:.40} is no number that can be here")
+        raise ManifestError(f"{number!r:.40} is not a valid number here")
     return number
 
 
 def _text(text: Any) -> str:
     if not isinstance(text, str) or len(text) > MAX_TEXT:
-        raise ManifestError(f"{text!r:.40} is no text that can be here")
+        raise ManifestError(f"{text!r:.40} is not valid text here")
     return text
 
 
 def _list(rows: Any, most: int) -> list[Any]:
     if not isinstance(rows, list) or len(rows) > most:
-        raise ManifestError("a list in the manifest is none, or too long")
+        raise ManifestError("a list in the manifest is invalid or too long")
     return rows

@@ -1,8 +1,8 @@
 """Storage backends: a folder of a file system (`LocalPlace`) or whatever fsspec supports
 (`UrlPlace`).
 
-Names are relative to the place, with `/` between folder and file. Every method raises StorageError
-with a sentence, and FileNotFoundError where documented. On fsspec a file exists once it is closed;
+Names are relative to the place, with `/` between folder and file. Every method may raise
+StorageError, and FileNotFoundError where documented. On fsspec a file exists once it is closed;
 nothing is ever renamed.
 """
 
@@ -44,7 +44,7 @@ class Entry:
 
 
 class StoragePlace(Protocol):
-    """The interface described above."""
+    """A storage backend (see the module's docstring)."""
 
     remarks: list[str]
     unfit: str
@@ -209,7 +209,7 @@ class ObjectSink:
             piece = data[at : at + PIECE]
             took = _with_storage_errors(self._path, "written", partial(self._file.write, piece))
             if took is not None and took != len(piece):
-                raise StorageError(f"{self._path} was not written: it took {took} bytes only")
+                raise StorageError(f"{self._path} was not written: only {took} bytes were accepted")
 
     def close(self) -> None:
         _with_storage_errors(self._path, "written", self._file.close)
@@ -226,7 +226,7 @@ class ObjectSink:
 
 _MEMORY = frozenset({"memory"})
 _CACHES = frozenset({"cached", "blockcache", "filecache", "simplecache"})
-"""Protocols in fsspec that keep files, or copies of them, where other processes cannot see them."""
+"""Protocols in fsspec whose files, or cached copies of files, are private to a process or node."""
 
 
 def _unfit(url: str, kind: Any) -> str:
@@ -236,22 +236,21 @@ def _unfit(url: str, kind: Any) -> str:
     protocols = {named} if isinstance(named, str) else set(named)
     if protocols & _MEMORY:
         return (
-            f"checkpoints cannot lie in {url}: that is the memory of a single process and ends "
-            "with it; name a folder, or the URL of a storage that all nodes reach"
+            f"checkpoints cannot be stored in {url}: it is the memory of a single process; "
+            "use a folder, or the URL of storage that all nodes can reach"
         )
     if protocols & _CACHES:
         return (
-            f"checkpoints cannot lie in {url}: {min(protocols & _CACHES)} keeps copies of its "
-            "own on each node, which may be older than the storage; name the URL of the "
-            "storage behind it"
+            f"checkpoints cannot be stored in {url}: {min(protocols & _CACHES)} caches files on "
+            "each node, which may be out of date; use the URL of the storage behind it"
         )
     return ""
 
 
 class UrlPlace:
-    """See StoragePlace. `url`: with protocol, as fsspec expects it. The constructor only looks for
-    the package of the protocol, because creating a file system may request credentials from a
-    server."""
+    """See StoragePlace. `url`: with protocol, as fsspec expects it. The constructor only checks
+    that the protocol's package is installed, because creating a file system may request credentials
+    from a server."""
 
     fresh = True
 
@@ -280,7 +279,7 @@ class UrlPlace:
                 self._reached = fsspec.core.url_to_fs(self._given)
             except (ImportError, ValueError) as error:
                 raise _no_package(self._url, error) from None
-            except Exception as error:  # of the library for this storage
+            except Exception as error:  # raised by the library for this storage
                 raise StorageError(f"{self._url} cannot be reached: {error!s:.300}") from error
         return self._reached
 
@@ -352,7 +351,7 @@ class UrlPlace:
 
 
 def _no_package(url: str, error: Exception) -> StorageError:
-    """The error that no installed package supports this kind of storage."""
+    """The error if no installed package supports this kind of storage."""
     return StorageError(
         f"{url} cannot be reached: {error}; install the package that fsspec names for it"
     )

@@ -1,4 +1,4 @@
-"""Removes from a folder what attempts have left behind, and checkpoints that are not kept."""
+"""Removes files left by attempts, and checkpoints that retention does not keep."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def file_name(rank: int, number: int, sequence: int, attempt: str) -> str:
 
 
 def is_of_attempt(name: str) -> bool:
-    """Whether the file name is one that attempts use."""
+    """Whether an attempt writes files with such names."""
     return bool(_NAME.match(name) or _DRAFT.match(name) or timeline_of(name))
 
 
 def clear_earlier(folder: Folder, step: int, ranks: Collection[int], attempt: str) -> None:
-    """Remove what earlier attempts of killed savers have left of these ranks: on a nearly full
-    disk, no new attempt would succeed otherwise. Also cancels a removal that has begun. Raises
+    """Remove files that killed savers left of earlier attempts by these ranks. On a nearly full
+    disk no new attempt could succeed otherwise. Also cancels a removal that has begun. Raises
     StorageError."""
     files = folder.files(step)
     if MARKER in files:

@@ -1,9 +1,9 @@
-"""Finds checkpoints that a rewind has left behind, and checkpoints that are no longer kept. Pure.
+"""Finds checkpoints that a rewind has abandoned, and checkpoints to remove. Pure.
 
-A *timeline* is training without a rewind. When training is rewound to an older step, because a
-state turned out to be bad, there may be checkpoints of later steps: they are on an abandoned
-timeline. They are neither renamed nor condemned. The first checkpoint of the new timeline has a
-file `elasticrun.timeline.N.from.S` beside its marker: this is timeline N, and checkpoints of older
+A *timeline* is training without a rewind. When training is rewound to an older step because a state
+turned out to be bad, checkpoints of later steps may remain. Those are on an abandoned timeline;
+they are neither renamed nor condemned. The first checkpoint of the new timeline has a file
+`elasticrun.timeline.N.from.S` beside its marker: this is timeline N, and checkpoints of older
 timelines with step S or later are abandoned. All later checkpoints have the same file. Timeline 0
 has none.
 """
@@ -20,7 +20,7 @@ _NAME: Final = re.compile(r"elasticrun\.timeline\.(\d{1,9})\.from\.(\d{1,16})\Z"
 
 @dataclass(frozen=True, slots=True, order=True)
 class Timeline:
-    """`start`: the first step that it does not share with older ones."""
+    """`start`: the first step that it does not share with older timelines."""
 
     number: int = 0
     start: int = 0
@@ -34,9 +34,9 @@ class Timeline:
     def sentence(self) -> str:
         """The content of that file, for people."""
         return (
-            f"Training was taken back to a step below {self.start}. Checkpoints of that step and "
-            f"later ones whose timeline is below {self.number} are whole, and no start goes on "
-            "from them.\n"
+            f"Training was rewound to a step below {self.start}. Checkpoints of step {self.start} "
+            f"and later ones whose timeline is below {self.number} are intact, but no start "
+            "restores them.\n"
         )
 
 
@@ -114,8 +114,8 @@ def surplus(
 ) -> list[int]:
     """Steps to remove, oldest first, from all committed ones with their reasons.
 
-    Kept are the `last` newest of any reason (0: all), the newest periodic one, so that saves at
-    breakpoints never displace it, every step that `every` divides (0: none), and those `in_use`.
+    Keeps the `last` newest of any reason (0: all); the newest periodic one, which saves at
+    breakpoints must not displace; every multiple of `every` (0: none); and those `in_use`.
     """
     steps = dict(committed)
     if last <= 0:
@@ -137,8 +137,8 @@ def not_kept(
 ) -> list[int]:
     """Steps to remove from all that was `found`. `chain`: steps that a start may restore, with
     their reasons; `surplus` decides on these. Abandoned checkpoints are removed once training has
-    passed their step again, condemned ones once they are older than all that are kept: until then
-    people may want to inspect them."""
+    passed their step again, condemned ones once they are older than all that are kept, so that
+    people can inspect them until then."""
     removed = surplus(chain, last=last, every=every, in_use=in_use)
     steps = {step for step, _ in chain}
     kept = sorted(steps.difference(removed))

@@ -1,10 +1,10 @@
-"""Writes a file durably to a disk, with a sentence for each failure.
+"""Writes a file durably to a disk, with a clear message for each failure.
 
-It uses the best way first: space is allocated at once (`fallocate`: a full disk is reported before
-hours of work), the bulk bypasses the page cache (O_DIRECT from page-aligned memory), then fsync.
-Features that a file system refuses are not used again, and one sentence reports it. gcsfuse is
-recognized in the mount table: one sequential writer, no rename, no reading back; there a file
-exists once `close` has succeeded, so an error of `close` is an error of the file.
+It allocates all space first (`fallocate`: a full disk is reported before hours of work), writes
+past the page cache (O_DIRECT from page-aligned memory), then calls fsync. A feature that the file
+system refuses is reported once and not used again. gcsfuse is recognized in the mount table: one
+sequential writer, no rename, no reading back; there a file exists once `close` has succeeded, so an
+error of `close` is an error of the file.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import Final, Protocol
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 GCSFUSE: Final = "fuse.gcsfuse"
-"""Type in the mount table."""
+"""The file system's type in the mount table."""
 
 PAGE: Final = 4096
 PIECE: Final = 8 * 1024 * 1024
 """Bytes of one write: larger ones were not faster on a local disk, smaller ones were slower."""
 
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-"""A repeated attempt (its saver died) replaces its earlier file."""
+"""A repeated attempt replaces the file that its killed saver left."""
 
 REFUSED: Final = frozenset(
     {errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS, errno.EPERM}
@@ -41,21 +41,21 @@ _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class StorageError(Exception):
-    """Storage failed; one sentence, with the file and what to do."""
+    """Storage failed. The message names the file and what to do."""
 
 
 def sentence(error: OSError, path: str, doing: str, free: int | None = None) -> str:
     """`doing`: written, read, removed, listed. `free`: bytes available where `path` is."""
     if error.errno in _FULL:
-        left = "" if free is None else f" ({free / 2**30:.2f} GiB are left)"
-        what = "the quota is used up" if error.errno == errno.EDQUOT else "there is no room"
-        return f"{path} was not {doing}: {what}{left}; make room, or choose another folder"
+        left = "" if free is None else f" ({free / 2**30:.2f} GiB available)"
+        what = "the quota is used up" if error.errno == errno.EDQUOT else "the disk is full"
+        return f"{path} was not {doing}: {what}{left}; free some space, or choose another folder"
     return f"{path} was not {doing}: {error.strerror or error}"
 
 
 class Calls:
-    """The system calls in one object, so that tests can refuse some. Each raises OSError like the
-    call itself."""
+    """The system calls in one object, so that tests can make some fail. Each raises OSError like
+    the call itself."""
 
     pwrite = staticmethod(os.pwrite)
     write = staticmethod(os.write)
@@ -71,8 +71,8 @@ class Calls:
         return os.open(path, flags | os.O_CLOEXEC, 0o666)
 
     def fallocate(self, fd: int, size: int) -> None:
-        """Linux's own call. C libraries emulate posix_fallocate on file systems without it by
-        writing to every block, which takes hours over a network."""
+        """Linux's own system call. C libraries emulate posix_fallocate on file systems without it
+        by writing to every block, which takes hours over a network."""
         call = getattr(_LIBC, "fallocate64", _LIBC.fallocate)
         while call(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
             number = ctypes.get_errno()
@@ -129,7 +129,7 @@ class Features:
     remarks: list[str] = field(default_factory=list)
 
     def without(self, feature: str, path: str, error: OSError, instead: str) -> None:
-        """Continue without a feature that the file system does not have; raise any other error."""
+        """Continue without a feature that the file system lacks; raise any other error."""
         if error.errno not in REFUSED:
             raise error
         setattr(self, feature, False)
@@ -172,7 +172,7 @@ class FileSink:
                 try:
                     self._calls.fallocate(self._fd, size)
                 except OSError as error:
-                    features.without("fallocate", path, error, "a full disk is noticed late")
+                    features.without("fallocate", path, error, "a full disk is detected late")
         except FileExistsError:
             raise
         except OSError as error:
@@ -190,7 +190,7 @@ class FileSink:
             while at < len(data):
                 took = self._some(data[at : at + PIECE])
                 if took < 1:  # would loop forever
-                    raise OSError(errno.EIO, "a write took nothing")
+                    raise OSError(errno.EIO, "a write accepted no bytes")
                 at += took
         except OSError as error:
             self._fail(error)
@@ -217,7 +217,7 @@ class FileSink:
         return self._calls.write(self._fd, piece)
 
     def close(self, *, drop: bool = True) -> None:
-        """`drop`: the file is not read soon."""
+        """`drop`: release the page cache, because the file is not read soon."""
         try:
             if self._features.fsync:
                 self._calls.fsync(self._fd)
@@ -244,8 +244,8 @@ class FileSink:
 
 
 def write_small(features: Features, path: str, data: bytes) -> None:
-    """Replace a small file atomically: a reader sees the old one or the complete new one. Raises
-    StorageError.
+    """Replace a small file atomically: a reader sees the old content or all of the new content.
+    Raises StorageError.
 
     Without rename this still holds if a file appears with its `close`; otherwise a reader may see a
     partial file, which its checksum reveals."""
@@ -261,7 +261,7 @@ def write_small(features: Features, path: str, data: bytes) -> None:
                 os.unlink(draft)
             if error.errno not in REFUSED:
                 raise StorageError(sentence(error, path, "written")) from error
-            features.without("rename", path, error, "small files are written in their place")
+            features.without("rename", path, error, "small files are overwritten in place")
     _write_all(features, path, data, _NEW)
     sync_folder(features, os.path.dirname(path))
 
@@ -296,7 +296,7 @@ def sync_folder(features: Features, path: str) -> None:
             os.close(fd)
     except OSError as error:
         if error.errno not in REFUSED:
-            raise StorageError(sentence(error, path, "brought to disk")) from error
+            raise StorageError(sentence(error, path, "synced to disk")) from error
 
 
 def free_bytes(path: str) -> int | None:

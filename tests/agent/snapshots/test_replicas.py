@@ -124,8 +124,8 @@ async def test_what_cannot_be_copied_is_said(node: Node) -> None:
 
     node.snapshots.obey(order(5, 0))
     fetch = await saver.next(s.Fetch)
-    saver.say(s.FetchSize(fetch.key, False, "nobody answers there", 0, 0))
-    assert await why(5) == "nobody answers there"
+    saver.say(s.FetchSize(fetch.key, False, "cannot connect", 0, 0))
+    assert await why(5) == "cannot connect"
 
     node.snapshots.obey(order(6, 0))
     await saver.gives_size(slot_bytes=1 << 50)

@@ -395,7 +395,7 @@ def test_a_tmpfs_that_is_full_is_told_and_nothing_is_left_in_it(tmp_path: Path) 
     done = subprocess.run(
         command, cwd=root, capture_output=True, text=True, timeout=240, check=False
     )
-    assert "could not be taken (No space left on device)" in done.stdout, done.stderr
+    assert "could not be allocated (No space left on device)" in done.stdout, done.stderr
     assert "left []" in done.stdout
 
 

@@ -166,7 +166,7 @@ def test_what_is_no_whole_state_is_refused() -> None:
         "invalid fill": [part(0, first)],
         "overlapping chunks": [part(0, first), part(1, renamed(second, "rows", offsets=(5, 0)))],
         "two parts": [part(0, first), part(0, second)],
-        "own state of two ranks": [part(0, first), part(1, first)],
+        "per-rank state of two ranks": [part(0, first), part(1, first)],
         "has 0 lengths": [part(0, first), replace(part(1, second), lengths=())],
         "no type 'float3'": [
             part(0, renamed(first, "both", dtype="float3")),
@@ -176,7 +176,7 @@ def test_what_is_no_whole_state_is_refused() -> None:
             part(0, first),
             part(1, renamed(second, "rows", dtype="float16")),
         ],
-        "the place of each": [part(0, first), replace(part(1, second), places=((0, 1),))],
+        "the location of each": [part(0, first), replace(part(1, second), places=((0, 1),))],
     }
     for said, parts in cases.items():
         with pytest.raises(MetadataError, match=said):

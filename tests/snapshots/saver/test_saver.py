@@ -115,7 +115,7 @@ def test_what_cannot_be_compared_is_said(forked: Agent) -> None:
         forked.tell(order)
         checked = forked.wait(s.Checked)
         assert not checked.ok
-        assert "holds another snapshot by now" in checked.reason
+        assert "now holds another snapshot" in checked.reason
     shared.segment.withdraw(0)
     assert not forked.check().ok
     forked.tell(s.SegmentClosed(1))

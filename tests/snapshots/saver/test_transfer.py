@@ -127,7 +127,7 @@ def test_a_replica_goes_into_the_slot_that_is_named(agent: Agent, holder: Agent)
         agent.tell(replica)
         agent.wait(s.FetchSize)
         agent.tell(s.FetchInto(5, 1, size.layout + 1), fd)
-        assert "another layout" in agent.wait(s.Fetched).reason
+        assert "not the announced one" in agent.wait(s.Fetched).reason
         assert copy.read(0) is not None
         assert copy.read(1) is None
 
@@ -162,7 +162,7 @@ def test_memory_that_is_too_small_is_refused(agent: Agent, holder: Agent) -> Non
         assert "too small" in fetched.reason
     with memory(size) as fd:
         agent.tell(s.FetchInto(77), fd)
-        assert "nothing was to be fetched" in agent.wait(s.Fetched).reason
+        assert "no fetch was ordered" in agent.wait(s.Fetched).reason
 
 
 def test_one_that_is_served_later_is_waited_for(agent: Agent, holder: Agent, monkeypatch) -> None:
@@ -198,7 +198,7 @@ def test_one_that_is_served_later_is_waited_for(agent: Agent, holder: Agent, mon
     shared.segment.withdraw(0)
     size = ask(agent, holder.here.port)
     assert not size.ok
-    assert "holds another snapshot by now" in size.reason
+    assert "now holds another snapshot" in size.reason
 
 
 # ---------------------------------------------------------------- who is let in
@@ -324,7 +324,7 @@ def test_nobody_serves_where_no_host_was_given(server: Driver) -> None:
 def test_an_address_that_is_not_ours_is_said(server: Driver) -> None:
     with saver(server, host="192.0.2.7") as agent:
         assert agent.here.port
-        assert "192.0.2.7 is none of its own" in agent.wait(s.Remark).text
+        assert "192.0.2.7 is not its own" in agent.wait(s.Remark).text
 
 
 # ---------------------------------------------------------------- a checkpoint of two nodes

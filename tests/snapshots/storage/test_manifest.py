@@ -45,11 +45,11 @@ def test_any_changed_byte_is_found() -> None:
 @pytest.mark.parametrize(
     ("entry", "wrong"),
     [
-        (replace(ENTRY, name="../escape"), "name of a file"),
+        (replace(ENTRY, name="../escape"), "not a valid file name"),
         (replace(ENTRY, stretch=20_000), "impossible sizes"),
         (replace(ENTRY, block=0), "impossible sizes"),
-        (replace(ENTRY, hashes=(1, 2)), "2 hashes"),
-        (replace(ENTRY, size=2**60), "no number"),
+        (replace(ENTRY, hashes=(1, 2)), "number of hashes .2"),
+        (replace(ENTRY, size=2**60), "not a valid number"),
     ],
 )
 def test_what_cannot_be_is_refused_though_its_checksum_holds(entry: FileEntry, wrong: str) -> None:

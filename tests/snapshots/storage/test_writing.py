@@ -156,6 +156,6 @@ def test_a_full_disk_is_said_and_nothing_is_left_on_it(tmp_path: Path) -> None:
     first, early, late, left = done.stdout.splitlines()
     assert first == "written"
     for line in (early, late):
-        assert "data was not written: there is no room (0.0" in line
-        assert line.endswith("make room, or choose another folder")
+        assert "data was not written: the disk is full (0.0" in line
+        assert line.endswith("free some space, or choose another folder")
     assert left == "{} {} [1]"

@@ -495,9 +495,9 @@ def test_two_values_with_one_name_are_refused_before_training(
 @pytest.mark.parametrize("before", ["", "simplecache::", "dir::"])
 def test_storage_that_ends_with_its_process_is_refused(before: str, tmp_path: Path) -> None:
     url = f"{before}memory://{tmp_path}"
-    with pytest.raises(ValueError, match=f"checkpoints cannot lie in {re.escape(url)}: "):
+    with pytest.raises(ValueError, match=f"checkpoints cannot be stored in {re.escape(url)}: "):
         Checkpointer(url, state={"a": 1})
-    with pytest.raises(ValueError, match="blockcache keeps copies of its own on each node"):
+    with pytest.raises(ValueError, match="blockcache caches files on each node"):
         Checkpointer(f"blockcache::file://{tmp_path}", state={"a": 1})
     Checkpointer(f"dir::file://{tmp_path}", state={"a": 1})
 
