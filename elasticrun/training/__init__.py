@@ -1,11 +1,11 @@
-"""WHAT A TRAINING SCRIPT MAY IMPORT; every part of it works without an agent.
+"""THE API FOR TRAINING SCRIPTS; every part of it works without an agent.
 
 `progress(step)`, called once a step after the optimizer's step, lets the job find slow nodes.
 Without an agent it is a no-op. `quiet("judge", minutes=20)` is a block in which the rank does not
 count as hung. `Checkpointer` keeps the state in memory and in storage. `ElasticBatchSampler`
 chooses the samples of each step. These two import torch, so they are imported on first access.
-Forbidden here: to raise into the script or to block it (except as `Checkpointer` documents), a
-thread or a hook in it, to import torch for `progress` (it uses what the script has imported), and
+Forbidden here: raising into the script or blocking it (except as `Checkpointer` documents), a
+thread or a hook in it, importing torch for `progress` (it uses what the script has imported), and
 every other folder except `checkpointing`, `monitor.recorders` and a few names of `wire`.
 """
 

@@ -1,4 +1,4 @@
-"""`ElasticBatchSampler`: which samples a step uses, independent of the number of ranks."""
+"""`ElasticBatchSampler` chooses the samples of each step, independently of the number of ranks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from elasticrun.training.ranks import rank_and_world_size
 
 _CONFIG: Final = ("samples", "global_batch", "shuffle", "seed", "drop_last")
-"""What decides which samples a step uses."""
+"""The settings that decide which samples a step uses."""
 
 
 class ElasticBatchSampler:
     """Batches of indices for `DataLoader(dataset, batch_sampler=sampler)`. The global batch of step
     k is a function of (seed, epoch, k) alone. It has the same samples at every world size, and a
-    restored step is an exact place in the data.
+    restored step is an exact position in the data.
 
     ::
 
@@ -42,14 +42,14 @@ class ElasticBatchSampler:
 
     The ranks' shares of a global batch differ by one sample at most. A share is split into
     micro-batches of at most `micro_batch` samples (default: one micro-batch), the same number on
-    all ranks. `weights` gives the factor for the mean loss of each, so that the gradient which DDP
-    averages is the mean over the global batch. If there are not enough samples for all
-    micro-batches, an empty one gets a sample of another rank with weight 0.
+    all ranks. `weights` gives the factor for the mean loss of each, so that DDP's averaged gradient
+    is the mean over the global batch. If there are not enough samples for all micro-batches, an
+    empty one gets a sample of another rank with weight 0.
 
     One pass over the sampler goes from the current step to the end of its epoch, or to
     `total_steps` if given, and the next pass begins there. The length is that of a whole pass. A
-    Checkpointer that has the sampler sets its place at each step; without one, call `set_step` at
-    the start and after a pass that was not used up, because a loader reads ahead.
+    Checkpointer that has the sampler sets its position at each step. Without one, call `set_step`
+    at the start, and after a pass that ended early, because a loader reads ahead.
 
     `dataset`: the dataset, or its number of samples. `place`: rank and world size; default: those
     of the default process group or else of the environment, at each pass.
@@ -103,7 +103,7 @@ class ElasticBatchSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next pass in this epoch: at the current step if it is in this epoch, else at
-        the start. Frameworks call it, as they do for torch's DistributedSampler."""
+        the epoch's start. Frameworks call it, as they do for torch's DistributedSampler."""
         if _at_least(0, "epoch", epoch) != self.epoch:
             self._step = epoch * self.steps_per_epoch
 
@@ -116,8 +116,8 @@ class ElasticBatchSampler:
 
     @property
     def batch_size(self) -> int:
-        """Raises TypeError: accelerate would split the batches among the ranks once more, and drop
-        samples without a word."""
+        """Raises TypeError: accelerate would split the batches among the ranks again, and silently
+        drop samples."""
         raise TypeError(
             "these batches are already this rank's share: use the DataLoader of an "
             "ElasticBatchSampler as it is, without accelerator.prepare()"
@@ -144,18 +144,18 @@ class ElasticBatchSampler:
             *others, last = self._parts(step)
             for part in others:
                 yield [indices[each] for each in part or (0,)]
-            if step + 1 == end:  # before the last batch: a loader may know that no other follows
+            if step + 1 == end:  # before the last batch: no other may be requested
                 self._step = end
             yield [indices[each] for each in last or (0,)]
 
     def __len__(self) -> int:
         """Number of micro-batches of this rank in an epoch, or in all steps up to `total_steps`:
-        constant, because frameworks take it as the length of an epoch."""
+        constant, because frameworks use it as the length of an epoch."""
         return self._batches(self.steps_per_epoch if self.total_steps is None else self.total_steps)
 
     def batches_until(self, step: int) -> int:
-        """How many of the `len(self)` micro-batches of a pass its steps up to `step` have; after
-        the last step of an epoch, all of that epoch."""
+        """Number of micro-batches, out of the `len(self)` of a pass, in its steps up to `step`;
+        after the last step of an epoch, all of that epoch's."""
         if self.total_steps is None and step:
             step = (step - 1) % self.steps_per_epoch + 1
         return self._batches(step)
@@ -169,7 +169,8 @@ class ElasticBatchSampler:
     # ------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """What decides which samples a step uses. The place itself is the Checkpointer's step."""
+        """The settings that decide which samples a step uses. The position itself is the
+        Checkpointer's step."""
         return {name: getattr(self, name) for name in _CONFIG}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -179,8 +180,9 @@ class ElasticBatchSampler:
         if changed:
             what = ", ".join(f"{n} is {mine[n]!r} and was {state.get(n)!r}" for n in changed)
             raise ValueError(
-                f"the sampler's {what}: the restored step would be another place in the data. Set "
-                "the old value, or train in a new folder"
+                f"the sampler's {what}: the restored step would be another position in the data. "
+                "Restore "
+                "the old value, or use a new folder"
             )
 
     def __repr__(self) -> str:
@@ -224,7 +226,7 @@ class ElasticBatchSampler:
     def _make_order(self, epoch: int) -> torch.Tensor:
         if not self.shuffle:
             return torch.arange(self.samples)
-        # torch's CPU generator uses 32 bits of a seed: both numbers must change them
+        # torch's CPU generator uses 32 bits of a seed, and both numbers must affect them
         mixed = hashlib.blake2b(f"{self.seed} {epoch}".encode(), digest_size=4).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(mixed, "big"))
         return torch.randperm(self.samples, generator=generator)
@@ -243,8 +245,9 @@ def _length(dataset: Sized | int) -> int:
     if isinstance(dataset, SupportsIndex):
         return operator.index(dataset)
     raise TypeError(
-        f"the dataset, a {type(dataset).__name__}, has no length, so a step is not a place in it; "
-        "keep the position of a stream with Checkpointer.per_rank()"
+        f"the dataset, a {type(dataset).__name__}, has no length, so a step is not a position in "
+        "it; "
+        "save the position of a stream with Checkpointer.per_rank()"
     )
 
 

@@ -3,10 +3,10 @@
 Snapshots contain model, optimizer, scheduler and the global step. A callback cannot set the
 Trainer's position in the data. After a restore the Trainer counts epochs from 0 again, its first
 epoch skips the batches that the interrupted epoch had used, and training ends at the same step as
-it would have without the interruption. In the first epoch this equals an undisturbed run; later
-epochs see their data in the order of earlier ones. Random states are restored to those at the start
-of the step: what a model draws (dropout) is the same, what a dataset draws for a batch may differ.
-Do not set `resume_from_checkpoint`. Only DDP and single ranks are supported.
+it would have without the interruption. In its first epoch this equals an uninterrupted run; later
+epochs repeat the data order of earlier ones. Random states are those at the start of the step: a
+model's random numbers (dropout) are the same, a dataset's may differ. Do not set
+`resume_from_checkpoint`. Only DDP and single ranks are supported.
 """
 
 from __future__ import annotations

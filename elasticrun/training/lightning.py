@@ -1,10 +1,9 @@
-"""Snapshots of a Lightning run: `Trainer(callbacks=[Snapshots("runs/a")])`, and nothing else.
+"""Snapshots of a Lightning run: `Trainer(callbacks=[Snapshots("runs/a")])`.
 
 Snapshots contain the module, optimizers, schedulers and the progress of the loops; Lightning
-resumes in the middle of an epoch as it does from its own checkpoints. Random states are restored to
-those at the start of the batch: what a model draws is the same, what a dataset draws for a batch
-may differ. A data loader without a state restarts its epoch, as it does with Lightning's
-checkpoints.
+resumes in the middle of an epoch as it does from its own checkpoints. Random states are those at
+the start of the batch: a model's random numbers are the same, a dataset's may differ. A data loader
+without a state restarts its epoch, as it does with Lightning's checkpoints.
 """
 
 from __future__ import annotations
@@ -49,21 +48,21 @@ class Snapshots(Callback):  # type: ignore[misc]
         self._is_fresh = False
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        """Take a snapshot if one is due. With gradient accumulation a batch is not a step: only
-        steps count."""
+        """Take a snapshot if one is due. With gradient accumulation, batches that do not complete a
+        step are ignored."""
         if self.checkpointer is not None and trainer.global_step > self._last:
             self._last = trainer.global_step
             self.checkpointer.step(self._last)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """The fit has ended or failed."""
+        """Close the checkpointer, because the fit has ended or failed."""
         if self.checkpointer is not None:
             self.checkpointer.close()
             self.checkpointer = None
 
 
 def _set_batches(trainer: Any, done: int) -> None:
-    """Set the number of batches that the interrupted epoch has used. The saved number is of
+    """Set the number of batches that the interrupted epoch has used. The saved number counts
     micro-batches at the former world size."""
     count = trainer.fit_loop.epoch_loop.batch_progress.current
     count.ready = count.started = count.processed = done

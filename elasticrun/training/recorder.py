@@ -1,4 +1,4 @@
-"""Splits a rank's steps into its own work and waiting for others, by torch's flight recorders.
+"""Splits a rank's steps into its own work and waiting for others, using torch's flight recorders.
 
 A recorder keeps the newest collectives of the process in a ring. They give the rank's own part:
 
@@ -38,8 +38,8 @@ ACCELERATORS: Final = ("/dev/nvidiactl", "/dev/kfd", "/dev/davinci_manager")
 """Device files that reveal a host with accelerators without any library."""
 
 SETTLED: Final = 10**9
-"""Nanoseconds between a step and the newest finished collective after which the step's collectives
-are finished too, and torch's watchdog (which polls ten times a second) has recorded that.
+"""Nanoseconds. If a collective that began this long after a step has finished, then the step's
+collectives have finished too, and torch's watchdog (it polls ten times a second) has recorded that.
 """
 
 
@@ -63,7 +63,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class RecorderState:
-    """What a recorder holds; `timed` if its entries have, or will have, durations."""
+    """The content of a recorder; `timed` if its entries have, or will have, durations."""
 
     knows: Own
     collectives: tuple[Collective, ...] = ()

@@ -1,7 +1,7 @@
 """`progress(step)` and `quiet(...)`: how a rank reports its training to its agent.
 
 `progress` takes a few microseconds, with or without an agent. `quiet("judge", minutes=20)`
-announces that what follows takes long on purpose.
+announces that the block is expected to take long.
 
 At most ten times a second a datagram with the number of steps and their duration goes to this
 node's agent. Once a second `progress` reads torch's flight recorder to find the rank's own part of
@@ -61,8 +61,8 @@ useless: the steps contain no collectives, or NCCL's are not timed.
 """
 
 SLOWED: Final = 5
-"""An injected slowness is based on the shortest own part of this many steps, so that a moment in
-which the whole machine stalls does not inflate it.
+"""An injected slowness is based on the shortest own part of this many steps, so that a stall of the
+whole machine does not inflate it.
 """
 
 ACCEPT_LIMIT: Final = 0.1
@@ -73,7 +73,7 @@ MAX_MARKS: Final = 2048
 
 
 OWN_COLUMNS: Final = ("time", "round", "step")
-"""Our own columns; a metric with such a name gets a "_" appended."""
+"""Our own columns; "_" is appended to a metric with such a name."""
 
 
 class MetricRows:
@@ -88,8 +88,8 @@ class MetricRows:
         self._since = time.monotonic()
 
     def add(self, step: int, metrics: Mapping[str, object]) -> bytes:
-        """Add a row; return the datagram to send now, b"" for none. TypeError or ValueError for a
-        value that is not a number."""
+        """Add a row; return the datagram to send now, b"" for none. Raises TypeError or ValueError
+        for a value that is not a number."""
         values = {name: _number(value) for name, value in metrics.items() if is_column(name)}
         if taken := [name for name in OWN_COLUMNS if name in values]:
             values |= {f"{name}_": values.pop(name) for name in taken}
@@ -131,8 +131,8 @@ class ProgressReporter:
 
     def __init__(self, place: str, slowness: float = 1.0) -> None:
         """`place` is the value of wire.env.PROGRESS. `slowness` is an injected fault: the rank's
-        own part takes this many times as long. OSError if no socket can be made, ValueError for an
-        invalid place."""
+        own part takes this many times as long. Raises OSError if no socket can be created,
+        ValueError for an invalid place."""
         name, self._local_rank = read_place(place)
         self._address = address(name)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
@@ -248,15 +248,15 @@ def _report_metrics(reporter: ProgressReporter, step: int, metrics: Mapping[str,
     try:
         reporter.report_metrics(int(step), metrics)
     except (TypeError, ValueError, OverflowError) as wrong:
-        _warn_once(f"progress() is given {metrics!r:.100}: it takes numbers ({wrong})", 4)
+        _warn_once(f"progress() is given {metrics!r:.100}: it accepts only numbers ({wrong})", 4)
 
 
 def _warn_about_step(step: object) -> None:
     """Warn even without an agent, so that a wrong script is noticed everywhere."""
     kind = type(step).__name__
     _warn_once(
-        f"progress() is given {step!r:.100} (a {kind}): it takes the number of the step, and "
-        "reports nothing to the job until it gets one",
+        f"progress() is given {step!r:.100} (a {kind}): it needs the number of the step, and "
+        "reports nothing until it gets one",
         4,
     )
 
@@ -285,15 +285,15 @@ _quiet_blocks: list[tuple[str, float]] = []
 
 @contextlib.contextmanager
 def quiet(what: str, *, minutes: float) -> Iterator[None]:
-    """Announce that this rank now does something that takes long on purpose, for at most `minutes`
-    minutes, and at most a day::
+    """Announce that this rank now does something that is expected to take long, for at most
+    `minutes` minutes, and at most a day::
 
         with training.quiet("judge", minutes=20):
             judge(model)
 
     Until the block ends or the minutes are over, ranks waiting for this one are not a hang. May be
     used from any thread. In nested blocks the innermost is named and the longest limit applies. A
-    no-op without an agent. It raises nothing of its own, and waits at most a fifth of a second."""
+    no-op without an agent. It raises nothing itself, and waits at most 0.2 s."""
     word = " ".join(str(what).split()) or "something"
     seconds = _seconds(minutes)
     if not seconds:
@@ -315,7 +315,7 @@ def _seconds(minutes: float) -> float:
         if minutes > 0.0:
             return min(LONGEST_WORD, 60.0 * minutes)
     with contextlib.suppress(Warning):  # warnings may be errors
-        warnings.warn(f"elasticrun: quiet() is given minutes={minutes!r:.100}", stacklevel=4)
+        warnings.warn(f"elasticrun: quiet() got an invalid minutes={minutes!r:.100}", stacklevel=4)
     return 0.0
 
 

@@ -312,7 +312,7 @@ def test_a_step_that_is_asked_for(training: Training) -> None:
     assert len(set(ends(training.out, 0))) == 1
     training.start(*args, options=["--restore-step=5"])
     training.finish(1)
-    assert training.said("--restore-step=5: step 5 is not whole in memory, and .* has no whole")
+    assert training.said("--restore-step=5: step 5 is not complete in memory, and .* has no valid")
 
 
 @further("core/snapshots/test_choice")

@@ -33,8 +33,8 @@ def test_a_second_checkpointer_is_refused_where_it_is_made(training: Training) -
     training.start("--two", script=PAIR, nproc=1, env=ROOT)
     training.finish(1)
     assert training.said(
-        r"ConflictError: one process has one Checkpointer: give all state to one, under different "
+        r"ConflictError: use one Checkpointer per process: pass all state to it under different "
         r"names, as in Checkpointer\(folder, model1=\.\.\., model2=\.\.\.\): this process has a "
-        r"Checkpointer of model in .*/gen, so there can be none of model in .*/disc"
+        r"Checkpointer of model in .*/gen, so there cannot be one of model in .*/disc"
     )
     assert not training.ckpt.exists()

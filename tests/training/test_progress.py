@@ -74,8 +74,8 @@ def test_a_planted_slowness_makes_the_own_part_longer(world: World, listener: Li
         (
             "'x'",  # once; there is nobody else who could tell the script
             [
-                "tells.py:4: UserWarning: elasticrun: progress() is given 'x' (a str): it takes "
-                "the number of the step, and reports nothing to the job until it gets one",
+                "tells.py:4: UserWarning: elasticrun: progress() is given 'x' (a str): it needs "
+                "the number of the step, and reports nothing until it gets one",
                 "  progress('x'); progress('x')",
             ],
         ),
@@ -149,7 +149,7 @@ def test_what_takes_long_on_purpose_is_told_by_name(listener: Listener) -> None:
     env = {**clean_environment(), "ELASTICRUN_PROGRESS": place(listener.name, 3)}
     done = program("-c", QUIET, env=env)
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
-    assert done.stderr.count("UserWarning: elasticrun: quiet() is given minutes=") == 2
+    assert done.stderr.count("UserWarning: elasticrun: quiet() got an invalid minutes=") == 2
     told = [one for one in listener.waiting() if isinstance(one, RankWord)]
     assert [(one.what, round(one.seconds / 60)) for one in told] == [
         ("judge", 20),

@@ -1,12 +1,11 @@
 """A rank's connection to its agent, and what a rank does when a node leaves.
 
-The connection is one socket, with one answer for each question. When a node leaves, the agent
-writes a step into the segment's `save_at`. All ranks save the first step from that one on; each
-finds out by itself, at a step that is the same for all. A rank that has already passed it reports
-that.
+The connection is one socket, with one answer for each request. When a node leaves, the agent writes
+a step into the segment's `save_at`. Every rank reads it and saves at the first step that is equal
+or higher. A rank that has already passed the step reports that.
 
-Some schedulers signal every process, so the rank gets the signal too. It *defers* the signal: it
-exits by it at its next step, once the required step is saved, or after WORD_LIMIT if no step is
+Some schedulers signal every process, so the rank gets the signal too. It *defers* the signal: the
+signal ends it at its next step, once the required step is saved, or after WORD_LIMIT if no step is
 requested. It does so only if the script has left the signal at its default. A second signal takes
 effect at once, except for a SIGTERM that Slurm sends twice. The agent knows which ranks defer
 signals, and does not wait for them when it ends a rank itself.
@@ -50,7 +49,7 @@ REQUESTED_LIMIT: Final = 5.0
 """Seconds that a snapshot required by a leaving node waits for a slot."""
 
 WHOLE_LIMIT: Final = 5.0
-"""Seconds that a rank which ends by a signal waits until all others have saved the same step."""
+"""Seconds that a rank waits, before a signal ends it, for the others to save the same step."""
 
 WORD_LIMIT: Final = 5.0
 """Seconds for the agent to request a step before a rank ends by a signal."""
@@ -75,15 +74,15 @@ def agent_address() -> str:
 
 
 class AgentConnectionError(OSError):
-    """The connection to the agent failed or was closed; a sentence."""
+    """The connection to the agent failed or was closed."""
 
 
 class ConflictError(RuntimeError):
-    """Two Checkpointers contradict each other; a sentence."""
+    """Two Checkpointers contradict each other."""
 
 
 class AgentTimeout(AgentConnectionError):
-    """No answer in time; a sentence."""
+    """The agent did not answer in time."""
 
 
 class AgentConnection:
@@ -114,13 +113,13 @@ class AgentConnection:
             raise AgentConnectionError(f"the agent accepts no more messages ({error})") from None
 
     def request(self, message: FromRank, answer: type[Answer]) -> tuple[Answer, int | None]:
-        """Send a question; return its answer, of type `answer`, and the descriptor that came with
+        """Send a request; return the answer, of type `answer`, and the descriptor that came with
         it, which the caller owns. Raises ConflictError if this rank is refused."""
         self.send(message)
         deadline = time.monotonic() + ANSWER_LIMIT
         while True:
             for found in self._receive(deadline, message):
-                if isinstance(found, RoomThere):  # too late; nothing waits for it any more
+                if isinstance(found, RoomThere):  # a late answer to an earlier request
                     continue
                 if isinstance(found, RankRefused):
                     raise ConflictError(found.reason)
@@ -136,7 +135,7 @@ class AgentConnection:
 
     def wait_for_slot(self, whole: int, limit: float) -> bool:
         """Wait until a slot is free, or step `whole` is complete; False if that takes longer than
-        `limit` seconds. A late answer to an earlier question also returns True, so check again."""
+        `limit` seconds. A late answer to an earlier request also returns True, so check again."""
         if limit <= 0:
             return False
         message = AwaitRoom(whole)
@@ -227,7 +226,7 @@ class SaveCosts:
         if now < self._send_at:
             return
         self._send_at = now + SEND_EVERY
-        with suppress(OSError, ValueError):  # no agent, a full queue: the next datagram has it all
+        with suppress(OSError, ValueError):  # the next datagram has all sums
             if self._socket is None:
                 self._place = read_place(os.environ.get(env.PROGRESS, ""))
                 self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -247,7 +246,7 @@ class DeferredSignals:
 
     def __init__(self) -> None:
         self._signals: set[int] = set()
-        self._handler = self._on_signal  # a bound method is a new object at each access
+        self._handler = self._on_signal  # each access to a bound method creates an object
         self._is_hooked = False
         self._pending = 0
         self._at = 0.0
@@ -256,7 +255,8 @@ class DeferredSignals:
         """The newest user; an earlier one must not restore the signals."""
 
     def install(self, signals: Iterable[int]) -> tuple[int, ...]:
-        """Defer these signals from now on, except those that the script handles; return which."""
+        """Defer these signals from now on, except those that the script handles; return the
+        deferred ones."""
         if not _is_main_thread():
             return ()
         if not self._is_hooked:
@@ -286,8 +286,8 @@ class DeferredSignals:
         return time.monotonic() - self._at if self._pending else None
 
     def deliver(self) -> None:
-        """End by the pending signal. In a thread other than the main one, make the main thread do
-        so, as for a second signal."""
+        """Let the pending signal end the process. From another thread than the main one, send it
+        again to the process, where it counts as a second signal."""
         signum = self._pending
         self._is_due = True
         if _is_main_thread():
@@ -307,7 +307,7 @@ class DeferredSignals:
         self._signals.clear()
 
     def _after_fork(self) -> None:
-        """In a forked child: a pending signal was meant for the parent."""
+        """In a forked child, drop a pending signal: it was meant for the parent."""
         self.restore()
         self._pending = 0
 
@@ -355,7 +355,7 @@ class Departure:
         self._deferred = deferred
         self._last = NONE  # the newest step
         self.answered = NONE
-        """The step that was last requested, and saved or missed."""
+        """The last requested step that was saved or missed."""
         self._is_saved = False
         self._by_itself = False  # the current save was not requested
         deferred.holder = self
@@ -388,7 +388,8 @@ class Departure:
         return self._by_itself
 
     def report_save(self, step: int, *, saved: bool) -> None:
-        """The requested step is saved, or failed: then the agent requests another one."""
+        """Report that the requested step was saved, or failed; after a failure the agent requests
+        another."""
         self._is_saved = saved
         if not saved and not self._by_itself:
             self._connection.send(StepMissed(self.answered, step))
@@ -399,7 +400,7 @@ class Departure:
         return self._deferred.pending_for is not None and (self._is_saved or self._by_itself)
 
     def exit_by_signal(self) -> None:
-        """End by the deferred signal."""
+        """Let the deferred signal end this process."""
         self._deferred.deliver()
 
     def close(self) -> None:

@@ -97,7 +97,7 @@ class CheckpointBackend:
 
 
 class AgentBackend(CheckpointBackend):
-    """Backend with an agent."""
+    """The backend with an agent."""
 
     snapshots = True
 
@@ -124,8 +124,8 @@ class AgentBackend(CheckpointBackend):
         skip = self._resume.skip
         if skip.storage_from >= 0 > skip.all_but and self._setting.rank == 0:
             self.remark(
-                f"checkpoints of step {skip.storage_from} and later ones come last: training was "
-                "taken back"
+                f"checkpoints of step {skip.storage_from} and later ones are used last, because "
+                "training was rewound"
             )
         choice = RestoreChoice(
             *(self._setting, exchange, self.remark, self._resume.step, skip),
@@ -178,9 +178,9 @@ class AgentBackend(CheckpointBackend):
         self._departure.report_save(step, saved=saved)
         if self._departure.is_ending:
             answered = self._departure.answered
-            if saved:  # slower ranks still need this one to reach this step
+            if saved:  # slower ranks still need this rank, to reach this step
                 self._taker.wait_until_whole(step, answered, WHOLE_LIMIT)
-            if self._taker.requested_step in (NONE, answered):  # else another save is required
+            if self._taker.requested_step in (NONE, answered):  # otherwise another save is required
                 self._departure.exit_by_signal()
 
     def report_skipped(self, count: int) -> None:
@@ -202,11 +202,11 @@ class AgentBackend(CheckpointBackend):
 
 
 class _AllRanksPlanner(DefaultSavePlanner):
-    """A planner that fails instead of saving one rank's part as the whole.
+    """A planner that raises instead of saving one rank's part as the whole state.
 
     torch saves one rank's state as if it were complete if the process group is destroyed before the
-    background save begins. `failure`: this rank has no state to save. It takes part anyway, to
-    report the failure; otherwise the other ranks would pair this save with its next one."""
+    background save begins. `failure`: this rank has no state to save. The rank takes part anyway,
+    to report the failure; otherwise the other ranks would match this save with its next one."""
 
     def __init__(self, world_size: int, failure: str = "") -> None:
         super().__init__()
@@ -234,7 +234,7 @@ class _PendingSave:
 
 
 class TorchBackend(CheckpointBackend):
-    """Backend with torch alone."""
+    """The backend with torch alone."""
 
     snapshots = False
 
@@ -280,7 +280,7 @@ class TorchBackend(CheckpointBackend):
             self._group = dist.new_group(backend="gloo")
         try:
             self._start_save(step, self._state.whole())
-        except Exception as error:  # a user's state_dict, or no memory
+        except Exception as error:  # raised by a user's state_dict, or for lack of memory
             self._start_save(step, {}, f"{error!r:.300}")
             raise
 
@@ -326,7 +326,7 @@ class TorchBackend(CheckpointBackend):
 
 
 def _failure_sentence(step: int, error: BaseException) -> str:
-    """A sentence about a save by torch that failed, with the rank."""
+    """The message about a failed save by torch, with the rank."""
     why = f"{error!r:.300}"
     if isinstance(error, CheckpointException) and error.failures:
         rank, (first, _) = min(error.failures.items(), key=lambda one: one[0])
@@ -335,8 +335,8 @@ def _failure_sentence(step: int, error: BaseException) -> str:
 
 
 def _finish_pending_saves(running: list[_PendingSave]) -> None:
-    """When the process or the Checkpointer ends: wait for a save in progress, and warn if it fails.
-    It needs the process group, which the script may have destroyed by then."""
+    """When the process or the Checkpointer ends, wait for a save in progress and warn if it fails.
+    A save needs the process group, which the script may have destroyed by then."""
     while running:
         saving = running.pop()
         try:

@@ -30,7 +30,7 @@ LEAST_ROOM: Final = 64 * 1024
 
 
 class MappedSegment:
-    """One segment in this process: one mapping, as bytes, as words and as tensors.
+    """A segment that this process has mapped once, accessible as bytes, words and tensors.
 
     It is unmapped when the last tensor on it is freed, never earlier (`shm.memory`)."""
 
@@ -139,9 +139,9 @@ class SnapshotTaker:
                 return
 
     def take(self, step: int, *, persist: bool, wait: float) -> bool:
-        """Take a snapshot; False if no slot became free within `wait` seconds. `persist`: it will
-        be written to storage. Raises StateError, AgentConnectionError, or what a Stateful raises;
-        then no snapshot exists."""
+        """Take a snapshot; False if no slot became free within `wait` seconds. `persist`: the
+        snapshot will be written to storage. Raises StateError, AgentConnectionError, or what a
+        Stateful raises; then no snapshot exists."""
         plan, values, mapped, layout = self._planned()
         segment = mapped.segment
         deadline = time.monotonic() + wait
@@ -177,8 +177,8 @@ class SnapshotTaker:
                 return self._mapped, layout
         layout = plan.layout
         if layout is None or values_bytes > layout.bytes_room:
-            # At least twice what is needed, rounded up to a power of two: after a restart with
-            # values of similar length, the same segment fits.
+            # At least twice the needed size, rounded up to a power of two, so that the same segment
+            # fits after a restart with values of similar length.
             room = max(LEAST_ROOM, 1 << (2 * values_bytes - 1).bit_length())
             if values_bytes <= self.room_hint:
                 room = self.room_hint
@@ -203,7 +203,7 @@ class SnapshotTaker:
             self._refused = {layout.key: here.reason or "the agent gave no memory"}
             raise StateError(self._refused[layout.key])
         spare, self.spare = self.spare, None
-        if spare is not None and spare.is_of(fd):  # its pages are mapped already
+        if spare is not None and spare.is_of(fd):  # its pages are already mapped
             os.close(fd)
             mapped = spare
         else:
@@ -211,10 +211,8 @@ class SnapshotTaker:
                 spare.close()
             try:
                 mapped = MappedSegment(fd)
-            except SegmentError as error:  # the agent checks it before it sends it
-                raise StateError(
-                    f"the memory for snapshots was damaged just now: {error}"
-                ) from error
+            except SegmentError as error:  # the agent has checked it before sending it
+                raise StateError(f"the memory for snapshots was damaged: {error}") from error
         segment = mapped.segment
         committed = [snapshot.sequence for snapshot in segment.snapshots()]
         self._sequence = max([self._sequence, *committed])

@@ -1,4 +1,4 @@
-"""`Checkpointer`: the interface for training scripts, and when it saves."""
+"""`Checkpointer`: the interface for training scripts. It decides when to save."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ BUSY_LIMIT: Final = 60.0
 """Seconds that a snapshot waits for a slot with on_busy="wait"."""
 
 PERSIST_LIMIT: Final = 10.0
-"""Seconds that a snapshot for a checkpoint waits for a slot: if one rank skips it, the checkpoint
-is impossible.
+"""Seconds that a snapshot for a checkpoint waits for a slot. It waits, because the checkpoint fails
+if one rank skips its snapshot.
 """
 
 MOST_SHOWN: Final = 4
@@ -83,7 +83,8 @@ class Keep:
     def __post_init__(self) -> None:
         if not (type(self.last) is type(self.every) is int and self.last >= 0 and self.every >= 0):
             raise ValueError(
-                f"Keep(last={self.last!r}, every={self.every!r}) counts no checkpoints"
+                f"Keep(last={self.last!r}, every={self.every!r}) is invalid: both must be whole "
+                "numbers of at least 0"
             )
 
 
@@ -101,7 +102,8 @@ class Stats:
 
 
 class Checkpointer:
-    """The state of a training: its snapshots in memory, its checkpoints in `folder`, its restore.
+    """Takes snapshots of a training's state in memory, writes checkpoints to `folder`, and
+    restores.
 
     ::
 
@@ -116,11 +118,10 @@ class Checkpointer:
     With an agent, none of the methods is a collective. The state is passed by name: a Module
     (plain, DDP, fully_shard, tensor parallel; FSDP1 is refused, because collectives are needed to
     get its state), its Optimizer, anything with `state_dict` and `load_state_dict`, a tensor
-    (overwritten), or a dict (refilled in place), which is the place for plain values:
-    `state={"tokens": 0}`. The dict `state` may also contain objects with a `state_dict`:
-    `state={"m": m}` equals `m=m`. An ElasticBatchSampler begins at the restored step. This rank's
-    random states are included. Checkpoints are plain ones of torch.distributed.checkpoint, under
-    these names.
+    (overwritten), or a dict (refilled in place). Pass plain values in a dict: `state={"tokens":
+    0}`. The dict `state` may also contain objects with a `state_dict`: `state={"m": m}` equals
+    `m=m`. An ElasticBatchSampler begins at the restored step. This rank's random states are
+    included. Checkpoints are plain torch.distributed.checkpoint ones, under these names.
 
     A failed save never ends the training: it is counted in `stats` and reported to the operator,
     unless `strict_save` is set. Without an agent nothing is kept in memory, and torch's own save
@@ -203,16 +204,16 @@ class Checkpointer:
         _claim_process(self)
 
     def per_rank(self, name: str, value: Any, on_resize: OnResize | None = None) -> None:
-        """Add state of this rank alone, such as its data loader or its own generator. Call before
-        `restore`. If the number of ranks has changed, the states cannot be assigned: then
-        `on_resize` receives the states of all old ranks, by rank (None for a lost one). Without
-        `on_resize` the value is left unchanged."""
+        """Add state of this rank alone, such as its data loader or its own generator. Call it
+        before `restore`. After a change of the number of ranks, old states do not map to new ranks:
+        then `on_resize` receives the states of all old ranks, by rank (None for a lost one).
+        Without `on_resize` the value is left unchanged."""
         if self._backend is not None:
-            raise RuntimeError("per_rank() comes before restore() and step()")
+            raise RuntimeError("call per_rank() before restore() and step()")
         if why := why_no_state(value):
             raise StateError(f"{name} {why}")
         if not (on_resize is None or callable(on_resize)):
-            raise StateError(f"on_resize is {on_resize!r}; it may be a function")
+            raise StateError(f"on_resize is {on_resize!r}; it must be a function or None")
         self._state.add_own(name, value, on_resize)
 
     def restore(self) -> int:
@@ -223,11 +224,11 @@ class Checkpointer:
         storage, the ranks wait for each other to confirm that the checkpoint is valid; if one finds
         it corrupt, all use the previous one.
 
-        Raises RuntimeError, ValueError or StorageError with a sentence if the state cannot be
-        restored: the script has changed, memory is insufficient, storage does not respond. A valid
-        checkpoint is then left unchanged."""
+        Raises RuntimeError, ValueError or StorageError if the state cannot be restored: the script
+        has changed, memory is insufficient, or storage does not respond. A valid checkpoint is then
+        left unchanged."""
         if self._schedule is not None:
-            raise RuntimeError("restore() comes once, before the first step()")
+            raise RuntimeError("call restore() once, before the first step()")
         began = time.monotonic()
         self._state.check_loadable()
         backend, exchange = self._open()
@@ -236,7 +237,7 @@ class Checkpointer:
             with no_collection():
                 step = backend.restore(exchange)
         except (StorageError, CorruptError, NotAgreed, StepNotAvailable) as wrong:
-            raise wrong.with_traceback(None) from None  # a sentence is enough: drop the traceback
+            raise wrong.with_traceback(None) from None  # the message is enough: drop the traceback
         self._start_schedule(step)
         self.stats.source = backend.source
         self._state.set_step(step)
@@ -269,9 +270,9 @@ class Checkpointer:
             )
 
     def restore_rng(self) -> None:
-        """Restore the random states once more, if any were restored. For scripts that have drawn
-        random numbers since then which they do not draw in the middle of a training; creating the
-        iterator of a data loader does."""
+        """Restore the random states once more, if any were restored. Call it if the script has
+        drawn random numbers since `restore` that an uninterrupted training would not draw at this
+        step. Creating a data loader's iterator draws one."""
         self._state.put_back_rng()
 
     def _open(self) -> tuple[CheckpointBackend, RankExchange]:
@@ -287,9 +288,9 @@ class Checkpointer:
         """The backend, and a name for this incarnation of the ranks."""
         place = agent_address()
         ours = bool(place) or env.PROGRESS in os.environ
-        why = "this was not started by elasticrun"
+        why = "this process was not started by elasticrun"
         if ours:
-            why = "the agent has given this process no place for snapshots"
+            why = "the agent has given this process no address for snapshots"
         if place:
             try:
                 backend = AgentBackend(self._setting, self._state, place)
@@ -341,13 +342,13 @@ class Checkpointer:
         backend, schedule = self._ensure_started(number)
         if number < self._last:  # e.g. counted per epoch: such steps are never due
             self._remark_once(
-                "a step came that is below an earlier one: nothing is saved until steps are above "
-                "all earlier ones; count them over the whole training, not over an epoch"
+                "step() got a lower number than before: nothing is saved until steps exceed all "
+                "earlier ones; count steps over the whole training, not per epoch"
             )
         self._last = max(self._last, number)
         self._state.set_step(number)
         with contextlib.suppress(Exception):  # errors are reported when a snapshot is due
-            backend.prepare()  # from now on this node can be told to save and leave
+            backend.prepare()  # from now on this node can save on request, and leave
         backend.note_step(number)
         due = schedule.due(number)
         requested = self._guarded(lambda: backend.is_save_requested(number))
@@ -365,8 +366,8 @@ class Checkpointer:
 
     def save_now(self, number: int) -> bool:
         """Take a snapshot of step `number` and have it written to storage, regardless of the
-        schedule. False if it could not be taken. Every rank calls it at the same step. Raises
-        ValueError for an invalid number."""
+        schedule. Return False if it could not be taken. Call it on every rank at the same step.
+        Raises ValueError for an invalid number."""
         number = _step(number)
         backend, _ = self._ensure_started(number)
         return self._try_save(backend, DueSnapshot(number, True), BUSY_LIMIT)
@@ -379,7 +380,7 @@ class Checkpointer:
             error = self.stats.error
             with contextlib.suppress(
                 AgentConnectionError
-            ):  # without a connection the agent notices by itself
+            ):  # a lost connection tells the agent already
                 backend.report_failed(due.step, due.persist, error)
             return False
         if not took:
@@ -388,7 +389,7 @@ class Checkpointer:
             self._guarded(lambda: backend.report_skipped(self.stats.skipped))
             if due.persist:
                 why = f"no slot was free for {wait:.0f} s"
-                self._remark_once(f"step {due.step} was not written out: {why}")
+                self._remark_once(f"step {due.step} was not written to storage: {why}")
                 self._guarded(lambda: backend.report_failed(due.step, True, why))
             return False
         self.stats.stall = time.monotonic() - began
@@ -449,13 +450,13 @@ class _Owner:
 
 _made: Final[weakref.WeakSet[Checkpointer]] = weakref.WeakSet()
 _owners_by_pid: Final[dict[int, tuple[_Owner]]] = {}
-"""By pid: whose state the agent has. A forked child has another pid."""
+"""By pid: the owner of the state that the agent holds. A forked child has another pid."""
 
 
 def _claim_process(new: Checkpointer) -> None:
-    """With an agent a process has one state forever: the agent's memory holds it for this rank, and
-    a restart restores it. A new Checkpointer of the same state replaces the old one, for a script
-    that runs again in one process. Raises ConflictError."""
+    """With an agent, a process has one state for its lifetime: the agent's memory holds it for this
+    rank, and a restart restores it. A new Checkpointer of the same state replaces the old one, for
+    a script that runs again in one process. Raises ConflictError."""
     _made.add(new)
     if not agent_address():
         return
@@ -463,8 +464,8 @@ def _claim_process(new: Checkpointer) -> None:
     _refuse(new, lambda: [*_owners_by_pid.get(mine.pid, ()), *(one._owner for one in _others(new))])
     for one in _others(new):
         one._successor = (
-            f"a newer Checkpointer of the same names in {mine.url} has taken the place of this "
-            "one. If these are two states, give both to one Checkpointer under different names"
+            f"a newer Checkpointer of the same names in {mine.url} has replaced this "
+            "one. If these are two states, pass both to one Checkpointer under different names"
         )
         if isinstance(one._backend, AgentBackend):
             one.close()
@@ -487,27 +488,27 @@ def _others(new: Checkpointer) -> list[Checkpointer]:
 
 
 def _refuse(new: Checkpointer, owners: Callable[[], list[_Owner]]) -> None:
-    """Raise ConflictError if one of these has another state."""
+    """Raise ConflictError if one of these owners has another state."""
     mine = new._owner
 
     def rival() -> _Owner | None:
         return next((one for one in owners() if one != mine), None)
 
     if rival():
-        gc.collect()  # collect unreferenced ones, which are no rivals
+        gc.collect()  # drop unreferenced Checkpointers, which cannot conflict
     if found := rival():
         _made.discard(new)
         one, other = (", ".join(sorted(each.names)) for each in (found, mine))
-        # the advice comes first: folders may be long, and summaries truncate
+        # advice first: folders may be long, and summaries are truncated
         raise ConflictError(
-            "one process has one Checkpointer: give all state to one, under different names, as "
+            "use one Checkpointer per process: pass all state to it under different names, as "
             f"in Checkpointer(folder, {_distinct(found, mine)}): this process has a Checkpointer "
-            f"of {one} in {found.url}, so there can be none of {other} in {mine.url}"
+            f"of {one} in {found.url}, so there cannot be one of {other} in {mine.url}"
         )
 
 
 def _distinct(one: _Owner, other: _Owner) -> str:
-    """Arguments with which one Checkpointer could have the state of both."""
+    """Example arguments for one Checkpointer with the state of both."""
     shared = one.names & other.names
     names = sorted([*(one.names ^ other.names), *(f"{n}{i}" for n in shared for i in (1, 2))])
     more = [] if len(names) <= MOST_SHOWN else ["..."]
@@ -536,16 +537,16 @@ def _check(
 ) -> None:
     """Raises ValueError for invalid options."""
     if slots != "auto" and not (type(slots) is int and MIN_SLOTS <= slots <= MAX_SLOTS):
-        raise ValueError(f'slots is {slots!r}; it may be "auto", or {MIN_SLOTS} to {MAX_SLOTS}')
+        raise ValueError(f'slots is {slots!r}; it must be "auto", or {MIN_SLOTS} to {MAX_SLOTS}')
     if replicas not in (0, 1):
-        raise ValueError(f"replicas is {replicas!r}; it may be 0 or 1")
+        raise ValueError(f"replicas is {replicas!r}; it must be 0 or 1")
     if on_busy not in ("skip", "wait"):
-        raise ValueError(f'on_busy is {on_busy!r}; it may be "skip" or "wait"')
+        raise ValueError(f'on_busy is {on_busy!r}; it must be "skip" or "wait"')
     for name, value in flags.items():
         if not isinstance(value, bool):
-            raise ValueError(f"{name} is {value!r}; it may be True or False")
+            raise ValueError(f"{name} is {value!r}; it must be True or False")
     if not isinstance(keep, Keep | None):
-        raise ValueError(f"keep is {keep!r}; it may be a Keep, as in keep=Keep(last=3)")
+        raise ValueError(f"keep is {keep!r}; it must be a Keep, as in keep=Keep(last=3)")
 
 
 def _slots(
@@ -564,7 +565,7 @@ def _step(number: int) -> int:
     except TypeError:
         found = -1
     if not 0 <= found < MAX_STEP:
-        raise ValueError(f"step {number!r} is none: steps are counted from 0, in whole numbers")
+        raise ValueError(f"{number!r} is not a step: steps are whole numbers from 0")
     return found
 
 
@@ -572,5 +573,5 @@ def _default_folder() -> str:
     """The default folder for checkpoints. Raises ValueError without a run folder."""
     run = os.environ.get(env.RUN_FOLDER)
     if not run:
-        raise ValueError("Checkpointer() needs a folder, or a job that is started with --run-dir")
+        raise ValueError("Checkpointer() needs a folder, unless the job was started with --run-dir")
     return os.path.join(run, "checkpoints")

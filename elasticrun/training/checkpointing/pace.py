@@ -1,8 +1,8 @@
 """Decides when a snapshot is due, and when it is written to storage. Times are arguments; no clock.
 
-All ranks must choose the same steps, otherwise no step is ever complete, and clocks differ. So with
-an interval in time, rank 0 chooses, two snapshots in advance: it publishes what the others need
-next long before they need it, and nobody waits.
+All ranks must choose the same steps, otherwise no step is ever complete; but their clocks differ.
+So with an interval in time, rank 0 chooses two snapshots in advance. It publishes each choice long
+before the others need it, so no rank waits.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ FAILURES: Final = 3 * 3600.0
 """Mean seconds between two failures, as assumed by "auto"."""
 
 GROWTH: Final = 8
-"""Each interval, in steps, is at most this many times the previous one: the first steps are slow
-and do not predict later ones.
+"""Maximum ratio of an interval, in steps, to the previous one. The first steps are slow and do not
+predict later ones.
 """
 
 PUBLISH_LIMIT: Final = 60.0
-"""Seconds that a rank waits for what rank 0 published one snapshot ago."""
+"""Seconds that a rank waits for the choice that rank 0 published one snapshot ago."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,11 @@ def interval_of(name: str, steps: int | None, seconds: float | None) -> int | fl
     if steps is not None:
         if isinstance(steps, bool) or not isinstance(steps, SupportsIndex) or not steps > 0:
             more = f"; seconds are {name}_seconds" if isinstance(steps, float) else ""
-            raise ValueError(f"{name}_steps is {steps!r}; it is a whole number above 0{more}")
+            raise ValueError(f"{name}_steps is {steps!r}; it must be a whole number above 0{more}")
         return operator.index(steps)
     if seconds is not None:
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-            raise ValueError(f"{name}_seconds is {seconds!r}; it is a number above 0")
+            raise ValueError(f"{name}_seconds is {seconds!r}; it must be a number above 0")
         return float(seconds)
     return None
 
@@ -72,8 +72,9 @@ class Pace:
         self._persisted = 0.0
 
     def known_to_all(self, after: int) -> DueSnapshot:
-        """The next one that all ranks know without communication: by steps; or, if everything goes
-        by time, the next step, before rank 0 can have published one."""
+        """The next snapshot that all ranks know without communication: for intervals in steps, the
+        next multiple; if both intervals are in time, the next step, because rank 0 has not
+        published one yet."""
         if isinstance(self._every, int):
             return self.stepwise(after)
         return DueSnapshot(after + 1, self._persists(after, after + 1))
@@ -86,8 +87,8 @@ class Pace:
     def next_after(
         self, now: float, here: DueSnapshot, coming: DueSnapshot, stall: float
     ) -> DueSnapshot:
-        """On rank 0: the current snapshot is `here`, the next one `coming` is known to all; choose
-        the one after it. `stall`: seconds that a snapshot takes."""
+        """On rank 0: choose the snapshot after `coming`, the next one, which all ranks know.
+        `here`: the current one. `stall`: seconds that a snapshot takes."""
         seconds = (now - self._began) / max(1, here.step - self._begun_at)
         if isinstance(self._every, int):
             step = self.stepwise(coming.step).step
@@ -154,13 +155,13 @@ class Schedule:
         pace.start_at(now, start)
 
     def due(self, step: int) -> DueSnapshot | None:
-        """What is due at this step. If a script calls for some steps only, the first step at or
-        after the due one counts."""
+        """What is due at this step. If the script reports only some steps, the first reported step
+        at or after the due one counts."""
         return DueSnapshot(step, self.next.persist) if step >= self.next.step else None
 
     def advance(self, now: float, here: DueSnapshot, stall: float) -> None:
-        """The snapshot `here` was taken or skipped: find the next one. Raises what `StepExchange`
-        raises if rank 0 has published nothing."""
+        """Find the next snapshot after `here`, which was taken or skipped. Raises what
+        `StepExchange` raises if rank 0 has published nothing."""
         if not self._pace.timed:
             self.next = self._pace.stepwise(here.step)
             return

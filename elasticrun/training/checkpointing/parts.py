@@ -1,14 +1,14 @@
 """The parts of a user's state: how each is read, watched and restored.
 
-A part's *steady* tensors are those of the model and the optimizer: they are looked up once, watched
-for being the same objects in the same memory, and restored in place. *Loose* state (a Stateful's
-state, a dict, learning rates) is read again at every snapshot.
+A part's *steady* tensors are those of the model and the optimizer. They are looked up once and
+restored in place, as long as they stay the same objects in the same memory. *Loose* state (a
+Stateful's state, a dict, learning rates) is read again at every snapshot.
 
 A module's names are torch's (`get_model_state_dict`: without the prefixes of DDP and compilers).
 They are computed here, because torch's function imports its compiler, which takes half a second in
 each rank. An optimizer's state is keyed by the names of its parameters, as in
-`get_optimizer_state_dict`. That function is not called, because it makes a step of an optimizer
-without state.
+`get_optimizer_state_dict`. That function is not called, because it steps an optimizer that has no
+state yet.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SHAPE = attrgetter("shape")
 
 
 class StateError(ValueError):
-    """State that cannot be saved or restored; a sentence for the script's author."""
+    """State that cannot be saved or restored. The message is for the script's author."""
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class TensorWatch:
     pointers: list[int] = field(default_factory=list)
     _strides: list[tuple[int, ...]] = field(default_factory=list)
     _shapes: list[tuple[int, ...]] = field(default_factory=list)
-    _sharded: bool = False  # some are: then their local parts are watched
+    _sharded: bool = False  # some are sharded: their local parts are watched
 
     def add(self, holder: Mapping[Any, Any]) -> None:
         """Watch a container and the tensors directly in it."""
@@ -94,7 +94,7 @@ class StatePart(Protocol):
         """The rest of its current state; None if there is none."""
 
     def targets(self, saved: Mapping[Path, Item]) -> dict[Path, torch.Tensor]:
-        """The tensors to fill for the saved ones of this part, by path; unneeded ones are left out.
+        """A tensor to fill for each saved tensor of this part, by path, without those not needed.
         Does not change the part yet. Raises StateError."""
 
     def adopt(self, values: Mapping[Path, Any]) -> None:
@@ -133,11 +133,11 @@ class PlainPart(StatePart):
         there = saved.get(())
         if isinstance(self._value, dict):
             if there is not None:
-                raise StateError(f"{self._name} is a dict and was none when it was saved")
+                raise StateError(f"{self._name} is a dict, but was not one when it was saved")
         elif there is None or there.shape != self._value.shape or there.kind is ItemKind.BYTES:
             shape = "" if there is None else f" (shape {there.shape})"
             now = f"shape {tuple(self._value.shape)}"
-            raise StateError(f"{self._name} was saved as something else{shape}; it has {now} now")
+            raise StateError(f"{self._name} was saved as something else{shape}; it now has {now}")
         return fitting(self._value, saved, in_place=True)
 
     def adopt(self, values: Mapping[Path, Any]) -> None:
@@ -158,8 +158,8 @@ class RestPart(PlainPart):
     def loose(self) -> dict[Any, Any]:
         for key, one in self._apart.items():
             if self._all.get(key) is not one:
-                what = f"{self._name}[{key!r}] is not the {type(one).__name__} that it was"
-                raise StateError(f"{what} when the Checkpointer was made")
+                what = f"{self._name}[{key!r}] is no longer the {type(one).__name__} that it was"
+                raise StateError(f"{what} when the Checkpointer was created")
         return {key: value for key, value in self._all.items() if key not in self._apart}
 
     def targets(self, saved: Mapping[Path, Item]) -> dict[Path, torch.Tensor]:
@@ -244,8 +244,8 @@ def unflatten(values: Mapping[Path, Any], template: Any) -> Any:
 
 
 def _has_no_trace(value: Any) -> bool:
-    """Whether DCP's flattening drops the value: an empty mapping, or a container of such (like the
-    `lr_lambdas` of a LambdaLR, a list)."""
+    """Whether DCP's flattening drops the value: an empty mapping, or a container of empty mappings
+    (like the list `lr_lambdas` of a LambdaLR)."""
     if isinstance(value, Mapping):
         return all(map(_has_no_trace, value.values()))
     return isinstance(value, list | tuple) and bool(value) and all(map(_has_no_trace, value))
@@ -272,9 +272,9 @@ class ModulePart:
         for inner in module.modules():
             if type(inner).__name__ == "FullyShardedDataParallel":
                 raise StateError(
-                    f"{name} is wrapped in FullyShardedDataParallel, whose state_dict communicates "
-                    "and so cannot be taken here; use torch.distributed.fsdp.fully_shard, or pass "
-                    "a dict of tensors of your own"
+                    f"{name} is wrapped in FullyShardedDataParallel, whose state_dict uses "
+                    "collectives and so cannot be taken here; use "
+                    "torch.distributed.fsdp.fully_shard, or pass a dict of your own tensors"
                 )
         self._name = name
         self.module = module
@@ -310,7 +310,7 @@ class ModulePart:
         found = self.steady()
         state = found[0] if found else state_of(self.module)
         self._loaded = None if found else state
-        heads = {path[:1] for path in saved}  # of a path of length one, or of a nested extra state
+        heads = {path[:1] for path in saved}  # the first component of each path
         for key in state:
             if (key,) not in heads:
                 raise StateError(f"{self._name}.{key} is not in what was saved")
@@ -318,7 +318,7 @@ class ModulePart:
 
     def adopt(self, values: Mapping[Path, Any]) -> None:
         if self._loaded is not None:
-            # not at the top: it imports FSDP and more
+            # a late import, because it loads FSDP and more
             from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
             set_model_state_dict(self.module, unflatten(values, self._loaded))
@@ -370,9 +370,9 @@ class _Names(dict[torch.Tensor, str]):
 
     def __missing__(self, parameter: torch.Tensor) -> str:
         raise StateError(
-            f"{self.optimizer} has a parameter of shape {tuple(parameter.shape)} that is in none "
-            "of the modules any more: where one is replaced, make the optimizer and the "
-            "Checkpointer anew"
+            f"{self.optimizer} has a parameter of shape {tuple(parameter.shape)} that is no "
+            "longer in any module: after replacing a parameter, create a new optimizer and a "
+            "new Checkpointer"
         )
 
 
@@ -437,7 +437,7 @@ class OptimizerPart:
         ]
 
     def targets(self, saved: Mapping[Path, Item]) -> dict[Path, torch.Tensor]:
-        """Creates, like the saved one, state that the optimizer has not created yet."""
+        """Also creates state that was saved and that the optimizer has not created yet."""
         self._pending = {}
         found: dict[Path, torch.Tensor] = {}
         states: dict[str | int, dict[Path, Item]] = {}
@@ -471,7 +471,7 @@ class OptimizerPart:
         if isinstance(parameter, DTensor) and item.kind is ItemKind.SHARD:
             raise StateError(
                 f"{self._name}'s {key} of a sharded parameter has another shape than the "
-                "parameter; make a step of the optimizer before restore(), so that it is there"
+                "parameter; call the optimizer's step() before restore(), so that it exists"
             )
         return torch.empty(item.shape, dtype=dtype, device=parameter.device if on_device else "cpu")
 

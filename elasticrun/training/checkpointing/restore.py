@@ -36,7 +36,7 @@ MOST_THREADS: Final = 8
 """A few threads saturate the memory bus."""
 
 LEAST_BYTES: Final = 32 * 1024 * 1024
-"""Minimum bytes per thread: less is copied before a second thread has started."""
+"""Minimum bytes per thread. One thread copies less before a second one has started."""
 
 SHARES: Final = 8
 """Number of shares per thread; a thread that is done takes another share, so that all finish
@@ -119,7 +119,7 @@ def _shares(sized: Iterable[tuple[torch.Tensor, torch.Tensor, int]], each: int) 
 
 
 class BadShard(Exception):
-    """The snapshot is unusable: the `rank` of the bad shard, and a sentence."""
+    """A shard is unusable: its `rank`, and the reason."""
 
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(reason)
@@ -149,7 +149,7 @@ class Shard:
 def fetch_order(rank: int, world_size: int, old: int, *, here: bool) -> list[int]:
     """The old ranks, in the order in which this new rank requests their shards. First the one with
     its own number, if it is on this node (`here`): it costs nothing and has all unsharded state.
-    Then those which, if the state is sharded equally, had what this rank needs."""
+    Then the ranks that had what this rank needs, assuming equal shards."""
     begin = rank * old // world_size
     order = [one % old for one in range(begin, begin + old)]
     return sorted(order, key=lambda one: one != rank) if here else order
@@ -194,7 +194,7 @@ class MemoryRestore:
             return self._shards[rank]
         here, fd = self._connection.request(WantShard(rank), ShardHere)
         if not here.ok or fd is None:
-            return here.reason or f"the shard of rank {rank} is gone"
+            return here.reason or f"the shard of rank {rank} no longer exists"
         mapped = self._mapped(rank, fd)
         try:
             snapshot = mapped.segment.read(here.slot)
@@ -203,7 +203,7 @@ class MemoryRestore:
                 raise BadShard(rank, f"the snapshot of rank {here.rank} is not the announced one")
             layout = mapped.segment.layout(snapshot.layout)
             if snapshot.step != self._resume.step:
-                raise BadShard(rank, f"the snapshot of rank {here.rank} is of another state")
+                raise BadShard(rank, f"the snapshot of rank {here.rank} belongs to another state")
         except (SegmentError, RuntimeError, ValueError) as error:
             raise BadShard(rank, f"the snapshot of rank {rank} cannot be read: {error}") from error
         self._shards[rank] = Shard(here.rank, mapped, layout, snapshot)
@@ -220,7 +220,7 @@ class MemoryRestore:
                     rank, f"the snapshot of rank {rank} cannot be mapped: {error}"
                 ) from error
             raise RuntimeError(
-                f"step {self._resume.step} is whole in memory, but this process cannot map the "
+                f"step {self._resume.step} is complete in memory, but this process cannot map the "
                 f"snapshot of rank {rank} ({error.strerror}): raise its limits (ulimit -v, "
                 "vm.max_map_count)"
             ) from error
@@ -228,15 +228,15 @@ class MemoryRestore:
     def _restore(self, order: list[int], same: bool) -> None:
         saved: dict[str, Item] = {}
         mine = own_key(self._state.rank)
-        why = "none of it is held any more"
+        why = "none of its shards is in memory any more"
         found: tuple[Cover, list[torch.Tensor], dict[str, torch.Tensor]] | None = None
         for rank in order:
             shard = self._fetch(rank)
             if isinstance(shard, str):
                 why = shard
                 continue
-            # Leave out other ranks' own state: each rank has its own, and otherwise every shard
-            # would require a new lookup of what is needed.
+            # Ignore other ranks' own state. Each rank has its own, and each shard would otherwise
+            # require a new lookup of what is needed.
             items = shard.layout.items
             names = {i.fqn: i for i in items if not i.own or i.path[0] == mine}
             self.bytes_room = self.bytes_room or shard.layout.bytes_room
@@ -252,7 +252,7 @@ class MemoryRestore:
             if found[0].whole:
                 self._finish(saved, *found, same)
                 return
-            why = f"{found[0].missing[0]} is held by no rank that was queried"
+            why = f"{found[0].missing[0]} is in no shard that was found"
         raise BadShard(order[0], why)
 
     def _cover(
@@ -265,7 +265,7 @@ class MemoryRestore:
         for fqn, target in targets.items():
             item = saved[fqn]
             if type(target) in PLAIN and item.sizes == item.shape == target.shape:
-                items.append(item)  # the same as `pieces` makes, but faster
+                items.append(item)  # equals the item of `pieces`, but is faster
                 self._filled[fqn] = target
             else:
                 rest[fqn] = target
@@ -299,9 +299,9 @@ class MemoryRestore:
         for fqn, (rank, place) in cover.values.items():
             try:
                 values[fqn] = self._shards[rank].value(place, self._state.weights_only)
-            except NotAllowed:  # the snapshot is as it was written
+            except NotAllowed:  # the snapshot itself is intact
                 raise
-            except Exception as error:  # whatever a user's class raises
+            except Exception as error:  # raised by a user's class
                 raise BadShard(rank, f"{fqn} cannot be read: {error!r:.200}") from error
         self._state.adopt(saved, values, own)
 
@@ -316,7 +316,7 @@ class MemoryRestore:
         if not whole.ok:
             raise BadShard(rank, whole.reason)
         if shard.mapped.segment.committed(shard.snapshot.slot) != shard.snapshot.sequence:
-            raise BadShard(rank, f"the snapshot of rank {rank} was overwritten meanwhile")
+            raise BadShard(rank, f"the snapshot of rank {rank} was overwritten during the restore")
 
     def _own_of(self, rank: int, name: str) -> dict[Path, Any]:
         """The per-rank state of one old rank, {} if it is lost."""

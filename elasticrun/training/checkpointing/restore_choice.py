@@ -1,17 +1,17 @@
-"""Chooses what all ranks restore, before anything is loaded, and loads it from storage.
+"""Chooses the step that all ranks restore, before anything is loaded; loads checkpoints from
+storage.
 
-The choice is the newest step, in memory or in storage. A step is suspect if ranks failed soon after
-they had restored it. Suspect steps come last: they are tried again before training starts from
-scratch. If a person requests a step, only that one is used.
+It chooses the newest step in memory or storage. A step is suspect if ranks failed soon after
+restoring it. Suspect steps come last, but before a start from scratch. A step that a person
+requests is the only candidate.
 
-Rank 0 compares memory with storage and informs the others by keys in the store that the job has
-anyway, without a collective. All ranks check a checkpoint in storage, each a part of it. If one
-finds it corrupt, rank 0 chooses again, without a restart: nothing has been loaded, so there is
-nothing to undo.
+Rank 0 compares memory with storage and publishes its choice in the job's existing store, without a
+collective. All ranks check a checkpoint in storage, each a part of it. If one finds it corrupt,
+rank 0 chooses again. No restart is needed, because nothing has been loaded yet.
 
 A checkpoint counts as corrupt only if files are missing, short or differ from their hashes. A valid
-checkpoint that cannot be loaded (a class that the script no longer has, lack of memory, unreachable
-storage) is left unchanged.
+checkpoint that cannot be loaded (the script lacks a class, memory is short, storage is unreachable)
+is left unchanged.
 """
 
 from __future__ import annotations
@@ -52,40 +52,41 @@ AGREE_LIMIT: Final = 1800.0
 """Seconds that a rank waits for all others to check a checkpoint: each reads a part of it."""
 
 QUERY_LIMIT: Final = 10.0
-"""Seconds for a query of the storage if a step in memory is an alternative. Without one, the
-operator is informed after this time that the ranks wait for the storage.
+"""Seconds for a query of the storage if a step in memory is an alternative. Without one, the query
+goes on, and the operator gets a message that the ranks wait for the storage.
 """
 
 STORAGE_LIMIT: Final = LIMIT - 30.0
-"""Seconds for a query of the storage without which no choice is possible. Shorter than LIMIT, so
-that the other ranks receive the reason before they stop waiting.
+"""Seconds for a query of the storage if no step is in memory. Shorter than LIMIT, so that the other
+ranks receive the reason before they stop waiting.
 """
 
 MAX_CORRUPT: Final = 8
-"""Maximum number of consecutive corrupt checkpoints in one restore: more point to the storage."""
+"""Maximum number of consecutive corrupt checkpoints in one restore: more suggest a storage
+fault."""
 
 MOST_NAMED: Final = 10
-"""Maximum number of checkpoints that a sentence names."""
+"""Maximum number of checkpoints listed in a message."""
 
 
 class ExchangeError(RuntimeError):
-    """The store cannot be reached, or a key is missing; a sentence."""
+    """The store cannot be reached, or a key is missing."""
 
 
 class CorruptError(RuntimeError):
-    """Checkpoints are corrupt, and no other can be used without a restart. A sentence."""
+    """Checkpoints are corrupt, and no other can be used without a restart."""
 
 
 class UnreadableError(RuntimeError):
-    """A valid checkpoint cannot be loaded; it is left unchanged. A sentence."""
+    """A valid checkpoint cannot be loaded; it is left unchanged."""
 
 
 class NotAgreed(RuntimeError):
-    """Another rank cannot check the checkpoint; a sentence."""
+    """Another rank cannot check the checkpoint."""
 
 
 class StepNotAvailable(RuntimeError):
-    """The requested step is not available; a sentence."""
+    """The requested step is not available."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +108,9 @@ class RankOptions:
 def within_limit(
     limit: float, work: Callable[[], T], url: str, slow: Callable[[], None] = lambda: None
 ) -> T:
-    """Return or raise what `work` does, if its storage responds within `limit` seconds; else raise
-    StorageError. A call into a hanging file system cannot be interrupted, so it runs in a thread,
-    which is then abandoned. `slow` is called after QUERY_LIMIT."""
+    """Call `work`, which accesses storage; raise StorageError if that takes longer than `limit`
+    seconds. A call into a hanging file system cannot be interrupted, so it runs in a thread, which
+    is then abandoned. `slow` is called after QUERY_LIMIT."""
     answer: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
 
     def run_work() -> None:
@@ -119,8 +120,7 @@ def within_limit(
             answer.put((None, error))
 
     try:
-        # Not with `threading`, whose start() waits forever for a thread that dies from lack of
-        # memory during its start.
+        # Not with `threading`: its start() waits forever if the new thread dies for lack of memory.
         _thread.start_new_thread(run_work, ())
     except RuntimeError as error:
         raise StorageError(str(error)) from error
@@ -152,7 +152,7 @@ class RankExchange:
         self._store: Any = None
 
     def publish(self, key: str, text: str) -> None:
-        """Publish a text; for rank 0; does not wait."""
+        """Publish a text; called by rank 0; does not wait."""
         if not self._alone:
             self._apply(key, lambda store, name: store.set(name, text))
 
@@ -218,8 +218,8 @@ def _set_once(store: Any, name: str, text: str) -> str:
 
 
 class StoredCheckpoint:
-    """One checkpoint in storage, as one of many ranks sees it. Raises StorageError if
-    unreachable."""
+    """One checkpoint in storage, as one of many ranks sees it. Raises StorageError if the storage
+    is unreachable."""
 
     def __init__(self, setting: RankOptions, step: int) -> None:
         self._setting, self._folder = setting, setting.folder
@@ -247,13 +247,13 @@ class StoredCheckpoint:
         return None
 
     def condemn(self, fault: CheckpointFault) -> str:
-        """Mark the checkpoint so that no later start uses it. Return the sentence, including a
-        failure to mark it."""
+        """Mark the checkpoint as corrupt, so that no later start uses it. Return a message, also
+        about a failure to mark it."""
         sentence = f"{self._where} {fault.clause}"
         try:
             self._folder.condemn(self._step, fault.what)
         except (OSError, StorageError) as error:
-            return f"{sentence}; that could not be noted there ({error!s:.200})"
+            return f"{sentence}; it could not be marked as corrupt ({error!s:.200})"
         return f"{sentence}; it will not be used again"
 
     def _short(self) -> CheckpointFault | None:
@@ -262,7 +262,7 @@ class StoredCheckpoint:
         least: dict[str, int] = {}
         places = self._metadata.storage_data if self._metadata is not None else None
         for place in (places or {}).values():
-            if isinstance(place, _StorageInfo):  # other writers have types of their own
+            if isinstance(place, _StorageInfo):  # other writers have their own types
                 end = place.offset + place.length
                 least[place.relative_path] = max(end, least.get(place.relative_path, 0))
         wrong = self._folder.short(self._step, least)
@@ -284,15 +284,15 @@ class StoredCheckpoint:
         if self._folder.has_manifest(self._step):
             found = "was not compared with its hashes (verify=True does that)"
             if self._setting.verify:
-                found = "is whole"
+                found = "is intact"
         else:
             if self._metadata is None and type(error).__name__ in ("EOFError", "UnpicklingError"):
                 return CheckpointFault(f"{MARKER} cannot be read ({error})")
             if (wrong := self._short()) is not None:
                 return wrong
-            found = "has all its bytes"
+            found = "has its full size"
         raise UnreadableError(
-            f"{self._where} {found} and could not be loaded: {error!r:.300}; it stays as it is: "
+            f"{self._where} {found} but could not be loaded: {error!r:.300}; it is unchanged: "
             "fix the script (or the storage), or move that folder away to resume from an older one"
         ) from error
 
@@ -312,12 +312,12 @@ class StoredCheckpoint:
         self._fill(values)
         state.adopt(saved, values, own)
         if not own:
-            state.resize(ranks, f"the checkpoint has that of {ranks} ranks", self._own_of)
+            state.resize(ranks, f"the checkpoint was saved by {ranks} ranks", self._own_of)
 
     def _fill(self, values: dict[str, Any]) -> None:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a load by one rank alone is intended
+                warnings.simplefilter("ignore")  # torch warns about a load without collectives
                 load(
                     values,
                     storage_reader=self._reader,
@@ -380,7 +380,7 @@ class RestoreChoice:
     remark: Callable[[str], None]  # reports a sentence to the operator
     memory: int = -1  # the step available in memory, -1: none
     skip: Skip = NOTHING
-    _corrupt: int = field(default=-1, init=False)  # the last corrupt step: no newer one is used
+    _corrupt: int = field(default=-1, init=False)  # the last corrupt step; only older ones are used
     _round: int = field(default=0, init=False)  # number of the choice
 
     def restore(self, state: TrainingState) -> tuple[str, int]:
@@ -399,8 +399,8 @@ class RestoreChoice:
                 self.remark(stored.condemn(wrong))
             self._corrupt = step
         raise CorruptError(
-            f"{MAX_CORRUPT} checkpoints in {self.setting.folder.url} were found corrupt, one "
-            "after the other: check the storage; the next start tries older ones"
+            f"{MAX_CORRUPT} checkpoints in {self.setting.folder.url} in a row are "
+            "corrupt: check the storage; the next start tries older ones"
         )
 
     def _choose(self) -> tuple[str, int]:
@@ -415,7 +415,7 @@ class RestoreChoice:
             chosen = (
                 self._newest_in_memory_or_storage() if self.skip.all_but < 0 else self._requested()
             )
-        except Exception as error:  # the other ranks must not wait in vain
+        except Exception as error:  # release the other ranks, which wait for it
             self.exchange.publish(key, f"away {error!s:.500}")
             raise
         self.exchange.publish(key, f"{chosen[0]} {chosen[1]}")
@@ -430,12 +430,13 @@ class RestoreChoice:
             return "storage", step
         there = ", ".join(map(str, whole[-MOST_NAMED:])) or "none"
         raise StepNotAvailable(
-            f"--restore-step={step}: step {step} is not whole in memory, and {folder.url} has no "
-            f"whole checkpoint of it (it has: {there})"
+            f"--restore-step={step}: step {step} is not complete in memory, and {folder.url} has "
+            "no "
+            f"valid checkpoint of it (it has: {there})"
         )
 
     def _newest_in_memory_or_storage(self) -> tuple[str, int]:
-        """The larger step wins, memory if both are equal; suspect steps come last."""
+        """The larger step; memory if both are equal. Suspect steps come last."""
         memory = -1 if self.skip.memory else self.memory
         below = [step for step in (self.skip.storage_from, self._corrupt) if step >= 0]
         stored = self._newest_in_storage(memory, min(below, default=-1))
@@ -443,9 +444,7 @@ class RestoreChoice:
             memory, stored = self.memory, self._newest_in_storage(self.memory, self._corrupt)
             if max(memory, stored) >= 0:
                 again = f"step {max(memory, stored)} is tried again"
-                self.remark(
-                    f"{again}, although ranks have failed soon after it: nothing else is left"
-                )
+                self.remark(f"{again}, although ranks failed soon after it: no other step is left")
         if memory >= 0 and memory >= stored:
             return "memory", memory
         return ("storage", stored) if stored >= 0 else ("nothing", 0)
@@ -458,27 +457,27 @@ class RestoreChoice:
         try:
             return within_limit(QUERY_LIMIT, partial(folder.newest, below, memory), folder.url)
         except Exception as error:  # of the library for this storage
-            self.remark(f"step {memory} is taken from memory, storage was not queried: {error}")
+            self.remark(f"step {memory} is restored from memory; storage was not queried: {error}")
             return -1
 
     def _query_storage(self, work: Callable[[], T]) -> T:
-        """The result of `work` in storage, without which no choice is possible. Raises
+        """The result of `work`, a query of the storage that the choice depends on. Raises
         StorageError."""
         url = self.setting.folder.url
 
         def slow() -> None:
-            self.remark(f"{url} has not answered for {QUERY_LIMIT:.0f} s: the ranks wait for it")
+            self.remark(f"{url} has not answered for {QUERY_LIMIT:.0f} s; the ranks wait for it")
 
         return within_limit(STORAGE_LIMIT, work, url, slow)
 
     def _examine(self, step: int) -> tuple[StoredCheckpoint, CheckpointFault | None]:
-        """The checkpoint, and None if no rank finds a fault, so that it may be loaded. Otherwise
-        the first fault, the same on all ranks."""
+        """The checkpoint, and the first fault that a rank found, the same on all ranks; None if it
+        may be loaded."""
         setting, key = self.setting, f"whole/{self._round}"
         try:
             stored = StoredCheckpoint(setting, step)
             wrong = within_limit(AGREE_LIMIT, stored.fault, setting.folder.url)
-        except Exception as error:  # the other ranks must not wait for this one
+        except Exception as error:  # release the other ranks, which wait for this one
             self.exchange.veto(key, f"away rank {setting.rank}: {error!s:.500}")
             raise
         if wrong is not None:

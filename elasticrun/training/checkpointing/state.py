@@ -1,7 +1,7 @@
-"""A user's whole state: taken for a snapshot, and restored; includes this rank's random states.
+"""A user's whole state, to take in a snapshot and to restore; includes this rank's random states.
 
 Taking it is cheap as long as only values change: the plan (the items, and where their tensors are)
-is made once, and kept as long as the watched tensors are the same objects and the loose state has
+is made once, and cached as long as the watched tensors are the same objects and the loose state has
 the same names and shapes.
 """
 
@@ -54,19 +54,19 @@ from elasticrun.training.checkpointing.parts import (
 from elasticrun.training.data import ElasticBatchSampler
 
 RNG: Final = "__rng"
-"""Name of the random states: below `__rank3`, beside the names passed to `per_rank`."""
+"""Key of the random states, beside the names passed to `per_rank`: for rank 3, `__rank3.__rng`."""
 
 _HEAD: Final = struct.Struct("<8sHHI")
-"""The source of the state that follows, the device's index, whether it was the current one, and the
-length in bytes.
+"""Header of one state: its source, the device's index, whether that was the current device, and the
+state's length in bytes.
 """
 
 _PYTHON: Final = struct.Struct("<625I?d")
-"""The words, whether a second normally distributed number is left, and that number."""
+"""The words, whether a second Gaussian number is pending, and that number."""
 
 _NUMPY: Final = struct.Struct("<624Iiid?")
-"""The words, the position in them, whether a second number is left, and that number; whether there
-is a state at all.
+"""The words, the position in them, whether a second Gaussian number is pending, and that number;
+whether there is a state at all.
 """
 
 _NUMPY_KIND: Final = "MT19937"
@@ -88,7 +88,7 @@ class RandomPart:
         """`remark`: accepts a sentence for the operator."""
         self._remark = remark
         self._saved: torch.Tensor | None = None  # what was restored
-        self._numpy()  # its remark is emitted with the restore
+        self._numpy()  # its remark is reported at the restore
 
     def steady(self) -> None:
         return None
@@ -114,15 +114,14 @@ class RandomPart:
         current = {name: int(module.current_device()) for name, module in _devices()}
         before = {name: index for name, index, was_current, _ in sections if was_current}
         for name, index, was_current, state in sections:
-            # A rank may have another device than before: the state of its current device moves
-            # along.
+            # A rank may have another device than before. The state of its current device is kept.
             if was_current:
                 index = current.get(name, index)
             elif index == current.get(name):
                 index = before.get(name, index)
             try:
                 _set_state(name, index, state)
-            except Exception as error:  # e.g. of another version of torch
+            except Exception as error:  # e.g. from another version of torch
                 self._remark(f"the random state of {name} could not be restored: {error!r:.200}")
 
     def _sections(self) -> Iterator[tuple[str, int, bool, torch.Tensor]]:
@@ -145,7 +144,7 @@ class RandomPart:
             return bytes(_NUMPY.size)
         state = numpy_random.get_state(legacy=False)
         if (kind := state["bit_generator"]) != _NUMPY_KIND:
-            self._remark(f"the state of numpy's global generator, a {kind}, is in no snapshot")
+            self._remark(f"the state of numpy's global generator, a {kind}, is not saved")
             return bytes(_NUMPY.size)
         words, place = state["state"]["key"].tolist(), state["state"]["pos"]
         return _NUMPY.pack(*words, place, state["has_gauss"], state["gauss"], True)
@@ -165,7 +164,7 @@ def _tensor(state: bytes) -> torch.Tensor:
 
 
 def _devices() -> Iterator[tuple[str, Any]]:
-    """torch's device modules that this process uses already; none is initialized here."""
+    """torch's device modules that this process already uses; initializes none."""
     for name in _DEVICES:
         module = getattr(torch, name, None)
         begun = getattr(module, "is_initialized", None)
@@ -192,7 +191,7 @@ def _set_state(name: str, index: int, state: torch.Tensor) -> None:
 
 
 STATE = "state"
-"""The argument whose dict may contain objects with a `state_dict` beside plain values."""
+"""Name of the argument whose dict may contain objects with a `state_dict` beside plain values."""
 
 _VOUCHED = frozenset((int, float, bool, str, type(None), torch.Tensor, nn.Parameter, DTensor))
 """Types whose values can always be loaded."""
@@ -246,7 +245,7 @@ class TrainingState:
         self, parts: Mapping[str, Any], rank: int, rng: bool = False, weights_only: bool = True
     ) -> None:
         """`rng`: include this rank's random states. `weights_only`: refuse to save what could not
-        be loaded that way. Raises StateError for what cannot be part of a state."""
+        be loaded that way. Raises StateError for a value that cannot be part of a state."""
         self.weights_only = weights_only
         self._vouched: set[tuple[str, type]] = set()  # names and types that can be loaded
         self.remarks: list[str] = []
@@ -267,10 +266,10 @@ class TrainingState:
         self._serialised: dict[tuple[type, str], bytes] = {}
 
     def _sort(self, parts: Mapping[str, Any], among: Mapping[str, Any]) -> dict[str, StatePart]:
-        """`among`: those of `parts` that are in the dict `state`, which is itself a part."""
+        """`among`: the `parts` that came from the dict `state`, which is itself a part."""
         for name in parts:
             if name.startswith(OWN_PREFIX):
-                raise StateError(f"{name!r} cannot be a name: per_rank state has such names")
+                raise StateError(f"{name!r} cannot be a name: it is reserved for per-rank state")
         made: dict[str, StatePart] = {
             name: ModulePart(name, value)
             for name, value in parts.items()
@@ -290,17 +289,19 @@ class TrainingState:
             return StatefulPart(value)
         if isinstance(value, Mapping):
             if not isinstance(value, dict):
-                raise StateError(f"{name} is a {type(value).__name__}, which cannot be refilled")
+                raise StateError(
+                    f"{name} is a {type(value).__name__}, which cannot be restored in place"
+                )
             for key, inner in value.items():
                 if isinstance(inner, Stateful | nn.Module):
                     what = f"{name}[{key!r}] is a {type(inner).__name__}"
-                    raise StateError(f"{what}: pass it by a name of its own, or in state={{...}}")
+                    raise StateError(f"{what}: pass it under its own name, or in state={{...}}")
         return PlainPart(name, value)
 
     def _optimizer(
         self, name: str, optimizer: torch.optim.Optimizer, modules: list[ModulePart]
     ) -> StatePart:
-        """Key it by parameter names, if one module or all modules together contain its
+        """Key its state by parameter names, if one module or all modules together contain its
         parameters."""
         for candidates in [*([module] for module in modules), modules]:
             try:
@@ -308,15 +309,18 @@ class TrainingState:
             except StateError as error:
                 why = str(error)
         if modules:
-            self._remark(f"{why}; its state is kept by their places, for as many ranks alone")
+            self._remark(
+                f"{why}; its state is saved by position, and can only be restored with the same "
+                "number of ranks"
+            )
         return StatefulPart(optimizer)
 
     def add_own(self, name: str, value: Any, on_resize: OnResize | None) -> None:
         """Add state of this rank alone. Raises StateError."""
         if name == RNG:
-            raise StateError(f"{name!r} cannot be a name: the random states have it")
+            raise StateError(f"{name!r} cannot be a name: it is reserved for random states")
         if isinstance(value, nn.Module | torch.optim.Optimizer):
-            raise StateError(f"{name} is a {type(value).__name__}, which is not state of one rank")
+            raise StateError(f"{name} is a {type(value).__name__}, which is not per-rank state")
         self.own[name] = OwnState(self._part(name, value, ()), on_resize)
         self._plan = None
 
@@ -340,14 +344,14 @@ class TrainingState:
             text = "random states are not restored"
             self._remark(f"{text}: {why}")
         else:
-            self._remark(f"per-rank state {name} is left as it is: {why}")
+            self._remark(f"per-rank state {name} is not restored: {why}")
 
     def _remark(self, text: str) -> None:
         if text not in self.remarks:
             self.remarks.append(text)
 
     def set_step(self, step: int) -> None:
-        """Make `step`, the number of completed steps, the place in the data."""
+        """Set the position in the data to `step`, the number of completed steps."""
         for sampler in self._samplers.values():
             sampler.set_step(step)
 
@@ -357,12 +361,12 @@ class TrainingState:
             self._rng.put_back()
 
     def check_loadable(self) -> None:
-        """Refuse, before training begins, state that cannot be saved, or not be loaded again.
-        Raises StateError."""
+        """Check before training begins that the state can be saved and loaded again. Raises
+        StateError."""
         try:
             steady, loose = self._steady(), self._loose()
             whole = _joined(steady, loose)
-        except Exception:  # of a user's state_dict: reported when a snapshot is due
+        except Exception:  # raised by a user's state_dict; reported when a snapshot is due
             return
         try:
             flatten(whole)
@@ -390,7 +394,7 @@ class TrainingState:
         plan = self._plan if _signature(flat) == self._signature else None
         if plan is not None and all(watch.is_unchanged() for watch in self._watches):
             for fqn, value in flat.values.items():
-                if fqn in self._places:  # else sharded over a mesh without this rank
+                if fqn in self._places:  # otherwise sharded over a mesh without this rank
                     is_tensor, at = self._places[fqn]
                     if is_tensor:
                         plan.tensors[at] = local(value)
@@ -494,7 +498,7 @@ class TrainingState:
         return found
 
     def targets(self, saved: Mapping[str, Item], own: bool) -> dict[str, torch.Tensor]:
-        """The tensors to fill for the saved ones, by name; changes nothing yet. `own`: include this
+        """A tensor to fill for each saved tensor, by name; changes nothing yet. `own`: include this
         rank's per-rank state. Raises StateError."""
         found: dict[str, torch.Tensor] = {}
         for prefix, part, below in self._restored(saved, own):
@@ -505,11 +509,11 @@ class TrainingState:
                     self.remark_not_restored(RNG, f"those of rank {self.rank} were not saved")
                 elif prefix[0] in self._samplers:
                     self._remark(
-                        f"{prefix[0]} was not saved: its place is the restored step, but its "
-                        "settings are not compared"
+                        f"{prefix[0]} was not saved: it continues at the restored step, but its "
+                        "settings cannot be compared"
                     )
                 elif part.steady() is not None or (now is not None and now != {}):
-                    self._remark(f"{'.'.join(prefix)} was not saved and is left as it is")
+                    self._remark(f"{'.'.join(prefix)} was not saved, so it is not restored")
                 continue
             for path, tensor in part.targets(below).items():
                 found[names[path]] = tensor
@@ -564,9 +568,9 @@ def _with_nested_parts(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     for key, one in among.items():
         what = f"{STATE}[{key!r}] is a {type(one).__name__}"
         if not isinstance(key, str):
-            raise StateError(f"{what}: its key is to be a text, by which it is saved")
+            raise StateError(f"{what}: its key must be a string")
         if key in given:
-            raise StateError(f"{what}, and {key}= is given too: it needs another key")
+            raise StateError(f"{what}, and {key}= is also an argument: use another key")
     return {**given, **among}, among
 
 

@@ -1,11 +1,11 @@
 """Reads a rank's position in its collectives from torch: the counters at almost no cost, and on
-request the incomplete call, in some milliseconds.
+request the incomplete call, which takes a few milliseconds.
 
 gloo does not report when a collective begins or ends, and its count of completed ones may stay too
-low: two of its threads may finish two collectives at the same time and write the first one's number
-last. So the open collective is looked up among the entries, by their `retired` field. That costs
-more, and is only done once the counters stop changing. The counters are keyed by a number that each
-process assigns to its groups. The name under which all ranks know a group is in the entries of its
+low, because two threads may finish two collectives at once and write the lower number last. So the
+open collective is looked up among the entries, by their `retired` field. That costs more, and is
+only done once the counters stop changing. The counters are keyed by a number that each process
+assigns to its groups. The name under which all ranks know a group is in the entries of its
 collectives. Each recorder has its own numbers.
 """
 
@@ -175,7 +175,7 @@ def _completed(row: GroupSays, entries: Sequence[Row]) -> GroupSays:
 
 
 def _by_hook(row: GroupSays, entries: Sequence[Row]) -> GroupSays:
-    """The same for entries made by a hook, whose counters count calls, not collectives. A call that
+    """The same for entries of a hook, whose counters count calls, not collectives. A call that
     raised stays open forever. The backend completes the calls of a group in order, so a completed
     call implies all earlier ones."""
     entered = max(int(one.get("collective_seq_id") or 0) for one in entries)

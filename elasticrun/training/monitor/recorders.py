@@ -1,4 +1,4 @@
-"""Torch's flight recorders: which of them this process feeds, and how each is read.
+"""Torch's flight recorders: which ones this process writes to, and how to read each.
 
 Each recorder keeps the newest collectives in a ring. Which recorder a collective goes to depends on
 the backend that serves it:

@@ -168,7 +168,7 @@ def test_nothing_older_replaces_what_another_job_has_written_since(folder: Folde
     write_one(6, term=2, base=2)
     for step in (4, 5, 6):
         with pytest.raises(
-            parts.PersistError, match=r"another job has written step 6 in .* 2: end"
+            parts.PersistError, match=r"another job has written step 6 in .* 2: stop"
         ):
             write_one(step, term=1, base=2)
     assert folder.committed() == [2, 4, 6]

@@ -169,7 +169,7 @@ def test_what_is_believed_by_its_key_is_the_same() -> None:
     known = decode(made.encode(), made.key)
     assert known == made == decode(made.encode())
     assert (known.key, known.content) == (made.key, made.content)
-    with pytest.raises(LayoutError, match="promised"):
+    with pytest.raises(LayoutError, match="not the expected one"):
         decode(made.encode(), made.key ^ 1)
 
 

@@ -202,7 +202,7 @@ def test_a_manifest_of_another_step_is_none(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path))
     save(folder, 5)
     os.rename(folder.path(5), folder.path(6))
-    assert "the manifest is that of step 5" in folder.verify(6)
+    assert "the manifest belongs to step 5" in folder.verify(6)
 
 
 def test_only_what_we_began_long_ago_is_a_leftover(tmp_path: Path) -> None:

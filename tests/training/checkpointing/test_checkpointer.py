@@ -288,7 +288,7 @@ def test_steps_that_begin_anew_are_told_once(agent: PlayedAgent, new: New) -> No
     for step in [*range(1, 6), 5, *range(4), *range(9)]:
         ckpt.step(step)
     (said,) = agent.until(s.Remark)
-    assert "count them over the whole training, not over an epoch" in said.text
+    assert "count steps over the whole training, not per epoch" in said.text
     assert ckpt.stats.snapshots == 2
 
 
@@ -358,7 +358,7 @@ def test_a_slot_holds_what_torch_would_have_written(agent: PlayedAgent, new: New
 def test_what_is_no_step_is_refused(agent: PlayedAgent, new: New, number: Any) -> None:
     ckpt = new(n={"x": 1}, every_steps=1, persist_every_seconds=None)
     for call in (ckpt.step, ckpt.save_now):
-        with pytest.raises(ValueError, match=r"steps are counted from 0, in whole numbers"):
+        with pytest.raises(ValueError, match=r"is not a step: steps are whole numbers from 0"):
             call(number)
     ckpt.step(torch.tensor(3))
     assert agent.until(s.Committed)[0].step == 3
@@ -375,7 +375,7 @@ def test_what_cannot_be_state_is_refused(tmp_path: Path) -> None:
     wrongs: list[tuple[dict[str, Any], str]] = [
         ({"m": FullyShardedDataParallel()}, "fully_shard"),
         ({"__rank0": {"x": 1}}, "cannot be a name"),
-        ({"d": {"m": nn.Linear(1, 1)}}, "by a name of its own"),
+        ({"d": {"m": nn.Linear(1, 1)}}, "under its own name"),
         ({"state": {"m": nn.Linear(1, 1)}, "m": {}}, r"and m= is given too"),
         ({"state": {1: nn.Linear(1, 1)}}, r"state\[1\] is a Linear: its key is to be a text"),
         ({}, "there is no state"),
@@ -411,7 +411,7 @@ def test_what_cannot_be_state_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_nobody_names_is_in_the_run_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ELASTICRUN_RUN_FOLDER", raising=False)
-    with pytest.raises(ValueError, match="needs a folder, or a job that is started with --run-dir"):
+    with pytest.raises(ValueError, match="unless the job was started with --run-dir"):
         Checkpointer(x={"y": 1})
     monkeypatch.setenv("ELASTICRUN_RUN_FOLDER", "/runs/a")
     assert Checkpointer(x={"y": 1})._setting.folder.url == "/runs/a/checkpoints"
@@ -421,18 +421,18 @@ def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
     wrongs: list[tuple[dict[str, Any], str]] = [
         ({"slots": 1}, "slots is 1"),
         ({"on_busy": "panic"}, "on_busy is 'panic'"),
-        ({"replicas": 2}, "replicas is 2; it may be 0 or 1"),
-        ({"verify": "no"}, "verify is 'no'; it may be True or False"),
-        ({"rng": 0}, "rng is 0; it may be True or False"),
-        ({"keep": 3}, r"keep is 3; it may be a Keep, as in keep=Keep\(last=3\)"),
+        ({"replicas": 2}, "replicas is 2; it must be 0 or 1"),
+        ({"verify": "no"}, "verify is 'no'; it must be True or False"),
+        ({"rng": 0}, "rng is 0; it must be True or False"),
+        ({"keep": 3}, r"keep is 3; it must be a Keep, as in keep=Keep\(last=3\)"),
         (
             {"every_steps": 10.0},
-            "every_steps is 10.0; it is a whole number above 0; seconds are ev",
+            "every_steps is 10.0; it must be a whole number above 0; seconds are ev",
         ),
-        ({"every_steps": 0}, "every_steps is 0; it is a whole number above 0$"),
+        ({"every_steps": 0}, "every_steps is 0; it must be a whole number above 0$"),
         ({"every_steps": True}, "every_steps is True"),
-        ({"every_seconds": "often"}, "every_seconds is 'often'; it is a number above 0"),
-        ({"persist_every_seconds": 0}, "persist_every_seconds is 0; it is a number above 0"),
+        ({"every_seconds": "often"}, "every_seconds is 'often'; it must be a number above 0"),
+        ({"persist_every_seconds": 0}, "persist_every_seconds is 0; it must be a number above 0"),
         ({"persist_every_steps": 5, "persist_every_seconds": 5}, "give one of persist_every_steps"),
         ({"every": 5}, r"no option every \(5\): did you mean every_steps or every_seconds\?"),
         (
@@ -530,7 +530,7 @@ def test_a_rank_has_one_state(agent: PlayedAgent, tmp_path: Path) -> None:
     with pytest.raises(ConflictError) as refused:
         made("b", model=b, optim={})
     assert cut(f"ConflictError: {refused.value}").startswith(
-        "ConflictError: one process has one Checkpointer: give all state to one, under different "
+        "ConflictError: use one Checkpointer per process: pass all state to it under different "
         "names, as in Checkpointer(folder, model1=..., model2=..., optim=...): this process has"
     )
     with pytest.raises(
@@ -561,7 +561,7 @@ def test_without_an_agent_two_states_have_two_folders(tmp_path: Path) -> None:
         assert one.restore() == 0
     made["a", "m"].step(1)
     made["b", "m"].step(1)
-    with pytest.raises(ConflictError, match=r"of m in .*/a, so there can be none of ema in"):
+    with pytest.raises(ConflictError, match=r"of m in .*/a, so there cannot be one of ema in"):
         made["a", "ema"].step(1)
     made["a", "m"].close()
     made["a", "ema"].step(2)

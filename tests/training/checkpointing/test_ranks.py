@@ -137,7 +137,7 @@ def test_a_shard_that_is_gone_is_had_from_the_others_if_they_have_it_all(tmp_pat
         agent.no_shard = {1}
         places = [agent.place(rank) for rank in range(2)]
         ranks = Ranks(restored, str(tmp_path), 2, world=2, places=places)
-        with pytest.raises(AssertionError, match=r"is held by no rank that was queried"):
+        with pytest.raises(AssertionError, match=r"is in no shard that was found"):
             ranks.results(last_first=True)
         assert {m.rank for m in agent.of(WantShard, 1)} == {0, 1}
 
@@ -278,7 +278,8 @@ def test_torch_alone_in_one_process_warns_once_and_keeps_the_newest(tmp_path: Pa
             state["x"] += 1
             ckpt.step(step)
     assert [str(w.message) for w in said if "elasticrun" in str(w.message)] == [
-        "elasticrun: this was not started by elasticrun, so nothing is kept in memory; torch's own "
+        "elasticrun: this process was not started by elasticrun, so nothing is kept in memory; "
+        "torch's own "
         "save writes the checkpoints"
     ]
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"step-{step:09d}" for step in (4, 8, 10)]
@@ -453,7 +454,7 @@ def test_a_rank_whose_agent_gives_it_nothing_says_so_itself(tmp_path: Path, monk
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("ELASTICRUN_PROGRESS", "anywhere")
     ckpt = Checkpointer(tmp_path, state={"x": torch.zeros(4)})
-    with pytest.warns(UserWarning, match="the agent has given this process no place"):
+    with pytest.warns(UserWarning, match="the agent has given this process no address"):
         ckpt.step(1)
     ckpt.close()
 

@@ -77,8 +77,8 @@ def test_a_step_that_is_not_there_is_refused_in_a_sentence(tmp_path: Path) -> No
     with pytest.raises(StepNotAvailable) as error:
         chooser._choose()
     assert str(error.value) == (
-        "--restore-step=70: step 70 is not whole in memory, and "
-        f"{tmp_path} has no whole checkpoint of it (it has: 60, 100)"
+        "--restore-step=70: step 70 is not complete in memory, and "
+        f"{tmp_path} has no valid checkpoint of it (it has: 60, 100)"
     )
 
 

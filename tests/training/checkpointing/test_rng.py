@@ -143,7 +143,7 @@ def test_another_generator_of_numpy_is_told(agent: PlayedAgent, tmp_path: Path) 
     finally:
         np.random.set_bit_generator(before)
     assert [m.text for m in agent.until(Remark)] == [
-        "the state of numpy's global generator, a PCG64, is in no snapshot"
+        "the state of numpy's global generator, a PCG64, is not saved"
     ]
     ckpt.close()
 
@@ -179,7 +179,7 @@ def test_a_rank_on_another_device_takes_its_state_along(monkeypatch) -> None:
 
 
 def test_their_name_is_taken(tmp_path: Path) -> None:
-    with pytest.raises(StateError, match="the random states have it"):
+    with pytest.raises(StateError, match="reserved for random states"):
         new(tmp_path).per_rank(RNG, {})
 
 

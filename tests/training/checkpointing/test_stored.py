@@ -93,7 +93,7 @@ def test_a_lost_class_condemns_none(tmp_path: Path, place: Any, ours: bool, veri
     save(tmp_path, 1, 2, ours=ours, place={"it": place.Place()}, weights_only=False)
     kept, place.Place = place.Place, None
     del place.Place
-    said = "is whole" if ours and verify else "verify=True does that" if ours else "all its bytes"
+    said = "is whole" if ours and verify else "verify=True does that" if ours else "its full size"
     for _ in range(2):
         with pytest.raises(UnreadableError, match=f"step 2 in .*{said}.*Can't get attribute"):
             restored(tmp_path, place={"it": None}, verify=verify, weights_only=False)
@@ -227,7 +227,7 @@ def test_memory_does_not_wait_for_a_storage_that_is_away(
     said = [one.text for one in agent.until(Remark)]
     why = "Stale file handle" if how == "it raises" else "has not answered"
     assert len(said) == 1
-    assert said[0].startswith("step 3 is taken from memory, storage was not queried: ")
+    assert said[0].startswith("step 3 is restored from memory; storage was not queried: ")
     assert why in said[0]
 
 
@@ -245,7 +245,7 @@ def test_a_folder_that_hangs_holds_nobody_up_without_limit(tmp_path: Path) -> No
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert f"{tmp_path} has not answered for 0 s: the ranks wait for it" in done.stderr
+    assert f"{tmp_path} has not answered for 0 s; the ranks wait for it" in done.stderr
     assert done.stdout == f"made\n{tmp_path} has not answered for 1 s\n"
 
 

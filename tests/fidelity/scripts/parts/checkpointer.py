@@ -15,7 +15,7 @@ from elasticrun.training import Checkpointer
 from parts.model import make, steps
 
 
-warnings.filterwarnings("ignore", "elasticrun: this was not started by elasticrun")
+warnings.filterwarnings("ignore", "elasticrun: this process was not started by elasticrun")
 
 
 def run(name):
