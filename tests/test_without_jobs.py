@@ -55,7 +55,7 @@ def test_it_says_what_is_missing(place: Path, words: tuple[str, ...]) -> None:
     done = python(place, "-m", "elasticrun", *words)
     assert done.returncode == 1
     assert done.stderr == (
-        "elasticrun: error: this installation has no elasticrun.jobs: install elasticrun again\n"
+        "elasticrun: error: this installation has no elasticrun.jobs: reinstall elasticrun\n"
     )
 
 

@@ -1,7 +1,7 @@
 """Counts this node's accelerators and cores without importing torch in this process.
 
 It resolves the words of --nproc-per-node. `host.accelerators` counts GPUs. What only torch knows
-comes from a short-lived child with a time limit, because torch in the agent would cost memory while
+comes from a short-lived child with a time limit. Torch in the agent would take memory as long as
 the job runs.
 """
 
@@ -70,7 +70,7 @@ def shared_folder(folder: str, environ: Mapping[str, str]) -> str:
     for named in filter(None, environ.get(SHARED_VARIABLE, "").split(":")):
         top = os.path.realpath(named)
         if os.path.commonpath([top, where]) == top:
-            return f"what ${SHARED_VARIABLE} names"
+            return f"${SHARED_VARIABLE}"
     try:
         return network_file_system(Path(where))
     except OSError:
@@ -84,7 +84,7 @@ def facts(environ: Mapping[str, str]) -> HostFacts:
 
     try:
         terminal = sys.stdin is not None and sys.stdin.isatty()
-    except ValueError:  # it is closed
+    except ValueError:  # stderr is closed
         terminal = False
     name = socket.gethostname()
     pod = "KUBERNETES_SERVICE_HOST" in environ or "JOB_COMPLETION_INDEX" in environ
@@ -102,8 +102,8 @@ def cores(notify: Callable[[str], None], quota: float | None = None) -> int:
         return counted
     enough = max(1, int(quota))
     notify(
-        f"{counted} cores are here, but this container has CPU time for {quota:.4g}: they count "
-        f"as {enough}"
+        f"this host has {counted} cores, but this container has CPU time for {quota:.4g}: "
+        f"counting {enough}"
     )
     return enough
 
@@ -143,14 +143,15 @@ def count_accelerators(
 def _query_torch(
     word: str, environ: Mapping[str, str], notify: Callable[[str], None]
 ) -> int | None:
-    notify(f"--nproc-per-node={word}: asking torch in a process of its own, which takes a while")
+    notify(
+        f"--nproc-per-node={word}: asking torch in a separate process, which takes a few seconds"
+    )
     command = [sys.executable, "-P", "-c", _TORCH_CHILD, word]
     try:
         answer = json_of(command, environ, TORCH_LIMIT)
     except NoAnswer as why:
         raise NotHere(
-            f"--nproc-per-node={word}: torch could not be asked for its devices ({why}); give a "
-            "number"
+            f"--nproc-per-node={word}: torch could not count its devices ({why}); use a number"
         ) from None
     count = answer.get("count")
     return count if answer.get("known") and isinstance(count, int) else None

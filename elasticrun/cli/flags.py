@@ -97,7 +97,7 @@ ELSEWHERE: Final = {
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser with one-sentence errors, in which only torchrun's flags may be
-    abbreviated: abbreviations mean the same as in torchrun, whatever flags are added here."""
+    abbreviated. So abbreviations mean the same as in torchrun, whatever flags are added here."""
 
     describes = False
     """Raise `Described` instead of parsing; `elasticrun completion` uses this to get the
@@ -170,7 +170,7 @@ class LaunchParser(Parser):
         found, extra = super().parse_known_args(words[: at + 1], namespace)
         behind = words[at + 1 :]
         if behind[:1] == ["--"] and "--" not in words[:at]:
-            del behind[0]  # as in torchrun, `--` ends the launcher's flags, also after the script
+            del behind[0]  # as in torchrun, `--` ends the launcher's flags, even after the script
         if behind:
             found.training_script_args = behind
         return found, extra
@@ -262,7 +262,7 @@ class _Help(argparse.Action):
 
 
 class _Shells:
-    """The shells that shtab supports; looked up only when the flag is given, because the import is
+    """The shells that shtab supports; looked up only if the flag is given, because the import is
     slow."""
 
     def __iter__(self) -> Iterator[str]:
@@ -309,7 +309,7 @@ def get_args_parser(environ: Mapping[str, str] | None = None) -> LaunchParser:
     parser = LaunchParser(
         prog=PROG,
         usage=f"{PROG} [options] script [arguments of the script ...]",
-        description="Elastic launcher for distributed PyTorch, in the place of torchrun.",
+        description="Elastic launcher for distributed PyTorch; replaces torchrun.",
         epilog=EPILOG,
         add_help=False,
     )
@@ -324,12 +324,14 @@ def get_args_parser(environ: Mapping[str, str] | None = None) -> LaunchParser:
     for key, title in GROUPS.items():
         rows = [flag for flag in FLAGS if flag.group == key]
         add_group(parser, title, rows, os.environ if environ is None else environ)
-    parser.add_argument("training_script", metavar="script", help="The program of every rank.")
+    parser.add_argument(
+        "training_script", metavar="script", help="The program that every rank runs."
+    )
     parser.add_argument(
         "training_script_args",
         nargs=argparse.REMAINDER,
         metavar="...",
-        help="All that follows the script is the script's; ${local_rank} is filled in.",
+        help="The script's arguments; ${local_rank} is replaced.",
     )
     return parser
 

@@ -1,6 +1,6 @@
 """The command: a verb, or a script to run as ranks.
 
-Every error of ours is one sentence. The script is checked before anything is started for it.
+Every error is one sentence. The script is checked before anything is started.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def check_program(entry: Entrypoint) -> str:
     if shutil.which(entry.target) is None:
         if os.path.isfile(entry.target):
             raise NoProgram(
-                f"{entry.target} may not be executed: chmod +x it, or leave out --no-python"
+                f"{entry.target} is not executable: run chmod +x, or leave out --no-python"
             )
         raise NoProgram(f"there is no program {entry.target} to run (--no-python)")
     return ""
@@ -50,11 +50,11 @@ def _check_script(path: str) -> str:
         return ""
     if not os.path.exists(path):
         module = path.replace(".", "_").isidentifier() and not path.endswith(".py")
-        hint = "; for a module write -m" if module else ""
+        hint = "; for a module use -m" if module else ""
         raise NoProgram(f"there is no script {path} (from {os.getcwd()}){hint}")
     if os.path.isdir(path):
         if not os.path.exists(os.path.join(path, "__main__.py")):
-            raise NoProgram(f"{path} is a folder without __main__.py, and no script")
+            raise NoProgram(f"{path} is a folder without __main__.py, not a script")
         return ""
     try:
         with open(path, "rb") as file:
@@ -62,7 +62,7 @@ def _check_script(path: str) -> str:
     except OSError as error:
         raise NoProgram(f"the script {path} cannot be read: {error.strerror}") from None
     if start.startswith(b"\x7fELF"):
-        raise NoProgram(f"{path} is a program and no Python script: add --no-python")
+        raise NoProgram(f"{path} is a program, not a Python script: add --no-python")
     if start.startswith(b"#!") and b"python" not in (first := start.splitlines()[0]):
         program = first[2:].decode(errors="replace").strip()
         return f"{path} is meant for {program}; if it is not Python, add --no-python"
@@ -73,9 +73,9 @@ def check_data(folders: Mapping[str, str]) -> None:
     """Raise `NotHere` if a folder of --data cannot be read here."""
     for name, path in folders.items():
         if not os.path.isdir(path):
-            what = "is no folder" if os.path.exists(path) else "is not there"
+            what = "is not a folder" if os.path.exists(path) else "does not exist"
         elif not os.access(path, os.R_OK | os.X_OK):
-            what = "may not be read"
+            what = "is not readable"
         else:
             continue
         raise NotHere(f"--data={name}:{path}: {path} {what} on this host ({os.uname().nodename})")
@@ -115,14 +115,14 @@ _AT: Final = {
     **dict.fromkeys(ORDERS, "jobs.running.orders"),
     **dict.fromkeys(OF_A_SUBMITTED, "jobs.manage.jobs"),
 }
-"""The module of each verb, imported on use, with the function's name if that is not `main`. Outside
-`elasticrun/jobs`, only this table and calls of `_module` name modules of that folder."""
+"""The module of each verb, imported on use, and the function's name if it is not `main`. Outside
+`elasticrun/jobs`, only this table and calls of `_module` refer to modules of that folder."""
 
 _WITH_NOTIFY: Final = ("submit", "render", "convert", "warm", "join")
 """Verbs whose functions take `notify`, which prints a line for the user."""
 
 VERBS: Final = ("master", *_AT)
-"""First words that are not a script."""
+"""Words that are a verb, not a script, if they come first."""
 
 ELSEWHERE: Final = {
     **dict.fromkeys(("ls", "ps", "jobs", "queue"), "list"),
@@ -138,12 +138,12 @@ ELSEWHERE: Final = {
 
 
 def meant(word: str) -> str:
-    """The end of an error sentence, for a word that is another tool's verb."""
+    """The end of an error message, for a word that is another tool's verb."""
     return f"; did you mean {ELSEWHERE[word]}?" if word in ELSEWHERE else ""
 
 
 UNREAD: Final = 128 + 13
-"""The exit code of a command whose reader has exited: 13 is SIGPIPE."""
+"""The exit code if the reader of a pipe has exited: 13 is SIGPIPE."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not verb:
             leave_word(f"{error}{hint}")
         return EXIT_USAGE if hint else error.exit_code
-    except KeyboardInterrupt:  # before an agent handles it
+    except KeyboardInterrupt:  # before the agent has installed its handler
         return 130
 
 
@@ -180,8 +180,9 @@ def _do(verb: str, words: Sequence[str]) -> int:
 
 def _be_mortal() -> None:
     """Install signal handlers for process 1 of a container: the kernel ignores signals to it that
-    have no handler. A process that fetches code also has to clean up. Until the agent installs its
-    own handlers, which may take seconds on a slow disk, these end the process with an exception."""
+    have no handler. A process that fetches code also has to clean up. These handlers raise an
+    exception that ends the process. They are in place until the agent installs its own, which may
+    take seconds on a slow disk."""
     import signal
 
     def leave(number: int, _frame: object) -> None:
@@ -277,8 +278,8 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
 
 def _already(launch: Launch) -> str:
     """The message if this program has already succeeded in its run folder. In a job of several
-    nodes the master tells every node, because not every node need have that folder. Raises
-    UsageError if another program has succeeded there."""
+    nodes the master reports it, because some nodes may lack that folder. Raises UsageError if
+    another program has succeeded there."""
     plan = launch.master.run
     alone = launch.spec.max_nodes == 1 or launch.node_rank > 0
     if not plan.folder or plan.fresh or not alone:
@@ -309,10 +310,11 @@ def _check(launch: Launch) -> str:
 
 def _leave_to_torchrun(plugin: str, words: Sequence[str], ns: argparse.Namespace) -> int:
     """Replace this process with torchrun, which alone supports rendezvous plug-ins; returns only on
-    failure. The `--` keeps torchrun from reading a script's words as abbreviations of its flags."""
+    failure. The `--` prevents torchrun from parsing a script's words as its own abbreviated
+    flags."""
     from elasticrun.cli.flags import in_torchruns_words
 
-    notify(f"--rdzv-backend={plugin} is a plug-in of torchrun's: torchrun takes over from here")
+    notify(f"--rdzv-backend={plugin} is a torchrun plug-in: handing over to torchrun")
     os.environ.update(in_torchruns_words(os.environ))
     # -P: the console script torchrun does not have the working directory on its path either
     command = [sys.executable, "-P", "-m", "torch.distributed.run"]
@@ -351,16 +353,14 @@ def _verb(verb: str, words: Sequence[str]) -> int:
 
 
 def _module(name: str) -> ModuleType:
-    """A module of this package, imported by name: a launcher without `elasticrun/jobs` still runs.
+    """A module of this package, imported by name: the launcher also runs without `elasticrun/jobs`.
     Raises UsageError if that folder is not installed."""
     try:
         return importlib.import_module(f"elasticrun.{name}")
     except ModuleNotFoundError as missing:
         if missing.name not in ("elasticrun.jobs", f"elasticrun.{name}"):
             raise
-        raise UsageError(
-            "this installation has no elasticrun.jobs: install elasticrun again"
-        ) from None
+        raise UsageError("this installation has no elasticrun.jobs: reinstall elasticrun") from None
 
 
 def _function_of(verb: str) -> Callable[[Sequence[str]], int]:
@@ -386,7 +386,7 @@ def _printed(show: Callable[[], int]) -> int:
 
 def _read(show: Callable[[], int]) -> int:
     """Like `_printed`, for functions with other errors too. A reader that has exited (`| head -1`)
-    is not an error: the exit code is then the one that a shell shows for SIGPIPE."""
+    is not an error: the exit code is then that of SIGPIPE in a shell."""
     try:
         code = show()
         if sys.stdout is not None:

@@ -1,12 +1,12 @@
-"""Applies a scheduler's values for this node in the place of flags that were not given.
+"""Applies a scheduler's values for this node where flags were not given.
 
 A flag, or its variable, always takes precedence. The filled-in values are ones that the user could
 have typed, so later code (`cli.rendezvous`) sees only flags.
 
 With `--srun`, in a Slurm batch script or under salloc, this process becomes srun, which starts the
-same command once on each node of the job. This happens only on request: under torchrun the bare
-command runs on this host alone, and a script that starts it on each node by ssh relies on that.
-With `--dry-run` it only prints the command.
+same command once on each node of the job. This happens only on request: torchrun runs on one host,
+and scripts that start it on each node by ssh rely on that. With `--dry-run` it only prints the
+command.
 """
 
 from __future__ import annotations
@@ -69,21 +69,22 @@ def srun_command(
     nodes = number(environ, "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
     if number(environ, "SLURM_JOB_ID", "SLURM_JOBID") is None or nodes is None:
         raise UsageError(
-            "--srun: this is no Slurm job (SLURM_JOB_ID is not set): use it in a batch script or "
-            "under salloc, and leave it out elsewhere",
+            "--srun: this is not a Slurm job (SLURM_JOB_ID is not set): use --srun only in a batch "
+            "script or under salloc",
             EXIT_USAGE,
         )
     step = step_of(environ)
     if step is not None and not interactive and not environ.get(PTY):
         raise UsageError(
-            f"--srun: srun has started this already (step {step} of the job): leave --srun out",
+            f"--srun: srun has already started this command (step {step} of the job): leave "
+            "--srun out",
             EXIT_USAGE,
         )
     count = amount(nodes)
     # A batch script's own number of tasks would override one task per node.
     options = [f"--nodes={count}", f"--ntasks={count}", *OPTIONS]
     if environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID"):
-        options.append("--overlap")  # the surrounding shell holds the job's resources
+        options.append("--overlap")  # the surrounding shell occupies the job's resources
     script = get_args_parser().script_at(words)
     handed_on = [word for word in words[:script] if word not in NOT_HANDED_ON]
     program = [sys.executable, "-P", "-m", "elasticrun"]
@@ -143,11 +144,11 @@ def _of_some(flags: FlagValues, found: Found) -> DetectedPlace:
             why = f"--nnodes={flags.text('nnodes')} asks for more nodes than the {there} there are"
     if why or found.host is None:
         srun = "--srun starts this command on all nodes"
-        use = srun if found.use == "--srun" else "name the place by --rdzv-endpoint"
-        why = why or "nobody says where the others are"
-        return DetectedPlace(found, note=f"{found.seen}: {why}, so none of it is used; {use}")
+        use = srun if found.use == "--srun" else "give the rendezvous by --rdzv-endpoint"
+        why = why or "no address of the other nodes is known"
+        return DetectedPlace(found, note=f"{found.seen}: {why}, so it is ignored; {use}")
     if found.second:
-        idle = "another task on this node is the agent, so this one ends"
+        idle = "another task on this node is the agent, so this one exits"
         idle = f"{found.seen}: {idle}; srun --ntasks-per-node=1 would not start it"
         return DetectedPlace(found, idle=idle)
     filled = _place(flags, found)
@@ -165,8 +166,7 @@ def _beside_flags(flags: FlagValues, found: Found, by: str) -> DetectedPlace:
 
 
 def _dlrover(flags: FlagValues, found: Found) -> DetectedPlace:
-    """DLRover's values were applied from the start (`cli.rendezvous`); here they get their
-    sources."""
+    """DLRover's values have already been applied (`cli.rendezvous`); this adds their sources."""
     filled: dict[str, Given] = {}
     shown: dict[str, Given] = {}
     if found.host is not None and not any(map(flags.explicitly, MEETING_FLAGS)):
@@ -205,7 +205,7 @@ def _rank(found: Found) -> dict[str, Given]:
 
 
 def _visible(machine: Machine) -> Given | None:
-    """Accelerators that the scheduler does not count, but torch can use."""
+    """Accelerators that torch can use although the scheduler does not count them."""
     count = machine.accelerators("gpu") or 0
     return Given(str(count), "GPUs seen here") if count else None
 
@@ -215,16 +215,16 @@ def _visible(machine: Machine) -> Given | None:
 
 def _used(found: Found, filled: Mapping[str, Given]) -> str:
     flags = " ".join(f"--{dest.replace('_', '-')}={one.value}" for dest, one in filled.items())
-    return f"{_seen(found)}, so this is as with {flags}"
+    return f"{_seen(found)}, so this equals {flags}"
 
 
 def _alone(found: Found) -> str:
     """The detected place that is not used, and the flag that would use it."""
     if not found.why_alone:
         return _again(found)
-    use = "--nnodes and --rdzv-endpoint make one job of several"
+    use = "use --nnodes and --rdzv-endpoint for one job on several nodes"
     if found.use:
-        use = f"{found.use} makes one job of all nodes"
+        use = f"use {found.use} for one job on all nodes"
         if found.crowd:
             use += ", with one agent on each"
     return f"{_seen(found)}: {found.why_alone}, so this is a job of one node; {use}"
@@ -243,11 +243,11 @@ def _seen(found: Found) -> str:
 def explain(place: DetectedPlace) -> str:
     """For `elasticrun doctor`: what was detected, and what a bare command means here."""
     if place.found is None:
-        return "no scheduler is seen; a command without flags is a job of one node"
+        return "no scheduler is detected; a command without flags is a job of one node"
     if place.note:
         return place.note
     if place.by:
-        return f"{place.found.seen}; {place.by} says where nodes meet, and counts more"
+        return f"{place.found.seen}; {place.by} names the rendezvous and takes precedence"
     return f"{place.found.seen}; a command without flags is a job of one node"
 
 

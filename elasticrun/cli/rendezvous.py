@@ -1,4 +1,4 @@
-"""Resolves where the nodes of a job meet: flags and environment to `config.Place`.
+"""Resolves the rendezvous of a job: from flags and environment to `config.Place`.
 
 The words are torchrun's (static, c10d, an endpoint, a master address); here they determine where
 the job master runs and who starts it. A command for several nodes may also name a file, or nothing
@@ -29,7 +29,7 @@ FILE: Final = "file:"
 """Prefix of an endpoint that is a file."""
 
 SHARED_VARIABLE: Final = "ELASTICRUN_SHARED"
-"""Colon-separated folders that several machines share although statfs does not show it."""
+"""Colon-separated folders that are shared between machines although statfs does not show it."""
 
 MEETING_FLAGS: Final = (
     "standalone",
@@ -52,8 +52,8 @@ def is_unnamed(flags: FlagValues) -> bool:
 
 
 def by_hand(place: Place) -> bool:
-    """Whether people start the command on one machine after another, since nothing names the
-    rendezvous: then a new machine should join at once."""
+    """Whether nothing names the rendezvous, so that people start the command on one machine after
+    another. A new machine should then join at once."""
     return place.kind == "open" or bool(place.found)
 
 
@@ -62,7 +62,7 @@ def unnamed_fixed_size(flags: FlagValues, nodes: int) -> UsageError:
     others."""
     what = f"--nnodes={nodes}" if flags.explicitly("nnodes") else f"a job of {nodes} nodes"
     return UsageError(
-        f"{what} does not say where the nodes meet, and no scheduler does: add "
+        f"{what} needs a rendezvous, and no scheduler provides one: add "
         f"--rdzv-backend=c10d --rdzv-endpoint=HOST:{settings.C10D_PORT} with the name of one of "
         "them, or --rdzv-endpoint=file:///SHARED/FOLDER/NAME, the same on all; or --node-rank, "
         f"--master-addr and --master-port; --nnodes=1:{nodes} begins at once with this node and "
@@ -92,8 +92,8 @@ def open_place(flags: FlagValues, machine: Machine) -> tuple[Place, str]:
     path = os.path.join(folder, f".elasticrun-{_plain(machine.user)}-{stem}-{digest}")
     found = f"this folder is on {kind}"
     note = (
-        f"{found}: all machines on which you start this very command meet by {path}; "
-        "--rdzv-endpoint=HOST:PORT would name another place"
+        f"{found}: all machines on which you start this command find each other by {path}; "
+        "to change that, use --rdzv-endpoint=HOST:PORT"
     )
     port = config.FIRST_PORT
     return Place("file", port=port, path=path, found=found), note
@@ -115,7 +115,7 @@ def file_place(flags: FlagValues, conf: Mapping[str, str]) -> Place:
     word = flags.text("rdzv_backend")
     if flags.explicitly("rdzv_backend") and word not in ELASTIC_WORDS:
         raise UsageError(
-            f"--rdzv-endpoint={text} does not go with --rdzv-backend={word}: leave the backend out",
+            f"--rdzv-endpoint={text} excludes --rdzv-backend={word}: leave the backend out",
             config.EXIT_USAGE,
         )
     return Place(
@@ -219,13 +219,13 @@ def find_meeting(
     flags: FlagValues, conf: Mapping[str, str], machine: Machine, *, bare: bool
 ) -> Meeting:
     """All settings that depend on the rendezvous. `bare`: this is a command line and no scheduler
-    was detected; otherwise the words mean what they mean to torchrun."""
+    was detected; otherwise the flags mean the same as in torchrun."""
     case = _Case(flags, conf)
     word = flags.text("rdzv_backend")
     if store := flags.text("master_store"):
         return case.etcd(store)
     if flags.environ.get("DLROVER_MASTER_ADDR") and (stronger := _stronger(flags)):
-        case.notes.append(f"DLROVER_MASTER_ADDR is not used: {stronger} says where nodes meet")
+        case.notes.append(f"DLROVER_MASTER_ADDR is not used: {stronger} names the rendezvous")
     if flags.switch("standalone"):
         return case.standalone()
     if master := _dlrover_master(flags):
@@ -259,18 +259,18 @@ class _Case:
         self.endpoint = flags.text("rdzv_endpoint").strip()
 
     def meeting(self, place: Place) -> Meeting:
-        """A meeting there, otherwise as the flags say. The node rank is a preference: -1 unless the
-        user gave it."""
+        """A meeting at this place, with the other settings from the flags. The node rank is a
+        preference: -1 unless the user gave it."""
         wish = self.flags.number("node_rank") if self.flags.explicitly("node_rank") else -1
         job_id, notes = self.flags.text("rdzv_id"), tuple(self.notes)
         named = self.flags.explicitly("rdzv_id") and bool(job_id)
         return Meeting(place, job_id, self.low, self.high, max(-1, wish), notes, named=named)
 
     def standalone(self) -> Meeting:
-        """A job that no other node has to find gets its own id, unless the user gave one."""
+        """A job that no other node joins gets a unique id, unless the user gave one."""
         if self.low > 1:
             raise UsageError(
-                f"--standalone is for one node and --nnodes={self.flags.text('nnodes')} asks for "
+                f"--standalone is for one node, but --nnodes={self.flags.text('nnodes')} asks for "
                 f"{self.low}: use --rdzv-endpoint=HOST:PORT with the name of one of them"
             )
         if self.high > 1:
@@ -296,7 +296,7 @@ class _Case:
 
     def is_elastic(self) -> bool:
         """Whether only `min:max` and an endpoint are given. torchrun's default, static, would use a
-        fixed number of nodes and give every node rank 0, which nobody can want."""
+        fixed number of nodes and give every node rank 0."""
         return (
             self.low != self.high
             and bool(self.endpoint)
@@ -320,12 +320,12 @@ class _Case:
             return self.standalone()
         if port == 0:
             raise UsageError(
-                "port 0 is any free port, which the other nodes cannot know: name a port"
+                "port 0 means any free port, which the other nodes cannot know: give a port"
             )
         if self.low != high:
             self.notes.append(
                 f"--nnodes={flags.text('nnodes')}: a static job has a fixed number of nodes, "
-                f"{high}; use --rdzv-endpoint with --rdzv-backend=c10d for a number that may change"
+                f"{high}; use --rdzv-endpoint with --rdzv-backend=c10d for a variable number"
             )
         rank = flags.number("node_rank")
         if high > 1 and not flags.explicitly("node_rank"):
@@ -342,29 +342,32 @@ class _Case:
         """At the node that the endpoint names, which starts the master."""
         if (store := self.conf.get("store_type", "tcp")) != "tcp":
             raise UsageError(
-                f"--rdzv-conf: store_type={store} has no use here, nodes meet at the master; leave "
-                "it out and give --rdzv-endpoint=HOST:PORT"
+                f"--rdzv-conf: store_type={store} has no effect here, because nodes meet at the "
+                "master; "
+                "use --rdzv-endpoint=HOST:PORT instead"
             )
         host, port = "localhost", settings.C10D_PORT
         if self.endpoint:
             host, port = settings.endpoint(self.endpoint, settings.C10D_PORT, "--rdzv-endpoint")
         elif any(map(self.flags.explicitly, ("master_addr", "master_port"))):
             self.notes.append(
-                "--master-addr and --master-port count only with --rdzv-backend=static; nodes meet "
-                f"at {host}:{port}, name another place by --rdzv-endpoint"
+                "--master-addr and --master-port are only used with --rdzv-backend=static; nodes "
+                "meet "
+                f"at {host}:{port}, use --rdzv-endpoint to change that"
             )
         is_host = _is_host(self.conf)
         if port == 0 and self.high == 1 and is_host is not False:
             return self.standalone()
         if port == 0:
             raise UsageError(
-                f"--rdzv-endpoint={self.endpoint}: port 0 is any free port, which the other nodes "
-                "cannot know; name a port, or use --nnodes=1"
+                f"--rdzv-endpoint={self.endpoint}: port 0 means any free port, which the other "
+                "nodes cannot know; give a port, or use --nnodes=1"
             )
         return self.meeting(Place("elastic", host, port, is_host))
 
     def etcd_of_torchrun(self, word: str) -> Meeting:
-        """torchrun's nodes meet in etcd itself; ours look up the master's endpoint there."""
+        """Under torchrun, nodes meet in etcd itself; here they look up the master's endpoint in
+        it."""
         if not self.endpoint:
             raise UsageError(
                 f"--rdzv-backend={word} needs --rdzv-endpoint=HOST:PORT, the address of etcd; "
@@ -374,7 +377,7 @@ class _Case:
         scheme = "etcds" if self.conf.get("protocol", "http").lower() == "https" else "etcd"
         store = f"{scheme}://{self.endpoint}"
         self.notes.append(
-            f"--rdzv-backend={word} --rdzv-endpoint={self.endpoint}: taken as "
+            f"--rdzv-backend={word} --rdzv-endpoint={self.endpoint}: treated as "
             f"--master-store={store}"
         )
         return self.etcd(store, "--rdzv-endpoint", f"--rdzv-backend={word}")
@@ -391,8 +394,9 @@ class _Case:
         found = self.meeting(Place("etcd", place.servers[0].host, port))
         if not self.flags.explicitly("rdzv_id") or not found.job_id:
             raise UsageError(
-                f"{given} needs --rdzv-id=NAME, the same on all nodes and new for every run: "
-                "etcd remembers how a job of that name has ended"
+                f"{given} needs --rdzv-id=NAME, the same on all nodes and new for every run, "
+                "because "
+                "etcd keeps the outcome of earlier jobs by name"
             )
         return found._replace(store=store)
 
@@ -400,10 +404,12 @@ class _Case:
         """With --master-store only the port of an endpoint is used."""
         flags, word = self.flags, self.flags.text("rdzv_backend")
         if flags.switch("standalone"):
-            raise UsageError("--master-store has no use with --standalone: no other node can join")
+            raise UsageError(
+                "--master-store cannot be combined with --standalone, where no other node can join"
+            )
         if flags.explicitly("rdzv_backend") and word not in ELASTIC_WORDS:
             raise UsageError(
-                f"--master-store does not go with --rdzv-backend={word}: leave the backend out"
+                f"--master-store excludes --rdzv-backend={word}: leave the backend out"
             )
         if not self.endpoint:
             return 0
@@ -415,7 +421,7 @@ class _Case:
         return port
 
     def external(self, master: str) -> Meeting:
-        """DLRover's operator has its own master."""
+        """The master is at the address that DLRover's operator gives."""
         host, port = settings.endpoint(master, None, "DLROVER_MASTER_ADDR")
         self.notes.append(
             f"the job master is expected at {master} (DLROVER_MASTER_ADDR); with "
@@ -443,7 +449,7 @@ def _how_many(flags: FlagValues) -> tuple[int, int, list[str]]:
         missing = ["--auto-config: NODE_NUM is not set, so this is a job of one node"]
         return low, high, missing if auto else []
     if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise UsageError(f"NODE_NUM={text} is not a number of nodes; set it right or use --nnodes")
+        raise UsageError(f"NODE_NUM={text} is not a number of nodes; correct it or use --nnodes")
     number, _ = settings.nodes(text)
     return number, number, [f"NODE_NUM={number}: this is a job of {some(number, 'node')}"]
 
@@ -473,6 +479,6 @@ def _rank_variable(flags: FlagValues, default: int = -1) -> int:
         text = flags.environ.get(name, "").strip()
         if text:
             if not text.isascii() or not text.isdigit():
-                raise UsageError(f"{name}={text} is not a node rank; set it right or --node-rank")
+                raise UsageError(f"{name}={text} is not a node rank; correct it or use --node-rank")
             return int(text)
     return default

@@ -60,7 +60,7 @@ _HEALTH_TIMES: Final = {
 """Keys of --rdzv-conf that are times of node health, with their defaults."""
 
 AUTO_CHECK_NODES: Final = 4
-"""Number of nodes from which --auto-config checks the network, as dlrover-run does."""
+"""Minimum number of nodes for which --auto-config checks the network, as in dlrover-run."""
 
 _OTHER_KEYS: Final = ("is_host", "store_type", "node_unit", "rank")
 _ALIASES: Final = {"lastcall_timeout": "last_call_timeout", "heartbeat": "heartbeat_timeout"}
@@ -75,22 +75,22 @@ _WITHOUT_EFFECT: Final = (
 )
 
 MOST_UNREAD: Final = 5
-"""Maximum number of unknown variables that a note names."""
+"""Maximum number of unknown variables listed in a note."""
 
 _OF_OTHERS: Final = re.compile(
     r"ELASTICRUN_(JOB_UID$|(TEST|STEP|LAB|REWRITE)(_|$)|(.*_)?SERVICE_(HOST|PORT)|(.*_)?PORT(_\d|$))"
 )
-"""Set by manifests and tests, and by Kubernetes in every pod for a Service with our name."""
+"""Variables set by manifests and tests, or by Kubernetes in every pod if a Service has our name."""
 
 _ONE_THREAD: Final = (
     "OMP_NUM_THREADS is 1 in each rank, so that together they do not overload this machine; set it "
-    "yourself where another number is better"
+    "to override this"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A command line or a LaunchConfig, understood."""
+    """A command line or a LaunchConfig, resolved."""
 
     launch: Launch
     place: Place
@@ -101,7 +101,7 @@ class Resolved:
 
 @dataclass(frozen=True, slots=True)
 class EntryPlan:
-    """What ranks run and how; a Python caller gives it as objects, a command line as flags."""
+    """What ranks run and how; given as objects by a Python caller, as flags on a command line."""
 
     entry: Entrypoint
     logs: LogPlan
@@ -117,8 +117,8 @@ def resolve(
     command: Sequence[str] = (),
     program: EntryPlan | None = None,
 ) -> Resolved:
-    """What the user asked for. `command`: what the user typed; `program`: given by a Python caller,
-    who has typed no flags. Raises `UsageError` with one sentence if it is impossible, and
+    """Resolve what the user asked for. `command`: the words typed; `program`: given by a Python
+    caller, who has typed no flags. Raises `UsageError` with one sentence if it is impossible, and
     `NothingToDo` if another task on this node is the agent."""
     place = detect_place(FlagValues(ns, environ), machine)
     if place.idle:
@@ -126,7 +126,7 @@ def resolve(
     flags = FlagValues(ns, environ, place.filled)
     notes: list[str] = [place.note] if place.note else []
     conf = conf_keys(flags)
-    # Python callers provide no facts; for them torchrun's meaning applies
+    # Python callers provide no facts; for them torchrun's rules apply
     bare = machine.facts is not None and place.found is None
     meeting = find_meeting(flags, conf, machine, bare=bare)
     if meeting.delegate:
@@ -193,7 +193,7 @@ def _launch(
 
 
 def _program(flags: FlagValues, machine: Machine, nproc: int, typed_in: str) -> EntryPlan:
-    """What the flags say about it. Raises `UsageError`."""
+    """The program and its logs, from the flags. Raises `UsageError`."""
     binding, affinity = flags.value("numa_binding"), flags.switch("numa_affinity")
     return EntryPlan(
         entry=entry_of(flags),
@@ -234,7 +234,7 @@ def run_plan(
     """The run folder, and what is written there. Raises `UsageError`."""
     folder, fresh = flags.text("run_dir"), flags.switch("fresh")
     if fresh and not folder:
-        raise UsageError("--fresh is for a job with --run-dir: name its folder")
+        raise UsageError("--fresh needs --run-dir")
     logdir, shows = flags.text("logdir"), flags.switch("tensorboard")
     if shows != bool(logdir):
         raise UsageError("--tensorboard and --logdir DIR belong together: give both")
@@ -284,14 +284,14 @@ def job_spec(
     if not flags.explicitly("max_restarts") and meeting.min_nodes < meeting.max_nodes:
         restarts = config.ELASTIC_RESTARTS
     if restarts < 0:
-        raise UsageError(f"--max-restarts={restarts}: a number of restarts is not negative")
+        raise UsageError(f"--max-restarts={restarts}: must not be negative")
     unit = flags.number("node_unit")
     if not flags.explicitly("node_unit") and "node_unit" in conf:
         text = conf["node_unit"]
         unit = int(text) if text.isascii() and text.isdigit() else 0
     if not 1 <= unit <= meeting.max_nodes:
         raise UsageError(
-            f"--node-unit={unit}: rounds of a multiple of it cannot be made of at most "
+            f"--node-unit={unit}: no multiple of it fits into at most "
             f"{some(meeting.max_nodes, 'node')}"
         )
     times = _times(conf, _TIMES)
@@ -337,7 +337,7 @@ def _saves(flags: FlagValues) -> SaveSpec:
     limit = settings.seconds(str(flags.value("save_limit")), "--save-limit")
     step = flags.value("restore_step")
     if step is not None and not 0 <= step < 2**53:
-        raise UsageError(f"--restore-step={step} is no step: give a number from 0 on")
+        raise UsageError(f"--restore-step={step} is not a step: use a number from 0")
     breakpoint_ = flags.switch("save_at_breakpoint")
     return SaveSpec(breakpoint_, limit, restore_step=-1 if step is None else step)
 
@@ -359,13 +359,13 @@ def ranks_per_node(flags: FlagValues, machine: Machine, notes: list[str]) -> int
         found = machine.accelerators("gpu")
         if found:
             return found
-        notes.append(f"--auto-config: there is no GPU here, so there is {text} rank on this node")
+        notes.append(f"--auto-config: this node has no GPU, so it gets {text} rank")
     try:
         number = int(text)
     except ValueError:
         return _devices(text, machine)
     if number < 1:
-        raise UsageError(f"--nproc-per-node={number}: a node has at least one rank")
+        raise UsageError(f"--nproc-per-node={number}: a node needs at least one rank")
     return number
 
 
@@ -380,10 +380,10 @@ def _devices(word: str, machine: Machine) -> int:
     if found == 0 and word == "auto":
         return machine.cores()
     if found == 0:
-        name = {"gpu": "GPU", "xpu": "XPU"}.get(word, f"device of the kind {word}")
+        name = {"gpu": "GPU", "xpu": "XPU"}.get(word, f"device of type {word}")
         raise NotHere(
-            f"--nproc-per-node={word}: no {name} is available here to the installed torch; give a "
-            "number, or use cpu"
+            f"--nproc-per-node={word}: the installed torch finds no {name} here; use a "
+            "number or cpu"
         )
     return found
 
@@ -478,7 +478,7 @@ def _conf_notes(conf: Mapping[str, str], kind: str) -> list[str]:
     used = {"static": ("timeout",), "etcd": ("protocol",)}.get(kind, ())
     idle = [key for key in conf if key in _WITHOUT_EFFECT and key not in used]
     if idle:
-        notes.append(f"--rdzv-conf: nothing here waits for {', '.join(idle)}; no effect")
+        notes.append(f"--rdzv-conf: {', '.join(idle)} has no effect here")
     times = (*_TIMES, *_HEALTH_TIMES)
     unknown = [key for key in conf if key not in {*times, *_OTHER_KEYS, *_WITHOUT_EFFECT}]
     if unknown:
@@ -495,7 +495,7 @@ def _nothing_yet(flags: FlagValues) -> list[str]:
     for dest in table.NOTHING_YET:
         if flags.value(dest) != defaults[dest]:
             name = "--" + dest.replace("_", "-")
-            notes.append(f"{name} is accepted, but does nothing yet in this version")
+            notes.append(f"{name} is accepted, but has no effect in this version")
     return notes
 
 
@@ -511,7 +511,9 @@ def _unread(environ: Mapping[str, str]) -> list[str]:
         return []
     shown = ", ".join(names[:MOST_UNREAD]) + (" ..." if len(names) > MOST_UNREAD else "")
     are = "is" if len(names) == 1 else "are"
-    return [f"{shown} in the environment {are} read by nobody{nearest(names[0], sorted(known))}"]
+    return [
+        f"{shown} in the environment {are} unknown and ignored{nearest(names[0], sorted(known))}"
+    ]
 
 
 def _only_torchrun_flags(flags: FlagValues, plugin: str) -> None:
@@ -521,8 +523,8 @@ def _only_torchrun_flags(flags: FlagValues, plugin: str) -> None:
     for dest, spelling in given.items():
         if dest not in contract and dest != "dry_run":
             raise UsageError(
-                f"{spelling} is not a flag of torchrun, to which --rdzv-backend={plugin} leaves "
-                "this job: leave it out",
+                f"{spelling} is not a flag of torchrun, which runs jobs with "
+                f"--rdzv-backend={plugin}: leave it out",
                 config.EXIT_USAGE,
             )
 
@@ -574,14 +576,14 @@ def health_notes(flags: FlagValues, found: CheckSpec) -> list[str]:
     word = flags.text("accelerator")
     if word in accelerators.UNSUPPORTED:
         found_notes.append(
-            f"--accelerator={word} is not supported: probes use what is found by itself "
+            f"--accelerator={word} is not supported: probes use the detected accelerator "
             f"({', '.join(accelerators.NAMES)})"
         )
     if found.perf_floor and not found.perf:
         found_notes.append("--comm-perf-threshold has no effect without --comm-perf-test")
     if found.network and not flags.switch("network_check") and not flags.number("precheck"):
         found_notes.append(
-            f"--auto-config: the network is checked before training, as there are at least "
+            f"--auto-config: the network is checked before training, because there are at least "
             f"{AUTO_CHECK_NODES} nodes"
         )
     return found_notes

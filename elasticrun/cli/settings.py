@@ -1,8 +1,8 @@
-"""The user's settings: parsers for texts with their own grammar (pure; they raise `UsageError` with
-one sentence), values that a scheduler gives for flags that were not given, and each value's source.
+"""The user's settings: parsers for texts with a grammar, a scheduler's values for flags that were
+not given, and the source of each value. Pure; the parsers raise `UsageError`.
 
-`cli.place` applies a scheduler's values. Most commands run without a scheduler, and must not wait
-for the import of detection.
+`cli.place` applies a scheduler's values. It is separate, because most commands run without a
+scheduler and must not wait for the import of detection.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*\Z")
 class UsageError(Exception):
     """One sentence for the user: what is impossible, and what to do instead.
 
-    `exit_code` is 1 if torchrun, too, fails only after parsing (a ValueError there), and 2 for
-    settings that torchrun does not have. `for_scheduler` replaces 1 with --exit-codes=scheduler:
-    the same words fail on every try.
+    `exit_code` is 1 where torchrun also fails only after parsing (with a ValueError), and 2 for
+    settings that torchrun lacks. With --exit-codes=scheduler, `for_scheduler` replaces 1, because
+    the same command fails on every try.
     """
 
     for_scheduler = config.EXIT_USAGE
@@ -62,7 +62,7 @@ class NoProgram(UsageError):
 
 
 class NothingToDo(Exception):
-    """This process has no part in the job, which is not a failure; the message is one sentence."""
+    """This process has no part in the job, which is not a failure."""
 
 
 def nodes(text: str, flag: str = "--nnodes") -> tuple[int, int]:
@@ -88,7 +88,7 @@ def name(text: str, flag: str) -> str:
     if len(text) > MAX_NAME:
         raise UsageError(f"{flag}: a name has at most {MAX_NAME} characters, not {len(text)}")
     if not text.isprintable():
-        raise UsageError(f"{flag}={text!r} holds a character that cannot be printed")
+        raise UsageError(f"{flag}={text!r} contains a character that cannot be printed")
     return text
 
 
@@ -99,8 +99,9 @@ def job_name(given: str, otherwise: str) -> str:
         return re.sub(r"\A-|[^\w.+=@,%-]", "_", otherwise)[:128]
     if not _JOB_NAME.fullmatch(given):
         raise UsageError(
-            f"--name={given!r}: a job's name has letters, digits and . _ - + = @ , % alone, 128 at "
-            "most, and no - at its beginning",
+            f"--name={given!r}: a job's name may only contain letters, digits and . _ - + = @ , "
+            "%; at "
+            "most 128 characters, and no - at the start",
             config.EXIT_USAGE,
         )
     return given
@@ -121,7 +122,7 @@ def endpoint(text: str, default_port: int | None, flag: str) -> tuple[str, int]:
     host = host_name(named, flag)
     if port_text is None:
         if default_port is None:
-            raise UsageError(f"{flag}={text} names no port: write HOST:PORT")
+            raise UsageError(f"{flag}={text} has no port: write HOST:PORT")
         return host, default_port
     if not re.fullmatch(r"[0-9]{1,5}", port_text) or int(port_text) > 65535:
         raise UsageError(f"{flag}={text}: the port must be a number from 0 to 65535")
@@ -185,7 +186,7 @@ def seconds(text: str, name: str, *, zero: bool = False) -> float:
         expected = "neither 0 nor" if zero else "not"
         raise UsageError(f"{name}={text} is {expected} a positive number of seconds")
     if value > MAX_SECONDS:
-        raise UsageError(f"{name}={text}: the longest time there is here is {MAX_SECONDS:g} s")
+        raise UsageError(f"{name}={text}: the maximum is {MAX_SECONDS:g} s")
     return value
 
 
@@ -223,7 +224,7 @@ def ranks(text: str, flag: str) -> tuple[int, ...] | None:
         return tuple(sorted({int(item) for item in text.split(",")}))
     except ValueError:
         raise UsageError(
-            f"{flag}={text} is not a list of local ranks with commas between, like 0,1,2"
+            f"{flag}={text} is not a comma-separated list of local ranks, like 0,1,2"
         ) from None
 
 
@@ -232,7 +233,7 @@ def signals(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
         if name not in signal.Signals.__members__:
-            raise UsageError(f"--signals-to-handle: {name} is not the name of a signal here")
+            raise UsageError(f"--signals-to-handle: {name} is not a signal on this system")
         if name in ("SIGKILL", "SIGSTOP"):
             raise UsageError(f"--signals-to-handle: {name} cannot be handled by any process")
     return names
@@ -246,12 +247,12 @@ def modules(text: str) -> tuple[str, ...]:
             raise UsageError(f"--preload: {word!r} is not the name of a module", config.EXIT_USAGE)
     if "off" in words:
         if len(words) > 1:
-            raise UsageError("--preload: off stands alone", config.EXIT_USAGE)
+            raise UsageError("--preload: off cannot be combined with modules", config.EXIT_USAGE)
         return ()
     if "learn" in words:
         raise UsageError(
-            "--preload: learn is gone, since what other code imports changes what a script does; "
-            "name the modules (docs/warm.md says what that costs)",
+            "--preload: learn was removed, because extra imports can change a script's behaviour; "
+            "name the modules (see docs/warm.md for the cost)",
             config.EXIT_USAGE,
         )
     return tuple(dict.fromkeys(words))

@@ -16,11 +16,11 @@ TOKEN_FILE_VARIABLE: Final = "ELASTICRUN_TOKEN_FILE"
 GIT_SECRETS: Final = (*GIT_USERNAMES, *GIT_PASSWORDS)
 """Variables that only git may see (--git)."""
 MAX_TOKEN: Final = 4096
-"""Longest secret in characters; 32 random bytes have 64."""
+"""Maximum length of a secret in characters; 32 random bytes in hex have 64."""
 
 SHORT_TOKEN: Final = 16
-"""A shorter secret can be guessed: anyone who reaches the master can try offline, since the master
-authenticates first."""
+"""A shorter secret can be guessed: anyone who can connect to the master can try offline, because
+the master proves its knowledge of the secret first."""
 
 _withdrawn: dict[str, str] = {}
 
@@ -69,7 +69,7 @@ def _checked(text: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UsageError(f"{where}: a secret is text, in UTF-8") from None
+        raise UsageError(f"{where}: a secret must be UTF-8 text") from None
     return text
 
 
@@ -82,7 +82,7 @@ def tls(flags: FlagValues) -> Tls | None:
         raise UsageError("--tls-cert and --tls-key belong together: give both")
     for name, path in files.items():
         if path and not Path(path).is_file():
-            why = "it is no file" if Path(path).exists() else "there is no such file"
+            why = "it is not a file" if Path(path).exists() else "there is no such file"
             raise NotHere(f"--tls-{name}={path}: {why}")
     return Tls(**files)
 
@@ -95,7 +95,7 @@ def _file(flags: FlagValues, dest: str) -> str:
 def notes(where: Place, most_nodes: int, secret: str, files: Tls | None) -> list[str]:
     """Notes about who can join, and who can eavesdrop; [] if nothing is wrong."""
     if where.kind == "standalone":
-        return ["TLS is not used: a standalone job's master is on loopback alone"] if files else []
+        return ["TLS is not used: a standalone master is on loopback only"] if files else []
     if names_this_host_only(where.host) or (where.kind == "static" and most_nodes == 1):
         return []  # the agent creates a token for the latter
     if where.kind in ("file", "open") and not secret:
@@ -104,9 +104,10 @@ def notes(where: Place, most_nodes: int, secret: str, files: Tls | None) -> list
     mutual = files is not None and bool(files.cert and files.ca)
     if not secret and not mutual:
         sentences.append(
-            "this job has no token: anyone on the network who reaches its master can join it and "
-            "run code on its nodes; set ELASTICRUN_TOKEN (or --token-file) to one secret on all "
-            "nodes, for instance of `openssl rand -hex 32`"
+            "this job has no token: anyone on the network who can reach its master can join it and "
+            "run code on its nodes; set ELASTICRUN_TOKEN (or --token-file) to the same secret on "
+            "all "
+            "nodes, for example from `openssl rand -hex 32`"
         )
     if secret and files is None:
         sentences.append(
@@ -115,7 +116,7 @@ def notes(where: Place, most_nodes: int, secret: str, files: Tls | None) -> list
         )
     if 0 < len(secret) < SHORT_TOKEN:
         sentences.append(
-            f"the token has {len(secret)} characters: one so short can be guessed; take "
+            f"the token has {len(secret)} characters, which is short enough to guess; use "
             "`openssl rand -hex 32`"
         )
     return sentences

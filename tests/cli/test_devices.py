@@ -100,5 +100,5 @@ def test_a_child_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(devices, "torch_build", lambda: Build(xpu="2025"))
     monkeypatch.setattr(devices, "TORCH_LIMIT", 0.5)
     monkeypatch.setattr(devices, "_TORCH_CHILD", "import signal; signal.pause()")
-    with pytest.raises(UsageError, match="could not be asked"):
+    with pytest.raises(UsageError, match="could not count its devices"):
         count_accelerators("xpu", os.environ, lambda _: None)

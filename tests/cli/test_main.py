@@ -132,11 +132,11 @@ def test_completion_without_shtab(tmp_path: Path) -> None:
         (["docter", "--json"], 2, "did you mean doctor?"),
         (["tpo"], 2, "did you mean top?"),
         (["missing.py"], 1, "there is no script missing.py"),
-        (["package.module"], 1, "for a module write -m"),
+        (["package.module"], 1, "for a module use -m"),
         (["empty"], 1, "without __main__.py"),
         (["--run-path", "missing.py"], 1, "there is no script missing.py"),
         (["--no-python", "missing.sh"], 1, "there is no program missing.sh"),
-        (["--no-python", "./train.py"], 1, "may not be executed"),
+        (["--no-python", "./train.py"], 1, "is not executable"),
         (["--nnodes=0", "train.py"], 1, "--nnodes=0"),
         (["--rdzv-backend=etcd", "train.py"], 1, "use --rdzv-backend=c10d"),
         (["--data=x", "train.py"], 2, "write NAME:/PATH"),
@@ -464,6 +464,6 @@ def test_a_rendezvous_plugin_is_left_to_torchrun(tmp_path: Path) -> None:
         },
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "torchrun takes over from here" in done.stderr
+    assert "handing over to torchrun" in done.stderr
     assert "the plug-in was asked" in done.stdout
     assert {"rank 0", "rank 1"} <= set(done.stdout.splitlines())

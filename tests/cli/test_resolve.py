@@ -43,12 +43,12 @@ def notes(found: Resolved) -> str:
 def test_variables_that_nobody_reads_are_named_once() -> None:
     read = {"ELASTICRUN_NNODES": "1", "ELASTICRUN_TOKEN": "t" * 64, "ELASTICRUN_PRELOAD": "psutil"}
     of_others = {"ELASTICRUN_SERVICE_HOST": "10.0.0.1", "ELASTICRUN_PORT_80_TCP": "x"}
-    assert "read by nobody" not in notes(made("", read | of_others))
+    assert "unknown and ignored" not in notes(made("", read | of_others))
     (line,) = (
         n for n in made("", {"ELASTICRUN_NNODE": "2", "ELASTICRUN_X": "1"}).notes if "X" in n
     )
     assert line == (
-        "ELASTICRUN_NNODE, ELASTICRUN_X in the environment are read by nobody; did you mean "
+        "ELASTICRUN_NNODE, ELASTICRUN_X in the environment are unknown and ignored; did you mean "
         "ELASTICRUN_NNODES?"
     )
 
@@ -221,7 +221,7 @@ ERRORS = [
     ("--nproc-per-node many", {}, 1, "auto, cpu, gpu or xpu"),
     ("--nproc-per-node gpu", {}, 1, "no GPU is available"),
     ("--nproc-per-node xpu", {}, 1, "no XPU is available"),
-    ("--max-restarts -1", {}, 1, "not negative"),
+    ("--max-restarts -1", {}, 1, "must not be negative"),
     (f"--node-id {'x' * 1025}", {}, 1, "--node-id: a name has at most 1024 characters, not 1025"),
     (f"--role {'x' * 1025}", {}, 1, "--role: a name has at most 1024"),
     (f"--rdzv-backend c10d --rdzv-id {'x' * 1025}", {}, 1, "--rdzv-id: a name has at most 1024"),
@@ -233,7 +233,7 @@ ERRORS = [
     ("--nnodes 2 --master-port 0", {}, 1, "name a port"),
     ("--master-port 70000", {}, 1, "from 0 to 65535"),
     ("--nnodes 2 --master-addr a/b", {}, 1, "neither a host name nor an address"),
-    ("--nnodes 2 --rdzv-endpoint h", {}, 1, "names no port"),
+    ("--nnodes 2 --rdzv-endpoint h", {}, 1, "has no port"),
     ("--rdzv-backend c10d --rdzv-endpoint h:x", {}, 1, "from 0 to 65535"),
     ("--rdzv-backend c10d --rdzv-endpoint h:65536", {}, 1, "from 0 to 65535"),
     ("--rdzv-backend c10d --rdzv-endpoint :7", {}, 1, "neither a host name"),
@@ -270,7 +270,7 @@ ERRORS = [
     ("--straggler-ratio=-2", {}, 2, "--straggler-ratio=-2 is not a ratio above 1"),
     ("--comm-perf-threshold=-1", {}, 2, "--comm-perf-threshold=-1 is not 0 GB/s or more"),
     ("--exclude-for 0", {}, 1, "--exclude-for=0 is not a positive number of seconds"),
-    ("--restore-step=-3", {}, 1, "--restore-step=-3 is no step: give a number from 0 on"),
+    ("--restore-step=-3", {}, 1, "--restore-step=-3 is not a step: use a number from 0"),
     ("--save-limit 0", {}, 1, "--save-limit=0 is not a positive number of seconds"),
     ("--hang-limit=-1", {}, 1, "--hang-limit=-1 is neither 0"),
     ("--slot-price=-1", {}, 2, "--slot-price=-1 is not a price, 0 or more"),
@@ -279,10 +279,10 @@ ERRORS = [
     ("--rdzv-conf straggler_time=soon", {}, 1, "straggler_time=soon is not a positive"),
     ("--accelerator tpu", {}, 2, "--accelerator=tpu is not known: use nvidia, ascend, cpu"),
     ("--preload a-b", {}, 2, "not the name of a module"),
-    ("--preload off,a", {}, 2, "off stands alone"),
-    ("--preload learn", {}, 2, "learn is gone"),
+    ("--preload off,a", {}, 2, "off cannot be combined"),
+    ("--preload learn", {}, 2, "learn was removed"),
     ("--status-port 99999", {}, 1, "--status-port=99999"),
-    ("", {"DLROVER_MASTER_ADDR": "pod"}, 1, "DLROVER_MASTER_ADDR=pod names no port"),
+    ("", {"DLROVER_MASTER_ADDR": "pod"}, 1, "DLROVER_MASTER_ADDR=pod has no port"),
     ("", DLROVER | {"NODE_NUM": "many"}, 1, "NODE_NUM=many"),
     ("", DLROVER | {"NODE_RANK": "-3"}, 1, "NODE_RANK=-3"),
 ]  # fmt: skip
@@ -538,7 +538,7 @@ NOTES = [
     ("--rdzv-conf close_timeout=3,read_timeout=1", {}, "close_timeout, read_timeout; no effect"),
     ("--rdzv-conf colour=red", {}, "colour is not known and has no effect"),
     ("--nnodes 1:2 --master-port 7", {}, "a fixed number of nodes, 2"),
-    ("--rdzv-backend c10d --master-addr h", {}, "count only with --rdzv-backend=static"),
+    ("--rdzv-backend c10d --master-addr h", {}, "are only used with --rdzv-backend=static"),
     ("--standalone --nnodes 1:2", {}, "no other node can join"),
     ("--standalone", DLROVER, "DLROVER_MASTER_ADDR is not used: --standalone"),
     ("", DLROVER, "expected at pod-0:50001"),
@@ -574,8 +574,8 @@ VALUES_THAT_DIFFER = {"membind_policy": "bind", "training_port": "61000", "ucp_d
 def test_one_line_for_what_does_nothing_yet(dest: str) -> None:
     for name in ("--" + dest, "--" + dest.replace("_", "-")):
         found = made(f"{name} {VALUES_THAT_DIFFER.get(dest, '')}")
-        assert [note for note in found.notes if "does nothing yet" in note] == [
-            f"--{dest.replace('_', '-')} is accepted, but does nothing yet in this version"
+        assert [note for note in found.notes if "has no effect" in note] == [
+            f"--{dest.replace('_', '-')} is accepted, but has no effect in this version"
         ]
 
 

@@ -83,7 +83,7 @@ def test_tls_files(pem: Path) -> None:
         made(f"{SEVERAL} --tls-ca=/")
 
 
-ANYONE = "anyone on the network who reaches its master can join"
+ANYONE = "anyone on the network who can reach its master can join"
 READABLE = "others on the network can read its traffic and take over its sessions"
 
 

@@ -86,6 +86,6 @@ def test_a_share_of_the_cores(box: Box, world: World) -> None:
     (again,) = world.hub.ranks(1, restart=1)
     finish([again], container.launched)
     said = container.launched.stderr
-    assert "this container has CPU time for 1: they count as 1" in said
+    assert "this container has CPU time for 1: counting 1" in said
     assert OOM not in said, "a SIGKILL that the kernel has not sent for want of memory"
     assert "set OMP_NUM_THREADS=1" in said

@@ -35,7 +35,9 @@ def test_torchruns_words_for_it(word: str) -> None:
     config = made(f"--rdzv-backend={word} --rdzv-endpoint=e0:2379 --rdzv-id=j --nnodes=1:4")
     assert config.place == Place("etcd", "e0", 0)
     assert (config.launch.master.store, config.identity.job_id) == ("etcd://e0:2379", "j")
-    said = f"--rdzv-backend={word} --rdzv-endpoint=e0:2379: taken as --master-store=etcd://e0:2379"
+    said = (
+        f"--rdzv-backend={word} --rdzv-endpoint=e0:2379: treated as --master-store=etcd://e0:2379"
+    )
     assert said in config.notes
     secure = "--rdzv-conf=protocol=https,join_timeout=7"
     config = made(f"--rdzv-backend={word} --rdzv-endpoint=e0,e1:7 --rdzv-id=j --nnodes=2 {secure}")
@@ -72,7 +74,7 @@ def test_whoever_talks_to_all_the_network_is_told_so() -> None:
     ("words", "sentence"),
     [
         (STORE, "--master-store needs --rdzv-id=NAME"),
-        (f"{STORE} --rdzv-id=j --standalone", "no use with --standalone"),
+        (f"{STORE} --rdzv-id=j --standalone", "cannot be combined with --standalone"),
         (f"{STORE} --rdzv-id=j --rdzv-backend=static", "does not go with --rdzv-backend=static"),
         ("--master-store=h1:2379 --rdzv-id=j", "is no etcd: write etcd://HOST:PORT"),
         ("--master-store=etcd://a:b@h1 --rdzv-id=j", "name and password"),

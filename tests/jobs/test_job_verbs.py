@@ -188,7 +188,7 @@ def test_a_job_is_named_by_a_beginning_an_id_or_an_endpoint(here: Path) -> None:
         auth.operator_token("token"),
     )
     for job, why in (
-        ("", "several jobs are meant: train-17, train-18"),
+        ("", "several jobs match: train-17, train-18"),
         ("train-1", "several jobs match"),
         ("trian-17", "did you mean train-17"),
         ("zzz", "there is no job zzz here"),

@@ -155,7 +155,7 @@ def test_a_job_that_ends_while_its_master_is_asked(
                 assert status.main([name], {}) == 1
                 told = capsys.readouterr()
                 assert "does not answer (Connection refused); its ranks may train on" in told.err
-                assert "state, by its run folder: waiting" in told.out
+                assert "state in its run folder: waiting" in told.out
                 assert "last event: round 1 begins" in told.out
                 assert events([name]) == 0
                 told = capsys.readouterr()
@@ -234,6 +234,6 @@ def test_prune(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     placed.write_job(JobRecord(name="mine"))
     placed.write_result(RunResult(state="stopped", ended=1.0))
     assert listing.prune([str(placed.path)]) == 0
-    assert f"{placed.path} is listed no more, and stays" in capsys.readouterr().out
+    assert f"{placed.path} is no longer listed, but stays" in capsys.readouterr().out
     left = sorted(path.name for path in root.iterdir())
     assert left == ["running-00000005", "train-large-00000002"]

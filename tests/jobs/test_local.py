@@ -120,7 +120,7 @@ def test_a_job_from_submit_to_delete(person: Person) -> None:
     said = person.types("suspend", "tr")
     (step,) = re.findall(r"job tr is suspended at step (\d+);", said)
     assert int(step) == checkpoints(folder / "ckpt")[-1], "the step that was saved"
-    reader.until_text("this waits for its next start")
+    reader.until_text("waiting for its next start")
     assert len(person.world.survivors()) == 1  # who reads
     before = person.row("tr")
     assert before["state"] == "suspended"
@@ -342,7 +342,7 @@ def test_what_has_succeeded_is_said_for_programs_too(person: Person) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "part"),
     [
-        (["submit"], 2, "name the script behind --"),
+        (["submit"], 2, "put the script after --"),
         (["submit", "train.py"], 2, "stand behind --"),
         (["submit", "--", "--nproc-per-node=2", "a.py"], 2, "--nproc-per-node=2 is behind --"),
         (["submit", "--wrong", "--", "train.py"], 2, "--wrong is no flag of this verb"),
@@ -352,16 +352,16 @@ def test_what_has_succeeded_is_said_for_programs_too(person: Person) -> None:
         (["submit", "--wokers=x", "--", "train.py"], 2, "did you mean --workers?"),
         (["submit", "--nodes", "3:2", "--", "train.py"], 2, "--nodes=3:2: the smallest"),
         (["submit", "--nnodes=two", "--", "train.py"], 2, "--nnodes=two is neither"),
-        (["submit", "--name", "a b", "--", "train.py"], 2, "a job's name has letters"),
-        (["submit", "--name=-x", "--", "train.py"], 2, "no - at its beginning"),
+        (["submit", "--name", "a b", "--", "train.py"], 2, "a job's name may only contain letters"),
+        (["submit", "--name=-x", "--", "train.py"], 2, "no - at the start"),
         (["sumbit", "--", "train.py"], 2, "did you mean submit?"),
         (["submit", "--", "missing.py"], 1, "there is no script missing.py"),
         (["submit", "--rdzv-endpoint", "a:1", "--", "train.py"], 2, "settles that"),
         (["submit", "--env", "ELASTICRUN_TOKEN=x", "--", "t.py"], 2, "put the secret into"),
-        (["submit", "--on=slurm", "--array", "0-3", "--", "t.py"], 2, "submit makes one job"),
+        (["submit", "--on=slurm", "--array", "0-3", "--", "t.py"], 2, "submit creates one job"),
         (["suspend"], 2, "required: JOB"),
         (["resume", "tr"], 1, "no job tr has a run folder"),
-        (["exec", "tr"], 2, "name the command behind --"),
+        (["exec", "tr"], 2, "put the command after --"),
         (["exec", "tr", "--", "true"], 1, "no job tr"),
         (["scale", "tr", "x"], 2, "is not a number of nodes"),
         (["delete", "tr", "-o", "yaml"], 2, "invalid choice"),

@@ -118,8 +118,8 @@ def test_a_single_job_is_shown_whole_and_of_several_why_they_wait(
     verb._show([("h:1", page()), ("h:2", page(job_id="other", reason=""))])
     several = capsys.readouterr().out
     assert "7 8" not in several
-    assert "\njob: waits: reason; all of it: elasticrun status job\n" in several
-    assert "\nother: all of it: elasticrun status other\n" in several
+    assert "\njob: waits: reason; details: elasticrun status job\n" in several
+    assert "\nother: details: elasticrun status other\n" in several
     hung = page(reason="", phase="running", verdict="rank 1 is idle", hang="strong")
     verb._show([("h:1", page(last_failure="ValueError: \x1b[31mred"))])
     assert "\x1b" not in capsys.readouterr().out

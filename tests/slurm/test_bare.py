@@ -76,7 +76,7 @@ def test_where_nobody_asked_for_more_than_one_node(slurm: Slurm) -> None:
     alone = hub.ranks(5)
     assert [peer.world_size for peer in alone] == [1] * 5
     finish(alone, shell, salloc, *visits)
-    assert "--nnodes=2 makes one job of all nodes" in (slurm.folder / "terminal.txt").read_text()
+    assert "use --nnodes=2 for one job on all nodes" in (slurm.folder / "terminal.txt").read_text()
     for one in (salloc, *visits):
-        assert "--srun makes one job of all nodes" in one.stderr
+        assert "use --srun for one job on all nodes" in one.stderr
     end.write_text("\n")

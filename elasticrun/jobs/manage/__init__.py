@@ -1,4 +1,4 @@
 """Verbs that manage jobs by name: submit, list, suspend, resume, delete, prune, exec.
 
-Forbidden here: torch; grpc, YAML and a cluster's API before the verb needs them.
+Forbidden here: torch; also grpc, YAML and a cluster's API, until the verb needs them.
 """

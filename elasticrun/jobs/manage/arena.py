@@ -1,8 +1,8 @@
 """Accepts Arena's syntax in `submit` and `render`: its flags where the meaning is the same, and its
 command in one string.
 
-Pure: it translates the words into this program's. `ROWS` gives each flag's translation for pods,
-Slurm and this host; a target that a row omits does not support the flag.
+Pure: it translates Arena's words to this program's. `ROWS` has each flag's translation for pods,
+Slurm and this host. A target that is missing in a row does not support the flag.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PODS, SLURM, LOCAL = "pods", "slurm", "local"
 EVERYWHERE: Final = (PODS, SLURM, LOCAL)
 
 KINDS: Final = ("pytorch", "pytorchjob", "py")
-"""Arena's name for this kind of job; it may precede, follow or be among the flags here too."""
+"""Arena's names for this kind of job; accepted before, between and after the flags."""
 
 OTHERS: Final = (
     *("tf", "tfjob", "mpi", "mpijob", "horovod", "horovodjob", "et", "etjob", "ray", "rayjob"),
@@ -32,14 +32,14 @@ OTHERS: Final = (
 """Arena's kinds of jobs that this program does not run."""
 
 LAUNCHERS: Final = ("torchrun", "dlrover-run", PROG)
-"""Programs whose flags are the launcher's."""
+"""Programs that accept the launcher's flags."""
 
 
 class Row(NamedTuple):
     """The translation of one flag. `words`: this program's words per target. They may contain
     {value} (as it is), {seconds}, {minutes}, {taint}, {key} and {count} (of KEY=N), {mem} (Slurm's
-    G for Gi), {host} and {mount} (of /HOST[:/MOUNT]). `note`: why a target without words needs
-    none. `alone`: the meaning of the flag without a value."""
+    G for Gi), {host} and {mount} (of /HOST[:/MOUNT]). `note`: why the flag has no effect at a
+    target without words. `alone`: the meaning of the flag without a value."""
 
     words: Mapping[str, tuple[str, ...]] = {}
     note: str = ""
@@ -66,7 +66,7 @@ ROWS: Final[Mapping[str, Row]] = {
     "--memory": Row({PODS: ("--memory={value}",), SLURM: ("--mem={mem}",)}),
     "--device": _pods("--gpu-resource={key}", "--gpus={count}"),
     "--rdma": _pods("--rdma={value}", alone="rdma/hca"),
-    "--share-memory": Row({PODS: ("--shm={value}",)}, "/dev/shm is the host's own here"),
+    "--share-memory": Row({PODS: ("--shm={value}",)}, "the ranks use the host's /dev/shm here"),
     "--working-dir": _all("--working-dir={value}"),
     "--data": _all("--data={value}"),
     "--data-dir": Row({PODS: ("--volume=dir{number}=host:{host}:{mount}",),
@@ -78,7 +78,7 @@ ROWS: Final[Mapping[str, Row]] = {
     "--toleration": _pods("--toleration={taint}"),
     "--running-timeout": Row({PODS: ("--deadline={seconds}",), SLURM: ("--time={minutes}",)}),
     "--ttl-after-finished": Row({PODS: ("--ttl={seconds}",)},
-                                "`elasticrun prune --since` removes what has ended"),
+                                "`elasticrun prune --since` removes ended jobs"),
     "--clean-task-policy": Row({}, "nodes end with their job, and pods that have ended stay until "
                                    "--ttl-after-finished"),
     "--job-backoff-limit": _pods("--backoff-limit={value}"),
@@ -86,17 +86,17 @@ ROWS: Final[Mapping[str, Row]] = {
     **{name: _pods(name + "={value}") for name in (
         "--image", "--namespace", "--priority", "--selector", "--label", "--annotation",
         "--image-pull-secret", "--scheduler", "--service-account")},
-    **{name: Row({}, "it has no use here") for name in _IGNORED},
+    **{name: Row({}, "not needed here") for name in _IGNORED},
 }  # fmt: skip
 
 SHORT: Final = {"-e": "--env", "-l": "--label", "-a": "--annotation", "-n": "--namespace",
                 "-d": "--data", "-p": "--priority"}  # fmt: skip
 
 SPECIAL: Final = ("--env", "--git", "--sync-source", "--sync-mode", "--config-file")
-"""Flags that need more than a row."""
+"""Flags whose translation needs code."""
 
 ROOT: Final = "/root"
-"""Arena's default --working-dir; its code is below that."""
+"""Arena's default --working-dir; it puts code below this folder."""
 
 _TIME: Final = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?\Z")
 _SHELL: Final = re.compile(r"[;&|<>`$]|\n")
@@ -116,7 +116,7 @@ def translated(words: Sequence[str], where: str, notify: Callable[[str], None]) 
     for before, word in itertools.pairwise(["", *flags]):
         if word in (*KINDS, *OTHERS) and (before[:1] != "-" or "=" in before):  # not a flag's value
             if word in OTHERS:
-                raise Invalid(f"{word}: of Arena's kinds of jobs {KINDS[0]} is what {PROG} runs")
+                raise Invalid(f"{word}: {PROG} runs only Arena jobs of the kind {KINDS[0]}")
             flags.remove(word)
             break
     if not behind and flags and " " in flags[-1].strip() and not flags[-1].startswith("-"):
@@ -173,14 +173,14 @@ class _Translation:
         """Words that depend on several flags together."""
         if not self._git:
             if "--sync-mode" in self._seen:
-                raise Invalid("--sync-mode=git: say which repository by --sync-source=URL")
+                raise Invalid("--sync-mode=git needs --sync-source=URL")
             return [f"--env={name}={ref}" for name, ref in self._refs.items()]
         ref = self._refs.get("GIT_SYNC_REV") or self._refs.get("GIT_SYNC_BRANCH")
         done = [f"--git={self._git}@{ref}" if ref else f"--git={self._git}"]
         of_arena = "--sync-source" in self._seen and "--working-dir" not in self._seen
         if of_arena and self._place == PODS:
             self._notify(
-                f"the code is put below {ROOT}, as Arena has it; --working-dir names another"
+                f"the code goes below {ROOT}, as in Arena; use --working-dir for another folder"
             )
             done.append(f"--working-dir={ROOT}")
         return done
@@ -234,9 +234,9 @@ def _spelt(name: str) -> str:
 
 
 def _only(name: str, row: Row) -> str:
-    pods, slurm = "pods (submit --on k8s)", "of Slurm's jobs (--on slurm)"
+    pods, slurm = "pods (submit --on k8s)", "Slurm jobs (--on slurm)"
     who = pods if SLURM not in row.words else f"{pods} and {slurm}"
-    return f"{name} is said of {who}: leave it out here"
+    return f"{name} is only for {who}: leave it out here"
 
 
 def _config_file(value: str) -> str:
@@ -255,7 +255,7 @@ def _filled(text: str, name: str, value: str, number: int) -> str:
         raise Invalid(f"{name}={value} is not KEY=N")
     host, _, mount = value.partition(":")
     if name == "--data-dir" and "{mount}" not in text and mount not in ("", host):
-        raise Invalid(f"--data-dir={value}: nothing is mounted here: the folder is {host}")
+        raise Invalid(f"--data-dir={value}: nothing is mounted here; the folder stays {host}")
     seconds = _seconds(name, value) if "s}" in text else 0
     return text.format(
         value=value, key=key, count=count, number=number, seconds=seconds,
@@ -269,7 +269,7 @@ def _seconds(name: str, text: str) -> int:
     """Seconds of `2h`, `1h30m` or `90`."""
     found = _TIME.match(text)
     if not text or found is None:
-        raise Invalid(f"{name}={text} is no time: write 90s, 30m, 2h or 1d")
+        raise Invalid(f"{name}={text} is not a time: write 90s, 30m, 2h or 1d")
     days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
@@ -283,8 +283,9 @@ def _command(text: str) -> tuple[list[str], list[str]]:
     simple = not _SHELL.search(text)
     if LAUNCHER.search(text) and (not simple or words[0].rpartition("/")[2] in SHELLS):
         raise Invalid(
-            f"the command {text!r} is a shell's, and each rank would start a launcher of its own: "
-            "give the launcher's command alone, with --working-dir for cd and --env for variables"
+            f"the command {text!r} needs a shell, and each rank would start its own launcher: "
+            "give only the launcher's command; use --working-dir instead of cd and --env for "
+            "variables"
         )
     return _program(words) if simple else (["--no-python"], ["--", "sh", "-c", text])
 

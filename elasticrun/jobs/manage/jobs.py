@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from elasticrun.jobs.backend import Backend
 
 DOES: Final = {
-    "suspend": "Have a job save a step and let go of what it runs on.",
-    "resume": "Go on with a job that was suspended or has failed, in the same run folder.",
+    "suspend": "Save a job's state, stop it and free its nodes.",
+    "resume": "Resume a job that was suspended or has failed, in the same run folder.",
     "delete": "End a job, if it runs, and remove its run folder.",
 }
 
@@ -35,7 +35,7 @@ DOES: Final = {
 def main(verb: str, argv: Sequence[str]) -> int:
     """One of DOES."""
     made = Parser(prog=f"{PROG} {verb}", description=DOES[verb])
-    text = "its whole name, or its run folder" if verb == "delete" else JOB
+    text = "its full name, or its run folder" if verb == "delete" else JOB
     made.add_argument("job", metavar="JOB", help=text)
     add_output(made)
     if verb == "delete":
@@ -83,7 +83,7 @@ def _removed(run: RunFolder, name: str, *, keep: bool) -> str:
     if keep:
         return f"job {name} is ended; its run folder stays: {run.place}"
     if run.path.is_symlink():
-        whole = f"; {run.place}, where a person has placed it, stays"
+        whole = f"; {run.place}, which you have chosen, stays"
     else:
         whole = f", and {run.path} is removed"
     if not prune(run.path.parent, -86400.0, only={run.path}):
@@ -97,7 +97,7 @@ def execute(argv: Sequence[str]) -> int:
     """`exec JOB [--node X] -- command`. Returns the command's exit code."""
     made = exec_parser(
         "Run a command on a node of a job, in its working directory and environment.",
-        "its name, its host's, or its index; the first one where none is named",
+        "its name, its host's name, or its index; default: the first node",
     )
     ns, command = exec_words(made, argv)
 
@@ -130,7 +130,7 @@ def exec_words(made: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, l
     at = list(argv).index("--") if "--" in argv else len(argv)
     command = list(argv[at + 1 :])
     if not command and not {"-h", "--help"} & {*argv}:
-        made.error("name the command behind --, as in `elasticrun exec JOB -- nvidia-smi`")
+        made.error("put the command after --, as in `elasticrun exec JOB -- nvidia-smi`")
     return made.parse_args(argv[:at]), command
 
 

@@ -54,11 +54,11 @@ def main(argv: Sequence[str]) -> int:
     """`elasticrun list`; 1 if a master does not answer. Raises UsageError for unreadable TLS or
     token files."""
     made = Parser(prog=f"{PROG} list", description="List your jobs: running, ended, or lost.")
-    text = f"all of them, and not the newest {MOST_ENDED} of those that have ended alone"
+    text = f"also list ended jobs beyond the newest {MOST_ENDED}"
     made.add_argument("-A", "--all", action="store_true", help=text)
     add_output(made)
     variables = trust.withdraw()
-    add_group(made, "of jobs that have a token or TLS", TRUST, variables)
+    add_group(made, "for jobs with a token or TLS", TRUST, variables)
     ns = made.parse_args(argv)
     flags = FlagValues(ns, variables)
     rows, silent = local_rows(trust.token(flags), trust.tls(flags))
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
 
 def add_output(made: Parser) -> None:
     """Add the flag for the output format."""
-    text = "json: for programs, as docs/jobs.md has it"
+    text = "json: for programs (docs/jobs.md)"
     made.add_argument("-o", "--output", choices=("text", "json"), default="text", help=text)
 
 
@@ -159,10 +159,10 @@ def shown(row: JobRow) -> tuple[str, ...]:
 
 
 def ended_job_lines(folder: RunFolder, job: JobRecord, row: JobRow) -> list[str]:
-    """Text about a job that does not run here, from what it left."""
+    """Lines about a job that does not run here, from its run folder."""
     again = row.state in (*ENDED, SUSPENDED) and row.state != "succeeded"
     resume = (
-        f"{PROG} resume {job.name}" if is_ours(folder) else f"type it again: {command_line(job)}"
+        f"{PROG} resume {job.name}" if is_ours(folder) else f"run it again: {command_line(job)}"
     )
     fields = {
         "outcome": row.reason,
@@ -170,7 +170,7 @@ def ended_job_lines(folder: RunFolder, job: JobRecord, row: JobRow) -> list[str]
         "command": " ".join(job.command),
         "commit": job.git_commit,
         "run folder": row.run,
-        "to go on": resume if again else "",
+        "to resume": resume if again else "",
     }
     found = [*lines(TITLES, [shown(row)], COLUMNS), ""]
     found += [f"{name}: {text}" for name, text in fields.items() if text]
@@ -186,16 +186,16 @@ def prune(argv: Sequence[str]) -> int:
     """`elasticrun prune`; 1 if a job is unknown or runs. Raises UsageError."""
     made = Parser(
         prog=f"{PROG} prune",
-        description="Remove the run folders of jobs that have ended. One that you have placed "
-        "yourself (--run-dir) stays, and is listed no more.",
+        description="Remove the run folders of jobs that have ended. A folder that you "
+        "chose yourself (--run-dir) stays, but is no longer listed.",
     )
-    text = "that ended so long ago: 90s, 30m, 12h, 7d, 2w"
+    text = "jobs that ended at least this long ago: 90s, 30m, 12h, 7d, 2w"
     made.add_argument("--since", metavar="AGE", default="", help=text)
-    made.add_argument("jobs", nargs="*", metavar="JOB", help="of these jobs, by whole names")
+    made.add_argument("jobs", nargs="*", metavar="JOB", help="these jobs, by full name")
     add_output(made)
     ns = made.parse_args(argv)
     if not (ns.since or ns.jobs):
-        raise UsageError("prune: say which: --since 7d, or names of jobs", EXIT_USAGE)
+        raise UsageError("prune: give --since 7d, or the names of jobs", EXIT_USAGE)
     since = span(ns.since, "--since") if ns.since else 0.0
     try:
         root = index.runs_root(os.environ)
@@ -212,17 +212,17 @@ def prune(argv: Sequence[str]) -> int:
         print(as_json({"removed": names, "placed": placed}))
         return 0
     for name, stays in removed.items():
-        print(f"{stays} is listed no more, and stays" if stays else f"removed {name}")
+        print(f"{stays} is no longer listed, but stays" if stays else f"removed {name}")
         if name in stay:
-            print(f"  in the cluster it stays until `{stay[name]}`")
+            print(f"  its objects in the cluster stay until `{stay[name]}`")
     print(f"{some(len(removed) - len(placed), 'run folder')} removed from {root}")
     return 0
 
 
 def _in_clusters(runs: Sequence[RunFolder], since: float) -> dict[str, str]:
     """The command that deletes the cluster objects of each ended job in Kubernetes, by the name of
-    its run folder. First queries the clusters about old enough jobs whose end is not recorded here;
-    a job that its cluster no longer has becomes lost. Raises OSError."""
+    its run folder. First queries the clusters about jobs that are old enough and whose end is not
+    recorded here. A job that its cluster no longer has becomes lost. Raises OSError."""
     known = [
         (run, job) for run in runs if (job := run.job()) and job.where == "k8s" and is_ours(run)
     ]

@@ -50,7 +50,7 @@ class HostRow(Struct, kw_only=True):
 
 def main(argv: Sequence[str]) -> int:
     """`elasticrun top nodes`; 1 if a master does not answer."""
-    made = Parser(prog=f"{PROG} top nodes", description="Show what your jobs take of each host.")
+    made = Parser(prog=f"{PROG} top nodes", description="Show the usage of each host by your jobs.")
     add_output(made)
     ns = made.parse_args(argv)
     pictures, silent = _pictures()

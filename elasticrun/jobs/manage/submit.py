@@ -1,7 +1,7 @@
 """`elasticrun submit ... -- train.py`: starts a job that outlives this terminal, on this host, over
 ssh, in Slurm or in Kubernetes.
 
-It validates everything as the launcher does before it creates anything.
+It validates everything as the launcher does, and creates nothing before that.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ def main(words: Sequence[str], notify: Callable[[str], None]) -> int:
         if extra:
             _refuse(extra, made, where)
         if program and program[0].startswith("-"):
-            raise Invalid(f"{program[0]} is behind --, where the script stands: {ORDER}")
+            raise Invalid(f"{program[0]} comes after --, where the script belongs: {ORDER}")
         if not program:
-            raise Invalid(f"nothing to run: name the script behind --; {ORDER}")
+            raise Invalid(f"nothing to run: put the script after --; {ORDER}")
         if ns.rdzv_id and where != "slurm":
-            raise Invalid("--rdzv-id: the nodes of a submitted job meet by its --name")
+            raise Invalid("--rdzv-id: nodes of a submitted job find each other by its --name")
         submission = _SUBMISSIONS[where]
         return finished(lambda: _submit(where, ns, program, submission, notify))
     except RunRefused as other:
@@ -109,7 +109,7 @@ def _refuse(extra: Sequence[str], made: Parser, where: str) -> None:
     word = extra[0].partition("=")[0]
     theirs = [one for one in backends.PLACES if word in parser(one)._option_string_actions]
     if theirs:
-        raise Invalid(f"{word} is for --on {' or '.join(theirs)}, and this is --on {where}")
+        raise Invalid(f"{word} is for --on {' or '.join(theirs)}, not for --on {where}")
     render.refuse(extra, made, where)
 
 
@@ -131,35 +131,35 @@ def parser(where: str) -> Parser:
     made = Parser(
         prog=f"{PROG} submit",
         usage=f"{PROG} submit [--on local|ssh|slurm|k8s] [options] -- script [arguments ...]",
-        description="Start a job that goes on without this terminal, on this host, in Slurm's "
-        "queue or in Kubernetes (then this page shows what can be asked of these).",
-        epilog="Flags of the launcher (see elasticrun --help-all) are handed on to every node.",
+        description="Start a job that outlives this terminal: on this host, over ssh, in Slurm "
+        "or in Kubernetes. With --on, this page shows the flags of that backend.",
+        epilog="Flags of the launcher (see elasticrun --help-all) are passed to every node.",
         allow_abbrev=False,
     )
-    text = f"Where it runs. [default: ${ON}, else local]"
+    text = f"Where to run it. [default: ${ON}, else local]"
     made.add_argument("--on", choices=(*backends.PLACES, "kubernetes"), default="", help=text)
     if where != "k8s":
-        text = "The job's run folder. [default: a fresh one of yours; under Slurm on a shared disk]"
+        text = "The job's run folder. [default: a new one; with Slurm on a shared disk]"
         made.add_argument("--run-dir", "--run_dir", metavar="DIR", default="", help=text)
-    text = "json: what was made, for programs"
+    text = "json: what was created, for programs"
     made.add_argument("-o", "--output", choices=("text", "json"), default="text", help=text)
     render_flags.add_job(made, script=True)
     if where == "slurm":
         render_flags.add_slurm(made)
     elif where == "k8s":
         render_flags.add_pods(made)
-        text = "Of the kubeconfig. [default: the current one]"
+        text = "Context in the kubeconfig. [default: the current one]"
         made.add_argument("--context", metavar="NAME", default="", help=text)
-        text = "An Indexed Job, also where the cluster has ElasticJobs."
+        text = "Create an Indexed Job even if the cluster has ElasticJobs."
         made.add_argument("--plain", action="store_true", help=text)
     elif where == "ssh":
         rows = [flag for flag in FLAGS if flag.dest in OF_HOSTS]
         add_group(made, "the hosts", rows, os.environ)
     if where == "k8s":
-        made.set_defaults(fresh=False)  # a pod that starts later would start afresh again
+        made.set_defaults(fresh=False)  # a pod that starts later would start over again
         render_flags.add_launcher_flags(made, ("fresh",))
         return made
-    text = "With --run-dir: from the beginning; what is there goes to previous/."
+    text = "With --run-dir: start over; existing files move to previous/."
     made.add_argument("--fresh", action="store_true", help=text)
     render_flags.add_launcher_flags(made, ("run_dir", "fresh"))
     return made
@@ -199,7 +199,7 @@ def _submit(
         with claimed(root, ns.name), claimed(root, str(run.path)):
             if run.job() is not None and run.state() not in ENDED:
                 raise RequestFailed(
-                    f"another job runs in {run.path}: name another folder (--run-dir)"
+                    f"another job runs in {run.path}: choose another folder (--run-dir)"
                 )
             backends.refuse_taken(root, ns.name, withdraw())
             message = _start(run, ns, known, place, root)
@@ -232,7 +232,9 @@ def _start(
     except OSError as wrong:
         if not (here and ns.run_dir):
             shutil.rmtree(run.path, ignore_errors=True)
-        raise RequestFailed(f"the run folder {run.path} cannot be made: {wrong.strerror}") from None
+        raise RequestFailed(
+            f"the run folder {run.path} cannot be created: {wrong.strerror}"
+        ) from None
     try:
         return place.submit(run, known)
     except RequestFailed as why:
@@ -259,7 +261,7 @@ def _local_submission(
     low, high = settings.nodes(ns.nnodes, ns.given.get("nnodes", ""))
     env = render.env(ns)
     for key, value in env.items():
-        checks.setting(key, value, "run folder", "set it where you type this, or give --token-file")
+        checks.setting(key, value, "run folder", "export it for this command, or use --token-file")
     flags = render_flags.launcher_words(ns)
     flags += [f"--nproc-per-node={ns.nproc_per_node}"] if ns.nproc_per_node else []
     flags += [TO_FILES] if _to_files(ns) else []
@@ -285,7 +287,7 @@ def _local_submission(
     gpus = _gpus(seen) if high > 1 else ()
     if gpus and len(gpus) < high:
         raise UsageError(
-            f"--nodes={ns.nnodes}: nodes on one host share out its GPUs, and it has {len(gpus)}",
+            f"--nodes={ns.nnodes}: nodes on one host share its GPUs, and it has {len(gpus)}",
             EXIT_USAGE,
         )
     return replace(known, gpus=gpus), backends.backend("local", environ)
@@ -330,8 +332,8 @@ def _to_files(ns: argparse.Namespace) -> bool:
 
 def _not_shared(folder: Path, who: str) -> str:
     return (
-        f"{folder} is on no network file system that is known here: if the {who} do not share it, "
-        "name a folder that they do by --run-dir"
+        f"{folder} is not on a known network file system: if the {who} do not share it, "
+        "use --run-dir with a folder that they share"
     )
 
 
@@ -351,7 +353,7 @@ def _slurm_submission(
     """Read the arguments as `render slurm` does; nodes find the run folder by its path. Raises
     UsageError."""
     if ns.array:
-        raise Invalid("--array: submit makes one job; elasticrun render slurm prints arrays")
+        raise Invalid("--array: submit creates one job; `elasticrun render slurm` supports arrays")
     filled = argparse.Namespace(**{**vars(ns), "output": str(run / CONSOLE), "run_dir": str(run)})
     given = dict.fromkeys(("run_dir", "save_at_breakpoint"), "")
     filled.save_at_breakpoint = True
@@ -412,6 +414,6 @@ def _print(ns: argparse.Namespace, run: RunFolder, where: str, sentence: str) ->
     if ns.output == "json":
         print(as_json(DoneRow(name=name, done=sentence, run_dir=str(run.path), on=where)))
         return
-    print(f"{sentence}; its run folder is {run.path}")
-    print(f"what it prints: {PROG} logs {name} -f")
-    print(f"how it stands:  {PROG} status {name}")
+    print(f"{sentence}; run folder: {run.path}")
+    print(f"its output: {PROG} logs {name} -f")
+    print(f"its status: {PROG} status {name}")

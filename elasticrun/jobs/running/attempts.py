@@ -1,5 +1,5 @@
 """Finds the rank that failed first in an incarnation, from the record of the job's master, and the
-ranks that only lost their connection to it.
+ranks that failed only because they lost their connection to it.
 """
 
 from __future__ import annotations

@@ -37,9 +37,9 @@ TITLES: Final = ("STEP", "WHEN", "SIZE", "RANKS", "REASON", "STATE")
 COLUMNS: Final = 80
 
 NO_HASHES: Final = "was written by torch alone: there are no sizes and hashes to compare with"
-WRITTEN: Final = ": it is being written, or its writing was cut off"
+WRITTEN: Final = ": it is being written, or the write was interrupted"
 REST: Final = f": the next checkpoint of its job, or `{PROG} ckpt prune`, removes the rest"
-LEFT: Final = "was left: training was taken back to an older step, and no start goes on from it"
+LEFT: Final = "is abandoned: training was rewound to an older step, and no start restores it"
 
 
 class CheckpointRow(Struct, frozen=True, kw_only=True):
@@ -70,34 +70,34 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> Parser:
-    made = Parser(prog=f"{PROG} ckpt", description="Look after the checkpoints of a folder.")
+    made = Parser(prog=f"{PROG} ckpt", description="List, verify or prune checkpoints.")
     verbs = made.add_subparsers(dest="verb", required=True, metavar="ls|verify|prune")
 
     def add(name: str, does: Callable[[Folder, argparse.Namespace], int], text: str) -> Parser:
         verb = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         verb.set_defaults(does=does)
-        text = "a folder by its path or URL, or the name of a job that keeps them in its run folder"
+        text = "a folder's path or URL, or the name of a job with checkpoints in its run folder"
         verb.add_argument("folder", metavar="DIR", help=text)
-        text = "json: for programs, as docs/snapshots.md has it"
+        text = "json: for programs (docs/snapshots.md)"
         verb.add_argument("-o", "--output", choices=("text", "json"), default="text", help=text)
         return verb
 
-    add("ls", _ls, "list them: which are whole, and which one a restart takes")
+    add("ls", _ls, "list them, whether each is intact, and which one a restart resumes from")
     verify = add("verify", _verify, "compare their sizes and hashes with what was written")
-    text = "this one alone [all]"
+    text = "only this step [all]"
     verify.add_argument("step", nargs="?", metavar="STEP", type=_number, help=text)
-    prune = add("prune", _prune, "remove older ones, by the rule of the Checkpointer's keep")
+    prune = add("prune", _prune, "remove older ones, by the same rule as the Checkpointer's `keep`")
     count = partial(_number, least=1)
-    text = "how many of the newest stay; the newest whole one always does"
+    text = "how many of the newest to keep; the newest intact one always stays"
     prune.add_argument("--keep", metavar="N", type=count, required=True, help=text)
-    text = "steps that M divides stay as well"
+    text = "also keep steps that are multiples of M"
     prune.add_argument("--every", metavar="M", type=count, default=0, help=text)
     return made
 
 
 def _number(text: str, least: int = 0) -> int:
     if not (text.isascii() and text.isdecimal() and least <= int(text[:20]) < MAX_STEP):
-        raise argparse.ArgumentTypeError(f"{text!r:.40} is no whole number from {least} on")
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is not a whole number of at least {least}")
     return int(text)
 
 
@@ -120,14 +120,14 @@ def _folder(word: str, whole: str = "") -> Folder:
     path = run.path / CHECKPOINTS
     if not path.is_dir() and job.where == "k8s":
         raise UsageError(
-            f"the checkpoints of job {job.name} are where its pods are: `{PROG} exec {job.name} -- "
+            f"the checkpoints of job {job.name} are in its pods: `{PROG} exec {job.name} -- "
             f"{PROG} ckpt ls DIR` lists them",
             EXIT_USAGE,
         )
     if not path.is_dir():
         raise UsageError(
-            f"the job keeps no checkpoints in its run folder ({path} is not there): name the "
-            "folder that its script gives to its Checkpointer",
+            f"the job has no checkpoints in its run folder ({path} does not exist): give the "
+            "folder that its script passes to its Checkpointer",
             EXIT_USAGE,
         )
     return Folder(str(path))
@@ -195,11 +195,7 @@ def _ls(folder: Folder, ns: argparse.Namespace) -> int:
     for text in (one for row in rows for one in _remarks(row)):
         print(textwrap.fill(text, COLUMNS, subsequent_indent="  ", break_long_words=False))
     taken = [row.step for row in rows if row.restart]
-    print(
-        f"a restart resumes from step {taken[0]}"
-        if taken
-        else "a restart starts from the beginning"
-    )
+    print(f"a restart resumes from step {taken[0]}" if taken else "a restart starts from scratch")
     return 0
 
 
@@ -234,7 +230,7 @@ def _nothing(folder: Folder, step: int | None = None) -> UsageError:
     steps = ", ".join(map(str, folder.committed()[-8:]))
     if steps and step is not None:
         return UsageError(f"there is no step {step} in {folder.url}: there is {steps}", EXIT_USAGE)
-    text = f"{folder.url} is no folder of checkpoints: nothing in it is named as step-000000123 is"
+    text = f"{folder.url} is not a folder of checkpoints: it has no step-000000123 or the like"
     return UsageError(text, EXIT_USAGE)
 
 
@@ -244,13 +240,12 @@ def _prune(folder: Folder, ns: argparse.Namespace) -> int:
         raise _nothing(folder)
     if not any(one.ours for one in found):
         raise UsageError(
-            f"{folder.url} has no checkpoint that elasticrun has written (with elasticrun.json): "
-            "nothing is removed",
+            f"{folder.url} has no checkpoint with an elasticrun.json, so nothing is removed",
             EXIT_USAGE,
         )
     safe = _newest_verified(folder, found)
     if not safe:
-        raise StorageError(f"no checkpoint in {folder.url} is whole: nothing is removed")
+        raise StorageError(f"no checkpoint in {folder.url} is intact, so nothing is removed")
     sizes = {one.step: sum(folder.files(one.step).values()) for one in found}
     done = sweep(folder, keep_last=ns.keep, keep_every=ns.every, in_use=safe)
     kept = folder.committed()

@@ -34,15 +34,15 @@ def main(argv: Sequence[str]) -> int:
     unreadable TLS or token files."""
     made = Parser(
         prog=f"{PROG} incidents",
-        description="Show what has stopped the training of a job, which runs or has ended here.",
+        description="Show what has interrupted the training of a job that runs, or has ended here.",
     )
-    text = "the job, as `elasticrun status` names it, and the number of one incident to show whole"
+    text = "the job, as `elasticrun status` names it; the number of one incident to show in full"
     made.add_argument("words", nargs="*", metavar="JOB N", help=text)
     variables = trust.withdraw()
     add_connection(made, variables)
     ns = made.parse_args(argv)
     if len(ns.words) > 2 or (len(ns.words) == 2 and not ns.words[1].isdecimal()):
-        made.error("a job, and the number of one of its incidents")
+        made.error("expected a job, and the number of one of its incidents")
     job, number = meant(ns.words)
     try:
         rows, now = _rows(job, FlagValues(ns, variables))
@@ -63,8 +63,8 @@ def meant(words: Sequence[str]) -> tuple[str, int]:
 
 
 def _rows(job: str, flags: FlagValues) -> tuple[Sequence[IncidentRow], str]:
-    """The incidents, and a sentence about the present. For a running job, both come from its
-    master, with what holds it up now; else from files, with the reason if the job is lost."""
+    """The incidents, and a sentence: what holds a running job up now, or why a job is lost. They
+    come from the master of a running job, otherwise from files."""
     folder = ended_run(job)
     if folder is not None:
         now, record = time.time(), folder.job()

@@ -41,7 +41,7 @@ SAME: Final = 2.0
 def stacks(argv: Sequence[str]) -> int:
     """The `stacks` verb."""
     made = parser("stacks", "Show where the ranks of a running job are, grouped by their stacks.")
-    text = "of this rank alone"
+    text = "only of this rank"
     made.add_argument("--rank", type=rank_number, default=-1, metavar="R", help=text)
 
     def show(line: JobConnection, ns: argparse.Namespace) -> int:
@@ -57,10 +57,10 @@ def stacks(argv: Sequence[str]) -> int:
         of, size = "of any rank" if ns.rank < 0 else f"of rank {ns.rank}", picture.status.world_size
         why = picture.stacks_missing or picture.status.outcome or picture.status.reason
         if is_off(picture):
-            why = "nobody looks at the ranks (--on-hang=off)"
+            why = "the ranks are not watched (--on-hang=off)"
         elif 0 < size <= ns.rank:
             why = f"the job has {some(size, 'rank')}, from 0 on"
-        print(f"{made.prog}: no stack {of} could be had{why and f': {why}'}", file=sys.stderr)
+        print(f"{made.prog}: no stack {of} was obtained{why and f': {why}'}", file=sys.stderr)
         return 1
 
     return run(made, argv, show)
@@ -101,8 +101,8 @@ def stack_lines(picture: Picture, groups: Sequence[StackRow]) -> list[str]:
 
 def events(argv: Sequence[str]) -> int:
     """The `events` verb."""
-    made = parser("events", "Show what has happened to a job, which runs or has ended.")
-    text = "go on and show what happens, until the job ends"
+    made = parser("events", "Show the events of a job that runs or has ended.")
+    text = "keep printing new events until the job ends"
     made.add_argument("-f", "--follow", action="store_true", help=text)
 
     def show(line: JobConnection, ns: argparse.Namespace) -> int:
@@ -116,7 +116,7 @@ def events(argv: Sequence[str]) -> int:
                     if not left:
                         raise
                     _print(left, ns)
-                    print(f"{made.prog}: {why}; so far this is in its run folder", file=sys.stderr)
+                    print(f"{made.prog}: {why}; these are in its run folder", file=sys.stderr)
                     return 0
                 line.sleep(POLL)  # the master writes its result after its last reply
                 if not (end := end_sentence(line.run) if line.run is not None else ""):
@@ -158,9 +158,9 @@ def _print(rows: list[EventRow], ns: argparse.Namespace) -> None:
 
 
 def before(left: Sequence[EventRow], reported: Sequence[EventRow]) -> list[EventRow]:
-    """The events in the run folder that are older than all those that its master reports: events of
-    earlier masters, of earlier starts, and those that this master has dropped. Each master numbers
-    its events from 1, and the two ages of one event differ slightly."""
+    """Events in the run folder that are older than all that its master reports: those of earlier
+    masters and starts, and those that this master has dropped. Each master numbers its events from
+    1, and the two ages of one event differ slightly."""
     if not reported:
         return list(left)
     first = reported[0]

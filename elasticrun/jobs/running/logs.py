@@ -45,7 +45,7 @@ BLOCK: Final = 256 * 1024
 FARTHEST: Final = 64 * 1024 * 1024
 """Bytes from the end of a file within which its last lines are searched."""
 
-KEPT: Final = "--run-dir keeps them, or --log-dir with --tee or --redirects"
+KEPT: Final = "the job has --run-dir, or --log-dir with --tee or --redirects"
 
 LONG_WAIT: Final = 50
 """Polls after which a user who waits for the first rank sees a message: a Slurm queue can take
@@ -119,7 +119,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
             threading.Event().wait(POLL_EVERY)  # until a rank writes
             tries += 1
             if tries == LONG_WAIT:
-                note = f"elasticrun logs: no rank of job {query.job} has begun; this waits for it"
+                note = f"elasticrun logs: waiting for the first rank of job {query.job} to start"
                 print(note, file=sys.stderr)
             found = _runs(variables, query, folder)
     except OSError as wrong:
@@ -131,9 +131,9 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         return 0
     if not found:
         what = f"job {query.job}" if query.job else "any job of yours"
-        words = f"there are no log files of {what} on this host; {KEPT}"
+        words = f"there are no log files of {what} on this host; ranks have log files if {KEPT}"
         if folder is not None and folder.state() in ("submitted", "waiting"):
-            words = f"{what} has not begun; elasticrun status {query.job} says how it stands"
+            words = f"{what} has not started; see `elasticrun status {query.job}`"
         print(f"elasticrun logs: {unknown or words}", file=sys.stderr)
         return 1
     if query.node:
@@ -144,7 +144,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         query = replace(query, node=query.node if query.node == meant.host else meant.node)
     ranks = {rank for run in found for attempt in run.lives for rank in attempt.ranks.values()}
     if query.rank is not None and query.rank not in ranks and not query.follow:
-        words = f"no rank {query.rank} has log files here: there is {write_ranges(ranks) or 'none'}"
+        there = write_ranges(ranks) or "none"
+        words = f"no rank {query.rank} has log files here; ranks with files: {there}"
         print(f"elasticrun logs: {words}", file=sys.stderr)
         return 1
     seen = _show(found, query, folder or _folder(variables, found[0].job_id)[0])
@@ -171,33 +172,35 @@ def _folder(environ: Mapping[str, str], job: str) -> tuple[RunFolder | None, str
 def _parsed(argv: Sequence[str]) -> LogQuery:
     made = Parser(
         prog="elasticrun logs",
-        description="Print what the ranks of a job have written to their log files on this host.",
-        epilog=f"Where ranks' files are: {KEPT}. A rank that failed comes first.",
+        description="Print the output of a job's ranks from their log files on this host.",
+        epilog=f"Ranks have log files if {KEPT}. Failed ranks come first.",
     )
     text = f"{JOB}; the newest one here"
     made.add_argument("job", nargs="?", metavar="JOB", default="", help=text)
-    text = "go on with what is written until the job has ended, over suspend and resume"
+    text = "keep printing new lines until the job ends, across suspend and resume"
     made.add_argument("-f", "--follow", action="store_true", help=text)
     text = f"the last N lines of each file, 0 for all [{TAIL}; with --all: 0]"
     made.add_argument("-t", "--tail", metavar="N", type=int, default=None, help=text)
-    made.add_argument("--rank", metavar="R", type=int, default=None, help="of this rank only")
-    text = "of all lives, in order, and not of the newest only"
+    made.add_argument("--rank", metavar="R", type=int, default=None, help="only of this rank")
+    text = "of all incarnations, in order, instead of the newest"
     made.add_argument("--all", action="store_true", help=text)
-    text = "of the ranks on this node only: its name, its host's, or its index"
+    text = "only of ranks on this node: its name, its host's name, or its index"
     made.add_argument("-i", "--node", "--instance", metavar="X", default="", help=text)
-    text = "only files that were written to in that time: 90s, 5m, 12h, 7d"
+    text = "only files written to within this time: 90s, 5m, 12h, 7d"
     made.add_argument("--since", metavar="AGE", default="", help=text)
     add_output(made)
-    text = "only lines in which this regular expression is found"
+    text = "only lines that match this regular expression"
     made.add_argument("--grep", metavar="RE", default="", help=text)
     ns = made.parse_args(argv)
     tail = (0 if ns.all else TAIL) if ns.tail is None else ns.tail
     if tail < 0:
-        raise UsageError(f"--tail={tail}: a number of lines is wanted", EXIT_USAGE)
+        raise UsageError(f"--tail={tail}: expected a number of lines", EXIT_USAGE)
     try:
         grep = re.compile(os.fsencode(ns.grep)) if ns.grep else None
     except re.error as wrong:
-        raise UsageError(f"--grep={ns.grep}: no regular expression: {wrong}", EXIT_USAGE) from None
+        raise UsageError(
+            f"--grep={ns.grep}: invalid regular expression: {wrong}", EXIT_USAGE
+        ) from None
     since = time.time() - span(ns.since, "--since") if ns.since else 0.0
     as_json = ns.output == "json"
     return LogQuery(ns.job, ns.follow, tail, ns.all, ns.rank, ns.node, since, as_json, grep)
@@ -371,7 +374,7 @@ def _follow(
         if ending and not saved:
             break
         if saved and not waits:
-            note = "elasticrun logs: the job has saved and left; this waits for its next start"
+            note = "elasticrun logs: the job has saved and left; waiting for its next start"
             print(note, file=sys.stderr)
         waits = saved
         waiting.wait(POLL_EVERY)
@@ -416,8 +419,8 @@ def _print_unfinished(
 def _finish_line(
     rank: int, path: Path, held: dict[Path, bytes], query: LogQuery, *, ending: bool, bars: bool
 ) -> None:
-    """Print a line without a newline: all of it once nothing more comes; for a progress bar, now
-    and then its newest complete state."""
+    """Print a line without a newline: all of it once the file is complete; for a progress bar, its
+    newest complete state from time to time."""
     rest = held.get(path, b"")
     line, left = rest, b""
     if not ending:

@@ -39,7 +39,7 @@ from elasticrun.wire.types import Endpoint
 if TYPE_CHECKING:
     import argparse
 
-JOB: Final = "its name or its run folder, or the beginning of one"
+JOB: Final = "its name or run folder, or a unique prefix of one"
 """The help text for the JOB argument."""
 
 
@@ -86,9 +86,9 @@ def _only(here: Sequence[Published]) -> Published:
     if len(here) == 1:
         return here[0]
     if not here:
-        raise NotAnswered("no job of yours runs on this host: name its master's host:port")
+        raise NotAnswered("no job of yours runs on this host: give the master's host:port")
     shown = index.first_of(name_of(one.job_id, str(one.endpoint), one.name) for one in here)
-    raise NotAnswered(f"several jobs are meant: {shown}; name one, or its host:port")
+    raise NotAnswered(f"several jobs match: {shown}; name one, or give its host:port")
 
 
 def ended_run(job: str) -> RunFolder | None:
@@ -126,16 +126,16 @@ def parser(verb: str, does: str) -> Parser:
 
 def add_job(made: Parser, environ: Mapping[str, str]) -> None:
     """Add the arguments for the job, the output format and the credentials."""
-    text = f"{JOB}, or its master's host:port; not needed for the only one"
+    text = f"{JOB}, or its master's host:port; optional if there is only one"
     made.add_argument("job", nargs="?", default="", metavar="JOB", help=text)
     add_connection(made, environ)
 
 
 def add_connection(made: Parser, environ: Mapping[str, str]) -> None:
     """Add the arguments for the output format and the credentials."""
-    text = "json: for programs, as docs/sight.md has it"
+    text = "json: for programs (docs/sight.md)"
     made.add_argument("-o", "--output", choices=("text", "json"), default="text", help=text)
-    add_group(made, "of a job that has a token or TLS", TRUST, environ)
+    add_group(made, "for a job with a token or TLS", TRUST, environ)
 
 
 def run(

@@ -1,7 +1,7 @@
 """`elasticrun stop`, `restart`, `exclude NODE`, `include NODE` and `scale N`: orders to a running
 job.
 
-The master carries them out. It records in the job's events who asked, and why.
+The master executes them, and records in the job's events who sent them and why.
 """
 
 from __future__ import annotations
@@ -41,27 +41,29 @@ class VerbHelp:
 
 ORDERS: Final[Mapping[str, VerbHelp]] = {
     "stop": VerbHelp(
-        "End a running job on all of its nodes. Where it saves snapshots at a breakpoint, its last "
-        "one is written out before. Its launchers end with 1, so that no scheduler takes it for "
-        "preempted and starts it again."
+        "End a running job on all of its nodes. With --save-at-breakpoint its last snapshot is "
+        "written to storage first. Its launchers exit with 1, so that no scheduler restarts "
+        "it as "
+        "preempted."
     ),
     "restart": VerbHelp(
-        "Stop the ranks of a running job and start them again, on all nodes that are there; no "
-        "restart of --max-restarts is spent."
+        "Restart the ranks of a running job on all its nodes. Does not count against "
+        "--max-restarts."
     ),
     "exclude": VerbHelp(
-        "Take a node out of a running job and refuse it (--exclude-for seconds long, by default an "
-        "hour), as one that has failed the network check. Others go on, or wait for another.",
+        "Remove a node from a running job and refuse it for --exclude-for seconds (default: an "
+        "hour), as after a failed network check. The other nodes continue, or wait for "
+        "another.",
         "its id, or its host, as elasticrun status shows them",
     ),
     "include": VerbHelp(
-        "Let a node come back that is excluded or in backoff.",
+        "Admit an excluded node, or one in backoff, again.",
         "its id, or its host, as elasticrun status shows them",
     ),
     "scale": VerbHelp(
-        "Set how many nodes a running job has at most. Where it has more, a round without the last "
-        "to come begins at once, and these stay as spares; where it has fewer, those that come are "
-        "let in. No restart of --max-restarts is spent.",
+        "Set the maximum number of nodes of a running job. If it has more, its ranks restart at "
+        "once without the nodes that joined last, which stay as spares. If it has fewer, new "
+        "nodes are admitted. Does not count against --max-restarts.",
     ),
 }
 
@@ -79,12 +81,12 @@ def main(verb: str, argv: Sequence[str]) -> int:
     if order.node:
         made.add_argument("node", metavar="NODE", help=order.node)
     if verb == "scale":
-        text = "the new MAX of --nnodes; a MIN above it is lowered to it; `JOB N` is understood too"
+        text = "the new MAX of --nnodes; also lowers a higher MIN; `JOB N` works too"
         made.add_argument("number", metavar="N", help=text)
-    text = "why, for those who read the job's events"
+    text = "the reason, shown in the job's events"
     made.add_argument("--reason", default="", metavar="TEXT", help=text)
     if verb == "stop":
-        text = "until the job has ended, however long its last snapshot takes"
+        text = "wait until the job has ended, however long its last snapshot takes"
         made.add_argument("--wait", action="store_true", help=text)
     flags = parsed(made, argv)
     if verb == "scale":
@@ -120,8 +122,7 @@ def _order(verb: str, order: VerbHelp, line: JobConnection, ns: argparse.Namespa
 
 
 def _are_swapped(ns: argparse.Namespace) -> bool:
-    """Whether the user typed the job in the place of the node and the node in the place of the
-    job."""
+    """Whether the user swapped the job and the node."""
     if not ns.job or ":" in ns.job or find_job(ns.job) != UserJob():
         return False
     return find_job(ns.node) != UserJob()

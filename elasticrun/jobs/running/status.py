@@ -7,8 +7,8 @@ the credentials for each. `elasticrun list` also shows jobs that have ended. A m
 host requires the job's token, as it does from nodes. The exit code is 0 if every queried master
 answered, else 1; also 1 if there is no master.
 
-A name is never broken or cut, because a broken name can be neither read nor copied. A name too wide
-for the terminal gets its own line, as in `df`.
+A name is never wrapped or truncated, so that it can be copied. A name too wide for the terminal
+gets its own line, as in `df`.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ async def leading(store: str, job_id: str, files: Tls | None) -> Endpoint:
     with contextlib.suppress(KeyError, WireError):
         end = protobuf.order_from_wire(there[keys.outcome])
         if isinstance(end, End):
-            raise NoStatus(f"job {job_id!r} is over: {end.reason}")
-    raise NoStatus(f"no master leads a job {job_id!r} in {store} now")
+            raise NoStatus(f"job {job_id!r} has ended: {end.reason}")
+    raise NoStatus(f"job {job_id!r} has no master in {store} at the moment")
 
 
 TITLES: Final = ("JOB", "STATE", "NODES", "STEP", "STEP AGE", "RESTARTS", "AGE")
@@ -112,8 +112,8 @@ GONE: Final = ("dead", "left")
 
 
 def _whole(endpoint: Endpoint, status: JobStatus, run: str) -> JobPage:
-    """All that is known of a job whose master answered, with a new link to its page if that master
-    left the key to the page on this host."""
+    """The page of a job whose master answered, with a new link to its page if that master left the
+    key to the page on this host."""
     link = ""
     with contextlib.suppress(NoStatus):
         for one in published_here():
@@ -144,7 +144,7 @@ def no_job(job: str) -> str:
         known = [one.name for run in runs if (one := run.job())]
         known += [name for one in published_here() for name in (one.name, one.job_id)]
     hint = nearest(job, sorted({*known} - {""}))
-    return f"there is no job {job} here{hint} (a master elsewhere is named by host:port)"
+    return f"there is no job {job} here{hint} (for a master elsewhere, give its host:port)"
 
 
 def _show_run_folder(folder: RunFolder | None, *, as_json: bool, unheard: bool = False) -> bool:
@@ -175,7 +175,7 @@ def _run_folder_lines(folder: RunFolder) -> list[str]:
     """What the run folder knows of a job whose master does not answer."""
     step, events = folder.last_step(), folder.events(time.time())
     fields = {
-        "state, by its run folder": folder.state(),
+        "state in its run folder": folder.state(),
         "progress": folder.newest_metrics() or (f"step {step}" if step >= 0 else ""),
         "last event": f"{events[-1].text} ({duration(events[-1].age)} ago)" if events else "",
         "run folder": str(folder.place),
@@ -201,7 +201,7 @@ def _here(token: str, files: Tls | None) -> list[MasterQuery]:
 
 
 def _show(pages: Sequence[tuple[str, JobStatus]], runs: Mapping[str, str] = {}) -> None:
-    """Print a line for each job, then the page of a single job, or why each of several jobs waits.
+    """Print a line for each job; then for a single job its page, for several why each one waits.
     `runs`: their run folders, by the endpoint of the master."""
     from rich.console import Console
     from rich.text import Text
@@ -229,7 +229,7 @@ def _brief(pages: Sequence[tuple[str, JobStatus]]) -> list[str]:
         why = f"waits: {page.reason}" if page.reason and not page.outcome else page.outcome
         one = where if name.endswith(where) or names.count(name) > 1 else name
         why = why or (f"held up: {page.verdict}" if page.verdict else "")
-        sentences.append(f"{name}: {why + '; ' if why else ''}all of it: elasticrun status {one}")
+        sentences.append(f"{name}: {why + '; ' if why else ''}details: elasticrun status {one}")
     return ["", *sentences] if sentences else []
 
 
@@ -265,9 +265,9 @@ def _excluded(page: JobStatus) -> list[str]:
 
 
 def nodes_table(page: JobStatus, columns: int) -> list[str]:
-    """A table of the nodes, then a line for each reason and health remark. A name is never broken,
-    because a broken name can be neither read nor copied. If the terminal is too narrow, the columns
-    of pids (see --json) and of hosts that equal the node names are omitted."""
+    """A table of the nodes, then a line for each reason and health remark. Names are never wrapped.
+    If the terminal is too narrow, the columns of pids (see --json) and of hosts that equal the node
+    names are omitted."""
     titles = ("node", "host", "state", "does", "group rank", "ranks", "pids")
     rows = [titles, *map(_row, page.nodes)]
     most = [max(len(row[at]) for row in rows) for at in range(len(titles))]
@@ -310,7 +310,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     flags = FlagValues(ns, variables)
     store = flags.text("master_store")
     if store and not ns.endpoint and not flags.explicitly("rdzv_id"):
-        raise UsageError("--master-store: name the job by --rdzv-id")
+        raise UsageError("--master-store needs --rdzv-id")
     files, token = trust.tls(flags), trust.token(flags)
     here = not (ns.endpoint or store)
     try:
@@ -369,16 +369,16 @@ def _arguments(argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Name
         prog="elasticrun status", description="Show a job: nodes, round, ranks, restarts, reasons."
     )
     text = (
-        "the job's name, or the beginning of it, or its master's host:port; without it all of "
-        "yours that run on this host"
+        "the job's name or a unique prefix, or its master's host:port; default: all your jobs "
+        "that run on this host"
     )
     parser.add_argument("endpoint", nargs="?", default="", metavar="JOB", help=text)
-    text = "json: in the place of a table"
+    text = "json: instead of a table"
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help=text)
     parser.add_argument("--json", action="store_true", help="the same as -o json")
     add_group(parser, "of a job that has a token or TLS", TRUST, environ)
     rows = [flag for flag in FLAGS if flag.dest in ("master_store", "rdzv_id")]
-    add_group(parser, "of a job whose master is found by way of etcd", rows, environ)
+    add_group(parser, "for a job whose master is looked up in etcd", rows, environ)
     ns = parser.parse_args(argv)
     ns.json |= ns.output == "json"
     return ns

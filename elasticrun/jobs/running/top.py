@@ -33,11 +33,11 @@ MOST_NODES: Final = 3
 """Maximum number of nodes that a line names."""
 
 CALM: Final = ("stepping", "waiting", "ended")
-"""States listed last, in this order: they are normal, or follow from another rank's state."""
+"""States listed last, in this order: they are normal, or caused by another rank's state."""
 
 SPARE: Final = ("GPU", "MEMORY", "CPU", "STEP TIME", "STEP", "NODE")
-"""Columns omitted, in this order, if the terminal is too narrow. DOES matters most: it is only ever
-cut at the margin, after all these."""
+"""Columns omitted, in this order, if the terminal is too narrow. DOES matters most: it is truncated
+only after all these columns are omitted."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,9 +46,9 @@ def main(argv: Sequence[str]) -> int:
         from elasticrun.jobs.manage import nodes
 
         return nodes.main(argv[1:])
-    does = "Show what the ranks of a running job do, anew every two seconds; `top nodes`: what all "
-    made = parser("top", does + "jobs take of each host.")
-    made.add_argument("--once", action="store_true", help="show it once, as a pipe is shown it")
+    does = "Show what a running job's ranks are doing, every two seconds; `top nodes`: your jobs' "
+    made = parser("top", does + "usage of each host.")
+    made.add_argument("--once", action="store_true", help="print it once, as if to a pipe")
 
     def show(line: JobConnection, ns: argparse.Namespace) -> int:
         picture = line.picture(live=True)
@@ -79,7 +79,7 @@ def _go_on(line: JobConnection, picture: Picture) -> None:
         lines = page(picture, console.width)
         room = max(4, console.height - 2)
         if len(lines) > room:
-            lines = [*lines[: room - 1], f"... {len(lines) - room + 1} more lines (--once has all)"]
+            lines = [*lines[: room - 1], f"... {len(lines) - room + 1} more lines (use --once)"]
         return Text("\n".join([*lines, *([rest] if rest else [])]), no_wrap=True, overflow="crop")
 
     with Live(drawn(), console=console, auto_refresh=False, screen=False) as live:
@@ -103,7 +103,7 @@ def page(picture: Picture, columns: int) -> list[str]:
         lines += ["", *table(picture.ranks, columns)]
     elif not picture.status.outcome:
         off = "nobody looks at the ranks (--on-hang=off)"
-        lines += ["", off if is_off(picture) else "nobody has looked at the ranks yet"]
+        lines += ["", off if is_off(picture) else "the ranks have not been inspected yet"]
     return lines
 
 
@@ -140,7 +140,7 @@ def head(picture: Picture) -> list[str]:
         )
         lines += [verdict.then] if verdict.then else []
     elif status.outcome:
-        lines.append(f"over: {status.outcome}")
+        lines.append(f"ended: {status.outcome}")
     elif status.reason:
         lines.append(f"waits: {status.reason}")
     lines += [f"slow: {why}" for why in picture.slow]

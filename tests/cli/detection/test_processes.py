@@ -58,7 +58,7 @@ def test_srun_with_a_bare_command(world: World) -> None:
     assert {one["WORLD_SIZE"] for one in seen} == {"2"}
     assert {one["TORCHELASTIC_RUN_ID"] for one in seen} == {str(job)}
     assert f"--rdzv-endpoint=127.0.0.2:{port_of_number(job)}" in second.stderr
-    assert f"task 1 of 2 in Slurm step {job}.0, so this is as with" in second.stderr
+    assert f"task 1 of 2 in Slurm step {job}.0, so this equals" in second.stderr
 
 
 def test_what_an_operator_says_of_nodes_never_reaches_a_rank(world: World) -> None:
@@ -100,7 +100,7 @@ def test_another_task_of_a_node_ends_well(world: World) -> None:
     done = world.launch(ELASTICRUN, "--nnodes=2", "train.py", env=CROWD)
     assert done.wait() == 0
     assert done.stdout == ""
-    assert "another task on this node is the agent, so this one ends" in done.stderr
+    assert "another task on this node is the agent, so this one exits" in done.stderr
 
 
 def test_the_doctor_has_a_row(world: World) -> None:
@@ -110,7 +110,7 @@ def test_the_doctor_has_a_row(world: World) -> None:
     rows = [one for one in page["findings"] if one["check"] == "scheduler"]
     assert len(rows) == 1
     assert rows[0]["state"] == "ok"
-    assert rows[0]["seen"].startswith("task 1 of 2 in Slurm step 1.0, so this is as with")
+    assert rows[0]["seen"].startswith("task 1 of 2 in Slurm step 1.0, so this equals")
     assert {"name": "nnodes", "value": "2", "source": "$SLURM_STEP_NUM_NODES"} in page["settings"]
 
 
@@ -121,4 +121,4 @@ def test_a_batch_script_is_one_node_and_one_line(world: World) -> None:
     assert {one["WORLD_SIZE"] for one in json.loads(done.stdout)} == {"2"}
     lines = [line for line in done.stderr.splitlines() if "Slurm" in line]
     assert len(lines) == 1
-    assert "--srun makes one job of all nodes" in lines[0]
+    assert "use --srun for one job on all nodes" in lines[0]

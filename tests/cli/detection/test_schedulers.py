@@ -74,7 +74,7 @@ def alone(
 GPUS = {"SLURM_GPUS_ON_NODE": "8"}
 SLURM = [
     Case("a step", SRUN, "", NOT_A_POD, (2, 2), 1, at("node2", 20001), "1",
-         "task 1 of 2 in Slurm step 1.0, so this is as with --nnodes=2 --rdzv-backend=c10d"),
+         "task 1 of 2 in Slurm step 1.0, so this equals --nnodes=2 --rdzv-backend=c10d"),
     Case("a step in a batch script", STEP_OF_BATCH, "", NOT_A_POD, (2, 2), 0,
          at("node2", 20003), "3", "task 0 of 2 in Slurm step 3.0"),
     Case("its GPUs", SRUN | GPUS, "", NOT_A_POD, (2, 2), 1, at("node2", 20001), "1",
@@ -101,7 +101,7 @@ SLURM = [
     Case("a later step of the job", SRUN | {"SLURM_STEP_ID": "2", "SLURM_STEPID": "2"}, "",
          NOT_A_POD, (2, 2), 1, at("node2", 20001 + 2 * 1009), "1.2", "Slurm step 1.2"),
     Case("the second attempt", REQUEUED, "", NOT_A_POD, (2, 2), 0, at("node2", 20003), "3",
-         "in Slurm step 3.0, attempt 2 ($SLURM_RESTART_COUNT), so this is as with"),
+         "in Slurm step 3.0, attempt 2 ($SLURM_RESTART_COUNT), so this equals"),
     Case("a cloud's node has an address", SRUN | {"SLURM_NODE_ALIASES":
          "node2:10.1.2.3:ip-10-1-2-3,node3:10.1.2.4:x"}, "", NOT_A_POD, (2, 2), 1,
          at("10.1.2.3", 20001), "1", "Slurm"),
@@ -109,8 +109,8 @@ SLURM = [
          NOT_A_POD, (2, 2), 1, at("node2", 20001), "1", "task 2 of 4"),
     # one node, as under torchrun, and one line
     alone("several tasks a node, nobody says of how many nodes", CROWD,
-          "it has 4 tasks on 2 nodes, so this is a job of one node; --nnodes=2 makes one job of "
-          "all nodes, with one agent on each"),
+          "it has 4 tasks on 2 nodes, so this is a job of one node; use --nnodes=2 for one job "
+          "on all nodes, with one agent on each"),
     alone("a batch script", BATCH, "the batch script or salloc of Slurm job 3: nothing has been "
           "started on the other node, so this is a job of one node; --srun makes"),
     alone("salloc", SALLOC, "of Slurm job 7: nothing has been started", TERMINAL),
@@ -137,7 +137,7 @@ SLURM = [
     alone("no node id", {k: v for k, v in SRUN.items() if k != "SLURM_NODEID"}, "not set"),
     alone("noise for a number of nodes", SRUN | {"SLURM_STEP_NUM_NODES": "two"},
           "in Slurm step 1.0: SLURM_STEP_NUM_NODES=two is not a number, so this is a job of one "
-          "node; --nnodes and --rdzv-endpoint make one job of several"),
+          "node; use --nnodes and --rdzv-endpoint for one job on several nodes"),
     alone("no number of nodes", {k: v for k, v in SRUN.items() if k != "SLURM_STEP_NUM_NODES"},
           "SLURM_STEP_NUM_NODES is not set, so this is a job of one node"),
     alone("noise for a number of nodes, in a batch script", BATCH |
@@ -146,12 +146,12 @@ SLURM = [
     alone("noise for a node id", SRUN | {"SLURM_NODEID": "-1"}, "SLURM_NODEID=-1 is not a number"),
     Case("noise for a number of nodes, which somebody says", SRUN |
          {"SLURM_STEP_NUM_NODES": "9" * 200}, "--nnodes=2", NOT_A_POD, (2, 2), 0,
-         Place("static", "127.0.0.1", 29500), "none", "9... is not a number, so none of "
-         "it is used; name the place by --rdzv-endpoint"),
+         Place("static", "127.0.0.1", 29500), "none", "9... is not a number, so it is "
+         "ignored; give the rendezvous by --rdzv-endpoint"),
     # flags decide
     Case("more nodes are said than there are", SRUN, "--nnodes=3", NOT_A_POD, (3, 3), 0,
          Place("static", "127.0.0.1", 29500), "none", "there are 2 nodes and --nnodes=3 "
-         "asks for more, so none of it is used; name the place by --rdzv-endpoint"),
+         "asks for more, so it is ignored; give the rendezvous by --rdzv-endpoint"),
     Case("fewer", SRUN, "--nnodes=2:2 --node-rank=0", NOT_A_POD, (2, 2), 0,
          Place("static", "127.0.0.1", 29500), "none", ""),
     Case("nodes are said in a batch script", BATCH, "--nnodes=2", NOT_A_POD, (2, 2), 0,

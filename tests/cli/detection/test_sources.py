@@ -94,15 +94,15 @@ def test_a_later_attempt_is_told_whatever_the_flags_say() -> None:
     assert seen("--standalone", REQUEUED).note == told
     assert seen("--nnodes=1", REQUEUED).note == told
     assert seen("--nnodes=2 --rdzv-endpoint=h:7 --rdzv-backend=c10d", REQUEUED).note == told
-    assert seen("", REQUEUED).note.startswith(f"{told}, so this is as with")
+    assert seen("", REQUEUED).note.startswith(f"{told}, so this equals")
 
 
 def test_what_the_doctor_says() -> None:
     assert explain(seen("", {})) == (
-        "no scheduler is seen; a command without flags is a job of one node"
+        "no scheduler is detected; a command without flags is a job of one node"
     )
-    assert "so this is as with --nnodes=2" in explain(seen("", SRUN))
-    assert "--srun makes one job of all nodes" in explain(seen("", BATCH))
+    assert "so this equals --nnodes=2" in explain(seen("", SRUN))
+    assert "use --srun for one job on all nodes" in explain(seen("", BATCH))
     assert explain(seen("", TRAINER_2)) == (
         "a pod of a training job whose operator says PET_NNODES=4; $PET_MASTER_ADDR says where "
         "nodes meet, and counts more"

@@ -61,7 +61,7 @@ def test_the_flag_goes_and_the_script_keeps_its_words(words: str, left: str) -> 
 
 
 def test_where_it_cannot_be() -> None:
-    with pytest.raises(UsageError, match="this is no Slurm job") as outside:
+    with pytest.raises(UsageError, match="this is not a Slurm job") as outside:
         command("--srun train.py", {})
     assert outside.value.exit_code == 2
     with pytest.raises(UsageError, match="leave --srun out") as twice:
@@ -106,7 +106,7 @@ def test_sentences_of_the_real_command(tmp_path: Path) -> None:
     outside = run("--srun", "train.py", cwd=tmp_path, environ={})
     assert (outside.returncode, outside.stdout) == (2, "")
     assert outside.stderr.count("\n") == 1
-    assert "this is no Slurm job" in outside.stderr
+    assert "this is not a Slurm job" in outside.stderr
     missing = run("--srun", "train.py", cwd=tmp_path, environ=BATCH | {"PATH": str(tmp_path)})
     assert missing.returncode == 2
     assert "srun cannot be started: No such file" in missing.stderr

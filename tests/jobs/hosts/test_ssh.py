@@ -60,7 +60,7 @@ def test_a_loop_of_a_batch_script_that_takes_its_variables_along(town: Town, wor
     assert sorted(town.host_of(peer) for peer in alone) == ["h1", "h2"]
     finish(alone, bare)
     assert bare.stderr.count("nothing has been started on the other node, so this is a job") == 2
-    assert bare.stderr.count("--srun makes one job of all nodes") == 2
+    assert bare.stderr.count("use --srun for one job on all nodes") == 2
 
     said, two = loop(f"--nnodes=2 {MEET}")
     assert [peer.world_size for peer in two] == [2, 2]

@@ -137,10 +137,10 @@ def test_batch(words: tuple[str, ...], why: str) -> None:
     [
         ((), "one of k8s, jobset, slurm"),
         (("swarm",), "one of k8s, jobset, slurm"),
-        (("slurm", "--name", "a"), "name the script behind --"),
+        (("slurm", "--name", "a"), "put the script after --"),
         (("slurm", "--name", "a", "train.py", "--lr", "3"), "train.py: the script and its"),
-        (("slurm", "--name", "a", "--"), "name the script behind --"),
-        (("slurm", "--name", "a", "--", "--lr"), "name the script behind --"),
+        (("slurm", "--name", "a", "--"), "put the script after --"),
+        (("slurm", "--name", "a", "--", "--lr"), "put the script after --"),
     ],
 )
 def test_the_verb_itself(words: tuple[str, ...], why: str) -> None:

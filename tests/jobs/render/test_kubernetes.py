@@ -161,7 +161,7 @@ def test_what_the_user_should_know_is_said() -> None:
     assert not said(*fixed, "--token-secret", "s")
     secret = (*fixed, "--token-secret", "s")
     assert "foo is not known and has no effect" in said(*secret, "--rdzv-conf", "foo=1")
-    assert "does nothing yet" in said(*secret, "--auto-tunning")
+    assert "has no effect" in said(*secret, "--auto-tunning")
     assert "goes with its pod" in said(*secret, "--run-dir=/runs/tr", "--data=x:/run")
     assert not said(*secret, "--run-dir=/runs/tr", "--data=x:/runs", "--log-dir", "/runs/logs")
     assert not said(*secret, "--nnodes=2", "--nproc-per-node=8"), "that is for the nodes to say"

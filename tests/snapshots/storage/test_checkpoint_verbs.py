@@ -162,7 +162,7 @@ def test_prune_never_takes_the_newest_verified_one(
     for step in (20, 60, 70):
         flip(folder, step, FIRST, 9)
     assert main(["ckpt", "prune", folder.url, "--keep", "1"]) == 1
-    assert "is whole: nothing is removed" in capsys.readouterr().err
+    assert "is intact, so nothing is removed" in capsys.readouterr().err
     assert folder.committed() == [20, 40, 60, 70]
 
 
@@ -173,7 +173,7 @@ def test_a_folder_of_torch_alone(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["ckpt", "verify", folder.url]) == 0
     assert "step 5 was written by torch alone" in capsys.readouterr().out
     assert main(["ckpt", "prune", folder.url, "--keep", "1"]) == 2
-    assert "has no checkpoint that elasticrun has written" in capsys.readouterr().err
+    assert "has no checkpoint with an elasticrun.json" in capsys.readouterr().err
 
 
 def test_by_the_name_of_a_job_and_without_torch(folder: Folder, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_by_the_name_of_a_job_and_without_torch(folder: Folder, tmp_path: Path) 
     command = [sys.executable, "-c", NO_TORCH, "ckpt", "ls", "tr"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "keeps no checkpoints in its run folder" in done.stderr
+    assert "has no checkpoints in its run folder" in done.stderr
     os.rename(folder.url, run.path / "checkpoints")
     for word in ("tr", str(run.path)):
         command[-1] = word
@@ -196,12 +196,12 @@ def test_by_the_name_of_a_job_and_without_torch(folder: Folder, tmp_path: Path) 
     [
         (["ls", "nowhere"], "there is no folder"),
         (["ls", "./nowhere"], "there is no folder"),
-        (["verify", "."], "is no folder of checkpoints"),
-        (["prune", ".", "--keep", "1"], "is no folder of checkpoints"),
+        (["verify", "."], "is not a folder of checkpoints"),
+        (["prune", ".", "--keep", "1"], "is not a folder of checkpoints"),
         (["prune", "a"], "--keep"),
-        (["prune", "a", "--keep", "0"], "'0' is no whole number from 1 on"),
+        (["prune", "a", "--keep", "0"], "'0' is not a whole number of at least 1"),
         (["verify", "a", "11"], "there is no step 11 in"),
-        (["verify", "a", "x"], "'x' is no whole number from 0 on"),
+        (["verify", "a", "x"], "'x' is not a whole number of at least 0"),
         (["lst", "a"], "'lst'"),
         ([], "ls|verify|prune"),
     ],

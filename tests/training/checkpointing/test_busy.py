@@ -83,7 +83,7 @@ def test_a_rank_without_room_to_map_a_snapshot_says_so_and_spoils_nothing(
     again = Checkpointer(tmp_path, state=state, every_steps=1, persist_every_seconds=None)
     with at_most(64 << 20), pytest.raises(RuntimeError) as caught:
         again.restore()
-    assert "step 1 is whole in memory, but this process cannot map" in str(caught.value)
+    assert "step 1 is complete in memory, but this process cannot map" in str(caught.value)
     again.close()
     assert agent.of(s.CannotRestore) == []
 

@@ -172,7 +172,7 @@ def test_objects_in_state_are_parts_by_their_keys(agent: PlayedAgent, new: New) 
     assert rest == {"tokens": 7, "seen": {"a": 1}}
     assert torch.equal(after["late"], torch.ones(2))
     after["m"] = nn.Linear(1, 1)
-    with pytest.raises(StateError, match="is not the Linear that it was when"):
+    with pytest.raises(StateError, match="is no longer the Linear that it was when"):
         two._state.take()
 
 
@@ -376,7 +376,7 @@ def test_what_cannot_be_state_is_refused(tmp_path: Path) -> None:
         ({"m": FullyShardedDataParallel()}, "fully_shard"),
         ({"__rank0": {"x": 1}}, "cannot be a name"),
         ({"d": {"m": nn.Linear(1, 1)}}, "under its own name"),
-        ({"state": {"m": nn.Linear(1, 1)}, "m": {}}, r"and m= is given too"),
+        ({"state": {"m": nn.Linear(1, 1)}, "m": {}}, r"and m= is also an argument"),
         ({"state": {1: nn.Linear(1, 1)}}, r"state\[1\] is a Linear: its key is to be a text"),
         ({}, "there is no state"),
         ({"half": Half()}, r"half is a Half, which has state_dict\(\) and no load_state_dict"),
@@ -523,7 +523,7 @@ def test_a_rank_has_one_state(agent: PlayedAgent, tmp_path: Path) -> None:
         return Checkpointer(tmp_path / folder, **state, **USUAL)
 
     unused = made("a", model=a)
-    with pytest.raises(ConflictError, match=r"of model in .*/a, so .* none of model in .*/b$"):
+    with pytest.raises(ConflictError, match=r"in .*/a, so there cannot be one of model in .*/b$"):
         made("b", model=b)
     with pytest.raises(ConflictError, match=r"Checkpointer\(folder, ema=\.\.\., model=\.\.\.\): "):
         made("a", ema=b)

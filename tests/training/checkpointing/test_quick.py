@@ -193,7 +193,7 @@ def test_an_optimizer_of_a_parameter_that_was_replaced_is_told_of() -> None:
     state.take()
     module.weight = nn.Parameter(torch.ones(4, 4))
     with pytest.raises(
-        StateError, match=r"optim has a parameter of shape \(4, 4\) that is in none"
+        StateError, match=r"optim has a parameter of shape \(4, 4\) that is no longer in any"
     ):
         state.take()
 

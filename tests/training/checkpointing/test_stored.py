@@ -93,7 +93,7 @@ def test_a_lost_class_condemns_none(tmp_path: Path, place: Any, ours: bool, veri
     save(tmp_path, 1, 2, ours=ours, place={"it": place.Place()}, weights_only=False)
     kept, place.Place = place.Place, None
     del place.Place
-    said = "is whole" if ours and verify else "verify=True does that" if ours else "its full size"
+    said = "is intact" if ours and verify else "verify=True does that" if ours else "its full size"
     for _ in range(2):
         with pytest.raises(UnreadableError, match=f"step 2 in .*{said}.*Can't get attribute"):
             restored(tmp_path, place={"it": None}, verify=verify, weights_only=False)
@@ -126,7 +126,7 @@ def test_storage_full_of_spoiled_checkpoints_is_not_read_on(tmp_path: Path, monk
     save(tmp_path, 1, 2, 3, ours=True)
     for file in tmp_path.glob("*/*.distcp"):
         os.truncate(file, 10)
-    with pytest.raises(CorruptError, match=r"2 checkpoints in .* were found corrupt"):
+    with pytest.raises(CorruptError, match=r"2 checkpoints in .* in a row are corrupt"):
         restored(tmp_path)
     assert Folder(str(tmp_path)).condemned() == [2, 3]
 
@@ -140,7 +140,7 @@ def test_what_cannot_be_condemned_is_passed_over_all_the_same(tmp_path: Path, mo
     save(tmp_path, 1, 2, ours=True)
     os.truncate(file_of(tmp_path, 2), 10)
     monkeypatch.setattr(Folder, "condemn", refuse)
-    with pytest.warns(UserWarning, match=r"could not be noted there \(it is read-only\)"):
+    with pytest.warns(UserWarning, match=r"could not be marked as corrupt \(it is read-only\)"):
         assert restored(tmp_path) == 1
 
 
