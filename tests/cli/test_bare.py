@@ -84,10 +84,10 @@ def test_what_says_where_nodes_meet_keeps_its_meaning(
 @pytest.mark.parametrize(
     ("words", "environ", "begins"),
     [
-        ("--nnodes=4 s.py", {}, "--nnodes=4 does not say where the nodes meet"),
-        ("--nnodes=2:2 s.py", {}, "--nnodes=2 does not say"),
-        ("s.py", {"PET_NNODES": "4"}, "--nnodes=4 does not say"),
-        ("--auto-config s.py", {"NODE_NUM": "3"}, "a job of 3 nodes does not say"),
+        ("--nnodes=4 s.py", {}, "--nnodes=4 needs a rendezvous"),
+        ("--nnodes=2:2 s.py", {}, "--nnodes=2 needs a rendezvous"),
+        ("s.py", {"PET_NNODES": "4"}, "--nnodes=4 needs a rendezvous"),
+        ("--auto-config s.py", {"NODE_NUM": "3"}, "a job of 3 nodes needs a rendezvous"),
     ],
 )
 def test_a_fixed_number_and_nothing_else_is_refused_with_the_flags_that_are_missing(
@@ -244,7 +244,7 @@ def test_folders_that_are_shared_although_statfs_does_not_say_so(tmp_path: Path)
     environ = {"ELASTICRUN_SHARED": f"/nowhere:{tmp_path}"}
     inside = tmp_path / "a"
     inside.mkdir()
-    assert shared_folder(str(inside), environ) == "what $ELASTICRUN_SHARED names"
+    assert shared_folder(str(inside), environ) == "$ELASTICRUN_SHARED"
     assert shared_folder(str(tmp_path.parent), environ) == ""
     assert shared_folder("/proc/self", {}) == ""
     assert shared_folder(str(tmp_path / "gone"), {}) == ""

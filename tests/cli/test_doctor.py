@@ -121,7 +121,7 @@ def test_a_failure_is_exit_code_1(environ: dict[str, str]) -> None:
     done = doctor(environ=environ, before=few_files)
     assert done.returncode == 1, done.stderr
     assert re.search(r"failed +open files", done.stdout)
-    assert "ulimit -n is 100, with which no rank can work" in done.stdout
+    assert "ulimit -n is 100, which is too few for any rank" in done.stdout
     done = doctor("--json", environ=environ, before=few_files)
     assert done.returncode == 1
     assert one(findings(done.stdout), "open files").todo == "ulimit -n 1024"
@@ -236,7 +236,7 @@ def test_a_small_shm_of_a_container(environ: dict[str, str]) -> None:
     shell = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
     command = ["unshare", "--mount", "sh", "-c", shell, "sh", *DOCTOR, "--json"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT)
-    assert "docker's default" in one(findings(done.stdout), "shared memory").seen
+    assert "Docker's default" in one(findings(done.stdout), "shared memory").seen
     assert done.returncode == 0
 
 

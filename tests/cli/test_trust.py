@@ -79,7 +79,7 @@ def test_tls_files(pem: Path) -> None:
         made(f"{SEVERAL} {flags(pem, 'cert')}")
     with pytest.raises(UsageError, match="--tls-ca=/none: there is no such file"):
         made(f"{SEVERAL} --tls-ca=/none")
-    with pytest.raises(UsageError, match="--tls-ca=/: it is no file"):
+    with pytest.raises(UsageError, match="--tls-ca=/: it is not a file"):
         made(f"{SEVERAL} --tls-ca=/")
 
 

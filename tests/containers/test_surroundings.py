@@ -26,7 +26,7 @@ def test_a_small_dev_shm(box: Box, world: World) -> None:
     assert [(life.start, life.right) for life in lives] == [(0, True), (2, True)]
     assert lives[1].source == "memory"
     said = container.launched.stderr
-    assert said.count("snapshots are kept in memory without a name") == 1
+    assert said.count("snapshots are kept in anonymous memory") == 1
     assert "/dev/shm has room for 64 MiB" in said
 
 
@@ -72,7 +72,7 @@ def test_no_room_for_snapshots_within_the_limit(box: Box, world: World) -> None:
     container = box("--standalone", *holds, memory=900 * MIB, shm=2048 * MIB)
     assert container.launched.wait() == 0, container.launched.stderr
     said = container.launched.stderr
-    assert "training goes on without snapshots: 500 MiB are needed, and the cgroup" in said
+    assert "training continues without snapshots: 500 MiB are needed, but the cgroup" in said
     assert OOM not in said
 
 

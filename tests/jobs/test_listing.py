@@ -218,7 +218,7 @@ def test_prune(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     running = _run(root, "running", 5)
     alive = structs.replace(running.job() or JobRecord(name=""), started=start_time(os.getpid()))
     running.write_job(alive)
-    with pytest.raises(UsageError, match="say which"):
+    with pytest.raises(UsageError, match="give --since 7d"):
         listing.prune([])
     with pytest.raises(UsageError, match="write 90s, 30m"):
         listing.prune(["--since", "7 days"])

@@ -128,7 +128,7 @@ def test_a_single_job_is_shown_whole_and_of_several_why_they_wait(
     assert alone.splitlines()[1].split()[:2] == ["job", "hangs"]
     assert "\nheld up: rank 1 is idle\n" in alone
     verb._show([("h:1", hung), ("h:2", page())])
-    assert "\njob: held up: rank 1 is idle; all of it" in capsys.readouterr().out
+    assert "\njob: held up: rank 1 is idle; details" in capsys.readouterr().out
 
 
 def test_the_list_fits_80_columns_and_breaks_no_name() -> None:

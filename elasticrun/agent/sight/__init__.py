@@ -1,3 +1,3 @@
-"""What this node's ranks are doing: queried from them, read from /proc, reported to the master.
+"""Finds out what this node's ranks are doing, from their answers and /proc, and reports it.
 
 Forbidden here: a decision about the job, and anything that could harm a healthy rank."""

@@ -1,4 +1,4 @@
-"""What the kernel knows of a rank and its descendants: CPU time, I/O, memory, process state.
+"""Samples a rank and its descendants in the kernel: CPU time, I/O, memory, process state.
 
 Needs no privilege; a value that cannot be read counts as zero.
 """
@@ -29,7 +29,7 @@ class Activity:
     being: Being
     cpu: float = 0.0  # seconds, without pollers
     io: int = 0  # bytes read and written, files and pipes
-    own: int = 0  # the part of it by main threads
+    own: int = 0  # bytes of it by main threads
     rss: int = 0  # bytes
     kernel: str = ""  # kernel function in which the rank's main thread sleeps
 
@@ -94,7 +94,7 @@ class Activities:
         if known is None:
             name = processes.text_of(pid, f"task/{thread}/comm")
             known = name in POLLERS
-            # a thread has its creator's name until it gets its own
+            # a new thread has its creator's name at first
             if known or name != maker:
                 self._named[pid, thread] = known
         return known

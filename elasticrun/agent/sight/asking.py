@@ -1,8 +1,8 @@
 """Queries to the answering threads of the local ranks (`training.monitor`), and their answers.
 
-There is one socket per round. The sender's address identifies the rank: it is a random name of that
-round, and credentials prove that the sender is of this user. A late answer matches no pending query
-and is dropped.
+There is one socket per round. The sender's address, a random name of that round, identifies the
+rank. Socket credentials prove that the sender belongs to this user. A late answer matches no
+pending query and is dropped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from elasticrun.wire.progress import (
 )
 
 MOST_AT_ONCE: Final = 64
-"""Answers read per turn of the loop: one from each rank of a large node."""
+"""Maximum number of answers read per turn of the loop: one from each rank of a large node."""
 
 
 @dataclass(slots=True)
@@ -95,8 +95,8 @@ class RankQueries:
         return query.answers
 
     def _sent(self, question: bytes, rank: int) -> bool:
-        """Whether the query was sent, or the rank is silent with a full queue. False if the rank's
-        thread does not exist yet, or has exited."""
+        """Whether the query was sent or the queue is full because the rank is silent. False if the
+        rank's thread does not exist yet, or has exited."""
         if self._socket is None or rank not in self._places:
             return False
         try:

@@ -1,4 +1,4 @@
-"""Writes what is known of hanging ranks into files for people: `hang-N/rank-R.txt`."""
+"""Writes all facts about hanging ranks to files for people: `hang-N/rank-R.txt`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint
 
 MAX_DUMP: Final = 256 * 1024
-"""Bytes of one rank's file; its own lines come first, then its stacks."""
+"""Maximum bytes of one rank's file; facts come first, then stacks."""
 
 
 def write(parent: str, number: int, texts: Mapping[int, str]) -> str:
@@ -72,7 +72,7 @@ def _lines(
     if seen.place:
         yield f"at {seen.place}" + (f", in {seen.library}" if seen.library else "")
     if seen.holds:
-        yield "does not answer: C code holds its interpreter"
+        yield "does not answer: C code holds its interpreter lock"
     for at in seen.at:
         group = groups[at.group]
         call = f"; the oldest open one, {at.age:.0f} s: {at.call}" if at.call else ""

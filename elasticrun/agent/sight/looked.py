@@ -28,7 +28,7 @@ _Group = tuple[str, str]
 """Name and members of a process group."""
 
 MOST_OF_A_LINE = 200
-"""Characters of a line of the ranks' output that are sent."""
+"""Maximum characters of an output line that is sent."""
 
 ROOM = m.MAX_MESSAGE_BYTES * 3 // 4
 """Bytes for all stacks in one message, which also contains names. The most common groups are
@@ -37,7 +37,7 @@ dropped when they do not fit."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSample:
-    """One rank in one sample, with all that this node knows of it."""
+    """One rank in one sample, with all facts that this node has about it."""
 
     rank: int  # global
     pid: int
@@ -49,14 +49,14 @@ class RankSample:
     quiet: float
     idle: float  # as in RankSeen
     progress: tuple[int, float]  # newest step, and its seconds
-    word: tuple[str, float] = ("", 0.0)  # the phase it reports, and its seconds left
+    word: tuple[str, float] = ("", 0.0)  # its reported quiet phase, and the seconds left
     device: Load = UNKNOWN_LOAD  # load of the device that it computes on
     outside: Threads = field(default_factory=dict)  # stacks read from outside the process
     unread: str = ""  # why they could not be read from outside
 
     @property
     def threads(self) -> Mapping[str, Sequence[Frame]]:
-        """All stacks known of it."""
+        """All its known stacks."""
         return {**(_threads(self.answer) if self.answer is not None else {}), **self.outside}
 
     @property
@@ -66,8 +66,8 @@ class RankSample:
 
     @property
     def holds(self) -> bool:
-        """Whether C code holds the interpreter lock, so that its thread cannot answer: nothing else
-        prevents an answer."""
+        """Whether C code holds the interpreter lock, because nothing else prevents its thread from
+        answering."""
         return self.queried and self.answer is None and self.activity.may_answer
 
 
@@ -96,8 +96,8 @@ def reports(
 
 
 def last_output(texts: Mapping[int, str]) -> tuple[m.StackGroup, ...]:
-    """What these ranks have written last. The key of a line is its text without measured values,
-    and the number of later lines with that key. So lines of the same moment of training match
+    """The last output lines of these ranks. A line's key is its text without measured values, with
+    the number of later lines with the same text. So lines of the same moment of training match
     across nodes.
     """
     after: Counter[str] = Counter()
@@ -131,8 +131,8 @@ def stacks(
 
 
 def from_outside(found: Sequence[RankSample], limit: float) -> list[RankSample]:
-    """The same, plus stacks read from outside: of ranks that did not answer, and of the children of
-    ranks that wait for no other rank. Blocks for about `limit` seconds at most."""
+    """The same, plus stacks read from outside: those of ranks that did not answer, and of children
+    of ranks that wait for no other rank. Blocks for about `limit` seconds at most."""
     end = time.monotonic() + limit
     rows = []
     for one in sorted(found, key=lambda one: one.answer is not None):
@@ -160,9 +160,9 @@ def write_down(parent: str, number: int, found: Sequence[RankSample]) -> str:
 
 def _why(one: RankSample) -> str:
     if not one.forked:
-        return "started by exec: has no thread that answers"
+        return "started by exec: has no answering thread"
     if one.holds:
-        return "does not answer: C code holds its interpreter"
+        return "does not answer: C code holds its interpreter lock"
     if not one.queried:
         return "has not begun, or has ended"
     return f"does not answer: {one.activity.being}"

@@ -1,9 +1,9 @@
-"""Stacks of a process that does not answer: C code holds its interpreter lock, it is stopped, or it
-has no answering thread (started by exec, or a data loader worker).
+"""Reads stacks of a process that does not answer, because C code holds its interpreter lock, it is
+stopped, or it has no answering thread (started by exec, or a data loader worker).
 
-py-spy reads them, if it is on PATH, always without stopping the process: a reader killed in the
-middle would leave the rank stopped. No signal is sent, because one that faulthandler handles can
-crash a running interpreter. Without py-spy, or if the kernel forbids it, only /proc is used.
+py-spy reads them, if it is on PATH. It does not stop the process, because a killed reader would
+leave the rank stopped. No signal is sent, because one that faulthandler handles can crash a running
+interpreter. Without py-spy, or if the kernel forbids it, only /proc is used.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from elasticrun.agent.sight.stacks import Frame
 from elasticrun.host.system import processes
 
 TRIES: Final = 3
-"""Tries: a process that runs Python changes its stack during a read, which then fails."""
+"""Number of tries. A read fails if the process changes its stack during the read."""
 
 MAX_OUTPUT: Final = 4 * 1024 * 1024
 MAX_THREADS: Final = 64
 MAX_CHILDREN: Final = 16
-"""Descendants of a rank that are read; the first ones it started."""
+"""Maximum number of descendants read per rank; the first ones that it started."""
 
 Threads = dict[str, tuple[Frame, ...]]
 """Frames by thread name, innermost first; "" is the main thread."""
@@ -37,7 +37,7 @@ def stacks_of(pid: int, limit: float) -> tuple[Threads, str]:
     none. Blocks."""
     reader = shutil.which("py-spy")
     if reader is None:
-        return {}, "py-spy, which could read it from outside, is not on PATH"
+        return {}, "py-spy, which could read it, is not on PATH"
     end = time.monotonic() + limit
     why = "py-spy took too long"
     for _ in range(TRIES):

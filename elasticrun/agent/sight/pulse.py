@@ -1,7 +1,7 @@
 """Detects whether any rank of this node makes progress, from samples every PULSE_EVERY seconds.
 
 A rank makes progress when its step or a counter of its collectives has changed since the last
-sample. The node reports only changes of this state, so nothing during normal training.
+sample. The node reports only changes of this state, which are rare in normal training.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ QUIET_AFTER: Final = 1.6 * PULSE_EVERY
 progress, even if that one comes some milliseconds early."""
 
 BUSY_CPU: Final = 0.02
-"""Cores that a busy rank uses at least, with its descendants ..."""
+"""A rank is busy if it and its descendants use at least this many cores ..."""
 
 BUSY_IO: Final = 64 * 1024 / PULSE_EVERY
-"""... or bytes per second that it reads and writes."""
+"""... or read and write at least this many bytes per second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class LocalQuiet:
         return max(0.0, now - self._ranks[rank].moved)
 
     def news(self, now: float) -> Quiet | None:
-        """A report for the master; None if the state has not changed since the last one."""
+        """A report for the master; None if the state has not changed since the last report."""
         if self._now == self._sent and not self._send_first:
             return None
         quiet, waiting, busy = self._now
@@ -135,5 +135,5 @@ class LocalQuiet:
         self._sent, self._send_first = self._now, False
 
     def mark_unsent(self) -> None:
-        """The master may have lost the last report: send it again."""
+        """Send the last report again, because the master may have lost it."""
         self._sent, self._send_first = None, self._moves

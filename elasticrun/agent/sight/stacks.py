@@ -1,4 +1,4 @@
-"""Stacks of a node's ranks: finds the user's own line, and groups threads with equal stacks.
+"""Finds the user's own line in the stacks of a node's ranks, and groups threads with equal stacks.
 
 A frame is (file, line, function); a stack is its frames, innermost first. Frames of the user's
 source keep their line numbers, and library frames become module and function. The inside of torch's
@@ -49,7 +49,7 @@ _TELLING: Final = (
     "safetensors",
     "torch.utils.data",
 )
-"""Libraries that tell how long a call may take; listed before their callers."""
+"""Libraries whose calls indicate how long a rank may wait; listed before their callers."""
 
 _JOINING: Final = frozenset({"init_process_group", "new_group", "_create_c10d_store", "rendezvous"})
 """Functions of torch.distributed that wait for other processes to join."""
@@ -76,8 +76,8 @@ _DIGITS: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 def place_of(frames: Sequence[Frame]) -> tuple[str, str]:
     """The innermost line of the user's source, such as "train.py:88 load_shard", and the library
-    that it has called, such as "torch.serialization". That is the outermost called library that
-    tells how long the call may take, else the outermost. "" if unknown."""
+    that it has called, such as "torch.serialization". That is the outermost called library in
+    _TELLING, else the outermost. "" if unknown."""
     at = _own(frames)
     if at is None:
         return "", ""
@@ -141,8 +141,8 @@ def _lines(frames: Sequence[Frame]) -> list[str]:
 
 
 def _first(frames: Sequence[Frame]) -> int:
-    """Index of the innermost frame shown: the call into torch.distributed, if the user's line has
-    led there."""
+    """Index of the innermost frame shown: the call into torch.distributed, if the user's line made
+    one."""
     own = _own(frames)
     below = range(len(frames) if own is None else own)
     calls = [at for at in below if _of_collectives(frames[at])]
@@ -155,8 +155,8 @@ def _of_collectives(frame: Frame) -> bool:
 
 
 def _own(frames: Sequence[Frame]) -> int | None:
-    """Index of the innermost frame of the user's source. Training code that is installed as a
-    package has none; then it is that package, if the outermost frame belongs to it."""
+    """Index of the innermost frame of the user's source. For training code that is installed as a
+    package, a frame of that package, if the outermost frame belongs to it."""
     for at, (file, _, _) in enumerate(frames):
         if not _module(file) and not _ours(file):
             return at

@@ -34,7 +34,7 @@ SAMPLE_LIMIT: Final = 2.0
 """Seconds for full answers; a rank that is silent this long does not get the interpreter lock."""
 
 DEVICES_LIMIT: Final = 1.5
-"""Seconds for querying the load of devices; a slower driver is not waited for."""
+"""Seconds for querying the load of devices; a slower driver is ignored."""
 
 OUTSIDE_LIMIT: Final = 4.0
 """Seconds for reading the stacks of silent ranks, in total."""
@@ -53,7 +53,7 @@ class _WatchedRound:
 
     start: m.Start
     quiet: LocalQuiet
-    active: bool = True  # its ranks are not being stopped
+    active: bool = True  # False while its ranks are being stopped
     sampled_at: float = 0.0
     seen: Mapping[int, Activity] = field(default_factory=dict)  # by pid, from the last sample
     beats: dict[int, RankBeat] = field(default_factory=dict)  # by local rank, without groups
@@ -92,7 +92,7 @@ class LocalSight:
         self._tasks.start(self._watch(watched), "watching the ranks", on_failure=logger.warning)
 
     def ranks_stopping(self) -> None:
-        """Ranks being stopped make no progress: do not report that."""
+        """Stop reports, because ranks that are being stopped make no progress."""
         if self._watched is not None:
             self._watched.active = False
 
@@ -106,7 +106,7 @@ class LocalSight:
         self._queries.stop()
 
     def resend(self) -> None:
-        """The link is back: send the state to the master again."""
+        """Send the state to the master again, after a reconnect."""
         if self._watched is not None:
             self._watched.quiet.mark_unsent()
             self._report(self._watched)
@@ -131,7 +131,7 @@ class LocalSight:
             try:
                 await self._beat(watched)
                 self._report(watched)
-            except Exception as error:  # only one sample failed; ending the watch would hide hangs
+            except Exception as error:  # ending the watch would hide hangs
                 self._once.log(f"a sample of the ranks failed: {error!r}", kind="beat")
 
     async def _beat(self, watched: _WatchedRound) -> None:
@@ -152,7 +152,7 @@ class LocalSight:
         """Activity by local rank, as the kernel reports it now; keeps the rates since the last
         sample."""
         pids, this = dict(self._ranks.pids), object()
-        if len(self._under_way) > MAX_SAMPLES:  # /proc does not answer, and threads wait for it
+        if len(self._under_way) > MAX_SAMPLES:  # threads hang in /proc
             return {}
 
         def work() -> dict[int, Activity]:
@@ -237,7 +237,7 @@ class LocalSight:
             return ()
 
     async def _from_outside(self, found: list[looked.RankSample]) -> list[looked.RankSample]:
-        """Add what other programs can read of ranks that did not answer."""
+        """Add stacks that py-spy can read of ranks that did not answer."""
         try:
             return await in_thread(
                 lambda: looked.from_outside(found, OUTSIDE_LIMIT), limit=OUTSIDE_LIMIT + 1.0

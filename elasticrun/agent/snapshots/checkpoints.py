@@ -1,8 +1,8 @@
 """This node's share of checkpoints in progress: each attempt from its order to its end.
 
-The snapshots are pinned for that time, first compared with their hashes, and then handed to the
-saver. The result goes to the master, and again to a master that may have missed it. After the
-attempt's time limit this node gives it up, whatever the master says.
+During an attempt its snapshots are pinned. They are compared with their hashes, then the saver
+writes them. The result goes to the master, and again to a master that may have missed it. This node
+gives an attempt up after its time limit, even without an order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from elasticrun.wire.snapshots import PartOf, PersistParts
 
 
 class CannotPersist(Exception):
-    """This node's share cannot be written; the text is a sentence."""
+    """This node's share cannot be written."""
 
 
 @dataclass(eq=False)
@@ -72,10 +72,10 @@ class Persisting:
         attempt.tasks.start(self._write(attempt), attempt.name)
 
     def commit(self, order: CommitCheckpoint) -> None:
-        """All parts are written: have the marker written."""
+        """Let the saver write the marker, because all parts are written."""
         attempt = self._attempts.get(order.attempt)
         if attempt is None:
-            why = "this node does not know that attempt any more"
+            why = "this node no longer knows that attempt"
             self._store.link.send(Persisted(order.attempt, False, True, why, 0, 0.0))
         elif not attempt.committing:
             attempt.committing = True
@@ -84,7 +84,7 @@ class Persisting:
             self._resend(attempt, committed=True)
 
     def over(self, order: PersistOver) -> None:
-        """The attempt was committed or given up."""
+        """Handle that the attempt was committed or given up."""
         attempt = self._attempts.get(order.attempt)
         if attempt is not None:
             self._close(attempt, ok=order.ok)
@@ -135,7 +135,7 @@ class Persisting:
         for rank in order.ranks:
             mine = self._store.inventory.find(order.round, order.step, rank)
             if mine is None:
-                raise CannotPersist(f"step {order.step} of rank {rank} is not held here any more")
+                raise CannotPersist(f"step {order.step} of rank {rank} is no longer in memory here")
             found.append((*mine, rank))
         return found
 
@@ -175,8 +175,9 @@ class Persisting:
         )
 
     def _keep(self, order: Persist, last: int) -> tuple[int, tuple[int, ...]]:
-        """How many checkpoints to keep (0: all), and which besides. A rank may still be reading the
-        checkpoint that it restores from, unless every rank has taken a snapshot since."""
+        """How many checkpoints to keep (0: all), and which ones besides. A rank may still be
+        reading the checkpoint that it restores from, unless every rank has taken a snapshot
+        since."""
         present, reading = self._store.inventory.present, self._store.inventory.reading
         is_present = present is not None and present.name == order.round
         if is_present and order.writers >= order.world_size:
@@ -201,7 +202,7 @@ class Persisting:
         self._store.link.send(report)
 
     def _late(self, attempt: _Attempt) -> None:
-        """Its time limit has passed, and no master has ended it."""
+        """Give an attempt up: its time limit has passed, and no master has ended it."""
         in_storage = any(report.ok and report.committed for report in attempt.results)
         self._close(attempt, ok=in_storage)
         if not in_storage:

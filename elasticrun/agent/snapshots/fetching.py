@@ -1,15 +1,15 @@
 """Snapshots from other nodes: shards from which ranks restore, and replicas that this node keeps.
 
 Shards belong to the snapshot that the master has chosen. They come from this node's segments or
-from another node, and are compared with their hashes. The comparison starts with the generation,
-while its ranks are still starting; ranks ask for the result when they have copied the shard.
+from another node, and are compared with their hashes. The comparison starts while the ranks are
+still starting. A rank asks for the result after copying the shard.
 
-Replicas are copies of another node's snapshots in this node's memory, so that either node may be
-lost. The master decides what to copy and from whom. The saver process copies it, so that no data
-passes through this loop. A replica is a segment like a rank's own: two slots (one complete, one
-being written), a commit word, hashes. It is also reported, served, restored from, persisted and
-adopted by a later agent in the same way. Orders run one at a time; orders for an older step are
-dropped. Traffic is limited only by the bandwidth of two connections.
+Replicas are copies of another node's snapshots in this node's memory, so that the state survives
+the loss of either node. The master decides what to copy and from whom. The saver process copies it,
+so that no data passes through this loop. A replica is a segment like a rank's own: two slots (one
+complete, one being written), a commit word, hashes. It is reported, served, restored, written and
+adopted like one, too. Orders run one at a time; orders for an older step are dropped. Traffic is
+limited only by the bandwidth of two connections.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.types import RoundName
 
 WHERE_LIMIT: Final = 60.0
-"""Seconds for the master to answer who holds a shard; the holder may be reconnecting."""
+"""Seconds for the master to answer which node has a shard; that node may be reconnecting."""
 
 FETCH_LIMIT: Final = 900.0
 """Seconds for a copy from another node: almost a terabyte at 1 GB/s."""
@@ -40,8 +40,8 @@ CHECK_LIMIT: Final = 300.0
 that a rank waits for the answer."""
 
 MAX_REQUESTS: Final = 16384
-"""Shards that one generation may request; each local rank needs those of a few other ranks at
-most."""
+"""Maximum number of shards that one generation may request. Each local rank needs at most those of
+a few other ranks."""
 
 MAX_REASON: Final = 1000
 """Maximum characters of a reason sent to the master."""
@@ -54,7 +54,7 @@ _NOTHING: Final = (-1, -1, -1)
 
 
 class Absent(Exception):
-    """A shard is not available; the text is a sentence."""
+    """A shard is not available."""
 
 
 class Shards:
@@ -125,7 +125,7 @@ class Shards:
         self._spawn(peer, self._answer_whole(peer, rank))
 
     def reject(self, rank: int, reason: str) -> None:
-        """Handle CannotRestore: neither we nor the master use this shard any more."""
+        """Handle CannotRestore: this node and the master no longer use this shard."""
         if self.restore is None or rank in self._bad or len(self._bad) >= MAX_REQUESTS:
             return
         self._bad.add(rank)
@@ -164,18 +164,20 @@ class Shards:
             peer.send(s.ShardHere(True, "", owner, snapshot.slot, snapshot.sequence), held.fd)
 
     async def _find(self, rank: int) -> tuple[Held, Snapshot, int]:
-        """The shard of this rank, or of one with the same content. Absent."""
+        """The shard of this rank, or of one with the same content. Raises Absent."""
         if self.restore is None:
             raise Absent("there is no snapshot to restore from")
         if not 0 <= rank < self.restore.world_size:
-            raise Absent(f"there was no rank {rank} among {self.restore.world_size}")
+            raise Absent(
+                f"the snapshot has only {self.restore.world_size} ranks, and no rank {rank}"
+            )
         if (mine := self._find_here(rank)) is not None:
             return (*mine, rank)
         order = await self._ask(rank)
         if (mine := self._find_here(order.holds)) is not None:
             return (*mine, order.holds)
         if order.saver is None:
-            raise Absent(order.reason or f"nobody holds what rank {rank} had")
+            raise Absent(order.reason or f"no node has the shard of rank {rank}")
         if order.holds not in self._copies:
             fetching = self._work.start(self._fetch(order), "copying a shard")
             self._copies[order.holds] = fetching
@@ -188,7 +190,7 @@ class Shards:
         return held, snapshot, order.holds
 
     async def _ask(self, rank: int) -> m.Holder:
-        """Ask the master who holds it. Absent."""
+        """Ask the master which node has it. Raises Absent."""
         if rank not in self._holders:
             if len(self._holders) >= MAX_REQUESTS:
                 raise Absent(f"more than {MAX_REQUESTS} shards were requested")
@@ -198,7 +200,8 @@ class Shards:
             return await asyncio.wait_for(asyncio.shield(self._holders[rank]), WHERE_LIMIT)
         except TimeoutError:
             raise Absent(
-                f"the master has not said within {WHERE_LIMIT:g} s who holds rank {rank}'s shard"
+                f"the master has not answered within {WHERE_LIMIT:g} s which node has rank "
+                f"{rank}'s shard"
             ) from None
 
     def _where(self, rank: int) -> None:
@@ -235,7 +238,7 @@ class Shards:
         given = self._given.get(rank)
         if given is None:
             peer.send(s.Whole(rank, False, f"rank {rank}'s shard was not given"))
-        elif given[0].passing:  # it was compared during the transfer
+        elif given[0].passing:  # compared during the transfer
             peer.send(s.Whole(rank, True, ""))
         else:
             ok, reason = await asyncio.shield(self._check(given[0], given[1]))
@@ -256,7 +259,7 @@ class Shards:
             text = f"nothing was compared: {why}"
             logger.warning("step %d is not verified: %s", snapshot.step, one_line(text))
             return True, text
-        if answer.ok and answer.reason:  # its ranks died before it was hashed
+        if answer.ok and answer.reason:  # its ranks exited before it was hashed
             logger.info("step %d is not verified: %s", snapshot.step, one_line(answer.reason))
         return answer.ok, answer.reason
 
@@ -277,7 +280,7 @@ class Shards:
 
 
 class Replicator:
-    """The replicas on this node."""
+    """Copies other nodes' snapshots to this node, as ordered by the master."""
 
     def __init__(self, store: SnapshotStore) -> None:
         self._store = store
@@ -289,7 +292,7 @@ class Replicator:
         self._task: asyncio.Task[None] | None = None
         self._untidy = False  # tidy was called during a copy
         self.enabled = False
-        """Whether the ranks of this node want replicas."""
+        """Whether the ranks of this node request replicas."""
 
     def start(self, start: m.Start) -> None:
         """A new generation of ranks: drop orders of the last one."""
@@ -299,7 +302,7 @@ class Replicator:
         self._orders.clear()
         self._ranks.clear()
         self._newest = None
-        self._untidy = False  # this generation has no whole step yet
+        self._untidy = False  # this generation has no complete step yet
 
     def close(self) -> None:
         """The agent ends: stop copying."""
@@ -307,7 +310,7 @@ class Replicator:
         self._tasks.close()
 
     def obey(self, order: m.Replicate) -> None:
-        """Copy what is not here yet; a repeated order gets the same answer again."""
+        """Copy the snapshots that are not here yet. A repeated order gets the same answer."""
         name = (order.round, order.step)
         if not self._is_known(*name):
             self._store.link.send(m.NotReplicated(*name, "its ranks are of another round"))
@@ -316,7 +319,7 @@ class Replicator:
             self._newest = name
             self._orders.clear()
             self._ranks.clear()
-            self._untidy = False  # older replicas stay until this step is whole
+            self._untidy = False  # older replicas stay until this step is complete
         self._ranks.update(order.ranks)
         if len(self._orders) < MAX_ORDERS and order not in self._orders:
             self._orders.append(order)
@@ -324,10 +327,10 @@ class Replicator:
             self._task = self._tasks.start(self._work(), "copying from another node")
 
     def tidy(self) -> None:
-        """Drop replicas that are no longer needed, once the current generation has a whole step.
+        """Drop replicas that are no longer needed, once the current generation has a complete step.
 
-        These are replicas that no order names any more, and those of a rank whose state has a new
-        layout since. During a copy this is postponed to its end."""
+        These are replicas that no current order lists, and those of a rank whose layout has changed
+        since. A call during a copy takes effect after it."""
         self._untidy = self._task is not None
         if self._untidy:
             return
@@ -385,17 +388,17 @@ class Replicator:
             held = await segments.replica_of(rank, sizes, content)
             slot = _slot(held)
             if slot is None:
-                return f"both slots for rank {rank} are needed still"
+                return f"both slots for rank {rank} are still in use"
             held.segment.withdraw(slot)
             done = await savers.fetch_into(key, held, slot)
         except NoRoom as error:
-            return f"there is no room for replicas: {error}"
+            return f"no memory for replicas: {error}"
         except SaverGone as error:
             return str(error)
         if held.is_lost:
-            return "it was dropped meanwhile"
+            return "it was dropped during the copy"
         if done.ok and not self._is_known(order.round, order.step):
-            held.segment.withdraw(slot)  # a later generation has restored from an earlier step
+            held.segment.withdraw(slot)  # left over from before a rewind
         held.written = held.written or done.ok
         self._store.report.changed()
         return "" if done.ok else done.reason
@@ -406,7 +409,7 @@ class Replicator:
 
 
 def _slot(held: Held) -> int | None:
-    """The slot for the next snapshot: never that of the newest one, nor a pinned one."""
+    """The slot for the next snapshot: not the newest one's, and not pinned."""
     found = sorted(held.snapshots(), key=_age)
     taken = {snapshot.slot for snapshot in found}
     empty = [slot for slot in range(held.segment.slots) if slot not in taken]
@@ -417,7 +420,7 @@ def _slot(held: Held) -> int | None:
 
 
 def _newest(held: Held) -> tuple[int, int, int]:
-    """The age key of the newest snapshot there."""
+    """The sort key of its newest snapshot's age."""
     return max(map(_age, held.snapshots()), default=_NOTHING)
 
 

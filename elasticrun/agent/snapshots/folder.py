@@ -1,10 +1,9 @@
-"""The folder on a tmpfs that contains a node's segments, with its ownership. All functions block.
+"""The folder on a tmpfs that contains a node's segments, and its lock. All functions block.
 
-Its name contains the user, job and node. An agent holds its flock for its lifetime, so a folder
-with a free lock has lost its agent, and the next agent of the same node adopts the content. Agents
-of other jobs mark such a folder and remove it some time later. They remove it at once if the
-machine has rebooted since, because files that are not on a tmpfs may then be torn. No two jobs
-share a path.
+Its name contains the user, job and node. An agent holds its flock for its lifetime, so if the lock
+is free, the agent was killed. The next agent of the same node adopts the content. Agents of other
+jobs mark such a folder and remove it after a grace period. If the machine has rebooted since, they
+remove it at once, because files on a disk may then be torn. No two jobs share a path.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from elasticrun.wire.types import RoundName, plain, typed
 DEFAULT_BASE: Final = "/dev/shm"
 
 MOST_ALIKE: Final = 8
-"""Folders per node that are tried; the others are held by agents with the same node name."""
+"""Number of folders tried per node, because other agents with the same node name may hold some."""
 
 MAX_ROUNDS: Final = 256
-"""Rounds whose snapshots may be here; each local rank has a few slots."""
+"""Maximum number of rounds with snapshots here; each local rank has a few slots."""
 
 MAX_ROUNDS_BYTES: Final = 4 * 1024 * 1024
 
@@ -50,7 +49,7 @@ MAX_FILES: Final = 65536
 LOCK: Final = "lock"
 ROUNDS_FILE: Final = "lives.json"
 ORPHAN: Final = "orphan"
-"""Its mtime is the time when another agent found that the folder had lost its agent."""
+"""Its mtime is when another agent found that the folder's agent was gone."""
 
 _OR_NONE: Final = ("storage_from", "all_but", "base")
 """Fields of a `LocalRound` in which -1 means none."""
@@ -59,7 +58,7 @@ _NAME: Final = re.compile(r"(r?)(\d{1,7})-([0-9a-f]{16})-(\d{1,9})")
 
 
 class NotOurFolder(OSError):
-    """The path exists, and is not a folder of this user; the text is a sentence."""
+    """The path exists, but is not a folder of this user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ class SegmentFile:
 
 @dataclass(frozen=True, slots=True)
 class LocalRound:
-    """A round with snapshots here, and what their records do not say: this node's ranks, the
+    """A round with snapshots here, with facts that their records lack: this node's ranks, the
     checkpoint folder, and what the ranks restored."""
 
     info: RoundInfo
@@ -88,7 +87,7 @@ class LocalRound:
 
     @classmethod
     def of(cls, start: Start, nproc: int) -> LocalRound:
-        """The record for ranks that are about to start; nobody asks it why they do."""
+        """The record for ranks that are about to start, without the reason for the start."""
         return cls(replaced(start.info, why="", code=None), start.first_rank, nproc)
 
     @property
@@ -107,7 +106,7 @@ class SegmentFolder:
         self.path = path
         self._lock = lock
         self._prefix = prefix  # prefix of the folders of this job's other nodes
-        self.torn = False  # the content was from before the last reboot
+        self.torn = False  # the content is from before the last reboot
         if _is_of_another_boot(lock):
             self.torn = True
             _clear(path)
@@ -129,7 +128,7 @@ class SegmentFolder:
                 yield SegmentFile(os.path.join(self.path, name), *owner, layout, int(found[4]))
 
     def rounds(self) -> list[LocalRound]:
-        """The rounds that the previous agent has noted; [] if they cannot be read."""
+        """The rounds that the previous agent has stored; [] if they cannot be read."""
         try:
             with open(os.path.join(self.path, ROUNDS_FILE), "rb") as file:
                 rows = json.loads(file.read(MAX_ROUNDS_BYTES))
@@ -138,7 +137,7 @@ class SegmentFolder:
             return []
 
     def note(self, rounds: list[LocalRound]) -> None:
-        """Store the newest rounds for the next agent. OSError."""
+        """Store the newest rounds for the next agent. Raises OSError."""
         text = json.dumps([plain(one) for one in rounds[-MAX_ROUNDS:]])
         path = os.path.join(self.path, ROUNDS_FILE)
         with open(path + ".new", "w") as file:
@@ -160,8 +159,8 @@ class SegmentFolder:
 
 
 def take(base: str, job_id: str, node: str, *, make: bool) -> SegmentFolder | None:
-    """Lock the folder of this node. Without `make`, only one that its last agent has left; None if
-    there is none. A path that belongs to another user is skipped. OSError."""
+    """Lock the folder of this node. Without `make`, only an existing folder of an earlier agent;
+    None if there is none. Skips a path that belongs to another user. Raises OSError."""
     ours = _ours(job_id)
     taken: list[NotOurFolder] = []
     for number in range(MOST_ALIKE):
@@ -178,7 +177,7 @@ def take(base: str, job_id: str, node: str, *, make: bool) -> SegmentFolder | No
     if make and taken:
         raise taken[0]
     if make:
-        raise OSError(f"{MOST_ALIKE} agents of node {node} live on this host")
+        raise OSError(f"{MOST_ALIKE} agents of node {node} are running on this host")
     return None
 
 
@@ -191,8 +190,8 @@ class Cleaned:
 
 
 def clean(base: str, job_id: str, grace: float, now: float) -> Cleaned:
-    """Remove what killed agents of this user's other jobs have left, once an agent has marked it
-    for `grace` seconds. `now`: by the clock of the file system."""
+    """Remove the folders of killed agents of this user's other jobs that were marked at least
+    `grace` seconds ago. `now`: by the clock of the file system."""
     mine, ours = f"elasticrun-{os.getuid()}-", _ours(job_id)
     waits: list[float] = []
 
@@ -243,9 +242,9 @@ def _is_of_another_boot(lock: int) -> bool:
 
 
 def _lock(path: str) -> int | None:
-    """Lock this folder, and create it if necessary; None if another agent holds it. OSError, also
-    if another user owns the folder."""
-    for _ in range(3):  # another agent may be removing it, but not forever
+    """Lock this folder, and create it if necessary; None if another agent holds it. Raises OSError,
+    also if another user owns the folder."""
+    for _ in range(3):  # another agent may be removing it
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
         found = os.lstat(path)
@@ -267,7 +266,7 @@ def _lock(path: str) -> int | None:
         except FileNotFoundError:
             pass
         os.close(fd)
-    raise OSError(f"{path} is removed again and again")
+    raise OSError(f"{path} is repeatedly removed by another process")
 
 
 def _remove_free(
@@ -305,8 +304,8 @@ def _clear(path: str) -> None:
 
 
 def _remove(path: str) -> None:
-    """Remove the folder under its lock. The lock file goes last, so that a waiter then finds
-    another inode."""
+    """Remove the folder under its lock. The lock file is removed last, so that a process that waits
+    for the lock then finds another inode."""
     with contextlib.suppress(OSError):
         _clear(path)
     with contextlib.suppress(OSError):
@@ -338,9 +337,9 @@ def _hash(text: str) -> str:
 
 
 class Orphans:
-    """What killed agents of this user's other jobs have left in the folder `base`.
+    """Folders that killed agents of this user's other jobs have left in `base`.
 
-    It is scanned when this agent starts, and again when the grace period of the next folder has
+    `base` is scanned when this agent starts, and again when the grace period of the next folder has
     passed (`config.ORPHAN_GRACE`). Used in the loop's thread, except `remove_expired`."""
 
     def __init__(self, base: str, job_id: str) -> None:
@@ -385,5 +384,5 @@ class Orphans:
         try:
             found = await in_thread(self.remove_expired, limit=SCAN_LIMIT, name="orphans")
         except (OSError, TimeoutError):
-            return  # left to the next agent
+            return  # the next agent scans again
         self.schedule(found.due)

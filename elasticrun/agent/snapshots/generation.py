@@ -1,10 +1,9 @@
 """One generation of this node's ranks, with respect to their snapshots.
 
-It knows which process speaks for each rank, its segment, and what it has committed there. It writes
-the words of the segments' control pages, by which ranks learn which steps are whole, which never
-will be, and which step to save because a node leaves. A rank writes its current step there. So no
-process waits for another. Only this agent frees slots, so a rank that waits for one does not have
-to poll.
+It knows the process, the segment and the commits of each rank. Control pages of segments replace
+most messages: this agent writes there which steps are complete, which never will be, and which step
+to save because a node leaves; a rank writes its current step. So no process waits for another. Only
+this agent frees slots, so it can notify a rank that waits for one.
 """
 
 from __future__ import annotations
@@ -34,10 +33,9 @@ MOST_FAILED: Final = 16
 """Steps per rank for which a failed save is remembered."""
 
 MUTE_AFTER: Final = 2.0
-"""Seconds without a connection after which a rank that is still running counts as not saving any
-more."""
+"""Seconds without a connection after which a running rank counts as no longer saving."""
 
-BROKEN: Final = "it is not connected to its agent any more"
+BROKEN: Final = "it is no longer connected to its agent"
 
 LEAST_MARGIN: Final = 2
 """Minimum number of steps between the newest step and the requested one."""
@@ -57,18 +55,19 @@ MAY_PUT_OFF: Final = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 @dataclass(frozen=True, slots=True)
 class Speaker:
-    """The process that speaks for a local rank: the first one that introduced itself.
+    """The process that takes a local rank's snapshots: the first one that introduced itself.
 
-    It need not be the one that was started, which may be a shell around it. Any other process is a
-    child, such as an evaluation, whose state is not the rank's."""
+    The started process may be only a shell around it. Any other process is a child, such as an
+    evaluation, whose state is not the rank's."""
 
     pid: int
     pidfd: int  # -1: no other process can replace it
 
     @classmethod
     def of(cls, pid: int) -> Speaker:
-        """Without a pidfd if none is available, or if the process leads its own session, as each
-        one does that we start for a rank: the rank ends with it. ProcessLookupError."""
+        """The pidfd is omitted if it is unavailable, or if the process leads its own session. A
+        process that we start for a rank does, and the rank ends with it. Raises
+        ProcessLookupError."""
         try:
             return cls(pid, -1 if os.getsid(pid) == pid else os.pidfd_open(pid))
         except ProcessLookupError:
@@ -96,12 +95,12 @@ class LocalRank:
     peer: Peer | None = None
     speaker: Speaker | None = None
     held: Held | None = None  # its segment in this generation
-    giving: Peer | None = None  # the peer that is being given one
+    giving: Peer | None = None  # the peer that is about to get one
     waits: tuple[Peer, Held, int] | None = None  # for a slot (NONE), or until a step is whole
     step: int | None = None  # last committed
     skipped: int = 0  # snapshots
-    put_off: tuple[int, ...] = ()  # signals that no longer end it
-    silent: bool = False  # it no longer talks to this agent
+    put_off: tuple[int, ...] = ()  # signals that it defers
+    silent: bool = False  # it sends no more messages
     mute: bool = False  # it is running without a connection
     failed: dict[int, str] = field(default_factory=dict)  # steps that it could not save, and why
 
@@ -142,7 +141,8 @@ class Generation:
     # ------------------------------------------------------------ introductions
 
     def refusal(self, here: s.RankHere, pid: int) -> str:
-        """Why this process is rejected, in a clause; "" if it may speak for one of our ranks."""
+        """Why this process is rejected, in a clause; "" if it may take snapshots for one of our
+        ranks."""
         start = self.start
         if here.version != VERSION:
             return f"its segments are of version {here.version}, ours of {VERSION}"
@@ -151,15 +151,15 @@ class Generation:
         if len(here.folder) > FOLDER_MOST or not 0 <= here.keep_last < 2**31 > here.keep_every >= 0:
             return "its folder or its number of checkpoints is invalid"
         if not 0 <= here.replicas <= 1:
-            return f"it wants {here.replicas} replicas; there may be 0 or 1"
+            return f"it requests {here.replicas} replicas; only 0 or 1 is possible"
         place = (start.first_rank + here.local_rank, start.info.world_size)
         if (here.rank, here.world_size) != place:
             claimed = f"rank {here.rank} of {here.world_size}"
-            return f"it says that it is {claimed}, and is rank {place[0]} of {place[1]}"
+            return f"it claims to be {claimed}, but is rank {place[0]} of {place[1]}"
         return _not_its_speaker(self.ranks[here.local_rank], pid)
 
     def of(self, peer: Peer) -> int | None:
-        """The local rank for which this peer speaks."""
+        """The local rank whose process this peer is."""
         if not isinstance(peer.here, s.RankHere):
             return None
         local_rank = peer.here.local_rank
@@ -179,7 +179,7 @@ class Generation:
         self.watermark, self.given_up, self.resumed = step, NONE, False
 
     def raise_watermark(self, step: int) -> bool:
-        """A step of this generation is whole; returns whether that is new."""
+        """Record that a step of this generation is complete; returns whether that is new."""
         if step < 0 or (step <= self.watermark and self.resumed):
             return False
         self.watermark, self.resumed = step, True
@@ -187,8 +187,8 @@ class Generation:
         return True
 
     def give_up(self, step: int) -> bool:
-        """Steps above the watermark up to this one will never be whole; returns whether that is
-        new."""
+        """Record that steps above the watermark up to this one can never be complete; returns
+        whether that is new."""
         if step <= max(self.watermark, self.given_up):
             return False
         self.given_up = step
@@ -211,7 +211,7 @@ class Generation:
         return held, snapshot
 
     def mark_failed(self, local_rank: int, step: int, reason: str) -> bool:
-        """This rank could not save that step; returns whether that is new."""
+        """Record that this rank could not save that step; returns whether that is new."""
         rank = self.ranks[local_rank]
         if step < 0 or step in rank.failed or (rank.step is not None and rank.step >= step):
             return False
@@ -239,17 +239,17 @@ class Generation:
         }
 
     def steps(self) -> list[int]:
-        """The steps that its ranks have committed last."""
+        """The last step that each of its ranks has committed."""
         return [one.step for one in self.ranks if one.step is not None]
 
     def newest(self) -> int:
-        """The newest step that any of its ranks has reached, also one that has exited; NONE:
-        unknown."""
+        """The newest step that any of its ranks has reached, including ranks that have exited;
+        NONE: unknown."""
         return max((held.segment.current for held in self.held()), default=NONE)
 
     def went_on(self) -> m.WentOn | None:
-        """How far its ranks, after their exit, had trained since restoring from memory; None: no
-        progress."""
+        """After the exit of its ranks: how far they had trained since they restored from memory;
+        None: no progress."""
         start = self.start
         restore = None if start is None else start.info.restore
         if start is None or restore is None or self.living or not self.put_back:
@@ -264,13 +264,13 @@ class Generation:
         later."""
         held = self.ranks[local_rank].held
         if held is None:
-            peer.break_off("it waits for a slot, and has no segment")
+            peer.break_off("it waits for a slot, but has no segment")
             return
         self.ranks[local_rank].waits = (peer, held, whole)
         self.notify_waiting()
 
     def notify_waiting(self) -> None:
-        """Control pages have changed: notify ranks whose wait is over."""
+        """Notify ranks whose wait is over, because control pages have changed."""
         for rank in self.ranks:
             if rank.waits is None:
                 continue
@@ -283,13 +283,13 @@ class Generation:
 
 
 def _not_its_speaker(rank: LocalRank, pid: int) -> str:
-    """Why this process may not speak for that rank, in a clause; "" if it may."""
+    """Why this process may not take that rank's snapshots, in a clause; "" if it may."""
     first = rank.speaker
     if first is not None and first.pid != pid:
         if not first.has_ended():
             return (
-                f"process {first.pid} speaks for that rank, and the state of another one is not "
-                f"the rank's: start that without {env.SNAPSHOTS}"
+                f"process {first.pid} takes that rank's snapshots, and another process has other "
+                f"state: start it without {env.SNAPSHOTS}"
             )
         first.close()
         rank.speaker = None
@@ -302,8 +302,8 @@ def _not_its_speaker(rank: LocalRank, pid: int) -> str:
 
 
 class Drain:
-    """A node leaves: the current step of this node's ranks, and the step that all ranks are to
-    save."""
+    """Handles a leaving node: tracks the current step of the local ranks and the step that all
+    ranks must save."""
 
     def __init__(self, launch: Launch, store: SnapshotStore) -> None:
         self._store = store
@@ -361,7 +361,7 @@ class Drain:
         return max([first, *steps]) if steps else NONE
 
     def margin(self) -> int:
-        """Steps that pass until the request reaches every rank, at their measured pace."""
+        """Number of steps until the request reaches every rank, at their measured pace."""
         since = self._first or self._began
         if since is None:
             return LEAST_MARGIN

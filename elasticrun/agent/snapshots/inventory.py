@@ -1,14 +1,14 @@
 """The inventory of this node's snapshots: content, removal, and reports to the master.
 
-It is read from the segments themselves: a message over a socket may be lost with its rank, a commit
+It is read from the segments themselves. A message over a socket may be lost with its rank; a commit
 cannot. Each report contains the whole inventory, and reports are rate-limited.
 
 While ranks run, a step counts once all of them have committed it. After they have exited, a step
 that only some have committed also counts, unless all of them have another step of the same round:
 rank-local state (random numbers, the data loader) exists nowhere else.
 
-A slot has one pin word, and there may be several reasons for it: the current ranks restore from it,
-it is being written out, or the ranks want it written out.
+A slot has one pin word, possibly for several reasons: the current ranks restore from it, it is
+being written to storage, or the ranks have requested that.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SAME_ON_RANKS: Final = {
     "keep_every": "Keep.every",
     "replicas": "replicas",
 }
-"""Fields of RankHere in which the ranks of a node must agree, and the user's names for them."""
+"""Fields of RankHere that must be equal on all ranks of a node, and the user's names for them."""
 
 CHOSEN: Final = "restore"
 """The pin reason of a slot that the current generation restores from."""
@@ -50,7 +50,7 @@ class Router(Protocol):
     """The owner of all parts of this node's snapshots."""
 
     def tidy(self) -> None:
-        """Something may no longer be needed: pins were removed, or a step is whole."""
+        """Release what is no longer needed, because pins were removed or a step is complete."""
 
     def holdings(self) -> m.Holdings:
         """What this node holds now."""
@@ -107,8 +107,8 @@ class Inventory:
         ]:
             return (
                 f"the Checkpointers of ranks {here.rank} and {first.rank} differ: "
-                f"{', '.join(differing)}. Give all ranks the same options, and all state of a rank "
-                "to one Checkpointer"
+                f"{', '.join(differing)}. Give all ranks the same options, and pass all state of a "
+                "rank to one Checkpointer"
             )
         return ""
 
@@ -120,13 +120,13 @@ class Inventory:
             self._rounds[present.key] = self.present = present
 
     def other_folder(self, name: RoundName, folder: str) -> str:
-        """The checkpoint folder of this round's snapshots, if it differs from `folder`: then they
-        are another training's state. Else ""."""
+        """The checkpoint folder of this round's snapshots if it differs from `folder`, because they
+        then belong to another training; else ""."""
         found = self.local_round(name)
         return "" if found is None or found.folder == folder else found.folder
 
     def committed(self, step: int) -> bool:
-        """A checkpoint of this step exists. Returns whether that has changed `last`."""
+        """Record that a checkpoint of this step exists. Returns whether that has changed `last`."""
         present = self.present
         if present is None or (info := present.info.committed(step)) is present.info:
             return False
@@ -134,7 +134,7 @@ class Inventory:
         return True
 
     def last(self) -> m.RoundInfo | None:
-        """The newest round whose ranks ran here, also under an earlier agent."""
+        """The newest round whose ranks ran here, possibly under an earlier agent."""
         ran_here = [one for one in self._rounds.values() if one.nproc]
         if not ran_here:
             return None
@@ -148,7 +148,7 @@ class Inventory:
         return self._rounds.get(round_key(name))
 
     def learn(self, name: RoundName, world_size: int) -> None:
-        """Add a round without ranks of this node, for which it will hold replicas."""
+        """Add a round of which this node has no ranks, but will hold replicas."""
         added = LocalRound(m.RoundInfo(name, world_size))
         if added.key not in self._rounds:
             if self.present is not None:
@@ -219,14 +219,14 @@ class Inventory:
         return max((step for (k, step), row in rows if k == key and 0 not in row), default=-1)
 
     def has_whole(self, held: Held, watermark: int) -> bool:
-        """Whether it contains a step of the current generation that is whole in the job."""
+        """Whether it contains a step of the current generation that is complete in the job."""
         present = self.present
         return present is not None and any(
             one.round == present.key and one.step <= watermark for one in held.snapshots()
         )
 
     def passed_over(self, held: Iterable[Held], watermark: int) -> int:
-        """The newest step that can be given up because it will never be whole; -1: none.
+        """The newest step that can be given up because it can never be complete; -1: none.
 
         This applies if ranks of the current generation hold different steps above the watermark,
         and some ranks have skipped a step that others have. The result is below all steps that
@@ -248,7 +248,7 @@ class Inventory:
     def prune(self, restore: m.Restore | None, going_on: set[str]) -> None:
         """While no rank is running: withdraw snapshots newer than the one to restore from, pin that
         one, and reset the control pages. Pins with a reason in `going_on` stay, and those for
-        snapshots that the ranks want written out."""
+        snapshots that the ranks want written to storage."""
         for one in self._segments.held:
             segment = one.segment
             for snapshot in one.snapshots():
@@ -268,9 +268,9 @@ class Inventory:
                 one.pin(chosen.slot, CHOSEN)
 
     def prunable(self, current: Sequence[Held | None], watermark: int) -> list[Held]:
-        """Segments of local ranks that are no longer needed: those with a layout that the rank no
-        longer has, and those of a local rank that no longer exists (an earlier agent had more).
-        `current`: the segment of each local rank in this generation."""
+        """Segments of local ranks that are no longer needed: those with an outdated layout, and
+        those of a local rank that no longer exists (an earlier agent had more). `current`: the
+        segment of each local rank in this generation."""
         found: list[Held] = []
         for one in self._segments.held:
             beyond = one.local_rank >= len(current)
@@ -285,7 +285,7 @@ class Inventory:
         return found
 
     def _contents(self, held: Iterable[Held]) -> dict[tuple[bytes, int], list[int]]:
-        """By (round, step): the content of each local rank of that round."""
+        """The content of each local rank, by round and step."""
         found: dict[tuple[bytes, int], list[int]] = {}
         for one in held:
             for snapshot in one.snapshots() if one.local_rank >= 0 else ():
@@ -327,7 +327,8 @@ def _rank(one: Held, local_round: LocalRound) -> int:
 
 
 def _stretches(row: dict[int, int]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Contents by rank, as runs with small gaps: the first rank of each run, and its contents."""
+    """Split contents by rank into runs with small gaps: the first rank of each run, and its
+    contents."""
     run: list[int] = []
     for rank in [*sorted(row), -1]:
         if run and (rank < 0 or rank - run[-1] > MOST_GAP):
@@ -337,8 +338,7 @@ def _stretches(row: dict[int, int]) -> Iterator[tuple[int, tuple[int, ...]]]:
 
 
 def _fitting(held: list[m.Holding]) -> tuple[m.Holding, ...]:
-    """As many as fit in a report: the newest, and snapshots of this node's ranks before
-    replicas."""
+    """As many holdings as fit in a report: newest first, and this node's ranks before replicas."""
     found: list[m.Holding] = []
     listed = 0
     for one in sorted(
@@ -360,13 +360,13 @@ def _newer(snapshot: Snapshot, restore: m.Restore) -> bool:
 
 
 TIMES: Final = 3.0
-"""A snapshot is kept for this multiple of an attempt's limit, so that a master that has forgotten
-the attempt does not block slots for good."""
+"""A snapshot is kept for this multiple of an attempt's limit. It is finite, because a master may
+lose an attempt, which would block slots forever."""
 
 
 class WantedSnapshots:
-    """Snapshots that the ranks want written out, kept until the master ends that. `limit`: seconds
-    that one attempt may take."""
+    """Snapshots that the ranks want written to storage, kept until the master reports the end.
+    `limit`: seconds that one attempt may take."""
 
     def __init__(self, segments: Segments, limit: float, router: Router) -> None:
         self._segments = segments
@@ -382,7 +382,7 @@ class WantedSnapshots:
         return (round, step) in self._timers
 
     def add(self, round: bytes, step: int, current: Iterable[Held]) -> None:
-        """Pin every local rank's share of it."""
+        """Pin every local rank's snapshot of it."""
         name = (round, step)
         if name not in self._timers:
             loop = asyncio.get_running_loop()
@@ -392,7 +392,7 @@ class WantedSnapshots:
                 held.pin(found.slot, _pin(*name))
 
     def add_pinned(self, current: list[Held]) -> None:
-        """Add snapshots that a rank has pinned but not reported: it pins first, and may have died
+        """Add snapshots that a rank has pinned but not reported. It pins first, and may have exited
         in between."""
         for held in current:
             for snapshot in held.snapshots():
@@ -405,7 +405,7 @@ class WantedSnapshots:
         return {_pin(*name)} if name in self._timers else set()
 
     def over(self, round: bytes, step: int) -> None:
-        """It was written, or will not be: remove the pins."""
+        """Remove the pins of a snapshot that was written, or will not be."""
         timer = self._timers.pop((round, step), None)
         if timer is not None:
             timer.cancel()
@@ -417,7 +417,8 @@ class WantedSnapshots:
             timer.cancel()
 
     def _expire(self, round: bytes, step: int) -> None:
-        logger.warning("step %d was not written; its snapshot is no longer kept for writing", step)
+        text = "step %d was not written to storage; its snapshot is no longer kept for that"
+        logger.warning(text, step)
         self.over(round, step)
         self._router.tidy()
 
@@ -430,8 +431,8 @@ REPORTS_PER_SECOND: Final = 50.0
 """Maximum rate at which a master receives reports from all nodes of a round."""
 
 ALONE: Final = 1.0
-"""Seconds between reports of the only node of a round: it detects whole steps by itself, and `now`
-reports what is urgent."""
+"""Seconds between reports of a round's only node: it detects complete steps itself, and `now`
+reports urgent changes."""
 
 
 class HoldingsReport:
@@ -475,11 +476,11 @@ class HoldingsReport:
             return
         if self._link.offer(report):
             self._mark_sent(report)
-        elif self._link.beat_interval:  # busy; a new session gets a full report
+        elif self._link.beat_interval:  # the link is busy; a new session gets a full report
             self._due.after(1 / REPORTS_PER_SECOND, self._offer)
 
     def _nothing(self, report: m.Holdings) -> bool:
-        """Whether nothing indicates that a script of this job takes snapshots."""
+        """Whether the report is empty, and no script of this job takes snapshots."""
         return self._sent is None and not report.held and report.saver is None
 
     def _mark_sent(self, report: m.Holdings) -> None:
@@ -498,7 +499,7 @@ class SnapshotStore:
     router: Router
 
     def drop(self, held: Held) -> None:
-        """Remove a segment that nobody needs any more."""
+        """Remove a segment that is no longer needed."""
         self.savers.forget(held)
         self.segments.drop(held)
 

@@ -1,9 +1,9 @@
 """The socket on which ranks and the saver talk to their agent about snapshots (`wire.snapshots`).
 
-It is one abstract AF_UNIX stream socket for the agent's lifetime: without a file, none can be left
+It is one abstract AF_UNIX stream socket for the agent's lifetime. It has no file that could be left
 behind. The kernel reports the peer's process, and another user's is rejected. A peer introduces
-itself first. One that does not, or violates the protocol, or does not read, is closed with one log
-line. Nothing here blocks: unsent messages wait in a bounded queue.
+itself first. A peer that does not, that violates the protocol or does not read is disconnected with
+one log line. Nothing here blocks: unsent messages wait in a bounded queue.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from elasticrun.wire.progress import address, mint_name
 from elasticrun.wire.snapshots import FromPeer, RankHere, SaverHere, ToPeer
 
 OUTBOX_MOST: Final = 1024
-"""Maximum number of messages queued for a peer; ranks and savers read at once."""
+"""Maximum number of messages queued for a peer; ranks and savers read immediately."""
 
 SPARE: Final = 8
 """Connections beyond one per local rank: the saver, and ranks that reconnect."""
@@ -182,7 +182,7 @@ class PeerServer:
             channel, _ = self._socket.accept()
         except BlockingIOError:
             return
-        except OSError as error:  # such as no free descriptor
+        except OSError as error:  # for example, no free descriptor
             logger.warning("cannot accept a snapshot connection: %s", error)
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._socket)

@@ -1,8 +1,8 @@
 """The node's saver process: started when a rank first uses snapshots, and restarted when it dies.
 
-Callers await its answers; SaverGone says in a sentence why none comes. It knows segments by their
-keys, and gets each one's descriptor once. It hashes each segment's newest snapshot shortly after
-the commit.
+Callers await its answers; SaverGone has the reason if there is none. Messages identify segments by
+key; the saver gets each one's descriptor once. It hashes each segment's newest snapshot shortly
+after the commit.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ T = TypeVar("T")
 
 STARTS_MOST: Final = 4
 STARTS_WINDOW: Final = 600.0
-"""Maximum number of starts within STARTS_WINDOW seconds; a saver that dies more often is useless.
-The count restarts when a saver has written a part of a checkpoint. A saver that died with its fork
-server does not count."""
+"""Maximum number of starts within STARTS_WINDOW seconds; a saver that dies more often is not
+restarted. The count restarts when a saver has written a part of a checkpoint. A saver that died
+with its fork server does not count."""
 
 RETRY_FIRST: Final = 0.2
 RETRY_MOST: Final = 10.0
 """Seconds until the next try if a saver could not start, or exited before it introduced itself.
 That happens for lack of processes, threads or memory, which may be temporary. Doubled each time;
-such tries do not count above."""
+such tries do not count as starts."""
 
 PING_EVERY: Final = 5.0
 """Seconds between an answer and the next ping of a saver with pending work."""
@@ -60,7 +60,7 @@ snapshots are hashed, so that ranks keep their cores."""
 
 
 class SaverGone(Exception):
-    """There is no saver, or it has died; the text is a sentence."""
+    """There is no saver, or it has exited."""
 
 
 class SaverOwner(Protocol):
@@ -98,14 +98,14 @@ class Savers:
         self._answers: dict[Hashable, asyncio.Future[Any]] = {}
         self._closed = False
         self._hopeless = ""  # why no more are started
-        self._spoke = False  # the one started last has introduced itself
+        self._spoke = False  # the last one has introduced itself
         self._misses = 0  # failed starts in a row
         self._retry = Timer()  # no start before it fires
         self._pings = 0
         self._ping = Timer()
         self._patience = Patience()
         self._pid = 0
-        self._given_up = ""  # how it was stuck, if killed for that
+        self._given_up = ""  # why it was killed, if it hung
         self.port = 0
         """The port on which it serves other nodes; 0: none."""
 
@@ -130,12 +130,12 @@ class Savers:
                 self._peer.close()
 
     async def wait_connected(self) -> None:
-        """Wait until a saver is connected. SaverGone."""
+        """Wait until a saver is connected. Raises SaverGone."""
         self.ensure()
         if self._peer is not None:
             return
         if self._connecting is None:
-            raise SaverGone(self._hopeless or "this agent ends")
+            raise SaverGone(self._hopeless or "this agent is exiting")
         try:
             await asyncio.wait_for(asyncio.shield(self._connecting), START_LIMIT)
         except TimeoutError:
@@ -148,26 +148,26 @@ class Savers:
     # ------------------------------------------------------------ orders
 
     async def check(self, held: Held, snapshot: Snapshot) -> s.Checked:
-        """Compare a snapshot with its hashes. SaverGone."""
+        """Compare a snapshot with its hashes. Raises SaverGone."""
         which = (held.key, snapshot.slot, snapshot.sequence)
         return await self._ask(("check", *which), s.CheckSnapshot(*which), s.Checked, held)
 
     async def persist(self, order: s.PersistParts, helds: list[Held]) -> s.PartsDone:
-        """Write parts of a checkpoint. SaverGone."""
+        """Write parts of a checkpoint. Raises SaverGone."""
         return await self._ask(("parts", order.attempt), order, s.PartsDone, *helds)
 
     async def commit(self, attempt: str, writers: int) -> s.CommitDone:
-        """Write the marker. SaverGone."""
+        """Write the marker. Raises SaverGone."""
         if self._peer is None:
-            raise SaverGone(self._last_end or "the saver that had collected the parts is gone")
+            raise SaverGone(self._last_end or "the saver that had collected the parts has exited")
         return await self._ask(("commit", attempt), s.CommitNow(attempt, writers), s.CommitDone)
 
     async def fetch_size(self, order: s.Fetch) -> s.FetchSize:
-        """Ask another node's saver for the size of a snapshot. SaverGone."""
+        """Ask another node's saver for the size of a snapshot. Raises SaverGone."""
         return await self._ask(("size", order.key), order, s.FetchSize)
 
     async def fetch_into(self, key: int, held: Held, slot: int = 0) -> s.Fetched:
-        """Copy that snapshot into this segment. SaverGone."""
+        """Copy that snapshot into this segment. Raises SaverGone."""
         answer = self._answer(("fetched", key))
         self._send(s.FetchInto(key, slot, held.sizes.layout), held.fd)
         return await self._result_of(answer, s.Fetched)
@@ -194,17 +194,17 @@ class Savers:
         self._send(s.GiveUp(attempt))
 
     def forget(self, held: Held) -> None:
-        """Close this segment: it is dropped."""
+        """Close this segment, because it is dropped."""
         if held.key in self._open:
             self._open.discard(held.key)
             self._send(s.SegmentClosed(held.key))
 
     def close(self) -> None:
-        """The agent ends; its spawners kill and reap the saver."""
+        """Stop, because the agent ends; its spawners kill and reap the saver."""
         self._closed = True
         self._retry.cancel()
         self._stop_pings()
-        self._fail("this agent ends")
+        self._fail("this agent is exiting")
 
     # ------------------------------------------------------------ messages of the saver
 
@@ -234,7 +234,7 @@ class Savers:
             self._owner.remark(message.text)
 
     def on_close(self, peer: Peer) -> None:
-        """Its connection has closed, so it exits; the spawner reports how."""
+        """Handle a closed connection: the saver exits, and the spawner reports how."""
         if peer is self._peer:
             self._peer = None
             if self._child is None:
@@ -243,7 +243,7 @@ class Savers:
                 self._kill()
 
     def on_child_message(self, child: Child, message: FromSpawner) -> None:
-        """Its process has started or exited."""
+        """Handle that its process has started or exited."""
         if isinstance(message, Spawned):
             self._pid = message.pid
         if not isinstance(message, Exited | SpawnFailed):
@@ -262,7 +262,7 @@ class Savers:
             self._start()
 
     def lost(self, child: Child) -> None:
-        """Its spawner has died, and the saver with it."""
+        """Handle that its spawner has died, and the saver with it."""
         self._child = None
         if self._starts:
             self._starts.pop()
@@ -282,7 +282,7 @@ class Savers:
         if len(self._starts) >= STARTS_MOST:
             times = f"{len(self._starts)} times in {STARTS_WINDOW / 60:g} minutes"
             coming, self._connecting = self._connecting, None
-            sentence = f"{self._last_end}, {times}: it is not started again for a while"
+            sentence = f"{self._last_end}, {times}: it is not restarted for a while"
             coming.set_exception(SaverGone(sentence))
             if not self._hopeless:
                 self._hopeless = sentence
@@ -303,7 +303,7 @@ class Savers:
         )
 
     def _retry_later(self, why: str) -> None:
-        """Retry a little later: this failure does not show that savers are useless."""
+        """Retry later, because this failure may be temporary."""
         if self._closed:
             return
         if self._starts:
@@ -328,7 +328,7 @@ class Savers:
             self._owner.saver_ready()
 
     def _lose(self, sentence: str) -> None:
-        """The saver is lost for this reason; the first reason counts."""
+        """Record why the saver was lost; the first reason counts."""
         peer, self._peer, self.port = self._peer, None, 0
         if peer is not None:
             peer.close()
@@ -385,7 +385,7 @@ class Savers:
             self._peer.send(message, fd)
 
     async def _ask(self, name: Hashable, order: s.ToSaver, kind: type[T], *shown: Held) -> T:
-        """Send an order once these segments are open; returns the answer. SaverGone."""
+        """Send an order once these segments are open; returns the answer. Raises SaverGone."""
         await self.wait_connected()
         for held in shown:
             self._open_segment(held)
@@ -417,13 +417,14 @@ class Savers:
 
 
 def retrieve_failure(future: asyncio.Future[Any]) -> None:
-    """Mark the failure as retrieved: nobody has to wait for it."""
+    """Mark the failure as retrieved, in case no caller waits for it."""
     if not future.cancelled():
         future.exception()
 
 
 def _secret(identity: Identity) -> str:
-    """A secret that savers of this job prove to each other; the token cannot be derived from it."""
+    """The secret with which savers of this job authenticate to each other. The token cannot be
+    derived from it."""
     if not identity.token:
         return ""
     what = f"elasticrun saver of {identity.job_id}".encode()

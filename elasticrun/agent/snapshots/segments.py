@@ -1,8 +1,8 @@
-"""The segments of this node's local ranks: created, lent, adopted from a killed agent, removed.
+"""Manages the segments of this node's local ranks: creates, lends, adopts and removes them.
 
 They outlive the ranks, and their pages stay populated: a restarted rank with the same layout gets
 the same segment. A named file also outlives this agent. If its folder has no space, anonymous
-memory is used instead, which does not (a log line says so).
+memory is used instead, which is freed with the agent (and logged).
 
 Everything that touches a disk or gigabytes of memory runs in threads; the loop only reads and
 writes words of the segments' control pages. `snapshots.py` knows what a segment is needed for.
@@ -47,7 +47,7 @@ from elasticrun.snapshots.shm.segment import (
 from elasticrun.wire import env
 
 OPEN_LIMIT: Final = 5.0
-"""Seconds for finding the folder; if the file system hangs, there is none."""
+"""Seconds for finding the folder; if that takes longer, no folder is used."""
 
 REMOVE_LIMIT: Final = 10.0
 """Seconds for releasing all segments at the end."""
@@ -92,13 +92,13 @@ class Held:
     written: bool = False  # it has had a snapshot, so its layout is written
     pins: dict[int, set[str]] = field(default_factory=dict)  # slot -> reasons
     given_back: bool = False
-    own: bool = False  # its rank has state that no other rank has
+    own: bool = False  # its rank has per-rank state
     replica: int = -1  # the rank of another node that it replicates; -1: none
 
     @property
     def is_cut(self) -> bool:
-        """Whether another process has truncated its file: touching the missing pages would end this
-        agent by SIGBUS."""
+        """Whether another process has truncated its file. Touching the missing pages would kill
+        this agent with SIGBUS."""
         return not self.given_back and os.fstat(self.fd).st_size < self.sizes.nbytes
 
     @property
@@ -170,7 +170,7 @@ def unmap(held: Held) -> None:
 
 
 class Adopted(NamedTuple):
-    """What a killed agent of this node has left."""
+    """What a killed agent of this node has left behind."""
 
     folder: SegmentFolder
     held: list[Held]
@@ -242,12 +242,12 @@ class Segments:
                 self._once.log(f"snapshots will not outlive this agent: {error or 'no answer'}")
 
     def new_key(self) -> int:
-        """A number that no segment has had."""
+        """A number that no segment has used."""
         return next(self._keys)
 
     async def need(self, local_rank: int, sizes: Sizes, content: int, least: int = 0) -> Held:
         """The segment of this local rank for this layout: its previous one, or a new one. If memory
-        is short, one with `least` slots (0: no fewer). NoRoom."""
+        is short, one with `least` slots (0: no fewer). Raises NoRoom."""
         fewer = replace(sizes, slots=least) if 0 < least < sizes.slots else sizes
         if wrong := sizes.wrong() or fewer.wrong():
             raise NoRoom(wrong)
@@ -263,7 +263,7 @@ class Segments:
             if fewer == sizes or self._closed:
                 raise
             self._once.log(
-                f"there is room for {least} snapshots of a rank only: some are skipped while a "
+                f"there is memory for only {least} snapshots of a rank: some are skipped while a "
                 f"checkpoint is written ({error})"
             )
             held = await self._make(local_rank, fewer, content, fewer.nbytes)
@@ -271,7 +271,7 @@ class Segments:
         return held
 
     async def copy_of(self, layout_length: int, slot_bytes: int) -> Held:
-        """Memory for a snapshot from another node; only slot 0 has pages. NoRoom."""
+        """Memory for a snapshot from another node; only slot 0 has pages. Raises NoRoom."""
         sizes = Sizes(0, layout_length, slot_bytes, MIN_SLOTS)
         if wrong := sizes.wrong():
             raise NoRoom(wrong)
@@ -280,7 +280,7 @@ class Segments:
 
     async def replica_of(self, rank: int, sizes: Sizes, content: int) -> Held:
         """The segment that replicates this rank of another node: its previous one for this layout,
-        or a new one. NoRoom."""
+        or a new one. Raises NoRoom."""
         if wrong := sizes.wrong():
             raise NoRoom(wrong)
         for held in self.held:
@@ -378,7 +378,7 @@ class Segments:
             return fd, memory.mapped(fd, sizes.nbytes, path)
 
         def late(taken: tuple[int, mmap.mmap]) -> None:
-            """The caller is gone: release the memory."""
+            """The caller no longer waits: release the memory."""
             if path:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
@@ -405,7 +405,7 @@ class Segments:
         return held
 
     async def _room(self, need: int) -> bool:
-        """Whether the memory fits into the folder; false: use anonymous memory. NoRoom.
+        """Whether the memory fits into the folder; False: use anonymous memory. Raises NoRoom.
 
         Concurrent allocations may or may not be counted in the free space yet, so before a refusal
         this waits until they are complete."""
@@ -424,12 +424,14 @@ class Segments:
             else:
                 made_room = True
         if need > free:
-            raise NoRoom(f"{size_text(need)} are needed, and {bound} has {size_text(free)} left")
-        where = f"{self._base} has room for {size_text(room or 0)}"
+            raise NoRoom(
+                f"{size_text(need)} are needed, but {bound} has only {size_text(free)} left"
+            )
+        where = f"{self._base} has space for {size_text(room or 0)}"
         why = self._no_folder if room is None else where
         self._once.log(
-            f"{why}: snapshots are kept in memory without a name, and do not outlive this agent "
-            f"(mount a larger tmpfs, or name another folder by {env.SHM_DIR})"
+            f"{why}: snapshots are kept in anonymous memory, and do not outlive this agent "
+            f"(mount a larger tmpfs, or set {env.SHM_DIR} to another folder)"
         )
         return False
 
@@ -441,8 +443,8 @@ class Segments:
         return room, memory.room_in_memory()
 
     async def _warm(self, held: Held) -> None:
-        """Populate the pages, in parallel with the rank, which populates its own mapping: whoever
-        touches a page first has it zeroed."""
+        """Populate the pages, in parallel with the rank, which populates its own mapping. The first
+        one to touch a page has it zeroed."""
         fd = os.dup(held.fd)
 
         def work() -> bool:
@@ -455,7 +457,7 @@ class Segments:
             os.close(fd)
             warm = False
         if not warm:
-            self._once.log("the kernel cannot make memory warm: the first snapshots take longer")
+            self._once.log("the kernel cannot prefault memory: the first snapshots take longer")
 
     # ------------------------------------------------------------ adoption
 
@@ -497,7 +499,7 @@ class Segments:
                 raise SegmentError("another layout")
         except (SegmentError, BufferError):
             os.close(fd)
-            return None  # the mapping goes with its last view
+            return None  # the mapping is freed with its last view
         sizes = Sizes(file.layout, len(found.encode()), segment.slot_bytes, segment.slots)
         held = Held(
             *(next(self._keys), file.local_rank, sizes, found.content, file.path, fd),
@@ -518,7 +520,7 @@ class Segments:
 
 
 def _leave(found: tuple[float | None, Adopted | None]) -> None:
-    """Leave what was found too late to a later agent."""
+    """Leave a folder that was found too late to a later agent."""
     if (adopted := found[1]) is not None:
         for one in adopted.held:
             unmap(one)

@@ -1,12 +1,14 @@
-"""The node's part in snapshots: routes between ranks, the saver, the segments and the master.
+"""The node's part in snapshots: routes messages between ranks, the saver, the segments and the
+master.
 
 Ranks and the saver use one socket (`peers`), and state is in segments (`segments`). The master gets
-the inventory (`inventory`); it says which step is whole, which one to restore (`fetching`), and
-what to write out (`checkpoints`). This module also enforces the two rules on which the others rely.
-First, before a rank of a new generation starts, every snapshot newer than the one it restores from
-is withdrawn. Second, that snapshot stays pinned until the generation has a whole step of its own.
+the inventory (`inventory`); it decides which step is complete, which one to restore (`fetching`),
+and what to write to storage (`checkpoints`). This module also enforces two rules that the others
+rely on. First, before a rank of a new generation starts, every snapshot newer than the one it
+restores from is withdrawn. Second, that snapshot stays pinned until the generation has its own
+complete step.
 
-The end of a rank's connection has no meaning: its commits count once it is reaped.
+A closed connection of a rank is not its end: its commits count once it is reaped.
 """
 
 from __future__ import annotations
@@ -44,14 +46,14 @@ from elasticrun.wire.progress import place
 from elasticrun.wire.types import Endpoint
 
 REMARKS_MOST: Final = 20
-"""Sentences of ranks and savers that are logged per generation."""
+"""Maximum number of messages of ranks and savers that are logged per generation."""
 
 
 MAX_KEY: Final = 2**63
 
 
 def sizes_of(need: s.NeedSegment) -> Sizes:
-    """The requested sizes. NoRoom if the layout or content is invalid."""
+    """The requested sizes. Raises NoRoom if the layout or content is invalid."""
     if not 0 < need.content < MAX_KEY or not 0 <= need.layout < MAX_KEY:
         raise NoRoom("its layout is invalid")
     return Sizes(need.layout, need.layout_length, need.slot_bytes, need.slots)
@@ -129,7 +131,7 @@ class LocalSnapshots:
         self.savers.close()
 
     async def give_back(self, *, job_over: bool) -> None:
-        """All processes of this node have exited: release everything."""
+        """Release everything, because all processes of this node have exited."""
         self._report.close()
         self._wanted.close()
         self.savers.close()
@@ -173,7 +175,7 @@ class LocalSnapshots:
         """No-op: ranks may still commit."""
 
     def ranks_gone(self, *, done: bool) -> None:
-        """The current generation can commit nothing more."""
+        """End the current generation, which can commit nothing more."""
         if self._generation.living:
             self._generation.living = False
             self._store.drop_damaged()
@@ -182,9 +184,9 @@ class LocalSnapshots:
         self._report.now(again=True)
 
     def attached(self) -> None:
-        """Connected to a master that may know nothing of this node."""
+        """Send everything to a new master, which may know nothing of this node."""
         if self._segments.held and self._several:
-            self.savers.ensure()  # others may have to fetch from here
+            self.savers.ensure()  # other nodes may have to fetch from here
         self._report.now(again=True)
         self._persisting.resend()
         self._shards.ask_again()
@@ -212,7 +214,7 @@ class LocalSnapshots:
             self._replicas.obey(order)
 
     def _whole(self, step: int) -> None:
-        """The current generation has a whole step, so it no longer needs older ones."""
+        """Release older steps, because the current generation has a complete step."""
         if not self._generation.raise_watermark(step):
             return
         for held in self._segments.held:
@@ -222,13 +224,13 @@ class LocalSnapshots:
         self.tidy()
 
     def _give_up(self, step: int) -> None:
-        """Steps above the watermark that will never be whole: free their slots."""
+        """Free the slots of steps above the watermark that can never be complete."""
         if self._generation.give_up(step):
             self._generation.notify_waiting()
 
     def _over(self, order: m.PersistOver) -> None:
-        """An attempt is over. A failed one may be repeated, so a wanted snapshot is kept for
-        that."""
+        """Handle the end of an attempt. A failed one may be repeated, so its wanted snapshot is
+        kept."""
         self._persisting.over(order)
         if order.ok or not order.attempt:
             self._wanted.over(round_key(order.round), order.step)
@@ -263,8 +265,8 @@ class LocalSnapshots:
             loop.call_later(MUTE_AFTER, self._muted, self._generation, local_rank)
 
     def _muted(self, generation: Generation, local_rank: int) -> None:
-        """A rank lost its connection MUTE_AFTER seconds ago; if it is still running, it saves
-        nothing."""
+        """Handle a rank that lost its connection MUTE_AFTER seconds ago and saves nothing any more,
+        if it still runs."""
         if generation is self._generation and generation.living:
             generation.ranks[local_rank].mute = True
             for mute in generation.mute():
@@ -290,7 +292,7 @@ class LocalSnapshots:
         rank = generation.ranks[here.local_rank]
         before, rank.peer = rank.peer, peer
         if before is not None:
-            before.break_off("a newer Checkpointer of that rank has taken its place")
+            before.break_off("a newer Checkpointer of that rank has replaced it")
         self.folder = here.folder
         if here.rank == 0:
             self._claim.start(here.folder)
@@ -304,7 +306,7 @@ class LocalSnapshots:
     def _on_rank_message(self, peer: Peer, local_rank: int, message: s.FromRank) -> None:
         rank = self._generation.ranks[local_rank]
         if isinstance(message, s.NeedSegment) and rank.giving is peer:
-            peer.break_off("it asks for a second segment before it was given the first one")
+            peer.break_off("it requests a second segment before it got the first one")
         elif isinstance(message, s.NeedSegment):
             rank.giving = peer
             self._tasks.start(self._give(peer, local_rank, message), "giving a segment")
@@ -351,7 +353,7 @@ class LocalSnapshots:
             await self._lend(peer, local_rank, need)
         except Exception as error:  # also our own bugs: the rank waits for an answer
             why = str(error) if isinstance(error, NoRoom) else repr(error)
-            reason = f"training goes on without snapshots: {why}"
+            reason = f"training continues without snapshots: {why}"
             self.remark(f"local rank {local_rank}: {reason}")
             peer.send(s.SegmentHere(False, reason, False))
         finally:
@@ -373,8 +375,8 @@ class LocalSnapshots:
         peer.send(s.SegmentHere(True, "", not held.written and not held.snapshots()), held.fd)
 
     def tidy(self) -> None:
-        """Something is no longer needed: notify ranks that wait for a slot, and drop unneeded
-        segments of other layouts."""
+        """Notify ranks that wait for a slot, and drop segments with outdated layouts, because
+        something is no longer needed."""
         self._generation.notify_waiting()
         current = [rank.held for rank in self._generation.ranks]
         for held in self._inventory.prunable(current, self._generation.watermark):
@@ -401,7 +403,7 @@ class LocalSnapshots:
         mark = generation.watermark
         if any(mark < step < snapshot.step for step in steps):
             given = [rank.held for rank in generation.ranks if rank.held is not None]
-            self._give_up(self._inventory.passed_over(given, mark))  # a dropped one holds none
+            self._give_up(self._inventory.passed_over(given, mark))  # a dropped segment has none
         self._hashing.soon(held)
         if self._replicas.enabled and self._several:
             rank = start.first_rank + local_rank
@@ -424,7 +426,7 @@ class LocalSnapshots:
         self._report.now()
 
     def _report_missing(self, local_rank: int, step: int, reason: str) -> None:
-        """A local rank does not and will not have this step: others must not wait for it."""
+        """Report that a local rank will never have this step, so that no rank waits for it."""
         start = self._generation.start
         if start is not None and self._generation.mark_failed(local_rank, step, reason):
             rank = start.first_rank + local_rank
@@ -479,7 +481,7 @@ class LocalSnapshots:
         return 0 if start is None else start.round.term
 
     def _serve(self) -> None:
-        """Serve everything that is held here to other nodes."""
+        """Serve all snapshots here to other nodes."""
         if self._several and self.savers.is_connected:
             for held, snapshot, local_round, rank in self._inventory.everything():
                 self.savers.serve(held, snapshot, local_round.name, rank)

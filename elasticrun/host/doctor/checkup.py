@@ -19,7 +19,7 @@ LIMIT: Final = 10.0
 """Seconds for one check; a resolver gives up after five, or after ten with two name servers."""
 
 ACCELERATOR_LIMIT: Final = 45.0
-"""Drivers are queried in children with their own limits; this one is only a backup."""
+"""Child processes query drivers, with their own limits; this one is only a backup."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Checks:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What a machine is checked for.
+    """What is checked, and for which job.
 
     nproc: ranks on this node, 0: unknown. ranks: of the whole job at its largest, as far as
     known. several: whether the job has other nodes. accelerator: its name, "" for the detected
@@ -127,7 +127,7 @@ def _run_check(
 ) -> None:
     try:
         findings = list(check.run())
-    except Exception as wrong:  # a machine on which one of our checks fails can still train
+    except Exception as wrong:  # a failing check does not mean that the machine cannot train
         seen = f"the check itself failed: {type(wrong).__name__}: {wrong}"
         findings = [warning(check.name, seen, "report it as a bug in elasticrun")]
     done.put((place, findings))
@@ -135,5 +135,5 @@ def _run_check(
 
 def _timed_out(check: Checks) -> Finding:
     seen = f"no answer within {check.limit:g} s"
-    todo = "look for what hangs: an unreachable file system, a name server, a driver"
+    todo = "find what hangs: a file system, a name server, a driver"
     return Finding(check.name, check.late, seen, todo)

@@ -15,7 +15,8 @@ from elasticrun.host.user_folder import network_file_system
 from elasticrun.wire.types import Finding
 
 BLOCK: Final = 4096
-"""Bytes written to test whether a folder is writable: a quota is visible nowhere else."""
+"""Bytes written to test whether a folder is writable, because only a write reveals an exhausted
+quota."""
 
 FEW_INODES: Final = 10_000
 """Fewer available inodes give a warning: a job's logs and a cache of compiled code take some
@@ -27,9 +28,9 @@ NO_INODES: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class JobFolder:
-    """A folder of a job. `warn_below`: free bytes below which there is a warning; `fail_below`:
-    below which no rank should be started. `needed`: ranks fail if it is not writable. `created`: it
-    is created when needed."""
+    """A folder of a job. `warn_below`: free bytes below which to warn; `fail_below`: free bytes
+    below which no rank should start. `needed`: ranks fail if it is not writable. `created`: it is
+    created when needed."""
 
     role: str
     path: str
@@ -59,7 +60,7 @@ def folders(
     folder."""
     try:
         temporary = environ.get("TMPDIR") or tempfile.gettempdir()
-    except FileNotFoundError:  # no candidate is writable: Python tries this one last
+    except FileNotFoundError:  # no candidate is writable: use the one that Python tries last
         temporary = os.getcwd()
     found = [JobFolder("temporary", temporary, created=False)]
     if log_dir and log_dir != os.devnull:
@@ -86,10 +87,10 @@ def examine(folder: JobFolder) -> list[Finding]:
     place = _existing(path)
     if place != path and not folder.created:
         return [warning(folder.check, f"there is no folder {path}", todo)]
-    where = str(path) if place == path else f"{path} (to be made in {place})"
+    where = str(path) if place == path else f"{path} (to be created in {place})"
     refusal = _refusal(place)
     if refusal:
-        seen = f"nothing can be written to {where}: {refusal}"
+        seen = f"cannot write to {where}: {refusal}"
         return [bad(folder.check, seen, todo)]
     found = os.statvfs(place)
     free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
@@ -97,8 +98,8 @@ def examine(folder: JobFolder) -> list[Finding]:
     # Root may use its reserved space, and some file systems, such as btrfs, do not count inodes.
     inodes = found.f_favail if found.f_files else None
     if inodes is not None:
-        seen += f", and room for {inodes} files"
-    todo = f"make room there, or use another folder ({_SET_BY[folder.role]})"
+        seen += f", with inodes for {inodes} files"
+    todo = f"free some space, or use another folder ({_SET_BY[folder.role]})"
     if free < folder.fail_below or (folder.needed and inodes is not None and inodes < NO_INODES):
         return [failed(folder.check, seen, todo)]
     if free < folder.warn_below or (inodes is not None and inodes < FEW_INODES):
@@ -109,18 +110,18 @@ def examine(folder: JobFolder) -> list[Finding]:
 def examine_data(name: str, path: str) -> list[Finding]:
     """Whether a folder of --data is readable here, and whether other nodes see it. Blocks as long
     as the file system does."""
-    check, todo = f"data, {name}", "mount it on this host, or name another folder (--data)"
+    check, todo = f"data, {name}", "mount it on this host, or use another folder (--data)"
     if not os.path.isdir(path):
         return [failed(check, f"there is no folder {path}", todo)]
     if not os.access(path, os.R_OK | os.X_OK):
-        return [failed(check, f"{path} may not be read", "let this user read it")]
+        return [failed(check, f"{path} is not readable", "let this user read it")]
     with os.scandir(path) as inside:
         if next(inside, None) is None:
             return [warning(check, f"{path} is empty", todo)]
     found, network = os.statvfs(path), network_file_system(Path(path))
-    may = "written to" if os.access(path, os.W_OK) else "read, not written to"
-    seen = f"{path} may be {may}; {amount(found.f_bavail * found.f_frsize)} are free; "
-    whose = f"on {network}" if network else "on a disk of this host: other nodes have their own"
+    may = "read-write" if os.access(path, os.W_OK) else "read-only"
+    seen = f"{path} is {may}; {amount(found.f_bavail * found.f_frsize)} are free; "
+    whose = f"on {network}" if network else "on a local disk, so other nodes have different content"
     return [ok(check, seen + whose)]
 
 

@@ -16,16 +16,17 @@ from elasticrun.wire.types import Finding
 CHECK: Final = "kernel log"
 
 SINCE: Final = 24 * 3600.0
-"""Seconds; older entries do not count."""
+"""Maximum age in seconds of an entry that counts."""
 
 JUST_NOW: Final = 60.0
-"""Seconds; an OOM kill within that time may explain a death just now."""
+"""Maximum age in seconds of an OOM kill that may explain why a process was killed just now."""
 
 MAX_BYTES: Final = 16 * 1024 * 1024
 """Maximum bytes read from a log; the kernel's default is a quarter of a megabyte."""
 
 RECORD: Final = 8192
-"""The kernel returns one record per read, and refuses a smaller buffer."""
+"""Bytes of the read buffer. The kernel returns one record per read, and refuses a smaller
+buffer."""
 
 APPLICATION: Final = frozenset({13, 31, 43, 45, 68, 69, 109})
 """Xids that are usually caused by a program's own error (NVIDIA's Xid catalog)."""
@@ -46,7 +47,7 @@ class KernelLine:
 
 @dataclass(frozen=True, slots=True)
 class KillReport:
-    """What the log says about a killed process. `clear`: nothing is left to investigate."""
+    """What the log says about a killed process. `clear`: no further investigation is needed."""
 
     text: str
     clear: bool
@@ -55,8 +56,8 @@ class KillReport:
 def examine(
     root: Path = Path("/"), now: float | None = None, *, starts: bool = False
 ) -> list[Finding]:
-    """Findings from the log of the last day. `starts`: for an agent that starts now, to which
-    earlier OOM kills do not matter. `now`: seconds since boot."""
+    """Findings from the log of the last day. `starts`: for an agent that starts now; earlier OOM
+    kills then do not matter. `now`: seconds since boot."""
     try:
         records = list(read(root / "dev/kmsg", now))
     except OSError as wrong:
@@ -74,8 +75,8 @@ def explain_kill(pid: int, root: Path = Path("/"), now: float | None = None) -> 
     except OSError as wrong:
         cannot = f"the kernel's log cannot be read here ({_why(wrong)})"
         return KillReport(
-            f"it is unknown who killed it: no OOM kill was counted, and {cannot}; "
-            "look there as root, with dmesg",
+            f"the cause of the kill is unknown: no OOM kill was counted, and {cannot}; "
+            "read it as root with dmesg",
             clear=False,
         )
     kills = list(_kills([record for record in records if record.age <= JUST_NOW]))
@@ -155,9 +156,9 @@ def _xids(records: list[KernelLine]) -> Iterator[Finding]:
             CHECK,
             f"the GPU driver reported Xid {xid} of {device} {_times(len(ages))} in the last 24 "
             f"hours, the last one {_ago(min(ages))}",
-            "it is usually a program's own error: look at what ran there"
+            "it is usually a bug of a program: check what ran there"
             if own
-            else f"look Xid {xid} up in NVIDIA's catalogue; reset the GPU or drain the node",
+            else f"look Xid {xid} up in NVIDIA's catalog; reset the GPU or drain the node",
         )
 
 
@@ -168,7 +169,7 @@ def _machine_checks(records: list[KernelLine]) -> Iterator[Finding]:
             CHECK,
             f"the hardware reported an error {_times(len(ages))} in the last 24 hours, the last "
             f"one {_ago(min(ages))}",
-            "look at the log (dmesg, rasdaemon); drain the node if it comes again",
+            "read the log (dmesg, rasdaemon); drain the node if it happens again",
         )
 
 

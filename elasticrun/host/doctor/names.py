@@ -44,11 +44,11 @@ def examine(several: bool, environ: Mapping[str, str]) -> list[Finding]:
     seen = f"{name} resolves to {', '.join(addresses)}"
     foreign = [address for address in addresses if not is_ours(address)]
     if foreign:
-        return [warning(CHECK, f"{seen}; {foreign[0]} is no address of this host", todo)]
+        return [warning(CHECK, f"{seen}; {foreign[0]} is not an address of this host", todo)]
     if several and all(is_loopback(address) for address in addresses):
-        return [warning(CHECK, f"{seen}, which is loopback alone; {gloo}", todo)]
+        return [warning(CHECK, f"{seen}, which is only loopback; {gloo}", todo)]
     if took > SLOW:
-        return [warning(CHECK, f"{seen}, after {took:.1f} s", "look at /etc/resolv.conf")]
+        return [warning(CHECK, f"{seen}, after {took:.1f} s", "check /etc/resolv.conf")]
     return [ok(CHECK, seen)]
 
 
@@ -67,10 +67,10 @@ def reverse() -> list[Finding]:
     seen = f"{address} has the name {name}" if name else f"{address} has no name"
     if took > SLOW:
         seen = f"{seen}; the name server took {took:.1f} s"
-        return [warning(REVERSE, seen, "look at /etc/resolv.conf: each look-up waits as long")]
+        return [warning(REVERSE, seen, "check /etc/resolv.conf, because each lookup takes as long")]
     if name and (there := resolve(name)) and address not in there:
         seen = f"{seen}, which resolves to {', '.join(there)}"
-        return [warning(REVERSE, seen, "make both directions agree (/etc/hosts, DNS)")]
+        return [warning(REVERSE, seen, "make forward and reverse lookup agree (/etc/hosts, DNS)")]
     return [ok(REVERSE, seen)]
 
 
@@ -96,7 +96,7 @@ def duplicate_name(page: JobStatus, names: Iterable[str]) -> list[Finding]:
     if not others:
         return [ok(TWICE, f"no other host of job {page.job_id!r} has this host's name")]
     seen = f"{same[others[0]]} is also the name of the host at {others[0]}"
-    todo = "give every host its own name: logs and gloo cannot tell them apart"
+    todo = "give every host a unique name: logs and gloo cannot distinguish them"
     return [warning(TWICE, seen, todo)]
 
 

@@ -1,8 +1,8 @@
 """Checks based on the master's answer to a ReachMe: ports, packet sizes, this host's clock.
 
 Ports: whether the master's host can connect to this one. Ranks and stores listen on ports chosen by
-the kernel; a firewall that passes only the master's port is found here, not by a hang. Packet sizes
-are compared on both ends of the route.
+the kernel; this detects a firewall that passes only the master's port before it causes a hang.
+Packet sizes are compared on both ends of the route.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def open_port() -> Iterator[ReachMe]:
 
 
 def _listening() -> socket.socket:
-    """On all addresses: only the master knows which of them it reaches."""
+    """Listen on all addresses, because only the master knows which of them it can reach."""
     six = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if six else socket.AF_INET
     return socket.create_server(("", 0), family=family, backlog=4, dualstack_ipv6=six)
@@ -89,22 +89,22 @@ def examine_ports(answers: Sequence[Answer], dialled: str, root: Path = Path("/"
     if high:
         span, ports = f" (of {low} to {high})", f"TCP ports {low} to {high}"
     tried = " and ".join(str(answer.port) for answer in answers)
-    todo = f"open {ports} of this host to the others (firewall, security group)"
+    todo = f"open {ports} of this host to other hosts (firewall, security group)"
     if not is_direct(reached, dialled):
         seen = (
             f"the master sees this host as {reached.address or 'no address'}, through NAT or "
-            "a proxy, so it is unknown whether ports of this host are open"
+            "a proxy, so its ports cannot be checked"
         )
         return [ok(PORTS, seen)]
     broken = [answer for answer in answers if not answer.reached.ok]
     if broken:
         seen = (
-            f"the master's host {reached.host} cannot dial port {broken[0].port}{span} "
+            f"the master's host {reached.host} cannot connect to port {broken[0].port}{span} "
             f"of this host at {reached.address}: {broken[0].reached.reason}"
         )
         return [failed(PORTS, seen, todo)]
     port = "ports" if len(answers) > 1 else "port"
-    seen = f"the master's host {reached.host} has dialled {port} {tried}{span} of this host"
+    seen = f"the master's host {reached.host} has connected to {port} {tried}{span} of this host"
     return [ok(PORTS, seen if dialled != reached.address else f"{seen} (it is this host)")]
 
 
@@ -132,7 +132,7 @@ def examine_mtu(reached: Reached, dialled: str) -> list[Finding]:
     """`dialled`: the master's numeric address; "" if unknown."""
     own = mtu_to(dialled) if dialled else 0
     if not own or not reached.mtu or not is_direct(reached, dialled):
-        return [ok(PACKET_SIZE, "the MTU is not known at both ends of the route to the master")]
+        return [ok(PACKET_SIZE, "the MTU at an end of the route to the master is unknown")]
     if own == reached.mtu:
         seen = f"packets of {own} bytes (MTU) at both ends of the route to the master"
         return [ok(PACKET_SIZE, seen)]
@@ -140,20 +140,20 @@ def examine_mtu(reached: Reached, dialled: str) -> list[Finding]:
         f"this host sends packets of {own} bytes (MTU) to the master's host {reached.host}, which "
         f"sends {reached.mtu}"
     )
-    todo = "give all interfaces of one network the same MTU: large messages hang where they differ"
+    todo = "give all interfaces of a network the same MTU; otherwise large messages hang"
     return [warning(PACKET_SIZE, seen, todo)]
 
 
 CLOCK: Final = "clock"
 
 MAX_CLOCK_SKEW: Final = 1.0
-"""Seconds that clocks may differ: logs of several nodes still look ordered. elasticrun does not
-depend on it, but certificates and file systems do.
+"""Seconds that clocks may differ; logs of several nodes then still look ordered. elasticrun does
+not depend on it, but certificates and file systems do.
 """
 
 
 def examine_clock(answers: Sequence[Answer]) -> list[Finding]:
-    """Uses the quickest answer, because half of the round trip is the uncertainty of the result."""
+    """Use the quickest answer: the uncertainty is half of its round trip."""
     if not answers:
         return []
     best = min(answers, key=lambda answer: answer.received_us - answer.sent_us)
@@ -166,7 +166,7 @@ def examine_clock(answers: Sequence[Answer]) -> list[Finding]:
         f"{best.reached.host} (to within {_amount(doubt)})"
     )
     if abs(ahead) - doubt > MAX_CLOCK_SKEW:
-        return [warning(CLOCK, seen, "set both by NTP (chronyc tracking, timedatectl)")]
+        return [warning(CLOCK, seen, "synchronize both by NTP (chronyc tracking, timedatectl)")]
     return [ok(CLOCK, seen)]
 
 

@@ -1,8 +1,8 @@
 """Checks what ranks share on a host: cores, shared memory, and limits of a process.
 
 Cores: the host's, and those that a container or a scheduler allows. Shared memory: data loaders
-pass batches in it, NCCL and gloo have rings there. Limits (`ulimit`): ranks inherit them from the
-agent.
+pass batches through it, NCCL and gloo put ring buffers in it. Limits (`ulimit`): ranks inherit them
+from the agent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from elasticrun.wire.types import Finding
 CORES: Final = "cores"
 
 LONGEST_PATH: Final = 64
-"""Maximum number of nested cgroups that are followed; nobody nests that deep."""
+"""Maximum number of nested cgroups that are followed."""
 
 
 def examine_cores(
@@ -42,7 +42,7 @@ def examine_cores(
     free = ranks == 1 and not environ.get("OMP_NUM_THREADS")
     if quota and quota < allowed and free:
         todo = f"set OMP_NUM_THREADS={max(1, int(quota))}"
-        seen += f"; torch starts {allowed} threads, which the quota then holds up"
+        seen += f"; torch starts {allowed} threads, which the quota throttles"
         return [warning(CORES, seen, todo)]
     return [ok(CORES, seen)]
 
@@ -70,7 +70,8 @@ def _folders(text: str, root: Path) -> Iterator[Path]:
             continue
         parts = [part for part in path.split("/") if part and part != ".."][:LONGEST_PATH]
         for place in places:
-            # Without a cgroup namespace the path is the host's, but the mounted folder is our own.
+            # Without a cgroup namespace the path is the host's, but the mounted folder is this
+            # cgroup's.
             yield from (place.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
 
 
@@ -90,8 +91,8 @@ def _quota(folder: Path) -> float | None:
 SHM: Final = "shared memory"
 
 SHM_PER_RANK: Final = 128 * MIB
-"""What one rank with some data loader workers needs, at least; NCCL alone takes about 10 MiB for
-every other rank on its node.
+"""Minimum need of one rank with some data loader workers; NCCL alone takes about 10 MiB for every
+other rank on its node.
 """
 
 DOCKER_DEFAULT: Final = 64 * MIB
@@ -100,13 +101,13 @@ DOCKER_DEFAULT: Final = 64 * MIB
 NO_SHM: Final = MIB
 
 BIGGER: Final = (
-    "make it bigger (docker run --shm-size=8g or --ipc=host; in Kubernetes an emptyDir of medium "
+    "make it larger (docker run --shm-size=8g or --ipc=host; in Kubernetes an emptyDir of medium "
     "Memory at /dev/shm)"
 )
 
 
 def examine_shm(ranks: int, root: Path = Path("/")) -> list[Finding]:
-    """Whether there is enough for this node's ranks (0: unknown), below `root`."""
+    """Whether shared memory suffices for this node's ranks (0: unknown), below `root`."""
     place = root / "dev/shm"
     try:
         found = os.statvfs(place)
@@ -118,15 +119,15 @@ def examine_shm(ranks: int, root: Path = Path("/")) -> list[Finding]:
     if not os.access(place, os.W_OK | os.X_OK):
         return [failed(SHM, f"{seen}, and this user cannot write there", "chmod 1777 /dev/shm")]
     if total and free < NO_SHM:
-        return [failed(SHM, seen, "remove what dead processes have left there, or " + BIGGER)]
+        return [failed(SHM, seen, "remove files of dead processes there, or " + BIGGER)]
     ranks = max(1, ranks)
     wanted = ranks * SHM_PER_RANK
     if total == DOCKER_DEFAULT:
-        return [warning(SHM, f"{seen}, docker's default, which is too little", BIGGER)]
+        return [warning(SHM, f"{seen}, Docker's default, which is too little", BIGGER)]
     if total and free < wanted:
         whose = "a rank" if ranks == 1 else f"{ranks} ranks"
         seen = f"{seen}; data loaders of {whose} may take {amount(wanted)}"
-        todo = f"remove what dead processes have left there, or {BIGGER}"
+        todo = f"remove files of dead processes there, or {BIGGER}"
         return [warning(SHM, seen, todo if free < total // 2 else BIGGER)]
     return [ok(SHM, seen)]
 
@@ -141,8 +142,7 @@ FEWEST: Final = 128
 """With fewer, a rank cannot even open its libraries, sockets and pipes."""
 
 SPARE: Final = 512
-"""Files that a process needs besides one connection per rank: the first node's c10d store has one
-for each.
+"""Files that a process needs besides connections; the first node's c10d store has one per rank.
 """
 
 
@@ -165,7 +165,7 @@ def _open_files(ranks: int) -> list[Finding]:
         "" if there else f" (the hard limit is {_word(hard)}: limits.conf, LimitNOFILE= of a unit)"
     )
     if soft < FEWEST:
-        return [failed(OPEN_FILES, f"{seen}, with which no rank can work", todo)]
+        return [failed(OPEN_FILES, f"{seen}, which is too few for any rank", todo)]
     if soft < wanted:
         what = f"the store of {ranks} ranks" if wanted > FILES else "a rank with data loaders"
         return [warning(OPEN_FILES, f"{seen}; {what} may need {wanted}", todo)]
@@ -173,17 +173,17 @@ def _open_files(ranks: int) -> list[Finding]:
 
 
 def _locked(root: Path) -> list[Finding]:
-    """InfiniBand pins the buffers it sends; nothing else in a job needs much."""
+    """Only InfiniBand needs much locked memory, because it pins the buffers that it sends."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     seen = f"ulimit -l is {'unlimited' if soft == resource.RLIM_INFINITY else amount(soft)}"
     cards = _names(root / "sys/class/infiniband")
     if not cards:
-        return [ok(LOCKED, f"{seen}; no InfiniBand device needs more")]
+        return [ok(LOCKED, f"{seen}; without InfiniBand no more is needed")]
     seen += f", and there is InfiniBand ({', '.join(cards[:4])})"
     if soft == resource.RLIM_INFINITY or soft >= 16 * GIB:
         return [ok(LOCKED, seen)]
     todo = "ulimit -l unlimited (docker run --ulimit memlock=-1; LimitMEMLOCK=infinity of a unit)"
-    return [warning(LOCKED, f"{seen}, which cannot register its buffers", todo)]
+    return [warning(LOCKED, f"{seen}, whose buffers cannot be registered", todo)]
 
 
 def _names(folder: Path) -> list[str]:

@@ -20,8 +20,8 @@ def examine(root: Path = Path("/")) -> list[Finding]:
     """One line, with `no` for each missing item."""
     version = installed("torch")
     if not version:
-        todo = "pip install torch into it, or start elasticrun by the Python that has it"
-        return [warning(CHECK, f"there is no torch for {sys.executable}", todo)]
+        todo = "pip install torch there, or run elasticrun with the Python that has it"
+        return [warning(CHECK, f"{sys.executable} has no torch", todo)]
     nccl = next((found for name in _NCCL if (found := installed(name))), "")
     facts = (*_software(version, torch_build(), nccl), *_machine(root))
     return [ok(CHECK, ", ".join(facts))]
@@ -29,11 +29,11 @@ def examine(root: Path = Path("/")) -> list[Finding]:
 
 def _software(version: str, build: Build, nccl: str) -> tuple[str, ...]:
     if build.hip:
-        return f"torch {version}", f"ROCm {build.hip}", "RCCL of torch's own"
+        return f"torch {version}", f"ROCm {build.hip}", "torch's bundled RCCL"
     if build.xpu:
         return f"torch {version}", f"XPU {build.xpu}"
     if build.cuda:
-        return f"torch {version}", f"CUDA {build.cuda}", f"NCCL {nccl or 'of torch itself'}"
+        return f"torch {version}", f"CUDA {build.cuda}", f"NCCL {nccl or 'bundled in torch'}"
     return f"torch {version}", "no CUDA", "no NCCL"
 
 

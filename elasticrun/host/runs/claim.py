@@ -1,8 +1,8 @@
 """Ensures that only one process at a time starts, scales or removes a job of a given name.
 
-A claim is a symbolic link beside the run folders whose target identifies the owner: if several
-processes create one at the same time, also on NFS, only one succeeds. A claim of a killed process
-does not block others: the next claim has a higher number.
+A claim is a symbolic link beside the run folders whose target identifies the owner. If several
+processes create one at the same time, only one succeeds, even on NFS. A claim of a killed process
+does not block others, because the next claim has a higher number.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from typing import Final
 from elasticrun.host.system.processes import ProcessId
 
 FAR_LIMIT: Final = 600.0
-"""Seconds for which a claim of an invisible process is valid: it belongs to another host or PID
-namespace.
+"""Seconds for which the claim of a process on another host or in another PID namespace is valid.
 """
 
 
 class Claimed(Exception):
-    """Another process has the claim; the text is a sentence."""
+    """Another process has the claim."""
 
 
 @contextlib.contextmanager
@@ -76,4 +75,4 @@ def _refuse_others(claims: dict[int, Path], name: str) -> None:
 
 
 def _taken_sentence(name: str, whose: str = "") -> Claimed:
-    return Claimed(f"another elasticrun{whose} changes a job {name} at this moment")
+    return Claimed(f"another elasticrun{whose} is changing job {name} right now")

@@ -1,7 +1,7 @@
-"""All run folders of a user on this host: where they are, which one is meant, and their removal.
+"""Finds, lists and removes the run folders of a user on this host.
 
-A folder that a person has placed elsewhere (`--run-dir`) is a link here: it is found like the
-others, and removing it removes only the link.
+A folder at a place of the user's choice (`--run-dir`) is a link here. It is found like the others,
+and removing it removes only the link.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MOST_NAMED: Final = 8
 """Maximum number of jobs listed in a sentence."""
 
 FINISHED: Final = tuple(state for state in ENDED if state != "saved")
-"""States of jobs that nobody continues."""
+"""States of jobs that are not resumed automatically."""
 
 _OURS: Final = re.compile(r".+-[0-9a-f]{8}")
 
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class NoRun(Exception):
-    """No job matches, or several do; the text is a sentence."""
+    """No job matches, or several do."""
 
 
 class SeveralRuns(NoRun):
@@ -86,8 +86,7 @@ def run_path(root: Path, name: str, launch: str) -> Path:
 
 def make_run(root: Path, name: str, launch: str, at: Path | None = None) -> Path:
     """Create `run_path`, or the folder `at` with a link to it there; reuse an existing one. Raises
-    OSError if the folder cannot be created; without the link the only loss is that the job is not
-    listed."""
+    OSError if the folder cannot be created; without the link, the job is only not listed."""
     own = run_path(root, name, launch)
     (at or own).mkdir(mode=0o700, parents=True, exist_ok=True)
     if at is None:
@@ -117,7 +116,7 @@ def find(root: Path, wanted: str, *, whole: str = "", newest: bool = False) -> R
         at = Path(wanted).resolve()
         listed = next((one.job for one in runs if one.job.path.resolve() == at), None)
         if whole and listed is None:
-            raise NoRun(f"{wanted} is not in your list of runs: remove that folder by hand")
+            raise NoRun(f"{wanted} is not in your list of runs: remove that folder manually")
         return listed or RunFolder(at)
     if (folder := pick(wanted, runs, whole=whole, newest=newest)) is not None:
         return folder
@@ -135,10 +134,9 @@ def is_folder(wanted: str, known: Iterable[Sequence[str]]) -> bool:
 def pick(
     wanted: str, known: Sequence[NamedJob[T]], *, whole: str = "", newest: bool = False
 ) -> T | None:
-    """The job with this name or id; else one named after it; else one whose name starts with it,
-    unless jobs with different stems match. Among several, the live one. If none is live, the
-    newest, for verbs that only read (`newest`); otherwise raises SeveralRuns. `known`: newest
-    first.
+    """The job with this name or id; else one whose stem it is; else one whose name starts with it,
+    unless jobs with different stems match. Among several, the live one. If none is live, verbs that
+    only read (`newest`) get the newest; for others, raises SeveralRuns. `known`: newest first.
 
     `whole`: a verb that cannot be undone, which therefore needs a complete and unambiguous name.
     None: no name matches. Raises NoRun."""
@@ -149,7 +147,7 @@ def pick(
         meant = [one for one in known if any(name.startswith(wanted) for name in one.names)]
         called = {one.names[-1] for one in meant}
         if whole and meant:
-            raise NoRun(f"{whole} needs the whole name or the id; "
+            raise NoRun(f"{whole} needs the full name or the id; "
                         f"there is {first_of(called)}")  # fmt: skip
         if len({one.stem for one in meant}) > 1:
             raise NoRun(f"several jobs match {wanted}: {first_of(called)}; name one")
@@ -162,7 +160,7 @@ def pick(
         return meant[0].job
     labels = [one.label for one in (live if live and not whole else meant)]
     shown = ", ".join(labels[:MOST_NAMED]) + (", ..." if len(labels) > MOST_NAMED else "")
-    raise SeveralRuns(f"{len(labels)} jobs are called {wanted}: {shown}; name one by its id")
+    raise SeveralRuns(f"{len(labels)} jobs are called {wanted}: {shown}; give the id of one")
 
 
 def prune(root: Path, since: float, only: Collection[Path] | None = None) -> dict[str, Path | None]:
@@ -223,7 +221,7 @@ def _remove(path: Path) -> None:
 def _ended(folder: RunFolder) -> float:
     if result := folder.result():
         return result.ended
-    with contextlib.suppress(OSError):  # for a lost one: the last write
+    with contextlib.suppress(OSError):  # for a lost job: the last write
         return max(path.stat().st_mtime for path in (folder.path, folder.path / JOB))
     return 0.0
 

@@ -1,4 +1,4 @@
-"""Why a launcher has exited, for programs: a small file that Kubernetes keeps with its pod."""
+"""A small file that tells programs why a launcher has exited; Kubernetes keeps it with the pod."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from elasticrun.wire import env
 from elasticrun.wire.messages import ReasonCode
 
 MOST = 4096
-"""Bytes that a cluster keeps per pod."""
+"""Maximum bytes that Kubernetes keeps per pod."""
 
 MOST_TEXT = 600
-"""Characters kept of a sentence that is too long."""
+"""Characters to which a too long text is truncated."""
 
 
 class LastWord(Struct, frozen=True, omit_defaults=True):
-    """Of an agent, or of a command that did not get to start one. `reason`: the source of `text`
-    (`core/reasons.py`); None: unknown."""
+    """The exit reason of an agent, or of a command that could not start one. `reason`: the source
+    of `text` (`core/reasons.py`); None: unknown."""
 
     text: str
     rank: int = -1  # the first one that failed in the whole job; -1: none
@@ -41,7 +41,7 @@ def write(word: LastWord) -> None:
 
 
 def read(message: str) -> LastWord | None:
-    """Decode such a file; None for anything else, such as logs, or nothing."""
+    """Decode such a file; None for other content, such as logs, or an empty file."""
     with contextlib.suppress(msgspec.MsgspecError):
         return msgspec.json.decode(message, type=LastWord)
     return None

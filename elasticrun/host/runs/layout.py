@@ -14,7 +14,7 @@
     last-word.json   why such a launcher exited (`host/runs/last_word.py`)
 
 Files are replaced atomically, so that readers see complete ones. Readers use at most MAX_BYTES of a
-file: a longer one is not ours, or only its end is needed.
+file: a longer file is not one of ours, or only its end is needed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ CONSOLE: Final = "console.log"
 LAST_WORD: Final = "last-word.json"
 
 OF_A_RUN: Final = (JOB, EVENTS, PROGRESS, RESULT, ERROR, INCIDENTS, LOGS, AGENTS, CHECKPOINTS)
-"""Everything that a run leaves behind. A folder named by a person may contain other files too."""
+"""Everything that a run leaves behind. A folder that the user chose may contain other files too."""
 
 LOCK: Final = ".lock"
 """Locked by the job's master as long as it lives."""
@@ -64,7 +64,7 @@ KEPT_ROOM: Final = 64 * 1024
 """Bytes of LOCK, reserved so that the result can be written to a full disk."""
 
 _LAUNCH: Final = re.compile(r"(.+)-([0-9a-f]{8})")
-"""The name of a run folder that no person has named: its stem, and its id."""
+"""The name of a run folder that the user has not chosen: its stem, and its id."""
 
 _LOCK: Final = "hhqqi"
 """struct flock: whole file, and no pid, because the lock belongs to the open file description."""
@@ -127,20 +127,20 @@ class JobRecord(Struct, frozen=True, kw_only=True):
 
 
 class LocalAgent(Struct, frozen=True):
-    """One node of a job on this host; without a name, the process that starts them."""
+    """The agent of one node on this host; without `node`, the process that starts the agents."""
 
     node: str
     process: ProcessId
 
 
 class Starting(Struct, frozen=True, kw_only=True):
-    """The part of SUBMITTED with the processes of its host that run the job."""
+    """The part of SUBMITTED that lists the processes of its host that run the job."""
 
-    agents: tuple[LocalAgent, ...] = ()  # under ssh: the process that follows them
+    agents: tuple[LocalAgent, ...] = ()  # under ssh: the process that monitors them
 
 
 class ShortRow(Struct, frozen=True):
-    """An incident; as in `IncidentRow`, and how long nothing was trained."""
+    """An incident, as in `IncidentRow`, with the duration of the interruption."""
 
     number: int
     cause: str
@@ -193,12 +193,12 @@ class RunFolder:
 
     @property
     def place(self) -> Path:
-        """Its real location: if a person has placed it, `path` is only a link."""
+        """Its real location: for a folder that the user chose, `path` is only a link."""
         return self.path.resolve() if self.path.is_symlink() else self.path
 
     @property
     def id(self) -> str:
-        """8 hexadecimal digits that no other run folder has; "" if unknown."""
+        """8 hexadecimal digits, unique to this run folder; "" if unknown."""
         job, found = self.job(), _LAUNCH.fullmatch(self.path.name)
         return job.launch if job and job.launch else found[2] if found else ""
 
@@ -211,12 +211,12 @@ class RunFolder:
 
     @property
     def stem(self) -> str:
-        """What the job was named after: without a name from a person, its script."""
+        """What the job's name is derived from: the given name, or else its script."""
         found = _LAUNCH.fullmatch(self.path.name)
         return found[1] if found else self.names[-1]
 
     def job(self) -> JobRecord | None:
-        """The record; None if there is no such file, or none of ours."""
+        """The record; None if there is no such file, or it is not valid."""
         return self._read(JOB, JobRecord)
 
     def is_suspended(self) -> bool:
@@ -233,7 +233,7 @@ class RunFolder:
         return self._read(RESULT, RunResult)
 
     def is_held(self) -> bool:
-        """Whether a master of the job is alive, as far as the file system knows: it may outlive the
+        """Whether a master of the job is alive, as far as the file system knows. It may outlive the
         launcher."""
         with contextlib.suppress(OSError), open(self.path / LOCK, "rb") as file:
             request = struct.pack(_LOCK, fcntl.F_WRLCK, 0, 0, 0, 0)
@@ -243,8 +243,8 @@ class RunFolder:
 
     def state(self) -> str:
         """The state of the job in a word; `lost`: launcher and master have exited without a result.
-        A job of another host counts as running until it has a result: only that host, or its
-        scheduler, knows better."""
+        A job of another host counts as running until it has a result, because this host cannot
+        check its processes."""
         if result := self.result():
             return result.state
         job = self.job()
@@ -258,10 +258,9 @@ class RunFolder:
         return "running" if job.formed else "waiting"
 
     def end_reason(self, job: JobRecord) -> str:
-        """For a job that is over without a result: what has ended it, as far as known, and its last
-        reports."""
+        """For a job that ended without a result: why, as far as known, and its last reports."""
         if not job.pid:
-            return self.last_words(job) or "it was submitted, and no launcher has started"
+            return self.last_words(job) or "it was submitted, but no launcher has started"
         if job.boot_id and job.boot_id != boot_id():
             why = f"{job.host} was rebooted while the job ran"
         else:
@@ -292,7 +291,7 @@ class RunFolder:
         return ""
 
     def _is_left(self, job: JobRecord) -> bool:
-        """Whether all processes that should begin the job are known to have exited."""
+        """Whether all processes that should start the job are known to have exited."""
         if job.where not in ("local", "ssh"):
             return False
         agents = self.agents()
@@ -301,8 +300,8 @@ class RunFolder:
         return all(one.process.is_alive() is False for one in agents)
 
     def carriers(self) -> list[LocalAgent]:
-        """The live processes that run the job, or that start those, and that can be signaled from
-        here by their pids."""
+        """The live processes that run the job or start those, as far as they can be signaled from
+        here by pid."""
         return [one for one in self.agents() if one.process.is_local and one.process.is_alive()]
 
     def agents(self) -> tuple[LocalAgent, ...]:
@@ -315,7 +314,7 @@ class RunFolder:
         resumes from; -1: none."""
         result, job, row = self.result(), self.job(), self._last_row()
         step = at = -1.0
-        with contextlib.suppress(ValueError):  # also if its last start has reported none
+        with contextlib.suppress(ValueError):  # the last start may have reported none
             step, at = int(row.get("step", "-1")), float(row.get("time", "-1"))
         if result is None and job is not None and job.resumed_at >= 0 and at < job.began:
             return job.resumed_at
@@ -374,8 +373,8 @@ class RunFolder:
             (self.path / RESULT).unlink(missing_ok=True)
 
     def next_start(self, before: JobRecord, job: JobRecord) -> JobRecord:
-        """`job` as the start that follows `before`; removes that one's result and keeps its
-        incidents. Raises OSError."""
+        """`job` as the start that follows `before`. Removes the result of the previous start and
+        keeps its incidents. Raises OSError."""
         result = self.result()
         saved = result.saved if result is not None else before.resumed_at
         (self.path / RESULT).unlink(missing_ok=True)

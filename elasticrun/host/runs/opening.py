@@ -1,8 +1,8 @@
 """Begins a job in its run folder: a new one, or an existing one.
 
-A master locks a file in the folder as long as it lives: a folder named by a person (`--run-dir`)
-belongs to one live job at a time. The next run continues with what an earlier one has left there,
-or, with `--fresh`, moves it into `previous/`.
+A master locks a file in the folder for its lifetime, so a folder given by `--run-dir` belongs to
+one live job at a time. The next run resumes from the files of an earlier one, or, with `--fresh`,
+moves them into `previous/`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_SHOWN: Final = 200
 
 
 class RunRefused(Exception):
-    """The folder cannot be used for this job; the text is a sentence."""
+    """The folder cannot be used for this job."""
 
 
 class OpenRun:
@@ -78,16 +78,16 @@ def already_succeeded(at: Path, program: RankProgram = UNKNOWN) -> str:
     name = job.name if job else result.job
     if job is not None and (other := _difference(RankProgram(job.program, job.workdir), program)):
         raise RunRefused(
-            f"job {name} has already succeeded in {at}, and was another program: {other}; start "
-            "afresh there (--fresh), or name another folder (--run-dir)"
+            f"job {name} has already succeeded in {at} with another program: {other}; start "
+            "over there (--fresh), or use another folder (--run-dir)"
         )
     step = f" at step {result.step}" if result.step >= 0 else ""
     return f"job {name} has already succeeded{step} (in {at}); --fresh runs it again"
 
 
 def _difference(before: RankProgram, now: RankProgram) -> str:
-    """How the program of the job in a folder differs from this one; "": it is the same, or one of
-    them is unknown."""
+    """How the program of the job in a folder differs from this one; "" if they are the same or one
+    is unknown."""
     if not (before.words and now.words):
         return ""
     (was, target, *had), (kind, wanted, *has) = before.words, now.words
@@ -116,7 +116,7 @@ def open_new(root: Path, job: JobRecord, launch: str, stem: str = "") -> OpenRun
     """A folder below `root` for this launch, for its first master or a later one. Its name starts
     with `stem`, or else with the job's name. Raises OSError."""
     folder, lock = RunFolder(make_run(root, stem or job.name, launch)), -1
-    with contextlib.suppress(BlockingIOError):  # an earlier master is slow to exit
+    with contextlib.suppress(BlockingIOError):  # an earlier master has not exited yet
         lock = lock_folder(folder.path)
     opened = _initialize(folder, job, lock, goes_on=True)
     with contextlib.suppress(OSError):
@@ -138,7 +138,7 @@ def open_named(
     except BlockingIOError:
         who = f"job {before.name} (process {before.pid} of {before.host})" if before else "a job"
         raise RunRefused(
-            f"{who} runs in {at}: stop it first, or name another folder (--run-dir)"
+            f"{who} runs in {at}: stop it first, or use another folder (--run-dir)"
         ) from None
     try:
         if fresh and not (goes_on or _same_launch(before, job)):
@@ -150,7 +150,7 @@ def open_named(
 
 
 def _same_launch(before: JobRecord | None, job: JobRecord) -> bool:
-    """Whether a master of the same process has used it before."""
+    """Whether an earlier master of the same launching process has used it."""
     return before is not None and before.process == job.process
 
 
@@ -175,7 +175,7 @@ def _initialize(
 
 
 def archive(at: Path) -> None:
-    """Move what an earlier run has left to `previous/N`. Raises OSError."""
+    """Move the files of an earlier run to `previous/N`. Raises OSError."""
     if not (at / layout.JOB).exists():
         return  # no run has used it
     place = at / layout.PREVIOUS

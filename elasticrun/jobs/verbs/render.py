@@ -211,7 +211,7 @@ def _main(words: Sequence[str], notify: Callable[[str], None]) -> int:
     refuse(extra, made, target)
     if not program or program[0].startswith("-"):
         raise Invalid(
-            f"nothing to run: name the script behind --, as in `elasticrun render {target} "
+            f"nothing to run: put the script after --, as in `elasticrun render {target} "
             "... -- train.py --lr 3e-4`"
         )
     if target == "slurm":

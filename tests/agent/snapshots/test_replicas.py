@@ -129,7 +129,7 @@ async def test_what_cannot_be_copied_is_said(node: Node) -> None:
 
     node.snapshots.obey(order(6, 0))
     await saver.gives_size(slot_bytes=1 << 50)
-    assert "no room for replicas" in await why(6)
+    assert "no memory for replicas" in await why(6)
 
     node.snapshots.obey(order(7, 0))
     fetch = await saver.gives_size()

@@ -320,7 +320,9 @@ async def test_sizes_that_no_segment_has_are_refused(shm: Path) -> None:
 
 async def test_more_than_the_machine_has_is_refused_before_it_is_taken(shm: Path, caplog) -> None:
     async with using(shm) as segments:
-        with pytest.raises(NoRoom, match=r"are needed, and the (machine|cgroup .*) has .* left"):
+        with pytest.raises(
+            NoRoom, match=r"are needed, but the (machine|cgroup .*) has only .* left"
+        ):
             await segments.need(0, Sizes(1, 100, 2**46, 2), 1)
         assert "snapshots take 2 x 64 TiB of shared memory for each of 2 local ranks" in caplog.text
 

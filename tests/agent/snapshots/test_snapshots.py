@@ -323,7 +323,7 @@ async def test_a_saver_that_did_its_work_is_always_started_again(node: Node, mon
     for _ in range(2):
         await node.saver_dies(await node.saver())
     assert node.spawners.orders.empty()
-    with pytest.raises(savers_module.SaverGone, match="not started again for a while"):
+    with pytest.raises(savers_module.SaverGone, match="not restarted for a while"):
         await node.snapshots.savers.wait_connected()
 
 
@@ -408,11 +408,11 @@ async def test_a_step_that_is_not_here_any_more_is_not_written(node: Node) -> No
     await node.life()
     node.snapshots.obey(persist(1))
     said = await node.master.until(lambda _: True, m.Persisted)
-    assert (said.ok, said.reason) == (False, "step 1 of rank 0 is not held here any more")
+    assert (said.ok, said.reason) == (False, "step 1 of rank 0 is no longer in memory here")
     node.snapshots.obey(m.CommitCheckpoint("another"))
     said = await node.master.until(lambda p: p.committed, m.Persisted)
     assert not said.ok
-    assert "does not know that attempt" in said.reason
+    assert "no longer knows that attempt" in said.reason
 
 
 async def test_a_saver_that_dies_ends_its_attempt_and_another_one_is_started(node: Node) -> None:
@@ -488,7 +488,7 @@ async def test_peers_that_break_the_protocol_are_hung_up_on(node: Node, caplog) 
         rank.say(second)
         assert await rank.hangs_up()
     assert "it must introduce itself once, in its first message" in caplog.text
-    assert "it says that it is rank 1 of 2, and is rank 0 of 2" in caplog.text
+    assert "it claims to be rank 1 of 2, but is rank 0 of 2" in caplog.text
     assert "no such saver was started" in caplog.text
     assert (await node.rank(0)).resume.step == NONE  # and goes on with whoever is right
 
@@ -581,7 +581,7 @@ async def test_a_child_of_a_rank_does_not_take_its_place(node: Node, caplog) -> 
             return answer
 
     assert await asyncio.to_thread(a_child_comes) == "hung up"
-    assert f"process {os.getpid()} speaks for that rank" in caplog.text
+    assert f"process {os.getpid()} takes that rank's snapshots" in caplog.text
     rank.commit(1)
     await node.heard([rank])
     newer = await node.rank(0)  # a later Checkpointer of the same process
@@ -675,6 +675,6 @@ async def test_a_rank_that_is_not_heard_any_more_holds_nobody_up(
         ranks[1].close()
     ranks[0].commit(2, persist=True)
     bad = await node.master.until(lambda said: said.step == 2, m.ShardBad)
-    assert (bad.rank, bad.reason) == (1, "it is not connected to its agent any more")
+    assert (bad.rank, bad.reason) == (1, "it is no longer connected to its agent")
     ranks[0].say(s.SaveFailed(3, False, "no memory"))
     await node.master.until(lambda said: said.step == 3, m.ShardBad)

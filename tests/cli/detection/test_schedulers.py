@@ -112,11 +112,11 @@ SLURM = [
           "it has 4 tasks on 2 nodes, so this is a job of one node; use --nnodes=2 for one job "
           "on all nodes, with one agent on each"),
     alone("a batch script", BATCH, "the batch script or salloc of Slurm job 3: nothing has been "
-          "started on the other node, so this is a job of one node; --srun makes"),
+          "started on the other node, so this is a job of one node; use --srun"),
     alone("salloc", SALLOC, "of Slurm job 7: nothing has been started", TERMINAL),
     alone("an interactive step", INTERACTIVE, "an interactive step of Slurm job 7", TERMINAL),
     alone("srun --pty", PTY, "standard input is a terminal, so this is a job of one node; "
-          "--nnodes=2 makes", TERMINAL),
+          "use --nnodes=2", TERMINAL),
     alone("srun --pty, input from a file", PTY, "srun --pty started it"),
     alone("a terminal", SRUN, "standard input is a terminal", TERMINAL),
     alone("an ssh loop of a batch script, which takes no variables along", {}, ""),
@@ -187,7 +187,7 @@ KUBERNETES = [
           "nothing says which of them this is"),
     alone("LeaderWorkerSet, kubectl exec -it", LWS, "terminal", replace(WORKER, terminal=True)),
     alone("LeaderWorkerSet, noise for its size", LWS | {"LWS_GROUP_SIZE": "four"},
-          "LWS_GROUP_SIZE=four is not a number, so this is a job of one node; --nnodes=N makes"),
+          "LWS_GROUP_SIZE=four is not a number, so this is a job of one node; use --nnodes=N"),
     alone("LeaderWorkerSet, no size", {k: v for k, v in LWS.items() if k != "LWS_GROUP_SIZE"},
           "LWS_GROUP_SIZE is not set, so this is a job of one node"),
     Case("LeaderWorkerSet, noise for its size, which somebody says", LWS |
@@ -217,7 +217,7 @@ KUBERNETES = [
          "--nnodes=2:4 --rdzv-backend=c10d --rdzv-endpoint=tr-0.tr:29400 --rdzv-id=x", WORKER,
          (2, 4), 2, at("tr-0.tr", 29400), "x", ""),
     alone("Indexed Job, nobody says how many", INDEXED, "pod 2 of the Indexed Job tr: nothing says "
-          "how many there are, so this is a job of one node; --nnodes=N makes", WORKER),
+          "how many there are, so this is a job of one node; use --nnodes=N", WORKER),
     Case("Indexed Job, fewer than there are: a spare", INDEXED, "--nnodes=2", WORKER, (2, 2), 2,
          at("tr-0.tr.research.svc.cluster.local", TR), "tr", "Indexed Job"),
     Case("Indexed Job without a Service", INDEXED, "--nnodes=3", pod("tr-2"), (3, 3), 0,

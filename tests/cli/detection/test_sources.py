@@ -104,8 +104,8 @@ def test_what_the_doctor_says() -> None:
     assert "so this equals --nnodes=2" in explain(seen("", SRUN))
     assert "use --srun for one job on all nodes" in explain(seen("", BATCH))
     assert explain(seen("", TRAINER_2)) == (
-        "a pod of a training job whose operator says PET_NNODES=4; $PET_MASTER_ADDR says where "
-        "nodes meet, and counts more"
+        "a pod of a training job whose operator says PET_NNODES=4; $PET_MASTER_ADDR names the "
+        "rendezvous and takes precedence"
     )
     assert explain(seen("--nnodes=1", SRUN)).endswith("is a job of one node")
 

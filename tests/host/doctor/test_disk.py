@@ -53,7 +53,7 @@ def test_a_file_system_of_its_own(
     ("setup", "state", "said"),
     [
         ("touch '{place}/a'", Level.OK, "may be written to"),
-        ("touch '{place}/a'; mount -o remount,ro '{place}'", Level.OK, "read, not written to"),
+        ("touch '{place}/a'; mount -o remount,ro '{place}'", Level.OK, "read-only"),
         ("", Level.WARNING, "is empty"),
         ("umount '{place}'; rmdir '{place}'", Level.FAILED, "there is no folder"),
     ],
@@ -69,7 +69,7 @@ found = examine_data("corpus", {str(place)!r})
     (only,) = found(code, setup=first, apart=("--mount",))
     assert (only.check, only.state) == ("data, corpus", state), only
     assert said in only.seen
-    assert ("disk of this host" in only.seen) == (state is Level.OK)
+    assert ("on a local disk" in only.seen) == (state is Level.OK)
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_folder_that_is_made_later(tmp_path: Path) -> None:
     later = tmp_path / "a" / "b"
     (only,) = disk.examine(JobFolder("log", str(later), warn_below=0, fail_below=0))
     assert only.state is Level.OK
-    assert f"{later} (to be made in {tmp_path})" in only.seen
+    assert f"{later} (to be created in {tmp_path})" in only.seen
     assert list(tmp_path.iterdir()) == []
 
 
@@ -101,7 +101,7 @@ def test_a_folder_below_one_that_cannot_be_looked_into(tmp_path: Path) -> None:
     (only,) = disk.examine(
         JobFolder("log", str(tmp_path / ("x" * 300)), warn_below=0, fail_below=0)
     )
-    assert "(to be made in " in only.seen
+    assert "(to be created in " in only.seen
 
 
 def test_a_user_without_a_home() -> None:

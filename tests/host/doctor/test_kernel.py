@@ -83,7 +83,7 @@ def test_xids(tmp_path: Path) -> None:
     assert "60 min ago" in bus.seen
     assert "drain the node" in bus.todo
     assert "Xid 13 of PCI:0000:3b:00 once" in program.seen
-    assert "program's own error" in program.todo
+    assert "bug of a program" in program.todo
     assert {bus.state, program.state} == {Level.WARNING}
 
 

@@ -52,9 +52,14 @@ def look(
         (OWN, True, Level.OK, "node-7 resolves to 192.0.2.7"),
         ("", True, Level.WARNING, "the name of this host, node-7, does not resolve; gloo"),
         ("", False, Level.OK, "does not resolve"),
-        ("127.0.1.1 node-7\n", True, Level.WARNING, "127.0.1.1, which is loopback alone; gloo"),
+        ("127.0.1.1 node-7\n", True, Level.WARNING, "127.0.1.1, which is only loopback; gloo"),
         ("127.0.1.1 node-7\n", False, Level.OK, "node-7 resolves to 127.0.1.1"),
-        ("198.51.100.9 node-7\n", False, Level.WARNING, "198.51.100.9 is no address of this host"),
+        (
+            "198.51.100.9 node-7\n",
+            False,
+            Level.WARNING,
+            "198.51.100.9 is not an address of this host",
+        ),
     ],
     ids=["well", "unknown", "unknown-alone", "debian", "debian-alone", "foreign"],
 )

@@ -122,7 +122,7 @@ def test_affinity() -> None:
     ("options", "ranks", "state", "said"),
     [
         ("size=2g", 8, Level.OK, "2 GiB of 2 GiB are free"),
-        ("size=64m", 1, Level.WARNING, "docker's default"),
+        ("size=64m", 1, Level.WARNING, "Docker's default"),
         ("size=512m", 8, Level.WARNING, "data loaders of 8 ranks may take 1 GiB"),
         ("size=512m", 2, Level.OK, "512 MiB of 512 MiB"),
         ("size=100m", 0, Level.WARNING, "data loaders of a rank may take 128 MiB"),
@@ -169,7 +169,7 @@ def limited(what: int, soft: int, hard: int, ranks: int, root: str = "/") -> lis
         (512, 4096, 8, Level.WARNING, "a rank with data loaders may need 1024", "ulimit -n 1024"),
         (512, 512, 8, Level.WARNING, "may need 1024", "the hard limit is 512"),
         (4096, 4096, 5000, Level.WARNING, "the store of 5000 ranks may need 5512", "hard limit"),
-        (100, 4096, 1, Level.FAILED, "with which no rank can work", "ulimit -n 1024"),
+        (100, 4096, 1, Level.FAILED, "which is too few for any rank", "ulimit -n 1024"),
     ],
     ids=["well", "few", "few-and-hard", "large-job", "none"],
 )

@@ -42,4 +42,4 @@ def test_a_machine_with_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "there is no torch for" in seen(tmp_path, monkeypatch, Build())
+    assert "has no torch" in seen(tmp_path, monkeypatch, Build())

@@ -105,8 +105,8 @@ def test_another_program_has_succeeded_there(tmp_path: Path, words: str, differs
     with pytest.raises(RunRefused) as refused:
         already_succeeded(tmp_path, now)
     assert str(refused.value) == (
-        f"job train has already succeeded in {tmp_path}, and was another program: {differs}; "
-        "start afresh there (--fresh), or name another folder (--run-dir)"
+        f"job train has already succeeded in {tmp_path} with another program: {differs}; "
+        "start over there (--fresh), or use another folder (--run-dir)"
     )
 
 

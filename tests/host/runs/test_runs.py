@@ -182,7 +182,7 @@ def test_which_one_is_meant(tmp_path: Path) -> None:
     assert (found.path.parent, found.place) == (tmp_path, placed.path)
     assert find(tmp_path, "eval-large", whole="delete").path == other.path
     for wanted in ("tr", "eval-l", "eval"):
-        with pytest.raises(NoRun, match="delete needs the whole name or the id; there is"):
+        with pytest.raises(NoRun, match="delete needs the full name or the id; there is"):
             find(tmp_path, wanted, whole="delete")
     with pytest.raises(NoRun, match=r"no job train has a run folder in [^;]*$"):
         find(tmp_path / "missing", "train")
@@ -198,7 +198,7 @@ def test_a_name_that_several_jobs_have(tmp_path: Path) -> None:
         for one, state in ((old, "failed"), (new, "succeeded")):
             assert f"{one.id} ({state} since 1970-01-01 " in str(several.value)
         assert str(several.value).startswith(f"2 jobs are called {wanted}: {new.id} (succ")
-        assert str(several.value).endswith("; name one by its id")
+        assert str(several.value).endswith("; give the id of one")
         assert find(tmp_path, wanted, newest=True).path == new.path
     live = _run(tmp_path, "train", began=0.5)
     assert find(tmp_path, "train").path == find(tmp_path, "tr").path == live.path
@@ -227,7 +227,7 @@ def test_jobs_that_nobody_has_named(tmp_path: Path) -> None:
         assert find(tmp_path, name, whole="delete").path == folder.path
     with pytest.raises(SeveralRuns, match="2 jobs are called train"):
         find(tmp_path, "train")
-    with pytest.raises(NoRun, match="delete needs the whole name or the id; there is tr"):
+    with pytest.raises(NoRun, match="delete needs the full name or the id; there is tr"):
         find(tmp_path, "train", whole="delete")
     named = _run(tmp_path, "train", result="failed")  # whose whole name it is
     assert find(tmp_path, "train").path == named.path

@@ -75,7 +75,7 @@ def test_what_was_condemned_or_left_says_so(
     folder.put(10, line.file, line.sentence.encode())
     assert main(["ckpt", "ls", folder.url]) == 0
     out = capsys.readouterr().out
-    assert "step 20 was left: training was taken back" in out
+    assert "step 20 is abandoned: training was rewound" in out
     reason = f"step 30 was found to be spoiled before: {FIRST} was changed between"
     assert reason in " ".join(out.split())
     assert out.endswith("a restart resumes from step 10\n")
