@@ -70,7 +70,7 @@ class Exits:
         """In a rank: let atexit register as usual."""
         atexit.register = self.register
 
-    def give_back(self, names: Iterable[str]) -> None:
+    def register_held(self, names: Iterable[str]) -> None:
         """Register what these modules had registered, in the same order."""
         known = set(names)
         for name, function, words, more in self._kept:
@@ -408,13 +408,13 @@ class Stash:
         self._path = list(sys.path)
         _set_filters(self.baseline.filters)
 
-    def give_back(self, name: str) -> Any:
+    def restore(self, name: str) -> Any:
         """Put `name` and its dependencies into sys.modules and return the module. None if it is
         neither hidden nor imported: another thread has imported the last root."""
         with self._lock:
-            return self._given_back(name) if name in self.modules else sys.modules.get(name)
+            return self._restore(name) if name in self.modules else sys.modules.get(name)
 
-    def _given_back(self, name: str) -> Any:
+    def _restore(self, name: str) -> Any:
         module = self.modules[name]
         names = self._closure(name)
         installed = any(n.partition(".")[0] not in sys.stdlib_module_names for n in names)
@@ -429,7 +429,7 @@ class Stash:
             if root.name in names and root.name not in self._happened:
                 self._happened.add(root.name)
                 root.effects.apply(self.baseline.affinity)
-        self.baseline.exits.give_back(names)
+        self.baseline.exits.register_held(names)
         if not any(root.name in self.modules for root in self.roots):
             self.modules.clear()  # no root is left
             self._returned.clear()
@@ -655,7 +655,7 @@ def _load_from(stash: Stash, spec: importlib.machinery.ModuleSpec, own: Any) -> 
     spec.loader = loader = _like(original)
 
     def create_module(spec: importlib.machinery.ModuleSpec) -> Any:
-        module = stash.give_back(spec.name)
+        module = stash.restore(spec.name)
         if module is None and original is not None:
             spec.loader = original
             return original.create_module(spec)

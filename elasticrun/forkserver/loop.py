@@ -117,10 +117,10 @@ class Server:
             while True:
                 self._turn()
         except AgentLost as lost:
-            self._end(str(lost), EXIT_CONFUSED if str(lost) else 1)
+            self._exit(str(lost), EXIT_CONFUSED if str(lost) else 1)
         except Exception as defect:  # our bug; ranks must not outlive the server
             sys.__excepthook__(type(defect), defect, defect.__traceback__)
-            self._end("this is a bug in elasticrun; please report it", EXIT_DEFECT)
+            self._exit("this is a bug in elasticrun; please report it", EXIT_DEFECT)
 
     def _turn(self) -> None:
         connection = self._talk.connection
@@ -140,7 +140,7 @@ class Server:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake, 4096)
             if os.getppid() != self._parent:  # parent (agent or guard) died: nobody sweeps below it
-                self._end("", 1)
+                self._exit("", 1)
         if connection.fileno() in ready:
             connection.flush()
             for order in self._talk.read():
@@ -194,7 +194,7 @@ class Server:
             case Ping():
                 self._talk.send(Pong(order.number))
             case Quit():
-                self._end("", 0)
+                self._exit("", 0)
             case _:
                 raise AgentLost(f"a {type(order).__name__} message came in mid-conversation")
 
@@ -205,7 +205,7 @@ class Server:
         os.close(self._wake)
         os.close(self._woken)
 
-    def _end(self, reason: str, code: int) -> NoReturn:
+    def _exit(self, reason: str, code: int) -> NoReturn:
         if os.getppid() == self._parent:  # wake a stopped guard, so that it ends with us
             with contextlib.suppress(OSError):
                 os.kill(self._parent, signal.SIGCONT)

@@ -381,12 +381,12 @@ class EtcdStore:
     def _task(self, body: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a task; a bug in it ends the leadership with the error as reason."""
 
-        def look(done_task: asyncio.Task[None]) -> None:
+        def report_bug(done_task: asyncio.Task[None]) -> None:
             if not done_task.cancelled() and (error := done_task.exception()) is not None:
                 self._lose(f"a bug in elasticrun: {error!r}")
 
         made = asyncio.ensure_future(body)
-        made.add_done_callback(look)
+        made.add_done_callback(report_bug)
         return made
 
 

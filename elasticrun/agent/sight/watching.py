@@ -15,7 +15,7 @@ from typing import Final
 from elasticrun.agent.context import NodeContext
 from elasticrun.agent.logs.last_lines import LIMIT
 from elasticrun.agent.runtime import Once, Tasks, in_thread
-from elasticrun.agent.sight import dump, looked
+from elasticrun.agent.sight import dump, samples
 from elasticrun.agent.sight.activity import Activities, Activity
 from elasticrun.agent.sight.asking import RankQueries
 from elasticrun.agent.sight.pulse import PULSE_EVERY, LocalQuiet, RankBeat
@@ -173,7 +173,7 @@ class LocalSight:
         if measure:
             for rank, pid in pids.items():
                 before, after = watched.seen.get(pid), seen[pid]
-                cpu, io = looked.rates(before, after, now - watched.sampled_at)
+                cpu, io = samples.rates(before, after, now - watched.sampled_at)
                 acts = before is not None and before.own != after.own
                 watched.beats[rank] = beat = RankBeat(cpu=cpu, io=io, acts=acts)
                 if before is None or beat.works:
@@ -199,7 +199,7 @@ class LocalSight:
         now = asyncio.get_running_loop().time()
         found = []
         for rank, pid in sorted(self._ranks.pids.items()):
-            row = looked.RankSample(
+            row = samples.RankSample(
                 rank=watched.start.first_rank + rank,
                 pid=pid,
                 forked=rank in forked,
@@ -211,17 +211,17 @@ class LocalSight:
                 idle=max(0.001, now - watched.acted[rank]) if rank in watched.acted else 0.0,
                 progress=self._progress.seen(rank),
                 word=self._progress.word(rank),
-                device=devices[rank] if rank < len(devices) else looked.UNKNOWN_LOAD,
+                device=devices[rank] if rank < len(devices) else samples.UNKNOWN_LOAD,
             )
             found.append(row)
         if order.stacks:
             found = await self._from_outside(found)
         lines = await self._lines(watched.start.first_rank) if order.lines else ()
-        for report in looked.reports(order.round, order.number, found, lines):
+        for report in samples.reports(order.round, order.number, found, lines):
             self._node.link.send(report)
         if order.stacks:
             folder = await self._write_down(order.dump, found) if order.dump else ""
-            self._node.link.send(looked.stacks(order.round, order.number, found, folder))
+            self._node.link.send(samples.stacks(order.round, order.number, found, folder))
 
     async def _devices(self) -> tuple[Load, ...]:
         """The load of this node's devices; assumes that local rank r computes on the r-th visible
@@ -236,11 +236,11 @@ class LocalSight:
         except TimeoutError:
             return ()
 
-    async def _from_outside(self, found: list[looked.RankSample]) -> list[looked.RankSample]:
+    async def _from_outside(self, found: list[samples.RankSample]) -> list[samples.RankSample]:
         """Add stacks that py-spy can read of ranks that did not answer."""
         try:
             return await in_thread(
-                lambda: looked.from_outside(found, OUTSIDE_LIMIT), limit=OUTSIDE_LIMIT + 1.0
+                lambda: samples.from_outside(found, OUTSIDE_LIMIT), limit=OUTSIDE_LIMIT + 1.0
             )
         except TimeoutError:
             return found
@@ -250,14 +250,14 @@ class LocalSight:
 
         def work() -> tuple[m.StackGroup, ...]:
             texts = self._ranks.last_lines()
-            return looked.last_output({first_rank + rank: text for rank, text in texts.items()})
+            return samples.last_output({first_rank + rank: text for rank, text in texts.items()})
 
         try:
             return await in_thread(work, limit=LIMIT, name="last-lines")
         except TimeoutError:
             return ()
 
-    async def _write_down(self, number: int, found: list[looked.RankSample]) -> str:
+    async def _write_down(self, number: int, found: list[samples.RankSample]) -> str:
         """The folder of the dump; "" if the disk does not answer, or without a log folder and a run
         folder here."""
         folder, job_id = self._ranks.log_folder, self._node.identity.job_id
@@ -265,7 +265,7 @@ class LocalSight:
 
         def work() -> str:
             place = folder or dump.run_logs(os.environ, job_id, master)
-            return looked.write_down(place, number, found)
+            return samples.write_down(place, number, found)
 
         try:
             return await in_thread(work, limit=WRITE_LIMIT, name="dump")

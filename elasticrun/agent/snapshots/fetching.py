@@ -24,7 +24,7 @@ from elasticrun.agent.snapshots.peers import Peer, one_line
 from elasticrun.agent.snapshots.saver import SaverGone
 from elasticrun.agent.snapshots.segments import Held, Sizes
 from elasticrun.host.log import logger
-from elasticrun.snapshots.shm.memory import NoRoom
+from elasticrun.snapshots.shm.memory import NoMemory
 from elasticrun.snapshots.shm.segment import MIN_SLOTS, Snapshot
 from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.types import RoundName
@@ -225,7 +225,7 @@ class Shards:
                 done = await savers.fetch_into(key, held)
         except TimeoutError:
             return f"it could not be fetched within {FETCH_LIMIT:g} s"
-        except (NoRoom, SaverGone) as error:
+        except (NoMemory, SaverGone) as error:
             return str(error)
         if not done.ok:
             segments.drop(held)
@@ -391,7 +391,7 @@ class Replicator:
                 return f"both slots for rank {rank} are still in use"
             held.segment.withdraw(slot)
             done = await savers.fetch_into(key, held, slot)
-        except NoRoom as error:
+        except NoMemory as error:
             return f"no memory for replicas: {error}"
         except SaverGone as error:
             return str(error)

@@ -360,7 +360,7 @@ class Orphans:
             what = "scanning for killed agents' snapshots"
             self._timer.after(due, lambda: self._tasks.start(self._scan_again(), what))
 
-    async def make_room(self) -> bool:
+    async def remove_now(self) -> bool:
         """Remove orphans at once because there is no space; returns whether there were any."""
         try:
             found = await in_thread(

@@ -54,7 +54,7 @@ MAY_PUT_OFF: Final = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
 @dataclass(frozen=True, slots=True)
-class Speaker:
+class SnapshotProcess:
     """The process that takes a local rank's snapshots: the first one that introduced itself.
 
     The started process may be only a shell around it. Any other process is a child, such as an
@@ -64,7 +64,7 @@ class Speaker:
     pidfd: int  # -1: no other process can replace it
 
     @classmethod
-    def of(cls, pid: int) -> Speaker:
+    def of(cls, pid: int) -> SnapshotProcess:
         """The pidfd is omitted if it is unavailable, or if the process leads its own session. A
         process that we start for a rank does, and the rank ends with it. Raises
         ProcessLookupError."""
@@ -93,7 +93,7 @@ class LocalRank:
     """One local rank of this generation."""
 
     peer: Peer | None = None
-    speaker: Speaker | None = None
+    process: SnapshotProcess | None = None
     held: Held | None = None  # its segment in this generation
     giving: Peer | None = None  # the peer that is about to get one
     waits: tuple[Peer, Held, int] | None = None  # for a slot (NONE), or until a step is whole
@@ -130,9 +130,9 @@ class Generation:
     def close(self) -> None:
         """End this generation."""
         for rank in self.ranks:
-            if rank.speaker is not None:
-                rank.speaker.close()
-                rank.speaker = None
+            if rank.process is not None:
+                rank.process.close()
+                rank.process = None
 
     def held(self) -> list[Held]:
         """The segments of its ranks that still exist."""
@@ -156,7 +156,7 @@ class Generation:
         if (here.rank, here.world_size) != place:
             claimed = f"rank {here.rank} of {here.world_size}"
             return f"it claims to be {claimed}, but is rank {place[0]} of {place[1]}"
-        return _not_its_speaker(self.ranks[here.local_rank], pid)
+        return _not_its_process(self.ranks[here.local_rank], pid)
 
     def of(self, peer: Peer) -> int | None:
         """The local rank whose process this peer is."""
@@ -282,9 +282,9 @@ class Generation:
                     peer.send(s.RoomThere())
 
 
-def _not_its_speaker(rank: LocalRank, pid: int) -> str:
+def _not_its_process(rank: LocalRank, pid: int) -> str:
     """Why this process may not take that rank's snapshots, in a clause; "" if it may."""
-    first = rank.speaker
+    first = rank.process
     if first is not None and first.pid != pid:
         if not first.has_ended():
             return (
@@ -292,10 +292,10 @@ def _not_its_speaker(rank: LocalRank, pid: int) -> str:
                 f"state: start it without {env.SNAPSHOTS}"
             )
         first.close()
-        rank.speaker = None
-    if rank.speaker is None:
+        rank.process = None
+    if rank.process is None:
         try:
-            rank.speaker = Speaker.of(pid)
+            rank.process = SnapshotProcess.of(pid)
         except ProcessLookupError:
             return "its process has ended"
     return ""

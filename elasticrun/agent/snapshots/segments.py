@@ -34,7 +34,7 @@ from elasticrun.host.log import logger
 from elasticrun.host.system.sandbox import NoThread
 from elasticrun.snapshots.shm import memory
 from elasticrun.snapshots.shm.layout import MAX_LAYOUT_BYTES, MAX_SIZE, PAGE
-from elasticrun.snapshots.shm.memory import NoRoom, size_text
+from elasticrun.snapshots.shm.memory import NoMemory, size_text
 from elasticrun.snapshots.shm.segment import (
     MAX_SLOTS,
     MIN_SLOTS,
@@ -91,7 +91,7 @@ class Held:
     segment: Segment
     written: bool = False  # it has had a snapshot, so its layout is written
     pins: dict[int, set[str]] = field(default_factory=dict)  # slot -> reasons
-    given_back: bool = False
+    released: bool = False
     own: bool = False  # its rank has per-rank state
     replica: int = -1  # the rank of another node that it replicates; -1: none
 
@@ -99,12 +99,12 @@ class Held:
     def is_cut(self) -> bool:
         """Whether another process has truncated its file. Touching the missing pages would kill
         this agent with SIGBUS."""
-        return not self.given_back and os.fstat(self.fd).st_size < self.sizes.nbytes
+        return not self.released and os.fstat(self.fd).st_size < self.sizes.nbytes
 
     @property
     def is_lost(self) -> bool:
         """Whether it must not be touched."""
-        return self.given_back or self.is_cut
+        return self.released or self.is_cut
 
     def damage(self) -> str:
         """Why it cannot be lent again, in a clause; "" if it is intact."""
@@ -247,10 +247,10 @@ class Segments:
 
     async def need(self, local_rank: int, sizes: Sizes, content: int, least: int = 0) -> Held:
         """The segment of this local rank for this layout: its previous one, or a new one. If memory
-        is short, one with `least` slots (0: no fewer). Raises NoRoom."""
+        is short, one with `least` slots (0: no fewer). Raises NoMemory."""
         fewer = replace(sizes, slots=least) if 0 < least < sizes.slots else sizes
         if wrong := sizes.wrong() or fewer.wrong():
-            raise NoRoom(wrong)
+            raise NoMemory(wrong)
         for held in self.held:
             mine = held.local_rank == local_rank and held.sizes in (sizes, fewer)
             if mine and not held.damage():
@@ -259,7 +259,7 @@ class Segments:
         try:
             self._announce(sizes)
             held = await self._make(local_rank, sizes, content, sizes.nbytes)
-        except NoRoom as error:
+        except NoMemory as error:
             if fewer == sizes or self._closed:
                 raise
             self._once.log(
@@ -271,18 +271,18 @@ class Segments:
         return held
 
     async def copy_of(self, layout_length: int, slot_bytes: int) -> Held:
-        """Memory for a snapshot from another node; only slot 0 has pages. Raises NoRoom."""
+        """Memory for a snapshot from another node; only slot 0 has pages. Raises NoMemory."""
         sizes = Sizes(0, layout_length, slot_bytes, MIN_SLOTS)
         if wrong := sizes.wrong():
-            raise NoRoom(wrong)
+            raise NoMemory(wrong)
         one = sizes.nbytes - (PAGE + slot_bytes)
         return await self._make(-1, sizes, 0, one)
 
     async def replica_of(self, rank: int, sizes: Sizes, content: int) -> Held:
         """The segment that replicates this rank of another node: its previous one for this layout,
-        or a new one. Raises NoRoom."""
+        or a new one. Raises NoMemory."""
         if wrong := sizes.wrong():
-            raise NoRoom(wrong)
+            raise NoMemory(wrong)
         for held in self.held:
             if held.replica == rank and held.sizes == sizes and not held.damage():
                 held.content = content
@@ -296,8 +296,8 @@ class Segments:
         """Release a segment; a process that has mapped it keeps its view."""
         if held in self.held:
             self.held.remove(held)
-            held.given_back = True
-            self._tasks.start(_give_back([held]), "keeping segments")
+            held.released = True
+            self._tasks.start(_release([held]), "keeping segments")
 
     async def close(self, *, job_over: bool) -> None:
         """Release all segments and the folder."""
@@ -305,10 +305,10 @@ class Segments:
         self._orphans.close()
         held, self.held = self.held, []
         for one in held:
-            one.given_back = True
+            one.released = True
         folder, self._folder = self._folder, None
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(_give_back(held), REMOVE_LIMIT)
+            await asyncio.wait_for(_release(held), REMOVE_LIMIT)
             if folder is not None:
                 await in_thread(
                     lambda: folder.remove(job_over=job_over), limit=REMOVE_LIMIT, name="segments"
@@ -352,7 +352,7 @@ class Segments:
     async def _make(
         self, local_rank: int, sizes: Sizes, content: int, filled: int, replica: int = -1
     ) -> Held:
-        named = await self._room(filled)
+        named = await self._fits_in_folder(filled)
         self._taking += filled
         try:
             return await self._take(named, local_rank, sizes, content, filled, replica)
@@ -399,18 +399,18 @@ class Segments:
             replica=replica,
         )
         if self._closed:
-            await _give_back([held])
-            raise NoRoom("this agent ends")
+            await _release([held])
+            raise NoMemory("this agent ends")
         self.held.append(held)
         return held
 
-    async def _room(self, need: int) -> bool:
-        """Whether the memory fits into the folder; False: use anonymous memory. Raises NoRoom.
+    async def _fits_in_folder(self, need: int) -> bool:
+        """Whether the memory fits into the folder; False: use anonymous memory. Raises NoMemory.
 
         Concurrent allocations may or may not be counted in the free space yet, so before a refusal
         this waits until they are complete."""
         await self._have_folder()
-        made_room = False
+        removed_orphans = False
         while True:
             self._taken.clear()
             room, (free, bound) = await in_thread(self._free_space, name="segments")
@@ -419,12 +419,12 @@ class Segments:
                 return True
             if taking:
                 await self._taken.wait()
-            elif made_room or not await self._orphans.make_room():
+            elif removed_orphans or not await self._orphans.remove_now():
                 break
             else:
-                made_room = True
+                removed_orphans = True
         if need > free:
-            raise NoRoom(
+            raise NoMemory(
                 f"{size_text(need)} are needed, but {bound} has only {size_text(free)} left"
             )
         where = f"{self._base} has space for {size_text(room or 0)}"
@@ -439,8 +439,8 @@ class Segments:
         room = None
         if self._folder is not None:
             with contextlib.suppress(OSError):
-                room = memory.room_in(self._base)
-        return room, memory.room_in_memory()
+                room = memory.available_in(self._base)
+        return room, memory.available_memory()
 
     async def _warm(self, held: Held) -> None:
         """Populate the pages, in parallel with the rank, which populates its own mapping. The first
@@ -527,7 +527,7 @@ def _leave(found: tuple[float | None, Adopted | None]) -> None:
         adopted.folder.leave()
 
 
-async def _give_back(held: list[Held]) -> None:
+async def _release(held: list[Held]) -> None:
     """Unlink and unmap; the kernel takes a while for gigabytes."""
 
     def work() -> None:

@@ -38,7 +38,7 @@ from elasticrun.agent.snapshots.saver import Hashing, Savers
 from elasticrun.agent.snapshots.segments import Segments, Sizes
 from elasticrun.agent.workers.spawner import Spawners
 from elasticrun.host.log import logger
-from elasticrun.snapshots.shm.memory import NoRoom
+from elasticrun.snapshots.shm.memory import NoMemory
 from elasticrun.snapshots.shm.segment import NONE, round_key
 from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.messages import Start
@@ -53,9 +53,9 @@ MAX_KEY: Final = 2**63
 
 
 def sizes_of(need: s.NeedSegment) -> Sizes:
-    """The requested sizes. Raises NoRoom if the layout or content is invalid."""
+    """The requested sizes. Raises NoMemory if the layout or content is invalid."""
     if not 0 < need.content < MAX_KEY or not 0 <= need.layout < MAX_KEY:
-        raise NoRoom("its layout is invalid")
+        raise NoMemory("its layout is invalid")
     return Sizes(need.layout, need.layout_length, need.slot_bytes, need.slots)
 
 
@@ -352,7 +352,7 @@ class LocalSnapshots:
         try:
             await self._lend(peer, local_rank, need)
         except Exception as error:  # also our own bugs: the rank waits for an answer
-            why = str(error) if isinstance(error, NoRoom) else repr(error)
+            why = str(error) if isinstance(error, NoMemory) else repr(error)
             reason = f"training continues without snapshots: {why}"
             self.remark(f"local rank {local_rank}: {reason}")
             peer.send(s.SegmentHere(False, reason, False))

@@ -115,7 +115,7 @@ class StatusPage:
                 self._serving.cancel()
             else:
                 await self._streams.close(CLOSE_LIMIT)
-                self._server.end()
+                self._server.shut_down()
             await asyncio.wait((self._serving,), timeout=CLOSE_LIMIT)
         self._socket.close()
         self._socket = None
@@ -289,7 +289,7 @@ def _http_server(app: Callable[..., Awaitable[None]]) -> Any:
             super().__init__(config)
             self._ended = asyncio.Event()
 
-        def end(self) -> None:
+        def shut_down(self) -> None:
             self.force_exit = True
             self._ended.set()
 

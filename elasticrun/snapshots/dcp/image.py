@@ -3,7 +3,7 @@
 The envelope's head and tail depend only on the tensor's dtype and sizes. torch.save itself produces
 them with `skip_data`, which leaves a hole for the elements. Ranks copy the elements into the hole,
 and DCP reads the result as the tensor (it does not check the zip's CRC). `skip_data` is a prototype
-in torch, so `trusted` tests the result.
+in torch, so `image_problem` tests the result.
 """
 
 from __future__ import annotations
@@ -99,16 +99,16 @@ def envelope(dtype: str, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
     return bytes(holed.before), bytes(holed.after)
 
 
-def arrange(found: Sequence[Piece], bytes_room: int) -> Layout:
-    """The layout of these pieces, in the order of `in_order`. `bytes_room`: space for the opaque
-    values and their table."""
+def arrange(found: Sequence[Piece], values_capacity: int) -> Layout:
+    """The layout of these pieces, in the order of `in_order`. `values_capacity`: space for the
+    opaque values and their table."""
 
     def around(dtype: str, sizes: tuple[int, ...]) -> tuple[int, int]:
         head, tail = envelope(dtype, sizes)
         return len(head), len(tail)
 
     items = [one.item for one in in_order(found)]
-    return lay_out(items, bytes_room, str(torch.__version__), around)
+    return lay_out(items, values_capacity, str(torch.__version__), around)
 
 
 def write_envelopes(payload: memoryview, layout: Layout) -> None:
@@ -149,7 +149,7 @@ def _form(dtype: str, sizes: tuple[int, ...]) -> tuple[torch.dtype, int, int, li
     return found, size, math.prod(sizes) * size, _strides(sizes)
 
 
-def trusted(make: Callable[[str, tuple[int, ...]], tuple[bytes, bytes]] = envelope) -> str:
+def image_problem(make: Callable[[str, tuple[int, ...]], tuple[bytes, bytes]] = envelope) -> str:
     """Test whether this torch reads such images; return "", or why not. Writes three tensors to a
     temporary folder; takes a few milliseconds."""
     tensors = {

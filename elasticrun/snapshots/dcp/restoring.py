@@ -129,17 +129,17 @@ def overlap(one: Chunk, other: Chunk) -> Chunk | None:
     return (begin, lengths) if all(n > 0 for n in lengths) else None
 
 
-Carry = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+BlockCopier = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 
 
 def copy(
     moves: Sequence[Move],
     shards: Mapping[int, Sequence[torch.Tensor]],
     wanted: Sequence[torch.Tensor],
-    carry: Carry | None = None,
+    copier: BlockCopier | None = None,
 ) -> None:
     """Perform the moves: from the tensors of each shard, in layout order, into the wanted ones.
-    Dtypes are converted like in DCP. `carry`: copies all targets from their sources."""
+    Dtypes are converted like in DCP. `copier`: copies all targets from their sources."""
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for move in moves:
@@ -149,7 +149,7 @@ def copy(
             source = _block(source, move.from_, move.lengths)
         targets.append(target)
         sources.append(source)
-    (carry or copy_all)(targets, sources)
+    (copier or copy_all)(targets, sources)
 
 
 def copy_all(

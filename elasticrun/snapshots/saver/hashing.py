@@ -99,7 +99,7 @@ class OpenSegment:
         found = self.segment.hashes(snapshot)
         return found if bytes(self._mapping[at : at + 8]) == seal(snapshot) else ()
 
-    def drop_others(self, snapshot: Snapshot) -> None:
+    def clear_stale_hashes(self, snapshot: Snapshot) -> None:
         """Clear hashes that belong to an earlier snapshot, so that no reader uses them. Raises
         OSError."""
         if self.segment.hashes(snapshot) and not self.stored_hashes(snapshot):

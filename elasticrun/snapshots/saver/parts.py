@@ -49,13 +49,13 @@ def write_part(
     folder: Folder,
     *,
     stop: Callable[[], bool] = bool,
-    distrusted: str | None = None,
+    image_problem: str | None = None,
 ) -> PartWritten:
     """Write one rank's share of the ordered checkpoint from its segment. It is on stable storage
     when this returns. Raises PersistError or StorageError.
 
-    `stop` is polled to find out whether the attempt was given up. `distrusted`: why the slot cannot
-    be written unchanged, "" if it can; None: use the cached result of dcp.image."""
+    `stop` is polled to find out whether the attempt was given up. `image_problem`: why the slot
+    cannot be written unchanged, "" if it can; None: use the cached result of dcp.image."""
     step, rank, attempt = order.step, part.rank, order.attempt
     if not _ATTEMPT.match(attempt):
         raise PersistError(f"{attempt[:80]!r} is not a valid name of an attempt")
@@ -65,7 +65,7 @@ def write_part(
         raise PersistError(f"{about} does not hold its snapshot of step {step}")
     name = file_name(rank, order.round.number, part.sequence, attempt)
     slot = _Slot(segment, snapshot, part.shared, rank)
-    why = _untrusted() if distrusted is None else distrusted
+    why = _image_problem() if image_problem is None else image_problem
     if not why and any(not item.head for item in slot.layout.tensors):
         why = "this torch has no envelope for some tensors"
     if why:
@@ -172,8 +172,8 @@ def _write_by_item(slot: _Slot, name: str, sink: Sink, stop: Callable[[], bool])
 
 
 @cache
-def _untrusted() -> str:
-    return image.trusted()
+def _image_problem() -> str:
+    return image.image_problem()
 
 
 def _layout_of(segment: Segment, snapshot: Snapshot) -> Layout:

@@ -60,7 +60,7 @@ OTHER_HAS_NONE: Final = "the saver of the other node has no secret and this one 
 WRONG: Final = "the saver of the other node does not know this job's secret"
 
 CONNECT_LIMIT: Final = 10.0
-DOOR_LIMIT: Final = 5.0
+AUTH_LIMIT: Final = 5.0
 """Seconds to connect, and for an unauthenticated client to prove itself and send its request."""
 
 STALL_LIMIT: Final = 30.0
@@ -228,7 +228,7 @@ class PeerLink:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._end = time.monotonic() + DOOR_LIMIT
+        self._end = time.monotonic() + AUTH_LIMIT
 
     def restart_limit(self, nbytes: int) -> None:
         """Restart the time limit, for so many bytes."""

@@ -63,7 +63,7 @@ def write_parts(
         held = opened[part.key]
         if held is None:
             raise Overwritten(f"the saver does not have the segment of rank {part.rank}")
-        held.drop_others(held.snapshot(part.slot, part.sequence))
+        held.clear_stale_hashes(held.snapshot(part.slot, part.sequence))
         parts.append(write_part(held.segment, part, order, folder, stop=stop))
     return Outcome("", tuple(folder.take_remarks()), tuple(parts))
 

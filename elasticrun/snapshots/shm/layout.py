@@ -84,12 +84,12 @@ class Item(NamedTuple):
 @dataclass(frozen=True)
 class Layout:
     """All items of one rank: tensors first (own ones, then shared ones), then opaque values (own,
-    then shared). `bytes_room`: space in a slot for the opaque values and their table."""
+    then shared). `values_capacity`: space in a slot for the opaque values and their table."""
 
     items: tuple[Item, ...]
     own_bytes: int  # of the own tensors; a multiple of PAGE
     shared_bytes: int  # of the shared tensors; a multiple of PAGE
-    bytes_room: int  # a multiple of PAGE
+    values_capacity: int  # a multiple of PAGE
     torch: str  # torch version that made the envelopes
 
     @cached_property
@@ -109,7 +109,7 @@ class Layout:
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot, without its header page."""
-        return self.tensor_bytes + self.bytes_room
+        return self.tensor_bytes + self.values_capacity
 
     @cached_property
     def key(self) -> int:
@@ -145,7 +145,7 @@ class Layout:
             rows.append([numbers.setdefault(form, len(numbers)), i.extent, *i.path])
             if i.fqn != _name(i.path):
                 names[at] = i.fqn
-        sizes = (self.own_bytes, self.shared_bytes, self.bytes_room)
+        sizes = (self.own_bytes, self.shared_bytes, self.values_capacity)
         return [self.torch, *sizes, self.content, list(numbers), rows, names]
 
 
@@ -164,11 +164,11 @@ Around = Callable[[str, tuple[int, ...]], tuple[int, int]]
 
 
 def lay_out(
-    items: Iterable[Item], bytes_room: int, torch: str, around: Around | None = None
+    items: Iterable[Item], values_capacity: int, torch: str, around: Around | None = None
 ) -> Layout:
     """Assign each tensor its extent. Ignores `extent` of the given items, and also `head` and
-    `tail` if `around` is given. `bytes_room`: space for the opaque values and their table, rounded
-    up to a page."""
+    `tail` if `around` is given. `values_capacity`: space for the opaque values and their table,
+    rounded up to a page."""
     given = tuple(items)
     placed: list[Item] = []
     ends = []
@@ -183,7 +183,7 @@ def lay_out(
         ends.append(at)
     for own in (True, False):
         placed += [i for i in given if i.own is own and i.kind is ItemKind.BYTES]
-    return Layout(tuple(placed), ends[0], ends[1] - ends[0], _up(bytes_room, PAGE), torch)
+    return Layout(tuple(placed), ends[0], ends[1] - ends[0], _up(values_capacity, PAGE), torch)
 
 
 def is_of(encoded: bytes, key: int) -> bool:

@@ -139,7 +139,7 @@ RESERVE: Final = 64 * 1024 * 1024
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
-class NoRoom(Exception):
+class NoMemory(Exception):
     """The memory is not available; a clause that names the limit."""
 
 
@@ -156,13 +156,13 @@ def size_text(count: int) -> str:
 # ---------------------------------------------------------------- how much is available
 
 
-def room_in(folder: str) -> int:
+def available_in(folder: str) -> int:
     """Bytes available in the file system of `folder`. Raises OSError."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize
 
 
-def room_in_memory() -> tuple[int, str]:
+def available_memory() -> tuple[int, str]:
     """Bytes that this process may allocate without an OOM kill, and the limiting factor: the
     machine, or the cgroup. Huge if unknown."""
     room, bound = 1 << 62, "the machine"
@@ -231,13 +231,13 @@ def _ignore(clause: str) -> None:
 
 def allocate_file(path: str, nbytes: int, filled: int, report: Report = _ignore) -> int:
     """Create a file of `nbytes` whose first `filled` bytes are allocated; return its descriptor.
-    `report` is called with a clause if no huge pages were available. Raises NoRoom; then there is
+    `report` is called with a clause if no huge pages were available. Raises NoMemory; then there is
     no file."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         fd = os.open(path, flags, 0o600)
     except OSError as error:
-        raise NoRoom(f"{path} cannot be created ({error.strerror})") from None
+        raise NoMemory(f"{path} cannot be created ({error.strerror})") from None
     try:
         _fill(fd, nbytes, filled, report)
     except BaseException:
@@ -249,11 +249,11 @@ def allocate_file(path: str, nbytes: int, filled: int, report: Report = _ignore)
 
 
 def allocate_anonymous(name: str, nbytes: int, filled: int, report: Report = _ignore) -> int:
-    """The same as `allocate_file` without a file name. Raises NoRoom."""
+    """The same as `allocate_file` without a file name. Raises NoMemory."""
     try:
         fd = memory_file(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
-        raise NoRoom(f"the kernel refuses an anonymous file ({error.strerror})") from None
+        raise NoMemory(f"the kernel refuses an anonymous file ({error.strerror})") from None
     try:
         _fill(fd, nbytes, filled, report)
     except BaseException:
@@ -271,11 +271,11 @@ def _fill(fd: int, nbytes: int, filled: int, report: Report) -> None:
             report(why)
         os.posix_fallocate(fd, 0, filled)
     except OSError as error:
-        raise NoRoom(f"{size_text(filled)} could not be allocated ({error.strerror})") from None
+        raise NoMemory(f"{size_text(filled)} could not be allocated ({error.strerror})") from None
 
 
 def mapped(fd: int, nbytes: int, path: str) -> mmap.mmap:
-    """Map memory that was just allocated. Raises NoRoom and frees it if mapping fails: mappings
+    """Map memory that was just allocated. Raises NoMemory and frees it if mapping fails: mappings
     have separate limits (ulimit -v, vm.max_map_count)."""
     try:
         return mmap.mmap(fd, nbytes)
@@ -285,7 +285,7 @@ def mapped(fd: int, nbytes: int, path: str) -> mmap.mmap:
             with contextlib.suppress(OSError):
                 os.unlink(path)
         why = f"{error.strerror}; see ulimit -v and vm.max_map_count"
-        raise NoRoom(f"the agent cannot map {size_text(nbytes)} ({why})") from None
+        raise NoMemory(f"the agent cannot map {size_text(nbytes)} ({why})") from None
 
 
 # ---------------------------------------------------------------- prefaulting

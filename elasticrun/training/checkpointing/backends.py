@@ -158,7 +158,7 @@ class AgentBackend(CheckpointBackend):
             raise RuntimeError(
                 f"step {self._resume.step} cannot be restored from memory: {error.reason}"
             ) from error
-        self._taker.room_hint = recall.bytes_room
+        self._taker.capacity_hint = recall.values_capacity
         self._taker.spare = recall.kept
 
     def started_at(self, step: int) -> None:

@@ -96,7 +96,7 @@ class SnapshotTaker:
         self._refused: dict[int, str] = {}
         self._sequence = 0
         self.spare: MappedSegment | None = None  # the segment from which the state was restored
-        self.room_hint = 0  # bytes for opaque values in the restored snapshot
+        self.capacity_hint = 0  # bytes for opaque values in the restored snapshot
 
     def prepare(self) -> None:
         """Get a segment for the current state and map the slot that is written next. Mapping takes
@@ -170,18 +170,22 @@ class SnapshotTaker:
     def _segment_for(self, plan: SnapshotPlan, values_bytes: int) -> tuple[MappedSegment, Layout]:
         """The segment for this plan: the current one, or a new one if the state has changed."""
         layout = self._layout
-        if self._mapped is not None and layout is not None and values_bytes <= layout.bytes_room:
-            room = layout.bytes_room
+        if (
+            self._mapped is not None
+            and layout is not None
+            and values_bytes <= layout.values_capacity
+        ):
+            room = layout.values_capacity
             if plan is self._plan or (plan.layout or arrange(plan.pieces, room)).key == layout.key:
                 self._plan = plan
                 return self._mapped, layout
         layout = plan.layout
-        if layout is None or values_bytes > layout.bytes_room:
+        if layout is None or values_bytes > layout.values_capacity:
             # At least twice the needed size, rounded up to a power of two, so that the same segment
             # fits after a restart with values of similar length.
             room = max(LEAST_ROOM, 1 << (2 * values_bytes - 1).bit_length())
-            if values_bytes <= self.room_hint:
-                room = self.room_hint
+            if values_bytes <= self.capacity_hint:
+                room = self.capacity_hint
             layout = arrange(plan.pieces, room)
         if layout.key in self._refused:
             raise StateError(self._refused[layout.key])

@@ -165,7 +165,7 @@ class MemoryRestore:
         self._shards: dict[int, Shard] = {}
         self._checked: set[int] = set()
         self._filled: dict[str, torch.Tensor] = {}
-        self.bytes_room = 0
+        self.values_capacity = 0
         self.kept: MappedSegment | None = None  # this rank's own mapped segment; the caller owns it
 
     def run(self, world_size: int) -> None:
@@ -239,7 +239,7 @@ class MemoryRestore:
             # require a new lookup of what is needed.
             items = shard.layout.items
             names = {i.fqn: i for i in items if not i.own or i.path[0] == mine}
-            self.bytes_room = self.bytes_room or shard.layout.bytes_room
+            self.values_capacity = self.values_capacity or shard.layout.values_capacity
             try:
                 if found is None or not names.keys() <= saved.keys():
                     saved = {**names, **saved}

@@ -172,9 +172,9 @@ class RankExchange:
         except Exception as error:
             raise ExchangeError(f"{who} not said {key} in {limit:.0f} s ({error})") from error
 
-    def veto(self, key: str, objection: str) -> str:
-        """Veto what all ranks have to agree to (see `wait_for_agreement`); does not wait. The first
-        veto is valid for all, and is returned."""
+    def abort_agreement(self, key: str, objection: str) -> str:
+        """Object to what all ranks must agree on (see `wait_for_agreement`); does not wait. Returns
+        the first objection, which counts for all ranks."""
         if self._alone:
             return objection
         stands: str = self._apply(
@@ -478,11 +478,11 @@ class RestoreChoice:
             stored = StoredCheckpoint(setting, step)
             wrong = within_limit(AGREE_LIMIT, stored.fault, setting.folder.url)
         except Exception as error:  # release the other ranks, which wait for this one
-            self.exchange.veto(key, f"away rank {setting.rank}: {error!s:.500}")
+            self.exchange.abort_agreement(key, f"away rank {setting.rank}: {error!s:.500}")
             raise
         if wrong is not None:
             kind = "spoiled" if wrong.corrupt else "unfit"
-            reply = self.exchange.veto(key, f"{kind} {wrong.what}")
+            reply = self.exchange.abort_agreement(key, f"{kind} {wrong.what}")
         else:
             reply = self.exchange.wait_for_agreement(key)
         kind, _, what = reply.partition(" ")

@@ -12,7 +12,7 @@ import pytest
 from elasticrun.agent.snapshots.peers import Peer
 from elasticrun.agent.snapshots.segments import Segments, Sizes
 from elasticrun.snapshots.shm import memory
-from elasticrun.snapshots.shm.memory import LARGE, NoRoom
+from elasticrun.snapshots.shm.memory import LARGE, NoMemory
 from elasticrun.snapshots.shm.segment import NONE
 from elasticrun.wire import messages as m, snapshots as s
 from tests.agent.snapshots.played import LAYOUT, ONE, Node
@@ -89,10 +89,10 @@ async def test_who_has_no_segment_cannot_wait_for_its_slots(node: Node) -> None:
 
 async def test_fewer_slots_do_where_there_is_no_more_room(shm: Path, monkeypatch, caplog) -> None:
     room = replace(SIZES, slots=2).nbytes + 100
-    monkeypatch.setattr(memory, "room_in_memory", lambda: (room, "the machine"))
+    monkeypatch.setattr(memory, "available_memory", lambda: (room, "the machine"))
     segments = Segments("a-job", 2, {"ELASTICRUN_SHM_DIR": str(shm)})
     await segments.open("node-a")
-    with pytest.raises(NoRoom):
+    with pytest.raises(NoMemory):
         await segments.need(0, SIZES, 1)
     held = await segments.need(0, SIZES, 1, least=2)
     assert held.segment.slots == 2

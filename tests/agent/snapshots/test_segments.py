@@ -23,7 +23,7 @@ from elasticrun.agent.snapshots.segments import Held, Segments, Sizes
 from elasticrun.config import ORPHAN_GRACE
 from elasticrun.snapshots.shm import memory
 from elasticrun.snapshots.shm.layout import PAGE
-from elasticrun.snapshots.shm.memory import NoRoom
+from elasticrun.snapshots.shm.memory import NoMemory
 from elasticrun.snapshots.shm.segment import NONE
 from elasticrun.wire import snapshots as s
 from elasticrun.wire.messages import RoundInfo
@@ -239,7 +239,7 @@ async def test_who_finds_it_removes_it_when_its_time_is_over(shm: Path, monkeypa
 
 async def test_a_job_without_room_does_not_wait_for_it(shm: Path, monkeypatch, caplog) -> None:
     folder = killed(shm, job="gone")
-    monkeypatch.setattr(memory, "room_in", lambda _: 0 if folder.exists() else 2**40)
+    monkeypatch.setattr(memory, "available_in", lambda _: 0 if folder.exists() else 2**40)
     async with using(shm) as segments:
         held = await segments.need(0, SIZES, LAYOUT.content)
         assert held.path
@@ -314,21 +314,21 @@ async def test_sizes_that_no_segment_has_are_refused(shm: Path) -> None:
             Sizes(1, 2**40, PAGE, 2),
             Sizes(1, 100, -PAGE, 2),
         ):
-            with pytest.raises(NoRoom, match=r"slots|is invalid"):
+            with pytest.raises(NoMemory, match=r"slots|is invalid"):
                 await segments.need(0, sizes, 1)
 
 
 async def test_more_than_the_machine_has_is_refused_before_it_is_taken(shm: Path, caplog) -> None:
     async with using(shm) as segments:
         with pytest.raises(
-            NoRoom, match=r"are needed, but the (machine|cgroup .*) has only .* left"
+            NoMemory, match=r"are needed, but the (machine|cgroup .*) has only .* left"
         ):
             await segments.need(0, Sizes(1, 100, 2**46, 2), 1)
         assert "snapshots take 2 x 64 TiB of shared memory for each of 2 local ranks" in caplog.text
 
 
 async def test_a_folder_without_room_is_done_without(shm: Path, caplog, monkeypatch) -> None:
-    monkeypatch.setattr(memory, "room_in", lambda folder: PAGE)
+    monkeypatch.setattr(memory, "available_in", lambda folder: PAGE)
     async with using(shm) as segments:
         held = await segments.need(0, SIZES, LAYOUT.content)
         write(held, 1)
@@ -346,11 +346,11 @@ async def test_two_ranks_at_once_do_not_take_more_than_there_is(shm: Path, monke
 
     taking = memory.allocate_file
     monkeypatch.setattr(memory, "allocate_file", take_file)
-    monkeypatch.setattr(memory, "room_in_memory", lambda: (room[0], "the machine"))
+    monkeypatch.setattr(memory, "available_memory", lambda: (room[0], "the machine"))
     async with using(shm) as segments:
         both = [segments.need(rank, SIZES, LAYOUT.content) for rank in range(2)]
         found = await asyncio.gather(*both, return_exceptions=True)
-        assert {type(one) for one in found} == {Held, NoRoom}  # either may be first
+        assert {type(one) for one in found} == {Held, NoMemory}  # either may be first
 
 
 def test_a_cgroup_has_what_its_page_cache_could_give_back(tmp_path: Path) -> None:
@@ -376,14 +376,14 @@ def test_pages_are_made_warm_without_stopping_others() -> None:
 SMALL_TMPFS = """
 import asyncio, sys
 from pathlib import Path
-from tests.agent.snapshots.test_segments import NoRoom, Sizes, memory, using
+from tests.agent.snapshots.test_segments import NoMemory, Sizes, memory, using
 
 async def main(shm):
-    memory.room_in = lambda folder: 1 << 40  # as if others had taken it since we looked
+    memory.available_in = lambda folder: 1 << 40  # as if others had taken it since we looked
     async with using(shm) as segments:
         try:
             await segments.need(0, Sizes(1, 100, 1 << 20, 2), 1)
-        except NoRoom as error:
+        except NoMemory as error:
             print(error)
         print("left", [p.name for p in shm.rglob("?-*")])
 

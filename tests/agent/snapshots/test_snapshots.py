@@ -137,7 +137,7 @@ async def test_what_is_newer_than_the_chosen_step_is_gone_before_a_rank_is_born(
     assert (other.ok, other.rank) == (True, 1)
     none = await again.asks(s.WantShard(2), s.ShardHere)
     assert not none.ok
-    assert "no rank 2 among 2" in none.reason
+    assert "only 2 ranks, and no rank 2" in none.reason
 
 
 async def test_nothing_chosen_leaves_nothing_but_the_pages(node: Node) -> None:

@@ -27,8 +27,8 @@ FILL = 'dd if=/dev/zero of="{place}/full" bs=4k 2>/dev/null || true'
         ("size=200m", "", True, Level.OK, "of 200 MiB are free in"),
         ("size=90m", "", True, Level.WARNING, "90 MiB of 90 MiB are free"),
         ("size=40m", "", True, Level.FAILED, "40 MiB of 40 MiB are free"),
-        ("size=200m,nr_inodes=500", "", True, Level.WARNING, "room for 49"),
-        ("size=200m,nr_inodes=50", "", True, Level.FAILED, "room for 4"),
+        ("size=200m,nr_inodes=500", "", True, Level.WARNING, "inodes for 49"),
+        ("size=200m,nr_inodes=50", "", True, Level.FAILED, "inodes for 4"),
         ("size=2m", FILL, True, Level.FAILED, "it is full"),
         ("size=200m,ro", "", True, Level.FAILED, "read-only file system"),
         ("size=200m,ro", "", False, Level.WARNING, "read-only file system"),
@@ -52,7 +52,7 @@ def test_a_file_system_of_its_own(
 @pytest.mark.parametrize(
     ("setup", "state", "said"),
     [
-        ("touch '{place}/a'", Level.OK, "may be written to"),
+        ("touch '{place}/a'", Level.OK, "read-write"),
         ("touch '{place}/a'; mount -o remount,ro '{place}'", Level.OK, "read-only"),
         ("", Level.WARNING, "is empty"),
         ("umount '{place}'; rmdir '{place}'", Level.FAILED, "there is no folder"),

@@ -53,7 +53,7 @@ def test_ports_that_were_dialled(tmp_path: Path) -> None:
     (folder / "ip_local_port_range").write_text("32768\t60999\n")
     (only,) = reach.examine_ports([answer(), answer()], HERE, tmp_path)
     assert only.state is Level.OK
-    assert "far has dialled ports 40000 and 40000 (of 32768 to 60999)" in only.seen
+    assert "far has connected to ports 40000 and 40000 (of 32768 to 60999)" in only.seen
     assert reach.examine_ports([], HERE, tmp_path) == []
 
 
@@ -61,7 +61,7 @@ def test_a_port_that_was_not(tmp_path: Path) -> None:
     reason = "no answer within 2 s"
     (only,) = reach.examine_ports([answer(), answer(ok=False, reason=reason)], HERE, tmp_path)
     assert only.state is Level.FAILED
-    assert only.seen.endswith(f"cannot dial port 40000 of this host at {HERE}: {reason}")
+    assert only.seen.endswith(f"cannot connect to port 40000 of this host at {HERE}: {reason}")
     assert "firewall" in only.todo
 
 

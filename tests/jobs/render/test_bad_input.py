@@ -69,7 +69,7 @@ BAD_PODS = [
     (("--service-account", "A"), "name of an object"),
     (("--token-secret", "A"), "name of an object"),
     (("--rdzv-id", "a\nb"), "cannot be printed"),
-    (("--max-restarts", "-1"), "not negative"),
+    (("--max-restarts", "-1"), "must not be negative"),
     (("--node-unit", "3", "--nnodes", "2"), "--node-unit=3"),
     (("--redirects", "9"), "--redirects=9"),
     (("--master-store", "http://x"), "--master-store"),

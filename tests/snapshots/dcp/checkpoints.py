@@ -25,7 +25,7 @@ def save(
     *,
     step: int = 7,
     attempt: str = "a",
-    distrusted: str = "",
+    image_problem: str = "",
     alone: Sequence[int] = (),
     **about: Any,
 ) -> list[PartWritten]:
@@ -38,7 +38,7 @@ def save(
             PartOf(key=0, slot=0, sequence=1, rank=one.rank, shared=one.rank not in alone),
             order,
             folder,
-            distrusted=distrusted,
+            image_problem=image_problem,
         )
         for one in ranks
     ]

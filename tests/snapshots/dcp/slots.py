@@ -117,4 +117,6 @@ class HandMade:
 def renamed(layout: Layout, old: str, **changes: Any) -> Layout:
     """With one item changed."""
     items = tuple(i._replace(**changes) if i.fqn == old else i for i in layout.items)
-    return Layout(items, layout.own_bytes, layout.shared_bytes, layout.bytes_room, layout.torch)
+    return Layout(
+        items, layout.own_bytes, layout.shared_bytes, layout.values_capacity, layout.torch
+    )

@@ -7,7 +7,7 @@ import io
 import pytest
 import torch
 
-from elasticrun.snapshots.dcp.image import arrange, envelope, trusted, views, write_envelopes
+from elasticrun.snapshots.dcp.image import arrange, envelope, image_problem, views, write_envelopes
 from elasticrun.snapshots.dcp.items import pieces
 from elasticrun.snapshots.dcp.restoring import copy_all
 from elasticrun.snapshots.shm.layout import PAGE, decode
@@ -24,16 +24,16 @@ TENSORS = {
 
 
 def test_this_torch_reads_images() -> None:
-    assert trusted() == ""
+    assert image_problem() == ""
 
 
 def test_one_that_does_not_is_told_in_a_sentence() -> None:
-    assert "does not read" in trusted(lambda dtype, sizes: (b"", b""))
+    assert "does not read" in image_problem(lambda dtype, sizes: (b"", b""))
 
     def mistaken(dtype: str, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
         return envelope("int32" if dtype == "float32" else dtype, sizes)
 
-    assert "as another tensor" in trusted(mistaken)
+    assert "as another tensor" in image_problem(mistaken)
 
 
 def test_each_tensor_of_a_slot_is_a_file_of_torch() -> None:

@@ -64,22 +64,22 @@ def expected() -> dict[str, torch.Tensor]:
     return {"rows": ROWS, "columns": COLUMNS, "both": torch.arange(5.0)}
 
 
-@pytest.mark.parametrize("distrusted", ["", "for this test"], ids=["image", "write_data"])
-def test_every_kind_of_tensor_is_read_bit_by_bit(folder: Folder, distrusted: str) -> None:
+@pytest.mark.parametrize("image_problem", ["", "for this test"], ids=["image", "write_data"])
+def test_every_kind_of_tensor_is_read_bit_by_bit(folder: Folder, image_problem: str) -> None:
     one = HandMade()
     for name, tensor in KINDS.items():
         one.tensor("model", name, is_=tensor)
     one.value("config", is_={"lr": 0.1, "names": ["a", "b"]})
-    save(folder, [one], distrusted=distrusted)
+    save(folder, [one], image_problem=image_problem)
     empty = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in KINDS.items()}
     found = load(folder.path(7), {"model": empty, "config": None})
     assert same(found["model"], KINDS)
     assert found["config"] == {"lr": 0.1, "names": ["a", "b"]}
 
 
-@pytest.mark.parametrize("distrusted", ["", "for this test"], ids=["image", "write_data"])
-def test_at_one_rank(folder: Folder, distrusted: str) -> None:
-    save(folder, two_ranks(), distrusted=distrusted)
+@pytest.mark.parametrize("image_problem", ["", "for this test"], ids=["image", "write_data"])
+def test_at_one_rank(folder: Folder, image_problem: str) -> None:
+    save(folder, two_ranks(), image_problem=image_problem)
     wanted = expected()
     into = {name: torch.zeros_like(t) for name, t in wanted.items()} | {
         "lr": 0.0,

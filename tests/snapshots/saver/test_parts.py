@@ -44,7 +44,7 @@ def write(
 ) -> PartWritten:
     part = PartOf(key=0, slot=0, sequence=sequence, rank=0, shared=shared)
     order = ordered(step=step, attempt=attempt)
-    return parts.write_part(segment, part, order, folder, stop=stop, distrusted="")
+    return parts.write_part(segment, part, order, folder, stop=stop, image_problem="")
 
 
 def loaded(folder: Folder, step: int = 7) -> tuple[float, float]:
@@ -75,7 +75,7 @@ def test_a_part_goes_over_the_wire_and_back(folder: Folder) -> None:
     assert PartWritten.decode(part.encode()) == part
     own = write(folder, rank().segment(), attempt="own", shared=False)
     assert PartWritten.decode(own.encode()) == own
-    (slow,) = save(folder, [rank()], attempt="slow", distrusted="for this test")
+    (slow,) = save(folder, [rank()], attempt="slow", image_problem="for this test")
     assert slow.places
     assert PartWritten.decode(slow.encode()) == slow
 
@@ -235,7 +235,7 @@ def test_by_url(tmp_path: Path) -> None:
             save(folder, [rank(fill=step)], step=step)
         assert folder.verify(8) == ""
         assert loaded(folder, 8) == (8.0, 8.0)
-        save(folder, [rank(fill=3)], step=8, attempt="b", distrusted="for this test")
+        save(folder, [rank(fill=3)], step=8, attempt="b", image_problem="for this test")
         assert loaded(folder, 8) == (3.0, 3.0)
         assert retention.sweep(folder, keep_last=1, keep_every=0).removed == (7,)
         assert (folder.committed(), folder.files(7)) == ([8], {})
@@ -246,15 +246,15 @@ def test_by_url(tmp_path: Path) -> None:
         fsspec.filesystem("memory").store.clear()
 
 
-@pytest.mark.parametrize("distrusted", ["", "for this test"], ids=["image", "write_data"])
+@pytest.mark.parametrize("image_problem", ["", "for this test"], ids=["image", "write_data"])
 @pytest.mark.parametrize("storage", ["poor", "bucket"])
-def test_on_storage_that_refuses(tmp_path: Path, storage: str, distrusted: str) -> None:
+def test_on_storage_that_refuses(tmp_path: Path, storage: str, image_problem: str) -> None:
     root, hidden = tmp_path / "run", tmp_path / "hidden"
     hidden.mkdir()
     folder = Folder(str(root), calls=Poor() if storage == "poor" else Bucket(root, hidden))
     for step in (7, 8):
-        save(folder, [rank(fill=step)], step=step, distrusted=distrusted)
-    save(folder, [rank(fill=9)], step=8, attempt="b", distrusted=distrusted)
+        save(folder, [rank(fill=step)], step=step, image_problem=image_problem)
+    save(folder, [rank(fill=9)], step=8, attempt="b", image_problem=image_problem)
     assert folder.verify(8) == ""
     assert loaded(folder, 8) == (9.0, 9.0)
     assert retention.sweep(folder, keep_last=1, keep_every=0).removed == (7,)
@@ -262,11 +262,11 @@ def test_on_storage_that_refuses(tmp_path: Path, storage: str, distrusted: str) 
     assert os.listdir(hidden) == []
 
 
-@pytest.mark.parametrize("distrusted", ["", "for this test"], ids=["image", "write_data"])
+@pytest.mark.parametrize("image_problem", ["", "for this test"], ids=["image", "write_data"])
 @pytest.mark.parametrize("block", [4096, 8192, 2**20])
-def test_every_block_is_hashed(folder: Folder, monkeypatch, block: int, distrusted: str) -> None:
+def test_every_block_is_hashed(folder: Folder, monkeypatch, block: int, image_problem: str) -> None:
     monkeypatch.setattr(parts, "block_of", lambda _bytes: block)
-    (part,) = save(folder, [rank(size=9000)], distrusted=distrusted)
+    (part,) = save(folder, [rank(size=9000)], image_problem=image_problem)
     assert folder.verify(7) == ""
     path = Path(folder.path(7)) / part.file.name
     for begin, end in part.file.spans():

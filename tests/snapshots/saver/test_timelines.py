@@ -152,7 +152,7 @@ def test_a_write_that_takes_nothing_is_an_error(tmp_path: Path) -> None:
 def part_of(folder: Folder, order: PersistParts) -> PartWritten:
     part = PartOf(key=0, slot=0, sequence=1, rank=0, shared=True)
     segment = state(order.step).segment(order.step)
-    return parts.write_part(segment, part, order, folder, distrusted="")
+    return parts.write_part(segment, part, order, folder, image_problem="")
 
 
 def test_nothing_older_replaces_what_another_job_has_written_since(folder: Folder) -> None:

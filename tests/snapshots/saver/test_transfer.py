@@ -289,7 +289,7 @@ class Door:
 
 @contextmanager
 def door(monkeypatch) -> Iterator[Door]:
-    monkeypatch.setattr(transfer, "DOOR_LIMIT", LIMIT)
+    monkeypatch.setattr(transfer, "AUTH_LIMIT", LIMIT)
     listener, _ = listen(HOST)
     assert listener is not None
     made = Door(listener)

@@ -50,7 +50,7 @@ def test_what_is_laid_out_comes_back_and_nothing_overlaps(given: list[Item], roo
     made = lay_out(given, room, "2.13.0")
     assert decode(made.encode()) == made
     assert len(made.items) == len(given)
-    assert made.bytes_room >= room
+    assert made.values_capacity >= room
     ends = {True: made.own_bytes, False: made.own_bytes + made.shared_bytes}
     at = 0
     for item in made.tensors:

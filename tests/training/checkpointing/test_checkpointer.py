@@ -377,7 +377,7 @@ def test_what_cannot_be_state_is_refused(tmp_path: Path) -> None:
         ({"__rank0": {"x": 1}}, "cannot be a name"),
         ({"d": {"m": nn.Linear(1, 1)}}, "under its own name"),
         ({"state": {"m": nn.Linear(1, 1)}, "m": {}}, r"and m= is also an argument"),
-        ({"state": {1: nn.Linear(1, 1)}}, r"state\[1\] is a Linear: its key is to be a text"),
+        ({"state": {1: nn.Linear(1, 1)}}, r"state\[1\] is a Linear: its key must be a string"),
         ({}, "there is no state"),
         ({"half": Half()}, r"half is a Half, which has state_dict\(\) and no load_state_dict"),
         (
@@ -543,7 +543,7 @@ def test_a_rank_has_one_state(agent: PlayedAgent, tmp_path: Path) -> None:
     first = made("b", ema=b)
     first.step(1)
     again = made("b", ema=b)
-    with pytest.raises(ConflictError, match=r"of the same names in .*/b has taken the place"):
+    with pytest.raises(ConflictError, match=r"of the same names in .*/b has replaced this one"):
         first.step(2)
     again.step(2)
     again.close()

@@ -412,7 +412,7 @@ def test_what_one_rank_finds_spoiled_all_pass_over_in_the_same_life(tmp_path: Pa
 
 def restores_last(folder: str) -> tuple[int, list[str]]:
     """Rank 0 looks once rank 1 has found a fault. The step, and what is said of it on a rank."""
-    faults, object_ = Folder.faults, RankExchange.veto
+    faults, object_ = Folder.faults, RankExchange.abort_agreement
 
     def faults_last(*args: Any) -> Iterator[CheckpointFault]:
         dist.barrier()
@@ -426,7 +426,7 @@ def restores_last(folder: str) -> tuple[int, list[str]]:
     if dist.get_rank() == 0:
         Folder.faults = faults_last
     else:
-        RankExchange.veto = object_first
+        RankExchange.abort_agreement = object_first
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         found, _ = restores(folder, 99, True)

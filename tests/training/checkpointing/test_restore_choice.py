@@ -98,7 +98,9 @@ def test_who_waits_hears_what_the_last_one_says(libuv: bool, objection: str) -> 
         waiting.join(0.01)
     waiting.join(0.2)  # its wait has reached the server
     said = (
-        boards[1].veto("whole", objection) if objection else boards[1].wait_for_agreement("whole")
+        boards[1].abort_agreement("whole", objection)
+        if objection
+        else boards[1].wait_for_agreement("whole")
     )
     waiting.join(SECONDS.total_seconds())
     assert [said] == heard == [objection]
