@@ -278,7 +278,7 @@ async def test_what_the_master_says(environ: dict[str, str]) -> None:
         assert (code, err) == (0, "")
         found = findings(out)
         assert "the master of job 'job' answers" in one(found, "master").seen
-        assert "has dialled ports" in one(found, "ports").seen
+        assert "has connected to ports" in one(found, "ports").seen
         assert {"clock", "packet size", "host name in the job"} <= {f.check for f in found}
         assert TOKEN not in out
 
@@ -390,7 +390,7 @@ def namespaces() -> set[str]:
 def test_two_hosts_that_are_well(pair: Pair) -> None:
     code, found = pair.look()
     assert code == 0
-    assert "the master's host far has dialled ports" in one(found, "ports").seen
+    assert "the master's host far has connected to ports" in one(found, "ports").seen
     assert "packets of 1500 bytes" in one(found, "packet size").seen
     own = one(found, "host name")
     assert (own.state, own.seen) == (Level.OK, "near resolves to 192.0.2.1")
@@ -422,6 +422,6 @@ def test_a_firewall_that_lets_nobody_in(pair: Pair) -> None:
     code, found = pair.look()
     ports = one(found, "ports")
     assert ports.state is Level.FAILED
-    assert "the master's host far cannot dial port" in ports.seen
+    assert "the master's host far cannot connect to port" in ports.seen
     assert "no answer within 2 s" in ports.seen
     assert code == 1

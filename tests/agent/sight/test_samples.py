@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticrun.agent.sight import looked
+from elasticrun.agent.sight import samples
 from elasticrun.agent.sight.activity import Activity
 from elasticrun.agent.sight.pulse import RankBeat
 from elasticrun.wire import messages as m
@@ -19,8 +19,8 @@ from elasticrun.wire.types import RoundName
 ROUND = RoundName(1, 1, "nonce")
 
 
-def rank(number: int, said: RankSays) -> looked.RankSample:
-    return looked.RankSample(
+def rank(number: int, said: RankSays) -> samples.RankSample:
+    return samples.RankSample(
         rank=number,
         pid=100 + number,
         forked=True,
@@ -36,7 +36,7 @@ def rank(number: int, said: RankSays) -> looked.RankSample:
 
 def test_a_limit_of_a_century_is_no_limit() -> None:
     group = GroupSays("0", 3, -1, 2, "0", "dp", "", "all_reduce [4]", age=-1.0, limit=3.2e9)
-    (report,) = looked.reports(ROUND, 1, [rank(0, RankSays(1, (group,)))])
+    (report,) = samples.reports(ROUND, 1, [rank(0, RankSays(1, (group,)))])
     protobuf.report_to_wire(report)
     assert (report.ranks[0].at[0].age, report.ranks[0].at[0].limit) == (0.0, 0.0)
 
@@ -47,7 +47,7 @@ def test_stacks_fit_into_a_message_the_rarest_first() -> None:
         frames = tuple((f"/u/{number}.py", line, "ü" * 199) for line in range(19))
         says = RankSays(1, (), (ThreadSays("main", frames),))
         rows += [rank(10 * number + one, says) for one in range(number + 1)]
-    report = looked.stacks(ROUND, 1, rows)
+    report = samples.stacks(ROUND, 1, rows)
     protobuf.report_to_wire(report)
     assert 1 < len(report.groups) < m.MAX_STACKS
     assert report.groups[0].count == 1
