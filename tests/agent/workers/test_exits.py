@@ -270,7 +270,7 @@ def looked(root: Path, caplog, level: int) -> list[str]:
 def test_a_log_that_cannot_be_read_is_told_once(tmp_path: Path, caplog) -> None:
     assert looked(tmp_path, caplog, logging.WARNING) == [
         "rank 3: the cause of the kill is unknown: no OOM kill was counted, and the kernel's "
-        "log cannot be read here (no such file or directory); look there as root, with dmesg"
+        "log cannot be read here (no such file or directory); read it as root with dmesg"
     ]
 
 
