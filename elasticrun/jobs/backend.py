@@ -118,10 +118,10 @@ def submission(run: RunFolder) -> Submission:
         name = job.name if job else run.path.name
         again = ""
         if job is not None and job.command and run.state() in ENDED:
-            again = f"; to run it again, type its command again: {command_line(job)}"
+            again = f"; to run it again, repeat its command: {command_line(job)}"
         raise RequestFailed(
-            f"job {name} was started by hand and not by `elasticrun submit`, so only its launcher "
-            f"can do that{again}"
+            f"job {name} was not started by `elasticrun submit`, so only its launcher can do that"
+            f"{again}"
         ) from None
 
 
@@ -143,7 +143,7 @@ def make_token(run: RunFolder) -> Path:
         replace_file(path, secrets.token_hex(32).encode() + b"\n")
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise OSError(f"{path} is not yours alone: remove it, and the job gets a fresh one")
+        raise OSError(f"{path} is accessible to others: remove it, and the job gets a new one")
     return path
 
 

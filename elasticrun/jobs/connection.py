@@ -92,7 +92,7 @@ class JobConnection:
             return msgspec.json.decode(reply.body, type=Picture)
         except msgspec.DecodeError as wrong:
             where = self._master.endpoint
-            raise NotAnswered(f"the master at {where} is of another version: {wrong}") from None
+            raise NotAnswered(f"the master at {where} has another version: {wrong}") from None
 
     @property
     def run(self) -> RunFolder | None:
@@ -174,7 +174,7 @@ def master_of(run: RunFolder) -> JobMaster:
                 return JobMaster(one.endpoint, one.reader, one.operator, run=one.run)
     host, _, port = job.endpoint.rpartition(":")
     if not host or not port.isdecimal():
-        raise NotAnswered(f"job {job.name} has no master yet: its nodes have not met")
+        raise NotAnswered(f"job {job.name} has no master yet: its nodes have not joined")
     secret = token(run)
     endpoint = Endpoint(host.removeprefix("[").removesuffix("]"), int(port))
     if not secret:

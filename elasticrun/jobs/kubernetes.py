@@ -43,7 +43,7 @@ class KubernetesJobs:
                 made = ", ".join(f"{one['kind']} {one['metadata']['name']}" for one in documents)
                 kind = "ej" if job.is_elastic else "job"
                 return job.uid, (
-                    f"made in namespace {job.namespace}: {made} (kubectl -n {job.namespace} get "
+                    f"created in namespace {job.namespace}: {made} (kubectl -n {job.namespace} get "
                     f"{kind} {job.name})"
                 )
 
@@ -95,7 +95,7 @@ def end_replaced(runs: Sequence[RunFolder], run: RunFolder) -> None:
             old = submission(other)
             same = _object_of(old) == _object_of(new)
             if same and old.uid != new.uid:
-                note_end(other, "lost", "the cluster has it no more")
+                note_end(other, "lost", "the cluster no longer has it")
 
 
 def _object_of(job: Submission) -> tuple[str, ...]:
@@ -111,7 +111,7 @@ async def _looked_up(rows: Sequence[JobRow]) -> list[JobRow]:
         async with KubeApi(known.context, known.namespace) as api:
             job = await _object(api, known)
         if job is None:
-            return replace(row, state="lost", reason="the cluster has it no more")
+            return replace(row, state="lost", reason="the cluster no longer has it")
         now = replace(job.row(time.time(), row.run), user=row.user, host=row.host)
         if job.is_over:
             note_end(run, now.state, now.reason, now)

@@ -76,14 +76,12 @@ class SlurmJobs:
         if queued is None:
             result = run.result()
             if result is not None and result.state == "succeeded":
-                raise RequestFailed(
-                    f"job {known.name} has succeeded: submit it again to run it again"
-                )
+                raise RequestFailed(f"job {known.name} has succeeded: submit it again to rerun it")
             run.prepare_restart()
             return self.submit(run, known)
         if not queued.is_held:
             raise RequestFailed(
-                f"job {known.name} is not suspended: Slurm has it as {queued.state}"
+                f"job {known.name} is not suspended: its state in Slurm is {queued.state}"
             )
         self._call("scontrol", "release", known.number)
         return f"job {known.name} is released (Slurm job {known.number})"
@@ -94,7 +92,7 @@ class SlurmJobs:
         known = submission(run)
         has = queued.nodes if (queued := self._queue().get(known.number)) else 0
         if 0 < has < request.number:
-            answer += f"; its allocation has {some(has, 'node')}, and Slurm adds none"
+            answer += f"; its allocation has {some(has, 'node')}, and Slurm adds no more"
         return answer
 
     def suspend(self, run: RunFolder) -> str:
@@ -102,16 +100,16 @@ class SlurmJobs:
         known = submission(run)
         queued = self._queue().get(known.number)
         if queued is None:
-            raise RequestFailed(f"Slurm has no job {known.number} ({known.name}) any more")
-        again = f"elasticrun resume {known.name} goes on"
+            raise RequestFailed(f"Slurm no longer has job {known.number} ({known.name})")
+        again = f"continue with `elasticrun resume {known.name}`"
         if queued.state == "PENDING":
             self._call("scontrol", "hold", known.number)
-            return f"job {known.name} is held before it has begun; {again}"
+            return f"job {known.name} is held before its start; {again}"
         if (state := run.state()) in ("succeeded", "failed", "stopped"):
             raise RequestFailed(f"job {known.name} has ended: {state}")
         self._call("scontrol", "requeuehold", known.number)
         if not self._until(known.number, lambda now: now is None or now.is_held, LEAVE_LIMIT):
-            raise RequestFailed(f"job {known.name} is leaving yet: elasticrun list shows it")
+            raise RequestFailed(f"job {known.name} is still leaving: see `elasticrun list`")
         result = run.result()
         step = result.saved if result and result.state == "saved" else -1
         return f"job {known.name} is suspended{f' at step {step}' if step >= 0 else ''}; {again}"
@@ -120,7 +118,7 @@ class SlurmJobs:
         """Run scancel, for a job whose master does not answer or does not exist yet."""
         known = submission(run)
         if known.number not in self._queue():
-            raise RequestFailed(f"Slurm has no job {known.number} ({known.name}) any more")
+            raise RequestFailed(f"Slurm no longer has job {known.number} ({known.name})")
         self._call("scancel", known.number)
         self._note_end(run, known)
         return f"job {known.name} is cancelled (Slurm job {known.number})"
@@ -132,7 +130,7 @@ class SlurmJobs:
             self._call("scancel", known.number)
             if not self._until(known.number, lambda now: now is None, LEAVE_LIMIT):
                 raise RequestFailed(
-                    f"Slurm job {known.number} does not end: scancel --signal=KILL it"
+                    f"Slurm job {known.number} does not end: use scancel --signal=KILL"
                 )
         self._note_end(run, known)
 
@@ -195,7 +193,7 @@ class SlurmJobs:
                 f"there is no {words[0]} here: is this a login node of Slurm?"
             ) from None
         except (OSError, subprocess.TimeoutExpired) as wrong:
-            raise RequestFailed(f"{words[0]} cannot be asked: {wrong}") from None
+            raise RequestFailed(f"{words[0]} cannot be run: {wrong}") from None
         if done.returncode:
             why = " ".join(done.stderr.split())[:500]
             raise RequestFailed(f"{words[0]} refuses: {why or f'exit code {done.returncode}'}")
@@ -216,7 +214,7 @@ def _by_queue(row: JobRow, queue: Mapping[str, Queued]) -> JobRow:
     queued = queue.get(number)
     if queued is None:
         is_lost = row.state not in ENDED
-        return replace(row, state="lost", reason="Slurm has it no more") if is_lost else row
+        return replace(row, state="lost", reason="Slurm no longer has it") if is_lost else row
     if queued.is_held:
         return replace(row, state="suspended", reason=f"held in Slurm as job {number}")
     if queued.state == "PENDING":

@@ -182,7 +182,7 @@ class FileStore:
             "writes to the record of this job are slow: orders have waited for %g s", SLOW
         )
         self._watch = self._loop.call_later(
-            GIVEN_UP - SLOW, self._go_without, f"a write has taken {GIVEN_UP:g} s"
+            GIVEN_UP - SLOW, self._go_without, f"a write took longer than {GIVEN_UP:g} s"
         )
 
     def _unwatch(self) -> None:
@@ -195,8 +195,8 @@ class FileStore:
         self._works = False
         self._unwatch()
         logger.warning(
-            "this job has no record any more: %s; should its master die, the agents bring the "
-            "round back, but not who was left out",
+            "this job no longer has a record: %s; if its master dies, the agents restore the "
+            "round, but not the list of excluded nodes",
             why,
         )
         self._jobs.put(self._disk.put_aside)  # runs when the disk answers again
@@ -323,13 +323,13 @@ def _parsed(data: bytes) -> _Content:
         raise Damaged("it is damaged (it has no header)")
     if words[2] != b"%d" % VERSION:
         version = words[2].decode(errors="replace")
-        raise Damaged(f"it is of version {version}, and this elasticrun writes {VERSION}")
+        raise Damaged(f"it has version {version}, but this elasticrun writes {VERSION}")
     if words[3] != b"%08x" % zlib.crc32(body.removesuffix(b"\n")):
         raise Damaged("it is damaged (its checksum differs)")
     try:
         return loads(body, _Content)
     except (ValueError, TypeError) as wrong:
-        raise Damaged(f"its facts are of another version ({wrong})") from None
+        raise Damaged(f"its facts have another version ({wrong})") from None
 
 
 def _since_boot() -> float:

@@ -52,7 +52,7 @@ class Joining:
         if self._tries < 1.0:
             raise Denied(
                 "too many machines have tried to join at once: try again in a minute",
-                "a machine that wanted to join was refused: too many tries",
+                "a joining machine was refused: too many attempts",
             )
         self._tries -= 1.0
 
@@ -68,7 +68,7 @@ class Joining:
         """For a machine that has proved its code: what a node needs, encrypted. Denied."""
         code = keeper.code
         if time.time() > code.until:
-            raise Denied(CODE_EXPIRED, "a machine with a join code that has expired was refused")
+            raise Denied(CODE_EXPIRED, "a machine with an expired join code was refused")
         command = self._command
         if command is None:
             return Reply(False, NO_COMMAND)

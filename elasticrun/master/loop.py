@@ -208,7 +208,7 @@ class Loop:
         """The state machine's reply, or a refusal after ASK_LIMIT. A cancelled request is
         dropped."""
         if len(self._requests) >= MAX_REQUESTS:
-            return m.Reply(False, f"{MAX_REQUESTS} others wait for an answer already: ask again")
+            return m.Reply(False, f"{MAX_REQUESTS} requests are pending already: try again")
         number = next(self._numbers)
         self._requests[number] = waits = asyncio.Future[m.Reply]()
         self.put(events.Requested(number, request))
@@ -217,7 +217,7 @@ class Loop:
                 reply: m.Reply = await waits
         except TimeoutError:
             why = self._held_up() or "it is too busy"
-            return m.Reply(False, f"the master gave no answer within {REQUEST_LIMIT:g} s: {why}")
+            return m.Reply(False, f"the master did not answer within {REQUEST_LIMIT:g} s: {why}")
         finally:
             del self._requests[number]
         return replace(reply, body=self._with_figures(reply.body)) if reply.body else reply
@@ -241,7 +241,7 @@ class Loop:
     def fall_silent(self) -> None:
         """Send nothing more: another master decides."""
         for number in self._requests:
-            self._reply(number, m.Reply(False, "another master leads this job now: ask again"))
+            self._reply(number, m.Reply(False, "another master leads this job now: try again"))
         self._held.clear()
         self._boxes.clear()
 

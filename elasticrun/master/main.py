@@ -258,7 +258,9 @@ class Lifetime:
             # Other nodes, if any, may have lost their streams only briefly.
             several = self.streams is not None and len(self.streams.nodes) > 1
             wait = REATTACH_GRACE if several else OWNER_EXITED
-            self._arm(wait, EXIT_OK, "the agent that started this master and all others have gone")
+            self._arm(
+                wait, EXIT_OK, "the agent that started this master, and all others, have left"
+            )
         else:
             code = code_of(Ending.TOO_FEW)
             self._arm(self._lost, code, f"no agent for {self._lost:g} s")
@@ -423,7 +425,7 @@ class Master:
                 self._job(facts).step(Tick(), time.monotonic())
             except Exception as fault:
                 logger.error("a bug: %s while reading the record", fault, exc_info=fault)
-                await records.distrust(f"this master cannot take it up ({fault!r})")
+                await records.distrust(f"this master cannot load it ({fault!r})")
                 facts = None
         replaces = self._config.replaces
         if done := await lifetime.outward.open(goes_on=facts is not None or bool(replaces)):
@@ -555,14 +557,14 @@ def config_from_json(text: str) -> MasterConfig:
     try:
         return loads(text, MasterConfig)
     except ValueError as wrong:
-        raise ValueError(f"this is no configuration of a master: {wrong}") from None
+        raise ValueError(f"this is not a master's configuration: {wrong}") from None
 
 
 def hosted_main(argv: list[str]) -> int:
     """The entry point of a process that an agent starts."""
     parser = argparse.ArgumentParser(
         prog="python -m elasticrun.master",
-        description="Started by an agent; `elasticrun master` is the command for people.",
+        description="Started by an agent; use `elasticrun master` by hand.",
     )
     parser.add_argument("--config-fd", type=int, required=True, help="pipe with the configuration")
     fd = parser.parse_args(argv).config_fd

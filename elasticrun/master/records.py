@@ -90,7 +90,7 @@ class Records:
         if facts.outcome is None or self._hosted or self._folder is None:
             return facts
         reason = (
-            f"the job is over already: {facts.outcome.reason} (remove {self._folder}, the record "
+            f"the job has already ended: {facts.outcome.reason} (remove {self._folder}, the record "
             "of its master, to run it again)"
         )
         return replace(facts, outcome=replace(facts.outcome, reason=reason, code=None))
@@ -145,7 +145,7 @@ class Records:
             taken.add_done_callback(let_go)  # also for a result at the last moment
             self._do_without(f"{folder} has not answered for {FOLDER_LIMIT:g} s")
         except BlockingIOError:
-            self._do_without(f"{folder} holds the record of a master that runs")
+            self._do_without(f"{folder} has the record of a running master")
         except OSError as wrong:
             self._do_without(str(wrong))
 

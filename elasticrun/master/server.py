@@ -234,9 +234,9 @@ class Servicer:
         async with self._pending.step(lambda: "ReachMe"):
             request = await _first(context, "ReachMe")
         if not isinstance(request, m.ReachMe):
-            raise PeerError(f"{type(request).__name__} came in the place of ReachMe")
+            raise PeerError(f"{type(request).__name__} came instead of ReachMe")
         if self._reaching >= MAX_REACHING:
-            reason = f"this master dials {MAX_REACHING} others already"
+            reason = f"this master already connects to {MAX_REACHING} hosts"
             raise PeerError(reason, grpc.StatusCode.RESOURCE_EXHAUSTED)
         self._reaching += 1
         try:
@@ -269,7 +269,7 @@ class Servicer:
         async with self._pending.step(lambda: "Request"):
             request = await _first(context, "Request")
         if not isinstance(request, m.Request):
-            raise PeerError(f"{type(request).__name__} came in the place of Request")
+            raise PeerError(f"{type(request).__name__} came instead of Request")
         return request
 
     async def _reply(self, context: Any, request: m.Request) -> None:
@@ -287,7 +287,7 @@ class Servicer:
         assert hello is not None
         if self.attached >= MAX_SESSIONS:
             # Not a Refused: a place may become free, and a peer that reconnects is legitimate.
-            reason = f"this master serves {MAX_SESSIONS} nodes already"
+            reason = f"this master already serves {MAX_SESSIONS} nodes"
             raise PeerError(reason, grpc.StatusCode.RESOURCE_EXHAUSTED)
         session = next(self._sessions)
         limits: list[asyncio.TimerHandle] = []
@@ -348,7 +348,7 @@ class Servicer:
             if isinstance(report, m.Hello | m.Knock | m.Proof):
                 raise PeerError(f"a second {type(report).__name__} on one stream")
             if isinstance(report, m.ReachMe | m.Request):
-                raise PeerError(f"{type(report).__name__} is what a reader says, not an agent")
+                raise PeerError(f"{type(report).__name__} is a reader's message, not an agent's")
             if isinstance(report, m.Beat):
                 last = report.number
             self._loop.put(Heard(session, report))
@@ -430,7 +430,7 @@ class PendingHandshakes:
                 reason = f"no {awaits()} came in time"
                 raise PeerError(reason, grpc.StatusCode.DEADLINE_EXCEEDED) from None
             # Not a Denied: a peer that reconnects is legitimate.
-            reason = "too many others are on their way in"
+            reason = "too many connections are pending"
             raise PeerError(reason, grpc.StatusCode.RESOURCE_EXHAUSTED) from None
         finally:
             self._waiting.pop(limit, None)
@@ -548,4 +548,4 @@ async def _why_not(address: str, request: m.ReachMe) -> str:
     finally:
         if writer is not None:
             writer.transport.abort()
-    return "" if hmac.compare_digest(nonce, request.nonce) else "something else answers there"
+    return "" if hmac.compare_digest(nonce, request.nonce) else "another process answers there"

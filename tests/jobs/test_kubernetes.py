@@ -103,7 +103,7 @@ def test_an_elastic_job_from_submit_to_delete(cluster: StandIn, tmp_path: Path) 
     pods = ("--nodes", "1:2", "--gpus", "4", "--node-unit", "1", "--ttl", "60")
     said = user.submits("tr", *pods, *board)
     assert "--tensorboard: the master of an ElasticJob has a pod of its own" in user.notes
-    assert "made in namespace default: ElasticJob tr" in said
+    assert "created in namespace default: ElasticJob tr" in said
     assert "elasticrun logs tr -f" in said
     until_running(cluster, "tr-0-0", "tr-1-0", "tr-master-0")
     (job,) = cluster.objects("elasticjobs", "elasticrun.dev")
@@ -251,7 +251,7 @@ def test_rights_that_are_missing_are_one_sentence(cluster: StandIn, tmp_path: Pa
     assert (done.returncode, done.stderr.count("\n")) == (0, 1)
     assert "tr" in done.stdout
     assert "you may not list Jobs" in done.stderr
-    assert "made in namespace" in user.submits("mine")
+    assert "created in namespace" in user.submits("mine")
     for words, what in (
         (("logs", "mine", "-f"), "watch "),
         (("suspend", "mine"), "change ElasticJob mine"),
@@ -276,7 +276,7 @@ def test_what_cannot_be_is_one_sentence(cluster: StandIn, tmp_path: Path) -> Non
         assert done.stdout == ""
         return done.stderr.splitlines()[-1]
 
-    assert "nodes is no multiple of nodeUnit" in says("--nodes", "3", "--node-unit", "2")
+    assert "nodes is not a multiple of nodeUnit" in says("--nodes", "3", "--node-unit", "2")
     assert "--plain makes an Indexed Job" in says("--rbac")
     assert "--plain makes an Indexed Job" in says("--tls-cert=/c", "--tls-key=/k")
     assert "has no context none; it has it" in says("--context", "none")

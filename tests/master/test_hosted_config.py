@@ -25,5 +25,5 @@ def test_it_arrives_as_it_was(tls: Tls | None) -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", '{"spec": {"colour": 1}}', '{"spec": 3}', "{}"])
 def test_what_is_none_is_one_sentence(text: str) -> None:
-    with pytest.raises(ValueError, match="this is no configuration of a master: "):
+    with pytest.raises(ValueError, match="this is not a master's configuration: "):
         config_from_json(text)

@@ -50,7 +50,7 @@ async def test_a_closed_port_and_somebody_elses() -> None:
         with open_port() as other:
             asked = m.ReachMe(other.port, bytes(m.NONCE_BYTES))
             said = await reach_me(served.endpoint, LIMIT, asked)
-        assert (said.ok, said.reason) == (False, "something else answers there")
+        assert (said.ok, said.reason) == (False, "another process answers there")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ async def test_anything_else_in_the_place_of_the_question() -> None:
         call = await _proved(served)
         await call.write(report_to_wire(m.Beat(1)))
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert await call.details() == "Beat came in the place of ReachMe"
+        assert await call.details() == "Beat came instead of ReachMe"
 
 
 async def test_who_never_asks_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ async def test_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
         first = asyncio.ensure_future(reach_me(served.endpoint, LIMIT, slow))
         await asyncio.wait_for(came.wait(), LIMIT)
         with open_port() as asked:
-            with pytest.raises(LinkError, match="dials 1 others already") as told:
+            with pytest.raises(LinkError, match="already connects to 1 hosts") as told:
                 await reach_me(served.endpoint, LIMIT, asked)
             assert not told.value.rejected
             visited[0].write(slow.nonce)

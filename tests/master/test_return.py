@@ -544,7 +544,7 @@ def test_a_folder_of_another_master_or_job_is_refused(world: World) -> None:
     words = ("master", "--host=127.0.0.1", "--port=0", f"--state-dir={folder}")
     second = world.launch(ELASTICRUN, *words, "--rdzv-id=agents")
     assert second.wait() == 2
-    assert "holds the record of a master that runs" in second.stderr
+    assert "has the record of a running master" in second.stderr
     agent = agents(world, ELASTICRUN, 1, "1", _port(master), NO_HOST)
     finish(world.hub.ranks(1))
     assert agent[0].wait() == 0

@@ -97,7 +97,7 @@ def test_the_story_is_told_with_times_and_reasons(traced: Path) -> None:
     code, lines = _replayed(traced)
     text = "\n".join(lines)
     assert code == SAME, text
-    assert lines[-1].endswith("the replay says what was recorded")
+    assert lines[-1].endswith("the replay matches the recording")
     assert "round 1 begins: 4 ranks on 2 nodes" in text
     assert "b: RanksFailed 1: " in text
     assert "node a is dead" in text
@@ -171,7 +171,7 @@ def test_a_successor_after_a_cut_is_replayed_too(traced: Path) -> None:
     code, lines = _replayed(traced)
     assert code == SAME
     assert sum(line.startswith("==") for line in lines) == 2
-    assert lines[-1].endswith("the replay says what was recorded")
+    assert lines[-1].endswith("the replay matches the recording")
 
 
 def test_a_ring_that_has_lost_its_beginning(traced: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,10 +248,10 @@ def test_the_verb(traced: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (None, "cannot be read"),
         ("", "it is empty"),
         ("hello\n", "not text of that form"),
-        ("[]\n", "a line of it is no object"),
+        ("[]\n", "a line is not a JSON object"),
         ('{"t": 1.0, "e": {"Tick": {}}}\n', "does not begin with a master's head"),
         ('{"trace": 99}\n', "version 99"),
-        ('{"trace": 2}\n', "version 2, and this elasticrun reads 3"),
+        ('{"trace": 2}\n', "version 2, but this elasticrun reads 3"),
         ('{"trace": 3}\n', "is no trace"),
         ("\x00" * 1000, "not text of that form"),
     ],

@@ -71,7 +71,7 @@ def test_a_job_from_submit_to_delete(slurm: Slurm, waits: bool) -> None:
     assert len({*hosts} & {*slurm.cluster.nodes}) == 2, (ids, hosts)
     assert "the job takes 1 node at most" in typed(slurm, "scale", "tr", "1")
     until(slurm, nodes=1)
-    assert "its allocation has 2 nodes, and Slurm adds none" in typed(slurm, "scale", "tr", "3")
+    assert "its allocation has 2 nodes, and Slurm adds no more" in typed(slurm, "scale", "tr", "3")
     until(slurm, nodes=2)
 
     said = typed(slurm, "suspend", "tr")

@@ -37,7 +37,9 @@ class Document:
     def fields(self) -> Fields:
         """The whole document, which must be a mapping. Raises NotConvertible."""
         if not isinstance(self.value, dict):
-            raise NotConvertible("no job: a Kubernetes object is a mapping with `kind` and `spec`")
+            raise NotConvertible(
+                "not a job: a Kubernetes object is a mapping with `kind` and `spec`"
+            )
         return Fields(self, self.value, "")
 
     def where(self, path: str) -> str:
@@ -69,7 +71,7 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise self.error(name, f"{value!r} is no {_CALLED[kind]}")
+            raise self.error(name, f"{value!r} is not {_CALLED[kind]}")
         return value
 
     def number(self, name: str, default: int, least: int = 0) -> int:
@@ -104,13 +106,13 @@ class Fields:
     def close(self) -> None:
         """Raises NotConvertible if a field is left."""
         for name in self._left:
-            raise self.error(name, "no such field is known; correct it, or take it out")
+            raise self.error(name, "unknown field; correct or remove it")
 
 
 def documents(text: str) -> list[Document]:
     """All documents of a file, without empty ones. Raises NotConvertible, also without PyYAML."""
     if len(text.encode()) > MAX_BYTES:
-        raise NotConvertible(f"more than {MAX_BYTES // 1024} KiB: no job is that large")
+        raise NotConvertible(f"more than {MAX_BYTES // 1024} KiB, which is too large for a job")
     try:
         import yaml
     except ImportError:
@@ -118,7 +120,7 @@ def documents(text: str) -> list[Document]:
     try:
         found = [_Reader(yaml).document(node) for node in yaml.compose_all(text)]
     except yaml.YAMLError as wrong:
-        raise NotConvertible(f"no YAML: {' '.join(str(wrong).split())}") from None
+        raise NotConvertible(f"not YAML: {' '.join(str(wrong).split())}") from None
     except RecursionError:
         raise NotConvertible("nested too deeply to be a job") from None
     return [one for one in found if one.value is not None]
@@ -139,7 +141,7 @@ class _Reader:
     def _value(self, node: Any, path: str) -> Any:
         self._count += 1
         if self._count > MAX_NODES:
-            raise NotConvertible(f"more than {MAX_NODES} values: no job is that large")
+            raise NotConvertible(f"more than {MAX_NODES} values, which is too many for a job")
         if isinstance(node, self._yaml.ScalarNode):
             if node.tag.endswith(
                 (":timestamp", ":binary")
@@ -157,7 +159,7 @@ class _Reader:
             inner = f"{path}.{name}" if path else name
             line = key.start_mark.line + 1
             if name in seen:
-                raise NotConvertible(f"line {line}: {inner} stands there twice")
+                raise NotConvertible(f"line {line}: {inner} occurs twice")
             if id(key) in own:
                 seen.add(name)
             self._lines[inner] = line

@@ -18,7 +18,7 @@ THEIRS: Final = re.compile(
 )
 """Variables that other operators set in a pod and ours does not."""
 
-BY_THE_POLICY: Final = "pods are replaced by what their exit code says (docs/exit-codes.md)"
+BY_THE_POLICY: Final = "the exit code decides whether a pod is replaced (docs/exit-codes.md)"
 
 
 @dataclass(slots=True)
@@ -53,9 +53,11 @@ def read(document: Document, image: str | None = "") -> ForeignJob:
     reader = READERS.get((group, kind))
     if reader is None:
         known = ", ".join(f"{kind} ({group})" for group, kind in READERS)
-        raise NotConvertible(f"{kind or 'a document without kind'} ({version}) is none of {known}")
+        raise NotConvertible(
+            f"{kind or 'a document without kind'} ({version}) is not one of {known}"
+        )
     job = _metadata(top.inner("metadata"))
-    top.drop("status", "it is of the job that ran there")
+    top.drop("status", "it belongs to the job that ran there")
     spec = top.inner("spec")
     reader(spec, job, image)
     spec.close()
@@ -74,7 +76,7 @@ def _metadata(meta: Fields) -> ForeignJob:
     job.annotations.pop("kubectl.kubernetes.io/last-applied-configuration", None)
     for name in ("uid", "resourceVersion", "generation", "creationTimestamp", "managedFields",
                  "selfLink", "ownerReferences", "finalizers", "deletionTimestamp"):  # fmt: skip
-        meta.drop(name, "it is of the object that ran there")
+        meta.drop(name, "it belongs to the object that ran there")
     meta.close()
     return job
 
@@ -111,7 +113,7 @@ def _role(role: Fields, job: ForeignJob) -> int:
     role.drop("restartPolicy", BY_THE_POLICY)
     template = role.value("template", dict, {})
     if job.template and template != job.template:
-        role.note("template", "left out: it differs from the first role's, which all nodes get")
+        role.note("template", "left out: all nodes get the first role's, from which it differs")
     job.template = job.template or template
     return count
 
@@ -123,14 +125,14 @@ def _container(spec: Fields, job: ForeignJob, path: str, called: str) -> dict[st
     if not isinstance(containers, list) or not containers:
         raise spec.error(path, "its template has no container")
     if not all(isinstance(one, dict) for one in containers):
-        raise spec.error(path, "a container of its template is no mapping")
+        raise spec.error(path, "a container of its template is not a mapping")
     containers.sort(key=lambda one: one.get("name") != called)
     main: dict[str, Any] = containers[0]
     words = [main.get(name, []) for name in ("command", "args")]
     if not all(isinstance(one, list) and all(isinstance(w, str) for w in one) for one in words):
-        raise spec.error(path, "the container's command and args are no lists of words")
+        raise spec.error(path, "the container's command and args are not lists of strings")
     if not isinstance(main.get("env", []), list) or not isinstance(main.get("resources", {}), dict):
-        raise spec.error(path, "the container's env is no list, or its resources are no mapping")
+        raise spec.error(path, "the container's env is no list, or its resources no mapping")
     if pod.pop("restartPolicy", "Never") != "Never":
         spec.note(path, f"its template's restartPolicy is left out: {BY_THE_POLICY}")
     if job.priority:
@@ -144,29 +146,27 @@ def _command(spec: Fields, job: ForeignJob, path: str, called: str) -> None:
     words = [main.pop(name, []) for name in ("command", "args")]
     made = convert(*words, ranks=job.ranks, default=job.default, restarts=job.restarts)
     if not made.known:
-        why = "names no launcher that is known, or several" if words[0] else "is the image's own"
-        by_hand = f"the command {why}: begin it with elasticrun by hand"
-        spec.note(path, f"{by_hand}, and say --nproc-per-node where it is not 1")
+        why = "has no known launcher, or several" if words[0] else "is the image's own"
+        by_hand = f"the command {why}: start it with elasticrun yourself"
+        spec.note(path, f"{by_hand}, and set --nproc-per-node if it is not 1")
     for flag in made.dropped:
-        why = "the operator tells the agents"
+        why = "the operator configures the agents"
         if least := re.match(r"--nnodes[= ]\W?(\d+):", flag):
             job.min_nodes = job.min_nodes or int(least[1])
         elif re.match(r"--nnodes[= ].*:", flag) and not job.min_nodes:
-            why = "say the fewest nodes as minNodes"
+            why = "set the minimum as minNodes"
         spec.note(path, f"the command's {flag} is left out: {why}")
     launch = "torch.distributed.launch" in " ".join((*words[0], *words[1]))
     if launch and not any(flag.startswith("--use") for flag in made.dropped):
-        spec.note(
-            path, "the script gets no --local-rank here: LOCAL_RANK in its environment says it"
-        )
+        spec.note(path, "the script gets no --local-rank here: use LOCAL_RANK in its environment")
     for name in sorted({found for one in (*made.command, *made.args)
                         for found in THEIRS.findall(one)}):  # fmt: skip
-        spec.note(path, f"the command reads ${name}, which nothing sets here: take it out")
+        spec.note(path, f"the command reads ${name}, which is not set here: remove it")
     for name, value in (("command", made.command), ("args", made.args)):
         if value:
             main[name] = value
     if job.nodes < 1:
-        spec.note(path, "it has 0 pods: the job has 1 node, the fewest there can be")
+        spec.note(path, "it has 0 pods: the job gets 1 node, the minimum")
 
 
 # ---------------------------------------------------------------- the kinds
@@ -175,11 +175,11 @@ def _command(spec: Fields, job: ForeignJob, path: str, called: str) -> None:
 def _dlrover(spec: Fields, job: ForeignJob, image: str | None) -> None:
     del image
     for name, why in (
-        ("distributionStrategy", "all-reduce training is what there is"),
+        ("distributionStrategy", "only all-reduce training is supported"),
         ("optimizeMode", "it has no visible effect"),
         ("brainService", "nothing scales jobs by itself"),
         ("resourceLimits", "nothing scales jobs by itself"),
-        ("enableElasticScheduling", "minNodes below nodes says so"),
+        ("enableElasticScheduling", "set minNodes below nodes"),
         ("enableDynamicSharding", "the script's sampler divides the data"),
     ):
         spec.drop(name, why)
@@ -194,15 +194,18 @@ def _dlrover(spec: Fields, job: ForeignJob, image: str | None) -> None:
         for left, why in (("autoScale", "nothing scales jobs by itself"),
                           ("restartTimeout", "a pod is replaced at once")):  # fmt: skip
             role.drop(left, why)
-        role.drop("priority", "name a priorityClassName in the template")
+        role.drop("priority", "set a priorityClassName in the template")
         scheduler = role.value("BatchScheduler", str, "")
         job.gang = scheduler == "volcano"
         if scheduler and not job.gang:
-            role.note("BatchScheduler", "left out: name another's gang in the ElasticJob by hand")
+            role.note(
+                "BatchScheduler",
+                "left out: set the gang in the ElasticJob yourself",
+            )
         job.nodes = _role(role, job)
         if (limit := role.number("restartCount", -1)) >= 0:
             job.policy["backoffLimit"] = min(limit * max(job.nodes, 1), 1000)
-            role.note("restartCount", "each pod's there: runPolicy.backoffLimit counts all pods'")
+            role.note("restartCount", "it counts per pod; runPolicy.backoffLimit counts all pods")
         role.close()
     _command(spec, job, "replicaSpecs.worker", "main")
     for name, value in shared.items():  # {name: value} or {name: {value: ...}}
@@ -219,8 +222,8 @@ def _pytorch(spec: Fields, job: ForeignJob, image: str | None) -> None:
         job.ranks = job.ranks or str(ranks)
     job.restarts = elastic.number("maxRestarts", -1)
     for name in ("rdzvBackend", "rdzvPort", "rdzvHost", "rdzvId", "standalone"):
-        elastic.drop(name, "the operator tells the agents where they meet")
-    elastic.drop("rdzvConf", "say what matters as --rdzv-conf in the command")
+        elastic.drop(name, "the operator sets the rendezvous")
+    elastic.drop("rdzvConf", "set what you need with --rdzv-conf in the command")
     elastic.drop("metrics", "nothing scales jobs by itself; kubectl scale does")
     elastic.close()
     roles, count = spec.inner("pytorchReplicaSpecs"), 0
@@ -235,10 +238,10 @@ def _pytorch(spec: Fields, job: ForeignJob, image: str | None) -> None:
 
 
 def _trainjob(spec: Fields, job: ForeignJob, image: str | None) -> None:
-    spec.drop("runtimeRef", "what the runtime adds to the pods has to be in the template")
+    spec.drop("runtimeRef", "add what the runtime adds to pods to the template")
     spec.drop("initializer", "fetch data and models in an init container of the template")
     for name in ("runtimePatches", "podTemplateOverrides", "podSpecOverrides"):
-        spec.drop(name, "write it into the template by hand")
+        spec.drop(name, "add it to the template yourself")
     spec.drop("managedBy", "the ElasticJob's operator manages it")
     job.suspend = spec.value("suspend", bool, False)
     if (limit := spec.number("activeDeadlineSeconds", 0)) > 0:
@@ -250,7 +253,7 @@ def _trainjob(spec: Fields, job: ForeignJob, image: str | None) -> None:
     if named := trainer.value("image", str, "") or image:
         container["image"] = named
     elif image is not None:
-        raise trainer.error("image", "it names none, and the runtime's is not here: give --image")
+        raise trainer.error("image", "it has none, and the runtime's is unknown here: use --image")
     for name, kind in (("command", list), ("args", list), ("env", list)):
         if value := trainer.value(name, kind, []):
             container[name] = value
@@ -259,7 +262,7 @@ def _trainjob(spec: Fields, job: ForeignJob, image: str | None) -> None:
     job.nodes = trainer.number("numNodes", 1, 1)
     ranks = trainer.value("numProcPerNode", object, "")  # a string in older versions
     if not isinstance(ranks, int | str):
-        raise trainer.error("numProcPerNode", f"{ranks!r} is no number of ranks")
+        raise trainer.error("numProcPerNode", f"{ranks!r} is not a number of ranks")
     job.ranks, job.default = str(ranks), "auto"
     trainer.close()
     job.template = {"spec": {"containers": [container]}}
@@ -270,7 +273,7 @@ def _msjob(spec: Fields, job: ForeignJob, image: str | None) -> None:
     del image
     success = spec.value("successPolicy", str, "")
     job.success = success or "Rank0"
-    spec.drop("enableDynamicWorker", "every job is elastic; minNodes says how far")
+    spec.drop("enableDynamicWorker", "every job is elastic; set minNodes")
     roles = spec.inner("msReplicaSpecs")
     for name, role in roles.roles():
         if name.lower() != "worker":
@@ -288,7 +291,7 @@ def scale_plan(document: Document) -> tuple[str, int]:
     NotConvertible."""
     top = document.fields()
     if top.value("kind", str, "") != "ScalePlan":
-        raise top.error("kind", "only a ScalePlan says how large a job is to be")
+        raise top.error("kind", "only a ScalePlan sets the size of a job")
     for name in ("apiVersion", "metadata", "status"):
         top.value(name, object, None)
     spec = top.inner("spec")
@@ -298,15 +301,15 @@ def scale_plan(document: Document) -> tuple[str, int]:
     roles = spec.inner("replicaResourceSpecs")
     for name, role in roles.roles():
         if name != "worker":
-            raise roles.error(name, "a job has workers alone")
+            raise roles.error(name, "a job has only workers")
         if (replicas := role.number("replicas", -1)) < 0:
-            raise role.error("replicas", "how many there are to be is missing or is less than 0")
+            raise role.error("replicas", "the number of replicas is missing or negative")
         role.drop("resource", "the pods' resources stay as they are")
         role.close()
     spec.close()
     top.close()
     if not job or replicas < 0:
-        raise spec.error("ownerJob", "a plan names its ownerJob and the replicas of its workers")
+        raise spec.error("ownerJob", "a plan needs its ownerJob and the replicas of its workers")
     return job, replicas
 
 

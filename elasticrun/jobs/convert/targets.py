@@ -19,9 +19,9 @@ GPUS: Final = re.compile(r"(nvidia\.com/(gpu|mig-.*)|amd\.com/gpu|huawei\.com/As
 
 
 NOT_THERE: Final = {
-    "image": "have what it contains on the nodes, or a container plugin of the cluster",
+    "image": "install its content on the nodes, or use a container plugin of the cluster",
     "volumeMounts": "paths are those of the nodes",
-    "workingDir": "name a folder of the nodes by #SBATCH --chdir",
+    "workingDir": "set a folder of the nodes with #SBATCH --chdir",
 }
 """Fields of a container without a counterpart in Slurm, and what to do instead."""
 
@@ -60,8 +60,8 @@ def slurm_words(job: ForeignJob, document: Document) -> list[str]:
         words = shlex.split(words[2])
     if words[:1] != ["elasticrun"]:
         raise NotConvertible(
-            f"{document.where(path)}: its command is not one elasticrun with a script: write it "
-            "into a script"
+            f"{document.where(path)}: its command is not a single elasticrun with a script: put "
+            "it into a script"
         )
     low, high = job.min_nodes, max(job.nodes, 1)
     made = ["--name", job.name, "--nnodes", f"{low}:{high}" if 0 < low < high else str(high)]
@@ -78,7 +78,7 @@ def slurm_words(job: ForeignJob, document: Document) -> list[str]:
     for name in sorted(
         set(main) - {"name", "command", "args", "env", "resources", "imagePullPolicy"}
     ):
-        why = NOT_THERE.get(name, "a node of Slurm has no such thing")
+        why = NOT_THERE.get(name, "Slurm nodes have no equivalent")
         document.note(f"{path}.{name}", f"left out: {why}")
     others = sorted(set(pod) - {"containers", "volumes"})
     others += ["side containers"] if len(pod["containers"]) > 1 else []
@@ -88,9 +88,7 @@ def slurm_words(job: ForeignJob, document: Document) -> list[str]:
         *((f"runPolicy.{one}", one != "activeDeadlineSeconds") for one in job.policy),
     ) if given]  # fmt: skip
     if others:
-        document.note(
-            "spec", f"left out: {', '.join(others)}: a script for Slurm has no such thing"
-        )
+        document.note("spec", f"left out: {', '.join(others)}: Slurm has no equivalent")
     return [*made, "--", *words[at + module :]]
 
 

@@ -148,7 +148,7 @@ class Cluster:
             raise
         there = None if kind is SECRETS else await self.get(kind, (where, meta["name"]))
         if there is not None and _owner(there) != _owner(body):
-            raise NotCreated(f"a {what} is there that is not this job's: delete it")
+            raise NotCreated(f"a {what} of this name belongs to something else: delete it")
         return False
 
     async def remove(self, kind: Any, key: Key, uid: str) -> bool:
@@ -189,7 +189,7 @@ class Cluster:
             made = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": OPERATOR}}
             made["stringData"] = {"key": secrets.token_hex(32)}
             await self._request(self._about("post", SECRETS, where, obj=SECRETS(made)), CONFLICT)
-        raise ConfigError(f"the Secret {OPERATOR} in {self.own} can neither be read nor made")
+        raise ConfigError(f"the Secret {OPERATOR} in {self.own} can neither be read nor created")
 
 
 def _owner(body: Json) -> str:

@@ -64,7 +64,8 @@ LEASE: Final = 15
 RENEW: Final = 3.0
 
 NO_CRD: Final = (
-    "the cluster knows no ElasticJob: elasticrun render operator --image IMAGE | kubectl apply -f -"
+    "the cluster has no ElasticJob CRD: elasticrun render operator --image IMAGE | kubectl apply "
+    "-f -"
 )
 
 logger = logging.getLogger("elasticrun")
@@ -308,8 +309,10 @@ class Controller:
         try:
             reply = await ask_for(master, QUERY_LIMIT, request, token=token, role=Role.OPERATOR)
         except LinkError as error:
-            raise TimeoutError(f"the master at {master} was not told of {nodes}: {error}") from None
-        return "" if reply.ok else f"the master does not take {nodes} nodes: {reply.reason}"
+            raise TimeoutError(
+                f"the master at {master} could not be notified about {nodes}: {error}"
+            ) from None
+        return "" if reply.ok else f"the master refuses {nodes} nodes: {reply.reason}"
 
 
 def _master(pods: tuple[OwnedPod, ...]) -> Endpoint | None:

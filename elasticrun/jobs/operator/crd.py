@@ -41,34 +41,34 @@ class RunPolicy(Struct, frozen=True, rename="camel"):
 
     clean_pod_policy: Annotated[
         Literal["None", "Running", "All"],
-        _about("Which pods are deleted when the job is over: none, those that still run, or all."),
+        _about("Which pods to delete when the job has ended: none, running ones, or all."),
     ] = "Running"
     active_deadline_seconds: Annotated[
         Seconds | None,
-        _about("Seconds after which the job is ended as failed; suspended time is free."),
+        _about("Seconds after which the job fails; suspended time does not count."),
     ] = None
     ttl_seconds_after_finished: Annotated[
         Annotated[int, Meta(ge=0, le=2**31 - 1)] | None,
-        _about("Seconds after its end until the job is removed; it stays where nothing is said."),
+        _about("Seconds after its end until the job is removed. By default it stays."),
     ] = None
     backoff_limit: Annotated[
         Annotated[int, Meta(ge=0, le=1000)],
         _about(
-            "Failed pods that do not yet end the job. Free of charge are those that were "
+            "Number of failed pods that the job tolerates. Not counted are those that were "
             "disrupted, deleted, killed (137, 143), on a bad node (75) or had saved (99)."
         ),
     ] = 10
     pending_timeout_seconds: Annotated[
         Seconds,
         _about(
-            "Seconds after which pods are given back where fewer than minNodes could be placed; a "
-            "minute later it is tried again."
+            "Seconds after which pods are deleted if fewer than minNodes could be placed; they are "
+            "created again a minute later."
         ),
     ] = 900
 
 
 class GangSpec(Struct, frozen=True, rename="camel"):
-    """Who places minNodes pods together or none."""
+    """The scheduler that places all minNodes pods or none."""
 
     scheduler: Annotated[
         Literal["volcano", "coscheduling", "kueue", "koordinator", "native"],
@@ -89,28 +89,29 @@ class ElasticSpec(Struct, frozen=True, rename="camel"):
     """The spec of an ElasticJob."""
 
     template: Annotated[
-        Json, _about("Of every pod. Its first container runs elasticrun; its exit code counts.")
+        Json,
+        _about("Template of every pod. Its first container runs elasticrun; its exit code counts."),
     ]
-    nodes: Annotated[Many, _about("Nodes that the job has; `kubectl scale` changes it live.")] = 1
-    min_nodes: Annotated[
-        Many | None, _about("Fewest nodes that train; nodes, where nothing is said.")
-    ] = None
+    nodes: Annotated[Many, _about("Number of nodes; `kubectl scale` changes it live.")] = 1
+    min_nodes: Annotated[Many | None, _about("Minimum number of nodes. Default: nodes.")] = None
     spares: Annotated[
         Annotated[int, Meta(ge=0, le=1000)],
-        _about("Pods on top, which take the place of lost ones."),
+        _about("Additional pods that replace lost ones."),
     ] = 0
-    node_unit: Annotated[Many, _about("Training has a multiple of so many nodes.")] = 1
-    suspend: Annotated[bool, _about("Save, and take all pods away until it is unset.")] = False
-    run_policy: Annotated[RunPolicy, _about("How the job ends, and what is left of it.")] = (
+    node_unit: Annotated[Many, _about("Rounds have a multiple of this many nodes.")] = 1
+    suspend: Annotated[bool, _about("Save a step and delete all pods until this is unset.")] = False
+    run_policy: Annotated[RunPolicy, _about("How the job ends, and what remains of it.")] = (
         RunPolicy()
     )
     success_policy: Annotated[
         Literal["Rank0", "AllWorkers", ""],
         _about(
-            'When the job has succeeded: the pod of index 0 is done ("" says the same), or all.'
+            'When the job has succeeded: when the pod of index 0 has ("", the default), or all.'
         ),
     ] = "AllWorkers"
-    gang: Annotated[GangSpec | None, _about("Who places minNodes pods together or none.")] = None
+    gang: Annotated[
+        GangSpec | None, _about("The scheduler that places all minNodes pods or none.")
+    ] = None
     master: Annotated[MasterSpec, _about("The pod of the job's master.")] = msgspec.field(
         default_factory=MasterSpec
     )
@@ -211,15 +212,15 @@ _TEMPLATE: Final = _open(
 
 _RULES: Final = (
     ("!has(self.minNodes) || self.minNodes <= self.nodes", "minNodes is larger than nodes"),
-    ("self.nodes % self.nodeUnit == 0", "nodes is no multiple of nodeUnit"),
+    ("self.nodes % self.nodeUnit == 0", "nodes is not a multiple of nodeUnit"),
     (
         "!has(self.minNodes) || self.minNodes % self.nodeUnit == 0",
-        "minNodes is no multiple of nodeUnit",
+        "minNodes is not a multiple of nodeUnit",
     ),
     (
         "!has(self.gang) || !has(self.gang.queue) || self.gang.queue == '' || "
         "self.gang.scheduler in ['volcano', 'kueue']",
-        "gang.queue belongs to volcano and kueue",
+        "gang.queue is only for volcano and kueue",
     ),
     (
         "!has(self.gang) || self.gang.scheduler != 'kueue' || "

@@ -100,7 +100,7 @@ def plan(job: JobObject, observed: ObservedState, now: float) -> ReconcilePlan:
         gives_up = patience is not None and patience <= 0
         if patience is not None and not gives_up:
             waits.append(patience)
-        why = "too few pods could be placed, and those that were held their devices"
+        why = "too few pods could be placed, so the placed ones are deleted to free their devices"
         given_back = _remove(view.living, GAVE_UP, why) if gives_up else []
         orders = given_back or [*_master(view, waits), *_nodes(view, waits)]
         if limit := job.spec.run_policy.active_deadline_seconds:
@@ -127,7 +127,7 @@ def _job_end(view: JobView) -> JobEnd | None:
             return JobEnd(
                 "Failed", "NotToBeRetried",
                 f"{cause}{cause and '; '}{next(named, pod.name)} ended with {pod.code}: another "
-                "pod cannot do better",
+                "pod would fail in the same way",
             )  # fmt: skip
     if view.succeeding:
         first = [pod for pod in view.living if pod.index == 0]
@@ -238,7 +238,7 @@ def _nodes(view: JobView, waits: list[float]) -> list[Order]:
     """Keep one pod for every index, and none above the wanted number."""
     if view.succeeding:
         pending = [pod for pod in view.living if pod.phase == "Pending"]
-        return _remove(pending, "Cleaned", "the job is about to be done")
+        return _remove(pending, "Cleaned", "the job is finishing")
     if pause := view.gave_up:
         waits.append(pause)
         return []
@@ -256,7 +256,7 @@ def _node(view: JobView, index: int, waits: list[float]) -> list[Order]:
     pods = view.pods_of(index)
     alive = [pod for pod in pods if pod.is_active(view.now)]
     if len(alive) == 1 and alive[0].single and view.job.spec.nodes > 1:
-        return _remove(alive, "Scaled", "it was started for one node alone")
+        return _remove(alive, "Scaled", "it was started for exactly one node")
     if alive:
         return _delete_duplicates(alive)
     if wait := _next_pod_due(pods, view.now):
@@ -270,7 +270,7 @@ def _node(view: JobView, index: int, waits: list[float]) -> list[Order]:
 def _delete_duplicates(alive: list[OwnedPod]) -> list[Order]:
     """Delete all but the oldest, which the other nodes know."""
     by_age = sorted(alive, key=lambda pod: (pod.created, pod.attempt))
-    return _remove(by_age[1:], "Double", "an older one lives")
+    return _remove(by_age[1:], "Double", "an older one still exists")
 
 
 def _attempt(pods: list[OwnedPod]) -> int:
@@ -292,9 +292,9 @@ def _make(view: JobView, body: Json, pods: list[OwnedPod]) -> Make:
         )
     last, how = pods[-1], f"ended with {pods[-1].code}"
     if last.deleted:
-        how = "was not heard of since it was deleted"
+        how = "has not reported since it was deleted"
     elif last.no_memory:
-        how = "was out of memory"
+        how = "ran out of memory"
     elif last.disrupted or last.code is None:
         how = "was disrupted"
     note = "" if last.index == MASTER_INDEX else ", not counted" if last.uncounted else ", counted"
@@ -327,7 +327,7 @@ def _surplus(view: JobView, *, resized: bool) -> list[Order]:
     settled = view.training and len(hosts) <= view.job.spec.nodes
     replaced = settled and all(index in there for index in range(needed))
     going = [p for p in over if replaced or objects.host_name(view.job, p.index) not in hosts]
-    return _remove(going, "Scaled", f"the job has {some(view.job.spec.nodes, 'node')} now")
+    return _remove(going, "Scaled", f"the job now has {some(view.job.spec.nodes, 'node')}")
 
 
 def _delete_old_failures(view: JobView) -> list[Order]:

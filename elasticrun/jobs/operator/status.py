@@ -12,7 +12,7 @@ from elasticrun.jobs.operator.crd import CONDITIONS, ElasticStatus, JobCondition
 from elasticrun.jobs.operator.objects import moment, stamp
 from elasticrun.jobs.operator.view import AVOIDED_FOR, GAVE_UP, PAUSE, JobEnd, JobView, pod_outcome
 
-ACCEPTED: Final = "the server takes the job's pods"
+ACCEPTED: Final = "the server accepts the job's pods"
 
 
 class JobEvent(NamedTuple):
@@ -112,7 +112,7 @@ def _scheduled(view: JobView, *, suspended: bool, gives_up: bool) -> Truth:
         least = some(spec.least, "pod")
         return False, GAVE_UP, (
             f"{least} could not be placed in {limit} s (runPolicy.pendingTimeoutSeconds): all were "
-            f"given back, and are made again after {PAUSE:g} s"
+            f"deleted, and are created again after {PAUSE:g} s"
         )  # fmt: skip
     run = "runs" if count == 1 else "run"
     waiting = next((pod for pod in view.living if pod.waits and pod.phase == "Pending"), None)
@@ -146,7 +146,7 @@ def _training(view: JobView, training: bool) -> Truth:
     master = view.observed.master
     if training and master is None:
         count = some(len(view.running), "pod")
-        return True, "Unasked", f"{count} run; what they do their master alone knows"
+        return True, "Unasked", f"{count} run; only their master knows their activity"
     if training and master is not None:
         placed = sum(one.group_rank >= 0 for one in master.nodes)
         number = f"round {master.round.number}, " if master.round else ""
@@ -162,14 +162,14 @@ def _training(view: JobView, training: bool) -> Truth:
 def _recovering(view: JobView, recovering: bool) -> Truth:
     master = view.observed.master
     if not recovering:
-        return False, "NothingLost", "nothing is to be recovered from"
+        return False, "NothingLost", "nothing to recover from"
     missing = view.job.spec.nodes - len(view.running)
     if missing > 0:
         newest = {pod.index: pod for pod in view.nodes if pod.index < view.job.spec.nodes}
         ended = [pod for pod in newest.values() if pod.code == EXIT_BAD_NODE]
         why = f"; {pod_outcome(ended[0])}" if ended else ""
         return True, "PodsLost", f"{some(missing, 'pod')} of {view.job.spec.nodes} missing{why}"
-    return True, "Restarting", (master.last_failure if master else "") or "the ranks start again"
+    return True, "Restarting", (master.last_failure if master else "") or "the ranks are restarting"
 
 
 def _finished_condition(old: ElasticStatus, end: JobEnd | None, kind: str) -> Truth:
@@ -198,9 +198,9 @@ def events_of(old: ElasticStatus, new: ElasticStatus) -> tuple[JobEvent, ...]:
             message = f"{now.reason}: {now.message}"
             made.append(JobEvent(new.phase, message, warning=new.phase == "Failed"))
         elif new.phase == "Suspended":
-            made.append(JobEvent("Suspended", "all pods are taken away, after they have saved"))
+            made.append(JobEvent("Suspended", "all pods are deleted after saving"))
         elif old.phase == "Suspended":
-            made.append(JobEvent("Resumed", "pods are made again"))
+            made.append(JobEvent("Resumed", "pods are created again"))
     return tuple(made)
 
 

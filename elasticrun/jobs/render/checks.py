@@ -46,11 +46,11 @@ def label(text: str, what: str, *, longest: int = MAX_LABEL) -> str:
     """A DNS-1123 label: lower case letters, digits and dashes, at most `longest` characters."""
     if not _LABEL.fullmatch(text):
         raise Invalid(
-            f"{what} {text!r}: Kubernetes wants lower case letters, digits and dashes, with a "
+            f"{what} {text!r}: Kubernetes requires lower case letters, digits and dashes, with a "
             "letter or digit first and last"
         )
     if len(text) > longest:
-        raise Invalid(f"{what} {text!r} has {len(text)} characters: {longest} are the most here")
+        raise Invalid(f"{what} {text!r} has {len(text)} characters: the maximum is {longest}")
     return text
 
 
@@ -84,7 +84,8 @@ def label_key(text: str, what: str) -> str:
         subdomain(prefix, f"{what}: the part before / of")
     if not _QUALIFIED.fullmatch(name) or len(name) > MAX_LABEL:
         raise Invalid(
-            f"{what}: {text!r} is no key: NAME or DOMAIN/NAME, with letters, digits, dashes, "
+            f"{what}: {text!r} is not a valid key: NAME or DOMAIN/NAME, with letters, digits, "
+            "dashes, "
             f"underscores and dots in NAME, {MAX_LABEL} at most"
         )
     return text
@@ -94,7 +95,8 @@ def label_value(text: str, what: str) -> str:
     """The value of a label; it may be empty."""
     if text and (not _QUALIFIED.fullmatch(text) or len(text) > MAX_LABEL):
         raise Invalid(
-            f"{what}: {text!r} is no value of a label: letters, digits, dashes, underscores and "
+            f"{what}: {text!r} is not a valid label value: letters, digits, dashes, underscores "
+            "and "
             f"dots, {MAX_LABEL} at most"
         )
     return text
@@ -112,9 +114,9 @@ def quantity(text: str, what: str, *, memory: bool = False) -> str:
     match = _QUANTITY.fullmatch(text)
     if not match:
         example = "8Gi, 512Mi" if memory else "8, 500m"
-        raise Invalid(f"{what} {text!r} is no quantity of Kubernetes: write it like {example}")
+        raise Invalid(f"{what} {text!r} is not a Kubernetes quantity: write it like {example}")
     if amount(text) <= 0:
-        raise Invalid(f"{what} {text!r}: nothing is no amount")
+        raise Invalid(f"{what} {text!r}: it must not be 0")
     if memory and amount(text) < _UNITS["Mi"]:
         raise Invalid(f"{what} {text!r} is less than one MiB: the units are Ki, Mi, Gi and Ti")
     return text
@@ -130,12 +132,12 @@ def amount(text: str) -> float:
 def variable(text: str, what: str) -> str:
     """The name of an environment variable."""
     if not _VARIABLE.fullmatch(text):
-        raise Invalid(f"{what}: {text!r} is no name of an environment variable")
+        raise Invalid(f"{what}: {text!r} is not a valid name of an environment variable")
     return text
 
 
 def setting(
-    key: str, value: str, place: str, token: str, password: str = "set it where you type this"
+    key: str, value: str, place: str, token: str, password: str = "export it for this command"
 ) -> None:
     """Check a variable for every node, from --env. Refuses secrets, because they would be stored in
     `place`. `token`, `password`: what to do instead with the job's token, and with git's
@@ -150,7 +152,7 @@ def setting(
 def path(text: str, what: str) -> str:
     """An absolute path inside the container."""
     if not text.startswith("/") or ":" in text:
-        raise Invalid(f"{what}: {text!r} is no absolute path (and none has a colon in it here)")
+        raise Invalid(f"{what}: {text!r} is not an absolute path without a colon")
     return plain(text, what)
 
 
@@ -159,11 +161,11 @@ def plain(text: str, what: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise Invalid(f"{what}: {text!r} is not UTF-8, which a manifest has to be") from None
+        raise Invalid(f"{what}: {text!r} is not UTF-8, which a manifest requires") from None
     if "\0" in text:
-        raise Invalid(f"{what}: {text!r} holds a NUL, which no argument can")
+        raise Invalid(f"{what}: {text!r} contains a NUL")
     if len(text) > MAX_TEXT:
-        raise Invalid(f"{what}: a text of {len(text)} characters; {MAX_TEXT} are the most")
+        raise Invalid(f"{what}: {len(text)} characters are too many; the maximum is {MAX_TEXT}")
     return text
 
 
@@ -171,7 +173,7 @@ def version(text: str, what: str) -> tuple[int, int]:
     """`1.34` or `v1.34.2`: major and minor number."""
     match = _VERSION.fullmatch(text)
     if not match:
-        raise Invalid(f"{what} {text!r} is no version: write it like 1.34")
+        raise Invalid(f"{what} {text!r} is not a version: write it like 1.34")
     return int(match[1]), int(match[2])
 
 
@@ -182,7 +184,7 @@ def image(text: str) -> str:
     good = _REPOSITORY.fullmatch(repository) and (tag is None or _TAG.fullmatch(tag))
     if not good or (at and not _DIGEST.fullmatch(digest)):
         raise Invalid(
-            f"--image {text!r} is no image: write [HOST/]NAME[:TAG] or NAME@sha256:DIGEST"
+            f"--image {text!r} is not an image: write [HOST/]NAME[:TAG] or NAME@sha256:DIGEST"
         )
     return text
 

@@ -19,7 +19,7 @@ KIND: Final = "ElasticJob"
 
 UNIT: Final = "--node-unit="
 
-NO_TLS: Final = "its master has a pod of its own, without these files"
+NO_TLS: Final = "its master has a separate pod, without these files"
 
 
 def elastic_document(settings: PodSettings) -> dict[str, Any]:
@@ -52,13 +52,15 @@ def elastic_document(settings: PodSettings) -> dict[str, Any]:
 
 def _refuse(settings: PodSettings) -> None:
     for flag, given, why in (
-        ("--rbac", settings.rbac, "its pods have no rights in the cluster, its operator has them"),
-        ("--port", settings.port != MASTER_PORT, "its master has a pod and a port of its own"),
-        ("--master-store", settings.launch.by_etcd, "its master has a pod of its own"),
+        ("--rbac", settings.rbac, "only its operator has rights in the cluster"),
+        ("--port", settings.port != MASTER_PORT, "its master has a separate pod and port"),
+        ("--master-store", settings.launch.by_etcd, "its master has a separate pod"),
         ("--tls-cert and its like", has_tls(settings.launch.flags), NO_TLS),
     ):
         if given:
-            raise Invalid(f"{flag}: an ElasticJob has none, {why}; --plain makes an Indexed Job")
+            raise Invalid(
+                f"{flag}: not for an ElasticJob, because {why}; --plain makes an Indexed Job"
+            )
 
 
 def own_words(words: Iterable[str]) -> list[str]:

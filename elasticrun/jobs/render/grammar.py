@@ -74,7 +74,7 @@ def toleration(text: str) -> Toleration:
     taint, _, effect = text.partition(":")
     key, equals, value = taint.partition("=")
     if not key:
-        raise Invalid(f"--toleration {text!r} is not KEY[=VALUE][:EFFECT], and not all")
+        raise Invalid(f"--toleration {text!r} is neither KEY[=VALUE][:EFFECT] nor all")
     return Toleration(key, value if equals else None, effect)
 
 
@@ -82,9 +82,7 @@ def duration(text: str, flag: str) -> int:
     """Seconds of a time limit in Slurm's form (minutes, H:M:S, D-H, D-H:M:S, ...)."""
     match = _DURATION.fullmatch(text)
     if not match:
-        raise Invalid(
-            f"{flag} {text!r} is no time of Slurm's: write MINUTES, H:MM:SS or D-HH:MM:SS"
-        )
+        raise Invalid(f"{flag} {text!r} is not a Slurm time: write MINUTES, H:MM:SS or D-HH:MM:SS")
     part = {key: int(value or 0) for key, value in match.groupdict().items()}
     if part["dh"] > 23 or max(part["dm"], part["hm"], part["ds"], part["hs"], part["s"]) > 59:
         raise Invalid(f"{flag} {text}: an hour has 60 minutes, a minute 60 seconds, a day 24 hours")
@@ -92,5 +90,5 @@ def duration(text: str, flag: str) -> int:
     seconds += (part["dh"] + part["h"]) * 3600 + (part["dm"] + part["hm"] + part["m"]) * 60
     seconds += part["ds"] + part["hs"] + part["s"]
     if not 0 < seconds <= 10 * 366 * 86400:
-        raise Invalid(f"{flag} {text}: a job lasts longer than nothing, and not ten years")
+        raise Invalid(f"{flag} {text}: it must be above 0 and below ten years")
     return seconds

@@ -258,8 +258,8 @@ def remarks(settings: PodSettings) -> dict[tuple[str, str], str]:
     """YAML comments that replace those of `text.REMARKS`."""
     if settings.backoff_limit is None:
         sum_ = f"{settings.replicas} x (--retries {settings.retries} + 1) - 1"
-        return {("spec", "backoffLimit"): f"{sum_}: a try that fails has all pods fail"}
-    return {("spec", "backoffLimit"): "so many failed pods end the job, deleted ones among them"}
+        return {("spec", "backoffLimit"): f"{sum_}: in a failed attempt all pods fail"}
+    return {("spec", "backoffLimit"): "maximum number of failed pods, including deleted ones"}
 
 
 def lifetime(settings: PodSettings) -> dict[str, Any]:
@@ -315,7 +315,7 @@ POD_SUFFIX: Final = len("-abcde")
 """Length of a pod name's random suffix, which a JobSet includes when it checks its own name."""
 
 JOBSET_REMARKS: Final = {
-    ("spec", "parallelism"): "not to be changed here; to resize, patch its Job, NAME-node-0",
+    ("spec", "parallelism"): "do not change it here; to resize, patch its Job, NAME-node-0",
 }
 """YAML comments of a JobSet that replace those of `text.REMARKS`."""
 

@@ -66,11 +66,11 @@ class NodeCommand:
     def __post_init__(self) -> None:
         if not 1 <= self.min_nodes <= self.max_nodes <= MAX_NODES:
             raise Invalid(
-                f"{self.min_nodes}:{self.max_nodes} nodes: the smallest number is 1 at least, the "
-                f"largest not below it and {MAX_NODES} at most"
+                f"{self.min_nodes}:{self.max_nodes} nodes: the minimum must be at least 1, the "
+                f"maximum not below it and at most {MAX_NODES}"
             )
         if not self.script or self.script.startswith("-"):
-            raise Invalid(f"{self.script!r} is no script: name it first behind the --")
+            raise Invalid(f"{self.script!r} is not a script: put the script first after --")
         for word in (self.script, *self.args, *self.flags, self.job_id):
             checks.plain(word, "the command")
 
@@ -100,7 +100,9 @@ class Volume:
         checks.label(self.name, "--volume")
         checks.path(self.mount, f"--volume {self.name}")
         if self.name == "shm":
-            raise Invalid("--volume shm: that one is /dev/shm already, whose size --shm says")
+            raise Invalid(
+                "--volume shm: this name is reserved for /dev/shm; set its size with --shm"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,15 +200,15 @@ def _check_names(settings: PodSettings) -> None:
     if settings.working_dir:
         checks.path(settings.working_dir, "--working-dir")
     for key, value in settings.env.items():
-        by_secret = "create a Secret and name it with"
+        by_secret = "create a Secret and pass it with"
         token, password = f"{by_secret} --token-secret", f"{by_secret} --git-secret"
         checks.setting(key, value, "manifest", token, password)
         if key in (JOB_UID, INDEX):
-            raise Invalid(f"--env {key}: the pods get that from Kubernetes; choose another name")
+            raise Invalid(f"--env {key}: Kubernetes sets it in pods; choose another name")
     for key, value in settings.labels.items():
         checks.label_value(value, f"--label {checks.label_key(key, '--label')}")
         if _OF_A_CONTROLLER.match(key):
-            raise Invalid(f"--label {key}: the controller sets that one; choose another key")
+            raise Invalid(f"--label {key}: the controller sets it; choose another key")
     for key, value in settings.annotations.items():
         checks.plain(value, f"--annotation {checks.label_key(key, '--annotation')}")
     for key, value in settings.selector.items():
@@ -233,7 +235,7 @@ def _check_tolerations(tolerations: tuple[Toleration, ...]) -> None:
         checks.label_value(one.value or "", "--toleration")
         if one.effect not in ("", "NoSchedule", "PreferNoSchedule", "NoExecute"):
             raise Invalid(
-                f"--toleration: the effect {one.effect!r} is none of NoSchedule, "
+                f"--toleration: the effect {one.effect!r} is not one of NoSchedule, "
                 "PreferNoSchedule, NoExecute"
             )
 
@@ -243,9 +245,9 @@ def _check_volumes(volumes: tuple[Volume, ...]) -> None:
     mounts = {"/dev/shm"}
     for volume in volumes:
         if volume.name in names:
-            raise Invalid(f"--volume {volume.name} is given twice: each has a name of its own")
+            raise Invalid(f"--volume {volume.name} is given twice: each needs a different name")
         if volume.mount in mounts:
-            raise Invalid(f"--volume {volume.name}: something is mounted at {volume.mount} already")
+            raise Invalid(f"--volume {volume.name}: {volume.mount} is already mounted")
         names.add(volume.name)
         mounts.add(volume.mount)
 
@@ -266,8 +268,8 @@ def _check_numbers(settings: PodSettings) -> None:
         checks.quantity(settings.memory, "--memory", memory=True)
         if checks.amount(settings.shm) >= checks.amount(settings.memory):
             raise Invalid(
-                f"--shm {settings.shm} does not fit into --memory {settings.memory}: what is "
-                "in /dev/shm counts as the pod's memory"
+                f"--shm {settings.shm} does not fit into --memory {settings.memory}: "
+                "/dev/shm counts as the pod's memory"
             )
     checks.resource(settings.gpu_resource, "--gpu-resource")
     if settings.rdma:
@@ -282,23 +284,23 @@ def _check_numbers(settings: PodSettings) -> None:
     )
     for flag, number in numbers:
         if not 0 <= number < 2**31:
-            raise Invalid(f"{flag} {number}: a number from 0 to {2**31 - 1} is meant")
+            raise Invalid(f"{flag} {number}: it must be a number from 0 to {2**31 - 1}")
     if settings.version < OLDEST:
         raise Invalid(
-            f"--k8s-version {settings.version[0]}.{settings.version[1]} is too old: to replace "
+            f"--k8s-version {settings.version[0]}.{settings.version[1]} is too old: replacing "
             f"pods by index needs {OLDEST[0]}.{OLDEST[1]}"
         )
 
 
 def _check_gang(settings: PodSettings) -> None:
     if settings.gang not in GANGS:
-        raise Invalid(f"--gang {settings.gang!r} is none of {', '.join(GANGS)}")
+        raise Invalid(f"--gang {settings.gang!r} is not one of {', '.join(GANGS)}")
     if settings.gang == "kueue" and not settings.queue:
         raise Invalid("--gang kueue needs --queue NAME, a LocalQueue of the namespace")
     if settings.queue and settings.gang not in ("kueue", "volcano"):
         raise Invalid(
-            f"--queue {settings.queue}: --gang {settings.gang} knows no queues; they belong "
-            "to kueue and volcano"
+            f"--queue {settings.queue}: --gang {settings.gang} has no queues; only kueue and "
+            "volcano do"
         )
     if settings.queue:
         checks.subdomain(settings.queue, "--queue")

@@ -109,8 +109,8 @@ def _check_names(settings: BatchSettings) -> None:
         ("--account", settings.account),
         ("--qos", settings.qos),
     ):
-        _match(flag, text, _NAMES, " is no name of Slurm's")
-    no_array = " is no list of indices: write 0-7, 1,3,5 or 0-99%4"
+        _match(flag, text, _NAMES, " is not a valid Slurm name")
+    no_array = " is not a list of indices: write 0-7, 1,3,5 or 0-99%4"
     _match("--array", settings.array, _ARRAY, no_array)
     ranges = re.findall(r"(\d+)-(\d+)", settings.array)
     if any(int(first) > int(last) for first, last in ranges):
@@ -120,7 +120,7 @@ def _check_names(settings: BatchSettings) -> None:
     _match("--gpus-per-node", settings.gpus_per_node, _GPUS, ": write a number, or TYPE:NUMBER")
     _match("--mem", settings.memory, _MEMORY, ": write a number with K, M, G or T, per node")
     for flag, text in (("--output", settings.output), ("--working-dir", settings.working_dir)):
-        _match(flag, text, _PATH, ": a path without blanks and quotes, please")
+        _match(flag, text, _PATH, ": use a path without spaces and quotes")
     for key, value in settings.env.items():
         checks.setting(
             key, value, "script", "give --token-file FILE, a file that all nodes can read"
@@ -137,12 +137,12 @@ def _check_option(option: str) -> None:
     if not match:
         raise Invalid(
             f"--sbatch {option!r}: write an option of sbatch as NAME or NAME=VALUE, like "
-            "constraint=h100, without blanks and quotes"
+            "constraint=h100, without spaces and quotes"
         )
     if match[1] in _BY_A_FLAG:
-        raise Invalid(f"--sbatch {option}: say that by {_BY_A_FLAG[match[1]]}, which is checked")
+        raise Invalid(f"--sbatch {option}: use {_BY_A_FLAG[match[1]]}, which is checked")
     if match[1] in _SETTLED:
-        raise Invalid(f"--sbatch {option}: what is printed settles --{match[1]} already")
+        raise Invalid(f"--sbatch {option}: the script already sets --{match[1]}")
 
 
 def _check_numbers(settings: BatchSettings) -> None:
@@ -151,7 +151,7 @@ def _check_numbers(settings: BatchSettings) -> None:
             f"--spares {settings.spares}: a number of nodes, and not more than {MAX_NODES}"
         )
     if min(settings.cpus_per_task, settings.requeues, settings.retries) < 0:
-        raise Invalid("--cpus-per-task, --requeue and --retries are numbers that are not negative")
+        raise Invalid("--cpus-per-task, --requeue and --retries must not be negative")
     if settings.signal:
         _check_signal(settings)
 
@@ -159,12 +159,12 @@ def _check_numbers(settings: BatchSettings) -> None:
 def _check_signal(settings: BatchSettings) -> None:
     if settings.signal not in SIGNALS:
         raise Invalid(
-            f"--signal: {settings.signal!r} is none of {', '.join(SIGNALS)}, which ranks put off "
+            f"--signal: {settings.signal!r} is not one of {', '.join(SIGNALS)}, which ranks defer "
             "until a step is saved"
         )
     if not 1 <= settings.lead <= MAX_SIGNAL_LEAD:
         raise Invalid(
-            f"--signal: {settings.lead} s before the end; 1 to {MAX_SIGNAL_LEAD} can be said"
+            f"--signal: {settings.lead} s before the end; it must be 1 to {MAX_SIGNAL_LEAD}"
         )
     if settings.time_seconds and settings.lead + RESOLUTION >= settings.time_seconds:
         raise Invalid(
@@ -213,15 +213,15 @@ def _head(settings: BatchSettings) -> Iterator[str]:
         yield "#SBATCH --exclusive"
     yield from (f"#SBATCH --{option}" for option in settings.options)
     if settings.signal:
-        yield "# every node saves a step and leaves before the time is over"
+        yield "# every node saves a step and leaves before the time limit"
         yield f"#SBATCH --signal={settings.signal}@{settings.lead}"
     if settings.requeues:
-        yield "# without --no-kill: when Slurm has noticed that a node is dead, the whole job goes"
-        yield "# back into the queue; with it, it would hang if that is the node of this script"
+        yield "# without --no-kill: when Slurm notices that a node is dead, it puts the whole job"
+        yield "# back into the queue; with it, the job would hang if that node runs this script"
         yield "#SBATCH --requeue"
     else:
-        yield "# one node that dies does not end the job: the others go on; but not without the one"
-        yield "# where this script runs: then `scontrol requeue` the job, or `scancel` it"
+        yield "# one dead node does not end the job: the others continue, except without the node"
+        yield "# that runs this script: then `scontrol requeue` the job, or `scancel` it"
         yield "#SBATCH --no-kill"
         if settings.retries:
             yield "#SBATCH --requeue"
@@ -257,8 +257,8 @@ def _step(settings: BatchSettings) -> Iterator[str]:
     words.append(" ".join(map(quoted, launch.program)))
     agent = "elasticrun"
     if settings.knows_code:
-        yield "# srun ends with the highest code of all nodes, also of one that was excluded or"
-        yield "# killed; the job's own is the one with which the first node ends"
+        yield "# srun exits with the highest code of all nodes, even of one that was excluded or"
+        yield "# killed; the job's own code is that of the first node"
         yield "own=$(mktemp)"
         yield AGENT
         agent = 'bash -c "$agent" "$own" elasticrun'
@@ -279,10 +279,10 @@ def _trailer(settings: BatchSettings) -> Iterator[str]:
         yield f"    {EXIT_SAVED}) again=1 ;; # told to leave, and a step of all ranks is saved"
         yield f"    {' | '.join(map(str, (EXIT_OK, *HOPELESS)))}) ;; # done, or hopeless"
         if settings.retries:
-            yield "    *) again=1 ;; # another try may help"
+            yield "    *) again=1 ;; # a retry may help"
         elif settings.time_seconds:
             late = settings.time_seconds - settings.lead - RESOLUTION
-            yield f'    *) [ "$SECONDS" -lt {late} ] || again=1 ;; # the time was over'
+            yield f'    *) [ "$SECONDS" -lt {late} ] || again=1 ;; # the time limit was reached'
         yield "esac"
         left = f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {often} ]'
         yield f'if [ "$again" = 1 ] && {left}; then'

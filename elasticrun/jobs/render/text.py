@@ -14,15 +14,15 @@ from typing import Any, Final
 _Remarks = Mapping[tuple[str, str], str]
 
 REMARKS: Final[_Remarks] = {
-    ("spec", "clusterIP"): "headless: every pod has a name of its own",
-    ("spec", "publishNotReadyAddresses"): "also before pod 0 is ready, which it never says",
-    ("spec", "parallelism"): "change both together to resize; the other pods go on",
-    ("spec", "podReplacementPolicy"): "one pod an index, never two",
-    ("spec", "podFailurePolicy"): "the first rule that fits counts",
-    ("spec", "successPolicy"): "as many nodes as are enough to train are enough to be done",
-    ("spec", "restartPolicy"): "ranks start again in the same pod, by elasticrun",
+    ("spec", "clusterIP"): "headless: every pod gets a DNS name",
+    ("spec", "publishNotReadyAddresses"): "even before pod 0 is ready, which it never reports",
+    ("spec", "parallelism"): "change both together to resize; the other pods keep running",
+    ("spec", "podReplacementPolicy"): "one pod per index, never two",
+    ("spec", "podFailurePolicy"): "the first matching rule applies",
+    ("spec", "successPolicy"): "the job is done when the minimum number of nodes is done",
+    ("spec", "restartPolicy"): "elasticrun restarts ranks in the same pod",
     ("spec", "terminationGracePeriodSeconds"): "SIGTERM: save a step, stop the ranks, leave",
-    ("failurePolicy", "maxRestarts"): "nodes come back by themselves; nothing starts over",
+    ("failurePolicy", "maxRestarts"): "lost nodes are replaced; nothing starts over",
 }
 """YAML comments, by parent key and key."""
 

@@ -49,8 +49,8 @@ FIRST: Final = {"render": ["k8s"], "exec": ["JOB", "--", "true"]}
 
 def main(argv: Sequence[str], verbs: Iterable[str], run: Callable[[str, list[str]], int]) -> int:
     """Print the script; `run` runs a verb with its words."""
-    made = Parser(prog=f"{PROG} completion", description="Print what a shell needs to complete the "
-                  f"words of {PROG}: eval \"$({PROG} completion bash)\" in ~/.bashrc.")  # fmt: skip
+    made = Parser(prog=f"{PROG} completion", description="Print the completion script for a shell. "
+                  f"Use it as eval \"$({PROG} completion bash)\" in ~/.bashrc.")  # fmt: skip
     made.add_argument("shell", choices=("bash", "zsh"))
     shell = made.parse_args(argv).shell
     try:

@@ -32,9 +32,9 @@ def parser() -> Parser:
     made.add_argument("--to", choices=("elasticjob", "slurm"), default="elasticjob",
                       help="what is printed [default: elasticjob]")  # fmt: skip
     made.add_argument("--image", metavar="IMAGE", default="",
-                      help="image of the ranks, for a TrainJob that names none")  # fmt: skip
+                      help="image of the ranks, for a TrainJob without one")  # fmt: skip
     made.add_argument("-o", "--output", choices=("yaml", "json"), default="yaml",
-                      help="how an ElasticJob is printed")  # fmt: skip
+                      help="output format of an ElasticJob")  # fmt: skip
     return made
 
 
@@ -50,14 +50,14 @@ def main(argv: Sequence[str], notify: Callable[[str], None]) -> int:
         jobs = [one for one in found if _kind(one).endswith("Job")]
         if not jobs:
             known = ", ".join(kind for _, kind in READERS)
-            raise NotConvertible(f"no job in it: what can be converted is one of {known}")
+            raise NotConvertible(f"it contains no job: convertible kinds are {known}")
         if len(jobs) != 1:
-            raise NotConvertible(f"{len(jobs)} jobs in it: one at a time is converted")
+            raise NotConvertible(f"it contains {len(jobs)} jobs: convert one at a time")
         for other in found:
             if other is not jobs[0]:
-                hint = "apply it by itself"
+                hint = "apply it separately"
                 if _kind(other).endswith("TrainingRuntime"):
-                    hint = "write what its pods need into the template"
+                    hint = "add what its pods need to the template"
                 notify(f"{_kind(other) or 'a document'} in the file is left out: {hint}")
         job = read(jobs[0], None if ns.to == "slurm" else ns.image)
         code = (
@@ -75,7 +75,7 @@ def _text(file: str, most: int) -> str:
         with sys.stdin.buffer if file == "-" else Path(file).open("rb") as source:
             return source.read(most + 1).decode()
     except (OSError, UnicodeDecodeError) as wrong:
-        why = getattr(wrong, "strerror", None) or "it is no text"
+        why = getattr(wrong, "strerror", None) or "it is not text"
         raise UsageError(f"{file} cannot be read: {why}", EXIT_USAGE) from None
 
 

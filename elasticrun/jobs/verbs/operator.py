@@ -27,13 +27,13 @@ def main(argv: Sequence[str]) -> int:
     """Run the operator until SIGTERM or SIGINT. Raises UsageError if no cluster is configured."""
     made = Parser(
         prog=f"{PROG} operator",
-        description="See to the ElasticJobs of a cluster: make their pods, replace those that die, "
-        "and show how they stand. `elasticrun render operator` installs it there; by hand it takes "
-        "the cluster of the kubeconfig.",
+        description="Run the ElasticJobs of a cluster: create their pods, replace failed ones, and "
+        "report their state. `elasticrun render operator` installs it in the cluster; started by "
+        "hand, it uses the cluster of the kubeconfig.",
     )
-    text = "Namespace whose jobs are seen to. [default: all]"
+    text = "Namespace of the jobs. [default: all]"
     made.add_argument("--namespace", default="", metavar="NAME", help=text)
-    text = "Wait until no other operator of this cluster leads, where there are several."
+    text = "With several operators in the cluster: wait until this one leads."
     made.add_argument("--lease", action="store_true", help=text)
     ns = made.parse_args(argv)
     try:
@@ -84,13 +84,13 @@ def render(argv: Sequence[str], notify: Callable[[str], None]) -> int:
     made = Parser(
         prog=f"{PROG} render operator",
         description="The operator of ElasticJobs: its CRD, an account with its rights, a "
-        "Deployment. It is printed, and sent nowhere.",
+        "Deployment. Only prints it.",
     )
-    words = f"See to the jobs of this namespace alone, and run there. [default: all, from {HOME}]"
+    words = f"Run only the jobs of this namespace, in it. [default: all, from {HOME}]"
     made.add_argument("--namespace", default="", metavar="NAME", help=words)
     words = f"Image with elasticrun[k8s]. [default {BARE_IMAGE}, which installs it as it starts]"
     made.add_argument("--image", default="", metavar="IMAGE", help=words)
-    words = "Operators, of which one leads. [default 1]"
+    words = "Number of operators; one leads. [default 1]"
     made.add_argument("--replicas", type=int, choices=(1, 2), default=1, help=words)
     made.add_argument("-o", "--output", choices=("yaml", "json"), default="yaml", help="Form.")
     ns = made.parse_args(argv)

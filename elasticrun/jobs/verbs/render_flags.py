@@ -23,18 +23,16 @@ SETTLED: Final = (
 
 HANDED_ON: Final = tuple(flag for flag in FLAGS if flag.dest not in (*SAID_HERE, *SETTLED))
 
-RETRIES: Final = (
-    "How often the whole job is tried again after an end that another try may better (code 1)."
-)
+RETRIES: Final = "How often the whole job is retried after an end that a retry may fix (code 1)."
 
 SIGNAL: Final = "TERM@120"
 """Default signal for nodes before their time is over."""
 
 TARGETS: Final = {
     "k8s": "An Indexed Job of Kubernetes and its headless Service",
-    "jobset": "The same as a JobSet, where its controller is installed",
+    "jobset": "The same as a JobSet, if its controller is installed",
     "slurm": "A script for Slurm's sbatch",
-    "operator": "What installs the operator of ElasticJobs in a cluster",
+    "operator": "Manifests that install the operator for ElasticJobs in a cluster",
 }
 
 
@@ -43,17 +41,17 @@ def parser(target: str) -> Parser:
     made = Parser(
         prog=f"{PROG} render {target}",
         usage=f"{PROG} render {target} --name NAME [options] -- script [arguments ...]",
-        description=f"{TARGETS[target]}. It is printed, and sent nowhere.",
-        epilog="Flags of the launcher (see elasticrun --help-all) are handed on to every node.",
+        description=f"{TARGETS[target]}. Only prints it.",
+        epilog="Flags of the launcher (see elasticrun --help-all) are passed to every node.",
         allow_abbrev=False,
     )
     add_job(made)
     if target == "slurm":
         add_slurm(made)
-        text = "File of what is printed, in Slurm's form."
+        text = "Output file, with Slurm's patterns."
         made.add_argument("--output", default="", metavar="FILE", help=text)
     else:
-        text = "Form. [default yaml]"
+        text = "Output format. [default yaml]"
         made.add_argument("-o", "--output", choices=("yaml", "json"), default="yaml", help=text)
         add_pods(made)
     add_launcher_flags(made)
@@ -104,15 +102,15 @@ def add_job(target: Parser, *, script: bool = False) -> None:
     group = target.add_argument_group("the job")
     text = "Name of the job." + " [default: its script's]" * script
     _add(group, "--name", text, required=not script, default="", metavar="NAME")
-    text = "Nodes; the job begins with MIN and takes MAX. [default 1]"
+    text = "Nodes; the job starts with MIN and grows to MAX. [default 1]"
     group.add_argument("--nodes", "--nnodes", dest="nnodes", help=text, default="1", action=Store,
                        metavar="N|MIN:MAX")  # fmt: skip
-    text = "Ranks on each node. [default: one for each GPU, else 1]"
+    text = "Ranks on each node. [default: one per GPU, else 1]"
     _text(group, "--nproc-per-node", "N", text)
-    text = "Name under which the nodes meet. [default: of the job's name and number]"
+    text = "The job's id. [default: from the job's name and number]"
     _text(group, "--rdzv-id", "ID", text)
-    _many(group, "--env", "KEY=VALUE", "A variable of every node, as it is; may be repeated.")
-    _text(group, "--working-dir", "DIR", "Where it runs.")
+    _many(group, "--env", "KEY=VALUE", "An environment variable for every node; may be repeated.")
+    _text(group, "--working-dir", "DIR", "Working directory.")
 
 
 def _add(group: Any, flag: str, text: str, **options: Any) -> None:
@@ -148,26 +146,30 @@ def add_pods(target: Parser) -> None:
     """Add the flags for Kubernetes, except the cluster."""
     group = target.add_argument_group("the pods")
     group.add_argument("--image", required=True, metavar="IMAGE", help="Image of every pod.")
-    _number(group, "--pods", "Pods to begin with; more than MAX are spares. [default MAX]")
-    _text(group, "--namespace", "NAME", "Namespace; where none is given, kubectl's.")
+    _number(group, "--pods", "Pods at the start; those beyond MAX are spares. [default MAX]")
+    _text(group, "--namespace", "NAME", "Namespace. [default: kubectl's]")
     _text(group, "--cpu", "QUANTITY", "CPU of each pod, requested and limited.")
     _text(group, "--memory", "QUANTITY", "Memory of each pod, requested and limited.")
-    _number(group, "--gpus", "GPUs of each pod. [default: as many as ranks, where --gpu-resource "
-            "is given, else none]", None)  # fmt: skip
-    _text(group, "--gpu-resource", "NAME", "What a GPU is called: nvidia.com/gpu where only --gpus "
-          "is given.")  # fmt: skip
+    _number(group, "--gpus", "GPUs of each pod. [default: one per rank with --gpu-resource, else "
+            "none]", None)  # fmt: skip
+    _text(group, "--gpu-resource", "NAME", "Resource name of a GPU. [default with --gpus: "
+          "nvidia.com/gpu]")  # fmt: skip
     _text(group, "--rdma", "NAME", "An RDMA device of each pod, like rdma/hca; its container may "
           "lock memory.")  # fmt: skip
-    _switch(group, "--host-network", "Pods use their host's network; one pod of the job a host.")
+    _switch(
+        group,
+        "--host-network",
+        "Pods use their host's network, at most one per host.",
+    )
     _text(group, "--shm", "QUANTITY", "Size of /dev/shm; it counts as the pod's memory.", "8Gi")
-    _many(group, "--volume", "NAME=...", f"A volume, may be repeated: {VOLUME_FORM}; two commas "
-          "stand for one in a VALUE.")  # fmt: skip
+    _many(group, "--volume", "NAME=...", f"A volume, may be repeated: {VOLUME_FORM}; in a VALUE, "
+          "write a comma as two.")  # fmt: skip
     _text(group, "--token-secret", "NAME[:KEY]", "Secret with the job's token (its key `token`).")
     _text(
         group,
         "--git-secret",
         "NAME",
-        "Secret for --git: its keys `password` and, if any, `username`.",
+        "Secret for --git: its keys `password` and, optionally, `username`.",
     )
     _number(group, "--port", f"Port of the job's master. [default {MASTER_PORT}]", MASTER_PORT)
     _where(target)
@@ -181,7 +183,7 @@ def _where(target: Parser) -> None:
         group,
         "--toleration",
         "KEY[=VALUE][:EFFECT]",
-        "Taint to put up with, or all; may be repeated.",
+        "Taint to tolerate, or all; may be repeated.",
     )
     _text(group, "--priority", "NAME", "Priority class.")
     _text(group, "--service-account", "NAME", "Service account of the pods.")
@@ -191,10 +193,10 @@ def _where(target: Parser) -> None:
           "repeated.")  # fmt: skip
     group.add_argument(
         "--gang", choices=GANGS, default="none",
-        help="Who places MIN pods together or none at all. [default none]",
+        help="Scheduler that places all MIN pods or none. [default none]",
     )  # fmt: skip
     _text(group, "--queue", "NAME", "Queue of kueue or volcano.")
-    _text(group, "--scheduler", "NAME", "Scheduler, where the gang's is called otherwise.")
+    _text(group, "--scheduler", "NAME", "Name of the gang's scheduler, if it differs.")
     _text(group, "--k8s-version", "X.Y", "Version of the cluster.", "{}.{}".format(*ASSUMED))
 
 
@@ -204,18 +206,18 @@ def _lifetime(target: Parser) -> None:
             "launcher needs, 60 at least]")  # fmt: skip
     _number(group, "--ttl", "Seconds after its end until the job is removed. [default: it stays]",
             None)  # fmt: skip
-    _number(group, "--deadline", "Seconds after which the job is ended. [default none]")
-    _switch(group, "--suspend", "Make no pods until it is resumed.")
+    _number(group, "--deadline", "Seconds after which the job fails. [default none]")
+    _switch(group, "--suspend", "Create no pods until the job is resumed.")
     _number(group, "--retries", RETRIES)
-    _number(group, "--backoff-limit", "Failed pods, also deleted ones, that do not yet end the "
-            "job. [default: pods times (retries + 1), less one]", None)  # fmt: skip
-    _switch(group, "--rbac", "Pods may read and resize their own Job, by a Role for it alone.")
+    _number(group, "--backoff-limit", "Number of failed or deleted pods that the job tolerates. "
+            "[default: pods times (retries + 1), minus one]", None)  # fmt: skip
+    _switch(group, "--rbac", "Allow pods to read and resize their own Job, with a Role for that.")
 
 
 def add_slurm(target: Parser) -> None:
     """Add the flags for Slurm, except the output file."""
     group = target.add_argument_group("the allocation")
-    _number(group, "--spares", "Nodes on top of MAX, which take the place of lost ones.")
+    _number(group, "--spares", "Additional nodes that replace lost ones.")
     _text(group, "--partition", "NAME", "Partition.")
     _text(group, "--account", "NAME", "Account.")
     _text(group, "--qos", "NAME", "Quality of service.")
@@ -224,11 +226,11 @@ def add_slurm(target: Parser) -> None:
     _number(group, "--cpus-per-task", "Cores of each node.")
     _text(group, "--mem", "N[KMGT]", "Memory of each node.")
     _switch(group, "--exclusive", "Whole nodes.")
-    _text(group, "--array", "INDICES", "An array; each of its tasks is a job of its own.")
-    _text(group, "--signal", "NAME@SECONDS", "What every node gets so long before the end. "
-          f"[default, with --time or --requeue: {SIGNAL}]")  # fmt: skip
+    _text(group, "--array", "INDICES", "A job array; each task is a separate job.")
+    _text(group, "--signal", "NAME@SECONDS", "Signal to every node this long before the end. "
+          f"[default with --time or --requeue: {SIGNAL}]")  # fmt: skip
     _number(group, "--retries", RETRIES)
-    _number(group, "--requeue", "How often the job goes back into the queue: when its time is over "
-            "or a node has died.")  # fmt: skip
+    _number(group, "--requeue", "How often the job is requeued after its time limit, or "
+            "the loss of a node.")  # fmt: skip
     _many(group, "--sbatch", "NAME[=VALUE]", "A further option of sbatch, like constraint=h100; "
           "may be repeated.")  # fmt: skip

@@ -15,11 +15,11 @@ from elasticrun.wire.messages import Failure, FailureKind
 
 PHASES: Final = {
     "detect": "from the last sign of life until it was noticed",
-    "left": "until something was done about it",
-    "stop": "until every rank had ended",
+    "left": "until a decision was made",
+    "stop": "until every rank had exited",
     "gather": "until the next round was formed",
     "spawn": "until every rank ran again",
-    "restore": "until the state was back",
+    "restore": "until the state was restored",
     "warm": "until the first collective or step",
 }
 """Descriptions of the recovery phases."""
@@ -30,7 +30,7 @@ WORDS: Final = {
     "rank_failed": "a rank failed",
     "hang": "a rank hung",
     "preempted": "a node was told to leave",
-    "scaled": "the job changed its size",
+    "scaled": "the job was resized",
     "operator": "an operator asked for it",
     "master": "the master decided so",
     "script": "the script gave up",
@@ -40,15 +40,15 @@ WORDS: Final = {
 _OF_A_NODE: Final = {"preempted": "preempted", "node_slow": "hardware"}
 
 _UNKNOWN: Final = (
-    "no rank and no node has failed first",
-    "a machine, its network and an agent that was killed look the same from elsewhere",
+    "no rank or node failed first",
+    "a lost machine, a network failure and a killed agent look the same to other nodes",
 )
 """Reasons for an unknown verdict without a failed rank, by whether a node was lost."""
 
 _OUTSIDE: Final = "a signal from outside the job"
-_KILLED: Final = f"{_OUTSIDE}; the kernel has counted no kill for want of memory"
+_KILLED: Final = f"{_OUTSIDE}; the kernel has recorded no OOM kill"
 
-_STANDS_STILL: Final = "it stood still; the stacks say where"
+_STANDS_STILL: Final = "it hung; see the stacks"
 
 _OF_A_HANG: Final = {
     "mismatch": "script",
@@ -56,7 +56,7 @@ _OF_A_HANG: Final = {
     "ended": "script",
     "disk": "hardware",
     "fabric": "network",
-    "stopped": "unknown: a signal has stopped it (SIGSTOP), and none has sent it SIGCONT",
+    "stopped": "unknown: SIGSTOP has stopped it, and no SIGCONT followed",
     "frozen": "unknown: its cgroup was frozen",
 }
 """By the kind of the hang's verdict."""
@@ -77,7 +77,7 @@ _HARDWARE: Final = re.compile(
     re.IGNORECASE,
 )
 
-NOTHING: Final = "no incident: nothing has stopped the training\n"
+NOTHING: Final = "no incident: nothing has interrupted the training\n"
 
 
 def page(row: IncidentRow) -> str:
@@ -95,7 +95,7 @@ def page(row: IncidentRow) -> str:
     if where := _stacks_at(row):
         lines.append(f"- **Stacks and counters**: {where}")
     if row.excluded:
-        lines.append(f"- **Left out**: {', '.join(row.excluded)}")
+        lines.append(f"- **Excluded**: {', '.join(row.excluded)}")
     if back := recovery_times(row.restarted, row.first_step):
         lines.append(f"- **Way back**: {back}")
     lines += ["", *_timeline(row), "", *_cost(row)]
@@ -160,7 +160,7 @@ def error_page(row: IncidentRow, when: float) -> str:
     lines = [plain(row.sentence), ""]
     lines += [f"{name + ':':<12}{plain(value)}" for name, value in facts.items() if value]
     if row.last_lines:
-        lines += ["", "what it wrote last:", *_block(row.last_lines)]
+        lines += ["", "its last output:", *_block(row.last_lines)]
     for group in row.stacks:
         lines += ["", f"stack of {group.ranks} {group.thread}".rstrip() + ":", *_block(group.text)]
     return "\n".join(lines) + "\n"
@@ -211,9 +211,9 @@ def _timeline(row: IncidentRow) -> Iterator[str]:
 def _cost(row: IncidentRow) -> Iterator[str]:
     hours = row.slot_seconds / 3600.0
     steps = some(row.steps_lost, "step")
-    money = f", {row.cost:.2f} of money" if row.cost else ""
+    money = f", cost {row.cost:.2f}" if row.cost else ""
     yield f"**Cost**: {hours:.3g} slot-hours ({row.slot_seconds:.1f} slot-seconds){money}" + (
-        f", and {steps} that had to be done again." if row.steps_lost else "."
+        f", and {steps} repeated." if row.steps_lost else "."
     )
 
 

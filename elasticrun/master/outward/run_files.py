@@ -190,7 +190,7 @@ class RunFiles:
             self._progress = ProgressFile(self._open().folder.path / layout.PROGRESS)
         if (over := self._progress.add(rows)) and not self._crowded:
             self._crowded = True
-            logger.warning("progress.csv has %d columns, and none for %s", MAX_METRICS, over)
+            logger.warning("progress.csv has %d columns, and no column for %s", MAX_METRICS, over)
 
     def _write_incident(self, row: IncidentRow) -> None:
         folder = self._incidents(self._open())

@@ -83,7 +83,7 @@ class TensorBoard:
                 self._on_url(url)
         process.wait()
         if self._process is not None:  # it was not closed by us
-            logger.warning("TensorBoard exited: %s", last[:300] or "it has said nothing")
+            logger.warning("TensorBoard exited: %s", last[:300] or "it printed nothing")
             self._on_url("")
 
 

@@ -70,10 +70,10 @@ def _families(loop: Loop) -> Iterator[Metric]:
     phases: dict[str, float] = {phase: phase == status.phase for phase in PHASES}
     labelled: list[tuple[str, str, str, dict[str, float]]] = [
         ("nodes", "state", "Nodes by membership.", {name: states[name] for name in every_state}),
-        ("nodes_doing", "activity", "Nodes by what they do.", dict(sorted(activities.items()))),
-        ("phase", "phase", "1 for the phase the job is in.", phases),
+        ("nodes_doing", "activity", "Nodes by activity.", dict(sorted(activities.items()))),
+        ("phase", "phase", "1 for the job's current phase.", phases),
     ]
-    text = "The job, by its id and its name, and the version of elasticrun that serves it."
+    text = "The job's id and name, and the version of elasticrun that serves it."
     job = GaugeMetricFamily("elasticrun_job", text, labels=("job_id", "name", "version"))
     job.add_metric((status.job_id, status.name or status.job_id, __version__), 1.0)
     yield job
@@ -87,10 +87,10 @@ def _families(loop: Loop) -> Iterator[Metric]:
         "round_age_seconds": ("Seconds since the newest round started.", figures.round_age()),
         "world_size": ("Ranks of the current round.", status.world_size),
         "restarts_left": ("Restarts left in the budget.", status.restarts_left),
-        "max_restarts": ("Restarts the budget began with.", status.max_restarts),
-        "quiet_seconds": ("Seconds since a collective or a step moved.", loop.quiet()),
-        "slow_nodes": ("Nodes that are thought slow, and stay.", loop.slow_nodes()),
-        "excluded_nodes": ("Nodes that the job refuses for now.", len(status.excluded)),
+        "max_restarts": ("Initial restart budget.", status.max_restarts),
+        "quiet_seconds": ("Seconds since a collective or a step made progress.", loop.quiet()),
+        "slow_nodes": ("Nodes that are considered slow and were not excluded.", loop.slow_nodes()),
+        "excluded_nodes": ("Nodes that are currently excluded.", len(status.excluded)),
     }
     for name, (text, number) in gauges.items():
         if number is not None:
@@ -99,11 +99,11 @@ def _families(loop: Loop) -> Iterator[Metric]:
         "restarts": ("Restarts charged to the budget.", status.restart_count),
         "rounds_started": ("Rounds started by this master.", figures.rounds),
         "rank_failures": ("Ranks that failed, each once per round.", figures.failures),
-        "probes": ("Answers to probes of the network check, by nodes.", figures.probes),
+        "probes": ("Answers of nodes to probes of the network check.", figures.probes),
     }
     by_kind = {
-        "incidents": ("cause", "Incidents that are over, by cause.", figures.incidents),
-        "hang_verdicts": ("class", "Verdicts that were told, by class.", figures.verdicts),
+        "incidents": ("cause", "Finished incidents, by cause.", figures.incidents),
+        "hang_verdicts": ("class", "Reported hang verdicts, by class.", figures.verdicts),
     }
     for name, (label, text, numbers) in by_kind.items():
         counter = CounterMetricFamily(f"elasticrun_{name}", text, labels=(label,))
@@ -117,12 +117,12 @@ def _families(loop: Loop) -> Iterator[Metric]:
 def _time(found: Goodput | None, slots: SlotCounters) -> Iterator[Metric]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    text = "Seconds of all slots by what they were spent on, a slot being one rank's place."
+    text = "Seconds of all slots by category; a slot is the place of one rank."
     spent = CounterMetricFamily("elasticrun_slot_seconds", text, labels=("category", "cause"))
     rows = without_words(found.rows) if found is not None else ()
     for key, seconds in slots.take(rows).items():
         spent.add_metric(key, seconds)
     yield spent
     if found is not None and found.name == "goodput":
-        text = "Share of all slots' time that was spent on steps which were kept."
+        text = "Share of all slots' time spent on steps that were kept."
         yield GaugeMetricFamily("elasticrun_goodput_ratio", text, found.share)

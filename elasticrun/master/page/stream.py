@@ -42,8 +42,7 @@ RANKS_A_SECOND: Final = 64
 """Larger jobs are sampled less often, because the samples also go into the master's trace."""
 
 NO_LINK: Final = (
-    "stacks and settings are shown to who opens the link that `elasticrun status` prints on the "
-    "master's host"
+    "to see stacks and settings, open the link that `elasticrun status` prints on the master's host"
 )
 
 AGES: Final = frozenset(("age", "looked", "since", "quiet", "step_age", "remaining"))

@@ -122,18 +122,18 @@ def _read_file(path: Path, file: BinaryIO, *, first: bool) -> Iterator[Item]:
             if first:
                 foreign = isinstance(wrong, json.JSONDecodeError)
                 why = "it is not text of that form" if foreign else str(wrong)
-                raise NoTrace(f"{path} is no trace: {why}") from None
+                raise NoTrace(f"{path} is not a trace: {why}") from None
             cut = not line.endswith(b"\n") or _is_cut(file)
-            killed = "was not written to its end: its master was killed"
+            killed = "is incomplete, because its master was killed"
             damage = killed if cut else f"is damaged: {wrong}"
             yield Gap(f"line {number} of {path.name} {damage}", cut)
             continue
         if first and not (items and isinstance(items[0], TraceHead)):
-            raise NoTrace(f"{path} is no trace: it does not begin with a master's head")
+            raise NoTrace(f"{path} is not a trace: it does not begin with a master's header")
         first = False
         yield from items
     if first:
-        raise NoTrace(f"{path} is no trace: it is empty")
+        raise NoTrace(f"{path} is not a trace: it is empty")
 
 
 def _is_cut(file: BinaryIO) -> bool:
@@ -146,7 +146,7 @@ def _is_cut(file: BinaryIO) -> bool:
 
 def _items(line: Any) -> Iterator[Item]:
     if not isinstance(line, dict):
-        raise ValueError("a line of it is no object")
+        raise ValueError("a line is not a JSON object")
     if "trace" in line:
         yield _head(line)
     elif "beats" in line:
@@ -154,7 +154,9 @@ def _items(line: Any) -> Iterator[Item]:
             beat = m.Beat(typed(number, int))
             yield Step(typed(at, float), events.Heard(typed(session, int), beat))
     elif "dropped" in line:
-        yield Gap(f"{typed(line['dropped'], int)} events were not written here: the disk was slow")
+        yield Gap(
+            f"{typed(line['dropped'], int)} events are missing here, because the disk was slow"
+        )
     else:
         yield Step(
             typed(line.get("t"), float),
@@ -168,7 +170,7 @@ def _items(line: Any) -> Iterator[Item]:
 def _head(line: dict[str, Any]) -> TraceHead:
     if line["trace"] != words.TRACE_VERSION:
         raise ValueError(
-            f"it is of version {line['trace']!r}, and this elasticrun reads {words.TRACE_VERSION}"
+            f"it has version {line['trace']!r}, but this elasticrun reads {words.TRACE_VERSION}"
         )
     streams = [words.event_from_plain(stream) for stream in line.get("streams", [])]
     return TraceHead(
@@ -285,11 +287,11 @@ class _Player:
                 self._timeline.write(timeline, self._now)
             except OSError as wrong:
                 raise NoTrace(f"the timeline cannot be written: {wrong}") from None
-        summary = "the replay says what was recorded"
+        summary = "the replay matches the recording"
         if self._differences:
-            summary = f"the replay DIFFERS from what was recorded, {self._differences} times"
+            summary = f"the replay DIFFERS from the recording, {self._differences} times"
         elif self._uncounted:
-            summary = "after what is missing the replay differs from what was recorded, as it may"
+            summary = "the replay differs after the gap, which is expected"
         self._out(f"-- {self._steps} events; {summary}")
         return DIFFERS if self._differences else SAME
 

@@ -193,7 +193,7 @@ class _Ring:
         room = os.statvfs(self._path.parent)
         self._most = min(self._most, room.f_bavail * room.f_frsize // SHARE)
         if self._most < LEAST:
-            raise OSError(f"there is no room for it in {self._path.parent}")
+            raise OSError(f"{self._path.parent} is full")
         self._open()
         if os.fstat(self._file.fileno()).st_size:
             self._put("")  # a killed master may have left an unfinished line

@@ -97,9 +97,7 @@ def test_a_master_that_does_not_take_a_size_is_no_hindrance(
         async with talking("default") as server, controlling(server):
             return await asyncio.to_thread(seen)
 
-    assert "the master does not take 2 nodes: 2 is no multiple" in json.dumps(
-        asyncio.run(operated())
-    )
+    assert "the master refuses 2 nodes: 2 is no multiple" in json.dumps(asyncio.run(operated()))
 
 
 def test_half_a_gang_is_given_back(cluster: StandIn) -> None:

@@ -312,7 +312,7 @@ def test_of_two_operators_one_leads(cluster: AnyCluster) -> None:
 REFUSED = [
     ("nodes: 2", "nodess: 2", 'unknown field "spec.nodess"'),
     ("minNodes: 1", "minNodes: 3", "minNodes is larger than nodes"),
-    ("minNodes: 1", "nodeUnit: 3", "nodes is no multiple of nodeUnit"),
+    ("minNodes: 1", "nodeUnit: 3", "nodes is not a multiple of nodeUnit"),
     ("minNodes: 1", "gang: {scheduler: kueue}", "gang.scheduler kueue needs gang.queue"),
     ("minNodes: 1", "gang: {scheduler: native, queue: q}", "gang.queue belongs to volcano"),
     ("name: tr", f"name: {'a' * 51}", "has 50 characters at most"),

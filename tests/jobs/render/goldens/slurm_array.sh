@@ -5,8 +5,8 @@
 #SBATCH --cpus-per-task=4
 #SBATCH --array=0-7%2
 #SBATCH --output=%x-%A_%a.out
-# one node that dies does not end the job: the others go on; but not without the one
-# where this script runs: then `scontrol requeue` the job, or `scancel` it
+# one dead node does not end the job: the others continue, except without the node
+# that runs this script: then `scontrol requeue` the job, or `scancel` it
 #SBATCH --no-kill
 #SBATCH --open-mode=append
 
@@ -16,8 +16,8 @@ head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 9000))
 job="${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"
 
-# srun ends with the highest code of all nodes, also of one that was excluded or
-# killed; the job's own is the one with which the first node ends
+# srun exits with the highest code of all nodes, even of one that was excluded or
+# killed; the job's own code is that of the first node
 own=$(mktemp)
 agent='trap : TERM INT HUP QUIT USR1 USR2 # these are for the launcher
 "$@"

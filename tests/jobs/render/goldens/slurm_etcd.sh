@@ -4,16 +4,16 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --output=%x-%j.out
 #SBATCH --exclusive
-# one node that dies does not end the job: the others go on; but not without the one
-# where this script runs: then `scontrol requeue` the job, or `scancel` it
+# one dead node does not end the job: the others continue, except without the node
+# that runs this script: then `scontrol requeue` the job, or `scancel` it
 #SBATCH --no-kill
 #SBATCH --open-mode=append
 
 set -u
 job="$SLURM_JOB_ID""-${SLURM_RESTART_COUNT:-0}"
 
-# srun ends with the highest code of all nodes, also of one that was excluded or
-# killed; the job's own is the one with which the first node ends
+# srun exits with the highest code of all nodes, even of one that was excluded or
+# killed; the job's own code is that of the first node
 own=$(mktemp)
 agent='trap : TERM INT HUP QUIT USR1 USR2 # these are for the launcher
 "$@"

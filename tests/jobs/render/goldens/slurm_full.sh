@@ -14,10 +14,10 @@
 #SBATCH --exclusive
 #SBATCH --constraint=[a|b]
 #SBATCH --exclude=n[1-4]
-# every node saves a step and leaves before the time is over
+# every node saves a step and leaves before the time limit
 #SBATCH --signal=USR1@300
-# without --no-kill: when Slurm has noticed that a node is dead, the whole job goes
-# back into the queue; with it, it would hang if that is the node of this script
+# without --no-kill: when Slurm notices that a node is dead, it puts the whole job
+# back into the queue; with it, the job would hang if that node runs this script
 #SBATCH --requeue
 #SBATCH --open-mode=append
 
@@ -29,8 +29,8 @@ head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 9000))
 job="$SLURM_JOB_ID"
 
-# srun ends with the highest code of all nodes, also of one that was excluded or
-# killed; the job's own is the one with which the first node ends
+# srun exits with the highest code of all nodes, even of one that was excluded or
+# killed; the job's own code is that of the first node
 own=$(mktemp)
 agent='trap : TERM INT HUP QUIT USR1 USR2 # these are for the launcher
 "$@"
@@ -62,7 +62,7 @@ again=0
 case "$code" in
     99) again=1 ;; # told to leave, and a step of all ranks is saved
     0 | 2 | 93) ;; # done, or hopeless
-    *) [ "$SECONDS" -lt 100440 ] || again=1 ;; # the time was over
+    *) [ "$SECONDS" -lt 100440 ] || again=1 ;; # the time limit was reached
 esac
 if [ "$again" = 1 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 5 ]; then
     scontrol requeue "$SLURM_JOB_ID" && exit 0

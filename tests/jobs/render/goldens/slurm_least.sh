@@ -3,8 +3,8 @@
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --output=%x-%j.out
-# one node that dies does not end the job: the others go on; but not without the one
-# where this script runs: then `scontrol requeue` the job, or `scancel` it
+# one dead node does not end the job: the others continue, except without the node
+# that runs this script: then `scontrol requeue` the job, or `scancel` it
 #SBATCH --no-kill
 #SBATCH --open-mode=append
 
