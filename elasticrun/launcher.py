@@ -143,7 +143,7 @@ def launch_agent(
     if health_check_server is not None:
         logger.warning("launch_agent: health_check_server has no effect here")
     if entrypoint is None:
-        raise ValueError("there is no entry point: give a function or the path of a program")
+        raise ValueError("there is no entry point: pass a function or the path of a program")
     if not config.run_id:
         config.run_id = str(uuid.uuid4().int)
         logger.warning("config has no run_id, generated a random run_id: %s", config.run_id)
@@ -185,7 +185,7 @@ def resolved(
         raise ValueError(str(error)) from None
     if found.delegate:
         raise ValueError(
-            f"rdzv_backend={config.rdzv_backend} is a plug-in of torch's: use torch.distributed."
+            f"rdzv_backend={config.rdzv_backend} is a torch plug-in: use torch.distributed."
             "launcher for it"
         )
     return found

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> None:
     for note in found.notes:
         notify(note)
     if found.delegate:
-        notify(f"--rdzv-backend={found.delegate} is a plug-in of torchrun's: torchrun takes over")
+        notify(f"--rdzv-backend={found.delegate} is a torchrun plug-in: handing over to torchrun")
         importlib.import_module("torch.distributed.run").run(args)
         return
     run_program(found, found.launch.entry.target)

@@ -42,7 +42,7 @@ ASKERS: Final = 50
 """Nodes per second that send their request to the master, at random times: each opens a
 connection."""
 
-GOES_ON: Final = "; the agent goes on"
+GOES_ON: Final = "; the agent continues"
 """The end of a log line about a failed check that does not end the agent."""
 
 ANSWER_LIMIT: Final = 6.0

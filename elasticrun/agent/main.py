@@ -115,7 +115,7 @@ def _impossible(identity: Identity) -> Exit | None:
     from elasticrun.core.events import Exit
 
     if threading.current_thread() is not threading.main_thread():
-        return Exit(EXIT_FAILED, "an agent has to run in the main thread", (), 0)
+        return Exit(EXIT_FAILED, "an agent must run in the main thread", (), 0)
     if identity.tls is not None and (wrong := unusable(identity.tls)):
         return Exit(EXIT_USAGE, wrong, (), 0)
     if wrong := misplanted():

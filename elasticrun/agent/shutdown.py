@@ -131,7 +131,7 @@ def _block(index: int, failure: Failure) -> str:
     when = failure.time_us // 1_000_000 or int(time.time())  # a hang has no time: use now
     at = datetime.fromtimestamp(when)  # noqa: DTZ006 (for people here)
     if who := ended_before(failure):
-        who += " had ended with 0 before"
+        who += " had exited with 0 before"
     before = f"{who} this:\n  " if who and failure.traceback else ""
     message = f"{who}; {failure.message}" if who else failure.message
     text = before + failure.traceback.replace("\n", "\n  ") or message
@@ -197,7 +197,7 @@ async def print_outcome(
         if outcome.reason:
             logger.error("%s", directed(outcome.reason, out_of_reach(outcome.why)))
         if outcome.code == EXIT_FINAL and root.kind is not FailureKind.FINAL:  # it says so itself
-            logger.error("exit code 93: running it again cannot help")
+            logger.error("exit code 93: a retry cannot help")
         by_default = not (node.called or launch.spec.max_restarts)
         set_by_user = "max_restarts" in launch.master.sources
         if by_default and outcome.code == EXIT_FAILED and not set_by_user:

@@ -54,7 +54,7 @@ OFF: Final = "off"
 FREE_THREADS: Final = ".free"
 """Suffix of the socket of the process with OMP_NUM_THREADS unset, if there are two processes."""
 
-REMEDY: Final = "`elasticrun warm --stop`, then `elasticrun warm` here, makes one that fits"
+REMEDY: Final = "run `elasticrun warm --stop` and `elasticrun warm` here for one that matches"
 
 PACKAGE: Final = Path(__file__).resolve().parent.parent
 
@@ -239,7 +239,7 @@ def leave_behind(launch: Launch) -> None:
     why = ""
     if held or os.getpid() == 1:
         why = f"{held} is set" if held else "this is the first process of a container"
-        why += ", and what is left would hold it up"
+        why += ", and the process would keep it from ending"
     elif not can_be_warm(launch) or launch.entry.kind is EntryKind.COMMAND:
         why = "no rank of this job is forked"
     if why:
@@ -252,7 +252,7 @@ def leave_behind(launch: Launch) -> None:
         path = socket_path(environ)
         if not path.is_socket():
             _, pid = start(path, IDLE, environ, wait=False)
-            how = "it is ready in some seconds, and `elasticrun warm --stop` ends it"
+            how = "it is ready in some seconds; `elasticrun warm --stop` ends it"
             logger.log(NOTICE, "process %d stays warm for later jobs: %s", pid, how)
     except OSError as error:
         logger.warning("no warm process is kept: %s", error)
@@ -410,7 +410,7 @@ def connect(path: Path, limit: float) -> socket.socket:
         conn.settimeout(limit)
         conn.connect(f"/proc/self/fd/{folder}/{path.name}")  # a socket path has 107 bytes at most
         if frames.peer_of(conn)[1] != os.geteuid():
-            raise PermissionError(f"the process behind {path} is of another user")
+            raise PermissionError(f"the process at {path} belongs to another user")
     except BaseException:
         conn.close()
         raise

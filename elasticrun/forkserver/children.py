@@ -109,7 +109,7 @@ class Children:
         except BecomeRank:
             raise
         except BaseException as error:  # report our own bug as a sentence, not as a traceback
-            child.fail(page, f"the fork could not be made ready ({type(error).__name__}: {error})")
+            child.fail(page, f"the fork could not be prepared ({type(error).__name__}: {error})")
 
     def _why_exec(self, order: SpawnRank) -> str:
         """Why this rank is exec'd although forks are safe in general; empty if it is forked."""

@@ -43,7 +43,7 @@ INJECTED_LIBRARIES = ("ToolsInjection", "TreeLauncher", "rocprof", "roctracer", 
 """Parts of file names in LD_PRELOAD with the same meaning."""
 
 INTERPRETER: Mapping[str, str] = {
-    "PYTHONINSPECT": "and an interpreter that is to be inspected at its end does not end a fork",
+    "PYTHONINSPECT": "and such an interpreter does not exit in a fork",
     "PYTHONPROFILEIMPORTTIME": "and a fork has imported most of it already",
     "PYTHONVERBOSE": "and a fork has imported most of it already",
 }
@@ -70,7 +70,7 @@ def before_import(entry: Entrypoint, numa: bool, environ: Mapping[str, str]) -> 
 
 def _known_before(entry: Entrypoint, numa: bool, environ: Mapping[str, str]) -> Iterator[str]:
     """Possible reasons, "" for none. The scan of the script comes last because it takes longest."""
-    follows = "and may not follow a fork"
+    follows = "and may not work after a fork"
     for name, tool in TRACERS.items():
         if environ.get(name):
             yield f"{tool} is attached by {name}, {follows}"
@@ -101,7 +101,7 @@ def placement(environ: Mapping[str, str]) -> str:
     loaded, which is in the server."""
     for name in PLACEMENT_VARIABLES:
         if environ.get(name):
-            return f"{name} is set, and a fork bound to its cores would get the places of others"
+            return f"{name} is set, which would misplace forks that are bound to cores"
     if not environ.get(OMP_NUM_THREADS):
         return f"ranks are bound to cores, and without {OMP_NUM_THREADS} torch counts those it has"
     return ""
@@ -216,7 +216,7 @@ def shadowed(entry: Entrypoint, names: Collection[str], environ: Mapping[str, st
             file = _would_be_imported(name, path)
             if file and not _is_loaded(name, file):
                 where = "standard" if name in sys.stdlib_module_names else "installed"
-                return f"{file} stands in front of the {where} {name}"
+                return f"{file} shadows the {where} {name}"
         if not known:  # a rank searches again, as files may have been written since
             sys.path_importer_cache.pop(folder, None)
     return ""

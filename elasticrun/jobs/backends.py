@@ -64,7 +64,7 @@ def backend(place: str, environ: Mapping[str, str]) -> Backend:
         return SshJobs(environ)
     if place == "slurm":
         return SlurmJobs(environ)
-    raise RequestFailed(f"nothing is known of a place {place}")
+    raise RequestFailed(f"unknown backend {place}")
 
 
 def backend_name_of(run: RunFolder) -> str:
@@ -91,8 +91,8 @@ def refuse_taken(
     for row in updated_by_backends(rows, environ):
         if row.state not in ENDED:
             raise RequestFailed(
-                f"a job {name} is there already ({row.state}): choose another --name, or end that "
-                f"one by `elasticrun stop {name}`"
+                f"a job {name} exists already ({row.state}): choose another --name, or end that "
+                f"one with `elasticrun stop {name}`"
             )
 
 
@@ -120,7 +120,7 @@ def is_in_cluster(words: Sequence[str], environ: Mapping[str, str], *, others: i
         if flag == "--on":
             if (place := backend_name(value or "".join(ours[at + 1 : at + 2]))) != "k8s":
                 raise RequestFailed(
-                    f"--on={place}: leave it out; only jobs in Kubernetes are asked for so"
+                    f"--on={place}: leave it out; it is only for jobs in Kubernetes"
                 )
             return True
         if flag in OF_CLUSTERS:

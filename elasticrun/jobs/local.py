@@ -64,18 +64,18 @@ class LocalJobs:
         _refuse_at_once(run, submission.name)
         nodes = f", with {count} agents as its nodes" if count > 1 else ""
         where = names(submission.hosts) if submission.hosts else "this host"
-        return f"job {submission.name} is started on {where}{nodes}"
+        return f"job {submission.name} has started on {where}{nodes}"
 
     def resume(self, run: RunFolder) -> str:
         """Start the same command in the same folder, with the environment of the user who resumes
         it."""
         known = submission(run)
         if living(run):
-            raise RequestFailed(f"job {known.name} runs: there is nothing to resume")
+            raise RequestFailed(f"job {known.name} is running: there is nothing to resume")
         _await_master(run)
         before = run.result()
         if before is not None and before.state == "succeeded":
-            raise RequestFailed(f"job {known.name} has succeeded: submit it again to run it again")
+            raise RequestFailed(f"job {known.name} has succeeded: submit it again to rerun it")
         try:
             write_submission(run, replace(known, **this_process()))
             run.prepare_restart()
@@ -94,19 +94,19 @@ class LocalJobs:
         known, job = submission(run), run.job()
         if known.gpus and request.number > known.max_nodes:
             raise RequestFailed(
-                f"{some(known.max_nodes, 'node')} have shared out the GPUs of this host: none is "
-                "left for another one"
+                f"{some(known.max_nodes, 'node')} share all GPUs of this host: none is "
+                "free for another node"
             )
         if request.number > 1 and known.max_nodes == 1 and run.state() != "succeeded":
             raise RequestFailed(
-                f"job {known.name} was submitted for exactly one node, which no other can join; "
+                f"job {known.name} was submitted for exactly one node, so no other can join; "
                 f"submit it with --nodes 1:{request.number} to make it elastic"
             )
         rests = not living(run) and run.state() in ENDED and run.state() != "succeeded"
         if rests:
             answer = (
-                f"job {known.name} is {_state_word(run)}: it takes {some(request.number, 'node')} "
-                "at most when it is resumed"
+                f"job {known.name} is {_state_word(run)}: it will use at most "
+                f"{some(request.number, 'node')} when it resumes"
             )
         else:
             answer = send(request).reason
@@ -127,31 +127,31 @@ class LocalJobs:
         name = submission(run).name
         if not _signal(living(run), signal.SIGTERM):
             if run.is_suspended():
-                return f"job {name} is suspended already"
+                return f"job {name} is already suspended"
             _await_master(run)
             raise RequestFailed(f"job {name} does not run: {run.state()}")
         if left := _await_end(living(run), LEAVE_LIMIT):
-            raise RequestFailed(f"job {name} is leaving yet: {names([one.node for one in left])}")
-        again = f"elasticrun resume {name} goes on"
+            raise RequestFailed(f"job {name} is still leaving: {names([one.node for one in left])}")
+        again = f"continue with `elasticrun resume {name}`"
         state = run.state()
         if state == "lost":  # it had not begun, or its hosts do not share the folder
             _record_end(
-                run, "stopped", f"{SUSPENDED}; what was saved is not known here", suspended=True
+                run, "stopped", f"{SUSPENDED}; the saved step is unknown here", suspended=True
             )
-            return f"the agents of job {name} were told to save and have ended; {again}"
+            return f"the agents of job {name} have saved and exited; {again}"
         if state == "saved":
             step = result.saved if (result := run.result()) else -1
             at = f" at step {step}" if step >= 0 else ""
             _record_end(run, "saved", f"{SUSPENDED}{at}", suspended=True)
             return f"job {name} is suspended{at}; {again}"
         if state == "succeeded":
-            return f"job {name} had succeeded before it was told to leave"
+            return f"job {name} had succeeded before the suspend"
         _record_end(
             run, "stopped", f"{SUSPENDED}; no step was saved", suspended=True
         )  # not a failure
         return (
-            f"job {name} is suspended; no step was saved as it ended; {again} from an earlier "
-            "checkpoint, or at 0 where its script has no Checkpointer"
+            f"job {name} is suspended, but no step was saved; {again}, from an earlier "
+            "checkpoint, or from step 0 without a Checkpointer"
         )
 
     def stop(self, run: RunFolder) -> str:
@@ -163,8 +163,8 @@ class LocalJobs:
             _record_end(run, "stopped", f"it was {result.reason}")
             return f"job {_named(run)} is stopped; it was {result.reason}"
         if run.state() == "submitted":
-            _record_end(run, "stopped", "stopped before it had begun")
-        return f"job {_named(run)} has no master that answers: its agents were told to end"
+            _record_end(run, "stopped", "stopped before its start")
+        return f"job {_named(run)} has no responding master: its agents were sent SIGTERM"
 
     def terminate(self, run: RunFolder) -> None:
         """Send SIGTERM, and SIGKILL after a timeout. A failure that this causes counts as
@@ -272,10 +272,10 @@ def living(run: RunFolder) -> list[LocalAgent]:
     alive = [one for one in agents if one.process.is_alive() is not False]
     found = [one for one in alive if one.process.is_local]
     if host != own and not found:
-        raise RequestFailed(f"job {name} was started on {host}: type this there")
+        raise RequestFailed(f"job {name} was started on {host}: run this there")
     if alive and not found:
         raise RequestFailed(
-            f"job {name} was started in another container or PID namespace of {host}: type "
+            f"job {name} was started in another container or PID namespace of {host}: run "
             "this there"
         )
     return found
@@ -362,7 +362,7 @@ def _refuse_at_once(run: RunFolder, name: str) -> None:
     if run.state() == "failed" and run.result() is None:
         job = run.job()
         why = run.last_words(job) if job is not None else run.last_line()
-        raise RequestFailed(f"job {name} cannot begin: {why}")
+        raise RequestFailed(f"job {name} cannot start: {why}")
 
 
 def _named(run: RunFolder) -> str:

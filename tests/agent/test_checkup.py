@@ -39,12 +39,12 @@ def test_a_failure_is_told_and_ends_nothing(world: World) -> None:
     """The rank stays until it is told: at the end of a job nobody waits for its checkup."""
     job = with_few_files(world, str(SCRIPTS / "puppet.py"))
     (rank,) = world.hub.ranks(1)
-    job.until_text("ulimit -n 1024; the agent goes on: --precheck=1 would end it")
+    job.until_text("ulimit -n 1024; the agent continues: --precheck=1 would end it")
     rank.order("exit")
     assert job.wait() == 0, job.stderr
     (line,) = [line for line in job.stderr.splitlines() if "open files" in line]
     assert "this machine is unfit: open files: ulimit -n is 100, with which no rank" in line
-    assert line.endswith("; ulimit -n 1024; the agent goes on: --precheck=1 would end it")
+    assert line.endswith("; ulimit -n 1024; the agent continues: --precheck=1 would end it")
 
 
 @pytest.mark.parametrize("nnodes", [1, 2])
@@ -83,7 +83,7 @@ def found(monkeypatch, *findings: Finding) -> None:
 
 
 @pytest.mark.parametrize(
-    ("level", "then"), [(0, "; the agent goes on: --precheck=1 would end it"), (1, ""), (2, "")]
+    ("level", "then"), [(0, "; the agent continues: --precheck=1 would end it"), (1, ""), (2, "")]
 )
 async def test_what_is_told(level: int, then: str, monkeypatch, caplog) -> None:
     found(monkeypatch, ok("a", "well"), warning("b", "so so", "mend"), failed("c", "bad", "leave"))
@@ -185,7 +185,7 @@ async def test_its_finding_ends_nothing(level: int, at_once: Place, monkeypatch,
             mine = Checkup(node_context(launch, place=at_once, identity=TRUSTED))
             mine.welcomed(served.endpoint)
             await asyncio.wait_for(mine._asking, LIMIT)
-    assert "this machine is unfit: c: bad; leave; the agent goes on" in caplog.messages
+    assert "this machine is unfit: c: bad; leave; the agent continues" in caplog.messages
 
 
 async def test_a_silent_master_is_no_finding(at_once: Place, caplog, monkeypatch) -> None:

@@ -93,7 +93,7 @@ async def test_output_is_shown_until_a_death_signal(tmp_path: Path, monkeypatch,
     end.hurry()
     await showing
     assert time.monotonic() - hurried_at < shutdown.SHOW_PATIENCE
-    assert "because the time to end was up" in caplog.text
+    assert "because the time limit was reached" in caplog.text
     os.close(out)
     os.close(into)
 

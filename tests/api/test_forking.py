@@ -93,7 +93,7 @@ PROGRAMS = {
     "what another thread keeps is not ended": (IN_A_THREAD, "{0: 'here', 1: 'here'}\n", ""),
     # the store host was forked once, and the rank
     "a store host that dies as a fork is executed": (
-        *(CRASHES, "{0: 'here'} 2\n", "it ended before it listened"),
+        *(CRASHES, "{0: 'here'} 2\n", "it exited before it listened"),
     ),
 }
 

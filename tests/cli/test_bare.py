@@ -56,7 +56,7 @@ def test_who_types_the_line_on_a_second_machine_is_let_in_at_once(shared: str) -
         named = made(f"--nnodes=1:10 --rdzv-endpoint={endpoint} s.py", shared=shared)
         assert named.launch.spec.grow == "auto"
     shown = rows("--nnodes=1:10 s.py", shared)["grow"]
-    assert shown.split(maxsplit=1) == ["now", "nothing says where nodes meet"]
+    assert shown.split(maxsplit=1) == ["now", "no rendezvous is set"]
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_the_job_that_is_meant(environ: dict[str, str], tmp_path: Path) -> None:
         Level.OK if files == resource.RLIM_INFINITY or files >= 16512 else Level.WARNING
     )
     assert str(tmp_path) in one(found, "disk, log folder").seen
-    assert "/gone (to be made in /)" in one(found, "disk, checkpoint folder").seen
+    assert "/gone (to be created in /)" in one(found, "disk, checkpoint folder").seen
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ OLD = str(join_code("a token", time.time() - 3 * JOIN_CODE_LIFE))
         ((), "join needs HOST:PORT and a code"),
         (("127.0.0.1:1", "abc"), "that is not a join code"),
         (("127.0.0.1:1", "-"), "that is not a join code"),  # an empty standard input
-        (("a/b:1", FRESH), "is no endpoint: write host:port"),
+        (("a/b:1", FRESH), "is not an endpoint: write host:port"),
         (("127.0.0.1:1", FRESH), "does not answer: "),
         (("127.0.0.1:1", OLD), "this join code expired long ago by this machine's clock"),
         (("127.0.0.1:1", FRESH, "train.py"), "only flags may follow the code"),

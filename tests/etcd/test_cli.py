@@ -61,7 +61,7 @@ def test_a_dry_run_names_the_place() -> None:
     words = [STORE, "--rdzv-id=j", "--nnodes=1:2", "s.py"]
     ns = get_args_parser({}).parse_args(words)
     said = describe(resolve(ns, {}, machine()), ns, {})
-    assert "job master            on a node that the nodes choose by way of etcd://h1:2379" in said
+    assert "job master            on a node that the nodes elect through etcd://h1:2379" in said
 
 
 def test_whoever_talks_to_all_the_network_is_told_so() -> None:

@@ -292,7 +292,7 @@ def test_who_comes_after_the_end_is_told(world: World, etcd_server: EtcdServer) 
     await_true(lambda: not ask(etcd_server, "master"), "end of the leadership")
     late = start(world, etcd_server, "n1", "1:2")
     assert late.wait() == 1
-    assert "etcd has the end of an earlier run of job" in late.stderr
+    assert "etcd has the result of an earlier run of job" in late.stderr
     assert "a new run needs a new --rdzv-id" in late.stderr
     assert len(world.hub.peers) == 1, "its ranks were started again"
     assert "serving job" not in late.stderr

@@ -293,5 +293,5 @@ def test_an_executed_probe_that_cannot_import_torch_says_what_it_printed() -> No
         group = Group(driver, port, "broken")
         (said,) = group.results([group.start(0, env=broken)])
     assert (said.ok, said.own, said.phase) == (False, True, "start")
-    assert said.reason.startswith("it ended with code 1: ")
+    assert said.reason.startswith("it exited with code 1: ")
     assert len(said.reason) <= probe.MAX_REASON

@@ -262,7 +262,7 @@ def test_the_command(tmp_path: Path) -> None:
         return done.stdout + done.stderr
 
     assert run("--list") == "no warm process\n"
-    several = "for jobs with several ranks a node (--one-rank: one for jobs with one)"
+    several = "for jobs with several ranks per node (--one-rank: for jobs with one)"
     started = run("--idle", "20")
     assert "is warm, with torch" in started
     assert f", {several}; it ends" in started

@@ -152,14 +152,12 @@ def test_an_elastic_job_from_submit_to_delete(cluster: StandIn, tmp_path: Path) 
 
     assert "job tr is suspended" in user.types("suspend", "tr")
     assert (user.row()["state"], user.row()["nodes"]) == ("suspended", 0)
-    assert "goes on" in user.types("resume", "tr")
+    assert "resumes" in user.types("resume", "tr")
     assert "nothing to resume" in user.hears("resume", "tr")
     until_running(cluster, "tr-0-0")
     assert "job tr is stopped" in user.types("stop", "tr")
     assert user.row()["state"] == "stopped"
-    assert "the pods of job tr are gone, and what they printed with them" in user.hears(
-        "logs", "tr"
-    )
+    assert "the pods of job tr are gone, and neither does their output" in user.hears("logs", "tr")
     user.types("delete", "tr")
     assert cluster.objects("elasticjobs", "elasticrun.dev") == []
     assert "k8s" not in user.types("list")
@@ -209,7 +207,7 @@ def test_an_indexed_job_where_there_is_no_operator(cluster: StandIn, tmp_path: P
     (job,) = cluster.objects("jobs", "batch")
     assert (job["spec"]["completions"], job["spec"]["parallelism"]) == (3, 3)
     assert "is suspended" in user.types("suspend", "tr")
-    assert "goes on" in user.types("resume", "tr")
+    assert "resumes" in user.types("resume", "tr")
     user.types("delete", "tr")
     for kind, group in (
         ("jobs", "batch"),
@@ -484,7 +482,11 @@ def test_states_of_elastic_jobs() -> None:
         (a_job("Suspended"), "suspended", ""),
         (a_job("Suspended", stopped=True), "stopped", ""),
         (a_job("Failed", conditions=why), "failed", "gave up"),
-        (ClusterJob({**a_job("").body, "status": {}}), "submitted", "no operator has seen it yet"),
+        (
+            ClusterJob({**a_job("").body, "status": {}}),
+            "submitted",
+            "no operator has handled it yet",
+        ),
     ):
         assert (job.state, job.reason) == (state, reason), job.body
     row = a_job("Running", nodes="3/4", step=17, restarts=2).row(0.0)
@@ -608,7 +610,10 @@ users: [{name: me, user: {token: t}}]
         ("current-context: it", "is no kubeconfig"),
         (A_CONFIG.replace("user: me", "user: you"), "has a user you that is not in it"),
         (A_CONFIG.replace("cluster: c,", "cluster: d,"), "has a cluster d that is not in it"),
-        (A_CONFIG.replace("current-", "#"), "has no current context: name one by --context; it"),
+        (
+            A_CONFIG.replace("current-", "#"),
+            "no current context: choose one with --context; it",
+        ),
         (A_CONFIG.replace("text: it", "text: itt"), "has no context itt; did you mean it?"),
         (None, "no cluster is known here"),
     ],

@@ -154,13 +154,13 @@ def test_a_job_that_ends_while_its_master_is_asked(
                 )
                 assert status.main([name], {}) == 1
                 told = capsys.readouterr()
-                assert "does not answer (Connection refused); its ranks may train on" in told.err
+                assert "does not answer (Connection refused); its ranks may keep training" in told.err
                 assert "state in its run folder: waiting" in told.out
                 assert "last event: round 1 begins" in told.out
                 assert events([name]) == 0
                 told = capsys.readouterr()
                 assert told.out.endswith("info     round 1 begins\n")
-                assert "its ranks may train on" in told.err
+                assert "its ranks may keep training" in told.err
             left.unlink()
 
 

@@ -90,7 +90,7 @@ def test_a_job_from_submit_to_delete(person: Person) -> None:
     program = training(folder)
     words = ("submit", "--name", "tr", "--nodes", "1:2", *LAST_CALL, "--", *program)
     said = on_a_terminal(person, words)
-    assert "job tr is started on this host, with 2 agents as its nodes" in said
+    assert "job tr has started on this host, with 2 agents as its nodes" in said
     assert "elasticrun logs tr -f" in said
     until_printed(out, 0)  # the terminal has gone
     # the second node may be let in later, and its rank begins at a later step
@@ -101,7 +101,7 @@ def test_a_job_from_submit_to_delete(person: Person) -> None:
     assert (host["jobs"], host["ranks"]) == (["tr"], 2)
     code, why = person.hears("submit", "--name", "tr", "--", str(TRAIN))
     assert code == 1
-    assert "a job tr is there already (running)" in why
+    assert "a job tr exists already (running)" in why
     for node in ("node1", "1"):
         said = person.types("exec", "tr", "--node", node, "--", "pwd")
         assert said.strip() == str(Path.cwd())
@@ -124,9 +124,9 @@ def test_a_job_from_submit_to_delete(person: Person) -> None:
     assert len(person.world.survivors()) == 1  # who reads
     before = person.row("tr")
     assert before["state"] == "suspended"
-    assert "is suspended already" in person.types("suspend", "tr")
-    assert "4 nodes at most when it is resumed" in person.types("scale", "tr", "4")
-    assert "3 nodes at most when it is resumed" in person.types("scale", "tr", "3")
+    assert "is already suspended" in person.types("suspend", "tr")
+    assert "at most 4 nodes when it resumes" in person.types("scale", "tr", "4")
+    assert "at most 3 nodes when it resumes" in person.types("scale", "tr", "3")
     assert starts(out, 0)[0] == 0
     lives = len(starts(out, 0))
     assert "with 3 agents" in person.types("resume", "tr"), "as it was scaled"
@@ -145,7 +145,7 @@ def test_a_job_from_submit_to_delete(person: Person) -> None:
     assert person.row("tr")["state"] == "stopped"
     said = person.types("status", "tr")
     assert "stopped by" in said
-    assert "\nto go on: elasticrun resume tr\n" in said
+    assert "\nto resume: elasticrun resume tr\n" in said
     assert json.loads(person.types("status", "tr", "-o", "json"))["state"] == "stopped"
     person.types("logs", "tr", "--tail", "1")
     code, why = person.hears("suspend", "tr")
@@ -216,7 +216,7 @@ def test_hosts_that_are_this_one_need_no_sshd(person: Person) -> None:
     assert "the job cannot be started" in person.hears("resume", "hh")[1]
     gone.rename(work)
     assert person.row("hh")["state"] == "suspended"  # as it was
-    assert "job hh is started on localhost" in person.types("resume", "hh")
+    assert "job hh has started on localhost" in person.types("resume", "hh")
     person.types("delete", "hh")
 
 
@@ -234,12 +234,12 @@ def test_a_launcher_that_cannot_begin_says_why(person: Person) -> None:
             subprocess.run(["git", *words], check=True)
     words = ["--git", source.as_uri(), "--working-dir", str(work), "--run-dir", str(work / "run")]
     for verb in (["submit", "--name", "tr", *words, "--", "t.py"], ["resume", "tr"]):
-        assert "job tr cannot begin: --git: " in person.hears(*verb)[1], verb
+        assert "job tr cannot start: --git: " in person.hears(*verb)[1], verb
         row = person.row("tr")
         assert (row["state"], "--git: " in row["reason"]) == ("failed", True)
     copied = ["git", "-C", str(work / "code" / "source"), "remote", "set-url", "origin"]
     subprocess.run([*copied, str(source)], check=True)  # the same one, by its path
-    assert "cannot begin: there is no" in person.hears("resume", "tr")[1]
+    assert "cannot start: there is no" in person.hears("resume", "tr")[1]
     person.types("delete", "tr")
 
 
@@ -305,10 +305,10 @@ def test_a_suspended_job_of_one_node_says_what_makes_it_elastic(person: Person) 
     code, said = person.hears("scale", "ns", "2")
     assert (code, said.strip()) == (
         1,
-        "elasticrun scale: job ns was submitted for exactly one node, which no other can join; "
+        "elasticrun scale: job ns was submitted for exactly one node, so no other can join; "
         "submit it with --nodes 1:2 to make it elastic",
     )
-    assert "takes 1 node at most when it is resumed" in person.types("scale", "ns", "1")
+    assert "use at most 1 node when it resumes" in person.types("scale", "ns", "1")
     run.write_result(RunResult(state="succeeded", reason="every rank ended with 0"))
     assert "job ns has ended (succeeded)" in person.hears("scale", "ns", "2")[1]
 
@@ -323,8 +323,8 @@ def test_suspend_says_where_a_script_without_a_checkpointer_goes_on(tmp_path: Pa
         run.write_result(RunResult(state="failed", exit_code=1))
         said = local.LocalJobs({}).suspend(run)
     assert said == (
-        "job ns is suspended; no step was saved as it ended; elasticrun resume ns goes on from an "
-        "earlier checkpoint, or at 0 where its script has no Checkpointer"
+        "job ns is suspended, but no step was saved; continue with `elasticrun resume ns`, from an "
+        "earlier checkpoint, or from step 0 without a Checkpointer"
     )
 
 

@@ -181,7 +181,7 @@ def test_what_failed_first_is_a_page_by_itself() -> None:
     assert error_page(msgspec.structs.replace(row, cause="scaled"), 0.0) == ""
     for kind, who, whose in (
         ("mismatch", "ranks:      0,3", "script"),
-        ("stopped", "rank:       3", "unknown: a signal has stopped it (SIGSTOP)"),
+        ("stopped", "rank:       3", "unknown: SIGSTOP has stopped it"),
     ):
         ranks = who.split()[-1]
         found = VerdictRow("certain", kind, "it hangs", 30.0, ranks, "", "", folder="logs/hang-1")

@@ -250,7 +250,7 @@ def test_a_bad_configuration_is_a_sentence(text: str) -> None:
     )
     os.close(read)
     assert done.returncode == EXIT_USAGE
-    assert "no configuration" in done.stderr
+    assert "not a master's configuration" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -145,7 +145,7 @@ async def test_of_too_many_strangers_those_who_waited_longest_go() -> None:
             calls.append(await _silent(channel, (KNOCK,)))
         for call in calls[:3]:
             assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert "too many others" in await call.details()
+            assert "too many connections" in await call.details()
         await served.is_well()  # which pushes off one more
         assert await calls[3].code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert not any(call.done() for call in calls[4:])

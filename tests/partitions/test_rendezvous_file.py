@@ -139,7 +139,7 @@ def test_an_agent_killed_with_its_master_is_started_again_by_the_same_line(
     machines.power_off("a")
     machines.lab.plug("a")
     again = machines.type("a", *words)
-    again.until_text("does not answer, and nobody renews that file: this node takes it over")
+    again.until_text("does not answer, and that file is no longer renewed: this node takes over")
     assert "which does not answer this node" not in again.stderr, "it is not asked again"
     machines.world.hub.ranks(1, world_size=1, **machines.living())
     after = json.loads(file.read_text().splitlines()[0])

@@ -176,7 +176,7 @@ class ClaimFile:
             if later is None:
                 return found
             found = later
-        raise ClaimError(f"{self.path} was taken over again and again: remove it and {path}")
+        raise ClaimError(f"{self.path} was taken over repeatedly: remove it and {path}")
 
     def _after(self, claim: Claim) -> str:
         return f"{self.path}.after.{claim.holder}"
@@ -201,7 +201,7 @@ class ClaimFile:
             return Claim(holder, dict(words), int(count), word == _LEFT)
         except (ValueError, KeyError, TypeError):
             raise ClaimError(
-                f"{path} is not a claim of elasticrun: remove it, or name another file"
+                f"{path} is not a claim of elasticrun: remove it, or use another file"
             ) from None
 
     def _check_private(self, path: str, found: os.stat_result) -> None:
@@ -211,11 +211,12 @@ class ClaimFile:
             os.close(fd)
             self._discard(draft)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != self._owner:
-            raise ClaimError(f"{path} is of another user: name a file of your own")
+            raise ClaimError(f"{path} belongs to another user: use your own file")
         if found.st_mode & 0o077:
             raise ClaimError(
-                f"{path} can be read or written by others, and who can read it can join the job: "
-                "remove it, or name a file where its mode can be 0600"
+                f"{path} can be read or written by others, and readers can join the job: remove "
+                "it, "
+                "or use a file whose mode can be 0600"
             )
 
     # ------------------------------------------------------------ claiming
@@ -266,7 +267,7 @@ class ClaimFile:
         except FileNotFoundError:
             # The folder is not created: with a missing mount every machine would have its own.
             raise ClaimError(
-                f"there is no folder {os.path.dirname(self.path)} here: make it, or mount it"
+                f"there is no folder {os.path.dirname(self.path)} here: create or mount it"
             ) from None
         except OSError as error:
             raise NotWritable(
@@ -279,8 +280,8 @@ class ClaimFile:
                 self._owner = os.fstat(fd).st_uid
                 if self._private and os.fstat(fd).st_mode & 0o077:
                     raise ClaimError(
-                        f"the file system of {self.path} shows files to others whatever their "
-                        "mode, so the job's token cannot be kept in it: use "
+                        f"the file system of {self.path} ignores file modes, so the job's token "
+                        "would not be private there: use "
                         "--rdzv-endpoint=HOST:PORT"
                     )
                 os.write(fd, data)

@@ -84,7 +84,7 @@ class FolderClaim:
         end = asyncio.get_running_loop().time() + PATIENCE
         while not await self._check(url):
             if self._why or asyncio.get_running_loop().time() >= end:
-                raise NotOurs(self._why or f"it is not known who claims {url}")
+                raise NotOurs(self._why or f"the claim of {url} is unknown")
             await asyncio.sleep(READ_EVERY)
 
     async def close(self) -> None:
@@ -125,13 +125,13 @@ class FolderClaim:
     async def _check_once(self, url: str) -> bool:
         path = _local(url)
         if path is None:
-            words = f"{url} is no folder of a file system, so no job claims it"
+            words = f"{url} is not on a file system, so it cannot be claimed"
             self._once.log(words, logging.INFO)
             return True
         try:
             return await self._try(path)
         except NotWritable as wrong:
-            remedy = "name a folder that this node can write to"
+            remedy = "use a folder that this node can write to"
             self._once.log(f"no checkpoint can be written: {wrong}; {remedy}")
             return True
         except ClaimError as wrong:
@@ -155,13 +155,13 @@ class FolderClaim:
                 if self._renewals.renewed:
                     self._why = (
                         f"{path} is claimed by job {claim.text('job')} on {claim.text('host')}, "
-                        "which renews its claim: end that job, or name another folder"
+                        "which renews its claim: end that job, or use another folder"
                     )
                 return False
         elif claim is not None and term in _terms(claim):
             self._why = (
-                f"{path} is claimed by another master of this job, on {claim.text('host')}: the "
-                "one that this node follows was succeeded"
+                f"{path} is claimed by another master of this job, on {claim.text('host')}, "
+                "which has replaced this node's master"
             )
             return False
         elif claim is not None and file.mine is not None and claim.is_of(file.mine.holder, term):
@@ -214,7 +214,7 @@ def _first(file: ClaimFile, path: str) -> tuple[Claim | None, float]:
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:
-        raise NotWritable(f"{path} cannot be made: {error.strerror}") from None
+        raise NotWritable(f"{path} cannot be created: {error.strerror}") from None
     return timed_read(file)
 
 

@@ -23,16 +23,17 @@ SETTINGS: Final = 4
 """Frame type of the server's first frame."""
 
 THEY_WANT_TLS: Final = (
-    "the master there speaks TLS and this node does not: give --tls-ca (and --tls-cert, --tls-key) "
+    "the master uses TLS and this node does not: set --tls-ca (and --tls-cert, --tls-key) "
     "on all nodes"
 )
 THEY_HAVE_NO_TLS: Final = (
-    "the master there speaks no TLS and this node does: give --tls-cert, --tls-key and --tls-ca on "
+    "the master does not use TLS and this node does: set --tls-cert, --tls-key and --tls-ca on "
     "all nodes, or on none"
 )
 
 THEY_REFUSE_US: Final = (
-    "the master hangs up after the TLS handshake, as for a node without a certificate or with one "
+    "the master closes the connection after the TLS handshake, as for a node without a "
+    "certificate or with one "
     "that its --tls-ca has not signed: check --tls-cert and --tls-key of this node"
 )
 
@@ -78,7 +79,7 @@ async def probe(
             return PortAnswer.INSECURE, THEY_HAVE_NO_TLS
         if answer is not PortAnswer.CLOSED:
             return answer, ""
-        reason = (wrong.reason or "it was broken off").lower().replace("_", " ")
+        reason = (wrong.reason or "it was interrupted").lower().replace("_", " ")
         return PortAnswer.INSECURE, f"the TLS handshake with the master failed: {reason}"
     except (auth.TlsError, OSError, TimeoutError):
         return PortAnswer.NOBODY, ""

@@ -190,7 +190,7 @@ class Link:
         if session is not self._session:
             return
         if silent:
-            self._owner.linked(LinkLost(f"nothing was heard from it for {self._patience:g} s"))
+            self._owner.linked(LinkLost(f"it sent nothing for {self._patience:g} s"))
             return
         if session.welcome is not None:  # only a Welcome makes the state machine see a master
             self._owner.linked(Ordered(session.welcome))
@@ -300,7 +300,7 @@ class Link:
         if opening is not None:
             return opening.result()  # type: ignore[no-any-return]
         if moved is not None:
-            raise LinkError("the master is elsewhere now")
+            raise LinkError("the master has moved")
         raise TimeoutError
 
     async def _pem(self) -> auth.Pem | None:
@@ -340,7 +340,6 @@ class Link:
         if self._strange < STRANGER_AFTER:
             return None
         return Refused(
-            f"{endpoint} is held by a process that does not answer as an elasticrun master; "
-            "name another port",
+            f"{endpoint} is in use by a process that is not an elasticrun master; use another port",
             EXIT_FAILED,
         )

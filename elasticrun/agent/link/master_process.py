@@ -519,14 +519,14 @@ class MasterHost:
         self._master = None
         self._node.reaper.spared.discard(master.process.pid)  # it may be reaped before
         self._exited.set()
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
+        how = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
         self._how_it_ended = self._how_it_ended or how
         if self._closing or code == 0:
             return  # the job is over, or this agent ends
         if EXIT_NOT_LEADING in (code, self._answer.get("exit_code")):
             self._forget()
             self._owner.master_taken(
-                str(self._answer.get("error", "the job master here leads no more"))
+                str(self._answer.get("error", "the job master here no longer leads"))
             )
             return
         if self._answer.get("exit_code") == EXIT_PORT_TAKEN:
@@ -547,7 +547,7 @@ class MasterHost:
         if not self._served:
             self._node.fatal(sentence)
             return
-        self._once.log(f"no job master can be started here: {sentence}; it is tried again")
+        self._once.log(f"no job master can be started here: {sentence}; retrying")
         self._again()
 
     def _port_taken(self) -> None:

@@ -76,7 +76,7 @@ class PortProxy:
                 )
         except OSError as error:
             ours.close()
-            self._again(f"the port proxy of the master port cannot be started: {error.strerror}")
+            self._again(f"the port proxy cannot be started: {error.strerror}")
             return
         ours.setblocking(False)
         self._control = ours
@@ -96,10 +96,10 @@ class PortProxy:
         self._exited.set()
         if self._closing:
             return
-        self._again(f"the port proxy of the master port ended ({code})")
+        self._again(f"the port proxy exited ({code})")
 
     def _again(self, sentence: str) -> None:
-        logger.warning("%s; another one is started", sentence)
+        logger.warning("%s; restarting it", sentence)
         wait = RESTARTS[min(self._deaths, len(RESTARTS) - 1)]
         self._deaths += 1
         asyncio.get_running_loop().call_later(wait, self._start)

@@ -86,7 +86,7 @@ class Session:
 
     def send(self, report: Report) -> None:
         if len(self._outbox) >= OUTBOX_MOST:
-            self._finish("the master takes no reports")
+            self._finish("the master accepts no reports")
             return
         self._outbox.append(report)
         self._more.set()

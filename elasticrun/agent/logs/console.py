@@ -127,7 +127,7 @@ class ConsoleWriter:
         if self._broken:
             return "the console was closed"
         if self._deadline is not None:
-            return "the time to end was up"
+            return "the time limit was reached"
         return f"nobody read the console for {self._patience:g} s"
 
     def start(self) -> None:

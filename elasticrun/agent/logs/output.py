@@ -275,7 +275,7 @@ class RankOutput:
                 os.makedirs(base, exist_ok=True)
             self._run_dir = tempfile.mkdtemp(prefix=f"{name}_", dir=base)
         except OSError as error:
-            where = f"no folder can be made in {base or 'the folder for temporary files'}"
+            where = f"no folder can be created in {base or 'the folder for temporary files'}"
             raise LogsUnusable(f"--log-dir: {where}: {error.strerror}") from error
         logger.info("log directory set to: %s", self._run_dir)
 
@@ -362,7 +362,7 @@ class RankOutput:
             where = ", ".join(f"{path} ({_amount(size)})" for path, size in lost[:MOST_NAMED])
             if len(lost) > MOST_NAMED:
                 where += f" and {len(lost) - MOST_NAMED} more"
-            words = "%s of the ranks' %s were not shown, because %s; these files have it all: %s"
+            words = "%s of the ranks' %s were not shown, because %s; it is all in these files: %s"
             logger.warning(words, _amount(count), name, console.why_over, where)
         return total
 

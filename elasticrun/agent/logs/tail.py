@@ -339,7 +339,7 @@ class Reader:
 
     def _fall_back(self, error: OSError) -> None:
         """Log the slower method and use it."""
-        words = f"no inotify for log files ({error.strerror or error}): they are looked at every "
+        words = f"no inotify for log files ({error.strerror or error}): they are polled every "
         words += f"{TIMER_SECONDS:g} s instead"
         if words not in self.logged:
             self.logged.add(words)

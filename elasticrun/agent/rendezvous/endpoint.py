@@ -58,7 +58,7 @@ class EndpointRegistry:
         self._place: SettledPlace | None = None
         self._free: Endpoint | None = None  # where a master may be started
         self._holds = False
-        self._why = f"the place of {where.host} is not known"
+        self._why = f"the address of {where.host} is unknown"
         self.address = ""
 
     async def read(self, *, served: bool) -> Leader | Vacant:
@@ -80,7 +80,7 @@ class EndpointRegistry:
             may = may or await in_thread(self._was_killed, name="resolve")
             self._free = await in_thread(self._free_place, name="resolve") if may else None
             if self._free is not None:
-                logger.warning("no job master at %s any more: this agent starts one", self._free)
+                logger.warning("no job master at %s any longer: this agent starts one", self._free)
                 return VACANT
 
     async def take(self) -> Lease | None:
@@ -89,8 +89,8 @@ class EndpointRegistry:
         proxy = self._place.proxy
         if proxy is not None and proxy.host in ANYWHERE and self._launch.spec.max_nodes > 1:
             logger.warning(
-                "this node has rank 0 and starts the job master, but %s is no address of this "
-                "host; give every node a --node-rank of its own, or all --rdzv-backend=c10d",
+                "this node has rank 0 and starts the job master, but %s is not an address of this "
+                "host; give each node its --node-rank, or all nodes --rdzv-backend=c10d",
                 self._where.host,
             )
         self._holds = True

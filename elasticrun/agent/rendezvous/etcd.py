@@ -149,7 +149,7 @@ class EtcdRegistry:
         await self._client.close()
 
     def unmet(self) -> str:
-        why = "does not answer" if self._unanswered else "names no job master"
+        why = "does not answer" if self._unanswered else "has no job master"
         return f"{self._place} {why}"
 
     # ------------------------------------------------------------ the keys
@@ -194,10 +194,10 @@ class EtcdRegistry:
         except WireError as wrong:
             raise HostError(f"{item.key} in etcd is {wrong}") from None
         if not isinstance(end, End):
-            raise HostError(f"{item.key} in etcd is not the end of a job")
+            raise HostError(f"{item.key} in etcd is not a job's result")
         if not self._known:
             logger.warning(
-                "etcd has the end of an earlier run of job %s; a new run needs a new --rdzv-id",
+                "etcd has the result of an earlier run of job %s; a new run needs a new --rdzv-id",
                 self._job_id,
             )
         return Ended(end)

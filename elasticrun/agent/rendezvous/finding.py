@@ -73,9 +73,9 @@ async def _find(launch: Launch, where: Place, identity: Identity) -> FoundJob:
             if not where.found:
                 raise
             # The user has not named this file, so the job works without it.
-            logger.warning("%s; this job begins here, and others join it by its address", wrong)
+            logger.warning("%s; this job starts here, and others join by its address", wrong)
     if is_loopback(address) and launch.spec.max_nodes > 1:
-        logger.warning("this host has no address but loopback: no other host can join")
+        logger.warning("this host has only loopback addresses: no other host can join")
     place = replace(where, kind="open", path="", found="", host=address)
     return FoundJob(place, inherit(identity, None), bool(identity.token))
 

@@ -43,7 +43,7 @@ class Invitation:
         if file := self._node.place.path:
             words = shlex.join(command.words)
             self._print(f"to join, on a machine with this folder: elasticrun {words}")
-            self._print(f"machines meet by {file}, which has the job's token")
+            self._print(f"machines find each other by {file}, which has the job's token")
             return
         flags = [f"--rdzv-endpoint={endpoint}"]
         if f"--rdzv-id={identity.job_id}" not in command.words:

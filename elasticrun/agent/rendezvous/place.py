@@ -81,7 +81,7 @@ def resolve(host: str, port: int) -> list[str]:
     except socket.gaierror as error:
         raise NotYet(f"the name {host} does not resolve: {error.strerror}") from None
     except UnicodeError:
-        raise HostError(f"{host!r} is no host name") from None
+        raise HostError(f"{host!r} is not a host name") from None
     addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
     return sorted(addresses, key=lambda address: is_loopback(address) and ":" in address)
 
@@ -251,10 +251,10 @@ def free_port(address: str, first: int) -> int:
             return port
         if there is Bind.ELSEWHERE:
             raise HostError(
-                f"{address} is no address of this host: give one by --local-addr, or name the "
-                "master's place by --rdzv-endpoint"
+                f"{address} is not an address of this host: set one with --local-addr, or set the "
+                "master's address with --rdzv-endpoint"
             )
     raise HostError(
-        f"no port from {first} to {first + MOST_PORTS - 1} is free here: name another by "
+        f"no port from {first} to {first + MOST_PORTS - 1} is free here: set another with "
         "--rdzv-endpoint=HOST:PORT"
     )

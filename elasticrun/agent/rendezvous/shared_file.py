@@ -136,7 +136,7 @@ class SharedFile:
         if claim is None:
             if may_host:
                 return VACANT
-            sentence = f"nobody has written {path} yet, and is_host=0 leaves it to others"
+            sentence = f"{path} does not exist yet, and is_host=0 waits for another node"
             if self._is_news(sentence):
                 logger.warning("%s", sentence)
             return None
@@ -152,8 +152,9 @@ class SharedFile:
         self._renewals.observe(claim, took)
         if may_host and self._renewals.is_stale(claim):
             logger.warning(
-                "the job master at %s (%s), which %s names, does not answer, and nobody renews "
-                "that file: this node takes it over",
+                "the job master at %s (%s), which %s names, does not answer, and that file is no "
+                "longer "
+            "renewed: this node takes over",
                 where, host, path,
             )  # fmt: skip
             return VACANT
@@ -175,7 +176,7 @@ class SharedFile:
         named = bool(claim.text("job") and where.host and 0 < where.port < 65536)
         if claim.number("format") != FORMAT or not named:
             raise HostError(
-                f"{self._file.path} is of another release of elasticrun: end its job, or name "
+                f"{self._file.path} belongs to another release of elasticrun: end its job, or use "
                 "another file"
             )
         if claim.words.get("given") is True and not self._given.token:
@@ -203,7 +204,7 @@ class SharedFile:
             self._warn(str(wrong))
             return None
         if claim is None:
-            self._warn(f"{self._file.path} is gone: its holder has ended the job, or left it")
+            self._warn(f"{self._file.path} was removed: its holder has ended or left the job")
             return None
         if claim.holder != followed.holder:
             return self._switch_to(claim)
@@ -217,7 +218,7 @@ class SharedFile:
         """This claim's master, if it is of this job."""
         token, job = claim.text("token"), claim.text("job")
         if job != self.identity.job_id or (token and token != self.identity.token):
-            self._warn(f"another job has begun by that file ({job})")
+            self._warn(f"another job has started with that file ({job})")
             return None
         self._claim = claim
         return Leader(place_of(claim))
@@ -267,7 +268,7 @@ class SharedFile:
             return None
         if succeeds and before is not None:
             logger.warning(
-                "no job master at %s any more, and nobody renews %s: this agent starts one",
+                "no job master at %s any longer, and %s is not renewed: this agent starts one",
                 place_of(before), self._file.path,
             )  # fmt: skip
         self._claim, self.address = mine, self._local_addr or host

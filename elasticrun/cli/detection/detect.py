@@ -27,7 +27,7 @@ def dlrover(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
         return None
     return Found(
         "DLRover",
-        f"a pod of a DLRover ElasticJob, whose master is to be at {master.value}",
+        f"a pod of a DLRover ElasticJob, whose master should be at {master.value}",
         nodes=number(environ, "NODE_NUM"),
         node_rank=number(environ, "NODE_RANK", "WORKER_RANK"),
         job_id=text(environ, "ELASTIC_JOB_NAME"),
@@ -90,5 +90,5 @@ def detect(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
     if found is None or INSIDE not in environ or found.external:
         return found
     several = found.why_alone or amount(found.nodes) > 1
-    why = "a rank of another job has started this" if several else ""
+    why = "a rank of another job started this process" if several else ""
     return replace(found, why_alone=why, host=None, use="")

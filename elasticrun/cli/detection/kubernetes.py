@@ -82,7 +82,7 @@ def node_level(
     return replace(found, job_id=name, host=host, port=port, why_alone=why, use=use)
 
 
-NO_SUBDOMAIN: Final = "the pod has no subdomain, by which pod 0 has a name (a headless Service)"
+NO_SUBDOMAIN: Final = "the pod has no subdomain (a headless Service), so pod 0 has no name"
 
 _NUMBERED = re.compile(r"(.+)-([0-9]{1,6})\Z")
 _HOSTS = re.compile(r"VC_([A-Z0-9_]+)_HOSTS\Z")
@@ -114,9 +114,9 @@ def volcano(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
         return counted
     tasks = sorted(name for name in environ if _HOSTS.match(name))
     if len(tasks) != 1:
-        why = "the plugin svc is not on, and nobody says where the others are"
+        why = "the plugin svc is off, so the other pods' addresses are unknown"
         if tasks:
-            why = f"the job has {len(tasks)} kinds of tasks, and nobody says which belong together"
+            why = f"the job has {len(tasks)} kinds of tasks, and their relation is unknown"
         return Found("Volcano", seen, why_alone=why)
     hosts = [one.strip() for one in environ[tasks[0]].split(",") if one.strip()]
     first = Given(hosts[0], f"${tasks[0]}") if hosts else None
@@ -145,7 +145,7 @@ def indexed_job(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
     if own != amount(index):
         # In the host's network a pod has the host's name.
         seen = f"pod {index.value} of an Indexed Job"
-        why = f"its host name {facts.hostname} is not the pod's, and pod 0's is not known"
+        why = f"its host name {facts.hostname} is not the pod's, and pod 0's is unknown"
         return replace(found, family="Indexed Job", seen=seen, why_alone=why)
     if family == "JobSet" and job:
         # The number of pods of the earlier jobs is unknown.
@@ -169,7 +169,7 @@ def _by_index(found: Found, domain: str, first: str, name: str) -> Found:
     if not domain:
         return replace(found, why_alone=NO_SUBDOMAIN)
     found = _named(found, Given(f"{first}.{domain}", "the host name"), name)
-    return replace(found, why_alone="nothing says how many there are", use="--nnodes=N")
+    return replace(found, why_alone="their number is unknown", use="--nnodes=N")
 
 
 def _named(found: Found, host: Given, name: str) -> Found:
@@ -184,7 +184,7 @@ def _of_all(found: Found, facts: HostFacts) -> Found:
         return found
     found = replace(found, use=f"--nnodes={count}")
     if found.node_rank is None:
-        return replace(found, why_alone="nothing says which of them this is")
+        return replace(found, why_alone="this pod's index is unknown")
     return replace(found, why_alone=TERMINAL) if facts.terminal else found
 
 

@@ -57,11 +57,11 @@ def expand(text: str) -> list[str]:
 def _items(text: str) -> list[str]:
     """The parts between commas outside brackets."""
     if re.search(r"[][]", _BRACKETS.sub("", text)):
-        raise BadHostlist(f"the brackets of {_short(text)} do not fit together")
+        raise BadHostlist(f"the brackets in {_short(text)} do not match")
     marked = _BRACKETS.sub(lambda found: found[0].replace(",", "\0"), text)
     items = [item.replace("\0", ",") for item in marked.split(",")]
     if not all(items):
-        raise BadHostlist(f"{_short(text)} names nothing at one place")
+        raise BadHostlist(f"{_short(text)} has an empty item")
     return items
 
 
@@ -89,7 +89,7 @@ def _numbers(text: str, item: str, room: int) -> list[str]:
     for part in text.split(","):
         match = _RANGE.match(part)
         if match is None or max(map(len, part.split("-"))) > MAX_DIGITS:
-            raise BadHostlist(f"[{_short(text)}] in {_short(item)} is no range of numbers")
+            raise BadHostlist(f"[{_short(text)}] in {_short(item)} is not a range of numbers")
         first, last = match[1], match[2] or match[1]
         low, high = int(first), int(last)
         if high < low:
@@ -165,7 +165,7 @@ def _task(environ: Mapping[str, str], facts: HostFacts, job: Given, step: int) -
     if count <= 1:
         return found
     if amount(number(environ, "SLURM_HET_SIZE")) > 1:
-        return replace(found, why_alone="the parts of a heterogeneous job are not put together")
+        return replace(found, why_alone="heterogeneous jobs are not supported")
     host, wrong = _first_host(environ, count)
     if host is None or rank is None:
         return replace(found, why_alone=wrong or not_a_number(environ, "SLURM_NODEID"))

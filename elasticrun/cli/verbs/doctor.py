@@ -84,16 +84,16 @@ def parser(environ: Mapping[str, str]) -> Parser:
     """The flags of `elasticrun doctor`; most are the launcher's."""
     made = Parser(
         prog="elasticrun doctor",
-        description="Say what is wrong with this machine, and what to do about it.",
+        description="Check this machine, with advice for each problem.",
     )
-    made.add_argument("--json", action="store_true", help="print JSON in the place of a table")
+    made.add_argument("--json", action="store_true", help="print JSON instead of a table")
     made.add_argument(
         "--ckpt-dir", "--ckpt_dir", default="", metavar="DIR",
-        help="Folder in which the script keeps its checkpoints.",
+        help="The script's checkpoint folder.",
     )  # fmt: skip
     rows = [flag for flag in FLAGS if flag.dest in ROWS]
-    add_group(made, "what it is to do", rows, environ)
-    add_group(made, "of a job that has a token or TLS", TRUST, environ)
+    add_group(made, "the job", rows, environ)
+    add_group(made, "for a job with a token or TLS", TRUST, environ)
     return made
 
 
@@ -182,7 +182,7 @@ async def _master_findings(master: MasterQuery) -> list[Finding]:
     except auth.TlsError as wrong:
         raise UsageError(str(wrong)) from None
     except OSError as wrong:
-        todo = "close what holds this host's ports, or raise ulimit -n"
+        todo = "free some ports of this host, or raise ulimit -n"
         return [failed("ports", f"no port can be opened here: {wrong.strerror}", todo)]
     return [
         ok(MASTER, f"the master of job {page.job_id!r} answers at {where}"),
@@ -203,7 +203,7 @@ async def _no_answer(master: MasterQuery, wrong: LinkError) -> Finding:
         return failed(MASTER, f"the master at {where} refuses to answer: {wrong}", todo)
     answer, why = await probe(where, masters.ANSWER_LIMIT, master.files)
     if answer is PortAnswer.INSECURE:
-        todo = "give the doctor the --tls-ca, --tls-cert and --tls-key of the job's nodes, or none"
+        todo = "use the same --tls-ca, --tls-cert and --tls-key as the job's nodes, or none"
         return failed(MASTER, f"the master at {where} refuses to answer: {why}", todo)
     todo = "check --rdzv-endpoint, and that the job runs"
     return failed(MASTER, f"the master at {where} does not answer: {wrong}", todo)

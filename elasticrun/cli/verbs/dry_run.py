@@ -72,7 +72,7 @@ def _counting(row: Setting, found: Resolved, environ: Mapping[str, str]) -> Sett
     launch, place, job_id = found.launch, found.place, found.identity.job_id
     spec, rank = launch.spec, launch.node_rank
     file = place.kind == "file"
-    whose_id = "new, where the file names none" if file else "new for every run"
+    whose_id = "new, unless the file has one" if file else "new for every run"
     variable = "$NODE_RANK" if environ.get("NODE_RANK", "").strip() else "$WORKER_RANK"
     others = {
         "max-restarts": (
@@ -92,7 +92,7 @@ def _counting(row: Setting, found: Resolved, environ: Mapping[str, str]) -> Sett
             f"file://{place.path}",
             place.found,
         ),
-        "grow": (spec.grow != row.value, spec.grow, "nothing says where nodes meet"),
+        "grow": (spec.grow != row.value, spec.grow, "no rendezvous is set"),
         "rdzv-id": (job_id != row.value, job_id, whose_id),
         "node-rank": (
             str(rank) != row.value,
@@ -125,7 +125,7 @@ def _command(launch: Launch) -> str:
 def _master(found: Resolved) -> str:
     place = found.place
     if found.delegate:
-        return f"none: the plug-in {found.delegate} is torchrun's to serve"
+        return f"none: torchrun serves the plug-in {found.delegate}"
     where = str(Endpoint(place.host, place.port))
     if place.kind == "file":
         why = place.found or "--rdzv-endpoint"
@@ -139,8 +139,8 @@ def _master(found: Resolved) -> str:
         "standalone": "started by this agent, on a free port of this host",
         "elastic": f"{where}, started by the node that has this address",
         "static": f"{where}, started by node 0; the ranks see this port as MASTER_PORT",
-        "external": f"{where}, started by somebody else",
-        "etcd": f"on a node that the nodes choose by way of {found.launch.master.store}",
+        "external": f"{where}, started by another node",
+        "etcd": f"on a node that the nodes elect through {found.launch.master.store}",
     }[place.kind]
 
 
@@ -155,7 +155,7 @@ def _restarts(launch: Launch) -> str:
 def _saves(launch: Launch) -> str:
     saves = launch.spec.saves
     if saves.restore_step >= 0:
-        return f"ranks resume from step {saves.restore_step} and no other, from memory or storage"
+        return f"ranks resume from step {saves.restore_step} exactly, from memory or storage"
     if not saves.at_breakpoint:
         return "ranks resume from the newest snapshot in memory, if there is one"
     return (

@@ -50,16 +50,16 @@ def parser(environ: dict[str, str]) -> Parser:
     made = Parser(
         prog=f"{PROG} master",
         description="Run the job master, which agents reach by --rdzv-endpoint=HOST:PORT.",
-        epilog="Where no flag of the job is given, what the first agent brings counts. --precheck "
-        "means the checks of the job here (1: --network-check; 2: --comm-perf-test too); a node "
-        "looks at its own machine where it is given it itself.",
+        epilog="Without flags of the job, those of the first agent apply. --precheck means the "
+        "checks of the job here (1: --network-check; 2: also --comm-perf-test); a node checks its "
+        "own machine if it has the flag itself.",
     )
     made.add_argument(
         "--host", default="0.0.0.0", metavar="HOST", help="Address to bind. [default 0.0.0.0]"
     )
     made.add_argument(
         "--port", type=int, default=settings.C10D_PORT, metavar="PORT",
-        help=f"Port to bind; 0: one that is free. [default {settings.C10D_PORT}]",
+        help=f"Port to bind; 0: any free port. [default {settings.C10D_PORT}]",
     )  # fmt: skip
     made.add_argument(
         "--status-host", "--status_host", default="127.0.0.1", metavar="HOST",

@@ -44,7 +44,7 @@ def parse_endpoint(text: str) -> Endpoint:
         host, port = text, str(DEFAULT_PORT)
     host = host.removeprefix("[").removesuffix("]")
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise NoStatus(f"{text!r} is no endpoint: write host:port")
+        raise NoStatus(f"{text!r} is not an endpoint: write host:port")
     return Endpoint(host, int(port))
 
 
@@ -84,8 +84,8 @@ def is_here(host: str) -> bool:
 
 
 NO_JOBS: Final = (
-    "you have no jobs on this host; `elasticrun train.py` starts one (name a job whose master is "
-    "elsewhere by HOST:PORT)"
+    "you have no jobs on this host; `elasticrun train.py` starts one (for a job whose master is "
+    "elsewhere, give HOST:PORT)"
 )
 
 
@@ -145,6 +145,6 @@ def query_all(
 def unanswered(where: Endpoint, why: str, run: str = "") -> str:
     """A sentence: the master does not answer, the consequence, and what to run. `run`: the run
     folder of its job, "" if unknown."""
-    goes_on = "; its ranks may train on without it" if run else ""
+    goes_on = "; its ranks may keep training without it" if run else ""
     advice = f"to find out why, run here: elasticrun doctor --rdzv-endpoint={where}"
     return f"the master at {where} does not answer ({why}){goes_on}; {advice}"

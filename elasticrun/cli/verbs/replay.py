@@ -18,18 +18,18 @@ def parser() -> Parser:
     """The arguments of `elasticrun replay`."""
     made = Parser(
         prog="elasticrun replay",
-        description="Run the real brain over the trace of a job master, and print each decision: "
-        "seconds since the trace began, what happened, what followed from it.",
+        description="Replay a job master's trace through its decision logic, and print each "
+        "decision: seconds since the start of the trace, the event, its consequences.",
         epilog="A master keeps its trace where `elasticrun master --state-dir DIR` says, and one "
         "that an agent hosts keeps it in the user's folder for as long as the job runs.",
     )
     made.add_argument("trace", metavar="TRACE", help="the file, or the folder of the record")
-    made.add_argument("--node", metavar="NAME", default="", help="only what concerns this node")
+    made.add_argument("--node", metavar="NAME", default="", help="only events of this node")
     made.add_argument(
-        "--since", metavar="SECONDS", type=float, default=0.0, help="only what came later"
+        "--since", metavar="SECONDS", type=float, default=0.0, help="only later events"
     )
     made.add_argument(
-        "--all", action="store_true", help="also events from which nothing followed (beats aside)"
+        "--all", action="store_true", help="also events without consequences (except beats)"
     )
     made.add_argument(
         "--timeline",

@@ -28,7 +28,7 @@ def main(words: Sequence[str], notify: Callable[[str], None]) -> int:
              if is_given]  # fmt: skip
     if given and (args.list or args.stop):
         way = "list" if args.list else "stop"
-        raise UsageError(f"--{given[0]} is for a start, and not for --{way}", EXIT_USAGE)
+        raise UsageError(f"--{given[0]} has no effect with --{way}", EXIT_USAGE)
     try:
         folder = user_folder(os.environ)
     except OSError as error:
@@ -47,8 +47,8 @@ def _serves(*, one_rank: bool) -> str:
     if os.environ.get(env.OMP_NUM_THREADS):
         return f"jobs with {env.OMP_NUM_THREADS}={os.environ[env.OMP_NUM_THREADS]}"
     if one_rank:
-        return "jobs with one rank a node"
-    return "jobs with several ranks a node (--one-rank: one for jobs with one)"
+        return "jobs with one rank per node"
+    return "jobs with several ranks per node (--one-rank: for jobs with one)"
 
 
 def _environ(*, one_rank: bool) -> dict[str, str]:
@@ -61,28 +61,28 @@ def _seconds(minutes: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 < float(minutes) <= 7 * 24 * 60:
             return float(minutes) * 60
-    raise argparse.ArgumentTypeError(f"minutes, more than 0 and a week at most, not {minutes!r}")
+    raise argparse.ArgumentTypeError(f"minutes, above 0 and at most a week, not {minutes!r}")
 
 
 def _parser() -> Parser:
     made = Parser(
         prog=f"{PROG} warm",
-        description="Keep one process that has torch imported. Jobs that are started later, by "
-        "the same user with the same interpreter and environment, are forked from it.",
-        epilog="It ends by itself when no job has used it for a while. A job that differs in what "
-        "matters (docs/warm.md) starts as ever, and says why.",
+        description="Keep a process that has imported torch. Later jobs of the same user, with the "
+        "same interpreter and environment, are forked from it.",
+        epilog="It ends by itself when no job has used it for a while. A job whose surroundings "
+        "differ (docs/warm.md) starts without it, and says why.",
     )
     made.add_argument(
         "--idle", type=_seconds, metavar="MINUTES",
-        help=f"End when no job has come for so long. [default {warm.IDLE / 60:g}]",
+        help=f"End after this many minutes without a job. [default {warm.IDLE / 60:g}]",
     )  # fmt: skip
     made.add_argument(
         "--one-rank", action="store_true",
-        help="For jobs of one rank a node, for which OMP_NUM_THREADS is not set to 1.",
+        help="For jobs with one rank per node, for which OMP_NUM_THREADS is not set to 1.",
     )  # fmt: skip
     ways = made.add_mutually_exclusive_group()
-    ways.add_argument("--list", action="store_true", help="Show those that run.")
-    ways.add_argument("--stop", action="store_true", help="End those that run; jobs go on.")
+    ways.add_argument("--list", action="store_true", help="Show warm processes.")
+    ways.add_argument("--stop", action="store_true", help="End warm processes; jobs keep running.")
     return made
 
 
@@ -92,21 +92,21 @@ def _start(
     path = warm.socket_path(environ)
     there = _describe(path)
     if there is not None:
-        notify(f"process {there.pid} is warm already, with torch {there.torch}, for {serves}")
+        notify(f"process {there.pid} is already warm, with torch {there.torch}, for {serves}")
         if idle is not None:
             notify("--idle has no effect on it: `elasticrun warm --stop` first")
         if reason := warm.refusal(path, environ):
-            notify(f"no job of this shell is forked from it: {reason}; {warm.REMEDY}")
+            notify(f"jobs of this shell cannot use it: {reason}; {warm.REMEDY}")
             return EXIT_FAILED
         return EXIT_OK if idle is None else EXIT_FAILED
     idle = warm.IDLE if idle is None else idle
     answer, pid = warm.start(path, idle, environ)
     word, _, rest = answer.partition(" ")
     if word != "ok":
-        notify(f"error: no warm process: {rest or 'it died as it started'}")
+        notify(f"error: no warm process: {rest or 'it died during its start'}")
         return EXIT_FAILED
-    notify(f"process {pid} is warm, with torch {rest}, for {serves}; it ends when no job has come "
-        f"for {idle / 60:g} minutes")  # fmt: skip
+    notify(f"process {pid} is warm, with torch {rest}, for {serves}; it ends after "
+        f"{idle / 60:g} minutes without a job")  # fmt: skip
     return EXIT_OK
 
 

@@ -112,8 +112,8 @@ class AgentProcess:
         try:
             return loads(bytes(self._received), Exit)
         except ValueError:
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-            reason = f"the agent {how} without a word about the job"
+            how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+            reason = f"the agent {how} without a result of the job"
             return Exit(code if code > 0 else EXIT_FAILED, reason, (), 0)
 
     def send_signal(self, signum: int) -> None:

@@ -214,7 +214,7 @@ class StoreHelper(Helper):
     def __init__(self, order: Order | None = None) -> None:
         super().__init__(order)
         self.listens = False
-        self._failed = "it ended before it listened"
+        self._failed = "it exited before it listened"
 
     def _is_forwarded(self, message: FromSpawner) -> bool:
         if isinstance(message, SpawnFailed):
@@ -247,7 +247,7 @@ class ProbeHelper(Helper):
     def _final_report(self, code: int) -> FromSpawner | None:
         if self._done:
             return None
-        how = f"it ended with code {code}"
+        how = f"it exited with code {code}"
         if code < 0:
             name = {int(s): s.name for s in signal.Signals}.get(-code, f"signal {-code}")
             how = f"it was killed by {name}"

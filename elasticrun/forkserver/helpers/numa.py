@@ -35,7 +35,7 @@ def bound(function: Callable[..., Any], mode: str, local_rank: int, *, may_fail:
     try:
         from torch.numa import binding
     except ModuleNotFoundError:
-        words = f"--numa-binding needs torch 2.9 or newer, and this is torch {torch.__version__}"
+        words = f"--numa-binding needs torch 2.9 or newer, not torch {torch.__version__}"
         raise NotBound(words) from None
     # torch 2.9 names it without the underscore
     name = "maybe_wrap_with_numa_binding"

@@ -218,7 +218,7 @@ class _Probe:
             product[0, 0] += plan.matrix
         self._check(left, right, product)
         if not bool(((product - first).abs() <= ROUGHLY * first).all()):
-            raise Failed("the matmul computed a wrong result: another one than the first time")
+            raise Failed("the matmul computed a wrong result: it differs from the first one")
 
     def _check(self, left: Any, right: Any, product: Any) -> None:
         """Check that the product is finite and, by its row sums, correct."""
@@ -311,7 +311,7 @@ class _Probe:
             if not low == high == self._plan.world_size:
                 raise Failed(
                     f"the all_reduce gave a wrong sum: {low:g} to {high:g} "
-                    f"in the place of {self._plan.world_size}"
+                    f"instead of {self._plan.world_size}"
                 )
         return best
 

@@ -87,6 +87,6 @@ def _serve(listener: socket.socket, port: int) -> tuple[Any, str]:
     except (RuntimeError, ValueError) as error:
         first = str(error).splitlines()[0][:200]
         store = serve(use_libuv=False)
-        remark = f"torch's libuv store would not take a socket over ({first}); the older one runs"
+        remark = f"torch's libuv store did not accept a socket ({first}); using the older store"
     listener.detach()  # the store closes it
     return store, remark

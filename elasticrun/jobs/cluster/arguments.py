@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 def add_cluster(made: Parser) -> None:
     """Add the flags for the cluster's context and namespace."""
     made.add_argument("--on", choices=("k8s", "kubernetes"), default="k8s", help="where the job is")
-    text = "where the job is [default: as its run folder says, else the context's]"
+    text = "the job's namespace [default: from its run folder, else the context's]"
     made.add_argument("-n", "--namespace", default="", metavar="NAME", help=text)
-    text = "of the kubeconfig [default: as the run folder says, else the current one]"
+    text = "context in the kubeconfig [default: as the run folder says, else the current one]"
     made.add_argument("--context", default="", metavar="NAME", help=text)
 
 

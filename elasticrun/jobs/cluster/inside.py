@@ -33,26 +33,26 @@ OWN: Final = {
 
 def run_at_master(verb: str, words: Sequence[str]) -> int:
     """Run one of OWN at the master. Returns its exit code."""
-    does = f"`{PROG} {verb}` of a job in a cluster: kubectl asks where the job's master is."
+    does = f"`{PROG} {verb}` for a job in a cluster; kubectl runs it beside the job's master."
     made = Parser(prog=f"{PROG} {verb}", description=does)
     of_a_node, flag = verb in ("exclude", "include"), OWN[verb]
     if of_a_node:
         text = "its index, or the name of its pod, its host, or the cluster's node"
         made.add_argument("node", metavar="NODE", help=text)
-    text = "its name, or the beginning of it; not needed for the only one"
-    text += "; and the number of one incident" * (not flag)
+    text = "its name or a unique prefix; optional if there is only one"
+    text += "; and the number of an incident" * (not flag)
     made.add_argument("words", metavar="JOB" if flag else "JOB N", nargs="*", help=text)
     if flag:
         takes: dict[str, Any] = {"action": "store_true"}
         if flag in ("--rank", "--reason"):
             takes = {"metavar": flag[2:].upper(), "default": ""}
-        text = "as of a job on this host"
+        text = "as for a job on this host"
         made.add_argument(*["-f"] * (flag == "--follow"), flag, help=text, **takes)
     add_cluster(made)
     add_output(made)
     ns = made.parse_args(words)
     if len(ns.words) > 2 - bool(flag) or (len(ns.words) == 2 and not ns.words[1].isdecimal()):
-        made.error(f"{' '.join(ns.words)}: one job is wanted{', and a number' * (not flag)}")
+        made.error(f"{' '.join(ns.words)}: expected one job{', and a number' * (not flag)}")
     ns.job, number = (" ".join(ns.words), 0) if flag else meant(ns.words)
 
     command = [PROG, verb, f"--output={ns.output}", *[str(number)] * bool(number)]

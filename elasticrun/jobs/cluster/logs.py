@@ -31,18 +31,18 @@ TAIL: Final = 20
 
 def add_flags(made: Parser) -> None:
     """Add the flags that select log lines."""
-    text = "go on with what is printed, also by pods that come later, until the job is over"
+    text = "keep printing new lines, also of later pods, until the job ends"
     made.add_argument("-f", "--follow", action="store_true", help=text)
     text = f"the last N lines of each pod, 0 for all [{TAIL}; with --all: 0]"
     made.add_argument("-t", "--tail", metavar="N", type=int, default=None, help=text)
-    text = "only what was printed in that time: 90s, 5m, 12h, 7d"
+    text = "only lines printed within this time: 90s, 5m, 12h, 7d"
     made.add_argument("--since", metavar="AGE", default="", help=text)
-    text = "lines of this rank; of several on a node those that carry its number (--tee, --run-dir)"
+    text = "lines of this rank; with several per node, lines with its number (--tee, --run-dir)"
     made.add_argument("--rank", metavar="R", type=int, default=-1, help=text)
     text = "of this node: its index, or the name of its pod or of the cluster's node"
     made.add_argument("-i", "--node", "--instance", metavar="X", default="", help=text)
-    made.add_argument("--all", action="store_true", help="of all pods, also of earlier ones")
-    text = "only lines in which this regular expression is found"
+    made.add_argument("--all", action="store_true", help="of all pods, including earlier ones")
+    text = "only lines that match this regular expression"
     made.add_argument("--grep", metavar="RE", default="", help=text)
 
 
@@ -69,9 +69,9 @@ async def show_logs(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> in
 
     there = await show(api, job, wish, write)
     if wish.rank >= 0 and there and not last:
-        why = ": pods print what all of their ranks write; `--tee 3` of submit has each line say "
-        why = "" if "--tee" in job.words or job.run_dir else f"{why}whose it is"
-        raise RequestFailed(f"no line carries the number of rank {ns.rank}{why}")
+        why = ": submit with `--tee 3` to see the rank of each line"
+        why = "" if "--tee" in job.words or job.run_dir else why
+        raise RequestFailed(f"no line has the number of rank {ns.rank}{why}")
     if there:
         return EXIT_OK
     if ns.node and wish.index:
@@ -107,11 +107,11 @@ def _query(ns: argparse.Namespace) -> PodLogQuery:
 
     tail = (0 if ns.all else TAIL) if ns.tail is None else ns.tail
     if tail < 0:
-        raise UsageError(f"--tail={tail}: a number of lines is wanted", EXIT_USAGE)
+        raise UsageError(f"--tail={tail}: expected a number of lines", EXIT_USAGE)
     try:
         grep = re.compile(ns.grep) if ns.grep else None
     except re.error as wrong:
-        raise UsageError(f"--grep={ns.grep}: no regular expression: {wrong}", EXIT_USAGE) from None
+        raise UsageError(f"--grep={ns.grep}: invalid expression: {wrong}", EXIT_USAGE) from None
     since = round(span(ns.since, "--since")) if ns.since else 0
     return PodLogQuery(ns.follow, tail, since, ns.all, ns.node, rank=ns.rank, grep=grep)
 
@@ -122,8 +122,8 @@ def _for_rank(job: ClusterJob, wish: PodLogQuery) -> PodLogQuery:
         return wish
     ranks = job.ranks_a_node
     if not ranks or "--log-line-prefix-template" in job.words:
-        why = "the job's command leaves open which ranks a node has"
-        print(f"{PROG} logs: {why}: shown is what has number {wish.rank} before it in any pod",
+        why = "the job's command does not determine the ranks of a node"
+        print(f"{PROG} logs: {why}: showing lines with number {wish.rank} of any pod",
               file=sys.stderr)  # fmt: skip
         return wish
     index, number = divmod(wish.rank, ranks)
@@ -138,11 +138,11 @@ def _without_pods(job: ClusterJob, wish: PodLogQuery) -> str:
     """The explanation if no pod has a log."""
     if job.state in ("submitted", "waiting"):
         why = f": {job.reason}" if job.reason else ""
-        return f"no pod of job {job.name} has begun yet{why}"
-    what = f"the pods of job {job.name} are gone"
+        return f"no pod of job {job.name} has started yet{why}"
+    what = f"the pods of job {job.name} no longer exist"
     if node := wish.node or wish.index:
-        what = f"job {job.name} has no pod {node} that has begun, or it is gone"
-    lost = f"{what}, and what they printed with them"
+        what = f"job {job.name} has no started pod {node}, or it no longer exists"
+    lost = f"{what}, and neither does their output"
     if not job.run_dir:
         return f"{lost}: `--run-dir DIR` of submit keeps it, on a volume"
     if job.volume_at(job.run_dir) is None:

@@ -41,17 +41,16 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 
 DOES: Final = {
-    "list": "List the jobs of a cluster: ElasticJobs, and Indexed Jobs that elasticrun has made.",
-    "status": "Show a job of a cluster: its nodes, what keeps it, its pods, what happened last.",
-    "logs": "Print what the pods of a job have printed: the first node's, after a failure those of "
+    "list": "List the jobs of a cluster: ElasticJobs, and Indexed Jobs created by elasticrun.",
+    "status": "Show a job of a cluster: its nodes, what it waits for, its pods, its last events.",
+    "logs": "Print the output of a job's pods: that of the first node, or after a failure that of "
     "the pod that failed first.",
-    "scale": "Set how many nodes a job is to have, live.",
-    "suspend": "Have a job save a step and let go of its pods; `resume` goes on.",
-    "resume": "Go on with a job that was suspended or stopped.",
-    "stop": "Have a job save a step and let go of its pods, for good; its object and what it says "
-    "stay.",
+    "scale": "Set the number of nodes of a job, live.",
+    "suspend": "Save a job's state and delete its pods; continue with `resume`.",
+    "resume": "Resume a job that was suspended or stopped.",
+    "stop": "Save a job's state and delete its pods, permanently; its object and status stay.",
     "delete": "Delete a job and all that belongs to it, and its run folder here.",
-    "top": "Show the nodes of a cluster: what they have, what pods have taken, what is in use.",
+    "top": "Show the nodes of a cluster: capacity, requests of pods, usage.",
 }
 
 MOST_EVENTS: Final = 10
@@ -76,16 +75,14 @@ def _parser(verb: str) -> Parser:
         made.add_argument("what", choices=("nodes",), help="of the cluster")
     elif verb != "list":
         reads = verb in ("status", "logs")
-        text = "its name, or the beginning of it" + "; the only one, where none is named" * bool(
-            reads
-        )
+        text = "its name or a unique prefix" + "; optional if there is only one" * bool(reads)
         more: Json = {"nargs": "?", "default": ""} if reads else {}
         made.add_argument("job", metavar="JOB", help=text, **more)
     if verb == "scale":
-        text = "how many nodes; `N JOB` is understood too"
+        text = "how many nodes; `N JOB` works too"
         made.add_argument("number", metavar="N", help=text)
     if verb == "stop":
-        made.add_argument("--wait", action="store_true", help="it always does, in a cluster")
+        made.add_argument("--wait", action="store_true", help="always the case in a cluster")
     if verb == "list":
         text = "of all namespaces"
         made.add_argument("-A", "--all", action="store_true", help=text)
@@ -116,10 +113,12 @@ async def _run(verb: str, ns: argparse.Namespace) -> int:
         except JobMissing:
             if run is None:
                 raise
-            missing = f"the cluster has job {ns.job} no more"
+            missing = f"the cluster no longer has job {ns.job}"
             if verb == "delete":
                 return _forget(ns, run, missing)
-            raise RequestFailed(f"{missing}: `{PROG} delete {ns.job}` forgets it") from None
+            raise RequestFailed(
+                f"{missing}: remove it from the list with `{PROG} delete {ns.job}`"
+            ) from None
         ns.job = job.name
         if verb == "status":
             return await _status(api, job, ns)
@@ -304,10 +303,10 @@ def scale_plan_words(words: Sequence[str], notify: Callable[[str], None]) -> lis
         text = sys.stdin.read() if ns.file == "-" else Path(ns.file).read_text()
         found = documents(text)
         if len(found) != 1:
-            raise NotConvertible(f"{len(found)} documents in it: a plan is one")
+            raise NotConvertible(f"it has {len(found)} documents: a plan is one")
         job, nodes = scale_plan(found[0])
     except (OSError, UnicodeDecodeError) as wrong:
-        why = getattr(wrong, "strerror", None) or "it is no text"
+        why = getattr(wrong, "strerror", None) or "it is not text"
         raise UsageError(f"{ns.file} cannot be read: {why}", EXIT_USAGE) from None
     except NotConvertible as wrong:
         raise UsageError(f"{ns.file}: {wrong}", EXIT_USAGE) from None

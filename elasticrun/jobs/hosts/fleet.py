@@ -135,12 +135,16 @@ class Fleet:
         """A host is given up."""
         left, least = self._unfinished_count(), self.plan.least
         if member.started:
-            self.notify(f"{member.name} is not reached any more: {why}; its agent may go on there")
+            self.notify(
+                f"{member.name} is no longer reachable: {why}; its agent may keep running there"
+            )
         elif left >= least and member is not self._first:
-            self.notify(f"{member.name} cannot be used: {why}; the job goes on without it")
+            self.notify(f"{member.name} cannot be used: {why}; the job continues without it")
         elif not self._failed and not self.signals:
             self._failed = True
-            need = f"the job needs {some(least, 'host')}" if left < least else "others meet there"
+            need = (
+                f"the job needs {some(least, 'host')}" if left < least else "the others meet there"
+            )
             self.notify(f"{member.name} cannot be used: {why}; {need}, so it ends")
             self._cancel_unstarted()
             self._send(signal.SIGTERM)
@@ -177,7 +181,8 @@ class Fleet:
             if len(self.signals) > 1 and one.task and one.runs and not one.connected:
                 one.task.cancel()
                 self.notify(
-                    f"{one.name} is not reached; its agent may go on: elasticrun stop ends it"
+                    f"{one.name} is unreachable; its agent may keep running: end it with "
+                    "elasticrun stop"
                 )
 
     def _terminate(self) -> None:
@@ -241,9 +246,9 @@ class HostAgent:
         if not self._fleet.should_retry(self, self._failures):
             return self._give_up(why)
         if self._failures == 1:
-            what = "its agent goes on" if self.started else "others may begin without it"
+            what = "its agent keeps running" if self.started else "other hosts may start without it"
             state = "is not connected" if self.started else "cannot be reached"
-            self._fleet.notify(f"{self.name} {state}: {why}; {what}, and it is tried again")
+            self._fleet.notify(f"{self.name} {state}: {why}; {what}; retrying")
         await asyncio.sleep(DELAYS[min(self._failures, len(DELAYS)) - 1])
         return None
 
@@ -252,7 +257,7 @@ class HostAgent:
         if code != _KILLED or self._starts >= MAX_STARTS or not self._fleet.others_run(self):
             self.over = True
             return self._fleet.agent_ended(self, code)
-        self._fleet.notify(f"the agent on {self.name} was killed: it is started again")
+        self._fleet.notify(f"the agent on {self.name} was killed; restarting it")
         await asyncio.sleep(DELAYS[self._starts - 1])
         self._starts += 1
         self._received = dict.fromkeys(STREAMS, 0)
@@ -271,7 +276,7 @@ class HostAgent:
                 connection.send({**order, "signals": fleet.signals})
                 async for head, data in connection.frames():
                     if self._failures:
-                        fleet.notify(f"{self.name} is reached again")
+                        fleet.notify(f"{self.name} is reachable again")
                         self._failures = 0
                     if "code" in head or "lost" in head:
                         connection.send({"done": True})

@@ -52,7 +52,9 @@ def listed(text: str) -> tuple[NamedHost, ...]:
 def in_file(text: str, path: str) -> tuple[NamedHost, ...]:
     """The hosts of a host file, one per line; `#` begins a comment. Raises HostsError."""
     if len(text) > MOST_CHARS:
-        raise HostsError(f"{path} has more than {MOST_CHARS} characters: that is no list of hosts")
+        raise HostsError(
+            f"{path} has more than {MOST_CHARS} characters: this is not a list of hosts"
+        )
     found = []
     for number, line in enumerate(text.splitlines(), start=1):
         word, *keys = line.partition("#")[0].split() or [""]
@@ -73,7 +75,7 @@ def in_file(text: str, path: str) -> tuple[NamedHost, ...]:
 def _host(word: str, where: str) -> NamedHost:
     found = _WORD.match(word)
     if found is None:
-        raise HostsError(f"{where}: {word!r} is no host: write HOST, HOST:SLOTS or USER@HOST")
+        raise HostsError(f"{where}: {word!r} is not a host: write HOST, HOST:SLOTS or USER@HOST")
     name = found["bracketed"] or found["six"] or found["name"]
     slots = found["slots"]
     return NamedHost(name, found["user"] or "", 0 if slots is None else _slots(slots, where))
@@ -82,7 +84,7 @@ def _host(word: str, where: str) -> NamedHost:
 def _slots(text: str, where: str) -> int:
     if not re.fullmatch(r"[1-9][0-9]{0,5}", text):
         raise HostsError(
-            f"{where}: {text!r} is no number of ranks (a port of ssh belongs into ~/.ssh/config)"
+            f"{where}: {text!r} is not a number of ranks (set an ssh port in ~/.ssh/config)"
         )
     return int(text)
 

@@ -54,7 +54,8 @@ TRUST_FLAGS: Final = ("--token-file", "--tls-cert", "--tls-key", "--tls-ca")
 certificates."""
 
 TOO_OLD: Final = (
-    "this join code expired long ago by this machine's clock: print a new line with `elasticrun "
+    "this join code expired long ago according to this machine's clock: print a new line with "
+    "`elasticrun "
     "join --new` on the first machine, or set the clock"
 )
 
@@ -73,7 +74,7 @@ def main(argv: Sequence[str], notify: Callable[[str], None], launch: Callable[..
     if ns.new:
         return _new([ns.endpoint] if ns.endpoint else [])
     if not ns.code:
-        raise UsageError("join needs HOST:PORT and a code, as the first machine has printed them")
+        raise UsageError("join needs HOST:PORT and a code, as printed on the first machine")
     where, flags = ns.endpoint, ns.flags
     try:
         endpoint, code = parse_endpoint(where), parse_code(_code_text(ns.code))
@@ -111,7 +112,7 @@ def _parser() -> Parser:
         usage=f"{PROG} join HOST:PORT CODE [FLAGS]\n       {PROG} join --new [JOB]",
         description=ABOUT,
     )
-    text = "print a fresh line; on the first machine, by the user whose job it is"
+    text = "print a new line; on the first machine, as the job's user"
     made.add_argument("--new", action="store_true", help=text)
     made.add_argument("endpoint", nargs="?", default="", metavar="HOST:PORT")
     made.add_argument("code", nargs="?", default="", metavar="CODE")
@@ -182,7 +183,7 @@ def _enter(answer: JoinAnswer, words: Sequence[str]) -> None:
 def _new(argv: Sequence[str]) -> int:
     """Print a new join line for a job of this user."""
     return master_lookup.run(
-        master_lookup.parser("join --new", "Print a fresh join line."), argv, _print_new
+        master_lookup.parser("join --new", "Print a new join line."), argv, _print_new
     )
 
 
@@ -190,5 +191,5 @@ def _print_new(line: JobConnection, ns: argparse.Namespace) -> int:
     code = line.reply(Request("invite")).body
     print(f"{PROG} join {line.endpoint} {code}")
     if sys.stdout.isatty():
-        print(f"{PROG}: good for {JOIN_CODE_LIFE // 60} minutes", file=sys.stderr)
+        print(f"{PROG}: valid for {JOIN_CODE_LIFE // 60} minutes", file=sys.stderr)
     return EXIT_OK

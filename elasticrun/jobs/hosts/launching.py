@@ -55,7 +55,7 @@ def plan_of(words: Sequence[str], flags: FlagValues, environ: Mapping[str, str])
     for dest in _OF_ONE_HOST:
         if flags.explicitly(dest):
             raise UsageError(
-                f"{flags.source(dest)} is for one host: leave it out beside --hosts", EXIT_USAGE
+                f"{flags.source(dest)} is for one host: leave it out with --hosts", EXIT_USAGE
             )
     given = flags.explicitly("nnodes")
     low, high = settings.nodes(flags.text("nnodes") if given else str(len(hosts)))
@@ -105,7 +105,7 @@ def _ssh(text: str) -> tuple[str, ...]:
 def _hosts(flags: FlagValues) -> tuple[hostfile.NamedHost, ...]:
     text, path = flags.text("hosts"), flags.text("hostfile")
     if text and path:
-        raise UsageError("--hosts and --hostfile both say which hosts: leave one out", EXIT_USAGE)
+        raise UsageError("--hosts and --hostfile exclude each other: leave one out", EXIT_USAGE)
     try:
         if text:
             found = hostfile.listed(text)
@@ -118,5 +118,5 @@ def _hosts(flags: FlagValues) -> tuple[hostfile.NamedHost, ...]:
         why = wrong.strerror if isinstance(wrong, OSError) else "it is not text"
         raise NotHere(f"--hostfile={path} cannot be read: {why}") from None
     if not found:
-        raise UsageError(f"{path or '--hosts'} names no host", EXIT_USAGE)
+        raise UsageError(f"{path or '--hosts'} contains no host", EXIT_USAGE)
     return found

@@ -125,7 +125,7 @@ class SshConnection:
                     f"another version of elasticrun is installed there ({line.split()[-1]}): it "
                     "must be the same on all hosts"
                 )
-        raise CannotStart("its shell profile prints too much for a connection to be told from it")
+        raise CannotStart("its shell profile prints too much output")
 
     def send(self, words: Mapping[str, Any]) -> None:
         """Queue a line; the reader notices a broken connection."""
@@ -167,11 +167,11 @@ class SshConnection:
             return ConnectionCut(last or "the connection was cut")
         if code in (126, 127):
             return CannotStart(
-                f"there is no Python {sys.executable} there: the same environment must be at the "
-                "same place on every host"
+                f"there is no Python {sys.executable} there: every host needs the same "
+                "environment at the same path"
             )
         if code == _OF_SSH and any(word in last for word in _NO_USE):
-            return CannotStart(f"{last} (nothing here asks for a password: use a key, or an agent)")
+            return CannotStart(f"{last} (elasticrun asks for no password: use a key, or an agent)")
         if code == 1 and last:
             return CannotStart(last)
         return ConnectionCut(last or f"the connection has ended ({code})")

@@ -66,7 +66,7 @@ async def find(api: KubeApi, name: str, *, exact: bool = False) -> ClusterJob:
     if meant:
         raise RequestFailed(f"several jobs are in namespace {api.namespace}: {shown}; name one")
     hint = nearest(name, names) or (f"; there is {shown}" if shown else "")
-    raise JobMissing(f"no job {name or 'at all'} is in namespace {api.namespace}{hint}")
+    raise JobMissing(f"no job {name or 'of elasticrun'} is in namespace {api.namespace}{hint}")
 
 
 async def find_again(api: KubeApi, job: ClusterJob) -> AsyncIterator[tuple[str, ClusterJob]]:
@@ -131,13 +131,11 @@ async def scale(api: KubeApi, job: ClusterJob, nodes: int) -> str:
     else:
         change = {"spec": {"completions": nodes, "parallelism": nodes}}
         await api.patch(INDEXED_JOBS, job.name, job.namespace, change)
-    sentence = f"job {job.name} is to have {nodes} nodes (before: {job.nodes})"
+    sentence = f"job {job.name} is set to {nodes} nodes (before: {job.nodes})"
     if job.is_suspended:
-        sentence += f"; it is {job.state}, and gets them when it is resumed"
+        sentence += f"; it is {job.state}, and gets them when it resumes"
     elif most := job.most_ranked if nodes > job.most_ranked > 0 else 0:
-        sentence += (
-            f"; its ranks are on {most} at most (--nodes when it was made): the rest are spares"
-        )
+        sentence += f"; its ranks use at most {most} (--nodes at its creation): the rest are spares"
     return sentence
 
 
@@ -148,7 +146,7 @@ async def suspend(api: KubeApi, job: ClusterJob, *, stop: bool = False) -> str:
     if job.is_over:
         raise RequestFailed(f"job {job.name} has {job.state}: it holds no nodes")
     if job.state == word:
-        return f"job {job.name} is {word} already"
+        return f"job {job.name} is already {word}"
     mark = stamp(time.time()) if stop else None
     change = {"spec": {"suspend": True}, "metadata": {"annotations": {STOPPED: mark}}}
     await api.patch(_kind(job), job.name, job.namespace, change)
@@ -156,21 +154,21 @@ async def suspend(api: KubeApi, job: ClusterJob, *, stop: bool = False) -> str:
     found = await api.get(_kind(job), job.name, job.namespace)
     now = ClusterJob({**found, "kind": _kind(job).__name__}) if found else job
     if now.is_over:
-        raise RequestFailed(f"job {job.name} has {now.state} meanwhile: {now.reason}")
+        raise RequestFailed(f"job {job.name} has {now.state} in the meantime: {now.reason}")
     row = now.row(time.time())
     step = f" at step {row.step}" if row.step >= 0 else ""
-    return f"job {job.name} is {word}{step}; `elasticrun resume {job.name}` goes on"
+    return f"job {job.name} is {word}{step}; continue with `elasticrun resume {job.name}`"
 
 
 async def resume(api: KubeApi, job: ClusterJob) -> str:
     """Resume from the newest saved step."""
     if job.is_over:
-        raise RequestFailed(f"job {job.name} has {job.state}: submit it again to run it again")
+        raise RequestFailed(f"job {job.name} has {job.state}: submit it again to rerun it")
     if not job.is_suspended:
         raise RequestFailed(f"job {job.name} is {job.state}: there is nothing to resume")
     change = {"spec": {"suspend": False}, "metadata": {"annotations": {STOPPED: None}}}
     await api.patch(_kind(job), job.name, job.namespace, change)
-    return f"job {job.name} goes on: its pods are made again"
+    return f"job {job.name} resumes: its pods are being created"
 
 
 async def _wait_for_pods_to_end(api: KubeApi, job: ClusterJob) -> None:
@@ -183,11 +181,11 @@ async def _wait_for_pods_to_end(api: KubeApi, job: ClusterJob) -> None:
         found = await api.get(_kind(job), job.name, job.namespace)
         if found and ClusterJob({**found, "kind": _kind(job).__name__}).is_unprocessed:
             raise RequestFailed(
-                f"job {job.name} is told so, but no operator has taken notice: is it running "
+                f"job {job.name} was updated, but no operator has reacted: is it running "
                 "(docs/operator.md)?"
             ) from None
         raise RequestFailed(
-            f"job {job.name} is leaving yet: `elasticrun status {job.name}` shows its pods"
+            f"job {job.name} is still leaving: `elasticrun status {job.name}` shows its pods"
         ) from None
 
 

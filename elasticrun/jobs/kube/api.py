@@ -48,9 +48,9 @@ MOST_BREAKS: Final = 5
 
 GONE: Final = 404
 
-ASK: Final = "; who runs the cluster can give you a Role"
+ASK: Final = "; ask the cluster's administrator for a Role"
 
-UNKNOWN: Final = "the cluster does not know you (401): log in to it again"
+UNKNOWN: Final = "the cluster rejects your credentials (401): log in again"
 
 _KINDS: Final = {
     (API_VERSION, KIND): ELASTIC_JOBS,
@@ -80,8 +80,7 @@ class KubeApi:
             self._client = AsyncClient(self._config, timeout=limit, field_manager="elasticrun")
         except FileNotFoundError:  # ssl does not say which file
             raise RequestFailed(
-                f"context {self.context} of the kubeconfig names a certificate or key that is not "
-                "there"
+                f"context {self.context} of the kubeconfig refers to a missing certificate or key"
             ) from None
         except (OSError, ValueError, AssertionError, ConfigError, httpx2.InvalidURL) as wrong:
             raise RequestFailed(
@@ -94,7 +93,7 @@ class KubeApi:
 
     async def has_elastic_jobs(self) -> bool:
         """Whether the cluster serves the ElasticJob kind."""
-        with self._sentences("say which kinds it has"):
+        with self._sentences("list its kinds"):
             raw = self._client._client._client
             answer = await raw.get(f"/apis/{API_VERSION}")
             if answer.status_code == GONE:
@@ -187,11 +186,11 @@ class KubeApi:
             raise RequestFailed(f"the API server at {self.server} does not answer: {why}") from None
         except httpx2.InvalidURL as error:
             raise RequestFailed(
-                f"the kubeconfig's server {self.server} is no address: {error}"
+                f"the kubeconfig's server {self.server} is not an address: {error}"
             ) from None
         except (ConfigError, OSError, LookupError, ValueError) as error:  # from the login program
             why = " ".join(str(error).split())[:600]
-            raise RequestFailed(f"the login that the kubeconfig names has failed: {why}") from None
+            raise RequestFailed(f"the kubeconfig's login failed: {why}") from None
 
 
 def _should_retry(error: Exception, count: int) -> OnErrorResult:

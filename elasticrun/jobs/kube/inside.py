@@ -84,7 +84,7 @@ def run_on_terminal(words: Sequence[str], environ: Mapping[str, str], *, ours: b
     program = shutil.which(words[0], path=environ.get("PATH", os.defpath))
     if program is None:
         raise RequestFailed(
-            f"commands in pods are run by kubectl, which is not on the PATH: {words[0]}"
+            f"running commands in pods needs kubectl, which is not on the PATH: {words[0]}"
         )
     stderr = subprocess.PIPE if ours else None
     with subprocess.Popen([program, *words[1:]], env=environ, stderr=stderr) as running:

@@ -42,8 +42,9 @@ def settings(context: str = "") -> SingleConfig:
             return account._replace(context_name="")
         except (ConfigError, OSError, LookupError):
             raise RequestFailed(
-                f"no cluster is known here: {given} is not there; $KUBECONFIG says where another "
-                "kubeconfig is"
+                f"no cluster is configured here: {given} does not exist; set $KUBECONFIG to "
+                "another "
+                "kubeconfig"
             ) from None
     files = list(map(_read, paths))
     name = context or next((one.current_context for one in files if one.current_context), "")
@@ -51,7 +52,7 @@ def settings(context: str = "") -> SingleConfig:
     has = nearest(name, there) or f"; it has {', '.join(there[:8]) or 'none'}"
     if not name:
         raise RequestFailed(
-            f"the kubeconfig {given} has no current context: name one by --context{has}"
+            f"the kubeconfig {given} has no current context: choose one with --context{has}"
         )
     meant = _first(file.contexts.get(name) for file in files)
     if meant is None:
@@ -74,8 +75,8 @@ def _read(path: Path) -> KubeConfig:
         raise RequestFailed(f"the kubeconfig {path} cannot be read: {wrong.strerror}") from None
     except (ConfigError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError):
         raise RequestFailed(
-            f"{path} is no kubeconfig: `kubectl config view` says what is wrong with it; "
-            "$KUBECONFIG names another"
+            f"{path} is not a kubeconfig: see `kubectl config view`, or set $KUBECONFIG to "
+            "another one"
         ) from None
 
 

@@ -182,7 +182,7 @@ class ClusterJob:
                 ("Admitted", "Scheduled", "MasterReachable", "Training"), "False"
             )
         if self.is_unprocessed and not self._status:
-            return "no operator has seen it yet"
+            return "no operator has handled it yet"
         return ""
 
     def _condition_message(self, types: tuple[str, ...], status: str) -> str:

@@ -31,13 +31,13 @@ async def nodes(api: KubeApi) -> tuple[list[NodeRow], list[str]]:
     try:
         requests = _requests(await api.list(PODS, EVERYWHERE))
     except Forbidden as why:
-        notes.append(f"what pods have taken is not known: {why}")
+        notes.append(f"the pods' requests are unknown: {why}")
     used: dict[str, Json] = {}
     try:
         used = {one["metadata"]["name"]: one.get("usage") or {}
                 for one in await api.list(USE_OF_NODES)}  # fmt: skip
     except RequestFailed:
-        notes.append("what is in use is not known: the cluster has no metrics server for you")
+        notes.append("the usage is unknown: you cannot reach a metrics server")
     rows = [_row(body, requests, used.get(body["metadata"]["name"], {})) for body in bodies]
     return sorted(rows, key=lambda row: row.node), notes
 

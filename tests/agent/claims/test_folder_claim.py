@@ -129,9 +129,9 @@ def test_a_folder_that_cannot_be_written_to_is_told_once_and_with_what_follows(
     )
     (tmp_path / "file").touch()
     told = {
-        str(tmp_path / "file"): "{} cannot be made: File exists",
-        str(tmp_path / "file/ckpt"): "{} cannot be made: Not a directory",
-        "/proc/nope": "{} cannot be made: No such file or directory",
+        str(tmp_path / "file"): "{} cannot be created: File exists",
+        str(tmp_path / "file/ckpt"): "{} cannot be created: Not a directory",
+        "/proc/nope": "{} cannot be created: No such file or directory",
         str(tmp_path): "{} cannot be written to: Read-only file system",
     }
     create = claim_file.SharedFiles.create
@@ -156,4 +156,4 @@ def test_a_folder_that_cannot_be_written_to_is_told_once_and_with_what_follows(
         ((level, sentence),) = said
         assert level == logging.WARNING
         assert sentence.startswith(f"no checkpoint can be written: {why.format(folder)}")
-        assert sentence.endswith("; name a folder that this node can write to")
+        assert sentence.endswith("; use a folder that this node can write to")

@@ -299,7 +299,7 @@ async def test_a_master_that_says_nothing_counts_as_lost(master: Hosted) -> None
     async with linked(master[1], patience=2.0) as (_, heard):
         await heard.until(lambda events: LinkBack() in events)
         os.kill(master[0].process.pid, signal.SIGSTOP)
-        lost = LinkLost("nothing was heard from it for 2 s")
+        lost = LinkLost("it sent nothing for 2 s")
         await heard.until(lambda events: lost in events)
         os.kill(master[0].process.pid, signal.SIGCONT)
         await heard.until(lambda events: LinkBack() in events[events.index(lost) :])

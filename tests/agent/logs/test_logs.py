@@ -209,7 +209,7 @@ def test_earlier_attempts_stay(tmp_path: Path, pipes: Pipes) -> None:
     ("plan", "why"),
     [
         ({"log_dir": "file"}, "is a file"),
-        ({"log_dir": "file/logs"}, "^--log-dir: no folder can be made in "),
+        ({"log_dir": "file/logs"}, "^--log-dir: no folder can be created in "),
         (
             {"log_dir": None, "logs_specs": "nowhere"},
             "--logs-specs nowhere cannot be used: no entry point",
@@ -418,7 +418,7 @@ def test_a_reader_that_waits_for_its_console_is_no_hung_disk(shown: Show, caplog
     made.output.hurry(4.0)
     assert made.output.close(1.5) > 0
     assert "the disk does not respond" not in caplog.text
-    assert "because the time to end was up" in caplog.text
+    assert "because the time limit was reached" in caplog.text
 
 
 class SlowReader(threading.Thread):
@@ -481,7 +481,7 @@ def test_when_time_is_up_stderr_is_first(shown: Show, pipes: Pipes, caplog) -> N
     pipes[0].close_writer()
     reader.join(LIMIT)
     assert 0 < cut[0] < size
-    assert "of the ranks' stdout were not shown, because the time to end was up" in caplog.text
+    assert "of the ranks' stdout were not shown, because the time limit was reached" in caplog.text
     assert f"these files have it all: {made.stdout} (" in caplog.text
 
 

@@ -89,7 +89,7 @@ def test_a_file_that_another_job_took_costs_this_one_no_master(
         reading = asyncio.ensure_future(holder.read(served=True))
         take_over(tmp_path / "a", job="another")
         for _ in range(3):
-            assert await said.get() == "another job has begun by that file (another)"
+            assert await said.get() == "another job has started with that file (another)"
             assert not reading.done()
         take_over(tmp_path / "a", job="the-job", port=29501)
         return await reading

@@ -124,7 +124,7 @@ SLURM = [
     alone("one node of a step, as under torchrun", SRUN | {"SLURM_STEP_NUM_NODES": "1",
           "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "node2", **GPUS}, ""),
     alone("what a rank starts", SRUN | {"TORCHELASTIC_RUN_ID": "outer", "RANK": "3"},
-          "a rank of another job has started this, so this is a job of one node"),
+          "a rank of another job started this process, so this is a job of one node"),
     alone("one node is said", SRUN, "", flags="--nnodes=1"),
     alone("--standalone", SRUN, "", flags="--standalone"),
     alone("--standalone by PET_", SRUN | {"PET_STANDALONE": "1"}, ""),
@@ -184,7 +184,7 @@ KUBERNETES = [
          at("train-1.train.research", port_of_name("train-1.train.research")),
          "train-1.train.research", "--nproc-per-node=8", nproc=8, gpus=8),
     alone("LeaderWorkerSet before 0.6", {k: v for k, v in LWS.items() if "INDEX" not in k},
-          "nothing says which of them this is"),
+          "this pod's index is unknown"),
     alone("LeaderWorkerSet, kubectl exec -it", LWS, "terminal", replace(WORKER, terminal=True)),
     alone("LeaderWorkerSet, noise for its size", LWS | {"LWS_GROUP_SIZE": "four"},
           "LWS_GROUP_SIZE=four is not a number, so this is a job of one node; use --nnodes=N"),
@@ -201,7 +201,7 @@ KUBERNETES = [
          at("job-master-0.job", 23456), "job-master-0", "of a Volcano job"),
     alone("Volcano, two kinds of tasks",
           VOLCANO | {"VC_PS_HOSTS": "job-ps-0.job,job-ps-1.job", "VC_PS_NUM": "2"},
-          "the job has 2 kinds of tasks, and nobody says which belong together, so this is a job "
+          "the job has 2 kinds of tasks, and their relation is unknown, so this is a job "
           "of one node"),
     alone("Volcano without svc", POD | {"VC_TASK_INDEX": "1"}, "the plugin svc is not on"),
     alone("Indexed Job without a Service, nobody says how many", INDEXED, "has no subdomain",

@@ -258,8 +258,8 @@ def test_a_scale_plan() -> None:
     (document,) = documents(plan)
     assert scale_plan(document) == ("gpt", 3)
     for wrong, sentence in (
-        (("replicas: 3", "replicas: -1"), "is less than 0"),
-        (("worker:", "ps:"), "workers alone"),
+        (("replicas: 3", "replicas: -1"), "negative"),
+        (("worker:", "ps:"), "only workers"),
         (("manualScaling: true", "createPods: [x]"), "no such"),
     ):
         (document,) = documents(plan.replace(*wrong))
@@ -274,7 +274,7 @@ def test_a_scale_plan() -> None:
         ("a: 1\na: 2\n", "line 2: a occurs twice"),
         ("a: \xff", "cannot be read: it is not text"),
         ("a" * 1_100_000, "more than 1024 KiB"),
-        ("kind: Deployment\napiVersion: apps/v1\n", "no job in it: what can be"),
+        ("kind: Deployment\napiVersion: apps/v1\n", "it contains no job"),
         ("kind: TFJob\napiVersion: kubeflow.org/v1\n", "is not one of ElasticJob"),
         (PYTORCH + "---" + MSJOB, "2 jobs in it"),
         (PYTORCH.replace("nprocPerNode", "nprocPerNod"), "line 6: spec.nprocPerNod: no such"),
@@ -284,7 +284,8 @@ def test_a_scale_plan() -> None:
         (TRAINJOB.replace("name: tune", "labels: {}"), "a job has a name"),
         (MSJOB.replace("containers: [{", "container: [{").replace("containers", "container"),
          "its template has no container"),
-        (MSJOB.replace("- {name: mindspore", "- 5\n          - {name: mindspore"), "is no mapping"),
+        (MSJOB.replace("- {name: mindspore", "- 5\n          - {name: mindspore"),
+         "is not a mapping"),
         (TRAINJOB.replace("env: [{name: HF_HOME, value: /data}]", "env: [x]\n    command: 5")
          .replace("    command: [python3, -u, tune.py]\n", ""), "trainer.command: 5 is no list"),
         ("x: &a [1,1,1,1,1,1,1,1,1,1]\n" + "".join(

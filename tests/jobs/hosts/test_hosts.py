@@ -49,7 +49,7 @@ def test_one_line_trains_and_goes_on_when_a_connection_breaks(town: Town, world:
     job.until_text("h2 is not connected")
     peers[1].order("print", text="while it is cut")
     assert allreduce(world, peers) == [2, 2]
-    job.until_text("h2 is reached again")
+    job.until_text("h2 is reachable again")
     job.until_text("[h2] while it is cut", stream="stdout")
     peers[0].order("print", text="with an end", stream="stderr")
     job.until_text("[h1] with an end")
@@ -70,7 +70,7 @@ def test_a_host_that_is_not_there_and_one_whose_agent_is_killed(town: Town, worl
     assert "h9 cannot be reached: ssh: Could not resolve hostname h9" in job.stderr
 
     town.kill_agent("h2")
-    job.until_text("the agent on h2 was killed: it is started again")
+    job.until_text("the agent on h2 was killed; restarting it")
     known = {peer.pid for peer in peers}
     again = summing(world, 4, world_size=4, pid=lambda pid: pid not in known)
     assert [town.host_of(peer) for peer in again].count("h2") == 2

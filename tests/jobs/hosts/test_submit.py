@@ -28,7 +28,7 @@ def test_a_job_on_hosts_from_submit_to_delete(town: Town, world: World) -> None:
         return dict(found)
 
     said = typed(town, f"submit --hosts h1,h2 --name tr -- {PUPPET}")
-    assert "job tr is started on h1 and h2" in said
+    assert "job tr has started on h1 and h2" in said
     peers = summing(world, 2, world_size=2)
     assert [town.host_of(peer) for peer in peers] == ["h1", "h2"]
     await_true(lambda: row()["nodes"] == 2, "two nodes in the list")

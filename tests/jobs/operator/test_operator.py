@@ -314,7 +314,7 @@ REFUSED = [
     ("minNodes: 1", "minNodes: 3", "minNodes is larger than nodes"),
     ("minNodes: 1", "nodeUnit: 3", "nodes is not a multiple of nodeUnit"),
     ("minNodes: 1", "gang: {scheduler: kueue}", "gang.scheduler kueue needs gang.queue"),
-    ("minNodes: 1", "gang: {scheduler: native, queue: q}", "gang.queue belongs to volcano"),
+    ("minNodes: 1", "gang: {scheduler: native, queue: q}", "gang.queue is only for volcano"),
     ("name: tr", f"name: {'a' * 51}", "has 50 characters at most"),
     ("name: tr", "name: 1tr", "with a letter first"),
 ]
