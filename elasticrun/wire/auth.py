@@ -402,7 +402,7 @@ class AuthServer:
                 self.hello = report
                 self._state = _State.IN
             case _:
-                raise OutOfTurn(f"{type(report).__name__} came in the place of {state.value}")
+                raise OutOfTurn(f"{type(report).__name__} came instead of {state.value}")
         return None
 
     def _knocked(self, knock: Knock) -> Challenge:

@@ -107,7 +107,7 @@ def test_what_was_said_is_kept() -> None:
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["--hosts=a", "--hostfile=f"], "both say which hosts"),
+        (["--hosts=a", "--hostfile=f"], "exclude each other"),
         (["--hosts=,"], "contains no host"),
         (["--hostfile=nosuch"], "--hostfile=nosuch cannot be read: No such file"),
         (["--hostfile=/dev/zero"], "/dev/zero has more than 1048576 characters"),

@@ -280,7 +280,7 @@ def test_what_cannot_be_is_one_sentence(cluster: StandIn, tmp_path: Path) -> Non
     assert "has no context none; it has it" in says("--context", "none")
     assert "could not find the requested resource" in says("--plain", "--gang", "volcano")
     user.environ["KUBECONFIG"] = str(tmp_path / "none")
-    assert "no cluster is known here" in says()
+    assert "no cluster is configured here" in says()
     assert not (tmp_path / "runs-admin").exists()
     assert cluster.objects("jobs", "batch") == []
 
@@ -605,9 +605,9 @@ users: [{name: me, user: {token: t}}]
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "is no kubeconfig"),
-        ("this: [is: broken", "is no kubeconfig"),
-        ("current-context: it", "is no kubeconfig"),
+        ("", "is not a kubeconfig"),
+        ("this: [is: broken", "is not a kubeconfig"),
+        ("current-context: it", "is not a kubeconfig"),
         (A_CONFIG.replace("user: me", "user: you"), "has a user you that is not in it"),
         (A_CONFIG.replace("cluster: c,", "cluster: d,"), "has a cluster d that is not in it"),
         (
@@ -615,7 +615,7 @@ users: [{name: me, user: {token: t}}]
             "no current context: choose one with --context; it",
         ),
         (A_CONFIG.replace("text: it", "text: itt"), "has no context itt; did you mean it?"),
-        (None, "no cluster is known here"),
+        (None, "no cluster is configured here"),
     ],
 )
 def test_a_kubeconfig_that_is_none_is_one_sentence(

@@ -154,7 +154,9 @@ def test_a_job_that_ends_while_its_master_is_asked(
                 )
                 assert status.main([name], {}) == 1
                 told = capsys.readouterr()
-                assert "does not answer (Connection refused); its ranks may keep training" in told.err
+                assert (
+                    "does not answer (Connection refused); its ranks may keep training" in told.err
+                )
                 assert "state in its run folder: waiting" in told.out
                 assert "last event: round 1 begins" in told.out
                 assert events([name]) == 0

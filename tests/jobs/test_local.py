@@ -263,7 +263,7 @@ def test_a_secret_that_others_may_read_is_none(tmp_path: Path) -> None:
     path = make_token(RunFolder(tmp_path))
     assert make_token(RunFolder(tmp_path)) == path
     path.chmod(0o640)
-    with pytest.raises(OSError, match="token is not yours alone: remove it"):
+    with pytest.raises(OSError, match="token is accessible to others: remove it"):
         make_token(RunFolder(tmp_path))
 
 

@@ -84,7 +84,7 @@ async def test_an_answer_has_a_limit_and_so_has_the_number_of_those_who_wait() -
         with patch.object(loops, "REQUEST_LIMIT", 0.01):
             late = await served.loop.request(m.Request("picture"))
         assert not late.ok
-        assert "no answer within" in late.reason
+        assert "did not answer within" in late.reason
         waiting = [
             asyncio.ensure_future(served.loop.request(m.Request("picture")))
             for _ in range(loops.MAX_REQUESTS)

@@ -125,7 +125,7 @@ def test_a_record_is_a_page_for_people_and_a_file_for_programs(tmp_path: Path) -
         "A rank failed, in round 2.",
         "- **Then**: ranks 0-2: lost its connection",
         "- **Decision**: restart 1",
-        "- **Left out**: b",
+        "- **Excluded**: b",
         "- **Way back**: restarted in 0.50 s, first step after 1.75 s",
         "| warm | 1.25 | until the first collective or step |",
         "| **all** | **1.75** | |",
@@ -221,7 +221,7 @@ def test_whose_doing_it_was(kind: str, exitcode: int, what: str, whose: str) -> 
     )
     assert verdict(row).startswith(whose)
     lost = msgspec.structs.replace(row, cause="node_lost", kind="")
-    assert verdict(lost).startswith("unknown: a machine, its network and an agent")
+    assert verdict(lost).startswith("unknown: a lost machine, a network failure")
 
 
 def test_a_file_that_lines_are_added_to_does_not_grow_without_end(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ MAX_NODES: Final = 50_000
 """Values in a file; aliases count each time they are used."""
 
 _CALLED: Final[Mapping[type, str]] = {
-    str: "text", int: "whole number", bool: "true or false", dict: "mapping", list: "list",
+    str: "text", int: "a whole number", bool: "true or false", dict: "a mapping", list: "a list",
 }  # fmt: skip
 
 Kind = TypeVar("Kind")

@@ -167,7 +167,7 @@ def test_never_after_these(code: int, name: str, message: str, said: str) -> Non
     todo = world.look()
     status = world.status
     assert (status.phase, status.nodes[1:]) == ("Failed", "/2")
-    assert status.condition("Failed").message == f"{said}: another pod cannot do better"
+    assert status.condition("Failed").message == f"{said}: another pod would fail in the same way"
     assert status.condition("Scheduled").reason == "Over"
     assert (status.step, status.restarts) == ((None, 0) if name != "tr-master-0" else (9, 2))
     assert [notice.reason for notice in todo.notices] == ["Failed"]
