@@ -90,7 +90,7 @@ async def test_an_answer_has_a_limit_and_so_has_the_number_of_those_who_wait() -
             for _ in range(loops.MAX_REQUESTS)
         ]
         await asyncio.sleep(0)
-        assert "ask again" in (await served.loop.request(m.Request("picture"))).reason
+        assert "try again" in (await served.loop.request(m.Request("picture"))).reason
         waiting[0].cancel()  # its reader has gone, and leaves its place to another
         await asyncio.gather(waiting[0], return_exceptions=True)
         waiting.append(asyncio.ensure_future(served.loop.request(m.Request("picture"))))

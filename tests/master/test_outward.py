@@ -129,7 +129,7 @@ def test_a_record_is_a_page_for_people_and_a_file_for_programs(tmp_path: Path) -
         "- **Way back**: restarted in 0.50 s, first step after 1.75 s",
         "| warm | 1.25 | until the first collective or step |",
         "| **all** | **1.75** | |",
-        "**Cost**: 0.00194 slot-hours (7.0 slot-seconds), 12.50 of money, and 12 steps",
+        "**Cost**: 0.00194 slot-hours (7.0 slot-seconds), cost 12.50, and 12 steps",
         "rank 3:\n\n    train.py:88 load_shard",
         "## Last lines of rank 3\n\n    step 9\n    \ufffd[31mValueError: bad\n    ```",
     ):

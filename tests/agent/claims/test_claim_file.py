@@ -242,7 +242,7 @@ def test_a_file_of_another_user_is_not_believed(path: str) -> None:
         pytest.skip("only root can give a file away")
     assert ClaimFile(path).take(new_claim({}))
     os.chown(path, 12345, 12345)
-    with pytest.raises(ClaimError, match="of another user"):
+    with pytest.raises(ClaimError, match="belongs to another user"):
         ClaimFile(path).read()
 
 
@@ -263,6 +263,6 @@ def test_the_token_stands_in_no_repr(path: str) -> None:
 def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     """A machine whose mount is missing would begin a second job in a folder of its own."""
     file = ClaimFile(str(tmp_path / "jobs" / "a"))
-    with pytest.raises(ClaimError, match=r"there is no folder .*/jobs here: make it"):
+    with pytest.raises(ClaimError, match=r"there is no folder .*/jobs here: create or mount it"):
         file.take(new_claim({}))
     assert list(tmp_path.iterdir()) == []

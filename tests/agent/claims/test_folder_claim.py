@@ -37,7 +37,7 @@ def test_another_job_is_refused_and_told_by_whom_until_the_first_has_ended(tmp_p
             await two.verify(folder)
         assert str(refused.value) == (
             f"{folder} is claimed by job one on {os.uname().nodename}, which renews its claim: end "
-            "that job, or name another folder"
+            "that job, or use another folder"
         )
         await one.verify(folder)
         await one.close()

@@ -203,7 +203,7 @@ KUBERNETES = [
           VOLCANO | {"VC_PS_HOSTS": "job-ps-0.job,job-ps-1.job", "VC_PS_NUM": "2"},
           "the job has 2 kinds of tasks, and their relation is unknown, so this is a job "
           "of one node"),
-    alone("Volcano without svc", POD | {"VC_TASK_INDEX": "1"}, "the plugin svc is not on"),
+    alone("Volcano without svc", POD | {"VC_TASK_INDEX": "1"}, "the plugin svc is off"),
     alone("Indexed Job without a Service, nobody says how many", INDEXED, "has no subdomain",
           pod("tr-2")),
     Case("an Indexed Job whose name begins with its subdomain's", INDEXED, "--nnodes=3",
@@ -216,8 +216,8 @@ KUBERNETES = [
     Case("Indexed Job, an endpoint (what `render` says): its index is a wish", INDEXED,
          "--nnodes=2:4 --rdzv-backend=c10d --rdzv-endpoint=tr-0.tr:29400 --rdzv-id=x", WORKER,
          (2, 4), 2, at("tr-0.tr", 29400), "x", ""),
-    alone("Indexed Job, nobody says how many", INDEXED, "pod 2 of the Indexed Job tr: nothing says "
-          "how many there are, so this is a job of one node; use --nnodes=N", WORKER),
+    alone("Indexed Job, nobody says how many", INDEXED, "pod 2 of the Indexed Job tr: their "
+          "number is unknown, so this is a job of one node; use --nnodes=N", WORKER),
     Case("Indexed Job, fewer than there are: a spare", INDEXED, "--nnodes=2", WORKER, (2, 2), 2,
          at("tr-0.tr.research.svc.cluster.local", TR), "tr", "Indexed Job"),
     Case("Indexed Job without a Service", INDEXED, "--nnodes=3", pod("tr-2"), (3, 3), 0,

@@ -136,7 +136,7 @@ JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[str]]] = {
             "line 11: spec.replicaSpecs.dlrover-master",
             "line 14: spec.replicaSpecs.worker.restartCount: it counts per pod",
             "worker: its template's restartPolicy is left out",
-            "worker: the command reads $WORKER_NUM, which nothing sets here",
+            "worker: the command reads $WORKER_NUM, which is not set here",
             "line 15: spec.replicaSpecs.worker.restartPolicy: left out",
             "line 12: spec.replicaSpecs.worker: the command's --nnodes=2:$NODE_NUM is left out",
         ],
@@ -260,7 +260,7 @@ def test_a_scale_plan() -> None:
     for wrong, sentence in (
         (("replicas: 3", "replicas: -1"), "negative"),
         (("worker:", "ps:"), "only workers"),
-        (("manualScaling: true", "createPods: [x]"), "no such"),
+        (("manualScaling: true", "createPods: [x]"), "unknown field"),
     ):
         (document,) = documents(plan.replace(*wrong))
         with pytest.raises(NotConvertible, match=sentence):
