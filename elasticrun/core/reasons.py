@@ -510,7 +510,7 @@ def brief(reason: Reason | None) -> str:
     """Like `text`, without evidence and without words of a rank, a person or an agent."""
     match reason:
         case RankFailed(hung=True):
-            return "ranks stand still"
+            return "ranks are hanging"
         case RankFailed():
             return f"rank {reason.rank}{f' on node {reason.node}' if reason.node else ''}"
         case SaidFinal() | NoRestartsLeft() | FailedElsewhere():
@@ -597,11 +597,11 @@ def is_by_operator(reason: Reason | None) -> bool:
 
 def _lost_contact(it: LostContact) -> str:
     if it.how == "mute":
-        return f"its agent said nothing for {it.silent:.0f} s"
+        return f"its agent sent nothing for {it.silent:.0f} s"
     what = _CONTACT[it.how]
     if it.missed:
         return f"{what} and ranks of other nodes lost it"
-    return what if it.silent < 0 else f"{what} and nothing was heard for {it.silent:.1f} s"
+    return what if it.silent < 0 else f"{what} and it sent nothing for {it.silent:.1f} s"
 
 
 _CONTACT: Final = {
@@ -612,12 +612,12 @@ _CONTACT: Final = {
 }
 
 _NEW_MASTER: Final = {
-    "runs": "the master is new and waits for the nodes of the round that runs",
+    "runs": "the master is new and waits for the nodes of the running round",
     "last": "the master is new and waits for the other nodes of the last round",
-    "may_run": "the master is new and waits for the nodes of a round that may run",
+    "may_run": "the master is new and waits for the nodes of a round that may still run",
     "half": (
         "the master is new and at least half of the last round's ranks have not reported: they may "
-        "be in a later one; the next round waits until they have stopped by themselves"
+        "be in a later one; the next round waits until their agents have stopped them"
     ),
 }
 
@@ -641,7 +641,7 @@ def _at_door(it: AtDoor) -> str:
 
 
 def _no_place(it: Spare) -> str:
-    taken = f"nodes are taken {it.unit} at a time"
+    taken = f"nodes join {it.unit} at a time"
     why = f"the round is full, with {some(it.full, 'node')}" if it.full else taken
     if it.silence:
         return f"{why}; replaces it when it leaves, or {it.silence:g} s after it is lost"
@@ -656,7 +656,7 @@ def _spares(it: Spares) -> str:
 def _first_to_fail(it: FirstToFail) -> str:
     if it.rounds == 1:
         return f"its ranks fail again: {text(it.first)}"
-    alone = "its ranks changed meanwhile" if it.moved else "no rank of another node did"
+    alone = "its ranks changed in between" if it.moved else "no rank of another node did"
     row = some(it.rounds, "round")
     return f"its ranks were the first to fail in {row} in a row, and {alone}: {text(it.first)}"
 
@@ -708,7 +708,7 @@ def _no_restarts(it: NoRestartsLeft) -> str:
 
 
 def _peer_lost(it: PeerLost) -> str:
-    news = "what became of it" if it.alone else "confirmation that its node is lost"
+    news = "a report about it" if it.alone else "confirmation that its node is lost"
     return f"ranks have lost a peer: waiting for {news}"
 
 
@@ -730,7 +730,7 @@ def _master_unmet(it: MasterUnmet) -> str:
 
 def _stuck(it: Stuck) -> str:
     if it.seconds:
-        return f"killed {it.seconds:g} s ago and still there: {it.left}"
+        return f"still running {it.seconds:g} s after SIGKILL: {it.left}"
     return f"processes that do not exit after SIGKILL remain here: {it.left}"
 
 
@@ -750,12 +750,12 @@ _TEXTS: Final[Mapping[type, Callable[[Any], str]]] = {
     NodesUnheard: lambda it: "nodes of the adopted round have not reported",
     NodeExcluded: lambda it: f"node {it.node} is excluded: {it.how.verdict}",
     Banned: _banned,
-    Superseded: lambda it: f"a newer agent has taken the place of this one as node {it.node}",
+    Superseded: lambda it: f"a newer agent has replaced this one as node {it.node}",
     NodeTaken: lambda it: (
-        f"node {it.node} is held by another agent, on {it.host}, which is "
+        f"node {it.node} belongs to another agent, on {it.host}, which is "
         f"{'leaving' if it.leaving else 'alive'}"
     ),
-    MasterFull: lambda it: f"the master serves {it.most} nodes and takes no more",
+    MasterFull: lambda it: f"the master serves {it.most} nodes, which is its limit",
     Joined: lambda it: f"node{'s' * (len(it.nodes) > 1)} {names(it.nodes)} joined",
     Scaled: lambda it: f"the job is scaled to {some(it.nodes, 'node')}",
     RanksStopped: _ranks_stopped,
@@ -785,7 +785,7 @@ _TEXTS: Final[Mapping[type, Callable[[Any], str]]] = {
     NodesNeeded: lambda it: f"waiting for nodes: {short(it)}",
     PeerLost: _peer_lost,
     RestartDelayed: lambda it: (
-        f"ranks die soon after they start: the next restart waits {it.seconds:g} s"
+        f"ranks fail soon after they start: the next restart waits {it.seconds:g} s"
     ),
     Checking: lambda it: it.words,
     LastSave: lambda it: (
@@ -798,14 +798,14 @@ _TEXTS: Final[Mapping[type, Callable[[Any], str]]] = {
     ),
     NoAgentYet: lambda it: "no agent has attached yet",
     Completed: lambda it: (
-        "every rank ended with 0"
+        "every rank exited with 0"
         if it.heard_of_all
-        else "every rank that reported ended with 0; the others' result is unknown"
+        else "every rank that reported exited with 0; the others' result is unknown"
     ),
     TooFewNodes: _too_few,
-    SaidFinal: lambda it: f"{text(it.first)}: the script says that trying again cannot help",
+    SaidFinal: lambda it: f"{text(it.first)}: the script reports that a retry cannot help",
     NoRestartsLeft: _no_restarts,
-    AllLeft: lambda it: "all nodes were told to leave",
+    AllLeft: lambda it: "all nodes were ordered to leave",
     Unfit: lambda it: it.verdict,
     Saved: lambda it: f"{text(it.why)}; step {it.step} is saved",
     NotSaved: lambda it: f"{text(it.why)}, but {it.owed}",
@@ -820,11 +820,11 @@ _TEXTS: Final[Mapping[type, Callable[[Any], str]]] = {
     ),
     Departs: lambda it: f"received {it.signal}: this node leaves when its ranks have saved a step",
     HoldsCheckpoint: lambda it: "this node stays until its part of a checkpoint is saved",
-    OlderMaster: lambda it: f"the master that answers is of term {it.term}, older than {it.own}",
+    OlderMaster: lambda it: f"the responding master has term {it.term}, older than {it.own}",
     NoMaster: lambda it: f"no master answers: {it.why}",
     NoMasterFor: _no_master_for,
     MasterUnmet: _master_unmet,
-    StoresEnd: lambda it: "the store host ends again and again",
+    StoresEnd: lambda it: "the store host keeps exiting",
     SpawnLate: lambda it: (
         f"the fork server was asked for the ranks {it.seconds:g} s ago and has not started all of "
         "them"

@@ -303,7 +303,7 @@ def test_the_brains_own_warning_is_directed_where_it_is_printed() -> None:
 def test_a_node_that_is_not_heard() -> None:
     told = Told(first=changed(FIRST, group_world_size=2, world_size=4))
     why, code = by_master(NodeLost("b", Dead(LostContact("broken", 5.0))))
-    assert why == "node b is dead: its connection broke and nothing was heard for 5.0 s"
+    assert why == "node b is dead: its connection broke and it sent nothing for 5.0 s"
     assert told.restart(after(FIRST, why=why, code=code))[0] == (
         f"{why}; restarting the ranks with 1 node, world size 2 (no restart used); to find out why,"
         " run on that node: elasticrun doctor"

@@ -86,7 +86,7 @@ dist.barrier()
         ),
         (
             "0",
-            "rank 1 ended with 0 while others went on; rank _ lost its connection; "
+            "rank 1 exited with 0 while others continued; rank _ lost its connection; "
             "then rank _ lost its connection",
         ),
     ],

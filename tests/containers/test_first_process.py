@@ -71,7 +71,7 @@ def test_sigterm_saves_and_leaves(box: Box, world: World) -> None:
         until_printed(out, rank)
     assert container.stop(GRACE) == EXIT_SAVED, container.launched.stderr
     # more than one, where a rank was past the first one already
-    step = re.findall(r"every rank is asked to save step (\d+)", container.launched.stderr)[-1]
+    step = re.findall(r"all ranks must save step (\d+)", container.launched.stderr)[-1]
     assert [marker.parent.name for marker in ckpt.glob("step-*/.metadata")] == [
         f"step-{int(step):09d}"
     ]

@@ -17,7 +17,7 @@ from elasticrun.wire.types import Endpoint, RoundName, dumps, loads
 from tests.master import people
 from tests.simulator.script import DEFAULT_SPEC
 
-DONE = m.End(0, "every rank ended with 0", (), code=code(Completed()))
+DONE = m.End(0, "every rank exited with 0", (), code=code(Completed()))
 
 SPEC = replace(DEFAULT_SPEC, min_nodes=2, max_nodes=2, max_restarts=3, restart_backoff=0.0)
 

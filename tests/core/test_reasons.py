@@ -38,15 +38,14 @@ def test_an_agent_that_says_nothing_is_shown_as_sluggish_and_given_up_a_minute_l
     world.nodes["b"].freeze()
     assert reason_of(world, "b", 8.0) == ""
     assert reason_of(world, "b", 20.0) == (
-        "sluggish: its connection stands, but its agent has said nothing for 15 s "
-        "(given up after 60 s)"
+        "sluggish: it is connected, but its agent has sent nothing for 15 s (given up after 60 s)"
     )
     assert reason_of(world, "a", 20.0) == ""
     assert len(world.worlds.stepping) == 1, "its ranks and the others' train on"
     world.nodes["b"].thaw()
     assert reason_of(world, "b", 32.0) == ""
     world.nodes["b"].freeze()
-    assert "its agent said nothing for 60 s" in reason_of(world, "b", 100.0)
+    assert "its agent sent nothing for 60 s" in reason_of(world, "b", 100.0)
 
 
 def test_ranks_that_are_not_started_are_shown() -> None:

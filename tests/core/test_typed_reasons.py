@@ -97,7 +97,7 @@ def test_a_stranger_reads_nothing_that_a_rank_has_said(kind: type) -> None:
 
 def test_what_is_asked_of_a_reason() -> None:
     gone = NodeLost("b", Dead(LostContact("broken", 5.0)))
-    assert text(gone) == "node b is dead: its connection broke and nothing was heard for 5.0 s"
+    assert text(gone) == "node b is dead: its connection broke and it sent nothing for 5.0 s"
     assert out_of_reach(TooFewNodes(1, 2, 60.0, gone)) == "node"
     assert out_of_reach(NodeLost("b", Dead(LostContact("broken", missed=True)))) == ""
     first = RankFailed(3, "b", "ValueError: bad luck")

@@ -81,7 +81,7 @@ def test_an_agent_that_was_replaced_while_it_stood_still(counting: Counting) -> 
     assert second.nodes == {rank: 3 if node == 1 else node for rank, node in first.nodes.items()}
     job.thaw_node(1)
     assert not await_exit([old.pid])
-    assert "a newer agent has taken the place of this one as node node1" in old.output()
+    assert "a newer agent has replaced this one as node node1" in old.output()
     assert not await_exit([first.pids[rank_on(first, 1)]])
     counting.goes_on(second)
     assert len(counting.finish(0, 1, 1, 0)) == 2

@@ -78,13 +78,13 @@ def test_a_real_job_is_looked_at_and_operated(elastic_job: Any, tmp_path: Path) 
     assert ("reduces.py:" in out) is (code == 0), (out, err)
     code, out, err = verb("stacks", "--rank", "9")
     assert (code, out) == (1, "")
-    assert err.endswith("no stack of rank 9 could be had: the job has 4 ranks, from 0 on\n")
+    assert err.endswith("no stack of rank 9 was obtained: the job has 4 ranks, from 0 on\n")
     assert verb("exclude", "node-9", endpoint)[2].startswith("elasticrun exclude: the job has no")
 
     for number, world_size in ((1, 2), (2, 4)):  # the node that is over stays as a spare
         code, out, err = verb("scale", str(number), "--reason", "a guest")
         assert (code, err) == (0, ""), err
-        assert out.startswith(f"the job takes {number} node")
+        assert out.startswith(f"the job now uses at most {number} node")
         job.wait_for(world_size=world_size)
     names = [node.name for node in job.nodes]
     code, out, err = verb("exclude", names[1], "--reason", "its fan is broken")
@@ -215,7 +215,7 @@ def test_a_whole_name_wins_over_a_beginning_whether_it_runs_or_has_ended(
         if name == "train-large":
             _publish(here, f"id-{name}", 1001, os.getpid(), run=str(run.path), name=name)
         else:
-            run.write_result(RunResult(state="succeeded", reason="every rank ended with 0"))
+            run.write_result(RunResult(state="succeeded", reason="every rank exited with 0"))
     for words in (["stop", "train"], ["restart", "train"], ["scale", "train", "2"]):
         assert main(words) == 1
         assert "job train has ended (succeeded): every rank" in capsys.readouterr().err

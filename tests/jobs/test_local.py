@@ -309,7 +309,7 @@ def test_a_suspended_job_of_one_node_says_what_makes_it_elastic(person: Person) 
         "submit it with --nodes 1:2 to make it elastic",
     )
     assert "use at most 1 node when it resumes" in person.types("scale", "ns", "1")
-    run.write_result(RunResult(state="succeeded", reason="every rank ended with 0"))
+    run.write_result(RunResult(state="succeeded", reason="every rank exited with 0"))
     assert "job ns has ended (succeeded)" in person.hears("scale", "ns", "2")[1]
 
 

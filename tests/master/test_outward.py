@@ -402,10 +402,10 @@ def test_a_url_is_posted_to() -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), Hook) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         told = Notifier(f"http://127.0.0.1:{server.server_port}/hook", "run17")
-        told.put("end", exit_code=0, reason="every rank ended with 0")
+        told.put("end", exit_code=0, reason="every rank exited with 0")
         told.close(10.0)
         server.shutdown()
-    assert json.loads(came[0])["reason"] == "every rank ended with 0"
+    assert json.loads(came[0])["reason"] == "every rank exited with 0"
 
 
 def test_what_is_no_answer_of_http_is_told_and_the_next_event_goes_out(

@@ -450,7 +450,7 @@ async def test_a_stranger_who_watches_has_no_rank_looked_at(
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert (await event(reader))["status"]["verdict"] == "ranks stand still"
+        assert (await event(reader))["status"]["verdict"] == "ranks are hanging"
         for reason in ("a", "b"):
             brain.page = status(reason=reason)
             await event(reader)

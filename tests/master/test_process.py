@@ -191,7 +191,7 @@ def test_a_job_that_is_over_ends_it_with_the_outcome(home: Path) -> None:
     assert result is not None
     assert (job.name, job.id, result.state, result.nodes) == ("job", "job", "succeeded", 1)
     texts = [json.loads(line)["text"] for line in (kept.path / "events.jsonl").open()]
-    assert texts[-1] == "the job is over: every rank ended with 0"
+    assert texts[-1] == "the job is over: every rank exited with 0"
 
 
 def _listed(home: Path, master: Process) -> list[user_folder.Published]:

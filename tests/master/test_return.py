@@ -478,7 +478,7 @@ def test_a_state_on_which_masters_fail_is_set_aside(world: World, poison: str) -
     if poison == "later":
         launched.until_text("3 masters have failed on it")
     launched.until_text("set aside")
-    launched.until_text("runs already: adopted")
+    launched.until_text(", which is already running")
     for peer in peers:
         world.hub.word(peer, "done", what="steps")
     peers[1].order("exit", code=3)

@@ -57,8 +57,12 @@ STRONG = [
     Row("held", "strong", "rank 1 .*interpreter"),
 ]
 WEAK = [
-    Row("traced", "weak", "rank 1 .*debugger .*as a person is at work"),
-    Row("debugged", "weak", f"rank 1 .*debugger at {here('debugged')} .*as a person is at work"),
+    Row("traced", "weak", "rank 1 .*debugger .*because a debugger is attached"),
+    Row(
+        "debugged",
+        "weak",
+        f"rank 1 .*debugger at {here('debugged')} .*because a debugger is attached",
+    ),
 ]
 NONE = ["save", "evaluate", "spin", "slow", "compile", "alone"]
 """What may well go on: nothing certain or strong is ever said of it."""
@@ -131,7 +135,7 @@ def test_an_overloaded_host_is_no_hang(world: World) -> None:
 @further("core/sight/test_waiting")
 def test_a_stopped_rank_by_exec_is_named(world: World) -> None:
     line = verdict(start(world, "stop", "--on-hang=tell", "--launch=exec"), "strong")
-    assert re.search("rank 1 .*is stopped by a signal; who waits for it is not known", line), line
+    assert re.search("rank 1 .*is stopped by a signal; it is unknown who waits for it", line), line
 
 
 CALLER = """

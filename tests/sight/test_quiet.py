@@ -40,7 +40,7 @@ def test_it_is_told_as_what_it_is(world: World, tmp_path: Path) -> None:
     job.until_text("no hang: rank 1 ")
     assert job.wait() == 0, job.stderr
     told = next(line for line in job.stderr.splitlines() if "no hang: " in line)
-    assert "says it is in judge, for 19 min more at most; 1 rank waits for it in" in told
+    assert "reports judge, for at most 19 min more; 1 rank waits for it in" in told
     assert "hang (" not in job.stderr
     (place,) = (world.scratch / "runs").rglob("result.json")
     rows = json.loads(place.read_text())["goodput"]["rows"]

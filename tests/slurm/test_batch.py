@@ -18,7 +18,7 @@ from tests.snapshots.conftest import TRAIN, ends, starts, until_printed
 
 pytestmark = pytest.mark.slow
 
-ASKED = re.compile(r"every rank is asked to save step (\d+)")
+ASKED = re.compile(r"all ranks must save step (\d+)")
 
 RANKS = (0, 1)
 

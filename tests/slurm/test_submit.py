@@ -69,7 +69,7 @@ def test_a_job_from_submit_to_delete(slurm: Slurm, waits: bool) -> None:
     ids = [one["node"] for one in page["master"]["nodes"]]
     hosts = [typed(slurm, "exec", "tr", "--node", node, "--", "hostname").strip() for node in ids]
     assert len({*hosts} & {*slurm.cluster.nodes}) == 2, (ids, hosts)
-    assert "the job takes 1 node at most" in typed(slurm, "scale", "tr", "1")
+    assert "the job now uses at most 1 node" in typed(slurm, "scale", "tr", "1")
     until(slurm, nodes=1)
     assert "its allocation has 2 nodes, and Slurm adds no more" in typed(slurm, "scale", "tr", "3")
     until(slurm, nodes=2)

@@ -21,7 +21,7 @@ from tests.snapshots.conftest import Training, asked, ends, told, watermark
 pytestmark = pytest.mark.slow
 
 STEPS = 40
-ASKED = re.compile(r"every rank is asked to save step (\d+)")
+ASKED = re.compile(r"all ranks must save step (\d+)")
 
 
 LONG = "--departure-grace=240"
@@ -29,13 +29,13 @@ LONG = "--departure-grace=240"
 
 
 def begin(training: Training, *args: str, mode: str = "ddp", **options: Any) -> World:
-    """Two ranks, stopped at step 7, which is whole in memory; the master knows."""
+    """Two ranks, stopped at step 7, which is complete in memory; the master knows."""
     job = training.start(
         *args, mode=mode, gated=True, steps=STEPS, **{"options": [LONG], **options}
     )
     world = training.comes_to(7)
     # the ranks' log tells of step 7 before the agents do, and one of them may be about to go
-    job.wait_for(lambda status: "step 7 is whole in memory" in status.snapshot)
+    job.wait_for(lambda status: "step 7 is complete in memory" in status.snapshot)
     return world
 
 
@@ -116,7 +116,7 @@ def test_all_nodes_leave_together(training: Training) -> None:
     for number in (0, 1):
         training.job.signal(number, signal.SIGTERM)
     for number in (0, 1):
-        word = f"node node{number} is to leave: "
+        word = f"node node{number} must leave: "
         training.until(lambda word=word: training.said(word), word)
     step = saves(training)
     training.finish(EXIT_SAVED)

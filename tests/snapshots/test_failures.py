@@ -132,7 +132,7 @@ def test_all_processes_of_the_only_node_are_killed(training: Training) -> None:
     training.open_gate()
     job.restart_node(0)
     training.ends_as_if_undisturbed(0, 7)
-    assert training.said(f"{MEMORY}, as agents before these have left it")
+    assert training.said(f"{MEMORY}, left by earlier agents")
     assert training.checkpoints() == [7]
 
 
@@ -326,4 +326,6 @@ def test_a_living_rank_is_given_back_what_it_has_alone(training: Training) -> No
             (0, 0),
             (4, 4),
         ]
-    assert training.said("step 5 is left for step 4: it lacks what rank 1 had alone")
+    assert training.said(
+        "step 4 is restored instead of step 5, which lacks the own state of rank 1"
+    )

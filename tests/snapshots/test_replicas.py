@@ -12,7 +12,7 @@ from tests.snapshots.conftest import NOTICED, STEPS, Training, ends, flip, opene
 
 pytestmark = pytest.mark.slow
 
-ON_TWO = "step {} is whole in memory, on two nodes"
+ON_TWO = "step {} is complete in memory, on two nodes"
 
 
 def begin(training: Training, mode: str = "fsdp2", **options: object) -> ElasticJob:

@@ -261,7 +261,7 @@ def _perf_result(run: Run, ranks: Mapping[str, int], floor: float) -> PerfResult
     sentence = cut(f"comm perf test {over}: all_reduce of {_line(last)}")
     if floor <= 0 or last.bus >= floor * 1e9:
         return PerfResult(lines, sentence)
-    why = f"below the {floor:g} GB/s that are wanted (slowest on {node})"
+    why = f"below the required {floor:g} GB/s (slowest on {node})"
     sentence_below = (
         f"comm perf test {over}: bus bandwidth {speed(last.bus)} at {size(last.size)}, {why}"
     )

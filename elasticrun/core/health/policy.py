@@ -40,7 +40,7 @@ from elasticrun.wire.types import RoundName
 MAX_TURNS = 64
 """Maximum number of passes and verdicts per answer; more than that is a check that does not end."""
 
-DOUBTED = "the network check could not tell whether this node is well; it is tried with another one"
+DOUBTED = "the network check is inconclusive for this node; it is probed with another one"
 
 Verdicts = list[tuple[str, Excluded]]
 """Nodes to exclude, and why."""
@@ -350,11 +350,11 @@ class HealthPolicy:
         can spare it."""
         why_not = ""
         if not self._checks.exclude_stragglers:
-            why_not = "it stays (--exclude-straggler would leave it out)"
+            why_not = "it stays (--exclude-straggler would exclude it)"
         elif not self._rdzv.is_enough_without(node):
-            why_not = "it stays: the job has no node to spare"
+            why_not = "it stays, because the job has no spare node"
         elif not self._ctx.exclusions.may_be_slow(self._ctx.now):
-            why_not = "it stays: enough nodes were excluded for being slow within the hour"
+            why_not = "it stays, because enough slow nodes were excluded within the last hour"
         if not why_not:
             self._exclude([(node, Excluded(SLOW, reason))])
             return

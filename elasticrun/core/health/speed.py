@@ -211,7 +211,7 @@ def _usable(trial: Trial) -> bool:
 
 def _compared(found: Outlier, scale: float = 1.0, unit: str = " per matmul") -> str:
     """The evidence in words; a figure times `scale` is in seconds."""
-    crude = f"{CRUDE_RATIO:g} x median would {'say slow too' if found.crude else 'not say so'}"
+    crude = f"{CRUDE_RATIO:g} x median would {'agree' if found.crude else 'disagree'}"
     return (
         f"{duration(found.value * scale)}{unit}, the others {duration(found.median * scale)} "
         f"(median of {found.others}), limit {duration(found.limit * scale)}; {crude}"
@@ -331,7 +331,7 @@ class Stragglers:
         words = f"step {newest.step}: {newest.seconds:.3g} s a step"
         if newest.own > 0.0:
             share = min(1.0, newest.waited / max(newest.seconds, 1e-9))
-            words += f", {newest.own:.3g} s of it its own part, waits {share:.0%}"
+            words += f", {newest.own:.3g} s of it own work, waits {share:.0%}"
         return words
 
     # ------------------------------------------------------------ judging

@@ -70,14 +70,14 @@ def unresolved(trial: Trial, trials: Mapping[str, Trial]) -> str:
     widest = max(joint, key=lambda one: len(one.partners))
     if _works(widest, trials):
         return cut(
-            f"{trial.node} failed {happened(widest, trials)}; another node would tell whether "
+            f"{trial.node} failed {happened(widest, trials)}; another node would show whether "
             f"it or its link to {names(widest.partners)} is at fault"
         )
     group = sorted((trial.node, *widest.partners), key=lambda node: trials[node].place)
     helper = "a third node" if len(trials) == 2 else "another node"
     return cut(
         f"{names(group)} failed together in {widest.phase} "
-        f"({quoted(widest.reason)}); {helper} would tell which of them is at fault"
+        f"({quoted(widest.reason)}); {helper} would show which of them is at fault"
     )
 
 
@@ -99,7 +99,7 @@ def waiting(number: int, groups: Sequence[Sequence[str]]) -> str:
         where = f" in {some(len(groups), 'group')}" if len(nodes) > 1 else ""
         return f"the network check probes: {whom} measured{where} before a round forms"
     listed = names(sorted(nodes))
-    return f"the network check looks again: pass {number} probes {listed} before a round forms"
+    return f"the network check continues: pass {number} probes {listed} before a round forms"
 
 
 def outcome(

@@ -518,7 +518,7 @@ class Job:
         if last is not None and innocent:
             if innocent in rdzv.backing_off:
                 rdzv.backing_off.put(innocent, now, "acquitted")
-            ctx.note(f"rank {last.rank} fails on node {last.node} too: {innocent} may join again")
+            ctx.note(f"rank {last.rank} also fails on node {last.node}: {innocent} may join again")
         return bool(innocent)
 
     def _wait(self, decision: Decision, gate: Judgement | None) -> None:

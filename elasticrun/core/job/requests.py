@@ -45,7 +45,7 @@ class OperatorRequests:
         if self._ctx.outcome is not None:
             raise RequestRejected(f"the job is over: {self._ctx.outcome.reason}")
         if self._stop_reason is not None:
-            raise RequestRejected(f"the job ends already: {text(self._stop_reason)}")
+            raise RequestRejected(f"the job is already ending: {text(self._stop_reason)}")
         match request.verb:
             case "stop":
                 return self._stop(request)
@@ -57,7 +57,7 @@ class OperatorRequests:
                 return self._include(request)
             case "scale":
                 return self._scale(request)
-        raise RequestRejected(f"{request.verb}: a job that runs cannot do that")
+        raise RequestRejected(f"{request.verb}: not possible for a running job")
 
     def _stop(self, request: m.Request) -> _Done:
         self._stop_reason = why = _by(request, "stopped")
@@ -67,7 +67,7 @@ class OperatorRequests:
     def _restart(self, request: m.Request) -> _Done:
         ctx = self._ctx
         if ctx.rdzv.phase is not Phase.RUNNING or ctx.round is None:
-            raise RequestRejected("no round runs that could be restarted")
+            raise RequestRejected("no round is running, so there is nothing to restart")
         why = _by(request, "restarted")
         ctx.note(f"round {ctx.round.name.number} is {text(why)}", "warning")
         done = f"the ranks are stopped and restarted (no restart used): {text(why)}"
@@ -83,21 +83,21 @@ class OperatorRequests:
         if high % spec.node_unit:
             unit = spec.node_unit
             raise RequestRejected(
-                f"nodes are taken {unit} at a time, and {high} is no multiple of that"
+                f"nodes join {unit} at a time, and {high} is not a multiple of that"
             )
         limits = [node.hello.spec.max_nodes for node in ctx.membership.sessions.values()]
         if high > 1 and max(limits, default=high) == 1:
             raise RequestRejected(
-                "the job was started for one node alone, where no other can reach it"
+                "the job was started for one node, and no other node can reach it"
             )
         if ctx.rdzv.last.completed and high < spec.max_nodes:
-            raise RequestRejected("ranks have ended with 0 already: the job is about to be done")
+            raise RequestRejected("ranks have already exited with 0: the job is finishing")
         if high == spec.max_nodes:
-            return (f"the job takes {some(high, 'node')} at most already",)
+            return (f"the job already uses at most {some(high, 'node')}",)
         by = text(_by(request, f"scaled to {some(high, 'node')}"))
         ctx.scale(low, high)
         ctx.note(f"the job is {by}", "warning")
-        done = f"the job takes {some(high, 'node')} at most from now on, and needs {low}"
+        done = f"the job now uses at most {some(high, 'node')}, and needs {low}"
         return done, RecordSoon()
 
     def _exclude(self, request: m.Request) -> _Done:

@@ -190,7 +190,7 @@ class Streams:
         self._saving.round_adopted(ctx.round)
         self._rdzv.adopt(ctx.round, ctx.now)
         size = some(start.info.world_size, "rank")
-        ctx.note(f"round {start.round} with {size} runs already: adopted")
+        ctx.note(f"adopted round {start.round} with {size}, which is already running")
         self._adopt_member(hello, start)
         self._recorder.record()
         if old is not None:
@@ -218,7 +218,7 @@ class Streams:
             how = member.reason if isinstance(member.reason, Leaves | Excluded) else Leaves(why)
             self._rdzv.node_gone(node, how, last_word=now)
             self.health.node_gone(node, why)
-            self._saving.node_gone(node, f"has gone: {why}")
+            self._saving.node_gone(node, f"has left: {why}")
             self._recorder.record_soon()
         elif ctx.outcome is None:
             ctx.note(f"node {node} is suspect: {text(member.reason)}")

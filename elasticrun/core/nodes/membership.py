@@ -175,7 +175,7 @@ class Membership:
         if node.session is None or silent < SLUGGISH_BEATS * self.beat_interval():
             return ""
         return (
-            f"sluggish: its connection stands, but its agent has said nothing for {silent:.0f} s "
+            f"sluggish: it is connected, but its agent has sent nothing for {silent:.0f} s "
             f"(given up after {SLUGGISH_DEAD:g} s)"
         )
 

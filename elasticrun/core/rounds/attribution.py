@@ -130,7 +130,7 @@ class Attribution:
         if places > 1:
             return (
                 f"rank {cause.rank} was the first to fail in the last {len(same_rank)} rounds, on "
-                f"{places} different nodes: the script fails there wherever it runs"
+                f"{places} different nodes: the script fails at that rank on any node"
             )
         row = self._row(cause)
         if nodes > 1 and len(row) > 1 and not any(one.others or one.innocent for one in row):
@@ -141,7 +141,8 @@ class Attribution:
         several = nodes > 1 and any(one.others for one in trail)
         if several or len({one.node for one in trail}) > 1:
             last = f"the last {len(trail)} rounds" if len(trail) > 1 else "this round"
-            return f"ranks failed by themselves on different nodes in {last}: it is the script"
+            ranks = "ranks failed by themselves on different nodes"
+            return f"in {last}, {ranks}: the script is at fault"
         return ""
 
     # ------------------------------------------------------------ a master's record

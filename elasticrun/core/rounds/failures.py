@@ -202,7 +202,7 @@ def what_happened(failure: Failure) -> str:
     lost = kind is FailureKind.STOPPED and _PEER_LOST.search(message)  # before it was stopped
     if kind is FailureKind.PEER_LOST or lost:
         who = ended_before(failure)
-        return f"lost its connection to another rank{who and f'; {who} had ended with 0'}"
+        return f"lost its connection to another rank{who and f'; {who} had exited with 0'}"
     if kind in (FailureKind.SPAWN, FailureKind.SPAWNER):
         return cut(message) or "could not be started"
     if code < 0:
@@ -260,22 +260,22 @@ class Clause:
 
 
 CONTRACT: Mapping[Ending, Clause] = {
-    Ending.DONE: Clause(EXIT_OK, "nothing is left to do"),
-    Ending.USAGE: Clause(EXIT_USAGE, "the same words are wrong on every node and on every try"),
-    Ending.RANK: Clause(EXIT_FAILED, "whether another try helps only the script could tell"),
+    Ending.DONE: Clause(EXIT_OK, "there is nothing left to do"),
+    Ending.USAGE: Clause(EXIT_USAGE, "the same command fails on every node and at every try"),
+    Ending.RANK: Clause(EXIT_FAILED, "only the script could tell whether a retry helps"),
     Ending.SPENT: Clause(EXIT_FINAL, "the same script would fail in the same way again"),
-    Ending.FINAL: Clause(EXIT_FINAL, "the script has told"),
+    Ending.FINAL: Clause(EXIT_FINAL, "the script has said so"),
     Ending.BELOW_FLOOR: Clause(EXIT_FAILED, "other nodes may be faster"),
-    Ending.TOO_FEW: Clause(EXIT_FAILED, "the nodes may be there another time"),
-    Ending.LEFT: Clause(EXIT_FAILED, "whoever told it knows, and torchrun ends so"),
-    Ending.SAVED: Clause(EXIT_SAVED, "another run goes on there, and nothing is lost"),
-    Ending.UNSAVED: Clause(EXIT_FAILED, "another run goes on from the checkpoint before"),
+    Ending.TOO_FEW: Clause(EXIT_FAILED, "the nodes may be available later"),
+    Ending.LEFT: Clause(EXIT_FAILED, "a person ended it, and torchrun exits the same way"),
+    Ending.SAVED: Clause(EXIT_SAVED, "another run resumes there, and nothing is lost"),
+    Ending.UNSAVED: Clause(EXIT_FAILED, "another run resumes from the previous checkpoint"),
     # one node with an old image must not end the whole job
-    Ending.REFUSED: Clause(EXIT_FAILED, "what is amiss may be mended by then"),
-    Ending.NO_MASTER: Clause(EXIT_FAILED, "the master may be there another time"),
-    Ending.STUCK: Clause(EXIT_BAD_NODE, "its devices stay taken until the machine starts anew"),
-    Ending.EXCLUDED: Clause(EXIT_BAD_NODE, "the others go on; here it would be excluded again"),
-    Ending.UNFIT: Clause(EXIT_BAD_NODE, "no rank was started, and here none would be"),
+    Ending.REFUSED: Clause(EXIT_FAILED, "the cause may be fixed by then"),
+    Ending.NO_MASTER: Clause(EXIT_FAILED, "the master may be available later"),
+    Ending.STUCK: Clause(EXIT_BAD_NODE, "its devices stay in use until the machine reboots"),
+    Ending.EXCLUDED: Clause(EXIT_BAD_NODE, "the others continue; a retry here would be excluded"),
+    Ending.UNFIT: Clause(EXIT_BAD_NODE, "no rank was started, and none would start here"),
 }
 """What a scheduler sees of an ending; each code says what the scheduler should do, nothing else."""
 

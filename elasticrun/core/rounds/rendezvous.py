@@ -225,7 +225,7 @@ class Rendezvous:
             if self.last.stages[node] is Stage.STARTING and age >= SLOW_START:
                 return f"its ranks have not all been started yet, {age:.0f} s after its round began"
         elif node not in self.ready:
-            return "it has not yet reported that its ranks of an earlier round are gone"
+            return "it has not yet reported that its ranks of an earlier round have exited"
         return ""
 
     def detail(self) -> str:

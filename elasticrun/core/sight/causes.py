@@ -119,7 +119,7 @@ def _of_a_failure(ctx: JobContext, failure: Failure) -> Origin:
     if failure.kind is FailureKind.HUNG:
         sentence = failure.message or f"{where} hung"  # the verdict names the rank
     elif failure.kind is FailureKind.PEER_LOST and (who := ended_before(failure)):
-        sentence = f"{who} ended with 0 while others went on; {where} lost its connection"
+        sentence = f"{who} exited with 0 while others continued; {where} lost its connection"
     else:
         sentence = f"{where} failed ({what_happened(failure)})"
     cause = _OF_A_RANK.get(failure.kind, "rank_failed")

@@ -42,7 +42,7 @@ PLANNED = ("scaled", "operator")
 PLACE_LIMIT = 300 * MICROS
 """Microseconds for which even --on-hang=restart does not restart an idle rank."""
 
-STANDS = "standing still in a hang"
+STANDS = "hanging"
 """Without hangs that are part of incidents."""
 
 KINDS = (
@@ -189,7 +189,7 @@ def _savings(found: Account, spec: JobSpec) -> Iterator[tuple[int, str]]:
             flag = "" if spec.checks.exclude_stragglers else " (--exclude-stragglers)"
             yield micros, f"leaving out node {cause}, which is slow{flag},"
     lost = sum(book.get(("redone", cause), 0) for cause in WITH_MEMORY)
-    yield lost, "a Checkpointer with replicas=1 (or checkpoints that are closer together)"
+    yield lost, "a Checkpointer with replicas=1 (or more frequent checkpoints)"
     if spec.watch.on_hang in ("tell", "off"):
         yield book.get(("hang", "certain"), 0), "--on-hang=auto"
     if spec.watch.on_hang != "restart":  # it also waits for a while
@@ -204,7 +204,7 @@ def _by_imports(found: Account) -> Iterator[tuple[int, str]]:
     least = min(found.recoveries)
     slots = found.total / found.wall
     first = found.book.get(("start", "init"), 0) / slots / MICROS
-    times = f"ranks trained {first:.0f} s after the start, {least:.0f} s after a restart"
+    times = f"training began {first:.0f} s after the start, {least:.0f} s after a restart"
     yield (
         round((first - least) * slots * MICROS),
         f"a warm process (--warm in the job before; {times})",

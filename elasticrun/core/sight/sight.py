@@ -98,7 +98,7 @@ class Sight:
         if not sample:
             self._answer(number)
         elif len(self._pending) >= MAX_PENDING:
-            reason = f"{MAX_PENDING} others wait for a look already: ask again in some seconds"
+            reason = f"{MAX_PENDING} requests are pending already: try again in a few seconds"
             self._ctx.out.append(Replied(number, m.Reply(False, reason)))
         else:
             self._pending[number] = (sample, self._ctx.now + SAMPLE_LIMIT)

@@ -161,7 +161,7 @@ class Checkpoints:
         self._whole_since.clear()
         upto = None if restore is None else order_of(key_of(restore))
         if self._plan is not None and (upto is None or order_of(self._plan.key) > upto):
-            self.abandon("the job goes on from another step")
+            self.abandon("the job continues from another step")
         if self._missing and (upto is None or order_of(self._missing[0]) > upto):
             self._missing = None  # training was rewound to before it
 
@@ -443,7 +443,7 @@ class Checkpoints:
         ledger = self._points.ledger(plan.key[0])
         step = plan.key[1]
         if ledger is None or not ledger.is_whole(step):
-            why = ledger.why_not_whole(step) if ledger is not None else "no node holds it any more"
+            why = ledger.why_not_whole(step) if ledger is not None else "no node holds it now"
             self._outbox.log(f"step {step} cannot be saved: {why}", "warning")
             self._note_missing(plan.key, why)
             self._drop_plan(why)
@@ -499,10 +499,10 @@ class Checkpoints:
         wait = self._storage.failed(now)
         plan.not_before = self._storage.not_before
         if self._storage.failures < MAX_TRIES:
-            self._outbox.log(f"{what}; it is tried again in {wait:g} s", "warning")
+            self._outbox.log(f"{what}; retrying in {wait:g} s", "warning")
             return
         times = f"{self._storage.failures} attempts have failed in a row"
-        later = f"the next checkpoint is tried in {wait:g} s at the earliest"
+        later = f"the next attempt is in {wait:g} s at the earliest"
         self._outbox.log(f"{what}; {times}: this one is given up, {later}", "error")
         self._drop_plan(reason)
 

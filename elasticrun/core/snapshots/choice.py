@@ -113,9 +113,9 @@ class RestorePoints:
         if last.name.term >= self._term:
             if not self._is_clock_logged:
                 self._is_clock_logged = True
-                what = f"it is of round {last.name}, and this master of term {self._term}"
+                what = f"it belongs to round {last.name}, but this master has term {self._term}"
                 why = f"{what}; was a clock set back?"
-                self._outbox.log(f"what is in memory is not used: {why}", "warning")
+                self._outbox.log(f"snapshots in memory are not used: {why}", "warning")
             return
         known = self._last
         if known is None or _age(known) < _age(last):
@@ -326,7 +326,8 @@ class RestorePoints:
         if best == whole[0]:
             return best, ""
         lacking = in_spans(every - held[whole[0]])
-        return best, f"step {whole[0]} is left for step {best}: it lacks what {lacking} had alone"
+        lacks = f"which lacks the own state of {lacking}"
+        return best, f"step {best} is restored instead of step {whole[0]}, {lacks}"
 
     def failed_by_itself(self) -> None:
         """A rank of the current round failed, without a signal from outside or the loss of a node.
@@ -343,7 +344,7 @@ class RestorePoints:
             low = self.rewound_from
             self.rewound_from = on.step if low < 0 else min(low, on.step)
             times = f"ranks have failed {MAX_REJECTED} times within {FEW_STEPS} steps of it"
-            then = f"it is tried again if nothing else is left, or with --restore-step={on.step}"
+            then = f"it is used again if no other step is left, or with --restore-step={on.step}"
             self._outbox.log(f"step {on.step} is suspect: {times}; {then}", "warning")
 
     def shard_bad(self, node: str, report: m.ShardBad) -> bool:
@@ -413,7 +414,7 @@ class RestorePoints:
             if report is not None and report.saver is not None:
                 self._named[node, key, question.rank] = (holder, rank)
                 return m.Holder(*key, question.rank, rank, report.saver, ""), True
-        why = "no node holds it any more" if not places else "its holder cannot serve it just now"
+        why = "no node holds it now" if not places else "its holder cannot serve it just now"
         may_come = ledger is not None and bool(others or self.away)
         return m.Holder(*key, question.rank, -1, None, why), may_come
 

@@ -116,11 +116,7 @@ class SnapshotPolicy:
         elif choice.restore is not None:
             step, newest = choice.restore.step, self.newest_step
             also = f"; step {newest} was the newest reported" if newest > step else ""
-            left = (
-                ", as agents before these have left it"
-                if saves.points.knows_round_from_agents
-                else ""
-            )
+            left = ", left by earlier agents" if saves.points.knows_round_from_agents else ""
             note(f"ranks resume from step {step} in memory{left}{also}")
         elif (round_ := self._ctx.round) and (saves.points.watermark >= 0 or round_.info.restore):
             nothing = "nothing in memory can be restored: ranks load the newest checkpoint"

@@ -202,7 +202,7 @@ class Replicas:
         for source, contents in ledger.snaps[step].lonely().items():
             node = _after(ring, source, able)
             if node is None:
-                self._give_up(pairing, f"no other node than {source} can copy what it holds")
+                self._give_up(pairing, f"no node other than {source} can copy its snapshots")
                 return
             pairing.copies.append(Copying(node, source, contents))
         pairing.unsent = list(pairing.copies)
@@ -228,7 +228,7 @@ class Replicas:
         if not self._trouble:
             self._trouble = True
             what = f"step {step} is not in the memory of two nodes: {reason}"
-            self._outbox.log(f"{what}; the next one is tried again", "warning")
+            self._outbox.log(f"{what}; retrying with the next one", "warning")
 
 
 def _after(ring: list[str], source: str, able: Collection[str]) -> str | None:

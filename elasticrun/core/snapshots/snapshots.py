@@ -159,7 +159,7 @@ class Snapshots:
             ledger = self.points.ledger(newest.round)
             paired = ledger is not None and self._replicas.is_on_two(ledger, newest.step)
             where = ", on two nodes" if paired else ""
-            parts.append(f"step {newest.step} is whole in memory{where}")
+            parts.append(f"step {newest.step} is complete in memory{where}")
         parts += self.checkpoints.status()
         if skipped := self.points.skipped():
             parts.append(f"{some(skipped, 'snapshot')} skipped in this round: no slot was free")
@@ -201,7 +201,7 @@ class Departures:
         if report.round != self._round:
             return
         if node not in self._nodes:
-            self._outbox.log(f"node {node} is to leave: {report.reason}")
+            self._outbox.log(f"node {node} must leave: {report.reason}")
         self._nodes[node] = report
         self._margin = max(self._margin, report.margin)
         if self._step < 0 or self._is_saved:
@@ -215,7 +215,7 @@ class Departures:
         """A rank cannot save the named step."""
         if report.round != self._round or report.asked != self._step or self._is_saved:
             return
-        why = f"node {node} had passed step {self._step}, or had no room for it"
+        why = f"node {node} had passed step {self._step}, or had no memory for it"
         self._tries += 1
         old = self._step
         if self._tries < MAX_TRIES:
@@ -223,8 +223,8 @@ class Departures:
             self._name(max(report.step, self._step) + self._margin, why, members)
         else:
             self._is_saved = True  # no further step is requested
-            tries = f"{MAX_TRIES} steps were named"
-            self._outbox.log(f"{tries}, and none could be saved by all: {why}", "warning")
+            tries = f"{MAX_TRIES} steps were requested"
+            self._outbox.log(f"{tries}, but no step could be saved by all ranks: {why}", "warning")
         # no node may keep a slot for it; sent after the new one, because it lets nodes leave
         over = m.PersistOver("", report.round, old, ok=False, reason=why)
         self._outbox.send(over, *members)
@@ -264,10 +264,10 @@ class Departures:
         self._step = step
         self._is_written = False
         assert self._round is not None
-        self._outbox.log(f"every rank is asked to save step {step}: {why}")
+        self._outbox.log(f"all ranks must save step {step}: {why}")
         self._outbox.send(m.SaveAt(self._round, step, self._reason()), *members)
 
     def _reason(self) -> str:
         nodes = list(self._nodes)
         more = f" and {some(len(nodes) - 1, 'node')} more" if len(nodes) > 1 else ""
-        return f"node {nodes[0]}{more} is to leave" if nodes else "a node is to leave"
+        return f"node {nodes[0]}{more} must leave" if nodes else "a node must leave"

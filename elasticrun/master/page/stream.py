@@ -266,7 +266,7 @@ def status_for_strangers(status: JobStatus) -> JobStatus:
     agents."""
     return replace(
         status,
-        verdict="ranks stand still" if status.verdict else "",
+        verdict="ranks are hanging" if status.verdict else "",
         last_failure=brief(read(status.last_failure, status.failed)),
         outcome=brief(read(status.outcome, status.ended)),
         failed=None,

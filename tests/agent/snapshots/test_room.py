@@ -51,11 +51,11 @@ async def test_a_rank_that_waits_is_told_when_another_step_is_named(one_of_three
     """It ends by a signal once all have saved the first one, which one of them could not."""
     ranks = await one_of_three.life()
     obey = one_of_three.snapshots.obey
-    obey(m.SaveAt(ONE, 2, "node a is to leave"))
+    obey(m.SaveAt(ONE, 2, "node a must leave"))
     await one_of_three.both(ranks, 2, persist=True)
     ranks[0].say(s.AwaitRoom(2))
     await one_of_three.heard(ranks)
-    obey(m.SaveAt(ONE, 4, "node a is to leave"))
+    obey(m.SaveAt(ONE, 4, "node a must leave"))
     obey(m.PersistOver("", ONE, 2, ok=False, reason="one was past it"))
     await ranks[0].hears(s.RoomThere)
 

@@ -196,12 +196,12 @@ def test_a_slow_node_is_named_with_figures() -> None:
     outcome = check(4, Machines((Fault("slow-compute", "n1"),)))
     assert outcome.reasons == {
         "n1": "n1 is slow, measured twice: compute 30 ms per matmul, the others 10 ms (median of "
-        "3), limit 15 ms; 2 x median would say slow too"
+        "3), limit 15 ms; 2 x median would agree"
     }
     outcome = check(4, Machines((Fault("slow-comm", "n1"),)))
     assert outcome.reasons == {
         "n1": "n1 is slow, measured twice: all_reduce of 1 MiB with n0 1.26 ms, the others "
-        "0.419 ms (median of 3), limit 0.629 ms; 2 x median would say slow too"
+        "0.419 ms (median of 3), limit 0.629 ms; 2 x median would agree"
     }
 
 
@@ -220,7 +220,7 @@ def test_of_two_nodes_the_pair_is_named() -> None:
     assert outcome.reasons["n0"] == outcome.reasons["n1"]
     assert outcome.reasons["n0"] == (
         "n0 and n1 failed together in comm (no end after 60 s (limit 60 s)); a third node "
-        "would tell which of them is at fault"
+        "would show which of them is at fault"
     )
 
 
@@ -257,7 +257,7 @@ def test_why_the_round_waits_does_not_count_answers() -> None:
     assert netcheck.reason() == first
     netcheck.answered("n1", said["n1"], 1.0)
     assert answer(netcheck, groups[1], machines, 1.0)
-    assert netcheck.reason().startswith("the network check looks again: pass 2 probes n0, n1, n2")
+    assert netcheck.reason().startswith("the network check continues: pass 2 probes n0, n1, n2")
 
 
 def test_no_sentence_is_longer_than_a_message_carries() -> None:
@@ -707,7 +707,7 @@ def test_the_floor_is_the_bus_bandwidth_of_the_slowest(floor: float, ends: bool)
     if ends:
         assert netcheck.perf.failure == (
             "comm perf test over 2 nodes, 2 ranks: bus bandwidth 0.524 GB/s at 1 MiB, below the "
-            "5 GB/s that are wanted (slowest on n1)"
+            "required 5 GB/s (slowest on n1)"
         )
 
 

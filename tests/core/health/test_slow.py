@@ -109,7 +109,7 @@ def test_a_slow_node_cannot_hide_behind_what_has_changed_between_two_passes() ->
     found = timed([{"n0": 32.2, "n1": 32.1, "n2": 186.1}, {"n0": 15.0, "n1": 14.7, "n2": 43.6}])
     assert found.reasons == {
         "n2": "n2 is slow, measured twice: compute 43.6 ms per matmul, the others 14.8 ms (median "
-        "of 2), limit 22.3 ms; 2 x median would say slow too"
+        "of 2), limit 22.3 ms; 2 x median would agree"
     }
     assert [sorted(group.nodes) for group in found.groups[1]] == [["n1", "n2"], ["n0"]]
 

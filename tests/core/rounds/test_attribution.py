@@ -87,10 +87,10 @@ def test_what_the_rounds_say_together() -> None:
     rank = after(cause("b"), cause("b")).in_words(cause("c"), 2)
     assert rank == (
         "rank 3 was the first to fail in the last 3 rounds, on 2 different nodes: the script fails "
-        "there wherever it runs"
+        "at that rank on any node"
     )
-    assert "it is the script" in after(cause("b", 3)).in_words(cause("c", 4), 2)
-    assert "it is the script" in after(cause("b", others=True)).in_words(cause("b"), 2)
+    assert "the script is at fault" in after(cause("b", 3)).in_words(cause("c", 4), 2)
+    assert "the script is at fault" in after(cause("b", others=True)).in_words(cause("b"), 2)
 
 
 def test_a_successor_counts_on() -> None:

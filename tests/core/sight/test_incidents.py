@@ -131,10 +131,10 @@ def test_a_rank_of_another_node_that_ended_early_is_named(*, all_of_the_node: bo
     who = "ranks 2,3" if all_of_the_node else "rank 3"
     row = master.job.picture().incidents[-1]
     assert row.sentence == (
-        f"{who} ended with 0 while others went on; rank 0 on node a lost its connection"
+        f"{who} exited with 0 while others continued; rank 0 on node a lost its connection"
     )
     assert report.verdict(row) == "script"
-    assert f"{who} had ended with 0" in master.job.status().outcome
+    assert f"{who} had exited with 0" in master.job.status().outcome
 
 
 def test_a_job_whose_nodes_were_told_to_leave_has_no_incident() -> None:
@@ -142,7 +142,7 @@ def test_a_job_whose_nodes_were_told_to_leave_has_no_incident() -> None:
     trains(master, 40)
     for session in (1, 2):
         master.hear(session, m.Leaving("received SIGINT", 2))
-    assert master.job.status().outcome == "all nodes were told to leave"
+    assert master.job.status().outcome == "all nodes were ordered to leave"
     assert not [one for one in master.job.picture().incidents if one.cause not in ("preempted",)]
 
 

@@ -269,7 +269,7 @@ ADVICE: dict[str, tuple[dict[tuple[str, str], int], tuple[LedgerEnd, ...], int, 
     ),
     "nodes were lost with what they had": (
         {("redone", "node_lost"): 500, ("hang", "strong"): 350}, (), 0,
-        "a Checkpointer with replicas=1 (or checkpoints that are closer together) would have saved "
+        "a Checkpointer with replicas=1 (or more frequent checkpoints) would have saved "
         "about 5.0 %",
     ),
     "it stood still": (
@@ -277,8 +277,8 @@ ADVICE: dict[str, tuple[dict[tuple[str, str], int], tuple[LedgerEnd, ...], int, 
     ),
     "a restart was quicker than the start": (
         {("start", "init"): 700, ("down", "rank_failed"): 600}, (BACK,), 0,
-        "a warm process (--warm in the job before; ranks trained 700 s after the start, 90 s after "
-        "a restart) would have saved about 6.1 %",
+        "a warm process (--warm in the job before; training began 700 s after the start, 90 s "
+        "after a restart) would have saved about 6.1 %",
     ),
     "nothing worth the words": ({("hang", "strong"): 345}, (FAILED,), 0, ""),
 }  # fmt: skip

@@ -52,7 +52,7 @@ SINKS = {
     "C sleeps": (rank(2, **ANSWERLESS, holds=True), "strong", "held", "C code, asleep"),
     "C computes": (rank(2, **ANSWERLESS, holds=True, cpu=0.7), "strong", "held", "0.7 cores"),
     "C writes": (rank(2, **ANSWERLESS, holds=True, io=2e8), "weak", "busy", "200.0 MB/s"),
-    "ended": (rank(2, being=Being.ENDED, answers=False), "certain", "ended", "ended with 0"),
+    "ended": (rank(2, being=Being.ENDED, answers=False), "certain", "ended", "exited with 0"),
     "saves": (rank(2, outside(), cpu=0.1, io=237e6), "weak", "busy", "0.1 cores, 237.0 MB/s"),
     "evaluates": (rank(2, outside(), cpu=1.0), "weak", "busy", "is busy"),
     "on GPU": (rank(2, outside(), gpu=97), "weak", "busy", "GPU 97 %"),
@@ -63,9 +63,9 @@ SINKS = {
     "frozen": (rank(2, being=Being.FROZEN, answers=False), "strong", "frozen", "its cgroup"),
     "debugger": (rank(2, being=Being.TRACED, answers=False), "weak", "traced", "a debugger"),
     "pdb": (rank(2, outside(), library="pdb"), "weak", "traced", "a debugger"),
-    "judges": (rank(2, outside(), says="judge", says_left=1140.0), "weak", "said", "says it is in "
-               "judge, for 19 min more at most; 3 ranks wait for it in all_reduce"),
-    "judges, held": (rank(2, **ANSWERLESS, holds=True, says="judge"), "weak", "said", "for 0 s"),
+    "judges": (rank(2, outside(), says="judge", says_left=1140.0), "weak", "said", "reports "
+               "judge, for at most 19 min more; 3 ranks wait for it in all_reduce"),
+    "judges, held": (rank(2, **ANSWERLESS, holds=True, says="judge"), "weak", "said", "most 0 s"),
     "no counters": (rank(2), "strong", "idle", "is idle"),
 }  # fmt: skip
 
@@ -92,7 +92,7 @@ def test_what_ranks_do_on_purpose_together_is_no_hang(at: tuple[Position, ...]) 
     assert alone.kind in ("fabric", "still")
     assert said is not None
     assert (said.klass, said.kind, said.held, said.says) == (Klass.WEAK, "said", True, "judge")
-    assert said.sentence.startswith("rank 1 says it is in judge, for 60 s more at most; ")
+    assert said.sentence.startswith("rank 1 reports judge, for at most 60 s more; ")
 
 
 def test_the_sentence() -> None:
@@ -335,8 +335,8 @@ def test_a_rank_without_a_thread_is_left_out() -> None:
 
 HALTED = {
     "stopped": (Being.STOPPED, 0.9, "strong", "stopped", "rank 2 (node b) is stopped by a signal;"),
-    "frozen": (Being.FROZEN, 0.0, "strong", "frozen", "is frozen with its cgroup; who waits"),
-    "disk": (Being.DISK, 0.0, "strong", "disk", "is in uninterruptible sleep (nfs_wait); who"),
+    "frozen": (Being.FROZEN, 0.0, "strong", "frozen", "is frozen with its cgroup; it is"),
+    "disk": (Being.DISK, 0.0, "strong", "disk", "is in uninterruptible sleep (nfs_wait); it is"),
     "reads": (Being.DISK, 0.9, "", "", ""),
 }
 

@@ -30,7 +30,7 @@ def test_stacks_of_all_nodes_come_together_the_rarest_first() -> None:
     assert [(row.ranks, row.count) for row in call.stacks()] == [("6", 1), ("0-5", 6)]
     assert call.stack_of(5) == "torch.nn forward\ntrain.py:4 step"
     assert call.lines_of(6) == {"": "train.py:1 load"}
-    assert call.missing() == "rank 7: no; no word from c"
+    assert call.missing() == "rank 7: no; no answer from c"
     assert call.folder("a") == call.folder("b") == ("logs/hang-1", "a")
     assert not call.done
 

@@ -108,7 +108,7 @@ def test_a_storage_that_is_away_is_not_asked_again_and_again() -> None:
             tried.append(now)
             saves.does(f"try{len(tried)}", now, ok=False)
     assert [b - a for a, b in itertools.pairwise(tried)] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-    assert saves.says().count("it is tried again") == MAX_TRIES - 1
+    assert saves.says().count("; retrying in") == MAX_TRIES - 1
     saves.both(step, step + 1, now=now + 60, wanted=step + 1)
     saves.does(f"try{len(tried) + 1}", now + 61)
     saves.taken()
@@ -275,7 +275,7 @@ def test_the_page_says_what_there_is() -> None:
     saves = Saves()
     assert saves.status() == ""
     saves.both(100, wanted=100)
-    whole = "step 100 is whole in memory"
+    whole = "step 100 is complete in memory"
     assert saves.status() == f"{whole}; step 100 is being saved (0 of 2 nodes done)"
     saves.does("try1")
     assert saves.status() == f"{whole}; step 100 is the newest checkpoint"
@@ -289,7 +289,7 @@ def test_the_page_counts_the_snapshots_that_this_round_has_skipped() -> None:
         report = replace(saves.points.reports[node], last=m.RoundInfo(R1, 2), skipped=skipped)
         saves.on_holdings(node, report, 0.0)
     assert not saves.taken(), "it is for people: nothing follows from it"
-    whole = "step 100 is whole in memory"
+    whole = "step 100 is complete in memory"
     assert saves.status() == f"{whole}; 3 snapshots skipped in this round: no slot was free"
     saves.begin_round(m.RoundInfo(R2, 2, restore=m.Restore(R1, 100, 2)))
     assert saves.status() == whole, "what nodes have said was of the round before"

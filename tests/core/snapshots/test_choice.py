@@ -182,7 +182,7 @@ def test_a_shard_that_comes_back_in_a_moment_is_waited_for() -> None:
     saves.points.locate("a", asked)
     saves.forget("b", 3.0, gone_because="is dead")
     order = saves.last()
-    assert (order.saver, order.reason) == (None, "no node holds it any more")
+    assert (order.saver, order.reason) == (None, "no node holds it now")
     saves.holds("b", 100, saver=False)
     saves.points.locate("a", asked)
     saves.forget("a", 4.0, gone_because="is dead")
@@ -203,7 +203,7 @@ def test_who_comes_back_without_it_is_not_waited_for() -> None:
     assert saves.taken() == [], "it is b that may have it"
     saves.points.has_reported_all("b")
     order = saves.last()
-    assert (order.saver, order.reason) == (None, "no node holds it any more")
+    assert (order.saver, order.reason) == (None, "no node holds it now")
 
 
 # ---------------------------------------------------------------- training that is taken back
@@ -359,7 +359,7 @@ def test_a_living_rank_is_given_back_what_it_had_alone() -> None:
     held(saves, "b", 7)
     choice = saves.points.choose()
     assert choice.restore == m.Restore(R1, 7, 2)
-    assert choice.why == "step 8 is left for step 7: it lacks what rank 1 had alone"
+    assert choice.why == "step 7 is restored instead of step 8, which lacks the own state of rank 1"
     held(saves, "b", 7, 8)
     assert saves.points.choose().restore == m.Restore(R1, 8, 2)
 

@@ -41,7 +41,7 @@ def test_several_nodes_are_given_one_step() -> None:
     departures.departing("b", departing(11, margin=40), ALL)
     departures.departing("a", departing(10), ALL)
     assert told(departures) == [12]
-    assert departures.order == m.SaveAt(ROUND, 12, "node a and 1 node more is to leave")
+    assert departures.order == m.SaveAt(ROUND, 12, "node a and 1 node more must leave")
     assert departures.requested == (ROUND, 12)
 
 

@@ -1,4 +1,4 @@
-"""A node that is to leave waits for the step that its ranks save, and no longer than it may."""
+"""A node that must leave waits for the step that its ranks save, and no longer than it may."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.core.by_hand import FINISHED, PERSIST, ROUND, STOPPED, Agent
 
 TERM = fx.Signalled(15, "SIGTERM", death=True, step=5, margin=3)
 DEPARTING = m.Departing(ROUND, "received SIGTERM", 15, 5, 3)
-ASK = m.SaveAt(ROUND, 8, "node a is to leave")
+ASK = m.SaveAt(ROUND, 8, "node a must leave")
 SAVED = m.PersistOver("", ROUND, 8, True, "")
 GIVEN_UP = m.PersistOver("", ROUND, 8, False, "no room")
 LEAVING = fx.Say(m.Leaving("received SIGTERM", 15))
@@ -176,8 +176,8 @@ def test_ranks_that_are_done_are_done() -> None:
     assert agent.exit(1, 0) == FINISHED
     agent.order(ASK)
     assert agent.order(SAVED) == [fx.Obey(SAVED)]  # the job may succeed all the same
-    over = m.End(0, "every rank ended with 0", ())
-    assert agent.order(over)[-1] == fx.Exit(0, "every rank ended with 0", (), 0)
+    over = m.End(0, "every rank exited with 0", ())
+    assert agent.order(over)[-1] == fx.Exit(0, "every rank exited with 0", (), 0)
 
 
 @pytest.mark.parametrize("signum", [15, 2, 1, 10])
@@ -196,7 +196,7 @@ def test_a_rank_that_dies_of_the_agents_signal_was_stopped(signum: int, shell: b
 def test_a_rank_that_loses_a_peer_names_those_that_were_through() -> None:
     kind, closed = m.FailureKind.PEER_LOST, "connection closed by peer"
     lost = m.Failure("h", 6, 2, 1, 1, 0, kind, closed, "", "")
-    for through, told in (((0, 1), "; ranks 4,5 had ended with 0"), ((), "")):
+    for through, told in (((0, 1), "; ranks 4,5 had exited with 0"), ((), "")):
         ranks = LocalRanks(3, "here")
         ranks.new_round(4)
         for local_rank in range(3):

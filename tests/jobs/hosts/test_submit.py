@@ -34,7 +34,7 @@ def test_a_job_on_hosts_from_submit_to_delete(town: Town, world: World) -> None:
     await_true(lambda: row()["nodes"] == 2, "two nodes in the list")
     assert (row()["where"], row()["state"]) == ("ssh", "running")
     assert "/h2/" in typed(town, "exec tr --node h2 -- printenv XDG_STATE_HOME")
-    assert "the job takes 1 node at most" in typed(town, "scale tr 1")
+    assert "the job now uses at most 1 node" in typed(town, "scale tr 1")
     (peer,) = summing(world, 1, world_size=1)
     assert allreduce(world, [peer]) == [1]
     assert "no step was saved as it ended" in typed(town, "suspend tr")

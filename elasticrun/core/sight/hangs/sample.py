@@ -106,7 +106,7 @@ class Sample:
         reported = [one.stacks.missing for one in self.answers.values() if one.stacks]
         silent = [node for node, one in self.answers.items() if one.stacks is None]
         parts = [text for text in reported if text]
-        return "; ".join([*parts, *([f"no word from {names(silent)}"] if silent else [])])
+        return "; ".join([*parts, *([f"no answer from {names(silent)}"] if silent else [])])
 
     def stacks(self) -> tuple[StackRow, ...]:
         """Groups of equal stacks over all nodes, the rarest first."""

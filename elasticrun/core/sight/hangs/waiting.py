@@ -406,7 +406,7 @@ def _class_of(scene: Scene, rank: int) -> _Doing:
         return _Doing(Klass.WEAK, "traced", f"is held by a debugger{place}", span)
     if seen.being is Being.ENDED:  # it may have done its part, of a broadcast say
         sure = any(_family(call).startswith(WHOLE) for call in scene.calls_with(rank))
-        return _Doing(Klass.CERTAIN if sure else Klass.STRONG, "ended", "has ended with 0")
+        return _Doing(Klass.CERTAIN if sure else Klass.STRONG, "ended", "has exited with 0")
     if seen.being is Being.STOPPED:
         return _Doing(Klass.STRONG, "stopped", f"is stopped by a signal{place}", span)
     if seen.being is Being.FROZEN:
@@ -420,7 +420,7 @@ def _class_of(scene: Scene, rank: int) -> _Doing:
         return _Doing(Klass.STRONG, "disk", f"is in uninterruptible sleep{kernel}{place}", span)
     if seen.holds:
         how = f"and uses {seen.cpu:.1f} cores" if is_busy(seen) else "asleep"
-        what = f"has its interpreter held by C code, {how}{place}"
+        what = f"has its interpreter lock held by C code, {how}{place}"
         return _Doing(Klass.STRONG, "held", what, span)
     silent = "does not answer and " if seen.forked and not seen.answers else ""
     return _Doing(Klass.STRONG, "idle", f"{silent}is idle{place}", span)
@@ -485,7 +485,7 @@ def _fabric(scene: Scene) -> Impasse | None:
                 f"all {len(group.at)} members of {group.words} {where} are in "
                 f"{group.at[inside[0]].call or 'a collective'} as #{number}",
                 round(scene.seconds),
-                ", and it does not end: look at the network between them",
+                ", and it does not finish: check the network between them",
             ),
             group.name,
             number,
@@ -517,7 +517,7 @@ def _halted(scene: Scene) -> Impasse | None:
         kind,
         tuple(same),
         (),
-        (f"{scene.name(same[0])} {does.what}{more}; who waits for it is not known",),
+        (f"{scene.name(same[0])} {does.what}{more}; it is unknown who waits for it",),
         node=one.node,
         of_node=one.node if kind in ("disk", "frozen") else "",
         place=one.seen.place,
@@ -686,7 +686,7 @@ def _count(waiting: int) -> str:
 def _word(seen: RankSeen) -> str:
     left = seen.says_left
     span = f"{left / 60:.0f} min" if left >= 90 else f"{left:.0f} s"
-    return f"says it is in {seen.says}, for {span} more at most"
+    return f"reports {seen.says}, for at most {span} more"
 
 
 def _load(seen: RankSeen) -> str:

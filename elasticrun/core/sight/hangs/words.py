@@ -35,7 +35,7 @@ def where_written(sample: Sample | None, node: str, nodes: int) -> str:
         return ""
     folder, home = sample.folder(node)
     if not folder:
-        return "; stacks are in no file (--log-dir DIR keeps them)"
+        return "; stacks are not saved (use --log-dir DIR)"
     return f"; stacks are in {folder}" + (f" on node {home}" if nodes > 1 else "")
 
 
@@ -63,11 +63,11 @@ def _why_left(ctx: JobContext, impasse: Impasse) -> str:
     if impasse.kind == DECLARED:
         return ", because its script announced it"
     if impasse.held:
-        return ", as a person is at work"
+        return ", because a debugger is attached"
     if ctx.spec.watch.on_hang == "tell":
         return " (--on-hang=tell)"
     if impasse.kind == "stopped":
-        return ", until somebody sends it SIGCONT (--on-hang=restart ends it)"
+        return " until it gets SIGCONT (--on-hang=restart ends it)"
     match impasse.klass:
         case Klass.STRONG:
             return " (it may be waiting for an external service; --on-hang=restart ends it)"
