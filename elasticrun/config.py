@@ -217,6 +217,10 @@ SPAWN_TIMEOUT: Final = 300.0
 """How long the fork server may take to start all ranks of a node before the agent gives up on it;
 raise it if executables are on a file system that takes minutes."""
 
+RECALL_LIMIT: Final = 30.0
+"""Seconds for a rank to leave its round without ending its process (`training.recoverable`); after
+that it is stopped like any other."""
+
 STUCK_AFTER: Final = 30.0
 """A process that still exists this long after SIGKILL is in uninterruptible sleep; the node logs
 it."""

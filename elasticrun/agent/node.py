@@ -47,6 +47,7 @@ from elasticrun.agent.workers.events import EventLog
 from elasticrun.agent.workers.probes import Probing
 from elasticrun.agent.workers.progress import Progress
 from elasticrun.agent.workers.ranks import Ranks
+from elasticrun.agent.workers.recoverable import Recoverables
 from elasticrun.agent.workers.spawner import Spawners
 from elasticrun.agent.workers.stores import HOLD, Stores
 from elasticrun.config import EXIT_FAILED, EXIT_OK, Caller, Identity, Launch, Place, spec_of
@@ -192,9 +193,11 @@ class NodeAgent:
         self._output.notes = LogNotes(os.environ, job_id, launch.master.run.folder)
         self._progress = Progress(nproc, shared.link)
         resumed = self._messages.resumed
-        self._snapshots = LocalSnapshots(shared, self._spawners, os.environ, resumed)
+        recoverables = Recoverables(shared)
+        self._snapshots = LocalSnapshots(shared, self._spawners, recoverables, os.environ, resumed)
         self._ranks = Ranks(
-            *(shared, self._spawners, self._output, self._snapshots.drain.is_put_off, self._events)
+            *(shared, self._spawners, recoverables, self._output),
+            *(self._snapshots.drain.is_put_off, self._events),
         )
         self._probing = Probing(shared, self._spawners)
         self._sight = LocalSight(shared, self._ranks, self._progress)
@@ -397,6 +400,10 @@ class NodeAgent:
             case fx.RanksGone(done):
                 for part in self._shared.parts:
                     part.ranks_gone(done=done)
+            case fx.RecallRanks(local_ranks):
+                self._ranks.recall(local_ranks)
+            case fx.LetRankFail(local_rank):
+                self._ranks.let_fail(local_rank)
             case fx.SignalRanks(local_ranks, signum):
                 self._ranks.signal(local_ranks, signum)
             case fx.SweepRanks(grace):

@@ -181,6 +181,28 @@ class RankSpawned(Struct, frozen=True):
     pid: int
 
 
+class RankArmed(Struct, frozen=True):
+    """A rank can be recalled from now on (`training.recoverable`); `armed` False: no longer."""
+
+    local_rank: int
+    armed: bool
+
+
+class RankRaised(Struct, frozen=True):
+    """An exception has left the recoverable function of a rank, which waits for RecallRanks or
+    LetRankFail."""
+
+    local_rank: int
+    failure: Failure
+
+
+class RankLeft(Struct, frozen=True):
+    """A recalled rank has left its round: its process groups are destroyed. Its process waits for
+    the next round."""
+
+    local_rank: int
+
+
 class RankExited(Struct, frozen=True):
     """A rank was reaped. `failure`: built by the runtime (error file, signal), None if code is
     0."""
@@ -246,6 +268,9 @@ AgentEvent = (
     | StoreReady
     | StoreLost
     | RankSpawned
+    | RankArmed
+    | RankRaised
+    | RankLeft
     | RankExited
     | RanksSwept
     | SpawnerLost
@@ -261,10 +286,25 @@ class SpawnRanks(Struct, frozen=True):
     """Start all local ranks of this round; the runtime supplies environment, logs and keys.
 
     The runtime first releases the resources of the old ranks. `attempt` names the log folder.
+    `kept`: local ranks whose process waits since the last round; the new round starts in it.
     """
 
     start: Start
     attempt: int
+    kept: tuple[int, ...] = ()
+
+
+class RecallRanks(Struct, frozen=True):
+    """Make these ranks leave their round without ending their process; each answers with RankLeft,
+    unless it exits first."""
+
+    local_ranks: tuple[int, ...]
+
+
+class LetRankFail(Struct, frozen=True):
+    """A rank that has raised fails by its own exception; RankExited follows."""
+
+    local_rank: int
 
 
 class SignalRanks(Struct, frozen=True):
@@ -338,6 +378,8 @@ class Exit(Struct, frozen=True):
 
 AgentEffect = (
     SpawnRanks
+    | RecallRanks
+    | LetRankFail
     | SignalRanks
     | SweepRanks
     | PrepareStore

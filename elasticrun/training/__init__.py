@@ -3,10 +3,12 @@
 `progress(step)`, called once a step after the optimizer's step, lets the job find slow nodes.
 Without an agent it is a no-op. `quiet("judge", minutes=20)` is a block in which the rank does not
 count as hung. `Checkpointer` keeps the state in memory and in storage. `ElasticBatchSampler`
-chooses the samples of each step. These two import torch, so they are imported on first access.
-Forbidden here: raising into the script or blocking it (except as `Checkpointer` documents), a
-thread or a hook in it, importing torch for `progress` (it uses what the script has imported), and
-every other folder except `checkpointing`, `monitor.recorders` and a few names of `wire`.
+chooses the samples of each step. `recoverable` lets a healthy rank call a function again in the
+same process. They import torch or threading, so they are imported on first access.
+Forbidden here: raising into the script or blocking it (except as `Checkpointer` and `recoverable`
+document), a thread or a hook in it (except in `recoverable`), importing torch for `progress` (it
+uses what the script has imported), and every other folder except `checkpointing`,
+`monitor.recorders` and a few names of `wire`.
 """
 
 from __future__ import annotations
@@ -18,8 +20,18 @@ from elasticrun.training.reporting import progress, quiet
 if TYPE_CHECKING:
     from elasticrun.training.checkpointing.checkpointer import Checkpointer, Keep
     from elasticrun.training.data import ElasticBatchSampler
+    from elasticrun.training.recovery import RoundOver, keep, recoverable
 
-__all__ = ["Checkpointer", "ElasticBatchSampler", "Keep", "progress", "quiet"]
+__all__ = [
+    "Checkpointer",
+    "ElasticBatchSampler",
+    "Keep",
+    "RoundOver",
+    "keep",
+    "progress",
+    "quiet",
+    "recoverable",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -31,4 +43,8 @@ def __getattr__(name: str) -> Any:
         from elasticrun.training import data
 
         return data.ElasticBatchSampler
+    if name in ("RoundOver", "keep", "recoverable"):
+        from elasticrun.training import recovery
+
+        return getattr(recovery, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

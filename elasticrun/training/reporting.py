@@ -143,6 +143,7 @@ class ProgressReporter:
         self._marks: deque[int] = deque(maxlen=MAX_MARKS)
         self._steps = 0
         self._seconds = 0.0
+        self.newest_step = -1
         self._send_at = 0.0
         self._every = READ_EVERY
         self._instant = 0
@@ -161,6 +162,7 @@ class ProgressReporter:
 
     def report_step(self, number: int) -> None:
         """Step `number` is complete."""
+        self.newest_step = number
         now, wall = time.monotonic(), time.time_ns()
         self._marks.append(wall)
         last, self._last = self._last, now
@@ -242,6 +244,19 @@ def progress(step: int, **metrics: float) -> None:
             if metrics:
                 _report_metrics(_reporter, step, metrics)
             _reporter.report_step(step)
+
+
+def newest_step() -> int:
+    """The newest step that was reported in this round; -1: none."""
+    return -1 if _reporter is None else _reporter.newest_step
+
+
+def begin_round() -> None:
+    """This process takes part in another round, whose agent has another address."""
+    global _reporter, _connect_tried
+    if _reporter is not None:
+        _reporter.close()
+    _reporter, _connect_tried = None, False
 
 
 def _report_metrics(reporter: ProgressReporter, step: int, metrics: Mapping[str, object]) -> None:

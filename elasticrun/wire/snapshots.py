@@ -1,4 +1,4 @@
-"""The messages about snapshots between ranks, savers and their agent.
+"""The messages between ranks, savers and their agent: snapshots, and recoverable functions.
 
 They are frames (`wire.frames`) over one AF_UNIX stream socket of the agent, an abstract one whose
 name has 128 random bits; the agent also checks the user of its peer (SO_PEERCRED). A rank gets the
@@ -426,8 +426,67 @@ class SaverPong:
 
 FromSaver = SaverHere | Checked | PartsDone | CommitDone | FetchSize | Fetched | Remark | SaverPong
 
-FromPeer = FromRank | FromSaver
+# ---------------------------------------------------------------- recoverable functions
+#
+# Each has a connection of its own. LeaveRound is answered by Left; EnterRound begins the next round
+# in the same process. A rank whose function raises before that sends Raised, and gets LeaveRound or
+# Reraise.
+
+
+@dataclass(frozen=True, slots=True)
+class RecoverableHere:
+    """The first message: this local rank runs a recoverable function."""
+
+    local_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """The function has returned, or failed: the rank can no longer be recalled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """An exception has left the function. `time_us`: microseconds since the epoch."""
+
+    message: str  # one line, as in an error file
+    traceback: str
+    time_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """The rank has destroyed its process groups, and waits."""
+
+
+FromRecoverable = RecoverableHere | Returned | Raised | Left
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveRound:
+    """Leave the round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reraise:
+    """Fail by the exception that was raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnterRound:
+    """Call the function again, as a rank of the next round. `environ`: the variables that a new
+    process would get; `stdout` and `stderr`: the files to write to, "" for the present one."""
+
+    environ: dict[str, str]
+    stdout: str
+    stderr: str
+
+
+ToRecoverable = LeaveRound | Reraise | EnterRound
+
+
+FromPeer = FromRank | FromSaver | FromRecoverable
 """What the agent's socket receives."""
 
-ToPeer = ToRank | ToSaver
+ToPeer = ToRank | ToSaver | ToRecoverable
 """What the agent may answer."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from elasticrun.config import RECALL_LIMIT
 from elasticrun.core.events import Attached, Heard, JobEvent
 from elasticrun.core.persisted import Facts
 from elasticrun.wire.messages import Beat, CheckSpec, JobSpec, Start
@@ -54,6 +55,8 @@ class Chaos:
         self.checks = checks
         self.rng = random.Random(seed)
         self.duration = duration
+        self.recovers = seed % 3 == 0
+        self.peace = PEACE + (4 * RECALL_LIMIT if self.recovers else 0.0)
         self.spec = self._draw_spec()
         self.world = World(
             delay=self._delay,
@@ -133,7 +136,7 @@ class Chaos:
             world.clock.at(when, self._strike)
         world.run_until(self.duration)
         self._make_peace()
-        world.run_until(self.duration + PEACE)
+        world.run_until(self.duration + self.peace)
         if not world.worlds.stepping:  # a node whose bar has ended may be let in just now
             world.run_until(world.clock.now + 10.0)
         self._check_rest()
@@ -152,6 +155,7 @@ class Chaos:
             first_store=self.rng.choice([0.1, 1.0, 3.0]),
             term=self.rng.choice([0.0, 0.0, 0.0, 3.0]),
             shutdown_timeout=2.0,
+            leaves=self._leaves(name),
         )
 
         def start() -> None:
@@ -163,6 +167,13 @@ class Chaos:
                 self.world.start_node(setup, memory=self._memory_survives())
 
         self.world.clock.after(delay, start)
+
+    def _leaves(self, name: str) -> float | None:
+        """Whether the ranks of a node are recoverable, and how long they take to leave a round: at
+        once, as others die, as long as they may, or longer. Not drawn, so the other seeds stay."""
+        if not self.recovers:
+            return None
+        return (0.003, 0.5, 10.0, 29.9, 100.0)[(self.seed // 3 + sum(map(ord, name))) % 5]
 
     def _memory_survives(self) -> bool:
         """Whether the next agent of a node finds what a killed one had in memory."""

@@ -102,6 +102,13 @@ class Node:
             self._prepare_store()
         elif isinstance(effect, fx.SpawnRanks):
             self._spawn(effect)
+        elif isinstance(effect, fx.RecallRanks):
+            for local_rank in effect.local_ranks:
+                rank = self.ranks[local_rank]
+                assert rank.leaves_within is not None
+                after(rank.leaves_within, partial(self._left, rank))
+        elif isinstance(effect, fx.LetRankFail):
+            after(DEATH, partial(self.end_rank, self.ranks[effect.local_rank], 1, "ValueError"))
         elif isinstance(effect, fx.SignalRanks):
             for local_rank in effect.local_ranks:
                 self._signal(self.ranks[local_rank], effect.signum)
@@ -239,28 +246,59 @@ class Node:
     def _spawn(self, effect: fx.SpawnRanks) -> None:
         start, spawner = effect.start, self._spawner
         self.memory.started(start)
-        self.ranks.clear()
+        kept = {local_rank: self.ranks[local_rank] for local_rank in effect.kept}
+        self.ranks = {local: self._new_rank(start, local, one.pid) for local, one in kept.items()}
+        for local_rank, before in kept.items():
+            if before.alive:
+                before.alive = False
+            else:  # its exit has been reported, or is about to be
+                self.ranks[local_rank].alive = False
 
         def born(local_rank: int) -> None:
             if not self.alive or spawner != self._spawner:
                 return
-            rank = Rank(
-                round=start.round,
-                rank=start.first_rank + local_rank,
-                local_rank=local_rank,
-                world_size=start.info.world_size,
-                pid=self.world.new_pid(),
-                on_exit=lambda code, message: self._rank_ended(rank, code, message),
-                ignores_term=self.setup.term,
-                exit_on_term=self.setup.term_code,
-            )
-            self.ranks[local_rank] = rank
-            self.world.worlds.born(rank)
+            rank = self.ranks.get(local_rank)
+            if rank is None or local_rank not in kept:
+                rank = self.ranks[local_rank] = self._new_rank(
+                    start, local_rank, self.world.new_pid()
+                )
+            if rank.alive:
+                self.world.worlds.born(rank)
             self.feed(fx.RankSpawned(local_rank, rank.pid))
+            if local_rank not in kept and rank.leaves_within is not None:
+                self.feed(fx.RankArmed(local_rank, True))
 
         for local_rank in range(self.setup.nproc):
-            delay = self.setup.spawn * (local_rank + 1)
+            delay = 0.0 if local_rank in kept else self.setup.spawn * (local_rank + 1)
             self.world.clock.after(delay, partial(born, local_rank))
+
+    def _new_rank(self, start: m.Start, local_rank: int, pid: int) -> Rank:
+        rank = Rank(
+            round=start.round,
+            rank=start.first_rank + local_rank,
+            local_rank=local_rank,
+            world_size=start.info.world_size,
+            pid=pid,
+            on_exit=lambda code, message: self._rank_ended(rank, code, message),
+            ignores_term=self.setup.term,
+            exit_on_term=self.setup.term_code,
+            leaves_within=self.setup.leaves,
+        )
+        return rank
+
+    def _left(self, rank: Rank) -> None:
+        """A recalled rank has left its round."""
+        if rank.alive and not rank.waits:
+            rank.waits = True
+            self.world.worlds.dead(rank)
+            self.feed(fx.RankLeft(rank.local_rank))
+
+    def break_collective(self, rank: Rank, message: str) -> None:
+        """A rank has lost its peer: its process ends, or it raises in a recoverable function."""
+        if rank.leaves_within is None:
+            self.end_rank(rank, 1, message)
+        elif not rank.waits:
+            self.feed(fx.RankRaised(rank.local_rank, self._failure(rank, 1, message)))
 
     def _signal(self, rank: Rank, signum: int) -> None:
         delay = DEATH
@@ -278,21 +316,22 @@ class Node:
             rank.on_exit(code, message)
 
     def _rank_ended(self, rank: Rank, code: int, message: str) -> None:
-        failure = None
-        if code != 0:
-            failure = m.Failure(
-                host=self.name,
-                rank=rank.rank,
-                local_rank=rank.local_rank,
-                pid=rank.pid,
-                exitcode=code,
-                time_us=round(self.world.clock.now * 1e6),
-                kind=classify(code, message, stopping=False, oom=False),
-                message=message,
-                traceback="",
-                error_file="",
-            )
+        failure = self._failure(rank, code, message) if code != 0 else None
         self.feed(fx.RankExited(rank.local_rank, code, failure))
+
+    def _failure(self, rank: Rank, code: int, message: str) -> m.Failure:
+        return m.Failure(
+            host=self.name,
+            rank=rank.rank,
+            local_rank=rank.local_rank,
+            pid=rank.pid,
+            exitcode=code,
+            time_us=round(self.world.clock.now * 1e6),
+            kind=classify(code, message, stopping=False, oom=False),
+            message=message,
+            traceback="",
+            error_file="",
+        )
 
     def _swept(self, spawner: int) -> None:
         if spawner == self._spawner:

@@ -24,7 +24,9 @@ class Rank:
     on_exit: Callable[[int, str], None]  # exit code, message
     ignores_term: float = 0.0  # seconds that it takes to obey SIGTERM
     exit_on_term: int | None = None  # exit code instead of the signal's death
+    leaves_within: float | None = None  # seconds to leave a round and keep its process
     alive: bool = True
+    waits: bool = False  # has left its round
 
 
 @dataclass(slots=True)
@@ -76,3 +78,4 @@ class NodeSetup:
     spawn: float = 0.005
     term: float = 0.0  # seconds that its ranks take to obey SIGTERM
     term_code: int | None = None  # their exit code then; None: die of the signal
+    leaves: float | None = None  # they are recoverable, and leave a round in that many seconds

@@ -232,4 +232,4 @@ class World:
         for life in self.lives:
             for rank in list(life.ranks.values()):
                 if rank.alive and rank.round == name and rank.ignores_term == 0.0:
-                    life.end_rank(rank, 1, PEER_LOST)
+                    life.break_collective(rank, PEER_LOST)

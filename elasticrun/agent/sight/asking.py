@@ -49,15 +49,16 @@ class RankQueries:
         self._pending: dict[int, _Query] = {}
         self._number = 0
 
-    def start(self, nproc: int) -> Mapping[int, str]:
+    def start(self, nproc: int, kept: Mapping[int, str]) -> Mapping[int, str]:
         """Start a round: returns the address at which each rank answers; empty if no socket can be
-        created. Call in the running loop."""
+        created. `kept`: the addresses of ranks that keep their process. Call in the running
+        loop."""
         self.stop()
         try:
             found = self._socket = hearing_at(mint_name())
         except OSError:
             return {}
-        self._places = {rank: mint_name() for rank in range(nproc)}
+        self._places = {rank: kept.get(rank) or mint_name() for rank in range(nproc)}
         self._ranks = {address(name).encode(): rank for rank, name in self._places.items()}
         asyncio.get_running_loop().add_reader(found, self._readable)
         return self._places

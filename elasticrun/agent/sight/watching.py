@@ -88,7 +88,7 @@ class LocalSight:
         now = asyncio.get_running_loop().time()
         watched = _WatchedRound(start, LocalQuiet(start.round, range(nproc), now))
         self._watched = watched
-        self.places = self._queries.start(nproc)
+        self.places = self._queries.start(nproc, self._ranks.kept_monitors)
         self._tasks.start(self._watch(watched), "watching the ranks", on_failure=logger.warning)
 
     def ranks_stopping(self) -> None:

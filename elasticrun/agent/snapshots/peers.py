@@ -1,4 +1,4 @@
-"""The socket on which ranks and the saver talk to their agent about snapshots (`wire.snapshots`).
+"""The socket on which ranks and the saver talk to their agent (`wire.snapshots`).
 
 It is one abstract AF_UNIX stream socket for the agent's lifetime. It has no file that could be left
 behind. The kernel reports the peer's process, and another user's is rejected. A peer introduces
@@ -18,13 +18,15 @@ from elasticrun.agent.runtime import Once, keep_sending
 from elasticrun.host.log import logger
 from elasticrun.wire.frames import Connection, FrameError, NotRead, peer_of
 from elasticrun.wire.progress import address, mint_name
-from elasticrun.wire.snapshots import FromPeer, RankHere, SaverHere, ToPeer
+from elasticrun.wire.snapshots import FromPeer, RankHere, RecoverableHere, SaverHere, ToPeer
+
+Introduction = RankHere | RecoverableHere | SaverHere
 
 OUTBOX_MOST: Final = 1024
 """Maximum number of messages queued for a peer; ranks and savers read immediately."""
 
 SPARE: Final = 8
-"""Connections beyond one per local rank: the saver, and ranks that reconnect."""
+"""Connections beyond two per local rank: the saver, and ranks that reconnect."""
 
 FIRST_WORD: Final = 30.0
 """Seconds within which a peer must introduce itself."""
@@ -41,7 +43,7 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text[:TEXT_MOST])
 
 
-def _named(here: RankHere | SaverHere) -> str:
+def _named(here: Introduction) -> str:
     return "the saver" if isinstance(here, SaverHere) else f"local rank {here.local_rank}"
 
 
@@ -50,7 +52,7 @@ class Peer:
 
     def __init__(self, channel: socket.socket, pid: int, server: PeerServer) -> None:
         self.pid = pid
-        self.here: RankHere | SaverHere | None = None
+        self.here: Introduction | None = None
         """Its introduction."""
         self.closed = False
         self._connection = Connection(channel, FromPeer, most_messages=OUTBOX_MOST)
@@ -107,11 +109,11 @@ class Peer:
             self.break_off(f"it sent an invalid message ({error})")
 
     def _take(self, message: FromPeer) -> None:
-        introduces = isinstance(message, RankHere | SaverHere)
+        introduces = isinstance(message, Introduction)
         if introduces != (self.here is None):
             self.break_off("it must introduce itself once, in its first message")
             return
-        if isinstance(message, RankHere | SaverHere):
+        if isinstance(message, Introduction):
             self.here = message
             self._timer.cancel()
         self._server.listener.on_message(self, message)
@@ -132,7 +134,7 @@ class PeerServer:
     socket could be created (which is logged)."""
 
     def __init__(self, nproc: int, listener: Listener) -> None:
-        self._most = 2 * nproc + SPARE
+        self._most = 3 * nproc + SPARE
         self.listener = listener
         self.peers: set[Peer] = set()
         self._once = Once()

@@ -36,6 +36,7 @@ from elasticrun.agent.snapshots.inventory import (
 from elasticrun.agent.snapshots.peers import Peer, PeerServer, one_line
 from elasticrun.agent.snapshots.saver import Hashing, Savers
 from elasticrun.agent.snapshots.segments import Segments, Sizes
+from elasticrun.agent.workers.recoverable import Recoverables
 from elasticrun.agent.workers.spawner import Spawners
 from elasticrun.host.log import logger
 from elasticrun.snapshots.shm.memory import NoMemory
@@ -75,17 +76,20 @@ def resume(start: Start, *, same: bool, put_off: tuple[int, ...]) -> s.Resume:
 
 
 class LocalSnapshots:
-    """Built with the node, once it has a link; call `open` when its id is known. `resumed(step,
-    source)` is called when a rank has resumed."""
+    """Built with the node, once it has a link; call `open` when its id is known. `recoverables`
+    gets the messages of recoverable functions. `resumed(step, source)` is called when a rank has
+    resumed."""
 
     def __init__(
         self,
         node: NodeContext,
         spawners: Spawners,
+        recoverables: Recoverables,
         environ: Mapping[str, str],
         resumed: Callable[[int, str], None] = lambda step, source: None,
     ) -> None:
         launch, job_id = node.launch, node.identity.job_id
+        self._recoverables = recoverables
         self._nproc = launch.nproc_per_node
         self._several = launch.spec.max_nodes > 1
         self._node = node
@@ -242,7 +246,12 @@ class LocalSnapshots:
 
     def on_message(self, peer: Peer, message: s.FromPeer) -> None:
         """Dispatch a message of a peer, its introduction first."""
-        if isinstance(peer.here, s.SaverHere):
+        if isinstance(peer.here, s.RecoverableHere):
+            if isinstance(message, s.FromRecoverable):
+                self._recoverables.on_message(peer, message)
+            else:
+                peer.break_off("it runs a recoverable function, and sent another message")
+        elif isinstance(peer.here, s.SaverHere):
             if isinstance(message, s.FromSaver):
                 self.savers.on_message(peer, message)
             else:
@@ -256,7 +265,9 @@ class LocalSnapshots:
 
     def lost(self, peer: Peer) -> None:
         """The connection of an introduced peer has closed."""
-        if isinstance(peer.here, s.SaverHere):
+        if isinstance(peer.here, s.RecoverableHere):
+            self._recoverables.lost(peer)
+        elif isinstance(peer.here, s.SaverHere):
             self.savers.on_close(peer)
         elif (local_rank := self._generation.of(peer)) is not None:
             rank = self._generation.ranks[local_rank]

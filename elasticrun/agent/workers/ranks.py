@@ -28,6 +28,7 @@ from elasticrun.agent.logs.output import LogsUnusable, RankLogs, RankOutput
 from elasticrun.agent.runtime import DISK_LIMIT, Tasks, in_thread
 from elasticrun.agent.workers.events import EventLog
 from elasticrun.agent.workers.exits import Killers, describe, oom_kills
+from elasticrun.agent.workers.recoverable import Recoverables
 from elasticrun.agent.workers.spawner import Child, Spawners
 from elasticrun.core.events import RankExited, RankSpawned, RanksSwept, SpawnRanks
 from elasticrun.core.reasons import text
@@ -36,6 +37,7 @@ from elasticrun.host.log import NOTICE, logger
 from elasticrun.host.system.sandbox import NoThread
 from elasticrun.wire import debugger, env, spawning
 from elasticrun.wire.messages import Failure, FailureKind, Start
+from elasticrun.wire.snapshots import EnterRound
 from elasticrun.wire.types import Endpoint, EntryKind, Entrypoint
 
 DESCRIBE_LIMIT: Final = 0.5
@@ -156,7 +158,9 @@ class _Attempt:
     monitors: Mapping[int, str] = field(default_factory=dict)
     logs: Mapping[int, RankLogs] = field(default_factory=dict)
     signalled: dict[int, int] = field(default_factory=dict)  # local rank -> last signal sent
+    is_started: bool = False  # its ranks were ordered from the spawner
     called_off: bool = False  # stopped before its ranks were started
+    kept: frozenset[int] = frozenset()  # local ranks that continue in the process of the last one
 
     @property
     def is_swept(self) -> bool:
@@ -172,6 +176,7 @@ class Ranks:
         self,
         node: NodeContext,
         spawners: Spawners,
+        recoverables: Recoverables,
         output: RankOutput,
         is_put_off: Callable[[int, int], bool] = lambda local_rank, signum: False,
         events: EventLog | None = None,
@@ -179,7 +184,7 @@ class Ranks:
         """`is_put_off`: whether this local rank defers this signal. `events`: notified when all
         ranks run."""
         self._events = events
-        self._node = node
+        self._recoverables = recoverables
         self._node = node
         self._launch = node.launch
         self._spawners = spawners
@@ -187,11 +192,11 @@ class Ranks:
         self._is_put_off = is_put_off
         self._attempt: _Attempt | None = None
         self._sweeping: tuple[Child, ...] = ()
-        self._exits: asyncio.Queue[tuple[_Attempt, asyncio.Task[RankExited]]] = asyncio.Queue()
+        self._exits: asyncio.Queue[tuple[Child, asyncio.Task[RankExited]]] = asyncio.Queue()
         self._tasks = Tasks(node.fatal)
         self._killers = Killers()
         self._tasks.start(self._report_exits(), "reporting exits of ranks")
-        self._sent_at: dict[int, float] = {}
+        self._sent_us: dict[int, int] = {}  # by signal, microseconds since the epoch
         self._cleared: asyncio.Event | None = None
         self._lingering: spawning.Lingering | None = None  # leftovers that may run for a while
 
@@ -235,9 +240,42 @@ class Ranks:
         RankExited follows for each. `monitors`: the addresses at which forked ranks answer
         queries."""
         attempt = _Attempt(effect.start, effect.attempt, monitors=monitors)
+        if effect.kept and self._attempt is not None:
+            self._keep(self._attempt, attempt, effect.kept)
         self._attempt = attempt
-        self._sent_at.clear()
+        self._recoverables.new_round(effect.start, attempt.pids)
+        self._sent_us.clear()
+        for local_rank, pid in attempt.pids.items():
+            self._node.deliver(RankSpawned(local_rank, pid))
         self._tasks.start(self._start(attempt, own), "starting the ranks")
+
+    @staticmethod
+    def _keep(last: _Attempt, attempt: _Attempt, kept: tuple[int, ...]) -> None:
+        """These ranks continue in the process of the last attempt."""
+        attempt.kept = frozenset(kept)
+        for child, local_rank in last.children.items():
+            if local_rank in attempt.kept:
+                attempt.children[child] = local_rank
+                attempt.pids[local_rank] = last.pids[local_rank]
+                attempt.logs = {**attempt.logs, local_rank: last.logs[local_rank]}
+        attempt.forked = last.forked & attempt.kept
+
+    @property
+    def kept_monitors(self) -> Mapping[int, str]:
+        """The addresses of the answering threads of ranks that wait for the next round."""
+        last, waiting = self._attempt, self._recoverables.waiting
+        if last is None:
+            return {}
+        return {rank: name for rank, name in last.monitors.items() if rank in waiting}
+
+    def recall(self, local_ranks: tuple[int, ...]) -> None:
+        """Make these ranks leave their round without ending their process."""
+        for local_rank in local_ranks:
+            self._recoverables.recall(local_rank)
+
+    def let_fail(self, local_rank: int) -> None:
+        """A rank that has raised an exception fails by it."""
+        self._recoverables.let_fail(local_rank)
 
     def signal(self, local_ranks: tuple[int, ...], signum: int) -> None:
         """Send a signal to these ranks' process groups."""
@@ -251,22 +289,22 @@ class Ranks:
                 pid = attempt.pids.get(local_rank)
                 self._log_signal(pid, signum, attempt.signalled.get(local_rank))
             attempt.signalled[local_rank] = signum
-            self._sent_at[signum] = time.monotonic()
+            self._sent_us[signum] = time.time_ns() // 1000
             child.signal(signum)
             if signum in (signal.SIGTERM, signal.SIGINT):
                 child.signal(signal.SIGCONT)  # a stopped process does not end before SIGCONT
             if self._is_put_off(local_rank, signum):  # it would end by it, but our code defers it
-                self._sent_at[signal.SIGKILL] = time.monotonic()
+                self._sent_us[signal.SIGKILL] = time.time_ns() // 1000
                 child.signal(signal.SIGKILL, alone=True)
 
     def call_off(self) -> None:
         """Cancel the ranks that were requested and have not started yet."""
         attempt = self._attempt
-        if attempt is None or attempt.children or attempt.called_off:
+        if attempt is None or attempt.is_started or attempt.called_off:
             return
         attempt.called_off = True
         now = time.time_ns() // 1000
-        for local_rank in range(self._launch.nproc_per_node):
+        for local_rank in set(range(self._launch.nproc_per_node)) - attempt.kept:
             failure = self._bare_failure(attempt, local_rank, -signal.SIGTERM, now)
             failure = replace(failure, kind=FailureKind.STOPPED, message="never started")
             self._node.deliver(RankExited(local_rank, -signal.SIGTERM, failure))
@@ -278,7 +316,12 @@ class Ranks:
         if attempt is None or attempt.is_swept:
             self._node.deliver(RanksSwept(()))
             return
-        self._sweeping = tuple(attempt.children)
+        waiting = self._recoverables.waiting
+        exited = (child for child, rank in attempt.children.items() if rank not in waiting)
+        self._sweeping = tuple(exited)
+        if not self._sweeping:
+            self._node.deliver(RanksSwept(()))
+            return
         self._sweeping[0].send(
             spawning.SweepOrder(tuple(child.key for child in self._sweeping), grace, linger)
         )
@@ -319,27 +362,28 @@ class Ranks:
         elif isinstance(message, spawning.Execed):
             attempt.forked.discard(attempt.children[child])
         elif isinstance(message, spawning.SpawnFailed):
-            self._spawn_failed(attempt, attempt.children[child], message)
+            self._spawn_failed(attempt, child, message)
         elif isinstance(message, spawning.Exited):
-            self._exited(attempt, attempt.children[child], message)
+            self._exited(attempt, child, message)
 
     def lost(self, child: Child) -> None:
         """No-op: `all_lost` handles all ranks together."""
 
-    def _spawn_failed(
-        self, attempt: _Attempt, local_rank: int, message: spawning.SpawnFailed
-    ) -> None:
+    def _spawn_failed(self, attempt: _Attempt, child: Child, message: spawning.SpawnFailed) -> None:
+        local_rank = attempt.children[child]
         logger.error("cannot start local rank %d: %s", local_rank, message.reason)
         failure = self._bare_failure(attempt, local_rank, 1, time.time_ns() // 1000)
         failure = replace(failure, kind=FailureKind.SPAWN, message=message.reason)
-        self._queue_exit(attempt, _ready(RankExited(local_rank, 1, failure)))
+        self._queue_exit(child, _ready(RankExited(local_rank, 1, failure)))
 
-    def _exited(self, attempt: _Attempt, local_rank: int, message: spawning.Exited) -> None:
+    def _exited(self, attempt: _Attempt, child: Child, message: spawning.Exited) -> None:
+        local_rank = attempt.children[child]
         self._output.rank_exited(local_rank)
+        self._recoverables.forget(local_rank)
         sent = attempt.signalled.get(local_rank)
         if sent is None and self._is_put_off(local_rank, -message.code):
             logger.warning("local rank %d exited on a signal that it had blocked", local_rank)
-        self._queue_exit(attempt, self._explain(attempt, local_rank, message, log=sent is None))
+        self._queue_exit(child, self._explain(attempt, local_rank, message, log=sent is None))
 
     def _swept(self, message: spawning.Swept) -> None:
         if self._sweeping and set(message.keys) == {child.key for child in self._sweeping}:
@@ -383,28 +427,43 @@ class Ranks:
                 )
                 for rank in range(launch.nproc_per_node)
             }
-            attempt.logs = await self._open_logs(attempt, environments)
+            logs = await self._open_logs(attempt, environments)
         except (BadEnvironment, LogsUnusable) as error:
             self._node.fatal(str(error))
             return
         if attempt is not self._attempt or attempt.called_off:
             return
+        attempt.is_started, attempt.logs = True, logs
         for local_rank, environment in environments.items():
-            logs = attempt.logs[local_rank]
-            order = spawning.SpawnRank(
-                key=0,
-                local_rank=local_rank,
-                entry=_as_debugged(rank_entry(launch.entry, local_rank), launch.python_exec),
-                env=environment,
-                unset=(),
-                stdout=logs.stdout,
-                stderr=logs.stderr,
-                error_file=logs.error_file,
-                numa=launch.numa_binding or "",
-                numa_may_fail=launch.numa_may_fail,
-                monitor=attempt.monitors.get(local_rank, ""),
-            )
-            attempt.children[self._spawners.start(order, self)] = local_rank
+            if local_rank in attempt.kept:
+                self._enter(attempt, local_rank, environment)
+            else:
+                self._spawn(attempt, local_rank, environment)
+
+    def _enter(self, attempt: _Attempt, local_rank: int, environment: dict[str, str]) -> None:
+        """Start the round in the process of a kept rank."""
+        logs = attempt.logs[local_rank]
+        order = EnterRound(environment, logs.stdout, logs.stderr)
+        if not self._recoverables.enter(local_rank, order):
+            logger.warning("local rank %d cannot be reached: killing it", local_rank)
+            self.signal((local_rank,), signal.SIGKILL)
+
+    def _spawn(self, attempt: _Attempt, local_rank: int, environment: dict[str, str]) -> None:
+        launch, logs = self._launch, attempt.logs[local_rank]
+        order = spawning.SpawnRank(
+            key=0,
+            local_rank=local_rank,
+            entry=_as_debugged(rank_entry(launch.entry, local_rank), launch.python_exec),
+            env=environment,
+            unset=(),
+            stdout=logs.stdout,
+            stderr=logs.stderr,
+            error_file=logs.error_file,
+            numa=launch.numa_binding or "",
+            numa_may_fail=launch.numa_may_fail,
+            monitor=attempt.monitors.get(local_rank, ""),
+        )
+        attempt.children[self._spawners.start(order, self)] = local_rank
 
     async def _open_logs(
         self, attempt: _Attempt, environments: dict[int, dict[str, str]]
@@ -429,17 +488,17 @@ class Ranks:
 
     # ------------------------------------------------------------ exits
 
-    def _queue_exit(self, attempt: _Attempt, event: Coroutine[Any, Any, RankExited]) -> None:
+    def _queue_exit(self, child: Child, event: Coroutine[Any, Any, RankExited]) -> None:
         task = self._tasks.start(event, "explaining the exit of a rank")
-        self._exits.put_nowait((attempt, task))
+        self._exits.put_nowait((child, task))
 
     async def _report_exits(self) -> None:
         """Deliver exits in the order in which they happened, however long each explanation takes:
         the first one is the cause."""
         while True:
-            attempt, task = await self._exits.get()
+            child, task = await self._exits.get()
             event = await task
-            if attempt is self._attempt:
+            if self._attempt is not None and child in self._attempt.children:
                 self._node.deliver(event)
 
     async def _explain(
@@ -450,8 +509,11 @@ class Ranks:
         if message.code == 0:
             return RankExited(local_rank, 0, None)
         signum = -message.code
-        stopping = attempt.signalled.get(local_rank) == signum or (
-            time.monotonic() - self._sent_at.get(signum, -1e9) < STOP_MEMORY
+        # a rank may have died before our signal, and be reaped only now
+        ended_us = min(message.time_us, self._recoverables.lost_us.pop(local_rank, message.time_us))
+        since = ended_us - self._sent_us.get(signum, ended_us + 1)
+        stopping = since >= 0 and (
+            attempt.signalled.get(local_rank) == signum or since < STOP_MEMORY * 1e6
         )
         bare = self._bare_failure(attempt, local_rank, message.code, message.time_us)
         bare = replace(bare, pid=message.pid)

@@ -8,6 +8,7 @@ event does in each state. An event that is not listed for a state cannot occur t
 Guarantees:
 * No rank of a round is started before every process of the previous round is gone, and the master
   receives `Stopped` only then: this is the fence on which the next round relies.
+* A rank that has left its round and keeps its process counts as gone (`recall`).
 * Ranks always get SIGTERM first, and SIGKILL after their grace period. A rank that survives SIGKILL
   for STUCK_AFTER is reported, and the agent exits with EXIT_BAD_NODE.
 * The store for the next round is requested as soon as the current one has begun, so no restart
@@ -21,9 +22,10 @@ Guarantees:
 * Everything sent while the link was down is sent again when it is back (`LinkBack`): the round's
   failures, that it was stopped, that this node is ready. The master accepts duplicate reports.
 
-Two components have their own state and rules: `leaving` (signals, and checkpoints that are being
-written) and `probing`. They share `context` with the group and do not know the group: a method
-returns what it wants (`states.GroupWish`), and `step` grants it.
+Three components have their own state and rules: `leaving` (signals, and checkpoints that are being
+written), `probing` and `recall` (ranks that keep their process). They share `context` with the
+group and do not know the group: a method returns what it wants (`states.GroupWish`), and `step`
+grants it.
 
 The runtime must send one `Tick` at the start (a new group has a deadline in the past: it asks for
 the first store), `RankExited` for every rank it was asked to start, including those that could not
@@ -58,6 +60,7 @@ from elasticrun.core.worker.context import GroupContext
 from elasticrun.core.worker.leaving import Draining, ending, why_of
 from elasticrun.core.worker.probing import LocalProbe
 from elasticrun.core.worker.ranks import SIGTERM
+from elasticrun.core.worker.recall import Recall
 from elasticrun.core.worker.states import (
     ENDINGS,
     ExitNow,
@@ -67,6 +70,8 @@ from elasticrun.core.worker.states import (
     LeaveNode,
     Rules,
     State,
+    StopRanks,
+    SweepNow,
     UnexpectedEvent,
     tabulate,
 )
@@ -109,6 +114,7 @@ class WorkerGroup:
         self._ctx = ctx = GroupContext(nproc, host)
         self._leaving = Draining(ctx, departure_grace)
         self._probing = LocalProbe(ctx)
+        self._recall = Recall(ctx)
         self._table = tabulate(self.rules())
         self._kinds = {kind for _, kind in self._table}
         self._has_begun = False
@@ -178,6 +184,10 @@ class WorkerGroup:
                 self._conclude(wish.outcome, now, wish.signum)
             case FinishRanks():
                 self._finish(now)
+            case StopRanks():
+                self._stop_others(now)
+            case SweepNow():
+                self._sweep(State.SWEEPING, now)
             case ExitNow():
                 assert self._ctx.outcome is not None
                 self._over(self._ctx.outcome)
@@ -198,6 +208,8 @@ class WorkerGroup:
                 case "stuck":
                     left = ", ".join(map(str, ctx.ranks.live.values())) or "descendants of ranks"
                     self._give_up(code_of(Ending.STUCK), reasons.Stuck(left, STUCK_AFTER))
+                case "recall":
+                    self._recall.expired()
                 case "exit-barrier":
                     ctx.send(m.Leaving("its ranks are done and its exit barrier is over", 0))
                     self._exit(ending(EXIT_OK, reasons.RanksDone(waits=False)))
@@ -345,12 +357,16 @@ class WorkerGroup:
             self._rejoin()
             return
         ctx.stores.use(host=order.host_store)
+        kept = tuple(sorted(ctx.ranks.kept))
         ctx.ranks.new_round(order.first_rank)
         self._leaving.new_round()
         ctx.reason = None
         ctx.state = State.STARTING
         ctx.deadlines.arm("spawn", now + SPAWN_TIMEOUT)
-        ctx.out.append(fx.SpawnRanks(order, attempt=order.round.number - 1))
+        ctx.out.append(fx.SpawnRanks(order, order.round.number - 1, kept))
+        if kept:
+            many = "1 rank continues" if len(kept) == 1 else f"{len(kept)} ranks continue"
+            ctx.note(f"{many} in the same process")
         ctx.out += ctx.stores.prepare()
 
     def _restarted(self, order: m.Start, now: float) -> None:
@@ -389,7 +405,7 @@ class WorkerGroup:
         """STOPPING or ENDING: the rank was requested before the order to stop arrived."""
         ctx = self._ctx
         ctx.ranks.spawned(event.local_rank, event.pid)
-        if event.local_rank in ctx.ranks.live:
+        if event.local_rank in ctx.ranks.live and event.local_rank not in ctx.ranks.recalled:
             signum = SIGKILL if "stuck" in ctx.deadlines else SIGTERM
             ctx.ranks.targets(signum)
             ctx.out.append(fx.SignalRanks((event.local_rank,), signum))
@@ -406,13 +422,28 @@ class WorkerGroup:
                 self._finish(now)
             return
         ctx.failed(event.local_rank, ctx.ranks.failed(event, now))
-        ctx.reason = reasons.FailedHere()
+        self._stop_others(now)
+
+    def _raised(self, event: fx.RankRaised, now: float) -> GroupWish | None:
+        """STARTING or RUNNING."""
+        if self._leaving.cause is None:
+            return self._recall.raised(event, now)
+        self._ctx.out.append(fx.LetRankFail(event.local_rank))
+        return None
+
+    def _stop_others(self, now: float) -> None:
+        """A local rank has failed."""
+        self._ctx.reason = reasons.FailedHere()
         self._begin_stop(State.STOPPING, SIGTERM, self._restart_grace, now)
 
     def _exited_stopping(self, event: fx.RankExited, now: float) -> None:
         """STOPPING or ENDING: exits with 0 are no success, deaths by our signals no failure."""
         ctx = self._ctx
+        if ctx.ranks.kept.pop(event.local_rank, None) is not None:
+            return
         ctx.ranks.live.pop(event.local_rank, None)
+        ctx.ranks.recalled.discard(event.local_rank)
+        self._recall.settle()
         if event.code != 0 or event.failure is not None:
             failure = ctx.ranks.failed(event, now)
             # a rank that failed by itself before our signal has left its traceback
@@ -436,7 +467,9 @@ class WorkerGroup:
         ctx = self._ctx
         ctx.note(f"the fork server ended: {event.reason}", "error")
         ctx.stores.lose_spawner()
+        ctx.ranks.kept.clear()
         ctx.deadlines.disarm("kill")
+        ctx.deadlines.disarm("recall")
         ctx.deadlines.disarm("stuck")
         if ctx.state is State.FINISHED:
             ctx.out += ctx.stores.prepare()
@@ -452,7 +485,7 @@ class WorkerGroup:
                 return
             ctx.out.append(fx.RanksGone())
             ctx.report(m.Stopped)
-            self._after_sweep()
+            self._after_sweep(now)
 
     # ------------------------------------------------------------ stopping ranks, ending the agent
 
@@ -466,9 +499,14 @@ class WorkerGroup:
         if not ctx.ranks.live:
             self._sweep(State.CLEARING if state is State.ENDING else State.SWEEPING, now)
             return
+        if state is State.STOPPING:
+            until = now + self._recall.begin(grace, now)
+        else:
+            until = now + grace
+            self._recall.cancel(grace, now)
         ctx.signal(signum)
         if "kill" not in ctx.deadlines and "stuck" not in ctx.deadlines:
-            ctx.deadlines.arm("kill", now + grace)
+            ctx.deadlines.arm("kill", until)
         self._report_stopping(now)
 
     def _sweep(self, state: State, now: float) -> None:
@@ -482,6 +520,7 @@ class WorkerGroup:
             rest = 0.0
         grace = max(rest, min(SWEEP_GRACE, base))
         ctx.deadlines.disarm("kill")
+        ctx.deadlines.disarm("recall")
         ctx.deadlines.arm("stuck", now + grace + STUCK_AFTER)
         ctx.out.append(fx.SweepRanks(grace))
         # the master waits a little longer than the reported time (SURVIVOR_SLACK of
@@ -499,13 +538,21 @@ class WorkerGroup:
             return
         ctx.out.append(fx.RanksGone())
         ctx.report(m.Stopped)
-        self._after_sweep()
+        self._after_sweep(now)
 
-    def _after_sweep(self) -> None:
-        if self._ctx.outcome is not None:
-            self._exit(self._ctx.outcome)
-        else:
+    def _after_sweep(self, now: float) -> None:
+        outcome = self._ctx.outcome
+        if outcome is None:
             self._rejoin()
+        elif self._ctx.ranks.kept:
+            self._end_ranks(outcome.signum or SIGTERM, self._shutdown_timeout, now)
+        else:
+            self._exit(outcome)
+
+    def _end_ranks(self, signum: int, grace: float, now: float) -> None:
+        """The node ends: stop every rank, kept ones too."""
+        self._ctx.ranks.end_kept()
+        self._begin_stop(State.ENDING, signum, grace, now)
 
     def _job_ended(self, order: m.End, now: float) -> None:
         if order.exit_code == code_of(Ending.SAVED):
@@ -533,9 +580,8 @@ class WorkerGroup:
         ctx.reason = why_of(outcome)
         if ctx.state is State.SWEEPING:
             ctx.state = State.CLEARING
-        elif ctx.ranks.live or ctx.state is State.RUNNING:
-            grace = self._shutdown_timeout if grace is None else grace
-            self._begin_stop(State.ENDING, signum, grace, now)
+        elif ctx.ranks.live or ctx.ranks.kept or ctx.state is State.RUNNING:
+            self._end_ranks(signum, self._shutdown_timeout if grace is None else grace, now)
         else:
             self._exit(outcome)
 
@@ -595,7 +641,7 @@ class WorkerGroup:
 
     def rules(self) -> Rules:
         """Which event does what in which state."""
-        leaving, probing = self._leaving, self._probing
+        leaving, probing, recall = self._leaving, self._probing, self._recall
         rules: Rules = (
             ((*_HERE, State.HOLDING), (fx.StoreReady,), self._store_ready),
             ((*_HERE, State.HOLDING), (fx.StoreLost,), self._store_lost),
@@ -619,6 +665,13 @@ class WorkerGroup:
             ((*_LIVE, State.FINISHED), (m.Stop,), self._stop),
             ((State.STARTING,), (fx.RankSpawned,), self._spawned),
             (_LIVE, (fx.RankExited,), self._exited),
+            (_LIVE, (fx.RankArmed,), recall.armed),
+            (_NOT_LIVE, (fx.RankArmed,), recall.disarmed),
+            (_LIVE, (fx.RankRaised,), self._raised),
+            (_NOT_LIVE, (fx.RankRaised,), self._ignore),
+            ((State.STOPPING,), (fx.RankLeft,), recall.left),
+            (_NOT_STOPPING, (fx.RankLeft,), self._ignore),
+            ((*_CALM, *_SWEPT), (fx.RankExited,), recall.kept_exited),
             (_DYING, (fx.RankSpawned,), self._spawned_late),
             (_DYING, (fx.RankExited,), self._exited_stopping),
             (_DYING + _SWEPT, (m.Start, m.Stop), self._ignore),
@@ -641,4 +694,6 @@ _DYING = (State.STOPPING, State.ENDING)
 _SWEPT = (State.SWEEPING, State.CLEARING)
 _HERE = tuple(state for state in State if state not in (State.HOLDING, State.OVER))
 _ALIVE = (*_HERE, State.HOLDING)
+_NOT_LIVE = tuple(state for state in _ALIVE if state not in _LIVE)
+_NOT_STOPPING = tuple(state for state in _ALIVE if state is not State.STOPPING)
 _BUSY = tuple(state for state in _ALIVE if state not in _CALM)

@@ -26,6 +26,7 @@ class LocalRanks:
         self._host = host
         self._first_rank = 0
         self._sent: set[int] = set()
+        self._is_stopping = False
         self._received: dict[int, float] = {}  # signal -> when the agent last received it
         self.live: dict[int, int] = {}
         """Local ranks that have not been reaped -> pid, 0 until they were spawned."""
@@ -35,9 +36,19 @@ class LocalRanks:
         """By local rank, in the order in which they were reaped."""
         self.ended: tuple[int, ...] = ()
         """Local ranks that exited with 0 before any was signalled."""
+        self.armed: set[int] = set()
+        """Local ranks that can be recalled (`recall`)."""
+        self.recalled: set[int] = set()
+        """Those that were recalled and have not left yet; they are not signalled."""
+        self.kept: dict[int, int] = {}
+        """Those that have left their round and wait for the next one -> pid."""
 
     def new_round(self, first_rank: int) -> None:
-        """A new round: nothing has been spawned yet."""
+        """A new round: nothing has been spawned yet. It starts in the kept processes."""
+        self.armed = set(self.kept)
+        self.recalled.clear()
+        self.kept.clear()
+        self._is_stopping = False
         self._first_rank = first_rank
         self._sent.clear()
         self.ended = ()
@@ -55,10 +66,34 @@ class LocalRanks:
 
     def targets(self, signum: int) -> tuple[int, ...]:
         """The ranks that can be signalled now; one that dies of the signal was stopped by us."""
-        if not self._sent:
-            self.ended = self._exited_with_0()
+        self._note_ended()
         self._sent.add(signum)
-        return tuple(rank for rank, pid in sorted(self.live.items()) if pid)
+        some = sorted(self.live.items())
+        return tuple(rank for rank, pid in some if pid and rank not in self.recalled)
+
+    def recall(self) -> tuple[int, ...]:
+        """The armed ranks that are alive, which are recalled now."""
+        self._note_ended()
+        self.recalled = self.armed & self.live.keys()
+        return tuple(sorted(self.recalled))
+
+    def left(self, local_rank: int) -> bool:
+        """A rank has left its round; False if it is not recalled any more."""
+        if local_rank not in self.recalled:
+            return False
+        self.recalled.discard(local_rank)
+        self.kept[local_rank] = self.live.pop(local_rank)
+        return True
+
+    def end_kept(self) -> None:
+        """The node ends: kept ranks are stopped like any other."""
+        self.live |= self.kept
+        self.kept.clear()
+
+    def _note_ended(self) -> None:
+        if not self._is_stopping:
+            self._is_stopping = True
+            self.ended = self._exited_with_0()
 
     def failed(self, event: RankExited, now: float) -> Failure:
         """The failure of a rank that did not exit with 0: the runtime's account, adjusted for
@@ -70,14 +105,15 @@ class LocalRanks:
         if ours and failure.kind is not FailureKind.OOM:
             failure = replace(failure, kind=FailureKind.STOPPED)
         ended = set(self._exited_with_0()) - {event.local_rank}
-        if failure.kind is FailureKind.PEER_LOST and ended and not self._sent:
+        if failure.kind is FailureKind.PEER_LOST and ended and not self._is_stopping:
             through = write_ranges(self._first_rank + rank for rank in ended)
             failure = replace(failure, ended_before=through)
         return failure
 
     def _exited_with_0(self) -> tuple[int, ...]:
         """Local ranks that have been reaped and have not failed."""
-        return tuple(sorted(set(self.pids) - self.live.keys() - self.failures.keys()))
+        others = self.live.keys() | self.failures.keys() | self.kept.keys()
+        return tuple(sorted(set(self.pids) - others))
 
     def lose_spawner(self, event: SpawnerLost) -> bool:
         """All ranks died with their spawner; return whether any was alive."""

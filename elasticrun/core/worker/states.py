@@ -76,7 +76,17 @@ class ExitNow:
     """Nothing is left to wait for: the agent exits with its outcome."""
 
 
-GroupWish = LeaveNode | FinishRanks | ExitNow
+@dataclass(frozen=True, slots=True)
+class StopRanks:
+    """A rank here has failed: stop the others, then join the next round."""
+
+
+@dataclass(frozen=True, slots=True)
+class SweepNow:
+    """No rank is alive or in the round any more: end leftover processes."""
+
+
+GroupWish = LeaveNode | FinishRanks | ExitNow | StopRanks | SweepNow
 """What a component wants; the group grants it after the component has added its effects."""
 
 

@@ -215,6 +215,18 @@ class SaveCosts:
         self._saved += seconds
         self._send_report()
 
+    @property
+    def newest_step(self) -> int:
+        """The newest step that training has reached; -1: none."""
+        return self._step
+
+    def begin_round(self) -> None:
+        """This process takes part in another round, whose agent has another address."""
+        self._step, self._place, self._send_at = -1, ("", -1), 0.0
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
     def note_step(self, step: int) -> None:
         """Training has reached this step; takes a few microseconds."""
         self._step = max(step, self._step)

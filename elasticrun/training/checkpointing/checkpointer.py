@@ -453,6 +453,16 @@ _owners_by_pid: Final[dict[int, tuple[_Owner]]] = {}
 """By pid: the owner of the state that the agent holds. A forked child has another pid."""
 
 
+def end_round() -> None:
+    """The process groups of this process are about to be destroyed, and others follow: close every
+    Checkpointer. The next ones agree with those of new processes."""
+    global _instances
+    for one in list(_made):
+        if one._owner.pid == os.getpid() and not one._is_closed:
+            one.close()
+    _instances = count()
+
+
 def _claim_process(new: Checkpointer) -> None:
     """With an agent, a process has one state for its lifetime: the agent's memory holds it for this
     rank, and a restart restores it. A new Checkpointer of the same state replaces the old one, for

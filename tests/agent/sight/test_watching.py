@@ -67,7 +67,7 @@ def test_a_node_whose_rank_reads_a_pipe_for_ever(
         said = Said()
         texts = {0: "step 3\nloss 2.5", 1: "step 4\nloss 2.7"}
         forked = frozenset({0, 1})
-        ranks = SimpleNamespace(pids={}, forked=forked, last_lines=lambda: texts)
+        ranks = SimpleNamespace(kept_monitors={}, pids={}, forked=forked, last_lines=lambda: texts)
         spec = SimpleNamespace(watch=m.WatchSpec())
         node = SimpleNamespace(
             launch=SimpleNamespace(nproc_per_node=2, spec=spec, accelerator=""),

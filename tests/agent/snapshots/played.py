@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from elasticrun.agent.snapshots.snapshots import LocalSnapshots
+from elasticrun.agent.workers.recoverable import Recoverables
 from elasticrun.agent.workers.spawner import Child, Owner
 from elasticrun.config import Identity
 from elasticrun.snapshots.shm.layout import PAGE, Item, ItemKind, Layout, lay_out
@@ -331,9 +332,11 @@ class Node:
             Identity("the-job", token="secret"),
         )
         self.several = several
+        node = node_context(launch, identity=self.identity, link=self.master, address="10.0.0.1")
         self.snapshots = LocalSnapshots(
-            node_context(launch, identity=self.identity, link=self.master, address="10.0.0.1"),
+            node,
             self.spawners,
+            Recoverables(node),
             {"ELASTICRUN_SHM_DIR": str(shm)},
         )
         self.start: Start

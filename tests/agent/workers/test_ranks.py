@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -19,13 +20,32 @@ from elasticrun.agent.context import NodeContext
 from elasticrun.agent.logs.output import RankLogs, RankOutput
 from elasticrun.agent.workers import ranks as ranks_module
 from elasticrun.agent.workers.ranks import BadEnvironment, Ranks, rank_entry, rank_environment
+from elasticrun.agent.workers.recoverable import Recoverables
 from elasticrun.agent.workers.spawner import Child, Owner, Spawner, Spawners
 from elasticrun.config import LogPlan, Place
-from elasticrun.core.events import AgentEvent, RankExited, RankSpawned, RanksSwept, SpawnRanks
+from elasticrun.core.events import (
+    AgentEvent,
+    RankArmed,
+    RankExited,
+    RankLeft,
+    RankRaised,
+    RankSpawned,
+    RanksSwept,
+    SpawnRanks,
+)
 from elasticrun.host.system.sandbox import NoThread
 from elasticrun.wire.env import RANK_VARIABLES
 from elasticrun.wire.messages import FailureKind
-from elasticrun.wire.spawning import Exited, Spawned, SpawnFailed, SpawnRank, SweepOrder, Swept
+from elasticrun.wire.snapshots import EnterRound, LeaveRound, Left, Raised, RecoverableHere
+from elasticrun.wire.spawning import (
+    Exited,
+    SendSignal,
+    Spawned,
+    SpawnFailed,
+    SpawnRank,
+    SweepOrder,
+    Swept,
+)
 from elasticrun.wire.types import EntryKind, Entrypoint
 from tests.agent.configs import Waiting, launched, node_context, start
 from tests.harness import LIMIT
@@ -74,11 +94,9 @@ class Stage(Waiting):
         super().__init__()
         self.events: list[AgentEvent] = []
         self.orders = Orders(self.changed.set)
-        self.ranks = Ranks(
-            node_context(deliver=self._deliver, host="host"),
-            cast(Spawners, self.orders),
-            output,
-        )
+        node = node_context(deliver=self._deliver, host="host")
+        self.recoverables = Recoverables(node)
+        self.ranks = Ranks(node, cast(Spawners, self.orders), self.recoverables, output)
 
     def _deliver(self, event: AgentEvent) -> None:
         self.events.append(event)
@@ -131,6 +149,96 @@ async def test_a_life_from_birth_to_sweep(stage: Stage) -> None:
     assert stage.orders.given[-1] == SweepOrder(keys, 1.5)
     stage.ranks.on_child_message(children[0], Swept(keys, (7,)))
     assert stage.events[-1] == RanksSwept((7,))
+
+
+class RankPeer:
+    """The connection of a rank that runs a recoverable function."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.closed = False
+        self.told: list[object] = []
+
+    def send(self, message: object) -> None:
+        self.told.append(message)
+
+    def break_off(self, why: str) -> None:
+        self.told.append(why)
+
+
+async def waiting(stage: Stage) -> tuple[list[Child], RankPeer]:
+    """Rank 0 has exited, rank 1 waits for the next round."""
+    children = await spawned(stage)
+    peer = RankPeer(101)
+    stage.recoverables.on_message(peer, RecoverableHere(1))
+    stage.ranks.recall((1,))
+    assert peer.told == [LeaveRound()]
+    end(stage, children[0], 1)
+    stage.recoverables.on_message(peer, Left())
+    await stage.until(lambda: isinstance(stage.events[-1], RankExited))
+    assert stage.events[2:4] == [RankArmed(1, True), RankLeft(1)]
+    stage.ranks.sweep(1.5)
+    assert stage.orders.given[-1] == SweepOrder((children[0].key,), 1.5), "it is not swept"
+    stage.ranks.on_child_message(children[0], Swept((children[0].key,), ()))
+    return children, peer
+
+
+async def test_a_rank_that_waits_enters_the_next_round_in_its_process(stage: Stage) -> None:
+    children, peer = await waiting(stage)
+    stage.ranks.spawn(SpawnRanks(start(), 3, kept=(1,)), {1: {"OWN": "x"}}, {})
+    assert stage.events[-1] == RankSpawned(1, 101)
+    await stage.until(lambda: len(peer.told) == 2)
+    entry = peer.told[1]
+    assert isinstance(entry, EnterRound)
+    assert (entry.environ["RANK"], entry.environ["OWN"]) == ("3", "x")
+    (fresh,) = (order for order in stage.orders.given[3:] if isinstance(order, SpawnRank))
+    assert fresh.env["RANK"] == "2"
+    end(stage, children[1], 0)
+    await stage.until(lambda: stage.events[-1] == RankExited(1, 0, None))
+
+
+async def test_a_waiting_rank_that_cannot_be_reached_is_killed(stage: Stage) -> None:
+    children, peer = await waiting(stage)
+    stage.recoverables.lost(peer)
+    stage.ranks.spawn(SpawnRanks(start(), 3, kept=(1,)), {}, {})
+    await stage.until(lambda: stage.orders.given[-1] == SendSignal(children[1].key, 9, False))
+
+
+async def test_only_the_process_of_a_rank_speaks_for_it(stage: Stage) -> None:
+    await spawned(stage)
+    peer = RankPeer(4711)
+    stage.recoverables.on_message(peer, RecoverableHere(1))
+    assert peer.told == ["it is not the process of that rank"]
+    stage.recoverables.on_message(peer, Left())
+    assert len(stage.events) == 2
+
+
+async def test_what_a_rank_has_raised_is_told_with_its_kind(stage: Stage) -> None:
+    await spawned(stage)
+    peer = RankPeer(101)
+    stage.recoverables.on_message(peer, RecoverableHere(1))
+    lost = "RuntimeError: Connection closed by peer"
+    stage.recoverables.on_message(peer, Raised(lost, "Traceback", 5))
+    raised = stage.events[-1]
+    assert isinstance(raised, RankRaised)
+    found = raised.failure
+    assert (found.rank, found.pid, found.exitcode, found.time_us) == (3, 101, 1, 5)
+    assert (found.kind, found.traceback) == (FailureKind.PEER_LOST, "Traceback")
+
+
+async def test_a_rank_that_died_before_our_signal_was_not_stopped_by_it(stage: Stage) -> None:
+    """Its peers notice some milliseconds before it can be reaped."""
+    children = await spawned(stage)
+    peer = RankPeer(101)
+    stage.recoverables.on_message(peer, RecoverableHere(1))
+    stage.recoverables.lost(peer)
+    stage.ranks.signal((1,), 9)
+    reaped = Exited(children[1].key, 101, -9, time.time_ns() // 1000)
+    stage.ranks.on_child_message(children[1], reaped)
+    await stage.until(lambda: isinstance(stage.events[-1], RankExited))
+    (failure,) = (e.failure for e in stage.events if isinstance(e, RankExited))
+    assert failure is not None
+    assert failure.kind is FailureKind.SIGNAL
 
 
 async def test_a_rank_that_cannot_be_started_is_a_failure_of_its_own_kind(stage: Stage) -> None:

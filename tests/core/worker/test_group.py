@@ -47,8 +47,8 @@ def test_every_pair_is_listed_or_raises() -> None:
     impossible = {fx.RankSpawned, fx.RankExited, fx.RanksSwept}
     assert {kind for _, kind in missing} == impossible, "all else can happen at any time"
     agent = Agent().joined()
-    with pytest.raises(UnexpectedEvent, match="joined cannot be told RankExited"):
-        agent.exit(0, 0)
+    with pytest.raises(UnexpectedEvent, match="joined cannot be told RanksSwept"):
+        agent.feed(fx.RanksSwept(()))
     with pytest.raises(ValueError, match="two rules for over and"):
         tabulate((RULES[-1], RULES[-1]))
 

@@ -1,0 +1,112 @@
+"""Ranks that leave their round without ending their process (`training.recoverable`).
+
+A rank is *armed* while it runs a recoverable function. When its round is over it is *recalled*: it
+leaves its collective and destroys its process groups. After that it counts as stopped, although its
+process lives: no call of it can reach a rank of that round or of a later one. It is *kept* until
+the next round starts in it.
+
+Everything in doubt ends as for any other rank: a recalled rank that has not left within
+RECALL_LIMIT gets SIGTERM; an exception that is not the loss of a peer is the rank's own failure; a
+node that ends signals its kept ranks.
+"""
+
+from __future__ import annotations
+
+from elasticrun.config import RECALL_LIMIT
+from elasticrun.core import events as fx
+from elasticrun.core.rounds.failures import ECHOES
+from elasticrun.core.worker.context import GroupContext
+from elasticrun.core.worker.ranks import SIGTERM
+from elasticrun.core.worker.states import GroupWish, StopRanks, SweepNow
+
+
+class Recall:
+    """The recall of a worker group's ranks; the group's table defines when each method applies."""
+
+    def __init__(self, ctx: GroupContext) -> None:
+        self._ctx = ctx
+        self._kill_at = 0.0  # when ranks that were signalled at once are killed
+
+    # ------------------------------------------------------------ what the group orders
+
+    def begin(self, grace: float, now: float) -> float:
+        """Recall every armed rank; return the seconds until ranks are killed. `grace`: those from
+        SIGTERM to SIGKILL."""
+        ctx = self._ctx
+        self._kill_at = now + grace
+        if not (recalled := ctx.ranks.recall()):
+            return grace
+        ctx.out.append(fx.RecallRanks(recalled))
+        ctx.deadlines.arm("recall", now + RECALL_LIMIT)
+        return RECALL_LIMIT + grace
+
+    def cancel(self, grace: float, now: float) -> None:
+        """This node ends: ranks that were recalled are signalled like the others."""
+        ctx = self._ctx
+        ctx.deadlines.disarm("recall")
+        if ctx.ranks.recalled:
+            ctx.ranks.recalled.clear()
+            self._kill_by(now + grace)
+
+    def expired(self) -> None:
+        """RECALL_LIMIT is over."""
+        ctx = self._ctx
+        late = len(ctx.ranks.recalled)
+        ranks = "1 rank has" if late == 1 else f"{late} ranks have"
+        ctx.note(f"{ranks} not left the round within {RECALL_LIMIT:g} s: stopping them", "warning")
+        ctx.ranks.recalled.clear()
+        ctx.signal(SIGTERM)
+
+    def settle(self) -> None:
+        """A rank has left or exited: if none is recalled any more, ranks that were signalled at the
+        beginning are killed when their own grace period ends."""
+        ctx = self._ctx
+        if "recall" in ctx.deadlines and not ctx.ranks.recalled:
+            ctx.deadlines.disarm("recall")
+            self._kill_by(self._kill_at)
+
+    def _kill_by(self, when: float) -> None:
+        kill = self._ctx.deadlines.when("kill")
+        if kill is not None and when < kill:
+            self._ctx.deadlines.arm("kill", when)
+
+    # ------------------------------------------------------------ what ranks report
+
+    def armed(self, event: fx.RankArmed, now: float) -> None:
+        """STARTING or RUNNING."""
+        ranks = self._ctx.ranks
+        if event.armed and event.local_rank in ranks.live:
+            ranks.armed.add(event.local_rank)
+        else:
+            ranks.armed.discard(event.local_rank)
+
+    def disarmed(self, event: fx.RankArmed, now: float) -> None:
+        """Any other state: a rank that returns from its function may still be recalled in vain."""
+        if not event.armed:
+            self._ctx.ranks.armed.discard(event.local_rank)
+
+    def raised(self, event: fx.RankRaised, now: float) -> GroupWish | None:
+        """STARTING or RUNNING. The loss of a peer is reported as a failure, as if the rank had
+        exited; it is recalled with the others."""
+        ctx, local_rank = self._ctx, event.local_rank
+        if local_rank not in ctx.ranks.live:
+            return None
+        failure = ctx.ranks.failed(fx.RankExited(local_rank, 1, event.failure), now)
+        if failure.kind not in ECHOES or local_rank not in ctx.ranks.armed:
+            ctx.ranks.armed.discard(local_rank)
+            ctx.out.append(fx.LetRankFail(local_rank))
+            return None
+        ctx.failed(local_rank, failure)
+        return StopRanks()
+
+    def left(self, event: fx.RankLeft, now: float) -> GroupWish | None:
+        """STOPPING."""
+        ranks = self._ctx.ranks
+        if not ranks.left(event.local_rank):
+            return None  # it was signalled meanwhile
+        self.settle()
+        return None if ranks.live else SweepNow()
+
+    def kept_exited(self, event: fx.RankExited, now: float) -> None:
+        """Between two rounds: the next round starts another process."""
+        self._ctx.ranks.kept.pop(event.local_rank, None)

@@ -1,0 +1,1 @@
+"""Functions that survivors call again in the same process."""

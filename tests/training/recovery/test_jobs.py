@@ -1,0 +1,106 @@
+"""Real jobs whose healthy ranks keep their process when others die, leave or join."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.further import cases
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = Path(__file__).parent / "recovering.py"
+
+
+class Run:
+    """One job of `recovering.py`, held before a step."""
+
+    def __init__(self, elastic_job: Any, kind: str, folder: Path, steps: int, **how: Any) -> None:
+        folder.mkdir()
+        self._out = folder / "out"
+        self._out.mkdir()
+        self.go_to(0)
+        self.steps = steps
+        self.job = elastic_job(SCRIPT, kind, self._out, folder / "ckpt", steps, **how)
+
+    def go_to(self, step: int) -> None:
+        (self._out / "new").write_text(str(step))
+        (self._out / "new").rename(self._out / "until")
+
+    def entries(self) -> dict[int, list[dict[str, int]]]:
+        """What each process has recorded, by pid."""
+        found = defaultdict(list)
+        for path in self._out.glob("*.jsonl"):
+            found[int(path.stem)] = [json.loads(text) for text in path.read_text().splitlines()]
+        return found
+
+    def end(self) -> set[str]:
+        """The weights that the ranks end with."""
+        self.go_to(self.steps)
+        assert self.job.result(240).ok
+        return set(re.findall(r"weights=\w+", self.job.output(0)))
+
+
+KINDS = cases(["ddp", "fsdp2", "hsdp", "compiled"], kept=["ddp"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_survivors_keep_their_process_and_the_weights_are_the_same(
+    kind: str, elastic_job: Any, tmp_path: Path
+) -> None:
+    undisturbed = Run(elastic_job, kind, tmp_path / "undisturbed", 12, nproc_per_node=4)
+    expected = undisturbed.end()
+    run = Run(elastic_job, kind, tmp_path / "killed", 12, nproc_per_node=4, max_restarts=3)
+    job = run.job
+    run.go_to(4)
+    job.wait_for(step=3)
+    pids = [job.rank_pid(rank) for rank in range(4)]
+    killed = job.kill_rank(1)
+    run.go_to(7)
+    job.wait_for(step=6, since=killed)
+    again = [job.rank_pid(rank) for rank in range(4)]
+    assert [again[0], *again[2:]] == [pids[0], *pids[2:]]
+    assert again[1] != pids[1]
+    job.kill_rank(0)
+    found = run.end()
+    assert found == expected
+    assert len(found) == 1
+    for pid in pids[2:]:
+        entries = run.entries()[pid]
+        assert [one["restart"] for one in entries] == [0, 1, 2]
+        assert len({one["kept"] for one in entries}) == 1
+        assert [one["start"] for one in entries][:2] == [0, 4]
+
+
+def test_they_stay_while_nodes_join_and_die(elastic_job: Any, tmp_path: Path) -> None:
+    run = Run(elastic_job, "ddp", tmp_path / "run", 20, nnodes="1:3", nodes=1, nproc_per_node=2)
+    job = run.job
+    run.go_to(3)
+    job.wait_for(step=2)
+    pids = [job.rank_pid(rank) for rank in range(2)]
+    job.add_node(nproc_per_node=1)
+    job.wait_for(world_size=3)
+    run.go_to(8)
+    job.wait_for(step=7, world_size=3)
+    job.kill_node(1)
+    job.wait_for(world_size=2)
+    assert len(run.end()) == 1
+    for rank, pid in enumerate(pids):
+        entries = run.entries()[pid]
+        assert [one["world"] for one in entries] == [2, 3, 2]
+        assert {one["rank"] for one in entries} == {rank}
+
+
+def test_a_rank_in_python_code_is_interrupted(elastic_job: Any, tmp_path: Path) -> None:
+    run = Run(elastic_job, "loop", tmp_path / "run", 6, nproc_per_node=2, max_restarts=1)
+    run.go_to(6)
+    entered = run.job.rank_pid(0)
+    run.job.wait_for(lambda _: len(run.entries()) == 2)
+    run.job.kill_rank(1)
+    assert len(run.end()) == 1
+    assert [one["restart"] for one in run.entries()[entered]] == [0, 1]

@@ -1,0 +1,291 @@
+"""Recoverable functions in this process, with a stand-in for the agent at the other end."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from elasticrun import training
+from elasticrun.training import recovery
+from elasticrun.wire import env
+from elasticrun.wire.frames import FrameBuffer, encode
+from elasticrun.wire.progress import address, mint_name, place
+from elasticrun.wire.snapshots import (
+    EnterRound,
+    FromRecoverable,
+    LeaveRound,
+    Left,
+    Raised,
+    RecoverableHere,
+    Reraise,
+    Returned,
+)
+from tests.harness import LIMIT
+
+LOST = RuntimeError("Connection closed by peer")
+
+
+class StandIn:
+    """The agent: it answers each message as it is told."""
+
+    def __init__(self) -> None:
+        self.name = mint_name()
+        self.heard: SimpleQueue[FromRecoverable | None] = SimpleQueue()
+        self.answers: dict[type, list[object]] = {}
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(address(self.name))
+        self._listener.listen()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        try:
+            self.peer, _ = self._listener.accept()
+        except OSError:
+            return
+        frames = FrameBuffer(FromRecoverable)
+        with self.peer:
+            while data := self.peer.recv(65536):
+                for message in frames.feed(data):
+                    self.heard.put(message)
+                    for answer in self.answers.get(type(message), ()):
+                        self.send(answer)
+        self.heard.put(None)
+
+    def send(self, message: Any) -> None:
+        self.peer.sendall(encode(message))
+
+    def expect(self, *kinds: type) -> None:
+        found = [type(self.heard.get(timeout=LIMIT)) for _ in kinds]
+        assert found == list(kinds)
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(LIMIT)
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    found = StandIn()
+    monkeypatch.setenv(env.SNAPSHOTS, place(found.name, 1))
+    yield found
+    found.close()
+    from elasticrun.training.checkpointing import agent_connection
+
+    agent_connection._places.clear()
+
+
+@pytest.fixture(autouse=True)
+def environ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+
+
+def entered(count: str) -> EnterRound:
+    return EnterRound({env.RESTART_COUNT: count, "OWN": "x"}, "", "")
+
+
+def test_without_an_agent_it_is_an_ordinary_call() -> None:
+    @training.recoverable
+    def double(number: int) -> int:
+        """What it does."""
+        return 2 * number
+
+    assert (double(2), double(number=3)) == (4, 6)
+    assert double.__doc__ == "What it does."
+
+
+def test_what_is_kept_is_built_once() -> None:
+    built: list[int] = []
+
+    def build() -> list[int]:
+        built.append(1)
+        return built
+
+    assert training.keep("a list", build) is training.keep("a list", build)
+    assert built == [1]
+
+
+def test_it_returns_what_the_function_returns(agent: StandIn) -> None:
+    assert training.recoverable(lambda: 7)() == 7
+    agent.expect(RecoverableHere, Returned)
+    assert signal.getsignal(signal.SIGURG) == signal.SIG_DFL
+
+
+def test_one_inside_another_and_one_in_a_thread_are_ordinary_calls(agent: StandIn) -> None:
+    inner = training.recoverable(lambda: 7)
+    assert training.recoverable(inner)() == 7
+    agent.expect(RecoverableHere, Returned, type(None))
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(inner()))
+    thread.start()
+    thread.join(LIMIT)
+    assert found == [7]
+
+
+def test_a_lost_peer_is_reported_and_the_function_called_again(agent: StandIn) -> None:
+    calls: list[str] = []
+    agent.answers = {Raised: [LeaveRound()], Left: [entered("1")]}
+
+    @training.recoverable
+    def train() -> str:
+        calls.append(os.environ.get("OWN", ""))
+        if len(calls) == 1:
+            raise LOST
+        return os.environ[env.RESTART_COUNT]
+
+    assert train() == "1"
+    assert calls == ["", "x"]
+    assert isinstance(agent.heard.get(timeout=LIMIT), RecoverableHere)
+    raised = agent.heard.get(timeout=LIMIT)
+    assert isinstance(raised, Raised)
+    assert raised.message == "RuntimeError: Connection closed by peer"
+    assert "raise LOST" in raised.traceback
+    agent.expect(Left, Returned)
+
+
+def test_an_exception_of_its_own_is_raised(agent: StandIn) -> None:
+    agent.answers = {Raised: [Reraise()]}
+
+    @training.recoverable
+    def train() -> None:
+        raise ValueError("bad luck")
+
+    with pytest.raises(ValueError, match="bad luck"):
+        train()
+    agent.expect(RecoverableHere, Raised, Returned)
+
+
+@pytest.mark.parametrize("how", [SystemExit(3), KeyboardInterrupt()])
+def test_an_exit_is_no_failure_of_a_peer(agent: StandIn, how: BaseException) -> None:
+    @training.recoverable
+    def train() -> None:
+        raise how
+
+    with pytest.raises(type(how)):
+        train()
+    agent.expect(RecoverableHere, Returned)
+
+
+def test_an_agent_that_ends_leaves_the_exception(agent: StandIn) -> None:
+    @training.recoverable
+    def train() -> None:
+        agent.peer.shutdown(socket.SHUT_RDWR)
+        raise LOST
+
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        train()
+
+
+def wait_in_a_sleep() -> None:
+    time.sleep(10 * LIMIT)  # the moment is what is tested
+
+
+def wait_for_a_lock() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def wait_for_a_descriptor() -> None:
+    select.select(os.pipe()[:1], [], [])
+
+
+def wait_in_a_loop_that_catches_exceptions() -> None:
+    while True:
+        try:
+            os.sched_yield()
+        except Exception:
+            continue
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        wait_in_a_sleep,
+        wait_for_a_lock,
+        wait_for_a_descriptor,
+        wait_in_a_loop_that_catches_exceptions,
+    ],
+)
+def test_a_wait_ends_when_the_round_is_over(agent: StandIn, wait: Callable[[], None]) -> None:
+    calls: list[str] = []
+    agent.answers = {Left: [entered("1")]}
+
+    @training.recoverable
+    def train() -> str:
+        calls.append("")
+        if len(calls) == 1:
+            agent.send(LeaveRound())
+            wait()
+        return os.environ[env.RESTART_COUNT]
+
+    assert train() == "1"
+    agent.expect(RecoverableHere, Left, Returned)
+
+
+def test_a_process_that_gets_nowhere_is_given_up(agent: StandIn) -> None:
+    calls: list[str] = []
+    agent.answers = {Raised: [LeaveRound()], Left: [entered("1")]}
+
+    @training.recoverable
+    def train() -> None:
+        calls.append("")
+        raise LOST
+
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        train()
+    assert len(calls) == recovery.MOST_IDLE + 1
+
+
+def test_only_connections_between_ranks_are_shut_down() -> None:
+    """Event loops of others have a pipe and sockets too, but not only these."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as client,
+        select.epoll() as loop,
+    ):
+        accepted, _ = server.accept()
+        pipe = os.pipe()
+        for one in (server, accepted, pipe[0]):
+            loop.register(one, select.EPOLLIN)
+        with accepted:
+            assert recovery._gloo_sockets() == {accepted.fileno()}
+            one, other = socket.socketpair()
+            with one, other:
+                loop.register(one, select.EPOLLIN)
+                assert recovery._gloo_sockets() == set()
+        os.environ[env.MASTER_PORT] = str(server.getsockname()[1])
+        assert recovery._store_sockets() == {client.fileno()}
+        for descriptor in pipe:
+            os.close(descriptor)
+
+
+def test_output_goes_to_the_files_of_the_next_round(agent: StandIn, tmp_path: Any) -> None:
+    before = os.dup(1)
+    path = str(tmp_path / "stdout.log")
+    agent.answers = {Raised: [LeaveRound()], Left: [EnterRound({}, path, "")]}
+    calls: list[str] = []
+
+    @training.recoverable
+    def train() -> None:
+        calls.append("")
+        if len(calls) == 1:
+            raise LOST
+        os.write(1, b"second\n")
+
+    try:
+        train()
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
+    assert (tmp_path / "stdout.log").read_text() == "second\n"
