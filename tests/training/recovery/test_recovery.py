@@ -41,6 +41,7 @@ class StandIn:
         self.name = mint_name()
         self.heard: SimpleQueue[FromRecoverable | None] = SimpleQueue()
         self.answers: dict[type, list[object]] = {}
+        self._connected = threading.Event()
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(address(self.name))
         self._listener.listen()
@@ -52,6 +53,7 @@ class StandIn:
             self.peer, _ = self._listener.accept()
         except OSError:
             return
+        self._connected.set()
         frames = FrameBuffer(FromRecoverable)
         with self.peer:
             while data := self.peer.recv(65536):
@@ -62,11 +64,16 @@ class StandIn:
         self.heard.put(None)
 
     def send(self, message: Any) -> None:
+        assert self._connected.wait(LIMIT)
         self.peer.sendall(encode(message))
 
     def expect(self, *kinds: type) -> None:
         found = [type(self.heard.get(timeout=LIMIT)) for _ in kinds]
         assert found == list(kinds)
+
+    def hang_up(self) -> None:
+        assert self._connected.wait(LIMIT)
+        self.peer.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
@@ -179,7 +186,7 @@ def test_an_exit_is_no_failure_of_a_peer(agent: StandIn, how: BaseException) -> 
 def test_an_agent_that_ends_leaves_the_exception(agent: StandIn) -> None:
     @training.recoverable
     def train() -> None:
-        agent.peer.shutdown(socket.SHUT_RDWR)
+        agent.hang_up()
         raise LOST
 
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
