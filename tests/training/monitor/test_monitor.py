@@ -147,7 +147,7 @@ def test_counters_names_and_stacks_of_two_ranks(server: Driver, tmp_path: Path) 
     entry = Entrypoint(EntryKind.SCRIPT, script(tmp_path / "train.py", TRAINS).target, args)
 
     async def work(asking: RankQueries) -> None:
-        places = asking.start(2)
+        places = asking.start(2, {})
         keys = [
             server.start(
                 entry,
@@ -208,7 +208,7 @@ def test_a_storm_of_questions_harms_no_busy_rank(server: Driver, tmp_path: Path)
     entry = Entrypoint(EntryKind.SCRIPT, script(tmp_path / "busy.py", BUSY).target, args)
 
     async def work(asking: RankQueries) -> int:
-        key = server.start(entry, env={"RANK": "0"}, monitor=asking.start(1)[0])
+        key = server.start(entry, env={"RANK": "0"}, monitor=asking.start(1, {})[0])
         server.spawned(key)
         await until(asking, 0, lambda said: len(said.threads) >= 2 and bool(said.groups))
         said = [await asking.ask([0], LIMIT, full=True, stacks=True) for _ in range(1000)]
@@ -228,7 +228,7 @@ def test_a_script_does_not_find_it_and_its_child_has_none(server: Driver, tmp_pa
     entry = Entrypoint(EntryKind.SCRIPT, script(tmp_path / "forks.py", FORKS).target, (str(pipe),))
 
     async def work(asking: RankQueries) -> None:
-        key = server.start(entry, monitor=asking.start(1)[0], stdout=str(out))
+        key = server.start(entry, monitor=asking.start(1, {})[0], stdout=str(out))
         said = await until(asking, 0, lambda said: out.stat().st_size > 0)
         assert said.groups == ()
         os.write(writer, b"x")
@@ -246,7 +246,7 @@ def test_it_ends_before_each_fork_and_answers_again() -> None:
     that fork at once lose no answering thread either."""
 
     async def work(asking: RankQueries) -> None:
-        words = ("-c", FORKS_OFTEN, asking.start(1)[0])
+        words = ("-c", FORKS_OFTEN, asking.start(1, {})[0])
         pipe = asyncio.subprocess.PIPE
         rank = await asyncio.create_subprocess_exec(sys.executable, *words, stdin=pipe, stdout=pipe)
         assert rank.stdin is not None

@@ -99,8 +99,8 @@ def test_they_stay_while_nodes_join_and_die(elastic_job: Any, tmp_path: Path) ->
 def test_a_rank_in_python_code_is_interrupted(elastic_job: Any, tmp_path: Path) -> None:
     run = Run(elastic_job, "loop", tmp_path / "run", 6, nproc_per_node=2, max_restarts=1)
     run.go_to(6)
-    entered = run.job.rank_pid(0)
     run.job.wait_for(lambda _: len(run.entries()) == 2)
+    entered = run.job.rank_pid(0)
     run.job.kill_rank(1)
     assert len(run.end()) == 1
     assert [one["restart"] for one in run.entries()[entered]] == [0, 1]

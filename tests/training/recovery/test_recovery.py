@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -31,7 +31,8 @@ from elasticrun.wire.snapshots import (
 )
 from tests.harness import LIMIT
 
-LOST = RuntimeError("Connection closed by peer")
+def lose_a_peer() -> NoReturn:
+    raise RuntimeError("Connection closed by peer")
 
 
 class StandIn:
@@ -147,7 +148,7 @@ def test_a_lost_peer_is_reported_and_the_function_called_again(agent: StandIn) -
     def train() -> str:
         calls.append(os.environ.get("OWN", ""))
         if len(calls) == 1:
-            raise LOST
+            lose_a_peer()
         return os.environ[env.RESTART_COUNT]
 
     assert train() == "1"
@@ -156,7 +157,7 @@ def test_a_lost_peer_is_reported_and_the_function_called_again(agent: StandIn) -
     raised = agent.heard.get(timeout=LIMIT)
     assert isinstance(raised, Raised)
     assert raised.message == "RuntimeError: Connection closed by peer"
-    assert "raise LOST" in raised.traceback
+    assert "in lose_a_peer" in raised.traceback
     agent.expect(Left, Returned)
 
 
@@ -187,7 +188,7 @@ def test_an_agent_that_ends_leaves_the_exception(agent: StandIn) -> None:
     @training.recoverable
     def train() -> None:
         agent.hang_up()
-        raise LOST
+        lose_a_peer()
 
     with pytest.raises(RuntimeError, match="Connection closed by peer"):
         train()
@@ -247,7 +248,7 @@ def test_a_process_that_gets_nowhere_is_given_up(agent: StandIn) -> None:
     @training.recoverable
     def train() -> None:
         calls.append("")
-        raise LOST
+        lose_a_peer()
 
     with pytest.raises(RuntimeError, match="Connection closed"):
         train()
@@ -287,7 +288,7 @@ def test_output_goes_to_the_files_of_the_next_round(agent: StandIn, tmp_path: An
     def train() -> None:
         calls.append("")
         if len(calls) == 1:
-            raise LOST
+            lose_a_peer()
         os.write(1, b"second\n")
 
     try:
