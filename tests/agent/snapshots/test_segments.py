@@ -333,7 +333,7 @@ async def test_a_folder_without_room_is_done_without(shm: Path, caplog, monkeypa
         held = await segments.need(0, SIZES, LAYOUT.content)
         write(held, 1)
         assert (held.path, held.find_any() is not None) == ("", True)
-        assert "has room for 4 KiB: snapshots are kept in memory without a name" in caplog.text
+        assert "has space for 4 KiB: snapshots are kept in anonymous memory" in caplog.text
 
 
 async def test_two_ranks_at_once_do_not_take_more_than_there_is(shm: Path, monkeypatch) -> None:

@@ -31,6 +31,7 @@ from elasticrun.wire.snapshots import (
 )
 from tests.harness import LIMIT
 
+
 def lose_a_peer() -> NoReturn:
     raise RuntimeError("Connection closed by peer")
 
