@@ -1,8 +1,8 @@
 """The command `elasticrun`, which `python -m elasticrun` is, too.
 
-Until there is an agent with handlers of its own, Ctrl-C ends it as it ends any program: by the
-signal, and without a word. (Python's own way would print where in our imports it was.) The first
-process of a container cannot be ended by a signal that it does not handle.
+Until an agent has installed its handlers, Ctrl-C ends it like any program: by the signal, without
+output. (Python's own way would print where in our imports it was.) The first process of a container
+cannot be ended by a signal that it does not handle.
 """
 
 from __future__ import annotations

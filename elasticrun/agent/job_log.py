@@ -1,10 +1,9 @@
 """What the user of this node reads while the job runs: joins, losses, restarts and long waits.
 
-A wait is logged with its reason and time limit, and with the command that finds the cause if
-somebody cannot be reached. A restart is one line when all ranks run again, and another when
-training continues; if nodes were lost or joined, the cause is a line before. Its seconds and
-repeated steps come from the master, so they equal those of the incident. Unknown values are left
-out.
+A wait is logged with its reason and time limit, and with a command that finds the cause if a peer
+cannot be reached. A restart is one line when all ranks run again, and another when training
+continues; if nodes were lost or joined, the cause is a line before. Its seconds and repeated steps
+come from the master, so they equal those of the incident. Unknown values are left out.
 """
 
 from __future__ import annotations

@@ -168,8 +168,8 @@ def keep_sending(loop: asyncio.AbstractEventLoop, connection: Connection) -> Non
 class Tasks:
     """Owns tasks that nobody awaits, and handles their failures.
 
-    `fatal(sentence)` ends the node: nobody does the failed task's work, so whoever waits for its
-    result would wait forever."""
+    `fatal(sentence)` ends the node, because a caller would wait forever for the failed task's
+    result."""
 
     def __init__(self, fatal: Callable[[str], object]) -> None:
         self._fatal = fatal

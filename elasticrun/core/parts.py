@@ -12,7 +12,7 @@ PartFacts = TypeVar("PartFacts")
 
 
 class Part(Protocol[PartReport]):
-    """A component. After each event the job asks what it wants done."""
+    """A component. After each event the job collects its wishes."""
 
     def on_report(self, node: str, report: PartReport) -> bool:
         """Process a report of a node. Return whether it may change a decision."""

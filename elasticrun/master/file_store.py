@@ -208,7 +208,7 @@ class FileStore:
     async def _last_job(self, job: Callable[[], None]) -> None:
         ended = self._do(job)
         self._jobs.put(None)
-        with contextlib.suppress(Exception):  # nobody is left who needs the result
+        with contextlib.suppress(Exception):  # no node needs the result any longer
             await asyncio.wait_for(asyncio.shield(ended), 1.0)  # a slow disk may still do it
 
 

@@ -116,7 +116,7 @@ class Records:
             self.store = None
 
     def remove(self) -> None:
-        """Remove the folder of a launch when nobody needs it any more."""
+        """Remove the folder of a launch that is no longer needed."""
         if self._folder is not None and self._hosted:
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -293,7 +293,7 @@ class Link:
                 await session.drop()
 
     async def _answer(self, session: Session) -> Welcome | Refused:
-        """The answer to our Hello. LinkError, also if the master has moved meanwhile."""
+        """The answer to our Hello. Raises LinkError, also if the master has moved."""
         opening, moved = await first_of(
             session.open(self._owner.hello()), self._moved.wait(), limit=WELCOME_LIMIT
         )

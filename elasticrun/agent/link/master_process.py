@@ -266,7 +266,7 @@ def _environment() -> dict[str, str]:
     # elasticrun is not installed, its own folder has to be named.
     paths = filter(None, [environ.get("PYTHONPATH", ""), PACKAGE_ROOT])
     environ["PYTHONPATH"] = os.pathsep.join(paths)
-    environ.pop("PYTHONINSPECT", None)  # meant for scripts; makes no program exit with 0
+    environ.pop("PYTHONINSPECT", None)  # meant for scripts; with it no program exits with 0
     return environ
 
 

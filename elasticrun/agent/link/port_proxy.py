@@ -44,7 +44,7 @@ class PortProxy:
         """No-op: ranks may still need their store."""
 
     def ranks_gone(self, *, done: bool) -> None:
-        """Between two rounds there is no store."""
+        """Clear the store, because there is none between two rounds."""
         if not done:
             self.set_target("store", None)
 

@@ -73,7 +73,7 @@ class FoldedConsole:
         self._show(self._fold.ended(self._places[local_rank], time.monotonic()))
 
     def flush(self) -> None:
-        """Show everything: no file is read any more."""
+        """Show everything, because no file is read any longer."""
         self._show(self._fold.flush(time.monotonic()))
 
     def _show(self, folded: list[FoldedLines]) -> None:

@@ -27,7 +27,7 @@ WRITE_LIMIT: Final = 5.0
 
 
 class Invitation:
-    """What to tell people once the master serves."""
+    """What to print once the master serves."""
 
     def __init__(self, node: NodeContext, *, given: bool) -> None:
         """`given`: the user gave the token."""

@@ -73,7 +73,8 @@ class Registry(Protocol):
         leads; Vacant if `take` may give another place."""
 
     async def leave(self, *, job_over: bool, master_stays: bool) -> None:
-        """The node ends. `master_stays`: its master still serves the other nodes."""
+        """Release everything, because the node ends. `master_stays`: its master still serves the
+        other nodes."""
 
     def unmet(self) -> str:
         """Why no leader is known so far, as the start of a sentence."""

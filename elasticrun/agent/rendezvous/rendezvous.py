@@ -137,7 +137,7 @@ class NodeRendezvous:
             self._node.fatal(str(wrong))
 
     async def _moved(self, lease: Lease, why: str) -> None:
-        """Our master does not serve there any more."""
+        """Handle that our master no longer serves there."""
         try:
             seen = await self._registry.move(lease, why)
         except HostError as wrong:
@@ -191,7 +191,7 @@ class NodeRendezvous:
         self._master.start(early)
 
     def master_serves(self, endpoint: Endpoint) -> None:
-        """Our master serves (again)."""
+        """Handle that our master serves, possibly again."""
         if self._proxy is not None:
             self._proxy.set_target("master", endpoint)
         if self._invitation is not None:

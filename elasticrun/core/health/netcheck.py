@@ -443,8 +443,8 @@ class NetCheck:
             self._visit_answered(node, answer)
 
     def lost(self, node: str, reason: str, now: float) -> None:
-        """The node left, its stream is broken for good, or it may not be waited for any longer.
-        Forget everything about it; its partners are not waited for either."""
+        """The node left, its stream is broken for good, or waiting for it has ended. Forget
+        everything about it; its partners are not waited for either."""
         self._end_visit(node)
         self._known.pop(node, None)
         if self._check is not None:

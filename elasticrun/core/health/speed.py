@@ -24,8 +24,8 @@ waited for no other, so the smallest of their figures applies to all. After one 
 compared with groups. The nodes of a slow one are measured again, each with a good partner, and then
 each is judged by its own best figure: with another partner if the same partner may explain both
 measurements. Groups of different sizes are made comparable by what each link carries: 2(n-1)/n of
-the buffer for n ranks. Undecidable: a slow link of two or three nodes, which are one group; and
-slow nodes that are as many as the others.
+the buffer for n ranks. Two cases are undecidable: a slow link among two or three nodes, which form
+one group, and as many slow nodes as others.
 
 *In training* (`Stragglers`) all ranks that train together take as long for a step as the slowest of
 them. A slow node shows in its *own part*: a step without the waiting for others, which the slow

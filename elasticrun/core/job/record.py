@@ -1,8 +1,8 @@
 """The record: the `Facts` that outlive this master, and how a new master restores them. Each
 component gives its own facts and restores them.
 
-Everything else is asked of the agents, which report it again on every new stream: which round they
-run, what failed, what has stopped. Beats and joins are not facts.
+Agents report everything else again on every new stream: which round they run, what failed, what has
+stopped. Beats and joins are not facts.
 """
 
 from __future__ import annotations

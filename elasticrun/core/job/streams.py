@@ -54,7 +54,7 @@ class Streams:
         self._membership, self._rdzv, self._nodes = ctx.membership, ctx.rdzv, ctx.nodes
         self.health = HealthPolicy(ctx, self.exclude)
         self.hold_reason: CutOff | None = None
-        """Why silence does not count at present."""
+        """Why silence is ignored at present."""
 
     # ------------------------------------------------------------ attached
 

@@ -87,7 +87,7 @@ class LastCall:
             self.started_at = now
 
     def cancel(self) -> None:
-        """There are no longer enough nodes."""
+        """Handle that there are no longer enough nodes."""
         self.started_at = None
 
     def ends(self, *, announced: bool) -> float:

@@ -7,9 +7,10 @@ Phases. A job is GATHERING until a round forms and RUNNING until it reopens:
 *The first round* forms at once when `max` nodes have joined. Otherwise last call begins when `min`
 have joined. It ends when no node has joined for max(LAST_CALL_QUIET, 2 x the largest gap between
 joins so far): nodes that start together do not wait for nodes that do not exist, and nodes that
-start ten seconds apart are waited for. No single silence lasts longer than `last_call_timeout`, and
-the whole no longer than LAST_CALL_CAP_FACTOR times that, even if nodes still join. A node counts as
-arrived once it is connected; one that has not joined yet (it imports torch) is waited for.
+start ten seconds apart are waited for. A wait without a join lasts at most `last_call_timeout`, and
+last call as a whole at most LAST_CALL_CAP_FACTOR times that, even if nodes still join. A node
+counts as arrived once it is connected; one that has not joined yet (it imports torch) is waited
+for.
 
 *A later round* needs no last call, because the expected nodes are known. It forms as soon as every
 living member of the last round has rejoined, together with all other ready nodes. A survivor that
@@ -213,7 +214,7 @@ class Rendezvous:
         return "joining" if node in self._announced else "stopping"
 
     def reason_of(self, node: str, now: float) -> str:
-        """Why this node waits, if it has a reason of its own; else ""."""
+        """Why this node waits, if that is specific to it; else ""."""
         if node in self._kept:
             return text(self._kept[node])
         if node in self.backing_off:
@@ -597,7 +598,7 @@ class Rendezvous:
         possible = self._usable(size + len(self.ready))
         if possible <= size:
             full = self._largest if size >= self._largest else 0
-            # of a single node no other is left to confirm that its ranks have exited
+            # with a single node, no other node can confirm that its ranks have exited
             silence = self._silence() if size == 1 else 0.0
             return Decision(Verb.WAIT, Spare(full, self._spec.node_unit, silence))
         due, why = self._window.admission(size, possible, self._largest, bool(self._announced))

@@ -49,7 +49,7 @@ class VerdictRow(Struct, frozen=True):
     kind: str  # mismatch, deadlock, ended, stopped, idle, held, disk, fabric, busy, still, said
     sentence: str
     since: float  # seconds since anything moved
-    ranks: str  # the odd ones; "" if none can be named
+    ranks: str  # the culprits; "" if none is known
     node: str  # the node at fault; "" for the script
     then: str  # a clause: what will be done about it, and in how many seconds; "": nothing
     folder: str = ""  # where stacks and counters were written, on each node
@@ -95,7 +95,7 @@ def without_words(rows: Iterable[LedgerRow]) -> tuple[LedgerRow, ...]:
 
 
 class PhaseRow(Struct, frozen=True):
-    """A part of the way back from an incident."""
+    """One phase of the recovery from an incident."""
 
     name: str  # detect, left, stop, gather, spawn, restore, warm
     seconds: float
@@ -147,7 +147,7 @@ class IncidentRow(Struct, frozen=True):
 
 
 class PaceRow(Struct, frozen=True):
-    """How training goes on a node that tells its steps, as it was told last."""
+    """The training pace of a node that reports its steps, as of its last report."""
 
     node: str
     seconds: float  # of a step

@@ -228,7 +228,7 @@ class Checkpoints:
         return order_of(key) <= order_of(written)
 
     def proceed(self, now: float) -> None:
-        """End what is late, begin what is due."""
+        """End attempts that are late, and start those that are due."""
         if self._attempt is not None and now >= self._attempt.deadline:
             self._fail(f"it was not finished within {self._spec.limit:g} s", now)
         newest = self._wanted(now) if self._attempt is None else None

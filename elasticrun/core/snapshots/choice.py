@@ -1,15 +1,15 @@
 """Which snapshot the next round restores, and which node can provide which shard of it.
 
 A snapshot is named (round, step). Steps of different rounds are never combined, because after a
-restart the same number may stand for another state. Two rounds count: the current one, and the one
-that it was restored from, up to the step that it was restored from, as long as nodes hold it. What
-a node holds counts while it is connected: it reports all of it again on every stream, before it
+restart the same number may stand for another state. Snapshots of two rounds count: those of the
+current one, and those of the round that it restored from, up to the restored step. A node's
+snapshots count while it is connected. On every new stream it reports all of them again, before it
 reports that its ranks have stopped.
 
 *The watermark* is the newest whole step of the current round; older ones are no longer needed. With
-replicas it is the newest step with every part on two nodes (`replication`). If ranks come to hold
-different steps above it, none of which can become whole, their slots would never become free: those
-steps are *given up*, and no longer count.
+replicas it is the newest step with every part on two nodes (`replication`). If ranks hold different
+steps above it and none of these can become whole, the steps are *given up*: they no longer count,
+so their slots become free.
 
 *The choice* is the newest whole step of the current round, else of the previous one, without bad
 steps (a shard did not match its hash). Suspect steps come last.
@@ -86,7 +86,7 @@ class RestorePoints:
         self.reports: dict[str, m.Holdings] = {}  # the last report of each living node
         self.leaving: dict[str, Key | None] = {}  # nodes that are leaving, and what each stays for
         self.away: dict[str, None] = {}
-        """Nodes that may come back with what they hold."""
+        """Nodes that may come back with their snapshots."""
         self._has_obeyed = False  # a round that restored it has a whole step of its own
         self._has_round = False  # a round of this master, or one reported to it
         self._last: m.RoundInfo | None = None  # of another master, as agents have noted it
@@ -107,7 +107,7 @@ class RestorePoints:
         return self._last is not None and not self._has_round
 
     def _note_earlier_round(self, last: m.RoundInfo | None) -> None:
-        """An agent names the newest round whose ranks ran on its node."""
+        """Note the newest round that ran on an agent's node."""
         if self._has_round or last is None:
             return
         if last.name.term >= self._term:
@@ -154,7 +154,7 @@ class RestorePoints:
             self._count(node)
 
     def expect(self, nodes: Iterable[str]) -> None:
-        """Expect reports of these nodes about what they hold."""
+        """Expect inventory reports of these nodes."""
         self.away.update(dict.fromkeys(nodes))
 
     def has_reported_all(self, node: str) -> None:
@@ -164,7 +164,7 @@ class RestorePoints:
             self.answer()
 
     def on_holdings(self, node: str, report: m.Holdings) -> None:
-        """A living node reports what it holds."""
+        """Process the inventory report of a living node."""
         self.reports[node] = report
         self.away.pop(node, None)
         self._note_earlier_round(report.last)
@@ -174,7 +174,7 @@ class RestorePoints:
         self._count(node)
 
     def forget(self, node: str, *, for_good: bool) -> None:
-        """What this node holds is unavailable, for a moment or `for_good`."""
+        """This node's snapshots are unavailable, for a moment or `for_good`."""
         self.reports.pop(node, None)
         self.away[node] = None
         self._count(node)
@@ -282,7 +282,7 @@ class RestorePoints:
         return self.rejected.get(key, 0) >= MAX_REJECTED
 
     def _newest(self) -> Choice:
-        """The newest whole step that nothing speaks against."""
+        """The newest whole step that is neither bad nor suspect."""
         why = ""
         for ledger in self.ledgers:
             known = self.watermark if ledger.upto is None else ledger.upto
@@ -365,7 +365,7 @@ class RestorePoints:
         if named is not None:
             spoilt = ledger.spoil(named[0], report.step, named[1]) or spoilt
         if not spoilt:
-            self._dropped[key] = None  # else the same would be chosen again and again
+            self._dropped[key] = None  # otherwise the same one would be chosen repeatedly
         what = f"the snapshot of rank {report.rank} at step {report.step} cannot be used"
         self._outbox.log(f"{what}: {report.reason} (node {node})", "warning")
         return self._restored is not None and key_of(self._restored) == key
@@ -388,7 +388,7 @@ class RestorePoints:
 
     def locate(self, node: str, question: m.WhereIs) -> None:
         """Tell `node` which other node has a shard: at once, or when it is certain that no node
-        returns with it, or once a saver is ready (the asking node does not wait for ever)."""
+        returns with it, or once a saver is ready (the asking node has a time limit)."""
         if len(self._waiting) < MAX_WAITING:
             self._waiting[node, question] = None
             self.answer()

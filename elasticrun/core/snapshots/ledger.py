@@ -99,7 +99,7 @@ class Snap:
             self.wanted[node] = None
 
     def remove(self, node: str) -> None:
-        """The node holds nothing of this step any more."""
+        """The node no longer holds anything of this step."""
         self.wanted.pop(node, None)
         self.ranks += len(self.copies.pop(node, ()))
         for rank, content in self.held.pop(node, {}).items():
@@ -157,7 +157,7 @@ class Ledger:
         self._bad: dict[tuple[int, str, int], None] = {}  # step, node, rank
 
     def steps(self) -> list[int]:
-        """Steps of which anything is held, the newest first."""
+        """Steps with any snapshot in memory, newest first."""
         return sorted((step for step, snap in self.snaps.items() if snap.held), reverse=True)
 
     def is_whole(self, step: int) -> bool:
@@ -264,8 +264,8 @@ class Ledger:
             self._reported[node] = {s: one for s, one in holdings.items() if not above < s <= upto}
 
     def spoil(self, node: str, step: int, rank: int) -> bool:
-        """What this node holds of a rank is bad and counts as absent. Return whether that is new,
-        and about something that it holds."""
+        """Count this node's snapshot of a rank as absent, because it is bad. Return whether that
+        changes anything."""
         snap, holdings = self.snaps.get(step), self._reported.get(node, {}).get(step)
         if snap is None or holdings is None or rank not in snap.held.get(node, {}):
             return False

@@ -44,7 +44,7 @@ class SnapshotPolicy:
     # ------------------------------------------------------------ nodes
 
     def on_report(self, node: str, report: m.SaveReport) -> bool:
-        """Always news: `pursue` determines what follows."""
+        """Process a report. Always returns True, because `pursue` decides what follows."""
         now, saves = self._ctx.now, self._saves
         if isinstance(report, m.Holdings):
             saves.on_holdings(node, report, now)
@@ -85,7 +85,7 @@ class SnapshotPolicy:
         self._saves.departing(node, report, round_.name, members)
 
     def lost_contact(self, node: str) -> None:
-        """Its stream broke: it will report again what it holds."""
+        """Handle a broken stream: the node will report its snapshots again."""
         self._saves.forget(node, self._ctx.now)
         self.has_changed = True
 
@@ -196,7 +196,7 @@ class SnapshotPolicy:
         return left is not None and self._saves.checkpoints.is_in_storage(left)
 
     def hold(self, exit_code: int) -> Decision | None:
-        """The job is ending: what that waits for; None if nothing (any more)."""
+        """While the job is ending: what it waits for; None if it can end now."""
         saves, now = self._saves.checkpoints, self._ctx.now
         if self._ends_since is None:
             self._ends_since = now

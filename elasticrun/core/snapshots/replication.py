@@ -117,8 +117,8 @@ class Replicas:
         going: Collection[str],
         now: float,
     ) -> None:
-        """End what is done or late, begin what is due. `ledgers`: of the current round, and of the
-        previous one; `living`: the last report of each node."""
+        """End copies that are done or late, and start those that are due. `ledgers`: of the current
+        round, and of the previous one; `living`: the last report of each node."""
         if not self._applies():
             self._pairing = None
             return

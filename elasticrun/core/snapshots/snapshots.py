@@ -121,7 +121,7 @@ class Snapshots:
     # ------------------------------------------------------------ time
 
     def proceed(self, now: float) -> None:
-        """Raise the watermark, end what is late, begin what is due."""
+        """Raise the watermark, end attempts that are late, and start those that are due."""
         points = self.points
         self._replicas.proceed(points.ledgers, points.reports, points.leaving, now)
         self.checkpoints.release_failed()

@@ -124,7 +124,7 @@ class Fleet:
     # ------------------------------------------------------------ reports of members
 
     def agent_ended(self, member: HostAgent, code: int) -> None:
-        """An agent has ended for good."""
+        """Handle an agent that has exited and is not restarted."""
         self._codes.append(code)
         if not any(one.runs for one in self.members):
             self._cancel_unstarted()

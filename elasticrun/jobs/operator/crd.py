@@ -37,7 +37,7 @@ def _about(text: str) -> Meta:
 
 
 class RunPolicy(Struct, frozen=True, rename="camel"):
-    """How a job ends, and what is left of it."""
+    """How a job ends, and what remains of it."""
 
     clean_pod_policy: Annotated[
         Literal["None", "Running", "All"],
@@ -147,7 +147,7 @@ CONDITIONS: Final = (
 
 
 class ElasticStatus(Struct, frozen=True, rename="camel"):
-    """The status of an ElasticJob; of what is None nothing is known."""
+    """The status of an ElasticJob; None: unknown."""
 
     phase: str = ""
     nodes: str = ""

@@ -23,7 +23,7 @@ from elasticrun.jobs.operator.objects import (
 from elasticrun.wire.messages import JobStatus
 
 PAUSE: Final = 60.0
-"""Seconds for which a job holds no pods after it has released them."""
+"""Seconds that a job waits after deleting its pods before it creates new ones."""
 
 AVOIDED_FOR: Final = 3600.0
 """Seconds for which a node is avoided; the same as the master's default exclusion."""

@@ -102,7 +102,7 @@ class Outward:
         self._files.close(0.0)
 
     def start(self) -> None:
-        """The master serves now."""
+        """Handle that the master is serving."""
         self._files.create()
         if logdir := self._config.launch.run.tensorboard:
             from elasticrun.master.outward.tensorboard import TensorBoard

@@ -105,7 +105,7 @@ class RunFiles:
             self._held = None
 
     def filed(self, row: IncidentRow) -> None:
-        """Write an incident, replacing an older state of it."""
+        """Write an incident, replacing its older state."""
         self._later(partial(self._write_incident, row))
 
     def over(self, result: RunResult) -> None:

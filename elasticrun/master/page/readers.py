@@ -1,6 +1,6 @@
 """Access control of the page: who may see all of it, including stacks, settings and output.
 
-That is whoever has opened a link of the job. In a job without a token, it is also everybody on the
+Anyone who has opened a link of the job may. In a job without a token, so may everybody on the
 master's host.
 
 The key in a link is valid once, for 15 minutes. Its visitor gets a cookie that is valid for this

@@ -1,11 +1,11 @@
 """Replays a trace: feeds a master's recorded input to the real state machine.
 
 `read` parses a trace line by line; an error is a sentence. It reads the ring's two files as one. A
-file that starts in the middle of a master's life is a start only if the file before it is missing.
+file that starts in the middle of a master's run is a start only if the file before it is missing.
 
 `replay` feeds it to the state machine. That is deterministic (time and nonces are arguments, and
 both are in the trace), so its output must equal the recorded one. If not, the trace is of another
-version, or there is a bug; in both cases the place is shown.
+version, or there is a bug; in both cases the first difference is shown.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ SHARE: Final = 16
 memory."""
 
 LEAST: Final = 256 * 1024
-"""With less space there is no trace."""
+"""Minimum free space; with less, no trace is written."""
 
 MAX_QUEUED: Final = 20_000
 """Maximum number of queued steps; further ones are dropped and counted."""

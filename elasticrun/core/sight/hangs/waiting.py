@@ -2,7 +2,7 @@
 
 In a process group a rank that has entered more collectives than it has completed is *in* the first
 of these, number s, and waits for every member that has entered fewer than s. Following this from
-group to group leads either to ranks that others wait for and that wait for nobody (the odd ones),
+group to group leads either to ranks that others wait for and that wait for nobody (the culprits),
 or to a cycle. O(ranks), without a table of pairs: in a group it is enough to know the last member.
 """
 
