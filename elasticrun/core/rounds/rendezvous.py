@@ -9,8 +9,7 @@ have joined. It ends when no node has joined for max(LAST_CALL_QUIET, 2 x the la
 joins so far): nodes that start together do not wait for nodes that do not exist, and nodes that
 start ten seconds apart are waited for. A wait without a join lasts at most `last_call_timeout`, and
 last call as a whole at most LAST_CALL_CAP_FACTOR times that, even if nodes still join. A node
-counts as arrived once it is connected; one that has not joined yet (it imports torch) is waited
-for.
+counts as arrived once it is connected, even if it has not joined yet (it imports torch).
 
 *A later round* needs no last call, because the expected nodes are known. It forms as soon as every
 living member of the last round has rejoined, together with all other ready nodes. A survivor that
