@@ -47,7 +47,7 @@ def train(total: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         ckpt.step(step + 1)
-        if dist.get_rank() == 0 and (step + 1) % 50 == 0:
+        if dist.get_rank() == 0 and (step + 1) % 25 == 0:
             print(f"step={step + 1} ranks={dist.get_world_size()}", flush=True)
     if dist.get_rank() == 0:
         weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())

@@ -109,7 +109,7 @@ def is_port_proxy(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    "stopped", cases([is_fork_server, is_master, is_port_proxy, None], soaked=[None])
+    "stopped", cases([is_fork_server, is_master, is_port_proxy, None], kept=[is_fork_server])
 )
 def test_kill_9_of_the_agent_while_a_helper_is_stopped_leaves_nothing(
     world: World, stopped: Callable[[int], bool] | None
@@ -125,6 +125,7 @@ def test_kill_9_of_the_agent_while_a_helper_is_stopped_leaves_nothing(
     world.nothing_left()
 
 
+@further("test_kill_9_of_the_agent_while_a_helper_is_stopped_leaves_nothing")
 def test_kill_9_of_the_agent_while_a_guard_is_stopped_leaves_nothing(world: World) -> None:
     with warm_process(world.tmp / "warm.sock", world.environment(ONE_THREAD)) as place:
         job, _ = puppets(world, **{WARM_SERVER: str(place)})
@@ -192,6 +193,7 @@ def test_kill_9_of_the_fork_server_restarts_the_job(world: World) -> None:
     assert "s: restart 1 of 1 (rank 0: the fork server ended: it was killed" in job.stderr
 
 
+@further("test_kill_9_of_the_fork_server_restarts_the_job")
 def test_kill_9_of_a_guard_restarts_the_job(world: World) -> None:
     with warm_process(world.tmp / "warm.sock", world.environment(ONE_THREAD)) as place:
         job = restarted(world, psutil.Process.parent, **{WARM_SERVER: str(place)})
@@ -208,6 +210,7 @@ def test_kill_9_of_the_fork_server_without_restarts_ends_the_job(world: World) -
     assert "Traceback" not in job.stderr
 
 
+@further("master/test_return::test_three_times_in_a_row_while_it_trains")
 def test_kill_9_of_the_master_is_not_felt_by_the_ranks(world: World) -> None:
     run = world.tmp / "run"
     job, ranks = puppets(world, *ONE_RESTART, f"--run-dir={run}", patient=False)
@@ -226,7 +229,7 @@ def test_kill_9_of_the_master_is_not_felt_by_the_ranks(world: World) -> None:
     assert told.count("the job master before this one was killed by signal 9") == 1, told
 
 
-@further("test_kill_9_of_the_master_is_not_felt_by_the_ranks")
+@further("master/test_return::test_three_times_in_a_row_while_it_trains")
 def test_a_job_may_end_while_its_master_is_dead(world: World) -> None:
     job, ranks = puppets(world, patient=False)
     master = helper(job, is_master)
@@ -287,6 +290,10 @@ def test_sigusr1_is_forwarded_and_the_agent_lives_on(world: World) -> None:
     finish_all([job], ranks)
 
 
+@further(
+    "core/scripts/forwarded_signal_kills_a_rank.txt",
+    "test_a_signal_to_every_process_at_once_lets_the_script_save",
+)
 def test_sigusr1_to_every_process_at_once_is_no_failure(world: World) -> None:
     """As `scancel --signal=USR1` does: ranks without a handler die of it, and start again."""
     job, ranks = puppets(world)

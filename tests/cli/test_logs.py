@@ -79,7 +79,10 @@ dist.barrier()
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("3", "rank 1 failed (exit code 3); then ranks 0,2 lost their connection"),
+        pytest.param(
+            *("3", "rank 1 failed (exit code 3); then ranks 0,2 lost their connection"),
+            marks=pytest.mark.soak,
+        ),
         pytest.param(
             *("kill", "rank 1 failed (killed by SIGKILL); then ranks 0,2 lost their connection"),
             marks=pytest.mark.soak,

@@ -80,6 +80,7 @@ def test_torchrun_grows(torchrun_world: World) -> None:
     assert [j.wait() for j in jobs] == [1, 1]  # its own time limits, one after the other
 
 
+@further("core/scripts/fixed_nodes_no_restarts_loses_one.txt")
 @pytest.mark.parametrize("launcher", BOTH)
 def test_fixed_size_without_budget(theirs_or_ours: World, launcher: str) -> None:
     """With `--nnodes=2` and no restarts a lost node ends the job at once, as under torchrun, so
@@ -187,6 +188,10 @@ def test_logs_of_the_previous_world(world: World) -> None:
     assert sum("the new world" in t for t in texts) == 1
 
 
+@further(
+    "compat/test_endings::test_the_root_cause",
+    "core/rounds/test_failures::test_root_cause_is_the_first_that_is_no_echo",
+)
 @pytest.mark.parametrize("launcher", BOTH)
 def test_the_root_cause(theirs_or_ours: World, launcher: str) -> None:
     """Whole seconds, ties by order in a dictionary: a bystander was named. torchrun stands still

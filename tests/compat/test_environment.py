@@ -86,8 +86,8 @@ CASES = {
 }
 
 KEPT = (
-    *("one rank", "two ranks", "module", "no python", "virtual local rank", "a script's &"),
-    *("restarts", "two agents, static"),
+    *("two ranks", "no python", "virtual local rank", "a script's &", "restarts"),
+    "two agents, static",
 )
 
 HARNESS = {

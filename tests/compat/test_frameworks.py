@@ -56,7 +56,10 @@ def command(launcher: str, *words: str) -> list[str]:
 SCRIPTS_HERE = ("lightning_fit.py", "accelerate_loop.py", "hf_trainer.py")
 
 
-@further("training/test_callbacks", "compat/test_environment::test_every_variable_is_torchruns")
+@further(
+    "training/data/test_jobs::test_trainers_of_frameworks_use_each_sample_once",
+    "compat/test_environment::test_every_variable_is_torchruns",
+)
 @pytest.mark.parametrize("script", SCRIPTS_HERE)
 def test_scripts_of_frameworks(script: str, world: World, torchrun_world: World) -> None:
     words = ["--nproc-per-node=2", str(FOLDER / script)]

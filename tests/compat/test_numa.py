@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.further import cases
 from tests.harness import ELASTICRUN, TORCHRUN, World, world_in
 
 pytestmark = pytest.mark.slow
@@ -73,7 +74,7 @@ def run(
 
 @pytest.mark.skipif(not PCI, reason="needs a PCI device")
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-@pytest.mark.parametrize("mode", ["exclusive", "node"])
+@pytest.mark.parametrize("mode", cases(["exclusive", "node"], kept=["exclusive"]))
 def test_ranks_have_the_cores_that_torchrun_gives_them(mode: str, tmp_path: Path) -> None:
     flag = f"--numa-binding={mode}"
     machine = {**numactl(tmp_path), **two_gpus(tmp_path / "site")}
@@ -88,7 +89,7 @@ def test_ranks_have_the_cores_that_torchrun_gives_them(mode: str, tmp_path: Path
         assert theirs[1][1] != theirs[1][3].replace("rank 1", "rank 0"), "each has its own core"
 
 
-@pytest.mark.parametrize("launch", ["fork", "exec"])
+@pytest.mark.parametrize("launch", cases(["fork", "exec"], kept=["fork"]))
 def test_without_a_gpu_both_fail_and_say_what_torch_says(launch: str, tmp_path: Path) -> None:
     env = {**numactl(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     flag = "--numa-binding=node"

@@ -30,6 +30,7 @@ def test_ranks_that_obey(theirs_or_ours: World, launcher: str, signum: int) -> N
     world.hub.lost(peers)
 
 
+@further("test_ranks_that_obey")
 @pytest.mark.parametrize("launcher", BOTH)
 @pytest.mark.parametrize("signum", cases(DEATH, kept=[signal.SIGQUIT]))
 def test_ranks_without_a_handler(theirs_or_ours: World, launcher: str, signum: int) -> None:

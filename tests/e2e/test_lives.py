@@ -133,7 +133,7 @@ def test_descendants_of_a_dead_rank(world: World, trap: bool) -> None:
 
 @further(
     "compat/test_defects::test_restarts_again_and_again",
-    "forkserver/test_server::test_fifty_lives_leave_no_descriptor_and_no_process",
+    "forkserver/test_server::test_lives_leave_no_descriptor_and_no_process",
 )
 @pytest.mark.parametrize("cycles", [30, 200])
 def test_lives_that_end_with_sigkill(world: World, cycles: int) -> None:

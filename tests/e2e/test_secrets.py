@@ -65,7 +65,7 @@ main(["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:{port}", "--nproc-per-no
     "how",
     cases(
         ["forked", "execed", "program", "elastic_launch", "run", "file"],
-        kept=["forked", "elastic_launch"],
+        kept=["forked"],
     ),
 )
 def test_the_token_is_nowhere_to_be_seen(world: World, how: str) -> None:

@@ -81,6 +81,7 @@ def test_a_port_that_a_connection_holds_for_a_moment(world: World) -> None:
     finish(peers, launched)
 
 
+@further("cli/detection/test_processes::test_a_node_of_another_job_is_refused_at_the_port")
 def test_another_jobs_master(world: World) -> None:
     """Two jobs that name one endpoint do not merge: the second is told."""
     port = free_port()
@@ -101,7 +102,7 @@ NOT_MET = {
 }
 
 
-@pytest.mark.parametrize("name", cases(NOT_MET, soaked=["nobody is there"]))
+@pytest.mark.parametrize("name", cases(NOT_MET, kept=["no such name"]))
 def test_nodes_that_do_not_meet(world: World, name: str) -> None:
     """join_timeout ends it, with one sentence."""
     endpoint, conf, said = NOT_MET[name]
@@ -273,6 +274,10 @@ def test_a_node_that_is_there_twice(world: World) -> None:
     assert len(world.hub.peers) == 2  # no other round
 
 
+@further(
+    "core/rounds/test_failures::test_a_final_word_ends_the_job_whatever_else_failed",
+    "core/scripts/final_word.txt",
+)
 def test_a_script_that_says_do_not_try_again(world: World) -> None:
     """A rank of one of two nodes ends with 93: no restart is spent, and both nodes end with it."""
     jobs = agents(world, ELASTICRUN, 2, "2", free_port(), "--max-restarts=3")

@@ -54,6 +54,9 @@ def test_a_budget_that_is_a_rate(counting: Counting) -> None:
     assert len(counting.check()) == 3
 
 
+@further(
+    "core/scripts/poison_node_is_left_out.txt", "test_a_rank_that_dies_at_once_again_and_again"
+)
 def test_a_node_whose_ranks_keep_dying_is_left_out(counting: Counting) -> None:
     """The same script works on the others: so it is the node, and the job goes on without it and
     says so."""

@@ -87,7 +87,7 @@ def test_an_agent_that_was_replaced_while_it_stood_still(counting: Counting) -> 
     assert len(counting.finish(0, 1, 1, 0)) == 2
 
 
-@further("faults/test_master::test_while_ranks_are_restarted")
+@further("core/scripts/slow_survivor_keeps_its_place.txt")
 @pytest.mark.parametrize(("ends", "grace"), [("6", 60), ("never", 4)], ids=["slow", "deaf"])
 def test_a_survivor_that_takes_its_time_to_stop(counting: Counting, ends: str, grace: int) -> None:
     """Its rank needs longer than any last call to obey SIGTERM, or is killed when its grace is

@@ -12,6 +12,10 @@ from tests.harness import await_exit
 pytestmark = pytest.mark.slow
 
 
+@further(
+    "core/scripts/master_dies_between_fact_and_order.txt",
+    "faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another",
+)
 def test_while_ranks_are_restarted(counting: Counting) -> None:
     """A rank has died and the others are being stopped, which one of them takes its time for; the
     master dies in between. The restart is made, and charged once."""
@@ -46,7 +50,7 @@ def test_a_node_dies_while_the_master_is_away(counting: Counting) -> None:
     assert len(counting.finish()) == 2
 
 
-@further("test_the_masters_host_comes_back")
+@further("core/scripts/empty_master_and_its_host_comes_back.txt")
 def test_the_master_and_its_agent_at_one_moment(counting: Counting) -> None:
     """The whole host is gone: without a record elsewhere nobody decides any more. What the README
     says comes true: the others train on while they can, and end with a code of their own. A fresh
@@ -65,6 +69,10 @@ def test_the_master_and_its_agent_at_one_moment(counting: Counting) -> None:
     assert [world.round for world in counting.check()] == [first.round]
 
 
+@further(
+    "core/scripts/empty_master_and_its_host_comes_back.txt",
+    "faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another",
+)
 def test_the_masters_host_comes_back(counting: Counting) -> None:
     """Master and agent of its host die together, and the agent is started again: its master adopts
     the round that the others report, and the node gets its place back."""

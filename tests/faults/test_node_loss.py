@@ -41,6 +41,7 @@ def test_no_world_beside_ranks_that_nobody_can_stop(counting: Counting) -> None:
     assert job.master_node.exit_code == 0
 
 
+@further("core/scripts/below_min_for_too_long.txt")
 def test_below_min_ends_with_a_sentence(counting: Counting) -> None:
     """Survivors wait with the reason on screen. The wait ends at once when another node comes; when
     none does within `join_timeout`, with a sentence."""
@@ -61,6 +62,10 @@ def test_below_min_ends_with_a_sentence(counting: Counting) -> None:
     assert len(counting.check()) == 2
 
 
+@further(
+    "core/scripts/spare_replaces_the_lost.txt",
+    "snapshots/test_replicas::test_a_spare_takes_over_what_the_lost_node_had",
+)
 def test_a_spare_takes_the_place_of_a_lost_node_at_once(counting: Counting) -> None:
     job = counting.start("2", max_restarts=1)
     first = counting.first(2)
@@ -106,7 +111,7 @@ def test_node_ranks_that_the_user_gives_are_respected(counting: Counting) -> Non
     counting.finish()
 
 
-@further("compat/test_defects::test_fixed_size_without_budget")
+@further("core/scripts/fixed_nodes_no_restarts_loses_one.txt")
 def test_a_fixed_job_without_restarts_ends_at_once(counting: Counting) -> None:
     """`--nnodes=3 --max-restarts=0`: as under torchrun, there is nothing to wait for."""
     job = counting.start("3", times(join_timeout=600))
@@ -124,6 +129,7 @@ USUAL = times(heartbeat_timeout=HEARTBEAT_TIMEOUT)
 """A node of several would be given up by then."""
 
 
+@further("faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another")
 def test_an_agent_that_was_stopped_goes_on(counting: Counting) -> None:
     """Ctrl-Z, and `fg` later: the ranks, which nobody stopped here, are the same, and so is the
     round."""

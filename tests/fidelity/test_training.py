@@ -22,13 +22,19 @@ ALONE = (
 NEEDS = {"trainer": ("transformers", "accelerate"), "light": ("lightning",)}
 
 
-@further("fidelity/test_imports::test_imports", "training/test_callbacks")
+@further(
+    "fidelity/test_imports::test_imports",
+    "training/data/test_jobs::test_trainers_of_frameworks_use_each_sample_once",
+)
 def test_training(runs: Runs) -> None:
     """DDP, torch.compile, FSDP2 and a Checkpointer, each imported after a seed."""
     alike(runs, Case(("train.py", "--late", *ALL)), "fork")
 
 
-@further("fidelity/test_imports::test_imports", "training/test_callbacks")
+@further(
+    "fidelity/test_imports::test_imports",
+    "training/data/test_jobs::test_trainers_of_frameworks_use_each_sample_once",
+)
 @pytest.mark.parametrize("words", ALONE, ids=" ".join)
 def test_each_training_alone(runs: Runs, words: tuple[str, ...]) -> None:
     missing = [n for n in NEEDS.get(words[-1], ()) if importlib.util.find_spec(n) is None]

@@ -90,7 +90,7 @@ OF_KIND = {"settings": SETTINGS, "traced": {**SETTINGS, "PYTHONTRACEMALLOC": "2"
 """Where every allocation is traced, an import of torch takes half a minute."""
 
 KEPT = [
-    *(("script", way) for way in ("fork", "warm")),
+    ("script", "fork"),
     *((kind, "warm") for kind in ("module", "relative folder")),
     ("settings", "fork"),
 ]

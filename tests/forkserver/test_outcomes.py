@@ -74,7 +74,7 @@ def test_recursion_limit_differs_on_purpose(server: Driver, tmp_path: Path) -> N
     assert by_python - 2 <= forked <= by_python
 
 
-KEPT = ["record", "torch after main", "a file left open", "objects alive at the end"]
+KEPT = ["record", "objects alive at the end"]
 
 
 @pytest.mark.parametrize("name", cases(TORCH_OUTCOMES, kept=KEPT))

@@ -21,7 +21,7 @@ from elasticrun.forkserver.renew import NUMPYS, read_by_c
 from elasticrun.wire.spawning import Execed, Notice, Stale
 from tests import planted
 from tests.forkserver.driver import LIMIT, Driver, forking, plain_environment, script
-from tests.further import further
+from tests.further import cases, further
 
 pytestmark = pytest.mark.slow
 
@@ -92,7 +92,7 @@ def test_what_must_not_be_shared_is_refused(
         assert driver.run(entry).code == 0
 
 
-@pytest.mark.parametrize("name", ["beside", "no_such_module_anywhere"])
+@pytest.mark.parametrize("name", cases(["beside", "no_such_module_anywhere"], kept=["beside"]))
 def test_only_installed_packages_are_preloaded(tmp_path: Path, name: str) -> None:
     (tmp_path / "beside.py").write_text("value = 1\n")
     entry = script(tmp_path / "s.py", "")

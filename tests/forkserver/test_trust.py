@@ -15,7 +15,7 @@ from elasticrun.forkserver.renew import read_by_c
 from elasticrun.wire.spawning import SpawnerReady
 from elasticrun.wire.types import EntryKind, Entrypoint
 from tests.forkserver.driver import Driver, forking, plain_environment, script, started
-from tests.further import further
+from tests.further import cases, further
 
 pytestmark = pytest.mark.slow
 
@@ -47,10 +47,17 @@ def is_execed(entry: Entrypoint, *words: str, **environ: str) -> None:
 )
 def test_what_follows_exec_alone(tmp_path: Path, name: str, value: str, word: str) -> None:
     entry = script(tmp_path / "s.py", "")
-    with Driver(entry, env=plain_environment(**{name: value})) as driver:
+    assert trust.before_import(entry, numa=False, environ=plain_environment()) == ""
+    with_it = plain_environment(**{name: value})
+    assert word in trust.before_import(entry, numa=False, environ=with_it)
+
+
+def test_a_server_that_a_tool_follows_starts_ranks_by_exec(tmp_path: Path) -> None:
+    entry = script(tmp_path / "s.py", "")
+    with Driver(entry, env=plain_environment(LD_PRELOAD="libnsys-none.so")) as driver:
         ready = driver.ready()
         assert ready.mode == "exec"
-        assert word in ready.reason
+        assert "LD_PRELOAD" in ready.reason
         assert driver.run(entry).code == 0
 
 
@@ -280,12 +287,16 @@ def test_a_torch_folder_in_the_cwd_does_not_disturb(tmp_path: Path, monkeypatch)
 
 @pytest.mark.parametrize(
     ("module", "found"),
-    [
-        ("numpy", "numpy.py"),
-        ("random", "random.py"),
-        ("threading", "threading.py"),
-        ("queue", "queue/__init__.py"),
-    ],
+    cases(
+        [
+            ("numpy", "numpy.py"),
+            ("random", "random.py"),
+            ("threading", "threading.py"),
+            ("queue", "queue/__init__.py"),
+        ],
+        kept=[("numpy", "numpy.py"), ("queue", "queue/__init__.py")],
+        several=True,
+    ),
 )
 def test_a_file_beside_the_script_with_the_name_of_a_loaded_module(
     tmp_path: Path, module: str, found: str

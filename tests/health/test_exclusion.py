@@ -38,6 +38,9 @@ def test_the_list_is_served_to_schedulers(health: Health) -> None:
     health.finish(0, 75)
 
 
+@further(
+    "core/scripts/netcheck_excluded_comes_back.txt", "health/test_network_check::test_a_bad_node"
+)
 def test_a_node_that_gets_well(health: Health) -> None:
     """When its time is over and its fault is not, it is excluded again, at the door, and no round
     ends. Well, it is probed anew, alone and with a partner, and let in."""

@@ -95,6 +95,7 @@ def test_two_nodes_that_nobody_joins(health: Health) -> None:
     assert health.trained() == set()
 
 
+@further("core/scripts/netcheck_single_node.txt", "test_a_bad_node")
 def test_a_job_of_one_bad_node(health: Health) -> None:
     """It ends with the same code and the same kind of sentence; no rank was started."""
     health.start("1", CHECK, fault="probe-fail=compute@node0")

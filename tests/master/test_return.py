@@ -144,6 +144,7 @@ def test_three_times_in_a_row_while_it_trains(world: World, kind: str) -> None:
     assert records_left(world) == []
 
 
+@further("test_three_times_in_a_row_while_it_trains")
 def test_while_nodes_gather(world: World) -> None:
     """And who wants the trace of it, keeps it: two lives of the master, one after the other."""
     port, kept = free_port(), world.scratch / "kept"
@@ -223,6 +224,7 @@ def test_one_that_stands_still_is_replaced(world: World, kind: str) -> None:
     assert (len(world.hub.peers), records_left(world)) == (4, [])
 
 
+@further("test_one_that_stands_still_is_replaced")
 def test_one_whose_cgroup_is_frozen_is_replaced(world: World) -> None:
     """As one that a signal has stopped: SIGKILL ends it, frozen as it is."""
     (launched,), peers = started(world, "standalone", code=IMPATIENT)

@@ -114,6 +114,10 @@ def rounds_since(job: ElasticJob, began: Step) -> set[int]:
     return {record.round for record in job.steps() if record.time >= began.time}
 
 
+@further(
+    "core/scripts/mass_silence.txt",
+    "faults/test_no_false_deaths::test_one_job_bears_one_stall_after_another",
+)
 def test_the_master_cut_off_from_all_for_a_while(cluster: Build) -> None:
     """Ranks see each other and train on; when the master is back nothing has happened to them: the
     mass silence was its own."""

@@ -125,6 +125,10 @@ def test_typed_in_a_row_the_second_finds_the_first(machines: Machines) -> None:
     machines.end(one, two, world_size=2)
 
 
+@further(
+    "agent/rendezvous/test_registries::test_only_a_killed_masters_address_is_taken_once_one_has_answered",
+    "core/scripts/agent_killed_and_back.txt",
+)
 def test_an_agent_killed_with_its_master_is_started_again_by_the_same_line(
     machines: Machines,
 ) -> None:
@@ -150,6 +154,10 @@ def test_an_agent_killed_with_its_master_is_started_again_by_the_same_line(
     assert not file.exists()
 
 
+@further(
+    "agent/rendezvous/test_finding::test_a_file_that_is_renewed_is_not_taken_over",
+    "test_typed_on_three_machines_at_one_moment_it_is_one_job_that_outlives_its_host",
+)
 def test_a_split_makes_no_second_job(machines: Machines) -> None:
     """The folder is there for both, and the network is not: the file is renewed, so nobody takes
     it over; when they see each other it is one job."""
@@ -172,6 +180,10 @@ def test_a_split_makes_no_second_job(machines: Machines) -> None:
     machines.end(one, two, world_size=2)
 
 
+@further(
+    "agent/rendezvous/test_registries::test_whose_file_was_taken_over_follows",
+    "test_typed_on_three_machines_at_one_moment_it_is_one_job_that_outlives_its_host",
+)
 def test_a_host_that_stood_still_follows_the_one_that_took_over(machines: Machines) -> None:
     """Its agent and master were stopped for so long that another host took the file. When they go
     on, the agent sees that, ends its own master, and its node is one of the other master's."""
@@ -199,6 +211,7 @@ def test_a_host_that_stood_still_follows_the_one_that_took_over(machines: Machin
     assert one.stderr.count("serving job") == 1
 
 
+@further("e2e/test_join::test_a_pasted_line_makes_this_machine_a_node")
 def test_the_printed_lines_are_what_other_machines_type(machines: Machines) -> None:
     """No folder is shared: one machine pastes the line with the join code, on another one a person
     copies the token and types the long form."""

@@ -127,7 +127,7 @@ def test_pods_come_and_go_and_come_back(lab: Lab, world: World) -> None:
 
 
 @further(
-    "test_pods_come_and_go_and_come_back", "faults/test_master::test_the_masters_host_comes_back"
+    "test_pods_come_and_go_and_come_back", "core/scripts/empty_master_and_its_host_comes_back.txt"
 )
 def test_the_pod_with_the_master_comes_back_at_another_address(lab: Lab, world: World) -> None:
     """The others train on without a master, find the next one by its name, and let its pod in at

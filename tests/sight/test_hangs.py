@@ -156,6 +156,7 @@ if __name__ == "__main__":
 """
 
 
+@further("test_a_hang_is_named")
 @pytest.mark.parametrize("method", cases(["spawn", "fork", "forkserver"], kept=["spawn"]))
 def test_a_hang_of_functions_is_named(world: World, tmp_path: Path, method: str) -> None:
     """Ranks that the program which calls has started answer as forked ones do."""
@@ -203,6 +204,7 @@ def test_a_frozen_agent_is_no_hang(elastic_job: Any, tmp_path: Path) -> None:
     assert getattr(job.status().round, "number", 0) == 1
 
 
+@further("core/scripts/hang_certain.txt", "test_a_hang_is_named")
 def test_two_nodes_and_a_new_life(elastic_job: Any) -> None:
     """Ranks on two nodes that call different collectives are started again."""
     soon = ["--on-hang=auto", "--hang-limit=12"]

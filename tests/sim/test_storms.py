@@ -32,7 +32,7 @@ SAMPLE = {64: 4, 256: 1}
     ("nodes", "spread"),
     cases(
         product(SAMPLE, SPREADS),
-        kept=[*product([64], SPREADS), (256, 0.0), (256, 120.0)],
+        kept=[*product([64], (0.0, 10.0, 120.0)), (256, 0.0)],
         several=True,
     ),
 )
@@ -51,7 +51,7 @@ def test_and_so_for_a_thousand_nodes(spread: float) -> None:
     assert max(storm.deaths, storm.returns) <= 2
 
 
-@pytest.mark.parametrize("spread", cases(SPREADS, kept=[0.0, 10.0, 120.0]))
+@pytest.mark.parametrize("spread", cases(SPREADS, kept=[10.0]))
 def test_nodes_that_return_while_others_die(spread: float) -> None:
     for seed in range(3):
         storm = strike_and_return(seed, 64, spread)

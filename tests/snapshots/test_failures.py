@@ -227,6 +227,9 @@ def test_early_failures_cost_no_state(training: Training) -> None:
     assert not training.said("suspect|come last")
 
 
+@further(
+    "core/snapshots/test_checkpoints", "snapshots/test_random_kills::test_killed_at_random_moments"
+)
 def test_what_is_wanted_in_storage_comes_there(training: Training) -> None:
     """Periodic checkpoints, the last of them ordered just before the end; old ones are removed (the
     job's end does not wait for that of the last one)."""

@@ -15,6 +15,10 @@ PAIR = Path(__file__).with_name("pair.py")
 ROOT = {"PYTHONPATH": os.fspath(PAIR.parents[2])}
 
 
+@further(
+    "training/checkpointing/test_checkpointer::test_all_of_a_training_comes_back_and_goes_on_bit_by_bit",
+    "training/checkpointing/test_checkpointer::test_objects_in_state_are_parts_by_their_keys",
+)
 def test_a_gan_and_its_average_come_back_bit_by_bit(training: Training) -> None:
     """Compared with the same in one life, where nothing is restored."""
     training.start("--die=1:5", script=PAIR, max_restarts=1, env=ROOT)

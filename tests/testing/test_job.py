@@ -10,6 +10,7 @@ import pytest
 from elasticrun.host.system.processes import state
 from elasticrun.testing import processes
 from elasticrun.testing.job import ElasticJob, JobError
+from tests.further import further
 from tests.harness import SCRIPTS
 
 SUMS = str(SCRIPTS / "sums.py")
@@ -135,6 +136,10 @@ def test_a_master_by_hand_a_signal_and_the_end(elastic_job: Factory) -> None:
     assert job.output(1)
 
 
+@further(
+    "testing/test_hosts::test_a_host_goes_and_comes_back_at_another_address",
+    "partitions/test_partitions::test_one_of_three_lost_by_a_cut_cable_and_by_a_kill",
+)
 def test_a_host_without_power(elastic_job: Any) -> None:
     """Nobody hears a word of its end; when it has power again the node is back on its cable."""
     job = elastic_job(
@@ -151,6 +156,7 @@ def test_a_host_without_power(elastic_job: Any) -> None:
     job.wait_for(step=1, world_size=2, since=at)
 
 
+@further("testing/test_hosts::test_a_slow_link")
 def test_a_slow_cable(elastic_job: Any) -> None:
     """1 Mbit of every step passes a cable of 8 Mbit/s in 1/8 s at best. The words of its node pass
     beside it: nobody is given up, though a node is after 8 s without."""

@@ -10,7 +10,7 @@ import pytest
 
 from tests import needs
 from tests.compat.recording import HOW
-from tests.further import cases
+from tests.further import cases, further
 from tests.harness import ELASTICRUN, SCRIPTS, TORCHRUN, World
 
 needs.packages("lightning", "transformers")
@@ -37,6 +37,7 @@ def results(world: World, script: str, dies_after: int, launcher: str) -> list[A
     return sorted(found, key=lambda result: int(result["rank"]))
 
 
+@further("training/data/test_jobs::test_trainers_of_frameworks_use_each_sample_once")
 @pytest.mark.parametrize("script", cases(SCRIPTS_HERE, kept=["hf_trainer.py"]))
 def test_a_killed_rank_comes_to_the_same_weights(script: str, world: World) -> None:
     """The one that is never killed runs under torchrun too (`make soak`), where the callbacks work

@@ -80,7 +80,7 @@ def test_a_deleted_pod_comes_back_with_its_index_and_gets_its_rank_back(
     assert [pods[index].wait() for index in (0, 1, 2)] == [0, 0, 0]
 
 
-@further("faults/test_master::test_the_masters_host_comes_back")
+@further("core/scripts/empty_master_and_its_host_comes_back.txt")
 def test_the_pod_with_the_master_is_replaced(lab: Lab, world: World) -> None:
     """The others wait for it, and all go on together; it costs no restart. (A master without a
     record waits 15 s for nodes of the last round that it has not heard.)"""

@@ -25,6 +25,7 @@ from elasticrun.wire import snapshots as s
 from elasticrun.wire.frames import encode
 from elasticrun.wire.types import Endpoint, EntryKind, Entrypoint
 from tests.forkserver.driver import LIMIT, Driver, plain_environment
+from tests.further import cases
 from tests.snapshots.dcp.slots import NAMED, ROUND
 from tests.snapshots.saver.play import SECRET, Agent, part, persist, saver, state
 from tests.snapshots.saver.test_saver import loaded
@@ -83,7 +84,7 @@ def mapped(fd: int) -> Segment:
 # ---------------------------------------------------------------- fetch
 
 
-@pytest.mark.parametrize("secret", [SECRET, ""])
+@pytest.mark.parametrize("secret", cases([SECRET, ""], kept=[SECRET]))
 def test_a_snapshot_is_fetched_as_it_is(server: Driver, second: Driver, secret: str) -> None:
     made = state(elements=17 << 20).segment()  # 68 MiB: two blocks
     with (

@@ -17,6 +17,7 @@ from elasticrun.training import Checkpointer
 from elasticrun.training.checkpointing.agent_connection import AgentConnection, agent_address
 from elasticrun.wire import snapshots as s
 from tests.agent.snapshots.test_snapshots import at_most
+from tests.further import cases
 from tests.harness import program
 from tests.training.checkpointing.played import PlayedAgent
 
@@ -137,7 +138,7 @@ if wait != "end":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wait", ["close", "end", "neither"])
+@pytest.mark.parametrize("wait", cases(["close", "end", "neither"], soaked=["close"]))
 def test_the_last_save_of_torch_is_there_or_its_lack_is_said(tmp_path: Path, wait: str) -> None:
     done = program("-c", LAST, str(tmp_path), wait)
     assert not done.returncode, done.stderr

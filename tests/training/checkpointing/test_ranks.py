@@ -27,6 +27,7 @@ from elasticrun.training.checkpointing.agent_connection import ConflictError
 from elasticrun.training.checkpointing.capture import MappedSegment
 from elasticrun.training.checkpointing.restore_choice import NotAgreed, RankExchange
 from elasticrun.wire.snapshots import Committed, NeedSegment, Remark, Restored, WantShard
+from tests.further import cases
 from tests.training.checkpointing.played import playing
 from tests.training.checkpointing.ranks import USUAL, Ranks, fork_server, life
 from tests.training.checkpointing.test_stored import add_manifest
@@ -112,7 +113,9 @@ def restored(folder: str, step: int) -> tuple[int, list[Any]]:
     return own["rank"], [(one["rank"], one["random"].tolist()) for one in states]
 
 
-@pytest.mark.parametrize(("old", "new"), [(2, (1, 3, 2)), (4, (2,))])
+@pytest.mark.parametrize(
+    ("old", "new"), cases([(2, (1, 3, 2)), (4, (2,))], kept=[(2, (1, 3, 2))], several=True)
+)
 def test_sharded_state_from_memory_at_another_number_of_ranks(
     old: int, new: tuple[int, ...], tmp_path: Path
 ) -> None:

@@ -70,9 +70,9 @@ def test_the_example_ends_with_the_same_weights_after_a_failure(
     for name in ("undisturbed", "killed"):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)  # of its checkpoints
-        job = elastic_job(EXAMPLE, "--steps", 400, nproc_per_node=2, max_restarts=1)
+        job = elastic_job(EXAMPLE, "--steps", 100, nproc_per_node=2, max_restarts=1)
         if name == "killed":
-            job.wait_for_output(0, "step=50 ranks=2")
+            job.wait_for_output(0, "step=25 ranks=2")
             job.kill_rank(1)
         assert job.result().ok
         found += re.findall(r"weights=\w+", job.output(0))
@@ -94,6 +94,9 @@ def test_trainers_of_frameworks_use_each_sample_once(
         job = elastic_job(SCRIPT.with_name(name), *words, nproc_per_node=2, max_restarts=1)
         assert job.result(240).ok
         weights += re.findall(r"weights=\w+", job.output(0))
+        again = re.findall(r"resume from step (\d+) in memory", job.output(0))
+        assert [int(step) for step in again] in ([], [6], [7]), again
+        assert bool(again) == (dies_after > 0)
         found = surviving(out)
         sampler = ElasticBatchSampler(40, global_batch=8, place=(0, 1))
         assert sorted(found) == list(range(14))

@@ -29,11 +29,14 @@ class Line(PreTrainedModel):  # type: ignore[misc]
     def __init__(self, config: PretrainedConfig) -> None:
         super().__init__(config)
         self.layer = nn.Linear(1, 1)
+        self.dropout = nn.Dropout(0.5)
         self.post_init()
 
     def forward(self, index: torch.Tensor, **_: Any) -> SequenceClassifierOutput:
         x = index[:, None] / SAMPLES
-        return SequenceClassifierOutput(loss=(self.layer(x) - x.sin()).square().mean())
+        return SequenceClassifierOutput(
+            loss=(self.dropout(self.layer(x)) - x.sin()).square().mean()
+        )
 
 
 class Numbers(Dataset[dict[str, torch.Tensor]]):
