@@ -41,8 +41,8 @@ def two_lives(slurm: Slurm, persist_every: int = 0) -> list[str]:
     out, ckpt = slurm.folder / "out", slurm.folder / "ckpt"
     out.mkdir()
     persist = ("--persist-every", str(persist_every)) if persist_every else ()
-    every = ("--every", "5", "--print-at", "5")
-    return [str(script), *every, *persist, "--out", str(out), "--ckpt", str(ckpt)]
+    words = ("--mode", "counter", "--every", "5", "--print-at", "5")
+    return [str(script), *words, *persist, "--out", str(out), "--ckpt", str(ckpt)]
 
 
 def trains(slurm: Slurm, *options: str, flags: str = "", persist_every: int = 0) -> Batch:

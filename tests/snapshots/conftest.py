@@ -28,8 +28,8 @@ from elasticrun.testing.steps import World
 from tests.harness import await_true, processes_of, until_file
 
 TRAIN = Path(__file__).with_name("train.py")
-ENDLESS = ("--steps", "1000000000", "--pause", "0.05")
-"""Words for a training that goes on until it is stopped."""
+ENDLESS = ("--mode", "counter", "--steps", "1000000000", "--pause", "0.05")
+"""Words for a training that goes on until it is stopped, whose numbers are nobody's concern."""
 
 STEPS = 12
 

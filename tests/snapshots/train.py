@@ -1,7 +1,7 @@
 """A small training whose every number depends on the step alone: a resumed run must end with the
 same bits as one that was never killed.
 
-    train.py --mode ddp|fsdp2|late --steps N --out FOLDER --ckpt FOLDER
+    train.py --mode ddp|fsdp2|late|counter --steps N --out FOLDER --ckpt FOLDER
              [--every N] [--persist-every N] [--die RANK:STEP:HOW]... [--poison STEP]
              [--early LIVES] [--gate FILE] [--print-at STEP]... [--timeout SECONDS] [--busy skip]
              [--lingers RANK] [--pause SECONDS]
@@ -20,6 +20,9 @@ after each step, or it would take the cores from those who test it.
 
 In mode `late` each rank has all of the data, and a layer that is idle up to step LATE: its part of
 the optimizer's state comes into being then, and the layout of the state changes.
+
+Mode `counter` is for tests of what is around a training: the ranks meet once a step and count it,
+without DDP and an optimizer, each of which imports `torch._dynamo` in every life of a rank.
 """
 
 from __future__ import annotations
@@ -66,12 +69,14 @@ class Idle(nn.Module):
         return self.layer(inputs) if self.awake else inputs
 
 
-def build(mode: str, width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(mode: str, width: int) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     torch.manual_seed(7)
     model: nn.Module = nn.Sequential(
         nn.Linear(8, width), nn.Tanh(), nn.BatchNorm1d(width), nn.Linear(width, 3)
     )
-    if mode == "ddp":
+    if mode == "counter":
+        model = nn.ParameterList([torch.zeros(1)])
+    elif mode == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
     elif mode == "fsdp2":
         from torch.distributed.fsdp import fully_shard
@@ -81,13 +86,20 @@ def build(mode: str, width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         fully_shard(model)
     elif mode == "late":
         model = nn.Sequential(nn.Linear(8, width), Idle(width), nn.Linear(width, 3))
+    if mode == "counter":
+        return model, None
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
 def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int, world: int
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, step: int, rank: int, world: int
 ) -> None:
     """Every rank takes its share of the same global batch."""
+    if optimizer is None:
+        share = torch.full((1,), 1 / world)
+        dist.all_reduce(share)
+        next(model.parameters()).data += share
+        return
     for layer in model.modules():
         if isinstance(layer, Idle):
             layer.awake, rank, world = step >= LATE, 0, 1
@@ -106,12 +118,12 @@ def whole(value: Any) -> torch.Tensor:
     return found.detach().cpu()
 
 
-def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> str:
     """Of all parameters, buffers and the optimizer's state; a collective where it is sharded."""
     digest = hashlib.sha256()
     for name, value in sorted(model.state_dict().items()):
         digest.update(name.removeprefix("module.").encode() + bytes_of(whole(value)))
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups if optimizer is not None else ():
         for parameter in group["params"]:
             for name, value in sorted(optimizer.state.get(parameter, {}).items()):
                 digest.update(name.encode() + bytes_of(whole(value)))
@@ -180,7 +192,7 @@ def main() -> None:
     checkpointer = Checkpointer(
         args.ckpt,
         model=model,
-        optim=optimizer,
+        **({} if optimizer is None else {"optim": optimizer}),
         progress=progress,
         every_steps=args.every,
         on_busy=args.busy,
