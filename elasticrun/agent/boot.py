@@ -173,7 +173,7 @@ def start_spawner(launch: Launch, ignored: tuple[int, ...]) -> SpawnerProcess:
     return SpawnerProcess(channel, process)
 
 
-def misplanted() -> str:
+def fault_error() -> str:
     """Why ELASTICRUN_FAULT cannot be parsed, in one sentence; "" if it is valid or not set."""
     try:
         env.read_faults(os.environ.get(env.FAULT, ""))

@@ -22,10 +22,10 @@ from elasticrun.agent.boot import (
     Reaper,
     SignalInbox,
     SpawnerProcess,
-    misplanted,
+    fault_error,
     start_spawner,
 )
-from elasticrun.agent.link.trust import minted, unusable
+from elasticrun.agent.link.trust import unusable, with_token
 from elasticrun.agent.warm import leave_behind
 from elasticrun.config import EXIT_FAILED, EXIT_USAGE, Caller, Identity, Launch, Place
 from elasticrun.host import log
@@ -64,7 +64,7 @@ def run_agent(
 
     fill_standard_fds()
     writer = log.set_up()
-    identity = minted(launch, place, identity)
+    identity = with_token(launch, place, identity)
     if (no := _impossible(identity)) is not None:
         return _logged(no)
     if debugger.follows():
@@ -118,7 +118,7 @@ def _impossible(identity: Identity) -> Exit | None:
         return Exit(EXIT_FAILED, "an agent must run in the main thread", (), 0)
     if identity.tls is not None and (wrong := unusable(identity.tls)):
         return Exit(EXIT_USAGE, wrong, (), 0)
-    if wrong := misplanted():
+    if wrong := fault_error():
         return Exit(EXIT_USAGE, wrong, (), 0)
     if wrong := refused() or no_loopback():
         return Exit(EXIT_FAILED, wrong, (), 0)

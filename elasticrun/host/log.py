@@ -157,7 +157,7 @@ class StderrWriter:
         """Queue `text` unchanged; drop it if the queue is full."""
         try:
             self._start()
-        except NoThread:  # then it is worth blocking
+        except NoThread:  # without a thread, block rather than lose the line
             with suppress(OSError):
                 os.write(self._fd, text.encode(errors="backslashreplace"))
             return

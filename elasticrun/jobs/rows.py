@@ -137,7 +137,7 @@ def page_of(row: JobRow, **more: object) -> JobPage:
 
 class NodeRow(Struct, frozen=True, kw_only=True):
     """What `elasticrun top nodes --on k8s -o json` prints of a node of a cluster. CPU in cores,
-    memory in MiB; taken: asked for by pods that are placed there; -1: not known."""
+    memory in MiB; taken: requested by pods that are placed there; -1: unknown."""
 
     node: str
     state: str  # ready, not ready, cordoned

@@ -165,5 +165,5 @@ def _why_none() -> str:
             try:
                 (ROOT / "cgroup.subtree_control").write_text(f"+{controller}")
             except OSError as error:
-                return f"{ROOT} does not give {controller} on: {error.strerror}"
+                return f"{ROOT} does not delegate {controller}: {error.strerror}"
     return ""

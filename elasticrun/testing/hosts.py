@@ -62,7 +62,7 @@ def require() -> None:
 @functools.cache
 def _why_no_hosts() -> str:
     if not sys.platform.startswith("linux"):
-        return "this is no Linux"
+        return "this is not Linux"
     if os.geteuid() != 0:
         return "that needs root"
     missing = [name for name in ("ip", "nsenter", "unshare") if not _program(name)]
@@ -269,7 +269,7 @@ class Lab:
             self._relay.stdin.flush()
         answer = self._relay.stdout.readline().decode().strip()
         if answer != "ok":
-            raise LabError(f"the relay of bad lines did not obey: {answer or 'it has ended'}")
+            raise LabError(f"the relay of bad lines failed: {answer or 'it has ended'}")
 
     def _sw(self, *words: str) -> None:
         _ip("-n", self._switch, *words)

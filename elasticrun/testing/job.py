@@ -114,7 +114,7 @@ def start(
     least = plan.check()
     count = least if nodes is None else nodes
     if count < 0 or (count == 0 and not master):
-        raise ValueError(f"nodes={nodes}: a job without a master of its own begins with a node")
+        raise ValueError(f"nodes={nodes}: start at least one node, or give master=True")
     job = ElasticJob(plan, scratch, hosts=hosts, timeout=timeout)
     register(job)  # from here on the fixture ends it
     job.start(count, master_options if master else None, together=together)
@@ -375,11 +375,11 @@ class ElasticJob:
         """Wait until the job is in the described state. Raises JobError after `timeout` seconds, or
         if every agent has ended.
 
-        With `step`: until a rank of the newest world has completed that step or a later one, in a
-        world of `world_size` ranks and one that began after `since`, if given; returns the first
-        such step. Else: until the master's status shows this world size (running), this round or a
-        later one, this phase, this text in the reason of the job or of a node, and satisfies
-        `condition`; returns that status.
+        With `step`: until a rank of the newest world has completed that step or a later one;
+        returns the first such step. If given, that world must have `world_size` ranks, and must
+        have begun after `since`. Else: until the master's status shows this world size (running),
+        this round or a later one, this phase, this text in the reason of the job or of a node, and
+        satisfies `condition`; returns that status.
         """
         if step is not None:
             if condition or round or phase or reason:
@@ -637,9 +637,9 @@ class ElasticJob:
         return sentences
 
     def _told_outcome(self) -> bool:
-        """Whether the job's master should have exited: it outlives its agent while it serves
-        others, but here all agents ended by themselves, or those that the test did not kill
-        succeeded and reported that to the master."""
+        """Whether the job's master should have exited. That is so if all agents ended by
+        themselves, or if those that the test did not kill succeeded and reported it; else the
+        master may still serve others."""
         own_ends = [node.exit_code for node in self.nodes if not node.killed]
         if not self._over() or not own_ends or any(node.frozen for node in self.nodes):
             return False

@@ -33,7 +33,7 @@ LIMIT = "elasticrun_timeout"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the setting for the default timeout of a project, which depends on its machines."""
-    parser.addini(LIMIT, "seconds that anything awaited of an elastic_job may take (default: 60)")
+    parser.addini(LIMIT, "default time limit for waits of elastic_job, in seconds (default: 60)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -64,7 +64,7 @@ def _limit(config: pytest.Config) -> dict[str, float]:
     except ValueError:
         seconds = 0.0
     if not 0.0 < seconds < float("inf"):
-        raise pytest.UsageError(f"{LIMIT}={word}: a number of seconds is wanted, as in {LIMIT}=180")
+        raise pytest.UsageError(f"{LIMIT}={word}: give a number of seconds, as in {LIMIT}=180")
     return {"timeout": seconds}
 
 

@@ -131,7 +131,7 @@ class StepLog:
             )
         except (ValueError, TypeError, KeyError):
             raise ValueError(
-                f"the step log {self.path} has a line that is no step: {line[:200]!r}"
+                f"the step log {self.path} has a line that is not a step: {line[:200]!r}"
             ) from None
 
     def _numbered(self, record: Step) -> Step:

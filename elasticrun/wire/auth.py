@@ -68,7 +68,7 @@ PEER_WRONG: Final = (
     "same on all nodes"
 )
 OPERATOR_WANTED: Final = (
-    "that is for those who have the job's token (ELASTICRUN_TOKEN, --token-file), and for the "
+    "only holders of the job's token (ELASTICRUN_TOKEN, --token-file) may do that, and the "
     "job's own user on the host of its master"
 )
 NO_CODES: Final = (
@@ -76,7 +76,7 @@ NO_CODES: Final = (
     "with --rdzv-endpoint"
 )
 CODE_WRONG: Final = (
-    "this code is not of the job there: check host and port, or print a new line with "
+    "this join code belongs to another job: check host and port, or print a new line with "
     "`elasticrun join --new` on the first machine"
 )
 CODE_EXPIRED: Final = (
@@ -100,7 +100,7 @@ class OutOfTurn(Exception):
 
 
 class Side(Enum):
-    """The side of a proof. The labels prevent that a proof of one side is used as the other's."""
+    """The side of a proof. With the label, a proof of one side cannot be used as the other's."""
 
     MASTER = f"elasticrun/{PROTOCOL_VERSION} master"
     PEER = f"elasticrun/{PROTOCOL_VERSION} peer"
@@ -407,7 +407,7 @@ class AuthServer:
 
     def _knocked(self, knock: Knock) -> Challenge:
         if knock.role is not self._role:
-            raise OutOfTurn(f"this is no stream for the role {knock.role.value}")
+            raise OutOfTurn(f"this stream is not for the role {knock.role.value}")
         if knock.role is Role.AGENT and knock.job_id != self._job_id:
             if self._token:
                 raise Denied(OTHER_JOB)
@@ -438,7 +438,7 @@ class AuthServer:
         if not self._token:
             raise Denied(NO_CODES)
         if not (knock.node.isascii() and knock.node.isdigit()):
-            raise OutOfTurn("this join code says no time")
+            raise OutOfTurn("this join code has no expiry time")
         return code_secret(self._token, int(knock.node))
 
 
@@ -555,7 +555,7 @@ def _check_own(files: Files, client: ssl.SSLContext, server: ssl.SSLContext) -> 
             cert = f"--tls-cert={files.cert}"
             if wrong.verify_code in (_EXPIRED, _NOT_YET):
                 when = "has expired" if wrong.verify_code == _EXPIRED else "is not valid yet"
-                raise TlsError(f"{cert} or what has signed it {when}") from None
+                raise TlsError(f"{cert} or its issuer {when}") from None
             if wrong.verify_code in _OTHER_ISSUER:
                 raise TlsError(f"{cert} is not signed by --tls-ca={files.ca}") from None
             return  # e.g. its purpose; only a peer can judge that

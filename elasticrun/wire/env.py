@@ -195,7 +195,8 @@ VALUES: Final[Mapping[FaultKind, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One injected fault. `node` is a node id, or `*`; "" in the text for one node's processes."""
+    """One injected fault. `node` is a node id, or `*`; "" in the list that a node passes to its own
+    processes."""
 
     kind: FaultKind
     value: str  # one of VALUES, or the factor of a slow node: `3x`
@@ -215,7 +216,7 @@ def read_faults(text: str) -> tuple[Fault, ...]:
     """All faults in a list. Raises BadFault."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if len(parts) > MAX_FAULTS:
-        raise BadFault(f"{FAULT} lists {len(parts)} faults; at most {MAX_FAULTS} are planted")
+        raise BadFault(f"{FAULT} lists {len(parts)} faults; at most {MAX_FAULTS} are allowed")
     found = []
     for part in parts:
         what, at, node = part.rpartition("@")

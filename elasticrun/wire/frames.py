@@ -192,7 +192,7 @@ class Connection:
         self.unsent += len(data)
         self.flush()
         if self.unsent > self._most_bytes > 0 or len(self._outbox) > self._most_messages > 0:
-            raise NotRead("it does not read what it is told")
+            raise NotRead("it does not read its messages")
 
     def flush(self) -> None:
         """Write as much as the socket accepts. On an error, drop everything unsent: messages that
@@ -227,7 +227,7 @@ class Connection:
         except BlockingIOError:
             return None
         if not data:
-            raise HungUp("it hung up")
+            raise HungUp("it closed the connection")
         return self._frames.feed(data)
 
     def wait(self) -> Iterator[Any]:
@@ -253,7 +253,7 @@ class Connection:
             os.set_inheritable(descriptor, False)
             self._descriptors.append(descriptor)
         if flags & socket.MSG_CTRUNC:
-            raise DescriptorsLost("descriptors got lost: there is room for no more")
+            raise DescriptorsLost("descriptors were lost: this process has too many open files")
         return data
 
     def hang_up(self) -> None:

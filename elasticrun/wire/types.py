@@ -89,7 +89,7 @@ seconds = _number(
 )
 """A duration."""
 
-amount = _number(lambda value: value >= 0, ", which is no amount")
+amount = _number(lambda value: value >= 0, ", not an amount of 0 or more")
 
 ratio = _number(lambda value: value > 1, ", not a ratio above 1")
 """How many times a usual value something must be to stand out."""
@@ -98,7 +98,7 @@ ratio = _number(lambda value: value > 1, ", not a ratio above 1")
 def limit(where: str, value: float) -> float:
     """A time limit; must not be 0."""
     if seconds(where, value) == 0:
-        raise WireError(f"{where} is {value} s, with which nothing can be done in time")
+        raise WireError(f"{where} is {value} s, but a time limit must be above 0")
     return float(value)
 
 
@@ -375,7 +375,7 @@ def loads(text: str | bytes, kind: type[R]) -> R:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        raise ValueError(f"this is no {kind.__name__}: it is not JSON") from None
+        raise ValueError(f"this is not a {kind.__name__}: it is not JSON") from None
     record: R = typed(value, kind)
     return record
 
@@ -412,7 +412,7 @@ def typed(value: Any, kind: Any, where: str = "", *, strict: bool = False) -> An
         if inner[1:] == (...,):
             return tuple(_item(item, inner[0], where, strict) for item in value)
         if len(value) != len(inner):
-            raise ValueError(f"{where} has {len(value)} entries where {len(inner)} are wanted")
+            raise ValueError(f"{where} has {len(value)} entries instead of {len(inner)}")
         return tuple(map(_item, value, inner, repeat(where), repeat(strict)))
     elif origin is dict and isinstance(value, dict):
         return {
@@ -483,7 +483,7 @@ def _key(text: str, kind: type, where: str, strict: bool) -> Any:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"{where} has the key {text[:60]!r}, which is no number") from None
+        raise ValueError(f"{where} has the key {text[:60]!r}, which is not a number") from None
 
 
 def _scalar(value: Any, kind: type, where: str, strict: bool) -> Any:
@@ -491,7 +491,7 @@ def _scalar(value: Any, kind: type, where: str, strict: bool) -> Any:
         try:
             return kind(value)
         except ValueError:
-            raise ValueError(f"{where} is {value[:60]!r}, which is none of its words") from None
+            raise ValueError(f"{where} is {value[:60]!r}, which is not an allowed value") from None
     if kind is float and type(value) is int and value.bit_length() < _FLOAT_BITS:
         value = float(value)
     if type(value) is not kind:

@@ -76,7 +76,7 @@ def test_whoever_talks_to_all_the_network_is_told_so() -> None:
         (STORE, "--master-store needs --rdzv-id=NAME"),
         (f"{STORE} --rdzv-id=j --standalone", "cannot be combined with --standalone"),
         (f"{STORE} --rdzv-id=j --rdzv-backend=static", "excludes --rdzv-backend=static"),
-        ("--master-store=h1:2379 --rdzv-id=j", "is no etcd: write etcd://HOST:PORT"),
+        ("--master-store=h1:2379 --rdzv-id=j", "is not an etcd address: write etcd://HOST:PORT"),
         ("--master-store=etcd://a:b@h1 --rdzv-id=j", "name and password"),
     ],
 )

@@ -350,4 +350,4 @@ def test_what_cannot_be_is_a_sentence(
     if launched_as == "none":
         assert "etcd://127.0.0.1:1 does not answer, for 20 s" in launched.stderr
     else:
-        assert "is no etcd: write etcd://HOST:PORT" in launched.stderr
+        assert "is not an etcd address: write etcd://HOST:PORT" in launched.stderr

@@ -333,7 +333,7 @@ from elasticrun.forkserver.warm import keeper
 from elasticrun.wire.spawning import Configure
 from elasticrun.wire.types import EntryKind, Entrypoint
 
-stock = keeper._stock_up(lazy_imports.Baseline(modules))
+stock = keeper._import_stock(lazy_imports.Baseline(modules))
 index, again = lazy_imports.Stash._index, []
 lazy_imports.Stash._index = lambda self: (again.append(self), index(self))
 entry = Entrypoint(EntryKind.SCRIPT, sys.argv[1])

@@ -102,7 +102,7 @@ def test_an_elastic_job_from_submit_to_delete(cluster: StandIn, tmp_path: Path) 
     board = ("--tensorboard", "--logdir=/logs")
     pods = ("--nodes", "1:2", "--gpus", "4", "--node-unit", "1", "--ttl", "60")
     said = user.submits("tr", *pods, *board)
-    assert "--tensorboard: the master of an ElasticJob has a pod of its own" in user.notes
+    assert "--tensorboard: the master of an ElasticJob runs in a separate pod" in user.notes
     assert "created in namespace default: ElasticJob tr" in said
     assert "elasticrun logs tr -f" in said
     until_running(cluster, "tr-0-0", "tr-1-0", "tr-master-0")

@@ -99,7 +99,7 @@ async def test_an_operator_mints_a_code_and_a_reader_does_not() -> None:
         asked = (served.endpoint, LIMIT, m.Request("invite"))
         reply = await ask_for(*asked, token=operator_token(TOKEN), role=m.Role.OPERATOR)
         assert (await joined(served, parse_code(reply.body))).token == TOKEN
-        with pytest.raises(LinkError, match="for those who have the job"):
+        with pytest.raises(LinkError, match="only holders of the job"):
             await ask_for(*asked, token=auth.reader_token(TOKEN))
 
 

@@ -31,7 +31,7 @@ QUICK = "--rdzv-conf=last_call_timeout=2,heartbeat_timeout=8"
         ({"nnodes": "2:x"}, "nnodes='2:x': give a number of nodes, or MIN:MAX"),
         ({"nnodes": "4:2"}, "nnodes='4:2': MIN is above MAX"),
         ({"options": "--grow=now"}, "options='--grow=now': give a list of flags"),
-        ({"nodes": 0}, "nodes=0: a job without a master of its own begins with a node"),
+        ({"nodes": 0}, "nodes=0: start at least one node, or give master=True"),
     ],
 )
 def test_bad_use_is_a_sentence(elastic_job: Factory, words: dict[str, Any], sentence: str) -> None:

@@ -109,7 +109,7 @@ def test_one_limit_for_all_waits_of_a_project(inner: Inner) -> None:
     assert code == 0, said
     code, said = inner.run("-q", "-o", "elasticrun_timeout=soon")
     assert code == 1, said
-    assert "elasticrun_timeout=soon: a number of seconds is wanted" in said
+    assert "elasticrun_timeout=soon: give a number of seconds" in said
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def test_half_a_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
 def test_a_line_that_is_no_step_is_told(tmp_path: Path, line: str) -> None:
     log = StepLog(str(tmp_path / "steps"))
     Path(log.path).write_text(line + "\n")
-    with pytest.raises(ValueError, match="a line that is no step"):
+    with pytest.raises(ValueError, match="a line that is not a step"):
         log.read()
     log.close()
 

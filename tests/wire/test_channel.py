@@ -446,7 +446,7 @@ async def test_a_server_that_is_no_master_is_named_so() -> None:
     server = c.grpc.aio.server()
     port = c.listen(server, "127.0.0.1", 0)
     await server.start()
-    with pytest.raises(c.LinkError, match="no elasticrun master") as wrong:
+    with pytest.raises(c.LinkError, match="not an elasticrun master") as wrong:
         await c.get_status(Endpoint("127.0.0.1", port), LIMIT)
     assert wrong.value.rejected
     await server.stop(0)

@@ -136,7 +136,12 @@ def changed(message: m.Report, **fields: Any) -> bytes:
         (HELLO, "spec.checks.slow_ratio", float("nan"), "slow_ratio is nan"),
         (HELLO, "spec.checks.perf_floor", float("inf"), "perf_floor is inf"),
         (HELLO, "spec.checks.probe_limit", float("nan"), "probe_limit is nan"),
-        (HELLO, "spec.checks.probe_limit", 0.0, "probe_limit is 0.0 s, with which nothing can be"),
+        (
+            HELLO,
+            "spec.checks.probe_limit",
+            0.0,
+            "probe_limit is 0.0 s, but a time limit must be above 0",
+        ),
         (HELLO, "spec.checks.probe_limit", -1.0, "probe_limit is -1.0 s, not between 0"),
         (KNOCK, "nonce", b"", "knock.nonce has 0 bytes, not 32"),
         (KNOCK, "nonce", b"x" * 33, "knock.nonce has 33 bytes, not 32"),

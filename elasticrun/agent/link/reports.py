@@ -1,4 +1,5 @@
-"""Sends the state machine's reports to the master, and adds what other parts know."""
+"""Sends the state machine's reports to the master, with the newest step and the failed ranks' last
+output."""
 
 from __future__ import annotations
 

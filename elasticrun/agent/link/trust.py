@@ -42,7 +42,7 @@ def trust_of(place: Place, identity: Identity) -> Trust:
     return Trust(identity.token, identity.tls, name)
 
 
-def minted(launch: Launch, place: Place, identity: Identity) -> Identity:
+def with_token(launch: Launch, place: Place, identity: Identity) -> Identity:
     """The identity, with a generated token if no other node has to know it: such a master is our
     child and gets the token through an inherited descriptor. A standalone job uses no TLS, because
     it runs on loopback and no certificate contains that."""

@@ -27,8 +27,9 @@ _JOINTS: Final = (
 class Unit:
     """The lines of one rank's traceback, including chained ones.
 
-    Its end shows only in the following line: one without indentation after the exception's own
-    line. If torch has put `[rank3]:` before every line, a multi-line message also belongs to it.
+    Only the line after it proves that it is complete: one without indentation that follows the
+    exception's own line. If torch has put `[rank3]:` before every line, a multi-line message also
+    belongs to it.
     """
 
     def __init__(self, line: bytes, now: float) -> None:

@@ -56,14 +56,15 @@ class Found:
     """This node's place according to its scheduler; None for unknown values.
 
     family: the scheduler's display name ("Slurm"). seen: what this process is there, as the
-    beginning of a sentence ("task 2 of 4 in Slurm step 123.0"). nodes: their number. node_rank:
-    this node's rank. nproc: accelerators of this node. job_id, host, port: the job's name, and the
-    address of the node with rank 0. attempt: how often the scheduler has started the job, from 1.
+    beginning of a sentence ("task 2 of 4 in Slurm step 123.0"). nodes: the job's number of nodes.
+    node_rank: this node's rank. nproc: accelerators of this node. job_id, host, port: the job's
+    name, and the address of the node with rank 0. attempt: how often the scheduler has started the
+    job, from 1.
 
     why_alone: why a bare command is a job of one node here; "" if it is a job of all nodes. use:
     the flags that would make it a job of all nodes, "" if there are none. crowd: several of the
-    scheduler's tasks run on each node, and one of them must be the agent. second: this is another
-    of those tasks. external: the master is hosted elsewhere."""
+    scheduler's tasks run on each node, and one of them must be the agent. second: this process is
+    one of those tasks, and not the agent. external: the master is hosted elsewhere."""
 
     family: str
     seen: str

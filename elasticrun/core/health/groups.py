@@ -22,8 +22,8 @@ of a failed group of three share one good node, so a pass also shows whether tho
 each other. If there are not enough good nodes, nodes that were only held up by another's failure
 are paired with each other, and suspects with suspects of other groups: two good nodes among them
 will soon meet in a pass. Each remaining node is probed alone, once, to see whether its own probes
-show anything. Nodes that were slow are measured a second time next to good ones that were not; some
-of these are measured only for the comparison.
+show anything. Nodes that were slow are measured a second time, in the same pass as some good nodes
+that were not slow, for comparison.
 
 O(n log n) per pass.
 """
@@ -296,8 +296,8 @@ def _seekers(open_: Sequence[Trial], failed: Iterable[FailedGroup]) -> list[list
 
 
 def _among_themselves(left: Sequence[Trial], *, helped: bool) -> list[Nodes]:
-    """Groups of the nodes for which no good partner was left; `helped`: a later pass will have
-    one."""
+    """Groups of the nodes for which no good partner was left; `helped`: whether a later pass will
+    have good partners for them."""
     held_up = [one for one in left if not one.suspect]
     joint = sorted((one for one in left if one.suspect and not one.broken), key=lambda t: t.place)
     pairs = _crossed(held_up) + _crossed(joint)
@@ -336,7 +336,7 @@ def _crossed(nodes: Sequence[Trial]) -> list[tuple[Trial, Trial]]:
 
 def _unmet(unit: Sequence[Trial], free: Collection[str]) -> str | None:
     """The first of `free` that was in no group with any of these; else one that was, but only in a
-    group of three. O(passes): they have not met more."""
+    group of three. O(passes), because a node meets few others in a pass."""
     seen = {node for one in unit for node in one.seen}
     met = {node for one in unit for node in one.met}
     fresh = next((node for node in free if node not in seen), None)

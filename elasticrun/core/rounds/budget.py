@@ -43,8 +43,7 @@ from elasticrun.core.rounds.failures import (
 from elasticrun.wire.messages import Failure, FailureKind, JobSpec
 
 LEAST_DOUBT = 1.0
-"""Minimum seconds that failures which all look like peer loss wait for the report of a node
-loss."""
+"""Minimum seconds to wait for the report of a node loss when all failures look like peer loss."""
 
 MAX_RANKS_REMEMBERED = 1024
 """Maximum number of failures of one round that are kept; further echoes add no information."""
@@ -91,10 +90,10 @@ class Window:
     """
 
     def __init__(self, doubt: float, *, adopted: bool = False, alone: bool = False) -> None:
-        """`doubt`: seconds that failures which all look like peer loss wait for the report of a
-        node loss, if no restart is left. `adopted`: another master formed the round, and may have
-        known why a peer was lost; this one cannot. `alone`: the round has one node, which messages
-        need not name."""
+        """`doubt`: seconds to wait for the report of a node loss when all failures look like peer
+        loss and no restart is left. `adopted`: another master formed the round, and may have known
+        why a peer was lost; this one cannot. `alone`: the round has one node, which messages need
+        not name."""
         self._alone = alone
         self._doubt = doubt
         self._adopted = adopted

@@ -271,8 +271,8 @@ class Incidents:
         return {node for node in last.stages if node not in last.away}
 
     def _close(self, *, moves: bool, trained: float = 0.0) -> None:
-        """Close the incident: training has continued for `trained` seconds; or whether it did was
-        not reported, and something else has happened."""
+        """Close the incident. `moves`: training has continued, for `trained` seconds; if False,
+        whether it continues was not reported before the next incident or the end of the job."""
         ctx, one = self._ctx, self._open
         assert one is not None
         if one.phase == "warm" and not moves:
@@ -311,7 +311,7 @@ class Incidents:
         one = self._open
         assert one is not None
         if not one.decision and one.origin.kind == m.FailureKind.PEER_LOST and failed is not None:
-            one.origin = origin_of(self._ctx, failed)  # who exited before may be known by now
+            one.origin = origin_of(self._ctx, failed)  # the earlier exits may be known by now
         if not one.decision and (follow := followers(self._ctx, one.origin)):
             one.followed.insert(0, follow)
         end = f"the job ends with code {outcome.exit_code}: {outcome.reason}"

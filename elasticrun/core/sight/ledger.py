@@ -71,9 +71,9 @@ class SlotLedger:
         self._over = ctx.outcome is not None
 
         self._key = MOVING  # of the members that run
-        self._live = 0  # slot-microseconds of the round that are booked to it
-        self._moved = False  # training was reported to move in this round
-        self._counted = False  # movement would be reported
+        self._live = 0  # slot-microseconds of this round that are booked to `_key`
+        self._moved = False  # progress was reported in this round
+        self._counted = False  # this round's ranks report progress
         self._waits = ("", "")  # class of the current verdict; what a rank says it is doing
         self.cause = ""
         """Why the last round ended; "": none has."""
@@ -82,8 +82,8 @@ class SlotLedger:
         self._done = 0  # steps whose time is in STEP
         self._waited = 0  # slot-microseconds of this round in WAIT that a save may explain
         self._trained = 0  # microseconds spent on steps that were kept
-        self._saves = 0  # of all slots
-        self._sums: dict[str, LedgerNode] = {}  # by node, what is booked of its sums in this round
+        self._saves = 0  # number of saves, summed over all slots
+        self._sums: dict[str, LedgerNode] = {}  # by node: its sums, as far as booked
         self._usual: deque[float] = deque(maxlen=SAMPLES)  # seconds of a step, at this world size
         self._sampled = 0.0  # when the last one was taken
         self._size = 0  # ranks
@@ -112,8 +112,8 @@ class SlotLedger:
 
     def found_slow(self, node: str, usual: float) -> None:
         """This member is found slow: the excess of its steps over the usual time is booked to it.
-        `usual`: seconds of a step if the node were like the others; replaced if own samples are
-        available."""
+        `usual`: estimated seconds of a step if the node were like the others; used while there are
+        too few samples, or if it is less than what they show."""
         if self._slow:
             return
         self._slow, self._pace = node, (usual, usual)
@@ -125,7 +125,7 @@ class SlotLedger:
     def _stepped(self, node: str, report: m.Steps, round_: Round) -> None:
         slots, restore = round_.members[node].ranks, round_.info.restore
         first = report.step - report.steps
-        if not self._is_first_known and restore is not None:  # the very first are not reported
+        if not self._is_first_known and restore is not None:  # the first steps may be unreported
             first = min(first, restore.step)
         if not self._is_first_known:
             self._is_first_known = True
@@ -255,7 +255,7 @@ class SlotLedger:
         self._gap = 0
 
     def _judge(self, verdict: str, quiet: float, says: str) -> None:
-        """Switch to another verdict, or to none; move the quiet time with it."""
+        """Switch to another verdict, or to none, and move the quiet time to its category."""
         declared, had = self._waits[1], self._key[0] in ("hang", "wait")
         self._waits = (verdict, says)
         key = self._row("wait", says) if verdict == "weak" else ("hang", verdict)
@@ -348,13 +348,15 @@ class SlotLedger:
         self._key = key
 
     def _row(self, category: str, cause: str) -> Key:
-        """The key of a row whose cause is not one of ours."""
+        """The key of a row whose cause is a node or a text of a script; "others" once there are
+        MOST_ROWS."""
         known = sum(kind == category for kind, _ in self._book)
         key = (category, cause)
         return key if key in self._book or known < MOST_ROWS else (category, "others")
 
     def _take_from_round(self, key: Key, amount: int) -> None:
-        """Move `amount` from what is booked of this round to its category to another one."""
+        """Move `amount` from the round's current category to `key`, at most what this round has
+        there."""
         amount = min(amount, self._live)
         self._shift(self._key, key, amount)
         self._live -= amount

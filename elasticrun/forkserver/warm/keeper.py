@@ -65,7 +65,7 @@ def keep(words: Sequence[str], modules: Collection[str]) -> tuple[list[str], Sto
     os.chdir("/")
     gc.disable()
     try:
-        stock = _stock_up(Baseline(modules))
+        stock = _import_stock(Baseline(modules))
         listener = _listen(place)
     except (_Unfit, OSError) as error:
         _report(report_fd, f"no {error}")
@@ -94,7 +94,7 @@ class _Unfit(Exception):
     """Forks of this process would not be safe; the sentence says why."""
 
 
-def _stock_up(baseline: Baseline) -> Stock:
+def _import_stock(baseline: Baseline) -> Stock:
     baseline.exits.keep_back()
     stash = Stash(baseline)
     preloader = Preloader(stash)

@@ -16,7 +16,7 @@ from elasticrun.host.accelerators.ascend import Ascend
 from elasticrun.host.accelerators.base import Accelerator, Cpu, Load, torch_build
 from elasticrun.host.accelerators.nvidia import Nvidia
 
-__all__ = ["ALIASES", "NAMES", "UNSUPPORTED", "Accelerator", "Load", "loads", "of"]
+__all__ = ["ALIASES", "NAMES", "UNSUPPORTED", "Accelerator", "Load", "accelerator_for", "loads"]
 
 _KINDS: Final[Mapping[str, type[Accelerator]]] = {"nvidia": Nvidia, "ascend": Ascend, "cpu": Cpu}
 
@@ -33,17 +33,17 @@ UNSUPPORTED: Final = ("mthreads.com/gpu", "metax-tech.com/gpu")
 def accelerator_for(word: str, environ: Mapping[str, str]) -> Accelerator:
     """The accelerator named by `word` (one of NAMES or ALIASES), or the one of this node for "".
 
-    Automatic choice: NVIDIA if torch is built for CUDA and a GPU is visible (or only CUDA could
-    tell), Ascend if its devices and torch_npu are present and visible, else the CPU, also if there
-    are accelerators of other vendors. With "" this can block for as long as a driver does
-    (`nvidia.NVML_LIMIT`); with a torch without CUDA it queries nothing. Raises ValueError for any
-    other word.
+    Automatic choice: NVIDIA if torch is built for CUDA and a GPU is visible (or only CUDA itself
+    could say whether), Ascend if its devices and torch_npu are present and visible, else the CPU,
+    also if there are accelerators of other vendors. With "" this can block for as long as a driver
+    does (`nvidia.NVML_LIMIT`); with a torch without CUDA it queries nothing. Raises ValueError for
+    any other word.
     """
     name = ALIASES.get(word, word)
     if name in _KINDS:
         return _KINDS[name]()
     if name:
-        raise ValueError(f"{word!r} is no accelerator known here: use {', '.join(NAMES)}")
+        raise ValueError(f"{word!r} is not a known accelerator: use {', '.join(NAMES)}")
     nvidia, ascend = Nvidia(), Ascend()
     if torch_build().cuda and nvidia.count(environ) != 0:
         return nvidia

@@ -88,7 +88,7 @@ class Ascend(Accelerator):
         return (
             number,
             *(health or [Finding("NPU health", Level.OK, "npu-smi reports OK for every NPU")]),
-            *(memory or [Finding("NPU memory", Level.OK, "nobody else holds memory of the NPUs")]),
+            *(memory or [Finding("NPU memory", Level.OK, "no other process uses NPU memory")]),
         )
 
     def _devices(self) -> int:
@@ -99,7 +99,7 @@ class Ascend(Accelerator):
 
 
 def visible(listed: str | None, devices: int) -> list[int]:
-    """The devices selected by ASCEND_RT_VISIBLE_DEVICES from so many, as documented by CANN:
+    """Which of `devices` devices ASCEND_RT_VISIBLE_DEVICES selects, as documented by CANN:
     comma-separated numbers, up to the first entry that is not a number or not a device."""
     if listed is None:
         return list(range(devices))

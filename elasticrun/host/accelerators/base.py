@@ -113,7 +113,7 @@ def enough(
         return Finding(check, Level.OK, f"{have}{need}{tail}")
     seen = f"only {have} can be seen, {wanted} are requested{tail}"
     todo = (
-        f"look at the driver and at {variable}, ask for fewer ranks, or say --accelerator=cpu if "
+        f"look at the driver and at {variable}, start fewer ranks, or use --accelerator=cpu if "
         "the ranks do not use them"
     )
     return Finding(check, Level.FAILED, seen, todo)

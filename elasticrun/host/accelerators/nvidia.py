@@ -201,14 +201,14 @@ def _ecc(gpu: _Gpu) -> Finding | None:
     if not gpu.uncorrected:
         return None
     seen = f"{gpu.title}: {gpu.uncorrected} uncorrected memory errors since the driver was loaded"
-    todo = f"{_reset(gpu)}; have it replaced if they come again"
+    todo = f"{_reset(gpu)}; replace the GPU if they recur"
     return Finding("GPU ECC", Level.FAILED, seen, todo)
 
 
 def _pages(gpu: _Gpu) -> Finding | None:
     if gpu.remap_failed:
         seen = f"{gpu.title}: a bad row of its memory could not be remapped"
-        return Finding("GPU pages", Level.FAILED, seen, "have it replaced")
+        return Finding("GPU pages", Level.FAILED, seen, "replace the GPU")
     if not gpu.remapping and not gpu.retiring:
         return None
     what = "rows wait to be remapped" if gpu.remapping else "pages wait to be retired"
@@ -242,7 +242,7 @@ def _nvlink(gpu: _Gpu) -> Finding | None:
 
 
 _CHECKS: Final[tuple[tuple[str, Callable[[_Gpu], Finding | None], str], ...]] = (
-    ("GPU memory", _memory, "nobody else holds memory of the GPUs"),
+    ("GPU memory", _memory, "no other process uses GPU memory"),
     ("GPU ECC", _ecc, "no uncorrected memory errors since the driver was loaded"),
     ("GPU pages", _pages, "no bad memory waits to be replaced"),
     ("GPU clocks", _clocks, "no GPU is slowed down by heat or power"),

@@ -49,8 +49,8 @@ def set_command_line(argv: Sequence[bytes], environ: Sequence[bytes] | None = No
     `environ`, the environment is unchanged.
 
     Tells the kernel where the two areas are (unprivileged since Linux 3.18 with
-    CONFIG_CHECKPOINT_RESTORE, which distributions have). If it refuses, the words overwrite the old
-    ones as one title, cut to their length; returns False then.
+    CONFIG_CHECKPOINT_RESTORE, which distributions have). If it refuses, this writes `argv` over the
+    old command line as one title, cut to that length, and returns False.
     """
     return bool(_show(_strings(argv), None if environ is None else _strings(environ)))
 

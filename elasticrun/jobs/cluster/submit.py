@@ -46,8 +46,8 @@ def kubernetes_submission(
 
 
 NO_TENSORBOARD: Final = (
-    "--tensorboard: the master of an ElasticJob has a pod of its own, in which none is started: "
-    "run one on the folder of --logdir, or take --plain"
+    "--tensorboard: the master of an ElasticJob runs in a separate pod, which starts no "
+    "TensorBoard: start one on the folder of --logdir, or use --plain"
 )
 
 

@@ -32,8 +32,8 @@ MOST_STREAMS: Final = 100
 @dataclass(frozen=True, slots=True)
 class PodLogQuery:
     """What to show. `tail`: lines of each pod, 0 for all; `since`: seconds, 0 for no limit; `node`:
-    an index of the job, or the name of a pod or of a node; `index`: the node of one rank, and
-    `rank`: its number there: only lines that carry it are shown, -1 for all."""
+    an index of the job, or the name of a pod or of a node; `index` and `rank` select one rank: its
+    node, and its number there (-1: all ranks); only lines with that number are shown."""
 
     follow: bool = False
     tail: int = 20

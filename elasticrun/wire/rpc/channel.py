@@ -1,8 +1,8 @@
 """gRPC in elasticrun: all options of channels and servers, and plain words for its errors.
 
 gRPC's defaults are made for data centers behind load balancers. Each option below replaces a
-default that would cost a job its life; the comment beside it says what goes wrong without it, and a
-test shows it.
+default that could end a job; the comment beside it says what goes wrong without it, and a test
+shows it.
 
 An agent uses `open_channel`, then `attend` for its stream (`Attendance`), whose `enter` proves the
 job's token and sends Hello. A reader uses `get_status`, `reach_me`, `ask_for`; the master
@@ -356,7 +356,7 @@ async def _ask(
             await call.write(protobuf.report_to_wire(guest.knock))
             answer = await _answer(call)
             if not isinstance(answer, Challenge | Refused):
-                raise Denied("it shows a page and proves nothing")
+                raise Denied("it sent a page without proving the token")
             if isinstance(answer, Challenge):
                 await call.write(protobuf.report_to_wire(guest.answer(answer)))
                 if request is not None:
@@ -397,7 +397,7 @@ def _link_error(code: Any, details: str | None) -> LinkError:
     if code is codes.INTERNAL and "from Core" in text:
         text = "the stream broke while it was written to"  # gRPC's text for it says nothing
     if code is codes.UNIMPLEMENTED:
-        text = f"it is no elasticrun master ({text})"
+        text = f"it is not an elasticrun master ({text})"
     return LinkError(text, rejected=rejected)
 
 

@@ -53,7 +53,7 @@ def parse_place(text: str) -> EtcdPlace:
     """Parse `etcd://HOST[:PORT][,HOST[:PORT]...]`, or `etcds://` for TLS. Raises PlaceError."""
     scheme, mark, rest = text.strip().partition("://")
     if not mark or scheme not in ("etcd", "etcds"):
-        raise PlaceError(f"{text!r} is no etcd: write etcd://HOST:PORT[,HOST:PORT...]")
+        raise PlaceError(f"{text!r} is not an etcd address: write etcd://HOST:PORT[,HOST:PORT...]")
     if "@" in rest:
         raise PlaceError("a name and password for etcd are not supported: use etcds:// and --tls-*")
     servers = tuple(dict.fromkeys(_server(part, text) for part in rest.rstrip("/").split(",")))

@@ -248,7 +248,8 @@ def _shorter(failure: m.Failure, room: int) -> m.Failure:
 
 
 def report_to_wire(report: m.Report) -> bytes:
-    """Bytes of a Report; WireError if a field breaks its bound (texts are cut instead)."""
+    """Bytes of a Report, with texts cut to their bound; WireError if another field exceeds its
+    own."""
     return _fitting(pb.Report, report, "report")
 
 
@@ -259,7 +260,8 @@ def report_from_wire(data: bytes) -> m.Report:
 
 
 def order_to_wire(order: m.Order) -> bytes:
-    """Bytes of an Order; WireError if a field breaks its bound (texts are cut instead)."""
+    """Bytes of an Order, with texts cut to their bound; WireError if another field exceeds its
+    own."""
     return _fitting(pb.Order, order, "order")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from elasticrun.agent.link import answering
-from elasticrun.agent.link.trust import Trust, minted, trust_of, unusable
+from elasticrun.agent.link.trust import Trust, trust_of, unusable, with_token
 from elasticrun.config import EXIT_FAILED, Identity, Place, Tls
 from elasticrun.core.events import LinkBack, LinkLost
 from elasticrun.wire import messages as m
@@ -257,7 +257,7 @@ def at(kind: str) -> Place:
 
 def of(kind: str, nodes: int = 1, given: Identity = JOB) -> Identity:
     """What an agent makes of this identity."""
-    return minted(launched({"max_nodes": nodes}), at(kind), given)
+    return with_token(launched({"max_nodes": nodes}), at(kind), given)
 
 
 @pytest.mark.parametrize(("kind", "nodes"), [("standalone", 1), ("static", 1)])

@@ -56,7 +56,8 @@ class HangLimits:
         return at + ROUNDING >= _shown_since(still, opinion) + SHOWN_AFTER[klass]
 
     def needs_stacks(self, still: Still, opinion: Opinion) -> bool:
-        """Whether users see the verdict after a sample taken now, and the message needs stacks."""
+        """Whether a sample taken now must include stacks: users will see its verdict, and the
+        message needs them."""
         klass = opinion.impasse.klass
         due = self._ctx.now + ROUNDING >= _shown_since(still, opinion) + SHOWN_AFTER[klass]
         return due and klass is not Klass.WEAK

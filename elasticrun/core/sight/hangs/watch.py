@@ -69,7 +69,7 @@ class LastState:
     left: float = 0.0  # of these, since users saw a verdict
     verdict: VerdictRow | None = None  # the one on a hang that users saw
     stacks: tuple[StackRow, ...] = ()  # of the last sample with stacks
-    wrote: str = ""  # last output of the odd rank, at the sample that was dumped
+    wrote: str = ""  # last output of the culprit, at the sample that was dumped
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Watch:
     # ------------------------------------------------------------ events
 
     def on_report(self, node: str, report: m.Quiet | m.Inspected | m.Stacks) -> bool:
-        """Whether the report is news."""
+        """Process a report; return whether it changes anything."""
         round_, activity = self._ctx.round, self._activity
         if round_ is None or report.round != round_.name:
             return False
@@ -380,7 +380,7 @@ class Watch:
         return self._limits.ends_at(still, opinion, first=not self._activity.has_moved)
 
     def _report(self, still: Still, opinion: Opinion, at: float) -> None:
-        """Show a verdict that was agreed on at time `at`, and log one line about each."""
+        """Show a verdict that was agreed on at time `at`; log one line about each verdict."""
         ctx, impasse, before = self._ctx, opinion.impasse, still.reported
         ends, dump = self._ends_at(still, opinion), still.dump
         due = self._limits.is_shown(still, opinion, at) or (
