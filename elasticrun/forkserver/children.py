@@ -246,7 +246,7 @@ class Children:
                     self._report(message)
 
     def read_pages(self) -> None:
-        """Read every page: SIGCHLD does not say which rank has written."""
+        """Read the shared page of every rank: SIGCHLD does not say which rank has written."""
         for rank in self._ranks.values():
             self._read_page(rank)
 

@@ -112,7 +112,7 @@ class FileStore:
             self._send(facts)
 
     def term_seen(self, term: int) -> None:
-        """See `FactStore.heard_of`. No-op: this store does not assign terms."""
+        """See `FactStore.term_seen`. No-op: this store does not assign terms."""
 
     async def close(self) -> None:
         """See `FactStore.close`; the file stays, for nodes that arrive late."""

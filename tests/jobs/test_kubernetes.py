@@ -20,10 +20,10 @@ from elasticrun.jobs.backend import RequestFailed
 from elasticrun.jobs.backends import is_in_cluster
 from elasticrun.jobs.connection import user_at_host
 from elasticrun.jobs.kube.api import KubeApi
+from elasticrun.jobs.kube.capacity import quantity
 from elasticrun.jobs.kube.kubeconfig import settings
 from elasticrun.jobs.kube.observed import STOPPED, ClusterJob, ObservedPod
 from elasticrun.jobs.kube.pod_logs import PodLogQuery, selected_pods
-from elasticrun.jobs.kube.room import quantity
 from elasticrun.testing.hosts import Lab
 from tests.further import further
 from tests.harness import await_true, ran

@@ -243,8 +243,8 @@ class ClaimFile:
         return True
 
     def _succeed(self, name: str, claim: Claim, instead: Claim) -> bool:
-        """Rename the file `name` over the old claim. Our view of that may be outdated, so it is
-        read again after a change of ours to the folder."""
+        """Rename the file `name` over the old claim. Reads the claim again first: what we saw of it
+        may be outdated until we have changed the folder."""
         try:
             current = self.read()
             if current is None or current.holder != claim.holder:

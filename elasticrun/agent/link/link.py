@@ -175,7 +175,7 @@ class Link:
         self._owner.linked(LinkBack())
         if self._goodbye is not None:
             session.send(self._goodbye)
-        session.carry(
+        session.exchange(
             lambda order: self._owner.linked(Ordered(order)),
             lambda silent: self._silent(session, silent),
             self._patience,

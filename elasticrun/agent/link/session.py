@@ -74,7 +74,7 @@ class Session:
         """Whether the peer has proved to be the job's own master, as far as that can be known."""
         return self._stream.proved or not self._token
 
-    def carry(
+    def exchange(
         self, on_order: Callable[[Order], None], on_silence: Callable[[bool], None], patience: float
     ) -> None:
         """Start exchanging reports and orders; call after a Welcome. Calls `silent(True)` when

@@ -10,9 +10,10 @@ number of nodes from four on is found in two, however many nodes there are; two 
 pair take three. The failure of a group of three may be caused by any two of its nodes, so a fault
 in such a group takes three passes, and up to four with three or five nodes.
 
-Undecidable: a failure of one or two nodes that does not show on one machine alone; anything if no
-two good nodes with a good link are left. Then the verdict is "unresolved": the nodes are neither
-good nor blamed. They are probed again only when a node is ready that was not there before.
+Two cases are undecidable: a failure of one or two nodes that does not show on one machine alone,
+and any failure if no two good nodes with a good link are left. Then the verdict is "unresolved":
+the nodes are neither good nor blamed. They are probed again only when a node is ready that was not
+there before.
 
 Standing outlives a check. A good node is a partner for new nodes until something counts against it
 (`forget`) or it is lost (`lost`). While a round runs, new nodes are probed alone while pending, so
@@ -221,8 +222,8 @@ MAX_OWN_FAILURES = 2
 
 
 @dataclass(slots=True)
-class _Visit:
-    """A pending node, which is probed alone."""
+class _LoneProbe:
+    """The probes of a pending node, which is probed alone."""
 
     group: ProbeGroup
     failures: list[str]
@@ -300,8 +301,9 @@ class _Known:
     flops: float = 0.0
     rate: Rate | None = None  # of its last all_reduce
     trouble: str = ""  # what counted against it in its last probes
-    stuck_with: frozenset[int] = frozenset()  # generations of nodes that were of no help
-    visit: _Visit | None = None
+    stuck_with: frozenset[int] = frozenset()
+    """Generations of the nodes with which its case could not be decided."""
+    lone_probe: _LoneProbe | None = None
 
 
 class NetCheck:
@@ -373,12 +375,12 @@ class NetCheck:
         """The group in which this node's answer is expected: sent again to an agent that
         attaches."""
         group = None if self._pass is None else self._pass.group_of(node)
-        visit = self._visit(node)
-        return group or (None if visit is None or visit.again else visit.group)
+        lone_probe = self._lone_probe(node)
+        return group or (None if lone_probe is None or lone_probe.again else lone_probe.group)
 
-    def _visit(self, node: str) -> _Visit | None:
+    def _lone_probe(self, node: str) -> _LoneProbe | None:
         known = self._known.get(node)
-        return None if known is None else known.visit
+        return None if known is None else known.lone_probe
 
     # ------------------------------------------------------------ a check
 
@@ -398,7 +400,7 @@ class NetCheck:
             return ()
         self._ranks = ranks or {}
         for node in ready:
-            self._end_visit(node)
+            self._end_lone_probe(node)
         if not self._to_probe(ready):
             self._reason = "the comm perf test measures all nodes together before training starts"
             return self._launch([tuple(ready)], now, perf=True)
@@ -415,20 +417,20 @@ class NetCheck:
         under_way = self.group_of(node)
         if under_way is not None:
             return under_way
-        self._end_visit(node)
+        self._end_lone_probe(node)
         return self._probe_alone(node, [], now)
 
     def _probe_alone(self, node: str, failures: list[str], now: float) -> ProbeGroup:
         group = ProbeGroup(self._mint(), (node,))
-        self._of(node).visit = _Visit(group, failures)
+        self._of(node).lone_probe = _LoneProbe(group, failures)
         self._due.arm(node, now + self._checks.probe_limit + PROBE_ANSWER_SLACK)
         return group
 
-    def _end_visit(self, node: str) -> None:
+    def _end_lone_probe(self, node: str) -> None:
         """Stop probing it as a pending node."""
         self._due.disarm(node)
         if (known := self._known.get(node)) is not None:
-            known.visit = None
+            known.lone_probe = None
 
     def answered(self, node: str, answer: Probed, now: float) -> None:
         """Process a node's answer; ignore it if it belongs to no current group."""
@@ -440,12 +442,12 @@ class NetCheck:
         if self._pass is not None and self._pass.group_of(node) is not None:
             self._pass.answered(node, answer, now)
         else:
-            self._visit_answered(node, answer)
+            self._lone_probe_answered(node, answer)
 
     def lost(self, node: str, reason: str, now: float) -> None:
         """The node left, its stream is broken for good, or waiting for it has ended. Forget
         everything about it; its partners are not waited for either."""
-        self._end_visit(node)
+        self._end_lone_probe(node)
         self._known.pop(node, None)
         if self._check is not None:
             self._check.lost(node)
@@ -460,13 +462,15 @@ class NetCheck:
         """Call this after each of the events above and at the deadline. Returns the groups of the
         next pass if this pass is over but the check is not; else nothing."""
         for node in self._due.pop_due(now):
-            if (visit := self._visit(node)) is not None:
-                self._visit_answered(node, overdue(visit.group.check, self._checks.probe_limit))
+            if (lone_probe := self._lone_probe(node)) is not None:
+                self._lone_probe_answered(
+                    node, overdue(lone_probe.group.check, self._checks.probe_limit)
+                )
         again, self._again = self._again, []
         groups = []
         for node in again:
-            if (visit := self._visit(node)) is not None and visit.again:
-                groups.append(self._probe_alone(node, visit.failures, now))
+            if (lone_probe := self._lone_probe(node)) is not None and lone_probe.again:
+                groups.append(self._probe_alone(node, lone_probe.failures, now))
         if self._pass is not None:
             self._pass.overdue(now)
             if self._pass.over:
@@ -538,7 +542,7 @@ class NetCheck:
         """Store the results of a pass."""
         for verdict in check.verdicts:
             if verdict.kind == "failed":
-                self._end_visit(verdict.node)
+                self._end_lone_probe(verdict.node)
                 self._known.pop(verdict.node, None)
             elif verdict.node in self._known:
                 self._known[verdict.node].trouble = verdict.reason
@@ -559,22 +563,22 @@ class NetCheck:
             elif trial.suspect or known.standing is Standing.GOOD:
                 known.standing = Standing.UNKNOWN
 
-    def _visit_answered(self, node: str, answer: Probed) -> None:
+    def _lone_probe_answered(self, node: str, answer: Probed) -> None:
         """The answer of a node that is probed alone: it has passed, or failed TRIES times."""
         known = self._known[node]
-        visit = known.visit
-        assert visit is not None
+        lone_probe = known.lone_probe
+        assert lone_probe is not None
         self._due.disarm(node)
         if answer.ok:
-            known.standing, known.visit = Standing.ALONE, None
+            known.standing, known.lone_probe = Standing.ALONE, None
             return
-        visit.failures.append(f"in {answer.phase} ({quoted(answer.reason)})")
-        if len(visit.failures) < MAX_OWN_FAILURES:
-            visit.again = True
+        lone_probe.failures.append(f"in {answer.phase} ({quoted(answer.reason)})")
+        if len(lone_probe.failures) < MAX_OWN_FAILURES:
+            lone_probe.again = True
             self._again.append(node)
             return
         del self._known[node]
-        twice = f"{node} failed its own probes twice: {', and '.join(visit.failures)}"
+        twice = f"{node} failed its own probes twice: {', and '.join(lone_probe.failures)}"
         self._verdicts.append(NodeVerdict(node, "failed", words.cut(twice)))
 
     def _remember(self, node: str, nodes: Nodes, answer: Probed) -> None:

@@ -6,8 +6,8 @@ their absolute deviations from it (MAD). A rule over all figures together cannot
 three nodes, where the judged one moves the median itself: of 1 s and 10 s neither is above twice
 their median. A figure must exceed two bounds. `ratio` times the median means that the difference
 matters (2 % never does); SPREADS deviations above it mean that it exceeds the differences among the
-others. A MAD times 1.4826 estimates the standard deviation of normally distributed figures, no
-matter what less than half of them do.
+others. A MAD times 1.4826 estimates the standard deviation of normally distributed figures, as long
+as fewer than half of them are abnormal.
 
 *Before training* (`Paces`) each phase is judged separately: a slow all_reduce says nothing about a
 GPU. Figures of good nodes from earlier checks count among the others. A single measurement never

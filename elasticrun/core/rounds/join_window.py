@@ -23,9 +23,9 @@ wait for some.
 * While the job is still *starting*, pending nodes are admitted together, once a debounce considers
   the start complete: one larger round instead of one for each of eight nodes that start over forty
   seconds. The job counts as starting during its first round, if the nodes of that round arrived far
-  apart, or if with the first pending node no more nodes are present than missing and more than two
-  are missing. (Whether that node is the only one cannot be known; this rule distinguishes a job of
-  2:8 with three nodes from one of 1:4 with two.)
+  apart, or if, counting the first pending node, at most half of `max` nodes are present and more
+  than two are missing. (Whether that node is the only one cannot be known; this rule distinguishes
+  a job of 2:8 with three nodes from one of 1:4 with two.)
 * In a large job the same applies to nodes that return one after another: the first is admitted at
   once, the others together.
 * An older round admits nodes once `grow_cooldown` has passed since it began. With `grow == "now"`

@@ -512,8 +512,9 @@ class Rendezvous:
     def adopt(self, round_: Round, now: float) -> None:
         """A round that another master formed is running; this one learns of it from its nodes."""
         self._start_round(round_, now - GROW_YOUNG)  # its age is unknown: not young
-        # For the door it is young: a record is lost only together with its host, whose node is then
-        # about to return, and the round may have been formed because that node was lost.
+        # Pending nodes are admitted as to a young round: a record is lost only together with its
+        # host, whose node is then about to return, and the round may have been formed because that
+        # node was lost.
         self._window.formed(now, announced=bool(self._announced))
         self.takeover.round_taken(round_.info.world_size, round_.info.world_size, now)
 

@@ -136,7 +136,7 @@ def _lost(found: Account, price: float) -> Iterator[str]:
     if steps := sum(one.steps for one in found.ends):
         yield f"{some(steps, 'step')} repeated"
     spent = {word: found.of(kind) for kind, word in KINDS}
-    for (_, cause), micros in _dearest(found, "wait"):
+    for (_, cause), micros in _most_expensive(found, "wait"):
         spent[f"waits for {cause}"] = micros
         spent["waits for one rank"] -= micros
     hung = round(found.hung * MICROS * found.total / found.wall)  # reported as an interruption
@@ -149,7 +149,7 @@ def _lost(found: Account, price: float) -> Iterator[str]:
         yield f"{(found.total - found.useful) / MICROS / 3600 * price:.2f} spent without training"
 
 
-def _dearest(found: Account, kind: str) -> list[tuple[tuple[str, str], int]]:
+def _most_expensive(found: Account, kind: str) -> list[tuple[tuple[str, str], int]]:
     """The three most expensive rows of this category that have a cause."""
     rows = [one for one in found.book.items() if one[0][0] == kind and one[0][1]]
     return sorted(rows, key=lambda row: -row[1])[:3]

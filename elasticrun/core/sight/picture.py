@@ -175,7 +175,7 @@ class SettingRow(Struct, frozen=True):
 
 
 class Picture(Struct, frozen=True):
-    """All of it."""
+    """The whole picture of a job."""
 
     status: JobStatus
     looked: float = -1.0  # age of `ranks`; -1.0: never sampled

@@ -191,7 +191,7 @@ class RestorePoints:
             self._count(node)
 
     def stay_no_longer(self, nodes: Iterable[str]) -> None:
-        """What these nodes may have stayed for is over."""
+        """The attempts for which these nodes may have stayed are over."""
         for node in nodes:
             if node in self.leaving:
                 self.leaving[node] = None

@@ -146,7 +146,8 @@ class SnapshotPolicy:
             self._send()
 
     def pursue(self) -> tuple[Wish, ...]:
-        """Begin what is due, end what is late. A round whose snapshot is unusable is reopened."""
+        """Start what is due, and end what is late. A round whose snapshot is unusable is
+        reopened."""
         now, outbox = self._ctx.now, self._saves.outbox
         late = self._due is not None and now >= self._due
         if self.has_changed or late or outbox.orders:
@@ -191,7 +192,7 @@ class SnapshotPolicy:
         return requested or newest is None or self.newest_step > newest.step
 
     def is_left_in_storage(self) -> bool:
-        """Whether another run would resume from there, or from a later step."""
+        """Whether storage has the newest step that departed nodes had in memory, or a later one."""
         left = self._left_behind
         return left is not None and self._saves.checkpoints.is_in_storage(left)
 

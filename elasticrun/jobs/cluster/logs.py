@@ -98,7 +98,7 @@ async def _print_kept_logs(api: KubeApi, job: ClusterJob, ns: argparse.Namespace
         return files.main(words)
     from elasticrun.jobs.kube import inside
 
-    reading = await inside.by_a_reader(api, job, where, [PROG, "logs", *words])
+    reading = await inside.by_volume_reader(api, job, where, [PROG, "logs", *words])
     return None if reading is None else inside.run_on_terminal(reading, withdraw(), ours=True)
 
 
@@ -120,7 +120,7 @@ def _for_rank(job: ClusterJob, wish: PodLogQuery) -> PodLogQuery:
     """The wish with the rank's node and the rank's number on that node, which its lines carry."""
     if wish.rank < 0:
         return wish
-    ranks = job.ranks_a_node
+    ranks = job.ranks_per_node
     if not ranks or "--log-line-prefix-template" in job.words:
         why = "the job's command does not determine the ranks of a node"
         print(f"{PROG} logs: {why}: showing lines with number {wish.rank} of any pod",

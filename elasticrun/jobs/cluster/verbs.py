@@ -259,7 +259,7 @@ def _pod_record(pod: ObservedPod) -> Json:
 
 
 async def _top(api: KubeApi, ns: argparse.Namespace) -> int:
-    from elasticrun.jobs.kube.room import nodes
+    from elasticrun.jobs.kube.capacity import nodes
 
     rows, notes = await nodes(api)
     for sentence in notes:

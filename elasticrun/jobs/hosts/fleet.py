@@ -132,7 +132,7 @@ class Fleet:
             asyncio.get_running_loop().call_later(TOO_FEW_LIMIT, self._terminate)
 
     def give_up(self, member: HostAgent, why: str) -> None:
-        """A host is given up."""
+        """Give up a host."""
         left, least = self._unfinished_count(), self.plan.least
         if member.started:
             self.notify(

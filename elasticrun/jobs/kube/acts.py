@@ -134,7 +134,7 @@ async def scale(api: KubeApi, job: ClusterJob, nodes: int) -> str:
     sentence = f"job {job.name} is set to {nodes} nodes (before: {job.nodes})"
     if job.is_suspended:
         sentence += f"; it is {job.state}, and gets them when it resumes"
-    elif most := job.most_ranked if nodes > job.most_ranked > 0 else 0:
+    elif most := job.template_max_nodes if nodes > job.template_max_nodes > 0 else 0:
         sentence += f"; its ranks use at most {most} (--nodes at its creation): the rest are spares"
     return sentence
 

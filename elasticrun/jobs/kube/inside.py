@@ -51,7 +51,7 @@ async def by_master(
     return _in_pod(api, job, masters[-1], words, ["-it"] if terminal and _at_terminal() else [])
 
 
-async def by_a_reader(
+async def by_volume_reader(
     api: KubeApi, job: ClusterJob, path: str, command: Sequence[str]
 ) -> list[str] | None:
     """The words that run a command in one of our pods that mounts the same volume at that path;

@@ -107,7 +107,7 @@ class ClusterJob:
         return int(self._spec.get("nodes" if self.is_elastic else "completions") or 1)
 
     @property
-    def most_ranked(self) -> int:
+    def template_max_nodes(self) -> int:
         """For an Indexed Job: MAX of --nnodes, fixed by its template; 0: unknown."""
         found = re.search(r"--nnodes=(?:\d+:)?(\d+)", self.words)
         return int(found[1]) if found and not self.is_elastic else 0
@@ -118,7 +118,7 @@ class ClusterJob:
         return " ".join(words_of(self._container))
 
     @property
-    def ranks_a_node(self) -> int:
+    def ranks_per_node(self) -> int:
         """The ranks per node that its command sets; 0 if the command leaves it open."""
         found = re.search(r"--nproc[-_]per[-_]node[= ](\w+)", self.words)
         number = found[1] if found else "1"

@@ -9,7 +9,7 @@ no unauthenticated session and no secret.
     {"beats": [[12.6, 1, 3], [12.7, 2, 3]]}                  time, session, number of the heartbeat
     {"dropped": 17}                                          number of events missing here
 
-A file that starts in the middle of a master's life says so ("midst": true), and contains the newest
+A file that starts in the middle of a master's run says so ("midst": true), and contains the newest
 facts and every open stream: a replay starts there as a successor of that master would.
 """
 
