@@ -512,9 +512,8 @@ class Rendezvous:
     def adopt(self, round_: Round, now: float) -> None:
         """A round that another master formed is running; this one learns of it from its nodes."""
         self._start_round(round_, now - GROW_YOUNG)  # its age is unknown: not young
-        # Pending nodes are admitted as to a young round: a record is lost only together with its
-        # host, whose node is then about to return, and the round may have been formed because that
-        # node was lost.
+        # It counts as young for pending nodes: a record is lost only together with its host, whose
+        # node is about to return, and the loss of that node may be why the round was formed.
         self._window.formed(now, announced=bool(self._announced))
         self.takeover.round_taken(round_.info.world_size, round_.info.world_size, now)
 
