@@ -189,7 +189,7 @@ async def print_outcome(
     with contextlib.suppress(TimeoutError, OSError):
         await in_thread(lambda: _error_file(outcome), limit=FILE_LIMIT, name="own-error-file")
     with contextlib.suppress(TimeoutError):
-        await in_thread(lambda: write(word_of(outcome)), limit=FILE_LIMIT, name="last-word")
+        await in_thread(lambda: write(last_word_of(outcome)), limit=FILE_LIMIT, name="last-word")
     if outcome.failures:
         root = outcome.failures[0]
         if not node.called:
@@ -223,7 +223,7 @@ def sentence(outcome: Exit, folder: str = "") -> str:
     return reason or f"ended with exit code {outcome.code}"
 
 
-def word_of(outcome: Exit) -> LastWord:
+def last_word_of(outcome: Exit) -> LastWord:
     """The outcome for programs."""
     code = code_of_reason(outcome.why)
     if not outcome.failures:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 IDLE: Final = 1800.0
 """Seconds without a job after which a warm process exits."""
 
-HELD_UP: Final = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "PBS_JOBID", "LSB_JOBID")
+WAIT_FOR_PROCESSES: Final = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "PBS_JOBID", "LSB_JOBID")
 """If one of these is set, a job step or pod ends only when its last process exits."""
 
 ANSWER_LIMIT: Final = 2.0
@@ -235,7 +235,7 @@ def can_be_warm(launch: Launch) -> bool:
 def leave_behind(launch: Launch) -> None:
     """Start a warm process for later jobs like this one, unless there is one; it initializes in the
     background."""
-    held = next((name for name in HELD_UP if os.environ.get(name)), "")
+    held = next((name for name in WAIT_FOR_PROCESSES if os.environ.get(name)), "")
     why = ""
     if held or os.getpid() == 1:
         why = f"{held} is set" if held else "this is the first process of a container"

@@ -60,7 +60,7 @@ class JobConnection:
         from elasticrun.wire.rpc.channel import LinkError, ask_for
 
         master, reading = self._master, request.verb in ("picture", "stacks")
-        # without a token, the job's own user has the operator role or none
+        # without a job token there is no reader's token: its own user reads as operator
         reads = reading and bool(master.reader or not master.operator)
         role = Role.READER if reads else Role.OPERATOR
         token = master.reader if role is Role.READER else master.operator

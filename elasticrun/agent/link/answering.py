@@ -32,9 +32,9 @@ THEY_HAVE_NO_TLS: Final = (
 )
 
 THEY_REFUSE_US: Final = (
-    "the master closes the connection after the TLS handshake, as for a node without a "
-    "certificate or with one "
-    "that its --tls-ca has not signed: check --tls-cert and --tls-key of this node"
+    "the master closes the connection after the TLS handshake, as it does if a "
+    "node has no certificate, or one that the master's --tls-ca has not signed: check "
+    "--tls-cert and --tls-key of this node"
 )
 
 

@@ -35,8 +35,8 @@ from elasticrun.host.log import logger
 from elasticrun.wire.types import Endpoint
 
 HEIR_AFTER: Final = 3.0
-"""Seconds without a master after which an agent of its host starts one. The agent that started the
-old one, if it runs, does so long before."""
+"""Seconds without a master after which another agent of its host starts one. The agent that started
+the old master restarts it long before that, if the agent still runs."""
 
 
 class EndpointRegistry:

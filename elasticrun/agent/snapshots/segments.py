@@ -226,7 +226,8 @@ class Segments:
         return rounds
 
     async def note(self, rounds: list[LocalRound]) -> None:
-        """Store for a later agent the data about rounds that snapshots lack; the last call wins."""
+        """Store what a later agent must know about the rounds and cannot read from the snapshots;
+        the last call wins."""
         self._to_note = list(rounds)
         if self._noting is None or self._noting.done():
             self._noting = self._tasks.start(self._note(), "noting the rounds")
@@ -520,7 +521,7 @@ class Segments:
 
 
 def _leave(found: tuple[float | None, Adopted | None]) -> None:
-    """Leave a folder that was found too late to a later agent."""
+    """Leave to a later agent a folder that was found too late."""
     if (adopted := found[1]) is not None:
         for one in adopted.held:
             unmap(one)

@@ -115,7 +115,7 @@ class Paces:
     ratio: float
     compute: dict[str, float]  # seconds of a matmul: the first of this check, or of an earlier one
     rates: Mapping[str, Rate]  # from earlier checks
-    again: dict[str, bool] = field(default_factory=dict)  # measure again; is alone enough?
+    again: dict[str, bool] = field(default_factory=dict)  # to measure again: alone is enough?
     slow: dict[str, str] = field(default_factory=dict)  # slow twice, with the evidence
     _doubted: dict[str, bool] = field(default_factory=dict)  # matmul was an outlier once
 

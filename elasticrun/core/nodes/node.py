@@ -40,7 +40,7 @@ class Node:
     health: Health = Health.ALIVE
     reason: Reason | None = None  # why it is not ALIVE
     broke_at: float = 0.0  # when its stream broke, while SUSPECT
-    silent: float = 0.0  # seconds of silence on it until then, while others were heard
+    silent: float = 0.0  # seconds of silence on that stream before, while others were heard
     quiet: float = 0.0  # the same, whether or not others were heard
     corroborated: bool = False  # ranks of its round have failed on another node
     offered: Endpoint | None = None  # the store of its last Join

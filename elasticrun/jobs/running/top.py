@@ -102,7 +102,7 @@ def page(picture: Picture, columns: int) -> list[str]:
     if picture.ranks:
         lines += ["", *table(picture.ranks, columns)]
     elif not picture.status.outcome:
-        off = "nobody looks at the ranks (--on-hang=off)"
+        off = "the ranks are not watched (--on-hang=off)"
         lines += ["", off if is_off(picture) else "the ranks have not been inspected yet"]
     return lines
 

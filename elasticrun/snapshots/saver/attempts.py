@@ -50,7 +50,7 @@ MAX_OVER: Final = 16
 
 
 def retried(work: Callable[[], T], stop: Event, limit: float) -> T:
-    """Call `work`, and again while the other side is unreachable or busy, for `limit` seconds or
+    """Call `work`; repeat it while the other side is unreachable or busy, for `limit` seconds or
     until `stop` is set. Raises ConnectionBroken, NotAuthenticated or PeerRefused."""
     end = time.monotonic() + limit
     pause = FIRST_PAUSE

@@ -55,8 +55,8 @@ class WorkerPool:
         self._waiting: list[WorkItem[Any]] = []
 
     def add(self, piece: WorkItem[Any], *, first: bool = False) -> None:
-        """Queue an item. Urgent items go first, otherwise in order of arrival, except an item with
-        `first`. Replaces a waiting item of the same name (unless None). Raises QueueFull."""
+        """Queue an item, at the front with `first`; urgent items start before all others. Replaces
+        a waiting item of the same name (unless None). Raises QueueFull."""
         if piece.name is not None:
             self.drop(piece.name)
         if len(self._waiting) >= MAX_WAITING:

@@ -246,7 +246,8 @@ class Watch:
         return () if sample is None else sample.last_lines()
 
     def _lines(self, still: Still, impasse: Impasse) -> Mapping[str, str]:
-        """Where stacks show the threads of the rank concerned, since nothing has moved."""
+        """Where the threads of the named rank are, by stacks that were taken since nothing has
+        moved."""
         if not impasse.odd or impasse.says:
             return {}
         return self._samples.lines_of(impasse.odd[0], still.since)
