@@ -11,12 +11,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from elasticrun import testing
 from elasticrun.training import Checkpointer, ElasticBatchSampler
-from tests.harness import until_file
+from tests.snapshots.train import wait_for
 from tests.training.data.record import Record
 
 SAMPLES, GLOBAL_BATCH, MICRO_BATCH, SEED = 101, 24, 5, 3
@@ -27,26 +26,27 @@ def main() -> None:
     out, ckpt_folder, total = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Linear(1, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model = nn.Linear(1, 1)  # DDP and optimizers import torch._dynamo in every life of a rank
     dataset = TensorDataset(torch.arange(SAMPLES))
     sampler = ElasticBatchSampler(
         dataset, global_batch=GLOBAL_BATCH, micro_batch=MICRO_BATCH, seed=SEED, total_steps=total
     )
     loader = DataLoader(dataset, batch_sampler=sampler, num_workers=1)
-    ckpt = Checkpointer(ckpt_folder, model=model, optim=optimizer, sampler=sampler, every_steps=3)
+    ckpt = Checkpointer(ckpt_folder, model=model, sampler=sampler, every_steps=3)
     start = ckpt.restore()
     batches = iter(loader)
     record = Record(out)
     for step in range(start, total):
-        until_file(out / "until", lambda text: int(text) > step)  # noqa: B023
+        wait_for(out / "until", step)
         used = []
-        optimizer.zero_grad()
+        model.zero_grad()
         for weight in sampler.weights(step):
             (x,) = next(batches)
             (weight * model(x[:, None] / SAMPLES).square().mean()).backward()
             used += x.tolist() if weight else []
-        optimizer.step()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.data -= 0.01 * parameter.grad
         record.used(step, used)
         ckpt.step(step + 1)
         testing.step(step)
