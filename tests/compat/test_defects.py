@@ -97,6 +97,10 @@ def test_fixed_size_without_budget(theirs_or_ours: World, launcher: str) -> None
     assert survivor.wait() == 1
 
 
+@further(
+    "compat/test_signals::test_ranks_that_ignore_are_killed_after_the_timeout",
+    "core/scripts/slow_survivor_keeps_its_place.txt",
+)
 def test_grace_on_restarts(world: World) -> None:
     """`--shutdown-timeout 2` was ignored: a rank that ignores SIGTERM took 30.0 s [recorded]."""
     flags = ("--nproc-per-node=2", "--max-restarts=1", "--shutdown-timeout=1")
@@ -108,6 +112,7 @@ def test_grace_on_restarts(world: World) -> None:
     finish(world.hub.ranks(2, restart=1), launched)
 
 
+@further("core/scripts/told_to_stop_and_exits_0.txt")
 @pytest.mark.parametrize("launcher", BOTH)
 def test_a_rank_that_exits_well_when_stopped(theirs_or_ours: World, launcher: str) -> None:
     """It ends with 0 because it was told to stop: it has not finished its work."""
@@ -215,6 +220,7 @@ def test_the_root_cause(theirs_or_ours: World, launcher: str) -> None:
     assert match[1] == ("0" if launcher == TORCHRUN else "1")
 
 
+@further("core/scripts/budget_spent.txt", "compat/test_endings::test_the_root_cause")
 def test_another_nodes_failure(world: World) -> None:
     """The budget is spent on one node: the others saw RendezvousClosedError and no cause."""
     jobs = agents(world, ELASTICRUN, 2, "2", free_port())
@@ -226,6 +232,10 @@ def test_another_nodes_failure(world: World) -> None:
         assert re.search(r"exitcode +: 7 ", text)
 
 
+@further(
+    "core/scripts/spare_replaces_the_lost.txt",
+    "pods/test_pods::test_pods_come_and_go_and_come_back",
+)
 def test_a_spare_at_the_end(world: World) -> None:
     """A node more than max: when the job ends, torchrun's spare ended with 1 (AttributeError)."""
     port = free_port()

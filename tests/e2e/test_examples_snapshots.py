@@ -96,9 +96,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
     return weights
 
 
-@pytest.mark.parametrize(
-    ("name", "killed"), [pytest.param("ddp", 0, marks=pytest.mark.soak), ("fsdp2", 1)]
-)
+@further("snapshots/test_failures::test_saved_at_the_breakpoint")
+@pytest.mark.parametrize(("name", "killed"), [("ddp", 0), ("fsdp2", 1)])
 def test_a_killed_rank_costs_no_bit_of_the_result(
     name: str, killed: int, undisturbed: Callable[..., str], world: World
 ) -> None:

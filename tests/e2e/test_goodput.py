@@ -60,7 +60,7 @@ LINE = re.compile(
 )
 
 
-@pytest.mark.parametrize("told_by", cases(SCRIPTS, kept=["Checkpointer"]))
+@pytest.mark.parametrize("told_by", cases(SCRIPTS, kept=["progress"]))
 def test_the_last_lines_say_where_the_time_went(tmp_path: Path, told_by: str) -> None:
     """And `result.json`, to the microsecond."""
     script = tmp_path / "fails.py"

@@ -17,6 +17,7 @@ from elasticrun.wire.auth import JOIN_CODE_LIFE, join_code
 from tests import needs
 from tests.certificates import Authority
 from tests.compat.live import PUPPET, allreduce, finish
+from tests.further import further
 from tests.harness import COMMANDS, ELASTICRUN, SCRIPTS, World, ran
 
 pytestmark = pytest.mark.slow
@@ -92,6 +93,7 @@ def test_files_of_the_first_machine_are_not_asked_for(world: World) -> None:
     finish(pair, first, second)
 
 
+@further("e2e/test_secrets::test_a_job_over_tls", "test_a_pasted_line_makes_this_machine_a_node")
 def test_each_machine_has_its_own_certificate(world: World) -> None:
     """Without one, it is told that it needs one."""
     authority = Authority(world.scratch).create()

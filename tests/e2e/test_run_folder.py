@@ -122,7 +122,7 @@ def test_the_same_folder_again(place: Path) -> None:
         before_script = (*verb, "--run-dir=r", *(["--"] if verb else []))
         done = _run(*before_script, "other.py")
         assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
-        assert "it ran the script train.py, this is other.py; start afresh there" in done.stderr
+        assert "it ran the script train.py, this is other.py; start over there" in done.stderr
     assert _run("--run-dir=r", "--dry-run", "other.py").stderr == done.stderr
     again = _run("--run-dir=r", "--nproc-per-node=2", "--dry-run", "train.py")
     assert (again.returncode, again.stderr) == (0, f"elasticrun: {said}\n")

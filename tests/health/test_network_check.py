@@ -134,25 +134,18 @@ def test_a_bandwidth_that_is_wanted(health: Health, wanted: str, code: int) -> N
 # ---------------------------------------------------------------- what is not asked for
 
 
-def test_without_the_flags_not_one_probe_runs(health: Health) -> None:
-    """Every probe would fail here, and none does: nobody is probed. The planted fault is told all
-    the same."""
-    job = health.start("2", fault="probe-fail=compute@*")
-    health.world_of(0, 1)
-    status = job.status()
-    assert status.check == ""
-    assert status.excluded == ()
-    assert {node.health for node in status.nodes} == {""}
-    health.finish(0, 0)
-
-
 def test_planted_faults_are_loud(health: Health) -> None:
-    """Each agent says that faults are planted, and which of them are its own."""
-    job = health.start("2", fault="slow=2x@node1,probe-fail@node9")
+    """Each agent says that faults are planted, and which of them are its own. Without the flags
+    nobody is probed: every probe would fail here, and none does."""
+    job = health.start("2", fault="slow=2x@node1,probe-fail=compute@*,probe-fail@node9")
     health.world_of(0, 1)
     for number in (0, 1):
         assert "ELASTICRUN_FAULT" in job.output(number)
     assert "slow=2x" in job.output(1)
+    status = job.status()
+    assert status.check == ""
+    assert status.excluded == ()
+    assert {node.health for node in status.nodes} == {""}
     health.finish(0, 0)
 
 

@@ -283,7 +283,7 @@ def test_nodes_on_one_host_share_out_its_gpus(person: Person) -> None:
     person.environ |= {name: found[name] for name in ("PYTHONPATH", "STANDIN_NVML")}
     person.environ["CUDA_VISIBLE_DEVICES"] = "4,1,0"
     words = ("submit", "--name", "four", "--nodes", "4", "--", str(script))
-    assert "share out its GPUs, and it has 3" in person.hears(*words)[1]
+    assert "nodes on one host share its GPUs, and it has 3" in person.hears(*words)[1]
     person.types("submit", "--name", "two", "--nodes", "2", *LAST_CALL, "--", str(script))
     for again in ("suspend", "scale"):
         person.until("two", state="running", nodes=2)
@@ -293,7 +293,7 @@ def test_nodes_on_one_host_share_out_its_gpus(person: Person) -> None:
         if again == "suspend":
             person.types("suspend", "two")
             person.types("resume", "two")
-    assert "none is left for another one" in person.hears("scale", "two", "3")[1]
+    assert "none is free for another node" in person.hears("scale", "two", "3")[1]
     person.types("delete", "two")
 
 

@@ -69,7 +69,7 @@ def test_the_fork_server_dies(training: Training) -> None:
 
 
 @further(
-    "test_an_agent_dies_and_comes_back",
+    "agent/snapshots/test_segments::test_the_next_agent_of_the_node_adopts_what_a_killed_one_had",
     "sim/test_restore::test_killed_at_every_moment",
     "agent/snapshots/test_taken_over",
 )
@@ -85,7 +85,10 @@ def test_the_master_dies_and_then_a_rank(training: Training) -> None:
     training.ends_as_if_undisturbed(0, 7, ranks=[0])
 
 
-@further("test_an_agent_dies_and_comes_back", "sim/test_restore::test_killed_at_every_moment")
+@further(
+    "agent/snapshots/test_segments::test_the_next_agent_of_the_node_adopts_what_a_killed_one_had",
+    "sim/test_restore::test_killed_at_every_moment",
+)
 def test_no_master_answers_for_three_snapshots(training: Training) -> None:
     """Nobody says what is whole, so the newest step that is known to be is kept, and the one above
     it: there is no slot for others. A rank dies; the ranks go on from what there is."""
@@ -108,6 +111,10 @@ def test_no_master_answers_for_three_snapshots(training: Training) -> None:
     training.ends_as_if_undisturbed(0, 3)
 
 
+@further(
+    "agent/snapshots/test_segments::test_the_next_agent_of_the_node_adopts_what_a_killed_one_had",
+    "core/scripts/agent_killed_and_back.txt",
+)
 def test_an_agent_dies_and_comes_back(training: Training) -> None:
     """Its segments are adopted by the next agent of the node: even what is sharded is there."""
     # without a restart to spend, a job that is below its least number of nodes ends at once
