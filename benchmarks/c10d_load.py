@@ -3,8 +3,9 @@
     python benchmarks/c10d_load.py PORT COUNT NODES
     python benchmarks/c10d_load.py PORT            (the store's server)
 
-Each handler has a client of its own to the one TCPStore. The protocol is that of load.py: `join`
-calls next_rendezvous in all threads at once and answers when each has its rank, or after a while.
+Each handler has its own client to the only TCPStore. The protocol is that of load.py: `join` calls
+next_rendezvous in all threads at once, and answers when each has its rank or the time limit is
+over.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def serve(port: int) -> None:
 
 
 def handler(port: int, nodes: int, patience: float) -> DynamicRendezvousHandler:
-    """One node's handler, made as torchrun makes it, but for how long it may take."""
+    """One node's handler, created as in torchrun, except for its time limit."""
     store = dist.TCPStore(HOST, port, is_master=False, timeout=timedelta(seconds=patience))
     return DynamicRendezvousHandler.from_backend(
         run_id="scale",
@@ -56,11 +57,11 @@ class Load:
         self._count = count
         self._done: list[float] = []
         self._failed: list[str] = []
-        self._kept: list[DynamicRendezvousHandler] = []  # their connections stand, as an agent's
+        self._kept: list[DynamicRendezvousHandler] = []  # connections stay open, as with agents
         self._over = threading.Semaphore(0)
 
     def join(self) -> dict[str, object]:
-        """All at once; the tally when the last one is through or has given up."""
+        """Run all at once; return the tally when the last one has succeeded or given up."""
         began = time.monotonic()
         for _ in range(self._count):
             threading.Thread(target=self._one, daemon=True).start()

@@ -27,8 +27,8 @@ HOST = "127.0.0.1"
 
 
 class Lines:
-    """A child that is asked and answers by lines, read with a limit; the end of what it writes on
-    stderr is shown when it fails."""
+    """A child process that answers commands line by line, with a time limit. If it fails, the end
+    of its stderr is shown."""
 
     def __init__(self, *words: str, environ: dict[str, str] | None = None) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by end()
@@ -42,7 +42,7 @@ class Lines:
         self._rest = b""
 
     def ask(self, command: dict[str, Any]) -> None:
-        """Send a command; `answer` gives what comes of it."""
+        """Send a command; `answer` returns its result."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command).encode() + b"\n")
         self.process.stdin.flush()
@@ -78,7 +78,7 @@ class Lines:
 
 
 def cpu_of(pid: int) -> float:
-    """User and system seconds of a process, threads that have ended included."""
+    """User and system seconds of a process, including threads that have ended."""
     times = psutil.Process(pid).cpu_times()
     return times.user + times.system
 
@@ -122,7 +122,7 @@ class Master:
         return len(re.findall(words, self.said()))
 
     def cpu(self) -> float:
-        """Seconds of processor it has used."""
+        """CPU seconds that it has used."""
         return cpu_of(self.process.pid)
 
     def rss(self) -> float:
@@ -151,8 +151,8 @@ class Wire:
 
 
 def wire(port: int) -> Wire | None:
-    """What the sockets of the server at `port` have carried so far, TCP payload; None without
-    `ss`. Connections that have closed are not counted."""
+    """Bytes (TCP payload) that the open sockets of the server at `port` have transferred; None
+    without `ss`. Connections that have closed are not counted."""
     command = ["ss", "-tinH", "state", "established", f"( sport = :{port} )"]
     try:
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -164,7 +164,7 @@ def wire(port: int) -> Wire | None:
 
 
 class Crowd:
-    """So many sessions, spread over a few load processes."""
+    """Sessions of agents, spread over a few load processes."""
 
     def __init__(self, port: int, nodes: int, processes: int, heartbeat: float = HEARTBEAT) -> None:
         self.nodes = nodes
@@ -176,8 +176,8 @@ class Crowd:
             first += count
 
     def tell(self, **command: Any) -> dict[str, Any]:
-        """Give all load processes one command; their answers put together. TookTooLong if what
-        the command waits for did not come."""
+        """Send all load processes one command; return their merged answers. TookTooLong if the
+        awaited event did not occur."""
         for load in self.loads:
             load.ask(command)
         found = together([load.answer(2 * PATIENCE) for load in self.loads])
@@ -186,12 +186,12 @@ class Crowd:
         return found
 
     def tell_one(self, **command: Any) -> None:
-        """Give the first of them a command."""
+        """Send the first load process a command."""
         self.loads[0].ask(command)
         self.loads[0].answer(2 * PATIENCE)
 
     def cpu(self) -> float:
-        """Seconds of processor that they have used."""
+        """CPU seconds that they have used."""
         return sum(cpu_of(load.process.pid) for load in self.loads)
 
     def end(self) -> None:
@@ -201,7 +201,7 @@ class Crowd:
 
 
 def together(tallies: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """First of the firsts, last of the lasts, sum of the counts."""
+    """Merge tallies: the earliest first, the latest last, the sums of the counts."""
     made: dict[str, Any] = {}
     for name in tallies[0]:
         values = [tally[name] for tally in tallies]
@@ -221,7 +221,7 @@ def together(tallies: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def serving(
     nodes: int, processes: int = 2, words: Sequence[str] = (), heartbeat: float = HEARTBEAT
 ) -> Iterator[tuple[Master, Crowd]]:
-    """A master and its crowd, not attached yet; nothing of them is left afterwards."""
+    """A master and its crowd, not attached yet; both are removed at the end."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     master = Master(nodes, words, heartbeat)

@@ -1,10 +1,10 @@
-"""Beside torchrun, in one run: what the coming, going and falling silent of nodes costs.
+"""Compares with torchrun, in one run: what it costs when nodes join, leave or fall silent.
 
     python benchmarks/elastic.py [--quick] [--only WORD] [--ours] [--json FILE] [--plot FILE]
 
 Real processes, gloo, a script that knows no launcher (scripts/step_log.py); every agent is a node.
-Each row is measured for both launchers in turn; the table shows medians, worst cases and bars.
-Where torchrun does not come to another step, the cell says what it did instead. Results go to
+Each row is measured for both launchers in turn; the table shows medians, worst cases and bars. If
+torchrun reaches no further step, the cell says what it did instead. Results go to
 benchmarks/results/ with the date and the machine, or to FILE.
 """
 
@@ -28,7 +28,7 @@ Take = Callable[[], list[float]]
 
 @dataclass
 class Row:
-    """One line of the table: how it is measured, what is wanted, what was found."""
+    """One line of the table: its measurement, its target, its result."""
 
     name: str
     unit: str
@@ -42,7 +42,7 @@ class Row:
     said: dict[str, str] = field(default_factory=dict)
 
     def measure(self) -> None:
-        """Take the samples, torchrun's once, ours `rounds` times."""
+        """Take the samples: torchrun's once, ours `rounds` times."""
         if isinstance(self.theirs, str):
             self.said[TORCHRUN] = self.theirs
         else:
@@ -58,7 +58,7 @@ class Row:
             print(f"  {self.name}, {launcher}: {late}", file=sys.stderr)
 
     def cell(self, launcher: str) -> str:
-        """Median, worst and count, or what there was to say instead."""
+        """Median, worst value and count, or a remark instead."""
         found = self.samples.get(launcher)
         if not found:
             return self.said.get(launcher, "-")
@@ -76,7 +76,7 @@ class Row:
         return "met" if good else "**missed**"
 
     def markdown(self) -> str:
-        """The line itself."""
+        """The line as Markdown."""
         bar = "" if self.most is None else f"≤ {self.most:g} {self.unit}".strip()
         cells = (self.name, self.cell(TORCHRUN), self.cell(ELASTICRUN), bar, self.verdict())
         return "| " + " | ".join(cells) + " |"
@@ -87,7 +87,7 @@ NO_RECORD = "its store and its state are gone with the host"
 
 
 def comings(few: int) -> list[Row]:
-    """Nodes come."""
+    """Rows: nodes join."""
     young = partial(rows.join, nnodes="2:3", age=2.0)
     room = partial(rows.join, nnodes="2:4", age=2.0)
     old = partial(rows.join, nnodes="2:3", age=62.0, flags=("--grow=now",))
@@ -117,7 +117,7 @@ def comings(few: int) -> list[Row]:
 
 
 def goings(few: int) -> list[Row]:
-    """Nodes go, by SIGKILL or into silence."""
+    """Rows: nodes are killed or fall silent."""
     lose = rows.lose_a_node
     silent = partial(lose, host=False, freeze=True)
     sooner = partial(silent, conf="--rdzv-conf=heartbeat_timeout=2")
@@ -147,7 +147,7 @@ def goings(few: int) -> list[Row]:
 
 
 def masters(few: int) -> list[Row]:
-    """The master is killed, alone or with its host."""
+    """Rows: the master is killed, alone or with its host."""
     found: dict[str, list[float]] = {}
 
     def lose() -> list[float]:
@@ -169,7 +169,7 @@ def masters(few: int) -> list[Row]:
 
 
 def stalls(quick: bool) -> list[Row]:
-    """What must cost nothing, and how many rounds it takes to start slowly."""
+    """Rows: events that must cost nothing, and the number of rounds of a slow start."""
     made = [
         Row(
             f"{what} stands still for {seconds:g} s: ranks started anew",
@@ -188,7 +188,7 @@ def stalls(quick: bool) -> list[Row]:
 
 
 def ranks(few: int) -> list[Row]:
-    """A rank dies on one node of two."""
+    """Row: a rank dies on one node of two."""
     take = launcher_rows.two_nodes
     name = "a rank dies on one node of two → first all_reduce of both"
     return [Row(name, "s", 0.25, partial(take, ELASTICRUN), partial(take, TORCHRUN), few)]
@@ -198,8 +198,8 @@ COLOURS = {TORCHRUN: "#b9b9b9", ELASTICRUN: "#d1495b"}
 
 
 def draw(done: list[Row], about: dict[str, str], target: Path) -> None:
-    """Medians of the rows in seconds as bars, every sample as a dot, on a logarithmic axis; where
-    there is no sample, what there was to say."""
+    """Medians of the rows in seconds as bars, every sample as a dot, on a logarithmic axis; or the
+    remark if there is no sample."""
     import matplotlib
 
     matplotlib.use("Agg")

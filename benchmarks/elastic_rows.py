@@ -1,8 +1,8 @@
 """The measurements of the elastic table: each takes a launcher's name and gives samples in seconds.
 
-A sample runs from what happened (the signal, the command) to the slowest rank's first step
-afterwards, as the script wrote it down. A job that does not come so far raises TookTooLong with a
-few words for the table.
+A sample lasts from the event (the signal, the command) to the slowest rank's first step after it,
+by the script's log. A job that does not get that far raises TookTooLong with a few words for the
+table.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ RECOVERY_LIMIT = 90.0
 """Seconds to wait for survivors; torchrun took 44 s where it recovers."""
 
 SILENT_LIMIT = 60.0
-"""Seconds to wait for what torchrun does about a silent node: nothing until a collective fails."""
+"""Seconds to wait for torchrun's reaction to a silent node: it does nothing until a collective
+fails."""
 
 QUIET = ("--rdzv-conf=last_call_timeout=30",)
 
 
 def start_together(launcher: str, *, warm: bool = False) -> list[float]:
-    """Two agents of `1:4` started together: from the commands to the first step of world 2. `warm`:
-    a warm process is there, as on each host of a cluster where `elasticrun warm` was run."""
+    """Two agents of `1:4` started together: from the commands to the first step at world size 2.
+    `warm`: a warm process runs, as on a host where `elasticrun warm` was run."""
     with job(launcher) as run, warm_process(run) if warm else contextlib.nullcontext({}) as more:
         nodes = Nodes(run, "1:4", more=more)
         began = nodes.add(2)
@@ -34,8 +35,9 @@ def start_together(launcher: str, *, warm: bool = False) -> list[float]:
 
 
 def lose_a_node(launcher: str, *, host: bool, conf: str = "", freeze: bool = False) -> list[float]:
-    """One of three nodes is killed, or falls silent: to the survivors' first step. `host`: the one
-    that hosts the master (which lives on) or torchrun's store; else each of the others in turn."""
+    """One of three nodes is killed or falls silent: until the survivors' first step. `host`: the
+    node that hosts the master (which keeps running) or torchrun's store; else each of the others in
+    turn."""
     found: list[float] = []
     for turn in range(1 if host or freeze or launcher == TORCHRUN else 2):
         with job(launcher) as run:
@@ -52,8 +54,8 @@ def lose_a_node(launcher: str, *, host: bool, conf: str = "", freeze: bool = Fal
 
 
 def join(launcher: str, *, nnodes: str, age: float, flags: tuple[str, ...] = ()) -> list[float]:
-    """A node more, `age` seconds after the first step of a world of two: from its command to the
-    first step of world 3. Under elasticrun the survivors must keep their ranks."""
+    """One more node, `age` seconds after the first step at world size 2: from its command to the
+    first step at world size 3. Under elasticrun the survivors must keep their ranks."""
     with job(launcher) as run:
         nodes = Nodes(run, nnodes, *only_ours(launcher, *flags))
         nodes.add(2)
@@ -68,8 +70,8 @@ def join(launcher: str, *, nnodes: str, age: float, flags: tuple[str, ...] = ())
 
 
 def lose_the_master() -> dict[str, list[float]]:
-    """kill -9 of the master while two nodes train: until it answers again; the longest pause
-    between two steps of a rank around it (ms); ranks that were started anew."""
+    """kill -9 of the master while two nodes train: the time until it answers again; the longest
+    pause between two steps of a rank then (ms); the number of restarted ranks."""
     with job(ELASTICRUN) as run:
         nodes = Nodes(run, "2")
         nodes.add(2)
@@ -95,7 +97,8 @@ def lose_the_master() -> dict[str, list[float]]:
 
 
 def lose_the_masters_host() -> list[float]:
-    """With etcd: all processes of the node that hosts the master are killed, the master too."""
+    """With etcd: all processes of the node that hosts the master are killed, including the
+    master."""
     with job(ELASTICRUN) as run, etcd(run.folder) as store:
         nodes = Nodes(run, "2:3", f"--master-store={store}")
         nodes.add(3)
@@ -115,7 +118,8 @@ def master_host(nodes: Nodes) -> int:
 
 
 def stalls(what: str, seconds: float) -> list[float]:
-    """An agent or the master stands still for a while and goes on: ranks that were started anew."""
+    """An agent or the master is stopped for a while and continued: the number of restarted
+    ranks."""
     with job(ELASTICRUN) as run:
         nodes = Nodes(run, "2:3")
         nodes.add(3)
@@ -129,7 +133,7 @@ def stalls(what: str, seconds: float) -> list[float]:
 
 
 def trickle(launcher: str, agents: int = 8, over: float = 40.0) -> list[float]:
-    """So many agents of `2:8`, started one after another: how many worlds had a step."""
+    """Agents of `2:8` started one after another: the number of worlds that completed a step."""
     with job(launcher) as run:
         nodes = Nodes(run, f"2:{agents}")
         began = time.monotonic()

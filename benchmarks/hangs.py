@@ -1,15 +1,15 @@
-"""Each way to hang, planted: what is said of it, after how long, and of which rank and line.
+"""Injects each kind of hang: what is reported, after how long, and with which rank and line.
 
     python benchmarks/hangs.py [--ranks 2 4 16] [--nodes 1 2] [--faults sleep stop ...]
                                [--torchrun] [--at-once N] [--json FILE]
 
-Each is a real training on gloo (tests/scripts/faulty.py) in which rank 1 comes to its fault; two
-nodes are two agents on this host. The clock runs from the moment at which rank 1 is there to the
-launcher's line, so that it counts what the agents need to notice anything at all. What may well go
-on is given 95 s if it ends by itself, else so long that it is told of. `--torchrun` gives
-torchrun the same faults at the fewest ranks, and tells what it says within 90 s of each.
+Each is a real training on gloo (tests/scripts/faulty.py) in which rank 1 reaches its fault; two
+nodes are two agents on this host. The time counts from the moment when rank 1 reaches the fault to
+the launcher's line, so it includes the agents' detection. A fault that is no hang is observed for
+95 s if it ends by itself, else until it is reported. `--torchrun` runs torchrun with the same
+faults and the fewest ranks, and shows what it prints within 90 s.
 
-A job that hangs needs next to no CPU, so several run side by side; those that compute do not.
+A job that hangs needs almost no CPU, so several run at a time; those that compute run alone.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ DIED: Final = re.compile(r"^elasticrun(?:\[[^\]]+\])?: (rank \d+: [^\n]*)", re.M
 START_LIMIT: Final = 180.0
 TORCHRUN_LIMIT: Final = 90.0
 POLL: Final = 0.1
-"""Seconds between two looks at the consoles."""
+"""Seconds between two reads of the consoles."""
 
 NEVER_TOLD: Final = 110.0
 ENDS: Final = 95.0
-"""Seconds after which what only looks like a hang ends by itself."""
+"""Seconds after which a fault that only looks like a hang ends by itself."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`klass`: what must be said, "" for nothing, "failure" where gloo ends the ranks at once.
-    `within`: seconds in which it must have been told; `rank`: a pattern of the sentence if it names
-    the right rank. `busy`: it keeps a core or more at work."""
+    """`klass`: the expected report; "" for none, "failure" if gloo ends the ranks at once.
+    `within`: seconds in which it must be reported; `rank`: a pattern that matches a sentence with
+    the right rank. `busy`: it uses one core or more."""
 
     klass: str
     within: float
@@ -77,8 +77,8 @@ FAULTS: Final = {
 
 @dataclass(frozen=True)
 class Row:
-    """`seconds`: from the fault to the line, or to the failure; None where nothing was said.
-    `line`: "right", "wrong", or "" where the sentence names none."""
+    """`seconds`: from the fault to the line, or to the failure; None if nothing was reported.
+    `line`: "right", "wrong", or "" if the sentence names no line."""
 
     launcher: str
     fault: str
@@ -110,7 +110,7 @@ class Row:
 
 
 def measure(launcher: str, fault: str, ranks: int, nodes: int) -> Row:
-    """One job, killed when it has been told, or after the time in which it must have been."""
+    """Run one job; kill it when its fault was reported, or when the time limit is over."""
     wanted = FAULTS[fault]
     limit = TORCHRUN_LIMIT if launcher == TORCHRUN else wanted.within * 1.3 + 20.0
     seconds = ENDS if not wanted.klass else 3600.0
@@ -138,8 +138,8 @@ def measure(launcher: str, fault: str, ranks: int, nodes: int) -> Row:
 
 
 def watch(run: Job, limit: float) -> tuple[str, float | None, str]:
-    """Class, seconds from the fault, and sentence of what this job says first; "", None, and all
-    that is on its consoles since, if it tells of nothing within `limit` seconds or ends well."""
+    """Class, seconds from the fault, and sentence of this job's first report; "", None, and the
+    console output since the fault, if it reports nothing within `limit` seconds or succeeds."""
     at, end, said = 0.0, time.monotonic() + START_LIMIT, ""
     while (now := time.monotonic()) < end:
         said = "".join(one.read_text(errors="replace") for one in run.folder.glob("console-*"))
@@ -159,7 +159,7 @@ def watch(run: Job, limit: float) -> tuple[str, float | None, str]:
 
 
 def here(fault: str) -> str:
-    """Where rank 1 does what this fault says: "faulty.py:41 sleep"."""
+    """Where rank 1 executes this fault: "faulty.py:41 sleep"."""
     lines = FAULTY.read_text().splitlines()
     first = next((n for n, line in enumerate(lines) if line.startswith(f"def {fault}(")), 0)
     number = next(n for n in range(first, len(lines)) if lines[n].endswith("# here"))
@@ -167,7 +167,7 @@ def here(fault: str) -> str:
 
 
 def together(plan: Iterable[tuple[str, str, int, int]], at_once: int) -> list[Row]:
-    """So many side by side; a line is printed as soon as it is known."""
+    """Run several at a time; print each line as soon as it is known."""
     rows = []
     with ThreadPoolExecutor(at_once) as pool:
         for future in [pool.submit(measure, *one) for one in plan]:

@@ -1,12 +1,12 @@
-"""Thousands of idle sessions on one master: what they cost, and whether any is taken for dead.
+"""Thousands of idle sessions on one master: their cost, and whether any is considered dead.
 
     python benchmarks/idle_sessions.py [--sessions N] [--seconds S] [--json FILE]
 
-A real master process and N real sessions of agents' links from a few load processes. They attach
-at a steady pace, join, and train (that is, only beat) for S seconds; then a rank fails, the round
-is reopened and all join again. Counted: the processor that the master uses at rest, how long the
-broadcast of Start takes (from the last Join said to the last Start received), sessions that broke,
-nodes that the master suspected or gave up.
+A real master process and N real sessions of agents' links from a few load processes. They attach at
+a steady rate, join, and train (that is, only send heartbeats) for S seconds. Then a rank fails, the
+round is reopened and all join again. Measured: the idle master's CPU use, how long the broadcast of
+Start takes (from the last Join sent to the last Start received), broken sessions, and nodes that
+the master suspected or gave up.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from crowd import Crowd, Master, serving, wire
 from load import HEARTBEAT
 
 PER_SECOND = 250.0
-"""Sessions that attach in a second: a dial costs both ends some milliseconds of two cores."""
+"""Sessions that attach per second: a connection costs both ends some milliseconds of two cores."""
 
 SETTLE = 15.0
-"""Seconds after the last Start in which every session has beaten and knows its pace."""
+"""Seconds after the last Start in which every session has sent a heartbeat and received its
+interval."""
 
 MOST_CPU = 40.0
-"""Percent of one core that the master may use at rest with 5,000 sessions."""
+"""Percent of one core that an idle master may use with 5,000 sessions."""
 
 BROADCAST = 1.0
-"""Seconds that the Start of a round of 5,000 may take to reach all."""
+"""Seconds in which the Start of a round must reach all of 5,000 nodes."""
 
 
 def measure(sessions: int, seconds: float, processes: int, heartbeat: float) -> dict[str, float]:
-    """One whole run; see the module's head."""
+    """One complete run; see the module docstring."""
     with serving(sessions, processes, heartbeat=heartbeat) as (master, crowd):
         busy = master.cpu()
         crowd.tell(do="attach", every=processes / PER_SECOND)
@@ -57,7 +58,7 @@ def measure(sessions: int, seconds: float, processes: int, heartbeat: float) -> 
 
 
 def rest(master: Master, crowd: Crowd, seconds: float) -> dict[str, float]:
-    """Nothing happens for a while."""
+    """Wait while nothing happens."""
     before, carried = crowd.tell(do="tally"), wire(master.port)
     suspects, deaths = (master.count(word) for word in ("is suspect", "is dead"))
     busy, load, began = master.cpu(), crowd.cpu(), time.monotonic()

@@ -1,4 +1,4 @@
-"""Beside torchrun, in one run: how fast, how large, how idle, how clean.
+"""Compares with torchrun, in one run: speed, memory, idle CPU, and leftovers.
 
     python benchmarks/launcher.py [--quick] [--only WORD] [--json FILE]
 
@@ -24,7 +24,7 @@ from stage import ELASTICRUN, TORCHRUN, TookTooLong
 
 @dataclass(frozen=True)
 class Bar:
-    """What is wanted of a row: at most `value` in its unit, at most `ratio` of torchrun's."""
+    """The target of a row: at most `value` in its unit, at most `ratio` times torchrun's value."""
 
     value: float | None = None
     ratio: float | None = None
@@ -54,12 +54,12 @@ class Row:
     missing: dict[str, str] = field(default_factory=dict)
 
     def median(self, launcher: str) -> float | None:
-        """The middle sample, None if there is none."""
+        """The median of the samples, None without samples."""
         found = self.samples.get(launcher)
         return statistics.median(found) if found else None
 
     def verdict(self) -> str:
-        """yes, no, or why it cannot be said."""
+        """ "yes", "no", or why it is unknown."""
         ours, theirs = self.median(ELASTICRUN), self.median(TORCHRUN)
         if ours is None:
             return "not measured"
@@ -68,7 +68,7 @@ class Row:
         return "yes" if self.bar.met(ours, theirs) else "**no**"
 
     def markdown(self) -> str:
-        """The line itself."""
+        """The line as Markdown."""
         cells = [self.name]
         for launcher in (TORCHRUN, ELASTICRUN):
             middle, count = self.median(launcher), len(self.samples.get(launcher, []))
@@ -142,7 +142,7 @@ def processor_rows(seconds: float) -> list[Row]:
 
 
 def cycle_report(quick: bool) -> dict[str, dict[str, float]]:
-    """Crash and restart in a row; torchrun gets fewer tries, since it hangs."""
+    """Consecutive crashes and restarts; torchrun gets fewer, because it hangs."""
     plan = {TORCHRUN: (5, 60.0) if quick else (20, 180.0)}
     plan[ELASTICRUN] = (20, 60.0) if quick else (200, 240.0)
     found = {}
@@ -155,7 +155,7 @@ def cycle_report(quick: bool) -> dict[str, dict[str, float]]:
 
 
 def clean(found: dict[str, float]) -> bool:
-    """Whether every crash was followed by a life that worked, and nothing was left."""
+    """Whether every crash was followed by a successful restart, and nothing was left behind."""
     wrong = ("wasted", "hangs", "exit code", "processes left", "shm left", "files left")
     grown = found["descriptors grown by"]
     return (

@@ -2,10 +2,10 @@
 
     python benchmarks/load.py HOST:PORT FIRST COUNT NODES
 
-Each session is an agent's own `Link` (dial, proof, Hello, beats, dialling again) on a connection of
-its own, with the smallest brain that obeys: it joins, runs nothing, stops at once, joins again.
-Commands come as JSON lines on stdin, each is answered by one line on stdout (see `Load.obey`); at
-EOF the process ends. Times are CLOCK_MONOTONIC, one clock for all processes of a machine.
+Each session is an agent's own `Link` (connect, proof, Hello, heartbeats, reconnect) on its own
+connection, with a minimal state machine: it joins, runs nothing, stops at once, and joins again.
+Commands are JSON lines on stdin; each is answered by one line on stdout (see `Load.obey`). At EOF
+the process ends. Times are CLOCK_MONOTONIC, one clock for all processes of a machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from elasticrun.wire.types import Endpoint, mint_incarnation
 
 JOB_ID = "sessions"
 PATIENCE = 120.0
-"""Seconds that a step of the whole crowd may take before it is given up."""
+"""Seconds after which a step of the whole crowd is given up."""
 
 
 HEARTBEAT = 5.0
@@ -35,7 +35,7 @@ HEARTBEAT = 5.0
 
 
 def spec(nodes: int, heartbeat: float) -> m.JobSpec:
-    """A job of exactly so many nodes, with room for one failure."""
+    """A job of exactly this many nodes, which tolerates one failure."""
     return m.JobSpec(
         job_id=JOB_ID,
         min_nodes=nodes,
@@ -56,7 +56,7 @@ def spec(nodes: int, heartbeat: float) -> m.JobSpec:
 
 @dataclass
 class Tally:
-    """What this process' sessions have seen, and when."""
+    """What this process's sessions have received, and when."""
 
     attached: int = 0
     first_dial: float = 0.0
@@ -112,13 +112,13 @@ class Node:
         )
 
     def join(self) -> None:
-        """Reports that no rank runs here and that a store is ready."""
+        """Report that no rank runs here and that a store is ready."""
         self._joins = True
         self._send_state()
         self._load.joined()
 
     def _send_state(self) -> None:
-        """Sends what a master needs to know that may have received none of it."""
+        """Send everything that a master needs if it may have received nothing."""
         if self._place is not None:
             name = self._place.round
             self.link.send(m.Running(name, (os.getpid(),) * 8) if self._runs else m.Stopped(name))
@@ -126,7 +126,7 @@ class Node:
             self.link.send(m.Join(Endpoint("127.0.0.1", 20000 + self.number % 40000)))
 
     def fail(self) -> None:
-        """A rank of the round that runs has died here."""
+        """Report that a rank of the running round has failed here."""
         assert self._place is not None
         rank, name = self._place.first_rank, self._place.round
         failure = m.Failure(
@@ -179,7 +179,7 @@ class Node:
 
 
 class Load:
-    """The sessions of this process, and what the benchmark may tell them."""
+    """The sessions of this process, and the benchmark's commands to them."""
 
     def __init__(
         self, endpoint: Endpoint, first: int, count: int, nodes: int, heartbeat: float
@@ -212,8 +212,8 @@ class Load:
 
     async def obey(self, command: dict[str, Any]) -> dict[str, Any]:
         """Do one of: attach (every: seconds between two dials), join, fail (one node), started
-        (wait until every node has had a Start), anew (forget the last round), tally. Answers with
-        the tally; `late` if what was waited for did not come within PATIENCE."""
+        (wait until every node has had a Start), anew (forget the last round), tally. Returns the
+        tally; `late` if the awaited event did not occur within PATIENCE."""
         do = command["do"]
         late = 0
         if do == "join":
@@ -253,7 +253,7 @@ class Load:
 
 
 async def serve(load: Load) -> None:
-    """Command after command, until EOF."""
+    """Process commands until EOF."""
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -262,7 +262,7 @@ async def serve(load: Load) -> None:
 
 
 def main() -> None:
-    """See the module's head."""
+    """See the module docstring."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     host, _, port = sys.argv[1].rpartition(":")

@@ -2,13 +2,13 @@
 
     python benchmarks/netcheck.py [--agents N] [--rounds N] [--dlrover PROGRAM] [--json FILE]
 
-Ours is read from the master's trace: from the first order to probe to the beginning of the round,
-less the timed work (of each pass, the longest of any node). What a user waits for at all, from the
-commands to the first all_reduce, is measured with the check and without. dlrover-run (its program
-by --dlrover or on PATH, from an environment of its own) is read from the time stamps of its log:
-from the start of its node check to its result, less the two figures that it prints as its timed
-work. It is given a master of its own, started by hand, as it has no other way to check several
-nodes outside Kubernetes. Results go to benchmarks/results/ with the date and the machine, or to
+Our figure comes from the master's trace: from the first probe order to the beginning of the round,
+minus the timed work (in each pass, the longest of any node). The total wait of a user, from the
+commands to the first all_reduce, is measured with and without the check. dlrover-run (its program
+by --dlrover or on PATH, from an environment of its own) is measured by the timestamps of its log:
+from the start of its node check to its result, minus the two figures that it prints as its timed
+work. It gets its own master, started by hand, because it cannot check several nodes outside
+Kubernetes in another way. Results go to benchmarks/results/ with the date and the machine, or to
 FILE.
 """
 
@@ -41,7 +41,7 @@ BAR = 2.0
 
 DLROVER = "dlrover-run"
 DLROVER_LIMIT = 180.0
-"""Seconds in which dlrover-run must have come to a result; its own limit is 300."""
+"""Seconds in which dlrover-run must have a result; its own limit is 300."""
 
 STAMP = re.compile(r"^\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+)\]")
 
@@ -56,7 +56,7 @@ class Check:
 
     @property
     def beyond(self) -> float:
-        """What it costs beyond the work that it times."""
+        """Its cost beyond its timed work."""
         return self.whole - self.timed
 
 
@@ -64,7 +64,7 @@ class Check:
 
 
 def ours(agents: int, *flags: str) -> tuple[float, Check | None]:
-    """Seconds from the agents' commands to the first all_reduce of all, and their check."""
+    """Seconds from the agents' commands to the first all_reduce of all ranks, and their check."""
     with job(ELASTICRUN) as run:
         nodes = Nodes(run, str(agents), "--rdzv-conf=is_host=0", *flags)
         record = run.folder / "record"
@@ -76,7 +76,7 @@ def ours(agents: int, *flags: str) -> tuple[float, Check | None]:
 
 
 def _in_trace(record: Path) -> Check | None:
-    """The check that the master's trace tells of; None if there was none."""
+    """The check in the master's trace; None if there was none."""
     begun, passes = 0.0, list[float]()
     for item in read(record):
         if not isinstance(item, Step):
@@ -96,7 +96,7 @@ def _in_trace(record: Path) -> Check | None:
 
 
 def _start(run: Job, command: tuple[str, ...], name: str, **env: str) -> Path:
-    """Start a process of this measurement; the file with what it says."""
+    """Start a process of this measurement; return the file with its output."""
     console = run.folder / f"console-{name}"
     with console.open("wb") as file:
         process = subprocess.Popen(
@@ -115,7 +115,7 @@ def _start(run: Job, command: tuple[str, ...], name: str, **env: str) -> Path:
 
 
 def theirs(program: Path, agents: int) -> tuple[float, Check]:
-    """The same of dlrover-run: seconds from the commands to the result, and the check of the agent
+    """The same for dlrover-run: seconds from the commands to the result, and the check of the agent
     that took longest."""
     with job(DLROVER) as run:
         port = free_port()
@@ -163,7 +163,7 @@ def _await(run: Job, consoles: list[Path], text: str) -> None:
 
 
 def _in_log(log: str) -> Check:
-    """The check of one agent by its log."""
+    """The check of one agent, from its log."""
     lines = log.splitlines()
     (begun,) = (_stamp(line) for line in lines if "Starting node-check agent" in line)
     (ended,) = (_stamp(line) for line in lines if "Network check result is" in line)

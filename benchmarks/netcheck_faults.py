@@ -1,17 +1,17 @@
-"""What the network check finds of faults that were planted: every single and every double one.
+"""Which injected faults the network check finds: every single and every double fault.
 
     python benchmarks/netcheck_faults.py [--quick]
 
 The real decisions (core/health/netcheck.py) on simulated probes; no process runs. Tables are
 Markdown.
 
-Faults: `compute` the node's own part fails; `silent` its agent never answers; `comm` it fails with
-whomever it is probed, at once; `hang` likewise, by the probe's limit; `link` two nodes that work
-fail with each other; `slow-compute` and `slow-comm` take three times as long.
+Faults: `compute`: the node's own part fails; `silent`: its agent never answers; `comm`: it fails at
+once with any partner; `hang`: the same, by the probe's time limit; `link`: two good nodes fail with
+each other; `slow-compute` and `slow-comm` take three times as long.
 
 A fault counts as found if the node was convicted ("failed", or "slow"). A bad link is not a node's
-fault, and nobody may be convicted for it; a node of whose links two are bad counts as bad. What no
-rule could tell apart is left out of "decidable" (`decidable` says when) and must convict nobody.
+fault, and no node may be convicted for it; a node with two bad links counts as bad. Cases that no
+rule can distinguish are excluded from "decidable" (see `decidable`) and must convict no node.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SLOWER = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What was planted on a node; a bad link has another end."""
+    """A fault injected into a node; for a bad link also the other node."""
 
     kind: str
     node: str
@@ -57,7 +57,7 @@ class Fault:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a whole check came to."""
+    """The result of a whole check."""
 
     failed: set[str] = field(default_factory=set)
     slow: set[str] = field(default_factory=set)
@@ -69,7 +69,7 @@ class Outcome:
 
 
 class Machines:
-    """Nodes with faults, and what their probes measure."""
+    """Nodes with faults, and the measurements of their probes."""
 
     def __init__(self, faults: Iterable[Fault], noise: float = 0.0, seed: int = 0) -> None:
         """`noise`: each time differs by up to this fraction, either way."""
@@ -84,11 +84,11 @@ class Machines:
         self._chance = random.Random(seed)
 
     def has(self, node: str, *kinds: str) -> bool:
-        """Whether one of these was planted there."""
+        """Whether the node has one of these faults."""
         return not self._of.get(node, set()).isdisjoint(kinds)
 
     def probe(self, group: ProbeGroup) -> dict[str, Probed]:
-        """What the group's nodes answer; a silent one does not."""
+        """The answers of the group's nodes, without silent ones."""
         nodes = group.nodes
         own = [node for node in nodes if self.has(node, *OWN)]
         pairs = {frozenset(pair) for pair in itertools.combinations(nodes, 2)}
@@ -131,7 +131,7 @@ class Machines:
         return 1.0 + self._chance.uniform(-self._noise, self._noise) if self._noise else 1.0
 
     def begin_pass(self) -> None:
-        """The groups of another pass are probed."""
+        """Begin the probes of another pass."""
 
 
 class Restless(Machines):
@@ -156,18 +156,18 @@ class Restless(Machines):
 
 
 def names(count: int) -> list[str]:
-    """That many nodes."""
+    """The names of this many nodes."""
     return [f"n{at}" for at in range(count)]
 
 
 def new() -> NetCheck:
-    """A check of a job that has not seen any node."""
+    """A check of a job without known nodes."""
     serial = itertools.count()
     return NetCheck(CheckSpec(network=True), lambda: f"check-{next(serial)}")
 
 
 def check(count: int, machines: Machines) -> Outcome:
-    """One whole check of so many new nodes."""
+    """One whole check of this many new nodes."""
     return drive(new(), names(count), machines, 0.0)
 
 
@@ -178,7 +178,7 @@ def drive(
     now: float,
     outcome: Outcome | None = None,
 ) -> Outcome:
-    """Begin a check and answer it to its end; `outcome` is filled meanwhile."""
+    """Run a check to its end with simulated answers; fills `outcome`."""
     outcome = outcome or Outcome()
     groups = list(netcheck.start(ready, now))
     while groups:
@@ -205,7 +205,7 @@ def drive(
 
 
 def guilty(faults: Sequence[Fault]) -> set[str]:
-    """Who may be convicted as failed."""
+    """The nodes that may be convicted as failed."""
     nodes = {one.node for one in faults if one.kind in (*OWN, *TOGETHER)}
     ends = [end for one in faults if one.kind == "link" for end in (one.node, one.other)]
     return nodes | {node for node in ends if ends.count(node) > 1}
@@ -214,11 +214,12 @@ def guilty(faults: Sequence[Fault]) -> set[str]:
 def decidable(count: int, fault: Fault, faults: Sequence[Fault]) -> bool:
     """Whether the probes tell this fault from others.
 
-    `comm`, `hang`: only where two good nodes with a good link between them are left to compare with
-    (so never of two nodes). `slow-compute`: only if it stands out from the ideal figures of all
-    others, and has a partner with whom it works. `slow-comm`: never of fewer than four nodes, which
-    are one group; beside another fault only from six on, and two such nodes only from eight on,
-    where the slow groups are not half of all. A link: never, as there is no node to convict."""
+    `comm`, `hang`: only if two good nodes with a good link between them remain for comparison (so
+    never with two nodes). `slow-compute`: only if it stands out from the ideal figures of all
+    others, and has a partner with which it works. `slow-comm`: never with fewer than four nodes,
+    which are one group; with another fault only from six nodes on, and two such nodes only from
+    eight on, where fewer than half of the groups are slow. A link: never, because there is no node
+    to convict."""
     broken = {one.node for one in faults if one.kind in (*OWN, *TOGETHER)}
     sound = [node for node in names(count) if node not in broken]
     links = {frozenset((one.node, one.other)) for one in faults if one.kind == "link"}
@@ -253,7 +254,7 @@ def single(count: int, kind: str) -> Iterator[tuple[Fault]]:
 
 
 def double(count: int, kinds: Sequence[str] = KINDS) -> Iterator[tuple[Fault, Fault]]:
-    """Every two faults that are not of the same node."""
+    """Every pair of faults of different nodes."""
     singles = [fault for kind in kinds for (fault,) in single(count, kind)]
     for one, other in itertools.combinations(singles, 2):
         if one.node != other.node or "link" in (one.kind, other.kind):
@@ -272,7 +273,7 @@ class Tally:
     passes: list[int] = field(default_factory=list)
 
     def add(self, count: int, faults: tuple[Fault, ...]) -> None:
-        """Plant these, run the check, and compare."""
+        """Inject these, run the check, and compare."""
         outcome = check(count, Machines(faults))
         told = outcome.failed | outcome.slow
         must_be = {one.node for one in faults if decidable(count, one, faults)}
@@ -297,7 +298,7 @@ class Tally:
 def sampled(
     everything: Iterable[tuple[Fault, ...]], most: int, chance: random.Random
 ) -> list[tuple[Fault, ...]]:
-    """All of them, or a sample."""
+    """All of these, or a random sample."""
     listed = list(everything)
     return listed if len(listed) <= most else chance.sample(listed, most)
 
@@ -305,10 +306,10 @@ def sampled(
 SIZES = (1, 2, 3, 4, 5, 8, 16, 32, 64, 1000)
 
 MOST_SINGLE = 1500
-"""Checks of one row of the table of single faults; from there on they are a sample."""
+"""Maximum number of checks per row of the table of single faults; beyond it, a random sample."""
 
 NODES_OF_DOUBLES = 40_000
-"""The checks of one row of the table of double faults have so many nodes together."""
+"""Total number of nodes in the checks of one row of the table of double faults."""
 
 HEAD = """
 | nodes | checks | planted | decidable | found | good ones convicted | passes (median, worst) |
@@ -322,7 +323,7 @@ LINKS = """
 def table(
     count: int, everything: Iterable[tuple[Fault, ...]], most: int, chance: random.Random
 ) -> tuple[str, Tally]:
-    """One row, and what it adds up."""
+    """One row, and its tally."""
     tally = Tally()
     listed = sampled(everything, most, chance)
     for faults in listed:
@@ -331,8 +332,8 @@ def table(
 
 
 def links(count: int, most: int, chance: random.Random) -> tuple[str, int]:
-    """One row about single bad links, and how often somebody was convicted or one that was tried
-    was not named."""
+    """One row about single bad links, and how often a node was convicted or a probed bad link was
+    not named."""
     tried, named, wronged, passes = 0, 0, 0, []
     listed = sampled(single(count, "link"), most, chance)
     for (fault,) in listed:
@@ -352,7 +353,7 @@ def links(count: int, most: int, chance: random.Random) -> tuple[str, int]:
 
 def noisy(seeds: int) -> tuple[int, int]:
     """Checks of two to eight healthy nodes whose times differ by up to 20 % either way, and how
-    many of their nodes were called slow."""
+    many of their nodes were found slow."""
     slow = 0
     for seed in range(seeds):
         slow += len(check(2 + seed % 7, Machines((), noise=0.2, seed=seed)).slow)
@@ -360,8 +361,8 @@ def noisy(seeds: int) -> tuple[int, int]:
 
 
 def restless(count: int, seeds: int) -> tuple[int, int]:
-    """Checks of so many restless nodes: of how many a node that is ten times as slow is found, and
-    of how many some node is called slow where none is."""
+    """Checks of this many restless nodes: in how many a node that is ten times as slow is found,
+    and in how many a node is found slow although none is."""
     found = wronged = 0
     for seed in range(seeds):
         faults = (Fault("slow-compute", "n1"),)
@@ -371,7 +372,7 @@ def restless(count: int, seeds: int) -> tuple[int, int]:
 
 
 def random_pairs(count: int, most: int, chance: random.Random) -> Iterator[tuple[Fault, ...]]:
-    """Double faults of a crowd too large to list."""
+    """Random double faults among too many nodes for a full list."""
     for _ in range(most):
         one, other, *ends = chance.sample(names(count), 4)
         first, second = chance.choice(KINDS), chance.choice(KINDS)
@@ -382,7 +383,7 @@ def random_pairs(count: int, most: int, chance: random.Random) -> Iterator[tuple
 
 
 def cost(count: int) -> tuple[float, int]:
-    """Seconds of CPU for a check of so many nodes with two bad ones in one pair, and its passes;
+    """CPU seconds for a check of this many nodes with two bad ones in one pair, and its passes;
     without the time of the simulated probes."""
     machines = Machines((Fault("comm", "n0"), Fault("comm", "n1")))
     netcheck = new()
@@ -403,7 +404,8 @@ def cost(count: int) -> tuple[float, int]:
 
 
 def main() -> int:
-    """Print the tables; 1 if a fault that can be told was not, or a good node was convicted."""
+    """Print the tables; return 1 if a decidable fault was not found, or a good node was
+    convicted."""
     parser = argparse.ArgumentParser(description="Planted faults and what the check finds.")
     parser.add_argument("--quick", action="store_true", help="a tenth of the checks")
     part = 10 if parser.parse_args().quick else 1

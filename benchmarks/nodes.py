@@ -1,4 +1,4 @@
-"""Jobs of several nodes on one host: an agent is a node, and here is what may happen to it."""
+"""Jobs of several nodes on one host: each agent is a node that can be killed or frozen."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIRST_STEP_LIMIT = 90.0
 
 
 class Nodes:
-    """Agents of one job, one rank each, that meet at one endpoint; node n is the n-th agent."""
+    """The agents of one job, with one rank each and a common endpoint; node n is the n-th agent."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Nodes:
         )
 
     def add(self, count: int = 1) -> float:
-        """Start so many more agents; when the first of them was started."""
+        """Start more agents; return when the first of them was started."""
         began = time.monotonic()
         for _ in range(count):
             words = (str(PAUSE),)
@@ -53,8 +53,8 @@ class Nodes:
         return began
 
     def first_steps(self, world: int, after: float, limit: float) -> list[Fact]:
-        """The first step of every rank in a world of this size that began after a moment; waits
-        for them. TookTooLong, also when all agents have ended."""
+        """Wait for the first step of every rank in a world of this size that began after a given
+        time. TookTooLong, also if all agents have ended."""
 
         def found() -> list[Fact]:
             facts = [f for f in self.run.of("allreduce") if f.world == world and f.time > after]
@@ -68,7 +68,7 @@ class Nodes:
     # ------------------------------------------------------------ who is where
 
     def processes(self, node: int) -> list[psutil.Process]:
-        """Everything of a node but a master that it hosts: agent, fork server, ranks."""
+        """All processes of a node except a hosted master: agent, fork server, ranks."""
         agent = psutil.Process(self.run.agents[node].pid)
         return [agent, *(p for p in agent.children(recursive=True) if not is_master(p.pid))]
 
@@ -80,7 +80,7 @@ class Nodes:
         raise TookTooLong("there is no master")
 
     def host(self) -> int:
-        """The node that hosts what the others meet at: the master, or torchrun's store."""
+        """The node that hosts the master, or torchrun's store."""
         for node, agent in enumerate(self.run.agents):
             process = psutil.Process(agent.pid)
             for one in (process, *process.children(recursive=True)):
@@ -91,14 +91,15 @@ class Nodes:
     # ------------------------------------------------------------ what may happen
 
     def kill(self, node: int, *, master: bool = False) -> float:
-        """kill -9 of all that a node has, with the master if it hosts it and `master`; when."""
+        """kill -9 of all processes of a node, with `master` also of the master that it hosts;
+        returns the time."""
         victims = self.processes(node)
         if master:
             victims.append(self.master())
         return signal_all(victims, signal.SIGKILL)
 
     def freeze(self, node: int) -> float:
-        """SIGSTOP of all that a node has; when."""
+        """SIGSTOP of all processes of a node; returns the time."""
         return signal_all(self.processes(node), signal.SIGSTOP)
 
     def hold(self, process: psutil.Process, seconds: float) -> None:
@@ -132,7 +133,7 @@ def listens(process: psutil.Process, port: int) -> bool:
 
 
 def signal_all(victims: Sequence[psutil.Process], number: int) -> float:
-    """Send a signal to all of them at once; when."""
+    """Send a signal to all of them at once; return the time."""
     began = time.monotonic()
     for process in victims:
         with contextlib.suppress(ProcessLookupError):
@@ -141,7 +142,8 @@ def signal_all(victims: Sequence[psutil.Process], number: int) -> float:
 
 
 def answers(port: int, limit: float) -> float:
-    """When the master at this port answers who asks for the job's page; asked every 10 ms."""
+    """When the master at this port first answers a request for the job's page; polled every 10
+    ms."""
     from elasticrun.wire.rpc.channel import LinkError, get_status
     from elasticrun.wire.types import Endpoint
 
@@ -159,7 +161,8 @@ def answers(port: int, limit: float) -> float:
 
 @contextlib.contextmanager
 def etcd(folder: Path) -> Iterator[str]:
-    """A real etcd of its own; gives what --master-store wants. TookTooLong where there is none."""
+    """A real etcd for this run; yields the value of --master-store. TookTooLong if it cannot be
+    started."""
     program = shutil.which("etcd")
     if program is None:
         raise TookTooLong("etcd is not installed")

@@ -1,10 +1,10 @@
-"""What the operator costs: CPU and memory at many jobs, and how soon a pod that dies is replaced.
+"""The cost of the operator: CPU and memory with many jobs, and how soon a dead pod is replaced.
 
     python benchmarks/operator_cost.py [--jobs N] [--nodes N] [--seconds S] [--json FILE]
 
 The API server is the tests' stand-in, whose pods have no processes. One real master answers for all
-jobs; that they train is put into its answer, since nobody does. The operator polls each master and
-relists as ever.
+jobs; its answer claims that they train, because no rank runs. The operator polls each master and
+relists as usual.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def measured(jobs: int, nodes: int, seconds: float, scratch: Path) -> dict[str, 
 
 
 def replaced(cluster: StandIn, index: str) -> float:
-    """Seconds until a pod that was killed has a successor."""
+    """Seconds until a killed pod has a successor."""
 
     async def successor() -> None:
         while ("default", f"{index}-1") not in cluster.store.objects["", "pods"]:

@@ -1,11 +1,11 @@
-"""How long the page holds up a browser's frames: 1,024 ranks on 128 nodes, all of them changed
-every second, half of the time a hang of them all.
+"""How long the page blocks a browser's frames: 1,024 ranks on 128 nodes, all of which change every
+second; half of the time all of them hang.
 
     python benchmarks/page.py [--seconds S] [--slower N]
 
-The bar: no task of the page's main thread takes 50 ms, which is what browsers call long, of the
-processor; by the clock it takes longer where others want the processor. `--slower`: as if that were
-so many times slower.
+Target: no task of the page's main thread uses 50 ms of CPU time, which browsers call a long task;
+by the clock it takes longer if other programs use the CPU. `--slower`: simulates a CPU that is N
+times slower.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BAR = 50.0
 
 
 def changed(picture: Picture, number: int) -> Picture:
-    """The same a second later: every rank has another step, CPU and memory."""
+    """The picture one second later: every rank has another step, CPU and memory."""
     ranks = tuple(
         replace(row, step=row.step + number, cpu=random.random(), rss=row.rss + number)
         for row in picture.ranks
@@ -40,8 +40,8 @@ def changed(picture: Picture, number: int) -> Picture:
 
 
 async def measure(seconds: int, slower: float) -> tuple[float, float, int]:
-    """Milliseconds of the longest task of the page's main thread, by its processor time and by the
-    clock; and how many tasks took more than the bar by the clock."""
+    """Milliseconds of the longest task of the page's main thread, by CPU time and by the clock; and
+    the number of tasks that exceed the target by the clock."""
     from playwright.async_api import async_playwright
 
     well, held = healthy(128, 8), hung(128, 8)

@@ -1,4 +1,4 @@
-"""The picture of the README, from a file that launcher.py wrote.
+"""Draws the README's figure from a file that launcher.py wrote.
 
 python benchmarks/plot.py benchmarks/results/FILE.json docs/recovery.png
 """

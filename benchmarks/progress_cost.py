@@ -2,10 +2,10 @@
 
     python benchmarks/progress_cost.py [--calls N]
 
-Two ranks on gloo below a listener in the place of the agent. Timed: a call without an agent, a call
-below one (most of them only count; ten a second send a datagram), and one look at torch's flight
-recorder, which comes once a second, for the ring that is used without accelerators and for torch's
-own. All figures are processor time of the rank's thread, which a busy machine does not change much.
+Two ranks on gloo, with a listener in place of the agent. Timed: a call without an agent, a call
+with one (most calls only count; ten per second send a datagram), and one read of torch's flight
+recorder, once a second, for the buffer size without accelerators and for torch's default. All
+figures are CPU time of the rank's thread, which a busy machine changes little.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elasticrun.wire.env import FLIGHT_RECORDER_SIZE, PROGRESS
 from elasticrun.wire.progress import DATAGRAM_BYTES, address, mint_name, place
 
 LOOKS = 20
-"""Looks of which the median is told."""
+"""Number of reads; the median is reported."""
 
 RANK = """
 import os, sys, time
@@ -72,7 +72,7 @@ def _hear(ear: socket.socket) -> None:
 
 
 def below_listener(calls: int, ring: int) -> tuple[float, float, int]:
-    """Seconds of a call, seconds of a look, and how many entries it read."""
+    """Seconds of a call, seconds of a read, and the number of entries read."""
     ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     name = mint_name()
     ear.bind(address(name))

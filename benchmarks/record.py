@@ -1,10 +1,10 @@
-"""What the master's memory costs: facts to the disk, and a month of them from it.
+"""The cost of the master's record: writing facts to disk, and loading a month of them.
 
     python benchmarks/record.py [--days N] [--nodes N]
 
-The facts are those of a simulated job: the real brain, a rank that fails or a node that is lost
-every hour or so, all written by the real store to a real disk. Loading is timed in a fresh store,
-from the open to the first thing that the restored brain says.
+The facts are those of a simulated job: the real state machine, with a failed rank or a lost node
+about every hour, written by the real store to a real disk. Loading is timed in a fresh store, from
+the open to the first output of the restored state machine.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from elasticrun.wire.types import mint_nonce
 
 DAY = 24 * 3600.0
 LOAD_BAR = 0.3
-"""Seconds (issue 3): a master that is away for longer is missed."""
+"""Seconds (issue 3) for which a master may be away without harm."""
 
 
 def live(days: float, nodes: int) -> list[Facts]:
-    """Every record of a job of `nodes` nodes that runs for `days` days, trouble every hour."""
+    """Every record of a job of `nodes` nodes that runs for `days` days, with a failure every
+    hour."""
     chance = random.Random(4711)
     spec = structs.replace(
         DEFAULT_SPEC, min_nodes=nodes // 2, max_nodes=nodes, max_restarts=10**6, grow="now"
@@ -58,7 +59,7 @@ def live(days: float, nodes: int) -> list[Facts]:
 
 
 async def written(folder: Path, versions: list[Facts]) -> list[float]:
-    """Milliseconds from each fact to the moment at which its order may leave."""
+    """Milliseconds from each fact until its order may be sent."""
     store = FileStore(folder)
     await store.load()
     took = []
@@ -73,7 +74,7 @@ async def written(folder: Path, versions: list[Facts]) -> list[float]:
 
 
 async def loaded(folder: Path) -> float:
-    """Seconds until a master that comes back has its facts and its brain."""
+    """Seconds until a restarted master has its facts and its state machine."""
     began = time.perf_counter()
     store = FileStore(folder)
     facts = await store.load()

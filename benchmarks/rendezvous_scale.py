@@ -1,13 +1,14 @@
-"""How the cost of a rendezvous grows with the number of nodes, beside torch's c10d rendezvous.
+"""How the cost of a rendezvous grows with the number of nodes, compared with torch's c10d
+rendezvous.
 
     python benchmarks/rendezvous_scale.py [--quick] [--json FILE] [--plot FILE]
 
 elasticrun: a real master process and 64 to 1,000 sessions of real agents' links, from a few load
-processes; all dial, prove the token, say Hello and join, until each has its Start. c10d: one real
-TCPStore and as many handlers of torch's dynamic rendezvous, one thread each in a few processes, as
-reach their ranks within a bounded time; all call next_rendezvous at once. The growth exponent is
-the slope of a straight line through log cost over log nodes. Bytes are the kernel's count for the
-sockets of master and store (TCP payload both ways).
+processes; all connect, prove the token, send Hello and join, until each has its Start. c10d: one
+real TCPStore and handlers of torch's dynamic rendezvous, one thread each in a few processes, as
+many as get their ranks within the time limit; all call next_rendezvous at once. The growth exponent
+is the slope of a straight line through log cost over log nodes. Bytes are the kernel's count for
+the sockets of master and store (TCP payload both ways).
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ DOCS = HERE.parent / "docs"
 OURS = "elasticrun"
 THEIRS = "c10d"
 BAR = 2.0
-"""Seconds of processor that the master may use for a rendezvous of 1,000 nodes."""
+"""CPU seconds that the master may use for a rendezvous of 1,000 nodes."""
 
 PROCESSES = 2
 
 
 def ours(nodes: int, seconds: float) -> dict[str, float]:
-    """One rendezvous of so many nodes, and what it costs to keep them; CPU in seconds."""
+    """One rendezvous of this many nodes, and the cost of keeping them attached; CPU in seconds."""
     with serving(nodes, PROCESSES) as (master, crowd):
         busy, loads = master.cpu(), crowd.cpu()
         attached = crowd.tell(do="attach", every=0.0)
@@ -63,7 +64,7 @@ def ours(nodes: int, seconds: float) -> dict[str, float]:
 
 
 def theirs(nodes: int, patience: float) -> dict[str, float]:
-    """The same by c10d; TookTooLong when not all have their ranks in `patience` seconds."""
+    """The same with c10d; TookTooLong if not all have their ranks within `patience` seconds."""
     port = free_port()
     load = str(HERE / "c10d_load.py")
     environ = {"BENCH_PATIENCE": str(patience), "LOGLEVEL": "ERROR"}
@@ -109,7 +110,7 @@ def rss(pid: int) -> float:
 
 
 def exponent(points: Sequence[dict[str, float]], cost: str) -> float | None:
-    """The slope of log cost over log nodes; None for less than two sizes."""
+    """The slope of log cost over log nodes; None for fewer than two sizes."""
     pairs = [(math.log(p["nodes"]), math.log(p[cost])) for p in points if p.get(cost, 0.0) > 0]
     if len({x for x, _ in pairs}) < 2:
         return None
@@ -163,7 +164,7 @@ def draw(result: dict[str, Any], target: Path) -> None:
 
 
 def measure(quick: bool) -> dict[str, list[dict[str, float]]]:
-    """All sizes of both; c10d until it does not come through any more."""
+    """Measure all sizes of both; c10d until it fails."""
     found: dict[str, list[dict[str, float]]] = {OURS: [], THEIRS: []}
     samples = 1 if quick else 3
     for nodes in (64, 256) if quick else (64, 256, 1000):

@@ -1,4 +1,4 @@
-"""What benchmarks say at their beginning and at their end, and where their results go."""
+"""The first and last output of each benchmark, and the location of its results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> str:
-    """One line about where this was measured."""
+    """One line that describes the machine."""
     kernel = platform.release().partition("-")[0]
     return (
         f"{platform.system()} {kernel}, {os.cpu_count()} cores, "
@@ -30,10 +30,10 @@ def machine() -> str:
 
 
 def begin() -> dict[str, str]:
-    """Print when and where this is measured, and return it for the results.
+    """Print the time and the machine, and return them for the results.
 
     Our modules are compiled first, as pip does when it installs a wheel: torchrun's are, and with
-    PYTHONDONTWRITEBYTECODE a checkout's would be compiled anew in every process."""
+    PYTHONDONTWRITEBYTECODE those of a checkout would be compiled again in every process."""
     compileall.compile_dir(Path(elasticrun.__file__).parent, quiet=2)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     about = {"date": now, "machine": machine()}
@@ -42,7 +42,7 @@ def begin() -> dict[str, str]:
 
 
 def write(name: str, about: Mapping[str, str], found: Mapping[str, Any], file: Path | None) -> None:
-    """Write the results to `file`, or to one of this benchmark and date."""
+    """Write the results to `file`, or to a file named after this benchmark and the date."""
     target = file or RESULTS / f"{name}-{about['date'][:19].replace(':', '')}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps({**about, **found}, indent=1) + "\n")
@@ -50,6 +50,6 @@ def write(name: str, about: Mapping[str, str], found: Mapping[str, Any], file: P
 
 
 def verdict(missed: Sequence[str]) -> int:
-    """Say which bars were missed; the exit code."""
+    """Print which targets were missed; return the exit code."""
     print("every bar is met" if not missed else f"missed: {'; '.join(missed)}")
     return 1 if missed else 0

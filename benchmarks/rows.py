@@ -1,7 +1,7 @@
 """The measurements: each takes a launcher's name and gives samples.
 
-A sample is one number in the row's unit. Both launchers run on the same machine in turn (never at
-the same time), so that a slow minute of the machine hits both.
+A sample is one number in the row's unit. Both launchers run alternately on the same machine, so a
+slow minute of the machine affects both.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from elasticrun.agent import warm
 from elasticrun.wire.env import WARM_SERVER
 
 START_LIMIT = 60.0
-"""Seconds in which a job of two ranks must have done its first all_reduce."""
+"""Seconds in which a job of two ranks must complete its first all_reduce."""
 
 RESTART_LIMIT = 20.0
-"""A restart that takes longer is counted as a hang: torchrun's stale store hangs for 100 s."""
+"""A restart that takes longer counts as a hang: torchrun's stale store hangs for 100 s."""
 
 NO_BACKOFF = ("--restart-backoff=0",)
 
@@ -48,7 +48,7 @@ def cold_start(launcher: str) -> list[float]:
 
 @contextlib.contextmanager
 def warm_process(run: Job) -> Iterator[dict[str, str]]:
-    """A warm process for a job that is to be started; what its commands must be started with."""
+    """A warm process for the next job; yields the environment that its commands need."""
     place = run.folder / "warm.sock"
     said, pid = warm.start(place, 600.0, run.environment())
     assert said.startswith("ok"), said
@@ -59,7 +59,7 @@ def warm_process(run: Job) -> Iterator[dict[str, str]]:
 
 
 def warm_start(launcher: str) -> list[float]:
-    """The same where a warm process is there; torchrun has none."""
+    """The same with a warm process; torchrun has none."""
     if launcher == TORCHRUN:
         return cold_start(launcher)
     with job(launcher) as run, warm_process(run) as more:
@@ -69,7 +69,7 @@ def warm_start(launcher: str) -> list[float]:
 
 
 def came_to(run: Job, life: int, ranks: int) -> bool:
-    """Whether all ranks of this life, or of a later one, have done their first all_reduce."""
+    """Whether all ranks of this life, or of a later one, have completed their first all_reduce."""
     lives = [fact.life for fact in run.of("allreduce") if fact.life >= life]
     return any(lives.count(reached) >= ranks for reached in set(lives))
 
@@ -77,8 +77,8 @@ def came_to(run: Job, life: int, ranks: int) -> bool:
 def recoveries(run: Job, deaths: int, ranks: int, limit: float) -> list[float]:
     """Seconds from each death to the first all_reduce of all ranks after it.
 
-    A life that never came that far is a wasted restart: its death-to-recovery then spans several
-    lives, and is not a sample of a restart that works; it is left out here."""
+    A life that did not get that far is a wasted restart. The time from its predecessor's death
+    spans several lives, so it is no sample of a successful restart, and is left out."""
     with contextlib.suppress(TookTooLong):
         for life in range(deaths + 1):
             run.until(lambda life=life: came_to(run, life, ranks), limit)
@@ -99,7 +99,7 @@ def restart(launcher: str) -> list[float]:
 
 
 def script_restart(launcher: str, script: str) -> list[float]:
-    """The same for a script that imports much, after two seconds of training."""
+    """The same for a script with many imports, after two seconds of training."""
     seconds = 2.0
     with job(launcher) as run:
         flags = ("--nproc-per-node=2", "--max-restarts=1", *own(launcher, *NO_BACKOFF))
@@ -123,7 +123,7 @@ def two_nodes(launcher: str) -> list[float]:
 
 
 def recoveries_two_nodes(run: Job) -> list[float]:
-    """Under torchrun the nodes' counters diverge, so lives are told apart by process."""
+    """Under torchrun the nodes' counters diverge, so lives are distinguished by process."""
     found: list[float] = []
     with contextlib.suppress(TookTooLong):
         for death in range(2):
@@ -155,13 +155,14 @@ def proportional(launcher: str) -> list[float]:
 
 
 def pss(pid: int) -> int:
-    """Proportional set size of a process in bytes: shared pages count in parts."""
+    """Proportional set size of a process in bytes: each process counts its share of shared
+    pages."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     return sum(int(line.split()[1]) * 1024 for line in text.splitlines() if line[:4] == "Pss:")
 
 
 def training(run: Job, settle: float = 3.0) -> None:
-    """A job of two ranks that has stepped for a while."""
+    """A job of two ranks that has trained for a while."""
     run.start("--nproc-per-node=2", script="steps.py", arguments=("0", "0", "for-ever"))
     run.until(lambda: len(run.of("allreduce")) == 2, START_LIMIT)
     time.sleep(settle)
@@ -193,7 +194,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def name_of(process: psutil.Process) -> str:
-    """Which of a launcher's processes this is."""
+    """The kind of a launcher's process."""
     command = " ".join(process.cmdline())
     for name, mark in (
         ("master", "elasticrun: master"),
@@ -205,7 +206,7 @@ def name_of(process: psutil.Process) -> str:
 
 
 def cycles(launcher: str, deaths: int, limit: float) -> dict[str, float]:
-    """Crash and restart `deaths` times in a row: what was wasted, hung or left."""
+    """Crash and restart `deaths` times in a row; return what was wasted, hung or left behind."""
     with job(launcher) as run:
         shm = set(os.listdir("/dev/shm"))
         flags = ("--nproc-per-node=2", f"--max-restarts={deaths}", *own(launcher, *NO_BACKOFF))
@@ -243,5 +244,5 @@ def cycles(launcher: str, deaths: int, limit: float) -> dict[str, float]:
 
 
 def files_beyond_logs(folder: Path) -> int:
-    """Files in $TMPDIR that are not the log tree, which is the user's."""
+    """Files in $TMPDIR outside the log tree, which belongs to the user."""
     return sum(1 for p in folder.rglob("*") if p.is_file() and "attempt_" not in str(p))

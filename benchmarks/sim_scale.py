@@ -1,15 +1,16 @@
-"""The simulator at the size of the largest jobs: what a node costs the brains as nodes grow.
+"""The simulator at the size of the largest jobs: what a node costs the state machines as the number
+of nodes grows.
 
     python benchmarks/sim_scale.py [--quick] [--factor F] [--hours H] [--json FILE] [--png FILE]
 
-For 64 to 10,000 nodes of one rank each: the real brains of the master and of every agent under a
-virtual clock, while nodes die at random and come back. The table shows the events (a message that
-arrives, a deadline, a rank that starts or ends) per second of CPU, the rounds, the node-hours in
-which nodes that lived did no work, and the growth exponent of CPU time per virtual hour.
+For 64 to 10,000 nodes of one rank each: the real state machines of the master and of every agent
+under a virtual clock, while nodes die at random and return. The table shows the events (a message
+that arrives, a deadline, a rank that starts or ends) per second of CPU, the rounds, the node-hours
+in which living nodes did no work, and the growth exponent of CPU time per virtual hour.
 
 The rate of deaths is the published one of a job of 16,384 GPUs: 419 unexpected interruptions in 54
 days (Grattafiori et al., The Llama 3 Herd of Models, 2024, section 3.3.4 and table 5). With eight
-GPUs a node that is 419 / (54 * 24 h) / 2,048 nodes = 1.58e-4 per node and hour: 1.6 in one hour
+GPUs per node that is 419 / (54 * 24 h) / 2,048 nodes = 1.58e-4 per node and hour: 1.6 in one hour
 of 10,000 nodes. `--factor` multiplies it; by default the table has it once and ten times.
 """
 
@@ -34,14 +35,14 @@ from simulator import DEFAULT_SPEC, NodeSetup, Rank, World, Worlds
 SIZES = (64, 256, 1000, 4000, 10_000)
 DEATHS_PER_NODE_HOUR = 419 / (54 * 24) / 2048
 AWAY = (120.0, 900.0)
-"""Seconds until a node that died is back: a reboot, or another machine in its place."""
+"""Seconds until a dead node returns: a reboot, or a replacement."""
 
 BAR = 1.1
-"""Wanted: an exponent no larger than this."""
+"""Target: the maximum exponent."""
 
 
 class Work(Worlds):
-    """`Worlds` that adds up how long how many nodes worked."""
+    """`Worlds` that adds up the node-seconds of work."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ class Work(Worlds):
             self.count(0)
 
     def count(self, size: int) -> None:
-        """From now on so many nodes work."""
+        """From now on this many nodes work."""
         now = self._world.clock.now
         self.node_seconds += self._size * (now - self._since)
         self._since, self._size = now, size
@@ -71,7 +72,7 @@ class Work(Worlds):
 
 @dataclass
 class Hour:
-    """What one size showed."""
+    """The results for one size."""
 
     nodes: int
     factor: float
@@ -82,7 +83,7 @@ class Hour:
     beats: int  # of these
     cpu: float  # seconds
     down: float  # node-hours of nodes that were dead
-    lost: float  # node-hours of nodes that lived and did not work
+    lost: float  # node-hours of living nodes without work
     rss: float  # MB, of the whole simulator until then
 
     def markdown(self) -> str:
@@ -96,7 +97,7 @@ class Hour:
 
 
 def hour(nodes: int, factor: float, hours: float, seed: int = 1) -> Hour:
-    """Let `nodes` nodes work and die for so many virtual hours."""
+    """Simulate `nodes` nodes that work and die for this many virtual hours."""
     rng = random.Random(seed)
     spec = replace(DEFAULT_SPEC, min_nodes=nodes * 3 // 4, max_nodes=nodes)
     world = World(beats=True, traced=False)

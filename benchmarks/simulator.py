@@ -1,5 +1,5 @@
-"""What programs here take from tests/simulator, which is no part of what is installed: it is found
-beside them, before any other package that is called `tests`."""
+"""What the benchmarks import from tests/simulator. That folder is not installed, so it is found
+beside them, before any other package named `tests`."""
 
 from __future__ import annotations
 

@@ -23,11 +23,11 @@ from elasticrun.testing.processes import is_master
 Samples = dict[str, list[float]]
 
 LIMIT = 240.0
-"""Seconds that one job of a measurement may take: at 1 GiB, on pages never touched before."""
+"""Seconds that one job of a measurement may take, with 1 GiB in pages that were never touched."""
 
 
 def floors(gib: float, count: int, samples: int) -> Samples:
-    """memcpy, O_DIRECT and torch's own saves of the same state, in a plain process."""
+    """Measure memcpy, O_DIRECT and torch's own saves of the same state, in a plain process."""
     folder = Path(tempfile.mkdtemp(prefix="elasticrun-bench-"))
     words = (str(gib), str(count), str(samples), str(folder), str(free_port()))
     try:
@@ -51,14 +51,14 @@ def floors(gib: float, count: int, samples: int) -> Samples:
 
 
 def figures(run: Job) -> list[dict[str, float | str]]:
-    """What the job's ranks have written down so far."""
+    """What the job's ranks have written so far."""
     path = run.folder / "figures"
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines]
 
 
 def by_name(rows: Sequence[dict[str, float | str]]) -> Samples:
-    """The seconds of each name, in the order in which they were written."""
+    """The seconds by name, in the order in which they were written."""
     found: Samples = {}
     for row in rows:
         found.setdefault(str(row["name"]), []).append(float(row["seconds"]))
@@ -66,8 +66,8 @@ def by_name(rows: Sequence[dict[str, float | str]]) -> Samples:
 
 
 def lives(gib: float, count: int, samples: int, pairs: int) -> Samples:
-    """Stalls beside memcpy in a first life, then so many pairs of SIGKILLs, each with the restore,
-    the first snapshot after it, and the seconds from the death to a step of training again."""
+    """Stalls compared with memcpy in a first life; then pairs of SIGKILLs, each with the restore,
+    the first snapshot after it, and the seconds from the death to the next training step."""
     deaths = 2 * pairs
     with job(ELASTICRUN) as run:
         words = (str(gib), str(count), str(samples), str(deaths + 1))
@@ -80,12 +80,12 @@ def lives(gib: float, count: int, samples: int, pairs: int) -> Samples:
 
 AGAIN = "killed → training again"
 PARTS = ("dies", "script", "imported", "made", "restored", "again")
-"""What happens between the two, in turn."""
+"""The events from the death to the next step, in order."""
 
 
 def _breakdown(run: Job, deaths: int) -> Samples:
-    """Seconds from a death to a step of training again, and between what happens on the way; of
-    lives whose state was not touched before, those of even numbers."""
+    """Seconds from a death to the next training step, and between the events on the way; for the
+    lives with even numbers, whose state was not touched before."""
     found: Samples = {}
     for life in range(2, deaths + 1, 2):
         at = [run.of("dies", life - 1), *(run.of(name, life) for name in PARTS[1:])]
@@ -98,7 +98,8 @@ def _breakdown(run: Job, deaths: int) -> Samples:
 
 
 def from_disk(launcher: str, gib: float, count: int, deaths: int) -> list[float]:
-    """Seconds from the death of a rank to a step of training again, the state loaded from disk."""
+    """Seconds from the death of a rank to the next training step, with the state loaded from
+    disk."""
     with job(launcher) as run:
         words = (str(gib), str(count), str(deaths + 1))
         flags = ("--nproc-per-node=1", f"--max-restarts={deaths}", *own(launcher, *NO_BACKOFF))
@@ -108,7 +109,7 @@ def from_disk(launcher: str, gib: float, count: int, deaths: int) -> list[float]
 
 
 def _through(run: Job, deaths: int) -> None:
-    """Until the last life has done its first step, and the job has ended well."""
+    """Wait until the last life has completed its first step, and the job has succeeded."""
     for life in range(deaths + 1):
         run.until(lambda life=life: bool(run.of("again", life)), LIMIT)
         if not run.of("again", life):
@@ -130,8 +131,8 @@ def recoveries(run: Job, deaths: int) -> list[float]:
 
 
 def persists(gib: float, count: int, samples: int) -> Samples:
-    """Seconds from the end of `step()` to the marker, and the CPU seconds of every process of the
-    job but the rank, by kind."""
+    """Seconds from the end of `step()` to the marker, and the CPU seconds of all processes of the
+    job except the rank, by kind."""
     with job(ELASTICRUN) as run:
         words = (str(gib), str(count), str(samples))
         run.start("--nproc-per-node=1", script="snapshot_persist.py", arguments=words)
@@ -152,7 +153,7 @@ def persists(gib: float, count: int, samples: int) -> Samples:
 
 
 def processor(run: Job, ranks: set[int]) -> dict[str, float]:
-    """CPU seconds so far of the job's processes but the ranks, by kind."""
+    """CPU seconds so far of the job's processes except the ranks, by kind."""
     found: dict[str, float] = {}
     for process in run.processes():
         if process.pid not in ranks:
@@ -163,7 +164,7 @@ def processor(run: Job, ranks: set[int]) -> dict[str, float]:
 
 
 def kind_of(process: psutil.Process) -> str:
-    """Which of the launcher's processes this is, by the title that it gives itself."""
+    """The kind of a launcher's process, by its title."""
     words = " ".join(process.cmdline())
     for kind in ("master", "fork server", "saver"):
         if words.startswith(f"elasticrun: {kind}"):
@@ -172,7 +173,7 @@ def kind_of(process: psutil.Process) -> str:
 
 
 def training(pairs: int, steps: int) -> list[dict[str, float | str]]:
-    """Seconds of a step of a small model on two ranks, block by block, with a snapshot each and
+    """Seconds of a step of a small model on two ranks, in blocks with a snapshot in each step and
     without."""
     with job(ELASTICRUN) as run:
         words = (str(pairs), str(steps))

@@ -1,13 +1,13 @@
-"""What snapshots cost and give, each figure beside its floor of the same run.
+"""The cost and benefit of snapshots, each figure compared with its floor in the same run.
 
     python benchmarks/snapshots.py [--quick] [--gib G] [--tensors N,...] [--only WORD] [--json FILE]
 
-One rank with so much state, in 64 tensors and in 4,096, under the real command and agent: the stall
-of a snapshot beside a copy of the same bytes in the same process, in turn; the first one after a
-SIGKILL; the checkpoint on disk beside a plain O_DIRECT write and torch's own saves; the restore;
-and the seconds from the SIGKILL to a training step again. Then two ranks that train a small model,
-with a snapshot every step and without, block by block. Medians, the worst in brackets. Results go
-to benchmarks/results/ with the date and the machine, or to FILE.
+One rank with that much state, in 64 and in 4,096 tensors, under the real command and agent: the
+stall of a snapshot, alternating with a copy of the same bytes in the same process; the first
+snapshot after a SIGKILL; the checkpoint on disk, compared with a plain O_DIRECT write and torch's
+own saves; the restore; and the seconds from the SIGKILL to the next training step. Then two ranks
+train a small model, in blocks with a snapshot in every step and without. Medians, with the worst
+value in brackets. Results go to benchmarks/results/ with the date and the machine, or to FILE.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from stage import ELASTICRUN, TORCHRUN, TookTooLong
 SAMPLES = 5
 
 PEER = "–"
-"""Name of a row that has the figure of the row above, beside another peer."""
+"""Name of a row that compares the figure of the row above with another peer."""
 
 
 @dataclass
 class Row:
-    """One line of the table: ours, its floor or peer, and what is wanted of the two."""
+    """One line of the table: our figure, its floor or peer, and the targets."""
 
     name: str
     unit: str = "s"
@@ -39,12 +39,12 @@ class Row:
     floor: Sequence[float] = ()
     floor_name: str = ""
     most: float | None = None
-    """The bar on our median, in the unit."""
+    """Target for our median, in the unit."""
     ratio: float | None = None
-    """The bar on our median as a multiple of the floor's."""
+    """Target for our median as a multiple of the floor's."""
 
     def met(self) -> bool | None:
-        """Whether the bars are met; None where there is none."""
+        """Whether the targets are met; None without targets."""
         if self.most is None and self.ratio is None:
             return None
         if not self.ours or (self.ratio is not None and not self.floor):
@@ -54,7 +54,7 @@ class Row:
         return good and (self.ratio is None or middle <= self.ratio * statistics.median(self.floor))
 
     def markdown(self) -> str:
-        """The line itself."""
+        """The line as Markdown."""
         cells = [self.name, self._cell(self.floor, self.floor_name), self._cell(self.ours)]
         both = self.ours and self.floor
         ratio = statistics.median(self.ours) / statistics.median(self.floor) if both else None
@@ -76,7 +76,7 @@ class Row:
 
 @dataclass
 class Found:
-    """All samples of one number of tensors, by name."""
+    """All samples for one number of tensors, by name."""
 
     floors: rows.Samples = field(default_factory=dict)
     lives: rows.Samples = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Found:
     disk: rows.Samples = field(default_factory=dict)
 
     def table(self) -> list[Row]:
-        """What there is to say of them."""
+        """The rows for these samples."""
         floor, ours, kept = self.floors.get, self.lives.get, self.persists.get
         none: list[float] = []
         again = ours("killed → training again", none)
@@ -156,7 +156,8 @@ class Found:
 
 
 def measure(gib: float, count: int, samples: int, only: str) -> Found:
-    """All samples of one number of tensors; what takes too long is said and left out."""
+    """Take all samples for one number of tensors; a measurement that takes too long is reported and
+    left out."""
     found = Found()
     parts = {
         "floors": lambda: found.floors.update(rows.floors(gib, count, samples)),
@@ -176,7 +177,7 @@ def measure(gib: float, count: int, samples: int, only: str) -> Found:
 
 
 def training_row(pairs: int, steps: int) -> tuple[Row, dict[str, list[float]]]:
-    """How much a snapshot every step slows a small model down."""
+    """How much a snapshot in every step slows down a small model."""
     try:
         blocks = rows.training(pairs, steps)
     except TookTooLong as late:
@@ -194,7 +195,7 @@ def training_row(pairs: int, steps: int) -> tuple[Row, dict[str, list[float]]]:
 
 
 def main() -> int:
-    """Measure, print, write; 1 if a bar is missed."""
+    """Measure, print, write; 1 if a target is missed."""
     parser = argparse.ArgumentParser(description="Snapshots beside their floors.")
     parser.add_argument("--quick", action="store_true", help="0.25 GiB, few samples")
     parser.add_argument("--gib", type=float, default=0.0, help="GiB of state; 1")

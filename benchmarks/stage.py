@@ -1,4 +1,4 @@
-"""Starting a launcher for a measurement and hearing what its ranks report."""
+"""Starts a launcher for a measurement, and receives the reports of its ranks."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ MARK = "BENCH_MARK"
 
 
 class TookTooLong(Exception):
-    """The bound of a measurement was reached."""
+    """The time limit of a measurement was reached."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """What a rank reported (scripts/report.py); `time` is CLOCK_MONOTONIC in seconds, `node` tells
-    which of the job's agents started it, by number."""
+    """What a rank reported (scripts/report.py); `time` is CLOCK_MONOTONIC in seconds, `node` is the
+    number of the agent that started it."""
 
     event: str
     rank: int
@@ -49,7 +49,7 @@ class Fact:
 
 
 class Job:
-    """The agents of one measurement in a folder of their own, and the facts of their ranks."""
+    """The agents of one measurement in their own folder, and the facts from their ranks."""
 
     def __init__(self, launcher: str) -> None:
         self.launcher = launcher
@@ -64,7 +64,7 @@ class Job:
         self.began = 0.0
 
     def environment(self) -> dict[str, str]:
-        """What every process of the job is started with."""
+        """The environment of every process of the job."""
         return {
             **{k: v for k, v in os.environ.items() if not k.startswith(("PET_", "TORCHELASTIC_"))},
             "ELASTICRUN_WARM_SERVER": "off",
@@ -84,10 +84,10 @@ class Job:
         own_store: bool = True,
         more: Mapping[str, str] | None = None,
     ) -> None:
-        """Start one agent; the clock of the job runs from the first one.
+        """Start one agent; the job's time counts from the first one.
 
-        `own_store` sets the variable that makes torchrun 2.13 give up its shared store: with the
-        store shared, about half of its restarts hang or fail, and there is no time to measure."""
+        `own_store` sets the variable that makes torchrun 2.13 give up its shared store: with it,
+        about half of its restarts hang or fail, and nothing can be measured."""
         command = (*COMMANDS[self.launcher], *flags, str(SCRIPTS / script), *arguments)
         environment = {**self.environment(), **(more or {})}
         if own_store and self.launcher == TORCHRUN:
@@ -107,8 +107,8 @@ class Job:
         console.close()
 
     def until(self, enough: Callable[[], bool], limit: float) -> None:
-        """Take in facts until there are enough, or all agents have ended; TookTooLong after
-        `limit` seconds."""
+        """Receive facts until there are enough, or all agents have ended; TookTooLong after `limit`
+        seconds."""
         end = time.monotonic() + limit
         ends = [os.pidfd_open(agent.pid) for agent in self.agents if agent.poll() is None]
         try:
@@ -136,7 +136,7 @@ class Job:
         return "".join(p.read_text(errors="replace")[-1500:] for p in self.folder.glob("console-*"))
 
     def processes(self) -> list[psutil.Process]:
-        """Every living process of this job, whoever its parent is."""
+        """Every living process of this job, whatever its parent."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
@@ -146,7 +146,7 @@ class Job:
         return found
 
     def end(self) -> None:
-        """Kill whatever is left and remove the folder."""
+        """Kill what is left and remove the folder."""
         for agent in self.agents:
             if agent.poll() is None:
                 agent.kill()
@@ -165,7 +165,7 @@ class Job:
 
 @contextlib.contextmanager
 def job(launcher: str) -> Iterator[Job]:
-    """A job that leaves nothing."""
+    """A job that is removed completely at the end."""
     made = Job(launcher)
     try:
         yield made

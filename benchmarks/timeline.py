@@ -1,10 +1,10 @@
-"""Where the milliseconds of a start and of a restart go, by process and phase, as a plot.
+"""Plots where the milliseconds of a start and of a restart go, by process and phase.
 
     python benchmarks/timeline.py [--rounds N] [--json FILE] [--plot docs/timeline.png]
 
-A cold start, a start from a warm process and the restart of one of two ranks. The times are those
-of the DEBUG lines of launcher and master and of what the script reports; of some rounds the one
-whose whole is the median is shown. torchrun's median of the same run stands beside it.
+A cold start, a start from a warm process and the restart of one of two ranks. The times come from
+the DEBUG lines of launcher and master and from the script's reports. Of several rounds, the one
+with the median total is shown, with torchrun's median of the same run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ COLOURS = {
 
 @dataclass(frozen=True)
 class Span:
-    """What one process did, in seconds since the beginning."""
+    """One phase of one process, in seconds since the beginning."""
 
     who: str
     what: str
@@ -53,7 +53,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Picture:
-    """One start or restart: its spans, and the seconds of the whole."""
+    """One start or restart: its spans, and the total seconds."""
 
     spans: tuple[Span, ...]
     whole: float
@@ -84,7 +84,7 @@ def first(facts: list[Fact]) -> float:
 
 
 def born(pid: int) -> float:
-    """When a process was started, by CLOCK_MONOTONIC; the kernel counts in hundredths."""
+    """When a process was started, by CLOCK_MONOTONIC; the kernel's resolution is 0.01 s."""
     ticks = start_time(pid)
     assert ticks is not None, f"process {pid} has ended"
     slept = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
@@ -145,19 +145,19 @@ def restart(run: Job) -> Picture:
 
 
 def picture(spans: list[Span], began: float, ended: float) -> Picture:
-    """The same with the beginning at 0."""
+    """The picture, with the beginning at 0."""
     moved = [Span(s.who, s.what, max(0.0, s.began - began), s.ended - began) for s in spans]
     return Picture(tuple(moved), ended - began)
 
 
 def cold() -> Picture:
-    """A start where no process is warm."""
+    """A start without a warm process."""
     with job(ELASTICRUN) as run:
         return start(run, {})
 
 
 def from_warm() -> Picture:
-    """A start where one is."""
+    """A start with a warm process."""
     with job(ELASTICRUN) as run:
         place = run.folder / "warm.sock"
         answer, pid = warm.start(place, 600.0, run.environment())
@@ -182,12 +182,12 @@ PICTURES: dict[str, tuple[Callable[[], Picture], Callable[[str], list[float]]]] 
 
 
 def median(pictures: list[Picture]) -> Picture:
-    """The one whose whole is the median (the lower one of two)."""
+    """The picture with the median total (the lower one of two)."""
     return sorted(pictures, key=lambda one: one.whole)[(len(pictures) - 1) // 2]
 
 
 def draw(found: Mapping[str, tuple[Picture, float]], about: Mapping[str, str], file: Path) -> None:
-    """A bar a phase, a row a phase, a panel a picture."""
+    """One panel per picture, with a row and a bar for each phase."""
     heights = [len(picture.spans) for picture, _ in found.values()]
     figure, panels = plt.subplots(
         len(found), 1, figsize=(9.0, 8.2), height_ratios=heights, layout="constrained"

@@ -1,16 +1,16 @@
-"""What it costs a training to be watched for hangs.
+"""The cost of hang detection to a training.
 
     python benchmarks/watch_cost.py [--rounds N] [--seconds S] [--json FILE]
 
-Two ranks on gloo, in turn with `--on-hang=off` (no thread in the ranks, and nobody asks) and as by
-default. Two runs alike differ by more than a watch could cost, where a machine is shared, so that
+Two ranks on gloo, alternately with `--on-hang=off` (no thread in the ranks, no queries) and with
+the default. On a shared machine two equal runs differ by more than the detection could cost, so
 three things are measured:
 
-- CPU of the thread that answers, as a part of the time: what a rank can lose of a step;
-- CPU of agent, master and fork server, the same way, watched and not;
-- steps: the median as it is, watched against not watched; and of ranks that are asked 100 times as
-  often as an agent does, in every other quarter of a second: a hundredth of what these take longer
-  than those before them, in the mean, for a question falls into few of the steps.
+- CPU of the answering thread, as a share of the time: the most that a step can lose;
+- CPU of agent, master and fork server, likewise, with and without detection;
+- steps: the median with and without detection; and for ranks that are queried 100 times as often as
+by an agent, in every other quarter of a second: a hundredth of the mean extra time of these steps
+over those before them, because few steps contain a query.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from elasticrun.wire.progress import (
 RANKS: Final = 2
 BAR: Final = 0.001
 OFTEN: Final = 100
-"""How many times as often as by an agent a rank is asked."""
+"""Queries to a rank, as a multiple of the agent's."""
 
 WINDOW: Final = 0.25
-"""Seconds in which it is not asked, and then is."""
+"""Seconds of each period without queries, and of each period with them."""
 
 Step = tuple[float, float]
-"""When it began, and its seconds."""
+"""When the step began, and its seconds."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One job. `answers`: CPU of the answering thread over time, of the rank that used most;
-    `ours`: of our processes on the node; `steps`: of all ranks."""
+    """One job. `answers`: CPU share of the answering thread, for the rank that used most; `ours`:
+    that of our processes on the node; `steps`: of all ranks."""
 
     answers: float
     ours: float
@@ -63,7 +63,7 @@ class Run:
 
 
 def train(run: Job, seconds: float, *flags: str, name: str = "") -> Run:
-    """One job, and what its ranks have written."""
+    """Run one job; return what its ranks have written."""
     out = run.folder / "said"
     begin(run, out, seconds, *flags, name=name)
     run.until(lambda: run.agents[0].poll() is not None, seconds + 120)
@@ -87,8 +87,8 @@ def result(out: Path) -> Run:
 
 
 def asked_often(run: Job, seconds: float) -> list[Step]:
-    """The steps of ranks that are asked in every other window, and by nobody else; in between, the
-    same questions go to a socket that nobody reads, so that asking takes no less."""
+    """The steps of ranks that are queried here in every other window, and by no agent. In between,
+    the same queries go to a socket that nobody reads, so that sending costs the same."""
     name, out = mint_name(), run.folder / "said"
     begin(run, out, seconds, "--on-hang=off", name=name)
     number = 0
@@ -98,7 +98,7 @@ def asked_often(run: Job, seconds: float) -> list[Step]:
             for rank in range(RANKS):
                 number += 1
                 place = address(f"{name}-{rank}") if asked else nobody.getsockname()
-                with suppress(OSError):  # it is not there yet, or has not answered
+                with suppress(OSError):  # it does not exist yet, or has not answered
                     asker.sendto(encode_question(RankAsked(number)), place)
                     (asker if asked else nobody).recv(ANSWER_BYTES)
             time.sleep(PULSE_EVERY / OFTEN)
@@ -106,12 +106,12 @@ def asked_often(run: Job, seconds: float) -> list[Step]:
 
 
 def is_asked(at: float) -> bool:
-    """Whether this moment lies in a window of questions."""
+    """Whether this moment is in a window with queries."""
     return int(at / WINDOW) % 2 == 1
 
 
 def slower_by_windows(steps: Iterable[Step]) -> float:
-    """By how much of it a step takes longer in a window of questions than in the one before: the
+    """By what fraction a step takes longer in a window with queries than in the one before: the
     median over the pairs of windows."""
     windows: dict[int, list[float]] = defaultdict(list)
     for at, seconds in steps:
@@ -122,12 +122,12 @@ def slower_by_windows(steps: Iterable[Step]) -> float:
 
 
 def median(steps: Iterable[Step]) -> float:
-    """Of their seconds."""
+    """The median of their seconds."""
     return statistics.median(seconds for _, seconds in steps)
 
 
 def main() -> int:
-    """Measure, print, write; 1 if the bar is missed."""
+    """Measure, print, write; 1 if the target is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=20.0)

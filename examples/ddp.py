@@ -1,4 +1,4 @@
-"""DDP on a small regression, as one writes it for torchrun; a failure starts it again from nothing.
+"""DDP on a small regression, written for torchrun; after a failure it starts from the beginning.
 
 `snapshots_ddp.py` is this script with five lines changed.
 
@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 BATCH = 64
-"""Examples of a step, over all ranks together."""
+"""Examples per step, over all ranks."""
 
 
 def network() -> nn.Module:
@@ -30,21 +30,21 @@ def network() -> nn.Module:
 
 
 def batch(step: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's examples of a step. A step has the same ones however many ranks share them, and
-    whenever it is done."""
+    """This rank's examples of a step. A step has the same examples for any number of ranks, and
+    whenever it runs."""
     inputs = torch.randn(BATCH, 32, generator=torch.Generator().manual_seed(step))
     mine = inputs[rank::world_size]
     return mine, (mine.sin().sum(1, keepdim=True) - mine[:, :1] * mine[:, 1:2])
 
 
 def digest(model: nn.Module) -> str:
-    """16 digits that are the same for two runs that have learned exactly the same."""
+    """16 digits that are equal for two runs with exactly the same weights."""
     weights = (p.detach().numpy().tobytes() for p in model.parameters())
     return hashlib.sha256(b"".join(weights)).hexdigest()[:16]
 
 
 def train(steps: int) -> None:
-    """Train for so many steps, and say how that goes."""
+    """Train for this many steps, and print the progress."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     torch.manual_seed(0)

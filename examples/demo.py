@@ -1,8 +1,8 @@
-"""The demo: two agents train a real model, a rank is killed and a mistake makes the others wait for
-ever; the job goes on both times.
+"""The demo: two agents train a real model. A rank is killed, and a mistake makes the others wait
+forever; the job continues both times.
 
-Both agents run on this machine, as they would on two. Every figure that is printed was measured in
-this run; the exit code is not 0 if a check fails.
+Both agents run on this machine, as they would on two machines. Every printed figure was measured in
+this run; the exit code is 1 if a check fails.
 
     python examples/demo.py [--epochs N] [--keep FOLDER]
 """
@@ -36,10 +36,10 @@ RANKS_PER_NODE = 2
 LAST_RANK = NODES * RANKS_PER_NODE - 1
 WANTED_ACCURACY = 0.95
 HANG_ENDS = 15
-"""Seconds after which ranks that wait for one that cannot come are ended; by default it is 30."""
+"""Seconds after which ranks that wait for a rank that cannot come are ended; the default is 30."""
 
 LIMIT = 180.0
-"""Seconds the whole demo may take before it is called a failure."""
+"""Seconds after which the demo counts as failed."""
 
 COLOURS = ("cyan", "magenta")
 
@@ -53,7 +53,7 @@ class Broken(Exception):
 
 @dataclass
 class Story:
-    """What has been seen of the job so far."""
+    """What the job has shown so far."""
 
     ranks: dict[tuple[int, int], int] = field(default_factory=dict)  # (life, rank) -> pid
     resumed_at: int = -1
@@ -97,7 +97,7 @@ class Agent:
         lines.put((self.number, None))
 
     def end(self) -> None:
-        """Make sure that it is gone."""
+        """Kill the agent if it still runs."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
@@ -123,7 +123,7 @@ def start(folder: Path, epochs: int, lines: Lines) -> list[Agent]:
         *(sys.executable, "-m", "elasticrun"),
         *(f"--nnodes={NODES}", f"--nproc-per-node={RANKS_PER_NODE}", "--max-restarts=3"),
         *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=demo"),
-        "--preload=torch._dynamo",  # DDP imports it when it is built: a second a life
+        "--preload=torch._dynamo",  # DDP imports it when it is constructed: one second per start
         f"--hang-limit={HANG_ENDS}",
         *(f"--log-dir={folder / 'logs'}", str(HERE / "digits.py")),
         *(f"--folder={folder}", f"--epochs={epochs}", f"--mistake={mistake(epochs)}"),
@@ -137,7 +137,7 @@ def mistake(epochs: int) -> int:
 
 
 class Show:
-    """Turns the job's lines into the story, and the story into something to look at."""
+    """Converts the job's lines to the story, and displays the story."""
 
     def __init__(self, console: Console, epochs: int) -> None:
         self.console = console
@@ -158,7 +158,7 @@ class Show:
         self.progress.console.print(f"[dim]{passed:6.2f} s[/dim]  {text}", highlight=False)
 
     def see(self, node: int, line: str) -> None:
-        """Take in one line of an agent's output."""
+        """Process one line of an agent's output."""
         now = time.monotonic()
         word, values = facts(line)
         story = self.story
@@ -197,7 +197,7 @@ class Show:
             self.hear(line)
 
     def hear(self, line: str) -> None:
-        """Take in what elasticrun itself says; both agents say it."""
+        """Process a line of elasticrun itself; both agents print it."""
         story = self.story
         _, _, text = line.partition(": ")
         if text.startswith("the job's page: ") and not story.page:
@@ -211,11 +211,11 @@ class Show:
             story.goodput = text
 
     def kill(self, epoch: int) -> None:
-        """Kill the last rank, which lives on the other node than rank 0's checkpoint."""
+        """Kill the last rank, which is not on the node that writes the checkpoints (rank 0's)."""
         self.story.killed_in_epoch = epoch + 1
         self.say(f"[bold red]kill -9 rank {LAST_RANK}[/], in the middle of epoch {epoch + 1}")
         self.story.killed_at = time.monotonic()
-        with contextlib.suppress(ProcessLookupError):  # it is done already; `judge` says so
+        with contextlib.suppress(ProcessLookupError):  # it has ended already; `judge` reports that
             os.kill(self.story.ranks[0, LAST_RANK], signal.SIGKILL)
 
 

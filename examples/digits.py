@@ -1,8 +1,8 @@
 """A small convolutional network learns handwritten digits, on any number of ranks.
 
 An ordinary script for torchrun or elasticrun: DDP over gloo, a checkpoint file after each epoch,
-and a start from that file if there is one. Everything it says about itself goes to standard output,
-one line a fact. It tells elasticrun its steps where that is installed, which nothing depends on.
+and a start from that file if it exists. Its progress goes to standard output, one line per fact. It
+reports its steps to elasticrun if that is installed; nothing depends on that.
 
     elasticrun --nproc-per-node=2 examples/digits.py --folder runs/digits
 """
@@ -26,7 +26,7 @@ try:
 except ImportError:
 
     def progress(step: int) -> None:
-        """Nobody wants to know."""
+        """No-op without elasticrun."""
 
 
 TEST_PART = 360
@@ -67,14 +67,15 @@ def tell(text: str) -> None:
 
 
 def save(state: object, path: Path) -> None:
-    """Write a file that is either the old one or the whole new one, whenever the process dies."""
+    """Replace a file atomically: if the process dies, the file is the old one or the complete new
+    one."""
     part = path.with_suffix(".part")
     torch.save(state, part)
     part.replace(path)
 
 
 def accuracy(model: nn.Module, test: TensorDataset) -> float:
-    """The part of the test images that the model names rightly."""
+    """The fraction of the test images that the model classifies correctly."""
     images, labels = test.tensors
     model.eval()
     with torch.no_grad():
@@ -84,7 +85,7 @@ def accuracy(model: nn.Module, test: TensorDataset) -> float:
 
 
 def forget_the_others(folder: Path) -> None:
-    """A mistake that is made in many scripts, here once: a collective that one rank calls alone."""
+    """A common mistake, made here once on purpose: a collective that only one rank calls."""
     once = folder / "forgot"
     if not once.exists():
         once.touch()

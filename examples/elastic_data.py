@@ -1,4 +1,4 @@
-"""Each sample once in an epoch, over failures and changes of the world size.
+"""Each sample exactly once per epoch, in spite of failures and changes of the world size.
 
 The global batch is 96 samples on any number of ranks, in micro-batches of 16 at most. After a
 failure or a resize the ranks continue with the next sample, and a run at one world size ends with

@@ -21,14 +21,15 @@ from elasticrun import training
 
 
 def build_model() -> nn.Module:
-    """Stands for everything that takes long and does not depend on the ranks."""
+    """A placeholder for everything that takes long and does not depend on the ranks."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
 
 
 @training.recoverable
 def train(steps: int, pause: float) -> None:
-    """Runs from its first line in every round; only what `keep` holds is from the one before."""
+    """Runs from its first line in every round; only the content of `keep` remains from the previous
+    round."""
     dist.init_process_group("gloo")
     model = training.keep("model", build_model)
     ddp = DistributedDataParallel(model)

@@ -1,9 +1,9 @@
 """DDP with snapshots: a failure costs the steps since the last one, ten at most.
 
-The script of `ddp.py` with five lines changed. Every tenth step its state stands in shared memory,
-from which it goes on at once after a failure; every hundredth is written to `runs/ddp`, and with
-`--save-at-breakpoint` the last one before a failure is too. Under torchrun the same lines save with
-torch's own asynchronous save, every hundredth step.
+The script of `ddp.py` with five lines changed. Every tenth step it copies its state to shared
+memory, from which it resumes immediately after a failure. Every hundredth step is written to
+`runs/ddp`; with `--save-at-breakpoint` so is the last snapshot before a failure. Under torchrun the
+same lines save with torch's own asynchronous save, every hundredth step.
 
     elasticrun --nproc-per-node=2 --max-restarts=3 --save-at-breakpoint \
         examples/snapshots_ddp.py --steps 300
@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from elasticrun.training import Checkpointer
 
 BATCH = 64
-"""Examples of a step, over all ranks together."""
+"""Examples per step, over all ranks."""
 
 
 def network() -> nn.Module:
@@ -36,21 +36,21 @@ def network() -> nn.Module:
 
 
 def batch(step: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's examples of a step. A step has the same ones however many ranks share them, and
-    whenever it is done."""
+    """This rank's examples of a step. A step has the same examples for any number of ranks, and
+    whenever it runs."""
     inputs = torch.randn(BATCH, 32, generator=torch.Generator().manual_seed(step))
     mine = inputs[rank::world_size]
     return mine, (mine.sin().sum(1, keepdim=True) - mine[:, :1] * mine[:, 1:2])
 
 
 def digest(model: nn.Module) -> str:
-    """16 digits that are the same for two runs that have learned exactly the same."""
+    """16 digits that are equal for two runs with exactly the same weights."""
     weights = (p.detach().numpy().tobytes() for p in model.parameters())
     return hashlib.sha256(b"".join(weights)).hexdigest()[:16]
 
 
 def train(steps: int) -> None:
-    """Train for so many steps, and say how that goes."""
+    """Train for this many steps, and print the progress."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     torch.manual_seed(0)

@@ -1,5 +1,6 @@
-"""DDP around nn.Transformer as its users write it; the last rank dies once, argv[1] seconds into
-training. A third word: it goes on for so many seconds and says how many steps it made, instead."""
+"""DDP around nn.Transformer, as users write it; the last rank dies once, after argv[1] seconds of
+training. With a third argument it trains for that many seconds instead, and reports its number of
+steps."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def main() -> None:
-    """Step until it is time to die, or to end."""
+    """Train until it is time to die, or to end."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     layers = nn.Transformer(64, 4, 2, 2, 128, batch_first=True)

@@ -1,4 +1,4 @@
-"""An HF Trainer on a tiny model; the last rank dies once, argv[1] seconds into training."""
+"""An HF Trainer on a tiny model; the last rank dies once, after argv[1] seconds of training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 
 class Points(Dataset[dict[str, torch.Tensor]]):
-    """Random points with a linear rule."""
+    """Random points that satisfy a linear rule."""
 
     def __len__(self) -> int:
         return 100_000
@@ -28,7 +28,7 @@ class Points(Dataset[dict[str, torch.Tensor]]):
 
 
 class Line(nn.Module):
-    """A model that returns its own loss, as Trainer wants it."""
+    """A model that returns its own loss, as Trainer requires."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Line(nn.Module):
 
 
 class Story(TrainerCallback):
-    """Tells the first step, then dies in the first life and ends in the second."""
+    """Reports the first step, then dies in the first life and ends in the second."""
 
     began = 0.0
 

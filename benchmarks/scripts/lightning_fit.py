@@ -1,4 +1,5 @@
-"""A Lightning Trainer on a tiny model; the last rank dies once, argv[1] seconds into training."""
+"""A Lightning Trainer on a tiny model; the last rank dies once, after argv[1] seconds of
+training."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class Line(lightning.LightningModule):
 
 
 class Story(lightning.Callback):
-    """Tells the first step, then dies in the first life and ends in the second."""
+    """Reports the first step, then dies in the first life and ends in the second."""
 
     began = 0.0
 

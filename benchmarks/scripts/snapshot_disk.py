@@ -1,7 +1,8 @@
-"""The same life without snapshots: the state is loaded from a checkpoint on disk after a restart.
+"""Like snapshot_lives.py, without snapshots: after a restart the state is loaded from a checkpoint
+on disk.
 
 argv: GiB of state, number of tensors, lives. The checkpoint is written once, in the first life, and
-its pages stay in the kernel's cache: as good as a load from a disk can be.
+its pages stay in the kernel's cache: the best case of a load from disk.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from state import State
 
 
 def main() -> None:
-    """Load, step, die; the last life ends well."""
+    """Load, train, die; the last life succeeds."""
     gib, count, lives = float(sys.argv[1]), *map(int, sys.argv[2:4])
     life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     torch.set_num_threads(1)

@@ -1,4 +1,5 @@
-"""What snapshots are measured against, without elasticrun: memcpy, O_DIRECT, torch's own saves.
+"""The floors that snapshots are compared with, without elasticrun: memcpy, O_DIRECT, torch's own
+saves.
 
 argv: GiB of state, number of tensors, samples, a folder on the disk in question. Prints one line of
 JSON: seconds by name, a list each.
@@ -26,25 +27,26 @@ BLOCK = 8 * 1024 * 1024
 """Bytes of one write: larger ones are no faster."""
 
 PAUSE = 0.1
-"""Seconds between two samples: what the last one left to do in the kernel is over."""
+"""Seconds between two samples: the kernel has then finished the work of the previous one."""
 
 Samples = dict[str, list[float]]
 
 
 def processor() -> float:
-    """Seconds of CPU that this process has used."""
+    """CPU seconds that this process has used."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 def note(found: Samples, name: str, value: float) -> None:
-    """One more sample."""
+    """Add a sample."""
     found.setdefault(name, []).append(value)
 
 
 def memory(state: State, shared: Shared, samples: int, found: Samples) -> None:
-    """Copies between private and shared memory, both warm; and through a fresh mapping. And what
-    the kernel takes for giving a process so much memory of its own, which every new one needs."""
+    """Copies between private and shared memory, both warm, and through a fresh mapping. Also the
+    time that the kernel takes to give a process as much private memory, which every new process
+    needs."""
     tensors = state.tensors()
     for _ in range(samples):
         time.sleep(PAUSE)
@@ -95,8 +97,8 @@ def plain_dcp(state: State, folder: Path, samples: int, found: Samples) -> None:
 
 
 def asynchronous(state: State, folder: Path, samples: int, found: Samples) -> None:
-    """How long torch's asynchronous save holds up training: its shared-memory stager with a
-    process that writes, and its default."""
+    """How long torch's asynchronous save blocks training: with its shared-memory stager and a
+    writer process, and with its default."""
     options = StagingOptions(
         use_pinned_memory=False,
         use_shared_memory=True,

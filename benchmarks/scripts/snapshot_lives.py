@@ -1,14 +1,14 @@
-"""A rank with a large state that takes a snapshot every step, and is killed after some of them.
+"""A rank with a large state that takes a snapshot every step, and is killed after some steps.
 
 argv: GiB of state, number of tensors, samples of each kind, lives. Every life but the last ends by
-SIGKILL; the next one has to go on at the step after the last snapshot. Seconds of everything go to
-$BENCH_STEPS/figures, a line of JSON each; `dies` and `again` are told by datagram as well.
+SIGKILL; the next one must continue at the step after the last snapshot. All durations go to
+$BENCH_STEPS/figures, one line of JSON each; `dies` and `again` are also reported by datagram.
 
-In a life that may take its time (the first), each snapshot is measured beside a copy of the same
-bytes into warm shared memory, in turn. In lives of odd numbers the state is filled before it is
-restored, as a model is that initialises itself: there the restore alone is measured. In the others
-it is memory that was never touched, and `script`, `imported`, `made` and `restored` are told by
-datagram too: what the time from the death to training again is made of.
+In the first life, snapshots alternate with copies of the same bytes into warm shared memory. In
+lives with odd numbers the state is filled before it is restored, as in a model that initializes
+itself: there only the restore is measured. In the others its memory was never touched, and
+`script`, `imported`, `made` and `restored` are also reported by datagram: the parts of the time
+from the death to the first step of training.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LIFE = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
 
 def figure(name: str, seconds: float) -> None:
-    """Write one sample down."""
+    """Write one sample."""
     line = json.dumps({"name": name, "life": LIFE, "seconds": seconds}) + "\n"
     with (Path(os.environ["BENCH_STEPS"]) / "figures").open("a") as file:
         file.write(line)
@@ -53,12 +53,12 @@ def train(state: State, step: int) -> None:
 
 
 def at(state: State) -> int:
-    """The step that the state has seen."""
+    """The number of steps that the state has had."""
     return int(state.weights[0][-1].item())
 
 
 def main() -> None:
-    """Train, save, die; the last life ends well."""
+    """Train, save, die; the last life succeeds."""
     gib, count, samples, lives = float(sys.argv[1]), *map(int, sys.argv[2:5])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -1,7 +1,7 @@
-"""A rank whose every snapshot is written out as a checkpoint, one at a time.
+"""A rank whose every snapshot is written as a checkpoint, one at a time.
 
-argv: GiB of state, number of tensors, samples. `ready` is told before each, `written` when the
-checkpoint's marker is there; the seconds between the end of `step()` and that go to
+argv: GiB of state, number of tensors, samples. It reports `ready` before each, and `written` when
+the checkpoint's marker exists; the seconds from the end of `step()` until then go to
 $BENCH_STEPS/figures.
 """
 
@@ -22,14 +22,14 @@ from elasticrun.testing.processes import Deadline, Waiter
 from elasticrun.training import Checkpointer, Keep
 
 PAUSE = 1.0
-"""Seconds before each: nothing is under way then."""
+"""Seconds before each, so that nothing else is in progress."""
 
 LIMIT = 60.0
-"""Seconds in which a checkpoint must be there."""
+"""Seconds in which a checkpoint must be complete."""
 
 
 def wait_for(folder: Path, name: str) -> None:
-    """Until the marker of this checkpoint is there."""
+    """Wait until the marker of this checkpoint exists."""
     watch, deadline = Waiter(), Deadline(LIMIT)
     try:
         watch.folder(str(folder))

@@ -1,7 +1,8 @@
-"""What a snapshot every step costs a small model that trains: blocks of steps with and without.
+"""The cost of a snapshot in every step of a small model: blocks of steps with and without
+snapshots.
 
-argv: pairs of blocks, steps of a block. Each block's seconds go to $BENCH_STEPS/figures, of rank 0;
-the ranks wait for each other in every step, so that its time is that of all.
+argv: pairs of blocks, steps per block. The seconds of each block of rank 0 go to
+$BENCH_STEPS/figures; the ranks wait for each other in every step, so its time is that of all.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from elasticrun.training import Checkpointer
 
 BATCH = 512
-"""Images of a step and rank: some 40 ms of one core."""
+"""Images per step and rank: about 40 ms of one core."""
 
 
 def network() -> nn.Module:
@@ -34,7 +35,7 @@ def network() -> nn.Module:
 
 
 def train(pairs: int, steps: int) -> None:
-    """The blocks take turns."""
+    """Alternate the blocks."""
     torch.manual_seed(0)
     model = DistributedDataParallel(network())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -68,8 +69,9 @@ def train(pairs: int, steps: int) -> None:
 
 
 def main() -> None:
-    """Train. The model has gone before its process group is destroyed: where DDP has the last hold
-    on that, it waits in torch, with the interpreter's lock, for a thread that needs the lock."""
+    """Train. The model is deleted before its process group is destroyed: if DDP has the last
+    reference to the group, it waits in torch, holding the interpreter's lock, for a thread that
+    needs the lock."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     train(*map(int, sys.argv[1:3]))

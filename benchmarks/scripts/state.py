@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 
 class State(nn.Module):
-    """A module whose parameters take so many GiB, in so many tensors of equal size."""
+    """A module whose parameters have this many GiB, in this many tensors of equal size."""
 
     def __init__(self, gib: float, count: int) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class State(nn.Module):
         self.weights = nn.ParameterList(nn.Parameter(torch.empty(each)) for _ in range(count))
 
     def fill(self, value: float) -> None:
-        """Give every element this value: touches every page."""
+        """Set every element to this value, which touches every page."""
         with torch.no_grad():
             for weight in self.weights:
                 weight.fill_(value)
@@ -32,7 +32,8 @@ class State(nn.Module):
 
 
 class Shared:
-    """Warm shared memory with room for the same tensors: what a copy is measured against."""
+    """Warm shared memory for the same tensors: the target of the copies that snapshots are compared
+    with."""
 
     def __init__(self, like: list[torch.Tensor]) -> None:
         each = like[0].nbytes
@@ -44,7 +45,7 @@ class Shared:
         self.take(like)
 
     def mapped(self, like: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors by way of a fresh mapping, whose page table is empty."""
+        """The tensors through a fresh mapping, whose page table is empty."""
         path = f"/proc/self/fd/{self.descriptor}"
         whole = torch.UntypedStorage.from_file(path, True, self.nbytes)
         flat = torch.empty(0, dtype=like[0].dtype).set_(whole)

@@ -1,8 +1,9 @@
-"""The unmodified script of the elastic table: an all_reduce every so often, each step in a log.
+"""The script of the elastic table, which knows no launcher: an all_reduce at intervals, each step
+in a log.
 
 argv: seconds between two steps. The log is one file per process in $BENCH_STEPS, a line per step:
-CLOCK_MONOTONIC, world size, number of the step. The first step of a process is told by datagram as
-well, so that the benchmark need not watch files.
+CLOCK_MONOTONIC, world size, number of the step. The first step of a process is also reported by
+datagram, so that the benchmark need not watch files.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from report import report
 
 
 def main() -> None:
-    """Step until killed."""
+    """Train until killed."""
     pause = float(sys.argv[1])
     dist.init_process_group("gloo")
     name = f"steps-{os.environ['BENCH_NODE']}-{dist.get_rank()}-{os.getpid()}"

@@ -1,7 +1,8 @@
-"""The unmodified script of the benchmark: init_process_group, then one all_reduce after another.
+"""The script of the benchmark, which knows no launcher: init_process_group, then one all_reduce
+after another.
 
-argv: how many lives of the last rank end with SIGKILL, and after how many seconds of steps each.
-The life after those goes on for ever if there is a third argument, else it ends well.
+argv: the number of lives of the last rank that end with SIGKILL, and the seconds of steps before
+each. The next life runs forever if there is a third argument; else it succeeds.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.distributed as dist  # noqa: E402
 
 
 def main() -> None:
-    """Step until it is time to die or to end."""
+    """Train until it is time to die or to end."""
     deaths, seconds, for_ever = int(sys.argv[1]), float(sys.argv[2]), len(sys.argv) > 3
     is_last_life = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) >= deaths
     report("imported")

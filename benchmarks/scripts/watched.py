@@ -1,13 +1,15 @@
-"""Trains for argv[1] seconds; each rank writes to argv[2]-RANK what its steps took and what the
-thread that answers the agent used, and all processes of ours. With argv[3], a name, that thread is
-one that others ask.
+"""Trains for argv[1] seconds; each rank writes to argv[2]-RANK the durations of its steps, and the
+CPU use of the thread that answers the agent and of all our processes. argv[3], a name, is an
+address at which others query that thread.
 """
 
 from __future__ import annotations
 
 import os
 
-BEFORE = set(os.listdir("/proc/self/task")) - {str(os.getpid())}  # of the agent's making
+BEFORE = set(os.listdir("/proc/self/task")) - {
+    str(os.getpid())
+}  # threads that the agent has started
 
 import json  # noqa: E402
 import sys  # noqa: E402
@@ -21,14 +23,14 @@ import torch.distributed as dist  # noqa: E402
 from elasticrun.training.monitor import monitor  # noqa: E402
 
 WARM_UP = 200
-"""Steps that do not count."""
+"""Warm-up steps, which do not count."""
 
 TOGETHER = 100
 """Steps after which the ranks agree on whether it is over."""
 
 
 def answering() -> set[str]:
-    """The thread that answers the agent, by its number; none where nobody is watched."""
+    """The id of the thread that answers the agent; none without hang detection."""
     if len(sys.argv) <= 3:
         return BEFORE
     before = set(os.listdir("/proc/self/task"))
@@ -37,19 +39,19 @@ def answering() -> set[str]:
 
 
 def cpu(threads: set[str]) -> float:
-    """Seconds of CPU that these have used."""
+    """CPU seconds that these have used."""
     texts = [Path(f"/proc/self/task/{one}/schedstat").read_text() for one in threads]
     return sum(int(text.split()[0]) for text in texts) / 1e9
 
 
 def ours() -> float:
-    """Seconds of CPU of the agent and what it has started itself: master and fork server."""
+    """CPU seconds of the agent, and of the master and the fork server that it has started."""
     agent = psutil.Process(psutil.Process(os.getppid()).ppid())
     return sum(sum(one.cpu_times()[:2]) for one in (agent, *agent.children()))
 
 
 def main() -> None:
-    """Train, and write."""
+    """Train, and write the results."""
     threads = answering()
     dist.init_process_group("gloo")
     x, gradients = torch.randn(128, 128), torch.ones(100_000)
