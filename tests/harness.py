@@ -11,6 +11,7 @@ take.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -31,6 +32,7 @@ import psutil
 import pytest
 from inotify_simple import INotify, flags
 
+from elasticrun.cli.main import main
 from elasticrun.testing import node, processes
 from elasticrun.testing.hosts import Lab
 
@@ -124,6 +126,26 @@ def program(
 def ran(*words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run `elasticrun` with these words until it exits. Returns its output."""
     return program("-m", "elasticrun", *words, env=clean_environment() if env is None else env)
+
+
+def ran_here(*words: str, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """The same in this process, for verbs that only ask and print: most of what such a verb takes
+    is its imports."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(env)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                code = main(list(words))
+            except SystemExit as end:
+                code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    said = [stream.buffer.getvalue().decode() for stream in (out, err)]
+    return subprocess.CompletedProcess(words, code, *said)
 
 
 def status_of(*words: str, env: Mapping[str, str] | None = None) -> str:

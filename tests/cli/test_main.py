@@ -25,7 +25,7 @@ from elasticrun.config import EXIT_USAGE, Place
 from elasticrun.host import user_folder
 from elasticrun.wire.messages import CheckSpec, SaveSpec
 from elasticrun.wire.types import EntryKind, Entrypoint
-from tests.harness import clean_environment
+from tests.harness import clean_environment, ran_here
 
 
 def command(
@@ -142,8 +142,8 @@ def test_completion_without_shtab(tmp_path: Path) -> None:
         (["--data=x", "train.py"], 2, "write NAME:/PATH"),
         (["--data=a:/tmp:ro", "train.py"], 2, "no colon in the path"),
         (["--data=x:/y,x:/z", "train.py"], 2, "--data=x:/z is given twice"),
-        (["--data=x:/tmp,y:/no/such", "--data=z:/dev", "train.py"], 1, "/no/such is not there"),
-        (["--data=x:/dev/null", "train.py"], 1, "/dev/null is no folder on this host"),
+        (["--data=x:/tmp,y:/no/such", "--data=z:/dev", "train.py"], 1, "/no/such does not exist"),
+        (["--data=x:/dev/null", "train.py"], 1, "/dev/null is not a folder on this host"),
         (["--tensorboard", "train.py"], 1, "--tensorboard and --logdir DIR belong together"),
         (["master", "--port", "x"], 2, "invalid int value: 'x'"),
         (["master", "--nnodes", "x"], 1, "--nnodes=x"),
@@ -151,11 +151,12 @@ def test_completion_without_shtab(tmp_path: Path) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_one_sentence_and_no_traceback(
-    words: list[str], code: int, part: str, tmp_path: Path
+    words: list[str], code: int, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("print('never')")
     (tmp_path / "empty").mkdir()
-    done = command(*words, cwd=tmp_path)
+    done = ran_here(*words, env=clean_environment())
     assert done.returncode == code
     assert part in done.stderr
     assert done.stderr.count("\n") == 1

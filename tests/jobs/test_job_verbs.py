@@ -25,6 +25,7 @@ from elasticrun.jobs.running import listing, master_lookup, top
 from elasticrun.master.outward.record import result_of
 from elasticrun.wire import auth
 from elasticrun.wire.types import Endpoint
+from tests.harness import ran_here
 from tests.master.people import status
 from tests.master.pictures import hung
 
@@ -54,9 +55,7 @@ def test_a_real_job_is_looked_at_and_operated(elastic_job: Any, tmp_path: Path) 
     own = {"XDG_RUNTIME_DIR": str(run), "ELASTICRUN_RUNS": str(run.parent / "runs")}
 
     def verb(*words: str, **variables: str) -> tuple[int, str, str]:
-        command = [sys.executable, "-m", "elasticrun", *words]
-        environ = {**os.environ, **own, "COLUMNS": "80", **variables}
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+        done = ran_here(*words, env={**os.environ, **own, "COLUMNS": "80", **variables})
         return done.returncode, done.stdout, done.stderr
 
     # who does not run the job, and has no token, is told nothing and does nothing

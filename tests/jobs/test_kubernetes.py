@@ -26,7 +26,7 @@ from elasticrun.jobs.kube.observed import STOPPED, ClusterJob, ObservedPod
 from elasticrun.jobs.kube.pod_logs import PodLogQuery, selected_pods
 from elasticrun.testing.hosts import Lab
 from tests.further import further
-from tests.harness import await_true, ran
+from tests.harness import await_true, ran, ran_here
 from tests.jobs.operator.test_operator import Operator, install
 from tests.kubernetes.cluster import StandIn
 from tests.snapshots.conftest import ENDLESS, TRAIN, starts, until_printed
@@ -44,14 +44,14 @@ class KubeUser:
 
     def types(self, *words: str) -> str:
         """What a verb prints that ends well."""
-        done = ran(*words, env=self.environ)
+        done = ran_here(*words, env=self.environ)
         assert done.returncode == 0, (words, done.stdout, done.stderr)
         self.notes = done.stderr
         return done.stdout
 
     def hears(self, *words: str) -> str:
         """The sentence of a verb that ends with 1."""
-        done = ran(*words, env=self.environ)
+        done = ran_here(*words, env=self.environ)
         assert done.returncode == 1, (words, done.stdout, done.stderr)
         assert done.stderr.count("\n") == 1, done.stderr
         return done.stderr
@@ -135,7 +135,7 @@ def test_an_elastic_job_from_submit_to_delete(cluster: StandIn, tmp_path: Path) 
     assert all(len(line) <= 80 for line in page.splitlines() if "  " in line), page
     assert json.loads(user.types("status", "tr", "-o", "json"))["pods"][-1]["node"] == "master"
 
-    assert "is to have 3 nodes (before: 2)" in user.types("scale", "3", "tr")
+    assert "is set to 3 nodes (before: 2)" in user.types("scale", "3", "tr")
     until_running(cluster, "tr-2-0")
     (tmp_path / "plan.yaml").write_text(
         "kind: ScalePlan\napiVersion: elastic.iml.github.io/v1alpha1\nmetadata: {name: p}\n"
@@ -157,7 +157,9 @@ def test_an_elastic_job_from_submit_to_delete(cluster: StandIn, tmp_path: Path) 
     until_running(cluster, "tr-0-0")
     assert "job tr is stopped" in user.types("stop", "tr")
     assert user.row()["state"] == "stopped"
-    assert "the pods of job tr are gone, and neither does their output" in user.hears("logs", "tr")
+    assert "the pods of job tr no longer exist, and neither does their output" in user.hears(
+        "logs", "tr"
+    )
     user.types("delete", "tr")
     assert cluster.objects("elasticjobs", "elasticrun.dev") == []
     assert "k8s" not in user.types("list")
@@ -170,7 +172,7 @@ def test_an_elastic_job_from_submit_to_delete(cluster: StandIn, tmp_path: Path) 
     user.kubectl("delete", "ej", "gone")
     assert user.row()["name"] == "gone-too"
     assert "lost" in user.types("list")
-    assert "`elasticrun delete gone` forgets it" in user.hears("suspend", "gone")
+    assert "remove it from the list with `elasticrun delete gone`" in user.hears("suspend", "gone")
     user.submits("gone")
     assert "Suspended" not in user.types("status", "gone"), "which befell the one before"
     rows = json.loads(user.types("list", "-o", "json"))
@@ -179,14 +181,14 @@ def test_an_elastic_job_from_submit_to_delete(cluster: StandIn, tmp_path: Path) 
     assert "2 jobs are called gone" in user.hears("delete", "gone")
     (newest,) = [row for row in rows if row["name"] == "gone" and row["state"] != "lost"]
     own = RunFolder(Path(newest["run"])).id
-    assert "the cluster has job gone no more" in user.types("delete", own)
+    assert "the cluster no longer has job gone" in user.types("delete", own)
     said = user.types("prune", "--since", "0s")
     assert said.startswith("removed gone-"), said
     assert "1 run folder removed" in said
     assert "lost" not in user.types("list")
     assert "gone-too" in user.types("status", "--on", "k8s")
     done = ran("list", env={**user.environ, "KUBECONFIG": "/none"})
-    assert "gone-too: no cluster is known here" in done.stdout
+    assert "gone-too: no cluster is configured here" in done.stdout
 
 
 @pytest.mark.slow
@@ -203,7 +205,7 @@ def test_an_indexed_job_where_there_is_no_operator(cluster: StandIn, tmp_path: P
     assert '"token":' not in (run / "submitted.json").read_text()
     user.until("running")
     assert (user.row()["nodes"], user.row()["max_nodes"]) == (2, 2)
-    assert "on 2 at most" in user.types("scale", "tr", "3")
+    assert "its ranks use at most 2" in user.types("scale", "tr", "3")
     (job,) = cluster.objects("jobs", "batch")
     assert (job["spec"]["completions"], job["spec"]["parallelism"]) == (3, 3)
     assert "is suspended" in user.types("suspend", "tr")
@@ -245,7 +247,7 @@ def test_rights_that_are_missing_are_one_sentence(cluster: StandIn, tmp_path: Pa
     )
     assert not (tmp_path / "runs-ada").exists(), "nothing is left of what was refused"
     admin.kubectl("apply", "-f", "-", given=ROLE)
-    done = ran("list", "--on", "k8s", env=user.environ)
+    done = ran_here("list", "--on", "k8s", env=user.environ)
     assert (done.returncode, done.stderr.count("\n")) == (0, 1)
     assert "tr" in done.stdout
     assert "you may not list Jobs" in done.stderr
@@ -258,7 +260,7 @@ def test_rights_that_are_missing_are_one_sentence(cluster: StandIn, tmp_path: Pa
     ):
         sentence = user.hears(*words)
         assert f"you may not {what}" in sentence
-        assert "who runs the cluster can give you a Role" in sentence
+        assert "ask the cluster's administrator for a Role" in sentence
 
 
 @pytest.mark.slow
@@ -267,7 +269,7 @@ def test_what_cannot_be_is_one_sentence(cluster: StandIn, tmp_path: Path) -> Non
     install(cluster)
 
     def says(*flags: str) -> str:
-        done = ran(
+        done = ran_here(
             "submit", "--on", "k8s", "--name", "tr", *IMAGE, *flags, "--", "t.py", env=user.environ
         )
         assert done.returncode in (1, 2)
