@@ -28,6 +28,7 @@ from tests.api import functions
 from tests.forkserver.driver import LIMIT, Conversation, gone
 from tests.forkserver.test_probe import a_plan
 from tests.forkserver.test_server import held_port
+from tests.further import further
 from tests.snapshots.saver import play
 
 pytestmark = pytest.mark.slow
@@ -121,6 +122,10 @@ def test_a_caller_s_probes_meet_fail_and_end() -> None:
         agent.exited(store)
 
 
+@further(
+    "test_a_caller_s_probes_meet_fail_and_end",
+    "forkserver/test_probe::test_probes_do_not_outlive_a_killed_fork_server",
+)
 def test_a_caller_s_probes_end_with_the_conversation() -> None:
     gc.collect()  # what earlier tests have left must not be closed in between
     descriptors = len(os.listdir("/proc/self/fd"))

@@ -27,6 +27,7 @@ from tests.forkserver.driver import (
     tells,
     warm_process,
 )
+from tests.further import further
 from tests.harness import await_true, program, ran
 
 pytestmark = pytest.mark.slow
@@ -104,6 +105,10 @@ print(torch.randperm(8).tolist())
 """
 
 
+@further(
+    "fidelity/test_imports::test_imports",
+    "forkserver/test_ranks::test_what_is_imported_late_changes_no_state",
+)
 def test_a_seed_stays(place: Path, tmp_path: Path) -> None:
     """Whatever the script imports after it, in a first life and in later ones."""
     entry = script(tmp_path / "s.py", LATE)

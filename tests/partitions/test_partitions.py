@@ -221,6 +221,11 @@ def fence(job: ElasticJob, at: float, newcomer: int) -> None:
     assert first.world_size == 1
 
 
+@further(
+    "core/scripts/partitioned_node_runs_on.txt",
+    "core/scripts/both_cut_from_the_master.txt",
+    "test_one_of_three_lost_by_a_cut_cable_and_by_a_kill",
+)
 @pytest.mark.parametrize("size", cases([1, 2], kept=[1]))
 def test_nodes_that_are_cut_off_train_on_alone(cluster: Build, size: int) -> None:
     """1:4 with a master outside; the links of its nodes to that are cut, of two not those to each
@@ -245,7 +250,7 @@ def heal(job: ElasticJob, *given_up: int, whole: int) -> None:
     whole_again(job, whole, at)
 
 
-@further("test_nodes_that_are_cut_off_train_on_alone")
+@further("core/scripts/partitioned_node_runs_on.txt")
 def test_a_word_of_one_member_is_enough(cluster: Build) -> None:
     """A collective needs every rank, so once one member of a world has stopped, the others need not
     wait for a node that is cut off: with the default of 600 s nobody does."""

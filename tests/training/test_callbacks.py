@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from tests import needs
 from tests.compat.recording import HOW
 from tests.further import cases, further
-from tests.harness import ELASTICRUN, SCRIPTS, TORCHRUN, World
+from tests.harness import ELASTICRUN, SCRIPTS, TORCHRUN, World, clean_environment, program
 
 needs.packages("lightning", "transformers")
 
@@ -37,7 +38,22 @@ def results(world: World, script: str, dies_after: int, launcher: str) -> list[A
     return sorted(found, key=lambda result: int(result["rank"]))
 
 
-@further("training/data/test_jobs::test_trainers_of_frameworks_use_each_sample_once")
+def test_what_is_cut_off_skips_what_its_epoch_has_used(tmp_path: Path) -> None:
+    """To the bit, up to the end of that epoch: data, optimizer, schedule and dropout."""
+    script = Path(__file__).with_name("hf_in_two_parts.py")
+    done = program(str(script), str(tmp_path), env={**clean_environment(), **ENVIRONMENT})
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    told = {row[0]: row[1:] for row in rows if row[0] in ("whole", "part", "rest")}
+    assert [told[part][0] for part in ("whole", "part", "rest")] == ["0", "0", "4"]
+    assert told["rest"][1] == told["whole"][1]
+    assert told["part"][1] != told["whole"][1]
+
+
+@further(
+    "test_what_is_cut_off_skips_what_its_epoch_has_used",
+    "training/data/test_jobs::test_trainers_of_frameworks_use_each_sample_once",
+)
 @pytest.mark.parametrize("script", cases(SCRIPTS_HERE, kept=["hf_trainer.py"]))
 def test_a_killed_rank_comes_to_the_same_weights(script: str, world: World) -> None:
     """The one that is never killed runs under torchrun too (`make soak`), where the callbacks work
