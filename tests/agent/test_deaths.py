@@ -251,6 +251,7 @@ def test_a_dead_ranks_descendants_are_gone_before_the_next_life(world: World) ->
     finish_all([job], again)
 
 
+@further("e2e/test_lives::test_descendants_of_a_dead_rank")
 def test_what_finished_ranks_leave_behind_goes_with_the_job(world: World) -> None:
     job, ranks = puppets(world, "--child-exit-timeout=1")
     children = with_children(world, ranks[0])

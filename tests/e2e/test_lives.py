@@ -62,7 +62,7 @@ def test_a_bug_mended_between_two_lives(world: World) -> None:
     ("words", "session"),
     [
         pytest.param((PUPPET,), False, id="forked", marks=pytest.mark.soak),
-        pytest.param((PUPPET,), True, id="forked, a session"),
+        pytest.param((PUPPET,), True, id="forked, a session", marks=pytest.mark.soak),
         pytest.param(("--launch=exec", PUPPET), True, id="execed", marks=pytest.mark.soak),
         pytest.param(
             ("--no-python", "sh", "-c", '"$0" "$1"; true', sys.executable, PUPPET), True, id="shell"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.further import cases
 from tests.harness import ELASTICRUN, LIMIT, SCRIPTS, World
 
 TRACEBACK = re.compile(
@@ -85,7 +86,11 @@ def test_a_terminal_is_folded(world: World, ends: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ends", "flag"), [("terminal", "--no-fold"), ("pipe", "")], indirect=["ends"]
+    ("ends", "flag"),
+    cases(
+        [("terminal", "--no-fold"), ("pipe", "")], kept=[("terminal", "--no-fold")], several=True
+    ),
+    indirect=["ends"],
 )
 def test_unfolded_to_the_byte(world: World, ends: tuple[int, int], flag: str) -> None:
     reader, writer = ends
