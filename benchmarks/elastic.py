@@ -133,8 +133,17 @@ def goings(few: int) -> list[Row]:
                 *("s", 0.3, partial(take, ELASTICRUN), partial(take, TORCHRUN), few),
             )
         )
+    setup = rows.lose_a_node_with_setup
     return [
         *made,
+        Row(
+            "kill -9 of one of two nodes, 5 s of setup in the script → the survivor's first step",
+            *("s", None, partial(setup, ELASTICRUN), partial(setup, TORCHRUN), few),
+        ),
+        Row(
+            "the same, with the setup kept in a recoverable function",
+            *("s", 0.5, partial(setup, ELASTICRUN, recovers=True), "has none", few),
+        ),
         Row(
             "a node falls silent (SIGSTOP of all it has) → survivors' first step",
             *("s", 6.0, partial(silent, ELASTICRUN), partial(silent, TORCHRUN), few),

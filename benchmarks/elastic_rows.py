@@ -53,6 +53,19 @@ def lose_a_node(launcher: str, *, host: bool, conf: str = "", freeze: bool = Fal
     return found
 
 
+def lose_a_node_with_setup(launcher: str, *, recovers: bool = False) -> list[float]:
+    """One of two nodes is killed, of a script with 5 s of setup: to the survivor's first step.
+    `recovers`: the setup is kept in a recoverable function."""
+    more = {"BENCH_SETUP": "5", **({"BENCH_RECOVERS": "1"} if recovers else {})}
+    with job(launcher) as run:
+        nodes = Nodes(run, "1:2", *only_ours(launcher), script="set_up.py", more=more)
+        nodes.add(2)
+        nodes.first_steps(2, 0.0, FIRST_STEP_LIMIT)
+        nodes.settle()
+        happened = nodes.kill(1 - nodes.host())
+        return [last(nodes.first_steps(1, happened, RECOVERY_LIMIT)) - happened]
+
+
 def join(launcher: str, *, nnodes: str, age: float, flags: tuple[str, ...] = ()) -> list[float]:
     """One more node, `age` seconds after the first step at world size 2: from its command to the
     first step at world size 3. Under elasticrun the survivors must keep their ranks."""

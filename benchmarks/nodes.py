@@ -33,10 +33,11 @@ class Nodes:
         nnodes: str,
         *flags: str,
         host: str = "127.0.0.1",
+        script: str = "step_log.py",
         more: Mapping[str, str] | None = None,
     ) -> None:
         self.run = run
-        self._more = more
+        self._script, self._more = script, more
         self.port = free_port()
         self._flags = (
             *(f"--nnodes={nnodes}", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-id=bench"),
@@ -49,7 +50,7 @@ class Nodes:
         began = time.monotonic()
         for _ in range(count):
             words = (str(PAUSE),)
-            self.run.start(*self._flags, script="step_log.py", arguments=words, more=self._more)
+            self.run.start(*self._flags, script=self._script, arguments=words, more=self._more)
         return began
 
     def first_steps(self, world: int, after: float, limit: float) -> list[Fact]:

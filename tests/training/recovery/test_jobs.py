@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from tests.further import cases
+from tests.further import cases, further
 
 pytestmark = pytest.mark.slow
+
+KILLS = 125
 
 SCRIPT = Path(__file__).parent / "recovering.py"
 
@@ -75,6 +78,32 @@ def test_survivors_keep_their_process_and_the_weights_are_the_same(
         assert [one["restart"] for one in entries] == [0, 1, 2]
         assert len({one["kept"] for one in entries}) == 1
         assert [one["start"] for one in entries][:2] == [0, 4]
+
+
+@further("test_survivors_keep_their_process_and_the_weights_are_the_same")
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "hsdp", "compiled"])
+def test_killed_at_random_moments(kind: str, elastic_job: Any, tmp_path: Path) -> None:
+    """In a quiet moment, in the middle of steps, and while the ranks come back."""
+    steps = 3 * KILLS
+    expected = Run(elastic_job, kind, tmp_path / "undisturbed", steps, nproc_per_node=4).end()
+    how = {"nproc_per_node": 4, "max_restarts": 2 * KILLS, "options": ["--restart-backoff=0"]}
+    run = Run(elastic_job, kind, tmp_path / "killed", steps, **how)
+    chance = random.Random(kind)
+    step, since = 0, None
+    for _ in range(KILLS):
+        moment = chance.choice(("quiet", "busy", "again"))
+        if moment != "again" or since is None:
+            step += chance.randint(1, 3)
+            run.go_to(step)
+        if moment == "quiet":
+            run.job.wait_for(step=step - 1, since=since)
+        since = run.job.kill_rank(chance.randrange(4))
+    assert run.end() == expected
+    lived = list(run.entries().values())
+    assert sum(len(entries) - 1 for entries in lived) > KILLS // 2
+    for entries in lived:
+        assert len({one["kept"] for one in entries}) == 1
 
 
 def test_they_stay_while_nodes_join_and_die(elastic_job: Any, tmp_path: Path) -> None:

@@ -1,0 +1,42 @@
+"""A script whose own setup takes seconds, under any launcher: an all_reduce every so often.
+
+argv: seconds between two steps; environment: BENCH_SETUP, seconds of the setup, and BENCH_RECOVERS,
+set if the setup is kept in a recoverable function. The first step of each round is told.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from report import report
+
+from elasticrun import training
+
+
+def set_up() -> torch.Tensor:
+    """Stands for the construction of a model, its compilation, and the like."""
+    time.sleep(float(os.environ["BENCH_SETUP"]))
+    return torch.ones(1000)
+
+
+def train() -> None:
+    """Step until killed."""
+    recovers = "BENCH_RECOVERS" in os.environ
+    value = training.keep("value", set_up) if recovers else set_up()
+    dist.init_process_group("gloo")
+    step = 0
+    while True:
+        dist.all_reduce(value)
+        step += 1
+        if step == 1:
+            report("allreduce")
+        training.progress(step)
+        time.sleep(float(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    (training.recoverable(train) if "BENCH_RECOVERS" in os.environ else train)()
