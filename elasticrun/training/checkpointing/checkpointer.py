@@ -230,12 +230,13 @@ class Checkpointer:
         if self._schedule is not None:
             raise RuntimeError("call restore() once, before the first step()")
         began = time.monotonic()
-        self._state.check_loadable()
         backend, exchange = self._open()
         self._check_options_agree(exchange)
         try:
             with no_collection():
                 step = backend.restore(exchange)
+                if backend.source != "memory":  # what is in memory was saved by this training
+                    self._state.check_loadable()
         except (StorageError, CorruptError, NotAgreed, StepNotAvailable) as wrong:
             raise wrong.with_traceback(None) from None  # the message is enough: drop the traceback
         self._start_schedule(step)
