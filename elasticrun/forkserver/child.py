@@ -7,7 +7,6 @@ starts, so an early signal meets the user's disposition, not the server's.
 
 from __future__ import annotations
 
-import _socket
 import _thread
 import gc
 import mmap
@@ -16,10 +15,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from types import CodeType, FrameType
 from typing import Any, Final, NoReturn
 
 from elasticrun.forkserver.helpers import numa
@@ -306,13 +304,10 @@ class FreshStart:
     At the script's first import of numpy or torch, the rank may find that this import would differ
     from the server's: the script has set a variable or replaced a module. By then only the script's
     first lines have run. After an exec they run a second time, so the rank execs only if they have
-    had no effect outside this process. Otherwise the rank continues with the server's import, and
-    later restarts use exec. This is rare, because the server has scanned the text of the script
-    before (`trust.before_import`).
-
-    A profile function sees calls with such effects, and the kernel counts writes. The function is
-    removed when torch is there, or after MOST_CALLS. An audit hook would see more, but cannot be
-    removed, and each `id()`, thus each hash of a tensor, costs 0.6 us with one."""
+    had no effect outside this process. An audit hook and the kernel's count of writes detect such
+    effects. Otherwise the rank continues with the server's import, and later restarts use exec.
+    This is rare, because the server has scanned the text of the script before
+    (`trust.before_import`)."""
 
     def __init__(
         self,
@@ -328,7 +323,7 @@ class FreshStart:
         self._umask = os.umask(0)
         os.umask(self._umask)
         self._seen = ""  # the first external effect, in words
-        self._calls = 0
+        self._is_over = False
         self._compiled = 0  # number of .pyc files written
         self._written = 0
         self._pid = os.getpid()
@@ -336,21 +331,13 @@ class FreshStart:
 
     def watch(self) -> None:
         """Start watching; this is the last step before the script's first line."""
+        sys.addaudithook(self._audit)
         self._written = _writes()
-        sys.setprofile(self._profile)
-
-    def _stop(self) -> None:
-        if sys.getprofile() == self._profile:  # else the script has set another one
-            sys.setprofile(None)
 
     def take(self, reason: str) -> None:
         """Exec the program because of `reason`; return if its first lines must not run twice."""
         if os.getpid() != self._pid:
             return  # a fork of the script; it stays what its parent is
-        is_watched = sys.getprofile() == self._profile
-        self._stop()
-        if not is_watched and not self._seen:
-            self._seen = "run for long" if self._calls > MOST_CALLS else "set a profile function"
         target = self._order.entry.target
         self._page.write(EXEC_NEXT, target, poke=False)
         done = self._external_effect()
@@ -388,20 +375,19 @@ class FreshStart:
             return "started a thread"
         return "written something" if now - self._written > self._compiled else ""
 
-    def _profile(self, frame: FrameType, event: str, arg: Any) -> None:
-        self._calls += 1
-        if not self._stash.modules or self._calls > MOST_CALLS:
-            self._stop()
-        elif event == "c_call":
-            if arg is os.open and frame.f_code is _WRITES_COMPILED:
-                self._compiled += 1
-            elif not self._seen and frame.f_code.co_filename != _WRITES_COMPILED.co_filename:
-                # else an import moves a .pyc file to its place
-                self._seen = f"called {name}" if (name := _external(arg)) else ""
-        elif event == "call" and frame.f_code is _IMPORTS:
-            name = frame.f_locals["name"]
-            if name in GUARDED and name in self._stash.modules:
+    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
+        if not self._stash.modules:
+            if not self._is_over:  # looking for it is an event too
+                self._is_over = True
+                _remove_hook(self._audit)
+            return
+        if event == "import":
+            if args[0] in GUARDED and args[0] in self._stash.modules:
                 self._guard()
+        elif event == "open":
+            self._opened(*args[:3])
+        elif event.startswith(_OUTSIDE) and not self._seen and not _is_compiled(args):
+            self._seen = f"called {event}"
 
     def _guard(self) -> None:
         """Keep our finder first: an import hook before it would load a second copy of torch's
@@ -413,52 +399,53 @@ class FreshStart:
                 sys.meta_path.remove(finder)
             sys.meta_path.insert(0, finder)
 
+    def _opened(self, path: Any, mode: Any, flags: Any) -> None:
+        if isinstance(path, int) or not flags or not flags & _WRITING or path == os.devnull:
+            return
+        if _is_compiled((path,)):
+            self._compiled += 1
+        elif not self._seen:
+            self._seen = f"opened {os.fsdecode(path)} to write"
 
-MOST_CALLS: Final = 2_000_000
-"""Maximum number of calls that the first lines are watched for; about 0.2 s of watching."""
 
-_importlib: Any = sys.modules["_frozen_importlib"]
-_importlib_files: Any = sys.modules["_frozen_importlib_external"]
-_IMPORTS: Final[CodeType] = _importlib._find_and_load.__code__
-_WRITES_COMPILED: Final[CodeType] = _importlib_files._write_atomic.__code__
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
-_MODULES: Final = frozenset(
-    {"_posixsubprocess", "_signal", "_sqlite3", "builtins", "fcntl", "posix", "resource", "syslog"}
+_OUTSIDE = (
+    *("builtins.input", "fcntl.", "ftplib.", "http.client.", "imaplib.", "nntplib.", "os.chmod"),
+    *("os.chown", "os.exec", "os.fork", "os.kill", "os.lchown", "os.link", "os.lockf", "os.mkdir"),
+    *("os.posix_spawn", "os.remove", "os.removexattr", "os.rename", "os.rmdir", "os.setxattr"),
+    *("os.spawn", "os.startfile", "os.symlink", "os.system", "os.truncate", "os.utime", "poplib."),
+    *("pty.spawn", "resource.prlimit", "resource.setrlimit", "shutil.", "signal.pthread_kill"),
+    *("smtplib.", "socket.bind", "socket.connect", "socket.send", "sqlite3.connect"),
+    *("subprocess.Popen", "syslog.", "telnetlib.", "tempfile.", "urllib.Request"),
 )
-_OUTSIDE: Final = frozenset(
-    (
-        *("chflags", "chmod", "chown", "connect", "copy_file_range", "execv", "execve", "fchmod"),
-        *("fchown", "fcntl", "flock", "fork", "fork_exec", "forkpty", "ftruncate", "input"),
-        *("ioctl", "kill", "killpg", "lchown", "link", "lockf", "mkdir", "mkfifo", "mknod"),
-        *("open", "openlog", "posix_fallocate", "posix_spawn", "posix_spawnp", "prlimit"),
-        *("pthread_kill", "remove", "removexattr", "rename", "replace", "rmdir", "sendfile"),
-        *("setrlimit", "setxattr", "symlink", "syslog", "system", "truncate", "unlink", "utime"),
-    )
-)
-"""Functions of these modules that have an effect outside the process, or one that cannot be undone.
-`open` is that of `os`; what is written through the builtin one is counted by the kernel."""
+"""Prefixes of audit events that have an effect outside the process or that cannot be undone."""
 
-_ON_SOCKETS: Final = frozenset(
-    {"bind", "connect", "connect_ex", "send", "sendall", "sendmsg", "sendto"}
-)
-
-
-def _external(function: Any) -> str:
-    """The name of a function that has an effect outside the process, as scripts write it:
-    `os.mkdir`; "" for any other."""
-    name, owner = function.__name__, function.__self__
-    if name in _OUTSIDE:
-        module = getattr(owner, "__name__", "")
-        if module in _MODULES:
-            shown = "os" if module == "posix" else module.removeprefix("_posix").lstrip("_")
-            return f"{shown}.{name}"
-    if name in _ON_SOCKETS and isinstance(owner, _socket.socket):
-        return f"socket.{name}"
-    return ""
-
+_COMPILED = f"{os.sep}__pycache__"
 
 _COUNTS = "/proc/self/io"
 """The kernel's count of writes; missing if built without CONFIG_TASK_IO_ACCOUNTING."""
+
+
+def _is_compiled(args: Iterable[Any]) -> bool:
+    """Whether the event concerns a .pyc file, which an import may write."""
+    return any(isinstance(each, str) and _COMPILED in each for each in args)
+
+
+def _remove_hook(hook: Callable[..., object]) -> None:
+    """Remove an audit hook; call it from the hook. Python has no function for that, and a hook
+    costs 0.6 us for each `id()`, so for each hash of a tensor. The interpreter iterates over a list
+    of its hooks, and the garbage collector knows the iterator. Without the hook 0.1 us is left,
+    since the empty list stays. If the list is not found, the hook stays."""
+    for found in gc.get_objects(generation=0):
+        if type(found) is _ListIterator:
+            hooks = found.__reduce__()[1][0]
+            if type(hooks) is list and hook in hooks:
+                hooks.remove(hook)
+                return
+
+
+_ListIterator: Final[type] = type(iter([]))
 
 
 def _writes() -> int:

@@ -9,15 +9,11 @@ import os
 import pty
 import queue
 import signal
-import socket
-import sqlite3
 import subprocess
 import sys
-import tempfile
+import textwrap
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import psutil
@@ -211,6 +207,7 @@ ALIKE = {
 
 EXECED = """
 import sys
+import textwrap
 if not [finder for finder in sys.meta_path if type(finder).__name__ == "_Finder"]:
     sys.exit(open(sys.argv[1], "w").write("3") - 1)
 """
@@ -277,66 +274,19 @@ def test_an_archive_on_the_path_gives_its_other_modules_too(tmp_path: Path) -> N
         assert driver.all_of(Execed) == []
 
 
-class Watched:
-    """The first lines of a script, in this process."""
-
-    def __init__(self) -> None:
-        self.page = child.Page()
-        self.page.adopt()
-        order = SpawnRank(0, 0, Entrypoint(EntryKind.SCRIPT, "s.py"), {}, (), "", "", "")
-        stash = SimpleNamespace(modules={"torch": None})
-        self.start = child.FreshStart(cast("Any", None), order, self.page, cast("Any", stash), {})
-
-    def notice_of(self, lines: Callable[[], object]) -> str:
-        """What is said if the first lines are these, and must not run twice."""
-        self.start.watch()
-        try:
-            lines()
-            self.start.take("a variable was set")
-        finally:
-            sys.setprofile(None)
-        told = list(self.page.read())
-        assert [kind for kind, _ in told] == [child.EXEC_NEXT, child.NOTICE]
-        return told[1][1]
-
-
 def test_a_kernel_that_counts_no_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks start; the lines of one that has set a variable too late do not run twice."""
     monkeypatch.setattr(child, "_COUNTS", str(tmp_path / "none"))
-    assert "perhaps written something" in Watched().notice_of(lambda: None)
-
-
-@pytest.mark.parametrize(
-    ("lines", "done"),
-    [
-        (lambda: os.mkdir("made"), "called os.mkdir"),
-        (lambda: tempfile.mkdtemp(dir="."), "called os.mkdir"),
-        (lambda: os.symlink("a", "b"), "called os.symlink"),
-        (lambda: os.open("made", os.O_CREAT), "called os.open"),
-        (lambda: os.kill(os.getpid(), 0), "called os.kill"),
-        (lambda: subprocess.run(["true"], check=True), "called subprocess.fork_exec"),
-        (lambda: socket.socket().bind(("127.0.0.1", 0)), "called socket.bind"),
-        (lambda: [one.send(b"x") for one in socket.socketpair()], "called socket.send"),
-        (lambda: sqlite3.connect(":memory:"), "called sqlite3.connect"),
-        (lambda: sys.setprofile(lambda *_: None), "set a profile function"),
-        (lambda: [len("") for _ in range(2000)], "run for long"),
-    ],
-)
-def test_lines_with_an_effect_outside_do_not_run_twice(
-    lines: Callable[[], object], done: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(child, "MOST_CALLS", 1000)
-    assert f"have {done};" in Watched().notice_of(lines)
-    assert sys.getprofile() is None
-
-
-def test_a_rank_is_not_watched_any_longer_than_its_first_lines(
-    server: Driver, tmp_path: Path
-) -> None:
-    text = "import sys\nbefore = sys.getprofile()\nimport torch\n"
-    text += "sys.exit(0 if before is not None and sys.getprofile() is None else 1)\n"
-    assert server.run(script(tmp_path / "s.py", text)).code == 0
+    monkeypatch.setattr(sys, "addaudithook", lambda hook: None)  # it would stay for ever
+    page, entry = child.Page(), Entrypoint(EntryKind.SCRIPT, "s.py")
+    page.adopt()
+    order = SpawnRank(0, 0, entry, {}, (), "", "", "")
+    again = child.FreshStart(cast("Any", None), order, page, cast("Any", None), {})
+    again.watch()
+    again.take("a variable was set")
+    told = list(page.read())
+    assert [kind for kind, _ in told] == [child.EXEC_NEXT, child.NOTICE]
+    assert "perhaps written something" in told[1][1]
 
 
 STATE = """
@@ -681,6 +631,7 @@ def test_tools_see_the_script(server: Driver, tmp_path: Path, length: int) -> No
 
 FALLBACK = """
 import sys
+import textwrap
 from elasticrun.host.system import title
 title._PR_SET_MM_MAP = 99  # an old kernel
 words = [w.encode() for w in sys.argv[2:]]
@@ -706,6 +657,7 @@ def test_an_old_kernel_shows_a_title(words: list[str]) -> None:
 
 TITLE = """
 import sys
+import textwrap
 from elasticrun.host.system import title
 before = open("/proc/self/environ", "rb").read()
 title._PR_SET_MM_MAP = int(sys.argv[1]) or title._PR_SET_MM_MAP
@@ -763,3 +715,27 @@ def test_a_rank_with_triton_ends_without_a_word(tmp_path: Path) -> None:
     with forking(entry, preload=["triton"]) as driver:
         assert driver.run(entry, stderr=str(tmp_path / "err")).code == 0
     assert (tmp_path / "err").read_text() == ""
+
+
+def test_the_audit_hook_goes_when_torch_is_there(server: Driver, tmp_path: Path) -> None:
+    """Else each `id()` calls it, for the life of the rank."""
+    text = """
+    import gc, sys
+    def hooks():
+        found = []
+        def hook(event, args):
+            if event == "look" and not found:
+                for one in gc.get_objects():
+                    if type(one) is type(iter([])):
+                        listed = one.__reduce__()[1][0]
+                        if type(listed) is list and hook in listed:
+                            found.append(len(listed))
+        sys.addaudithook(hook)
+        sys.audit("look")
+        return found[0]
+    before = hooks()
+    import torch
+    sys.audit("anything")
+    assert (before, hooks()) == (2, 2), (before, hooks())
+    """
+    assert server.run(script(tmp_path / "s.py", textwrap.dedent(text))).code == 0
