@@ -151,7 +151,7 @@ def test_a_slow_node_really_takes_its_time(group: Group) -> None:
     ("fault", "reason"),
     [
         ("probe-fail=compute", "a planted fault"),
-        ("probe-fail=wrong", "the matmul computed a wrong result: another one than the first"),
+        ("probe-fail=wrong", "the matmul computed a wrong result: it differs from the first one"),
     ],
 )
 def test_who_fails_alone_excuses_the_other(group: Group, fault: str, reason: str) -> None:

@@ -170,7 +170,7 @@ REFUSED = {
     "umask": (
         "umask 077",
         {},
-        "umask 0077 here, 0022 in the warm process; `elasticrun warm --stop`",
+        "umask 0077 here, 0022 in the warm process; run `elasticrun warm --stop`",
     ),
     "limit": ("ulimit -S -c 7", {}, "limit of core file size 3584 bytes (hard "),
     "nice": ("exec nice -n 3", {}, "nice value "),
@@ -271,7 +271,7 @@ def test_the_command(tmp_path: Path) -> None:
     started = run("--idle", "20")
     assert "is warm, with torch" in started
     assert f", {several}; it ends" in started
-    assert "is warm already" in (again := run())
+    assert "is already warm" in (again := run())
     assert several in again
     assert "--idle has no effect on it" in run("--idle=3", code=1)
     umask = "umask 0077 here, 0022 in the warm process"

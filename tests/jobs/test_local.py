@@ -172,7 +172,7 @@ signal.pause()
 def test_logs_of_a_job_by_name_while_it_runs_and_when_it_has_ended(person: Person) -> None:
     (person.world.scratch / "prints.py").write_text(PRINTS)
     script = str(person.world.scratch / "prints.py")
-    words = ("submit", "-o", "json", "--nproc-per-node=2", "--", script)
+    words = ("submit", "-o", "json", "--nproc-per-node=2", "--launch=fork", "--", script)
     racing = [
         person.world.command([sys.executable, "-m", "elasticrun", *words], env=person.environ)
         for _ in range(3)

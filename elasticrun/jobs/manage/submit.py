@@ -176,8 +176,8 @@ def _submit(
     ns.name = settings.job_name(ns.name, Path(program[0]).name.removesuffix(".py"))
     here = where != "k8s"  # run folder and working directory are on this host; else in the pods
     at = Path(ns.run_dir).absolute() if here and ns.run_dir else None
-    ns.launch = (RunFolder(at).id if at else "") or secrets.token_hex(4)
-    run = RunFolder(at or run_path(root, ns.name, ns.launch))
+    ns.launch_id = (RunFolder(at).id if at else "") or secrets.token_hex(4)
+    run = RunFolder(at or run_path(root, ns.name, ns.launch_id))
     if here and ns.working_dir:
         try:
             os.chdir(ns.working_dir)
@@ -221,7 +221,7 @@ def _start(
     """Create the run folder and submit. Returns the backend's sentence. Raises RequestFailed."""
     here = known.on != "k8s"
     try:
-        make_run(root, ns.name, ns.launch, run.path)
+        make_run(root, ns.name, ns.launch_id, run.path)
         if here and ns.fresh:
             archive(run.path)
         (run.path / RESULT).unlink(missing_ok=True)
@@ -405,7 +405,7 @@ def _record(known: Submission, ns: argparse.Namespace) -> JobRecord:
         where=known.on,
         nodes=f"{low}:{high}",
         nproc=ns.nproc_per_node,
-        launch=ns.launch,
+        launch=ns.launch_id,
     )
 
 
