@@ -179,7 +179,7 @@ def test_logs_of_a_job_by_name_while_it_runs_and_when_it_has_ended(person: Perso
     ]
     ended = {one.wait(): one for one in racing}
     assert [one.wait() for one in racing].count(0) == 1  # the others are refused
-    assert "a job prints" in ended[1].stderr
+    assert "job prints" in ended[1].stderr
     made = json.loads(ended[0].stdout)
     assert made["name"] == "prints"
     reader = person.world.command(
