@@ -25,6 +25,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any, Final, ParamSpec, TypeVar
@@ -73,22 +74,73 @@ class RoundOver(BaseException):
     """Raised in a recoverable function whose round has ended. Let it pass."""
 
 
-_kept: dict[str, Any] = {}
+@dataclass(slots=True)
+class _Kept:
+    """An object that is kept, and what torch does not save of the modules in it: which of them are
+    in training mode, which parameters require gradients."""
+
+    value: Any
+    stateless: bool
+    modes: list[tuple[Any, bool]]
+    gradients: list[tuple[Any, bool]]
+    renewed: bool = False  # built in an earlier round
+
+    def renew(self) -> None:
+        """The failed step may have left gradients, or a model in evaluation mode."""
+        self.renewed = True
+        for module, training in self.modes:
+            module.training = training
+        for parameter, required in self.gradients:
+            parameter.grad = None
+            parameter.requires_grad_(required)
+
+
+_kept: dict[str, _Kept] = {}
 _running = False
 
 
-def keep(name: str, build: Callable[[], T]) -> T:
+def keep(name: str, build: Callable[[], T], *, stateless: bool = False) -> T:
     """The object that `build` returns: built once per process, and the same one in every call of a
     recoverable function in this process::
 
         model = training.keep("model", build_model)
 
-    Its state is what the last round has left: a Checkpointer that is given the object restores it.
+    A Checkpointer that is given the object rolls it back. Modules (also in a tuple, list or dict)
+    get back the mode and have no gradients. Where the ranks have no step in memory to restore, the
+    object is built anew, because it may hold what the failed round has learnt. `stateless=True`:
+    training does not change it (a tokenizer, a dataset), so it is kept even then.
+
     It must not hold process groups, which end with their round: keep a module, not its DDP."""
     if name not in _kept:
-        _kept[name] = build()
-    found: T = _kept[name]
+        built = build()
+        modules = _modules_in(built)
+        modes = [(one, one.training) for top in modules for one in top.modules()]
+        parameters = [(p, p.requires_grad) for top in modules for p in top.parameters()]
+        _kept[name] = _Kept(built, stateless, modes, parameters)
+    found: T = _kept[name].value
     return found
+
+
+def keeps_trained_state() -> bool:
+    """Whether this process keeps objects that an earlier round has trained."""
+    return any(kept.renewed and not kept.stateless for kept in _kept.values())
+
+
+def _modules_in(value: Any) -> list[Any]:
+    """The modules of torch that an object is, or has in a tuple, list or dict."""
+    if not (torch := sys.modules.get("torch")):
+        return []
+    several = value.values() if isinstance(value, dict) else value
+    found = [*several] if isinstance(value, dict | list | tuple) else [value]
+    return [one for one in found if isinstance(one, torch.nn.Module)]
+
+
+def _renew_kept(*, restores: bool) -> None:
+    for name, kept in list(_kept.items()):
+        if kept.stateless or restores:
+            kept.renew()
+        else:
+            del _kept[name]
 
 
 def recoverable(function: Callable[P, T]) -> Callable[P, T]:
@@ -187,6 +239,7 @@ class _Recovery:
 
     def __init__(self, agent: _Agent) -> None:
         self._agent = agent
+        self._excepthook = sys.excepthook
         self._caller = threading.get_ident()
         self._interrupts = signal.getsignal(INTERRUPT) == signal.SIG_DFL
         if self._interrupts:  # else the script handles it
@@ -231,7 +284,9 @@ class _Recovery:
                 self._outside.set()
 
     def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
-        if self._is_over and not self._outside.is_set():
+        # not within an import, whose callbacks would swallow it: it is tried again
+        importing = frame is not None and frame.f_code.co_filename.startswith("<frozen importlib")
+        if self._is_over and not self._outside.is_set() and not importing:
             raise RoundOver("the round has ended")
 
     def _must_leave(self, error: BaseException, step: int) -> bool:
@@ -263,6 +318,8 @@ class _Recovery:
             order = self._inbox.get()
         if not isinstance(order, EnterRound):
             raise ConnectionError("the agent has ended")
+        if sys.excepthook.__module__ == "torch.distributed.distributed_c10d":
+            sys.excepthook = self._excepthook  # each init_process_group wraps it once more
         _begin_round(order)
 
     def _end(self) -> None:
@@ -418,6 +475,7 @@ def _begin_round(entry: EnterRound) -> None:
             os.dup2(opened, descriptor)
             os.close(opened)
     os.environ.update(entry.environ)
+    _renew_kept(restores=entry.restores)
     if reporting := sys.modules.get("elasticrun.training.reporting"):
         reporting.begin_round()
     if connection := sys.modules.get("elasticrun.training.checkpointing.agent_connection"):

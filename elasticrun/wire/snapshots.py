@@ -475,11 +475,13 @@ class Reraise:
 @dataclass(frozen=True, slots=True)
 class EnterRound:
     """Call the function again, as a rank of the next round. `environ`: the variables that a new
-    process would get; `stdout` and `stderr`: the files to write to, "" for the present one."""
+    process would get; `stdout` and `stderr`: the files to write to, "" for the present one;
+    `restores`: whether the ranks restore a step that is in memory."""
 
     environ: dict[str, str]
     stdout: str
     stderr: str
+    restores: bool
 
 
 ToRecoverable = LeaveRound | Reraise | EnterRound

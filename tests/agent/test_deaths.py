@@ -367,7 +367,7 @@ def test_a_port_of_somebody_else_is_one_sentence(world: World, web_server: int) 
         ELASTICRUN, "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{web_server}", PUPPET
     )
     assert job.wait() == 1
-    assert f"{web_server} is held by a process that does not answer" in job.stderr
+    assert f"{web_server} is in use by a process that is not an elasticrun master" in job.stderr
     assert "Traceback" not in job.stderr
 
 

@@ -322,7 +322,7 @@ async def test_over_tls(environ: dict[str, str], tmp_path: Path) -> None:
         code, out, err = await told(*WITH_TIME, "--json", where, **environ)
         assert (code, err) == (1, "")
         master = one(findings(out), "master")
-        assert "speaks TLS and this node does not" in master.seen
+        assert "uses TLS and this node does not" in master.seen
         assert "--tls-ca" in master.todo
 
 

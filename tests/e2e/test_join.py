@@ -106,7 +106,7 @@ def test_each_machine_has_its_own_certificate(world: World) -> None:
     first = world.command([*command, str(PUPPET)])
     world.hub.ranks(1, world_size=1)
     _, *words = shlex.split(first.until_text(" join ").split(HEAD)[1].splitlines()[0])
-    assert "the master there speaks TLS and this node does not" in ran(*words).stderr
+    assert "the master uses TLS and this node does not" in ran(*words).stderr
     joined = [*COMMANDS[ELASTICRUN], *words, "--local-addr=127.0.0.1", *flags(theirs)]
     second = world.command(joined)
     pair = world.hub.ranks(2, world_size=2)
@@ -126,10 +126,10 @@ OLD = str(join_code("a token", time.time() - 3 * JOIN_CODE_LIFE))
         (("127.0.0.1:1", "-"), "that is not a join code"),  # an empty standard input
         (("a/b:1", FRESH), "is not an endpoint: write host:port"),
         (("127.0.0.1:1", FRESH), "does not answer: "),
-        (("127.0.0.1:1", OLD), "this join code expired long ago by this machine's clock"),
+        (("127.0.0.1:1", OLD), "this join code expired long ago according to this machine's clock"),
         (("127.0.0.1:1", FRESH, "train.py"), "only flags may follow the code"),
     ],
-    ids=["nothing", "no code", "no input", "no endpoint", "no answer", "too old", "a script"],
+    ids=["nothing", "no code", "no input", "not an endpoint", "no answer", "too old", "a script"],
 )
 def test_what_cannot_be_is_one_sentence(words: tuple[str, ...], sentence: str) -> None:
     done = ran("join", *words) if words else ran("join", "x")

@@ -171,8 +171,8 @@ def test_a_job_over_tls(world: World, static: bool) -> None:
     peers = summing(world, 2)
     (plain,) = agents(world, ELASTICRUN, 1, "2", port, env=env, first=1, static=static)
     assert plain.wait() == EXIT_FAILED
-    assert "speaks TLS and this node does not" in plain.stderr
-    for words, said in ((flags, ""), ((), "speaks TLS and this node does not")):
+    assert "uses TLS and this node does not" in plain.stderr
+    for words, said in ((flags, ""), ((), "uses TLS and this node does not")):
         ask = ("status", f"127.0.0.1:{port}", "--json", *words)
         asked = ran(*ask, env=world.environment(env))
         assert asked.returncode == bool(said)

@@ -284,7 +284,7 @@ def test_a_script_that_says_do_not_try_again(world: World) -> None:
     peers = world.hub.ranks(2)
     peers[1].order("exit", code=93)
     assert [j.wait() for j in jobs] == [93, 93]
-    assert all("the script says that trying again cannot help" in j.stderr for j in jobs)
+    assert all("the script reports that a retry cannot help" in j.stderr for j in jobs)
     assert len(world.hub.peers) == 2  # no other round
 
 

@@ -275,9 +275,11 @@ def test_the_command(tmp_path: Path) -> None:
     assert several in again
     assert "--idle has no effect on it" in run("--idle=3", code=1)
     umask = "umask 0077 here, 0022 in the warm process"
-    assert f"forked from it: {umask}; run `elasticrun warm --stop`" in run(code=1, mask=0o077)
+    assert f"of this shell cannot use it: {umask}; run `elasticrun warm --stop`" in run(
+        code=1, mask=0o077
+    )
     assert f"  not here: {umask}\n" in run("--list", mask=0o077)
-    assert "--idle is for a start" in run("--list", "--idle=3", code=2)
+    assert "--idle has no effect with --list" in run("--list", "--idle=3", code=2)
     row = run("--list").splitlines()[1].split()
     assert row[0].isdigit()
     assert row[-1] == "here"

@@ -181,7 +181,7 @@ async def test_a_line_of_a_host_that_does_not_end(columns: int, monkeypatch) -> 
     [
         ("echo welcome; echo; cd /; sh -c \"$last\"", 0, "[far] rank 0 of 1 in {here}\n"),
         ("echo no such program >&2; exit 127", 1, "far cannot be used: there is no Python"),
-        ("echo 'x: Permission denied (publickey).' >&2; exit 255", 1, "nothing here asks for"),
+        ("echo 'x: Permission denied (publickey).' >&2; exit 255", 1, "asks for no password"),
         ("echo 'No module named elasticrun' >&2; exit 1", 1, "No module named elasticrun; the job"),
         ("echo elasticrun-far 1 0.0.0", 1, "another version of elasticrun is installed there"),
         ("yes", 1, "its shell profile prints too much"),

@@ -187,7 +187,7 @@ def test_logs_of_a_job_by_name_while_it_runs_and_when_it_has_ended(person: Perso
     )
     for rank in (0, 1):
         reader.until_text(f"[{rank}] rank {rank} is here\n", stream="stdout")
-    assert "no step was saved as it ended" in person.types("suspend", "prints")
+    assert "is suspended, but no step was saved;" in person.types("suspend", "prints")
     assert reader.wait() == 0
     assert person.row("prints")["state"] == "suspended"
     assert "already (suspended)" in person.hears("submit", "--name", "prints", "--", script)[1]
@@ -200,7 +200,10 @@ def test_logs_of_a_job_by_name_while_it_runs_and_when_it_has_ended(person: Perso
         assert "rank 1 is here" in person.types("logs", "prints", "-i", node, "-t", "1")
     assert "there is no node elsewhere" in person.hears("logs", "prints", "--node=elsewhere")[1]
     assert "did you mean prints?" in person.hears("logs", "prnts")[1]
-    assert "no rank 2 has log files here: there is 0,1" in person.hears("logs", "p", "--rank=2")[1]
+    assert (
+        "no rank 2 has log files here; ranks with files: 0,1"
+        in person.hears("logs", "p", "--rank=2")[1]
+    )
     (console,) = Path(made["run_dir"]).glob("console.log")
     assert "rank 0 is here" not in console.read_text()
     person.types("delete", "prints", "--keep-files")

@@ -229,8 +229,8 @@ async def test_over_tls(home: Path, tmp_path: Path) -> None:
         assert (code, err) == (0, "")
         assert "round 1" in out
         for words, said in (
-            ((), "speaks TLS and this node does not"),
-            ((flags[2],), "hangs up after the TLS handshake"),
+            ((), "uses TLS and this node does not"),
+            ((flags[2],), "closes the connection after the TLS handshake"),
             ((*flags[:2], f"--tls-ca={files.key}"), "holds no certificate"),
         ):
             code, out, err = await _status(where, *words)

@@ -525,7 +525,7 @@ def test_a_master_by_hand_goes_on_where_it_was_and_remembers_the_end(world: Worl
     assert len(world.hub.peers) == 4
 
     master = by_hand(world, port, folder)
-    master.until_text("the job is over already")
+    master.until_text("the job is over")
     for _ in range(2):  # whoever comes, and as often as he comes
         (late,) = agents(world, ELASTICRUN, 1, "2", port, *more)
         assert late.wait() == 1

@@ -252,7 +252,7 @@ def test_the_verb(traced: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ('{"t": 1.0, "e": {"Tick": {}}}\n', "does not begin with a master's head"),
         ('{"trace": 99}\n', "version 99"),
         ('{"trace": 2}\n', "version 2, but this elasticrun reads 3"),
-        ('{"trace": 3}\n', "is no trace"),
+        ('{"trace": 3}\n', "is not a trace"),
         ("\x00" * 1000, "not text of that form"),
     ],
 )

@@ -443,7 +443,8 @@ class Ranks:
     def _enter(self, attempt: _Attempt, local_rank: int, environment: dict[str, str]) -> None:
         """Start the round in the process of a kept rank."""
         logs = attempt.logs[local_rank]
-        order = EnterRound(environment, logs.stdout, logs.stderr)
+        restores = attempt.start.info.restore is not None
+        order = EnterRound(environment, logs.stdout, logs.stderr, restores)
         if not self._recoverables.enter(local_rank, order):
             logger.warning("local rank %d cannot be reached: killing it", local_rank)
             self.signal((local_rank,), signal.SIGKILL)

@@ -428,7 +428,7 @@ class WorkerGroup:
         """STARTING or RUNNING."""
         if self._leaving.cause is None:
             return self._recall.raised(event, now)
-        self._ctx.out.append(fx.LetRankFail(event.local_rank))
+        self._recall.let_fail(event.local_rank)
         return None
 
     def _stop_others(self, now: float) -> None:

@@ -38,14 +38,18 @@ class LocalRanks:
         """Local ranks that exited with 0 before any was signalled."""
         self.armed: set[int] = set()
         """Local ranks that can be recalled (`recall`)."""
+        self.failing: set[int] = set()
+        """Those whose exception leaves their recoverable function: they are about to exit."""
         self.recalled: set[int] = set()
-        """Those that were recalled and have not left yet; they are not signalled."""
+        """Those that were recalled, or fail by themselves, and have not left yet; they are not
+        signalled."""
         self.kept: dict[int, int] = {}
         """Those that have left their round and wait for the next one -> pid."""
 
     def new_round(self, first_rank: int) -> None:
         """A new round: nothing has been spawned yet. It starts in the kept processes."""
         self.armed = set(self.kept)
+        self.failing.clear()
         self.recalled.clear()
         self.kept.clear()
         self._is_stopping = False
@@ -74,8 +78,8 @@ class LocalRanks:
     def recall(self) -> tuple[int, ...]:
         """The armed ranks that are alive, which are recalled now."""
         self._note_ended()
-        self.recalled = self.armed & self.live.keys()
-        return tuple(sorted(self.recalled))
+        self.recalled = (self.armed | self.failing) & self.live.keys()
+        return tuple(sorted(self.recalled - self.failing))
 
     def left(self, local_rank: int) -> bool:
         """A rank has left its round; False if it is not recalled any more."""

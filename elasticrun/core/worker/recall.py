@@ -34,9 +34,10 @@ class Recall:
         SIGTERM to SIGKILL."""
         ctx = self._ctx
         self._kill_at = now + grace
-        if not (recalled := ctx.ranks.recall()):
+        if recalled := ctx.ranks.recall():
+            ctx.out.append(fx.RecallRanks(recalled))
+        if not ctx.ranks.recalled:
             return grace
-        ctx.out.append(fx.RecallRanks(recalled))
         ctx.deadlines.arm("recall", now + RECALL_LIMIT)
         return RECALL_LIMIT + grace
 
@@ -93,11 +94,18 @@ class Recall:
             return None
         failure = ctx.ranks.failed(fx.RankExited(local_rank, 1, event.failure), now)
         if failure.kind not in ECHOES or local_rank not in ctx.ranks.armed:
-            ctx.ranks.armed.discard(local_rank)
-            ctx.out.append(fx.LetRankFail(local_rank))
+            self.let_fail(local_rank)
             return None
         ctx.failed(local_rank, failure)
         return StopRanks()
+
+    def let_fail(self, local_rank: int) -> None:
+        """This rank fails by its own exception, and is not stopped before it has exited: its
+        failure is the cause of others."""
+        ranks = self._ctx.ranks
+        ranks.armed.discard(local_rank)
+        ranks.failing.add(local_rank)
+        self._ctx.out.append(fx.LetRankFail(local_rank))
 
     def left(self, event: fx.RankLeft, now: float) -> GroupWish | None:
         """STOPPING."""

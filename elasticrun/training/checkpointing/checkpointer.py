@@ -9,6 +9,7 @@ import inspect
 import json
 import operator
 import os
+import sys
 import time
 import warnings
 import weakref
@@ -235,6 +236,8 @@ class Checkpointer:
         try:
             with no_collection():
                 step = backend.restore(exchange)
+                if backend.source == "nothing":
+                    _refuse_trained_state()
                 if backend.source != "memory":  # what is in memory was saved by this training
                     self._state.check_loadable()
         except (StorageError, CorruptError, NotAgreed, StepNotAvailable) as wrong:
@@ -452,6 +455,16 @@ class _Owner:
 _made: Final[weakref.WeakSet[Checkpointer]] = weakref.WeakSet()
 _owners_by_pid: Final[dict[int, tuple[_Owner]]] = {}
 """By pid: the owner of the state that the agent holds. A forked child has another pid."""
+
+
+def _refuse_trained_state() -> None:
+    """Raises StateError if objects that an earlier round has trained would start from step 0."""
+    recovery = sys.modules.get("elasticrun.training.recovery")
+    if recovery is not None and recovery.keeps_trained_state():
+        raise StateError(
+            "the snapshot that the ranks were to restore cannot be used, and this process keeps "
+            "objects that an earlier round has trained: a new process starts without them"
+        )
 
 
 def end_round() -> None:

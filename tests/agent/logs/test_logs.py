@@ -482,7 +482,7 @@ def test_when_time_is_up_stderr_is_first(shown: Show, pipes: Pipes, caplog) -> N
     reader.join(LIMIT)
     assert 0 < cut[0] < size
     assert "of the ranks' stdout were not shown, because the time limit was reached" in caplog.text
-    assert f"these files have it all: {made.stdout} (" in caplog.text
+    assert f"it is all in these files: {made.stdout} (" in caplog.text
 
 
 def test_a_console_that_is_closed_stops_nobody(shown: Show) -> None:

@@ -128,7 +128,7 @@ SLURM = [
     alone("one node is said", SRUN, "", flags="--nnodes=1"),
     alone("--standalone", SRUN, "", flags="--standalone"),
     alone("--standalone by PET_", SRUN | {"PET_STANDALONE": "1"}, ""),
-    alone("a heterogeneous job", SRUN | {"SLURM_HET_SIZE": "2"}, "heterogeneous"),
+    alone("heterogeneous jobs", SRUN | {"SLURM_HET_SIZE": "2"}, "heterogeneous"),
     alone("a list that cannot be read", SRUN | {"SLURM_STEP_NODELIST": "node[2-"},
           "SLURM_STEP_NODELIST cannot be read: the brackets"),
     alone("a list of other nodes", SRUN | {"SLURM_STEP_NODELIST": "node[2-9]"},

@@ -118,6 +118,31 @@ def test_an_exception_of_its_own_is_the_failure_of_that_rank() -> None:
     assert agent.exit(1, 1, failure=own(1))[2] == fx.RecallRanks((0,))
 
 
+def test_a_rank_that_fails_by_itself_is_not_stopped_before_it_has_exited() -> None:
+    """Else its own failure would be lost, and the loss of a peer be the cause."""
+    agent = armed(0, 1)
+    agent.feed(fx.RankRaised(1, own(1)))
+    echo = own(0, kind="peer-lost")
+    assert agent.feed(fx.RankRaised(0, echo)) == [
+        fx.Say(m.RanksFailed(ROUND, (echo,))),
+        fx.RanksStopping(),
+        fx.RecallRanks((0,)),
+        fx.Say(m.Stopping(ROUND, RECALL_LIMIT + 10.0)),
+    ]
+    left(agent, 0)
+    cause = own(1)
+    assert agent.exit(1, 1, failure=cause)[0] == fx.Say(m.RanksFailed(ROUND, (echo, cause)))
+
+
+def test_one_that_does_not_exit_is_stopped_after_all() -> None:
+    agent = armed(1)
+    agent.feed(fx.RankRaised(1, own(1)))
+    assert agent.order(STOP)[1] == fx.SignalRanks((0,), 15)
+    agent.exit(0)
+    assert agent.wait() == [fx.SignalRanks((1,), 15)]
+    assert agent.now == RECALL_LIMIT
+
+
 def test_a_node_that_leaves_lets_its_ranks_fail() -> None:
     agent = armed(0, 1)
     agent.feed(fx.Signalled(15, "SIGTERM", True, step=3))

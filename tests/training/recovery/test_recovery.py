@@ -13,6 +13,7 @@ from queue import SimpleQueue
 from typing import Any, NoReturn
 
 import pytest
+import torch
 
 from elasticrun import training
 from elasticrun.training import recovery
@@ -97,10 +98,11 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 @pytest.fixture(autouse=True)
 def environ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(recovery, "_kept", {})
 
 
 def entered(count: str) -> EnterRound:
-    return EnterRound({env.RESTART_COUNT: count, "OWN": "x"}, "", "")
+    return EnterRound({env.RESTART_COUNT: count, "OWN": "x"}, "", "", True)
 
 
 def test_without_an_agent_it_is_an_ordinary_call() -> None:
@@ -122,6 +124,40 @@ def test_what_is_kept_is_built_once() -> None:
 
     assert training.keep("a list", build) is training.keep("a list", build)
     assert built == [1]
+
+
+def kept_model() -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(), torch.nn.Linear(2, 1))
+    model[0].requires_grad_(False)
+    model[1].eval()
+    return model
+
+
+@pytest.mark.parametrize("pack", [lambda m: m, lambda m: (1, m), lambda m: {"model": m}])
+def test_a_kept_module_has_its_mode_again_and_no_gradients(pack: Callable[[Any], Any]) -> None:
+    model = kept_model()
+    assert training.keep("packed", lambda: pack(model)) == pack(model)
+    model(torch.ones(1, 2)).sum().backward()
+    assert model[2].weight.grad is not None
+    model.eval()
+    model.requires_grad_(True)
+    recovery._renew_kept(restores=True)
+    assert [one.training for one in model.modules()] == [True, True, False, True]
+    assert [p.requires_grad for p in model.parameters()] == [False, False, True, True]
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_what_nothing_rolls_back_is_built_anew() -> None:
+    model, words = training.keep("a model", kept_model), ["a", "dataset"]
+    training.keep("words", lambda: words, stateless=True)
+    assert not recovery.keeps_trained_state()
+    recovery._renew_kept(restores=False)
+    assert training.keep("words", list, stateless=True) is words
+    again = training.keep("a model", kept_model)
+    assert again is not model
+    recovery._renew_kept(restores=True)
+    assert training.keep("a model", kept_model) is again
+    assert recovery.keeps_trained_state()
 
 
 def test_it_returns_what_the_function_returns(agent: StandIn) -> None:
@@ -282,7 +318,7 @@ def test_only_connections_between_ranks_are_shut_down() -> None:
 def test_output_goes_to_the_files_of_the_next_round(agent: StandIn, tmp_path: Any) -> None:
     before = os.dup(1)
     path = str(tmp_path / "stdout.log")
-    agent.answers = {Raised: [LeaveRound()], Left: [EnterRound({}, path, "")]}
+    agent.answers = {Raised: [LeaveRound()], Left: [EnterRound({}, path, "", False)]}
     calls: list[str] = []
 
     @training.recoverable
