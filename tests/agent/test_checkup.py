@@ -43,7 +43,9 @@ def test_a_failure_is_told_and_ends_nothing(world: World) -> None:
     rank.order("exit")
     assert job.wait() == 0, job.stderr
     (line,) = [line for line in job.stderr.splitlines() if "open files" in line]
-    assert "this machine is unfit: open files: ulimit -n is 100, with which no rank" in line
+    assert (
+        "this machine is unfit: open files: ulimit -n is 100, which is too few for any rank" in line
+    )
     assert line.endswith("; ulimit -n 1024; the agent continues: --precheck=1 would end it")
 
 

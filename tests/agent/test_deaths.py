@@ -357,7 +357,7 @@ def test_a_static_master_that_is_to_be_elsewhere_is_told(world: World) -> None:
     """Nobody gave node ranks: each node has rank 0 and would wait for the others for ever."""
     words = ("--nnodes=2", "--master-addr=192.0.2.1", f"--master-port={free_port()}")
     job = world.launch(ELASTICRUN, *words, PUPPET)
-    job.until_text("192.0.2.1 is no address of this host; give every node a --node-rank")
+    job.until_text("192.0.2.1 is not an address of this host; give each node its --node-rank")
     job.signal(signal.SIGTERM)
     assert job.wait() == 1
 
@@ -455,4 +455,4 @@ def test_a_master_that_cannot_start_is_one_sentence(world: World) -> None:
     )
     job = world.launch(ELASTICRUN, PUPPET, env={"PYTHONPATH": str(hook)})
     assert job.wait() == 1
-    assert "the job master cannot be started: it ended with 1 each time" in job.stderr
+    assert "the job master cannot be started: it exited with 1 each time" in job.stderr

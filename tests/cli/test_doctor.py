@@ -204,7 +204,7 @@ def test_a_step_of_several_nodes_has_the_checks_of_several_hosts(environ: dict[s
     page = json.loads(done.stdout)
     name = one([finding(fields) for fields in page["findings"]], "host name")
     assert name.state is Level.WARNING
-    assert "which is loopback alone; gloo offers" in name.seen
+    assert "which is only loopback; gloo offers" in name.seen
     told = {one["name"]: (one["value"], one["source"]) for one in page["settings"]}
     assert told["nnodes"] == ("2", "$SLURM_STEP_NUM_NODES")
     assert told["node-rank"] == ("1", "$SLURM_NODEID")
@@ -243,7 +243,7 @@ def test_a_small_shm_of_a_container(environ: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--rdzv-endpoint=h:x",), "'h:x' is no endpoint"),
+        (("--rdzv-endpoint=h:x",), "'h:x' is not an endpoint"),
         (("--nproc-per-node=many",), "--nproc-per-node=many is not known"),
         (("--nnodes=3:2",), "--nnodes=3:2"),
         (("--accelerator=abacus",), "--accelerator=abacus is not known"),

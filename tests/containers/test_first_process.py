@@ -100,7 +100,7 @@ def test_it_is_killed_and_started_again(box: Box, world: World) -> None:
         gate.write_text(str(10**9))
         container = box(*words, env={"OMP_NUM_THREADS": "1"}, shm_volume=shm)
         assert container.launched.wait() == 0, container.launched.stderr
-        assert "from step 7 in memory, as agents before these" in container.launched.stderr
+        assert "from step 7 in memory, left by earlier agents" in container.launched.stderr
         assert [starts(out, rank) for rank in (0, 1)] == [[0, 7], [0, 7]]
         assert not [path for path in shm.rglob("*") if path.is_file()]
 

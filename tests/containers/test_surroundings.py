@@ -27,7 +27,7 @@ def test_a_small_dev_shm(box: Box, world: World) -> None:
     assert lives[1].source == "memory"
     said = container.launched.stderr
     assert said.count("snapshots are kept in anonymous memory") == 1
-    assert "/dev/shm has room for 64 MiB" in said
+    assert "/dev/shm has space for 64 MiB" in said
 
 
 def test_nobody_on_a_root_that_cannot_be_written(box: Box, world: World) -> None:

@@ -299,7 +299,7 @@ def test_who_comes_after_the_end_is_told(world: World, etcd_server: EtcdServer) 
     status = (f"--master-store={etcd_server.url}", f"--rdzv-id={JOB}")
     asked = world.launch(ELASTICRUN, "status", *status)
     assert asked.wait() == 1
-    assert f"job '{JOB}' is over" in asked.stderr
+    assert f"job '{JOB}' has ended" in asked.stderr
     assert ask(etcd_server, "master") == b""
 
 

@@ -71,7 +71,7 @@ def test_an_agent_that_was_replaced_while_it_stood_still(counting: Counting) -> 
     twin = job.add_node(options=again)
     assert not await_exit([twin.pid])
     assert twin.exit_code == 1
-    assert "node node1 is held by another agent" in twin.output()
+    assert "node node1 belongs to another agent" in twin.output()
     assert len(twin.output().strip().splitlines()) < 10
     counting.goes_on(first)
     at = job.freeze_node(1)

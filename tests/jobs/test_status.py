@@ -262,7 +262,7 @@ def test_a_mistyped_name_is_told_from_an_address(home: Path) -> None:
     run.write_job(JobRecord(name="demo"))
     code, out, err = aio.run(_status("dmo", ELASTICRUN_RUNS=str(home.parent / "runs")))
     assert (code, out) == (1, "")
-    assert "there is no job dmo here; did you mean demo? (a master elsewhere is" in err
+    assert "there is no job dmo here; did you mean demo? (for a master elsewhere, give its" in err
 
 
 def test_a_process_of_the_same_pid_is_not_the_master(home: Path) -> None:

@@ -279,4 +279,4 @@ def test_damage_in_the_midst_is_said_and_what_follows_not_judged(traced: Path) -
     code, shown = _replayed(traced)
     assert code == SAME
     assert f"line {joined + 1} of trace is damaged" in "\n".join(shown)
-    assert "as it may" in shown[-1]
+    assert "which is expected" in shown[-1]
