@@ -46,6 +46,7 @@ def train(steps: int, pause: float) -> None:
         time.sleep(pause)
     total = sum(value.double().sum().item() for value in model.parameters())
     print(f"rank={dist.get_rank()} weights={total!r}")
+    del ddp  # before its group: torch may hang otherwise
     dist.destroy_process_group()
 
 

@@ -123,16 +123,17 @@ def test_what_is_owned_goes_with_its_owner(kubectl: Client) -> None:
 def test_a_watch_sees_what_comes(kubectl: Client) -> None:
     words = kubectl.command("get", "ty", "--watch", "--output-watch-events", "-o",
                             "jsonpath={.type} {.object.spec.size}{\"\\n\"}")  # fmt: skip
+    kubectl("create", "-f", "-", given=toy())
     with subprocess.Popen(
         words, env=kubectl.environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as watch:
         assert watch.stdout is not None
-        kubectl("create", "-f", "-", given=toy())
+        assert watch.stdout.readline().startswith("ADDED")  # it watches from here on
         kubectl("scale", "ty/t", "--replicas=4")
         kubectl("delete", "ty", "t")
-        seen = [watch.stdout.readline().strip() for _ in range(3)]
+        seen = [watch.stdout.readline().strip() for _ in range(2)]
         watch.terminate()
-    assert seen[-2:] == ["MODIFIED 4", "DELETED 4"]
+    assert seen == ["MODIFIED 4", "DELETED 4"]
 
 
 def test_a_cluster_known_by_its_kubeconfig_alone(standin: StandIn, tmp_path: Path) -> None:
