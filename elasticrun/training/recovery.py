@@ -62,6 +62,8 @@ MOST_IDLE: Final = 3
 """Maximum number of consecutive rounds without a new step that one process takes part in. Whatever
 is wrong with it, the next one is a new process."""
 
+_IMPORTLIB: Final = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
+
 MAX_MESSAGE: Final = 1024
 MAX_TRACEBACK: Final = 32 * 1024
 READ_BYTES: Final = 64 * 1024
@@ -285,7 +287,7 @@ class _Recovery:
 
     def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
         # not within an import, whose callbacks would swallow it: it is tried again
-        importing = frame is not None and frame.f_code.co_filename.startswith("<frozen importlib")
+        importing = frame is not None and frame.f_code.co_filename in _IMPORTLIB
         if self._is_over and not self._outside.is_set() and not importing:
             raise RoundOver("the round has ended")
 
