@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 KILLS = 125
 
 SCRIPT = Path(__file__).parent / "recovering.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "recoverable.py"
 
 
 class Run:
@@ -123,6 +124,27 @@ def test_they_stay_while_nodes_join_and_die(elastic_job: Any, tmp_path: Path) ->
         entries = run.entries()[pid]
         assert [one["world"] for one in entries] == [2, 3, 2]
         assert {one["rank"] for one in entries} == {rank}
+
+
+def test_the_example_ends_with_the_same_weights_after_a_failure(
+    elastic_job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, pids = [], []
+    for name in ("undisturbed", "killed"):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)  # of its checkpoints
+        words = ("--steps", 60, "--pause", 0 if name == "undisturbed" else 0.05)
+        job = elastic_job(EXAMPLE, *words, nproc_per_node=2, max_restarts=1)
+        if name == "killed":
+            job.wait_for_output(0, re.compile(r"(?s)from step 0.*from step 0"))
+            job.kill_rank(1)
+        assert job.result().ok
+        weights += re.findall(r"weights=\S+", job.output(0))
+        pids = re.findall(r"rank=0 of 2 pid=(\d+)", job.output(0))
+    assert len(weights) == 4
+    assert len(set(weights)) == 1
+    assert len(pids) == 2
+    assert len(set(pids)) == 1
 
 
 def test_a_rank_in_python_code_is_interrupted(elastic_job: Any, tmp_path: Path) -> None:
