@@ -1,8 +1,8 @@
 """Typed reasons: every decision, stop, exit, loss, exclusion and failure carries one.
 
 `text` renders a reason for terminals, status, pages, incidents, Kubernetes Events and logs. No code
-parses the result: decisions depend on the type of a reason. Evidence from where it was measured (a
-verdict of the network check, how a rank died) is a text field that no code parses.
+parses the result: decisions depend on the type of a reason. Evidence, such as the network check's
+verdict or how a rank died, is free text written where it was measured; no code parses it.
 
 On the wire and in the job's record a reason is its text plus a `ReasonCode` (the name of its type,
 and its fields as JSON). A reader that does not know the type uses `Said(text)`.
@@ -41,8 +41,8 @@ class LostContact(_Typed, frozen=True):
     """How the master lost contact with an agent, and how long the agent was silent if that was too
     long.
 
-    `mute`: the agent is connected but sends nothing. `unheard`: nothing arrived since the master
-    restarted.
+    `mute`: the agent is connected but sends nothing. `unheard`: nothing has arrived since the
+    master restarted.
     """
 
     how: Literal["closed", "broken", "mute", "unheard", "gone_before"]
@@ -198,7 +198,7 @@ class RankFailed(_Typed, frozen=True):
 
 
 class FailedElsewhere(_Typed, frozen=True):
-    """The rank failed while another master served, which may know why the peer was lost."""
+    """The rank lost a peer under the previous master, and only that master may know why."""
 
     first: RankFailed
 
@@ -207,8 +207,13 @@ class FailedElsewhere(_Typed, frozen=True):
 
 
 class MasterIsNew(_Typed, frozen=True):
-    """The master has restarted and waits for nodes of the round that `runs`, of the `last` round,
-    or of a round that `may_run`; `half`: half of the ranks or more may train elsewhere."""
+    """The master has restarted and waits. For what:
+
+    `runs`: nodes of the running round.
+    `last`: the other nodes of the last round.
+    `may_run`: nodes of a round that may still run.
+    `half`: half of the ranks or more may train elsewhere, until their agents have stopped them.
+    """
 
     whom: Literal["runs", "last", "may_run", "half"]
 
@@ -231,7 +236,7 @@ class Spare(_Typed, frozen=True):
 
 
 class Spares(_Typed, frozen=True):
-    """The same, as a sentence about the spare nodes."""
+    """Why these nodes are spares; `Spare`, seen from outside."""
 
     nodes: tuple[str, ...]
     why: Spare
@@ -541,7 +546,7 @@ def brief(reason: Reason | None) -> str:
 
 
 def short(reason: NodesNeeded | MoreMayJoin) -> str:
-    """What the rendezvous waits for, for a sentence that already says that it waits."""
+    """What the rendezvous waits for, as a clause after `waiting for nodes:` or `rendezvous X:`."""
     if isinstance(reason, NodesNeeded):
         return f"{reason.here} of {some(reason.needed, 'node')}{_because(reason.why)}"
     return text(reason)

@@ -41,7 +41,8 @@ class Poisoned(Exception):
 
 def installed_folders() -> list[str]:
     """Folders of installed packages: site-packages, and the user's own if enabled."""
-    # Not from sysconfig, which would import its data module; in a rank only the import of torch may
+    # sysconfig would import its data module, which must stay unimported in ranks unless torch
+    # imports it
     folders = site.getsitepackages()
     if site.ENABLE_USER_SITE:
         folders.append(site.getusersitepackages())

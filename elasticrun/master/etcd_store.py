@@ -6,18 +6,18 @@ resumed:
 
 * every write is a transaction conditional on the key's create_revision, so a replaced master
   decides nothing, whatever it believes;
-* orders are sent only while `leads()`: within LEADER_TTL of sending the last renewal that was
-  answered, on a clock that runs while the host is suspended. etcd started to count later, so no
-  other master can lead yet;
+* orders are sent only while `leads()`: until LEADER_TTL after the last confirmed renewal was sent,
+  measured on the boot-time clock. etcd starts the same TTL later than that, so no other master can
+  hold the key yet;
 * its term is that create_revision, which only increases; agents obey no lower term.
 
-An etcd that was wiped, or restored from a backup, counts its revisions anew. This shows when an
-agent has obeyed a higher term. Then this master writes the highest term into `terms`, which is
-added to revisions from then on, and exits so that the next master has a higher term.
+An etcd that was wiped, or restored from a backup, counts its revisions anew. This master detects it
+when an agent reports a higher term. Then this master writes that term into `terms`, which is added
+to revisions from then on, and exits so that the next master has a higher term.
 
-A master that cannot renew exits (`lost`). It could wait for etcd instead, but its agents must know
-at once that nobody guards their round: their own deadline to stop their ranks starts at the end of
-the stream, and the next master's wait relies on that.
+A master that cannot renew exits (`lost`). An agent starts its own deadline for stopping its ranks
+when its stream closes. The next master's wait assumes that the stream closes at once, so this
+master exits instead of waiting for etcd.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class EtcdStore:
         self._lease = 0
         self._record_lease = 0
         self._outcome_lease = 0
-        self._until = math.inf  # nothing to lose before it leads
+        self._until = math.inf  # no lease yet, so nothing can expire
         self._timer: asyncio.TimerHandle | None = None
         self._pending: Facts | None = None
         self._waiting: list[Callable[[], None]] = []
@@ -154,7 +154,7 @@ class EtcdStore:
         self._more.set()
 
     def term_seen(self, term: int) -> None:
-        """See `FactStore.heard_of`."""
+        """See `FactStore.term_seen`."""
         first, self._has_seen_term = not self._has_seen_term, True
         if not term or not self.leads() or (term == self.term and not first):
             return  # it has obeyed this master
@@ -187,7 +187,8 @@ class EtcdStore:
     # ------------------------------------------------------------ the campaign
 
     async def _campaign(self) -> None:
-        """Become the leader. StoreRefused if another master is, EtcdRefused."""
+        """Become the leader. Raises StoreRefused if another master leads or the key is unreadable,
+        EtcdRefused if etcd rejects the request."""
         key, mine = self._keys.master, self._me.to_bytes()
         while True:
             began = self._clock()
@@ -244,13 +245,14 @@ class EtcdStore:
 
     def _extend(self, since: float) -> None:
         """A renewal that was sent at `since` has been confirmed."""
-        self._lapse()  # if too late, orders were already held back: then it is useless
+        # if the lease has already expired here, orders have stopped: ignore this confirmation
+        self._lapse()
         if self.lost.done():
             return
         self._until = since + LEADER_TTL
         if self._timer is not None:
             self._timer.cancel()
-        # for a lapsed lease; if the loop's clock was early, wait for the rest
+        # fires when the lease expires; re-arms if the loop's clock ran ahead of the boot clock
         after = max(0.0, self._until - self._clock())
         self._timer = self._loop.call_later(after, self._extend, since)
 
@@ -345,7 +347,7 @@ class EtcdStore:
                 self._lose(f"the job's record cannot be written: {wrong}")
                 return
             if not durable or not self.leads():
-                return  # durable or not, the next master decides what it permits
+                return  # not leading any more: the next master decides whether this write counts
             for done in waiting:
                 done()
 

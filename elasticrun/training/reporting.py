@@ -252,7 +252,7 @@ def newest_step() -> int:
 
 
 def begin_round() -> None:
-    """This process takes part in another round, whose agent has another address."""
+    """This process joins another round; the agent uses a new socket address for each round."""
     global _reporter, _connect_tried
     if _reporter is not None:
         _reporter.close()
@@ -306,9 +306,9 @@ def quiet(what: str, *, minutes: float) -> Iterator[None]:
         with training.quiet("judge", minutes=20):
             judge(model)
 
-    Until the block ends or the minutes are over, ranks waiting for this one are not a hang. May be
-    used from any thread. In nested blocks the innermost is named and the longest limit applies. A
-    no-op without an agent. It raises nothing itself, and waits at most 0.2 s."""
+    Until the block ends or the minutes are over, ranks waiting for this one are not reported as
+    hung. May be used from any thread. In nested blocks the innermost is named and the longest limit
+    applies. A no-op without an agent. It raises nothing itself, and waits at most 0.2 s."""
     word = " ".join(str(what).split()) or "something"
     seconds = _seconds(minutes)
     if not seconds:

@@ -31,7 +31,8 @@ BAR_WINDOW: Final = 0.4
 """Seconds between two shown states of a progress bar."""
 
 SOON: Final = 0.2
-"""Seconds that a line not yet known as common is held if only a minority has written it."""
+"""Seconds to hold a line that only a minority of ranks has written, unless such lines are known to
+be common."""
 
 MINORITY: Final = 10
 """Fewer than one in this many ranks is a minority; a single rank always is."""
@@ -178,7 +179,8 @@ class Fold:
         return out
 
     def release(self, place: int, now: float) -> list[FoldedLines]:
-        """Show all of this rank's lines, because the beginning of its next line is shown."""
+        """Show all of this rank's lines before the caller shows the unfinished start of its next
+        line."""
         if place in self._units:
             self._show_unit(place, self._units[place], now)
         self._release(1 << place)
@@ -247,7 +249,7 @@ class Fold:
         self._hold(place, key, line, now, now + WINDOW)
 
     def _holds(self, place: int) -> bool:
-        """Whether a line of this rank may still be queued."""
+        """Whether a line of this rank may still be in the queue."""
         return bool(self._queue) and self._last[place] >= next(iter(self._queue))
 
     def _hold(self, place: int, key: bytes, line: bytes, now: float, due: float) -> None:

@@ -1,4 +1,4 @@
-"""Finds a job whose host nobody has named: in the rendezvous file, or this node starts it.
+"""Finds a job when no host is given: looks it up in the rendezvous file, or starts it on this node.
 
 This runs before the node's parts are built, because they need the job's name and token from the
 file.
@@ -25,7 +25,7 @@ from elasticrun.host.system.network import is_loopback
 class FoundJob:
     """The job that this node belongs to, with the master's address, its name and its token.
     `given`: the user gave the token. `registry`: where all this was found; None if this node starts
-    the job without a file. `seen`: the first result there."""
+    the job without a file. `seen`: the leader found there, or the lease that this node took."""
 
     place: Place
     identity: Identity

@@ -33,8 +33,8 @@ Threads = dict[str, tuple[Frame, ...]]
 
 
 def stacks_of(pid: int, limit: float) -> tuple[Threads, str]:
-    """The stacks of this process, read within `limit` seconds, or a clause with the reason for
-    none. Blocks."""
+    """The stacks of this process, read within `limit` seconds, and ""; or no stacks and the reason
+    as a clause. Blocks."""
     reader = shutil.which("py-spy")
     if reader is None:
         return {}, "py-spy, which could read it, is not on PATH"

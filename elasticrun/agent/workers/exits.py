@@ -66,12 +66,13 @@ class Killers:
 
 
 class OomKills:
-    """Watches the `oom_kill` counts of this process's own cgroup, or of the whole host without a
-    cgroup count.
+    """Watches the `oom_kill` counts of this process's own cgroup, or, if there is no cgroup count,
+    of the whole host.
 
-    It reads cgroup v2, then v1; since Linux 5.2 without the counts of child groups, which belong to
-    others. Counts are compared with those at construction. A count that was not visible then,
-    because this process was moved to another cgroup later, starts at 0."""
+    It reads cgroup v2, then v1. Where the kernel has `memory.events.local`, it excludes child
+    groups, which belong to other processes. Counts are compared with those at construction. A count
+    that was not visible then, because this process was moved to another cgroup later, starts at 0.
+    """
 
     def __init__(self, files: Callable[[], Iterable[Path]] | None = None) -> None:
         self._files = files or _candidates
@@ -127,7 +128,8 @@ def count_files(groups: str) -> list[Path]:
 
 @cache
 def oom_kills() -> OomKills:
-    """Call in a thread before any rank starts: it records the initial count."""
+    """The watcher of this process, created at the first call. Make that call in a thread before any
+    rank starts, because the watcher then records the initial count."""
     return OomKills()
 
 
@@ -209,8 +211,8 @@ def read_error_file(path: str) -> ErrorFile:
 
 def write_own(failure: Failure, environ: Mapping[str, str]) -> str:
     """Write the root cause to the launcher's own TORCHELASTIC_ERROR_FILE, if set, for the scheduler
-    above. That is the rank's file with `errorCode` added; if the file is on another node, the same
-    format with what is known. Returns the path, or "" if nothing was written."""
+    above. Copies the rank's error file and adds `errorCode`; if that file is on another node,
+    writes the known fields in the same format. Returns the path, or "" if nothing was written."""
     target = environ.get(env.ERROR_FILE, "")
     found = read_error_file(failure.error_file)
     data = found.data
@@ -224,8 +226,8 @@ def write_own(failure: Failure, environ: Mapping[str, str]) -> str:
 
 
 def write_own_words(kind: str, sentence: str, time_us: int, environ: Mapping[str, str]) -> str:
-    """Write an end of the launcher that no rank caused, as torch's `@record` on its main does.
-    `kind`: torchrun's exception (SignalException, RendezvousTimeoutError, ...)."""
+    """Write an error file for a launcher failure that no rank caused, as torch's `@record` on its
+    main does. `kind`: torchrun's exception (SignalException, RendezvousTimeoutError, ...)."""
     target = environ.get(env.ERROR_FILE, "")
     if not target:
         return ""

@@ -48,7 +48,8 @@ STOP_MEMORY: Final = 5.0
 
 
 class BadEnvironment(Exception):
-    """A rank cannot get what the user has set; the text is one sentence."""
+    """The requested settings do not fit this node, for example too few devices; the text is one
+    sentence."""
 
 
 def rank_environment(
@@ -134,8 +135,8 @@ def rank_entry(entry: Entrypoint, local_rank: int) -> Entrypoint:
 
 
 def _as_debugged(entry: Entrypoint, python: str) -> Entrypoint:
-    """The entry under the debugger that follows from this process into the rank, if any. The fork
-    server, which starts the rank, is not debugged."""
+    """The entry, run under the debugger that this process runs under, if it is configured to follow
+    subprocesses. The fork server, which starts the rank, is not debugged."""
     if not debugger.follows():
         return entry
     words = debugger.debugged(spawning.command(entry, python))
@@ -160,7 +161,7 @@ class _Attempt:
     signalled: dict[int, int] = field(default_factory=dict)  # local rank -> last signal sent
     is_started: bool = False  # its ranks were ordered from the spawner
     called_off: bool = False  # stopped before its ranks were started
-    kept: frozenset[int] = frozenset()  # local ranks that continue in the process of the last one
+    kept: frozenset[int] = frozenset()  # local ranks still in their process of the last attempt
 
     @property
     def is_swept(self) -> bool:
@@ -274,7 +275,7 @@ class Ranks:
             self._recoverables.recall(local_rank)
 
     def let_fail(self, local_rank: int) -> None:
-        """A rank that has raised an exception fails by it."""
+        """Let a rank that has raised an exception exit with it."""
         self._recoverables.let_fail(local_rank)
 
     def signal(self, local_ranks: tuple[int, ...], signum: int) -> None:
@@ -293,7 +294,8 @@ class Ranks:
             child.signal(signum)
             if signum in (signal.SIGTERM, signal.SIGINT):
                 child.signal(signal.SIGCONT)  # a stopped process does not end before SIGCONT
-            if self._is_put_off(local_rank, signum):  # it would end by it, but our code defers it
+            if self._is_put_off(local_rank, signum):
+                # this signal would end the process, but our handler in the rank defers it
                 self._sent_us[signal.SIGKILL] = time.time_ns() // 1000
                 child.signal(signal.SIGKILL, alone=True)
 
@@ -327,7 +329,7 @@ class Ranks:
         )
 
     async def clear(self, grace: float, linger: float) -> None:
-        """The same at the end of the agent, for ranks that were never swept; returns when all have
+        """Like `sweep`, when the agent ends: for ranks that were never swept; returns when all have
         exited. Without `linger`, ranks that are still running are killed at once."""
         if self._sweeping or self._attempt is None or self._attempt.is_swept:
             return

@@ -150,8 +150,8 @@ class Stores:
                 self._retry_later(f"a store host could not be started: {why}")
 
     def lost(self, child: Child) -> None:
-        """It has exited: reserve its port. If its spawner died too, the state machine knows and
-        requests a new one."""
+        """It has exited: reserve its port. If its spawner died too, the state machine requests a
+        new store itself."""
         store = self._stores.pop(child)
         store.late.cancel()
         if self._hold <= 0:

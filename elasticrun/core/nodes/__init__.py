@@ -1,4 +1,4 @@
 """One record per node; which nodes are alive, dead, refused or in backoff.
 
-Forbidden here: I/O, clocks, and the folders beside it.
+Forbidden here: I/O, clocks, and imports from sibling packages.
 """

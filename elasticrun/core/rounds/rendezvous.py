@@ -12,9 +12,9 @@ last call as a whole at most LAST_CALL_CAP_FACTOR times that, even if nodes stil
 counts as arrived once it is connected, even if it has not joined yet (it imports torch).
 
 *A later round* needs no last call, because the expected nodes are known. It forms as soon as every
-living member of the last round has rejoined, together with all other ready nodes. A survivor that
-is still stopping its ranks is waited for, as long as it has reported plus SURVIVOR_SLACK, because
-its later return would cost another restart. After that the others continue without it.
+living member of the last round has rejoined, together with all other ready nodes. The round waits
+for a survivor that is still stopping its ranks, because its later return would cost another
+restart: for the stopping time that it reported, plus SURVIVOR_SLACK.
 
 *While RUNNING*, a member that is lost or leaves before its ranks are done reopens the round at
 once. A new node is pending while training continues; `JoinWindow` decides when it joins. Nodes
@@ -32,13 +32,14 @@ The fence. While ranks of a round may still be running somewhere, no other round
 same checkpoints may follow. Collectives need every rank, so it is enough that *one* member of the
 round has reported that its ranks have exited, or has returned as a newer incarnation. If no member
 is reachable, the next round waits until every agent of the last one has stopped its ranks on its
-own. Counted from the last message of the last of them, that takes `heartbeat_timeout` to notice
-(two beats in a large job, whose beats are slow), `master_lost_timeout` during which it continues,
-`restart_grace` for its ranks to exit, and FENCE_SLACK.
+own. The wait starts at the last message of any member. It is the sum of
+ - `heartbeat_timeout`, to notice the loss (two beats in a large job, whose beats are slow),
+ - `master_lost_timeout`, during which the agent continues,
+ - `restart_grace` for its ranks to exit, and FENCE_SLACK.
 
 Invariants: a node is in `ready` only if it is connected and no rank of an earlier round is alive on
-it. A round is formed of ready nodes only. Every WAIT has a reason, and a time at which it ends
-unless something happens earlier; only a complete running round waits without limit.
+it. A round is formed of ready nodes only. Every WAIT of a gathering job has a reason, and ends at a
+set time if nothing happens earlier. The WAIT of a complete running round may have neither.
 
 The caller must call `decide` after every event except a beat, and at the time it returned; pass at
 most `Decision.nodes` of `ready` to `formed`; report every loss of contact, leave, death and new
@@ -89,7 +90,7 @@ from elasticrun.core.words import Count
 from elasticrun.wire.messages import JobSpec
 
 SURVIVOR_SLACK = 2.0
-"""A survivor is waited for this much longer than the stopping time it has reported."""
+"""Seconds by which the wait for a survivor exceeds the stopping time that it reported."""
 
 SLOW_START = 10.0
 """After this many seconds, the status shows that a node's ranks have not all started."""
@@ -197,7 +198,7 @@ class Rendezvous:
         return len(self._awaited) > 0
 
     def is_incomplete(self, now: float) -> bool:
-        """Whether nodes of another master's round may still redial."""
+        """Whether nodes of another master's round may still reconnect."""
         unseen = bool(self.last.unseen) and now < self.takeover.grace_until
         return self.takeover.unseen_ranks > 0 or unseen
 
@@ -313,7 +314,7 @@ class Rendezvous:
             self._awaited.arm(node, now + self._stop_time)
 
     def excluded(self, node: str, now: float, how: Excluded) -> None:
-        """The node is ordered to leave, and will not return for long."""
+        """The node is ordered to leave, and is refused for a long time."""
         self._shortage = NodeExcluded(node, how)
         self.leaving(node, now, how)
 
@@ -432,8 +433,8 @@ class Rendezvous:
         self._window.formed(now, announced=bool(self._announced))
 
     def reopen(self, now: float) -> tuple[str, ...]:
-        """End the running round; return the members that must be told to stop their ranks. Members
-        that this master has not heard since it started have the grace period to redial."""
+        """End the running round; return the members that must be ordered to stop their ranks.
+        Members not heard from since this master started have the grace period to redial."""
         self.phase = Phase.GATHERING
         self._short_since = None
         to_stop = []
@@ -492,7 +493,7 @@ class Rendezvous:
         round_.expect(facts, at)
         missing = round_.unreported()
         self.takeover.round_taken(round_.info.world_size, missing, now)
-        if self.last.unseen or missing:  # the last master may have heard them until its end
+        if self.last.unseen or missing:  # the last master may have heard from them until its end
             self.last.last_word = now
         self._recount = bool(self.last.lost)
         if facts.over:
@@ -503,8 +504,7 @@ class Rendezvous:
                 self._awaited.arm(node, now + redial)
 
     def begins_now(self, now: float) -> None:
-        """A member of the restored running round receives its place only now: no step was done
-        yet."""
+        """A member of a restored running round gets its place only now, so no step has run yet."""
         if not self.takeover.is_begun:
             self.takeover.is_begun = True
             self._young_since(now)
@@ -644,22 +644,22 @@ class Rendezvous:
         return Decision(Verb.WAIT, MoreMayJoin(self._spec.max_nodes), ends)
 
     def _silence(self) -> float:
-        """Seconds after its last message in which a node without a master has stopped its ranks."""
+        """Seconds after its last message by which a node that lost its master has stopped ranks."""
         spec = self._spec
         notice = max(spec.heartbeat_timeout, 2.0 * beat_interval(len(self.last.stages)))
         return notice + spec.master_lost_timeout + spec.restart_grace + FENCE_SLACK
 
     def _unseen_until(self, now: float) -> float:
-        """How long to wait for the nodes of an adopted round that have not reported. A round that
-        is running keeps running meanwhile."""
+        """Until when to wait for the nodes of an adopted round that have not reported. A running
+        round keeps running meanwhile."""
         grace = self.takeover.grace_until
         late = now >= grace and self.phase is Phase.RUNNING
         return self._stopped_by() if late and self._others_may_train() else grace
 
     def _others_may_train(self) -> bool:
-        """Whether nodes that this master has never heard may suffice for a round of their own: at
-        most half of the ranks of an adopted round are accounted for, and fewer nodes than the job's
-        maximum are present. O(n), if few are present."""
+        """Whether nodes that this master has never heard from may suffice for a round of their own:
+        at most half of the ranks of an adopted round are accounted for, and fewer nodes than the
+        job's maximum are present. O(n), if few are present."""
         unseen = self.takeover.unseen_ranks or self.takeover.given_up_ranks
         heard_of = sum(self.takeover.elsewhere.values())
         if not unseen or 2 * (unseen - heard_of) < self.takeover.ranks:
@@ -668,7 +668,7 @@ class Rendezvous:
         return self._usable(len(present.union(self.ready))) < self._largest
 
     def _stopped_by(self) -> float:
-        """When nodes that this master has never heard have stopped their ranks."""
+        """When nodes that this master has never heard from have stopped their ranks."""
         return self.takeover.at + self._silence()
 
     def _end_backoffs_if_needed(self, now: float) -> None:

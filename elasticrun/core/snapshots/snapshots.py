@@ -1,9 +1,10 @@
 """All snapshots of a job: reports in, orders out.
 
-`RestorePoints` tracks which steps are whole and chooses, `Replicas` orders copies, `Checkpoints`
-has snapshots written, `Departures` chooses the step that ranks save before a node leaves. The
-caller takes the results from `outbox`. A node that is leaving counts only for the attempt that it
-takes part in: its agent stays until that is over, because it may hold the only copy of a shard.
+`RestorePoints` tracks which steps are whole and chooses which one a round restores, `Replicas`
+orders copies, `Checkpoints` decides which snapshots nodes write, `Departures` chooses the step that
+ranks save before a node leaves. The caller takes the results from `outbox`. A node that is leaving
+counts only for the attempt that it takes part in: its agent stays until that is over, because it
+may hold the only copy of a shard.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
 
 MAX_TRIES = 5
-"""Maximum number of steps that are named in turn until every rank saves one."""
+"""Maximum number of steps requested, one after another, until all ranks can save one."""
 
 
 class Snapshots:
@@ -42,7 +43,7 @@ class Snapshots:
         self, info: m.RoundInfo, seats: Mapping[str, int] = MappingProxyType({})
     ) -> None:
         """A round was formed, adopted or read from the record. Agents discard everything newer than
-        what it restores. `seats`: group ranks by node, as they become known."""
+        what it restores. `seats`: each node's group rank; it grows as more become known."""
         self.checkpoints.round_begins(info.restore)
         self.points.begin_round(info)
         self._replicas.begin_round(seats)
@@ -86,17 +87,17 @@ class Snapshots:
     def forget(
         self, node: str, now: float, *, gone_because: str = "", reborn: bool = False
     ) -> None:
-        """The node's stream broke: it will report again what it holds. `gone_because`: why it will
-        not; `reborn`: because a newer agent of it is present."""
+        """The node's stream broke. `gone_because`: why the node will not return; "" if it may
+        reconnect and report its holdings again. `reborn`: a newer agent of it is present."""
         self.points.forget(node, for_good=bool(gone_because))
         if gone_because:
             self.checkpoints.node_gone(node, gone_because, now, reborn=reborn)
 
     def nodes_leave(self, nodes: Iterable[str], now: float, *, signalled: bool = False) -> None:
         """These nodes will be ordered to leave, or have announced that they leave (`signalled`: on
-        a death signal). If they hold the only copy of something that must be written, start writing
-        before they are told: for departing nodes what is not saved yet, for others what is saved
-        after a failure."""
+        a death signal). If only they hold a part of the newest whole step, start writing it before
+        ordering them to leave: for departing nodes if the requested step is unsaved, for other
+        nodes only with --save-at-breakpoint or if `signalled`."""
         nodes = tuple(nodes)
         unsaved = self.departures.nodes_leave(nodes)
         rescue = (signalled or self._at_breakpoint) if unsaved is None else unsaved
@@ -133,7 +134,7 @@ class Snapshots:
         return earliest(self._replicas.next_deadline(), self.checkpoints.next_deadline())
 
     def overslept(self, by: float) -> None:
-        """The master did not listen for `by` seconds: no answer is late by that."""
+        """The master did not listen for `by` seconds: every deadline moves by that much."""
         self._replicas.overslept(by)
         self.checkpoints.overslept(by)
 
@@ -222,10 +223,11 @@ class Departures:
             self._margin = min(2 * self._margin, m.MAX_MARGIN)
             self._name(max(report.step, self._step) + self._margin, why, members)
         else:
-            self._is_saved = True  # no further step is requested
+            self._is_saved = True  # given up: request no step again until another node departs
             tries = f"{MAX_TRIES} steps were requested"
             self._outbox.log(f"{tries}, but no step could be saved by all ranks: {why}", "warning")
-        # no node may keep a slot for it; sent after the new one, because it lets nodes leave
+        # Release the slots held for the old step. Sent after the new SaveAt, because nodes may
+        # leave on PersistOver.
         over = m.PersistOver("", report.round, old, ok=False, reason=why)
         self._outbox.send(over, *members)
 
@@ -239,8 +241,8 @@ class Departures:
         return self._is_written and name == self._round
 
     def nodes_leave(self, nodes: Iterable[str]) -> bool | None:
-        """These nodes leave. Return whether what their ranks have must still be saved; None: they
-        were not departing."""
+        """These nodes leave. Return whether the requested step is still unsaved; None: they were
+        not departing."""
         found = [node for node in nodes if self._nodes.pop(node, None) is not None]
         return not self._is_saved if found else None
 

@@ -40,5 +40,5 @@ def as_line(finding: Finding) -> str:
 
 
 def failures(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings with which no rank should be started."""
+    """The failed findings: each makes this machine unfit for ranks."""
     return [finding for finding in findings if finding.state is Level.FAILED]

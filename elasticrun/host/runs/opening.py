@@ -1,4 +1,4 @@
-"""Begins a job in its run folder: a new one, or an existing one.
+"""Opens the run folder of a job: creates one, or reuses an existing one.
 
 A master locks a file in the folder for its lifetime, so a folder given by `--run-dir` belongs to
 one live job at a time. The next run resumes from the files of an earlier one, or, with `--fresh`,
@@ -69,8 +69,8 @@ UNKNOWN: Final = RankProgram()
 
 
 def already_succeeded(at: Path, program: RankProgram = UNKNOWN) -> str:
-    """The message instead of rerunning a job that has succeeded in this folder; "" if none has.
-    Raises RunRefused if that job had another program than `program`."""
+    """The message to print if a job has already succeeded in this folder, so it is not rerun; ""
+    otherwise. Raises RunRefused if that job had another program than `program`."""
     folder = RunFolder(at)
     result, job = folder.result(), folder.job()
     if result is None or result.state != "succeeded":

@@ -1,4 +1,5 @@
-"""Explains refusals by a sandbox (seccomp) or a limit (RLIMIT_NPROC, pids.max)."""
+"""Starts threads, raises the file limit and sends SIGKILL; explains what a sandbox (seccomp) or a
+limit (RLIMIT_NPROC, pids.max) refuses."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _LIMITS: Final = (
 
 
 class NoThread(TimeoutError):
-    """No thread could be started. For callers with a time limit this equals no answer."""
+    """No thread could be started. Callers with a time limit may treat it as a timeout."""
 
     def __init__(self, error: RuntimeError) -> None:
         super().__init__(f"no thread can be started here ({error}): {_LIMITS}")
@@ -42,8 +43,8 @@ def raise_file_limit() -> None:
 
 
 def refused() -> str:
-    """A sentence about something essential for a launcher that this process may not do; "" if
-    none."""
+    """Why this process cannot act as a launcher (no signals or no threads allowed), as a sentence;
+    "" if it can."""
     try:
         os.kill(os.getpid(), 0)
         start_thread(int, "trial").join()

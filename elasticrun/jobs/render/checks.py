@@ -55,7 +55,8 @@ def label(text: str, what: str, *, longest: int = MAX_LABEL) -> str:
 
 
 def job_name(text: str, longest: int, last: str) -> str:
-    """A name that pods' host names and a Service's name contain; `last` is the longest of them."""
+    """Validate --name, which becomes part of pod host names and of a Service name. `last`: the
+    longest name built from it."""
     label(text, "--name", longest=MAX_LABEL)
     if not text[0].isalpha():
         raise Invalid(f"--name {text!r}: the name of a Service begins with a letter")
@@ -139,8 +140,8 @@ def variable(text: str, what: str) -> str:
 def setting(
     key: str, value: str, place: str, token: str, password: str = "export it for this command"
 ) -> None:
-    """Check a variable for every node, from --env. Refuses secrets, because they would be stored in
-    `place`. `token`, `password`: what to do instead with the job's token, and with git's
+    """Validate a variable that --env sets on every node. Refuses secrets, because they would be
+    stored in `place`. `token`, `password`: what to do instead with the job's token, and with git's
     password."""
     variable(key, "--env")
     plain(value, f"--env {key}")

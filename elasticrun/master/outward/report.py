@@ -167,8 +167,8 @@ def error_page(row: IncidentRow, when: float) -> str:
 
 
 def line(row: IncidentRow) -> str:
-    """One line, such as `incident 3: rank 1 failed (ValueError: bad luck)`. The launcher prints its
-    cost and why the job has ended."""
+    """One line, such as `incident 3: rank 1 failed (ValueError: bad luck)`. Omits the cost and the
+    reason of the end, because the launcher prints them."""
     if row.ended:
         return f"incident {row.number} ended the job"
     return f"incident {row.number}: {plain(row.sentence)}"

@@ -46,7 +46,8 @@ second.
 """
 
 MAX_STRANGERS: Final = 16
-"""Number of failed connections that are reported; port scans are not worth more."""
+"""Maximum number of failed connections that are logged, so that a port scan does not flood the
+log."""
 
 ASK_LIMIT: Final = 30.0
 """Seconds that a connection waits for the loop."""
