@@ -83,7 +83,7 @@ def boot_clock() -> float:
 
 
 class EtcdStore:
-    """A `FactStore` whose `load` campaigns first, and then knows `term`."""
+    """A `FactStore` whose `load` first campaigns for the leadership, which sets `term`."""
 
     def __init__(
         self, config: MasterConfig, port: int, clock: Callable[[], float] = boot_clock
@@ -322,7 +322,7 @@ class EtcdStore:
             self._timer = None
 
     async def _withdraw(self, *, close: bool = True) -> None:
-        """Revoke the lease, so that nobody has to wait for it to expire; then disconnect."""
+        """Revoke the lease, so that no master has to wait until it expires; then disconnect."""
         if self._lease:
             lease, self._lease = self._lease, 0
             with contextlib.suppress(etcd.EtcdError, TimeoutError):
@@ -401,8 +401,8 @@ def _number(item: etcd.KeyValue | None) -> int:
 
 
 def facts_to_bytes(facts: Facts) -> bytes:
-    """The facts as one etcd value: a line with the format, then compressed JSON. ValueError if it
-    is too large.
+    """The facts as one etcd value: a line with the format, then compressed JSON. Raises ValueError
+    if it is too large.
 
     etcd takes requests of 1.5 MB. Ten thousand nodes are 2.5 MB of JSON and about 0.5 MB compressed
     (tests/etcd/test_store.py).
@@ -414,7 +414,7 @@ def facts_to_bytes(facts: Facts) -> bytes:
 
 
 def facts_from_bytes(data: bytes) -> Facts:
-    """The facts in a value. ValueError with a sentence if the format differs."""
+    """The facts in a value. Raises ValueError, with a sentence, if the format differs."""
     if not data.startswith(HEAD):
         raise ValueError("it was written by another version")
     unpack = zlib.decompressobj()

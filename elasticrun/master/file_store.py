@@ -43,7 +43,7 @@ ASIDE: Final = ".aside"
 """Suffix of a record that is set aside; only the last one is kept."""
 
 MAX_BYTES: Final = 64 * 1024 * 1024
-"""A larger record is damaged: that of 10,000 nodes has 2 MB."""
+"""A larger file counts as damaged; the record of 10,000 nodes has 2 MB."""
 
 MAX_CRASHES: Final = 3
 CRASH_WINDOW: Final = 60.0
@@ -237,7 +237,7 @@ class _Disk:
         return self.folder / FILE
 
     def open(self) -> Facts | None:
-        """The facts in the file, if they are usable. OSError."""
+        """The facts in the file, if they are usable. Raises OSError."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for draft in self.folder.glob(f".{FILE}.*"):  # left by a master killed while writing
             draft.unlink(missing_ok=True)
@@ -264,14 +264,14 @@ class _Disk:
             logger.warning("%s cannot be set aside: %s", self.path, wrong.strerror or wrong)
 
     def save(self, facts: Facts) -> None:
-        """Replace the file with these facts. OSError."""
+        """Replace the file with these facts. Raises OSError."""
         if self._content is None:
             raise OSError("it is not open")
         crashes = self._recent(self._content)
         self._write(_Content(boot_id(), self.now(), facts, crashes))
 
     def crashed(self) -> None:
-        """Count this master as failed on this state, and close. OSError."""
+        """Count this master as failed on this state, and close. Raises OSError."""
         if (content := self._content) is not None:
             # `at` stays the time of the facts, unless the host has rebooted since.
             at = content.at if content.boot == boot_id() else self.now()
@@ -316,7 +316,7 @@ class _Disk:
 
 
 def _parsed(data: bytes) -> _Content:
-    """Raises Damaged."""
+    """The content of the file's bytes. Raises Damaged."""
     head, _, body = data.partition(b"\n")
     words = head.split(b" ")
     if words[:2] != [b"elasticrun", b"record"] or len(words) != 4 or len(data) > MAX_BYTES:

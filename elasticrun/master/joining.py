@@ -45,7 +45,7 @@ class Joining:
         self._at = time.monotonic()
 
     def admit(self) -> None:
-        """Count one try. Denied if there were too many."""
+        """Count one try. Raises Denied if there were too many."""
         now = time.monotonic()
         self._tries = min(TRIES, self._tries + (now - self._at) * TRIES_PER_SECOND)
         self._at = now
@@ -65,7 +65,8 @@ class Joining:
         return Reply(True, "", str(join_code(self._token, time.time())))
 
     def answer(self, keeper: AuthServer, peer: str) -> Reply:
-        """For a machine that has proved its code: what a node needs, encrypted. Denied."""
+        """For a machine that has proved its code: what a node needs, encrypted. Raises Denied if
+        the code has expired."""
         code = keeper.code
         if time.time() > code.until:
             raise Denied(CODE_EXPIRED, "a machine with an expired join code was refused")

@@ -1,10 +1,10 @@
 """The master's event loop: one queue of events, one state machine, its effects.
 
-Also the mailboxes of outgoing orders, and the counters for status and metrics.
+This module also has the mailboxes of outgoing orders, and the counters for status and metrics.
 
 A turn drains the inbox before the state machine judges silence: while a report is unread here, its
-sender is not silent. A turn that starts more than OVERSLEPT seconds after its deadline first tells
-the state machine so, because silence counts only while the listener was running.
+sender is not silent. A turn that starts more than OVERSLEPT seconds after its deadline first sends
+`Overslept` to the state machine, because silence counts only while this loop was running.
 
 The loop sleeps until an event arrives or the state machine's next deadline; there is no other
 timer.
@@ -86,7 +86,7 @@ class RecordStuck(RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class _Fence:
-    """A queue entry before the effects that these facts permit."""
+    """A queue entry ahead of the effects that wait until these facts are durable."""
 
     since: float
     durable: bool = False
@@ -197,7 +197,7 @@ class Loop:
         return replace(made, status=self.status(), settings=rows)
 
     def last_picture(self) -> Picture:
-        """The same, not cached."""
+        """Like `picture`, but not cached and without the sources of the settings."""
         return replace(self._job.picture(), status=self._status_now())
 
     def goodput(self) -> Goodput | None:
@@ -205,7 +205,7 @@ class Loop:
         return self._job.goodput()
 
     async def request(self, request: m.Request) -> m.Reply:
-        """The state machine's reply, or a refusal after ASK_LIMIT. A cancelled request is
+        """The state machine's reply, or a refusal after REQUEST_LIMIT. A cancelled request is
         dropped."""
         if len(self._requests) >= MAX_REQUESTS:
             return m.Reply(False, f"{MAX_REQUESTS} requests are pending already: try again")
@@ -231,7 +231,7 @@ class Loop:
         return msgspec.json.encode(parts).decode()
 
     def slow_nodes(self) -> int:
-        """Nodes that are considered slow and not excluded."""
+        """Number of nodes that are considered slow and not excluded."""
         return self._job.slow_nodes()
 
     def quiet(self) -> float:
@@ -268,7 +268,7 @@ class Loop:
         RecordStuck if effects cannot be carried out."""
         deadline = self._job.next_deadline()
         if deadline is not None and deadline <= (now := self._clock()):
-            self._step(events.Tick(), now)  # takes up a record: not overslept
+            self._step(events.Tick(), now)  # begins with a record: due, but not overslept
         while True:
             self._turn()
             if self._inbox:
@@ -513,7 +513,7 @@ class Figures:
         self.rounds = 0
         """Rounds that this master has started."""
         self.nodes = 0
-        """In the last of these rounds."""
+        """Number of nodes in the newest of these rounds."""
         self.incidents = dict.fromkeys(CAUSES, 0)
         """Finished incidents by cause."""
         self.verdicts = dict.fromkeys(map(str, Klass), 0)

@@ -81,7 +81,7 @@ STOP_GRACE: Final = 0.5
 """Seconds for streams to close when the server stops; agents already know the outcome."""
 
 SUCCEEDED_LINGER: Final = 30.0
-"""Seconds for telling the nodes of a job that had already succeeded, as they connect."""
+"""Seconds in which the nodes of a job that had already succeeded can connect for the outcome."""
 
 LISTING_LIMIT: Final = 2.0
 """Seconds that a hung folder may delay the master's exit."""
@@ -301,8 +301,8 @@ class Master:
         self._term = time.time_ns() // 10**6
 
     async def run(self) -> int:
-        """Serve; returns the exit code. ListenError without the port, StoreRefused without the
-        record, StateMachineFault on a bug."""
+        """Serve; returns the exit code. Raises ListenError if the port cannot be opened,
+        StoreRefused if the record cannot be used, StateMachineFault on a bug."""
         config = self._config
         lifetime = Lifetime(config, hosted=self._hosted)
         self._watch(lifetime)
@@ -455,7 +455,8 @@ class Master:
         return Job(self._config.spec, self._term, lambda: self._mint(), facts)
 
     def _open(self, page: StatusPage) -> int:
-        """The page's port, 0 without one: the job runs without a page as well."""
+        """Open the page; returns its port, 0 if that failed: the job runs without a page as
+        well."""
         host, port = self._config.status_host, self._config.launch.status_port
         try:
             return page.listen(host, port)
@@ -552,8 +553,8 @@ class Listing:
 
 
 def config_from_json(text: str) -> MasterConfig:
-    """The configuration that an agent writes to the pipe; ValueError with a sentence if it is
-    invalid."""
+    """The configuration that an agent writes to the pipe. Raises ValueError, with a sentence, if it
+    is invalid."""
     try:
         return loads(text, MasterConfig)
     except ValueError as wrong:

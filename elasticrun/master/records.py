@@ -49,7 +49,7 @@ class Records:
         self.trace: TraceWriter | None = None
 
     async def open(self, port: int) -> Facts | None:
-        """The facts of the previous master. `port`: the port of this one, already bound.
+        """The facts of the previous master. `port`: the port of this one, already bound. Raises
         StoreRefused."""
         config = self._config
         if config.record_dir:

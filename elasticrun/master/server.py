@@ -206,7 +206,7 @@ class Servicer:
     async def _handshake(
         self, context: Any, keeper: AuthServer, encode: Callable[[Any], bytes]
     ) -> None:
-        """Run the handshake. Denied, Wrong."""
+        """Run the handshake. Raises Denied, PeerError."""
         try:
             async with self._pending.step(lambda: keeper.awaits):
                 while not keeper.is_in:
@@ -230,7 +230,7 @@ class Servicer:
 
     async def _dial(self, context: Any, _keeper: AuthServer) -> None:
         """Read the address that the reader wants to be dialled at, and send the result."""
-        # A silent reader uses a place among the pending handshakes, and none here.
+        # A silent reader counts as a pending handshake, not towards MAX_REACHING.
         async with self._pending.step(lambda: "ReachMe"):
             request = await _first(context, "ReachMe")
         if not isinstance(request, m.ReachMe):
@@ -338,7 +338,7 @@ class Servicer:
 
     async def _read(self, context: Any, session: int, allowance: Allowance) -> int:
         """Enqueue reports until the stream ends; returns the number of the last Beat, 0 if there
-        was none. Wrong for a message that no agent sends."""
+        was none. Raises PeerError for a message that no agent sends."""
         last = 0
         while (data := await context.read()) is not grpc.aio.EOF:
             try:
@@ -363,7 +363,7 @@ class Servicer:
 
 
 async def _first(context: Any, awaited: str) -> m.Report:
-    """The next message of a handshake. Wrong; Denied for another protocol version."""
+    """The next message of a handshake. Raises PeerError; Denied for another protocol version."""
     data = await context.read()
     if data is grpc.aio.EOF:
         raise PeerError(f"the stream ended before its {awaited}")
@@ -413,8 +413,8 @@ class PendingHandshakes:
 
     @contextlib.asynccontextmanager
     async def step(self, awaits: Callable[[], str]) -> AsyncIterator[None]:
-        """Limits one step of a handshake. Wrong if the stream is dropped; `awaits`: the expected
-        message."""
+        """Limit one step of a handshake. Raises PeerError if it takes too long or the stream is
+        dropped. `awaits`: the expected message."""
         limit = asyncio.timeout(PROVE_LIMIT)
         try:
             async with limit:
@@ -438,7 +438,7 @@ class PendingHandshakes:
 
 
 class Refusals:
-    """Logs refused peers in fixed sentences, each kind at most once in TELL_EVERY seconds."""
+    """Logs refused peers in fixed sentences, each kind at most once in LOG_EVERY seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -466,7 +466,7 @@ class Listening:
 
     Unanswered pings break a stream some seconds after its node fell silent, and gRPC does not
     report why a stream broke. The time of the stream's last message shows the silence. Messages
-    from other nodes in that time show that the node was silent, and not this process deaf.
+    from other nodes in that time show that this process was listening, so the node was silent.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -27,11 +27,12 @@ class FactStore(Protocol):
     """
 
     lost: asyncio.Future[str]
-    """Done, with a sentence, when another master leads and this one must decide nothing more."""
+    """Done, with a sentence, when another master leads or may lead: this one must decide nothing
+    more."""
 
     term: int
-    """The term that the store assigns to this master, known after `load`; 0: any that is higher
-    than its predecessor's."""
+    """The term that the store assigns to this master, known after `load`; 0: it assigns none, and
+    any term above the predecessor's will do."""
 
     def leads(self) -> bool:
         """Whether orders may be sent at this moment. Checked before each order, because the process
@@ -39,7 +40,7 @@ class FactStore(Protocol):
 
     async def load(self) -> Facts | None:
         """The facts of the previous master; None if there was none. The port is already bound, and
-        nobody is served before this returns. StoreRefused."""
+        nobody is served before this returns. Raises StoreRefused."""
 
     def write(self, facts: Facts, done: Callable[[], None]) -> None:
         """Make these facts durable, then call `done` in the loop's thread; never blocks. Newer

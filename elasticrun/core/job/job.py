@@ -109,7 +109,7 @@ class Job:
         self._ends: float | None = None  # when that wait ends at the latest
         self._until: float | None = None  # when the wait is reconsidered
         self._all_left = False
-        self._left_a_round = True  # a member left: it ran, or no signal; or unknown
+        self._left_a_round = True  # a member left after progress or unsignalled; true at first
         self._last_failure: Reason | None = None
         self._end_wish: EndJob | None = None  # requested by a component
         self._conclusion: tuple[int, Reason] | None = None  # how the job ends: exit code and reason
@@ -231,7 +231,7 @@ class Job:
             *[part.next_deadline() for part in self._parts],
         )
         self._due = earliest(self._ctx.membership.next_deadline(), self._parts_due)
-        # while silence is on hold or saving is stirred, any report may change a decision
+        # while silence is ignored or snapshots have changed, any report may change a decision
         self._is_calm = not (self._streams.hold_reason or self._saving.has_changed)
 
     def _create_components(self, event: fx.JobEvent, now: float, out: list[fx.JobEffect]) -> bool:
@@ -261,7 +261,7 @@ class Job:
         self._requests = OperatorRequests(ctx, self._streams)
         self._parts = (self._streams.health, self._saving, self._sight)
         self._recorder.record()
-        return facts is None or not isinstance(event, fx.Overslept)  # it has only begun to listen
+        return facts is None or not isinstance(event, fx.Overslept)  # not away, only new
 
     def _overslept(self, by: float) -> None:
         ctx = self._ctx
@@ -279,7 +279,7 @@ class Job:
     # ------------------------------------------------------------ reports
 
     def _on_report(self, node: str, report: m.Report) -> bool:
-        """Whether the report may change a decision."""
+        """Process a report; return whether it may change a decision."""
         is_news = node in self._snapshots.points.away and isinstance(report, _AFTER_HOLDINGS)
         if is_news:
             self._snapshots.points.has_reported_all(node)

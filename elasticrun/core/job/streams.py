@@ -76,7 +76,7 @@ class Streams:
         if hello.last_term > self._recorded_term and hello.last_term != ctx.term:
             rdzv.takeover.expect_round(now)
         if rdzv.takeover.expected_until != expecting:
-            self._recorder.record()  # else our own successor would believe that no round runs
+            self._recorder.record()  # otherwise the next master would assume that no round runs
         ctx.send(session, self._welcome())
         if hello.last_term and node not in rdzv.last.stages:
             rdzv.takeover.elsewhere[node] = hello.local_world_size
@@ -145,7 +145,7 @@ class Streams:
             term=self._ctx.term,
             beat_interval=self._membership.beat_interval(),
             master_lost_timeout=spec.master_lost_timeout,
-            status_url="",  # the runtime knows it
+            status_url="",  # filled in when it is sent
         )
 
     def _reattached(self, session: int, hello: m.Hello, start: m.Start) -> None:
@@ -170,7 +170,7 @@ class Streams:
             rdzv.announce(node, now)
 
     def _repeat_start(self, session: int, node: str) -> None:
-        """The node has a place in our round and does not know it: its Start was lost, or the
+        """The node has a place in our round but has not received it: its Start was lost, or the
         previous master died between the record of the round and the order."""
         round_ = self._ctx.round
         assert round_ is not None
@@ -258,7 +258,7 @@ class Streams:
             self._ctx.flaps.over(node)
 
     def report_over(self, outcome: m.End) -> None:
-        """Tell the runtime, once, that the job is over and an agent knows."""
+        """Emit JobOver once, after the outcome has been sent to the attached agents."""
         if not self._is_over_reported:
             self._is_over_reported = True
             self._ctx.out.append(

@@ -1,6 +1,6 @@
 """Attribution: whether a node or the script is to blame when ranks keep failing.
 
-One round proves nothing: some rank failed first. Causes of consecutive rounds do.
+One round proves nothing, because some rank always fails first. The causes of consecutive rounds do.
 
 * The same *node* each time, and no rank of another node fails by itself: the node is to blame (a
   bad GPU, a full disk, a wrong driver). After EXCLUDE_FAILING_AFTER rounds it is put in backoff
@@ -120,7 +120,7 @@ class Attribution:
         return now if record is None else max(now, record.until)
 
     def in_words(self, cause: Cause, nodes: int) -> str:
-        """A clause for the sentence of the job's end: the pattern of the last rounds, if the
+        """A clause for the message about the job's end: the pattern of the last rounds, if the
         current one, with `nodes` nodes, ended by `cause`. "" if there is no pattern."""
         if cause.innocent:
             return ""

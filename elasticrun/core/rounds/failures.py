@@ -113,7 +113,7 @@ _PASSING = re.compile(
 """Temporary conditions, or conditions of this machine only: a retry may succeed."""
 
 _OF_A_FULL_MEMORY = -7
-"""A full /dev/shm also gives SIGBUS; a retry may find it empty."""
+"""The exit code of SIGBUS, which a full /dev/shm also causes; a retry may find it empty."""
 
 ECHOES = frozenset({FailureKind.PEER_LOST, FailureKind.STOPPED})
 """Kinds that are never the cause if another kind is present."""

@@ -11,8 +11,8 @@ has formed in response, is it treated as one event. Then the job waits, once, un
 happened for a fixed time. So an event costs two rounds. An event that does not end is answered
 after STORM_LONGEST and not delayed again.
 
-The *door* decides when pending nodes may join a running round: a restart for all nodes against a
-wait for some.
+The *join window* decides when pending nodes may join a running round: it weighs a restart of all
+nodes against a wait for some.
 
 * A round younger than GROW_YOUNG (an adopted round counts from its adoption) has little to lose: a
   pending node is admitted when no other has appeared for LAST_CALL_QUIET (or twice the largest gap
@@ -53,11 +53,11 @@ from elasticrun.wire.messages import JobSpec
 
 
 class LastCall:
-    """Ends when nodes stop arriving; the head of `rendezvous` has the rules.
+    """Ends when nodes stop arriving; the docstring of `rendezvous` has the rules.
 
     Quiet time counts from a node's arrival (its Hello), not from when it has imported torch and can
-    start. Half of LAST_CALL_QUIET must also pass after the latter, for nodes that are slightly
-    slower.
+    start. Half of LAST_CALL_QUIET must also pass after a node can start, for nodes that are
+    slightly slower.
     """
 
     def __init__(self, timeout: float, horizon: float = math.inf) -> None:
@@ -87,11 +87,11 @@ class LastCall:
             self.started_at = now
 
     def cancel(self) -> None:
-        """Handle that there are no longer enough nodes."""
+        """There are no longer enough nodes."""
         self.started_at = None
 
     def ends(self, *, announced: bool) -> float:
-        """When it ends if no other node joins. `announced`: nodes are known to be on their way."""
+        """When it ends if no other node joins. `announced`: nodes are connected but not joined."""
         assert self.started_at is not None
         quiet = max(LAST_CALL_QUIET, 2.0 * self._gap)
         if announced:
@@ -105,7 +105,7 @@ class LastCall:
 
 
 class Debounce:
-    """One series of events; times are monotonic seconds."""
+    """Delays the response to a series of events; times are monotonic seconds."""
 
     def __init__(self, quiet: float) -> None:
         """`quiet`: seconds without an event that end a series."""

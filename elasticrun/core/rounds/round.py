@@ -90,8 +90,8 @@ class Round:
     leaving: set[str] = field(default_factory=set)  # leave as soon as their ranks have exited
     completed: set[str] = field(default_factory=set)  # all of whose ranks exited with 0
     disconnected: set[str] = field(default_factory=set)  # whose stream is broken
-    unseen: dict[str, None] = field(default_factory=dict)  # of a restored round, not heard yet
-    lost: list[Reason] = field(default_factory=list)  # lost before their ranks were done
+    unseen: dict[str, None] = field(default_factory=dict)  # of a restored round, not heard from
+    lost: list[Reason] = field(default_factory=list)  # lost members whose ranks were not done
     broken: Reason | None = None  # why the round cannot continue although no node is lost
     fenced: bool = False  # it can complete no further collective
 

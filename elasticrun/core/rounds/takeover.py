@@ -1,12 +1,12 @@
 """Takeover: a master continues a round that its predecessor formed.
 
-With or without a record, the round is accepted as it was, and nodes that have not reported are
-waited for during REATTACH_GRACE. Agents redial within a second, so a node that is silent for longer
+With or without a record, the master accepts the round as it was, and waits during REATTACH_GRACE
+for nodes that have not reported. Agents redial within a second, so a node that is silent for longer
 is lost.
 
 With a record, the master *restores* the round as RUNNING or as ended. Its nodes are members from
-the start, unheard until they attach, so no second round begins beside it, no matter which node
-finds the new master first. A member that never received its place receives it now; a node that
+the start, even before they attach, so no second round begins beside it, no matter which node finds
+the new master first. A member that never received its place receives it now; a node that
 returns as a newer incarnation has passed the fence. A round that agents report replaces an older
 one in the record (a disk may have lost its last writes). A round in neither the record nor any
 report cannot be known.
@@ -27,7 +27,7 @@ from elasticrun.config import REATTACH_GRACE
 
 
 class Takeover:
-    """Which part of another master's round has reported, and how long the rest is waited for. Times
+    """Which part of another master's round has reported, and how long to wait for the rest. Times
     are monotonic seconds."""
 
     def __init__(self, now: float) -> None:

@@ -2,12 +2,13 @@
 
 The newest whole step that the ranks want written becomes a checkpoint, and with
 --save-at-breakpoint the step that a failure left; one at a time. A failed attempt is repeated after
-a growing delay. The loss of a node ends it, unless its part is written. The snapshot of a later
-failure replaces an older one, whose slot is needed. `RestorePoints` knows which steps are whole.
+a growing delay. The loss of a node ends it, unless that node has written its part and is not the
+coordinator. The snapshot of a later failure replaces an older one, whose slot is needed.
+`RestorePoints` knows which steps are whole.
 
-In an attempt every held rank writes a part: its own items, and one rank of each content also the
-shared items. Once all parts are written, the coordinator writes the marker, which completes the
-checkpoint.
+In an attempt the nodes write one part for each rank whose snapshot they hold: the rank's own items,
+and for one rank of each content also the shared items. Once all parts are written, the coordinator
+writes the marker, which completes the checkpoint.
 """
 
 from __future__ import annotations
@@ -23,12 +24,11 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
 
 MOST_ENDED = 3
-"""Number of past attempts whose end is sent again to a node that attaches; no more end while it is
-away."""
+"""Number of past attempts, the newest ones, whose end is sent again to a node that attaches."""
 
 MOST_NODES = 20_000
-"""Maximum number of nodes for which they are kept, because nodes may never return; the oldest are
-dropped."""
+"""Maximum number of nodes for which these ends are kept; the oldest are dropped, because nodes may
+never return."""
 
 MOST_REFUSED = 64
 """Maximum number of remembered steps that can never be whole."""
@@ -141,7 +141,7 @@ class Checkpoints:
         self._mint = mint
         self._points = points
         self._outbox = outbox
-        self._attempt: Attempt | None = None  # at the plan
+        self._attempt: Attempt | None = None  # of the plan
         self._plan: Plan | None = None
         self._storage = Storage()
         self._newest_planned: Key | None = None  # the newest planned one: older ones are skipped
@@ -173,7 +173,7 @@ class Checkpoints:
                     self._release(ledger, step, ledger.why_not_whole(step))
 
     def on_holdings(self, node: str, report: m.Holdings) -> None:
-        """Tell a node which of its wanted steps have been written, or never will be."""
+        """Send a node which of its wanted steps have been written, or never will be."""
         for one in report.held:
             if not one.wanted:
                 continue
@@ -331,7 +331,7 @@ class Checkpoints:
         return min(dues, default=None)
 
     def overslept(self, by: float) -> None:
-        """The master did not listen for `by` seconds."""
+        """The master did not listen for `by` seconds: the attempt gets that much longer."""
         if self._attempt is not None:
             self._attempt.deadline += by
 
@@ -422,7 +422,8 @@ class Checkpoints:
     def _release(
         self, ledger: Ledger, step: int, reason: str, except_for: Collection[str] = ()
     ) -> None:
-        """No checkpoint will be written (any more) of a step that ranks want written."""
+        """Let the nodes whose ranks want this step written release it. `reason`: why it is not
+        written; "" if it is."""
         snap = ledger.snaps.get(step)
         for node in (
             [one for one in snap.wanted if one not in except_for] if snap is not None else ()
@@ -486,7 +487,8 @@ class Checkpoints:
             self._release(ledger, step, "", except_for=attempt.parts)
 
     def _fail(self, reason: str, now: float, *, blameless: bool = False) -> None:
-        """The current attempt has failed. `blameless`: the next need not wait."""
+        """The current attempt has failed. `blameless`: not because of storage, so the next attempt
+        need not wait."""
         attempt = self._attempt
         assert attempt is not None
         plan = attempt.plan

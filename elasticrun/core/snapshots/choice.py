@@ -56,10 +56,10 @@ MAX_REJECTED = 2
 suspect."""
 
 MAX_FAILURES = 64
-"""Maximum number of reasons why ranks could not save that are logged per round."""
+"""Maximum number of log lines per round about ranks that could not save."""
 
 FEW_STEPS = 10
-"""Number of steps after a restore; a later failure has other reasons."""
+"""A failure more than this many steps after a restore is not blamed on the restored snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class RestorePoints:
         self.leaving: dict[str, Key | None] = {}  # nodes that are leaving, and what each stays for
         self.away: dict[str, None] = {}
         """Nodes that may come back with their snapshots."""
-        self._has_obeyed = False  # a round that restored it has a whole step of its own
+        self._has_obeyed = False  # a round that restored the requested step has a whole own step
         self._has_round = False  # a round of this master, or one reported to it
         self._last: m.RoundInfo | None = None  # of another master, as agents have noted it
         self._is_clock_logged = False
@@ -97,13 +97,13 @@ class RestorePoints:
         self.rejected: dict[Key, int] = {}  # rounds that resumed from it and failed soon
         self._restored: m.Restore | None = None  # by the current round
         self._failures: dict[tuple[int, str], None] = {}  # ranks that could not save, and why
-        self._reached = -1  # newest step that ranks reached after they had restored that
+        self._reached = -1  # newest step that ranks reached after they had restored `_restored`
 
     # ------------------------------------------------------------ what is known
 
     @property
     def knows_round_from_agents(self) -> bool:
-        """Whether a round is known only from what agents noted of another master's."""
+        """Whether the only known round is another master's, as agents have noted it."""
         return self._last is not None and not self._has_round
 
     def _note_earlier_round(self, last: m.RoundInfo | None) -> None:
@@ -158,7 +158,7 @@ class RestorePoints:
         self.away.update(dict.fromkeys(nodes))
 
     def has_reported_all(self, node: str) -> None:
-        """The node has reported other things: if it holds anything, it has reported that before."""
+        """The node has sent a report that follows its inventory, so nothing more will come."""
         if node in self.away:
             del self.away[node]
             self.answer()
@@ -219,7 +219,7 @@ class RestorePoints:
         return next((one for one in self.ledgers if one.name == name), None)
 
     def raise_watermark(self, replicas: Replicas) -> None:
-        """Tell all nodes of a newer whole step, or of steps that are given up."""
+        """Send all nodes a newer whole step, or the steps that are given up."""
         for ledger in self.ledgers[:1]:
             whole = [step for step in ledger.steps() if ledger.is_whole(step)]
             if self.knows_round_from_agents:  # no node needs to know
@@ -348,8 +348,8 @@ class RestorePoints:
             self._outbox.log(f"step {on.step} is suspect: {times}; {then}", "warning")
 
     def shard_bad(self, node: str, report: m.ShardBad) -> bool:
-        """A shard no longer counts: the node's own, or the one that was named to it. Return whether
-        the current round was to restore that snapshot."""
+        """A node cannot use a shard: its own, or that of a holder named to it. The shard no longer
+        counts. Return whether the current round restores that snapshot."""
         key = (report.round, report.step)
         named = self._named.pop((node, key, report.rank), None)
         ledger = self.ledger(report.round)
@@ -387,8 +387,8 @@ class RestorePoints:
         return True
 
     def locate(self, node: str, question: m.WhereIs) -> None:
-        """Tell `node` which other node has a shard: at once, or when it is certain that no node
-        returns with it, or once a saver is ready (the asking node has a time limit)."""
+        """Answer `node` which other node has a shard: at once, or when it is certain that no node
+        returns with it, or once a saver is ready (the requesting node has a time limit)."""
         if len(self._waiting) < MAX_WAITING:
             self._waiting[node, question] = None
             self.answer()

@@ -45,7 +45,7 @@ class Snap:
     wanted: dict[str, None] = field(default_factory=dict)  # nodes whose ranks want it written
     missing: int = 0  # contents without a holder
     lone: int = 0  # contents that only one node holds
-    ranks: int = 0  # held by their own nodes
+    ranks: int = 0  # number of ranks that their own nodes hold
 
     def __post_init__(self) -> None:
         self.need.update(self.expected.values())
@@ -147,7 +147,7 @@ class Ledger:
         self.name = name
         self.world_size = world_size
         self.upto: int | None = None  # later steps were discarded; None: the round may still run
-        self.passed = -1  # the newest step that some node it needs has skipped
+        self.passed = -1  # the newest step that a node needed for it has skipped
         self.given_up = (-1, -1)  # steps above the first, up to the second, do not count
         self.snaps: dict[int, Snap] = {}
         self.failed: dict[int, dict[int, str]] = {}  # step -> ranks that could not save it, and why

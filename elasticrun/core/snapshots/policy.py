@@ -71,13 +71,12 @@ class SnapshotPolicy:
 
     def nodes_leave(self, nodes: Iterable[str], *, signalled: bool = False) -> None:
         """These nodes announce that they leave (`signalled`: on a death signal), or are about to be
-        ordered to. What the ranks of a departing node could not save, or have left in its memory,
-        is written as after a failure."""
+        ordered to. What only they hold may be written first: see `Snapshots.nodes_leave`."""
         self._saves.nodes_leave(nodes, self._ctx.now, signalled=signalled)
         self._send()
 
     def _departing(self, node: str, report: m.Departing | m.Missed) -> None:
-        """A node is leaving, or a rank cannot save the named step."""
+        """A node is leaving, or a rank cannot save the requested step."""
         round_ = self._ctx.round
         if round_ is None or self._rdzv.phase is not Phase.RUNNING:
             return  # it will be stopped anyway
@@ -125,7 +124,7 @@ class SnapshotPolicy:
         return choice
 
     def round_begins(self, round_: Round) -> None:
-        """The round's nodes are about to get their orders; they must first learn what is over."""
+        """The round's nodes are about to get their orders; first send them what is over."""
         self._left_behind = None
         self._saves.begin_round(round_.info, round_.seats)
         self._send()
@@ -164,7 +163,7 @@ class SnapshotPolicy:
         return self._saves.next_deadline() if self.has_changed else self._due
 
     def overslept(self, by: float) -> None:
-        """The master did not listen for `by` seconds: no answer is late by that."""
+        """The master did not listen for `by` seconds: every deadline moves by that much."""
         self._saves.overslept(by)
         self.has_changed = True
 
@@ -185,7 +184,7 @@ class SnapshotPolicy:
             self._left_behind = max(self._left_behind or key, key, key=order_of)
 
     def has_moved(self) -> bool:
-        """Whether ranks of the current round are known to have progressed, or were asked to
+        """Whether ranks of the current round may be past the newest whole step, or were ordered to
         save."""
         newest = self._saves.points.choose().restore
         requested = self._saves.departures.requested is not None

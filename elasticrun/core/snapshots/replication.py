@@ -96,7 +96,7 @@ class Replicas:
             pairing.unsent += [one for one in again if one not in pairing.unsent]
 
     def nodes_leave(self, nodes: Collection[str]) -> None:
-        """These nodes leave: nodes that were to copy to or from them are paired with others."""
+        """These nodes leave: if one of them takes part in a copy, pairing starts again."""
         pairing = self._pairing
         copies = pairing.copies if pairing is not None else []
         if any(one.node in nodes or one.source in nodes for one in copies):
@@ -118,7 +118,8 @@ class Replicas:
         now: float,
     ) -> None:
         """End copies that are done or late, and start those that are due. `ledgers`: of the current
-        round, and of the previous one; `living`: the last report of each node."""
+        round, and of the previous one; `living`: the last report of each node; `going`: nodes that
+        are leaving."""
         if not self._applies():
             self._pairing = None
             return
@@ -146,7 +147,7 @@ class Replicas:
         return self._due[1] + PATIENCE if self._due is not None else None
 
     def overslept(self, by: float) -> None:
-        """The master did not listen for `by` seconds."""
+        """The master did not listen for `by` seconds: the pairing gets that much longer."""
         if self._pairing is not None:
             self._pairing.deadline += by
 

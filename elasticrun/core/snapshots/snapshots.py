@@ -73,7 +73,7 @@ class Snapshots:
     def departing(
         self, node: str, report: m.Departing | m.Missed, name: RoundName, members: tuple[str, ...]
     ) -> None:
-        """A member of the current round is leaving, or cannot save the named step."""
+        """A member of the current round is leaving, or cannot save the requested step."""
         self.departures.begin_round(name)
         if node not in members:
             return
@@ -173,7 +173,7 @@ class Departures:
 
     A departing node reports its current step, and within how many steps a message reaches every
     rank. The requested step is that far beyond the newest known one; nodes that depart at the same
-    time get the same one. If a rank had already passed it, or had no room, a step twice as far
+    time get the same one. If a rank had already passed it, or had no memory, a step twice as far
     ahead is requested; after MAX_TRIES the nodes leave without one.
     """
 
@@ -213,7 +213,7 @@ class Departures:
             self._name(step, self._reason(), members)
 
     def missed(self, node: str, report: m.Missed, members: Sequence[str]) -> None:
-        """A rank cannot save the named step."""
+        """A rank cannot save the requested step."""
         if report.round != self._round or report.asked != self._step or self._is_saved:
             return
         why = f"node {node} had passed step {self._step}, or had no memory for it"
