@@ -74,8 +74,8 @@ MAX_CONFIG_BYTES: Final = 1024 * 1024
 """A configuration has some hundred bytes."""
 
 OWNER_EXITED: Final = 0.5
-"""Seconds without an agent after the owner's death, because its own stream breaks at that
-moment."""
+"""Seconds without an agent after which the master ends if its owner has exited and no other node
+has ever attached. Short, because the owner's own stream breaks at that moment."""
 
 STOP_GRACE: Final = 0.5
 """Seconds for streams to close when the server stops; agents already know the outcome."""
@@ -162,7 +162,7 @@ class Lifetime:
     """Owns the one timer that may end the master, and the future with its outcome.
 
     over       when every attached agent has disconnected, or `linger` seconds after the job's end;
-               agents whose stream is broken at that moment may reconnect, so then for `linger`
+               always the latter if an agent's stream is broken, because it may reconnect
     alone      no agent for `lost` seconds (a master started by hand waits forever for its first)
     lifeline   at its EOF: at once, or with `outlive` when no agent is attached any more
     signal     SIGTERM or SIGINT to a master that was started by hand

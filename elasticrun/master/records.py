@@ -116,7 +116,7 @@ class Records:
             self.store = None
 
     def remove(self) -> None:
-        """Remove the folder of a launch that is no longer needed."""
+        """Remove a hosted master's folder, when its launch no longer needs it."""
         if self._folder is not None and self._hosted:
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -246,8 +246,8 @@ class Servicer:
         await context.write(protobuf.answer_to_wire(reached))
 
     async def _read_for(self, context: Any, _keeper: AuthServer) -> None:
-        """Stacks and paths are only for holders of the token; without a token, only for
-        operators."""
+        """Serve a picture or stacks: to holders of the token; in a job without one only operators
+        may request them."""
         request = await self._request(context)
         if not self._token or request.verb not in READ_VERBS:
             raise Denied(OPERATOR_WANTED)
@@ -510,8 +510,8 @@ def peer_address(peer: str) -> str:
 
 
 async def reach(peer: str, request: m.ReachMe) -> m.Reached:
-    """Dial the peer on request (`elasticrun doctor`), to test whether this host can reach it. This
-    is the only place where the master opens a connection.
+    """Dial the peer on request (`elasticrun doctor`), to test whether this host can reach it. No
+    other request of a peer makes the master open a connection.
 
     It dials only the address of the reader's own stream, at an unprivileged port (`protobuf`
     rejects others), reads a nonce that the reader chose, and sends nothing. So nobody can direct it

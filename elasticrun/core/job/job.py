@@ -580,8 +580,8 @@ class Job:
         has_failed = restarts.window.opened_at is not None
         to_save = (
             has_failed or trouble is not None or points.knows_round_from_agents
-        )  # no node was there to report it
-        to_save = to_save or (last is not None and limit < len(last.seats))  # extra nodes may leave
+        )  # how an earlier round ended is unknown
+        to_save = to_save or (last is not None and limit < len(last.seats))  # spare nodes may leave
         choice = self._saving.choose(trouble)
         why, bill = trouble, ""
         if has_failed:

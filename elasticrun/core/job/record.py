@@ -20,8 +20,8 @@ from elasticrun.core.snapshots.snapshots import Snapshots
 from elasticrun.core.words import some
 
 RECORD_EVERY = 10.0
-"""While the job waits, the remaining time of the wait is recorded this often (seconds), so a master
-that keeps crashing neither waits for ever nor gives up at once."""
+"""Seconds between records of the remaining time while the job waits, so a job whose masters keep
+crashing neither waits for ever nor gives up at once."""
 
 
 class Recorder:

@@ -111,7 +111,7 @@ class Phase(StrEnum):
 
 
 class Verb(StrEnum):
-    """What `decide` asks for."""
+    """What to do, as `decide` returns it."""
 
     WAIT = "wait"
     FORM = "form"
@@ -148,7 +148,7 @@ class Rendezvous:
         """Nodes in backoff: they are pending until it ends."""
         self._kept: dict[str, Reason] = {}  # kept out until the network check passes them, and why
         self._shortage: NodeExcluded | None = None  # since the last round formed
-        self._awaited: Deadlines[str] = Deadlines()  # survivors, and until when they are waited for
+        self._awaited: Deadlines[str] = Deadlines()  # survivors, and until when to wait for them
         self._call = LastCall(spec.last_call_timeout)
         self._window = JoinWindow(spec)
         self._storm = Debounce(STORM_QUIET)
@@ -292,8 +292,8 @@ class Rendezvous:
                 self._awaited.arm(node, now + patience)
 
     def reconnected(self, node: str, now: float) -> bool:
-        """The node is connected again. Return whether it was the last unheard member of a restored
-        round."""
+        """The node is connected again. Return whether it was the last member of a restored round
+        that had not reconnected."""
         self.last.disconnected.discard(node)
         unseen = self.last.unseen
         if node not in unseen:
@@ -350,7 +350,7 @@ class Rendezvous:
         self._recount = True
 
     def back_off(self, node: str, until: float, how: BackedOff) -> None:
-        """Put this member in backoff until then. It does not count towards a storm."""
+        """Put this member in backoff until `until`. It does not count towards a storm."""
         self.last.away[node] = None
         self._awaited.disarm(node)
         self.last.lost.append(NodeLost(node, how))
@@ -370,8 +370,8 @@ class Rendezvous:
         return self._kept.pop(node, None) is not None
 
     def returned(self, node: str, now: float, *, within: float) -> None:
-        """A lost member is back and will join. While the next round gathers, it is waited for, at
-        most `within` seconds, because two restarts cost more than a wait."""
+        """A lost member is back and will join. If the job gathers, it waits for this node at most
+        `within` seconds, because two restarts cost more than a wait."""
         self.announce(node, now)
         if self.phase is Phase.GATHERING and node in self.last.away:
             self._awaited.arm(node, now + within)
@@ -500,7 +500,7 @@ class Rendezvous:
             self.phase = Phase.GATHERING
             for node in self.last.unseen:
                 self._awaited.arm(node, self.takeover.grace_until)
-            for node in facts.waiting:  # do not form without them: they are redialling
+            for node in facts.waiting:  # they are redialling: form no round without them
                 self._awaited.arm(node, now + redial)
 
     def begins_now(self, now: float) -> None:
@@ -549,7 +549,7 @@ class Rendezvous:
             last.lost.append(NodesUnheard())
             takeover.given_up_ranks, takeover.unseen_ranks = takeover.unseen_ranks, 0
             self._recount = True
-        settled = now >= takeover.grace_until  # nodes that had to redial have had their time
+        settled = now >= takeover.grace_until  # the grace period for redialling is over
         if decision is None and self._recount and last.lost and self._gives_up_at_loss and settled:
             self._recount = False
             here = last.staying().union(self.ready, self._announced, self.backing_off, self._kept)

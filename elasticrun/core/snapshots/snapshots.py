@@ -208,7 +208,7 @@ class Departures:
         if self._step < 0 or self._is_saved:
             self._is_saved = False
             recorded = max(report.asked, -1)
-            fresh = recorded > self._step  # the previous master has named it
+            fresh = recorded > self._step  # the previous master requested it
             step = recorded if fresh else max(report.step, self._step) + self._margin
             self._name(step, self._reason(), members)
 
