@@ -481,7 +481,7 @@ class Stash:
     def _differences(self, names: set[str]) -> Iterator[str]:
         tops = {name.partition(".")[0] for name in names}
         third = sorted(tops - set(sys.stdlib_module_names))
-        which = next((name for name in (*reversed(GUARDED), *third) if name in names), "")
+        which = next((name for name in (*reversed(GUARDED), *third) if name in tops), "")
         if changed := self.environment.changed(third, os.environ):
             yield f"{', '.join(changed)} was set before the first import of {which}"
         before = f"before the first import of {which}"
