@@ -22,7 +22,7 @@ dist.init_process_group("gloo")
 t = torch.ones(1)
 dist.all_reduce(t)
 assert t.item() == 2
-print("rank", dist.get_rank(), "ok")
+print(f"rank {dist.get_rank()} ok")
 dist.destroy_process_group()
 PY
 "$PYTHON" - "$work"/dist/*.whl <<'PY'
@@ -39,6 +39,6 @@ cd "$work"
 "$bin/elasticrun" --help > /dev/null
 ELASTICRUN_TRACE_DIR="$work/traces" "$bin/elasticrun" --nproc-per-node=2 ok.py
 "$bin/elasticrun" replay "$work"/traces/* > "$work/replayed"
-grep -q "the replay says what was recorded" "$work/replayed"
+grep -q "the replay matches the recording" "$work/replayed"
 "$bin/python" -m elasticrun --standalone --nproc-per-node=2 ok.py
 echo "wheel: the installed commands work"
