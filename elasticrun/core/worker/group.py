@@ -500,7 +500,7 @@ class WorkerGroup:
             self._sweep(State.CLEARING if state is State.ENDING else State.SWEEPING, now)
             return
         if state is State.STOPPING:
-            until = now + self._recall.begin(grace, now)
+            until = now + self._recall.begin(grace, self.master_lost_timeout, now)
         else:
             until = now + grace
             self._recall.cancel(grace, now)

@@ -25,21 +25,24 @@ class Recall:
 
     def __init__(self, ctx: GroupContext) -> None:
         self._ctx = ctx
+        self._limit = RECALL_LIMIT  # of the current recall
         self._kill_at = 0.0  # when ranks that were signalled at once are killed
 
     # ------------------------------------------------------------ what the group orders
 
-    def begin(self, grace: float, now: float) -> float:
+    def begin(self, grace: float, master_lost: float, now: float) -> float:
         """Recall every armed rank; return the seconds until ranks are killed. `grace`: those from
-        SIGTERM to SIGKILL."""
+        SIGTERM to SIGKILL. `master_lost`: those for which ranks may run without a master; the next
+        round waits for no longer if this node falls silent now."""
         ctx = self._ctx
         self._kill_at = now + grace
         if recalled := ctx.ranks.recall():
             ctx.out.append(fx.RecallRanks(recalled))
         if not ctx.ranks.recalled:
             return grace
-        ctx.deadlines.arm("recall", now + RECALL_LIMIT)
-        return RECALL_LIMIT + grace
+        self._limit = min(RECALL_LIMIT, master_lost)
+        ctx.deadlines.arm("recall", now + self._limit)
+        return self._limit + grace
 
     def cancel(self, grace: float, now: float) -> None:
         """This node ends: ranks that were recalled are signalled like the others."""
@@ -54,7 +57,7 @@ class Recall:
         ctx = self._ctx
         late = len(ctx.ranks.recalled)
         ranks = "1 rank has" if late == 1 else f"{late} ranks have"
-        ctx.note(f"{ranks} not left the round within {RECALL_LIMIT:g} s: stopping them", "warning")
+        ctx.note(f"{ranks} not left the round within {self._limit:g} s: stopping them", "warning")
         ctx.ranks.recalled.clear()
         ctx.signal(SIGTERM)
 

@@ -91,6 +91,17 @@ def test_a_rank_that_does_not_leave_is_stopped_like_any_other() -> None:
     assert fx.SpawnRanks(SECOND, 1, kept=(0,)) in agent.order(SECOND)
 
 
+def test_a_recall_ends_before_another_round_could_begin_without_this_node() -> None:
+    """A master that hears nothing of a node waits for `master_lost_timeout` and a grace period."""
+    agent = Agent(master_lost_timeout=8.0).running()
+    agent.order(m.Welcome(1, "x", "job", 1, 1.0, 8.0, ""))
+    agent.feed(fx.RankArmed(0, True))
+    agent.feed(fx.RankArmed(1, True))
+    assert agent.order(STOP)[-1] == fx.Say(m.Stopping(ROUND, 18.0))
+    assert agent.wait() == [fx.SignalRanks((0, 1), 15)]
+    assert agent.now == 8.0
+
+
 def test_a_recalled_rank_that_exits_is_not_kept() -> None:
     agent = armed(0, 1)
     agent.order(STOP)
