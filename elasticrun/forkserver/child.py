@@ -323,7 +323,7 @@ class FreshStart:
         self._umask = os.umask(0)
         os.umask(self._umask)
         self._seen = ""  # the first external effect, in words
-        self._is_over = False
+        self._is_removed = False  # the audit hook
         self._compiled = 0  # number of .pyc files written
         self._written = 0
         self._pid = os.getpid()
@@ -377,8 +377,8 @@ class FreshStart:
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         if not self._stash.modules:
-            if not self._is_over:  # looking for it is an event too
-                self._is_over = True
+            if not self._is_removed:  # the search for the hook is an audited event too
+                self._is_removed = True
                 _remove_hook(self._audit)
             return
         if event == "import":

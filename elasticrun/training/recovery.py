@@ -7,8 +7,8 @@ INTERRUPT, whose handler raises `RoundOver`. The exception leaves the function; 
 groups are destroyed, the agent is told, and the function is called again once the next round has
 begun.
 
-The agent decides what an exception means that leaves the function before that: the loss of a peer
-ends the round, anything else is the rank's own failure and is raised.
+If an exception leaves the function earlier, the agent decides what it means. The loss of a peer
+ends the round. Anything else is the rank's own failure, and is raised.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ def keep(name: str, build: Callable[[], T], *, stateless: bool = False) -> T:
         model = training.keep("model", build_model)
 
     A Checkpointer that is given the object rolls it back. Modules (also in a tuple, list or dict)
-    get back the mode and have no gradients. Where the ranks have no step in memory to restore, the
-    object is built anew, because it may hold what the failed round has learnt. `stateless=True`:
-    training does not change it (a tokenizer, a dataset), so it is kept even then.
+    return to the mode in which they were built, without gradients. If no step in memory can be
+    restored, the object is built again, because the failed round may have trained it.
+    `stateless=True`: training does not change it (a tokenizer, a dataset), so it is kept even then.
 
     It must not hold process groups, which end with their round: keep a module, not its DDP."""
     if name not in _kept:
@@ -185,13 +185,13 @@ class _Agent:
 
     def __init__(self, place: str) -> None:
         """Raises OSError or ValueError if the agent cannot be reached."""
-        name, self.local_rank = read_place(place)
+        name, local_rank = read_place(place)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._frames = FrameBuffer(ToRecoverable)
         try:
             self._socket.settimeout(SEND_LIMIT)
             self._socket.connect(address(name))
-            self.send(RecoverableHere(self.local_rank))
+            self.send(RecoverableHere(local_rank))
             self._socket.settimeout(None)
         except OSError:
             self._socket.close()
@@ -396,7 +396,7 @@ def _peers_of(epoll: int) -> set[int]:
         pipes = {one for one, target in targets.items() if target.startswith("pipe:")}
         if pipes and sockets and sockets | pipes == watched:
             kinds = {one: _kind(one) for one in sockets}
-            if sorted(kinds.values()).count("listening") == 1 and "other" not in kinds.values():
+            if list(kinds.values()).count("listening") == 1 and "other" not in kinds.values():
                 return {one for one, kind in kinds.items() if kind == "connected"}
     return set()
 
@@ -416,9 +416,7 @@ def _store_sockets() -> set[int]:
     for descriptor, target in _descriptors():
         if target.startswith("socket:"):
             with contextlib.suppress(OSError), _socket(descriptor) as one:
-                if one.family in (socket.AF_INET, socket.AF_INET6) and (
-                    str(one.getpeername()[1]) == port
-                ):
+                if _kind(descriptor) == "connected" and str(one.getpeername()[1]) == port:
                     found.add(descriptor)
     return found
 
@@ -473,7 +471,7 @@ def _begin_round(entry: EnterRound) -> None:
             stream.flush()
     for descriptor, path in ((1, entry.stdout), (2, entry.stderr)):
         if path:
-            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)  # as at a start
             os.dup2(opened, descriptor)
             os.close(opened)
     os.environ.update(entry.environ)

@@ -435,6 +435,10 @@ class Ranks:
             return
         if attempt is not self._attempt or attempt.called_off:
             return
+        for local_rank in attempt.kept:  # its process writes to its first error file
+            error_file = attempt.logs[local_rank].error_file
+            logs[local_rank] = dataclasses.replace(logs[local_rank], error_file=error_file)
+            environments[local_rank][env.ERROR_FILE] = error_file
         attempt.is_started, attempt.logs = True, logs
         for local_rank, environment in environments.items():
             if local_rank in attempt.kept:

@@ -5,9 +5,9 @@ leaves its collective and destroys its process groups. After that it counts as s
 process lives: no call of it can reach a rank of that round or of a later one. It is *kept* until
 the next round starts in it.
 
-Everything in doubt ends as for any other rank: a recalled rank that has not left within
-RECALL_LIMIT gets SIGTERM; an exception that is not the loss of a peer is the rank's own failure; a
-node that ends signals its kept ranks.
+In doubt, a rank is treated like any other. A recalled rank that has not left within RECALL_LIMIT
+gets SIGTERM. An exception that is not the loss of a peer is the rank's own failure. A node that
+ends signals its kept ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Recall:
             self._kill_by(now + grace)
 
     def expired(self) -> None:
-        """RECALL_LIMIT is over."""
+        """The time limit of the recall is over."""
         ctx = self._ctx
         late = len(ctx.ranks.recalled)
         ranks = "1 rank has" if late == 1 else f"{late} ranks have"
@@ -85,7 +85,7 @@ class Recall:
             ranks.armed.discard(event.local_rank)
 
     def disarmed(self, event: fx.RankArmed, now: float) -> None:
-        """Any other state: a rank that returns from its function may still be recalled in vain."""
+        """Any other state. A rank that is already recalled keeps its time limit."""
         if not event.armed:
             self._ctx.ranks.armed.discard(event.local_rank)
 

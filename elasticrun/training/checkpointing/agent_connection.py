@@ -196,12 +196,20 @@ class SaveCosts:
     """Sums up the cost of saves and restores in this process and reports it to the agent."""
 
     def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+        self.begin_round()
+
+    def begin_round(self) -> None:
+        """Start from nothing: a new process, or one that joins another round, in which the agent
+        has another address and counts anew."""
         self._step = -1
         self._saves = 0
         self._saved = self._restored = 0.0
-        self._socket: socket.socket | None = None
         self._place = ("", -1)  # the agent's address, and this local rank
         self._send_at = 0.0
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
     def restored(self, seconds: float) -> None:
         """Add the duration of a restore."""
@@ -219,13 +227,6 @@ class SaveCosts:
     def newest_step(self) -> int:
         """The newest step that training has reached; -1: none."""
         return self._step
-
-    def begin_round(self) -> None:
-        """This process takes part in another round, whose agent has another address."""
-        self._step, self._place, self._send_at = -1, ("", -1), 0.0
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
 
     def note_step(self, step: int) -> None:
         """Training has reached this step; takes a few microseconds."""

@@ -1,6 +1,7 @@
 """A recoverable training that records its entries: recovering.py KIND OUT CKPT STEPS.
 
 It waits before step N until the number in OUT/until is higher. KIND: ddp, fsdp2, hsdp or compiled;
+`fails`: rank 0 raises a ValueError at step 5 of the second round;
 `loop`: rank 0 does not take part in the collectives, and is in Python code when others fail.
 """
 
@@ -79,6 +80,9 @@ def train() -> str:
     for step in range(start, STEPS):
         until_file(OUT / "until", lambda text: int(text) > step)  # noqa: B023
         generator = torch.Generator().manual_seed(step)
+        if KIND == "fails" and step == 5 and dist.get_rank() == 0:
+            assert os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
+            raise ValueError("its own")
         x = torch.randn(6, 8, generator=generator)
         optimizer.zero_grad()
         model(x).square().mean().backward()

@@ -47,7 +47,7 @@ class Run:
         """The weights that the ranks end with."""
         self.go_to(self.steps)
         assert self.job.result(240).ok
-        return set(re.findall(r"weights=\w+", self.job.output(0)))
+        return set(re.findall(r"weights=[0-9a-f]{64}", self.job.output(0)))
 
 
 KINDS = cases(["ddp", "fsdp2", "hsdp", "compiled"], kept=["ddp"])
@@ -126,6 +126,16 @@ def test_they_stay_while_nodes_join_and_die(elastic_job: Any, tmp_path: Path) ->
         assert {one["rank"] for one in entries} == {rank}
 
 
+def test_the_failure_of_a_rank_that_was_kept_is_named(elastic_job: Any, tmp_path: Path) -> None:
+    run = Run(elastic_job, "fails", tmp_path / "run", 9, nproc_per_node=2, max_restarts=1)
+    run.go_to(3)
+    run.job.wait_for(step=2)
+    run.job.kill_rank(1)
+    run.go_to(9)
+    assert run.job.result(240).exit_codes == (1,)
+    assert "rank 0: ValueError: its own; no restarts left" in run.job.output(0)
+
+
 def test_the_example_ends_with_the_same_weights_after_a_failure(
     elastic_job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +149,7 @@ def test_the_example_ends_with_the_same_weights_after_a_failure(
             job.wait_for_output(0, re.compile(r"(?s)from step 0.*from step 0"))
             job.kill_rank(1)
         assert job.result().ok
-        weights += re.findall(r"weights=\S+", job.output(0))
+        weights += re.findall(r"weights=-?\d+\.\d+", job.output(0))
         pids = re.findall(r"rank=0 of 2 pid=(\d+)", job.output(0))
     assert len(weights) == 4
     assert len(set(weights)) == 1

@@ -17,9 +17,10 @@ import torch
 
 from elasticrun import training
 from elasticrun.training import recovery
+from elasticrun.training.checkpointing import agent_connection
 from elasticrun.wire import env
 from elasticrun.wire.frames import FrameBuffer, encode
-from elasticrun.wire.progress import address, mint_name, place
+from elasticrun.wire.progress import RankCosts, address, decode, mint_name, place
 from elasticrun.wire.snapshots import (
     EnterRound,
     FromRecoverable,
@@ -90,8 +91,6 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     monkeypatch.setenv(env.SNAPSHOTS, place(found.name, 1))
     yield found
     found.close()
-    from elasticrun.training.checkpointing import agent_connection
-
     agent_connection._places.clear()
 
 
@@ -334,3 +333,18 @@ def test_output_goes_to_the_files_of_the_next_round(agent: StandIn, tmp_path: An
         os.dup2(before, 1)
         os.close(before)
     assert (tmp_path / "stdout.log").read_text() == "second\n"
+
+
+def test_each_round_counts_the_cost_of_its_own_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = agent_connection.SaveCosts()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as hears:
+        name = mint_name()
+        hears.bind(address(name))
+        monkeypatch.setenv(env.PROGRESS, place(name, 0))
+        costs.saved(3.0, taken=True)
+        costs.note_step(7)
+        costs.begin_round()
+        assert costs.newest_step == -1
+        costs.restored(2.0)
+        found = [decode(hears.recv(65536)) for _ in range(2)]
+    assert found == [RankCosts(0, -1, 1, 3.0, 0.0), RankCosts(0, -1, 0, 0.0, 2.0)]
