@@ -59,6 +59,7 @@ class Recoverables:
         """The ranks that report from now on are those of this round. `pids`: their processes by
         local rank, as they become known."""
         self._start, self._pids = start, pids
+        self.lost_us.clear()
 
     # ------------------------------------------------------------ orders
 

@@ -96,4 +96,4 @@ def train() -> str:
 
 
 if __name__ == "__main__":
-    print(f"weights={train()}", flush=True)
+    print(f"weights={train()}\n", end="", flush=True)
