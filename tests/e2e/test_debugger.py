@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import sys
@@ -10,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests import needs
@@ -150,6 +152,16 @@ class Session:
         return length
 
 
+def is_ready(launcher: int, port: int) -> bool:
+    """Whether debugpy has started in this launcher and has stopped listening for its adapter. An
+    editor that connects to the adapter before that sometimes keeps debugpy from starting."""
+    with contextlib.suppress(psutil.Error):
+        ports = {one.laddr.port for one in psutil.net_connections("tcp") if one.status == "LISTEN"}
+        own = psutil.Process(launcher).net_connections("tcp")
+        return port in ports and bool(own) and all(one.status != "LISTEN" for one in own)
+    return False
+
+
 @pytest.mark.parametrize("launcher", cases([TORCHRUN, ELASTICRUN], kept=[ELASTICRUN]))
 def test_each_rank_stops_at_its_breakpoint(world: World, launcher: str) -> None:
     needs.packages("debugpy")
@@ -159,9 +171,10 @@ def test_each_rank_stops_at_its_breakpoint(world: World, launcher: str) -> None:
     listens = (sys.executable, "-m", "debugpy", "--listen", f"127.0.0.1:{port}")
     words = ("--wait-for-client", *COMMANDS[launcher][1:], "--standalone", "--nproc-per-node=2")
     editor = Editor(port, script)
-    editor.attach(port)
     quiet = {"PYDEVD_DISABLE_FILE_VALIDATION": "1"}
     launched = world.command((*listens, *words, str(script)), env={**COLD, **quiet})
+    await_true(lambda: is_ready(launched.pid, port), "debugger that listens")
+    editor.attach(port)
     assert launched.wait() == 0, launched.stderr
     assert sorted(launched.stdout.splitlines()) == ["rank 0", "rank 1"]
     assert editor.told == SESSION

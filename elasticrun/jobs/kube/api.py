@@ -6,7 +6,6 @@ Every refusal by the server becomes one sentence (RequestFailed).
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Final
 
@@ -16,7 +15,7 @@ try:
     import httpx2
     from lightkube import AsyncClient
     from lightkube.core.exceptions import ApiError, ConfigError
-    from lightkube.generic_resource import create_global_resource, create_namespaced_resource
+    from lightkube.generic_resource import create_global_resource
     from lightkube.types import CascadeType, OnErrorAction, OnErrorResult, PatchType
 except ImportError:
     raise RequestFailed(
@@ -24,11 +23,11 @@ except ImportError:
     ) from None
 
 from elasticrun.jobs.kube.kubeconfig import settings
-from elasticrun.jobs.operator.cluster import JOBS, SECRETS, code_of
-from elasticrun.jobs.operator.crd import API_VERSION, KIND, Json
+from elasticrun.jobs.operator.cluster import JOBS, code_of, kind_of
+from elasticrun.jobs.operator.crd import API_VERSION, Json
 
 ELASTIC_JOBS: Final = JOBS
-INDEXED_JOBS: Final[Any] = create_namespaced_resource("batch", "v1", "Job", "jobs")
+INDEXED_JOBS: Final[Any] = kind_of("batch/v1", "Job")
 NODES: Final[Any] = create_global_resource("", "v1", "Node", "nodes")
 USE_OF_NODES: Final[Any] = create_global_resource(
     "metrics.k8s.io", "v1beta1", "NodeMetrics", "nodes"
@@ -51,12 +50,6 @@ GONE: Final = 404
 ASK: Final = "; ask the cluster's administrator for a Role"
 
 UNKNOWN: Final = "the cluster rejects your credentials (401): log in again"
-
-_KINDS: Final = {
-    (API_VERSION, KIND): ELASTIC_JOBS,
-    ("batch/v1", "Job"): INDEXED_JOBS,
-    ("v1", "Secret"): SECRETS,
-}
 
 
 class KubeApi:
@@ -141,7 +134,7 @@ class KubeApi:
         with self._sentences(f"make {body['kind']} {body['metadata']['name']}"):
             made: Json = await self._client._client.request(
                 "post",
-                obj=_kind(body["apiVersion"], body["kind"])(body),
+                obj=kind_of(body["apiVersion"], body["kind"])(body),
                 namespace=namespace,
                 params=params,
             )
@@ -218,10 +211,3 @@ def _refusal(error: ApiError, what: str) -> RequestFailed:
         )
         return RequestFailed(f"the cluster does not {what}: {'; '.join(causes)[:1000]}")
     return RequestFailed(f"the cluster does not {what}: {message}")
-
-
-@functools.cache
-def _kind(api: str, kind: str) -> Any:
-    group, _, version = api.rpartition("/")
-    known = _KINDS.get((api, kind))
-    return known or create_namespaced_resource(group, version, kind, f"{kind.lower()}s")

@@ -26,7 +26,8 @@ from elasticrun.jobs.operator.objects import JOB
 
 @functools.cache
 def kind_of(api_version: str, kind: str) -> Any:
-    """lightkube's class for a kind whose plural ends in s."""
+    """lightkube's class for a kind whose plural ends in s. Cached, because lightkube rejects a
+    second class for a kind of the core group."""
     group, _, version = api_version.rpartition("/")
     return create_namespaced_resource(group, version, kind, f"{kind.lower()}s")
 
