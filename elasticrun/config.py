@@ -219,7 +219,11 @@ raise it if executables are on a file system that takes minutes."""
 
 RECALL_LIMIT: Final = 30.0
 """Seconds for a rank to leave its round without ending its process (`training.recoverable`); after
-that it is stopped like any other."""
+that it is stopped like any other. The limit of a node's first recall, and the maximum."""
+
+RECALL_LEAST: Final = 5.0
+"""Minimum of the time limit that a node learns from its earlier recalls: a busy machine or a large
+communicator takes seconds where the last time it took a tenth of one."""
 
 STUCK_AFTER: Final = 30.0
 """A process that still exists this long after SIGKILL is in uninterruptible sleep; the node logs

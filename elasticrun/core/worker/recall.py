@@ -5,19 +5,25 @@ leaves its collective and destroys its process groups. After that it counts as s
 process lives: no call of it can reach a rank of that round or of a later one. It is *kept* until
 the next round starts in it.
 
-In doubt, a rank is treated like any other. A recalled rank that has not left within RECALL_LIMIT
-gets SIGTERM. An exception that is not the loss of a peer is the rank's own failure. A node that
-ends signals its kept ranks.
+In doubt, a rank is treated like any other. A recalled rank that has not left within the time limit
+gets SIGTERM; the limit is RECALL_LIMIT, and later LEARNT times what the slowest rank of this node
+has taken. An exception that is not the loss of a peer is the rank's own failure. A node that ends
+signals its kept ranks.
 """
 
 from __future__ import annotations
 
-from elasticrun.config import RECALL_LIMIT
+from typing import Final
+
+from elasticrun.config import RECALL_LEAST, RECALL_LIMIT
 from elasticrun.core import events as fx
 from elasticrun.core.rounds.failures import ECHOES
 from elasticrun.core.worker.context import GroupContext
 from elasticrun.core.worker.ranks import SIGTERM
 from elasticrun.core.worker.states import GroupWish, StopRanks, SweepNow
+
+LEARNT: Final = 10.0
+"""A rank that takes ten times as long as any before it is stuck."""
 
 
 class Recall:
@@ -26,6 +32,8 @@ class Recall:
     def __init__(self, ctx: GroupContext) -> None:
         self._ctx = ctx
         self._limit = RECALL_LIMIT  # of the current recall
+        self._began = 0.0
+        self._slowest = 0.0  # seconds that a rank has taken to leave; 0: none has left yet
         self._kill_at = 0.0  # when ranks that were signalled at once are killed
 
     # ------------------------------------------------------------ what the group orders
@@ -40,7 +48,8 @@ class Recall:
             ctx.out.append(fx.RecallRanks(recalled))
         if not ctx.ranks.recalled:
             return grace
-        self._limit = min(RECALL_LIMIT, master_lost)
+        learnt = max(RECALL_LEAST, LEARNT * self._slowest) if self._slowest else RECALL_LIMIT
+        self._began, self._limit = now, min(learnt, RECALL_LIMIT, master_lost)
         ctx.deadlines.arm("recall", now + self._limit)
         return self._limit + grace
 
@@ -58,6 +67,7 @@ class Recall:
         late = len(ctx.ranks.recalled)
         ranks = "1 rank has" if late == 1 else f"{late} ranks have"
         ctx.note(f"{ranks} not left the round within {self._limit:g} s: stopping them", "warning")
+        self._slowest = 0.0  # the limit may have been too short
         ctx.ranks.recalled.clear()
         ctx.signal(SIGTERM)
 
@@ -115,6 +125,7 @@ class Recall:
         ranks = self._ctx.ranks
         if not ranks.left(event.local_rank):
             return None  # it was signalled meanwhile
+        self._slowest = max(self._slowest, now - self._began)
         self.settle()
         return None if ranks.live else SweepNow()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrun.config import RECALL_LIMIT
+from elasticrun.config import RECALL_LEAST, RECALL_LIMIT
 from elasticrun.core import events as fx
 from elasticrun.core.worker.states import State
 from elasticrun.wire import messages as m
@@ -100,6 +100,56 @@ def test_a_recall_ends_before_another_round_could_begin_without_this_node() -> N
     assert agent.order(STOP)[-1] == fx.Say(m.Stopping(ROUND, 18.0))
     assert agent.wait() == [fx.SignalRanks((0, 1), 15)]
     assert agent.now == 8.0
+
+
+def next_round(agent: Agent, round_id: int) -> m.Start:
+    """Start the next round in both ranks."""
+    agent.feed(fx.RanksSwept(()))
+    store = STORE if round_id % 2 else NEXT
+    agent.feed(fx.StoreReady(store))
+    name = RoundName(1, round_id, "bb")
+    start = changed(START, name, store=store, restart_count=round_id - 1)
+    agent.order(start)
+    for local_rank in (0, 1):
+        agent.feed(fx.RankSpawned(local_rank, 50 + local_rank))
+    return start
+
+
+def limit_of(agent: Agent, start: m.Start) -> float:
+    """Stop the round; return the seconds that its ranks have to leave it."""
+    effects = agent.order(m.Stop(start.round, "why"))
+    assert effects[1] == fx.RecallRanks((0, 1))
+    stopping = next(one.report for one in effects if isinstance(one, fx.Say))
+    assert isinstance(stopping, m.Stopping)
+    return stopping.remaining - 10.0
+
+
+@pytest.mark.parametrize(
+    ("taken", "limit"), [(0.1, RECALL_LEAST), (2.0, 20.0), (4.0, RECALL_LIMIT)]
+)
+def test_the_limit_is_learnt_from_the_slowest_rank(taken: float, limit: float) -> None:
+    agent = armed(0, 1)
+    assert limit_of(agent, START) == RECALL_LIMIT
+    left(agent, 0)
+    agent.now = taken
+    left(agent, 1)
+    assert limit_of(agent, next_round(agent, 2)) == limit
+
+
+def test_a_limit_that_was_too_short_is_learnt_anew() -> None:
+    agent = armed(0, 1)
+    limit_of(agent, START)
+    left(agent, 0)
+    agent.now = 0.1
+    left(agent, 1)
+    limit_of(agent, next_round(agent, 2))
+    left(agent, 0)
+    assert agent.wait() == [fx.SignalRanks((1,), 15)]
+    assert agent.now == 0.1 + RECALL_LEAST
+    agent.exit(1, -15)
+    start = next_round(agent, 3)
+    agent.feed(fx.RankArmed(1, True))
+    assert limit_of(agent, start) == RECALL_LIMIT
 
 
 def test_a_recalled_rank_that_exits_is_not_kept() -> None:
