@@ -24,7 +24,7 @@ from elasticrun.wire.types import dumps, loads
 
 
 def main(argv: list[str]) -> int:
-    """Run the agent; returns the exit code of its outcome."""
+    """Run the agent and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m elasticrun.agent")
     parser.add_argument("--config-fd", type=int, required=True)
     parser.add_argument("--spawner-fd", type=int, default=-1)
@@ -59,8 +59,8 @@ def main(argv: list[str]) -> int:
 def _die_with_caller(result: socket.socket) -> None:
     """Kill this agent when the caller exits.
 
-    The caller never writes to K, so recv returns only when the caller is gone. No cleanup is
-    needed: the spawner kills and reaps its descendants at EOF."""
+    The caller never writes to K, so recv returns only when the caller has exited. No cleanup is
+    needed: when this agent's socket closes, the spawner kills and reaps its descendants."""
     with contextlib.suppress(OSError):
         result.recv(1)
     os.kill(os.getpid(), signal.SIGKILL)

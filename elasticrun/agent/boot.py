@@ -5,8 +5,8 @@ imports torch while the agent imports grpc and looks for its master.
 
 The reaper is installed before the first child starts. The agent is a child subreaper: when its
 spawner dies, the ranks and their descendants become children of the agent, which kills and reaps
-them. Parent-death signals are not enough because a fork does not inherit them. The same reaping
-makes the agent a correct process 1 of a container.
+them. Parent-death signals are not enough because they are not inherited across fork. The same
+reaping makes the agent a correct process 1 of a container.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ if TYPE_CHECKING:
     import asyncio
 
 RESCAN: Final = 0.05
-"""Seconds between scans of /proc during a sweep: a process may fork between scan and kill."""
+"""Maximum seconds between scans of /proc during a sweep. Rescanning finds processes that were
+forked between a scan and its kills."""
 
 
 FORWARDED = ("SIGUSR1", "SIGUSR2")
-"""Forwarded to the ranks' process groups without further effect, unless they are death signals."""
+"""Signals that are only forwarded to the ranks' process groups, unless the user has made them death
+signals."""
 
 
 class SignalInbox:
-    """Catches the death signals and the forwarded signals, in order of arrival."""
+    """Catches the death signals and the forwarded signals; delivers them in order of arrival."""
 
     def __init__(self, death: Iterable[str]) -> None:
         self._death: set[int] = set()
@@ -77,9 +79,10 @@ class SignalInbox:
         self._saved[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._child)
 
     def attach(self, deliver: Callable[[int, bool], None], on_child: Callable[[], None]) -> None:
-        """Deliver the signals caught so far and all later ones: `deliver(signum, is_death)`.
+        """Call `deliver(signum, is_death)` for the queued signals and for all later ones, and
+        `on_child()` now and at each SIGCHLD.
 
-        The callbacks run in the main thread between two bytecodes, so they may only schedule."""
+        Later calls come from a signal handler, so the callbacks may only schedule work."""
         self._deliver, self._on_child = deliver, on_child
         early, self._early = self._early, []
         for number in early:
@@ -87,7 +90,8 @@ class SignalInbox:
         on_child()
 
     def detach(self, unheard: Iterable[int] = ()) -> None:
-        """Queue signals from now on, after `unheard`, until the next `attach`."""
+        """Stop delivering: queue signals until the next `attach`. `unheard`: signals that were
+        delivered but not handled; they are queued first."""
         self._deliver = self._on_child = None
         self._early[:0] = unheard
 
@@ -111,7 +115,7 @@ class SignalInbox:
 
 @dataclass
 class SpawnerProcess:
-    """A running spawner; without a process if a caller of elastic_launch acts as spawner."""
+    """A running spawner. `process` is None if a caller of elastic_launch acts as the spawner."""
 
     channel: socket.socket
     process: subprocess.Popen[bytes] | WarmChild | None
@@ -126,11 +130,13 @@ class SpawnerProcess:
 
     @property
     def over(self) -> asyncio.Event | None:
-        """Set when the guard of a warm fork server has swept its descendants; None: no guard."""
+        """Set when the guard of a warm fork server has killed and reaped that server's descendants;
+        None without a guard."""
         return self.process.over if isinstance(self.process, WarmChild) else None
 
     def watch(self, reaper: Reaper, ended: Callable[[int], None]) -> None:
-        """Call `ended(code)` when the process has been reaped, by this agent or by its guard."""
+        """Call `ended(code)` when the process has been reaped, by this agent or by its guard; never
+        if there is no process."""
         if isinstance(self.process, WarmChild):
             self.process.watch(ended)
         elif self.process is not None:
@@ -158,7 +164,8 @@ def configure_message(launch: Launch) -> Configure:
 
 
 def start_spawner(launch: Launch, ignored: tuple[int, ...]) -> SpawnerProcess:
-    """Start a spawner; `ignored`: the signals that this process inherited as ignored. OSError."""
+    """Start a spawner. `ignored`: the signals that this process inherited as ignored. Raises
+    OSError."""
     environ = dict(os.environ)
     if launch.set_omp_threads:
         # torch sizes its thread pools at import; the ranks get the same value.
@@ -183,10 +190,10 @@ def fault_error() -> str:
 
 
 def planted_in(node: str) -> dict[str, str]:
-    """The environment variable that gives this node's ranks and probes their planted faults; empty
-    without faults here.
+    """Return the environment variable with the faults planted in this node's ranks and probes, or
+    an empty dict if there are none.
 
-    Logs a warning on every node if the job has planted faults, and one for each fault of this
+    Logs a warning if the job has planted faults on any node, and one for each fault of this
     node."""
     text = os.environ.get(env.FAULT, "")
     if not text:
@@ -219,7 +226,7 @@ class Reaper:
         self._foreign = _children_now()
         self._watched: dict[int, Callable[[int], None]] = {}
         self.spared: set[int] = set()
-        """Children that no sweep kills, nor their descendants, until they are reaped."""
+        """Children that sweeps spare, with their descendants, until they are reaped."""
         self._gone: asyncio.Event | None = None
 
     def watch(self, process: subprocess.Popen[bytes], ended: Callable[[int], None]) -> None:
@@ -260,8 +267,8 @@ class Reaper:
             return None
         if info.si_pid not in self._foreign:
             return info.si_pid
-        # The first waitable child is the caller's own, and only the caller may reap it: look
-        # further.
+        # The first waitable child is the caller's own, and only the caller may reap it: find the
+        # next one of ours.
         for pid in sorted(_children() - self._foreign):
             try:
                 options = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -274,7 +281,8 @@ class Reaper:
     async def sweep(self, *, limit: float, keep: Collection[int] = ()) -> tuple[int, ...]:
         """SIGKILL and reap every descendant, except `spared` and `keep` and their descendants.
 
-        Returns the pids that still exist after `limit` seconds: the kernel cannot end them."""
+        Returns the pids that still exist after `limit` seconds, for example processes in
+        uninterruptible sleep."""
         import asyncio  # late: the fork server starts before this import
 
         from elasticrun.host.system.sweep import kill_group

@@ -1,8 +1,8 @@
 """Checks this machine (`elasticrun.host.doctor`) while the agent starts.
 
 Nothing waits for the checks, except with --precheck: then a failed check ends the agent before it
-joins. Checks that need the master run a few seconds after it has accepted this node. They never end
-a node: the network check excludes a node with a bad link.
+joins. Checks that need the master start at least ASK_AFTER seconds after it has accepted this node.
+They never end a node: the network check excludes a node with a bad link.
 
 The thread that runs the checks imports them, so that they do not delay the agent's start.
 """
@@ -36,17 +36,19 @@ if TYPE_CHECKING:
     from elasticrun.host.doctor.reach import Answer
 
 ASK_AFTER: Final = 3.0
-"""Seconds from the master's Welcome to our request, so that the first round forms undisturbed."""
+"""Minimum seconds from the master's Welcome to our request, so that the request does not disturb
+the first round."""
 
 ASKERS: Final = 50
-"""Nodes per second that send their request to the master, at random times: each opens a
-connection."""
+"""Average number of nodes per second that send their request to the master, each on a new
+connection; random delays spread them."""
 
 GOES_ON: Final = "; the agent continues"
-"""The end of a log line about a failed check that does not end the agent."""
+"""Appended to a log line about a failed check that does not end the agent."""
 
 ANSWER_LIMIT: Final = 6.0
-"""Seconds for one answer of the master, which dials this node for two seconds at most."""
+"""Seconds to wait for one answer from the master, which dials this node's ports for up to two
+seconds."""
 
 
 class Checkup:
@@ -59,12 +61,12 @@ class Checkup:
         self._tasks = Tasks(logger.error)
 
     def start(self) -> None:
-        """Run the checks in threads and log the findings."""
+        """Start the checks in a thread; their findings are logged."""
         self._findings = self._tasks.start(self._run_checks(), "checking this machine")
 
     async def unfit(self) -> str:
-        """Why no rank may start on this node; "" if ranks may start. Waits for the findings only
-        with --precheck."""
+        """Return why no rank may start on this node; "" if ranks may start. With --precheck it
+        waits for the findings; without, it returns "" at once."""
         if self._node.launch.precheck < 1 or self._findings is None:
             return ""
         failed = failures(await self._findings)
@@ -74,7 +76,8 @@ class Checkup:
         return f"--precheck found this machine unfit: {as_line(failed[0])}{more}"
 
     def welcomed(self, master: Endpoint) -> None:
-        """Called when a master accepts this node: ask it later to dial this node's ports."""
+        """Called when a master accepts this node. Schedules a request that the master dial this
+        node's ports, unless the job has a single node."""
         most = self._node.launch.spec.max_nodes
         if most > 1 and self._node.place.kind != "standalone":
             delay = ASK_AFTER + random.uniform(0, most / ASKERS)
@@ -125,7 +128,7 @@ def _judged(answers: list[Answer], dialled: str) -> list[Finding]:
 
 
 def subject(launch: Launch, place: Place) -> Subject:
-    """What an agent of this launch needs from its machine."""
+    """What the checks need to know about an agent of this launch."""
     from elasticrun.host.doctor import disk
     from elasticrun.host.doctor.checkup import Subject
 
@@ -156,7 +159,8 @@ def log_findings(findings: Iterable[Finding], and_then: str) -> None:
 async def ask(
     master: Endpoint, reader: str, files: auth.Files | None, name: str = ""
 ) -> tuple[list[Answer], str]:
-    """Ask the master to dial some ports of this host; returns its answers and its numeric address.
+    """Ask the master to dial some ports of this host, one at a time; returns its answers and its
+    numeric address.
 
     `reader`: a reader's token; `name`: the name that the master's certificate must contain. Raises
     LinkError and TlsError; OSError if no port can be opened; RuntimeError if no thread can

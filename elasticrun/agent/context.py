@@ -37,7 +37,7 @@ class NodePart(Protocol):
 
 @dataclass
 class NodeContext:
-    """What the parts of a node share. Values known only after start are set later."""
+    """What the parts of a node share. Some values are set only after the agent has started."""
 
     launch: Launch
     place: Place
@@ -50,14 +50,15 @@ class NodeContext:
     reaper: Reaper
     writer: StderrWriter
     called: bool = False
-    """A Python program has started this agent; its exceptions report failures."""
+    """True if a Python program started this agent; failures then reach that program as
+    exceptions."""
     variables: dict[str, str] = field(default_factory=dict)
     """Further variables of every rank and probe; the node adds to them."""
     slot: Slot | None = None
     """Reserves the node id, if it is minted."""
     incarnation: str = field(default_factory=mint_incarnation)
     host: str = ""
-    """The host name shown to people."""
+    """The host name shown to users."""
     address: str = ""
     """The address that other nodes dial."""
     link: Link = field(init=False, repr=False)

@@ -1,9 +1,9 @@
 """What the user of this node reads while the job runs: joins, losses, restarts and long waits.
 
 A wait is logged with its reason and time limit, and with a command that finds the cause if a peer
-cannot be reached. A restart is one line when all ranks run again, and another when training
-continues; if nodes were lost or joined, the cause is a line before. Its seconds and repeated steps
-come from the master, so they equal those of the incident. Unknown values are left out.
+cannot be reached. A restart is logged in two lines, one when all ranks run again and one when
+training continues; if nodes were lost or joined, a line before them gives the cause. Durations and
+repeated steps come from the master, so they match its incident. Unknown values are left out.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ LEAVING: Final = 1.0
 whose step is saved sooner causes a single line, at the end."""
 
 SOON: Final = 3.0
-"""Seconds after which a wait for other nodes, or for ranks to exit, is logged."""
+"""Seconds after which a wait for other nodes or for ranks to exit, or a missing master, is
+logged."""
 
 LATE: Final = 10.0
-"""The same for every other wait."""
+"""Seconds after which any other wait is logged."""
 
 AGAIN: Final = 60.0
-"""Seconds after which a lasting wait is logged again."""
+"""Seconds between log lines about the same wait."""
 
 _ENDS: Final = (State.STOPPING, State.ENDING)
 
@@ -67,7 +68,8 @@ def directed(sentence: str, whom: Whom, dial: object = "") -> str:
 
 
 class RoundLog:
-    """Turns events into log lines through `log`. `most`: --max-restarts."""
+    """Logs starts, restarts and recoveries through `log`. `most`: the value of --max-restarts;
+    `several`: the job may have more than one node."""
 
     def __init__(self, *, most: int, several: bool, log: Callable[[str], None]) -> None:
         self._most = most
@@ -75,7 +77,7 @@ class RoundLog:
         self._log = log
         self._last: Start | None = None
         self._again = False  # ranks of this node have run before
-        self._words = ""  # the cost of a restart, for the line when ranks run
+        self._words = ""  # number and cause of a restart, for the line logged when ranks run
         self._runs = self._trains = False  # already logged for this round
         self._resumed = ""  # where a rank resumed, if not logged yet
 
@@ -101,8 +103,7 @@ class RoundLog:
             self._log(directed(line, out_of_reach(ended)))
 
     def recovered(self, order: Recovery) -> None:
-        """The master reports how long training was interrupted, measured for all nodes and for its
-        record."""
+        """Log how long training was interrupted, as the master has measured it over all nodes."""
         if not self._again or self._last is None or order.round != self._last.round:
             return
         if not self._runs:
@@ -117,8 +118,8 @@ class RoundLog:
             self._log(", ".join(parts))
 
     def linked_again(self) -> None:
-        """Connected to a master again while ranks run. A new master does not know how long training
-        was interrupted, so the restart is logged without that."""
+        """Called when the link reconnects while ranks run. A new master does not know how long
+        training was interrupted, so a restart that is not logged yet is logged without that."""
         if self._words and not self._runs:
             self._runs = True
             self._log(f"restarted{self._words}")
@@ -133,9 +134,9 @@ class RoundLog:
 
 
 class LongWaits:
-    """One line per reason that has lasted for a while, then one per minute: `log` gets the newest
-    status, for `in_words`. A missing master is logged only after SOON seconds, because a killed one
-    is usually replaced sooner."""
+    """Logs waits that last: one line per reason, and again every AGAIN seconds. `log` receives the
+    newest status, which `in_words` renders. A missing master is logged only after SOON seconds,
+    because a killed one is usually replaced sooner."""
 
     def __init__(self, log: Callable[[GroupStatus], None]) -> None:
         self._log = log
@@ -160,8 +161,8 @@ class LongWaits:
             self._timer.after(SOON if quick else LATE, self._log_wait)
 
     def noted(self, note: Note, status: GroupStatus, log: Callable[[Note], None]) -> None:
-        """Log the note with `log`, now or later; now if this node is about to end because of
-        it."""
+        """Log a note with `log`: at once, or after SOON seconds if a master is missing and this
+        node does not end because of it."""
         if isinstance(note.why, NoMaster) and status.state not in ENDINGS:
             self._absence.after(SOON, log, note)
         else:
@@ -179,7 +180,7 @@ class LongWaits:
 
 
 class Dialling(Protocol):
-    """Knows the master's address."""
+    """Has the master's address."""
 
     @property
     def dial(self) -> Endpoint:
@@ -187,8 +188,8 @@ class Dialling(Protocol):
 
 
 class OperatorMessages:
-    """What the operator reads of a node while its job runs. Lines about the master name its
-    address. The state machine's own sentences appear unchanged in traces and on pages."""
+    """Logs what the operator reads about a node while its job runs. Lines about the master name its
+    address; traces and pages contain the state machine's sentences unchanged."""
 
     def __init__(self, launch: Launch, place: Place, rendezvous: Dialling) -> None:
         self._join_timeout = launch.spec.join_timeout
@@ -204,10 +205,10 @@ class OperatorMessages:
         self._rounds.starts(start)
 
     def ranks_stopping(self) -> None:
-        """No-op: the state machine notes why."""
+        """No-op: the state machine's note gives the reason."""
 
     def ranks_gone(self, *, done: bool) -> None:
-        """No-op: the state machine notes what follows."""
+        """No-op: the state machine's note says what follows."""
 
     def close(self) -> None:
         """Stop logging waits."""
@@ -220,7 +221,7 @@ class OperatorMessages:
         self._waits.update(status)
 
     def noted(self, note: Note, status: GroupStatus) -> None:
-        """Handle a sentence of the state machine."""
+        """Log a note of the state machine, now or later."""
         self._waits.noted(note, status, self._log)
 
     def recovered(self, order: Recovery) -> None:
@@ -233,7 +234,7 @@ class OperatorMessages:
         self._rounds.linked_again()
 
     def no_master(self, reason: str) -> None:
-        """The first connection failed; called once."""
+        """Warn that no master has answered the first attempts to connect; called once."""
         dial = self._rendezvous.dial
         unmet = MasterUnmet(str(dial), self._join_timeout, reason)
         logger.warning("%s", directed(text(unmet), out_of_reach(unmet), dial))
@@ -254,17 +255,17 @@ class OperatorMessages:
 
 
 def notice(text: str) -> None:
-    """Log for the operator, whatever our log level."""
+    """Log a line for the operator, regardless of the configured log level."""
     logger.log(NOTICE, "%s", text)
 
 
 def _leaves(status: GroupStatus) -> bool:
-    """Whether this node leaves, and its ranks run only until they have saved a step."""
+    """Whether this node is leaving, with ranks that run only until they have saved a step."""
     return status.state is State.RUNNING and status.wait_ends is not None
 
 
 def in_words(status: GroupStatus, place: str, now: float) -> str:
-    """The text about a wait at time `now`."""
+    """Render a wait as text. `now`: monotonic time, from which the seconds left are computed."""
     left = 0.0 if status.wait_ends is None else status.wait_ends - now
     if _leaves(status):
         lost = f"{status.master_lost}; this node leaves"

@@ -1,12 +1,12 @@
 """The agent's process: the steps before the event loop, and the exit code.
 
-The order matters. Signal handlers come first, before anything can block. The spawner starts next,
-so that it imports torch in parallel; then the master, if this node certainly hosts it. asyncio and
+The order matters. Signal handlers come before the first child process. The spawner starts next, so
+that it imports torch in parallel; then the master, if this node certainly hosts it. asyncio and
 grpc are imported last.
 
 torchrun installs its handlers when it starts the first ranks: an earlier SIGTERM ends it without
 cleanup, and SIGUSR1 kills it while its ranks keep running. Here the handlers are installed before
-anything can block, and SIGUSR1 and SIGUSR2 are forwarded to the ranks.
+anything needs cleanup, and SIGUSR1 and SIGUSR2 are forwarded to the ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 def run(launch: Launch, place: Place, identity: Identity) -> int:
     """Run this node's part of a job to its end; returns the launcher's exit code.
 
-    Call it in the main thread. It leaves no processes, and no files except logs."""
+    Call it in the main thread. It leaves no process except a warm one that was requested, and no
+    files except logs."""
     return run_agent(launch, place, identity).code
 
 
@@ -57,9 +58,9 @@ def run_agent(
     caller: Caller | None = None,
     channel: socket.socket | None = None,
 ) -> Exit:
-    """The same, with the whole outcome. `caller`: the Python program that has started this process,
-    if one has. `channel`: our end of the `wire.spawning` socket to a caller that starts the ranks
-    itself (`elastic_launch`); EOF on it means that the caller has exited."""
+    """Like `run`, but return the whole outcome. `caller`: the Python program that has started this
+    process, if one has. `channel`: our end of the `wire.spawning` socket to a caller that starts
+    the ranks itself (`elastic_launch`); EOF on it means that the caller has exited."""
     from elasticrun.core.events import Exit
 
     fill_standard_fds()
@@ -111,7 +112,7 @@ def run_agent(
 
 
 def _impossible(identity: Identity) -> Exit | None:
-    """Why no agent can run here; None if one can."""
+    """The outcome if no agent can run here; None if one can. Blocks on TLS files."""
     from elasticrun.core.events import Exit
 
     if threading.current_thread() is not threading.main_thread():
@@ -126,7 +127,7 @@ def _impossible(identity: Identity) -> Exit | None:
 
 
 def _found(launch: Launch, place: Place, identity: Identity, inbox: SignalInbox) -> FoundJob | None:
-    """The job and its master, if nobody has named the master's host; else None."""
+    """Find the job and its master if the user has not named the master's host; else None."""
     if place.kind not in ("file", "open"):
         return None
     from elasticrun.agent.rendezvous.finding import find
@@ -147,8 +148,8 @@ def _runner() -> asyncio.Runner:
 
 
 def fill_standard_fds() -> None:
-    """Open /dev/null for standard streams that our caller has closed (`2>&-`). Otherwise the next
-    socket would get that number, and print would write into it."""
+    """Open /dev/null for standard streams that are closed (`2>&-`). Otherwise the next socket would
+    get that number, and print would write into it."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)

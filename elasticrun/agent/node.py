@@ -1,6 +1,6 @@
 """One node of a job: its identity, its parts, the effects of its state machine, its shutdown.
 
-The identity is determined before the first connection, because a name server or a disk may be slow.
+The identity is complete before the first connection; a slow name server or disk may delay that.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def rendezvous_of(
     node: NodeContext, on_master: Callable[[], None], found: FoundJob | None
 ) -> NodeRendezvous:
     """The rendezvous of this job. `on_master` is called when the master's address is known, and
-    whenever a master starts to serve there; `found`: see `finding`."""
+    whenever a master starts to serve there. `found`: the result of `finding.find`, if any."""
     if found is None:
         return NodeRendezvous(node, on_master, _registry(node))
     invitation = None
@@ -102,7 +102,7 @@ def rendezvous_of(
 
 
 def _registry(node: NodeContext) -> Registry:
-    """The registry of a job that needs no search; the etcd client is imported only for its own."""
+    """The registry of a job that needs no search. Imports the etcd client only if it is needed."""
     if node.place.kind != "etcd":
         return EndpointRegistry(node.launch, node.place, node.identity.job_id)
     from elasticrun.agent.rendezvous.etcd import EtcdRegistry
@@ -130,7 +130,7 @@ class Early:
 
 
 def further_variables(launch: Launch, caller: Caller | None) -> dict[str, str]:
-    """Further variables of every rank: the caller's, and where the run folder is."""
+    """Extra variables of every rank: the caller's, and the path of the run folder."""
     found = {} if caller is None else dict(caller.variables)
     if folder := launch.master.run.folder:
         found[env.RUN_FOLDER] = os.path.abspath(folder)
@@ -296,7 +296,8 @@ class NodeAgent:
         shared.host = self._events.host = host
 
     def _master_found(self) -> None:
-        """The master's address is known (again), and with it our own address."""
+        """Called when the master's address is known, and whenever a master starts to serve there:
+        take over our own address, which depends on it, and connect."""
         self._shared.address = self._rendezvous.address
         self._stores.addressed()
         if self._shared.link.start():
@@ -304,7 +305,8 @@ class NodeAgent:
         self._shared.link.nudge()
 
     async def _first_contact(self) -> None:
-        """End the node with a sentence if no master answers within the join timeout."""
+        """End the node if no master answers within the join timeout; else schedule the checks that
+        need the master."""
         limit = self._shared.launch.spec.join_timeout
         try:
             await asyncio.wait_for(self._shared.link.connected.wait(), limit)
@@ -359,7 +361,7 @@ class NodeAgent:
         self._loop.deliver(fx.SpawnerLost(reason, time.time_ns() // 1000))
 
     def no_master(self, reason: str) -> None:
-        """The first connection failed; called once."""
+        """No master has answered the first attempts to connect; called once."""
         self._messages.no_master(reason)
 
     def fatal(self, sentence: str) -> None:

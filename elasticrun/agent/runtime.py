@@ -3,9 +3,9 @@
 Also the helpers for what must not run in the loop: threads for blocking work, and tasks with an
 owner.
 
-The loop sleeps until an event arrives or the state machine's next deadline; there is no other
-timer. The threads are daemons that nobody joins: a file system that hangs for an hour must neither
-stop the agent's heartbeats nor prevent its exit, as asyncio's executor would.
+The loop sleeps until an event arrives or the state machine's next deadline. The threads are daemons
+that nobody joins: a file system that hangs for an hour must neither stop the agent's heartbeats nor
+prevent its exit, as asyncio's executor would.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 SLOW_DISK: Final = 5.0
-"""Seconds of waiting for a disk after which `slow` is logged."""
+"""Seconds in a thread after which `in_thread` logs its `slow` sentence."""
 
 DISK_LIMIT: Final = 120.0
 """Seconds for disk operations that a node cannot do without; a restarted file server answers within
@@ -48,11 +48,12 @@ FIRST_TRY: Final = 0.05
 """Seconds until the first retry; doubled for each further one."""
 
 PATIENCE_STEP: Final = 1.0
-"""Seconds between checks of our own clock while waiting for another process."""
+"""Seconds between two checks that this loop itself was not stuck while it waits for another
+process."""
 
 STALLED: Final = 0.5
-"""A check that is this many seconds late shows that this loop itself was stuck; its step is not
-counted."""
+"""Seconds that such a check may be late. If it is later, this loop was stuck, and the time since
+the previous check does not count."""
 
 _OURS: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -73,9 +74,9 @@ async def in_thread(
 ) -> T:
     """The result of `work()`, called in its own thread.
 
-    Raises TimeoutError after `limit` seconds (None: no limit). The thread is then abandoned; if it
-    still returns a result, `late` is called with it in a thread. `slow` is logged after SLOW_DISK
-    seconds."""
+    Raises TimeoutError after `limit` seconds (None: no limit), and NoThread if no thread can start.
+    After a timeout the thread is abandoned; if it still returns a result, `late` is called with it
+    in a thread. `slow` is logged after SLOW_DISK seconds."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -114,7 +115,7 @@ async def in_thread(
 
 
 async def _started(body: Callable[[], None], name: str, limit: float) -> None:
-    """Start the thread. NoThread if that keeps failing for `limit` seconds."""
+    """Start the thread. Raises NoThread if that keeps failing for `limit` seconds."""
     loop = asyncio.get_running_loop()
     end, wait = loop.time() + limit, FIRST_TRY
     while True:
@@ -252,7 +253,7 @@ class Patience:
         self._go_on(late, args)
 
     def cancel(self) -> None:
-        """The answer has arrived. May be called without a pending wait."""
+        """Stop waiting, because the answer has arrived. No-op without a pending wait."""
         self._timer.cancel()
 
     def _go_on(self, late: Callable[..., object], args: tuple[object, ...]) -> None:
@@ -279,7 +280,8 @@ class Once:
         self._logged: set[str] = set()
 
     def log(self, sentence: str, level: int = logging.WARNING, *, kind: str = "") -> None:
-        """`kind`: a key that is logged once, whatever the sentence; "": the sentence itself."""
+        """Log the sentence, unless `kind` has been logged before. `kind`: "" stands for the
+        sentence itself."""
         kind = kind or sentence
         if kind not in self._logged and len(self._logged) < self._most:
             self._logged.add(kind)
@@ -379,8 +381,8 @@ class AgentLoop:
         try:
             effects = self.brain.step(event, time.monotonic())
         except Exception as error:
-            # Never happens for bad input. The state machine may now be wrong, so its effects are
-            # dropped.
+            # A bug of ours, never the result of bad input. The state machine may now be wrong, so
+            # its effects are dropped.
             logger.exception("a bug in elasticrun: %s", error)
             self._end_of_defect(f"{type(event).__name__} was not understood", error)
             return

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from elasticrun.agent.workers.ranks import Ranks
 
 HEADLINE: Final = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: "
-"""How Python shows torchrun's exception; a line break follows the blank."""
+"""How Python shows torchrun's exception; a line break follows the space."""
 
 HOW_TO_RESTART: Final = "0 is the default, as under torchrun; --max-restarts=3 allows 3 restarts"
 """The last line of a failed job whose user did not set --max-restarts."""
@@ -65,11 +65,12 @@ get their grace period, and output is shown as long as somebody reads it. After 
 nothing is excluded, because the sender will SIGKILL us (Kubernetes after 30 s in all)."""
 
 KILLED_AFTER: Final = 29.0
-"""Seconds after a death signal by which shutdown should be complete..."""
+"""Seconds after a death signal by which shutdown should be complete, unless SIGNALLED_BOUND allows
+more."""
 
 SIGNALLED_BOUND: Final = 4.0
-"""... but shutdown always gets this much. A user who gives ranks a longer grace period has to add
-this to it."""
+"""Minimum seconds for shutdown after a death signal. A user who gives ranks a longer grace period
+has to let the sender of the signal wait this much longer before it kills the agent."""
 
 LEAST: Final = 1.0
 """Seconds that a step always gets, even when the steps before it have used up the limit."""
@@ -258,18 +259,18 @@ class ShutdownSteps:
         return self._until < math.inf
 
     def signalled(self) -> None:
-        """A death signal has arrived; only the first one counts."""
+        """Note when the first death signal arrived; later ones do not count."""
         if self._signalled is None:
             self._signalled = time.monotonic()
 
     def hurry(self) -> None:
-        """A death signal has arrived during shutdown: stop waiting for other processes."""
+        """Stop waiting for other processes, because a death signal has arrived during shutdown."""
         self._hurried = True
         if self._patience is not None and not self._patience.expired():
             self._patience.reschedule(0.0)
 
     def start(self) -> None:
-        """Start the time limit."""
+        """Start the time limit, or restart it."""
         now = time.monotonic()
         self._until = now + BOUND
         if self._signalled is not None:
@@ -278,7 +279,8 @@ class ShutdownSteps:
             )
 
     def left(self, limit: float) -> float:
-        """Seconds that a step with this limit may still take."""
+        """Seconds that a step with this limit may still take; at least LEAST, or `limit` if that is
+        less."""
         return min(limit, max(LEAST, self._until - time.monotonic()))
 
     def now(self, what: str, work: Callable[[], object]) -> None:

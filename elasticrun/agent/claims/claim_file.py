@@ -1,19 +1,20 @@
-"""A claim file: one of several machines that share a folder claims a role with it (decision 029).
+"""A claim file, with which one of the machines that share a folder claims a role (decision 029).
 
-It relies on link(2) only, which is atomic on network file systems too and fails if the name exists.
-It uses no flock, trusts no file time, and compares no clocks of two hosts.
+For mutual exclusion it relies only on link(2), which is atomic on network file systems too and
+fails if the name exists. It uses no flock, trusts no file time, and compares no clocks of two
+hosts.
 
 A claim is written completely into a draft and published by link. Its last line is a counter that
 the holder increments in place, through the descriptor of the linked file, so that it can never
-write into a successor's claim. Readers open the file anew, which makes NFS ask its server. A claim
-counts as not renewed after many reads in a row with the same counter.
+write into a successor's claim. Readers reopen the file for each read, so that an NFS client fetches
+it from the server. A claim is stale after STALE_READS reads in a row with the same counter.
 
 To replace claim X, a candidate links `NAME.after.X`; only one candidate can. From then on every
-reader of X takes that file as the claim, and it is then renamed over NAME, which removes X. X is
-the random id of a holder and is never reused, so a decision about X never applies to another claim.
+reader of X takes that file as the claim. It is then renamed over NAME, which removes X. X is the
+random id of a holder and is never reused, so a decision about X never applies to another claim.
 
-Nodes use such a file to find their job's master (`rendezvous.shared_file`). One in the checkpoint
-folder decides which job may write there (`folder_claim`).
+Nodes use a claim file to find their job's master (`rendezvous.shared_file`). Another, in the
+checkpoint folder, decides which job may write there (`folder_claim`).
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ READ_EVERY: Final = 1.0
 
 STALE_READS: Final = 10
 """Reads in a row with the same counter after which a claim is stale. A read that took longer than
-LOOK_EVERY does not count: the file system was stuck, perhaps for the holder too."""
+READ_EVERY does not count: the file system was stuck, perhaps for the holder too."""
 
 CLOSE_LIMIT: Final = 2.0
-"""Seconds to wait for a renewal in progress."""
+"""Seconds that closing a renewer waits for a renewal in progress."""
 
 FILE_LIMIT: Final = 30.0
 """Seconds for one read or change of a shared folder; after that it counts as hung."""
@@ -78,7 +79,7 @@ class NotWritable(ClaimError):
 @dataclass(frozen=True, slots=True)
 class Claim:
     """The content of a claim file. `holder`: the random id of its holder. `words`: its data.
-    `left`: its holder has exited, and others may still need the data."""
+    `left`: its holder no longer renews it, but others may still need the data."""
 
     holder: str
     words: Mapping[str, Any] = field(repr=False)  # includes the job's token
@@ -106,9 +107,9 @@ def new_claim(words: Mapping[str, Any]) -> Claim:
 
 
 def died_here(claim: Claim) -> bool:
-    """Whether its holder is known to have exited, so that nobody needs to wait for it. A holder
-    from another boot does not count: it may run on another machine with the same host name, and two
-    masters are worse than a wait."""
+    """Whether the claim's holder is known to have exited, so that nobody needs to wait for it. A
+    holder from another boot does not count: it may run on another machine with the same host name,
+    and two masters are worse than a wait."""
     try:
         holder = msgspec.convert(claim.words.get("process"), ProcessId)
     except msgspec.ValidationError:
@@ -117,10 +118,12 @@ def died_here(claim: Claim) -> bool:
 
 
 class SharedFiles:
-    """The calls on the shared folder, in one object: tests replace it with a slow one."""
+    """The file operations on the shared folder, as one object that tests replace with a slow
+    one."""
 
     def read(self, path: str) -> tuple[bytes, os.stat_result]:
-        """The file as the server has it now, opened anew. OSError."""
+        """Open the file anew, so that NFS asks the server; returns its first MAX_BYTES + 1 bytes
+        and its stat. Raises OSError."""
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         with open(fd, "rb", buffering=0) as file:
             return file.read(MAX_BYTES + 1), os.fstat(fd)
@@ -143,10 +146,10 @@ class SharedFiles:
 
 
 class ClaimFile:
-    """The claim file at `path`, as this process sees it. Methods block, and raise ClaimError.
+    """The claim file at `path`, as this process sees it. Its methods block, and raise ClaimError.
 
-    `private`: nobody else may read it, and it is trusted only if its owner is the owner of the
-    files that we create there."""
+    `private`: only its owner may have access to it, and it is trusted only if its owner is the
+    owner of the files that we create there."""
 
     def __init__(
         self, path: str, *, private: bool = True, files: SharedFiles | None = None
@@ -161,12 +164,13 @@ class ClaimFile:
         self._held: io.FileIO | None = None
         self._at = 0
         self.mine: Claim | None = None
-        """The claim that we hold."""
+        """The claim that we hold; None if we hold none."""
 
     # ------------------------------------------------------------ reading
 
     def read(self) -> Claim | None:
-        """The valid claim; None if there is none."""
+        """Return the claim that is valid now, or None. Follows takeovers that are not renamed
+        yet."""
         found, path = self._read(self.path), self.path
         for _ in range(MAX_CHAIN):
             if found is None:
@@ -205,7 +209,8 @@ class ClaimFile:
             ) from None
 
     def _check_private(self, path: str, found: os.stat_result) -> None:
-        """Whoever can write the file could make this node join a job of theirs."""
+        """Raise ClaimError unless the file is ours and nobody else has access to it: whoever can
+        write it could make this node join another job."""
         if self._owner < 0:
             draft, fd = self._draft(b"")
             os.close(fd)
@@ -222,8 +227,8 @@ class ClaimFile:
     # ------------------------------------------------------------ claiming
 
     def take(self, claim: Claim, instead: Claim | None = None) -> bool:
-        """Publish this claim: where there is none, or in place of `instead`. False if somebody was
-        faster, or if `instead` is no longer valid."""
+        """Publish this claim where there is none, or in place of `instead`. Returns False if
+        another process was faster, or if `instead` is no longer valid."""
         body = json.dumps({"holder": claim.holder, "words": dict(claim.words)}) + "\n"
         data = (body + _line(0, _KEPT)).encode()
         name = self.path if instead is None else self._after(instead)
@@ -243,8 +248,9 @@ class ClaimFile:
         return True
 
     def _succeed(self, name: str, claim: Claim, instead: Claim) -> bool:
-        """Rename the file `name` over the old claim. Reads the claim again first: what we saw of it
-        may be outdated until we have changed the folder."""
+        """Rename `name`, which contains `claim`, over the claim `instead`. Returns False if a third
+        claim is valid. Reads the folder again first: NFS may have shown us an outdated one until we
+        changed it."""
         try:
             current = self.read()
             if current is None or current.holder != claim.holder:
@@ -260,7 +266,8 @@ class ClaimFile:
             ) from None
 
     def _draft(self, data: bytes) -> tuple[str, int]:
-        """Create a draft file with this content, synced to the server's disk."""
+        """Create a draft file with this content, synced to the server's disk; returns its path and
+        descriptor. Also notes which owner our files have there."""
         draft = f"{self.path}.{secrets.token_hex(8)}.new"
         try:
             fd = self._files.create(draft, 0o600 if self._private else 0o666)
@@ -314,8 +321,8 @@ class ClaimFile:
     # ------------------------------------------------------------ holding
 
     def renew(self) -> Claim | None:
-        """Increment the counter of our claim; returns None, or another claim that is now valid. A
-        claim that somebody removed is created again."""
+        """Increment the counter of our claim, or create the claim again if somebody removed it.
+        Returns the claim that has replaced ours, or None."""
         mine = self.mine
         if mine is None:
             return None
@@ -329,7 +336,7 @@ class ClaimFile:
         return None
 
     def leave(self) -> None:
-        """Mark our claim as no longer renewed, but perhaps still needed."""
+        """Mark our claim as no longer renewed but perhaps still needed, and release it."""
         self._write(0, _LEFT)
         self.release()
 
@@ -348,7 +355,7 @@ class ClaimFile:
         self.release()
 
     def release(self) -> None:
-        """Stop writing to our claim."""
+        """Close our claim's file without removing it; the claim is no longer renewed."""
         held, self._held = self._held, None
         self.mine = None
         if held is not None:
@@ -380,10 +387,11 @@ class Renewals:
         self.same = 0
         """Reads in a row without a renewal."""
         self.renewed = False
-        """Whether the current holder has renewed it while we watched."""
+        """Whether the current holder has renewed it since we began to watch."""
 
     def observe(self, claim: Claim, took: float) -> None:
-        """`took`: seconds that the read took."""
+        """Record one read of the claim, which took `took` seconds. A slow read does not count as
+        one without a renewal."""
         seen = (claim.holder, claim.count)
         if seen != self._seen:
             self.renewed = seen[0] == self._seen[0]
@@ -392,14 +400,15 @@ class Renewals:
             self.same += 1
 
     def is_stale(self, claim: Claim) -> bool:
-        """Whether nobody holds it any more, as far as the file shows."""
+        """Whether the holder has left, has died on this host, or has not renewed the claim for
+        STALE_READS reads."""
         return claim.left or died_here(claim) or self.same >= STALE_READS
 
 
 class ClaimRenewer:
-    """Renews a claim in its own thread until it is closed.
+    """Renews a claim in its own thread until it is closed or another claim replaces it.
 
-    The callbacks run in that thread: `lost(claim)` when another claim has replaced it,
+    The callbacks run in that thread: `lost(claim)` when another claim has replaced ours,
     `trouble(sentence)` when renewing fails, and `trouble("")` when it works again."""
 
     def __init__(self, file: ClaimFile) -> None:
@@ -411,14 +420,14 @@ class ClaimRenewer:
         self._thread = start_thread(self._keep, "claim")
 
     def attach(self, lost: Callable[[Claim], None], trouble: Callable[[str], None]) -> None:
-        """Set the callbacks; a loss that has already happened is reported at once."""
+        """Set the callbacks. A loss that has already happened is reported at once, from here."""
         self._lost, self._trouble = lost, trouble
-        if self._other is not None:  # set before _lost is read, so one of us calls it
+        if self._other is not None:  # set before _lost is read: at least one thread calls it
             lost(self._other)
 
     def close(self) -> None:
-        """Stop renewing. Blocks for CLOSE_LIMIT at most: a renewal in progress would re-create a
-        claim that is being removed."""
+        """Stop renewing. Waits up to CLOSE_LIMIT for a renewal in progress, which might otherwise
+        re-create a claim that is being removed."""
         self._over.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_LIMIT)
@@ -455,5 +464,6 @@ def timed_read(file: ClaimFile) -> tuple[Claim | None, float]:
 
 
 async def on_disk(work: Callable[[], T]) -> T:
-    """The result of work on a shared folder. TimeoutError."""
+    """Run `work`, which blocks on a shared folder, in a thread and return its result. Raises
+    TimeoutError after FILE_LIMIT."""
     return await in_thread(work, limit=FILE_LIMIT, name="claim")

@@ -31,7 +31,8 @@ NAME: Final = "elasticrun.claim"
 """The claim file in a checkpoint folder."""
 
 FOLDER_CLOSE_LIMIT: Final = 5.0
-"""The same at shutdown."""
+"""Seconds that `FolderClaim.close` waits for a check in progress, and again for the removal of the
+claim."""
 
 PATIENCE: Final = 3.0 * STALE_READS * READ_EVERY
 """Seconds that a checkpoint waits to find out whether another job still claims the folder."""
@@ -41,7 +42,7 @@ MOST_TERMS: Final = 64
 
 
 class NotOurs(Exception):
-    """Another job, or another master of this one, writes there; the text is a sentence."""
+    """Another job, or another master of this one, writes to the folder; the text is a sentence."""
 
 
 class FolderClaim:
@@ -49,8 +50,8 @@ class FolderClaim:
     within that job to one master. Used in the loop's thread only.
 
     Two jobs with the same folder, or two halves of a partitioned job, would remove and replace each
-    other's checkpoints. So the node of rank 0 claims the folder when its ranks have reported it,
-    and a node verifies the claim before it has a marker written.
+    other's checkpoints. So the node of rank 0 claims the folder as soon as its ranks have reported
+    it, and verifies the claim before each marker is written.
 
         the claim there      what this node does
         none, or stale       takes it
@@ -75,12 +76,14 @@ class FolderClaim:
         self._watch: asyncio.Task[None] | None = None
 
     def start(self, url: str) -> None:
-        """The ranks of this node, including rank 0, have their checkpoints there."""
+        """Start claiming this folder, to which the job's ranks write checkpoints; rank 0 is on this
+        node. No-op while an earlier call is still claiming."""
         if self._watch is None or self._watch.done():
             self._watch = self._tasks.start(self._hold(url), "claiming the folder of checkpoints")
 
     async def verify(self, url: str) -> None:
-        """Return when this node may write a marker there. NotOurs, after PATIENCE at most."""
+        """Wait until this node may write a marker there. Raises NotOurs as soon as it is certain
+        that it may not, and after PATIENCE at the latest."""
         end = asyncio.get_running_loop().time() + PATIENCE
         while not await self._check(url):
             if self._why or asyncio.get_running_loop().time() >= end:
@@ -88,7 +91,8 @@ class FolderClaim:
             await asyncio.sleep(READ_EVERY)
 
     async def close(self) -> None:
-        """Release the claim: nothing is written any more."""
+        """Stop renewing the claim and remove it; nothing is written any more. Logs a warning if the
+        file system does not answer."""
         if self._watch is not None:
             self._watch.cancel()
         if self._checking is not None and not self._checking.done():
@@ -100,7 +104,7 @@ class FolderClaim:
             logger.warning("%s was not removed: its file system does not answer", path)
 
     async def _leave(self, limit: float) -> None:
-        """Stop renewing our claim and remove it. TimeoutError."""
+        """Stop renewing our claim and remove it. Raises TimeoutError after `limit` seconds."""
         renewer, self._renewer = self._renewer, None
         if renewer is not None:
             await in_thread(renewer.remove, limit=limit, name="claim")
@@ -116,7 +120,7 @@ class FolderClaim:
 
     async def _check(self, url: str) -> bool:
         """Whether the folder is ours, or needs no claim. Only one check runs at a time, and it is
-        never cancelled: a new claim has to be renewed even if nobody waits for it any more."""
+        never cancelled: a claim that it takes has to be renewed even if the caller has gone."""
         while self._checking is not None and not self._checking.done():
             await asyncio.wait({self._checking})
         self._checking = self._tasks.start(self._check_once(url), "checking a folder's claim")
@@ -204,7 +208,7 @@ class FolderClaim:
 
 
 def _local(url: str) -> str | None:
-    """The path of a folder in a file system; None for URLs that only fsspec can open."""
+    """The local path that a checkpoint URL names; None for a URL that only fsspec can open."""
     if "://" not in url:
         return url
     return url.removeprefix("file://") if url.startswith("file:///") else None

@@ -46,7 +46,7 @@ class PortAnswer(Enum):
     FOREIGN = "foreign"  # bytes that are not HTTP/2
     SILENT = "silent"  # connected, but no bytes
     CLOSED = "closed"  # connected, then closed at once
-    INSECURE = "insecure"  # certificates do not match, or one side has no TLS
+    INSECURE = "insecure"  # a certificate is rejected, or only one side uses TLS
 
 
 Found = tuple[PortAnswer, str]
@@ -57,7 +57,7 @@ async def probe(
     endpoint: Endpoint, limit: float, files: auth.Files | None = None, name: str = ""
 ) -> Found:
     """Connect, send the HTTP/2 preface (over TLS if there are `files`), and read the first frame;
-    `limit` seconds for each. `name`: the name that the certificate must contain, "" for the
+    `limit` seconds for each step. `name`: the name that the certificate must contain, "" for the
     endpoint's host."""
     if files is None:
         answer = await _probe_once(endpoint, limit)
@@ -86,7 +86,7 @@ async def probe(
 
 
 async def _speaks_tls(endpoint: Endpoint, limit: float) -> bool:
-    """Whether a TLS handshake completes there, with any peer."""
+    """Whether a TLS handshake completes there, whatever the certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE  # no data is sent; this only tests for TLS
@@ -100,7 +100,7 @@ async def _speaks_tls(endpoint: Endpoint, limit: float) -> bool:
 async def _probe_once(
     endpoint: Endpoint, limit: float, context: ssl.SSLContext | None = None, name: str = ""
 ) -> PortAnswer:
-    """Probe with one connection. SSLError with the known reason if TLS fails."""
+    """Probe with one connection. Raises SSLError, which contains the reason, if TLS fails."""
     try:
         opening = asyncio.open_connection(
             endpoint.host, endpoint.port, ssl=context, server_hostname=name if context else None

@@ -24,7 +24,7 @@ from elasticrun.host.user_folder import user_folder
 from elasticrun.wire.env import CLUSTER_NODE
 
 MAX_SLOTS: Final = 4096
-"""Maximum number of agents of one job on one host; more than that indicates another error."""
+"""Maximum number of agents of one job on one host; more indicate a bug."""
 
 
 def host_name() -> str:

@@ -1,8 +1,8 @@
 """The link to the master: connect, Hello, reports and orders, heartbeats, reconnect.
 
-A broken stream is not an event of the job. The link reconnects with a short jittered backoff for as
-long as the agent runs, and `core.worker` decides how long the master may be unreachable. If the
-master does not echo a heartbeat within a second, the link opens a second connection beside the old
+A broken stream is not an event of the job. The link reconnects with a short jittered backoff until
+the agent ends or a master refuses it; `core.worker` decides how long the master may be unreachable.
+If the master does not echo a heartbeat in time, the link opens a second connection beside the old
 one: a new SYN does not wait for the old stream's retransmissions, whose intervals keep growing.
 """
 
@@ -36,11 +36,11 @@ BACKOFF_MOST: Final = 1.0
 a master's return, and ten thousand agents do not connect at the same instant."""
 
 LOG_AFTER: Final = 4
-"""Attempts at first contact before the agent logs that no master answers."""
+"""Failed attempts at first contact after which the agent logs that no master answers."""
 
 STRANGER_AFTER: Final = 3
-"""Consecutive probes with a silent or closing peer after which the agent ends; a peer with another
-protocol ends it at once. Applies only before the first Welcome."""
+"""Consecutive probes that found a silent or closing peer, after which the agent ends. A peer that
+speaks another protocol ends it at once. Applies only before the first Welcome."""
 
 
 class FailedDial(NamedTuple):
@@ -59,16 +59,16 @@ class LinkOwner(Protocol):
         port)."""
 
     def hello(self) -> Hello:
-        """A new Hello for each attempt."""
+        """Return a new Hello; called for each attempt."""
 
     def linked(self, event: AgentEvent) -> None:
         """Receives Ordered, LinkBack or LinkLost."""
 
     def no_master(self, reason: str) -> None:
-        """Called once if no master answers at first."""
+        """Called once, when LOG_AFTER attempts at first contact have failed."""
 
     def fatal(self, sentence: str) -> None:
-        """The link itself has failed."""
+        """Called when the link itself has failed."""
 
 
 class Link:
@@ -98,7 +98,7 @@ class Link:
         self._tries = 0
         self._goodbye: Leaving | None = None  # a Leaving that no session could send
         self._started = False
-        self._greets = False  # a Hello has been sent, so a master may already know this node
+        self._greets = False  # a Hello is pending or accepted: a master may know this node
         self.connected = asyncio.Event()
         """Set when a master first accepts this node; never cleared."""
 
@@ -118,7 +118,8 @@ class Link:
             self._goodbye = report
 
     def offer(self, report: Report) -> bool:
-        """Send a report that is only useful while it is fresh; returns whether it was sent."""
+        """Send a report that is only useful while it is fresh; returns False, without sending it,
+        if it would have to wait."""
         return self._session is not None and self._session.offer(report)
 
     @property
@@ -139,7 +140,8 @@ class Link:
             self._moved.set()
 
     async def close(self, limit: float) -> None:
-        """Send what is queued, for `limit` seconds at most, and stop."""
+        """Send what is queued and stop. Takes up to `limit` seconds to send, and before that up to
+        `limit` seconds to connect if a Leaving could not be sent yet."""
         if self._goodbye is not None and self._greets:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.connected.wait(), limit)
@@ -182,23 +184,23 @@ class Link:
         )
 
     def _silent(self, session: Session, silent: bool) -> None:
-        """Handle a silent session.
+        """Report that the master has fallen silent, or that it answers again.
 
         TCP reports a pulled cable only after about 15 minutes. The master's fence relies on the
-        agent noticing, and starting to wait for a master, as soon as the master does
+        agent noticing the loss as early as the master does, and waiting for a master from then on
         (`core.rounds`)."""
         if session is not self._session:
             return
         if silent:
             self._owner.linked(LinkLost(f"it sent nothing for {self._patience:g} s"))
             return
-        if session.welcome is not None:  # only a Welcome makes the state machine see a master
+        if session.welcome is not None:  # without a Welcome the state machine sees no master
             self._owner.linked(Ordered(session.welcome))
         self._owner.linked(LinkBack())
 
     async def _hold(self) -> str:
-        """Wait until the session has ended for good; replace it when it is stale or the master has
-        moved."""
+        """Wait until the session has ended for good and return the reason. Replaces a session that
+        is stale or whose master has moved."""
         while True:
             session = self._session
             if session is None:
@@ -223,7 +225,8 @@ class Link:
                     await asyncio.wait_for(self._nudge.wait(), max(0.0, rest))
 
     async def _connect(self) -> Session | None:
-        """A session that the master accepted, however long it takes; None if none is possible."""
+        """Return a session that the master accepted, however long that takes; None after a final
+        refusal, which the owner receives."""
         pause = BACKOFF_FIRST
         while True:
             self._nudge.clear()
@@ -267,7 +270,8 @@ class Link:
         return final
 
     async def _dial(self, endpoint: Endpoint) -> Session | Refused | FailedDial:
-        """An accepted session, or the refusal of the job's own master."""
+        """Connect once: an accepted session, the refusal of the job's own master, or why the
+        attempt failed."""
         session: Session | None = None
         kept = False
         try:
@@ -293,7 +297,8 @@ class Link:
                 await session.drop()
 
     async def _answer(self, session: Session) -> Welcome | Refused:
-        """The answer to our Hello. Raises LinkError, also if the master has moved."""
+        """The answer to our Hello. Raises LinkError, also if the master has moved, and
+        TimeoutError."""
         opening, moved = await first_of(
             session.open(self._owner.hello()), self._moved.wait(), limit=WELCOME_LIMIT
         )
@@ -304,7 +309,7 @@ class Link:
         raise TimeoutError
 
     async def _pem(self) -> auth.Pem | None:
-        """Our certificates, read anew. TlsError, TimeoutError."""
+        """Read our TLS files anew; None without TLS. Raises TlsError and TimeoutError."""
         files = self._trust.files
         if files is None:
             return None
@@ -319,14 +324,15 @@ class Link:
             logger.log(self._page_level, "the job's page: %s", welcome.status_url)
 
     def _warn(self, reason: str) -> None:
-        """Log a refusal, once per change of the sentence. A running job does not end because
-        another process has taken its master's port."""
+        """Log a refusal, once per change of its text. A running job does not end because another
+        process has taken its master's port."""
         if reason != self._warned:
             self._warned = reason
             logger.warning("%s; the ranks keep running, and this node keeps reconnecting", reason)
 
     async def _stranger(self, endpoint: Endpoint) -> Refused | None:
-        """A refusal if another program owns the port, so that retrying cannot help."""
+        """A refusal if retrying cannot help: another program owns the port, or the TLS settings do
+        not match."""
         files, name = self._trust.files, self._trust.name
         answer, why = await probe(endpoint, WELCOME_LIMIT, files, name)
         if answer is PortAnswer.INSECURE:

@@ -1,7 +1,8 @@
 """The job master as a child process of this agent, and the host that keeps one running.
 
-Like the port proxy it runs in its own session, ignores the signals sent to every process of a job,
-and exits when the agent's end of a pipe closes, however the agent ends.
+Like the port proxy it runs in its own session and ignores the signals sent to every process of a
+job. When the agent's end of a pipe closes, however the agent ends, the master exits, or stays while
+it serves agents on other nodes.
 
 The agent pings it on that pipe. A master that makes no progress (SIGSTOP, a debugger, a frozen
 cgroup) is killed and replaced by one that loads the same record (decision 037).
@@ -67,7 +68,7 @@ MAX_TAKEN: Final = 10
 """Consecutive failures, including a taken port, after which the port counts as another master's."""
 
 HEALTHY_AFTER: Final = 10.0
-"""Seconds after which a process counts as healthy: it is restarted without delay."""
+"""Seconds after which a process counts as healthy: when it dies, it is restarted at once."""
 
 PING_EVERY: Final = 5.0
 """Seconds between a master's answer and the next ping."""
@@ -152,7 +153,7 @@ class InEtcd:
 
 
 class MasterProcess:
-    """One process of the job master, with its pipes."""
+    """One job master process and its pipes."""
 
     def __init__(
         self,
@@ -165,10 +166,10 @@ class MasterProcess:
         *,
         replaces: str = "",
     ) -> None:
-        """Start it. This needs no loop, so it can run before asyncio is imported.
+        """Start the process. This needs no loop, so it can run before asyncio is imported.
 
-        Call it in the main thread: the kernel wakes a stopped master when that thread ends.
-        `replaces`: how the previous master here ended. OSError."""
+        Call it in the main thread: the kernel wakes a stopped master when the thread that started
+        it ends. `replaces`: how the previous master here ended. Raises OSError."""
         self.record = record
         self._code: int | None = None
         self._on_exit: Callable[[int], None] | None = None
@@ -207,11 +208,12 @@ class MasterProcess:
             config_pipe.write(dumps(master).encode())
 
     def watch(self, reaper: Reaper) -> None:
-        """Record its exit code. Call before anything is reaped; otherwise its exit is missed."""
+        """Have the reaper record the exit code. Call before anything is reaped; otherwise the exit
+        is missed."""
         reaper.watch(self.process, self._exited)
 
     def on_exit(self, call: Callable[[int], None]) -> None:
-        """Call `call(code)` when it has exited, at once if it already has."""
+        """Call `call(code)` when the process has exited, at once if it already has."""
         self._on_exit = call
         if self._code is not None:
             call(self._code)
@@ -222,11 +224,11 @@ class MasterProcess:
             self._on_exit(code)
 
     def end_lifeline(self) -> None:
-        """Close the lifeline: the master exits now, or when its last agent has left."""
+        """Close the lifeline: the master exits now, or when the last agent it serves has left."""
         self._close_end("lifeline_fd")
 
     def close(self) -> None:
-        """Close the lifeline and stop reading from it."""
+        """Close the lifeline and the pipes from which we read."""
         for name in ("lifeline_fd", "ready_fd", "output_fd"):
             self._close_end(name)
 
@@ -277,8 +279,9 @@ def _log_dir(launch: Launch) -> str:
 
 
 def early_master(launch: Launch, place: Place, identity: Identity) -> MasterProcess | None:
-    """Start the master if this node is its host without any name lookup, so that it is ready when
-    this process has imported grpc. None if that is not certain, or if starting fails."""
+    """Start the master if this node certainly hosts it, which must be known without a name lookup,
+    so that it is ready when this process has imported grpc. None if that is not certain, or if
+    starting fails."""
     if place.kind == "standalone" or (place.kind == "static" and launch.node_rank <= 0):
         here = Endpoint("127.0.0.1", 0)
         with contextlib.suppress(OSError):
@@ -293,7 +296,8 @@ class MasterOwner(Protocol):
         """A master serves there, for the first time or again."""
 
     def master_taken(self, sentence: str) -> None:
-        """Another process has the master's port, so this agent is not the host."""
+        """Another process has the master's port or its leadership, so this agent is not the
+        host."""
 
 
 class MasterHost:
@@ -373,12 +377,13 @@ class MasterHost:
         master.on_exit(lambda code: self._ended(master, code))
 
     async def close(self, *, job_over: bool) -> None:
-        """Close the lifeline and wait briefly for the master to exit. If no other node can need it,
-        it is then killed; otherwise it may keep running for them."""
+        """Close the lifeline and wait briefly for the master to exit. It is killed at once if it
+        does not serve yet, and after the wait if no other node can need it; otherwise it may keep
+        running for other nodes."""
         await self.close_within(OVER_LIMIT if job_over else LEAVE_LIMIT)
 
     async def close_within(self, limit: float) -> None:
-        """The same with `limit` seconds for its exit."""
+        """Like `close`, but wait up to `limit` seconds for the exit."""
         import asyncio
 
         self._closing = True
@@ -405,7 +410,8 @@ class MasterHost:
                 await asyncio.wait_for(removed.wait(), RECORD_LIMIT)
 
     def _forget(self) -> asyncio.Event | None:
-        """Remove the record in a thread; the event is set when that is done."""
+        """Remove the record in a thread. Returns an event that is set when that is done; None if
+        there is no record or no thread."""
         import asyncio
 
         record, self._record = self._record, None
@@ -452,7 +458,8 @@ class MasterHost:
             self._owner.master_serves(Endpoint(host, port))
 
     def _read(self, master: MasterProcess, name: str) -> bytes:
-        """The bytes available on one of its pipes; at EOF, stop reading it."""
+        """The bytes available on the master's pipe `name` (an attribute); at EOF, stop reading
+        it."""
         fd = getattr(master, name)
         if fd < 0:
             return b""
@@ -467,20 +474,21 @@ class MasterHost:
     # ------------------------------------------------------------ a master that is stuck
 
     def _ask_later(self, master: MasterProcess) -> None:
-        """It has answered: schedule the next ping, unless we have released it."""
+        """Schedule the next ping of a master that has answered, unless this agent is ending."""
         self._patience.cancel()
         if not self._closing:
             self._ping.after(PING_EVERY, self._ask, master)
 
     def _ask(self, master: MasterProcess) -> None:
-        """Ping it, to see whether its loop runs."""
+        """Ping the master, to see whether its loop runs."""
         with contextlib.suppress(OSError):  # it is about to exit, which is handled elsewhere
             os.write(master.lifeline_fd, b"\n")
         used = cpu_ticks(master.process.pid)
         self._patience.wait(ANSWER_LIMIT, self._silent, master, used)
 
     def _silent(self, master: MasterProcess, used: int | None) -> None:
-        """`used`: its CPU time at the ping; None: the limit has already been extended."""
+        """Handle a ping without an answer: extend the limit once for a busy master, else kill it.
+        `used`: its CPU ticks at the ping; None if the limit has already been extended."""
         pid = master.process.pid
         if used is not None and cpu_ticks(pid) != used and not is_stopped(pid):
             self._patience.wait(BUSY_LIMIT - ANSWER_LIMIT, self._silent, master, None)
@@ -488,7 +496,8 @@ class MasterHost:
             self._give_up(master, ANSWER_LIMIT if used is not None else BUSY_LIMIT)
 
     def _not_ready(self, master: MasterProcess) -> None:
-        """A slow disk may delay it for long; a stopped process is killed."""
+        """Keep waiting for a master that does not serve yet, because a slow disk may delay it; kill
+        it if it is stopped."""
         if is_stopped(master.process.pid):
             self._give_up(master, ANSWER_LIMIT)
         else:
@@ -517,7 +526,8 @@ class MasterHost:
         self._relay(master)
         self._let_go(master)
         self._master = None
-        self._node.reaper.spared.discard(master.process.pid)  # it may be reaped before
+        # It may have been reaped before `start` spared it.
+        self._node.reaper.spared.discard(master.process.pid)
         self._exited.set()
         how = f"was killed by signal {-code}" if code < 0 else f"exited with {code}"
         self._how_it_ended = self._how_it_ended or how
@@ -542,8 +552,9 @@ class MasterHost:
         self._again()
 
     def _cannot_serve(self, sentence: str) -> None:
-        """The master cannot serve. At the job's start this ends the node. Later, ranks are running
-        and the cause may pass, so it is retried; ranks continue for `master_lost_timeout`."""
+        """Handle a master that cannot serve. Before any master has served, this ends the node.
+        Later, ranks are running and the cause may pass, so the start is retried; ranks continue for
+        `master_lost_timeout`."""
         if not self._served:
             self._node.fatal(sentence)
             return

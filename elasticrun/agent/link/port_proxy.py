@@ -1,4 +1,4 @@
-"""The port proxy of a static job, as the agent of node rank 0 runs it (decision 008)."""
+"""Starts, supplies and restarts the port proxy of a static job, on node rank 0 (decision 008)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from elasticrun.wire.types import Endpoint
 
 
 class PortProxy:
-    """The port proxy of a static job, as a process that its agent keeps running (decision 008). The
-    agent owns the listening socket."""
+    """Keeps the port proxy's process running and tells it its targets. The agent owns the listening
+    socket, so connections wait in the backlog while the proxy restarts."""
 
     def __init__(self, listener: socket.socket, reaper: Reaper) -> None:
         self._listener = listener
@@ -32,7 +32,8 @@ class PortProxy:
         self._start()
 
     def set_target(self, target: str, where: Endpoint | None) -> None:
-        """Set the address of the `master` or the `store` behind the proxy."""
+        """Set the address of the `master` or the `store` behind the proxy; None: connections to it
+        wait."""
         self._targets[target] = None if where is None else str(where)
         self._send({target: self._targets[target]})
 
@@ -44,16 +45,16 @@ class PortProxy:
         """No-op: ranks may still need their store."""
 
     def ranks_gone(self, *, done: bool) -> None:
-        """Clear the store, because there is none between two rounds."""
+        """Clear the store if another round follows, because there is none between two rounds."""
         if not done:
             self.set_target("store", None)
 
     def close(self) -> None:
-        """Stop restarting it. `release` releases the port, after the master has been closed."""
+        """Stop restarting the proxy. `release` frees the port later, when the master is closed."""
         self._closing = True
 
     async def release(self, limit: float) -> None:
-        """Release the port, and wait briefly for the proxy to exit."""
+        """Free the port, and wait up to `limit` seconds for the proxy to exit."""
         self._closing = True
         self._listener.close()
         if self._control is not None:

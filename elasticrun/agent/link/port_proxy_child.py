@@ -64,7 +64,7 @@ ACCEPT_AGAIN = 1.0
 waiting connections in a busy loop."""
 
 MAX_LINE = 4096
-"""Bytes of one control line; a longer one is dropped."""
+"""Maximum bytes of a control line; a longer one is dropped."""
 
 PR_SET_PDEATHSIG = 1
 """prctl(2): the signal that the kernel sends us when our parent dies."""
@@ -115,7 +115,7 @@ class ProxiedConnection:
 
 
 class Proxy:
-    """The event loop: one epoll, no threads, one timer for the next timeout."""
+    """The event loop: one epoll, whose timeout is the next deadline; no threads."""
 
     def __init__(self, listener: socket.socket, control_fd: int, most: int) -> None:
         self._listener = listener
@@ -124,7 +124,7 @@ class Proxy:
         self._line = bytearray()
         self._targets: dict[str, str | None] = {"master": None, "store": None}
         self._where: dict[str, Address | None] = {"master": None, "store": None}
-        self._links: dict[int, tuple[ProxiedConnection, str]] = {}  # fd -> link and side
+        self._links: dict[int, tuple[ProxiedConnection, str]] = {}  # fd -> connection and side
         self._masks: dict[int, int] = {}  # fd -> its epoll events
         self._limits: list[tuple[float, int, ProxiedConnection, Callable[[], bool]]] = []
         self._limit_count = 0
@@ -381,7 +381,8 @@ def _prepare(sock: socket.socket) -> None:
 
 
 def _most_connections() -> int:
-    """The maximum that the limit of open files allows, after raising it to the hard limit."""
+    """Raise the limit of open files to the hard limit; returns the number of connections that it
+    allows, MAX_CONNECTIONS at most."""
     limit = 1024
     with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
         limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Reporter:
-    """Adds the newest step and the last output of failed ranks to reports."""
+    """Sends reports through the link, after adding what the state machine does not know."""
 
     def __init__(
         self,
@@ -38,7 +38,8 @@ class Reporter:
         self._tasks = Tasks(node.fatal)
 
     def send(self, report: m.Report) -> None:
-        """Send a report, if there is a session."""
+        """Send a report if there is a session. One about failed or stopped ranks gets the newest
+        step; the last output of the rank that failed first follows in a message of its own."""
         if isinstance(report, m.RanksFailed | m.Stopped):
             report = structs.replace(report, newest=self._newest())
         self._link.send(report)
@@ -54,8 +55,8 @@ class Reporter:
         return max(self._progress.newest, self._snapshots.drain.generation.newest())
 
     async def _send_last_lines(self, report: m.RanksFailed) -> None:
-        """Send the last output of the failed rank, for the master's record. Nothing waits for
-        it."""
+        """Send the last output of the rank that is the root cause, for the master's record. Nothing
+        waits for it."""
         cause = root_cause(report.failures)
         if cause is None or cause.kind in ECHOES:
             return

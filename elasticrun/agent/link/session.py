@@ -53,7 +53,7 @@ class Session:
         self._on_silence: Callable[[bool], None] = lambda silent: None
 
     async def open(self, hello: Hello) -> Welcome | Refused:
-        """Prove the token, send Hello and return the answer. LinkError."""
+        """Prove the token, send Hello and return the answer. Raises LinkError."""
         answer = await self._stream.enter(hello, self._token)
         if isinstance(answer, Welcome):
             self.welcome = answer
@@ -65,20 +65,21 @@ class Session:
         raise LinkError(f"it answered our hello with {what}")
 
     def _pace(self, interval: float) -> None:
-        """Set the heartbeat interval."""
+        """Set the heartbeat interval, at least 0.1 s, and the echo limit that follows from it."""
         self.beat_interval = max(0.1, interval)
         self.echo_limit = max(ECHO_LIMIT, interval / 2)
 
     @property
     def proved(self) -> bool:
-        """Whether the peer has proved to be the job's own master, as far as that can be known."""
+        """Whether the peer has proved to be the job's own master. True without a token: then
+        nothing can be proved."""
         return self._stream.proved or not self._token
 
     def exchange(
         self, on_order: Callable[[Order], None], on_silence: Callable[[bool], None], patience: float
     ) -> None:
-        """Start exchanging reports and orders; call after a Welcome. Calls `silent(True)` when
-        nothing has arrived for `patience` seconds, and `silent(False)` when messages arrive
+        """Start exchanging reports and orders; call after a Welcome. Calls `on_silence(True)` when
+        no echo has arrived for about `patience` seconds, and `on_silence(False)` when one arrives
         again."""
         self._on_silence, self._patience = on_silence, patience
         for body in (self._read(on_order), self._write(), self._beat()):
@@ -100,7 +101,8 @@ class Session:
         return True
 
     async def close(self, limit: float) -> None:
-        """Send what is queued, close the stream in order, then drop the connection."""
+        """Send what is queued and close the stream, in `limit` seconds at most; then drop the
+        connection."""
         if self._tasks and not self.ended.done():
             self._closing = True
             self._more.set()
@@ -148,8 +150,8 @@ class Session:
             self._finish(str(error))
 
     async def _write_one(self, report: Report) -> None:
-        """LinkError. A report that cannot be encoded is our own bug; a new session would only
-        repeat it, so it is logged."""
+        """Send one report. Raises LinkError. A report that cannot be encoded is a bug of ours,
+        which a new session would only repeat, so it is logged and dropped."""
         try:
             await self._stream.send(report)
         except WireError as error:

@@ -17,7 +17,7 @@ FOUND_KINDS: Final = ("etcd", "file", "open")
 """Kinds of rendezvous in which the user does not name the master's host."""
 
 TOKEN_BYTES: Final = 32
-"""Random bytes in a generated token; too many to guess."""
+"""Number of random bytes in a generated token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +36,17 @@ NO_TRUST: Final = Trust()
 
 
 def trust_of(place: Place, identity: Identity) -> Trust:
-    """The trust settings. The certificate must contain the host name that the user gave, even when
-    we dial loopback. A master found through etcd or a file is checked by the dialled address."""
+    """This node's trust settings. The certificate must contain the host name that the user gave,
+    even when we dial loopback. If the master is found through etcd or a file, the certificate must
+    contain the dialled address."""
     name = place.host if place.kind not in FOUND_KINDS else ""
     return Trust(identity.token, identity.tls, name)
 
 
 def with_token(launch: Launch, place: Place, identity: Identity) -> Identity:
-    """The identity, with a generated token if no other node has to know it: such a master is our
+    """The identity, with a generated token if no other node has to know it: the master is then our
     child and gets the token through an inherited descriptor. A standalone job uses no TLS, because
-    it runs on loopback and no certificate contains that."""
+    it stays on loopback, which no certificate names."""
     alone = place.kind == "standalone" or (place.kind == "static" and launch.spec.max_nodes == 1)
     token = identity.token or (secrets.token_hex(TOKEN_BYTES) if alone else "")
     tls = None if place.kind == "standalone" else identity.tls

@@ -3,8 +3,8 @@
 Ctrl-S, tmux's copy mode or `| less` block whoever writes to a terminal. Here only a dedicated
 thread blocks, and nothing waits for it: ranks write to their files and the agent keeps sending
 heartbeats. Lines that a frozen terminal does not take are dropped and counted per file. A console
-that is merely slow loses nothing, because the thread that reads the files waits for it as long as
-somebody reads it.
+that is merely slow loses nothing: as long as somebody reads it, the thread that reads the files
+waits for it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ QUEUE_BYTES: Final = 8 * 1024 * 1024
 
 FROZEN_AFTER: Final = 5.0
 """Seconds without progress after which a console counts as frozen and lines are dropped. A higher
-value allows longer pauses in a pager; the filtered copies wait as well."""
+value allows longer pauses in a pager, but delays the filtered copies for as long."""
 
 CHECKS: Final = 8
-"""How often per FROZEN_AFTER the kernel is asked whether somebody has read. Other writers to the
-same terminal can hide a reader from a single query."""
+"""Number of times per FROZEN_AFTER that the kernel is asked how much is still unread. Other writers
+to the same terminal can hide a reader from a single query."""
 
 CHUNK_BYTES: Final = 4096
 """Maximum bytes per write, in whole lines (a longer line is written alone). A pipe takes this much
@@ -59,7 +59,7 @@ class Source(Protocol):
     @property
     def owner(self) -> object:
         """Identifies the writer of a line: the next text of the same owner continues or overwrites
-        it."""
+        an open line of its own."""
 
 
 class ConsoleWriter:
@@ -117,7 +117,8 @@ class ConsoleWriter:
 
     @property
     def is_over(self) -> bool:
-        """Whether output has stopped for good: the console is closed, or the time is up."""
+        """Whether output has stopped for good: the console is closed, or the deadline has
+        passed."""
         with self._changed:
             return self._broken or self._is_late()
 
@@ -131,7 +132,7 @@ class ConsoleWriter:
         return f"nobody read the console for {self._patience:g} s"
 
     def start(self) -> None:
-        """Start the thread. RuntimeError if no thread can start."""
+        """Start the thread. Raises RuntimeError if no thread can start."""
         if self._thread is None:
             thread = threading.Thread(
                 target=self._run, name=f"elasticrun-console-{self._fd}", daemon=True
@@ -151,8 +152,9 @@ class ConsoleWriter:
                     self._push(line, source)
 
     def show(self, text: bytes, source: Source, kind: Text) -> None:
-        """Queue the beginning of a line, or a state of a progress bar. It is skipped if the queue
-        is full or nobody reads, because the whole line comes later."""
+        """Queue the beginning of a line, or a state of a progress bar. It replaces a queued text of
+        the same source and kind, and is dropped if the queue is full or the console is closing,
+        because the whole line comes later."""
         with self._changed:
             if self._lines and self._lines[-1][1:] == (source, kind):
                 self._bytes -= len(self._lines.pop()[0])
@@ -160,12 +162,12 @@ class ConsoleWriter:
                 self._push(text, source, kind)
 
     def lose(self, path: str, count: int) -> None:
-        """Count bytes of a file that are not even read."""
+        """Count bytes of a file as not shown; they are not even read."""
         with self._changed:
             self._lost[path] += count
 
     def hold(self, held: bool) -> None:
-        """Pause output while another console of the same terminal has precedence."""
+        """Pause output while another console of the same terminal has precedence, or resume it."""
         with self._changed:
             self._held = held
             self._progress = time.monotonic()
@@ -178,7 +180,7 @@ class ConsoleWriter:
             self._changed.notify_all()
 
     def close(self, timeout: float) -> int:
-        """Write what is queued; give up when nobody reads for `timeout` seconds.
+        """Write what is queued; drop the rest when nobody reads for `timeout` seconds.
 
         Returns the total number of dropped lines. May be called again."""
         with self._changed:
@@ -208,7 +210,8 @@ class ConsoleWriter:
         return not self._is_late()
 
     def _wait_for_reader(self, patience: float, since: float) -> bool:
-        """Wait for a change; false if nobody has read for `patience` seconds, or the time is up."""
+        """Wait for a change. Returns False if nobody has read for `patience` seconds, or the
+        deadline has passed."""
         self._check_reader()
         now = time.monotonic()
         rest = patience if self._held else max(self._progress, since) + patience - now
@@ -282,7 +285,7 @@ class ConsoleWriter:
                 return
 
     def _take(self) -> bytes:
-        """Take whole lines for one write; needs the lock and a non-empty queue."""
+        """Take whole lines for one write. The caller holds the lock; the queue is not empty."""
         columns, size = columns_of(self._fd), 0
         chunk: list[bytes] = []
         while self._lines and (not chunk or size + len(self._lines[0][0]) <= CHUNK_BYTES):

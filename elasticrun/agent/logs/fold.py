@@ -38,7 +38,7 @@ MINORITY: Final = 10
 """Fewer than one in this many ranks is a minority; a single rank always is."""
 
 MOST_LINES: Final = 8192
-"""Lines in the queue; beyond it the oldest are shown with the ranks known so far."""
+"""Maximum lines in the queue; beyond it the oldest are shown with the ranks known so far."""
 
 MOST_BYTES: Final = 4 * 1024 * 1024
 """The same limit in bytes of their text."""
@@ -51,7 +51,7 @@ MOST_A_SECOND: Final = 20_000
 through uncompared until a second has fewer lines."""
 
 LONGEST: Final = 2048
-"""Longer lines are shown at once, without comparison."""
+"""Bytes; longer lines are shown at once, without comparison."""
 
 COMMON: Final = -1
 
@@ -65,7 +65,7 @@ class FoldedLines(NamedTuple):
     """Lines to show."""
 
     who: int
-    """The ranks that wrote it, as a bit mask of their places."""
+    """The ranks that wrote the lines, as a bit mask of their places."""
     lines: list[bytes]
     """A traceback is one item of many lines."""
     is_bar: bool = False
@@ -88,7 +88,8 @@ class SharedLine:
 
     @property
     def is_bar(self) -> bool:
-        """Whether it is a state of a progress bar; it has waited before it was queued."""
+        """Whether this is a state of a progress bar. It has waited before it was queued, so it is
+        due at once."""
         return self.key.startswith(b"\r")
 
     def join(self, place: int, text: bytes) -> None:
@@ -110,7 +111,7 @@ class SharedLine:
 
 
 class Fold:
-    """One stream of one agent's ranks, which are identified by their places 0, 1, 2, ..."""
+    """Folds one stream of one agent's ranks, which are identified by their places 0, 1, 2, ..."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -164,7 +165,7 @@ class Fold:
         return min(times, default=None)
 
     def tick(self, now: float) -> list[FoldedLines]:
-        """The lines to show now."""
+        """Return the lines to show now."""
         for place, unit in list(self._units.items()):
             if unit.due() <= now:
                 self._show_unit(place, unit, now)
@@ -179,21 +180,21 @@ class Fold:
         return out
 
     def release(self, place: int, now: float) -> list[FoldedLines]:
-        """Show all of this rank's lines before the caller shows the unfinished start of its next
-        line."""
+        """Show all held lines of this rank, because the caller is about to show the unfinished
+        start of its next line."""
         if place in self._units:
             self._show_unit(place, self._units[place], now)
         self._release(1 << place)
         return self.tick(now)
 
     def ended(self, place: int, now: float) -> list[FoldedLines]:
-        """This rank has ended: other lines no longer wait for it."""
+        """Call when this rank has ended: other lines no longer wait for it."""
         self._alive.discard(place)
         self._settle(place, now)
         return self.tick(now)
 
     def flush(self, now: float) -> list[FoldedLines]:
-        """Show all held lines; all ranks have ended."""
+        """Show all held lines. Call when all ranks have ended."""
         for place in range(self._ranks):
             self._alive.discard(place)
             self._settle(place, now)
@@ -225,8 +226,8 @@ class Fold:
             self._ordinary(place, line, now)
 
     def _alarm(self, place: int, line: bytes, now: float) -> None:
-        """An error or a warning: shown at once, unless another rank has just shown the identical
-        line; then it is held for more ranks."""
+        """Show an error or a warning at once. If another rank has just shown the identical line,
+        hold it for more ranks instead."""
         before = self._alarms.get(line)
         if before is not None and before[1] != place and now - before[0] < WINDOW:
             self._hold(place, line, line, now, now + WINDOW)

@@ -1,4 +1,4 @@
-"""A console on which lines of several ranks are folded, between the tails and the terminal."""
+"""Folds the lines of several ranks between the files' readers and the console."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from elasticrun.agent.logs.fold import Fold, FoldedLines, SharedLine
 from elasticrun.wire.types import runs
 
 MOST_OF_A_RANK = 8
-"""Lines per rank that `fold_texts` uses."""
+"""Number of each rank's newest lines that `fold_texts` uses."""
 
 
 @dataclass(slots=True)
 class Writers:
-    """The ranks of a line: the file of the first one, and the prefix with all of them."""
+    """The ranks that wrote a line: the first one's file, and a prefix that names all of them."""
 
     path: str
     prefix: bytes
     bar: bytes = b""
-    """The key of their progress bar: one line of the terminal shows its newest state, whichever
-    ranks it is from."""
+    """The key of their progress bar, whose newest state has one line of the terminal, whichever
+    ranks it is from; empty if the line is not a bar."""
 
     @property
     def owner(self) -> object:
@@ -34,7 +34,7 @@ class Writers:
 
 
 class FoldedConsole:
-    """One stream of one attempt. Used only by the thread that reads the files."""
+    """Shows one stream of one attempt, folded. Used only by the thread that reads the files."""
 
     def __init__(self, console: ConsoleWriter, ranks: Mapping[int, int], paths: Mapping[int, str]):
         """`ranks`: global ranks by local rank; `paths`: the files that are read, by local rank."""
@@ -69,11 +69,11 @@ class FoldedConsole:
         self._show(self._fold.tick(time.monotonic()))
 
     def ended(self, local_rank: int) -> None:
-        """The file of this rank is no longer read."""
+        """Call when this rank's file is no longer read."""
         self._show(self._fold.ended(self._places[local_rank], time.monotonic()))
 
     def flush(self) -> None:
-        """Show everything, because no file is read any longer."""
+        """Show all held lines. Call when no file is read any longer."""
         self._show(self._fold.flush(time.monotonic()))
 
     def _show(self, folded: list[FoldedLines]) -> None:
@@ -100,8 +100,8 @@ class FoldedConsole:
 
 
 def fold_texts(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
-    """The last lines of ranks, in order: each line once, with all ranks that wrote it at the same
-    moment of training. A progress bar appears with its newest state."""
+    """Fold the last lines of ranks: each line once, in order, with all ranks that wrote it at the
+    same moment of training. A progress bar appears with its newest state."""
     ranks = sorted(texts)
     order: list[tuple[bytes, int]] = []
     held: dict[tuple[bytes, int], SharedLine] = {}

@@ -10,10 +10,10 @@ from typing import Final
 
 MOST_LINES: Final = 50
 MOST_BYTES: Final = 4096
-"""For all files of one rank together."""
+"""Limits for all files of one rank together."""
 
 LIMIT: Final = 0.5
-"""Seconds for reading them; from a slower disk nothing is reported."""
+"""Seconds for reading the files; from a slower disk nothing is reported."""
 
 
 def last_lines(paths: Iterable[str]) -> str:

@@ -21,10 +21,10 @@ from elasticrun.wire.messages import MAX_NODES
 from elasticrun.wire.types import dumps, loads
 
 MAX_RUNS: Final = 100
-"""Runs that are remembered; a new one replaces the oldest."""
+"""Number of runs that are remembered in the user's folder; a new one replaces the oldest."""
 
 MAX_ATTEMPTS: Final = 1000
-"""Attempts remembered per run, the newest."""
+"""Number of attempts that are remembered per run: the newest ones."""
 
 MAX_BYTES: Final = 4 * 1024 * 1024
 """A longer file is not one of ours."""
@@ -52,7 +52,7 @@ class LoggedRun:
     node: str = ""  # the agent's node in the job
 
     def first_rank(self) -> int:
-        """The first rank of the newest attempt; MAX_NODES without an attempt."""
+        """The lowest rank of the newest attempt; MAX_NODES without an attempt."""
         return min(self.lives[-1].ranks.values(), default=MAX_NODES) if self.lives else MAX_NODES
 
     @property
@@ -72,7 +72,7 @@ class LoggedRun:
 
 
 class LogNotes:
-    """One agent's file in each of the two places. Blocks on a disk."""
+    """Writes one agent's file in each of the two places. Blocks on a disk."""
 
     def __init__(self, environ: Mapping[str, str], job_id: str, run_dir: str = "") -> None:
         self.node = ""
@@ -81,7 +81,7 @@ class LogNotes:
         self._run = LoggedRun(job_id, "", ProcessId.own(), time.time())
 
     def add(self, folder: str, attempt: int, ranks: Mapping[int, int]) -> None:
-        """Record an attempt whose files are in this folder. OSError."""
+        """Record an attempt whose files are in this folder. Raises OSError."""
         path, name = os.path.split(os.path.abspath(folder))
         entry = LoggedAttempt(name, attempt, time.time(), dict(ranks))
         entries = (*self._run.lives, entry)[-MAX_ATTEMPTS:]
@@ -102,8 +102,8 @@ class LogNotes:
 
 
 def one_of(known: Sequence[LoggedRun], word: str) -> LoggedRun | None:
-    """The agent that a user means: by its node's name, its host's name, or the index of the
-    node."""
+    """The agent that a user names by its node's name, its host's name, or the index of the node;
+    None if there is none."""
     for one in known:
         if word in (one.node, one.host):
             return one
@@ -119,12 +119,12 @@ def no_node(word: str, known: Sequence[LoggedRun]) -> str:
 
 
 def runs(environ: Mapping[str, str]) -> list[LoggedRun]:
-    """All runs whose files still exist, the newest first. OSError without such a folder."""
+    """All runs whose files still exist, the newest first. Raises OSError without such a folder."""
     return _runs(user_folder(environ) / "logs")
 
 
 def runs_of(run_dir: Path) -> list[LoggedRun]:
-    """The same for the agents of the job in one run folder."""
+    """Like `runs`, for the agents of the job in one run folder."""
     return _runs(run_dir / AGENTS)
 
 

@@ -35,7 +35,8 @@ def bare(line: bytes) -> bytes:
 
 
 def key_of(line: bytes) -> bytes:
-    """A key that is equal for lines that differ only in their numbers."""
+    """A key that is equal for lines that differ only in their numbers. A line without letters is
+    its own key."""
     text = body(line)
     key = _masked(text)
     bare = _ESCAPE.sub(b"", key) if b"\x1b" in key else key

@@ -4,8 +4,8 @@
 write their files themselves (the spawner opens them), so this module does not delay them. Earlier
 attempts are never removed: the user wants to read what ranks printed before they failed.
 
-A run without --log-dir gets a folder under $TMPDIR. Its agent holds a file lock in it for its
-lifetime. Folders without the lock file belong to torchrun or were kept on purpose, and are never
+A run without --log-dir gets a folder under $TMPDIR, in which its agent holds a file lock as long as
+it runs. Folders without the lock file belong to torchrun or were kept on purpose, and are never
 removed.
 """
 
@@ -40,11 +40,11 @@ PREFIX: Final = "torchelastic_"
 LOCK: Final = ".owner"
 
 KEPT_FOR: Final = 24 * 3600.0
-"""Seconds since its last line for which the output of a killed run is kept: people read it, and a
-scheduler starts the next run at once."""
+"""Seconds after its last line for which a killed run's output is kept. The next run would remove it
+otherwise, and a scheduler starts that run before anybody has read the output."""
 
 MOST: Final = 4096
-"""Entries of the temporary folder that a sweep looks at."""
+"""Maximum number of entries of the temporary folder that a sweep examines."""
 
 STDOUT = 1
 
@@ -53,7 +53,7 @@ STDERR = 2
 DEV_NULL = os.devnull
 
 MOST_NAMED = 3
-"""Files named in one sentence."""
+"""Maximum number of files named in one sentence."""
 
 
 PLUGINS: Final = "torchrun.logs_specs"
@@ -78,8 +78,8 @@ class LogsPlugin:
     """The user's LogsSpecs, named by --logs-specs.
 
     Its interface is torch's (`LogsSpecs.reify(envs) -> LogsDest`), so the agent imports torch here,
-    late. A log line says so, because that costs memory and time. Raises what the plug-in raises;
-    ValueError if there is no such plug-in."""
+    and only then. A log line says so, because that costs memory and time. Raises what the plug-in
+    raises; ValueError if there is no such plug-in."""
 
     def __init__(self, plan: LogPlan, nproc: int) -> None:
         from importlib import metadata  # its import takes a tenth of an agent's start
@@ -116,8 +116,8 @@ class LogsPlugin:
 
 
 class LogFolder:
-    """`torchelastic_XXXX`, locked until the process ends. Raises OSError if it cannot be
-    created."""
+    """The folder `torchelastic_XXXX` of a run without --log-dir, locked until `leave` or the end of
+    the process. Raises OSError if it cannot be created."""
 
     def __init__(self) -> None:
         self.path = tempfile.mkdtemp(prefix=PREFIX)
@@ -128,8 +128,8 @@ class LogFolder:
             os.rename(lock + ".new", lock)  # locked before it is visible
 
     def leave(self, superfluous: Iterable[str]) -> None:
-        """At the end of the run: remove the files with these names, and folders that are then
-        empty. The rest is kept."""
+        """At the end of the run: remove the files with these names and all folders that are empty
+        then, and release the lock. All other files are kept."""
         names = {LOCK, LOCK + ".new", *superfluous}
         for folder, _, files in os.walk(self.path, topdown=False):
             for file in files:
@@ -193,8 +193,8 @@ class RankLogs:
 class RankOutput:
     """The output of all local ranks over all attempts.
 
-    `prepare`, `open_attempt`, `close` and `tidy` use the disk and may block: call them in a thread.
-    `rank_exited` returns at once.
+    `prepare`, `open_attempt`, `last_lines`, `close` and `tidy` use the disk and may block: call
+    them in a thread. `rank_exited` returns at once.
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class RankOutput:
 
     def prepare(self) -> None:
         """Create the folder of this run, or load the plug-in. Raises LogsUnusable. May be called
-        early, so that a wrong --log-dir ends the launcher before anything starts."""
+        early, so that a wrong --log-dir ends the launcher before any rank starts."""
         if self._run_dir or self._plugin is not None or self._plan.log_dir == DEV_NULL:
             return
         if self._plan.logs_specs is not None:
@@ -334,7 +334,7 @@ class RankOutput:
         """Show all output, however long that takes, as long as somebody reads it.
 
         Gives up on a console that nobody reads, and on a disk that returns nothing, for `timeout`
-        seconds. Logs what was not shown and returns its size in bytes."""
+        seconds. Logs what was not shown and returns the number of its bytes."""
         for reader in self._readers.values():
             reader.stop()
         for stream, reader in self._readers.items():
@@ -350,7 +350,8 @@ class RankOutput:
         return cut
 
     def _log_unshown(self) -> int:
-        """Log the files with output that was not shown, those with the most first."""
+        """Log the files with output that was not shown, those with the most first; returns the
+        number of bytes."""
         total = 0
         for stream, name in ((STDERR, "stderr"), (STDOUT, "stdout")):
             console = self._consoles[stream]
@@ -370,8 +371,8 @@ class RankOutput:
         """Call after `close`: clean up the folder under $TMPDIR, and folders that killed runs have
         left.
 
-        Kept are all files of a failed job, files that ranks created, and output that was not
-        shown."""
+        All files of a failed job, files that ranks created, and output that was not shown are
+        kept."""
         if self._folder is not None:
             useless = ended_well and not self._only_copy
             self._folder.leave(("stdout.log", "stderr.log", "error.json") if useless else ())
@@ -477,8 +478,8 @@ def _amount(count: int) -> str:
 
 
 def _nowhere(envs: Mapping[int, dict[str, str]]) -> Destinations:
-    """--log-dir /dev/null: no files. As under torchrun, all streams then go to the console, even
-    with --redirects."""
+    """The destinations with --log-dir=/dev/null: no files. As under torchrun, all streams then go
+    to the console, even with --redirects."""
     return Destinations(
         stdouts=dict.fromkeys(envs, ""),
         stderrs=dict.fromkeys(envs, ""),

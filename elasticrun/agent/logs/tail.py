@@ -1,6 +1,6 @@
 """Reads the log files of tee'd streams while ranks write them: one thread, woken by inotify.
 
-Ranks write their files themselves; this module only makes the copies for people (console, filtered
+Ranks write their files themselves; this module only makes the copies for users (console, filtered
 files). Lines keep the order of the file. The beginning of an unfinished line (a prompt, a progress
 bar) is shown on the console after a moment, and written out whole once it ends. As under torchrun a
 carriage return also ends a line; on a terminal the next line overwrites it.
@@ -40,13 +40,13 @@ SHOW_AFTER: Final = 0.3
 """Seconds after which the beginning of an unfinished line is shown."""
 
 TIMER_SECONDS: Final = 0.1
-"""Seconds between reads of the files without inotify (torchrun's interval)."""
+"""Seconds between reads of the files if there is no inotify (torchrun's interval)."""
 
 _LINE_END = re.compile(rb"\r\n|\n|\r(?!\Z)")
 
 
 class LineFilter:
-    """A file that gets the lines which contain any of the needles."""
+    """A file that receives the lines which contain any of the needles."""
 
     def __init__(self, path: str, needles: Iterable[str]) -> None:
         self._needles = tuple(needle.encode(errors="surrogateescape") for needle in needles)
@@ -96,7 +96,7 @@ class Tail:
         """Read once and pass complete lines on; returns the number of bytes read."""
         data = os.read(self.fd, READ_BYTES)
         if not data and os.fstat(self.fd).st_size < os.lseek(self.fd, 0, os.SEEK_CUR):
-            os.lseek(self.fd, 0, os.SEEK_SET)  # the script truncated its log: as tail -F
+            os.lseek(self.fd, 0, os.SEEK_SET)  # the script truncated its log: as tail -F does
             data = os.read(self.fd, READ_BYTES)
         text = self.held + data
         lines: list[tuple[bytes, bool]] = []
@@ -133,8 +133,8 @@ class Tail:
 
     def finish(self, got: Callable[[int], None]) -> None:
         """Read up to the current end of the file, even if somebody keeps writing; then pass on an
-        unfinished last line. Calls `got` with the bytes of each turn. Bytes that would be neither
-        shown nor kept are counted, not read."""
+        unfinished last line. Calls `got` with the number of bytes of each read. Bytes that would be
+        neither shown nor kept are counted, not read."""
         size = os.fstat(self.fd).st_size
         while os.lseek(self.fd, 0, os.SEEK_CUR) < size:
             if self.console.is_over and self.filter is None:
@@ -154,7 +154,7 @@ class Tail:
         os.lseek(self.fd, 0, os.SEEK_END)
 
     def _pass_on(self, texts: list[tuple[bytes, bool]]) -> None:
-        """Pass lines on; the flag tells whether a line is a state of a progress bar."""
+        """Pass lines on; the flag is set if a line is a state of a progress bar."""
         if not texts:
             return
         if self.filter is not None or self.folded is None:
@@ -200,7 +200,7 @@ class Reader:
 
     def add(self, tails: Collection[Tail], filters: Iterable[LineFilter] = ()) -> None:
         """Follow these files. Files of an earlier attempt are finished first, so that lines of two
-        attempts do not mix. RuntimeError if no thread can start."""
+        attempts do not mix. Raises RuntimeError if no thread can start."""
         self._start()
         for tail in tails:
             tail.console.start()
@@ -231,7 +231,7 @@ class Reader:
         return not thread.is_alive()
 
     def _start(self) -> None:
-        """RuntimeError if no thread can start."""
+        """Start the thread, unless it runs. Raises RuntimeError if no thread can start."""
         if self._thread is not None:
             return
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -287,7 +287,7 @@ class Reader:
         return {tail.folded for tail in self._tails if tail.folded is not None}
 
     def _batch(self) -> None:
-        """Let writes accumulate briefly; a message ends the wait."""
+        """Let writes accumulate briefly; queued work ends the wait."""
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
         poller.poll(BATCH_SECONDS * 1000)
@@ -303,7 +303,7 @@ class Reader:
         return max(0.0, min(deadlines) - time.monotonic()) * 1000 + 1
 
     def _run_queued(self) -> bool:
-        """Run the queued work; false on the request to stop."""
+        """Run the queued work; returns False on the request to stop."""
         while not self._inbox.empty():
             work = self._inbox.get()
             if work is None:
@@ -338,7 +338,7 @@ class Reader:
         self._read_all([tail])  # content from before the watch causes no event
 
     def _fall_back(self, error: OSError) -> None:
-        """Log the slower method and use it."""
+        """Poll the files from now on, and log that."""
         words = f"no inotify for log files ({error.strerror or error}): they are polled every "
         words += f"{TIMER_SECONDS:g} s instead"
         if words not in self.logged:
@@ -390,7 +390,7 @@ class Reader:
         folded = self._folded()
         for tail in list(tails):
             try:
-                tail.finish(self._got)  # per turn: `join` would take a long read for a hang
+                tail.finish(self._got)  # each read is progress: `join` must not see a hang
             except OSError as error:
                 logger.warning("cannot read %s: %s", tail.path, error.strerror)
             self.progress += 1

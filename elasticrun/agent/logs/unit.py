@@ -1,4 +1,4 @@
-"""A traceback while it arrives: its lines are shown together."""
+"""A traceback whose lines are still arriving: they are shown together."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _JOINTS: Final = (
 class Unit:
     """The lines of one rank's traceback, including chained ones.
 
-    Only the line after it proves that it is complete: one without indentation that follows the
-    exception's own line. If torch has put `[rank3]:` before every line, a multi-line message also
-    belongs to it.
+    It is known to be complete when a line without indentation follows the exception's own line, or
+    when nothing has followed for SETTLED seconds. If torch has put `[rank3]:` before every line, a
+    multi-line message also belongs to the traceback.
     """
 
     def __init__(self, line: bytes, now: float) -> None:
@@ -39,7 +39,7 @@ class Unit:
         self._since = now
         self._newest = now
         self.is_over = False
-        """Whether the exception's own line has arrived, and nothing after it for a while."""
+        """Set by `take`: the exception's own line has arrived, and nothing after it for a while."""
         self._done = False
         self.add(line, now)
 
@@ -70,13 +70,13 @@ class Unit:
         return len(self._lines) >= MOST_LINES or self._size >= MOST_BYTES
 
     def due(self) -> float:
-        """When to show it if no further line arrives."""
+        """When to show the traceback if no further line arrives."""
         if self._done:
             return min(self._newest + SETTLED, self._since + LONGEST_WAIT)
         return self._since + LONGEST_WAIT
 
     def take(self, now: float) -> bytes:
-        """Take the lines so far, to be shown."""
+        """Remove and return the lines so far, to be shown; sets `is_over`."""
         text = b"\n".join(self._lines)
         self.is_over = now >= self._newest + SETTLED and (self._done or not self._lines)
         self._lines, self._size = [], 0

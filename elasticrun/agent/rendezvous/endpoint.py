@@ -35,8 +35,8 @@ from elasticrun.host.log import logger
 from elasticrun.wire.types import Endpoint
 
 HEIR_AFTER: Final = 3.0
-"""Seconds without a master after which another agent of its host starts one. The agent that started
-the old master restarts it long before that, if the agent still runs."""
+"""Seconds without a master after which another agent on the master's host starts one. The agent
+that started the old master restarts it long before that, if the agent still runs."""
 
 
 class EndpointRegistry:
@@ -69,7 +69,8 @@ class EndpointRegistry:
             self._free = place.bind
             return Leader(place.dial) if place.bind is None else VACANT
         if self._holds or not self._any_agent:
-            await asyncio.get_running_loop().create_future()  # nobody can take a bound address
+            # No news will come: nobody can take a bound address, and no other agent may bind ours.
+            await asyncio.get_running_loop().create_future()
         # A master that exited by itself had seen the end of the job, which must not start again. So
         # a free address is taken only if the previous master was killed, or none has served us.
         may = not served
@@ -111,7 +112,7 @@ class EndpointRegistry:
         return Leader(lease.bind)
 
     async def leave(self, *, job_over: bool, master_stays: bool) -> None:
-        """No-op: the address is free when the master has exited."""
+        """No-op: the address becomes free when the master exits."""
 
     def unmet(self) -> str:
         return self._why

@@ -51,7 +51,7 @@ each time. A master restarted by its own agent is back by then, and a thousand a
 etcd at the same instant."""
 
 WARN_AFTER: Final = 3.0
-"""Seconds without an answer of etcd before the user is warned."""
+"""Seconds without an answer from etcd before the user is warned."""
 
 DEPOSED_LIMIT: Final = 3.0
 """Seconds for a master that has lost its key to exit. After that it is stuck, and its agent kills
@@ -67,7 +67,7 @@ class EtcdRegistry:
     pushes = True
 
     def __init__(self, launch: Launch, where: Place, identity: Identity) -> None:
-        """HostError if etcd cannot be used."""
+        """Raises HostError if etcd cannot be used."""
         self._launch = launch
         self._port = where.port
         self._job_id = identity.job_id
@@ -84,9 +84,9 @@ class EtcdRegistry:
         self._states = self._client.follow(self._keys.lead, self._trouble)
         self._next: asyncio.Future[dict[str, etcd.KeyValue]] | None = None
         self._items: dict[str, etcd.KeyValue] = {}
-        self._candidacy = 0  # a lease
+        self._candidacy = 0  # the lease of our candidate key; 0: none
         self._hosts = False  # a master of ours runs or campaigns
-        self._led = True  # the last one has led, or there was none
+        self._led = True  # our last master has led, or there was none
         self._known = False  # a leader was seen
         self._listen_at = ""
         self._silence = Timer()
@@ -106,7 +106,7 @@ class EtcdRegistry:
         """Take the candidate key, unless anything changes before it is this agent's turn."""
         wait = random.uniform(*CANDIDATE_AFTER)
         if not self._led:
-            wait += CANDIDATE_TTL  # the others first
+            wait += CANDIDATE_TTL  # other agents go first
         if self._keys.candidate in self._items or await self._changes_within(wait):
             return None
         item = self._items.get(self._keys.master)
@@ -155,7 +155,7 @@ class EtcdRegistry:
     # ------------------------------------------------------------ the keys
 
     def _seen(self) -> Leader | Vacant | Ended:
-        """What the keys say to a node that hosts no master."""
+        """Who leads according to the keys; for a node that hosts no master."""
         leader = self._leader()
         if leader is not None and leader.holder != self._me:
             self._known = True
@@ -170,7 +170,7 @@ class EtcdRegistry:
 
     async def _lease_lost(self) -> Leader | Vacant | Ended:
         """Wait until our master has led, has lost the lead, and has not exited within
-        DEPOSED_LIMIT."""
+        DEPOSED_LIMIT; or until the job has ended."""
         loop, end = asyncio.get_running_loop(), math.inf
         while loop.time() < end:
             leader = self._leader()
@@ -214,7 +214,8 @@ class EtcdRegistry:
             raise HostError(str(refused)) from None
 
     async def _changes_within(self, seconds: float | None) -> bool:
-        """Whether a further state arrives within this time; `_await_change` then returns it."""
+        """Whether a further state arrives within this time (None: no limit); `_await_change` then
+        takes it."""
         if self._next is None:
             self._next = awaited(self._state(), "the next state in etcd")
         done, _ = await asyncio.wait({self._next}, timeout=seconds)
@@ -224,7 +225,7 @@ class EtcdRegistry:
         return await anext(self._states)
 
     async def _end_candidacy(self) -> None:
-        """Release the candidate key, if we hold it; its lease is short anyway."""
+        """Release the candidate key, if we hold it; if that fails, its short lease expires."""
         lease, self._candidacy = self._candidacy, 0
         if lease:
             with contextlib.suppress(etcd.EtcdError):
@@ -233,7 +234,7 @@ class EtcdRegistry:
     # ------------------------------------------------------------ etcd does not answer
 
     def _trouble(self, sentence: str) -> None:
-        """etcd does not answer; "": it answers again."""
+        """Called with the reason when etcd does not answer, and with "" when it answers again."""
         if not sentence:
             self._silence.cancel()
             self._unanswered = False

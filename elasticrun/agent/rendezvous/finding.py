@@ -23,9 +23,9 @@ from elasticrun.host.system.network import is_loopback
 
 @dataclass(frozen=True)
 class FoundJob:
-    """The job that this node belongs to, with the master's address, its name and its token.
-    `given`: the user gave the token. `registry`: where all this was found; None if this node starts
-    the job without a file. `seen`: the leader found there, or the lease that this node took."""
+    """The job that this node belongs to: its name and token, and the master's address. `given`: the
+    user gave the token. `registry`: where all this was found; None if this node starts the job
+    without a file. `seen`: the leader found there, or the lease that this node took."""
 
     place: Place
     identity: Identity
@@ -40,8 +40,9 @@ class FoundJob:
 
 
 async def find(launch: Launch, place: Place, identity: Identity, inbox: SignalInbox) -> FoundJob:
-    """The job at this place. A death signal ends the search; the inbox delivers it again to the
-    next `attach`."""
+    """Find the job at this place. After an error or a death signal, which ends the search, the
+    result's registry ends the node. The inbox delivers the caught signals again to the next
+    `attach`."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
 
@@ -81,7 +82,8 @@ async def _find(launch: Launch, where: Place, identity: Identity) -> FoundJob:
 
 
 async def _look_up(launch: Launch, where: Place, identity: Identity) -> FoundJob:
-    """The job of the file, once its master answers or the file is ours."""
+    """The file's job, once its master answers or the file is ours. Raises HostError after
+    join_timeout."""
     registry, limit = SharedFile(launch, where, identity), launch.spec.join_timeout
     seen: Leader | Lease | None = None
     try:

@@ -1,4 +1,4 @@
-"""Prints how other machines join a job whose host nobody has named."""
+"""Prints how other machines join a job for which the user has named no host."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WRITE_LIMIT: Final = 5.0
 
 
 class Invitation:
-    """What to print once the master serves."""
+    """Prints the command with which others join, once the master serves."""
 
     def __init__(self, node: NodeContext, *, given: bool) -> None:
         """`given`: the user gave the token."""

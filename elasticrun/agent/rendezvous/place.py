@@ -30,10 +30,10 @@ LOOPBACK: Final = "127.0.0.1"
 ANYWHERE: Final = ("::", "0.0.0.0")
 
 MOST_PORTS: Final = 200
-"""Ports to try, starting at the first one."""
+"""Maximum number of ports to try, starting at the first one."""
 
 DIAL_LIMIT: Final = 2.0
-"""Seconds for connecting to an address of our own, which takes microseconds."""
+"""Seconds for connecting to an address of our own, which normally takes microseconds."""
 
 NONCE_BYTES: Final = 16
 
@@ -64,7 +64,7 @@ class Bind(Enum):
 class SettledPlace:
     """The place of the master.
 
-    `dial`: what this agent dials; `address`: the same as a number, for choosing our own address.
+    `dial`: what this agent dials; `address`: its numeric address, for choosing our own address.
     `bind`: where to start the master, None if another node does. `proxy`: where the static job's
     port proxy listens, None without a proxy."""
 
@@ -75,7 +75,8 @@ class SettledPlace:
 
 
 def resolve(host: str, port: int) -> list[str]:
-    """The numeric addresses of a name, IPv4 loopback before IPv6 loopback. NotYet. Blocks."""
+    """The numeric addresses of a name, IPv4 loopback before IPv6 loopback. Raises NotYet and
+    HostError. Blocks."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
@@ -87,10 +88,11 @@ def resolve(host: str, port: int) -> list[str]:
 
 
 def bind_test(address: str, port: int) -> Bind:
-    """Whether this host can listen at exactly this address and port. HostError if it is not
-    permitted.
+    """Whether this host can listen on exactly this address and port. Raises HostError if it is not
+    permitted to.
 
-    Without SO_REUSEPORT and wildcard: both would succeed on any host and prove nothing."""
+    Uses neither SO_REUSEPORT nor a wildcard: with them binding would succeed on any host and prove
+    nothing."""
     try:  # a port in TIME_WAIT is free; a listening one is not
         _listen(address, port, backlog=1).close()
     except OSError as error:
@@ -136,7 +138,8 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def _listen(address: str, port: int, backlog: int) -> socket.socket:
-    """OSError. An IPv6 socket also accepts IPv4, as a master's does: `::`, or `::ffff:10.0.0.1`."""
+    """Listen there. Raises OSError. An IPv6 socket also accepts IPv4, as a master's does: `::`, or
+    `::ffff:10.0.0.1`."""
     both = ":" in address and socket.has_dualstack_ipv6()
     return socket.create_server(
         (address, port), family=_family(address), backlog=backlog, dualstack_ipv6=both
@@ -144,7 +147,8 @@ def _listen(address: str, port: int, backlog: int) -> socket.socket:
 
 
 def settle(launch: Launch, where: Place) -> SettledPlace:
-    """The place of the master, as far as this host can tell now. NotYet, HostError. Blocks."""
+    """The place of the master, as far as this host can tell now. Raises NotYet and HostError.
+    Blocks."""
     if where.kind == "standalone":
         return SettledPlace(Endpoint(LOOPBACK, 0), LOOPBACK, bind=Endpoint(LOOPBACK, 0))
     if where.kind == "open":
@@ -163,7 +167,8 @@ def settle(launch: Launch, where: Place) -> SettledPlace:
 
 
 def _elastic(launch: Launch, where: Place, addresses: list[str]) -> SettledPlace | None:
-    """The bind test on this host; None if the master belongs to another host."""
+    """The place according to the bind test on this host; None if the master belongs to another
+    host."""
     several = launch.spec.max_nodes > 1 and not names_this_host_only(where.host)
     for address in addresses:
         at = address
@@ -178,7 +183,8 @@ def _elastic(launch: Launch, where: Place, addresses: list[str]) -> SettledPlace
         if result is Bind.TAKEN:
             return SettledPlace(Endpoint(at, where.port), at)
     if where.is_host:
-        # The user says so although no address is ours: behind NAT, or a Kubernetes Service.
+        # The user says that the master is here, although none of the addresses is ours: behind NAT,
+        # or a Kubernetes Service.
         return SettledPlace(
             Endpoint(LOOPBACK, where.port), addresses[0], bind=Endpoint("::", where.port)
         )
@@ -200,7 +206,7 @@ def everywhere() -> str:
 
 
 def listen_proxy(where: Endpoint) -> socket.socket:
-    """The port proxy's listening socket. HostError with a sentence if the port is taken."""
+    """The port proxy's listening socket. Raises HostError, with a hint if the port is taken."""
     try:
         return _listen(where.host, where.port, backlog=1024)
     except OSError as error:
@@ -221,7 +227,7 @@ def resolve_again(tries: int) -> float:
 
 def own_address(given: str | None) -> str:
     """The numeric address of this host for others: --local-addr, else that of its default route,
-    else the first one that is not loopback, else loopback. NotYet, HostError. Blocks."""
+    else the first one that is not loopback, else loopback. Raises HostError. Blocks."""
     if given:
         try:
             return resolve(given, 0)[0]
@@ -244,7 +250,7 @@ def _useless(address: str) -> bool:
 
 
 def free_port(address: str, first: int) -> int:
-    """The first port from `first` on that is free at this address. HostError. Blocks."""
+    """The first port from `first` on that is free at this address. Raises HostError. Blocks."""
     for port in range(first, min(first + MOST_PORTS, 65536)):
         there = bind_test(address, port)
         if there is Bind.OURS:

@@ -44,7 +44,8 @@ VACANT: Final = Vacant()
 @dataclass(frozen=True, slots=True)
 class Lease:
     """This node hosts the master. `bind`: where the master listens. `proxy`: where the port proxy
-    of a static job listens. `in_etcd`: what a master publishes that still has to campaign."""
+    of a static job listens. `in_etcd`: what the master publishes in etcd, where it still has to
+    campaign; None with another registry."""
 
     bind: Endpoint
     proxy: Endpoint | None = None
@@ -61,9 +62,9 @@ class Registry(Protocol):
     """The address at which other nodes reach this one; "" until `read` has returned."""
 
     async def read(self, *, served: bool) -> Seen:
-        """Wait for news about who leads. While this node holds the lease, there is none until the
-        lease is lost, so that its master has to be killed, or the job is over. May be cancelled and
-        called again. `served`: a master has answered this node before."""
+        """Wait for news about who leads. While this node holds the lease, this returns only when
+        the lease is lost, and the caller has to kill its master, or when the job is over. May be
+        cancelled and called again. `served`: a master has answered this node before."""
 
     async def take(self) -> Lease | None:
         """After Vacant: take the lease. None if another node was faster: then `read` again."""
@@ -81,7 +82,7 @@ class Registry(Protocol):
 
 
 class NoRegistry:
-    """In place of a registry that cannot be used."""
+    """Replaces a registry that cannot be used: every call ends the node."""
 
     pushes = False
     address = ""

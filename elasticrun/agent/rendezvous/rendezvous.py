@@ -30,7 +30,7 @@ from elasticrun.wire.messages import End, Refused
 from elasticrun.wire.types import Endpoint
 
 CLOSE_LIMIT: Final = 5.0
-"""Seconds for the last lines to the user, and for a deposed master, at the end."""
+"""Seconds at the end for printing how to join, and for a deposed master to exit."""
 
 
 class NodeRendezvous:
@@ -74,8 +74,8 @@ class NodeRendezvous:
         return self._registry.address
 
     async def settle(self, early: MasterProcess | None) -> None:
-        """Find the leader, or become it. `early`: a master that already runs. HostError if there is
-        no leader within `join_timeout`."""
+        """Find the leader, or become it. `early`: a master that already runs. Raises HostError if
+        there is no leader within `join_timeout`."""
         self._early = early
         self._start(self._run(self._first))
         limit = self._node.launch.spec.join_timeout
@@ -85,7 +85,7 @@ class NodeRendezvous:
             raise HostError(f"{self._registry.unmet()}, for {limit:g} s") from None
 
     def on_link_event(self, event: AgentEvent) -> None:
-        """Handle an event of the link."""
+        """Start or stop the search for a master, as an event of the link requires."""
         if isinstance(event, LinkLost):
             self._linked = False
             if not self._idle and (self._search is None or self._search.done()):
@@ -137,7 +137,7 @@ class NodeRendezvous:
             self._node.fatal(str(wrong))
 
     async def _moved(self, lease: Lease, why: str) -> None:
-        """Handle that our master no longer serves there."""
+        """Our master no longer serves there, for this reason: act on the registry's answer."""
         try:
             seen = await self._registry.move(lease, why)
         except HostError as wrong:
@@ -177,7 +177,7 @@ class NodeRendezvous:
         self._lease = lease
         if not self._settled.is_set():
             self.dial = lease.bind
-        if lease.in_etcd is None:  # else it still has to win there
+        if lease.in_etcd is None:  # in etcd the master still has to campaign
             self._settled.set()
         if lease.proxy is not None and self._proxy is None:
             self._proxy = PortProxy(listen_proxy(lease.proxy), self._node.reaper)
@@ -191,7 +191,7 @@ class NodeRendezvous:
         self._master.start(early)
 
     def master_serves(self, endpoint: Endpoint) -> None:
-        """Handle that our master serves, possibly again."""
+        """Our master serves, possibly again: use its address."""
         if self._proxy is not None:
             self._proxy.set_target("master", endpoint)
         if self._invitation is not None:
@@ -201,7 +201,8 @@ class NodeRendezvous:
         self._set_master(endpoint)
 
     def master_taken(self, sentence: str) -> None:
-        """Our master has exited: another one leads, or another process has its port."""
+        """Our master has exited because another one leads or another process has its port: ask the
+        registry who leads."""
         lease, self._master = self._lease, None
         if self._search is not None:
             self._search.cancel()

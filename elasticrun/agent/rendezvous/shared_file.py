@@ -1,11 +1,11 @@
 """The registry in a shared folder: the node that claims a file hosts the master.
 
 The claim has the master's address, the job's name and its token (`--rdzv-endpoint=file://...`). It
-is valid as long as the master at its address proves itself, or its holder renews it. If neither is
-true, one of the nodes takes it over with the job's name and token and starts the next master, which
-adopts the round that the agents report; all agents follow the file to it. A holder whose claim was
-taken over stops its own master and follows too. The claim is removed when the job ends. If its
-holder leaves earlier, it marks the claim so, and whichever node is there at the end removes it.
+is valid as long as the master at its address authenticates itself, or its holder renews it. If
+neither is true, one of the nodes takes it over with the job's name and token and starts the next
+master, which adopts the round that the agents report; all agents follow the file to it. A holder
+whose claim was taken over stops its own master and follows too. The claim is removed when the job
+ends. A holder that leaves earlier marks the claim, and a node that is there at the end removes it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class SharedFile:
         self._last_news = ""
         self._left = False
         self.identity = identity
-        """From the first Leader or lease on with the job's name and token."""
+        """Includes the job's name and token from the first Leader or Lease on."""
         self.address = ""
 
     async def read(self, *, served: bool) -> Leader | Vacant:
@@ -128,7 +128,8 @@ class SharedFile:
     # ------------------------------------------------------------ the first claim
 
     async def _find(self) -> Leader | Vacant | None:
-        """The claim that is there, if its master answers."""
+        """Before the first Leader or Lease: Leader if the claim's master answers, Vacant if this
+        node may take the file, None to look again."""
         path = self._file.path
         claim, took = await self._timed()
         may_host = self._where.is_host is not False
@@ -170,8 +171,8 @@ class SharedFile:
         return None
 
     def _check(self, claim: Claim) -> None:
-        """Raises HostError for a claim of an incompatible release, or if the user must give the
-        token and has not."""
+        """Raise HostError if another release made the claim, or if the user must give the token and
+        has not."""
         where = place_of(claim)
         named = bool(claim.text("job") and where.host and 0 < where.port < 65536)
         if claim.number("format") != FORMAT or not named:
@@ -186,7 +187,7 @@ class SharedFile:
             )
 
     def _check_job(self, claim: Claim) -> None:
-        """Raises HostError if the job there is not the one that the user wants."""
+        """Raise HostError if the job there is not the one that the user named."""
         expected, job = self._given.job_id, claim.text("job")
         if self._given.named and job != expected:
             raise HostError(
@@ -215,7 +216,8 @@ class SharedFile:
         return None if await self._answers(claim) else VACANT
 
     def _switch_to(self, claim: Claim) -> Leader | None:
-        """This claim's master, if it is of this job."""
+        """Follow this claim and return its master; None, with a warning, if it is of another
+        job."""
         token, job = claim.text("token"), claim.text("job")
         if job != self.identity.job_id or (token and token != self.identity.token):
             self._warn(f"another job has started with that file ({job})")
@@ -232,7 +234,8 @@ class SharedFile:
         return sentence != before
 
     async def _answers(self, claim: Claim) -> bool:
-        """Whether the master of this job answers at the claim's address and proves itself."""
+        """Whether this job's master answers at the claim's address and authenticates itself. Raises
+        HostError if our TLS files cannot be used."""
         token = auth.reader_token(self._given.token or claim.text("token"))
         files, pem = self._given.tls, None
         try:
@@ -251,7 +254,8 @@ class SharedFile:
     # ------------------------------------------------------------ holding a claim
 
     async def _take(self) -> Lease | None:
-        """Claim the file, in place of the claim that was there."""
+        """Claim the file, in place of the claim that was there; None if another node was
+        faster."""
         before = self._replaced
         succeeds = self._claim is not None and self._loss is None
         if self._claim is None:
@@ -302,7 +306,8 @@ class SharedFile:
             logger.warning("the rendezvous file is renewed again")
 
     def _succeeded(self, claim: Claim) -> Leader | None:
-        """Another host has taken the file over, because it saw no renewal of ours."""
+        """Release our claim, which another host has taken over because it saw no renewal. Returns
+        that host's master, if it is of this job."""
         self._file.release()
         self._renewer = self._loss = None
         leader = self._switch_to(claim)
@@ -327,7 +332,8 @@ class SharedFile:
                 self._file.remove(current.holder)
 
     async def _on_disk(self, work: Callable[[], T]) -> T:
-        """The result of work on the shared folder. ClaimError, also if it takes too long."""
+        """Run `work`, which blocks on the shared folder, in a thread. Raises ClaimError, also if it
+        takes too long."""
         try:
             return await on_disk(work)
         except TimeoutError:
@@ -347,7 +353,7 @@ def inherit(identity: Identity, claim: Claim | None) -> Identity:
 
 
 def place_of(claim: Claim) -> Endpoint:
-    """The address of its master."""
+    """The address of the claim's master."""
     return Endpoint(claim.text("address"), claim.number("port"))
 
 
