@@ -6,10 +6,10 @@ import sys
 
 if __name__ == "__main__":
     if not sys.flags.safe_path:
-        del sys.path[0]  # the working directory: a `grpc/` there is not the package
+        del sys.path[0]  # the working directory: a `grpc/` in it must not shadow the package
     import signal
 
-    # Before the imports below, which take long enough for a Ctrl-C.
+    # First, because a Ctrl-C may arrive during the imports below.
     for number in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, number), signal.SIG_IGN)
     from elasticrun.host.system.processes import die_with_parent

@@ -4,20 +4,21 @@ A master leads while `lead/master` has the value that it wrote, under a lease th
 LEADER_RENEW seconds. There are three fences, each sufficient against a master that was stopped and
 resumed:
 
-* every write is a transaction conditional on the key's create_revision, so a replaced master
-  decides nothing, whatever it believes;
+* every write is a transaction conditional on the key's create_revision, so nothing that a replaced
+  master decides becomes durable;
 * orders are sent only while `leads()`: until LEADER_TTL after the last confirmed renewal was sent,
   measured on the boot-time clock. etcd starts the same TTL later than that, so no other master can
-  hold the key yet;
+  hold the key before then;
 * its term is that create_revision, which only increases; agents obey no lower term.
 
-An etcd that was wiped, or restored from a backup, counts its revisions anew. This master detects it
-when an agent reports a higher term. Then this master writes that term into `terms`, which is added
-to revisions from then on, and exits so that the next master has a higher term.
+An etcd that was wiped, or restored from a backup, counts revisions from a lower number again. This
+master detects that when an agent reports a higher term than its own. It then writes the reported
+term into the key `terms`, which every later master adds to its revision, and exits so that the next
+master has a higher term.
 
-A master that cannot renew exits (`lost`). An agent starts its own deadline for stopping its ranks
-when its stream closes. The next master's wait assumes that the stream closes at once, so this
-master exits instead of waiting for etcd.
+A master whose lease expires exits (`lost`) instead of waiting for etcd. When its stream closes, an
+agent starts its own deadline for stopping its ranks, and the next master's wait for that deadline
+assumes that the stream closed without delay.
 """
 
 from __future__ import annotations
@@ -54,20 +55,21 @@ from elasticrun.wire.rpc.etcd_place import Keys, LeaderKey, leader_from_bytes, p
 from elasticrun.wire.types import dumps, loads
 
 CAMPAIGN_LIMIT: Final = 10.0
-"""Seconds to win or lose; if etcd does not answer for longer, the agent waits for it."""
+"""Seconds to win or lose the campaign; then the master exits, and its agent waits for etcd."""
 
 PAUSE: Final = 0.2
-"""Seconds between tries of a write while etcd does not answer."""
+"""Seconds between two tries of a call while etcd does not answer."""
 
 CLOSE_LIMIT: Final = 1.0
-"""Seconds for releasing the leadership; otherwise its lease expires."""
+"""Seconds to revoke the leader's lease; if that fails, the lease expires by itself."""
 
 RENEW_RECORD: Final = 3600.0
-"""Seconds between renewals of the record's own lease, which is much longer."""
+"""Seconds between renewals of the record's own lease, which lasts RECORD_KEPT."""
 
 HEAD: Final = b"elasticrun facts 2\n"
 MAX_BYTES: Final = 1_400_000
-"""The limit of etcd (1.5 MiB by default), minus space for the rest of the transaction."""
+"""Maximum size of a record: etcd's limit for a request (1.5 MiB by default), minus room for the
+rest of the transaction."""
 MAX_TERM: Final = 2**62
 """Highest accepted term: revisions are added to it, and it has 64 bits on the wire."""
 
@@ -78,7 +80,7 @@ logger = logging.getLogger("elasticrun")
 
 
 def boot_clock() -> float:
-    """Seconds that include suspension of the host, during which a lease expires as well."""
+    """Seconds since boot, including suspension of the host, during which leases expire too."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -88,7 +90,8 @@ class EtcdStore:
     def __init__(
         self, config: MasterConfig, port: int, clock: Callable[[], float] = boot_clock
     ) -> None:
-        """`port`: where this master will serve. StoreRefused for an invalid --master-store."""
+        """`port`: where this master will serve. Raises StoreRefused if --master-store is
+        invalid."""
         tls = config.identity.tls or Tls()
         try:
             place = parse_place(config.launch.store)
@@ -105,7 +108,7 @@ class EtcdStore:
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = self._loop.create_future()
         self.term = 0
-        """Higher than the term of every earlier master of this job."""
+        """0 before `load`; then higher than the term of every earlier master of this job."""
         self._revision = 0
         """The fencing token: the create_revision of our leader key."""
         self._began_empty = False
@@ -157,7 +160,7 @@ class EtcdStore:
         """See `FactStore.term_seen`."""
         first, self._has_seen_term = not self._has_seen_term, True
         if not term or not self.leads() or (term == self.term and not first):
-            return  # it has obeyed this master
+            return  # it has obeyed no master yet, or this one
         if self._began_empty:
             self._began_empty = False
             logger.warning(
@@ -244,20 +247,21 @@ class EtcdStore:
     # ------------------------------------------------------------ leading
 
     def _extend(self, since: float) -> None:
-        """A renewal that was sent at `since` has been confirmed."""
-        # if the lease has already expired here, orders have stopped: ignore this confirmation
+        """Extend the leadership until LEADER_TTL after `since`, when the newest confirmed renewal
+        was sent. If that has passed, give it up."""
+        # a lease that has expired here is not extended: another master may lead meanwhile
         self._lapse()
         if self.lost.done():
             return
         self._until = since + LEADER_TTL
         if self._timer is not None:
             self._timer.cancel()
-        # fires when the lease expires; re-arms if the loop's clock ran ahead of the boot clock
+        # fires when the lease expires, and re-arms itself if the loop's clock is ahead of ours
         after = max(0.0, self._until - self._clock())
         self._timer = self._loop.call_later(after, self._extend, since)
 
     def _lapse(self) -> None:
-        """Give up the leadership if the lease has expired, so that no order is sent."""
+        """Give up the leadership if the lease has expired."""
         now = self._clock()
         if now >= self._until and not self.lost.done():
             ago = now - self._until + LEADER_TTL
@@ -322,7 +326,8 @@ class EtcdStore:
             self._timer = None
 
     async def _withdraw(self, *, close: bool = True) -> None:
-        """Revoke the lease, so that no master has to wait until it expires; then disconnect."""
+        """Revoke the lease, so that the next master need not wait until it expires; then disconnect
+        if `close` is set."""
         if self._lease:
             lease, self._lease = self._lease, 0
             with contextlib.suppress(etcd.EtcdError, TimeoutError):
@@ -347,12 +352,13 @@ class EtcdStore:
                 self._lose(f"the job's record cannot be written: {wrong}")
                 return
             if not durable or not self.leads():
-                return  # not leading any more: the next master decides whether this write counts
+                return  # the next master counts this write if it finds it in etcd
             for done in waiting:
                 done()
 
     async def _write_newest(self) -> bool:
-        """Write the pending facts; False if another master leads."""
+        """Write the pending facts; False if another master leads. Raises EtcdRefused; ValueError if
+        the facts are too large."""
         facts, self._pending = self._pending, None
         assert facts is not None
         data = await asyncio.to_thread(facts_to_bytes, facts)
@@ -371,7 +377,8 @@ class EtcdStore:
         return bool(answer.succeeded)
 
     async def _persist(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """Retry until etcd answers, while there is a leadership to win or keep."""
+        """Retry a call until etcd answers. Raises EtcdRefused if etcd rejects it, or once the
+        leadership is lost."""
         while not self.lost.done():
             try:
                 return await call()
@@ -396,7 +403,7 @@ class EtcdStore:
 
 
 def _number(item: etcd.KeyValue | None) -> int:
-    """The integer in an item; 0 if there is none."""
+    """The integer in an item; 0 if there is no item or no integer in it."""
     return int(item.value[:19]) if item is not None and item.value.isdigit() else 0
 
 
@@ -404,7 +411,7 @@ def facts_to_bytes(facts: Facts) -> bytes:
     """The facts as one etcd value: a line with the format, then compressed JSON. Raises ValueError
     if it is too large.
 
-    etcd takes requests of 1.5 MB. Ten thousand nodes are 2.5 MB of JSON and about 0.5 MB compressed
+    The record of 10,000 nodes is 2.5 MB of JSON and about 0.5 MB compressed
     (tests/etcd/test_store.py).
     """
     data = HEAD + zlib.compress(dumps(facts).encode(), 6)
@@ -414,7 +421,8 @@ def facts_to_bytes(facts: Facts) -> bytes:
 
 
 def facts_from_bytes(data: bytes) -> Facts:
-    """The facts in a value. Raises ValueError, with a sentence, if the format differs."""
+    """The facts in a value. Raises ValueError, with a sentence, if it has another format or is
+    damaged."""
     if not data.startswith(HEAD):
         raise ValueError("it was written by another version")
     unpack = zlib.decompressobj()

@@ -1,8 +1,8 @@
 """The master's record on its own disk: one file with its facts, replaced as a whole.
 
 It is loaded, never replayed (decision 012). A problem with the file costs the record, never the
-job: a file that is damaged, of another version, or on which masters keep failing is renamed with a
-log line, and the agents restore the round.
+job: a file that is damaged, of another version, or on which masters keep failing is set aside with
+a log line, and the round is restored from the agents.
 
 One thread does all disk I/O. At most one write is in progress and one is pending, the newest: each
 contains all facts, so those in between are skipped. Each version is written beside the last one,
@@ -34,7 +34,7 @@ from elasticrun.host.system.sandbox import start_thread
 from elasticrun.wire.types import dumps, loads
 
 FILE: Final = "record"
-"""A line with version and checksum, then a line of JSON."""
+"""Name of the record's file: a line with version and checksum, then a line of JSON."""
 
 VERSION: Final = 2
 """The format version; a file of another version is set aside."""
@@ -43,20 +43,21 @@ ASIDE: Final = ".aside"
 """Suffix of a record that is set aside; only the last one is kept."""
 
 MAX_BYTES: Final = 64 * 1024 * 1024
-"""A larger file counts as damaged; the record of 10,000 nodes has 2 MB."""
+"""A larger file counts as damaged; the record of 10,000 nodes is about 2 MB."""
 
 MAX_CRASHES: Final = 3
 CRASH_WINDOW: Final = 60.0
-"""If this many masters fail on one state within this many seconds, the state is the cause."""
+"""If MAX_CRASHES masters fail on a record within CRASH_WINDOW seconds, it is discarded."""
 
 SLOW: Final = 2.0
-"""Seconds after which a pending write is logged."""
+"""Seconds after which an unfinished write is logged."""
 
 GIVEN_UP: Final = 30.0
-"""Seconds after which the master continues without a record: the disk hangs, and nodes wait."""
+"""Seconds after which an unfinished write is given up, because nodes are waiting: the master
+continues without a record."""
 
 LOAD_LIMIT: Final = 5.0
-"""Seconds for opening and loading; agents wait for this master meanwhile."""
+"""Seconds for loading the record, while agents wait for this master."""
 
 logger = logging.getLogger("elasticrun")
 
@@ -74,7 +75,7 @@ class FileStore:
         """`now`: seconds since boot, including suspension (tests replace it)."""
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = self._loop.create_future()
-        """Never done: no other master can lead with this folder."""
+        """Never done: the folder is locked, so no other master can lead with it."""
         self.term = 0
         self._disk = _Disk(folder, now or _since_boot)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -92,7 +93,8 @@ class FileStore:
         return True
 
     async def load(self) -> Facts | None:
-        """See `FactStore.load`. An unusable record is set aside, with a log line."""
+        """See `FactStore.load`. A damaged record is set aside; if the disk fails, the master
+        continues without a record. Both are logged, and None is returned."""
         try:
             return await asyncio.wait_for(self._do(self._disk.open), LOAD_LIMIT)
         except TimeoutError:
@@ -115,18 +117,18 @@ class FileStore:
         """See `FactStore.term_seen`. No-op: this store does not assign terms."""
 
     async def close(self) -> None:
-        """See `FactStore.close`; the file stays, for nodes that arrive late."""
+        """See `FactStore.close`. The file stays, so that a later master can tell nodes the
+        outcome."""
         await self._last_job(self._disk.close)
 
     # ------------------------------------------------------------ a state on which masters fail
 
     async def crashed(self) -> None:
-        """This master ends because its state machine failed on this state: record that for the next
-        one."""
+        """See `FactStore.crashed`. Also closes the store."""
         await self._last_job(self._disk.crashed)
 
     def set_aside(self, why: str) -> None:
-        """The loaded facts are unusable; start an empty record."""
+        """Set the loaded record aside and start an empty one."""
         logger.warning("the record of this job is set aside: %s", why)
         self._jobs.put(self._disk.begin_anew)
 
@@ -167,7 +169,7 @@ class FileStore:
     def _came_back(self, done: list[Callable[[], None]], saved: asyncio.Future[None]) -> None:
         wrong = saved.exception()
         if self._on_its_way is not done:
-            return  # it was given up before
+            return  # this write was given up
         self._unwatch()
         self._on_its_way = []
         if wrong is not None:
@@ -220,7 +222,7 @@ class _Content(msgspec.Struct, frozen=True):
 
     boot: str  # boot id of the host when it was written
     at: float  # time of writing, in seconds since that boot
-    facts: Facts | None  # None: only crashes are known
+    facts: Facts | None  # None: the record is empty
     crashes: tuple[float, ...] = ()  # when masters failed on these facts
 
 
@@ -237,7 +239,8 @@ class _Disk:
         return self.folder / FILE
 
     def open(self) -> Facts | None:
-        """The facts in the file, if they are usable. Raises OSError."""
+        """The facts in the file; None if there are none. An unusable file is set aside. Raises
+        OSError."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for draft in self.folder.glob(f".{FILE}.*"):  # left by a master killed while writing
             draft.unlink(missing_ok=True)
@@ -309,14 +312,15 @@ class _Disk:
         return aged(facts, max(0.0, self.now() - content.at))
 
     def _recent(self, content: _Content) -> tuple[float, ...]:
-        """The crashes that count. Times of another boot are not comparable."""
+        """The crashes within CRASH_WINDOW. Those before a reboot do not count: their times are not
+        comparable."""
         if content.boot != boot_id():
             return ()
         return tuple(at for at in content.crashes if at >= self.now() - CRASH_WINDOW)
 
 
 def _parsed(data: bytes) -> _Content:
-    """The content of the file's bytes. Raises Damaged."""
+    """Parse the file's bytes. Raises Damaged."""
     head, _, body = data.partition(b"\n")
     words = head.split(b" ")
     if words[:2] != [b"elasticrun", b"record"] or len(words) != 4 or len(data) > MAX_BYTES:

@@ -20,10 +20,10 @@ from elasticrun.wire.messages import Reply
 from elasticrun.wire.types import dumps
 
 TRIES: Final = 300.0
-"""Maximum burst of exchanges: a whole rack whose machines join together."""
+"""Maximum burst of join attempts: enough for a rack whose machines join together."""
 
 TRIES_PER_SECOND: Final = 1.0
-"""Rate at which that allowance refills."""
+"""Rate at which that burst refills."""
 
 NO_COMMAND: Final = (
     "this job has no join codes, since its nodes were told where to meet (--rdzv-endpoint, "
@@ -45,7 +45,7 @@ class Joining:
         self._at = time.monotonic()
 
     def admit(self) -> None:
-        """Count one try. Raises Denied if there were too many."""
+        """Count one join attempt. Raises Denied if there were too many."""
         now = time.monotonic()
         self._tries = min(TRIES, self._tries + (now - self._at) * TRIES_PER_SECOND)
         self._at = now
@@ -57,7 +57,7 @@ class Joining:
         self._tries -= 1.0
 
     def new_code(self) -> Reply:
-        """For an operator: a new code, valid from now on."""
+        """Create a join code for an operator; a refusal if the job has no token or no command."""
         if not self._token:
             return Reply(False, NO_CODES)
         if self._command is None:
@@ -65,8 +65,8 @@ class Joining:
         return Reply(True, "", str(join_code(self._token, time.time())))
 
     def answer(self, keeper: AuthServer, peer: str) -> Reply:
-        """For a machine that has proved its code: what a node needs, encrypted. Raises Denied if
-        the code has expired."""
+        """Reply to a machine that has proved its code: the job's token and command, encrypted; a
+        refusal if the master does not know the command. Raises Denied if the code has expired."""
         code = keeper.code
         if time.time() > code.until:
             raise Denied(CODE_EXPIRED, "a machine with an expired join code was refused")

@@ -1,6 +1,6 @@
 """The master's event loop: one queue of events, one state machine, its effects.
 
-This module also has the mailboxes of outgoing orders, and the counters for status and metrics.
+This module also has the mailboxes for outgoing orders, and the counters for status and metrics.
 
 A turn drains the inbox before the state machine judges silence: while a report is unread here, its
 sender is not silent. A turn that starts more than OVERSLEPT seconds after its deadline first sends
@@ -9,8 +9,8 @@ sender is not silent. A turn that starts more than OVERSLEPT seconds after its d
 The loop sleeps until an event arrives or the state machine's next deadline; there is no other
 timer.
 
-Effects after a `Record` wait in order until the store has called it durable (decision 012);
-meanwhile events are still processed and heartbeats echoed.
+Effects after a `Record` wait, in order, until its facts are durable (decision 012); meanwhile
+events are still processed and heartbeats echoed.
 """
 
 from __future__ import annotations
@@ -44,34 +44,34 @@ from elasticrun.wire.rpc import protobuf
 from elasticrun.wire.types import RoundName, WireError
 
 OVERSLEPT: Final = 0.2
-"""Seconds of delay after which a turn counts as overslept: silence until then proves nothing."""
+"""A turn that starts this many seconds after its deadline counts as overslept: the silence of a
+node until then proves nothing."""
 
 MAX_BATCH: Final = 1024
 """Maximum number of events per turn, before the tasks that write orders run."""
 
 MAX_FAULTS: Final = 3
-"""Number of state machine exceptions that ends the master: its successor rebuilds the state from
-the agents."""
+"""Number of exceptions of the state machine at which the master exits, so that its successor starts
+from the record or the agents."""
 
 PICTURE_SHARE: Final = 20
-"""A status picture is rebuilt only after this multiple of the time that building it takes."""
+"""A cached status or picture is kept for this multiple of the time that building it took."""
 
 MAX_WAITING: Final = 500_000
-"""Maximum number of effects waiting for durable facts: several for each of MAX_SESSIONS nodes."""
+"""Maximum number of effects that wait for durable facts: several for each of MAX_SESSIONS nodes."""
 
 SLOW_RECORD: Final = 1.0
-"""Seconds after which a wait for the record is shown as the reason for the delay."""
+"""Seconds after which the status says that orders wait for the record."""
 
 MAX_ORDERS: Final = 32_768
-"""Maximum number of orders queued for one agent, mostly answers about shards that its ranks
-request. With one more the stream is closed; the agent reconnects and asks again."""
-
+"""Maximum number of orders queued for one agent; most are answers about shards that its ranks
+request. One more closes the stream; the agent reconnects and asks again."""
 
 MAX_REQUESTS: Final = 64
 """Maximum number of pending requests of readers and operators."""
 
 REQUEST_LIMIT: Final = 15.0
-"""Seconds that a request may wait; sampling all ranks takes some."""
+"""Seconds that a request may wait for its reply; sampling all ranks takes several."""
 
 T = TypeVar("T")
 
@@ -86,7 +86,8 @@ class RecordStuck(RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class _Fence:
-    """A queue entry ahead of the effects that wait until these facts are durable."""
+    """A queue entry for facts being written; the effects behind it wait until they are durable.
+    `since`: when the write was requested."""
 
     since: float
     durable: bool = False
@@ -115,21 +116,21 @@ class Listeners:
     """Callbacks of the loop. They run in the loop and must not block."""
 
     on_over: Callable[[events.JobOver, Picture], object] = lambda *_: None
-    """The outcome of the job, and its last picture."""
+    """Called with the job's outcome and its last picture."""
     on_noted: Callable[[events.Note], object] = lambda _: None
-    """Each note about an event."""
+    """Called for each note."""
     on_formed: Callable[[], object] = lambda: None
-    """The first round of this master starts its ranks."""
+    """Called once, before this master sends its first Start."""
     on_metrics: Callable[[m.Metrics], object] = lambda _: None
-    """Metrics from the first rank of the current round."""
+    """Called with metrics that rank 0 of the current round reports."""
     on_stepped: Callable[[int, int], object] = lambda *_: None
-    """The round's number and a newer step."""
+    """Called with a round's number and the newest step it has reached."""
     on_filed: Callable[[IncidentRow], object] = lambda _: None
-    """Each change of an incident's record."""
+    """Called with an incident each time it changes."""
     on_judged: Callable[[VerdictRow, bool], object] = lambda *_: None
-    """Each verdict on a hang, and again (with true) when the hang is over."""
+    """Called with each verdict on a hang and False, and again with True when the hang is over."""
     on_slow: Callable[[events.FoundSlow], object] = lambda _: None
-    """Each node that is found slow and not excluded."""
+    """Called for each node that is found slow but stays in the job."""
 
 
 class Loop:
@@ -149,7 +150,7 @@ class Loop:
         self._job = job
         self._job_id = job_id
         self.name = ""
-        """The job's name for people; "": its id."""
+        """The job's name for people; "": it has only its id."""
         self._listeners = listeners
         self.figures = Figures(clock)
         self._clock = clock
@@ -160,32 +161,33 @@ class Loop:
         self._tracer = tracer
         self._held: deque[events.JobEffect | _Fence] = deque()  # starts with a fence, or is empty
         self._faults = 0
-        self._paced = False  # whether heartbeats have ever been slowed down because of many streams
+        self._paced = False  # whether many streams have ever slowed down the heartbeats
         self._status = _Cached[m.JobStatus](clock)
         self._whole = _Cached[Picture](clock)
         self._requests: dict[int, asyncio.Future[m.Reply]] = {}
         self._numbers = itertools.count(1)
         self.page = Readers() if page is None else page
-        """Creates the link to the job's page for each agent that is accepted."""
+        """Creates the link to the job's page that each Welcome carries."""
         self.sources: Mapping[str, str] = {}
-        """By setting: the source of its value, for people."""
+        """For each setting, where its value came from, for people."""
 
     # ------------------------------------------------------------ called by handlers
 
     def attach(self, event: events.Attached, box: Mailbox) -> None:
-        """A stream has sent Hello: its orders go to `box` from now on."""
+        """Add a stream that has sent Hello; its orders go to `box` from now on."""
         self._boxes[event.session] = box
         if self._store is not None:
             self._store.term_seen(event.hello.last_term)
         self.put(event)
 
     def put(self, event: events.JobEvent) -> None:
-        """Queue an event. Each session limits how many of its events wait here."""
+        """Queue an event. The queue is unbounded: `server` limits the rate of each stream."""
         self._inbox.append(event)
         self._wake.set()
 
     def status(self) -> m.JobStatus:
-        """The status of the job; building it takes at most a twentieth of the loop's time."""
+        """The status of the job, cached so that building it takes at most 1/PICTURE_SHARE of the
+        loop's time."""
         status, why = self._status.get(self._status_now), self._held_up()
         return replace(status, reason=why) if why else status
 
@@ -205,8 +207,8 @@ class Loop:
         return self._job.goodput()
 
     async def request(self, request: m.Request) -> m.Reply:
-        """The state machine's reply, or a refusal after REQUEST_LIMIT. A cancelled request is
-        dropped."""
+        """Send a request to the state machine; returns its reply. Refused if MAX_REQUESTS are
+        pending, or if there is no reply within REQUEST_LIMIT."""
         if len(self._requests) >= MAX_REQUESTS:
             return m.Reply(False, f"{MAX_REQUESTS} requests are pending already: try again")
         number = next(self._numbers)
@@ -223,7 +225,8 @@ class Loop:
         return replace(reply, body=self._with_figures(reply.body)) if reply.body else reply
 
     def _with_figures(self, body: str) -> str:
-        """A picture of the state machine, with values that only this process knows."""
+        """Replace the status and the settings in a picture's JSON by those of `picture`, which
+        include what the state machine does not know."""
         parts = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         shown = self.picture()
         parts["status"] = msgspec.Raw(msgspec.json.encode(shown.status))
@@ -239,14 +242,15 @@ class Loop:
         return self._job.quiet()
 
     def fall_silent(self) -> None:
-        """Send nothing more: another master decides."""
+        """Another master decides: drop all queued orders and effects, and refuse the pending
+        requests."""
         for number in self._requests:
             self._reply(number, m.Reply(False, "another master leads this job now: try again"))
         self._held.clear()
         self._boxes.clear()
 
     def _held_up(self) -> str:
-        """Why orders are delayed, once that lasts long enough."""
+        """Why orders are delayed, once that has lasted SLOW_RECORD seconds; else ""."""
         first = self._held[0] if self._held else None
         if not isinstance(first, _Fence):  # none, or effects are being carried out now
             return ""
@@ -264,11 +268,11 @@ class Loop:
     # ------------------------------------------------------------ turns
 
     async def run(self) -> None:
-        """Process events until cancelled. Raises StateMachineFault if the state machine fails,
-        RecordStuck if effects cannot be carried out."""
+        """Process events until cancelled. Raises StateMachineFault if the state machine keeps
+        failing, RecordStuck if too many effects wait for the record."""
         deadline = self._job.next_deadline()
         if deadline is not None and deadline <= (now := self._clock()):
-            self._step(events.Tick(), now)  # begins with a record: due, but not overslept
+            self._step(events.Tick(), now)  # due from the start (loaded facts): not overslept
         while True:
             self._turn()
             if self._inbox:
@@ -293,7 +297,7 @@ class Loop:
         for _ in range(min(len(self._inbox), MAX_BATCH)):
             event = self._inbox.popleft()
             if isinstance(event, events.Heard) and isinstance(event.report, m.Metrics):
-                if self.figures.on_metrics(event.report):  # nothing is decided by it
+                if self.figures.on_metrics(event.report):  # not for the state machine
                     self._listeners.on_metrics(event.report)
                 continue
             self._step(event, self._clock())
@@ -310,8 +314,8 @@ class Loop:
             self._step(events.Tick(), now)
 
     def _pace(self) -> float:
-        """The heartbeat interval in an Echo. In a growing job a node got an interval at its Welcome
-        that was right for fewer nodes; without this, all would send too often."""
+        """The heartbeat interval to send in an Echo; 0.0 if it was never changed. A node's Welcome
+        has the interval for the number of nodes at that time; it increases as more nodes join."""
         pace = beat_interval(len(self._boxes))
         self._paced = self._paced or pace > BEAT_INTERVAL
         return pace if self._paced else 0.0
@@ -330,7 +334,8 @@ class Loop:
             self._carry_out(effect)
 
     def _faulted(self, event: events.JobEvent, fault: Exception) -> None:
-        """A failing event is our own bug, but no reason to end the job."""
+        """Log the failure, which is a bug, and end the event's stream or request, not the job. The
+        MAX_FAULTS-th failure raises StateMachineFault."""
         self._faults += 1
         logger.error("a bug: %s while handling %s", fault, event, exc_info=fault)
         if isinstance(event, events.Requested):
@@ -345,7 +350,8 @@ class Loop:
     # ------------------------------------------------------------ effects
 
     def _carry_out(self, effect: events.JobEffect) -> None:
-        """Carry out an effect, or queue it behind the facts recorded before it."""
+        """Carry out an effect, or queue it behind the facts that are being written. Raises
+        RecordStuck if too many are queued."""
         if isinstance(effect, events.Record):
             if self._store is not None:
                 fence = _Fence(self._clock())
@@ -359,7 +365,8 @@ class Loop:
             raise RecordStuck(f"{MAX_WAITING} effects wait for the job's record")
 
     def _durable(self, fence: _Fence) -> None:
-        """Carry out the effects up to the next fence that is not durable."""
+        """The facts of `fence` are durable: carry out the effects ahead of the first fence whose
+        facts are not."""
         fence.durable = True
         while self._held:
             first = self._held[0]
@@ -400,7 +407,7 @@ class Loop:
 
     def _send(self, sessions: tuple[int, ...], order: m.Order) -> None:
         if self._store is not None and not self._store.leads():
-            return  # checked last: we may have been stopped since the decision
+            return  # checked here: the process may have been suspended since the decision
         if isinstance(order, m.Welcome) and not order.status_url:
             clock_us = time.time_ns() // 1000  # for the agent's checkup, which compares clocks
             order = replace(order, status_url=self.page.link(), clock_us=clock_us)
@@ -427,7 +434,7 @@ class Loop:
 
 
 def subject(order: m.Order) -> str:
-    """The subject of an order: a newer order with the same subject replaces it."""
+    """The subject of an order. In a mailbox, a newer order replaces one with the same subject."""
     kind = type(order).__name__
     if isinstance(order, m.Persist | m.CommitCheckpoint):
         return f"{kind} {order.attempt}"
@@ -441,28 +448,29 @@ def subject(order: m.Order) -> str:
 
 
 class Mailbox:
-    """Queued orders for one agent: the newest per subject, in the order of their last change. The
-    loop fills it, and the task that writes to the stream empties it.
+    """Queued orders for one agent: the newest per subject, oldest first. The loop fills it, and the
+    task that writes to the stream empties it.
 
-    Orders are level-triggered, so a newer order on a subject replaces the older one. Most are about
-    the node itself, so one of a kind is enough; orders about different attempts to persist, or
-    different shards, do not replace each other. So a mailbox stays small however slowly it is read,
-    and no stream is dropped because its agent reads late: that would make a healthy node suspect.
+    Orders are level-triggered, so a newer order on a subject replaces the older one. For most
+    orders the subject is their type; orders about different attempts to persist, or about different
+    shards, do not replace each other. So a mailbox stays small even if its agent reads slowly, and
+    the stream is not dropped for that, which would make a healthy node suspect.
     """
 
     def __init__(self, on_close: Callable[[], object] = lambda: None) -> None:
-        """`on_close`: called once by `close`, so that the reader can limit how long emptying
-        takes."""
+        """`on_close`: called by the first `close`, so that the server can limit how long the agent
+        may take to read the rest."""
         self._on_close = on_close
         self._orders: dict[str, bytes] = {}
         self._closed = False
         self._changed = asyncio.Event()
 
     def put(self, about: str, order: bytes) -> None:
-        """Queue an encoded order; it replaces an unsent one with the same `subject`."""
+        """Queue an encoded order; it replaces an unsent one with the same `subject`. Beyond
+        MAX_ORDERS it closes the mailbox instead; once closed, it is a no-op."""
         if self._closed:
             return
-        self._orders.pop(about, None)  # the newest goes last: a Start after the Stop before it
+        self._orders.pop(about, None)  # moves to the end: a Start stays behind an earlier Stop
         if about == "Start":  # the node no longer waits
             self._orders.pop("Wait", None)
         if len(self._orders) >= MAX_ORDERS:
@@ -495,8 +503,8 @@ class Mailbox:
 
 
 class Figures:
-    """Counters for the status and /metrics that the state machine does not have: failed ranks,
-    newest step, ages of job and round. Nothing is decided by them."""
+    """Counters and ages for the status and /metrics that the state machine does not have: failed
+    ranks, the newest step, the age of the job and of the round. No decision depends on them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -505,7 +513,7 @@ class Figures:
         self._step, self._stepped = -1, 0.0
         self._stepped_in: RoundName | None = None
         self.began = clock()
-        """Start time of the job, as far as known here."""
+        """When the job began, on `clock`, as far as this master knows."""
         self._failed: set[int] = set()
         self._failed_in: RoundName | None = None
         self.failures = 0
@@ -522,22 +530,23 @@ class Figures:
         """Answers to probes, one per node and pass of the network check."""
 
     def filed(self, row: IncidentRow) -> None:
-        """An incident was filed or updated; its cause is final once it is over."""
+        """Count an incident, once it is over: only then is its cause final."""
         self.incidents[row.cause] += row.over
 
     def judged(self, klass: str, *, over: bool) -> None:
-        """A verdict was reported, or is over."""
+        """Count a verdict when it is reported, not when it is over."""
         self.verdicts[klass] += not over
 
     def started(self, name: RoundName, nodes: int = 0) -> None:
-        """A Start of this round is sent; `nodes`: the number of its nodes."""
+        """Count a round at its first Start; `nodes`: the number of its nodes."""
         self.nodes = nodes
         if name != self._round:
             self._round, self._since = name, self._clock()
             self.rounds += 1
 
     def on_metrics(self, report: m.Metrics) -> bool:
-        """Count metrics of rank 0; returns whether they are of the current round."""
+        """Note the steps in rank 0's metrics; returns whether they are of the current round, or no
+        round is known yet."""
         for row in report.rows:
             self._came_to(report.round, row.step)
         return self._round in (None, report.round)
@@ -568,8 +577,8 @@ class Figures:
         self.failures += len(new)
 
     def _came_to(self, name: RoundName, step: int) -> None:
-        """Ranks of this round have reached or hold this step; a later round may restart at an
-        earlier one."""
+        """Note a step that ranks of this round have reached or hold; -1: none. A later round may
+        start again at a lower step."""
         if step < 0:
             return
         if self._round in (None, name) and (name != self._stepped_in or step > self._step):

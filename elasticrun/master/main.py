@@ -1,14 +1,14 @@
 """The job master as a process: from its configuration to its exit code.
 
-There are two ways to start it. An agent starts `python -m elasticrun.master --config-fd N` in its
-own session; such a hosted master ignores the signals that a terminal or a scheduler sends to every
-process of a job, and ends as `Lifetime` says. A user starts `elasticrun master` (`main(config)`);
-that one also ends on SIGTERM or SIGINT.
+There are two ways to start it. An agent starts `python -m elasticrun.master --config-fd N` in a
+session of its own; such a hosted master ignores the signals that a terminal or a scheduler sends to
+every process of a job, and ends as described at `Lifetime`. A user starts `elasticrun master`
+(`main(config)`); that one also ends on SIGTERM or SIGINT.
 
-Configuration on the pipe: MasterConfig as a JSON object, `spec` an object or null. Answer on
-`ready_fd`, one line: {"port": 29400, "status_port": 43117}, or {"error": "...", "exit_code": 79}.
-After that, each byte on `lifeline_fd` is answered by one on `ready_fd`; this shows the agent that
-the master's loop runs.
+The agent writes the MasterConfig to the pipe N as a JSON object, in which `spec` is an object or
+null. The master answers on `ready_fd` with one line: {"port": 29400, "status_port": 43117}, or
+{"error": "...", "exit_code": 79}. After that it answers each byte on `lifeline_fd` with one on
+`ready_fd`, which shows the agent that the master's loop runs.
 """
 
 from __future__ import annotations
@@ -71,17 +71,17 @@ from elasticrun.wire.rpc.channel import ListenError, listen, make_server, server
 from elasticrun.wire.types import loads, mint_nonce
 
 MAX_CONFIG_BYTES: Final = 1024 * 1024
-"""A configuration has some hundred bytes."""
+"""Maximum bytes read from the pipe; a configuration has a few hundred."""
 
 OWNER_EXITED: Final = 0.5
-"""Seconds without an agent after which the master ends if its owner has exited and no other node
-has ever attached. Short, because the owner's own stream breaks at that moment."""
+"""Seconds without an attached agent after which the master ends, if its owner has exited and no
+other node was ever attached. Short, because the owner's stream breaks at the same moment."""
 
 STOP_GRACE: Final = 0.5
-"""Seconds for streams to close when the server stops; agents already know the outcome."""
+"""Seconds for streams to close when the server stops; the agents already have the outcome."""
 
 SUCCEEDED_LINGER: Final = 30.0
-"""Seconds in which the nodes of a job that had already succeeded can connect for the outcome."""
+"""Seconds that nodes have to connect and get the outcome of a job that had already succeeded."""
 
 LISTING_LIMIT: Final = 2.0
 """Seconds that a hung folder may delay the master's exit."""
@@ -99,7 +99,7 @@ def main(config: MasterConfig, *, hosted: bool = False) -> int:
     """Serve one job until it is over; returns the exit code. `hosted`: started by an agent."""
     lines = log.set_up(log.NOTICE if hosted else logging.INFO)
     log.set_prefix("elasticrun master")
-    # asyncio, grpc and uvicorn log what strangers send, which does not concern the user
+    # asyncio, grpc and uvicorn log what strangers send, which is of no use to the user
     logging.getLogger().handlers[:] = [logging.NullHandler()]
     raise_file_limit()  # every agent is a socket, and the usual soft limit is 1024
     _name_process(config.spec.job_id if hosted and config.spec else "")
@@ -127,7 +127,8 @@ def main(config: MasterConfig, *, hosted: bool = False) -> int:
 
 
 def _failed(config: MasterConfig, reason: str, code: int) -> int:
-    """Report a failed start: to the agent, which tells the user, or on the terminal."""
+    """Report a failed start, to the agent (which shows it to the user) or on stderr; returns
+    `code`."""
     if config.ready_fd >= 0:
         _write_line(config.ready_fd, {"error": reason, "exit_code": code})
     else:
@@ -141,7 +142,7 @@ def _write_line(fd: int, answer: dict[str, Any]) -> None:
 
 
 async def _anyway(what: str, step: Callable[[], object]) -> None:
-    """One shutdown step; a failure is logged, and the next step runs."""
+    """Run one shutdown step. A failure is logged, so that the next step runs."""
     try:
         if isinstance(done := step(), Awaitable):
             await done
@@ -150,8 +151,8 @@ async def _anyway(what: str, step: Callable[[], object]) -> None:
 
 
 def _name_process(job_id: str) -> None:
-    """Set the process name for `ps -o comm` and `top`; the kernel keeps 15 bytes. `job_id`: for an
-    agent's master; one that a user started keeps its command line."""
+    """Set the process name for `ps -o comm` and `top`; the kernel keeps 15 bytes. `job_id`: also
+    set the process title; "": keep the command line, which the user typed."""
     set_name(b"elasticrun-mast")
     if job_id:
         with contextlib.suppress(OSError, AttributeError):
@@ -159,23 +160,23 @@ def _name_process(job_id: str) -> None:
 
 
 class Lifetime:
-    """Owns the one timer that may end the master, and the future with its outcome.
+    """Decides when the master ends: owns the one timer that may end it, and the future `done`.
 
-    over       when every attached agent has disconnected, or `linger` seconds after the job's end;
-               always the latter if an agent's stream is broken, because it may reconnect
+    over       the job has ended and every agent has disconnected, or `linger` seconds after the
+               job's end; always the latter if an agent's stream broke, because it may reconnect
     alone      no agent for `lost` seconds (a master started by hand waits forever for its first)
-    lifeline   at its EOF: at once, or with `outlive` when no agent is attached any more
+    lifeline   EOF: ends at once, or with `outlive` soon after no agent is attached any more
     signal     SIGTERM or SIGINT to a master that was started by hand
     """
 
     def __init__(self, config: MasterConfig, *, hosted: bool) -> None:
         self._loop = asyncio.get_running_loop()
         self.done: asyncio.Future[tuple[int, str]] = self._loop.create_future()
-        """Exit code and the sentence for the log."""
+        """The exit code, and the reason for the log."""
         self.streams: Servicer | None = None
-        """The agents' streams, once the port is open."""
+        """The gRPC service, once it exists."""
         self.outward = Outward(config, hosted=hosted)
-        """Also notified of the job's end."""
+        """Gets the job's outcome."""
         self._linger, self._outlive = config.linger, config.outlive
         spec = config.spec
         self._most = spec.max_nodes if spec and spec.max_nodes > 1 else MAX_NODES
@@ -190,7 +191,7 @@ class Lifetime:
             self._alone()
 
     def counted(self, attached: int) -> None:
-        """Set the number of attached agents."""
+        """Handle a change of the number of attached agents."""
         self._attached = attached
         if self._outcome is not None:
             dialling = self.streams is not None and self.streams.may_come_back()
@@ -203,7 +204,7 @@ class Lifetime:
             self._alone()
 
     def over(self, outcome: JobOver, found: Picture) -> None:
-        """The outcome of the job is known and was sent to the attached agents; `found`: the last
+        """Handle the job's outcome, which was sent to the attached agents; `found`: its last
         picture."""
         if self._outcome is None and not self._missed:
             self.outward.over(outcome, found)
@@ -215,11 +216,11 @@ class Lifetime:
         self.counted(self._attached)
 
     def was_over(self, outcome: JobOver, late: float = 0.0) -> None:
-        """The job had already ended when this master started.
+        """Handle that the job had already ended when this master started.
 
-        Only the agents know whether they have the outcome: they get the whole of `linger` to
-        connect, or `late` if that is longer. A master started by hand keeps answering until it is
-        ended by hand."""
+        This master cannot know which agents already have the outcome, so it serves them for the
+        whole of `linger`, or `late` seconds if that is longer. A master started by hand serves them
+        until a user ends it."""
         self._missed = True
         self.outward.mute()
         self._linger = max(self._linger, late)
@@ -227,7 +228,8 @@ class Lifetime:
             self._finish(outcome)
 
     def is_orphan(self, lifeline_fd: int) -> bool:
-        """Whether the agent that started this master has exited: a last check of its lifeline."""
+        """Whether the agent that started this master has exited. Checks the lifeline again, because
+        its EOF may not have been handled yet."""
         if self._orphan or lifeline_fd < 0:
             return self._orphan
         poller = select.poll()
@@ -235,11 +237,11 @@ class Lifetime:
         return bool(poller.poll(0))  # POLLHUP: the other end is closed, even with unread data
 
     def _code(self, outcome: JobOver) -> int:
-        """A hosted master that saw its job's end has succeeded, whatever the job's outcome."""
+        """The master's exit code at the job's end: 0 if hosted, else that of the job."""
         return EXIT_OK if self._hosted else outcome.exit_code
 
     def owner_exited(self) -> None:
-        """EOF on the lifeline."""
+        """Handle EOF on the lifeline: the agent that started this master has exited."""
         self._orphan = True
         if not self._outlive:
             self._finish_with(EXIT_OK, "the agent that started this master has ended")
@@ -248,14 +250,14 @@ class Lifetime:
             self._alone()
 
     def signalled(self, signum: int, name: str) -> None:
-        """A user ends a master that was started by hand."""
+        """Handle a signal to a master that was started by hand: end."""
         self._finish_with(128 + signum, f"received {name}")
 
     def _alone(self) -> None:
         if self._outcome is not None or self._missed:
             return
         if self._orphan:
-            # Other nodes, if any, may have lost their streams only briefly.
+            # If other nodes were attached, they may have lost their streams only briefly.
             several = self.streams is not None and len(self.streams.nodes) > 1
             wait = REATTACH_GRACE if several else OWNER_EXITED
             self._arm(
@@ -279,7 +281,7 @@ class Lifetime:
 
 
 def _unknown(job_id: str) -> JobSpec:
-    """The spec of a finished job that no agent has described; its values have no effect."""
+    """A spec for a finished job whose spec no agent has sent; its values have no effect."""
     return JobSpec(
         job_id=job_id, min_nodes=1, max_nodes=1, node_unit=1, max_restarts=0, restart_backoff=0.0,
         restart_window=0.0, join_timeout=JOIN_TIMEOUT, last_call_timeout=LAST_CALL_TIMEOUT,
@@ -295,22 +297,23 @@ class Master:
         self._config = config
         self._hosted = hosted
         self._mint: Callable[[], str] = mint_nonce
-        # The term only has to increase from one master of a job to the next, with or without a
-        # record. Wall-clock time does; a state machine that adopts a round uses a larger term if
+        # The term only has to increase from one master of a job to the next, even without a record.
+        # Wall-clock time does that, and a state machine that adopts a round uses a higher term if
         # the agents report one.
         self._term = time.time_ns() // 10**6
 
     async def run(self) -> int:
-        """Serve; returns the exit code. Raises ListenError if the port cannot be opened,
-        StoreRefused if the record cannot be used, StateMachineFault on a bug."""
+        """Serve until the master ends; returns the exit code. Raises ListenError if the port cannot
+        be opened, TlsError, RunRefused or StoreRefused if a file, the run folder or the record
+        cannot be used, StateMachineFault on repeated bugs, RecordStuck."""
         config = self._config
         lifetime = Lifetime(config, hosted=self._hosted)
         self._watch(lifetime)
-        # The port first: the process that holds it is this job's master and owns the record.
+        # The port is bound first: the process that holds it is the master and owns the record.
         silence = config.spec.heartbeat_timeout if config.spec else HEARTBEAT_TIMEOUT
 
         def served(context: Any, serve: Callable[[Servicer, Any], Awaitable[None]]) -> Any:
-            return serve(servicer, context)  # exists before the first call
+            return serve(servicer, context)  # `servicer` is set before the server starts
 
         handlers = (partial(served, serve=method) for method in METHODS)
         server = make_server(*handlers, most=MAX_CALLS, options=server_options(silence))
@@ -322,7 +325,7 @@ class Master:
         port = listen(server, config.host, config.port, pem)
         records = Records(config, hosted=self._hosted)
         brain = await self._restore(records, port, lifetime)
-        # without a job token, only the job's user on this host may operate it
+        # without a job token, only this user can operate the job, and only on this host
         operator = operator_token(config.identity.token or secrets.token_hex(32))
         readers = Readers(operator, guarded=bool(config.identity.token))
         loop = self._loop(brain, records, lifetime, port, readers)
@@ -363,7 +366,7 @@ class Master:
     def _loop(
         self, brain: Job, records: Records, lifetime: Lifetime, port: int, readers: Readers
     ) -> Loop:
-        """The loop, with its listeners and the values that only the configuration has."""
+        """Build the loop, with its listeners and the values that only the configuration has."""
         config, outward = self._config, lifetime.outward
         listeners = Listeners(
             on_noted=outward.noted,
@@ -413,7 +416,8 @@ class Master:
             turning.cancel()
 
     async def _restore(self, records: Records, port: int, lifetime: Lifetime) -> Job:
-        """The state machine, with the state that the previous master has left."""
+        """Build the state machine from the previous master's facts, if any. Opens the record, the
+        run folder and the trace; sets `_term`."""
         facts = await records.open(port)
         if records.store is not None and records.store.term:
             self._term = records.store.term
@@ -421,7 +425,7 @@ class Master:
             facts = records.with_hint(facts)
             self._term = max(self._term, facts.term + 1)
             try:
-                # A trial run: a record that fails here would fail again.
+                # A trial run: facts that fail here are discarded.
                 self._job(facts).step(Tick(), time.monotonic())
             except Exception as fault:
                 logger.error("a bug: %s while reading the record", fault, exc_info=fault)
@@ -445,8 +449,8 @@ class Master:
         return brain
 
     def _facts_of(self, sentence: str) -> Facts:
-        """The facts of a job that had already succeeded in its run folder: every node that joins
-        gets the outcome."""
+        """Facts for a job that had already succeeded in its run folder, so that every node that
+        joins gets the outcome."""
         spec = self._config.spec or _unknown(self._config.identity.job_id)
         over = End(EXIT_OK, sentence, ())
         return Facts(spec, self._term, 0, outcome=over)
@@ -455,8 +459,8 @@ class Master:
         return Job(self._config.spec, self._term, lambda: self._mint(), facts)
 
     def _open(self, page: StatusPage) -> int:
-        """Open the page; returns its port, 0 if that failed: the job runs without a page as
-        well."""
+        """Open the page; returns its port. If that fails, logs it and returns 0: the job runs
+        without a page."""
         host, port = self._config.status_host, self._config.launch.status_port
         try:
             return page.listen(host, port)
@@ -465,7 +469,7 @@ class Master:
             return 0
 
     def _watch(self, lifetime: Lifetime) -> None:
-        """Watch for external events that may end this process."""
+        """Handle signals (unless hosted) and the lifeline, which may end this process."""
         loop = asyncio.get_running_loop()
         if not self._hosted:
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -478,7 +482,7 @@ class Master:
 
 
 def _lifeline(loop: asyncio.AbstractEventLoop, fd: int, answers: int, lifetime: Lifetime) -> None:
-    """Answer the owner's pings, until it exits."""
+    """Answer the owner's pings on the lifeline, or handle its EOF."""
     try:
         pings = os.read(fd, 4096)
     except BlockingIOError:
@@ -489,18 +493,18 @@ def _lifeline(loop: asyncio.AbstractEventLoop, fd: int, answers: int, lifetime: 
         loop.remove_reader(fd)
         lifetime.owner_exited()
     elif answers >= 0:
-        with contextlib.suppress(OSError):  # it does not read, or has exited
+        with contextlib.suppress(OSError):  # the owner does not read, or has exited
             os.write(answers, pings)
 
 
 class Listing:
-    """This master's file in the user's folder, written and removed by a thread: the folder's file
-    system may hang, which must not block the loop."""
+    """This master's file in the user's folder, by which commands on this host find the job. A
+    thread writes, renews and removes it, because the file system may hang."""
 
     def __init__(
         self, config: MasterConfig, port: int, loop: Loop, operator: str, outward: Outward
     ) -> None:
-        """`outward`: has the job's name and run folder."""
+        """`operator`: the operator's token; `outward`: has the job's name and run folder."""
         self._entry = user_folder.Published(
             job_id=config.identity.job_id,
             host=reachable(config.host),
@@ -522,7 +526,7 @@ class Listing:
             self._thread = start_thread(self._keep, "listing")
 
     def remove(self) -> None:
-        """Remove the file. Gives up after a moment; a stale file is detected as such."""
+        """Remove the file. Blocks, LISTING_LIMIT seconds at most; readers detect a stale file."""
         self._over.set()
         if self._thread is not None:
             self._thread.join(timeout=LISTING_LIMIT)
@@ -542,7 +546,8 @@ class Listing:
                 self._path.unlink()
 
     def _go_on_counting(self, folder: Path) -> None:
-        """Set the job's start time to that of its first master that was killed here."""
+        """If an earlier master of this job was killed on this host, adopt the start time in the
+        file that it left."""
         before = user_folder.began_before(folder, self._entry.job_id, self._entry.port)
         if 0 < before < self._entry.began:
             self._figures.began -= self._entry.began - before
@@ -553,8 +558,8 @@ class Listing:
 
 
 def config_from_json(text: str) -> MasterConfig:
-    """The configuration that an agent writes to the pipe. Raises ValueError, with a sentence, if it
-    is invalid."""
+    """Decode the configuration that an agent writes to the pipe. Raises ValueError, with a
+    sentence, if it is invalid."""
     try:
         return loads(text, MasterConfig)
     except ValueError as wrong:
@@ -562,7 +567,7 @@ def config_from_json(text: str) -> MasterConfig:
 
 
 def hosted_main(argv: list[str]) -> int:
-    """The entry point of a process that an agent starts."""
+    """The entry point of a master that an agent starts; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m elasticrun.master",
         description="Started by an agent; use `elasticrun master` by hand.",

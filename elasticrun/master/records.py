@@ -1,4 +1,4 @@
-"""The record that this master keeps (none, on its own disk, or shared), and the trace beside it."""
+"""A master's persistent state: its record (none, on its own disk, or in etcd) and its trace."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ TRACE_END: Final = 1.0
 """Seconds for writing the last lines of the trace."""
 
 FOLDER_LIMIT: Final = 2.0
-"""Seconds for accessing the folder, before the master continues without it."""
+"""Seconds to prepare and lock the folder; after that it counts as unusable."""
 
 MAX_WORD: Final = 64
-"""Maximum characters of the job's id in the name of a kept trace."""
+"""Maximum characters of the job's id in the name of a trace folder that the user asked to keep."""
 
 logger = logging.getLogger("elasticrun")
 
@@ -37,8 +37,8 @@ logger = logging.getLogger("elasticrun")
 class Records:
     """The persistent state of one master.
 
-    A hosted master continues without a folder that is unusable, with a log line; a user who named
-    the folder gets an error instead."""
+    If the folder is unusable, a hosted master logs that and keeps no record; a master that a user
+    started refuses to serve (StoreRefused)."""
 
     def __init__(self, config: MasterConfig, *, hosted: bool) -> None:
         self._config = config
@@ -49,8 +49,8 @@ class Records:
         self.trace: TraceWriter | None = None
 
     async def open(self, port: int) -> Facts | None:
-        """The facts of the previous master. `port`: the port of this one, already bound. Raises
-        StoreRefused."""
+        """Open the folder and the store; returns the previous master's facts, None if there are
+        none. `port`: the port of this master, already bound. Raises StoreRefused."""
         config = self._config
         if config.record_dir:
             await self._take(Path(config.record_dir))
@@ -74,7 +74,7 @@ class Records:
         )
 
     def begin_trace(self, start: MasterStart) -> TraceWriter | None:
-        """Start recording the state machine's input; None without a folder."""
+        """Start recording the state machine's input and output; None without a folder."""
         folder, kept = self._folder, os.environ.get(env.TRACE_DIR, "")
         if folder is None:
             return None
@@ -86,7 +86,8 @@ class Records:
         return self.trace
 
     def with_hint(self, facts: Facts) -> Facts:
-        """The facts; for a finished job the reason explains how to run it again."""
+        """The facts; if the job has ended and a user started this master with a record folder, the
+        outcome's reason says how to run the job again."""
         if facts.outcome is None or self._hosted or self._folder is None:
             return facts
         reason = (
@@ -96,7 +97,8 @@ class Records:
         return replace(facts, outcome=replace(facts.outcome, reason=reason, code=None))
 
     async def distrust(self, why: str) -> None:
-        """The loaded record is unusable: start an empty one."""
+        """Discard the loaded record. A file is set aside at once; a record in etcd stays until the
+        next write replaces it."""
         if isinstance(self.store, FileStore):
             self.store.set_aside(why)
         else:
@@ -116,14 +118,14 @@ class Records:
             self.store = None
 
     def remove(self) -> None:
-        """Remove a hosted master's folder, when its launch no longer needs it."""
+        """Remove a hosted master's folder; a folder that a user named stays."""
         if self._folder is not None and self._hosted:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _take(self, folder: Path) -> None:
-        """Lock the folder in a thread, because it may hang."""
+        """Prepare and lock the folder, in a thread because its file system may hang."""
         taken: Future[int] = Future()
-        taken.set_running_or_notify_cancel()  # not cancellable: late results are closed
+        taken.set_running_or_notify_cancel()  # not cancellable: `let_go` closes a late result
 
         def work() -> None:
             try:
@@ -142,7 +144,7 @@ class Records:
         except NoThread as wrong:
             self._do_without(str(wrong))
         except TimeoutError:
-            taken.add_done_callback(let_go)  # also for a result at the last moment
+            taken.add_done_callback(let_go)  # runs at once if the result has arrived meanwhile
             self._do_without(f"{folder} has not answered for {FOLDER_LIMIT:g} s")
         except BlockingIOError:
             self._do_without(f"{folder} has the record of a running master")

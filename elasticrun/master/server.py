@@ -1,10 +1,10 @@
 """The master's gRPC service: a handler per stream that authenticates, decodes and enqueues.
 
-It also limits unauthenticated streams, the rate of reports, and the requests of readers. Nothing of
-a stream reaches the state machine or the trace before its peer has proved the job's token
-(`wire.auth`) and sent Hello. A peer's error ends its own stream, with a sentence to the peer, and
-affects no other: silence, a wrong proof, invalid bytes, a message at the wrong time, another node's
-name, more reports than an agent has reason to send.
+It also limits unauthenticated streams, the rate of reports, and the requests of readers. Nothing
+from a stream reaches the state machine or the trace before its peer has proved the job's token
+(`wire.auth`) and sent Hello. An error of a peer (a timeout in the handshake, a wrong proof, invalid
+bytes, an unexpected message, too many reports) ends only that peer's stream, and the peer gets a
+sentence with the reason.
 """
 
 from __future__ import annotations
@@ -39,48 +39,49 @@ RATE: Final = 50.0
 """Sustained reports per second of one stream; an agent sends one or two."""
 
 BURST: Final = 500.0
-"""Maximum burst of reports: all ranks of a node fail, or an agent was delayed."""
+"""Maximum burst of reports, for example when all ranks of a node fail or an agent was delayed."""
 
 FLOOD_LIMIT: Final = 10.0
-"""Seconds for which a stream may exceed RATE. Meanwhile it is read at RATE, and the rest waits on
-the sender's side; then it is dropped."""
+"""Seconds for which a stream may exceed RATE; then it is dropped. Meanwhile it is read at RATE, and
+the other reports wait on the sender's side."""
 
 FLUSH_LIMIT: Final = 5.0
-"""Seconds for an agent to read its last order after the master has disconnected it."""
+"""Seconds for a peer to read the last message before its stream is closed."""
 
 PROVE_LIMIT: Final = 5.0
-"""Seconds from the start of a stream to the end of its handshake."""
+"""Seconds for a peer's handshake, and again for the request that follows it."""
 
 MAX_UNPROVED: Final = 4096
-"""Maximum number of concurrent handshakes; ten thousand agents that reconnect together are served
-faster than they connect."""
+"""Maximum number of concurrent handshakes. It suffices for ten thousand agents that reconnect at
+once, because handshakes complete faster than connections arrive."""
 
 READ_VERBS: Final = ("picture", "stacks")
-"""Requests that a reader may make; all others are for operators."""
+"""Verbs that a reader may request; all others are for operators."""
 
 LOG_EVERY: Final = 60.0
-"""Seconds before a refusal of the same kind is logged again, so that a flood does not fill the
-log."""
+"""Minimum seconds between two log lines about refusals of the same kind, so that a flood does not
+fill the log."""
 
 DIAL_LIMIT: Final = 2.0
-"""Seconds from the SYN to the last byte of the nonce; the kernel resends the SYN after one."""
+"""Seconds from the SYN to the last byte of the nonce; the kernel resends the SYN after 1 s."""
 
 MAX_REACHING: Final = 32
 """Maximum number of concurrent `reach` requests; each holds one connection of ours for DIAL_LIMIT
 at most."""
 
 MAX_GAP: Final = 2.5 * BEAT_INTERVAL
-"""Seconds without any message after which silence proves nothing about a node: two nodes send
-heartbeats more often than that."""
+"""Seconds without a message on any stream after which this process may not have been listening: as
+few as two nodes send heartbeats more often than that."""
 
 MAX_CALLS: Final = MAX_SESSIONS + MAX_UNPROVED + 256
-"""Maximum number of streams of all kinds; the limits below it answer with sentences."""
+"""Maximum number of streams of all kinds, enforced by gRPC. Above the sum of the limits here, which
+refuse a peer with a sentence."""
 
 logger = logging.getLogger("elasticrun")
 
 
 class PeerError(Exception):
-    """The peer's error: the sentence sent to it, and the status of its stream."""
+    """An error of a peer: its text is sent to the peer, and `code` is the status of its stream."""
 
     def __init__(self, reason: str, code: Any = grpc.StatusCode.INVALID_ARGUMENT) -> None:
         super().__init__(reason)
@@ -93,7 +94,7 @@ class Allowance:
     def __init__(self) -> None:
         self.left = BURST
         self.at = self.since = time.monotonic()
-        """`since`: the last time when the bucket was not empty."""
+        """`at`: when the newest report was taken; `since`: when the bucket was last not empty."""
 
     def take(self) -> float:
         """Consume one report; returns the seconds before the next may be read, 0.0 for none."""
@@ -120,9 +121,9 @@ class Servicer:
         joining: Joining | None = None,
         on_count: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`token`: the secret that peers must prove, "" for none; `operator`: that of an operator,
-        "" if there can be none; `term`: this master's, also proved; `joining`: handles join
-        codes."""
+        """`token`: the secret that peers must prove, "" for none; `operator`: the secret that an
+        operator must prove; `term`: this master's term, part of its proof; `on_count`: called with
+        the number of attached agents when it changes."""
         self._loop = loop
         self._job_id = job_id
         self._token = token
@@ -137,11 +138,11 @@ class Servicer:
         self._page: tuple[m.JobStatus, bytes] | None = None
         self._reaching = 0
         self.attached = 0
-        """Open streams that have sent Hello."""
+        """Number of agents' streams that are open and have sent Hello."""
         self.nodes: set[str] = set()
         """Ids of all nodes that were ever attached."""
         self.broken: set[str] = set()
-        """Nodes whose last stream broke: they may be reconnecting, and may lack the latest
+        """Ids of nodes whose last stream broke: they may be reconnecting, and may have missed
         orders."""
 
     def may_come_back(self) -> bool:
@@ -157,11 +158,11 @@ class Servicer:
     # ------------------------------------------------------------ the methods
 
     async def status(self, context: Any) -> None:
-        """Serve a reader of the status."""
+        """Send the status to a reader."""
         await self._received(context, m.Role.READER, protobuf.answer_to_wire, self._show)
 
     async def reach(self, context: Any) -> None:
-        """Serve a reader that wants to be dialled."""
+        """Dial a reader back, and send it the result."""
         await self._received(context, m.Role.READER, protobuf.answer_to_wire, self._dial)
 
     async def ask_for(self, context: Any) -> None:
@@ -187,7 +188,7 @@ class Servicer:
         encode: Callable[[Any], bytes],
         serve: Callable[[Any, AuthServer], Awaitable[None]],
     ) -> None:
-        """Authenticate the peer and serve it; on an error, send it the reason."""
+        """Authenticate the peer, then call `serve`; on an error, send the peer the reason."""
         token = self._operator if role is m.Role.OPERATOR else self._token
         keeper = AuthServer(token, __version__, self._job_id, self._term, role)
         try:
@@ -229,8 +230,8 @@ class Servicer:
         await context.write(self._page[1])
 
     async def _dial(self, context: Any, _keeper: AuthServer) -> None:
-        """Read the address that the reader wants to be dialled at, and send the result."""
-        # A silent reader counts as a pending handshake, not towards MAX_REACHING.
+        """Read the port at which to dial the reader, dial it, and send the result."""
+        # Until its request arrives, a reader counts as a handshake, not towards MAX_REACHING.
         async with self._pending.step(lambda: "ReachMe"):
             request = await _first(context, "ReachMe")
         if not isinstance(request, m.ReachMe):
@@ -246,8 +247,8 @@ class Servicer:
         await context.write(protobuf.answer_to_wire(reached))
 
     async def _read_for(self, context: Any, _keeper: AuthServer) -> None:
-        """Serve a picture or stacks: to holders of the token; in a job without one only operators
-        may request them."""
+        """Send a reader a picture or stacks. Raises Denied for any other verb, and in a job without
+        a token, where only operators may request them."""
         request = await self._request(context)
         if not self._token or request.verb not in READ_VERBS:
             raise Denied(OPERATOR_WANTED)
@@ -286,7 +287,7 @@ class Servicer:
         hello = keeper.hello
         assert hello is not None
         if self.attached >= MAX_SESSIONS:
-            # Not a Refused: a place may become free, and a peer that reconnects is legitimate.
+            # Not a Refused, so that the agent reconnects: a place may become free.
             reason = f"this master already serves {MAX_SESSIONS} nodes"
             raise PeerError(reason, grpc.StatusCode.RESOURCE_EXHAUSTED)
         session = next(self._sessions)
@@ -316,7 +317,7 @@ class Servicer:
             clean = writer.done() and not writer.cancelled() and writer.exception() is None
         finally:
             reader.cancel()
-            # Not cancelled: a pending write would prevent the abort that may follow.
+            # The writer is not cancelled: its pending write would prevent an abort of the stream.
             box.close()
             await asyncio.gather(reader, writer, return_exceptions=True)
             for limit in limits:
@@ -338,7 +339,7 @@ class Servicer:
 
     async def _read(self, context: Any, session: int, allowance: Allowance) -> int:
         """Enqueue reports until the stream ends; returns the number of the last Beat, 0 if there
-        was none. Raises PeerError for a message that no agent sends."""
+        was none. Raises PeerError for an invalid message or too many reports."""
         last = 0
         while (data := await context.read()) is not grpc.aio.EOF:
             try:
@@ -357,13 +358,14 @@ class Servicer:
                 if allowance.at - allowance.since > FLOOD_LIMIT:
                     reason = f"more than {RATE:.0f} reports a second"
                     raise PeerError(reason, grpc.StatusCode.RESOURCE_EXHAUSTED)
-                # Unread data fills the stream's window and then the sender's own memory.
+                # Unread data fills the stream's window, and then waits in the sender's memory.
                 await asyncio.sleep(pause)
         return last
 
 
 async def _first(context: Any, awaited: str) -> m.Report:
-    """The next message of a handshake. Raises PeerError; Denied for another protocol version."""
+    """Read the next message of a handshake. Raises PeerError; Denied if the peer has another
+    protocol version. `awaited`: the expected message, for the error."""
     data = await context.read()
     if data is grpc.aio.EOF:
         raise PeerError(f"the stream ended before its {awaited}")
@@ -383,11 +385,11 @@ METHODS: Final = (
     Servicer.attend, Servicer.status, Servicer.reach, Servicer.ask_for, Servicer.operate,
     Servicer.join,
 )  # fmt: skip
-"""The handlers, in the order in which `make_server` takes them."""
+"""The handlers, in the order of `make_server`'s parameters."""
 
 
 async def _write(context: Any, box: Mailbox) -> None:
-    """Send the mailbox's orders, until it is closed and empty."""
+    """Send the mailbox's orders until it is closed and empty."""
     while (order := await box.take()) is not None:
         await context.write(order)
 
@@ -396,12 +398,11 @@ async def _write(context: Any, box: Mailbox) -> None:
 
 
 class PendingHandshakes:
-    """The streams in their handshake, oldest first: their peers have not proved yet that they
-    belong to the job.
+    """The streams in their handshake, oldest first.
 
     A stranger can open streams as fast as the network permits, and each uses memory. So a handshake
-    is limited to PROVE_LIMIT seconds, and beyond MAX_UNPROVED streams the oldest is dropped. A
-    legitimate agent needs milliseconds, and reconnects if it was dropped.
+    is limited to PROVE_LIMIT seconds, and beyond MAX_UNPROVED streams the oldest is dropped. An
+    agent of the job needs milliseconds for its handshake, and reconnects if it was dropped.
     """
 
     def __init__(self) -> None:
@@ -413,8 +414,9 @@ class PendingHandshakes:
 
     @contextlib.asynccontextmanager
     async def step(self, awaits: Callable[[], str]) -> AsyncIterator[None]:
-        """Limit one step of a handshake. Raises PeerError if it takes too long or the stream is
-        dropped. `awaits`: the expected message."""
+        """Limit the body to PROVE_LIMIT seconds, as one pending handshake. Raises PeerError if it
+        takes longer or the stream is dropped. `awaits`: returns the message expected now, for the
+        error."""
         limit = asyncio.timeout(PROVE_LIMIT)
         try:
             async with limit:
@@ -429,7 +431,7 @@ class PendingHandshakes:
             if limit not in self._pushed:
                 reason = f"no {awaits()} came in time"
                 raise PeerError(reason, grpc.StatusCode.DEADLINE_EXCEEDED) from None
-            # Not a Denied: a peer that reconnects is legitimate.
+            # Not a Denied, so that an agent of the job reconnects.
             reason = "too many connections are pending"
             raise PeerError(reason, grpc.StatusCode.RESOURCE_EXHAUSTED) from None
         finally:
@@ -438,7 +440,7 @@ class PendingHandshakes:
 
 
 class Refusals:
-    """Logs refused peers in fixed sentences, each kind at most once in LOG_EVERY seconds."""
+    """Logs refused peers with fixed sentences, each at most once in LOG_EVERY seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -446,7 +448,8 @@ class Refusals:
         self._count: dict[str, int] = {}
 
     def add(self, word: str) -> None:
-        """Count one refusal; `word`: one of a few constant sentences, "" for none."""
+        """Count a refusal, and log it if due; `word`: one of a few constant sentences, "": log
+        nothing."""
         if not word:
             return
         now = self._clock()
@@ -461,12 +464,12 @@ class Refusals:
 
 
 class Listening:
-    """Records when messages arrived, and computes how long a stream was silent while this process
-    was listening.
+    """Records when messages arrived on any stream, to compute how long one stream was silent while
+    this process was listening.
 
-    Unanswered pings break a stream some seconds after its node fell silent, and gRPC does not
-    report why a stream broke. The time of the stream's last message shows the silence. Messages
-    from other nodes in that time show that this process was listening, so the node was silent.
+    Unanswered pings break a stream some seconds after its node fell silent, but gRPC does not
+    report why a stream broke. If the stream's last message is old, and messages from other nodes
+    have arrived since then, this process was listening and the node was silent.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -474,7 +477,7 @@ class Listening:
         self._last = self._since = clock()
 
     def on_message(self) -> float:
-        """A message arrived on some stream; returns the time."""
+        """Record that a message arrived on some stream; returns the time."""
         now = self._clock()
         if now - self._last > MAX_GAP:
             self._since = now
@@ -482,13 +485,14 @@ class Listening:
         return now
 
     def quiet(self, last: float) -> float:
-        """Seconds since a stream's last message at `last`, whether or not others sent any."""
+        """Seconds since a stream's last message, at `last`, whether or not this process was
+        listening."""
         return max(0.0, self._clock() - last)
 
     def silence(self, last: float, streams: int) -> float:
-        """Seconds of silence of a stream whose last message arrived at `last`, beyond what the
-        heartbeat interval for this many streams explains; 0.0 if this process may not have been
-        listening."""
+        """Seconds for which a stream, whose last message arrived at `last`, was silent while this
+        process was listening. The part that a longer heartbeat interval explains does not count;
+        `streams`: their number, which determines the interval."""
         now = self._clock()
         if now - self._last > MAX_GAP:
             return 0.0
@@ -501,7 +505,7 @@ class Listening:
 
 def peer_address(peer: str) -> str:
     """The numeric address in gRPC's name of a peer (`ipv4:10.0.0.7:41234`, `ipv6:%5B::1%5D:41234`);
-    "" if it is not a network address."""
+    "" if there is none."""
     kind, _, rest = unquote(peer).partition(":")
     host = rest.rpartition(":")[0].removeprefix("[").removesuffix("]")
     if kind not in ("ipv4", "ipv6"):
@@ -510,12 +514,12 @@ def peer_address(peer: str) -> str:
 
 
 async def reach(peer: str, request: m.ReachMe) -> m.Reached:
-    """Dial the peer on request (`elasticrun doctor`), to test whether this host can reach it. No
-    other request of a peer makes the master open a connection.
+    """Dial the peer on its request (`elasticrun doctor`), to test whether this host can reach it.
+    No other request makes the master open a connection.
 
-    It dials only the address of the reader's own stream, at an unprivileged port (`protobuf`
-    rejects others), reads a nonce that the reader chose, and sends nothing. So nobody can direct it
-    at a third host.
+    It dials only the address from which the peer connected, at an unprivileged port (`protobuf`
+    rejects others), reads a nonce that the peer chose, and sends nothing. So nobody can make it
+    connect to a third host.
     """
     began = time.time_ns()
     address = peer_address(peer)
@@ -525,15 +529,14 @@ async def reach(peer: str, request: m.ReachMe) -> m.Reached:
         reason=reason,
         address=address,
         mtu=mtu_to(address) if address else 0,
-        # The midpoint, because the reader compares it with the midpoint of its request and our
-        # answer.
+        # The midpoint, because the peer compares it with the midpoint between request and answer.
         clock_us=(began + time.time_ns()) // 2000,
         host=socket.gethostname(),
     )
 
 
 async def _why_not(address: str, request: m.ReachMe) -> str:
-    """Why the nonce could not be read there; "" if it was read."""
+    """Why the nonce could not be read from the peer; "" if it was."""
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(DIAL_LIMIT):

@@ -10,8 +10,8 @@ from elasticrun.core.persisted import Facts
 
 
 class StoreRefused(Exception):
-    """This master must not serve: the folder is another job's, or another master leads. The text is
-    one sentence; `exit_code`: the exit code of the process."""
+    """This master must not serve: the record is unusable or another job's, another master leads, or
+    etcd does not answer. The text is one sentence; `exit_code`: the exit code of the process."""
 
     def __init__(self, sentence: str, exit_code: int) -> None:
         super().__init__(sentence)
@@ -22,37 +22,40 @@ class FactStore(Protocol):
     """One job's durable record: the interface to a disk or to etcd.
 
     It has two implementations: `file_store.FileStore` (the master's own disk) and
-    `etcd_store.EtcdStore` (shared; it also elects the leader). The loop sends no order that depends
-    on a fact that is not `done`, but keeps processing events.
+    `etcd_store.EtcdStore` (shared; it also elects the leader). The loop holds back every effect
+    that follows a `write` until `done` is called, but keeps processing events.
     """
 
     lost: asyncio.Future[str]
-    """Done, with a sentence, when another master leads or may lead: this one must decide nothing
-    more."""
+    """Done, with a sentence, when this master must stop deciding: another master leads or may lead,
+    or the shared record cannot be written."""
 
     term: int
     """The term that the store assigns to this master, known after `load`; 0: it assigns none, and
     any term above the predecessor's will do."""
 
     def leads(self) -> bool:
-        """Whether orders may be sent at this moment. Checked before each order, because the process
-        may be stopped between decision and sending. False for good once `lost` is done."""
+        """Whether orders may be sent now. Checked before each order, because the process may have
+        been suspended since the decision. Always False once `lost` is done."""
 
     async def load(self) -> Facts | None:
-        """The facts of the previous master; None if there was none. The port is already bound, and
-        nobody is served before this returns. Raises StoreRefused."""
+        """Load the previous master's facts; None if there are none or they are unusable. Called
+        once, after the port is bound and before any peer is served. Raises StoreRefused."""
 
     def write(self, facts: Facts, done: Callable[[], None]) -> None:
-        """Make these facts durable, then call `done` in the loop's thread; never blocks. Newer
-        facts replace unwritten older ones, whose `done` is then called together with theirs."""
+        """Make these facts durable, then call `done` in the loop's thread; never blocks. If newer
+        facts replace these before they are written, `done` is called once the newer ones are
+        durable. Once `lost` is done, it is not called any more."""
 
     def term_seen(self, term: int) -> None:
-        """An agent has obeyed a master of this term (0: none yet). Never blocks. If the store
-        assigns terms and ours is lower, the store has lost its history: `lost` becomes done."""
+        """Check the term of the last master that an agent has obeyed (0: none yet). Never blocks.
+        If the store assigns terms and another master's was not lower than ours, the store has lost
+        its history: it makes later terms higher, and `lost` becomes done."""
 
     async def crashed(self) -> None:
-        """The state machine has failed on these facts. After a few failures in a row the next
-        `load` returns None, so that the state is rebuilt from the agents."""
+        """Record that the state machine failed on these facts. After a few failures in quick
+        succession the next `load` returns None, so that the state is rebuilt from the agents."""
 
     async def close(self) -> None:
-        """Close; the outcome of a finished job was written with its facts."""
+        """Close the store and give up the leadership, if any. The outcome of a finished job was
+        already written with its facts."""

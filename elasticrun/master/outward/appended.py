@@ -17,33 +17,33 @@ from elasticrun.host.runs.layout import replace_file
 from elasticrun.wire.messages import MAX_METRICS
 
 MOST_PROGRESS: Final = 16 * 1024 * 1024
-"""Bytes of `progress.csv` beyond which every second row is removed, so that the curve stays
-complete."""
+"""Size in bytes of `progress.csv` beyond which every second row is removed, so that the remaining
+rows still cover the whole run."""
 
 OWN: Final = ("time", "round", "step")
-"""Its first columns."""
+"""The first columns of `progress.csv`, before those of the metrics."""
 
 NUMBER: Final = re.compile(r"[+-]?(?:\d[\d.e+-]*|inf|nan)")
-"""Accepted number formats; other values of a rank are not written."""
+"""Format of the values that are written; a rank's other values are left out."""
 
 
 class Appended:
-    """A file opened for each line, so that it is recreated if it was moved or removed."""
+    """A file that is opened for each write, so that it is recreated if it was moved or removed."""
 
     def __init__(self, path: Path, most: int) -> None:
-        """`most`: size in bytes beyond which the older half is removed."""
+        """`most`: size in bytes beyond which the older half of the lines is removed."""
         self._path = path
         self._most = most
 
     def add(self, lines: bytes) -> None:
-        """Append whole lines. OSError."""
+        """Append whole lines. Raises OSError."""
         if append(self._path, lines) > self._most:
             data = self._path.read_bytes()
             replace_file(self._path, data[data.index(b"\n", len(data) // 2) + 1 :])
 
 
 def append(path: Path, lines: bytes) -> int:
-    """Append and return the new size. OSError."""
+    """Append to a file, created if missing; returns its new size in bytes. Raises OSError."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     with open(fd, "ab", buffering=0) as file:
         file.write(lines)
@@ -61,20 +61,21 @@ class ProgressRow:
 
 
 class ProgressFile:
-    """A CSV table to which columns can be added; earlier rows are empty there."""
+    """A CSV table to which columns can be added; in a new column the earlier rows are empty."""
 
     def __init__(self, path: Path) -> None:
-        """Continue an existing file. OSError if it cannot be read."""
+        """Continue the file if it exists. Raises OSError if it cannot be read."""
         self._path = path
         self._columns: list[str] = []
         with contextlib.suppress(FileNotFoundError):
             data = path.read_bytes()
             self._columns = next(csv.reader([data.split(b"\n", 1)[0].decode()]), [])
-            if data and not data.endswith(b"\n"):  # its writer was killed
+            if data and not data.endswith(b"\n"):  # its last writer was killed
                 append(path, b"\n")
 
     def add(self, rows: Sequence[ProgressRow]) -> str:
-        """Append rows; returns a name for which there is no column left, "" for none. OSError."""
+        """Append rows; returns the name of a metric that got no column because there are already
+        MAX_METRICS, "" if there is none. Raises OSError."""
         names = dict.fromkeys(name for row in rows for name in row.values)
         new = [name for name in names if name not in self._columns]
         room = MAX_METRICS + len(OWN) - len(self._columns or OWN)

@@ -5,9 +5,9 @@
     {"event": "slow", "job": ..., "name": ..., "time": ..., "node": "a", "sentence": "..."}
     {"event": "end", "job": ..., "name": ..., "time": 1767225661.5, "exit_code": 0, "reason": "..."}
 
-Incidents and verdicts are sent when they start and when they are over. Only the master's exit waits
-for this, for some seconds. A failed delivery is retried TRIES - 1 times; the first failure is
-logged.
+Incidents and verdicts are sent when they start and again when they are over. Only the master's exit
+waits for this (`outward.END_LIMIT`). A failed delivery is retried TRIES - 1 times; only the first
+event that was not delivered is logged.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Notifier:
     """Sends events to `target`, a URL or a shell command, in a thread."""
 
     def __init__(self, target: str, job: str, name: str = "") -> None:
-        """`job`: its id; `name`: its name for people."""
+        """`job`: the job's id; `name`: its name for people, "" if it has only its id."""
         self._target = target
         self._about = {"job": job, "name": name or job}
         self._queue: queue.Queue[bytes | None] = queue.Queue(MAX_QUEUED)
@@ -60,7 +60,7 @@ class Notifier:
         self._started = False
 
     def put(self, event: str, **body: Any) -> None:
-        """Queue an event; returns at once."""
+        """Queue an event, or drop it if MAX_QUEUED are queued; never blocks."""
         data = {"event": event, **self._about, "time": time.time(), **body}
         with contextlib.suppress(queue.Full, RuntimeError):  # RuntimeError: no thread can start
             if not self._started:

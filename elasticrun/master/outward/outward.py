@@ -1,4 +1,4 @@
-"""Everything that the master writes or sends unasked, as configured."""
+"""Composes what the master writes or sends unasked: run folder, events, TensorBoard, last words."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from elasticrun.master.outward.tensorboard import TensorBoard
 
 END_LIMIT: Final = 1.0
-"""Seconds that the master's exit waits for each of them."""
+"""Seconds that the master's exit waits for each of: the run folder, TensorBoard, the events."""
 
 OPEN_LIMIT: Final = 30.0
-"""Seconds for a run folder that the user named to answer."""
+"""Seconds for opening the run folder that the user named."""
 
 
 class Outward:
     """Writes the run folder and sends events to another program."""
 
     def __init__(self, config: MasterConfig, *, hosted: bool = False) -> None:
-        """`hosted`: an agent has started this master; its terminal shows the master's log."""
+        """`hosted`: an agent started this master, and shows its log on the user's terminal."""
         self._config = config
         self._hosted = hosted
         self._notifier = self._notifies(name_of(config))
@@ -54,10 +54,10 @@ class Outward:
 
     async def open(self, *, goes_on: bool) -> str:
         """Open the run folder that the user named, if any. Returns a sentence if its job has
-        already succeeded and is not run again; else "".
+        already succeeded and is not to run again; else "". Raises RunRefused if it is unusable.
 
-        `goes_on`: an earlier master used it, so ranks may be running. A folder that is unusable now
-        is then retried at each write, and nothing is refused. RunRefused."""
+        `goes_on`: an earlier master of this job used the folder, so ranks may be running. Then
+        nothing is refused; an unusable folder is retried at each write."""
         config, folder = self._config, self._config.launch.run.folder
         if not folder:
             return ""
@@ -80,7 +80,7 @@ class Outward:
         return ""
 
     def _notifies(self, name: str) -> Notifier | None:
-        """The notifier of the job with this name, if configured."""
+        """A notifier, with `name` as the job's name in its events; None if not configured."""
         if not self._config.launch.on_event:
             return None
         from elasticrun.master.outward.notify import Notifier  # late: few jobs use it
@@ -89,7 +89,8 @@ class Outward:
 
     @property
     def run_folder(self) -> str:
-        """The path of the job's run folder, existing or planned; "": this user can have none."""
+        """The path of the job's run folder, which may not exist yet; "": this user can have
+        none."""
         return where(self._config)
 
     @property
@@ -98,11 +99,11 @@ class Outward:
         return self._run.job.name if self._run is not None else name_of(self._config)
 
     def mute(self) -> None:
-        """The job had already ended: write nothing more."""
+        """The job had already ended: write nothing into the run folder from now on."""
         self._files.close(0.0)
 
     def start(self) -> None:
-        """Handle that the master is serving."""
+        """Create the run folder and start TensorBoard, now that the master serves."""
         self._files.create()
         if logdir := self._config.launch.run.tensorboard:
             from elasticrun.master.outward.tensorboard import TensorBoard
@@ -112,23 +113,26 @@ class Outward:
             )
 
     def formed(self, endpoint: str) -> None:
-        """The job's first round has formed."""
+        """Add to the job's record what is known at its first round; `endpoint`: host and port of
+        this master."""
         self._files.formed(endpoint)
 
     def noted(self, note: Note) -> None:
-        """An event has a note."""
+        """Write a note to `events.jsonl`."""
         self._files.noted(note)
 
     def metrics(self, report: Metrics) -> None:
-        """Metrics of rank 0 have arrived."""
+        """Write metrics of rank 0 to `progress.csv`."""
         self._files.metrics(report)
 
     def stepped(self, number: int, step: int) -> None:
-        """Training has reached this step in round `number`."""
+        """Write that training has reached this step in round `number`, if rank 0 reports no
+        metrics."""
         self._files.stepped(number, step)
 
     def filed(self, row: IncidentRow) -> None:
-        """An incident has started, changed, or is over."""
+        """Write an incident that has started, changed, or is over; send it when it starts and when
+        it is over."""
         self._files.filed(row)
         state = (row.number, row.over)
         if self._notifier is not None and state > self._sent_state:
@@ -136,24 +140,25 @@ class Outward:
             self._notifier.put("incident", incident=msgspec.to_builtins(row))
 
     def judged(self, verdict: VerdictRow, over: bool) -> None:
-        """A hang has a verdict, or (`over`) is over."""
+        """Send the verdict on a hang, or (`over`) that the hang is over."""
         if self._notifier is not None:
             self._notifier.put("hang", verdict=msgspec.to_builtins(verdict), over=over)
 
     def slow(self, found: FoundSlow) -> None:
-        """A node is slow and not excluded."""
+        """Send that a node is slow but stays in the job."""
         if self._notifier is not None:
             self._notifier.put("slow", node=found.node, sentence=found.sentence)
 
     def over(self, end: JobOver, found: Picture) -> None:
-        """The job has ended; nothing follows."""
+        """Write and send the job's result; the last event of a job."""
         self._result = result = result_of(end, found)
         self._files.over(result)
         if self._notifier is not None:
             self._notifier.put("end", exit_code=end.exit_code, reason=end.reason)
 
     def close(self) -> None:
-        """Wait briefly for pending work, the first time; blocks."""
+        """Write the last words, wait for pending work (END_LIMIT each) and stop. Blocks;
+        idempotent."""
         result, self._result = self._result, None
         if self._config.last_words and result is not None:
             with contextlib.suppress(OSError):

@@ -1,6 +1,7 @@
-"""The job's record in its run folder: which folder, what is written at the start and at the end.
+"""The job's record in its run folder: which folder it is, and the content of `job.json` at the
+start and of `result.json` at the end.
 
-Some values take a moment to find (the commit, versions), so they are written later."""
+The commit and the versions take a moment to find, so `run_files` adds them at the first round."""
 
 from __future__ import annotations
 
@@ -39,14 +40,14 @@ GIT_LIMIT: Final = 1.0
 """Seconds for each git command."""
 
 UNNAMED: Final = 4
-"""Digits of its id in the name of an unnamed job."""
+"""Number of digits of the launch id that an unnamed job has in its name."""
 
 MAX_COMMIT: Final = 80
 """Maximum characters of a commit."""
 
 
 def where(config: MasterConfig) -> str:
-    """The path of the run folder, existing or planned; "": this user can have none."""
+    """The path of the run folder, which may not exist yet; "": this user can have none."""
     if config.launch.run.folder:
         return str(Path(config.launch.run.folder).absolute())
     with contextlib.suppress(OSError):
@@ -55,15 +56,15 @@ def where(config: MasterConfig) -> str:
 
 
 def open_fresh(config: MasterConfig, hosted: bool) -> OpenRun:
-    """Create a folder below the user's own root. `hosted`: an agent has started this master.
+    """Create a run folder in the user's runs root. `hosted`: an agent started this master. Raises
     OSError."""
     launch = _launch(config)
     return open_new(runs_root(os.environ), _record(config, hosted, launch), launch, _stem(config))
 
 
 def open_placed(config: MasterConfig, hosted: bool) -> OpenRun | str:
-    """Open the folder that the user named, or return a sentence if its job has already succeeded
-    and is not run again. RunRefused, OSError."""
+    """Open the run folder that the user named, or return a sentence if its job has already
+    succeeded and is not to run again. Raises RunRefused, OSError."""
     at = Path(config.launch.run.folder).absolute()
     program = RankProgram(config.launch.run.program, config.launch.run.workdir or os.getcwd())
     if not config.launch.run.fresh and (sentence := already_succeeded(at, program)):
@@ -72,8 +73,8 @@ def open_placed(config: MasterConfig, hosted: bool) -> OpenRun | str:
 
 
 def open_again(config: MasterConfig, hosted: bool) -> OpenRun:
-    """Open the same folder for a later master of the same job. OSError, also if another job has it
-    now."""
+    """Open the run folder that the user named, for a later master of the same job. Raises OSError,
+    also if another job uses it now."""
     try:
         return _open_named(config, hosted, Path(config.launch.run.folder).absolute(), goes_on=True)
     except RunRefused as refused:
@@ -92,7 +93,8 @@ def _open_named(config: MasterConfig, hosted: bool, at: Path, *, goes_on: bool) 
 
 
 def _record(config: MasterConfig, hosted: bool, launch: str) -> JobRecord:
-    """What is known of the job at once. Its launcher is the agent that started this master."""
+    """The job's record as known at the start. The launcher is the agent that started this master;
+    if a user started it, the master itself."""
     launcher, spec = ProcessId.of(os.getppid() if hosted else os.getpid()), config.spec
     nodes = f"{spec.min_nodes}:{spec.max_nodes}" if spec is not None else ""
     return JobRecord(
@@ -118,7 +120,8 @@ def _record(config: MasterConfig, hosted: bool, launch: str) -> JobRecord:
 
 
 def name_of(config: MasterConfig, launch: str = "") -> str:
-    """The job's name. Unnamed jobs of one script get different names."""
+    """The job's name for people. An unnamed job's has digits of its launch id, so that jobs of one
+    script get different names."""
     if not config.launch.run.unnamed:
         return _stem(config)
     return f"{config.launch.run.name}-{(launch or _launch(config))[:UNNAMED]}"
@@ -129,15 +132,16 @@ def _stem(config: MasterConfig) -> str:
 
 
 def _launch(config: MasterConfig) -> str:
-    """An id that all masters of a launch share."""
+    """The launch id, which all masters with the same record folder share; without such a folder, a
+    number of this process."""
     record = Path(config.record_dir).name
     made = record.removeprefix(user_folder.PREFIX)
     return made[:8] if made != record and len(made) >= 8 else f"{os.getpid():08x}"
 
 
 def git_commit(folder: str) -> str:
-    """The commit checked out in this folder, with a "+" if files have changed since; "" without a
-    repository, without git, or without an answer in time. Blocks."""
+    """The commit checked out in this folder, with a "+" if files differ from it; "" without a
+    repository, without git, or if git does not answer in time. Blocks."""
     place = Path(folder or ".")
     if not any((above / ".git").exists() for above in (place, *place.parents)):
         return ""
@@ -168,7 +172,7 @@ def versions() -> dict[str, str]:
 # ---------------------------------------------------------------- the end
 
 _STATES = {EXIT_OK: "succeeded", EXIT_SAVED: "saved"}
-"""Exit codes of jobs that have not failed."""
+"""The states of jobs that have not failed, by exit code."""
 
 
 def state_of(end: JobOver) -> str:
@@ -179,7 +183,7 @@ def state_of(end: JobOver) -> str:
 
 
 def result_of(end: JobOver, found: Picture) -> RunResult:
-    """The result at the job's end."""
+    """The content of `result.json`. `found`: the job's last picture."""
     status, now = found.status, time.time()
     failed = failure_in(read(status.last_failure, status.failed))
     rows = (
@@ -212,6 +216,7 @@ def result_of(end: JobOver, found: Picture) -> RunResult:
 
 
 def last_words(result: RunResult) -> bytes:
-    """A short result: Kubernetes keeps 4096 bytes of a pod's termination message."""
+    """A short form of the result, because Kubernetes keeps only 4096 bytes of a pod's termination
+    message."""
     short = {"reason": result.reason[:500], "failure": "", "failed_how": ""}
     return msgspec.json.encode(replace(result, **short, goodput=None, incidents=()))

@@ -1,4 +1,5 @@
-"""Renders an incident as a Markdown page and as a line, and all incidents as a table."""
+"""Renders an incident as a Markdown page, as plain text (`error.txt`) and as a line, and all
+incidents as a table."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ _UNKNOWN: Final = (
     "no rank or node failed first",
     "a lost machine, a network failure and a killed agent look the same to other nodes",
 )
-"""Reasons for an unknown verdict without a failed rank, by whether a node was lost."""
+"""Why a verdict without a failed rank is unknown; the second: a node was lost."""
 
 _OUTSIDE: Final = "a signal from outside the job"
 _KILLED: Final = f"{_OUTSIDE}; the kernel has recorded no OOM kill"
@@ -59,7 +60,7 @@ _OF_A_HANG: Final = {
     "stopped": "unknown: SIGSTOP has stopped it, and no SIGCONT followed",
     "frozen": "unknown: its cgroup was frozen",
 }
-"""By the kind of the hang's verdict."""
+"""The responsible part, by the kind of a hang's verdict."""
 
 _OF_A_RANK: Final = {
     FailureKind.SPAWN: "its process could not be started",
@@ -81,7 +82,7 @@ NOTHING: Final = "no incident: nothing has interrupted the training\n"
 
 
 def page(row: IncidentRow) -> str:
-    """The whole record."""
+    """An incident as a Markdown page."""
     lines = [f"# Incident {row.number}: {plain(row.sentence)}", ""]
     state = "" if row.over else " It is not over yet."
     lines += [f"{_capital(WORDS.get(row.cause, row.cause))}, in round {row.round}.{state}", ""]
@@ -112,8 +113,8 @@ def page(row: IncidentRow) -> str:
 
 
 def verdict(row: IncidentRow) -> str:
-    """The responsible part, as far as known: script, hardware, network or preempted; else "unknown:
-    " and the reason."""
+    """What is responsible, as far as known: script, hardware, network or preempted; otherwise
+    "unknown: " and why."""
     if row.cause in _OF_A_NODE:
         return _OF_A_NODE[row.cause]
     if row.cause == "hang":
@@ -136,8 +137,8 @@ def verdict(row: IncidentRow) -> str:
 
 
 def error_page(row: IncidentRow, when: float) -> str:
-    """The first failure as plain text: the sentence, the facts, its last output; "" if nothing has
-    failed. `when`: seconds since 1970."""
+    """A failure as plain text: the sentence, the facts, the last output and the stacks; "" if the
+    incident is not a failure. `when`: seconds since 1970."""
     if row.cause not in FAILURES:
         return ""
     code = row.exitcode
@@ -167,16 +168,16 @@ def error_page(row: IncidentRow, when: float) -> str:
 
 
 def line(row: IncidentRow) -> str:
-    """One line, such as `incident 3: rank 1 failed (ValueError: bad luck)`. Omits the cost and the
-    reason of the end, because the launcher prints them."""
+    """One line, such as `incident 3: rank 1 failed (ValueError: bad luck)`. An incident that ended
+    the job has no sentence here, because the launcher prints it."""
     if row.ended:
         return f"incident {row.number} ended the job"
     return f"incident {row.number}: {plain(row.sentence)}"
 
 
 def table(rows: Iterable[IncidentRow], columns: int = 0, now: str = "") -> str:
-    """One line per incident, the newest last, cut to `columns` (0: uncut). `now`: a line below
-    them."""
+    """One line per incident, in the order given, cut to `columns` (0: uncut). `now`: a line to add
+    at the end."""
     lines = [
         _row(row) + (plain(row.sentence) if row.over else f"(open) {plain(row.sentence)}")
         for row in rows
@@ -190,7 +191,7 @@ def table(rows: Iterable[IncidentRow], columns: int = 0, now: str = "") -> str:
 
 
 def lasted(row: IncidentRow) -> float:
-    """Seconds without training."""
+    """Seconds that an incident interrupted training."""
     return sum(phase.seconds for phase in row.phases)
 
 
@@ -224,8 +225,8 @@ def _stacks_at(row: IncidentRow) -> str:
 
 
 def _block(text: str) -> Iterator[str]:
-    """Indented, so that a fence in the text does not end the block; control characters are made
-    visible."""
+    """A Markdown code block, indented so that a fence in the text does not end it; control
+    characters are made visible."""
     yield ""
     for line in text.rstrip("\n").split("\n"):
         yield "    " + plain(line)

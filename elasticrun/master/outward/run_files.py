@@ -1,8 +1,8 @@
 """The master's files in the job's run folder (`host.runs`): the job's record, events, metrics,
-incidents, the first failure, and the result.
+incidents, the last failure, and the result.
 
-Each incident is `0007.json` and, for people, `0007.md`. A thread writes. A disk that hangs or is
-full costs only these files; the user is warned once.
+Each incident is `0007.json` and, for people, `0007.md`. A thread writes, so a disk that hangs or is
+full costs only these files. The first failed write is logged as a warning.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_QUEUED: Final = 1024
 """Maximum number of queued writes; further ones are dropped."""
 
 MOST_EVENTS: Final = 16 * 1024 * 1024
-"""Bytes of `events.jsonl` beyond which its older half is removed."""
+"""Size in bytes of `events.jsonl` beyond which its older half is removed."""
 
 logger = logging.getLogger("elasticrun")
 
@@ -45,18 +45,18 @@ class RunFiles:
     """Writes into the run folder, in a thread."""
 
     def __init__(self, opens: Callable[[], OpenRun], log_dir: str, *, logs: bool = False) -> None:
-        """`opens`: opens the folder, called in the thread at the first write (OSError). `log_dir`:
-        incidents are written there, beside the logs, if it is outside the run folder; "": no log
-        folder. `logs`: each incident is logged once as a line, when ranks run again or it is over.
-        """
+        """`opens`: opens the folder, or raises OSError; called in the thread at each write until it
+        succeeds. `log_dir`: the folder of the logs, "" for none; incidents are written below it if
+        it is outside the run folder. `logs`: log a line about each incident, when ranks run again
+        or it is over."""
         self._opens = opens
         self._logs = logs
-        self._logged = 0  # the number of the last one
+        self._logged = 0  # number of the last incident that was logged
         self._log_dir = log_dir
         self._run: OpenRun | None = None
         self._events: Appended | None = None
         self._progress: ProgressFile | None = None
-        self._held: ProgressRow | None = None  # until it is clear that rank 0 reports nothing more
+        self._held: ProgressRow | None = None  # dropped if rank 0's metrics follow
         self._metrics_round = -1  # the last round in which rank 0 reported metrics
         self._dropped = self._crowded = False
         self._wrong = False
@@ -66,21 +66,21 @@ class RunFiles:
 
     @property
     def folder(self) -> str:
-        """The run folder; "" before it exists."""
+        """The run folder; "" before it is open."""
         return "" if self._run is None else str(self._run.folder.path)
 
     # ------------------------------------------------------------ the loop's side: returns at once
 
     def create(self) -> None:
-        """Create the folder."""
+        """Make sure that the thread runs; the first write opens the folder."""
         self._later(lambda: None)
 
     def formed(self, endpoint: str) -> None:
-        """The job's first round has formed."""
+        """Add to `job.json` what is known at the first round."""
         self._later(partial(self._write_formed, endpoint, time.time()))
 
     def tensorboard(self, url: str) -> None:
-        """TensorBoard serves at this URL, or not at all (""); callable from any thread."""
+        """Write TensorBoard's URL to `job.json`; "": it exited. May be called from any thread."""
         self._later(partial(self._write_tensorboard, url))
 
     def noted(self, note: Note) -> None:
@@ -88,13 +88,13 @@ class RunFiles:
         self._later(partial(self._write_note, note, time.time()))
 
     def metrics(self, report: Metrics) -> None:
-        """Write rows of `progress.csv`."""
+        """Write rank 0's metrics to `progress.csv`."""
         self._metrics_round, self._held = report.round.number, None
         self._later(partial(self._write_metrics, report, time.time()))
 
     def stepped(self, number: int, step: int) -> None:
-        """Training has reached this step in round `number`: written as a row if rank 0 reports no
-        metrics."""
+        """Training has reached this step in round `number`: written as a row at the next step,
+        unless rank 0 reports metrics in this round."""
         if number != self._metrics_round:
             self._release()
             self._held = ProgressRow(time.time(), number, step, {})
@@ -105,16 +105,16 @@ class RunFiles:
             self._held = None
 
     def filed(self, row: IncidentRow) -> None:
-        """Write an incident, replacing its older state."""
+        """Write an incident, replacing its older version."""
         self._later(partial(self._write_incident, row))
 
     def over(self, result: RunResult) -> None:
-        """The job has ended."""
+        """Write the job's result."""
         self._release()
         self._later(partial(self._write_result, result))
 
     def close(self, limit: float) -> None:
-        """Wait `limit` seconds at most for pending writes; nothing is written after that."""
+        """Accept no more writes, and wait `limit` seconds at most for the queued ones."""
         self._closed = True
         if self._thread is not None:
             with contextlib.suppress(queue.Full):
@@ -205,7 +205,8 @@ class RunFiles:
             logger.log(NOTICE, "%s: %s", line(row), _typed(folder / f"{row.number:04}.md"))
 
     def _incidents(self, run: OpenRun) -> Path:
-        """The incidents' folder; if it is beside the logs, the run folder gets a link to it."""
+        """The incidents' folder, created if missing; if it is beside the logs, the run folder gets
+        a link to it."""
         own = run.folder.path / layout.INCIDENTS
         logs = Path(self._log_dir)
         if self._log_dir and not logs.is_relative_to(run.folder.path):
@@ -228,8 +229,8 @@ def _typed(path: Path) -> Path:
 
 
 def read(folder: Path, now: float) -> list[IncidentRow]:
-    """All incidents in this folder, the oldest first, without unreadable ones. `now`: seconds since
-    1970, for their ages."""
+    """Read all incidents in this folder, oldest first; unreadable ones are left out. `now`: seconds
+    since 1970, for their ages."""
     rows = []
     with contextlib.suppress(OSError):
         for path in sorted(folder.glob("[0-9]*.json")):

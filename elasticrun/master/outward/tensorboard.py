@@ -1,7 +1,7 @@
-"""Runs TensorBoard beside the master (`--tensorboard --logdir DIR`): a process that ends with it.
+"""Runs TensorBoard (`--tensorboard --logdir DIR`) in a child process that ends with the master.
 
-`python -m elasticrun.master.outward.tensorboard PID ...` is that process: it sets its parent-death
-signal (PID is its parent), and becomes TensorBoard.
+`python -m elasticrun.master.outward.tensorboard PID ...` is that child: it sets its parent-death
+signal (PID is the master's), and becomes TensorBoard.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class TensorBoard:
     """One TensorBoard process, on a free port of `host`."""
 
     def __init__(self, logdir: str, host: str, on_url: Callable[[str], None]) -> None:
-        """`on_url`: called in a thread with its URL, and with "" when it has exited by itself."""
+        """`on_url`: called in a thread with TensorBoard's URL, and with "" if it exits by
+        itself."""
         self._logdir = logdir
         self._on_url = on_url
         self._process: subprocess.Popen[str] | None = None
@@ -57,7 +58,7 @@ class TensorBoard:
             self.close(0.0)
 
     def close(self, limit: float) -> None:
-        """Terminate it; SIGKILL after `limit` seconds."""
+        """Terminate TensorBoard, with SIGKILL after `limit` seconds. Blocks; idempotent."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -71,7 +72,7 @@ class TensorBoard:
             self._thread.join(limit)
 
     def _read(self) -> None:
-        """Read its output in the thread, until it exits."""
+        """Read TensorBoard's stderr for its URL until it exits. Runs in the thread."""
         assert self._process is not None
         process, last, url = self._process, "", ""
         assert process.stderr is not None
@@ -82,13 +83,13 @@ class TensorBoard:
                 logger.log(NOTICE, "TensorBoard of %s: %s", self._logdir, url)
                 self._on_url(url)
         process.wait()
-        if self._process is not None:  # it was not closed by us
+        if self._process is not None:  # `close` was not called
             logger.warning("TensorBoard exited: %s", last[:300] or "it printed nothing")
             self._on_url("")
 
 
 def main() -> None:
-    """Become TensorBoard."""
+    """Become TensorBoard, unless the parent has already exited."""
     parent, *flags = sys.argv[1:]
     die_with_parent(signal.SIGKILL)  # on SIGTERM it would write to a closed pipe
     if os.getppid() != int(parent):

@@ -2,8 +2,8 @@
 the page), /status (JSON), /healthz, /metrics.
 
 The socket listens from the start, so that agents can get its address. The HTTP server is imported
-at the first connection, in a thread, and the metrics writer at the first request for /metrics. Most
-jobs are never viewed, and use neither memory nor time for this.
+at the first connection, in a thread, and the metrics library at the first request for /metrics.
+Most jobs are never viewed, and spend neither memory nor time on this.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from elasticrun.master.page.stream import Receive, Send, Watchers, status_for_st
 from elasticrun.wire.messages import JobStatus
 
 MAX_CONNECTIONS: Final = 64
-"""Maximum number of connections; for a new one, the connection that has been silent longest is
-closed."""
+"""Maximum number of connections; one more closes the connection that has been silent longest."""
 
 CONNECTION_LIFE: Final = 30.0
 """Seconds after which a connection is closed, whatever its state: against slow clients."""
@@ -41,11 +40,10 @@ MAX_HEAD: Final = 16 * 1024
 """Bytes of request line and headers; longer ones are answered with 400."""
 
 CLOSE_LIMIT: Final = 1.0
-"""Seconds that closing the page may delay the master's exit."""
+"""Seconds for each of two waits when the page closes: for its event streams, and for the server."""
 
 PRIVATE_NAMES: Final = (".localhost", ".local", ".internal", ".svc")
-"""Suffixes of names that no public name server resolves; names in Kubernetes end in
-.svc.cluster.local."""
+"""Suffixes of names that no public name server resolves."""
 
 PATHS: Final = ("/", "/picture", "/events", "/status", "/healthz", "/metrics")
 
@@ -74,8 +72,8 @@ class StatusPage:
         self._streams = Watchers(loop)
 
     def listen(self, host: str, port: int) -> int:
-        """Bind and wait for the first connection; returns the port. OSError if the port is not
-        available."""
+        """Bind and listen; returns the port. The HTTP server starts at the first connection. Raises
+        OSError if the port is not available."""
         self._names.add(host.lower())
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         made = socket.socket(family, socket.SOCK_STREAM)
@@ -142,7 +140,8 @@ class StatusPage:
         await send({"type": "http.response.body", "body": body})
 
     def _refusal(self, scope: dict[str, Any]) -> tuple[int, dict[str, str], bytes]:
-        """Code, headers and body of a refusal or redirect; code 200 if the request is accepted."""
+        """Code, headers and body of a refusal or redirect; code 200 and an empty body if the
+        request is accepted."""
         headers = {"content-type": "text/plain; charset=utf-8"}
         host = next((value for name, value in scope["headers"] if name == b"host"), b"")
         name = host_of(host.decode("latin-1"))
@@ -157,7 +156,7 @@ class StatusPage:
             cookie = self._readers.enter(scope)
             if not cookie:
                 return 403, headers, NO_KEY.encode()
-            # redirect to the URL without the key, which is used up now
+            # redirect to the URL without the key, which is valid only once
             return 303, {**headers, "location": "./", "set-cookie": cookie}, b""
         return 200, headers, b""
 
@@ -198,7 +197,8 @@ class StatusPage:
 
 @functools.cache
 def html() -> tuple[str, bytes]:
-    """The page and its Content-Security-Policy: own style and script, requests to this server."""
+    """The Content-Security-Policy and the page. The policy permits only the page's own style and
+    script, and requests to this server."""
     body = (Path(__file__).parent / "page.html").read_bytes()
     style, script = (
         base64.b64encode(hashlib.sha256(_inside(body, tag)).digest()).decode()
@@ -230,9 +230,10 @@ def host_of(header: str) -> str:
 
 
 def is_private(name: str) -> bool:
-    """Whether no foreign name server can have directed the browser here. True for an address, a
-    name without a dot, and a name of a private zone. Otherwise any web page whose name resolves to
-    127.0.0.1 could read this page (DNS rebinding). HTTP/1.0 may omit the name."""
+    """Whether no public name server can have directed the browser here by this name. True for an
+    address, a name without a dot ("" too: HTTP/1.0 may omit it), and a name of a private zone. If
+    other names were accepted, a web page whose name resolves to 127.0.0.1 could read this page (DNS
+    rebinding)."""
     if "." not in name or name.endswith(PRIVATE_NAMES):
         return True
     try:
@@ -243,7 +244,8 @@ def is_private(name: str) -> bool:
 
 
 def status_json(status: JobStatus) -> bytes:
-    """The status as JSON: the fields of JobStatus, and the version of elasticrun."""
+    """The status as JSON: the fields of JobStatus, the round's name, and the version of
+    elasticrun."""
     fields = {**msgspec.to_builtins(status), "version": __version__}
     if status.round is not None:
         fields["round"]["name"] = str(status.round)
@@ -254,7 +256,8 @@ def _bounded_protocol() -> Any:
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Bounded(H11Protocol):
-        """Adds the limits that uvicorn lacks: total time per connection, number of connections."""
+        """Adds limits that uvicorn lacks: total time per connection, and number of connections with
+        the most silent one closed instead of the new one refused."""
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -282,7 +285,7 @@ def _http_server(app: Callable[..., Awaitable[None]]) -> Any:
     import uvicorn
 
     class Quiet(uvicorn.Server):
-        """Leaves signals to the master, and sleeps until `end`, instead of polling ten times a
+        """Leaves signals to the master, and sleeps until `shut_down` instead of polling ten times a
         second."""
 
         def __init__(self, config: uvicorn.Config) -> None:

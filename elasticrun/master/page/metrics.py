@@ -1,4 +1,4 @@
-"""The metrics for scrapers: current status and counters in Prometheus format."""
+"""The metrics for scrapers: the current status, and counters, in Prometheus format."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ PHASES: Final = ("gathering", "running", "stopping", "ended")
 
 
 class SlotCounters:
-    """Seconds of all slots as counters that never decrease.
+    """Time of all slots by category and cause, as counters that never decrease.
 
     A row of the ledger may shrink when late information moves time to another row. So the time
-    since the last scrape is added to the counters that are behind their rows. The sum of the
-    counters equals the total time, as the sum of the rows does."""
+    since the last scrape is divided among the counters that are behind their rows. The sum of the
+    counters equals the sum of the rows."""
 
     def __init__(self) -> None:
         self._micros: dict[tuple[str, str], int] = {}
 
     def take(self, rows: Iterable[LedgerRow]) -> Mapping[tuple[str, str], float]:
-        """Seconds by category and cause, for the current ledger."""
+        """Advance the counters to the current ledger; returns seconds by category and cause."""
         counters = self._micros
         book = {(row.category, row.cause): round(row.seconds * 1e6) for row in rows}
         behind = {key: micros - counters.get(key, 0) for key, micros in book.items()}
@@ -42,8 +42,9 @@ class SlotCounters:
 
 
 def metrics_writer(loop: Loop) -> Callable[[], bytes]:
-    """A function that renders the current metrics with prometheus-client, in its own registry."""
-    import prometheus_client.core  # noqa: F401  # here, where it may take a while
+    """A function that renders the current metrics. Imports prometheus-client: call it in a thread.
+    Uses a registry of its own."""
+    import prometheus_client.core  # noqa: F401  # slow, so imported here, in a thread
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.registry import Collector
 

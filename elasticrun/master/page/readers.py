@@ -1,10 +1,10 @@
 """Access control of the page: who may see all of it, including stacks, settings and output.
 
-Anyone who has opened a link of the job may. In a job without a token, so may everybody on the
-master's host.
+Whoever has opened a link with a key may see all of it. In a job without a token, so may everybody
+who connects from the master's host.
 
-The key in a link is valid once, for 15 minutes. Its visitor gets a cookie that is valid for this
-master's lifetime. Visitors without a key are strangers (`stream.for_strangers`).
+The key in a link is valid once, and for 15 minutes. Its visitor gets a cookie that is valid for
+this master's lifetime. Other visitors are strangers (`stream.for_strangers`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from elasticrun.wire.auth import PAGE_KEY_LIFE, key_until, page_key
 from elasticrun.wire.types import Endpoint
 
 MAX_SPENT: Final = 1024
-"""Maximum number of used keys that have not expired. At the limit no key opens the page; only the
-token's owner or the job's user can create keys."""
+"""Maximum number of used keys that are remembered until they expire; at the limit, no further key
+is accepted. Strangers cannot reach it, because only holders of the secret can create keys."""
 
 NO_KEY: Final = (
     "this link has been used, or is older than 15 minutes or than the job's master; for a new one "
@@ -37,14 +37,15 @@ class Readers:
         self._secret = secret or secrets.token_hex(32)
         self._guarded = guarded
         self._spent: dict[str, float] = {}
-        self._began = int(time.time())  # keys that the previous master redeemed are unknown
-        # The cookie has a random name: a browser may view several jobs, and cookies are shared by
-        # all ports of a host.
+        self._began = int(time.time())  # older keys are refused: they may be used already
         self._place: tuple[str, int] | None = None
+        # The cookie has a random name, because a browser may view several jobs, and all ports of a
+        # host share its cookies.
         self._cookie = f"elasticrun-{secrets.token_hex(4)}={secrets.token_urlsafe(16)}"
 
     def key(self, host: str) -> str:
-        """A new key for a page that listens on `host`; "" if every visitor may see everything."""
+        """A new key for a page that listens on `host`; "" if every visitor of that page may see
+        everything."""
         is_open = is_loopback(host) and not self._guarded
         return "" if is_open else page_key(self._secret, time.time())
 
@@ -66,8 +67,8 @@ class Readers:
         return any(hmac.compare_digest(part, self._cookie.encode()) for part in parts)
 
     def enter(self, scope: dict[str, Any]) -> str:
-        """The cookie for a visitor whose link has a key; "" if the key is invalid. A trusted
-        visitor's key is not used up, because people open a link twice."""
+        """The Set-Cookie header for a visitor whose link has a key; "" if the key is invalid. If
+        the visitor is already trusted, the key is not used up, because people open a link twice."""
         if not self.trusts(scope) and not self._redeem(query(scope).get("key", [""])[0]):
             return ""
         return f"{self._cookie}; Path=/; HttpOnly; SameSite=Strict"
@@ -89,7 +90,8 @@ def query(scope: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a connection from this address comes from this host, or through a tunnel to it."""
+    """Whether an address is a loopback address: its connections come from this host, or through a
+    tunnel to it."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -99,11 +101,11 @@ def is_loopback(host: str) -> bool:
 
 
 def page_url(host: str, port: int, key: str = "") -> str:
-    """The URL of the page for people; with a key, a link that opens all of it once."""
+    """The URL of the page for people; with a key, a link that gives full access."""
     return f"http://{Endpoint(reachable(host), port)}/" + (f"?key={key}" if key else "")
 
 
 def reachable(host: str) -> str:
-    """The address for connecting to a listener on `host` from this host: loopback for a
+    """The address at which this host reaches a listener on `host`: loopback if that is a
     wildcard."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)

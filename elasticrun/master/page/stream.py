@@ -1,10 +1,11 @@
 """The page's data: the job's picture as JSON, and its changes as server-sent events.
 
-However many visitors there are, a picture is built and encoded once a second at most, and the ranks
-are sampled every SAMPLE_EVERY seconds. Without visitors no work is done.
+Whatever the number of visitors, a picture is built and encoded at most once a second for each of
+the two kinds (strangers, and visitors with full access), and the ranks are sampled at most every
+SAMPLE_EVERY seconds. Without visitors no work is done.
 
-A stranger (`readers`) does not get what reveals paths and arguments: stacks, source lines, last
-output lines, settings, events, and the sentences of verdicts and incidents.
+A stranger (`readers`) does not get what could reveal paths and arguments: stacks, source lines,
+last output lines, settings, events, and the sentences of verdicts and incidents.
 """
 
 from __future__ import annotations
@@ -27,36 +28,38 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 
 PACE: Final = 1.0
-"""Seconds between two pictures."""
+"""Minimum seconds between two pictures."""
 
 STREAM_LIFE: Final = 28.0
-"""Seconds after which a stream ends in order, before its connection would be cut. The browser
-reconnects after RETRY milliseconds and gets the whole picture."""
+"""Seconds after which a stream is ended cleanly, before `http.CONNECTION_LIFE` would cut it. The
+browser reconnects after RETRY milliseconds and gets the whole picture."""
 
 RETRY: Final = 1000
 
 SAMPLE_EVERY: Final = 3.0
-"""Seconds between samples of the ranks while a visitor with full access is watching."""
+"""Minimum seconds between samples of the ranks, while a visitor with full access is watching."""
 
 RANKS_A_SECOND: Final = 64
-"""Larger jobs are sampled less often, because the samples also go into the master's trace."""
+"""Maximum number of ranks sampled per second on average: larger jobs are sampled less often,
+because the samples also go into the master's trace."""
 
 NO_LINK: Final = (
     "to see stacks and settings, open the link that `elasticrun status` prints on the master's host"
 )
 
 AGES: Final = frozenset(("age", "looked", "since", "quiet", "step_age", "remaining"))
-"""Fields that change with time alone: the page updates them itself, so nothing is sent for them."""
+"""Fields that change merely because time passes: the page updates them itself, so such a change is
+not sent."""
 
 STILL: Final = 5.0
-"""Seconds after which the page itself counts how long a rank has been quiet."""
+"""Seconds after which the page shows that a rank is quiet; the page counts on from there."""
 
 Parts = dict[str, tuple[object, bytes]]
 """Each field of a picture: its value for comparison, and its JSON."""
 
 
 class Feed:
-    """The last picture for one kind of visitor, and its last change."""
+    """The newest picture for one kind of visitor, and what changed last."""
 
     def __init__(self, loop: Loop, *, whole: bool) -> None:
         self._loop = loop
@@ -65,7 +68,7 @@ class Feed:
         self._change = b""
         self._due = 0.0
         self.number = 0
-        """Number of the last change; a stream that has it waits for the next one."""
+        """Number of the last change; 0: none yet."""
 
     def picture(self) -> bytes:
         """The whole picture as one JSON object."""
@@ -73,7 +76,8 @@ class Feed:
         return _object({name: data for name, (_, data) in self._parts.items()})
 
     def since(self, seen: int) -> bytes:
-        """The data for a stream whose browser has change `seen` (0: nothing). Empty: no change."""
+        """The data for a browser that has the picture as of change `seen` (0: none): the next
+        change, the whole picture if more than one is missing, or nothing."""
         self.refresh()
         if seen == self.number:
             return b""
@@ -84,7 +88,7 @@ class Feed:
         return max(0.0, self._due - asyncio.get_running_loop().time())
 
     def refresh(self, *, now: bool = False) -> None:
-        """Rebuild the picture if it is due, or with `now` in any case."""
+        """Rebuild the picture if it is due; with `now`, in any case."""
         if not now and self.wait() > 0.0:
             return
         picture = self._loop.picture()
@@ -102,7 +106,7 @@ class Feed:
 
 
 class Watchers:
-    """The visitors' streams. `close` sends the last picture to each and ends it."""
+    """The visitors' streams, and the samples taken for them."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
@@ -118,8 +122,8 @@ class Watchers:
         return self._feeds[whole].picture()
 
     async def serve(self, receive: Receive, send: Send, *, whole: bool, samples: bool) -> None:
-        """Send events (after the response head) until the browser disconnects, the stream's time is
-        up, or the master ends. `samples`: sample the ranks meanwhile."""
+        """Send events (after the response head) until the browser disconnects, STREAM_LIFE is over,
+        or the master ends. `samples`: sample the ranks meanwhile."""
         self._watched += 1
         disconnected = asyncio.ensure_future(_until_disconnected(receive))
         ends = asyncio.ensure_future(self._closing.wait())
@@ -174,7 +178,7 @@ class Watchers:
         await send({"type": "http.response.body", "body": b""})
 
     async def close(self, limit: float) -> None:
-        """End every stream in order, within `limit` seconds."""
+        """Send the last picture to every stream and end it; waits `limit` seconds at most."""
         self._closing.set()
         if self._sampling is not None:
             self._sampling.cancel()
@@ -195,7 +199,7 @@ def _piece(data: bytes) -> dict[str, Any]:
 
 
 def parts_of(picture: Picture) -> Parts:
-    """The picture field by field, with the version of elasticrun."""
+    """The picture field by field, and the version of elasticrun."""
     fields: dict[str, Any] = {**asdict(picture), "version": __version__}
     found = picture.verdict
     timeless = "".join(p for p in found.said if isinstance(p, str)) if found is not None else ""
@@ -208,7 +212,8 @@ def parts_of(picture: Picture) -> Parts:
 
 
 def _still(value: Any) -> Any:
-    """The value without ages; a rank's `quiet` becomes a flag."""
+    """A value to compare: without ages; a rank's `quiet` becomes a flag, and a verdict has no
+    seconds."""
     if isinstance(value, dict):
         still = {name: _still(one) for name, one in value.items() if name not in AGES}
         if isinstance(quiet := value.get("quiet"), float):
@@ -223,13 +228,14 @@ def _still(value: Any) -> Any:
 
 
 def _object(fields: dict[str, bytes]) -> bytes:
-    """JSON of values that are already JSON. It has no line break, which would end an event."""
+    """A JSON object of values that are already encoded. It must not contain a line break, which
+    would end an event."""
     inside = b",".join(b'"%s":%s' % (name.encode(), data) for name, data in fields.items())
     return b"{" + inside + b"}"
 
 
 def for_strangers(picture: Picture) -> Picture:
-    """The picture without paths, arguments and output of the script."""
+    """The picture without what could reveal paths, arguments and output of the script."""
     verdict, spent = picture.verdict, picture.goodput
     declared = "something long" if verdict is not None and verdict.says else ""
     return replace(
@@ -262,8 +268,8 @@ def _incident_for_strangers(row: IncidentRow) -> IncidentRow:
 
 
 def status_for_strangers(status: JobStatus) -> JobStatus:
-    """The status without source lines that a verdict names, and without texts of ranks, people or
-    agents."""
+    """The status without the sentence of a verdict, which names source lines, and without texts
+    from ranks, people and agents."""
     return replace(
         status,
         verdict="ranks are hanging" if status.verdict else "",

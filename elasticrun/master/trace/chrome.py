@@ -15,7 +15,7 @@ BEFORE: Final = ("detect", "left")
 """Phases that are over when an incident is filed."""
 
 MOST: Final = 100_000
-"""Maximum number of events; later ones are left out."""
+"""Maximum number of spans, and of incidents; later ones are left out."""
 
 ROUNDS, INCIDENTS, PHASES, HANGS = 1, 2, 3, 4
 ROWS: Final = {ROUNDS: "rounds", INCIDENTS: "incidents", PHASES: "the way back", HANGS: "hangs"}
@@ -54,7 +54,7 @@ class ChromeTrace:
                     self._round = (order.round.number, order.info.world_size, now)
 
     def write(self, path: Path, now: float) -> None:
-        """Write the timeline. OSError."""
+        """End the open spans at `now` and write the timeline. Raises OSError."""
         self._over(now)
         self._hang_over(now)
         for noticed, row in self._incidents.values():

@@ -1,11 +1,11 @@
 """Replays a trace: feeds a master's recorded input to the real state machine.
 
-`read` parses a trace line by line; an error is a sentence. It reads the ring's two files as one. A
-file that starts in the middle of a master's run is a start only if the file before it is missing.
+`read` parses a trace line by line, and reads the ring's two files as one. If a file starts in the
+middle of a master's run, its head is used only if the file before it is missing.
 
 `replay` feeds it to the state machine. That is deterministic (time and nonces are arguments, and
-both are in the trace), so its output must equal the recorded one. If not, the trace is of another
-version, or there is a bug; in both cases the first difference is shown.
+both are in the trace), so its output must equal the recorded one. If it differs, the trace is of
+another version, or there is a bug; the first MOST_DIFFERENCES differences are shown.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.types import typed
 
 MAX_LINE: Final = 64 * 1024 * 1024
-"""Maximum bytes of a line: facts of 100,000 nodes have some 30 MB."""
+"""Maximum bytes of a line; the facts of 100,000 nodes are about 30 MB."""
 
 CAUSE_WIDTH: Final = 38
-"""Columns for the event; a longer one gets its own line."""
+"""Columns for the text of an event; a longer one gets a line of its own."""
 
 MOST_NAMED: Final = 4
-"""Maximum number of nodes listed for orders of the same kind; beyond it only the number is
+"""Maximum number of nodes named for orders of the same kind; of the others only the number is
 shown."""
 
 MOST_DIFFERENCES: Final = 10
 """Maximum number of differences shown; later ones usually follow from the first."""
 
-_ROUND_NAME: Final = re.compile(r" \(\d+/[0-9a-f?]+\)")  # behind its number
+_ROUND_NAME: Final = re.compile(r" \(\d+/[0-9a-f?]+\)")  # term and nonce, after a round's number
 
 SAME: Final = 0
 DIFFERS: Final = 1
@@ -56,12 +56,13 @@ DIFFERS: Final = 1
 
 
 class NoTrace(Exception):
-    """The file is not a trace of ours; the text is one sentence."""
+    """The file cannot be read as a trace, or the timeline cannot be written; the text is one
+    sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceHead:
-    """The head of a master's trace, or of the ring's next file."""
+    """The head of a master's trace, or (`midst`) of a file that the ring began during its run."""
 
     version: str
     job_id: str
@@ -88,7 +89,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Something is missing here; a sentence. `cut`: the writer died in the middle of a line."""
+    """Data is missing here; `why` is a sentence. `cut`: the writer died in the middle of a line."""
 
     why: str
     cut: bool = False
@@ -98,7 +99,7 @@ Item = TraceHead | Step | Gap
 
 
 def read(path: Path) -> Iterator[Item]:
-    """The items of the trace at `path` (a file, or the folder of a record). NoTrace."""
+    """The items of the trace at `path` (a file, or a record's folder). Raises NoTrace."""
     if path.is_dir():
         path = path / FILE
     older = path.with_name(path.name + OLDER)
@@ -137,7 +138,8 @@ def _read_file(path: Path, file: BinaryIO, *, first: bool) -> Iterator[Item]:
 
 
 def _is_cut(file: BinaryIO) -> bool:
-    """Whether a later master ended this unfinished line: then the next one is its head."""
+    """Whether the line just read was left unfinished by a killed master: then a later master has
+    ended it, and the next line is that master's head."""
     here = file.tell()
     following = file.readline(64)
     file.seek(here)
@@ -202,8 +204,8 @@ class Selection:
 def replay(
     path: Path, selection: Selection, out: Callable[[str], None], timeline: Path | None = None
 ) -> int:
-    """Print the decisions in the trace at `path`, one per line; returns SAME or DIFFERS. NoTrace.
-    Rounds and incidents are written to `timeline`."""
+    """Print the decisions in the trace at `path`, one per line; returns SAME or DIFFERS.
+    `timeline`: a file for rounds, incidents and hangs (`chrome`). Raises NoTrace."""
     player = _Player(selection, out)
     for item in read(path):
         match item:
@@ -235,10 +237,10 @@ class _Player:
     # ------------------------------------------------------------ items of the trace
 
     def head(self, head: TraceHead) -> None:
-        """Start a state machine as that master did, unless this is only the ring's next file."""
+        """Start a state machine as the recorded master did, unless this is only its next file."""
         if head.midst and self._job is not None and head.term == self._term:
             return
-        if self._origin is None or head.at < self._now:  # another boot has another clock
+        if self._origin is None or head.at < self._now:  # after a reboot the clock starts anew
             self._origin = head.at
         self._now = head.at
         self._term = head.term
@@ -256,7 +258,7 @@ class _Player:
             self._job.step(_as_it_was(stream, facts), head.at)
 
     def step(self, step: Step) -> None:
-        """Process an event, print the output, and compare it."""
+        """Process a recorded event, print the output, and compare it with the recorded one."""
         assert self._job is not None
         self._now = step.at
         self._steps += 1
@@ -276,12 +278,13 @@ class _Player:
             self._nodes.pop(step.event.session, None)
 
     def gap(self, gap: Gap) -> None:
-        """Handle missing data."""
+        """Print that data is missing; unless it is only a cut line, later differences do not
+        count."""
         self._out(f"-- {gap.why}")
         self._exact = self._exact and gap.cut
 
     def finish(self, timeline: Path | None) -> int:
-        """Print the last lines, and write the timeline if requested."""
+        """Write the timeline if requested and print the summary; returns SAME or DIFFERS."""
         if timeline is not None:
             try:
                 self._timeline.write(timeline, self._now)
@@ -321,7 +324,7 @@ class _Player:
             self._out(stamp + cause)
             stamp, cause = " " * len(stamp), ""
         for line in lines:
-            # People need only the number of a round; the comparison uses its whole name.
+            # People need only a round's number; the comparison uses the whole name.
             self._out(f"{stamp}{cause:<{CAUSE_WIDTH}}  {_ROUND_NAME.sub('', line)}")
             stamp, cause = " " * len(stamp), ""
 
@@ -414,7 +417,7 @@ class _Player:
 
 
 def _kind(effect: events.JobEffect) -> type:
-    """Adjacent effects of the same kind are grouped."""
+    """The kind of an effect; adjacent effects of the same kind are grouped."""
     return type(effect.order) if isinstance(effect, events.Send) else type(effect)
 
 
@@ -432,7 +435,8 @@ def _heading(head: TraceHead) -> Iterator[str]:
 
 
 def _as_it_was(stream: events.Attached, facts: Facts | None) -> events.Attached:
-    """A stream that was open when the ring turned, as if its node attached to a new master."""
+    """A stream that was open when the file began, as its node would attach to a new master: with
+    its seat in the running round."""
     last = None if facts is None else restored(facts.rendezvous)
     seat = None if last is None else last.members.get(stream.hello.node)
     if last is None or seat is None or seat.incarnation != stream.hello.incarnation:

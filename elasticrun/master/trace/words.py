@@ -1,4 +1,4 @@
-"""The text format of the trace: events as JSON that reads back exactly, effects as lines.
+"""The text format of the trace: events as JSON that decodes to equal events, effects as lines.
 
 Pure functions; `writer.py` writes the file and `replay.py` reads it.
 """
@@ -33,13 +33,13 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.types import plain, typed
 
 TRACE_VERSION: Final = 3
-"""Incremented with every change of the lines or of the facts in them."""
+"""Incremented at every change of the format of lines, or of the facts in them."""
 
 MAX_EVENT: Final = 16 * 1024 * 1024
 """Maximum bytes of an unpacked event."""
 
 MOST_NAMED: Final = 8
-"""Maximum number of sessions listed in an effect's line; beyond it only the number is shown."""
+"""Maximum number of sessions or ranks named in a line; of the others only the number is shown."""
 
 _EVENTS: Final[dict[str, type]] = {kind.__name__: kind for kind in typing.get_args(JobEvent)}
 _REPORTS: Final[dict[str, type]] = {kind.__name__: kind for kind in typing.get_args(m.Report)}
@@ -50,7 +50,7 @@ _REPORTS: Final[dict[str, type]] = {kind.__name__: kind for kind in typing.get_a
 
 def event_to_plain(event: JobEvent) -> dict[str, Any]:
     """An event as JSON values: {"Heard": {"session": 3, "report": {"Stopped": {...}}}}. Samples of
-    the ranks are compressed, because they repeat the same text for each rank every few seconds."""
+    the ranks are compressed, because they contain the same text again and again."""
     body = plain(event)
     if isinstance(event, Heard):
         body["report"] = {type(event.report).__name__: body["report"]}
@@ -62,7 +62,7 @@ def event_to_plain(event: JobEvent) -> dict[str, Any]:
 
 
 def event_from_plain(value: Any) -> JobEvent:
-    """The event; ValueError if the value is not one."""
+    """Decode an event. Raises ValueError if it is not one of this version."""
     if isinstance(value, dict) and value.keys() == {"packed"}:
         value = _unpacked(value["packed"])
     kind, body = _tagged(value, _EVENTS)
@@ -98,7 +98,8 @@ def _tagged(value: Any, kinds: dict[str, type]) -> tuple[type, Any]:
 
 
 def effect_in_words(effect: JobEffect) -> str:
-    """One line; equal only for equal effects, except for ages in facts."""
+    """An effect as one line, to print and to compare. It is a summary: different effects can have
+    the same line."""
     match effect:
         case Send():
             sessions = listed(effect.sessions, MOST_NAMED, ",")
@@ -123,7 +124,7 @@ def effect_in_words(effect: JobEffect) -> str:
 
 
 def incident_in_words(incident: IncidentRow) -> str:
-    """An incident as one line, without its times."""
+    """An incident as one line, without times."""
     state = "over" if incident.over else "open"
     return f"incident {incident.number} ({state}), {incident.cause}: {incident.sentence}"
 
@@ -150,11 +151,12 @@ _FORMS: Final[dict[type, str]] = {
     m.LastLines: "LastLines {0.round.number}: rank {0.rank}",
     m.CommitCheckpoint: "CommitCheckpoint {0.attempt}",
 }
-"""Messages with a format of their own."""
+"""Formats of messages for which one format string suffices."""
 
 
 def in_words(message: m.Report | m.Order) -> str:
-    """A message as one line: an order with the full name of its round, a report with its number."""
+    """A message as one line. Most orders show the full name of their round, reports only its
+    number."""
     if form := _FORMS.get(type(message)):
         return form.format(message)
     match message:
@@ -215,7 +217,7 @@ def in_words(message: m.Report | m.Order) -> str:
 
 
 def _with_its_text(message: m.Report | m.Order) -> str:
-    """The name of a message, and its round and its text if it has them."""
+    """The type of a message, and its round and text if it has them."""
     words = type(message).__name__
     if (round_ := getattr(message, "round", None)) is not None:
         words += f" {round_ if isinstance(message, m.Order) else round_.number}"
@@ -241,7 +243,7 @@ def _holding(one: m.Holding) -> str:
 
 
 def listed(items: Sequence[object], most: int, between: str = ", ") -> str:
-    """The first items, and the number of the others."""
+    """The first `most` items, and the number of the others."""
     named, more = between.join(map(str, items[:most])), len(items) - most
     return f"{named} and {more} more" if more > 0 else named
 
@@ -251,7 +253,7 @@ def _numbers(ranks: tuple[int, ...]) -> str:
 
 
 def facts_in_words(facts: Facts) -> str:
-    """The facts that the next master would load, in short."""
+    """A summary of the facts that the next master would load."""
     words = ["no round", f"restarts {facts.restarts.count}"]
     if (last := facts.rendezvous.round) is not None:
         over = " (over)" if facts.rendezvous.over else ""

@@ -1,15 +1,15 @@
 """Writes the trace: all input and output of the state machine, for `elasticrun replay`.
 
-The format is JSON lines in a ring of two files, `trace` and the older `trace.1`. Nothing depends on
-it: a thread writes, its queue is bounded, and dropped events are counted in the trace. It contains
-no unauthenticated session and no secret.
+The format is JSON lines in a ring of two files, `trace` and the older `trace.1`. The job does not
+depend on it: a thread writes, its queue is bounded, and dropped events are counted in the trace. It
+contains no unauthenticated session and no secret.
 
     {"trace": 3, "version": ..., "job": ..., "term": ..., "spec": ..., "facts": ...}   a head
     {"t": 12.5, "e": {"Heard": ...}, "mint": ["0badcafe"], "do": ["info: ...", "tell 1: ..."]}
     {"beats": [[12.6, 1, 3], [12.7, 2, 3]]}                  time, session, number of the heartbeat
     {"dropped": 17}                                          number of events missing here
 
-A file that starts in the middle of a master's run says so ("midst": true), and contains the newest
+A file that starts in the middle of a master's run has `"midst": true` in its head, with the newest
 facts and every open stream: a replay starts there as a successor of that master would.
 """
 
@@ -43,26 +43,27 @@ RING_BYTES: Final = 64 * 1024 * 1024
 """Maximum bytes of both files together; less on a small disk, see SHARE."""
 
 SHARE: Final = 16
-"""The ring uses at most this fraction (1/16) of the free space at its start: the folder may be in
-memory."""
+"""The ring uses at most one SHARE-th of the space that is free at its start, because the folder may
+be in memory."""
 
 LEAST: Final = 256 * 1024
-"""Minimum free space; with less, no trace is written."""
+"""Minimum bytes of the ring; if SHARE permits less, no trace is written."""
 
 MAX_QUEUED: Final = 20_000
 """Maximum number of queued steps; further ones are dropped and counted."""
 
 BEATS_PER_LINE: Final = 512
 BEATS_WAIT: Final = 1.0
-"""Heartbeats are batched, because they are most of the events: a batch goes to the thread with the
-next other step, at this size, or this many seconds after its first heartbeat."""
+"""Heartbeats are batched, because most events are heartbeats. A batch goes to the thread before the
+next other event, when it has BEATS_PER_LINE, or with the first heartbeat BEATS_WAIT seconds after
+its first one."""
 
 logger = logging.getLogger("elasticrun")
 
 
 @dataclass(frozen=True, slots=True)
 class MasterStart:
-    """The initial state of a master; the head of its part of the trace."""
+    """The initial state of a master, for the head of its part of the trace."""
 
     job_id: str
     term: int
@@ -83,8 +84,8 @@ _Beats = list[tuple[float, int, int]]
 
 
 class TraceWriter:
-    """Records the state machine's input and output; also creates its nonces, which are part of the
-    input."""
+    """Records the state machine's input and output in a thread. Also creates its nonces, which are
+    part of the input."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class TraceWriter:
         mint: Callable[[], str] = mint_nonce,
         now: float | None = None,
     ) -> None:
-        """`now`: the loop's time, if its clock is not this host's."""
+        """`now`: the loop's time, if its clock is not `time.monotonic`."""
         self._start = start
         self._mint = mint
         self._minted: list[str] = []
@@ -115,7 +116,8 @@ class TraceWriter:
         return nonce
 
     def took(self, event: JobEvent, now: float, effects: list[JobEffect]) -> None:
-        """Record an event and its effects; never blocks."""
+        """Record an event and its effects; never blocks. At MAX_QUEUED the event is dropped and
+        counted."""
         if not effects and isinstance(event, Heard) and isinstance(event.report, Beat):
             self._beats.append((now, event.session, event.report.number))
             if len(self._beats) >= BEATS_PER_LINE or now - self._beats[0][0] >= BEATS_WAIT:
@@ -124,12 +126,12 @@ class TraceWriter:
         self._hand_over(_Step(event, now, self._nonces(), tuple(effects)))
 
     def raised(self, event: JobEvent, now: float, fault: Exception) -> None:
-        """Record an event that the state machine failed on."""
+        """Record an event at which the state machine raised."""
         what = f"{type(fault).__name__}: {fault}"
         self._hand_over(_Step(event, now, self._nonces(), (), what))
 
     def close(self, limit: float) -> None:
-        """Write what is queued, `limit` seconds at most, and stop."""
+        """Write what is queued and stop; blocks for `limit` seconds at most."""
         self._hand_over(None)
         self._queue.put(None)
         self._ended.wait(limit)
@@ -139,7 +141,8 @@ class TraceWriter:
         return minted
 
     def _hand_over(self, step: _Step | None) -> None:
-        """Queue in order: first the batched heartbeats, then the step."""
+        """Queue the batched heartbeats, then the step; if the queue is full, count them as
+        dropped."""
         beats, self._beats = self._beats, []
         if self._queue.qsize() >= MAX_QUEUED:
             self._dropped += len(beats) + (step is not None)
@@ -172,7 +175,7 @@ class TraceWriter:
 
 
 class _Ring:
-    """The two files; used by the thread only. OSError if the disk fails."""
+    """The two files; used by the thread only. Raises OSError if the disk fails."""
 
     def __init__(self, folder: Path, start: MasterStart, most: int, began: float) -> None:
         self._path = folder / FILE
@@ -188,7 +191,8 @@ class _Ring:
         self._midst = False
 
     def open(self) -> None:
-        """Append to what earlier masters have written."""
+        """Open the file, to append to what earlier masters wrote. Raises OSError if the disk is
+        nearly full."""
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         room = os.statvfs(self._path.parent)
         self._most = min(self._most, room.f_bavail * room.f_frsize // SHARE)
@@ -200,7 +204,7 @@ class _Ring:
         self._head(self._began)
 
     def write(self, item: _Step | _Beats | int) -> None:
-        """Write one line; switch to the next file when this one is full."""
+        """Write one line; begin a new file when this one is full."""
         if isinstance(item, int):
             self._put(json.dumps({"dropped": item}))
         elif isinstance(item, list):
@@ -226,7 +230,7 @@ class _Ring:
     def _open(self) -> None:
         fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         self._file = open(fd, "a", encoding="utf-8")  # noqa: SIM115
-        self._size = os.fstat(fd).st_size  # without the head, which grows with the job
+        self._size = os.fstat(fd).st_size
 
     def _turn(self, now: float) -> None:
         self._file.close()
@@ -234,7 +238,7 @@ class _Ring:
         self._open()
         self._midst = True
         self._head(now)
-        self._size = 0
+        self._size = 0  # without the head, which grows with the job
 
     def _put(self, line: str) -> None:
         self._size += self._file.write(line + "\n")
