@@ -1,13 +1,13 @@
-"""The command `elasticrun`, which `python -m elasticrun` is, too.
+"""Entry point of the command `elasticrun` and of `python -m elasticrun`.
 
-Until an agent has installed its handlers, Ctrl-C ends it like any program: by the signal, without
-output. (Python's own way would print where in our imports it was.) The first process of a container
-cannot be ended by a signal that it does not handle.
+Until the agent installs its own handlers, Ctrl-C kills the process without output. (Python's
+default handler would print a traceback that ends in our imports.) The first process of a container
+is not killed by a signal that it does not handle, so there a handler exits with 130.
 """
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # below `signal`, whose import takes longer
+import _signal  # type: ignore[import-not-found]  # `signal` takes longer to import
 import os
 
 if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:

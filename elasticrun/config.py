@@ -1,10 +1,10 @@
-"""Every setting with its default: what it is, and the effect of raising it.
+"""Every setting with its default, and the records that the command line resolves to.
 
-The constants are the defaults. `Launch` is what the user asked for; nothing changes it once the
-command line is read. `Place` is where the master is, as far as that has been found. `Identity` is
-what has been minted. The agent and the master are started with these, which travel as JSON
-(`wire.types`) over inherited descriptors between processes of one installation, so no version is
-negotiated. Nothing here reads the environment.
+The constants are the defaults; most texts say what raising one does. `Launch` is what the user
+asked for; nothing changes it once the command line is read. `Place` is where the master is, as far
+as that is known. `Identity` is who the job and the node are. A process that starts an agent or a
+master passes these as JSON (`wire.types`) over an inherited descriptor. Both processes belong to
+one installation, so no version is negotiated. Nothing here reads the environment.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from elasticrun.wire.messages import JobSpec
 from elasticrun.wire.types import Entrypoint
 
 MAX_CONFIG_BYTES = 8 * 1024 * 1024
-"""Larger than an environment plus a command line can be (2 MB each on Linux) with JSON's
-escapes."""
+"""Maximum size of that JSON for an agent: more than an environment plus a command line (at most 2
+MB each on Linux) with JSON's escapes."""
 
 # ---------------------------------------------------------------- rendezvous (seconds)
 
 JOIN_TIMEOUT: Final = 600.0
-"""How long nodes wait for `min` nodes before the job ends; raise it for slow schedulers."""
+"""How long the job waits for `min` nodes before it ends; raise it for slow schedulers."""
 
 LAST_CALL_TIMEOUT: Final = 30.0
-"""Longest silence during last call, the wait for more nodes once `min` are present. Raise it when
-nodes start far apart and a small first round costs more than the wait. Last call ends early when
-`max` are present."""
+"""Longest time without an arrival during last call, the wait for more nodes once `min` have joined.
+Raise it when nodes start far apart and a small first round costs more than the wait. Last call ends
+early when `max` have joined."""
 
 LAST_CALL_QUIET: Final = 0.5
-"""Last call ends when no node has joined for this long (or for twice the largest gap between joins
-so far, if that is longer). Raising it delays every elastic start."""
+"""Last call ends when no node has arrived for this long (or for twice the largest gap between
+arrivals so far, if that is longer). Raising it delays every elastic start."""
 
 LAST_CALL_CAP_FACTOR: Final = 5.0
-"""Last call ends this many times `last_call_timeout` after it began, even if nodes still join."""
+"""Last call ends this many times `last_call_timeout` after it began, even if nodes still arrive."""
 
 HEARTBEAT_TIMEOUT: Final = 5.0
-"""A node is dead after this long without traffic on any channel; raise it for networks that
-pause."""
+"""A node with a broken stream is dead after this long without traffic, counting the silence before
+the break; raise it for networks that pause. Connected nodes: see SLUGGISH_DEAD."""
 
 SUSPECT_CONFIRM: Final = 0.15
-"""A node whose kernel closed its stream is declared dead after this time if ranks of another node
-lost it too. A living agent redials immediately after a reset, and twice more within this time.
-Raising it makes node loss slower, but fewer resets are taken for deaths."""
+"""A node whose kernel closed its stream is declared dead after this time if ranks of its round
+failed on another node too. A living agent redials immediately after a reset, and twice more within
+this time. Raising it delays the detection of lost nodes, but fewer resets are taken for deaths."""
 
 REDIAL_GRACE: Final = 0.5
-"""After a silence, a node has at least this long to redial once its stream is found broken."""
+"""Except under SUSPECT_CONFIRM, a node has at least this long to redial after its stream broke."""
 
 BEAT_INTERVAL: Final = 1.0
 """Interval of an agent's heartbeats; raise it to save CPU at thousands of nodes."""
@@ -57,34 +57,34 @@ SLUGGISH_DEAD: Final = 60.0
 """A node that answers pings but sends no heartbeats is declared dead only after this long."""
 
 STOPPED_AFTER: Final = 3.0
-"""A stream that breaks after this long without traffic was broken by unanswered pings: the node
-hangs, or its network does. If only the agent dies, the kernel closes its streams at once."""
+"""A stream that breaks after this long without traffic was broken by unanswered pings: the node is
+stopped, or its network is down. If only the agent dies, the kernel closes its streams at once."""
 
 MASTER_LOST_TIMEOUT: Final = 600.0
 """How long ranks keep training, and agents wait, without a reachable master."""
 
 REATTACH_GRACE: Final = 15.0
-"""How long a master without a record waits for the nodes of the round that agents report."""
+"""How long a new master waits for nodes of the previous master's round that have not redialled."""
 
 GROW_YOUNG: Final = 60.0
-"""A round younger than this admits new nodes at once: little work is lost."""
+"""A round younger than this admits new nodes after a short last call: little work is lost."""
 
 GROW_COOLDOWN: Final = 600.0
-"""An older round admits new nodes once this much time has passed since it began (`--grow=now`: at
-once)."""
+"""An older round admits new nodes once this much time has passed since it began (`--grow=now`:
+without this wait)."""
 
 MASS_SILENCE_HOLD: Final = 30.0
-"""When more than half of a round's nodes (at least three) fall silent together, the master assumes
-that it is cut off itself, and declares no node dead for this long."""
+"""When more than half of a round's nodes fall silent together (in a round of three or more), the
+master assumes that it is cut off itself, and declares no node dead for this long."""
 
 EXCLUDE_SILENT_AFTER: Final = 2
 """After this many deaths by silence within ten minutes a node is in backoff for 2, 4, 8 ...
 minutes."""
 
 EXCLUDE_BRIEF_AFTER: Final = 3
-"""A node is also in backoff after this many incarnations within ten minutes died less than
-RESTART_HEALTHY_AFTER after they entered a round, if the other nodes suffice. Raise it and a node
-that crashes whenever it trains costs more rounds before it is kept out."""
+"""A node is also put in backoff when this many of its incarnations died within ten minutes, each
+less than RESTART_HEALTHY_AFTER after it entered a round. If this is raised, a node that crashes
+whenever it trains costs more rounds before it is kept out."""
 
 # ---------------------------------------------------------------- restarts
 
@@ -93,41 +93,42 @@ ELASTIC_RESTARTS: Final = 3
 fixed number of nodes has 0, as under torchrun."""
 
 RESTART_BACKOFF: Final = 30.0
-"""Longest wait between restarts of ranks that fail again at once; 0 never waits."""
+"""Longest wait before ranks that keep failing early are restarted; 0: never wait."""
 
 RESTART_HEALTHY_AFTER: Final = 30.0
-"""A rank that ran this long was healthy: its next restart is immediate again."""
+"""A round that ran this long was healthy: the restart after it is immediate again."""
 
 RESTART_WINDOW: Final = 0.0
 """The restart budget counts failures within this many seconds; 0 counts the whole job."""
 
 EXCLUDE_FAILING_AFTER: Final = 3
 """A node whose ranks were the root cause in this many consecutive rounds is put in backoff, if the
-other nodes suffice. Raise it and a bad machine costs more restarts before it is recognised."""
+other nodes suffice. If this is raised, a bad machine costs more restarts before it is
+recognised."""
 
 STORM_NODES: Final = 16
-"""From this many nodes on, a second loss soon after the first is treated as part of a larger event
-(a switch, a rack): the next round waits until losses stop."""
+"""In a round of this many nodes or more, a second loss soon after the first is treated as part of a
+larger event (a switch, a rack): the next round waits until losses stop."""
 
 STORM_WINDOW: Final = 120.0
 """A loss within this time of the previous one belongs to the same event."""
 
 STORM_QUIET: Final = 60.0
-"""Such an event is over after this long without a loss. Raise it if losses are further apart; lower
-it and an event spread over minutes costs more than two rounds."""
+"""Such an event is over after this long without a loss. Raise it if losses are further apart; if it
+is lowered, an event spread over minutes costs more than two rounds."""
 
 STORM_LONGEST: Final = 300.0
-"""Longest time that an event without an end delays a round."""
+"""Longest time by which one such event delays a round."""
 
 # ---------------------------------------------------------------- node health
 
 PROBE_LIMIT: Final = 60.0
-"""Seconds for one probe of the network check; a probe that takes longer is killed and has failed.
-Raise it if NCCL takes long to find its links (`--rdzv-conf probe_timeout=`)."""
+"""Seconds for one probe of the network check; a probe that takes longer is killed and counts as
+failed. Raise it if NCCL takes long to find its links (`--rdzv-conf probe_timeout=`)."""
 
 PROBE_ANSWER_SLACK: Final = 10.0
-"""How much longer than the probe's limit the master waits for a node's answer before it counts as
-failed."""
+"""Seconds beyond the probe's limit that the master waits for a node's answer; without an answer the
+probe counts as failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,7 @@ class ProbeLoad:
     dtype: str  # torch's name of their type
     matmuls: int  # timed in a row; their mean counts
     size: int  # bytes of the all_reduce within a group of two or three nodes
-    transfers: int  # timed all_reduces, of each size
+    transfers: int  # timed all_reduces per size
     warmup: int  # matmuls and all_reduces before the timed ones
     perf_sizes: tuple[int, ...]  # bytes of the all_reduces of --comm-perf-test
 
@@ -176,7 +177,7 @@ SLOW_FOR: Final = 30.0
 """During training, a node is suspected after it was slow for this long without interruption."""
 
 STRAGGLERS_PER_HOUR: Final = 2
-"""Maximum number of nodes excluded as slow within an hour; raise it and wrong measurements can
+"""Maximum number of nodes excluded as slow within an hour; if it is raised, wrong measurements can
 shrink the job faster."""
 
 EXCLUDE_FOR: Final = 3600.0
@@ -185,14 +186,14 @@ EXCLUDE_FOR: Final = 3600.0
 # ---------------------------------------------------------------- snapshots
 
 REPLICA_LIMIT: Final = 120.0
-"""Longest time for copying one snapshot to second nodes (`Checkpointer(replicas=1)`). After that
-the snapshot gets no replicas and older ones may be overwritten. Raise it for large states on slow
+"""Longest time for copying one snapshot to other nodes (`Checkpointer(replicas=1)`). After that the
+snapshot gets no replicas and older ones may be overwritten. Raise it for large states on slow
 networks."""
 
 ORPHAN_GRACE: Final = 900.0
-"""Seconds for which the memory of a killed agent is kept for the next agent of its job and node,
-counted from when another agent of this user found it. It is released sooner if another job needs
-the memory. Raise it if agents take longer to return."""
+"""Seconds for which the shared memory of a killed agent is kept for the next agent of its job and
+node, counted from when another agent of this user found it. It is released sooner if another job
+needs the memory. Raise it if agents take longer to return."""
 
 SAVE_LIMIT: Final = 120.0
 """Seconds that one attempt to write a checkpoint may take; after that it is abandoned and its
@@ -210,7 +211,7 @@ DEPARTURE_GRACE: Final = 25.0
 once."""
 
 CHILD_EXIT_TIMEOUT: Final = 30.0
-"""Seconds for which processes left by ranks may keep running after a clean exit
+"""Seconds for which processes that ranks leave behind may keep running after a clean exit
 (`--child-exit-timeout`), for example a final upload. 0: they are killed at once."""
 
 SPAWN_TIMEOUT: Final = 300.0
@@ -226,35 +227,35 @@ RECALL_LEAST: Final = 5.0
 communicator takes seconds where the last time it took a tenth of one."""
 
 STUCK_AFTER: Final = 30.0
-"""A process that still exists this long after SIGKILL is in uninterruptible sleep; the node logs
-it."""
+"""A process that still exists this long after SIGKILL is in uninterruptible sleep: the node logs
+it, and its agent exits with EXIT_BAD_NODE."""
 
 LOG_DRAIN: Final = 0.5
-"""How long the console copy of a dead rank's log is still read before the rest is abandoned."""
+"""How long the log of an exited rank is still copied to the console before the rest is dropped."""
 
 # ---------------------------------------------------------------- leadership through etcd (seconds)
 
 LEADER_TTL: Final = 3
-"""Lease of the leadership: a lost master is replaced this long after its last renewal. Lower it and
-a pause of etcd causes a change of masters (which no rank notices); raise it and losing a host costs
-more. etcd grants at least 2 s."""
+"""Lease of the leadership: a master that is lost can be replaced this long after its last renewal.
+If it is lowered, a pause of etcd causes a change of masters (which no rank notices); if it is
+raised, losing a host costs more. etcd grants at least 2 s."""
 
 LEADER_RENEW: Final = 0.75
-"""Interval of the lease renewals; an answered renewal counts from the time it was sent."""
+"""Interval of the lease renewals; a confirmed renewal counts from the time it was sent."""
 
 CANDIDATE_TTL: Final = 5
 """How long one agent may take to start a master before the next one tries."""
 
 LEADER_CALL_LIMIT: Final = 0.8
-"""Limit for a renewal at one etcd server, so that one that is down leaves time for two others."""
+"""Limit for a renewal at one etcd server: if it is down, there is time to try two others."""
 
 OUTCOME_KEPT: Final = 3600
-"""How long etcd remembers how a job ended: an agent that arrives later learns it and starts
+"""How long etcd keeps the outcome of a job: an agent that arrives later reads it and starts
 nothing."""
 
 SAVED_KEPT: Final = 30
-"""The same for a job that ended with EXIT_SAVED. It is meant to be started again, even under the
-same name; until then agents that missed the end learn of it."""
+"""The same for a job that ended with EXIT_SAVED. Such a job is meant to be started again, even
+under the same name; until then, agents that missed the end read its outcome."""
 
 RECORD_KEPT: Final = 7 * 24 * 3600
 """How long etcd keeps the record of a job whose nodes have all disappeared without ending it."""
@@ -265,20 +266,20 @@ ETCD_CALL_LIMIT: Final = 2.0
 # ---------------------------------------------------------------- bounds
 
 MAX_SESSIONS: Final = 20_000
-"""Maximum number of streams of one master; further ones are refused with a message."""
+"""Maximum number of nodes of one master; more are refused with a message."""
 
 CONSOLE_QUEUE_LINES: Final = 10_000
-"""Lines of rank output buffered for a frozen terminal; further lines are dropped and counted."""
+"""Lines of rank output buffered while the terminal does not read; more are dropped and counted."""
 
 # ---------------------------------------------------------------- exit codes
 
-# A scheduler sees nothing but the exit code (docs/decisions/024). The table in
-# core/rounds/failures.py says which end of a job has which code.
+# A scheduler sees only the exit code (docs/decisions/024). The table in core/rounds/failures.py
+# assigns one to each way a job ends.
 
 EXIT_OK: Final = 0
 """Done."""
 EXIT_FAILED: Final = 1
-"""Failed, or told to leave with nothing saved: may be retried."""
+"""Failed, or ordered to leave with nothing saved: may be retried."""
 EXIT_USAGE: Final = 2
 """The command line is wrong: a retry cannot help."""
 EXIT_BAD_NODE: Final = 75
@@ -286,7 +287,7 @@ EXIT_BAD_NODE: Final = 75
 EXIT_FINAL: Final = 93
 """Must not be retried; a script also exits with it to say so."""
 EXIT_SAVED: Final = 99
-"""Told to leave, and a step that all ranks saved is in storage: resume from there."""
+"""Ordered to leave, and a step that all ranks saved is in storage: resume from there."""
 
 EXIT_PORT_TAKEN: Final = 79
 """The master's port is in use by another process (only the master exits with it)."""
@@ -296,14 +297,14 @@ leadership is in etcd exits with it; its agents connect to the leader."""
 
 
 FIRST_PORT: Final = 29400
-"""The master's port if none was given, or the first free one after it."""
+"""The first port that the master tries if none was given; it takes the first free one."""
 
 # ---------------------------------------------------------------- what the command line resolves to
 
 
 @dataclass(frozen=True, slots=True)
 class LogPlan:
-    """Where the output of ranks goes; the words are torchrun's (0 none, 1 out, 2 err, 3 both)."""
+    """Where the output of ranks goes; the numbers are torchrun's (0 none, 1 out, 2 err, 3 both)."""
 
     log_dir: str | None  # None: a fresh folder under $TMPDIR; "/dev/null": no files at all
     redirects: dict[int, int] = field(default_factory=dict)  # by local rank, else redirects_all
@@ -350,8 +351,8 @@ class JoinCommand:
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """PEM files for a node's TLS; `ca` alone verifies the master and presents no certificate of
-    ours."""
+    """PEM files for a node's TLS. With `ca` alone, the node verifies the master and presents no
+    certificate."""
 
     cert: str = ""
     key: str = ""
@@ -367,13 +368,13 @@ class MasterPlan:
     # where each setting of the job's spec comes from, for display
     sources: dict[str, str] = field(default_factory=dict, compare=False)
     store: str = ""  # "etcd://host:port[,host:port]"; "": the master's own disk
-    to_join: JoinCommand | None = None  # what other nodes run, if they meet here
+    to_join: JoinCommand | None = None  # what other nodes run, if they join this master
     run: RunPlan = field(default_factory=RunPlan)
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What the user asked one agent for; made by `cli.resolve`, and never changed."""
+    """What the user asked of one agent; made by `cli.resolve`, and never changed."""
 
     spec: JobSpec  # without the job's id, which is in Identity
     entry: Entrypoint
@@ -428,9 +429,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this job and this node are, and how they prove it. The user gives these, or they are
-    minted: the job's id by `cli.resolve`, the token by `agent.link.trust`, both taken over from the
-    job that `agent.rendezvous.finding` finds, and the node's id by `agent.link.identity`."""
+    """Who this job and this node are, and how they prove it. What the user does not give is minted:
+    the job's id by `cli.resolve`, the token by `agent.link.trust`, the node's id by
+    `agent.link.identity`. If `agent.rendezvous.finding` finds a job, its id and token are used
+    instead."""
 
     job_id: str
     named: bool = False  # the user chose the job's id
@@ -446,15 +448,15 @@ def spec_of(launch: Launch, identity: Identity) -> JobSpec:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The Python program that an agent runs for; its exceptions report failures."""
+    """The Python program that started the agent; failures reach it as exceptions."""
 
     console_fds: tuple[int, int]  # where tee'd output is shown: stdout's, stderr's
-    variables: dict[str, str] = field(default_factory=dict)  # further ones for every rank
+    variables: dict[str, str] = field(default_factory=dict)  # environment for every rank
 
 
 @dataclass(frozen=True, slots=True)
 class CalledLaunch:
-    """What a Python program hands to the agent that it starts."""
+    """What a Python program passes to the agent that it starts."""
 
     launch: Launch
     place: Place
@@ -469,7 +471,7 @@ class MasterConfig:
     identity: Identity  # of the job; the node id in it has no effect
     host: str  # address to bind
     port: int  # 0: any
-    spec: JobSpec | None  # None: the first agent's
+    spec: JobSpec | None  # None: that of the first agent
     launch: MasterPlan = field(default_factory=MasterPlan)
     status_host: str = "127.0.0.1"
     lifeline_fd: int = -1  # exit when this pipe reaches EOF (standalone); -1: none
@@ -478,8 +480,8 @@ class MasterConfig:
     replaces: str = ""  # how the previous master that this agent started ended, if it had served:
     # "was killed by signal 9"; "": there was none
     linger: float = 5.0  # seconds that agents have to receive the outcome
-    record_dir: str = ""  # folder of record and trace, on a local disk; "": no record. With
-    # `launch.store` the record is there, and only the trace here
+    record_dir: str = ""  # folder of record and trace, on a local disk; "": no record. If
+    # `launch.store` is set, the record is in etcd and only the trace here
     advertise: str = ""  # host that agents dial if they find the master through etcd
     holder: str = ""  # incarnation of the agent that starts this master, in etcd's leader key
     log_dir: str = ""  # where incidents are written; "": the run folder

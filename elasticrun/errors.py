@@ -2,7 +2,7 @@
 equivalents.
 
 A caller who writes `except ChildFailedError` has imported torch's class, so that class must be
-raised. A caller without torch should not spend a second importing torch in order to fail.
+raised. A caller that has not imported torch should not spend a second on the import only to fail.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ class ProcessFailure:
 
 
 class ChildFailedError(Exception):
-    """Ranks failed and no restart was left. `failures` is keyed by global rank;
-    `get_first_failure()` is the root cause of the whole job, on any node."""
+    """Ranks failed and no restart was left. `failures` is keyed by global rank. What
+    `child_failed_error` returns overrides both methods: the root cause is that of the whole job, on
+    any node."""
 
     def __init__(self, name: str, failures: dict[int, Any]) -> None:
         self.name = name
@@ -67,17 +68,17 @@ class ChildFailedError(Exception):
         super().__init__(self.format_msg())
 
     def get_first_failure(self) -> tuple[int, Any]:
-        """Global rank and failure of the root cause."""
+        """Global rank and failure with the earliest timestamp."""
         rank = min(self.failures, key=lambda rank: self.failures[rank].timestamp)
         return rank, self.failures[rank]
 
     def format_msg(self, boarder_delim: str = "=", section_delim: str = "-") -> str:
-        """The summary, as torchrun prints it (torch's parameters, without effect)."""
+        """The text of the exception: here, `name` only. Torch's parameters have no effect."""
         return self.name
 
 
 class SignalException(Exception):
-    """This process received a death signal, and therefore ended the ranks."""
+    """This process received a death signal and therefore stopped the ranks."""
 
     def __init__(self, msg: str, sigval: signal.Signals) -> None:
         super().__init__(msg)
@@ -85,14 +86,15 @@ class SignalException(Exception):
 
 
 def child_failed_error(name: str, failures: Sequence[Failure]) -> Exception:
-    """The exception for these failures, of which the first is the root cause."""
+    """The exception for these failures, the root cause first. Its class is a subclass of torch's
+    ChildFailedError, or of ours, with the same name."""
     torch = sys.modules.get(_TORCH_ERRORS)
     base: type[Any] = getattr(torch, "ChildFailedError", ChildFailedError)
     root = failures[0]
     text = format_failures(name, failures, root)
 
     class Rooted(base):  # type: ignore[misc]
-        # torch's method picks the earliest whole second as the cause, and reads files that may be
+        # torch's methods take the earliest whole second as the cause, and read files that may be
         # on another node.
         def get_first_failure(self) -> tuple[int, Any]:
             return root.rank, self.failures[root.rank]

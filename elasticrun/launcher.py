@@ -39,8 +39,8 @@ T = TypeVar("T")
 
 
 def _ignore_unknown_fields(cls: type[T]) -> type[T]:
-    """Let a dataclass accept fields of a later torch: they are ignored, and a log line names
-    them."""
+    """Class decorator: `__init__` ignores unknown fields (of a later torch), and logs a warning
+    that names them."""
     known = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     generated = cls.__init__
 
@@ -60,13 +60,13 @@ def _ignore_unknown_fields(cls: type[T]) -> type[T]:
 class LaunchConfig:
     """What to launch on how many nodes; fields and defaults are torch's (2.13 and later).
 
-    `rdzv_backend` defaults to "etcd" there. Here etcd is never used: a job of one node without an
-    endpoint needs no rendezvous, and with more nodes `rdzv_endpoint` names the node whose agent
-    starts the job master, whatever the backend's name. `monitor_interval` and `metrics_cfg` have no
-    effect (nothing is polled; the job master's status page has metrics). $ELASTICRUN_ON_HANG and
-    $ELASTICRUN_HANG_LIMIT configure the reaction to a hang, because no field does. `logs_specs` is
-    torch's DefaultLogsSpecs or None; for your own class use the entry-point group
-    `torchrun.logs_specs`.
+    `rdzv_backend` defaults to "etcd", as in torch, but etcd is never used: a job of one node
+    without an endpoint needs no rendezvous, and with more nodes `rdzv_endpoint` names the node
+    whose agent starts the job master, whatever the backend's name. `monitor_interval` and
+    `metrics_cfg` have no effect (nothing is polled; the job master's status page has metrics).
+    $ELASTICRUN_ON_HANG, $ELASTICRUN_HANG_LIMIT and $ELASTICRUN_CHILD_EXIT_TIMEOUT set what has no
+    field. `logs_specs` is torch's DefaultLogsSpecs or None; for your own class use the entry-point
+    group `torchrun.logs_specs`.
     """
 
     min_nodes: int
@@ -110,7 +110,8 @@ class elastic_launch:
     """`elastic_launch(config, entrypoint)(*args)` runs the entry point as ranks of this node.
 
     The entry point is a function (called with `args` in every rank) or the path of a program
-    (executed with `args`). Returns the function's results by global rank (None for programs).
+    (executed with `args`). Returns the results of this node's ranks by global rank (None for
+    programs).
     """
 
     def __init__(
@@ -134,10 +135,11 @@ def launch_agent(
     args: list[Any],
     health_check_server: Any = None,
 ) -> dict[int, Any]:
-    """Run one agent to the end of its job; see `elastic_launch`.
+    """Run one agent to the end of its job; see `elastic_launch`. Sets an empty `config.run_id`, and
+    TORCHELASTIC_SIGNALS_TO_HANDLE in the environment of this process.
 
     Raises ChildFailedError if ranks failed and no restart was left, SignalException if this process
-    received a death signal meanwhile (both are torch's classes if torch's are imported),
+    received a death signal meanwhile (both are torch's classes if the caller has imported them),
     LaunchError for other failures, ValueError for an invalid configuration.
     """
     if health_check_server is not None:
@@ -170,7 +172,7 @@ def entrypoint_name(entrypoint: Callable[..., Any] | str | None, args: list[Any]
 def resolved(
     config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: list[Any]
 ) -> Resolved:
-    """What the configuration asks for. Raises ValueError with a sentence for an invalid one."""
+    """Resolve the configuration as the command line does. Raises ValueError if it is invalid."""
     numa = config.numa_options
     program = EntryPlan(
         entry=entry_of(entrypoint, args),
@@ -192,8 +194,8 @@ def resolved(
 
 
 def entry_of(entrypoint: Callable[..., Any] | str, args: list[Any]) -> Entrypoint:
-    """The entry point for the spawner. This interpreter with a script or a module is recognized, so
-    that the rank can be forked."""
+    """The entry point as the spawner needs it. This interpreter with a script or a module becomes
+    SCRIPT or MODULE, so that its ranks can be forked."""
     if callable(entrypoint):
         return Entrypoint(EntryKind.FUNCTION, entrypoint_name(entrypoint, args))
     words = [str(arg) for arg in args]
@@ -207,7 +209,8 @@ def entry_of(entrypoint: Callable[..., Any] | str, args: list[Any]) -> Entrypoin
 
 
 def run_program(found: Resolved, name: str) -> dict[int, Any]:
-    """Run an agent whose ranks are programs; every rank's result is None."""
+    """Run an agent whose ranks are programs. Return None for each rank of this node; the global
+    ranks assume that every node has as many ranks. Raises as `launch_agent` does."""
     raise_for(_outcome(found), name)
     nproc = found.launch.nproc_per_node
     first = max(found.launch.node_rank, 0) * nproc
@@ -217,7 +220,8 @@ def run_program(found: Resolved, name: str) -> dict[int, Any]:
 def run_function(
     found: Resolved, function: Callable[..., Any], args: tuple[Any, ...], name: str
 ) -> dict[int, Any]:
-    """Run an agent whose ranks call a function; results by global rank."""
+    """Run an agent whose ranks call a function. Return their results by global rank. Raises as
+    `launch_agent` does."""
     token = secrets.token_hex(8)
     mark = f"{env.CALLER}={token}".encode()
     spawner = FunctionSpawner(function, args, found.launch.start_method, mark)
@@ -230,8 +234,8 @@ def _outcome(
     spawner: FunctionSpawner | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> Exit:
-    """Run an agent to the end; neither it nor its ranks remain. `variables`: added for every
-    rank."""
+    """Run an agent until it exits; neither the agent nor its ranks are left. `variables`: extra
+    environment variables of every rank."""
     end = None if spawner is None else spawner.agents_end
     agent = AgentProcess(found.launch, found.place, found.identity, end, variables or {})
     try:
@@ -246,7 +250,7 @@ def _outcome(
 
 
 def raise_for(outcome: Exit, name: str) -> None:
-    """Raise the exception for this end of a job; nothing for success."""
+    """Raise the exception that this outcome stands for; no-op for success."""
     if outcome.signum:
         raise signal_exception(outcome.signum)
     if outcome.failures:
@@ -295,7 +299,7 @@ def _as_flags(config: LaunchConfig) -> argparse.Namespace:
 
 
 def _numa_word(options: Any) -> str | None:
-    """The --numa-binding word for torch's NumaOptions."""
+    """The --numa-binding value for torch's NumaOptions."""
     if options is None:
         return None
     mode = getattr(options, "affinity_mode", options)

@@ -56,7 +56,7 @@ def get_args_parser() -> argparse.ArgumentParser:
 
 
 def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line (None: sys.argv); exits the process on an error."""
+    """Parse a command line (None: sys.argv); exit the process on an error."""
     return get_args_parser().parse_args(args)
 
 
@@ -66,11 +66,11 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Launch the job of the namespace and return when it has succeeded.
+    """Launch the job that the namespace describes; return when it has succeeded.
 
     Raises ChildFailedError if ranks failed and no restart was left, SignalException if this process
-    received a death signal (torch's classes, if torch's are imported), LaunchError for other
-    failures, ValueError for invalid settings.
+    received a death signal (torch's classes, if the caller has imported them), LaunchError for
+    other failures, ValueError for invalid settings.
     """
     found = _resolve(args)
     for note in found.notes:
@@ -100,8 +100,8 @@ def config_from_args(
 
 
 def parse_min_max_nnodes(nnodes: str) -> tuple[int, int]:
-    """`N` or `MIN:MAX` as two numbers. Raises RuntimeError for another number of colons, and
-    ValueError for other text, as torch's function does."""
+    """`N` or `MIN:MAX` as two numbers. Raises RuntimeError for more than one colon, and ValueError
+    for other text, as torch's function does."""
     parts = nnodes.split(":")
     if len(parts) > 2:
         raise RuntimeError(f'nnodes={nnodes} is not in "MIN:MAX" format')
@@ -109,8 +109,8 @@ def parse_min_max_nnodes(nnodes: str) -> tuple[int, int]:
 
 
 def determine_local_world_size(nproc_per_node: str) -> int:
-    """The number of ranks that `N`, cpu, gpu, xpu, auto or a private backend's name means on this
-    node. Raises ValueError."""
+    """The number of local ranks that `N`, cpu, gpu, xpu, auto or the name of a private backend
+    means on this node. Raises ValueError."""
     wish = argparse.Namespace(
         nproc_per_node=str(nproc_per_node), standalone=True, training_script="-",
         training_script_args=(),

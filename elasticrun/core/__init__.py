@@ -1,4 +1,4 @@
-"""All decisions of elasticrun, and nothing else.
+"""All decisions of elasticrun: pure state machines.
 
 Forbidden: I/O, clocks, threads, locks, logging, randomness, grpc, torch. Time is an argument
 (`now`, monotonic seconds of the calling process). Nonces come from an argument (`mint`, a
@@ -7,9 +7,9 @@ agent's, `worker.group.WorkerGroup`, have the same interface:
 
     step(event, now) -> list[Effect]     the only mutation; deterministic
     next_deadline() -> float | None      when step(Tick(), now) is due at the latest; no side effect
-    status()                             a frozen picture, with a reason for every wait
+    status()                             an immutable status, with a reason for every wait
 
-A large state machine has components, each with its own state. The components of `job.job` (streams,
-health, snapshots, ...) share a `context` and return `wishes`. `worker.group` has one for how the
-node leaves and one for its probe.
+A large state machine has components, each with its own state. Components share a `context` and
+return `wishes`. Those of `job.job` are streams, health, snapshots and others; those of
+`worker.group` are leaving, probing and recall.
 """

@@ -19,8 +19,8 @@ from elasticrun.wire import messages as m
 
 
 class JobContext:
-    """One job. Every component queries the state machines here, and adds its orders and notes to
-    `out`, which keeps their order."""
+    """The shared state of one job. Components query the state machines here, and append their
+    orders and notes to `out`, in order."""
 
     def __init__(self, spec: m.JobSpec, term: int, mint: Callable[[], str], now: float) -> None:
         """`mint` returns a nonce for every round, every probe and every attempt to write a
@@ -29,7 +29,7 @@ class JobContext:
         self.term = term
         self.mint = mint
         self.now = now  # monotonic seconds, of the event being processed
-        self.away = 0.0  # seconds in which the master did not listen
+        self.away = 0.0  # seconds in which the master was not listening
         self.nodes = Nodes()
         self.membership = Membership(self.nodes, heartbeat_timeout=spec.heartbeat_timeout)
         self.flaps = FlapHistory()
@@ -41,12 +41,13 @@ class JobContext:
         self.downtime: defaultdict[Cause, float] = defaultdict(float)
         """Seconds without training, by cause of the closed incidents."""
         self.hung = 0.0  # seconds of hangs within incidents
-        self.newest = -1  # newest step reported by ranks of a round that ended; -1: unknown
+        self.newest = -1  # newest step in reports of the end of the current round; -1: none
         self.round: Round | None = None  # the last one that was formed or adopted
-        self.dumps = 0  # as in the facts
+        self.dumps = 0  # the number of the last folder of stacks
         self.recoveries: deque[float] = deque(maxlen=200)
-        """Seconds between ranks running again and training again, of the last restarts."""
-        self.waits: tuple[LongWait, ...] = ()  # as in the facts
+        """For the last restarts: seconds from when the ranks ran again to when they trained
+        again."""
+        self.waits: tuple[LongWait, ...] = ()  # the longest that ended well, for each place
         self.scaled = False  # an operator has changed the number of nodes
         self.outcome: m.End | None = None
         self.out: list[fx.JobEffect] = []
@@ -68,7 +69,7 @@ class JobContext:
         self.out.append(fx.Send((session,), order))
 
     def broadcast(self, nodes: Iterable[str], order: m.Order) -> None:
-        """Send an order to those of these nodes that are connected."""
+        """Send an order to each of these nodes that is connected."""
         found = (self.nodes[node].session for node in nodes if node in self.nodes)
         sessions = tuple(session for session in found if session is not None)
         if sessions:

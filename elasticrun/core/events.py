@@ -47,7 +47,7 @@ class Note(Struct, frozen=True):
 
 
 class Attached(Struct, frozen=True):
-    """A stream was opened; its Hello has our protocol and job. `session` numbers streams."""
+    """A stream was opened, and its Hello names our protocol and job. `session` numbers streams."""
 
     session: int
     hello: Hello
@@ -82,8 +82,8 @@ class Overslept(Struct, frozen=True):
 
 
 class Requested(Struct, frozen=True):
-    """A request of a reader or an operator. `number` is unique. Each gets exactly one reply, at
-    once or later."""
+    """A request of a reader or an operator. `number` is unique. Each request gets exactly one
+    reply, in the same step or a later one."""
 
     number: int
     request: Request
@@ -116,9 +116,9 @@ class JobOver(Struct, frozen=True):
 
 
 class Record(Struct, frozen=True):
-    """Make these facts durable. Every later effect, of this step and of later steps, waits until
-    that is done, so no agent receives an order that the next master would not know of. Events are
-    still processed meanwhile (decision 012)."""
+    """Make these facts durable. Every later effect, of this step and of later steps, waits for
+    that, so no agent receives an order that the next master would not know of. Events are still
+    processed meanwhile (decision 012)."""
 
     facts: Facts
 
@@ -137,14 +137,14 @@ class Filed(Struct, frozen=True):
 
 
 class Judged(Struct, frozen=True):
-    """A verdict on what blocks the job was reached. `over`: it no longer applies."""
+    """Publish a verdict on what blocks the job. `over`: it no longer applies."""
 
     verdict: VerdictRow
     over: bool
 
 
 class FoundSlow(Struct, frozen=True):
-    """A node is slow, but stays in the job."""
+    """Publish that a node is slow but stays in the job."""
 
     node: str
     sentence: str
@@ -189,7 +189,7 @@ class RankArmed(Struct, frozen=True):
 
 
 class RankRaised(Struct, frozen=True):
-    """An exception has left the recoverable function of a rank, which waits for RecallRanks or
+    """An exception has left the recoverable function of a rank. The rank waits for RecallRanks or
     LetRankFail."""
 
     local_rank: int
@@ -221,8 +221,8 @@ class RanksSwept(Struct, frozen=True):
 
 class SpawnerLost(Struct, frozen=True):
     """The spawner died; the agent has killed and reaped its ranks. The runtime starts a new one
-    unasked; StoreReady says when it is usable. `time_us`: wall clock, microseconds, for the
-    failures of the ranks that died with it."""
+    without an effect; StoreReady says when it is usable. `time_us`: wall clock, microseconds, for
+    the failures of the ranks that died with it."""
 
     reason: str
     time_us: int = 0
@@ -256,7 +256,7 @@ class LinkBack(Struct, frozen=True):
 
 
 class ProbeEnded(Struct, frozen=True):
-    """The result of a RunProbe, also if its processes could not be started or had to be killed. All
+    """The result of a RunProbe, even if its processes could not be started or had to be killed. All
     its processes have been reaped. Arrives exactly once for each RunProbe, but never after
     CallOffProbe."""
 
@@ -286,7 +286,7 @@ class SpawnRanks(Struct, frozen=True):
     """Start all local ranks of this round; the runtime supplies environment, logs and keys.
 
     The runtime first releases the resources of the old ranks. `attempt` names the log folder.
-    `kept`: local ranks whose process waits since the last round; the new round starts in it.
+    `kept`: local ranks whose process waits for this round; their process is not started again.
     """
 
     start: Start
@@ -302,7 +302,7 @@ class RecallRanks(Struct, frozen=True):
 
 
 class LetRankFail(Struct, frozen=True):
-    """A rank that has raised fails by its own exception; RankExited follows."""
+    """Let a rank that has raised an exception fail with it; RankExited follows."""
 
     local_rank: int
 
@@ -315,8 +315,8 @@ class SignalRanks(Struct, frozen=True):
 
 
 class SweepRanks(Struct, frozen=True):
-    """All ranks of this round have exited: kill their remaining descendants, answer with
-    RanksSwept."""
+    """All ranks of this round have exited: end their remaining descendants, with SIGKILL after
+    `grace` seconds; answer with RanksSwept."""
 
     grace: float
 
@@ -349,11 +349,11 @@ class Obey(Struct, frozen=True):
 
 
 class RanksStopping(Struct, frozen=True):
-    """The ranks of this round are being stopped, or the first of them has failed."""
+    """Tell the parts of the agent: the ranks are being stopped, or the first of them has failed."""
 
 
 class RanksGone(Struct, frozen=True):
-    """No rank of this round is left."""
+    """Tell the parts of the agent: no rank of this round is left."""
 
     done: bool = False  # all exited with 0, and the round may continue on other nodes
 

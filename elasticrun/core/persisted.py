@@ -1,4 +1,4 @@
-"""The facts of a job that outlive its master: decisions, not how they came about.
+"""The facts of a job that outlive its master: decisions, not the events that led to them.
 
 A job emits `Record(facts)` before the orders that depend on them. The next master passes the newest
 `Facts` to its `Job`, which trusts them; old events are never replayed (decision 012). Facts are
@@ -35,7 +35,7 @@ class Seat(Struct, frozen=True):
 class RendezvousFacts(Struct, frozen=True):
     """The last round that was formed or adopted, its state, and what the job waits for."""
 
-    round: RoundInfo | None = None  # None: none was
+    round: RoundInfo | None = None  # None: no round yet
     store: Endpoint | None = None
     store_node: str = ""
     seats: tuple[Seat, ...] = ()
@@ -55,8 +55,9 @@ class RendezvousFacts(Struct, frozen=True):
 
 
 class LeftOut(Struct, frozen=True):
-    """A node that fell silent lately or died soon after it joined: the ages of these deaths, how
-    often it was put in backoff for them, and the seconds of backoff that remain."""
+    """A node that repeatedly fell silent, or repeatedly died soon after it joined: the ages of
+    these deaths, how often it was put in backoff for them, and the seconds of backoff that
+    remain."""
 
     node: str
     silences: tuple[float, ...]
@@ -99,8 +100,8 @@ class RestartFacts(Struct, frozen=True):
     """What failures have cost, and which nodes caused them."""
 
     count: int = 0  # restarts charged since the job began
-    charges: tuple[float, ...] = ()  # ages of the charges that still count
-    short_lives: int = 0
+    charges: tuple[float, ...] = ()  # ages of the charges within --restart-window; () without one
+    short_lives: int = 0  # consecutive rounds that failed soon after they began
     blamed: tuple[Blamed, ...] = ()
     excuse: str = ""  # why further failures in the last round cost nothing
     excuse_code: ReasonCode | None = None  # the typed reason of that text
@@ -176,13 +177,13 @@ class LedgerFacts(Struct, frozen=True):
     trained: int = 0  # microseconds spent on them
     saves: int = 0  # number of saves, summed over all slots
     nodes: tuple[LedgerNode, ...] = ()
-    stood: tuple[tuple[Cause, float], ...] = ()  # seconds without training, by cause of incidents
+    stood: tuple[tuple[Cause, float], ...] = ()  # seconds without training, by cause
     hung: float = 0.0  # seconds of hangs in these
 
 
 class Facts(Struct, frozen=True):
     """All facts: what the components share (`core/context.py`), and one entry per component. The
-    next master trusts them and asks the agents for the rest."""
+    next master trusts them and learns the rest from the agents."""
 
     spec: JobSpec
     term: int
@@ -205,6 +206,6 @@ class Facts(Struct, frozen=True):
 
 def aged(facts: Facts, seconds: float) -> Facts:
     """The same facts, `seconds` older. Without this, every crash of a master would restart an
-    exclusion or the window of the restart budget, and a master that crashes often enough would
-    never let them expire."""
+    exclusion or the window of the restart budget; if it crashed often enough, they would never
+    expire."""
     return replace(facts, age=facts.age + seconds) if seconds > 0.0 else facts

@@ -42,7 +42,7 @@ class LostContact(_Typed, frozen=True):
     long.
 
     `mute`: the agent is connected but sends nothing. `unheard`: nothing has arrived since the
-    master restarted.
+    master restarted. `gone_before`: the node had left before that.
     """
 
     how: Literal["closed", "broken", "mute", "unheard", "gone_before"]
@@ -85,8 +85,8 @@ class HasLeft(_Typed, frozen=True):
 
 
 class FirstToFail(_Typed, frozen=True):
-    """Ranks of this node failed first in `rounds` consecutive rounds. `rounds` is 1 if the node has
-    been in backoff before. `moved`: the node had different rank numbers in some of the rounds."""
+    """Ranks of this node failed first in `rounds` consecutive rounds; 1 is enough if the node was
+    in backoff recently. `moved`: the node had different rank numbers in some of the rounds."""
 
     rounds: int
     moved: bool
@@ -178,7 +178,7 @@ class GivenUp(_Typed, frozen=True):
 
 
 class OtherRound(_Typed, frozen=True):
-    """A round other than the one that runs here is newer, or has begun."""
+    """A round other than the local one is newer, or has begun (`begun`)."""
 
     name: str
     begun: bool
@@ -207,12 +207,12 @@ class FailedElsewhere(_Typed, frozen=True):
 
 
 class MasterIsNew(_Typed, frozen=True):
-    """The master has restarted and waits. For what:
+    """The master has restarted and waits for:
 
     `runs`: nodes of the running round.
     `last`: the other nodes of the last round.
     `may_run`: nodes of a round that may still run.
-    `half`: half of the ranks or more may train elsewhere, until their agents have stopped them.
+    `half`: agents to stop their ranks; half of all ranks or more may be in a later round.
     """
 
     whom: Literal["runs", "last", "may_run", "half"]
@@ -236,7 +236,7 @@ class Spare(_Typed, frozen=True):
 
 
 class Spares(_Typed, frozen=True):
-    """Why these nodes are spares; `Spare`, seen from outside."""
+    """Why these nodes are spares; a `Spare` reason for the operator."""
 
     nodes: tuple[str, ...]
     why: Spare
@@ -508,7 +508,7 @@ _WITH_WORDS: Final = (
     Said, Leaves, Excluded, HasLeft, BackedOff, FirstToFail, Unfit, Checking, LastSave, Banned,
     BeingProbed, NoMaster, MasterUnmet, Stuck,
 )  # fmt: skip
-"""Types that consist of quoted text: `brief` omits them entirely."""
+"""Types whose text is mostly quoted: `brief` omits them entirely."""
 
 
 def brief(reason: Reason | None) -> str:
@@ -556,7 +556,7 @@ Whom = Literal["", "master", "node"]
 
 
 def out_of_reach(reason: Reason | None) -> Whom:
-    """Which side could not be reached, if that is the cause; else ""."""
+    """Which side was unreachable, if that is the cause; else ""."""
     match reason:
         case NoMaster() | NoMasterFor() | MasterUnmet():
             return "master"

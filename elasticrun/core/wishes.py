@@ -1,4 +1,4 @@
-"""What a component of the core wants another to do: components return wishes, the job grants them.
+"""What a component of the core asks for: components return wishes, the job grants them.
 
 The union is closed.
 """

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Sequence
 
 NAMED = 4
-"""Maximum number of nodes that a sentence lists by name; it names the first of more and counts the
-rest."""
+"""Maximum number of nodes that a sentence lists by name. If there are more, it names the first
+three and counts the rest."""
 
 
 def some(count: int, thing: str) -> str:
@@ -39,11 +39,11 @@ def plain(text: str) -> str:
 
 
 Lasting = tuple[str | int, ...]
-"""A sentence in pieces. A number is for how many seconds a condition has lasted; it still lasts."""
+"""A sentence in pieces. A number is the seconds for which an ongoing condition has lasted."""
 
 
 def lasting(pieces: Lasting, later: float = 0.0) -> str:
-    """The sentence, `later` seconds after it was made."""
+    """Render a sentence `later` seconds after its numbers were measured."""
     return "".join(
         piece if isinstance(piece, str) else f" for {piece + later:.0f} s" for piece in pieces
     )
@@ -59,8 +59,8 @@ def names(nodes: Sequence[str]) -> str:
 
 
 def index_of(word: str) -> str:
-    """The index of a node by Arena's name: `JOB-master-0` is 0, `JOB-worker-0` is 1; other words
-    are returned unchanged."""
+    """The index of a node from its name in Arena: `JOB-master-0` is 0, `JOB-worker-0` is 1; other
+    words are returned unchanged."""
     found = re.fullmatch(r".+-(?:master-0|worker-(\d{1,6}))", word)
     return word if found is None else str(int(found[1]) + 1 if found[1] else 0)
 
@@ -86,18 +86,18 @@ def nearest(word: str, names: Iterable[str]) -> str:
 
 
 COUNT_ALL = 64
-"""In a job of at most this many nodes, every node is notified of each join."""
+"""In a job that needs at most this many nodes, every join is counted at once."""
 
 COUNT_SOON = 2.0
-"""Seconds for which a larger job keeps a reported count at first; the interval then doubles each
-time."""
+"""Seconds for which a larger job keeps the first count that it reports; the interval then doubles
+each time."""
 
 COUNT_LATE = 60.0
 """Maximum of that interval in seconds; agents log what they wait for once a minute."""
 
 
 class Count:
-    """The number of present nodes, as sentences state it.
+    """The number of nodes that are present, as sentences state it.
 
     A sentence that changes with every join costs n messages to each of n nodes. In a large job the
     reported count is therefore kept for some seconds, so the number of messages to a node depends
@@ -110,12 +110,12 @@ class Count:
         self._pause = COUNT_SOON
 
     def restart(self) -> None:
-        """Start a new sentence."""
+        """Make the next `update` take effect at once."""
         self._shown_at = None
 
     def update(self, present: int, needed: int, now: float) -> float | None:
         """Update the count: `present` of `needed` nodes are there. Return when to call again if the
-        update is postponed."""
+        update is postponed, else None."""
         if self._shown_at is None:
             self._pause = COUNT_SOON
         elif present == self.shown:

@@ -1,12 +1,11 @@
-"""The master's state machine: dispatches each event to its component and sends the results to
-agents.
+"""The master's state machine: dispatches each event to its components and returns the effects.
 
 It has no rules of its own: `membership` decides which nodes are alive, `rendezvous` when a round
-forms, `round` the rank assignment, `failures` what failed, `budget` what it costs.
+forms, `round` the rank assignment, `failures` what failed, `budget` what a failure costs.
 
-Orders are level-triggered. A stream that attaches receives its node's whole desired state, so no
-order is lost with a stream. A report that crosses an order is recognised by the name of its round.
-Time is `now`, monotonic seconds of the master; nonces come from `mint`.
+Orders are level-triggered. A stream that attaches receives its node's whole desired state, so a
+broken stream loses no order. A report that was sent before an order arrived is recognised by the
+name of its round. Time is `now`, monotonic seconds of the master; nonces come from `mint`.
 """
 
 from __future__ import annotations
@@ -69,8 +68,8 @@ _AFTER_HOLDINGS = m.Join | m.Running | m.Stopped | m.Finished
 
 
 class Job:
-    """One job's master. Its components exist from the first agent on, or from the first step if
-    there are facts."""
+    """The state machine of one job. Its components are created when the first agent attaches, or in
+    the first step if there are facts."""
 
     def __init__(
         self,
@@ -98,25 +97,25 @@ class Job:
         self._requests: OperatorRequests
         self._parts: tuple[
             Part[m.Join | m.Probed], Part[m.SaveReport], Part[m.SightReport]
-        ]  # that return wishes
+        ]  # the components that return wishes
 
         self._due: float | None = None if facts is None else 0.0  # the value of next_deadline()
         self._parts_due: float | None = None  # the same without membership
-        self._record_due: float | None = None  # when the record is due even without an order
+        self._record_due: float | None = None  # when a record is due that no order needs
         self._is_calm = False  # a report without news changes no decision
         self._reason: Reason | None = None  # what the job waits for
         self._wait_text: tuple[str, m.ReasonCode | None] = ("", None)  # sent to nodes
         self._ends: float | None = None  # when that wait ends at the latest
         self._until: float | None = None  # when the wait is reconsidered
         self._all_left = False
-        self._left_a_round = True  # a member left after progress or unsignalled; true at first
+        self._left_a_round = True  # a member left; see `_leaving`. True until a round forms
         self._last_failure: Reason | None = None
         self._end_wish: EndJob | None = None  # requested by a component
         self._conclusion: tuple[int, Reason] | None = None  # how the job ends: exit code and reason
 
     @property
     def spec(self) -> m.JobSpec:
-        """The spec of the job; it exists once the first agent has attached."""
+        """The spec of the job. Call this only after the first agent has attached."""
         return self._ctx.spec
 
     def next_deadline(self) -> float | None:
@@ -125,7 +124,7 @@ class Job:
         return self._due
 
     def status(self) -> m.JobStatus:
-        """The job's status as one page; O(nodes)."""
+        """The job's status; O(nodes)."""
         if not self._has_components:
             return nothing_yet(self._given_spec)
         hold = self._streams.hold_reason
@@ -141,8 +140,8 @@ class Job:
         )
 
     def goodput(self) -> Goodput | None:
-        """How the time of all slots was spent, as of the last event; None before the first
-        round."""
+        """How the time of all slots was spent, as of the last event; None if no agent has attached
+        or no round has formed."""
         return self._sight.goodput() if self._has_components else None
 
     def slow_nodes(self) -> int:
@@ -163,7 +162,7 @@ class Job:
     def step(self, event: fx.JobEvent, now: float) -> list[fx.JobEffect]:
         """Process one event at monotonic time `now`; return the effects in order. A report without
         news causes no decisions unless something is due, and does not update `next_deadline`: it
-        only moves its node's deadline later, and the next beat does the same."""
+        only moves its node's deadline later, and the next beat updates it."""
         out: list[fx.JobEffect] = []
         if not self._has_components and not self._create_components(event, now, out):
             if isinstance(event, fx.Requested):
@@ -203,7 +202,7 @@ class Job:
                     self._sight.on_request(event.number, event.request)
                 else:
                     reply = fx.Replied(event.number, self._operate(event.request))
-        self._is_calm = False  # stays so if this step raises
+        self._is_calm = False  # remains so if this step raises
         if ctx.outcome is None:
             streams.declare_deaths()
             for wish in [wish for part in self._parts for wish in part.pursue()]:
@@ -213,7 +212,7 @@ class Job:
                 self._send_wait_reason(joined)
             self._record_due = self._recorder.pursue(waiting=self._until is not None)
         self._sight.settle(node)
-        if ctx.outcome is not None and not ended:  # after open incidents, which end with the job
+        if ctx.outcome is not None and not ended:  # after the incidents, which end with the job
             streams.report_over(ctx.outcome)
         if reply is not None:  # after the record of what was done
             out.append(reply)
@@ -261,7 +260,7 @@ class Job:
         self._requests = OperatorRequests(ctx, self._streams)
         self._parts = (self._streams.health, self._saving, self._sight)
         self._recorder.record()
-        return facts is None or not isinstance(event, fx.Overslept)  # not away, only new
+        return facts is None or not isinstance(event, fx.Overslept)  # a new master was not away
 
     def _overslept(self, by: float) -> None:
         ctx = self._ctx
@@ -372,7 +371,7 @@ class Job:
             verdict = ctx.restarts.verdict(self._member_problem(), now)
             reason = verdict.reason
             if verdict.bill is Bill.NOTHING and rdzv.is_incomplete(now):
-                # who is to blame is open until all nodes have redialled; what failed is known
+                # until all nodes have redialled, only what failed is known, not who is to blame
                 reason = ctx.restarts.verdict(None, now).reason
             self._last_failure = reason
             if verdict.bill not in (Bill.HOPELESS, Bill.FINAL) and reason is not None:
@@ -471,7 +470,7 @@ class Job:
         return code_of(Ending.SAVED if saved else Ending.TOO_FEW)
 
     def _member_problem(self) -> Reason | None:
-        """Which member is lost or suspect; None if all are well."""
+        """Which member is lost, suspect or about to be put in backoff; None if there is none."""
         rdzv, restarts = self._ctx.rdzv, self._ctx.restarts
         if loss := rdzv.loss:
             return loss
@@ -484,7 +483,7 @@ class Job:
         return NodeLost(found[0].node, BackedOff(found[1])) if found else None
 
     def _suspect_cause(self) -> tuple[Cause, FirstToFail] | None:
-        """The cause of the round's end if its node should be put in backoff, and why."""
+        """The cause of the round's end and why its node is put in backoff; None if it is not."""
         restarts = self._ctx.restarts
         cause = restarts.window.cause
         if cause is None:
@@ -497,8 +496,8 @@ class Job:
         return cause, why
 
     def _attribute_failure(self) -> bool:
-        """A round could form after a failed one. Return whether to decide again, because a node was
-        put in backoff or an innocent one was admitted."""
+        """A round could form after a failed one. Put the node at fault in backoff, or clear an
+        innocent one. Return whether to decide again because of that."""
         ctx, rdzv, now = self._ctx, self._ctx.rdzv, self._ctx.now
         attribution = ctx.restarts.attribution
         if rdzv.loss:
@@ -534,7 +533,7 @@ class Job:
                 self._send_wait_reason()
 
     def _send_wait_reason(self, only: str | None = None) -> None:
-        """Send ready nodes, or only the named one, the reason why they wait; each reason once."""
+        """Send ready nodes, or only `only`, the reason why they wait; each reason once."""
         ctx, rdzv = self._ctx, self._ctx.rdzv
         if ctx.outcome is not None:
             return
@@ -574,7 +573,8 @@ class Job:
         ctx.broadcast(members, m.Stop(round_.name, why, code))
 
     def _form_round(self, limit: int) -> None:
-        """Settle the cost of the last round, and assign every member its place in the next."""
+        """Charge the cost of the last round, give every member its place in the next, and start
+        it."""
         ctx, rdzv, restarts, now = self._ctx, self._ctx.rdzv, self._ctx.restarts, self._ctx.now
         trouble, points, last = self._member_problem(), self._snapshots.points, self._ctx.round
         has_failed = restarts.window.opened_at is not None
@@ -623,8 +623,8 @@ class Job:
     # ------------------------------------------------------------ the end
 
     def _conclude(self, exit_code: int, reason: Reason) -> None:
-        """End the job. Nothing changes any more. If a last snapshot must be written, the end waits
-        for it."""
+        """End the job. If a last snapshot must be written, wait for it first. Once `outcome` is
+        set, no decision follows."""
         ctx = self._ctx
         if self._conclusion is None:
             self._conclusion = (exit_code, reason)

@@ -1,7 +1,7 @@
 """Requests of operators to the running job, and the replies.
 
 Each request that is carried out is logged in the job's events, with the operator and the reason. A
-node is named by its id or its host; by its id if several nodes share the host.
+request names a node by its id, or by its host if no other node is on that host.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ class OperatorRequests:
 
 
 def _find(name: str, hosts: dict[str, str]) -> str | None:
-    """The node with this id or host, if any. Raises RequestRejected if several are on that host."""
+    """The id of the node with this id or host; None if there is none. Raises RequestRejected if
+    several nodes are on that host."""
     if name in hosts:
         return name
     named = [node for node, host in hosts.items() if name and host == name]

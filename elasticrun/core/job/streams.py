@@ -54,7 +54,7 @@ class Streams:
         self._membership, self._rdzv, self._nodes = ctx.membership, ctx.rdzv, ctx.nodes
         self.health = HealthPolicy(ctx, self.exclude)
         self.hold_reason: CutOff | None = None
-        """Why silence is ignored at present."""
+        """Why silence is ignored at present; None: it is not."""
 
     # ------------------------------------------------------------ attached
 
@@ -226,7 +226,7 @@ class Streams:
             self._rdzv.lost_contact(node, now, ctx.spec.heartbeat_timeout + 1.0)
 
     def declare_deaths(self) -> None:
-        """Declare nodes dead whose time is up."""
+        """Declare dead the nodes whose deadline has passed."""
         ctx, rdzv, now = self._ctx, self._rdzv, self._ctx.now
         if members := len(rdzv.last.stages):
             deaths = self._membership.due(now, rdzv.last.is_member, members)
@@ -251,7 +251,7 @@ class Streams:
             ctx.note(text(hold) or "nodes are reachable again", "warning" if hold else "info")
 
     def _end_stay(self, node: str, at: float) -> None:
-        """An incarnation of this node ended at `at`. It is a loss if the round still needed it."""
+        """The incarnation of this node ended at `at`. It is a loss if the round still needed it."""
         if self._rdzv.last.is_concerned(node):
             self._ctx.flaps.lost(node, at, self._ctx.now)
         else:
@@ -268,8 +268,8 @@ class Streams:
     # ------------------------------------------------------------ excluded
 
     def exclude(self, verdicts: list[tuple[str, Excluded]]) -> None:
-        """Exclude these nodes: record it first, then order them to leave. They are refused for a
-        while."""
+        """Exclude these nodes for `exclude_for` seconds: record that first, then order them to
+        leave."""
         ctx, now, seconds = self._ctx, self._ctx.now, self._ctx.spec.checks.exclude_for
         for node, how in verdicts:
             ctx.exclusions.add(node, self._nodes[node].host, how, seconds=seconds, now=now)
@@ -288,7 +288,7 @@ class Streams:
                 ctx.send(session, refused(Banned(how, seconds), Ending.EXCLUDED))
 
     def _refuse_excluded(self, session: int, hello: m.Hello) -> bool:
-        """If this stream is an excluded node's, refuse it. Return whether it was."""
+        """Refuse this stream if its node is excluded. Return whether it is."""
         ctx = self._ctx
         refusal = ctx.exclusions.refusal(hello.node, hello.host, ctx.now)
         if refusal is None:

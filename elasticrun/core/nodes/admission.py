@@ -3,15 +3,16 @@
 *Backoff*: a node is pending although a round has a place for it, for 2, 4, 8 ... minutes, unless
 the job needs it to reach its minimum size. Its agent repeatedly fell silent, or was killed whenever
 it trained (too little memory, a broken disk). It returns each time, and each time the job ends one
-round to admit it and another when it dies. A *stay* lasts from the round in which an incarnation of
-a node first has a place until that incarnation's death. A node that leaves in good order is not
-charged, and neither is one that dies while pending, because that costs no round.
+round to admit it and another when it dies. (`rounds.attribution` has the third cause: its ranks
+fail first.) A *stay* lasts from the round in which an incarnation of a node first has a place until
+that incarnation's death. A node that leaves in good order is not charged, and neither is one that
+dies while pending, because that costs no round.
 
 *Excluded*: a node is refused because it failed the network check ("failed"), is too slow ("slow"),
 or an operator asked for it ("asked"). The entry is for a node id on a host: the same id on another
 host is a new node. When the exclusion ends the node may return, and is probed like any new node. At
 most STRAGGLERS_PER_HOUR exclusions within an hour are for being slow, even of the same node, so
-that a wrong measurement cannot take a job apart.
+that wrong measurements cannot empty a job.
 
 Times are monotonic seconds.
 """
@@ -35,7 +36,7 @@ from elasticrun.core.reasons import Banned, Excluded
 from elasticrun.wire.messages import MAX_EXCLUDED, ExcludedNode
 
 BACKOFF_UNIT = 120.0
-"""Seconds of a node's first backoff; each further one is twice as long."""
+"""Seconds of a node's first backoff; each later one is twice as long."""
 
 BACKOFF_LONGEST = 3600.0
 """Longest backoff in seconds."""
@@ -71,7 +72,7 @@ class Backoffs(dict[str, str]):
         return found
 
     def next(self) -> float | None:
-        """When the next backoff ends."""
+        """When the next backoff ends; None if there is none."""
         return self._until.next()
 
     def sentence(self, node: str, now: float) -> str:
@@ -82,12 +83,12 @@ class Backoffs(dict[str, str]):
 
 
 MEMORY = 600.0
-"""Seconds within which these deaths are counted; see EXCLUDE_SILENT_AFTER."""
+"""Seconds within which deaths are counted; see EXCLUDE_SILENT_AFTER."""
 
 
 class Deaths:
-    """When a node died in one way that counts against it (by silence, or soon after it was
-    admitted), and how often it was put in backoff for that."""
+    """When a node died in one particular way (by silence, or soon after it was admitted), and how
+    often it was put in backoff for that."""
 
     def __init__(self, after: int = EXCLUDE_SILENT_AFTER) -> None:
         """`after`: this many deaths within MEMORY lead to backoff."""
@@ -99,7 +100,7 @@ class Deaths:
         self._after = after
 
     def count(self, now: float) -> None:
-        """Count a death."""
+        """Count a death; the node is in backoff if there are enough."""
         self.times = [when for when in self.times if when >= now - MEMORY]
         self.times.append(now)
         if len(self.times) >= self._after:
@@ -134,14 +135,16 @@ MAX_RECORDS = 1000
 
 
 class FlapHistory:
-    """How long nodes stay in the rounds they are admitted to, and which of them never stay."""
+    """How long nodes stay in the rounds they are admitted to, and which of them keep dying
+    early."""
 
     def __init__(self) -> None:
         self._since: dict[str, float] = {}
         self._brief: dict[str, Deaths] = {}
 
     def formed(self, nodes: Iterable[str], now: float) -> None:
-        """Exactly these nodes have a place now; O(n)."""
+        """Exactly these nodes have a place now. A node that had one before keeps its start time.
+        O(n)."""
         old = self._since
         self._since = {node: old.get(node, now) for node in nodes}
 
@@ -150,7 +153,8 @@ class FlapHistory:
         self._since.update(dict.fromkeys(nodes, -math.inf))
 
     def lost(self, node: str, at: float, now: float) -> None:
-        """The incarnation of this node that had a place died at `at`; detected at `now`."""
+        """The incarnation of this node that had a place died at `at`; the master declares it at
+        `now`."""
         since = self._since.pop(node, -math.inf)
         if at - since >= RESTART_HEALTHY_AFTER:
             return
@@ -165,7 +169,7 @@ class FlapHistory:
         self._since.pop(node, None)
 
     def backoff_until(self, node: str, now: float) -> float:
-        """Until when a node that never stays is in backoff; `now` if it is not."""
+        """Until when a node that keeps dying early is in backoff; `now` if it is not."""
         record = self._brief.get(node)
         return now if record is None else max(now, record.backoff_until)
 
@@ -175,7 +179,7 @@ class FlapHistory:
         return FlapFacts(tuple(one.fact(node, now) for node, one in found))
 
     def restore(self, facts: FlapFacts, at: float) -> None:
-        """Restore what another master recorded."""
+        """Restore what another master recorded at time `at`."""
         for one in facts.fickle:
             self._brief[one.node] = Deaths.recalled(one, at, EXCLUDE_BRIEF_AFTER)
 
@@ -249,7 +253,7 @@ class Exclusions:
         return ExclusionFacts(self.page(now), slow_ages=self._slow_within_an_hour(now))
 
     def restore(self, facts: ExclusionFacts, at: float) -> None:
-        """Restore what another master recorded."""
+        """Restore what another master recorded at time `at`."""
         self._slow.extend(at - age for age in facts.slow_ages)
         for one in facts.excluded:
             self._entries[one.node, one.host] = _Entry(

@@ -11,10 +11,10 @@ silence, which includes the silence that made pings break the stream. If the job
 silent (stopped by Ctrl-Z, or by a debugger), it has until SLUGGISH_DEAD or until another node
 attaches, because declaring it dead would help nobody (decision 026).
 
-Silence proves nothing while the master did not listen: `overslept` moves every deadline. Nodes die
-one by one, or a few at a time. If more than half of a round's nodes (at least three) are silent at
-once, the fault is more likely on the master's side; the verdict waits for MASS_SILENCE_HOLD, and
-applies if they are still silent then.
+Silence proves nothing while the master was not listening: `overslept` moves every deadline. Nodes
+die one by one, or a few at a time. If more than half of a round's nodes are silent at once (in a
+round of three or more), the fault is more likely on the master's side; the verdict waits for
+MASS_SILENCE_HOLD, and applies if they are still silent then.
 
 A node's name is its node id; an incarnation is one run of its agent. A superseded incarnation is
 refused permanently. An incarnation that was wrongly declared dead may return: it is treated as a
@@ -66,11 +66,11 @@ def beat_interval(streams: int) -> float:
 
 
 SMALLEST = 3
-"""In a round of fewer nodes mass silence means nothing: of two nodes, one is half."""
+"""In a smaller round, mass silence means nothing: of two nodes, one is half."""
 
 
 class MassSilence:
-    """Whether verdicts are on hold; times are monotonic seconds."""
+    """Holds verdicts back while most nodes are silent; times are monotonic seconds."""
 
     def __init__(self) -> None:
         self.until: float | None = None
@@ -78,8 +78,8 @@ class MassSilence:
         self._silent: set[str] = set()  # nodes that are silent meanwhile
 
     def holds_until(self, silent: Collection[str], size: int, now: float) -> float | None:
-        """Until when no node is declared dead, now that these of the round's `size` nodes are
-        silent too; None if verdicts apply."""
+        """Add these silent nodes of a round of `size` nodes. Return until when no node is declared
+        dead; None if verdicts apply."""
         self._silent.update(silent)
         if size < SMALLEST or 2 * len(self._silent) <= size:
             self._over()
@@ -89,13 +89,13 @@ class MassSilence:
         return self.until if now < self.until else None
 
     def overslept(self, by: float) -> None:
-        """The master did not listen for `by` seconds: they do not count."""
+        """The master was not listening for `by` seconds: they do not count."""
         if self.until is not None:
             self.until += by
 
     def settled(self, node: str) -> None:
-        """The node is reachable again, or has left. After the last of them, the next mass silence
-        is a new one. O(1)."""
+        """The node is reachable again, or has left. If no node is silent any more, the hold ends.
+        O(1)."""
         if self.until is not None:
             self._silent.discard(node)
             if not self._silent:
@@ -114,7 +114,7 @@ SLUGGISH_BEATS = 5.0
 """A node is shown as sluggish after this many missed beats."""
 
 MAX_LEFT_OUT = 1000
-"""Maximum number of nodes whose deaths by silence are recorded, the newest."""
+"""Maximum number of nodes whose deaths by silence are recorded: the newest."""
 
 MAX_SUPERSEDED = 100_000
 """Maximum number of superseded incarnations remembered; the oldest are dropped first."""
@@ -144,7 +144,7 @@ class Death:
 
 
 class Membership:
-    """All nodes that the job has seen."""
+    """The state of every node that the job has seen."""
 
     def __init__(self, nodes: Nodes, *, heartbeat_timeout: float) -> None:
         """`heartbeat_timeout`: seconds from a broken stream to death, without corroboration."""
@@ -154,7 +154,7 @@ class Membership:
         """The nodes by open stream, in the order of attaching."""
         self._superseded: dict[str, None] = {}
         self.suspects: dict[str, None] = {}
-        """Nodes whose stream is broken and that are neither back nor dead yet."""
+        """Nodes whose stream is broken and that have neither reattached nor been declared dead."""
         self.present: dict[str, None] = {}
         """Nodes that are alive or suspect."""
         self.moved: set[str] = set()
@@ -170,7 +170,7 @@ class Membership:
         return beat_interval(len(self.sessions))
 
     def sluggish(self, node: Node, now: float) -> str:
-        """A clause that a connected node misses its beats; "" if it does not."""
+        """A clause that says that a connected node misses its beats; "" if it does not."""
         silent = now - node.last_heard
         if node.session is None or silent < SLUGGISH_BEATS * self.beat_interval():
             return ""
@@ -180,13 +180,13 @@ class Membership:
         )
 
     def next_deadline(self) -> float | None:
-        """When `due` must be called."""
+        """When `due` must be called; None if nothing is armed."""
         return self._deadlines.next()
 
     # ------------------------------------------------------------ events
 
     def attach(self, session: int, hello: Hello, now: float) -> Admission:
-        """A stream attaches as this incarnation of this node."""
+        """A stream attaches as this incarnation of this node. Return whether it is admitted."""
         if hello.incarnation in self._superseded:
             return Admission(Superseded(hello.node))
         old = self._nodes.get(hello.node)
@@ -235,7 +235,7 @@ class Membership:
                     self._deadlines.arm(first.id, max(now, until))
 
     def on_message(self, session: int, now: float) -> str | None:
-        """A message arrived on `session`. Return its node, None if it has none."""
+        """A message arrived on `session`. Return the session's node; None if it has none."""
         node = self.sessions.get(session)
         if node is None:
             return None
@@ -273,7 +273,8 @@ class Membership:
         return max(confirm, self._timeout - node.silent)
 
     def corroborate(self, reporter: str, concerned: Callable[[str], bool], now: float) -> None:
-        """Ranks failed on `reporter`: that corroborates suspects for which `concerned` holds."""
+        """Ranks failed on `reporter`. That corroborates the suspects of which `concerned` is
+        true."""
         for node in map(self._nodes.__getitem__, self.suspects):
             if node.id != reporter and not node.corroborated and concerned(node.id):
                 node.corroborated = True
@@ -292,13 +293,14 @@ class Membership:
         self.mass_silence.settled(node)
 
     def overslept(self, by: float, beat: float) -> None:
-        """The master did not listen for `by` seconds: no silence counts before one more beat."""
+        """The master was not listening for `by` seconds: deadlines move by that and one more
+        beat."""
         self._deadlines.shift(by + beat)
         self.mass_silence.overslept(by + beat)
 
     def due(self, now: float, concerned: Callable[[str], bool], size: int) -> list[Death]:
-        """Declare dead and return the nodes whose time is up. `concerned` tests for members of the
-        round, `size` is their number; the rule of mass silence applies to them."""
+        """Declare dead and return the nodes whose deadline has passed. `concerned` tests for
+        members of the round, `size` is their number; the rule of mass silence applies to them."""
         due = self._deadlines.pop_due(now)
         if not due:
             return []
@@ -335,7 +337,7 @@ class Membership:
     # ------------------------------------------------------------ the record of another master
 
     def recall(self, node: str, incarnation: str, now: float) -> Node:
-        """Add a member of the record's round that was lost."""
+        """Add a member of the record's round, as DEAD: the previous master had lost it."""
         known = Node(node, incarnation, None, None, now, self._recalled(node), Health.DEAD)
         known.reason = LostContact("gone_before")
         self._nodes[node] = known
@@ -343,12 +345,13 @@ class Membership:
 
     def redial(self, nodes: int) -> float:
         """Seconds within which `nodes` living agents have dialled a new master. They try once a
-        second, so it is the silence limit, or the time it takes to process that many."""
+        second: the silence limit, or the time it takes to process that many, at most
+        REATTACH_GRACE."""
         return min(REATTACH_GRACE, max(self._timeout, nodes / BEATS_PER_SECOND))
 
     def expect(self, node: str, incarnation: str, now: float, *, redial: float) -> None:
-        """Add a member of the record's round. It is suspect until it attaches, for REATTACH_GRACE;
-        only for `redial` if ranks of another node lose it."""
+        """Add a member of the record's round as suspect. It has REATTACH_GRACE to attach, or only
+        `redial` seconds if ranks of another node fail."""
         known = self.recall(node, incarnation, now)
         known.health = Health.SUSPECT
         known.reason = LostContact("unheard")
@@ -363,7 +366,7 @@ class Membership:
         self._past = {one.node: Deaths.recalled(one, at) for one in facts.left_out}
 
     def facts(self, now: float) -> MembershipFacts:
-        """The nodes whose silences still matter; only the newest, the newest last."""
+        """The newest MAX_LEFT_OUT nodes whose silences still matter, the newest last."""
         found = [
             *self._past.items(),
             *((one.id, one.silences) for one in self._nodes.values()),

@@ -1,4 +1,4 @@
-"""What is known of each node: what it reported about itself, and its connection. Facts, no
+"""What is known of each node: its connection, and what it reported about itself. Facts, no
 rules."""
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ class Node:
     last_heard: float
     silences: Deaths
     health: Health = Health.ALIVE
-    reason: Reason | None = None  # why it is not ALIVE
+    reason: Reason | None = None  # why it is not ALIVE; None: it is
     broke_at: float = 0.0  # when its stream broke, while SUSPECT
-    silent: float = 0.0  # seconds of silence on that stream before, while others were heard
-    quiet: float = 0.0  # the same, whether or not others were heard
+    silent: float = 0.0  # seconds without traffic on it before that, while others had some
+    quiet: float = 0.0  # the same, whether or not other streams had traffic
     corroborated: bool = False  # ranks of its round have failed on another node
     offered: Endpoint | None = None  # the store of its last Join
     order: int = -1  # of first join, over all incarnations
     pids: tuple[int, ...] = ()
     sent_reason: str = ""  # the last reason to wait that it was sent
-    probe: Probe | None = None  # the last one that it was ordered to run
-    is_probed_alone: bool = False  # probed alone before the rendezvous counts it
-    slow: str = ""  # the evidence that it is slow, if it stays
+    probe: Probe | None = None  # the last one it was ordered to run
+    is_probed_alone: bool = False  # it is probed alone before the rendezvous counts it
+    slow: str = ""  # the evidence that it is slow, if it stays in the job
     pace: Steps | None = None  # its last report of steps in this round
 
     @property
@@ -80,8 +80,8 @@ class Nodes(dict[str, Node]):
         self._hosts: dict[str, dict[str, str]] = {}  # host -> address -> node
 
     def namesake(self, hello: Hello) -> str:
-        """A node with the same host name and another address; "" if there is none, or if it was
-        returned before."""
+        """Remember the node's address; return another node with the same host name and another
+        address. "" if there is none, or if this address was known."""
         host, address = hello.host, hello.address
         if not host or is_loopback(address):
             return ""
@@ -93,7 +93,7 @@ class Nodes(dict[str, Node]):
         return other
 
     def forget(self, node: str) -> None:
-        """Drop a node that has left, to make room."""
+        """Drop a node that is dead or has left, to make room."""
         dropped = self.pop(node)
         self._order.pop(node, None)
         if dropped.known_hello is not None:
@@ -126,7 +126,7 @@ Part = JobSpec | CheckSpec | SaveSpec | WatchSpec
 
 
 def differences(theirs: JobSpec, ours: JobSpec) -> list[str]:
-    """The settings in which an agent differs from the job."""
+    """The settings in which an agent differs from the job, as text."""
     pairs: tuple[tuple[Part, Part], ...]
     pairs = (
         (theirs, ours),

@@ -1,6 +1,6 @@
 """Attribution: whether a node or the script is to blame when ranks keep failing.
 
-One round proves nothing, because some rank always fails first. The causes of consecutive rounds do.
+One round proves nothing, because some rank always fails first. Several in a row are evidence:
 
 * The same *node* each time, and no rank of another node fails by itself: the node is to blame (a
   bad GPU, a full disk, a wrong driver). After EXCLUDE_FAILING_AFTER rounds it is put in backoff
@@ -10,11 +10,12 @@ One round proves nothing, because some rank always fails first. The causes of co
   blame, unless the node held different ranks in these rounds and still failed first each time.
 * The same *rank* fails first on one node and then on another: the script is to blame and fails
   wherever it runs. A node in backoff for that rank is cleared and admitted at once. The other node
-  is not put in backoff for it, because the experiment has been made.
+  is not put in backoff for it: its failure has already shown that the script is to blame.
 * Different ranks on different nodes: the script is to blame too.
 
-Ranks keep their nodes over rounds, so three failures of rank 3 on node b may be either. Putting the
-node in backoff is also the experiment that decides: rank 3 then runs elsewhere.
+Ranks keep their nodes from round to round, so three failures of rank 3 on node b may be the fault
+of either. Putting the node in backoff is also the experiment that decides: rank 3 then runs
+elsewhere.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ class Attribution:
         self._records: dict[str, _Record] = {}
 
     def why_suspect(self, cause: Cause, now: float) -> FirstToFail | None:
-        """Why the node of `cause` must be put in backoff if the current round ended by it; else
-        None."""
+        """Why the node of `cause` must be put in backoff if the current round ended because of it;
+        None if it must not."""
         row = self._row(cause)
         record = self._records.get(cause.node)
         probation = record is not None and now < record.until + PROBATION
@@ -95,8 +96,8 @@ class Attribution:
         self._trail.append(cause)
 
     def cleared(self, cause: Cause, now: float) -> str:
-        """Remove and return a node in backoff for what turns out to be the script's fault: it may
-        be admitted. "" if there is none."""
+        """Clear a node that is in backoff for what `cause` shows to be the script's fault: forget
+        its record and return its id; it may be admitted. "" if there is none."""
         for node, record in self._records.items():
             if now < record.until and node != cause.node and record.rank == cause.rank:
                 del self._records[node]
@@ -179,7 +180,8 @@ class Attribution:
         return len(elsewhere) >= self._after
 
     def _row(self, cause: Cause) -> list[Cause]:
-        """The last consecutive causes on this node, back to the first gap longer than MEMORY."""
+        """The last consecutive causes on the node of `cause`, back to the first gap longer than
+        MEMORY."""
         last = _tail([*self._trail, cause], lambda one: one.node == cause.node)
         late = [one.at - before.at > MEMORY for before, one in pairwise(last)]
         return last[len(late) - late[::-1].index(True) :] if True in late else last

@@ -1,6 +1,6 @@
 """What the failures of a round cost, and whether they end the job.
 
-One restart budget for the whole job, kept by the master (torchrun keeps one per agent, and they
+The whole job has one restart budget, kept by the master (torchrun has one per agent, and they
 diverge). A round's failure window is open from its first failure until the next round forms.
 Meanwhile `judge` returns whether the job ends, or what the next round must wait for. `settle`
 charges the cost when the next round forms, so a round is charged at most once.
@@ -65,7 +65,7 @@ class Bill(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The cost of a round at present; `until`: when a DOUBT becomes HOPELESS."""
+    """What the failures of a round cost as far as known. `until`: when a DOUBT becomes HOPELESS."""
 
     bill: Bill
     reason: Reason | None
@@ -78,7 +78,7 @@ class _Report:
 
     node: str
     failure: Failure
-    by_itself: bool  # the rank was not being stopped
+    by_itself: bool  # not an echo, not being stopped, and the node is not innocent
     innocent: bool  # its node is not to blame
 
 
@@ -105,13 +105,14 @@ class Window:
         """The root cause at present; None if it is only an echo or costs nothing."""
         self._final: RankFailed | None = None  # the first failure that no retry can fix
         self.reason: RankFailed | None = None
-        """The cause at present, as a reason; None if there is none."""
+        """The cause at present, as a reason, even if it is only an echo; None before any
+        failure."""
         self.opened_at: float | None = None
         self._ended: dict[int, str] = {}  # ranks that exited with 0 unstopped -> node
 
     @property
     def failures(self) -> tuple[Failure, ...]:
-        """All failures, root cause first."""
+        """The failures, root cause first; at most MAX_FAILURES."""
         found = cause_first([one.failure for one in self._reports.values()])
         if not self._ended or self._first is None:
             return found
@@ -145,7 +146,8 @@ class Window:
         innocent: bool = False,
     ) -> bool:
         """Add what `node` reported; return whether any of it was new. `stopped`: its ranks were
-        being stopped, so how they ended proves nothing. `innocent`: the node is not to blame."""
+        being stopped, so the way they ended proves nothing. `innocent`: the node is not to
+        blame."""
         before = len(self._reports)
         for failure in failures:
             if failure.kind is FailureKind.FINAL:
@@ -175,15 +177,15 @@ class Window:
             self.reason = self._reason_of(self._first.node, self._explained(self._first))
 
     def _explained(self, report: _Report) -> Failure:
-        """The failure. A peer loss also names the ranks of other nodes that had exited (its agent
-        has named its own)."""
+        """The failure. A peer loss also names the ranks of other nodes that had exited with 0 (its
+        own agent has named those of its node)."""
         if report.failure.kind is not FailureKind.PEER_LOST:
             return report.failure
         others = [rank for rank, node in self._ended.items() if node != report.node]
         return also_ended(report.failure, others) if others else report.failure
 
     def _find_cause(self, at: float) -> Cause | None:
-        """O(failures), so do not call it at every event."""
+        """O(failures): do not call it for every event."""
         if self._first is None or self.excused or self._first.failure.kind in ECHOES:
             return None
         node, rank = self._first.node, self._first.failure.rank
@@ -196,7 +198,7 @@ class Window:
         return any(one.node != node for one in self._reports.values())
 
     def verdict(self, *, membership: Reason | None, restarts_left: int) -> Verdict:
-        """The cost. `membership`: which member is lost or suspect, None if none."""
+        """What the failures cost. `membership`: which member is lost or suspect, None if none."""
         if self._final is not None:
             return Verdict(Bill.FINAL, SaidFinal(self._final))
         if self._first is None or self.excused or membership:
@@ -218,9 +220,9 @@ class Window:
 
 
 class Budget:
-    """Counts the charged restarts. The first restart is immediate. A restart after a short run
-    waits 1, 2, 4 ... seconds, so an outage of storage does not consume the budget in
-    milliseconds."""
+    """Counts the charged restarts. The restart after one short round is immediate. After further
+    short rounds it waits 1, 2, 4 ... seconds, so an outage of storage does not consume the budget
+    in milliseconds."""
 
     def __init__(
         self,
@@ -259,8 +261,8 @@ class Budget:
             self._adopted = facts.count
 
     def ages(self, now: float) -> tuple[float, ...]:
-        """For the record: the ages of the charges within the window, oldest first, only the newest
-        MAX_AGES. Empty if every charge counts for ever."""
+        """For the record: the ages of the charges within the window, oldest first; only the newest
+        MAX_AGES. Empty without a window."""
         if self._window <= 0:
             return ()
         self.left(now)
@@ -275,7 +277,7 @@ class Budget:
         return NoRestartsLeft(first, self._max, self._window, pattern)
 
     def left(self, now: float) -> int:
-        """Restarts that may still be charged."""
+        """Number of restarts that may still be charged."""
         while self._window > 0 and self._charges and self._charges[0] <= now - self._window:
             self._charges.popleft()
         spent = len(self._charges) + (self._adopted if self._window == 0 else 0)
@@ -298,8 +300,8 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Either the job ends (`end`, with `code`), or the next round waits `until` because of
-    `reason`."""
+    """Either the job ends because of `end`, with exit code `code`, or the next round waits `until`
+    because of `reason`."""
 
     end: Reason | None = None
     code: int = code_of(Ending.RANK)
@@ -334,7 +336,7 @@ class Restarts:
         )
 
     def restore(self, facts: RestartFacts, at: float) -> None:
-        """Restore what another master recorded; `new_round` was called before."""
+        """Restore what another master recorded; call `new_round` first."""
         self.budget.restore(facts, at)
         self.attribution.restore(facts.blamed, at)
         self.window.excuse(read(facts.excuse, facts.excuse_code))
@@ -350,8 +352,8 @@ class Restarts:
         return self.window.verdict(membership=membership, restarts_left=self.budget.left(now))
 
     def judge(self, membership: Reason | None, formed_at: float, now: float) -> Judgement | None:
-        """Ranks have failed: return whether that ends the job or delays the next round.
-        `formed_at`: when the failed round began."""
+        """Ranks have failed: return whether that ends the job or delays the next round; None if
+        neither. `formed_at`: when the failed round began."""
         opened = self.window.opened_at
         assert opened is not None
         verdict = self.verdict(membership, now)

@@ -2,8 +2,8 @@
 
 When one rank fails, others fail because of it: their collectives break, or they are stopped. Only
 the first is a cause; the rest are its echoes. `classify` distinguishes them by exit code, signal
-and error text, the most specific sign first. `CONTRACT` is the exit code of each way a launcher
-ends, for schedulers.
+and error text, the most specific sign first. `CONTRACT` assigns an exit code, for schedulers, to
+each way in which a launcher ends.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ ECHOES = frozenset({FailureKind.PEER_LOST, FailureKind.STOPPED})
 
 
 def signal_of(exitcode: int) -> int:
-    """The signal that ended a process; 0 or less if none did. A shell reports it as 128 plus its
-    number."""
+    """The signal that ended a process: from a negative exit code, or from one above 128, because a
+    shell reports 128 plus the signal. 0 or less: none."""
     return -exitcode if exitcode < 0 else exitcode - 128
 
 
@@ -214,8 +214,8 @@ def what_happened(failure: Failure) -> str:
 
 
 def is_alike(failure: Failure, other: Failure) -> bool:
-    """Whether both ranks failed with the same exception; also if one was being stopped after it had
-    failed."""
+    """Whether `failure` has the message of `other`, an exception with a traceback; also if one of
+    the ranks was being stopped by then."""
     return bool(other.traceback) and failure.message == other.message
 
 
@@ -225,8 +225,8 @@ def cut(text: str) -> str:
 
 
 def is_the_scripts(failure: Failure) -> bool:
-    """Whether the script failed by itself and would do so again: not by a lack of resources, a
-    signal from outside, or peer loss."""
+    """Whether the script failed by itself and would do so again: the cause is not a lack of
+    resources, a signal from outside, or peer loss."""
     passing = failure.exitcode == _OF_A_FULL_MEMORY or _PASSING.search(failure.message)
     return is_of_its_own(failure) and not passing
 
@@ -239,7 +239,7 @@ class Ending(StrEnum):
     RANK = "rank"  # a rank failed, and no restart was left
     SPENT = "spent"  # the same, by the script's own fault, with --exit-codes=scheduler
     FINAL = "final"  # a rank failed, and its script said that a retry cannot help
-    BELOW_FLOOR = "below the floor"  # all nodes together missed --comm-perf-threshold
+    BELOW_FLOOR = "below the floor"  # the nodes together missed --comm-perf-threshold
     TOO_FEW = "too few"  # nodes: a lost one was not replaced, or too few joined in time
     LEFT = "left"  # stopped by a signal or an operator, and nothing was saved
     SAVED = "saved"  # the same, but the state of the ranks then, or later, is in storage
@@ -277,7 +277,7 @@ CONTRACT: Mapping[Ending, Clause] = {
     Ending.EXCLUDED: Clause(EXIT_BAD_NODE, "the others continue; a retry here would be excluded"),
     Ending.UNFIT: Clause(EXIT_BAD_NODE, "no rank was started, and none would start here"),
 }
-"""What a scheduler sees of an ending; each code says what the scheduler should do, nothing else."""
+"""What a scheduler is told of each ending. The code says only what the scheduler should do."""
 
 
 def code_of(ending: Ending) -> int:

@@ -1,37 +1,37 @@
 """How long to wait for more nodes before a round forms or is replaced by a larger one.
 
-*Last call*, before the first round, waits for nodes that are not known to come: see `rendezvous`.
+*Last call*, before the first round, waits for nodes that may or may not exist: see `rendezvous`.
 
 A *debounce* handles events that reach nodes one after another: a switch fails and its nodes are
 lost over a minute; a rack regains power and its nodes return over two. One round per node would
 cost every node of the job a restart each time. The first response is never delayed, because one
-lost node is usually just one lost node; everything that happens until that round has formed is
-included. Only if another node is affected within STORM_WINDOW of the previous one, after a round
-has formed in response, is it treated as one event. Then the job waits, once, until nothing more has
-happened for a fixed time. So an event costs two rounds. An event that does not end is answered
-after STORM_LONGEST and not delayed again.
+lost node is usually just one lost node. That round covers everything that happens until it forms.
+If another node is affected after that, but within STORM_WINDOW of the previous one, the debounce
+treats all of this as one event, and the job waits, once, until nothing more has happened for a
+fixed time. So an event costs two rounds. An event that does not end is answered after STORM_LONGEST
+and not delayed again.
 
 The *join window* decides when pending nodes may join a running round: it weighs a restart of all
 nodes against a wait for some.
 
 * A round younger than GROW_YOUNG (an adopted round counts from its adoption) has little to lose: a
   pending node is admitted when no other has appeared for LAST_CALL_QUIET (or twice the largest gap
-  between new nodes). This last call counts from the moment an agent appears, because its join
-  follows only after its torch import, and it waits for agents that have appeared but not joined. A
-  node that joins and disappears repeatedly counts from its join instead. The wait happens before
+  between new nodes). This last call counts from the moment an agent appears, because the agent
+  joins only after its torch import; last call waits for agents that have appeared but not joined. A
+  node that has left since the round formed counts from its join instead. The wait happens before
   ranks are stopped, not after.
 * While the job is still *starting*, pending nodes are admitted together, once a debounce considers
   the start complete: one larger round instead of one for each of eight nodes that start over forty
   seconds. The job counts as starting during its first round, if the nodes of that round arrived far
-  apart, or if, counting the first pending node, at most half of `max` nodes are present and more
-  than two are missing. (Whether that node is the only one cannot be known; this rule distinguishes
-  a job of 2:8 with three nodes from one of 1:4 with two.)
+  apart, or if, counting the pending nodes, at most half of `max` nodes are present and more than
+  two are missing. (Nobody can know how many nodes will come; this rule distinguishes a job of 2:8
+  with three nodes from one of 1:4 with two.)
 * In a large job the same applies to nodes that return one after another: the first is admitted at
   once, the others together.
 * An older round admits nodes once `grow_cooldown` has passed since it began. With `grow == "now"`
   neither the age of the round nor the start of the job counts.
 * After an operator has changed the size of the job, the age of the round does not count either.
-* At `max` nodes there is no wait.
+* If the pending nodes complete the `max` nodes, the debounce and last call do not apply.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class LastCall:
         self.started_at: float | None = None
 
     def arrival(self, now: float) -> None:
-        """A node has arrived: its Hello counts, not how long it then imports torch before it
-        joins."""
+        """A node has arrived: it has sent Hello. The time it then takes to import torch does not
+        count."""
         gap = 0.0 if self._last is None else now - self._last
         self._gap = max(self._gap, gap) if gap <= self._horizon else 0.0
         self._last = now
@@ -82,16 +82,17 @@ class LastCall:
         self._ready = now
 
     def start(self, now: float) -> None:
-        """There are enough nodes; no-op if it has begun."""
+        """Start last call, because there are enough nodes; no-op if it has started."""
         if self.started_at is None:
             self.started_at = now
 
     def cancel(self) -> None:
-        """There are no longer enough nodes."""
+        """Stop last call: there are no longer enough nodes, or a round has formed."""
         self.started_at = None
 
     def ends(self, *, announced: bool) -> float:
-        """When it ends if no other node joins. `announced`: nodes are connected but not joined."""
+        """When last call ends if no other node joins; call `start` first. `announced`: nodes are
+        connected that have not joined."""
         assert self.started_at is not None
         quiet = max(LAST_CALL_QUIET, 2.0 * self._gap)
         if announced:
@@ -119,7 +120,7 @@ class Debounce:
         self._held_since = math.inf  # when the first event after a response happened
 
     def record(self, what: Hashable, now: float) -> None:
-        """Record an event. A repetition says nothing about how far the event spreads."""
+        """Record an event. A repetition is ignored: it does not show how far the event spreads."""
         if now - self._last > STORM_WINDOW:
             self._seen.clear()
             self.gap, self._answered, self._held_since = 0.0, False, math.inf
@@ -140,8 +141,7 @@ class Debounce:
                 self._held_since = min(self._held_since, now)
 
     def holds_until(self) -> float | None:
-        """Until when the response to the latest event must wait; None or a past time: not at
-        all."""
+        """Until when the response to the latest event must wait; None or a past time: no wait."""
         if not (self._answered and self._open) or len(self._seen) < 2:
             return None
         return min(self._last + self._quiet, self._held_since + STORM_LONGEST)
@@ -168,8 +168,8 @@ class JoinWindow:
         self._returns = Debounce(STORM_QUIET)  # the same after the first round
         self._appeared = 0
         self._running = False  # a round has formed
-        self._starting = False  # it is the job's first
-        self._is_spread_out = False  # and its nodes arrive one after another
+        self._starting = False  # the current round is the job's first
+        self._is_spread_out = False  # the nodes of the first round arrive far apart
         self._formed_at = 0.0
         self._flapping: dict[str, None] = {}  # appeared and left again since the round formed
         self._opened: float | None = None  # when the first of the pending nodes joined
@@ -185,18 +185,19 @@ class JoinWindow:
             self._returns.record(self._appeared, now)
 
     def joined(self, node: str, now: float) -> None:
-        """A node is pending while a round runs."""
+        """A node has joined and is pending, while a round runs."""
         if self._opened is None:
             self._opened = now
         if node in self._flapping:
             self._call.arrival(now)
 
     def scaled(self) -> None:
-        """An operator has set the number of nodes: new nodes are wanted at once."""
+        """An operator has set the number of nodes: the age of the round no longer delays new
+        nodes."""
         self._scaled = True
 
     def left(self, node: str) -> None:
-        """The node left before it was admitted: next time its join counts, not its arrival."""
+        """The node left before it was admitted. If it returns, its join counts, not its arrival."""
         self._flapping[node] = None
 
     def formed(self, now: float, *, announced: bool = False) -> None:

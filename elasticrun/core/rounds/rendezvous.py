@@ -1,6 +1,6 @@
 """Rendezvous: when a round forms or reopens, with which nodes, and why not yet.
 
-Phases. A job is GATHERING until a round forms and RUNNING until it reopens:
+A job is GATHERING until a round forms and RUNNING until it reopens:
 
     GATHERING --- formed(nodes) ---> RUNNING --- reopen(reason) ---> GATHERING ...
 
@@ -12,24 +12,23 @@ last call as a whole at most LAST_CALL_CAP_FACTOR times that, even if nodes stil
 counts as arrived once it is connected, even if it has not joined yet (it imports torch).
 
 *A later round* needs no last call, because the expected nodes are known. It forms as soon as every
-living member of the last round has rejoined, together with all other ready nodes. The round waits
-for a survivor that is still stopping its ranks, because its later return would cost another
-restart: for the stopping time that it reported, plus SURVIVOR_SLACK.
+living member of the last round has rejoined, together with all other ready nodes. It waits for a
+survivor that is still stopping its ranks, because its later return would cost another restart: for
+the stopping time that the survivor reported, plus SURVIVOR_SLACK.
 
 *While RUNNING*, a member that is lost or leaves before its ranks are done reopens the round at
 once. A new node is pending while training continues; `JoinWindow` decides when it joins. Nodes
-beyond `max` or a multiple of `node_unit` are spares; they replace lost nodes.
+beyond `max` or a multiple of `node_unit` are spares; they replace lost nodes. When an operator asks
+for fewer nodes than the round has, it ends at once, and the excess nodes become spares (decision
+034).
 
-When an operator asks for fewer nodes than the round has, it ends at once; nodes without a place in
-the next one are spares (decision 034).
-
-Storms. The round that follows a loss forms at once, with all remaining nodes. In a job of
-STORM_NODES or more, if another loss breaks that round within STORM_WINDOW, the two may be one
-event, and the next round waits until no node was lost for STORM_QUIET. Nodes that return meanwhile
-join that round. A new master does not know of a storm; it answers the first loss at once.
+Storms. The round that follows a loss forms at once, with all remaining nodes. If another loss
+breaks a round of STORM_NODES or more within STORM_WINDOW, the two may be one event, and the next
+round waits until no node was lost for STORM_QUIET. Nodes that return meanwhile join it. A new
+master does not know of a storm; it answers the first loss at once.
 
 The fence. While ranks of a round may still be running somewhere, no other round that writes the
-same checkpoints may follow. Collectives need every rank, so it is enough that *one* member of the
+same checkpoints may follow. Collectives need every rank, so it is enough that *one* member of that
 round has reported that its ranks have exited, or has returned as a newer incarnation. If no member
 is reachable, the next round waits until every agent of the last one has stopped its ranks on its
 own. The wait starts at the last message of any member. It is the sum of
@@ -132,7 +131,7 @@ class Decision:
 
 
 class Rendezvous:
-    """The rounds of one job."""
+    """Decides when the rounds of one job form and end."""
 
     def __init__(self, spec: JobSpec, now: float) -> None:
         self._set_size(spec)
@@ -147,7 +146,7 @@ class Rendezvous:
         self.backing_off = Backoffs()
         """Nodes in backoff: they are pending until it ends."""
         self._kept: dict[str, Reason] = {}  # kept out until the network check passes them, and why
-        self._shortage: NodeExcluded | None = None  # since the last round formed
+        self._shortage: NodeExcluded | None = None  # the latest since the last round formed
         self._awaited: Deadlines[str] = Deadlines()  # survivors, and until when to wait for them
         self._call = LastCall(spec.last_call_timeout)
         self._window = JoinWindow(spec)
@@ -176,7 +175,8 @@ class Rendezvous:
 
     @property
     def loss(self) -> Reason | None:
-        """Which member was lost first since the round formed; None if none was."""
+        """The first loss of a member since the round formed, or NodesUnheard while ranks of an
+        adopted round have not reported; None if neither."""
         if self.last.lost:
             return self.last.lost[0]
         unseen = self.takeover.unseen_ranks
@@ -255,15 +255,15 @@ class Rendezvous:
             self._window.appeared(node, now)
 
     def join(self, node: str, now: float, *, not_before: float, why: str = "") -> None:
-        """No rank is alive on this node and it offers a store. `not_before`: when a node that keeps
-        falling silent, or whose ranks keep failing, may join. `why`: the reason as a clause."""
+        """No rank is alive on this node and it offers a store. `not_before`: when its backoff ends
+        (a past time: it has none). `why`: the reason for the backoff as a clause."""
         if self.last.is_member(node) and self.last.stages[node] is not Stage.STOPPED:
             return  # it sent this before it received the Start of the current round
         announced = node in self._announced
         self._announced.pop(node, None)
         self._awaited.disarm(node)
         if not_before > now and not self.last.is_member(node):
-            # it is back, but will not be in the next round
+            # it may have to miss the next round
             self.backing_off.put(node, not_before, why)
         elif node not in self.ready and node not in self._kept:
             self.ready[node] = None
@@ -320,7 +320,7 @@ class Rendezvous:
 
     def node_gone(self, node: str, how: Fate, *, last_word: float, reborn: bool = False) -> None:
         """The node is dead or has left, and its agent has exited. `last_word`: when it last sent
-        anything. `reborn`: a newer incarnation is present, so its ranks are dead."""
+        anything. `reborn`: a newer incarnation has attached: its ranks are dead."""
         last = self.last
         if node in last.unseen:
             del last.unseen[node]
@@ -370,8 +370,8 @@ class Rendezvous:
         return self._kept.pop(node, None) is not None
 
     def returned(self, node: str, now: float, *, within: float) -> None:
-        """A lost member is back and will join. If the job gathers, it waits for this node at most
-        `within` seconds, because two restarts cost more than a wait."""
+        """A node without a place is connected and will join. If it was a member and the job is
+        gathering, the next round waits up to `within` seconds for it: two restarts cost more."""
         self.announce(node, now)
         if self.phase is Phase.GATHERING and node in self.last.away:
             self._awaited.arm(node, now + within)
@@ -536,7 +536,7 @@ class Rendezvous:
     # ------------------------------------------------------------ decisions
 
     def decide(self, now: float) -> Decision:
-        """What to do at `now`."""
+        """Record due losses, end due backoffs, and return what to do at `now`."""
         takeover, last = self.takeover, self.last
         if self._new_losses:
             self._count_losses(now)
@@ -603,14 +603,14 @@ class Rendezvous:
         due, why = self._window.admission(size, possible, self._largest, bool(self._announced))
         if now < due:
             return Decision(Verb.WAIT, why, due)
-        if self.last.disconnected:  # they are lost or back soon: membership has a deadline for them
+        if self.last.disconnected:  # back or declared dead soon: membership has a deadline for them
             return Decision(Verb.WAIT, AtDoor("unheard"))
         new = tuple(self.ready)[: possible - size]
         return Decision(Verb.REOPEN, Joined(new))
 
     def _gathering(self, now: float) -> Decision:
         takeover, last = self.takeover, self.last
-        for node in self._awaited.pop_due(now):  # its time is over; it may return as a new node
+        for node in self._awaited.pop_due(now):  # overdue: if it returns, it counts as new
             if last.is_member(node) and last.stages[node] in (Stage.STARTING, Stage.RUNNING):
                 self._note_loss(node, Silent())
                 self._count_losses(now)
@@ -644,7 +644,7 @@ class Rendezvous:
         return Decision(Verb.WAIT, MoreMayJoin(self._spec.max_nodes), ends)
 
     def _silence(self) -> float:
-        """Seconds after its last message by which a node that lost its master has stopped ranks."""
+        """Seconds after its last message until a node without a master has stopped its ranks."""
         spec = self._spec
         notice = max(spec.heartbeat_timeout, 2.0 * beat_interval(len(self.last.stages)))
         return notice + spec.master_lost_timeout + spec.restart_grace + FENCE_SLACK

@@ -1,5 +1,5 @@
-"""The last round that was formed, adopted or restored: its name, rank assignment, and the state of
-its members.
+"""The last round that was formed, adopted or restored: its name, its rank assignment, and the state
+of its members.
 
 Rank assignment is deterministic. A node rank that the user gave is the group rank, if the round is
 large enough. A survivor keeps its group rank. The others fill the gaps: first those with a node
@@ -34,7 +34,8 @@ def choose(ready: Sequence[Node], limit: int, previous: Mapping[str, int]) -> li
 
 
 def lay_out(members: Sequence[Node], previous: Mapping[str, int]) -> list[Node]:
-    """The members by group rank. `previous`: group ranks of the last round, by node."""
+    """The members in the order of their new group ranks. `previous`: group ranks in the last
+    round."""
     places: list[Node | None] = [None] * len(members)
     given = {one.id: one.hello.node_rank for one in members}
     pending = sorted(members, key=lambda one: one.order)
@@ -53,8 +54,8 @@ def lay_out(members: Sequence[Node], previous: Mapping[str, int]) -> list[Node]:
 
 
 def store_host(places: Sequence[Node]) -> Node:
-    """The node with group rank 0, as in torchrun. If it offers only a loopback address, which
-    others cannot dial, the first node that offers another address."""
+    """The node with group rank 0, as in torchrun. If it offers only a loopback address, which other
+    nodes cannot dial: the first node that offers another address, if any."""
     if is_loopback(places[0].store.host):
         return next((one for one in places if not is_loopback(one.store.host)), places[0])
     return places[0]
@@ -79,19 +80,19 @@ class Round:
     store: Endpoint | None  # None: no round was formed yet
     store_node: str
     members: dict[str, Seat]  # by node
-    last_word: float = 0.0  # when the last departed member last sent anything
-    is_adopted: bool = False  # its places are those that its nodes have reported so far
+    last_word: float = 0.0  # latest message of a departed member; at least the round's start
+    is_adopted: bool = False  # its places are those that nodes have reported so far
     inherited: bool = False  # another master formed it
     why_stopped: Reason | None = None
     name: RoundName = field(init=False)
     seats: dict[str, int] = field(init=False)  # node -> group rank
     stages: dict[str, Stage] = field(init=False)
-    away: dict[str, None] = field(default_factory=dict)  # whose agents have exited, in that order
+    away: dict[str, None] = field(default_factory=dict)  # members whose agents have exited
     leaving: set[str] = field(default_factory=set)  # leave as soon as their ranks have exited
-    completed: set[str] = field(default_factory=set)  # all of whose ranks exited with 0
-    disconnected: set[str] = field(default_factory=set)  # whose stream is broken
-    unseen: dict[str, None] = field(default_factory=dict)  # of a restored round, not heard from
-    lost: list[Reason] = field(default_factory=list)  # lost members whose ranks were not done
+    completed: set[str] = field(default_factory=set)  # members whose ranks all exited with 0
+    disconnected: set[str] = field(default_factory=set)  # members whose stream is broken
+    unseen: dict[str, None] = field(default_factory=dict)  # restored members, not heard yet
+    lost: list[Reason] = field(default_factory=list)  # losses of members whose ranks were not done
     broken: Reason | None = None  # why the round cannot continue although no node is lost
     fenced: bool = False  # it can complete no further collective
 
@@ -101,8 +102,8 @@ class Round:
         self.stages = dict.fromkeys(self.members, Stage.STARTING)
 
     def expect(self, facts: RendezvousFacts, at: float) -> None:
-        """The state of its members, as another master recorded it at time `at`; none has reported
-        yet."""
+        """Restore the state of the members that another master recorded at time `at`; none has
+        reported to this master yet."""
         self.away = dict.fromkeys(facts.gone)
         self.unseen = {node: None for node in self.stages if node not in self.away}
         self.completed, self.disconnected = set(facts.done), set(self.unseen)
@@ -161,7 +162,7 @@ class Round:
 
 
 def no_round() -> Round:
-    """Before the first round."""
+    """A placeholder before the first round."""
     return Round(RoundInfo(RoundName(0, 0, ""), 0), None, "", {})
 
 
@@ -182,7 +183,7 @@ def restored(facts: RendezvousFacts) -> Round | None:
 
 
 def adopt(start: Start) -> Round:
-    """A round that another master formed, as far as one node knows it."""
+    """A round that another master formed, as its first node reports it; it has no members yet."""
     return Round(start.info, start.store, "", {}, is_adopted=True, inherited=True)
 
 
@@ -200,7 +201,7 @@ def adopted_seat(hello: Hello, start: Start) -> Seat:
 
 
 def form_round(info: RoundInfo, ready: Sequence[Node], limit: int, previous: Round | None) -> Round:
-    """A new round: `limit` of the ready nodes and their places; its size is theirs."""
+    """A new round of up to `limit` ready nodes, with their places; sets the world size."""
     before = previous.seats if previous else {}
     places = lay_out(choose(ready, limit, before), before)
     host, hellos = store_host(places), [one.hello for one in places]

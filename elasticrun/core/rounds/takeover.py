@@ -6,19 +6,19 @@ is lost.
 
 With a record, the master *restores* the round as RUNNING or as ended. Its nodes are members from
 the start, even before they attach, so no second round begins beside it, no matter which node finds
-the new master first. A member that never received its place receives it now; a node that
-returns as a newer incarnation has passed the fence. A round that agents report replaces an older
-one in the record (a disk may have lost its last writes). A round in neither the record nor any
-report cannot be known.
+the new master first. A member that never received its place receives it now; the return of a node
+as a newer incarnation proves that its old ranks are dead. A round that agents report replaces an
+older one in the record (a disk may have lost its last writes). The master cannot know of a round
+that is in neither the record nor a report.
 
 Without a record, the master *adopts* the highest round that agents report, as RUNNING, and its
 members one by one as they attach; the world size says how many are missing. If the missing nodes
-hold half of its ranks or more, they may be in a later round that only they know. Unless `max` nodes
-are present anyway, no round forms until they have had the time to stop on their own, as for the
-fence. Any agent that has obeyed an earlier master, even a spare, reveals that there was one; from
-then on nothing forms until the grace period is over or a round was reported. One gap remains: a new
-master without a record that only new agents have found cannot know of the old round. It may begin a
-round, which it ends when the first old agent attaches.
+hold half of its ranks or more, they may be in a later round that only they know. Then no round
+forms, unless `max` nodes are present, until the missing nodes have had the time to stop their ranks
+on their own, as for the fence. An agent that has obeyed an earlier master, even a spare, reveals
+that there was one; from then on nothing forms until the grace period is over or a round was
+reported. One gap remains: a new master without a record that only new agents have found cannot know
+of the old round. It may begin a round, which it ends when the first old agent attaches.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class Takeover:
         self.expected_until: float | None = None
         """Until when to wait for a round that no agent has reported; None: none is expected."""
         self.elsewhere: dict[str, int] = {}
-        """Nodes that are older than this master and know no place in the adopted round, with their
-        number of ranks: these ranks are in no later round."""
+        """Nodes that have obeyed an earlier master and have no place in the adopted round, with
+        their number of ranks: these ranks are in no later round."""
         self.ranks = 0
         """Ranks of the round taken over."""
         self.round_began()
         self.is_first = True
-        """No round was formed, restored or adopted."""
+        """Whether no round was formed, restored or adopted yet."""
 
     def round_began(self) -> None:
-        """Reset: nothing is known of the members of the last round yet."""
+        """A round was formed, restored or adopted: forget what was known of the previous one."""
         self.vanished = 0
         """Number of members of a restored round that were lost before they reported."""
         self.unseen_ranks = 0
