@@ -88,7 +88,7 @@ def test_worlds_are_multiples_of_the_node_unit(counting: Counting) -> None:
     second = job.wait_for_world(2, since=job.kill_node(1))
     assert second.restarts == 0
     (spare,) = {0, 2, 3} - set(second.nodes.values())
-    job.wait_for_output(spare, "spare: nodes are")
+    job.wait_for_output(spare, "spare: nodes join 2 at a time")
     job.add_node()
     third = job.wait_for_world(4, since=second.began)
     assert keeps_ranks(second, third)

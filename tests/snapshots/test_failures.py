@@ -231,7 +231,7 @@ def test_early_failures_cost_no_state(training: Training) -> None:
     args = ("--persist-every", "3", "--die", "1:8:kill", "--early", "6")
     training.start(*args, max_restarts=9, options=["--restart-backoff=0"])
     training.ends_as_if_undisturbed(0, 8)
-    assert not training.said("suspect|come last")
+    assert not training.said("suspect|are used last")
 
 
 @further(
@@ -301,7 +301,7 @@ def test_what_is_suspect_comes_last_in_storage_too(training: Training) -> None:
     training.until(lambda: training.checkpoints() == [STEPS], "the last checkpoint alone")
     training.open_gate()
     training.ends_as_if_undisturbed(0, 8, 8, 4, ranks=[0])
-    assert training.said("step 8 and later ones come last")
+    assert training.said("step 8 and later ones are used last")
 
 
 @further(
