@@ -40,10 +40,10 @@ IDLE: Final = 1800.0
 """Seconds without a job after which a warm process exits."""
 
 WAIT_FOR_PROCESSES: Final = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "PBS_JOBID", "LSB_JOBID")
-"""If one of these is set, a job step or pod ends only when its last process exits."""
+"""Variables set in job steps and pods, which end only when their last process has exited."""
 
 ANSWER_LIMIT: Final = 2.0
-"""Seconds for a warm process to fork; it takes some hundredths."""
+"""Seconds to wait for a warm process to fork, which takes some hundredths of a second."""
 
 OWN_END: Final = 5.0
 """Seconds that a fork server whose guard was killed has to kill its descendants itself."""
@@ -91,8 +91,8 @@ class WarmChild:
         asyncio.get_running_loop().add_reader(self._guard, self._readable, ended)
 
     def wait(self, limit: float) -> int:
-        """Wait for it and all its descendants to exit; returns its exit code. TimeoutError after
-        `limit` seconds."""
+        """Wait for it and all its descendants to exit; returns its exit code. Raises TimeoutError
+        after `limit` seconds."""
         self._guard.settimeout(limit)
         message = receive(self._guard)
         if not isinstance(message, spawning.Over):
@@ -105,7 +105,7 @@ class WarmChild:
         self._guard.close()
 
     def kill(self) -> None:
-        """SIGKILL to the fork server only; its guard kills the rest."""
+        """Send SIGKILL to the fork server only; its guard kills the rest."""
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
@@ -174,7 +174,8 @@ def fork_server(
 def ask(
     path: Path, environ: Mapping[str, str], ignored: Iterable[int]
 ) -> tuple[WarmChild, socket.socket] | None:
-    """The same from the warm process at `path`."""
+    """Request a fork server from the warm process at `path`; None, with a log line, if it forks
+    none."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     request = spawning.Ask(dict(environ), tuple(ignored), tuple(sorted(int(s) for s in blocked)))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -218,7 +219,7 @@ def _ask(
 
 
 def receive(conn: socket.socket) -> spawning.FromWarm:
-    """The next message. OSError if none arrives, FrameError if it is invalid."""
+    """The next message. Raises OSError if none arrives, and FrameError if it is invalid."""
     buffer = frames.FrameBuffer(spawning.FromWarm)
     while data := conn.recv(4096):
         for message in buffer.feed(data):
@@ -304,8 +305,8 @@ def _words(error: Exception) -> str:
 
 @functools.cache  # once per process: every started fork server would repeat it
 def _not_used(named: str, reason: str) -> None:
-    """Visible by default, because nothing else explains slow starts. If the user has named the warm
-    process (`named`), as our pytest plugin does, it is logged at level INFO."""
+    """Log why the warm process is not used: visibly by default, because nothing else explains slow
+    starts, but at level INFO if the user has named it (`named`), as our pytest plugin does."""
     logger.log(logging.INFO if named else NOTICE, "the warm process is not used: %s", reason)
 
 
@@ -331,7 +332,7 @@ def _place_of(pid: int | str) -> dict[str, str]:
 
 
 def _threads_of(pid: int) -> str:
-    """The OMP_NUM_THREADS that a process was started with, as text. OSError."""
+    """The OMP_NUM_THREADS that a process was started with, as text. Raises OSError."""
     name = f"{env.OMP_NUM_THREADS}=".encode()
     words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     found = next((word for word in words if word.startswith(name)), b"")
@@ -363,8 +364,8 @@ def _elsewhere(path: Path, environ: Mapping[str, str]) -> str:
 
 
 def socket_path(environ: Mapping[str, str]) -> Path:
-    """The socket of the warm process for this process's user, cgroup and namespaces. OSError if no
-    folder is private to the user.
+    """The socket of the warm process for this process's user, cgroup and namespaces. Raises OSError
+    if no folder is private to the user.
 
     torch sizes its thread pools at import, so jobs with one rank, for which OMP_NUM_THREADS is not
     set, use a separate warm process.
@@ -403,7 +404,7 @@ def find(environ: Mapping[str, str]) -> Path | None:
 
 
 def connect(path: Path, limit: float) -> socket.socket:
-    """Connect to the process at `path` if it is of our own user. OSError if not."""
+    """Connect to the process at `path` if it belongs to this user. Raises OSError."""
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     conn = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

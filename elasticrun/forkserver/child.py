@@ -30,7 +30,7 @@ from elasticrun.training.monitor import monitor, recorder
 from elasticrun.wire.spawning import SpawnRank, command
 
 PAGE_BYTES = 16 * 1024
-"""Enough for the few sentences that a rank reports."""
+"""Bytes of a page: enough for the few sentences that a rank reports."""
 
 NOTICE = b"N"  # a sentence for the operator
 EXEC_NEXT = b"X"  # later restarts of this script use exec
@@ -125,7 +125,7 @@ _SETTABLE = sorted(map(int, signal.valid_signals() - {signal.SIGKILL, signal.SIG
 
 @dataclass(frozen=True, slots=True)
 class Inherited:
-    """What a rank inherits: the state that the agent had when it started."""
+    """What a rank inherits: the processes above it, and the state with which the server started."""
 
     server: int  # pid
     agent: int  # pid; 0 if it is in another pid namespace
@@ -230,7 +230,8 @@ def _renew_streams() -> None:
 
 
 def _reopen(stream: Any, descriptor: int, name: str, mode: str) -> bool:
-    """Return False if the descriptor is closed; the interpreter then has no such stream."""
+    """Reopen a stream object on this descriptor. Returns False if the descriptor is closed; the
+    interpreter then has no such stream."""
     try:
         os.fstat(descriptor)
     except OSError:
@@ -424,7 +425,7 @@ _OUTSIDE = (
 _COMPILED = f"{os.sep}__pycache__"
 
 _COUNTS = "/proc/self/io"
-"""The kernel's count of writes; missing if built without CONFIG_TASK_IO_ACCOUNTING."""
+"""The file with the kernel's count of writes; missing without CONFIG_TASK_IO_ACCOUNTING."""
 
 
 def _is_compiled(args: Iterable[Any]) -> bool:

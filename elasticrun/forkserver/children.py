@@ -136,7 +136,7 @@ class Children:
 
     def spawn_helper(self, order: Order) -> None:
         """Fork or exec a helper; report Spawned or SpawnFailed, then its messages and its exit.
-        Kill an existing saver first: whoever orders another one has given it up."""
+        Kill an existing saver first: an order for another one means that it was given up."""
         kind = KINDS[type(order)]
         if kind is SaverHelper:
             self._kill(SaverHelper)
@@ -235,7 +235,7 @@ class Children:
     # ------------------------------------------------------------ their messages
 
     def pipes(self) -> list[int]:
-        """The pipes of helpers."""
+        """The descriptors of all helpers' pipes."""
         return [each for helper in self._helpers.values() for each in helper.descriptors()]
 
     def read_helpers(self, ready: Collection[int]) -> None:
@@ -264,7 +264,7 @@ class Children:
     # ------------------------------------------------------------ exit
 
     def reaped(self, pid: int, code: int) -> None:
-        """A child has exited. Orphans of ranks arrive here too and are ignored."""
+        """Report the exit of a child. Exits of ranks' orphans arrive here too and are ignored."""
         helper = self._helpers.pop(pid, None)
         if helper is not None:
             self._groups.pop(helper.key, None)  # helpers leave nothing to sweep

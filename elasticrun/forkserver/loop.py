@@ -1,6 +1,7 @@
 """The fork server: its command line, its preparation, and its event loop until the agent exits.
 
-One thread, one queue of orders, child exits by SIGCHLD, named deadlines; nothing blocks.
+It has one thread, which waits for orders, for SIGCHLD and for the next deadline, and for nothing
+else.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ class Server:
         if self._wake in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake, 4096)
-            if os.getppid() != self._parent:  # parent (agent or guard) died: nobody sweeps below it
+            if os.getppid() != self._parent:  # the agent or guard has died: nobody else sweeps
                 self._exit("", 1)
         if connection.fileno() in ready:
             connection.flush()

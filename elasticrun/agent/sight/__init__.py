@@ -1,3 +1,3 @@
-"""Finds out what this node's ranks are doing, from their answers and /proc, and reports it.
+"""Determines what this node's ranks are doing, from their answers, /proc and py-spy; reports it.
 
 Forbidden here: a decision about the job, and anything that could harm a healthy rank."""

@@ -29,7 +29,7 @@ class Activity:
     being: Being
     cpu: float = 0.0  # seconds, without pollers
     io: int = 0  # bytes read and written, files and pipes
-    own: int = 0  # bytes of it by main threads
+    own: int = 0  # bytes of `io` by main threads
     rss: int = 0  # bytes
     kernel: str = ""  # kernel function in which the rank's main thread sleeps
 

@@ -96,8 +96,8 @@ class RankQueries:
         return query.answers
 
     def _sent(self, question: bytes, rank: int) -> bool:
-        """Whether the query was sent or the queue is full because the rank is silent. False if the
-        rank's thread does not exist yet, or has exited."""
+        """Send the query. Returns False if the rank's answering thread does not exist yet, or has
+        exited; True also if the rank does not read and its queue is full."""
         if self._socket is None or rank not in self._places:
             return False
         try:

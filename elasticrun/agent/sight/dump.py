@@ -1,4 +1,4 @@
-"""Writes all facts about hanging ranks to files for people: `hang-N/rank-R.txt`."""
+"""Writes all facts about hanging ranks to files for users: `hang-N/rank-R.txt`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MAX_DUMP: Final = 256 * 1024
 
 
 def write(parent: str, number: int, texts: Mapping[int, str]) -> str:
-    """Write these ranks' texts; returns their folder below `parent`, or "" if nothing could be
-    written or `parent` is "". Blocks on the disk."""
+    """Write these ranks' texts; returns the absolute path of their folder below `parent`, or "" if
+    nothing could be written or `parent` is "". Blocks on the disk."""
     if not parent or not texts:
         return ""
     folder = Path(parent) / f"hang-{number}"
@@ -53,7 +53,8 @@ def describe(
     facts: Iterable[str],
     why: str = "",
 ) -> str:
-    """All that is known of one rank; `why`: the reason for missing stacks, "" if they are here."""
+    """The text about one rank, with all that is known of it. `why`: the reason for missing stacks,
+    "" if they are here."""
     return "\n".join(_lines(seen, groups, threads, facts, why)) + "\n"
 
 

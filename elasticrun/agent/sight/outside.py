@@ -21,7 +21,7 @@ from elasticrun.agent.sight.stacks import Frame
 from elasticrun.host.system import processes
 
 TRIES: Final = 3
-"""Number of tries. A read fails if the process changes its stack during the read."""
+"""Maximum number of tries. A read fails if the process changes its stack during the read."""
 
 MAX_OUTPUT: Final = 4 * 1024 * 1024
 MAX_THREADS: Final = 64

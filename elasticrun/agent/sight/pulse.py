@@ -22,10 +22,11 @@ QUIET_AFTER: Final = 1.6 * PULSE_EVERY
 progress, even if that one comes some milliseconds early."""
 
 BUSY_CPU: Final = 0.02
-"""A rank is busy if it and its descendants use at least this many cores ..."""
+"""Minimum cores that a busy rank and its descendants use. Enough I/O (BUSY_IO) also makes it
+busy."""
 
 BUSY_IO: Final = 64 * 1024 / PULSE_EVERY
-"""... or read and write at least this many bytes per second."""
+"""Minimum bytes per second that a busy rank and its descendants read and write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class RankBeat:
     step: int = -1
     cpu: float = 0.0  # cores, since the last sample
     io: float = 0.0  # bytes per second
-    acts: bool = False  # a main thread of it or of a descendant has done any I/O
+    acts: bool = False  # the main thread of the rank or a descendant has done I/O
 
     @property
     def waits(self) -> bool:
@@ -59,7 +60,8 @@ class _Known:
 
 
 class LocalQuiet:
-    """The ranks of one round. Times are in seconds on the clock of `now`."""
+    """Tracks for how long the ranks of one round have made no progress. Times are in seconds, on
+    the clock of `now`."""
 
     def __init__(self, round_name: RoundName, ranks: Iterable[int], now: float) -> None:
         self._round = round_name
@@ -74,8 +76,8 @@ class LocalQuiet:
         self._send_first = False
 
     def beat(self, beats: Mapping[int, RankBeat], now: float) -> None:
-        """Process a sample of all ranks. A late sample starts a new window, because unsampled time
-        does not count as quiet."""
+        """Process a sample of all ranks. The delay of a late sample does not count as quiet
+        time."""
         lost = now - self._sampled_at - PULSE_EVERY
         if lost > PULSE_EVERY:
             for known in self._ranks.values():
@@ -131,9 +133,9 @@ class LocalQuiet:
         return Quiet(self._round, seconds, first, self._counted, waiting, busy)
 
     def mark_sent(self) -> None:
-        """The report has been sent."""
+        """Record that the report from `news` has been sent."""
         self._sent, self._send_first = self._now, False
 
     def mark_unsent(self) -> None:
-        """Send the last report again, because the master may have lost it."""
+        """Have `news` return the current state again, because the master may have lost it."""
         self._sent, self._send_first = None, self._moves

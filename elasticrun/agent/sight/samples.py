@@ -31,8 +31,8 @@ MOST_OF_A_LINE = 200
 """Maximum characters of an output line that is sent."""
 
 ROOM = m.MAX_MESSAGE_BYTES * 3 // 4
-"""Bytes for all stacks in one message, which also contains names. The most common groups are
-dropped when they do not fit."""
+"""Maximum bytes of all stacks in one message, which also contains names. The groups at the end, the
+most common ones, are dropped if they do not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +46,8 @@ class RankSample:
     answer: RankSays | None  # None: no answer
     activity: Activity
     beat: RankBeat  # of the last pulse
-    quiet: float
-    idle: float  # as in RankSeen
+    quiet: float  # this and `idle` as in RankSeen
+    idle: float
     progress: tuple[int, float]  # newest step, and its seconds
     word: tuple[str, float] = ("", 0.0)  # its reported quiet phase, and the seconds left
     device: Load = UNKNOWN_LOAD  # load of the device that it computes on
@@ -131,8 +131,8 @@ def stacks(
 
 
 def from_outside(found: Sequence[RankSample], limit: float) -> list[RankSample]:
-    """The same, plus stacks read from outside: those of ranks that did not answer, and of children
-    of ranks that wait for no other rank. Blocks for about `limit` seconds at most."""
+    """These samples, plus stacks read from outside: those of ranks that did not answer, and of
+    children of ranks that wait for no other rank. Blocks for about `limit` seconds at most."""
     end = time.monotonic() + limit
     rows = []
     for one in sorted(found, key=lambda one: one.answer is not None):

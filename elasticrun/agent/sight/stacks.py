@@ -49,7 +49,7 @@ _TELLING: Final = (
     "safetensors",
     "torch.utils.data",
 )
-"""Libraries whose calls indicate how long a rank may wait; listed before their callers."""
+"""Libraries whose calls indicate how long a rank may wait; `place_of` prefers them."""
 
 _JOINING: Final = frozenset({"init_process_group", "new_group", "_create_c10d_store", "rendezvous"})
 """Functions of torch.distributed that wait for other processes to join."""

@@ -40,7 +40,8 @@ OUTSIDE_LIMIT: Final = 4.0
 """Seconds for reading the stacks of silent ranks, in total."""
 
 WRITE_LIMIT: Final = 2.0
-"""Seconds for writing them to files. The sum of these limits is less than the master's timeout."""
+"""Seconds for writing the dump to files. The sum of these limits is less than the master's
+timeout."""
 
 MAX_SAMPLES: Final = 4
 """Maximum number of concurrent full samples, and of reads of /proc; the master asks for one sample
@@ -112,7 +113,8 @@ class LocalSight:
             self._report(self._watched)
 
     def obey(self, order: m.Inspect) -> None:
-        """Sample every rank in full and report; a no-op if the order is for another round."""
+        """Sample every rank in full and report. No-op if the order is for another round, or if too
+        many samples are in progress."""
         watched = self._watched
         if watched is None or order.round != watched.start.round or len(self._tasks) > MAX_SAMPLES:
             return
@@ -149,8 +151,8 @@ class LocalSight:
     async def _sample(
         self, watched: _WatchedRound, *, measure: bool = True
     ) -> Mapping[int, Activity]:
-        """Activity by local rank, as the kernel reports it now; keeps the rates since the last
-        sample."""
+        """Activity by local rank, as the kernel reports it now; empty if /proc does not answer.
+        With `measure`, also compute the rates since the last such sample."""
         pids, this = dict(self._ranks.pids), object()
         if len(self._under_way) > MAX_SAMPLES:  # threads hang in /proc
             return {}

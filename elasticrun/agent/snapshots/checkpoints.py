@@ -62,7 +62,7 @@ class Persisting:
     # ------------------------------------------------------------ orders
 
     def start(self, order: Persist) -> None:
-        """Write this node's share; a repeated order gets the same answer again."""
+        """Write this node's share of a checkpoint; a repeated order gets the same answer again."""
         known = self._attempts.get(order.attempt)
         if known is not None:
             self._resend(known)
@@ -72,7 +72,7 @@ class Persisting:
         attempt.tasks.start(self._write(attempt), attempt.name)
 
     def commit(self, order: CommitCheckpoint) -> None:
-        """Let the saver write the marker, because all parts are written."""
+        """Have the saver write the marker, because all parts are written."""
         attempt = self._attempts.get(order.attempt)
         if attempt is None:
             why = "this node no longer knows that attempt"
@@ -84,7 +84,7 @@ class Persisting:
             self._resend(attempt, committed=True)
 
     def over(self, order: PersistOver) -> None:
-        """Handle that the attempt was committed or given up."""
+        """Close an attempt that was committed or given up."""
         attempt = self._attempts.get(order.attempt)
         if attempt is not None:
             self._close(attempt, ok=order.ok)
@@ -140,7 +140,7 @@ class Persisting:
         return found
 
     async def _compare(self, order: Persist, found: list[tuple[Held, Snapshot, int]]) -> None:
-        """Compare the snapshots with the hashes from their commit."""
+        """Compare the snapshots with the hashes from their commit. Raises CannotPersist."""
         answers = await asyncio.gather(*(self._store.savers.check(h, s) for h, s, _ in found))
         for answer, (_, _, rank) in zip(answers, found, strict=True):
             if not answer.ok:
@@ -175,8 +175,8 @@ class Persisting:
         )
 
     def _keep(self, order: Persist, last: int) -> tuple[int, tuple[int, ...]]:
-        """How many checkpoints to keep (0: all), and which ones besides. A rank may still be
-        reading the checkpoint that it restores from, unless every rank has taken a snapshot
+        """How many checkpoints to keep (0: all), and which others to keep as well. A rank may still
+        be reading the checkpoint that it restores from, unless every rank has taken a snapshot
         since."""
         present, reading = self._store.inventory.present, self._store.inventory.reading
         is_present = present is not None and present.name == order.round
@@ -189,7 +189,7 @@ class Persisting:
     # ------------------------------------------------------------ reports
 
     def _resend(self, attempt: _Attempt, *, committed: bool = False) -> None:
-        """`committed`: only the result of its marker."""
+        """Send the results of this attempt again; with `committed`, only those of its marker."""
         for report in attempt.results:
             if report.committed or not committed:
                 self._store.link.send(report)

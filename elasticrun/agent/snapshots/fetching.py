@@ -58,7 +58,7 @@ class Absent(Exception):
 
 
 class Shards:
-    """The shards of the current generation."""
+    """The shards from which the current generation restores."""
 
     def __init__(self, store: SnapshotStore) -> None:
         self._store = store
@@ -72,7 +72,7 @@ class Shards:
         self.restore: m.Restore | None = None
 
     def start(self, start: m.Start) -> None:
-        """Start a new generation; requests of the last one are dropped."""
+        """Start a new generation: drop requests of the last one, and start the comparison."""
         self.stop()
         self.restore = start.info.restore
         self._bad.clear()
@@ -81,7 +81,7 @@ class Shards:
             self.compare()
 
     def stop(self) -> None:
-        """The ranks have exited: drop all requests."""
+        """Drop all requests and fetched copies."""
         self._questions.close()
         self._work.close()
         self._checks.clear()
@@ -89,7 +89,7 @@ class Shards:
         self.drop_copies()
 
     def drop_copies(self) -> None:
-        """Drop fetched copies that are no longer needed."""
+        """Drop the copies fetched from other nodes, because they are no longer needed."""
         for task in self._copies.values():
             task.cancel()
         self._copies.clear()
@@ -190,7 +190,7 @@ class Shards:
         return held, snapshot, order.holds
 
     async def _ask(self, rank: int) -> m.Holder:
-        """Ask the master which node has it. Raises Absent."""
+        """Ask the master which node has this rank's shard. Raises Absent."""
         if rank not in self._holders:
             if len(self._holders) >= MAX_REQUESTS:
                 raise Absent(f"more than {MAX_REQUESTS} shards were requested")
@@ -295,7 +295,7 @@ class Replicator:
         """Whether the ranks of this node request replicas."""
 
     def start(self, start: m.Start) -> None:
-        """A new generation of ranks: drop orders of the last one."""
+        """Start a new generation of ranks: drop orders of the last one."""
         self._known = {(start.round, None)}
         if start.info.restore is not None:
             self._known.add((start.info.restore.round, start.info.restore.step))
@@ -305,7 +305,7 @@ class Replicator:
         self._untidy = False  # this generation has no complete step yet
 
     def close(self) -> None:
-        """The agent ends: stop copying."""
+        """Stop copying, because the agent ends."""
         self._orders.clear()
         self._tasks.close()
 
@@ -409,7 +409,7 @@ class Replicator:
 
 
 def _slot(held: Held) -> int | None:
-    """The slot for the next snapshot: not the newest one's, and not pinned."""
+    """The slot for the next snapshot: not the newest one's, and not pinned; None: no such slot."""
     found = sorted(held.snapshots(), key=_age)
     taken = {snapshot.slot for snapshot in found}
     empty = [slot for slot in range(held.segment.slots) if slot not in taken]
@@ -420,7 +420,7 @@ def _slot(held: Held) -> int | None:
 
 
 def _newest(held: Held) -> tuple[int, int, int]:
-    """The sort key of its newest snapshot's age."""
+    """The age of its newest snapshot as a sort key; newer ones are greater."""
     return max(map(_age, held.snapshots()), default=_NOTHING)
 
 

@@ -1,9 +1,11 @@
-"""The folder on a tmpfs that contains a node's segments, and its lock. All functions block.
+"""The folder on a tmpfs that contains a node's segments, and its lock. All functions block, except
+those of `Orphans` that run in the loop.
 
-Its name contains the user, job and node. An agent holds its flock for its lifetime, so if the lock
-is free, the agent was killed. The next agent of the same node adopts the content. Agents of other
-jobs mark such a folder and remove it after a grace period. If the machine has rebooted since, they
-remove it at once, because files on a disk may then be torn. No two jobs share a path.
+The folder's name contains the user, and hashes of job and node. An agent holds the folder's flock
+as long as it runs, so if the lock is free, the agent was killed. The next agent of the same node
+adopts the content. Agents of other jobs mark such a folder and remove it after a grace period. If
+the machine has rebooted since, they remove it at once, because files on a disk may then be torn. No
+two jobs share a path.
 """
 
 from __future__ import annotations
@@ -74,8 +76,8 @@ class SegmentFile:
 
 @dataclass(frozen=True, slots=True)
 class LocalRound:
-    """A round with snapshots here, with facts that their records lack: this node's ranks, the
-    checkpoint folder, and what the ranks restored."""
+    """A round with snapshots here, with facts that the snapshots' own records lack: this node's
+    ranks, the checkpoint folder, and what the ranks restored."""
 
     info: RoundInfo
     first_rank: int = 0
@@ -106,7 +108,7 @@ class SegmentFolder:
         self.path = path
         self._lock = lock
         self._prefix = prefix  # prefix of the folders of this job's other nodes
-        self.torn = False  # the content is from before the last reboot
+        self.torn = False  # the content was from before the last reboot, and is removed
         if _is_of_another_boot(lock):
             self.torn = True
             _clear(path)
@@ -191,7 +193,8 @@ class Cleaned:
 
 def clean(base: str, job_id: str, grace: float, now: float) -> Cleaned:
     """Remove the folders of killed agents of this user's other jobs that were marked at least
-    `grace` seconds ago. `now`: by the clock of the file system."""
+    `grace` seconds ago, and mark those that are not marked yet. `now`: by the clock of the file
+    system."""
     mine, ours = f"elasticrun-{os.getuid()}-", _ours(job_id)
     waits: list[float] = []
 
@@ -349,7 +352,7 @@ class Orphans:
         self._tasks = Tasks(logger.error)
 
     def remove_expired(self, grace: float | None = None) -> Cleaned:
-        """Remove folders whose grace period has passed; blocks."""
+        """Remove folders whose grace period has passed, and mark new orphans; blocks."""
         grace = config.ORPHAN_GRACE if grace is None else grace
         return clean(self._base, self._job_id, grace, time.time())
 
@@ -361,7 +364,8 @@ class Orphans:
             self._timer.after(due, lambda: self._tasks.start(self._scan_again(), what))
 
     async def remove_now(self) -> bool:
-        """Remove orphans at once because there is no space; returns whether there were any."""
+        """Remove orphans at once, whatever their grace period, because there is no space; returns
+        whether there were any."""
         try:
             found = await in_thread(
                 lambda: self.remove_expired(0.0), limit=SCAN_LIMIT, name="orphans"
@@ -376,7 +380,7 @@ class Orphans:
         return found.removed > 0
 
     def close(self) -> None:
-        """This agent ends; the next one scans again."""
+        """Stop scanning, because this agent ends; the next one scans again."""
         self.schedule(None)
         self._tasks.close()
 

@@ -2,8 +2,8 @@
 
 It knows the process, the segment and the commits of each rank. Control pages of segments replace
 most messages: this agent writes there which steps are complete, which never will be, and which step
-to save because a node leaves; a rank writes its current step. So no process waits for another. Only
-this agent frees slots, so it can notify a rank that waits for one.
+to save because a node leaves; a rank writes its current step. Neither side has to answer the other.
+Only this agent frees slots, so it can notify a rank that waits for one.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ MUTE_AFTER: Final = 2.0
 """Seconds without a connection after which a running rank counts as no longer saving."""
 
 BROKEN: Final = "it is no longer connected to its agent"
+"""Why a mute rank has no snapshot, in a clause."""
 
 LEAST_MARGIN: Final = 2
 """Minimum number of steps between the newest step and the requested one."""
@@ -61,12 +62,12 @@ class SnapshotProcess:
     evaluation, whose state is not the rank's."""
 
     pid: int
-    pidfd: int  # -1: no other process can replace it
+    pidfd: int  # -1: not watched, so no other process can replace it
 
     @classmethod
     def of(cls, pid: int) -> SnapshotProcess:
-        """The pidfd is omitted if it is unavailable, or if the process leads its own session. A
-        process that we start for a rank does, and the rank ends with it. Raises
+        """The process `pid`, without a pidfd if none is available, or if the process leads its own
+        session: one that we start for a rank does, and the rank ends with it. Raises
         ProcessLookupError."""
         try:
             return cls(pid, -1 if os.getsid(pid) == pid else os.pidfd_open(pid))
@@ -76,7 +77,7 @@ class SnapshotProcess:
             return cls(pid, -1)
 
     def has_ended(self) -> bool:
-        """False if unknown."""
+        """Whether the process has ended; False if that is unknown."""
         if self.pidfd < 0:
             return False
         poller = select.poll()
@@ -95,13 +96,13 @@ class LocalRank:
     peer: Peer | None = None
     process: SnapshotProcess | None = None
     held: Held | None = None  # its segment in this generation
-    giving: Peer | None = None  # the peer that is about to get one
-    waits: tuple[Peer, Held, int] | None = None  # for a slot (NONE), or until a step is whole
+    giving: Peer | None = None  # the peer that waits for NeedSegment's answer
+    waits: tuple[Peer, Held, int] | None = None  # until a slot is free (NONE) or a step is whole
     step: int | None = None  # last committed
     skipped: int = 0  # snapshots
     put_off: tuple[int, ...] = ()  # signals that it defers
-    silent: bool = False  # it sends no more messages
-    mute: bool = False  # it is running without a connection
+    silent: bool = False  # its connection has closed
+    mute: bool = False  # it still runs MUTE_AFTER seconds after that
     failed: dict[int, str] = field(default_factory=dict)  # steps that it could not save, and why
 
     def wait_is_over(self) -> bool:
@@ -128,21 +129,21 @@ class Generation:
         """Whether the watermark is a step of this generation."""
 
     def close(self) -> None:
-        """End this generation."""
+        """Close the pidfds of this generation's processes."""
         for rank in self.ranks:
             if rank.process is not None:
                 rank.process.close()
                 rank.process = None
 
     def held(self) -> list[Held]:
-        """The segments of its ranks that still exist."""
+        """The segments of its ranks, except lost ones."""
         return [one.held for one in self.ranks if one.held is not None and not one.held.is_lost]
 
     # ------------------------------------------------------------ introductions
 
     def refusal(self, here: s.RankHere, pid: int) -> str:
         """Why this process is rejected, in a clause; "" if it may take snapshots for one of our
-        ranks."""
+        ranks. It then becomes that rank's process."""
         start = self.start
         if here.version != VERSION:
             return f"its segments are of version {here.version}, ours of {VERSION}"
@@ -198,7 +199,8 @@ class Generation:
     # ------------------------------------------------------------ commits and steps
 
     def committed(self, local_rank: int, message: s.Committed) -> tuple[Held, Snapshot] | None:
-        """The segment and the snapshot, if the segment has it."""
+        """Record a commit. Returns the segment and the snapshot; None if the segment does not
+        contain it."""
         rank = self.ranks[local_rank]
         held = rank.held
         if held is None or held.is_lost or not 0 <= message.slot < held.segment.slots:
@@ -243,8 +245,8 @@ class Generation:
         return [one.step for one in self.ranks if one.step is not None]
 
     def newest(self) -> int:
-        """The newest step that any of its ranks has reached, including ranks that have exited;
-        NONE: unknown."""
+        """The newest step that any of its ranks has reached, including ranks that have exited; NONE
+        if it is unknown."""
         return max((held.segment.current for held in self.held()), default=NONE)
 
     def went_on(self) -> m.WentOn | None:
@@ -260,8 +262,8 @@ class Generation:
     # ------------------------------------------------------------ ranks that wait for a slot
 
     def await_room(self, peer: Peer, local_rank: int, whole: int) -> None:
-        """Register its wait; the newest request counts. The answer is RoomThere, at once or
-        later."""
+        """Register that a rank waits until a slot is free (`whole`: NONE) or the step `whole` is
+        complete. Its newest request counts. The answer is RoomThere, at once or later."""
         held = self.ranks[local_rank].held
         if held is None:
             peer.break_off("it waits for a slot, but has no segment")
@@ -283,7 +285,8 @@ class Generation:
 
 
 def _not_its_process(rank: LocalRank, pid: int) -> str:
-    """Why this process may not take that rank's snapshots, in a clause; "" if it may."""
+    """Why this process may not take that rank's snapshots, in a clause; "" if it may. It then
+    becomes the rank's process."""
     first = rank.process
     if first is not None and first.pid != pid:
         if not first.has_ended():
@@ -325,12 +328,12 @@ class Drain:
     # ------------------------------------------------------------ ranks
 
     def began(self, step: int) -> None:
-        """A rank continues from this step."""
+        """Note that a rank resumes training at this step; the first rank counts."""
         if self._began is None:
             self._began = (time.monotonic(), step)
 
     def committed(self, step: int) -> None:
-        """A rank has taken a snapshot."""
+        """Note that a rank has taken a snapshot; the first one counts."""
         if self._first is None:
             self._first = (time.monotonic(), step)
 
@@ -338,7 +341,7 @@ class Drain:
         return signum in self.generation.ranks[local_rank].put_off
 
     def missed(self, message: s.StepMissed) -> None:
-        """A rank could not save the requested step."""
+        """Report that a rank could not save the requested step; once per request."""
         start = self.generation.start
         if start is None or message.asked < 0 or message.asked in self._misses:
             return
@@ -351,7 +354,7 @@ class Drain:
     # ------------------------------------------------------------ the node
 
     def step(self) -> int:
-        """The newest step of a rank; NONE: no rank can save its state."""
+        """The newest step of the ranks that can save their state; NONE: none can."""
         steps = [
             one.held.segment.current
             for one in self.generation.ranks
@@ -391,6 +394,6 @@ class Drain:
                 self._store.link.send(self._misses[order.step])
 
     def show(self, local_rank: int, held: Held) -> None:
-        """Write the requested step into the segment that this rank is given."""
+        """Write the requested step into this rank's new segment, because it is connected now."""
         self.generation.ranks[local_rank].silent = False
         held.segment.save_at = self._requested

@@ -67,7 +67,7 @@ class Inventory:
         self._wanted = wanted
         self._nproc = nproc
         self._rounds: dict[bytes, LocalRound] = {}
-        self._configured_by: RankHere | None = None  # of the first rank of the current generation
+        self._configured_by: RankHere | None = None  # the first rank of the current generation
         self.reading: int | None = None
         """The checkpoint that ranks of the current generation restored from; -1: none; None: not
         reported yet, so they may be reading any."""
@@ -246,9 +246,10 @@ class Inventory:
     # ------------------------------------------------------------ removal
 
     def prune(self, restore: m.Restore | None, going_on: set[str]) -> None:
-        """While no rank is running: withdraw snapshots newer than the one to restore from, pin that
-        one, and reset the control pages. Pins with a reason in `going_on` stay, and those for
-        snapshots that the ranks want written to storage."""
+        """Prepare the segments for a new generation, while no rank is running: withdraw snapshots
+        newer than the one to restore from, pin that one, and reset the control pages. Pins for
+        snapshots that the ranks want written to storage stay, and those with a reason in
+        `going_on`."""
         for one in self._segments.held:
             segment = one.segment
             for snapshot in one.snapshots():
@@ -285,7 +286,7 @@ class Inventory:
         return found
 
     def _contents(self, held: Iterable[Held]) -> dict[tuple[bytes, int], list[int]]:
-        """The content of each local rank, by round and step."""
+        """Layout.content of each local rank's snapshot (0: none), by round and step."""
         found: dict[tuple[bytes, int], list[int]] = {}
         for one in held:
             for snapshot in one.snapshots() if one.local_rank >= 0 else ():
@@ -360,8 +361,8 @@ def _newer(snapshot: Snapshot, restore: m.Restore) -> bool:
 
 
 TIMES: Final = 3.0
-"""A snapshot is kept for this multiple of an attempt's limit. It is finite, because a master may
-lose an attempt, which would block slots forever."""
+"""A wanted snapshot is kept for this multiple of an attempt's limit. It is finite, because a master
+may lose an attempt, which would block slots forever."""
 
 
 class WantedSnapshots:
@@ -382,7 +383,7 @@ class WantedSnapshots:
         return (round, step) in self._timers
 
     def add(self, round: bytes, step: int, current: Iterable[Held]) -> None:
-        """Pin every local rank's snapshot of it."""
+        """Pin each of these segments' snapshot of this step until `over` or a timeout."""
         name = (round, step)
         if name not in self._timers:
             loop = asyncio.get_running_loop()

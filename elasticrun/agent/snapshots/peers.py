@@ -1,9 +1,9 @@
 """The socket on which ranks and the saver talk to their agent (`wire.snapshots`).
 
 It is one abstract AF_UNIX stream socket for the agent's lifetime. It has no file that could be left
-behind. The kernel reports the peer's process, and another user's is rejected. A peer introduces
-itself first. A peer that does not, that violates the protocol or does not read is disconnected with
-one log line. Nothing here blocks: unsent messages wait in a bounded queue.
+behind. The kernel reports the peer's process, and another user's is rejected. A peer must introduce
+itself first. One that does not, that violates the protocol, or that does not read its messages is
+disconnected, with one log line. Nothing here blocks: unsent messages wait in a bounded queue.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OUTBOX_MOST: Final = 1024
 """Maximum number of messages queued for a peer; ranks and savers read immediately."""
 
 SPARE: Final = 8
-"""Connections beyond two per local rank: the saver, and ranks that reconnect."""
+"""Connections beyond three per local rank: the saver, and ranks that reconnect."""
 
 FIRST_WORD: Final = 30.0
 """Seconds within which a peer must introduce itself."""
@@ -48,12 +48,12 @@ def _named(here: Introduction) -> str:
 
 
 class Peer:
-    """One connection."""
+    """One connection to a rank or the saver."""
 
     def __init__(self, channel: socket.socket, pid: int, server: PeerServer) -> None:
         self.pid = pid
         self.here: Introduction | None = None
-        """Its introduction."""
+        """Its introduction; None until it has arrived."""
         self.closed = False
         self._connection = Connection(channel, FromPeer, most_messages=OUTBOX_MOST)
         self._server = server
@@ -123,10 +123,10 @@ class Listener(Protocol):
     """Receives the messages of peers."""
 
     def on_message(self, peer: Peer, message: FromPeer) -> None:
-        """A message of a peer, its introduction first."""
+        """Called with each message of a peer; the first one is its introduction."""
 
     def lost(self, peer: Peer) -> None:
-        """The connection of an introduced peer has closed."""
+        """Called when the connection of an introduced peer has closed."""
 
 
 class PeerServer:
@@ -167,7 +167,7 @@ class PeerServer:
             peer.close()
 
     def remove(self, peer: Peer) -> None:
-        """A peer has closed its connection."""
+        """Remove a peer whose connection is closed."""
         self.peers.discard(peer)
         if peer.here is not None:
             self.listener.lost(peer)
@@ -199,7 +199,7 @@ class PeerServer:
         self.peers.add(Peer(channel, pid, self))
 
     def _trusted(self, channel: socket.socket) -> int | None:
-        """The pid of the peer; None for another user's process."""
+        """The pid of the peer; None, with a log line, for another user's process."""
         pid, uid = peer_of(channel)
         if uid == os.geteuid():
             return pid

@@ -167,26 +167,27 @@ class Savers:
         return await self._ask(("size", order.key), order, s.FetchSize)
 
     async def fetch_into(self, key: int, held: Held, slot: int = 0) -> s.Fetched:
-        """Copy that snapshot into this segment. Raises SaverGone."""
+        """Copy the snapshot that `fetch_size` asked for under this key into this segment. Raises
+        SaverGone."""
         answer = self._answer(("fetched", key))
         self._send(s.FetchInto(key, slot, held.sizes.layout), held.fd)
         return await self._result_of(answer, s.Fetched)
 
     def hash(self, held: Held, snapshot: Snapshot) -> None:
-        """Hash a snapshot eventually, if there is a saver."""
+        """Have the saver hash a snapshot, without waiting for it; no-op without a saver."""
         if self._peer is not None:
             self._open_segment(held)
             self._send(s.HashSnapshot(held.key, snapshot.slot, snapshot.sequence))
 
     def serve(self, held: Held, snapshot: Snapshot, round: RoundName, rank: int) -> None:
-        """Serve a snapshot to other nodes, if there is a saver."""
+        """Have the saver serve a snapshot to other nodes; no-op without a saver."""
         if self._peer is not None:
             self._open_segment(held)
             which = (held.key, snapshot.slot, snapshot.sequence)
             self._send(s.Serve(*which, round, snapshot.step, rank))
 
     def give_up(self, attempt: str) -> None:
-        """Cancel this attempt."""
+        """Cancel an attempt to write a checkpoint."""
         for kind in ("parts", "commit"):
             answer = self._answers.pop((kind, attempt), None)
             if answer is not None and not answer.done():
@@ -194,7 +195,7 @@ class Savers:
         self._send(s.GiveUp(attempt))
 
     def forget(self, held: Held) -> None:
-        """Close this segment, because it is dropped."""
+        """Have the saver close this segment, because it is dropped."""
         if held.key in self._open:
             self._open.discard(held.key)
             self._send(s.SegmentClosed(held.key))
@@ -234,7 +235,7 @@ class Savers:
             self._owner.remark(message.text)
 
     def on_close(self, peer: Peer) -> None:
-        """Handle a closed connection: the saver exits, and the spawner reports how."""
+        """Handle a closed connection: kill the saver; the spawner reports its exit."""
         if peer is self._peer:
             self._peer = None
             if self._child is None:
@@ -243,7 +244,7 @@ class Savers:
                 self._kill()
 
     def on_child_message(self, child: Child, message: FromSpawner) -> None:
-        """Handle that its process has started or exited."""
+        """Handle that the saver's process has started, could not start, or has exited."""
         if isinstance(message, Spawned):
             self._pid = message.pid
         if not isinstance(message, Exited | SpawnFailed):
@@ -262,7 +263,7 @@ class Savers:
             self._start()
 
     def lost(self, child: Child) -> None:
-        """Handle that its spawner has died, and the saver with it."""
+        """Handle that the saver's spawner has died, and the saver with it."""
         self._child = None
         if self._starts:
             self._starts.pop()
@@ -273,7 +274,7 @@ class Savers:
     # ------------------------------------------------------------ start and end
 
     def _start(self) -> None:
-        """Request a saver from the spawner, once the last one is reaped."""
+        """Request a saver from the spawner, if one is needed and the last one is reaped."""
         if self._child is not None or self._connecting is None or self._retry.is_set:
             return
         now = asyncio.get_running_loop().time()
@@ -328,7 +329,8 @@ class Savers:
             self._owner.saver_ready()
 
     def _lose(self, sentence: str) -> None:
-        """Record why the saver was lost; the first reason counts."""
+        """Handle the loss of the saver, with its reason: fail all pending answers, and notify the
+        owner."""
         peer, self._peer, self.port = self._peer, None, 0
         if peer is not None:
             peer.close()
@@ -354,7 +356,7 @@ class Savers:
     # ------------------------------------------------------------ a saver that is stuck
 
     def _send_ping(self) -> None:
-        """Ping it while there is pending work."""
+        """Ping the saver if there is pending work."""
         if self._answers and self._peer is not None:
             self._pings += 1
             self._send(s.PingSaver(self._pings))
@@ -452,7 +454,7 @@ class Hashing:
             self._timers[held.key] = loop.call_at(at, self.now, held)
 
     def now(self, held: Held) -> None:
-        """Hash its newest snapshot now."""
+        """Request the hash of the segment's newest snapshot now."""
         timer = self._timers.pop(held.key, None)
         if timer is not None:
             timer.cancel()

@@ -5,7 +5,8 @@ the same segment. A named file also outlives this agent. If its folder has no sp
 memory is used instead, which is freed with the agent (and logged).
 
 Everything that touches a disk or gigabytes of memory runs in threads; the loop only reads and
-writes words of the segments' control pages. `snapshots.py` knows what a segment is needed for.
+writes words of the segments' control pages. What a segment is needed for is known to
+`snapshots.py`.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ class Held:
 
 
 def unmap(held: Held) -> None:
-    """Unmap it; blocks while the kernel frees gigabytes."""
+    """Unmap a segment and close its file; blocks while the kernel frees gigabytes."""
     held.segment.close()
     os.close(held.fd)
     with contextlib.suppress(BufferError):  # unmapped with its last view
@@ -444,8 +445,8 @@ class Segments:
         return room, memory.available_memory()
 
     async def _warm(self, held: Held) -> None:
-        """Populate the pages, in parallel with the rank, which populates its own mapping. The first
-        one to touch a page has it zeroed."""
+        """Populate the pages, in parallel with the rank, which populates its own mapping: whichever
+        touches a page first has to wait until it is zeroed."""
         fd = os.dup(held.fd)
 
         def work() -> bool:
@@ -463,7 +464,7 @@ class Segments:
     # ------------------------------------------------------------ adoption
 
     def _adopt(self, node: str) -> tuple[float | None, Adopted | None]:
-        """Seconds until the next scan of others' folders, and what this node can adopt."""
+        """Seconds until the next scan of other jobs' folders, and what this node can adopt."""
         due = self._orphans.remove_expired().due
         folder = take(self._base, self._job_id, node, make=False)
         if folder is None:

@@ -76,9 +76,9 @@ def resume(start: Start, *, same: bool, put_off: tuple[int, ...]) -> s.Resume:
 
 
 class LocalSnapshots:
-    """Built with the node, once it has a link; call `open` when its id is known. `recoverables`
-    gets the messages of recoverable functions. `resumed(step, source)` is called when a rank has
-    resumed."""
+    """All parts of this node's snapshots. Built with the node, once it has a link; call `open` when
+    its id is known. `recoverables` gets the messages of recoverable functions. `resumed(step,
+    source)` is called when a rank has resumed."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class LocalSnapshots:
         """No-op: ranks may still commit."""
 
     def ranks_gone(self, *, done: bool) -> None:
-        """End the current generation, which can commit nothing more."""
+        """End the current generation, which can commit nothing more, and report what is here."""
         if self._generation.living:
             self._generation.living = False
             self._store.drop_damaged()
@@ -188,7 +188,8 @@ class LocalSnapshots:
         self._report.now(again=True)
 
     def attached(self) -> None:
-        """Send everything to a new master, which may know nothing of this node."""
+        """Report everything again after a (re)connection: the master may know nothing of this
+        node."""
         if self._segments.held and self._several:
             self.savers.ensure()  # other nodes may have to fetch from here
         self._report.now(again=True)
@@ -414,7 +415,8 @@ class LocalSnapshots:
         mark = generation.watermark
         if any(mark < step < snapshot.step for step in steps):
             given = [rank.held for rank in generation.ranks if rank.held is not None]
-            self._give_up(self._inventory.passed_over(given, mark))  # a dropped segment has none
+            # A dropped segment holds no step.
+            self._give_up(self._inventory.passed_over(given, mark))
         self._hashing.soon(held)
         if self._replicas.enabled and self._several:
             rank = start.first_rank + local_rank

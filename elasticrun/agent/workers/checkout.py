@@ -54,7 +54,8 @@ host=${{1#*://}}; host=${{host%%"'"*}}; host=${{host%%/*}}
 [ "${{host##*@}}" = {host} ] || exit 1
 case $1 in Username*) cat /dev/fd/{user};; *) cat /dev/fd/{password};; esac
 """
-"""git's prompt is `Username for 'https://HOST': `, or with USER@ before the host."""
+"""The program that answers git's prompts for one host. A prompt is `Username for 'https://HOST': `,
+or has USER@ before the host."""
 
 
 class GitError(Exception):
@@ -63,7 +64,8 @@ class GitError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GitSource:
-    """`URL[@REF]`. ref: a branch, a tag or a full commit id, "" for the default branch."""
+    """A repository and what to check out of it, written `URL[@REF]`. `ref`: a branch, a tag or a
+    full commit id; "" for the default branch."""
 
     url: str
     ref: str = ""
@@ -86,7 +88,7 @@ class GitSource:
 
 
 def parsed(text: str) -> GitSource:
-    """Parse `--git`. GitError."""
+    """Parse the value of `--git`. Raises GitError."""
     found = _AUTHORITY.match(text)
     at = text.find("@", found.end() if found else 0)
     url, ref = (text, "") if at < 0 else (text[:at], text[at + 1 :])
@@ -104,7 +106,8 @@ def parsed(text: str) -> GitSource:
 
 
 def pinned(source: GitSource, environ: Mapping[str, str]) -> GitSource:
-    """The same with the commit that its name refers to now. GitError."""
+    """The source with its branch or tag replaced by the commit to which it refers now. Raises
+    GitError."""
     if source.is_pinned:
         return source
     name = source.ref or "HEAD"
@@ -122,7 +125,7 @@ def pinned(source: GitSource, environ: Mapping[str, str]) -> GitSource:
 
 def check_out(source: GitSource, workdir: Path, environ: Mapping[str, str]) -> int:
     """Check out this commit in its folder. While the returned file descriptor is open, no job moves
-    the folder to another commit. GitError."""
+    the folder to another commit. Raises GitError."""
     folder = source.folder(workdir)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -160,7 +163,7 @@ def _put(source: GitSource, folder: Path, environ: Mapping[str, str], in_use: in
     if not (folder / ".git").exists():
         raise GitError(f"--git: {folder} is there and is no checkout: move it away")
     origin = _git(source, environ, "config", "--get", "remote.origin.url", cwd=folder).strip()
-    if origin.removeprefix("file://") != source.url.removeprefix("file://"):  # equal
+    if origin.removeprefix("file://") != source.url.removeprefix("file://"):  # the same
         raise GitError(f"--git: {folder} is a checkout of {origin}: move it away")
     head = _git(source, environ, "rev-parse", "HEAD", cwd=folder).strip()
     if head == source.ref:
@@ -207,7 +210,8 @@ def _submodules(source: GitSource, folder: Path, environ: Mapping[str, str]) -> 
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Lock the folder against other agents of this node. GitError if the lock is held too long."""
+    """Lock the folder against other agents of this node. Raises GitError if another process holds
+    the lock for too long."""
     until = time.monotonic() + GIT_LIMIT
     with path.open("w") as file:
         while True:
@@ -230,7 +234,7 @@ def _git(
     cwd: Path | None = None,
     limit: float = GIT_LIMIT,
 ) -> str:
-    """The output of a git command. GitError."""
+    """Run a git command and return its output. Raises GitError."""
     secrets = [next((environ[name] for name in names if environ.get(name)), "")
                for names in (GIT_USERNAMES, GIT_PASSWORDS)]  # fmt: skip
     hidden = (*GIT_USERNAMES, *GIT_PASSWORDS, "ELASTICRUN_TOKEN", *_OF_ANOTHER)
@@ -276,7 +280,8 @@ def _answering(files: contextlib.ExitStack, url: str, secrets: list[str]) -> Ite
 
 
 def _why(source: GitSource, stderr: str, secrets: list[str]) -> str:
-    """git's error output up to its first fatal line, because ssh's reason precedes it."""
+    """The sentence about a git command that failed, with git's output up to its first fatal line,
+    because ssh's reason precedes that."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     noise = ("hint:", "warning:", "Cloning into", "error: unable to read askpass")
     lines = [line for line in lines if not line.startswith(noise)] or ["git has failed"]
@@ -298,8 +303,8 @@ def _why(source: GitSource, stderr: str, secrets: list[str]) -> str:
 
 @contextlib.contextmanager
 def _in_memory(text: str, mode: int = 0o600) -> Iterator[int]:
-    """A memory file without write access, because the kernel would not execute it otherwise.
-    GitError."""
+    """A memory file, open only for reading: the kernel executes no file that is open for writing.
+    Raises GitError."""
     try:
         written = memory_file(
             "elasticrun", os.MFD_CLOEXEC | (MFD_EXEC if mode & stat.S_IXUSR else 0)

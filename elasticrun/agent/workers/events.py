@@ -22,7 +22,7 @@ HANDLERS: Final = ("null", "console", "dynamic_rendezvous")
 
 
 def check_handler(name: str) -> None:
-    """Raises ValueError with one sentence for a handler that torchrun does not have."""
+    """Raise ValueError with one sentence for a handler that torchrun does not have."""
     if name not in HANDLERS:
         raise ValueError(
             f"--event-log-handler={name} is not known: use one of {', '.join(HANDLERS)}"
@@ -57,7 +57,7 @@ class EventLog:
 
     @property
     def host(self) -> str:
-        """The host name shown to people."""
+        """The host name shown to users."""
         return self._constant["hostname"]
 
     @host.setter
@@ -79,7 +79,7 @@ class EventLog:
         """No-op: torch's agent has no such event."""
 
     def ranks_gone(self, *, done: bool) -> None:
-        """Unless the ranks are done, this node waits for its next round from now on."""
+        """Start to measure the wait for the next round, unless the ranks are done."""
         if not done:
             self._waiting_since = time.monotonic()
 
@@ -89,12 +89,12 @@ class EventLog:
     # ------------------------------------------------------------ the events
 
     def rendezvous(self, start: Start, waited_seconds: float, now_ms: int) -> None:
-        """A round has formed after this node has waited for it."""
+        """Write that a round has formed, for which this node has waited."""
         self._write_event("RENDEZVOUS", "AGENT", start, now_ms, duration_ms=waited_seconds * 1000)
         self._write_event("ASSIGN_WORKER_RANKS", "AGENT", start, now_ms, duration_ms=0.0)
 
     def started(self, start: Start, pids: Mapping[int, int], now_ms: int) -> None:
-        """The local ranks of a round have started; pids by local rank."""
+        """Write that the local ranks of a round have started; pids by local rank."""
         for local_rank, pid in sorted(pids.items()):
             self._worker("START", start, local_rank, pid, now_ms)
 
@@ -109,8 +109,8 @@ class EventLog:
         now_ms: int,
         agent_failure: str = "",
     ) -> None:
-        """The job has ended for this node. `failures`: those of its own ranks; `start`: None if no
-        round has formed.
+        """Write that the job has ended for this node. `failures`: those of its own ranks; `start`:
+        None if no round has formed.
 
         As under torchrun, the agent "succeeded" if it has run its ranks to their end, whatever
         their result. It failed (`agent_failure`: the reason) on a signal, a lost master or too few

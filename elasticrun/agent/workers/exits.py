@@ -2,8 +2,8 @@
 
 The rank writes the error file (torch's `@record`, or the fork server for scripts without it), so
 its content is the user's: it is read up to a size limit, and invalid content is described instead
-of raised. After a SIGKILL, the kernel's count of OOM kills and its log are read. Everything except
-`Killers` uses the disk; call it in a thread.
+of raised. After a SIGKILL, the kernel's count of OOM kills and its log are read. What reads or
+writes files blocks: call it in a thread, except `Killers`, which starts one itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from elasticrun.wire.messages import Failure
 from elasticrun.wire.types import MAX_TEXT
 
 READ_LIMIT: Final = 5.0
-"""Seconds for reading the log; nothing waits for it."""
+"""Seconds for reading the kernel log; nothing waits for it."""
 
 NEAR_US: Final = 10_000_000
 """Microseconds within which an increased count explains a death. Ranks of one job die together, so
@@ -280,8 +280,9 @@ def _read_bounded(path: str) -> tuple[str, int]:
 
 
 def _when(stamp: object, modified_us: int) -> int:
-    """The time in microseconds. The file has whole seconds; if its modification time is in that
-    second or the next (it is written after the stamp is taken), that is the more precise time."""
+    """The time in microseconds; 0 if it is unknown. The file has whole seconds; if its modification
+    time is in that second or the next (it is written after the stamp is taken), that is the more
+    precise time."""
     try:
         seconds = int(str(stamp))
     except ValueError:
@@ -299,7 +300,7 @@ def _record(message: str, traceback: str, time_us: int) -> dict[str, Any]:
 
 
 def _replace(target: str, data: dict[str, Any]) -> str:
-    """Replace a file atomically."""
+    """Replace a file atomically; returns its path, or "" if that failed."""
     fresh = f"{target}.{os.getpid()}"
     try:
         with open(fresh, "w", encoding="utf-8", errors="backslashreplace") as file:

@@ -31,8 +31,8 @@ OWN_PHASES: Final = (ProbePhase.START, ProbePhase.COMPUTE)
 """A failure in these phases is the node's own: no other node is involved."""
 
 LATER: Final = 1.0
-"""Seconds that torch's own timeouts in a probe are longer than the limit, so that the agent ends it
-first and reports every hang in the same words."""
+"""Seconds by which torch's own timeouts in a probe exceed the limit, so that the agent ends the
+probe first and reports every hang in the same words."""
 
 
 @dataclass(eq=False)
@@ -106,15 +106,16 @@ class Probing:
             self._kill(probing)
 
     def close(self) -> None:
-        """The agent ends; its spawners kill and reap the processes."""
+        """Cancel the current probe, because the agent ends; its spawners kill and reap the
+        processes."""
         self.call_off()
         self._tasks.close()
 
     # ------------------------------------------------------------ reports
 
     def on_child_message(self, child: Child, message: spawning.FromSpawner) -> None:
-        """A probe process enters a phase, has finished, or is reaped; the last one completes the
-        order."""
+        """Handle that a probe process enters a phase, has finished, or is reaped; the last exit
+        completes the order."""
         probing = self._children[child]
         local_rank = probing.children[child]
         if isinstance(message, spawning.Exited | spawning.SpawnFailed):
@@ -132,8 +133,8 @@ class Probing:
                 probing.results.setdefault(local_rank, self._result(probing, local_rank, message))
 
     def lost(self, child: Child) -> None:
-        """A process is reaped or lost. If its spawner died, the node cancels the order next: its
-        state machine handles that and reports it itself."""
+        """Remove a process that was reaped or lost. If its spawner died, the node cancels the order
+        next: its state machine handles that and reports it itself."""
         del self._children.pop(child).children[child]
 
     # ------------------------------------------------------------ starting
@@ -195,8 +196,8 @@ class Probing:
     # ------------------------------------------------------------ ends
 
     def _overdue(self, probing: _Probing) -> None:
-        """The time limit: local ranks without a result have failed in their current phase; kill
-        them."""
+        """Handle the time limit: local ranks without a result have failed in their current phase;
+        kill all processes."""
         limit = probing.order.limit
         for local_rank in range(self._launch.nproc_per_node):
             hung = f"{self._where(local_rank)}hung: no end within its limit of {limit:g} s"
@@ -281,7 +282,7 @@ class Probing:
 
 
 def _another(order: Probe) -> str:
-    """The one that reported its own failure, as far as known."""
+    """Who reported a failure of its own, as far as that is known."""
     if not order.partners:
         return "another local rank"
     return order.partners if order.group_world_size == 2 else f"one of {order.partners}"

@@ -50,11 +50,12 @@ MIN_INTERVAL: Final = 1.0
 """Minimum seconds between two reports; the heartbeat interval if that is longer."""
 
 REPORTS_PER_SECOND: Final = 50.0
-"""Reports per second that a master gets from all nodes. Each is stored in its trace, a ring buffer
-that should reach back an hour. Nodes of larger rounds report less often, ..."""
+"""Maximum reports per second that a master gets from all nodes. Each is stored in its trace, a ring
+buffer that should reach back an hour. So nodes of larger rounds report less often, up to
+MAX_INTERVAL."""
 
 MAX_INTERVAL: Final = 20.0
-"""... but at least once in this many seconds."""
+"""Maximum seconds between two reports of a node in a large round."""
 
 PATIENCE: Final = 5.0
 """Seconds after the first new data until a report is sent without the remaining ranks, which have
@@ -64,11 +65,11 @@ MOST_ROWS: Final = 128
 """Maximum number of queued rows; beyond it the oldest are dropped."""
 
 MOST_AT_ONCE: Final = 64
-"""Datagrams read per turn of the loop."""
+"""Maximum datagrams read per turn of the loop."""
 
 MOST_PER_RANK: Final = 50
-"""Datagrams read per second and local rank; a rank that keeps to its ten per second never reaches
-this. The kernel queues a few more, and the sender drops the rest."""
+"""Maximum datagrams read per second and local rank; a rank that sends ten per second, as intended,
+never reaches it. The kernel queues a few more, and the sender drops the rest."""
 
 
 @dataclass(slots=True)
@@ -118,7 +119,7 @@ class _LastCosts:
 
 
 class MetricReports:
-    """Rows of metrics from rank 0 to the master: one report per second at most."""
+    """Sends rows of metrics from rank 0 to the master: one report per second, except `flush`."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -187,7 +188,7 @@ class MetricReports:
 
 
 class Progress:
-    """The socket of the current round, and the combined data."""
+    """Receives what the ranks of the current round report, and combines it."""
 
     def __init__(self, nproc: int, link: Link) -> None:
         self._nproc = nproc

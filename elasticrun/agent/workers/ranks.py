@@ -107,7 +107,8 @@ def probe_environment(
 
 
 def _only_device(local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """As in torch 2.15: ROCm uses HIP_VISIBLE_DEVICES if it is set."""
+    """The variables that make only this local rank's device visible. As in torch 2.15, ROCm uses
+    HIP_VISIBLE_DEVICES if it is set. Raises BadEnvironment."""
     hip = environ.get(env.HIP_VISIBLE_DEVICES)
     name = env.HIP_VISIBLE_DEVICES if hip else env.CUDA_VISIBLE_DEVICES
     visible = environ.get(name)
@@ -226,7 +227,7 @@ class Ranks:
 
     @property
     def forked(self) -> frozenset[int]:
-        """Local ranks with an answering thread, which a rank started by exec lacks."""
+        """Local ranks that were forked and so have an answering thread."""
         return frozenset(self._attempt.forked) if self._attempt is not None else frozenset()
 
     # ------------------------------------------------------------ orders
@@ -252,7 +253,7 @@ class Ranks:
 
     @staticmethod
     def _keep(last: _Attempt, attempt: _Attempt, kept: tuple[int, ...]) -> None:
-        """These ranks continue in the process of the last attempt."""
+        """Carry these ranks over from the last attempt, because they keep their process."""
         attempt.kept = frozenset(kept)
         for child, local_rank in last.children.items():
             if local_rank in attempt.kept:
@@ -279,7 +280,8 @@ class Ranks:
         self._recoverables.let_fail(local_rank)
 
     def signal(self, local_ranks: tuple[int, ...], signum: int) -> None:
-        """Send a signal to these ranks' process groups."""
+        """Send a signal to these ranks' process groups. So that it ends them, stopped processes are
+        continued as well, and a rank that defers this signal is killed."""
         attempt = self._attempt
         if attempt is None:
             return
@@ -345,7 +347,7 @@ class Ranks:
     # ------------------------------------------------------------ reports
 
     def on_child_message(self, child: Child, message: spawning.FromSpawner) -> None:
-        """A rank has started, exited, or failed to start; or all were swept."""
+        """Handle that a rank has started, exited, or failed to start, or that all were swept."""
         attempt = self._attempt
         if isinstance(message, spawning.Swept):
             self._swept(message)
@@ -409,7 +411,8 @@ class Ranks:
             logger.log(NOTICE, "waiting up to %g s (%s) for %s", limit, flag, left)
 
     def all_lost(self) -> None:
-        """Their spawner has died; they were killed and reaped, and the state machine knows."""
+        """Drop all ranks: their spawner has died, they were killed and reaped, and the state
+        machine is notified separately."""
         self._sweeping = ()
         if self._attempt is not None:
             self._attempt.called_off = True
@@ -597,7 +600,7 @@ class Ranks:
 
 
 def _left_by_ranks(left: spawning.Lingering) -> str:
-    """As text: `1 process that ranks have left running: 4711 (sh upload.sh)`."""
+    """A text such as `1 process that ranks have left running: 4711 (sh upload.sh)`."""
     named = zip(left.pids, left.commands, strict=False)
     shown = [f"{pid} ({command})" for pid, command in named][:MOST_LINGERING]
     shown += ["..."] if len(left.pids) > len(shown) else []

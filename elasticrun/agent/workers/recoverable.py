@@ -29,7 +29,7 @@ from elasticrun.wire.types import MAX_TEXT
 
 
 class RecoverablePeer(Protocol):
-    """A connection of such a rank."""
+    """The connection of a recoverable rank, as far as it is used here."""
 
     pid: int
     closed: bool
@@ -42,7 +42,7 @@ class RecoverablePeer(Protocol):
 
 
 class Recoverables:
-    """The connections by local rank."""
+    """The connections of recoverable ranks, by local rank."""
 
     def __init__(self, node: NodeContext) -> None:
         self._node = node
@@ -69,7 +69,7 @@ class Recoverables:
             peer.send(LeaveRound())
 
     def let_fail(self, local_rank: int) -> None:
-        """Its exception ends it."""
+        """Let the exception that this rank has raised end its process."""
         if peer := self._peers.get(local_rank):
             peer.send(Reraise())
 
@@ -82,14 +82,15 @@ class Recoverables:
         return peer is not None and not peer.closed
 
     def forget(self, local_rank: int) -> None:
-        """Its process has exited."""
+        """Forget a rank: its process has exited, its function has returned, or its connection has
+        closed."""
         self.waiting.discard(local_rank)
         self._peers.pop(local_rank, None)
 
     # ------------------------------------------------------------ reports
 
     def on_message(self, peer: RecoverablePeer, message: FromRecoverable) -> None:
-        """A message of a rank, its introduction first."""
+        """Handle a message of a rank, its introduction first."""
         if isinstance(message, RecoverableHere):
             if peer.pid != self._pids.get(message.local_rank, peer.pid):
                 peer.break_off("it is not the process of that rank")
@@ -113,7 +114,7 @@ class Recoverables:
                 self._node.deliver(fx.RankLeft(local_rank))
 
     def lost(self, peer: RecoverablePeer) -> None:
-        """A connection has closed."""
+        """Handle that a connection has closed."""
         if (local_rank := self._local_rank(peer)) is not None:
             self.forget(local_rank)
             self.lost_us[local_rank] = time.time_ns() // 1000

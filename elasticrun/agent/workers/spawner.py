@@ -1,8 +1,8 @@
 """The connections to the spawners: orders to them, reports from them, and their deaths.
 
-There is one spawner. There are two while the older one still has processes and a newer one starts,
-because a file has changed that the older one imported. The part that started a process has a
-`Child`; the child's key is used only here and in messages, and never reused.
+There is one spawner, or two while the older one still has processes and a newer one starts, because
+a file has changed that the older one imported. The component that started a process has a `Child`;
+the child's key is used only here and in messages, and never reused.
 """
 
 from __future__ import annotations
@@ -87,12 +87,13 @@ class Child:
 
 
 class Spawner:
-    """One connection; its owner gets every message, and once the reason of its end."""
+    """One connection to a spawner. Its owner gets every message and, once, the reason why the
+    connection has ended."""
 
     def __init__(self, process: SpawnerProcess, owner: Spawners) -> None:
         self.process = process
         self.children: dict[int, Child] = {}
-        """By key: the children that nobody has forgotten yet."""
+        """By key: the children that are not forgotten yet."""
         self.ready: spawning.SpawnerReady | None = None
         self.quitting = False
         self._death = ""
@@ -114,8 +115,8 @@ class Spawner:
         keep_sending(self._loop, self._connection)
 
     def expect(self) -> None:
-        """It has work: it must answer within ANSWER_LIMIT or is given up. A spawner that is not
-        ready yet is still importing torch, which may take any time."""
+        """Ping the spawner because it has work: it must answer within ANSWER_LIMIT or is given up.
+        No-op if it is not ready: it is still importing torch, which may take any time."""
         if self.ready is None or self.process.process is None or self.quitting:
             return
         self._pings += 1
@@ -131,8 +132,8 @@ class Spawner:
         self.close(f"{how}: no answer for {ANSWER_LIMIT:g} s, so it is killed and replaced")
 
     def quit(self) -> None:
-        """Order it to kill and reap its descendants and to exit. One that is still importing has
-        none, and would read the order only when it is ready: it is killed."""
+        """Order the spawner to kill and reap its descendants and to exit. One that is still
+        importing torch has none, and would read the order only when it is ready: it is killed."""
         if not self.quitting:
             self.quitting = True
             self.send(spawning.Quit())
@@ -151,14 +152,14 @@ class Spawner:
         self._owner.on_close(self, reason)
 
     def drain(self, reason: str) -> None:
-        """Its process was reaped: read all that is left in the socket."""
+        """Read all that is left in the socket, because the process was reaped; then close."""
         self._death = reason
         while not self.ended.is_set() and self._read():
             pass
         self.close(reason)
 
     def how_it_ended(self, seen: str) -> str:
-        """How it ended, as far as known; `seen`: what its socket or the kernel reports."""
+        """How the spawner ended, as far as known; `seen`: what its socket or the kernel reports."""
         process = self.process.process
         lost_guard = isinstance(process, WarmChild) and process.unguarded
         return "its guard was killed" if lost_guard else seen
@@ -231,7 +232,7 @@ class Spawners:
         order: spawning.SpawnRank | spawning.SpawnStore | spawning.SpawnProbe | spawning.SpawnSaver,
         owner: Owner,
     ) -> Child:
-        """Order the newest spawner that is ready to start a process. The key in the order is set
+        """Order a process from the newest spawner that is ready. The key in the order is set
         here."""
         self._switch()
         child = Child(next(self._keys), owner, self._current)
@@ -246,8 +247,8 @@ class Spawners:
         return child.spawner is not self._current
 
     def forget(self, *children: Child) -> None:
-        """These processes have exited and were swept; a replaced spawner quits when it has none
-        left."""
+        """Forget processes that have exited and were swept. A replaced spawner quits when it has
+        none left."""
         for child in children:
             if child.spawner is not None:
                 del child.spawner.children[child.key]
@@ -255,7 +256,7 @@ class Spawners:
         self._retire()
 
     async def close(self, limit: float) -> None:
-        """Order all to quit and wait, `limit` seconds at most."""
+        """Order all spawners to quit, and wait for their exits, `limit` seconds at most."""
         self._closing = True
         self._keepalive.cancel()
         self._tasks.close()
@@ -304,7 +305,8 @@ class Spawners:
                 child.owner.on_child_message(child, message)
 
     def _watch(self, spawner: Spawner, born: spawning.Spawned) -> None:
-        """Watch its death through the kernel, too: a stuck spawner does not report it."""
+        """Watch for the process's exit through the kernel as well: a stuck spawner does not report
+        it."""
         if self.is_caller:
             return
         try:
@@ -411,8 +413,8 @@ class Spawners:
         self._lost(reason)
 
     async def _replace(self, spawner: Spawner, reason: str) -> bool:
-        """Start a spawner in place of a dead one; false (and fatal) if that is useless. A failure
-        to start a process (pids.max, memory) may be temporary."""
+        """Start a spawner in place of a dead one; returns False, after ending the node, if that is
+        useless. A failure to start a process (pids.max, memory) may be temporary."""
         self._early_deaths += spawner.ready is None
         if self._early_deaths >= MAX_EARLY_DEATHS:
             self._fatal(f"the fork server cannot be kept alive ({reason})")

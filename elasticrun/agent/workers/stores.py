@@ -92,7 +92,7 @@ class Stores:
         self._stores: dict[Child, _Store] = {}
         self._held: deque[socket.socket] = deque()
         self._retry = Timer()
-        self._waits = False  # one was requested before our address is known
+        self._waits = False  # one was requested before our address was known
         self._once = Once()
 
     def prepare(self) -> None:
@@ -112,20 +112,20 @@ class Stores:
         self._stores[child] = _Store(Endpoint(self._node.address, port), held)
 
     def addressed(self) -> None:
-        """Our address is known: start a store that was requested before."""
+        """Start a store that was requested before our address was known. Call when it is."""
         if self._waits:
             self.prepare()
 
     def release(self, endpoint: Endpoint) -> None:
-        """Nobody needs this store any more: end its host, reserve its port."""
+        """End the host of a store that nobody needs any more; its port stays reserved."""
         for child, store in self._stores.items():
             if store.endpoint == endpoint and not store.released:
                 store.released = True
                 child.send(spawning.CloseStore(child.key))
 
     def on_child_message(self, child: Child, message: spawning.FromSpawner) -> None:
-        """A started store host must listen within its time limit. Its exit is delivered to the
-        state machine unless it was released."""
+        """Handle a message about a store host. Once started, it must listen within its time limit.
+        Its exit is delivered to the state machine unless it was released."""
         store = self._stores[child]
         if isinstance(message, spawning.Spawned):
             limit = self._start_limits[message.forked]
@@ -150,8 +150,8 @@ class Stores:
                 self._retry_later(f"a store host could not be started: {why}")
 
     def lost(self, child: Child) -> None:
-        """It has exited: reserve its port. If its spawner died too, the state machine requests a
-        new store itself."""
+        """Reserve the port of a store host that has exited. If its spawner died too, the state
+        machine requests a new store itself."""
         store = self._stores.pop(child)
         store.late.cancel()
         if self._hold <= 0:

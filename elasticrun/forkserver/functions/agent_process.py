@@ -28,7 +28,8 @@ it, and its spawner kills the remaining ranks.
 """
 
 MAX_OUTCOME_BYTES: Final = 4 * 1024 * 1024
-"""Far more than MAX_FAILURES failures with their tracebacks and JSON escapes need."""
+"""Maximum bytes of a result: far more than MAX_FAILURES failures with their tracebacks and JSON
+escapes need."""
 
 _ROOT: Final = str(Path(__file__).resolve().parents[3])
 
@@ -89,7 +90,8 @@ class AgentProcess:
             self._consoles.start()
 
     def fileno(self) -> int:
-        """Readable when the agent has sent a part of its result, or has exited."""
+        """The descriptor that is readable when the agent has sent a part of its result, or has
+        exited."""
         return self._result.fileno()
 
     def read(self) -> bool:

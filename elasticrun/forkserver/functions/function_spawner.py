@@ -147,8 +147,8 @@ class FunctionSpawner:
             self._hang_up()
 
     def _hang_up(self) -> None:
-        """The connection has ended: the agent has exited or is about to. Ranks do not outlive
-        it."""
+        """Close the connection and kill the ranks, because the agent has exited or is about
+        to."""
         if self._connected:
             self._connected = False
             self._selector.unregister(self._connection)
@@ -322,8 +322,8 @@ class FunctionSpawner:
         self._watch_sweep(sweep)
 
     def _report_lingering(self, keys: tuple[int, ...], sweep: Sweep) -> None:
-        """Report processes that may run a while longer: that they run, and when they are being
-        ended."""
+        """Report processes that may run a while longer: first that they run, then that they are
+        being ended."""
         if (
             self._lingers
             and sweep.watch

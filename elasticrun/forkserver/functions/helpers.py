@@ -1,4 +1,4 @@
-"""Store hosts, probes and the saver as children of the caller, on nodes whose ranks are too.
+"""Store hosts, probes and the saver as children of the caller, if the ranks are its children too.
 
 They are exec'd, because they must not contain any of the caller's state. A store host is forked,
 however, where ranks are forked and the caller has torch imported. One store host is started in
@@ -140,7 +140,7 @@ class Helpers:
         return [*self._children.values(), *([self._spare] if self._spare is not None else [])]
 
     def _start(self, helper: Helper, order: Order | None = None) -> _Child:
-        """Raises OSError."""
+        """Start a helper, by fork or exec. Raises OSError."""
         parent = os.getpid()
         executed = None
         try:

@@ -1,9 +1,9 @@
 """A rank that runs a function: the process around the call, and its representation in the caller.
 
-It is a child of the caller, started by multiprocessing with the requested start method. The caller
-is a user's program with objects of any kind. Destructors of some objects wait for a thread of the
-caller (a gloo process group's does). In a fork that thread does not exist, so the fork hangs or
-crashes. Two things destroy objects in a fork: the garbage collector, and CPython's fork itself,
+The rank is a child of the caller, started by multiprocessing with the requested start method. The
+caller is a user's program with objects of any kind. Destructors of some objects wait for a thread
+of the caller (a gloo process group's does). In a fork that thread does not exist, so the fork hangs
+or crashes. Two things destroy objects in a fork: the garbage collector, and CPython's fork itself,
 which drops the thread-local data of other threads (DTensor has a cache per thread that holds device
 meshes, which hold their process groups). `Sparing` prevents both.
 """
@@ -34,7 +34,7 @@ MODULE = "torch.distributed"
 """Objects of types from this module are not destroyed in a fork from a multi-threaded process."""
 
 LENGTH_BYTES: Final = 8
-"""A result is sent as its length, then its bytes: EOF is no end mark, because a process that
+"""A result is sent as its length, then its bytes. EOF cannot mark its end, because a process that
 inherited the pipe may keep it open forever.
 """
 
@@ -55,7 +55,7 @@ class Sparing:
 
     @contextmanager
     def forking(self) -> Iterator[None]:
-        """The caller forks in this block."""
+        """Protect objects while the caller forks in this block."""
         self._collects = gc.isenabled()
         gc.disable()
         try:
@@ -75,7 +75,8 @@ class Sparing:
 
 
 def _objects() -> list[object]:
-    """Scan all objects that the collector tracks: about 20 ms when torch is imported."""
+    """All objects of types from MODULE that the collector tracks. Takes about 20 ms when torch is
+    imported."""
     known: dict[type, bool] = {}
     found = []
     for one in gc.get_objects():
