@@ -1,8 +1,7 @@
-"""The verbs that every backend implements: this host, Slurm, and others in a module of their own.
+"""The interface of backends, and the two files that `submit` adds to a job's run folder.
 
-The run folder of a submitted job contains two files of this program: `submitted.json`
-(`Submission`), from which the job is started again, and `token`, which authenticates its nodes and
-its owner.
+`submitted.json` (`Submission`) is what the job is started from again; `token` authenticates its
+nodes and its owner.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class RequestFailed(Exception):
 
 
 class Forbidden(RequestFailed):
-    """The backend does not permit this user to do it."""
+    """The backend denies this user the request."""
 
 
 class JobMissing(RequestFailed):
@@ -60,9 +59,9 @@ class Submission(Struct, frozen=True, kw_only=True):
     max_nodes: int = 1
     scaled: int = 0  # last maximum set by `scale`; 0: never scaled
     gpus: tuple[str, ...] = ()  # split among the nodes of this host; as in CUDA_VISIBLE_DEVICES
-    port: int = 0  # of this host's rendezvous; 0: one node
-    agents: tuple[LocalAgent, ...] = ()  # as in `runs.layout.Starting`
-    hosts: tuple[str, ...] = ()  # reached by ssh, with user names
+    port: int = 0  # of the rendezvous on this host; 0: one node, or nodes reached by ssh
+    agents: tuple[LocalAgent, ...] = ()  # as in `layout.Starting`
+    hosts: tuple[str, ...] = ()  # ssh destinations, with user names where given
     ssh: tuple[str, ...] = ()  # the command that reaches them
     script: str = ""  # for sbatch; in a cluster the objects, as JSON
     number: str = ""  # the scheduler's job number; in a cluster the object's kind
@@ -72,21 +71,21 @@ class Submission(Struct, frozen=True, kw_only=True):
 
 
 class Target(Protocol):
-    """Where jobs run. `run` is a job's run folder. Each method returns a sentence about what it
-    did, or raises RequestFailed."""
+    """Where jobs run. `run` is a job's run folder. A method that returns a str returns a sentence
+    about what it did. All methods raise RequestFailed."""
 
     def submit(self, run: RunFolder, submission: Submission) -> str:
         """Start the job; returns once the start is under way. The folder already has the job's
         record."""
 
     def jobs(self, rows: Sequence[JobRow]) -> list[JobRow]:
-        """Update these rows of its jobs with what the backend itself knows, which may be more
-        recent."""
+        """These rows, updated with what the backend itself knows, which may be more recent than
+        the run folder."""
 
 
 class Backend(Target, Protocol):
-    """A place whose jobs this program itself manages. Kubernetes is not one: there the API server
-    manages them, and it also knows jobs that have no run folder (`jobs/kube/`)."""
+    """A place whose jobs this program itself manages. Kubernetes is only a `Target`: there the API
+    server manages the jobs, including those without a run folder (`jobs/kube/`)."""
 
     def scale(self, run: RunFolder, request: Request, send: Callable[[Request], Reply]) -> str:
         """Set the job's maximum number of nodes; `send` sends a request to its master."""
@@ -98,7 +97,7 @@ class Backend(Target, Protocol):
         """Resume the job in the same folder."""
 
     def stop(self, run: RunFolder) -> str:
-        """End the job for good when its master cannot do it. The job saves first if it can."""
+        """End the job permanently, if its master cannot. The job saves a step first if it can."""
 
     def terminate(self, run: RunFolder) -> None:
         """End the job at once, because its folder will be removed; returns when none of it runs."""
@@ -109,7 +108,7 @@ class Backend(Target, Protocol):
 
 
 def submission(run: RunFolder) -> Submission:
-    """How the job was submitted. Raises RequestFailed if it was not submitted."""
+    """How the job was submitted. Raises RequestFailed if it was not, or the file is unreadable."""
     try:
         with open(run.path / SUBMITTED, "rb") as file:
             return msgspec.json.decode(file.read(MAX_BYTES), type=Submission)
@@ -126,7 +125,7 @@ def submission(run: RunFolder) -> Submission:
 
 
 def command_line(job: JobRecord) -> str:
-    """The shell command with which the user started it."""
+    """A shell command that starts the job as its user did."""
     return f"cd {shlex.quote(job.workdir)} && {shlex.join(job.command)}"
 
 
@@ -136,8 +135,9 @@ def write_submission(run: RunFolder, known: Submission) -> None:
 
 
 def make_token(run: RunFolder) -> Path:
-    """Write a fresh secret to the folder, readable by its owner only, unless one exists. Raises
-    OSError, also if the existing one belongs to another user or others can read it."""
+    """Write a fresh token to the run folder, readable by its owner only, unless one exists.
+    Returns its path. Raises OSError, also if the existing one belongs to another user or is
+    accessible to others."""
     path = run.path / TOKEN
     if not os.path.lexists(path):
         replace_file(path, secrets.token_hex(32).encode() + b"\n")
@@ -148,12 +148,12 @@ def make_token(run: RunFolder) -> Path:
 
 
 def token(run: RunFolder) -> str:
-    """The job's secret; "" if it has none here."""
+    """The job's token; "" if its run folder has none that is readable."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         return (run.path / TOKEN).read_text(encoding="ascii").strip()
     return ""
 
 
 def is_ours(run: RunFolder) -> bool:
-    """Whether it was submitted from here."""
+    """Whether the job was started with `elasticrun submit`."""
     return os.path.exists(run.path / SUBMITTED)

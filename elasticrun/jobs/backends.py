@@ -1,8 +1,8 @@
-"""Selects the backend: for a new job --on, else $ELASTICRUN_ON, else this host; for an existing
-job, the backend that its run folder records.
+"""Selects the backend: for a new job --on, else ssh if hosts are named, else $ELASTICRUN_ON, else
+this host; for an existing job, the backend that its run folder records.
 
-A host with sbatch does not imply Slurm: a job in a cluster's queue and a job on this host differ
-too much to guess.
+The presence of sbatch does not select Slurm: a job in a cluster's queue and a job on this host
+differ too much to guess.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from elasticrun.wire.env import ON
 PLACES: Final = ("local", "ssh", "slurm", "k8s")
 
 OF_CLUSTERS: Final = ("--namespace", "--context", "-n")
-"""Flags that only jobs in Kubernetes have."""
+"""Flags that verbs accept only for jobs in Kubernetes."""
 
 VALUED: Final = ("--tail", "-t", "--rank", "--node", "--instance", "-i", "--since", "--grep",
                  "--reason", "--output", "-o")  # fmt: skip
@@ -34,8 +34,8 @@ VALUED: Final = ("--tail", "-t", "--rank", "--node", "--instance", "-i", "--sinc
 
 
 def choose_backend(on: str, environ: Mapping[str, str], *, hosts: bool = False) -> str:
-    """The backend's name. `hosts`: whether the user names hosts. Raises RequestFailed if a job
-    cannot be submitted there."""
+    """The name of the backend for a new job. `hosts`: whether the user names hosts. Raises
+    RequestFailed for an unknown name, and if only one of --hosts and --on ssh is given."""
     word, source = (on, "--on") if on else (environ.get(ON, "") or "local", ON)
     word = backend_name(word, source)
     if hosts and not on:
@@ -48,7 +48,8 @@ def choose_backend(on: str, environ: Mapping[str, str], *, hosts: bool = False) 
 
 
 def backend_name(word: str, source: str = "--on") -> str:
-    """The backend of that name; `source`: where the user named it. Raises RequestFailed."""
+    """The canonical name of a backend; `source`: where the user wrote it. Raises RequestFailed if
+    it is unknown."""
     word = "k8s" if word == "kubernetes" else word
     if word not in PLACES:
         hint = nearest(word, PLACES)
@@ -57,7 +58,7 @@ def backend_name(word: str, source: str = "--on") -> str:
 
 
 def backend(place: str, environ: Mapping[str, str]) -> Backend:
-    """The backend of that name. Raises RequestFailed."""
+    """The backend of that name. Raises RequestFailed for others, including k8s."""
     if place == "local":
         return LocalJobs(environ)
     if place == "ssh":
@@ -68,7 +69,8 @@ def backend(place: str, environ: Mapping[str, str]) -> Backend:
 
 
 def backend_name_of(run: RunFolder) -> str:
-    """Where the job of a run folder was submitted, or else started."""
+    """The name of the backend to which the job of a run folder was submitted; for any other job,
+    of the place where it was started."""
     with contextlib.suppress(RequestFailed):
         return submission(run).on
     job = run.job()
@@ -83,8 +85,8 @@ def backend_of(run: RunFolder, environ: Mapping[str, str]) -> Backend:
 def refuse_taken(
     root: Path, name: str, environ: Mapping[str, str], own: RunFolder | None = None
 ) -> None:
-    """Raises RequestFailed if a job of this name is still active, other than the job of `own`, and
-    OSError."""
+    """Raise RequestFailed if a job with this name, other than that of `own`, has not ended. Raises
+    OSError if the run folders cannot be read."""
     known = [(run, job) for run in all_runs(root) if (job := run.job()) and job.name == name]
     mine = own.place if own else None
     rows = [row_of(run, job) for run, job in known if run.place != mine]
@@ -111,9 +113,10 @@ def updated_by_backends(rows: Sequence[JobRow], environ: Mapping[str, str]) -> l
 
 
 def is_in_cluster(words: Sequence[str], environ: Mapping[str, str], *, others: int = 0) -> bool:
-    """Whether a verb's words concern jobs in Kubernetes: according to --on and the cluster flags,
-    else the run folder of the named job, else $ELASTICRUN_ON. `others`: number of words before the
-    job's name. Raises RequestFailed for a backend that is unknown or not allowed here."""
+    """Whether a verb applies to jobs in Kubernetes: according to --on and the cluster flags, else
+    the run folder of the named job, else $ELASTICRUN_ON. `others`: number of positional arguments
+    before the job's name. Raises RequestFailed for a backend that is unknown or not allowed
+    here."""
     ours = list(words[: words.index("--")] if "--" in words else words)
     for at, word in enumerate(ours):
         flag, _, value = word.partition("=")

@@ -1,5 +1,5 @@
-"""Finds the job that the user means, and queries its master: its endpoint, the credentials for it,
-its replies.
+"""Finds the job that the user means and the endpoint and credentials of its master, and queries
+that master.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ ANSWER_LIMIT: Final = 20.0
 
 
 class NotAnswered(Exception):
-    """No master can be queried, or none answers; the message is a sentence."""
+    """No single job matches, or its master is unknown, does not answer or refuses; the message is a
+    sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobMaster:
-    """The endpoint of a master, and our credentials for it."""
+    """The endpoint of a master, and our credentials for it: the tokens of the roles reader and
+    operator ("" if unknown), and TLS files."""
 
     endpoint: Endpoint
     reader: str = field(default="", repr=False)
@@ -60,7 +62,7 @@ class JobConnection:
         from elasticrun.wire.rpc.channel import LinkError, ask_for
 
         master, reading = self._master, request.verb in ("picture", "stacks")
-        # without a job token there is no reader's token: its own user reads as operator
+        # A job without a token has no reader token: its own user reads as operator.
         reads = reading and bool(master.reader or not master.operator)
         role = Role.READER if reads else Role.OPERATOR
         token = master.reader if role is Role.READER else master.operator
@@ -85,8 +87,8 @@ class JobConnection:
         return reply
 
     def picture(self, verb: str = "picture", *, live: bool = False) -> Picture:
-        """All that the master knows. `live`, and the verb "stacks": with the ranks' current
-        activity."""
+        """The master's picture of the job. With `live`, or with the verb "stacks", it includes the
+        ranks' current activity. Raises NotAnswered."""
         reply = self.reply(Request(verb, live=live, who=user_at_host()))
         try:
             return msgspec.json.decode(reply.body, type=Picture)
@@ -116,15 +118,16 @@ def user_at_host() -> str:
 
 @dataclass(frozen=True, slots=True)
 class UserJob:
-    """One of this user's jobs; unknown if both fields are None."""
+    """One of this user's jobs; no job was found if both fields are None."""
 
     master: Published | None = None  # if it runs on this host
     run: RunFolder | None = None
 
 
 def find_job(job: str, *, newest: bool = False) -> UserJob:
-    """The job that a word names, for verbs that query a master, as `index.pick` defines it; empty
-    if no name begins with the word. Raises NotAnswered if several match."""
+    """The job that `job` names, for verbs that query a master: a run folder's path, or as in
+    `index.pick`. Without a match, an empty UserJob. Raises NotAnswered if several match, or if a
+    path is no run folder."""
     here: list[Published] = []
     runs: list[RunFolder] = []
     with contextlib.suppress(OSError):
@@ -150,7 +153,7 @@ def find_job(job: str, *, newest: bool = False) -> UserJob:
 
 
 def _named(master: Published | None, run: RunFolder | None = None) -> index.NamedJob[UserJob]:
-    """The names of a job: those of its run folder, and those that its master published here."""
+    """The names of a job: those of its run folder, else those that its master published here."""
     if run is None and master is not None and master.run:
         run = RunFolder(Path(master.run))
     job = UserJob(master, run)
@@ -164,7 +167,7 @@ def _named(master: Published | None, run: RunFolder | None = None) -> index.Name
 
 def master_of(run: RunFolder) -> JobMaster:
     """The master of the job of a run folder: the endpoint and credentials that it published for
-    this user on this host, else the endpoint and token in the folder. Raises NotAnswered."""
+    this user on this host, else those in the folder. Raises NotAnswered."""
     job = run.job()
     if job is None:
         raise NotAnswered(f"{run.path} has no job.json yet")

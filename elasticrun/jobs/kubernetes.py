@@ -1,7 +1,7 @@
 """Jobs in a Kubernetes cluster.
 
-The object in the cluster is authoritative. The run folder on this host records its cluster and
-namespace, and how the job ended when this was last observed.
+The object in the cluster is authoritative. The run folder on this host records the object's cluster
+and namespace, and how the job ended, once that has been observed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from elasticrun.jobs.kube.observed import ClusterJob
 
 LIST_LIMIT: Final = 5.0
-"""Seconds that a list waits for a cluster; then it shows the recorded state."""
+"""Seconds that a list waits for a cluster before it shows the recorded state."""
 
 
 class KubernetesJobs:
-    """The clusters of the kubeconfig; each job's run folder names its cluster."""
+    """The clusters of the kubeconfig; each job's run folder records which one."""
 
     def submit(self, run: RunFolder, submission: Submission) -> str:
-        """Create the objects that the submission contains."""
+        """Create the objects in `submission.script`. The submission is recorded without them."""
         from elasticrun.jobs.kube import acts
         from elasticrun.jobs.kube.api import KubeApi
 
@@ -54,7 +54,8 @@ class KubernetesJobs:
         return made
 
     def jobs(self, rows: Sequence[JobRow]) -> list[JobRow]:
-        """Update the rows from their objects; rows of an unreachable cluster keep their state."""
+        """The rows, updated from their objects; those of an unreachable cluster keep their state
+        and get a new reason."""
         try:
             return asyncio.run(_looked_up(rows))
         except RequestFailed as why:  # the extra is not installed
@@ -76,7 +77,8 @@ async def _object(api: KubeApi, known: Submission) -> ClusterJob | None:
 def note_end(
     run: RunFolder, state: str, reason: str, row: JobRow | None = None, ended: float = 0.0
 ) -> None:
-    """Record how a job ended, as soon as this is observed. Raises OSError."""
+    """Record how a job ended, unless its run folder already has a result or is gone. `row`: the
+    job's last row. Raises OSError."""
     if run.result() is None and run.path.is_dir():
         result = RunResult(state=state, reason=reason, ended=ended or time.time())
         if row is not None:

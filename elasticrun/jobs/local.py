@@ -1,8 +1,8 @@
 """Jobs on this host: agents in their own sessions, which outlive the terminal.
 
-A job of one node is standalone. For several nodes each has an agent on this host; they meet on
-loopback and split the host's GPUs. This is for testing what happens when nodes join and leave. The
-pid and start time identify an agent, so a reused pid is never mistaken for it.
+A job of one node is standalone. Several nodes each have an agent on this host; they meet on
+loopback and split the host's GPUs, which is for testing what happens when nodes join and leave. An
+agent is identified by pid and start time, so that a reused pid is never mistaken for it.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ from elasticrun.wire.env import GIT_PASSWORDS, GIT_USERNAMES, LAST_WORDS
 from elasticrun.wire.messages import Reply, Request
 
 SECRETS: Final = ("ELASTICRUN_TOKEN", *GIT_USERNAMES, *GIT_PASSWORDS)
-"""Variables removed from the environment of a command that runs beside the job."""
+"""Variables removed from the environment of a command that `execute` runs."""
 
 LEAVE_LIMIT: Final = 600.0
 """Seconds that a job may take to save and exit, whatever its --departure-grace."""
 
 START_LIMIT: Final = 2.0
-"""Seconds for which submit waits for a launcher's start to fail."""
+"""Seconds for which `submit` watches for launchers that fail to start."""
 
 START_POLL: Final = 0.05
 
 END_LIMIT: Final = 60.0
-"""Seconds from SIGTERM to SIGKILL for a deleted job, and for a master without nodes to exit."""
+"""Seconds that agents of a deleted job have to exit after SIGTERM and again after SIGKILL, and that
+a master has to exit once its launchers have."""
 
 
 class LocalJobs:
@@ -57,7 +58,9 @@ class LocalJobs:
         self._environ = environ
 
     def submit(self, run: RunFolder, submission: Submission) -> str:
-        """Start one agent per node, all at once."""
+        """Start one agent per node, all at once; for `hosts`, the process that starts the agents
+        there. Raises RequestFailed if they exit within START_LIMIT seconds without having
+        begun."""
         count = 1 if submission.hosts else submission.scaled or submission.max_nodes
         port = _free_port() if submission.max_nodes > 1 and not submission.hosts else 0
         self._start(run, replace(submission, port=port, agents=()), count)
@@ -68,7 +71,7 @@ class LocalJobs:
 
     def resume(self, run: RunFolder) -> str:
         """Start the same command in the same folder, with the environment of the user who resumes
-        it."""
+        the job. Raises RequestFailed if the job runs or has succeeded."""
         known = submission(run)
         if living(run):
             raise RequestFailed(f"job {known.name} is running: there is nothing to resume")
@@ -90,7 +93,8 @@ class LocalJobs:
             raise
 
     def scale(self, run: RunFolder, request: Request, send: Callable[[Request], Reply]) -> str:
-        """The master sets the number; missing agents are started."""
+        """Change the master's maximum, and start the missing agents. For a job that has ended
+        without success, only record the number for its resume."""
         known, job = submission(run), run.job()
         if known.gpus and request.number > known.max_nodes:
             raise RequestFailed(
@@ -123,7 +127,7 @@ class LocalJobs:
         return answer
 
     def suspend(self, run: RunFolder) -> str:
-        """Send SIGTERM: agents save a step and leave."""
+        """Send SIGTERM, and wait while the agents save a step and leave."""
         name = submission(run).name
         if not _signal(living(run), signal.SIGTERM):
             if run.is_suspended():
@@ -155,7 +159,8 @@ class LocalJobs:
         )
 
     def stop(self, run: RunFolder) -> str:
-        """Send SIGTERM to a job whose master does not answer. A suspended job becomes stopped."""
+        """Send SIGTERM to the agents of a job whose master does not answer. A suspended job is
+        recorded as stopped."""
         if not _signal(living(run), signal.SIGTERM):
             result = run.result()
             if result is None or not result.suspended:
@@ -167,8 +172,8 @@ class LocalJobs:
         return f"job {_named(run)} has no responding master: its agents were sent SIGTERM"
 
     def terminate(self, run: RunFolder) -> None:
-        """Send SIGTERM, and SIGKILL after a timeout. A failure that this causes counts as
-        "stopped"."""
+        """Send SIGTERM, and SIGKILL after END_LIMIT seconds. A failure that this causes is recorded
+        as "stopped"."""
         here = living(run)
         _signal(here, signal.SIGTERM)
         left = _await_end(here, END_LIMIT)
@@ -180,7 +185,8 @@ class LocalJobs:
             _record_end(run, "stopped", "ended by `elasticrun delete`")
 
     def execute(self, run: RunFolder, node: str, command: Sequence[str]) -> int:
-        """Run it in the working directory and with the environment of the node's agent."""
+        """Run it in the working directory and with the environment of the node's agent, of any
+        agent if `node` is ""."""
         here = living(run)
         import psutil
 
@@ -197,12 +203,12 @@ class LocalJobs:
             raise RequestFailed(f"{command[0]} cannot be run: {wrong.strerror}") from None
 
     def jobs(self, rows: Sequence[JobRow]) -> list[JobRow]:
-        """The rows, as their run folders give them."""
+        """The rows unchanged: the run folders already hold all that is known."""
         return list(rows)
 
     def _start(self, run: RunFolder, known: Submission, count: int) -> None:
-        """Start `count` more agents, recorded before this returns. Raises RequestFailed if one
-        cannot start."""
+        """Start `count` more agents and record each. If one cannot start, signal all to exit and
+        raise RequestFailed."""
         here = {one.node for one in living(run)}
         free = [node for at in range(known.max_nodes + count) if (node := f"node{at}") not in here]
         started = [one for one in known.agents if one.node in here]
@@ -240,7 +246,7 @@ class LocalJobs:
 
 
 def rendezvous_flags(known: Submission, node: str, port: int) -> list[str]:
-    """The flags by which the agent of a node finds the others."""
+    """The flags that name the job, and by which the agent of a node finds the others."""
     words = [f"--name={known.name}", f"--rdzv-id={known.name}"]
     if known.hosts:
         return words
@@ -252,12 +258,12 @@ def rendezvous_flags(known: Submission, node: str, port: int) -> list[str]:
     return [*words, "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
 
 
-# ---------------------------------------------------------------- its processes
+# ---------------------------------------------------------------- the job's processes
 
 
 def living(run: RunFolder) -> list[LocalAgent]:
-    """The running agents; for a job that was started by hand, its first agent. Raises RequestFailed
-    if they run on another host or in another PID namespace."""
+    """The running agents; for a job that was not submitted, its launching process. Raises
+    RequestFailed if they run on another host or in another PID namespace."""
     job, own = run.job(), os.uname().nodename
     if is_ours(run):
         known = submission(run)
@@ -282,12 +288,13 @@ def living(run: RunFolder) -> list[LocalAgent]:
 
 
 def this_process() -> dict[str, Any]:
-    """Fields of a submission whose agents have not started: this process is starting them."""
+    """The fields of a submission that record this process as the one that starts its agents."""
     return {"agents": (LocalAgent("", ProcessId.own()),)}
 
 
 def _record_end(run: RunFolder, state: str, reason: str, *, suspended: bool = False) -> None:
-    """Record how the job ended, by the process that ended it: the master knows only of a signal."""
+    """Record why the job ended; called by the process that ended it, because the master knows only
+    of a signal. Ignores OSError."""
     result = run.result() or RunResult(job=_named(run), state=state, ended=time.time())
     with contextlib.suppress(OSError):
         run.write_result(replace(result, state=state, reason=reason, suspended=suspended))
@@ -306,7 +313,7 @@ def _process(one: LocalAgent) -> Iterator[int]:
 
 
 def _signal(agents: Iterable[LocalAgent], number: int) -> int:
-    """Signal the agents. Returns how many were still running."""
+    """Signal the agents. Returns how many were signaled."""
     count = 0
     for one in agents:
         with contextlib.suppress(OSError), _process(one) as fd:
@@ -336,14 +343,14 @@ def _the_node(living: Sequence[LocalAgent], node: str, job: str) -> LocalAgent:
 
 
 def _state_word(run: RunFolder) -> str:
-    """Its state as lists show it."""
+    """The job's state, as lists show it."""
     job = run.job()
     return row_of(run, job).state if job else run.state()
 
 
 def _await_master(run: RunFolder) -> None:
-    """Wait until the master whose launchers were killed releases the run folder: no other master
-    may start before. Raises RequestFailed."""
+    """Wait until the job's master, which may outlive its launchers, releases the run folder: no
+    other master may start earlier. Raises RequestFailed after END_LIMIT seconds."""
     end = time.monotonic() + END_LIMIT
     while run.is_held():
         if time.monotonic() > end:
@@ -354,7 +361,8 @@ def _await_master(run: RunFolder) -> None:
 
 
 def _refuse_at_once(run: RunFolder, name: str) -> None:
-    """Raises RequestFailed if its launchers soon report that they cannot start."""
+    """Wait until the job has begun, for START_LIMIT seconds at most. Raises RequestFailed if its
+    launchers exit first."""
     end = time.monotonic() + START_LIMIT
     with contextlib.suppress(KeyboardInterrupt):  # ends only the waiting: the job has started
         while run.state() == "submitted" and time.monotonic() < end:

@@ -1,4 +1,4 @@
-"""Decides whether a verb's words concern a job in a Kubernetes cluster or outside of clusters."""
+"""Decides whether a verb applies to a job in a Kubernetes cluster or to one outside clusters."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from elasticrun.jobs.backends import is_in_cluster
 
 
 class ResolvedVerb(NamedTuple):
-    """The words of a verb, and the function that runs it in a cluster; None for other jobs."""
+    """A verb's words. `run` runs the verb in the cluster and returns the exit code; None for jobs
+    outside clusters."""
 
     words: Sequence[str]
     run: Callable[[], int] | None
 
 
 def placed(verb: str, words: Sequence[str], notify: Callable[[str], None]) -> ResolvedVerb:
-    """Find where the named job runs; a ScalePlan (`scale -f`) becomes words. Raises UsageError."""
+    """Find out where the named job runs; a ScalePlan (`scale -f`) is first translated into words.
+    Raises UsageError."""
     if verb == "scale" and any(word in ("-f", "--file") for word in words):
         from elasticrun.jobs.cluster.verbs import scale_plan_words
 

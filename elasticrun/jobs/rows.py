@@ -1,6 +1,6 @@
-"""What verbs print for programs, for every backend: `JobPage` for a job, `DoneRow` for a change.
+"""What verbs print with `-o json`, the same for every backend.
 
-Every verb uses the same word for a job's state.
+Every verb uses the same words for a job's state.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from elasticrun.wire.messages import JobStatus
 from elasticrun.wire.types import Endpoint
 
 OVER: Final = "ended"
-"""The state of a job that has ended with an exit status that is unknown here."""
+"""The state of a job that has ended, if its outcome is unknown here."""
 
 SUSPENDED: Final = "suspended"
 """The state of a suspended job, whether or not it saved a step."""
 
 _STATES: Final = {"gathering": "waiting", "stopping": "waiting", "running": "running"}
-"""By the phase of a round."""
+"""A job's state, by the phase of its round."""
 
 
 class JobRow(Struct, frozen=True, kw_only=True):

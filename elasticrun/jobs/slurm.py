@@ -1,7 +1,7 @@
 """Slurm jobs: a batch script, as `elasticrun render slurm` prints it, in a run folder on a disk
 that the nodes share.
 
-A running job's state comes from its master; the queue's comes from squeue.
+A running job's state comes from its master, a pending job's from squeue.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ POLL_EVERY: Final = 0.5
 """Seconds between two polls of the queue; Slurm sends no notifications."""
 
 FORM: Final = "%i|%T|%D|%S|%r"
-"""Format of squeue's lines, the same in all versions: number, state, nodes, start time, reason."""
+"""Format of squeue's lines, valid in all its versions: number, state, nodes, start time, reason."""
 
 
 class Queued(NamedTuple):
-    """A job in the queue."""
+    """A pending or running job, as squeue lists it."""
 
     state: str
     nodes: int
-    began: str  # local time, as in 2026-11-26T02:34:05
+    began: str  # actual or expected start in local time, as in 2026-11-26T02:34:05
     reason: str
 
     @property
     def is_held(self) -> bool:
-        """Whether it waits until somebody releases it."""
+        """Whether it stays pending until somebody releases it."""
         # JobHeldUser, JobHeldAdmin, "job requeued in held state"
         return self.state == "PENDING" and "held" in self.reason.lower()
 
@@ -87,7 +87,7 @@ class SlurmJobs:
         return f"job {known.name} is released (Slurm job {known.number})"
 
     def scale(self, run: RunFolder, request: Request, send: Callable[[Request], Reply]) -> str:
-        """The master sets the number. Slurm adds no nodes to a running job."""
+        """Only the master's maximum changes: Slurm adds no nodes to a running job."""
         answer = send(request).reason
         known = submission(run)
         has = queued.nodes if (queued := self._queue().get(known.number)) else 0
@@ -96,7 +96,8 @@ class SlurmJobs:
         return answer
 
     def suspend(self, run: RunFolder) -> str:
-        """Requeue the job and hold it: Slurm sends SIGTERM, and the nodes save and leave."""
+        """Requeue and hold the job: Slurm sends SIGTERM, and the nodes save and leave. A pending
+        job is only held."""
         known = submission(run)
         queued = self._queue().get(known.number)
         if queued is None:
@@ -147,7 +148,8 @@ class SlurmJobs:
 
     def jobs(self, rows: Sequence[JobRow]) -> list[JobRow]:
         """Update the rows from squeue; unchanged if squeue fails."""
-        if all(row.state in ("succeeded", "stopped") for row in rows):  # Slurm may requeue others
+        # Slurm may have requeued a job in any other state.
+        if all(row.state in ("succeeded", "stopped") for row in rows):
             return list(rows)
         try:
             queue = self._queue()
@@ -158,7 +160,7 @@ class SlurmJobs:
     # ------------------------------------------------------------ Slurm's commands
 
     def _queue(self) -> dict[str, Queued]:
-        """This user's queued and running jobs, by number."""
+        """This user's pending and running jobs, by job number."""
         found = {}
         for line in self._call("squeue", "--me", "-h", "-o", FORM).splitlines():
             number, state, nodes, began, reason = (line.split("|", 4) + [""] * 4)[:5]
@@ -175,7 +177,8 @@ class SlurmJobs:
         return True
 
     def _call(self, *words: str, cwd: str | None = None) -> str:
-        """The output of a Slurm command. Raises RequestFailed with the command's error message."""
+        """Run a Slurm command and return its output. Raises RequestFailed with the command's error
+        message."""
         try:
             done = subprocess.run(
                 words,
@@ -200,7 +203,8 @@ class SlurmJobs:
         return done.stdout.strip()
 
     def _note_end(self, run: RunFolder, known: Submission) -> None:
-        """Record the end of a job that was cancelled in the queue: no master reports it."""
+        """Record a job without a result, or one that had saved, as stopped: if it was cancelled in
+        the queue, no master reports its end. Raises OSError."""
         result = run.result() or RunResult(job=known.name, state="saved", ended=time.time())
         if result.state == "saved":
             run.write_result(replace(result, state="stopped", reason="cancelled in Slurm"))
@@ -219,7 +223,7 @@ def _by_queue(row: JobRow, queue: Mapping[str, Queued]) -> JobRow:
         return replace(row, state="suspended", reason=f"held in Slurm as job {number}")
     if queued.state == "PENDING":
         return replace(row, state="submitted", reason=f"waits in Slurm: {queued.reason}")
-    begins = row.state in ("saved", "lost", "submitted")  # again, or for the first time
+    begins = row.state in ("saved", "lost", "submitted")  # requeued, or started the first time
     if row.state == "failed" and (result := RunFolder(Path(row.run)).result()):
         begins = queued.began > time.strftime("%FT%T", time.localtime(result.ended))
     return replace(row, state="waiting", reason="") if begins else row

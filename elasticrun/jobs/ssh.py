@@ -1,7 +1,7 @@
 """Jobs on hosts that ssh reaches.
 
-`elasticrun --hosts` starts the agents there and follows them. It is a process of this host that
-outlives the terminal, and it forwards signals to its agents.
+One process on this host, `elasticrun --hosts`, starts the agents and follows them. It outlives the
+terminal and forwards signals to its agents.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SshJobs:
         return self._here.resume(run)
 
     def scale(self, run: RunFolder, request: Request, send: Callable[[Request], Reply]) -> str:
-        """The master sets the number, up to the hosts that have an agent."""
+        """Only the master's maximum changes: no agent is started on further hosts."""
         return send(request).reason
 
     def suspend(self, run: RunFolder) -> str:
@@ -50,12 +50,13 @@ class SshJobs:
         return self._here.stop(run)
 
     def terminate(self, run: RunFolder) -> None:
-        """Send SIGTERM. Agents that it does not reach end with their job."""
+        """As `LocalJobs.terminate`, for the process on this host. Agents that its signal does not
+        reach end with their job."""
         self._here.terminate(run)
 
     def execute(self, run: RunFolder, node: str, command: Sequence[str]) -> int:
-        """Run it by ssh in the job's working directory, on the first host if none is named. On this
-        host it runs as a child process, as the agent does."""
+        """Run it over ssh in the job's working directory, on the first host if none is named. If
+        that host is this one, run it as a child process instead."""
         known = submission(run)
         found = [host for host in known.hosts if node in ("", host, host.rpartition("@")[2])]
         if not found:
@@ -71,8 +72,8 @@ class SshJobs:
             raise RequestFailed(f"{words[0]} cannot be run: {wrong.strerror}") from None
 
     def jobs(self, rows: Sequence[JobRow]) -> list[JobRow]:
-        """The rows of these jobs. If the hosts do not share the run folder, the only information is
-        whether the process on this host runs."""
+        """The rows of these jobs. If the hosts do not share the run folder, all that is known here
+        is whether the process on this host runs."""
         return [_by_process(replace(row, where="ssh")) for row in self._here.jobs(rows)]
 
 
@@ -84,5 +85,5 @@ def _by_process(row: JobRow) -> JobRow:
         runs = living(run)
     except RequestFailed:
         return row
-    # Before the job begins only launchers write to the console: which host is unreachable, say.
+    # Until the job begins, only launchers write to the console, such as which host is unreachable.
     return replace(row, state="running", reason=run.last_line()) if runs else row

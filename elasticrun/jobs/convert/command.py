@@ -64,8 +64,8 @@ def convert(
     restarts: int = -1,
 ) -> Converted:
     """Convert the command and arguments of a container to run elasticrun. `ranks` per node and
-    `restarts` become flags, unless the launcher already has them; `default`: ranks for a launcher
-    if nothing sets them."""
+    `restarts` become flags, unless the launcher already has them; `default`: ranks per node for a
+    launcher if nothing else sets them."""
     extra = {"nproc-per-node": (ranks, default)}
     if restarts >= 0:
         extra["max-restarts"] = (str(restarts), str(restarts))
@@ -81,7 +81,7 @@ def convert(
 
 
 _Extra = Mapping[str, tuple[str, str]]
-"""By flag: the value that the job sets, and a launcher's value if nothing sets it."""
+"""By flag: the value that the job sets, and the value for a launcher if nothing else sets one."""
 
 
 def _added(extra: _Extra, own: str | None) -> list[str]:
@@ -100,7 +100,7 @@ def _is_shell(words: Sequence[str]) -> bool:
 
 
 def _in_words(words: Sequence[str], extra: _Extra) -> Converted | None:
-    """A command without a shell; None if its first word is unknown."""
+    """Convert a command without a shell; None if its first word is no known launcher or Python."""
     name, rest = words[0].rpartition("/")[2] if words else "", list(words[1:])
     if re.fullmatch(r"python[0-9.]*", name):
         rest = rest[1:] if rest[:1] == ["-u"] else rest
@@ -131,8 +131,9 @@ def _in_words(words: Sequence[str], extra: _Extra) -> Converted | None:
 
 
 def script_at(words: Sequence[str]) -> int:
-    """Where the launcher's own flags end. Not all flags are known, so this is an estimate: at `-m`,
-    at a word that ends in `.py`, or at a word that is neither a flag nor its value."""
+    """The index at which the launcher's own flags end. Not all flags are known, so this is an
+    estimate: the first `-m`, word that ends in `.py`, or word that is neither a flag nor its
+    value."""
     is_value = False
     for at, word in enumerate(words):
         if word.endswith(".py") or word in ("-m", "--module"):
@@ -145,8 +146,8 @@ def script_at(words: Sequence[str]) -> int:
 
 
 def _in_text(text: str, extra: _Extra) -> tuple[str, tuple[str, ...] | None]:
-    """The new text and the removed flags; None for the flags unless the text has exactly one
-    launcher."""
+    """Convert shell text. Returns the new text and the removed flags; None for the flags, and the
+    text unchanged, unless it contains exactly one launcher or, without one, one Python script."""
     found = list(LAUNCHER.finditer(text))
     if not found:
         found = list(_SCRIPT.finditer(text))
@@ -168,7 +169,8 @@ def _in_text(text: str, extra: _Extra) -> tuple[str, tuple[str, ...] | None]:
 
 
 def _without_settled(rest: str) -> tuple[str, tuple[str, ...]]:
-    """Remove settled flags up to the script only: later flags belong to the script."""
+    """Remove SETTLED flags before the script; later flags are the script's. Returns the text and
+    the removed flags."""
     dropped = []
     end = _flags_end(rest)
     own, others = rest[:end], rest[end:]

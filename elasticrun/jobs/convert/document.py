@@ -1,7 +1,7 @@
 """A YAML document in which every field is read once, left out with a reason, or refused.
 
-`Fields` is one of its mappings. When `close` is called, a field that was not taken is one that the
-source kind does not have, or that only a newer version has.
+`Fields` is one of its mappings. A field that is left when `close` is called does not exist in the
+source kind, or only in a newer version of it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ MAX_BYTES: Final = 1024 * 1024
 """A longer file is not a job: etcd accepts no larger object."""
 
 MAX_NODES: Final = 50_000
-"""Values in a file; aliases count each time they are used."""
+"""Maximum number of values in a document; an alias counts each time it is used."""
 
 _CALLED: Final[Mapping[type, str]] = {
     str: "text", int: "a whole number", bool: "true or false", dict: "a mapping", list: "a list",
@@ -27,7 +27,7 @@ class NotConvertible(Exception):
 
 
 class Document:
-    """One document: its value, and the line of each field."""
+    """One document: its value, the line of each field, and notes on what was not converted."""
 
     def __init__(self, value: Any, lines: Mapping[str, int]) -> None:
         self.value = value
@@ -86,7 +86,7 @@ class Fields:
         return Fields(self._document, self.value(name, dict, {}), self.path_of(name))
 
     def roles(self) -> Iterator[tuple[str, Fields]]:
-        """Each inner mapping, by name."""
+        """Take all remaining fields, which must be mappings: the name and fields of each."""
         for name in list(self._left):
             yield name, self.inner(name)
 
@@ -96,7 +96,7 @@ class Fields:
             self._document.note(self.path_of(name), f"left out: {why}")
 
     def note(self, name: str, sentence: str) -> None:
-        """A note about a field that was taken."""
+        """Add a note about a field that was taken."""
         self._document.note(self.path_of(name), sentence)
 
     def error(self, name: str, why: str) -> NotConvertible:
@@ -104,7 +104,7 @@ class Fields:
         return NotConvertible(f"{self._document.where(self.path_of(name))}: {why}")
 
     def close(self) -> None:
-        """Raises NotConvertible if a field is left."""
+        """Raise NotConvertible if a field has not been taken."""
         for name in self._left:
             raise self.error(name, "unknown field; correct or remove it")
 
@@ -127,7 +127,8 @@ def documents(text: str) -> list[Document]:
 
 
 class _Reader:
-    """Converts PyYAML's nodes, which know their lines, to values."""
+    """Converts the nodes of one document, as PyYAML composes them, to values, and records the line
+    of each field."""
 
     def __init__(self, yaml: Any) -> None:
         self._yaml = yaml

@@ -1,4 +1,4 @@
-"""The source kinds: the conversion of each of their fields, or why it is left out."""
+"""The source kinds: how each of their fields is converted, or why it is left out."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ BY_THE_POLICY: Final = "the exit code decides whether a pod is replaced (docs/ex
 
 @dataclass(slots=True)
 class ForeignJob:
-    """The common content of all source kinds. `template` is a pod template of Kubernetes; 0 and ""
-    mean unset."""
+    """What the source kinds have in common. `template` is a pod template of Kubernetes; 0, "" and a
+    `restarts` of -1 mean unset."""
 
     name: str
     namespace: str = ""
@@ -45,8 +45,8 @@ class ForeignJob:
 
 
 def read(document: Document, image: str | None = "") -> ForeignJob:
-    """The job of a document. `image`: for ranks whose job names none; None: not needed. Raises
-    NotConvertible."""
+    """The job in a document. `image`: the ranks' image if the job names none; None if none is
+    needed. Raises NotConvertible."""
     top = document.fields()
     kind, version = top.value("kind", str, ""), top.value("apiVersion", str, "")
     group = version.partition("/")[0]
@@ -108,7 +108,8 @@ def _run_policy(run: Fields, job: ForeignJob) -> None:
 
 
 def _role(role: Fields, job: ForeignJob) -> int:
-    """A replica spec whose pods are nodes: returns their number, and sets the job's template."""
+    """Read a replica spec whose pods are nodes. Returns their number; sets the job's template unless
+    an earlier role has."""
     count = role.number("replicas", 1)
     role.drop("restartPolicy", BY_THE_POLICY)
     template = role.value("template", dict, {})
@@ -119,7 +120,8 @@ def _role(role: Fields, job: ForeignJob) -> int:
 
 
 def _container(spec: Fields, job: ForeignJob, path: str, called: str) -> dict[str, Any]:
-    """The ranks' container in the job's template; moves it to the front."""
+    """Validate the containers of the job's template, move the ranks' container (`called`) to the
+    front, and return it. Raises NotConvertible."""
     pod = job.template.setdefault("spec", {})
     containers = pod.get("containers") if isinstance(pod, dict) else None
     if not isinstance(containers, list) or not containers:
@@ -141,7 +143,8 @@ def _container(spec: Fields, job: ForeignJob, path: str, called: str) -> dict[st
 
 
 def _command(spec: Fields, job: ForeignJob, path: str, called: str) -> None:
-    """Put elasticrun into the command of the ranks' container."""
+    """Convert the command of the ranks' container to run elasticrun, with a note for each
+    change."""
     main = _container(spec, job, path, called)
     words = [main.pop(name, []) for name in ("command", "args")]
     made = convert(*words, ranks=job.ranks, default=job.default, restarts=job.restarts)

@@ -15,7 +15,7 @@ from elasticrun.jobs.convert.sources import ForeignJob
 API: Final = "elasticrun.dev/v1alpha1"
 
 GPUS: Final = re.compile(r"(nvidia\.com/(gpu|mig-.*)|amd\.com/gpu|huawei\.com/Ascend.*)$")
-"""Resources that are GPUs to Slurm."""
+"""Names of resources that Slurm counts as GPUs."""
 
 
 NOT_THERE: Final = {
@@ -26,7 +26,7 @@ NOT_THERE: Final = {
 """Fields of a container without a counterpart in Slurm, and what to do instead."""
 
 _SIMPLE: Final = re.compile(r"\s*(?:exec\s+)?elasticrun(?:\\\n|[^\n;&|<>`$()])*\n?")
-"""Shell text that consists of only this command."""
+"""Shell text that consists of a single elasticrun command."""
 
 
 def elastic_job(job: ForeignJob) -> dict[str, Any]:
@@ -52,7 +52,8 @@ def elastic_job(job: ForeignJob) -> dict[str, Any]:
 
 
 def slurm_words(job: ForeignJob, document: Document) -> list[str]:
-    """The words after `elasticrun render slurm`. Raises NotConvertible if there is no command."""
+    """The words after `elasticrun render slurm`. Raises NotConvertible unless the container's
+    command is a single elasticrun."""
     pod = job.template["spec"]
     main = pod["containers"][0]
     words, path = [*main.get("command", ()), *main.get("args", ())], "spec.template.spec.containers"

@@ -42,14 +42,15 @@ CALL_LIMIT: Final = 10.0
 """Timeout of a call in seconds."""
 
 WATCH_LIMIT: Final = 300
-"""Seconds after which the server ends a watch; it then continues from its last version."""
+"""Seconds after which the server ends a watch; the client then resumes it from the last version."""
 
 GONE: Final = 404
 CONFLICT: Final = 409
 """An object of that name already exists, or the precondition no longer holds."""
 
 REFUSED: Final = (400, 403, GONE, 422)
-"""Permanent errors: invalid fields, quotas, rights, webhooks. A retry cannot succeed."""
+"""Statuses with which the server rejects an object: invalid fields, quotas, missing rights,
+webhooks. Other errors concern the connection or the server itself."""
 
 Key = tuple[str, str]
 """Namespace and name."""
@@ -84,7 +85,8 @@ class Cluster:
         await self._client.close()
 
     async def _request(self, request: BasicRequest, *fine: int) -> Json | None:
-        """The answer; None if its status is one of these codes."""
+        """The body of the answer; None if its status is in `fine`. Raises ApiError for other
+        errors."""
         answer = await self._client.send(self._client.build_adapter_request(request))
         if answer.status_code in fine:
             return None
@@ -109,7 +111,7 @@ class Cluster:
 
     async def watch(self, kind: Any) -> AsyncIterator[tuple[str, Json]]:
         """Changes of objects of `kind`, beginning with all existing ones. Servers send a BOOKMARK
-        once a minute when nothing changes. On a dead connection this waits for ever."""
+        once a minute if nothing changes. On a dead connection this waits forever."""
         params = {"resourceVersion": "0", "timeoutSeconds": WATCH_LIMIT}
         params["allowWatchBookmarks"] = "true"
         if kind is PODS:
@@ -133,8 +135,8 @@ class Cluster:
 
     async def create(self, body: Json) -> bool:
         """Create an object of a job; False if it already exists. Raises NotCreated if the server
-        rejects it, or if the existing object belongs to another job. The latter resolves itself
-        when a job was recreated."""
+        rejects it, or if the existing object belongs to another job: if that is an earlier job of
+        the same name, the object soon disappears. The owner of a Secret is not checked."""
         kind, meta = kind_of(body["apiVersion"], body["kind"]), body["metadata"]
         what, where = f"{body['kind']} {meta['name']}", meta["namespace"]
         request = self._client.prepare_request(
@@ -153,14 +155,15 @@ class Cluster:
         return False
 
     async def remove(self, kind: Any, key: Key, uid: str) -> bool:
-        """Delete an object, with its grace period; False if it no longer exists, or another object
-        has its name."""
+        """Delete an object, with its grace period; False if it no longer exists, or if its name now
+        belongs to another object."""
         request = self._about("delete", kind, key)
         request.data = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
         return await self._request(request, GONE, CONFLICT) is not None
 
     async def set_status(self, key: Key, version: str, status: Json) -> bool:
-        """Write a job's status; False if the job has changed since it was read at `version`."""
+        """Write a job's status; False if the job is gone or has changed since it was read at
+        `version`."""
         request = self._about(
             "patch", JOBS.Status, key,
             obj={"metadata": {"resourceVersion": version}, "status": status},
@@ -194,6 +197,6 @@ class Cluster:
 
 
 def _owner(body: Json) -> str:
-    """The uid of the object's owner."""
+    """The uid of the object's owner; "" if it has none."""
     owners = body["metadata"].get("ownerReferences") or [{}]
     return str(owners[0].get("uid", ""))

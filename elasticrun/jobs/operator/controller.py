@@ -1,8 +1,8 @@
 """The operator's loop: observe a job, query its master, plan, act.
 
-Watches, a list of all jobs every RELIST seconds and the times that plans name only wake the loop.
-Each pass reads the current state afresh and relies on no earlier one. A pass that fails is retried
-with backoff; a failing job does not delay the others.
+Watches, a list of all jobs every RELIST seconds and the deadlines in plans only wake the loop. Each
+pass reads the current state afresh and relies on no earlier pass. A failed pass is retried with
+backoff; a failing job does not delay the others.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from elasticrun.wire.rpc.channel import LinkError, ask_for, get_status
 from elasticrun.wire.types import Endpoint
 
 POLL: Final = 10.0
-"""Seconds between two passes of a job that is not over."""
+"""Maximum seconds between two passes over a job that is not over."""
 
 BUSY_POLL: Final = 1.0
-"""The same while pods run but not all ranks do: the master's state changes quickly then."""
+"""The same while the job is neither fully running, suspended nor pending, or a pass gave orders:
+the state then changes quickly."""
 
 RELIST: Final = 30.0
 """Seconds between two lists of all jobs."""
 
 QUERY_LIMIT: Final = 1.5
-"""Seconds for a master to answer. Short, because the pass waits for it before it replaces a dead
-pod."""
+"""Seconds that a pass waits for a master's answer. Short, because no dead pod is replaced
+meanwhile."""
 
 SILENT_FOR: Final = 5.0
 """Seconds for which a master that did not answer is not queried again."""
@@ -59,9 +60,11 @@ LAST_RETRY: Final = 30.0
 """Seconds before a failed pass is retried: the first delay and the longest."""
 
 LEASE: Final = 15
-"""Seconds for which the leading operator may lead without renewing the Lease."""
+"""Seconds after its last renewal until another operator takes the Lease. Its holder stops RENEW
+seconds earlier if it cannot renew it."""
 
 RENEW: Final = 3.0
+"""Seconds between two attempts to take or renew the Lease."""
 
 NO_CRD: Final = (
     "the cluster has no ElasticJob CRD: elasticrun render operator --image IMAGE | kubectl apply "
@@ -74,7 +77,7 @@ Trouble = ApiError, httpx2.HTTPError, TimeoutError, OSError
 
 
 class LeadLost(Exception):
-    """Another operator leads."""
+    """This operator no longer holds the Lease."""
 
 
 class Controller:
@@ -92,7 +95,7 @@ class Controller:
         self._change = asyncio.Event()
 
     async def run(self) -> None:
-        """Run forever."""
+        """Run until cancelled. Until the API server answers, retry the start with backoff."""
         tries = 0
         while not self._key:
             try:
@@ -195,8 +198,8 @@ class Controller:
             self._change.set()
 
     async def _reconcile(self, key: api.Key) -> float | None:
-        """One pass over a job. Returns the seconds until the next pass; None: not before a
-        change."""
+        """One pass over a job. Returns the seconds until the next pass; None if only a change
+        requires one."""
         found = await self._cluster.get(api.JOBS, key)
         if found is None or "deletionTimestamp" in found["metadata"]:
             for book in (self._failures, self._refused, self._silent):
@@ -220,7 +223,7 @@ class Controller:
         for order in todo.orders:
             unwilling = await self._execute(job, order, pods) or unwilling
         self._refused[key] = unwilling
-        if unwilling != refused:  # the next status reports it
+        if unwilling != refused:  # the status of the next pass reports it
             return 0.0
         if todo.status.over:
             return todo.again
@@ -232,8 +235,8 @@ class Controller:
     async def _execute(
         self, job: JobObject, order: planning.Order, pods: tuple[OwnedPod, ...]
     ) -> str:
-        """Carry out an order. Returns the master's refusal as a sentence. Raises NotCreated if the
-        API server refuses."""
+        """Carry out an order. Returns the master's refusal as a sentence, "" if there is none.
+        Raises NotCreated if the API server rejects an object."""
         where = job.namespace
         match order:
             case planning.Make(body, notice):
@@ -276,13 +279,13 @@ class Controller:
     # ------------------------------------------------------------ the job's master
 
     def _token(self, job: JobObject) -> str:
-        """The job's token, derived from the key, so it needs no storage."""
+        """The job's token, derived from the operator's key, so that it need not be stored."""
         return hmac.digest(self._key, f"elasticrun job {job.uid}".encode(), hashlib.sha256).hex()
 
     async def _query_master(
         self, job: JobObject, key: api.Key, pods: tuple[OwnedPod, ...]
     ) -> tuple[JobStatus | None, str]:
-        """The master's status; else the reason why there is none."""
+        """The master's status, or None and the reason, which is "" if no master should answer."""
         master = _master(pods)
         if master is None or job.status.over:
             return None, ""
@@ -366,9 +369,9 @@ async def lead(cluster: api.Cluster, me: str, controller: Controller) -> None:
 
 
 async def take_lease(cluster: api.Cluster, me: str, expired: str) -> tuple[bool, str]:
-    """Whether this operator now holds the Lease, and a value that changes at each renewal.
-    Another's Lease is taken only if its value is still `expired`: an operator that was itself
-    suspended has not seen later renewals."""
+    """Try to take or renew the Lease. Returns whether this operator now holds it, and a value that
+    changes with each renewal. Another operator's Lease is taken only if its value is still
+    `expired`, because an operator that was itself suspended has missed later renewals."""
     found: Json | None = await cluster.get(api.LEASES, (cluster.own, OPERATOR))
     renewed = f"{stamp(time.time())[:-1]}.{int(time.time() % 1 * 1e6):06d}Z"
     spec = {"holderIdentity": me, "leaseDurationSeconds": LEASE, "renewTime": renewed}

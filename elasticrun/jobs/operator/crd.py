@@ -118,7 +118,7 @@ class ElasticSpec(Struct, frozen=True, rename="camel"):
 
     @property
     def least(self) -> int:
-        """The fewest nodes that train."""
+        """The minimum number of nodes that train."""
         return min(self.min_nodes or self.nodes, self.nodes)
 
 
@@ -169,7 +169,7 @@ class ElasticStatus(Struct, frozen=True, rename="camel"):
 
     @property
     def over(self) -> bool:
-        """Whether it has succeeded or failed, for good."""
+        """Whether the job has succeeded or failed, which is final."""
         return self.phase in ("Succeeded", "Failed")
 
 

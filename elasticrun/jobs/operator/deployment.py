@@ -1,5 +1,5 @@
-"""The objects that install the operator (`elasticrun render operator`): the CRD, an account with
-only the rights it uses, the Deployment. Pure.
+"""The objects that install the operator (`elasticrun render operator`): the CRD, a service account
+with only the rights that the operator uses, the Deployment. Pure.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from elasticrun import __version__
 from elasticrun.jobs.operator.crd import GROUP, OPERATOR, PLURAL, Json, crd
 
 HOME: Final = "elasticrun"
-"""Its namespace when it manages the jobs of all namespaces."""
+"""The operator's namespace if it manages the jobs of all namespaces."""
 
 BARE_IMAGE: Final = "python:3.12-slim"
-"""Used if the user names no image with elasticrun: the container installs it as it starts."""
+"""The image if the user names none that contains elasticrun: the container then installs elasticrun
+when it starts."""
 
 NEEDED: Final = ("grpcio>=1.66", "msgspec>=0.19", "protobuf>=5.27", "lightkube>=1.0")
 
 PASSED: Final = 65532
-"""The uid that containers conventionally use for an unnamed user."""
+"""The conventional uid of a user without privileges (`nonroot`) in container images."""
 
 REMARKS: Final = {
     ("spec", "terminationGracePeriodSeconds"): "no job waits for it: they train on without it"
 }
-"""YAML comments beside a field."""
+"""YAML comments, by the path of the field that they explain."""
 
 RIGHTS: Final[tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]] = (
     (GROUP, (PLURAL,), ("get", "list", "watch", "delete")),
@@ -43,7 +44,7 @@ Secret."""
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """How the operator is installed. `namespace`: "" if it manages the jobs of all namespaces."""
+    """How to install the operator. `namespace`: "" if it manages the jobs of all namespaces."""
 
     namespace: str = ""
     image: str = ""
@@ -85,7 +86,7 @@ def _create_rule(what: list[str], group: str = "") -> Json:
 
 
 def _own_rights(installed: Installed) -> list[Json]:
-    """The rights to its own Secret and, with several replicas, to the Lease."""
+    """The operator's rights to its own Secret and, with several replicas, to the Lease."""
     its = {"resourceNames": [OPERATOR]}
     rules: list[Json] = [
         {"apiGroups": [""], "resources": ["secrets"], **its, "verbs": ["get"]},

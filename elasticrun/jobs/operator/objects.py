@@ -1,6 +1,6 @@
 """Builds the objects of an ElasticJob, and reads its pods.
 
-Host names are stable, through one headless Service, whichever pod currently has them: the master is
+One headless Service gives them host names that stay the same when a pod is replaced: the master is
 `JOB-master.JOB`, the node of index 1 is `JOB-1.JOB`. A pod's own name ends with its attempt
 (`JOB-1-0`), so creating it twice fails. Agents get their settings from environment variables; the
 template's command stays unchanged.
@@ -40,11 +40,11 @@ NODE: Final = "node"
 MASTER_INDEX: Final = -1
 
 HOPELESS: Final = (EXIT_USAGE, EXIT_FINAL)
-"""Exit codes that end the job: a new pod would fail too."""
+"""Exit codes of a pod that end the job: a new pod would fail in the same way."""
 
 KILLED: Final = (128 + 9, 128 + 15)
 FREE: Final = (*KILLED, EXIT_BAD_NODE, EXIT_SAVED)
-"""Exit codes after which a pod is replaced without counting as a failure."""
+"""Exit codes of a pod that is replaced without counting as a failure."""
 
 LOST_AFTER: Final = 30.0
 """Seconds beyond its grace period for which a deleted pod counts as alive. After that its node is
@@ -63,7 +63,7 @@ def stamp(now: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OwnedPod:
-    """A pod, as read. `index` is MASTER_INDEX for the master's."""
+    """A pod of a job, as the API server returned it. `index` is MASTER_INDEX for the master's."""
 
     name: str
     uid: str
@@ -72,9 +72,9 @@ class OwnedPod:
     phase: str
     node: str  # the cluster's node, "" before it is placed
     address: str
-    created: float
-    deleted: float  # deadline of its deletion, 0.0: not deleted
-    ended: float  # when its container ended, 0.0: unknown
+    created: float  # this and the next two: seconds since 1970
+    deleted: float  # when its grace period ends, if it was deleted; 0.0: not deleted
+    ended: float  # when its first container ended; 0.0: not, or unknown
     code: int | None  # exit code of its first container, if any
     disrupted: bool  # evicted, preempted, drained; or its node is lost
     no_memory: bool
@@ -92,15 +92,16 @@ class OwnedPod:
 
     @property
     def uncounted(self) -> bool:
-        """Whether its failure does not count. Without an exit code, something removed the pod."""
+        """Whether its failure does not count towards runPolicy.backoffLimit. A pod without an exit
+        code did not fail: something removed it."""
         if self.disrupted or self.deleted or self.code is None:
             return True
         return self.code in FREE and not self.no_memory
 
     @property
     def run_over(self) -> bool:
-        """For the master's pod: whether it ended because the job ended, not because it was
-        killed."""
+        """For the master's pod: whether it exited because the run had ended, and was not killed or
+        disrupted."""
         return self.over and not self.disrupted and self.code is not None and self.code < 128
 
     @property
@@ -112,8 +113,8 @@ class OwnedPod:
 
     @property
     def last_word(self) -> LastWord | None:
-        """For a node's pod: its launcher's last words; None if it was killed earlier, runs another
-        release, or is not ours."""
+        """For a node's pod: why its launcher exited, in the launcher's words; None if that was
+        killed, is of another release, or is another program."""
         return last_word.read(self.message)
 
     @property
@@ -127,8 +128,9 @@ class OwnedPod:
 
     @property
     def found_bad(self) -> bool:
-        """Whether it found its node bad, or the master did. False if the master refused to admit
-        it, or if a user excluded the node: the master records that exclusion and its duration."""
+        """Whether the pod or the master found the pod's node bad. False if the master refused to
+        admit the pod, or if a user excluded the node: the master then records the exclusion and
+        its duration."""
         if not self.over or self.code != EXIT_BAD_NODE:
             return False
         word = self.last_word
@@ -197,7 +199,7 @@ class JobObject:
 
     @property
     def run_id(self) -> str:
-        """The rendezvous id; a recreated job of the same name gets another one."""
+        """The rendezvous id, different for a recreated job of the same name."""
         return f"{self.name}-{self.uid[:8]}"
 
     @property
@@ -207,22 +209,21 @@ class JobObject:
 
     @property
     def has_tls(self) -> bool:
-        """Whether its command or its variables name TLS files, which its master's pod would not
-        have."""
+        """Whether its command or its variables name TLS files, which the master's pod would
+        lack."""
         first = self.spec.template["spec"]["containers"][0]
         names = [one["name"] for one in first.get("env") or ()]
         return has_tls(words_of(first)) or any(name.startswith("ELASTICRUN_TLS_") for name in names)
 
     @property
     def secret(self) -> str:
-        """The name of the Secret with its token; differs from that of an older job with its
-        name."""
+        """The name of the Secret with its token, different for a recreated job of the same name."""
         return f"{self.run_id}-token"
 
 
 def job_of(job: Json) -> JobObject:
-    """The job of an object. Raises msgspec.ValidationError for an object without schema
-    validation."""
+    """Parse an ElasticJob. Raises msgspec.ValidationError if it violates the schema, which the API
+    server should have enforced."""
     meta = job["metadata"]
     return JobObject(
         name=meta["name"],
@@ -276,7 +277,7 @@ def secret(job: JobObject, token: str) -> Json:
 
 
 def _gang(job: JobObject, version: tuple[int, int]) -> rendered.Gang:
-    """The gang settings as in `render k8s`, except for Kueue, which gets a group of plain pods."""
+    """The gang settings, as in `render k8s`, except for Kueue, which gets a group of plain pods."""
     gang = job.spec.gang
     if gang is None:
         return rendered.Gang()
@@ -302,8 +303,8 @@ def _gang(job: JobObject, version: tuple[int, int]) -> rendered.Gang:
 
 
 def _env(kept: list[Json], ours: Json, defaults: list[Json]) -> list[Json]:
-    """The template's variables without `ours` and the token, which the operator sets; `defaults`
-    only fill variables that the template omits."""
+    """A pod's environment: the template's variables (`kept`), overridden by `ours`, and `defaults`
+    for variables that the template omits. A token in the template is ignored."""
     kept = [one for one in kept if one["name"] not in (*ours, TOKEN)]
     names = {one["name"] for one in kept}
     return [
@@ -367,8 +368,8 @@ def node_pod(
 
 
 def _shared_memory(spec: Json, container: Json) -> None:
-    """Add a /dev/shm volume if the template has none: the default 64 MiB are too small for a
-    snapshot."""
+    """Mount a volume at /dev/shm if the template does not: the default of 64 MiB is too small for
+    a snapshot."""
     mounts = container.setdefault("volumeMounts", [])
     if any(one.get("mountPath") == "/dev/shm" for one in mounts):
         return
@@ -379,9 +380,9 @@ def _shared_memory(spec: Json, container: Json) -> None:
 
 
 def _keep_away(spec: Json, nodes: list[str]) -> None:
-    """Add the nodes to every term, because the terms are alternatives. Each requirement names one
-    node, as servers demand, by metadata.name: on some clouds the label kubernetes.io/hostname
-    differs from the name."""
+    """Exclude the nodes in every node selector term, because the terms are alternatives. Each
+    requirement names one node, as the API demands, and by metadata.name, because on some clouds the
+    label kubernetes.io/hostname differs from the name."""
     required = (
         spec.setdefault("affinity", {})
         .setdefault("nodeAffinity", {})
@@ -395,7 +396,7 @@ def _keep_away(spec: Json, nodes: list[str]) -> None:
 
 
 def words_of(container: Json) -> list[str]:
-    """Its command with its arguments."""
+    """A container's command with its arguments."""
     return [str(one) for key in ("command", "args") for one in container.get(key) or ()]
 
 
@@ -410,8 +411,8 @@ def named_run_dir(container: Json) -> str:
 
 
 def volume_at(spec: Json, path: str) -> Json | None:
-    """The persistent volume that the first container of a pod has mounted at the path; None if
-    there is none."""
+    """What identifies the persistent volume that contains `path` in a pod's first container: its
+    mount path, subpath and source. None if the path is not on one."""
     found = _mounted(spec, path)
     if found is None:
         return None
@@ -421,8 +422,8 @@ def volume_at(spec: Json, path: str) -> Json | None:
 
 
 def _mounted(spec: Json, path: str) -> tuple[Json, Json] | None:
-    """The mount of a pod's first container that contains `path`, and its volume; None unless the
-    volume outlasts the pod."""
+    """The mount in a pod's first container that contains `path`, and its volume; None if there is
+    none or it is an emptyDir."""
     first: Json = next(iter(spec.get("containers") or ()), {})
     mounts = first.get("volumeMounts") or ()
     there = [one for one in mounts if f"{path}/".startswith(one["mountPath"].rstrip("/") + "/")]

@@ -1,9 +1,9 @@
 """The reconcile decision for an ElasticJob: `plan`, one pure function of the observed state.
 
-Level-triggered: the same state leads to the same orders, and no counters are kept. What the cluster
-does not record is in the job's status (since when a condition holds, which nodes to avoid). A
-failed pod that counts as a failure is kept as the record of it; other ended pods are deleted once
-their successor has a successor.
+Level-triggered: the same state leads to the same orders, and no counters are kept. What no other
+object records is in the job's status (since when a condition holds, which nodes to avoid). A failed
+pod that counts as a failure is kept as its record; any other failed pod is deleted once its
+successor has a successor.
 
 Exit code 0 means that all ranks of the last round exited with 0, so no pod is created after the
 first one. If a run ends otherwise, its pods must exit first; then master and nodes start again.
@@ -29,17 +29,17 @@ from elasticrun.jobs.operator.view import GAVE_UP, JobEnd, JobView, ObservedStat
 from elasticrun.jobs.render.elastic import NO_TLS
 
 HEALTHY: Final = 60.0
-"""Seconds of runtime after which a pod that ends is replaced at once, whatever its attempt."""
+"""A pod that lived for this many seconds is replaced without delay, whatever its attempt."""
 
 LONGEST_WAIT: Final = 60.0
-"""Longest delay in seconds before replacing pods that end in quick succession."""
+"""Maximum delay in seconds before replacing a pod, when pods end in quick succession."""
 
 SETTLE: Final = 10.0
 """Seconds for pods to end by themselves, with their last words, when the job is over."""
 
 RUN_ENDS: Final = 5.0
-"""Seconds for the nodes of an ended run to end as well. A node that still runs then has not
-received the result, or was never in the run, and joins the others at the next master."""
+"""Seconds that the nodes of an ended run have to exit before the next master starts. A node that
+still runs then has not received the result, or was never in the run; it joins the next master."""
 
 
 class Make(NamedTuple):
@@ -61,7 +61,7 @@ class Delete(NamedTuple):
 
 
 class Resize(NamedTuple):
-    """Set the maximum number of nodes at the job's master."""
+    """Set the maximum number of nodes in the job's master."""
 
     nodes: int
 
@@ -74,8 +74,8 @@ Order = Make | MakeSecret | Delete | Resize | DeleteJob
 
 
 class ReconcilePlan(NamedTuple):
-    """Orders in sequence, the new status, Events. `again`: seconds until the next pass at the
-    latest, None if only a change requires one."""
+    """Orders in sequence, the new status, Events. `again`: maximum seconds until the next pass;
+    None if only a change requires one."""
 
     orders: tuple[Order, ...]
     status: ElasticStatus
@@ -114,7 +114,7 @@ def plan(job: JobObject, observed: ObservedState, now: float) -> ReconcilePlan:
 
 
 def _job_end(view: JobView) -> JobEnd | None:
-    """Whether and how the job is over."""
+    """How the job ends now; None if it does not."""
     job, spec, now = view.job, view.job.spec, view.now
     if job.has_tls:
         return JobEnd("Failed", "NoTls", f"--tls-cert and its like: {NO_TLS}; a Job of `elasticrun "
@@ -152,7 +152,7 @@ def _job_end(view: JobView) -> JobEnd | None:
 
 
 def _clean_up(view: JobView, end: JobEnd | None) -> ReconcilePlan:
-    """A job that is over, now (`end`) or earlier: clean up what is left."""
+    """The plan for a job that ends now (`end`) or has ended earlier (None)."""
     job, old, now = view.job, view.job.status, view.now
     policy, waits = job.spec.run_policy, []
     over = moment(old.completion_time) if old.completion_time else now
@@ -181,7 +181,7 @@ def _clean_up(view: JobView, end: JobEnd | None) -> ReconcilePlan:
 
 
 def _remove(pods: Iterable[OwnedPod], reason: str, why: str) -> list[Order]:
-    """Delete the pods that are not being deleted yet."""
+    """Orders to delete those of the pods that are not being deleted yet."""
     return [
         Delete(pod, JobEvent(reason, f"deleted pod {pod.name}: {why}", reason == GAVE_UP))
         for pod in pods
@@ -190,7 +190,8 @@ def _remove(pods: Iterable[OwnedPod], reason: str, why: str) -> list[Order]:
 
 
 def _remove_all(view: JobView, reason: str, why: str) -> list[Order]:
-    """Remove all nodes, so that they save; then the master, with which they agree on the step."""
+    """Orders to delete the pods of all nodes, which then save; once these are gone, of the master,
+    with which they agree on the step."""
     masters = view.pods_of(MASTER_INDEX)
     return _remove(view.living or masters, reason, why)
 
@@ -206,7 +207,7 @@ def _timeout(view: JobView) -> float | None:
 
 
 def _next_pod_due(dead: list[OwnedPod], now: float) -> float:
-    """Seconds until the next pod of an index may be created. `dead`: the earlier ones."""
+    """Seconds until the next pod of an index may be created. `dead`: its earlier pods."""
     if not dead or dead[-1].deleted:
         return 0.0
     last = dead[-1]
@@ -217,7 +218,7 @@ def _next_pod_due(dead: list[OwnedPod], now: float) -> float:
 
 
 def _master(view: JobView, waits: list[float]) -> list[Order]:
-    """Keep one master pod until the job is over."""
+    """Orders that keep one master pod until the job is over. A delay is appended to `waits`."""
     pods = view.pods_of(MASTER_INDEX)
     alive = [pod for pod in pods if pod.is_active(view.now)]
     if alive or view.succeeding or view.gave_up:
@@ -235,7 +236,8 @@ def _master(view: JobView, waits: list[float]) -> list[Order]:
 
 
 def _nodes(view: JobView, waits: list[float]) -> list[Order]:
-    """Keep one pod for every index, and none above the wanted number."""
+    """Orders that keep one pod for every index and none for surplus indices. Delays are appended to
+    `waits`."""
     if view.succeeding:
         pending = [pod for pod in view.living if pod.phase == "Pending"]
         return _remove(pending, "Cleaned", "the job is finishing")
@@ -268,7 +270,7 @@ def _node(view: JobView, index: int, waits: list[float]) -> list[Order]:
 
 
 def _delete_duplicates(alive: list[OwnedPod]) -> list[Order]:
-    """Delete all but the oldest, which the other nodes know."""
+    """Orders to delete all but the oldest pod of an index, which the other nodes know."""
     by_age = sorted(alive, key=lambda pod: (pod.created, pod.attempt))
     return _remove(by_age[1:], "Double", "an older one still exists")
 
@@ -278,7 +280,7 @@ def _attempt(pods: list[OwnedPod]) -> int:
 
 
 def _make(view: JobView, body: Json, pods: list[OwnedPod]) -> Make:
-    """`pods`: the existing pods of its index."""
+    """The order that creates a pod, with its Event. `pods`: the existing pods of its index."""
     status = view.job.status
     same = status.observed_generation == view.job.generation
     again = same and status.phase in ("Starting", "Running", "Recovering")
@@ -311,8 +313,8 @@ def _resize(view: JobView) -> list[Order]:
 
 
 def _surplus(view: JobView, *, resized: bool) -> list[Order]:
-    """Remove pods of surplus indices. The master first leaves them out of the next round, so that
-    their removal does not interrupt training."""
+    """Orders to delete pods of surplus indices, once the master has formed a round without them, so
+    that this does not interrupt training."""
     needed = view.job.spec.nodes + view.job.spec.spares
     over = [pod for pod in view.living if pod.index >= needed]
     if not over or not resized:
@@ -331,7 +333,8 @@ def _surplus(view: JobView, *, resized: bool) -> list[Order]:
 
 
 def _delete_old_failures(view: JobView) -> list[Order]:
-    """Delete failed pods that record no failure, except the last two of each index."""
+    """Orders to delete failed pods that do not count as failures, except the last two of each
+    index."""
     newest = {pod.index: pod.attempt for pod in view.nodes}
     old = [pod for pod in view.nodes if pod.attempt + 2 <= newest[pod.index]]
     return _remove((pod for pod in old if pod.over and pod.uncounted), "Cleaned", "it was replaced")

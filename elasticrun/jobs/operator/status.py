@@ -76,7 +76,8 @@ def status_of(view: JobView, *, end: JobEnd | None = None, gives_up: bool = Fals
 
 
 def _restarts(view: JobView) -> int | None:
-    """The master's count; the number of failed pods if no agent has ever attached."""
+    """The master's count of restarts; the number of failed pods if no agent has ever attached;
+    without an answering master, the last known count."""
     master = view.observed.master
     if view.result is not None:
         return view.result.restarts
@@ -86,7 +87,7 @@ def _restarts(view: JobView) -> int | None:
 
 
 def _step(view: JobView) -> int | None:
-    """The newest known step; after the end, the one in the master's result."""
+    """The newest known step; after the end, that in the master's result; None: unknown."""
     result, master = view.result, view.observed.master
     step = result.step if result is not None else master.step if master is not None else -1
     return step if step >= 0 else view.job.status.step
@@ -205,6 +206,6 @@ def events_of(old: ElasticStatus, new: ElasticStatus) -> tuple[JobEvent, ...]:
 
 
 def patch(old: Json, new: ElasticStatus) -> Json | None:
-    """The changes that turn a status into `new`; None if it already matches."""
+    """The fields of `new`, as a merge patch; None if the status already matches them."""
     fields: Json = msgspec.to_builtins(new)
     return None if all(old.get(key) == value for key, value in fields.items()) else fields

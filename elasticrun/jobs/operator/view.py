@@ -23,21 +23,22 @@ from elasticrun.jobs.operator.objects import (
 from elasticrun.wire.messages import JobStatus
 
 PAUSE: Final = 60.0
-"""Seconds that a job waits after deleting its pods before it creates new ones."""
+"""Seconds from deleting a job's pods, because too few could be placed, to creating new ones."""
 
 AVOIDED_FOR: Final = 3600.0
-"""Seconds for which a node is avoided; the same as the master's default exclusion."""
+"""Seconds for which a node is avoided, as long as an exclusion by the master lasts by default."""
 
 MOST_AVOIDED: Final = 50
 
 GAVE_UP: Final = "GaveUp"
-"""Reason of the Scheduled condition while the job holds no pods."""
+"""Reason of the Scheduled condition after all pods were deleted because too few could be placed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedState:
-    """The observed state of a job. `master`: its master's status, None if it does not answer;
-    `unreachable`: why not; `refused`: what the API server or the master refused last time."""
+    """The observed state of a job. `master`: its master's status, None if that does not answer;
+    `unreachable`: why it does not; `refused`: what the API server or the master refused in the last
+    pass."""
 
     pods: tuple[OwnedPod, ...] = ()
     master: JobStatus | None = None
@@ -47,7 +48,7 @@ class ObservedState:
 
 
 class JobEnd(NamedTuple):
-    """How a job ends: the phase, the reason in one word, a sentence."""
+    """How a job ends: the final phase, the reason in one word, a sentence."""
 
     phase: str
     reason: str
@@ -71,7 +72,7 @@ class JobView:
 
     @cached_property
     def living(self) -> list[OwnedPod]:
-        """Pods of nodes that run or may run later."""
+        """Pods of nodes that run, will run, or may still be terminating."""
         return [pod for pod in self.nodes if pod.is_active(self.now)]
 
     @cached_property
@@ -124,7 +125,7 @@ class JobView:
 
     @cached_property
     def unattached(self) -> str:
-        """A hint if pods end and no agent has ever attached to the master; else ""."""
+        """A hint for the user if pods end and no agent has ever attached to the master; else ""."""
         master, failed = self.observed.master, self.counted
         if master is None or master.nodes or master.round or master.restart_count:
             return ""
@@ -142,13 +143,14 @@ class JobView:
     @cached_property
     def avoided(self) -> tuple[Avoided, ...]:
         """Cluster nodes that new pods avoid: those that the master excludes, those that a pod found
-        bad, and those of both kinds in the job's status. A user's exclusion ends when the answering
-        master no longer lists it, or when the job is suspended."""
+        bad, and those of either kind in the job's status; each for AVOIDED_FOR seconds. A user's
+        exclusion ends earlier if the master answers without it, or if the job is suspended."""
         master, found = self.observed.master, []
         for one in master.excluded if master else ():
             host, since = one.host.partition(".")[0], self.now - one.age
             mine = [p for p in self.nodes if objects.host_name(self.job, p.index) == host]
-            # the first pod alive then (cluster times have whole seconds): later ones ran elsewhere
+            # Only the first pod that was alive then: later pods ran elsewhere. Cluster times are
+            # whole seconds.
             then = [p for p in mine if p.created <= since and not 0 < p.ended < since - 1]
             found += [(pod.node, one.reason, since, one.kind) for pod in then[:1]]
         lifted = master is not None or self.job.spec.suspend
@@ -176,7 +178,8 @@ class JobView:
 
     @property
     def training(self) -> bool:
-        """Whether ranks run; without the master's answer, whether they ran and enough pods run."""
+        """Whether ranks run; if the master does not answer, whether they ran in the last status and
+        enough pods run."""
         master, spec = self.observed.master, self.job.spec
         if master is not None:
             return master.phase == "running"
@@ -185,7 +188,8 @@ class JobView:
 
     @property
     def gave_up(self) -> float:
-        """Seconds for which the job still holds no pods."""
+        """Seconds until pods are created again after all were deleted because too few could be
+        placed; 0.0 if none are awaited."""
         found = self.job.status.condition("Scheduled")
         if found.reason != GAVE_UP:
             return 0.0

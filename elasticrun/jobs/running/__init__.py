@@ -1,6 +1,7 @@
-"""Verbs for one running job: `stacks`, `top` and `events` show it; `stop`, `restart`, `exclude` and
-`include` change it.
+"""Verbs for one job: `status`, `top`, `stacks`, `events`, `incidents`, `logs` and `ckpt` show it;
+`stop`, `restart`, `exclude`, `include` and `scale` change it.
 
-`master_lookup` finds the job's master; the verbs know only what the master replies. `logs` reads
-the files on this host. Forbidden, as in every part of the command line: torch.
+`master_lookup` finds the job's master. Of a running job, all but `logs` and `ckpt` show what the
+master replies; of one that has ended, what its run folder contains. Forbidden, as in every part of
+the command line: torch.
 """

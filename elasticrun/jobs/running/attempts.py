@@ -1,5 +1,5 @@
-"""Finds the rank that failed first in an incarnation, from the record of the job's master, and the
-ranks that failed only because they lost their connection to it.
+"""Finds the rank that failed first in an attempt, according to the job's master, and the ranks that
+failed only because they lost their connection to a peer.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ MAX_CHARS: Final = 1000
 """Characters shown of a rank's own error message."""
 
 NO_FAILURE: Final = ("operator", "scaled", "master")
-"""Causes of incidents without a failure."""
+"""Causes of incidents in which nothing failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """The files of one rank in one incarnation."""
+    """The log folder of one rank in one attempt."""
 
     rank: int
     folder: Path
 
     def failure(self) -> tuple[float, str]:
-        """Time and message of its failure; infinity and "" if the rank described none."""
+        """Time (seconds since 1970) and message of the rank's failure; infinity and "" if the rank
+        recorded none."""
         file = self.folder / "error.json"
         try:
             with file.open("rb") as text:
@@ -51,11 +52,11 @@ class RankFiles:
 
 @dataclass(frozen=True, slots=True)
 class AttemptEnd:
-    """What ended an incarnation, according to the master."""
+    """What ended an attempt, according to the master."""
 
     sentence: str
     rank: int = -1  # -1: no rank
-    ended: str = ""  # how it ended, as "exit code 3"; "": the sentence says it
+    ended: str = ""  # how the rank ended, such as "exit code 3"; "": only in the sentence
 
     def with_error(self, own: str) -> str:
         """The end as one line. `own`: the rank's own error message."""
@@ -66,11 +67,11 @@ class AttemptEnd:
 
 @dataclass(frozen=True, slots=True)
 class AttemptTitles:
-    """The ranks of one incarnation, first failure first, and the title above each rank's output."""
+    """The ranks of one attempt, first failure first, and the title above each rank's output."""
 
     ranks: tuple[RankFiles, ...]
     titles: Mapping[int, str]  # by rank
-    why: str = ""  # what ended the incarnation, if it was none of these ranks
+    why: str = ""  # what ended the attempt, if it was none of these ranks
 
 
 def attempt_titles(found: Sequence[RankFiles], end: AttemptEnd | None) -> AttemptTitles:
@@ -97,7 +98,8 @@ def attempt_titles(found: Sequence[RankFiles], end: AttemptEnd | None) -> Attemp
 
 
 def attempt_ends(folder: RunFolder | None, starts: Sequence[float]) -> list[AttemptEnd | None]:
-    """The end of each incarnation. `starts`: their start times, seconds since 1970, ascending."""
+    """The end of each attempt; None if the master recorded none. `starts`: the attempts' start
+    times in seconds since 1970, ascending."""
     if folder is None or not starts:
         return [None] * len(starts)
     now = time.time()

@@ -57,8 +57,8 @@ class CheckpointRow(Struct, frozen=True, kw_only=True):
 
 
 def main(argv: Sequence[str]) -> int:
-    """The `ckpt` verbs; 1 if a checkpoint is bad or the storage does not answer. Raises
-    UsageError."""
+    """Run `ckpt ls`, `verify` or `prune`. Returns 1 if a checkpoint is bad, if one could not be
+    removed, or if the storage does not answer. Raises UsageError."""
     made = _parser()
     ns = made.parse_args(argv)
     try:
@@ -134,7 +134,8 @@ def _folder(word: str, whole: str = "") -> Folder:
 
 
 def _rows(folder: Folder, *, hashes: bool, only: int | None = None) -> list[CheckpointRow]:
-    """The rows, ordered by step. `only`: just this step, if it exists. Raises StorageError."""
+    """The rows, ordered by step. `hashes`: also compare the files with their hashes; `only`: just
+    this step, if it exists. Raises StorageError."""
     found = folder.survey()
     goes_on = chain(found)
     rows = [
@@ -211,9 +212,9 @@ def _shown(row: CheckpointRow) -> tuple[str, ...]:
 
 
 def _verify(folder: Folder, ns: argparse.Namespace) -> int:
-    """Returns 1 if a checkpoint is bad. A checkpoint without marker and manifest may be about to be
-    written, and one that is being removed is no longer needed: both count as bad only if the user
-    named the step."""
+    """Returns 1 if a checkpoint is bad. One without marker and manifest may still be being written,
+    and one that is being removed is no longer needed: these count as bad only if the user named the
+    step."""
     rows = _rows(folder, hashes=True, only=ns.step)
     if not rows:
         raise _nothing(folder, ns.step)
@@ -262,7 +263,7 @@ def _prune(folder: Folder, ns: argparse.Namespace) -> int:
 
 
 def _newest_verified(folder: Folder, found: Sequence[ListedCheckpoint]) -> list[int]:
-    """The newest step without a fault, and the newest step that hashes confirm."""
+    """The newest step without a fault, and the newest that hashes confirm, as far as they exist."""
     safe: list[int] = []
     for step in reversed(chain(found)):
         if folder.verify(step):

@@ -30,8 +30,8 @@ MOST_DIGITS: Final = 4
 
 
 def main(argv: Sequence[str]) -> int:
-    """The `incidents` verb; 1 with a sentence if no source is available. Raises UsageError for
-    unreadable TLS or token files."""
+    """The `incidents` verb. Prints a sentence and returns 1 if neither a master nor a run folder
+    has the incidents. Raises UsageError for unreadable TLS or token files."""
     made = Parser(
         prog=f"{PROG} incidents",
         description="Show what has interrupted the training of a job that runs, or has ended here.",
@@ -63,8 +63,9 @@ def meant(words: Sequence[str]) -> tuple[str, int]:
 
 
 def _rows(job: str, flags: FlagValues) -> tuple[Sequence[IncidentRow], str]:
-    """The incidents, and a sentence: what holds a running job up now, or why a job is lost. They
-    come from the master of a running job, otherwise from files."""
+    """The incidents, and a sentence about what holds up a running job now, or why a job is lost;
+    else "". The incidents of the current start come from the master, all others from files. Raises
+    NotAnswered."""
     folder = ended_run(job)
     if folder is not None:
         now, record = time.time(), folder.job()

@@ -35,7 +35,8 @@ POLL: Final = 1.0
 
 
 SAME: Final = 2.0
-"""Seconds by which the master and the run folder may differ about the time of an event."""
+"""Maximum difference in seconds between the ages of one event in the master and in the run
+folder."""
 
 
 def stacks(argv: Sequence[str]) -> int:
@@ -118,7 +119,7 @@ def events(argv: Sequence[str]) -> int:
                     _print(left, ns)
                     print(f"{made.prog}: {why}; these are in its run folder", file=sys.stderr)
                     return 0
-                line.sleep(POLL)  # the master writes its result after its last reply
+                line.sleep(POLL)  # the master writes the result after its last reply
                 if not (end := end_sentence(line.run) if line.run is not None else ""):
                     raise
                 _print([EventRow(last + 1, 0.0, "", end, "info")], ns)
@@ -179,8 +180,8 @@ def unseen(rows: Sequence[EventRow], last: int) -> list[EventRow]:
 
 
 def event_lines(rows: Sequence[EventRow], now: float) -> list[str]:
-    """Lines like `12:04:31  warning  node b is excluded ...`. `now`: seconds since 1970, this
-    host."""
+    """Lines like `12:04:31  warning  node b is excluded ...`. `now`: this host's time in seconds
+    since 1970."""
     lines = []
     for row in rows:
         at = time.strftime("%H:%M:%S", time.localtime(now - row.age))

@@ -1,9 +1,8 @@
 """`elasticrun logs`: the output of a job's ranks, from files on this host or in its run folder.
 
 It also works after the job has ended. By default it prints the last lines of each rank in the
-newest incarnation; `--all` prints every incarnation, in order. Failed ranks come first, and the one
-that failed first comes before the others. Before any rank exists, and if ranks have no files, it
-prints the launcher's output.
+newest attempt; `--all` prints every attempt, in order. Failed ranks come first, in order of
+failure. Before any rank exists, and if ranks have no files, it prints the launcher's output.
 """
 
 from __future__ import annotations
@@ -48,14 +47,15 @@ FARTHEST: Final = 64 * 1024 * 1024
 KEPT: Final = "the job has --run-dir, or --log-dir with --tee or --redirects"
 
 LONG_WAIT: Final = 50
-"""Polls after which a user who waits for the first rank sees a message: a Slurm queue can take
+"""Polls after which `-f` prints that it waits for the first rank: a job may be in a Slurm queue for
 days."""
 
 POLL_EVERY: Final = 0.2
 """Seconds between two polls of followed files."""
 
 BARS_EVERY: Final = 10
-"""Polls between two printed states of a progress bar, if the output cannot overwrite a line."""
+"""Polls between two printed states of a progress bar, if no line of the output can be
+overwritten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,9 @@ class LogQuery:
     job: str
     follow: bool
     tail: int  # lines from each file; 0: all
-    everything: bool  # all incarnations
+    everything: bool  # all attempts
     rank: int | None
-    node: str  # or its host; "": all nodes
+    node: str  # a node's name, or its host's; "": all nodes
     since: float  # seconds since 1970: only files written to after this time
     as_json: bool
     grep: re.Pattern[bytes] | None
@@ -81,8 +81,8 @@ class LogQuery:
         return self.node in ("", run.node, run.host)
 
     def write(self, rank: int, path: Path, lines: Iterable[bytes]) -> None:
-        """Write lines of a rank's file, prefixed with the rank; -1: the launcher, which has no
-        rank."""
+        """Write lines of a rank's file, prefixed with the rank, or as JSON. `rank`: -1 for the
+        launcher, whose lines have no prefix."""
         for text in lines:
             if self.as_json:
                 row = {
@@ -102,13 +102,14 @@ class LogQuery:
         self.put(path, cut_to(text, columns_of(1)) if is_bar else text, ends=False)
 
     def put(self, path: Path, text: bytes, *, ends: bool = True) -> None:
-        """Write to the terminal. Ends a line of another file that is still open there."""
+        """Write to standard output, after ending an unfinished line of another file there. `ends`:
+        whether `text` ends a line."""
         text = open_line(1).then(path, text, ends=ends, columns=columns_of(1))
         sys.stdout.buffer.write(text)
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
-    """`elasticrun logs` with its own arguments. Raises UsageError."""
+    """Run `elasticrun logs`. Returns 1 if there is nothing to show. Raises UsageError."""
     query = _parsed(argv)
     variables = os.environ if environ is None else environ
     folder, unknown = _folder(variables, query.job)
@@ -164,7 +165,7 @@ def _folder(environ: Mapping[str, str], job: str) -> tuple[RunFolder | None, str
     try:
         return index.find(index.runs_root(environ), job, newest=True), ""
     except (OSError, index.NoRun) as why:
-        if os.path.isdir(os.path.join(job, AGENTS)):  # of a job whose master ran elsewhere
+        if os.path.isdir(os.path.join(job, AGENTS)):  # the master ran elsewhere: no job.json
             return RunFolder(Path(job)), ""
         return None, str(why)
 
@@ -207,8 +208,9 @@ def _parsed(argv: Sequence[str]) -> LogQuery:
 
 
 def _runs(environ: Mapping[str, str], query: LogQuery, folder: RunFolder | None) -> list[LoggedRun]:
-    """The agents of the newest start of the job, or of every start with --all. From its run folder,
-    or else from this host, where an earlier job may have had the same name."""
+    """The agents of the newest start of the job, or of every start with --all. They are recorded in
+    its run folder, or else on this host, where only the newest start is used, because an earlier
+    job may have had the same name."""
     job, known = query.job, log_index.runs_of(folder.path) if folder is not None else []
     if known and query.everything:
         return known
@@ -221,8 +223,8 @@ def _runs(environ: Mapping[str, str], query: LogQuery, folder: RunFolder | None)
 
 
 def _starts(runs: Iterable[LoggedRun]) -> list[list[LoggedRun]]:
-    """The agents of each start of the job, in order. An agent belongs to the next start if it
-    begins after all earlier agents wrote their last line."""
+    """The agents of each start of the job, in order. An agent that begins after the last line of
+    all earlier agents belongs to the next start."""
     starts: list[list[LoggedRun]] = []
     last = 0.0
     for run in sorted(runs, key=lambda run: run.began):
@@ -243,7 +245,8 @@ def _last_written(run: LoggedRun) -> float:
 def _attempts(
     runs: Iterable[LoggedRun], folder: RunFolder | None, *, everything: bool
 ) -> list[tuple[str, AttemptTitles]]:
-    """The incarnations in order, each with its ranks; failed ranks first, in order of failure."""
+    """The attempts in order, or only the newest: a title and the ranks, failed ranks first, in
+    order of failure."""
     found: dict[tuple[int, str], list[tuple[LoggedRun, LoggedAttempt]]] = {}
     for start, agents in enumerate(_starts(runs)):
         for run in agents:
@@ -298,7 +301,7 @@ def _title(text: str, query: LogQuery) -> None:
 
 
 def _read(path: Path, query: LogQuery) -> tuple[int, Iterable[bytes]]:
-    """The current length of the file, and the wanted lines. Raises OSError."""
+    """The offset at which following the file continues, and the wanted lines. Raises OSError."""
     end = _whole_lines(path) if query.follow else path.stat().st_size
     whole = not query.tail or query.grep is not None
     start = 0 if whole else _start_of_tail(path, end, query.tail)
@@ -317,7 +320,8 @@ def _whole_lines(path: Path) -> int:
 
 
 def _start_of_tail(path: Path, end: int, lines: int) -> int:
-    """The offset of the last `lines` lines before `end`, or slightly before it."""
+    """An offset before which the last `lines` lines do not begin, at most about FARTHEST bytes
+    before `end`."""
     start, found = end, 0
     with path.open("rb") as file:
         while start > max(0, end - FARTHEST) and found <= lines:
@@ -347,14 +351,14 @@ def _follow(
     find_runs: Callable[[], list[LoggedRun]],
     folder: RunFolder | None,
 ) -> None:
-    """Print new lines until the job ends. Includes incarnations that begin later, and a job that
-    was saved and is started again."""
+    """Print new lines until the job ends, including those of later attempts. A job that has saved
+    is expected to be started again."""
     held: dict[Path, bytes] = {}
     still: dict[Path, bytes] = {}
     for _, attempt in _attempts(runs, None, everything=True):
         for path in (files.folder / stream for files in attempt.ranks for stream in STREAMS):
             if path not in seen and path.exists():
-                seen[path] = path.stat().st_size  # of an earlier incarnation
+                seen[path] = path.stat().st_size  # of an earlier attempt
     waiting, waits = threading.Event(), False
     for turn in itertools.count():
         state = folder.state() if folder is not None else ""
@@ -383,7 +387,7 @@ def _follow(
 def _print_new(
     files: RankFiles, path: Path, seen: dict[Path, int], held: dict[Path, bytes], query: LogQuery
 ) -> None:
-    """Print the whole lines that were added to one file."""
+    """Print the complete lines that were added to one file; `held` keeps the unfinished one."""
     try:
         with path.open("rb") as file:
             file.seek(seen.get(path, 0))
@@ -402,7 +406,7 @@ def _print_unfinished(
     rank: int, path: Path, held: dict[Path, bytes], still: dict[Path, bytes], query: LogQuery
 ) -> None:
     """Show an unfinished line that has not grown since the last poll, or on a terminal the newest
-    state of a progress bar. `--grep` and JSON output take whole lines only."""
+    state of a progress bar. With `--grep` and in JSON only complete lines are shown."""
     rest = held.get(path, b"")
     before, still[path] = still.get(path, b""), rest
     is_bar = b"\r" in rest
@@ -419,8 +423,8 @@ def _print_unfinished(
 def _finish_line(
     rank: int, path: Path, held: dict[Path, bytes], query: LogQuery, *, ending: bool, bars: bool
 ) -> None:
-    """Print a line without a newline: all of it once the file is complete; for a progress bar, its
-    newest complete state from time to time."""
+    """Print a line without a newline: all of it once the job is ending; before that, if `bars`, the
+    newest complete state of a progress bar."""
     rest = held.get(path, b"")
     line, left = rest, b""
     if not ending:

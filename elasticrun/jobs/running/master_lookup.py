@@ -82,7 +82,7 @@ def _master(endpoint: Endpoint, own: Published | None, token: str, files: Tls | 
 
 
 def _only(here: Sequence[Published]) -> Published:
-    """The only job that runs here, when the user named none. Raises NotAnswered."""
+    """The master of the only job that runs here, if the user named none. Raises NotAnswered."""
     if len(here) == 1:
         return here[0]
     if not here:
@@ -120,7 +120,7 @@ def end_sentence(folder: RunFolder) -> str:
 
 
 def parser(verb: str, does: str) -> Parser:
-    """A parser for the verb; `add_job` adds the arguments that all verbs share, JOB last."""
+    """A parser for a verb's own arguments; `parsed` adds those that all verbs share, JOB last."""
     return Parser(prog=f"{PROG} {verb}", description=does)
 
 
@@ -142,7 +142,7 @@ def run(
     made: Parser, argv: Sequence[str], does: Callable[[JobConnection, argparse.Namespace], int]
 ) -> int:
     """Parse the arguments, find the job and call `does`. Prints a sentence and returns 1 if no
-    master answers. Raises UsageError for unreadable files."""
+    master answers. Raises UsageError for unreadable TLS or token files."""
     flags = parsed(made, argv)
     try:
         return with_master(flags, does)

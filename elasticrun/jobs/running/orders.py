@@ -1,7 +1,8 @@
 """`elasticrun stop`, `restart`, `exclude NODE`, `include NODE` and `scale N`: orders to a running
 job.
 
-The master executes them, and records in the job's events who sent them and why.
+The master executes them, and records in the job's events who sent them and why. If it does not
+answer, the job's backend stops or scales the job.
 """
 
 from __future__ import annotations
@@ -68,14 +69,14 @@ ORDERS: Final[Mapping[str, VerbHelp]] = {
 }
 
 POLL: Final = 1.0
-"""Seconds between two polls of a job that ends."""
+"""Seconds between two polls of a job that is being stopped."""
 
 MAX_REASON: Final = 200
 """Maximum number of characters of a reason."""
 
 
 def main(verb: str, argv: Sequence[str]) -> int:
-    """One of ORDERS, with its own arguments."""
+    """Run one of ORDERS. Returns the exit code."""
     order = ORDERS[verb]
     made = parser(verb, order.does)
     if order.node:
@@ -129,8 +130,8 @@ def _are_swapped(ns: argparse.Namespace) -> bool:
 
 
 def settle(made: Parser, ns: argparse.Namespace) -> None:
-    """Decide which of the two words is the number of nodes; exits with a usage error if neither
-    is."""
+    """Decide which of `scale`'s two words is the number of nodes, and convert it. Exits with a
+    usage error if neither is."""
     if not ns.number.isdecimal():
         ns.number, ns.job = ns.job, ns.number
     if not ns.number.isdecimal() or not 1 <= int(ns.number) <= MAX_NODES:
@@ -157,8 +158,8 @@ def _scaled(run: RunFolder, request: Request, send: Callable[[Request], Reply]) 
 def _by_its_place(
     verb: str, ns: argparse.Namespace, why: Exception
 ) -> tuple[str, RunFolder] | None:
-    """Let the backend end or scale a job whose master does not answer. None: the backend did
-    nothing. Raises RequestFailed if the backend refuses to scale the job."""
+    """Have its backend stop or scale a job whose master failed to do so, because of `why`. None if
+    the backend did nothing. Raises RequestFailed if the backend refuses to scale the job."""
 
     def ask(request: Request) -> Reply:
         raise why
@@ -177,7 +178,7 @@ def _by_its_place(
 
 
 def _wait_until_over(line: JobConnection) -> None:
-    """Wait until the job's master reports its outcome or has exited, which happens soon after."""
+    """Wait until the job's master reports an outcome or no longer answers: it exits soon after."""
     try:
         while not line.picture().status.outcome:
             line.sleep(POLL)

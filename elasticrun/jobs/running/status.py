@@ -5,7 +5,7 @@ If the job's leadership is in etcd (`--master-store`), etcd names the leader. Wi
 every master of this user on this host is queried: the user's folder contains their addresses and
 the credentials for each. `elasticrun list` also shows jobs that have ended. A master on another
 host requires the job's token, as it does from nodes. The exit code is 0 if every queried master
-answered, else 1; also 1 if there is no master.
+answered, or if a job that does not run is shown from its run folder; else 1.
 
 A name is never wrapped or truncated, so that it can be copied. A name too wide for the terminal
 gets its own line, as in `df`.
@@ -94,7 +94,7 @@ def name_of(job_id: str, where: str, name: str = "") -> str:
 
 
 def running(page: JobStatus, where: str, run: str = "") -> Row:
-    """The row of a job whose master at `where` answered. `run`: its run folder, if known."""
+    """The table row of a job whose master at `where` answered. `run`: its run folder, if known."""
     row = live_row(page, where, run)
     return (
         name_of(page.job_id, where, page.name),
@@ -112,8 +112,8 @@ GONE: Final = ("dead", "left")
 
 
 def _whole(endpoint: Endpoint, status: JobStatus, run: str) -> JobPage:
-    """The page of a job whose master answered, with a new link to its page if that master left the
-    key to the page on this host."""
+    """All that is known of a job whose master answered, with a fresh link to its page if that
+    master published its credentials on this host."""
     link = ""
     with contextlib.suppress(NoStatus):
         for one in published_here():
@@ -126,7 +126,8 @@ def _whole(endpoint: Endpoint, status: JobStatus, run: str) -> JobPage:
 
 
 def _master_of(found: UserJob, token: str, files: Tls | None) -> MasterQuery | None:
-    """The master of the job that the user means, here or elsewhere; None if the job has ended."""
+    """The query to the master of a job, here or elsewhere; None if the job has ended or no master
+    is known."""
     if found.master:
         return question_to(found.master, token, files)
     if found.run is not None and found.run.state() not in ENDED:
@@ -137,7 +138,7 @@ def _master_of(found: UserJob, token: str, files: Tls | None) -> MasterQuery | N
 
 
 def no_job(job: str) -> str:
-    """A sentence: no job has this name, with the nearest known name."""
+    """A sentence saying that no job has this name, with the nearest known name."""
     known = []
     with contextlib.suppress(OSError, NoStatus):
         runs = index.all_runs(index.runs_root(os.environ))
@@ -148,8 +149,8 @@ def no_job(job: str) -> str:
 
 
 def _show_run_folder(folder: RunFolder | None, *, as_json: bool, unheard: bool = False) -> bool:
-    """Print what the run folder and the job's backend know of a job that does not run here. Returns
-    whether there is such a job. `unheard`: its master did not answer; then a job that should be
+    """Print what its run folder and backend know of a job without a known master. Returns whether
+    anything was printed. `unheard`: the job's master did not answer; then a job that should be
     running is not printed."""
     from elasticrun.jobs.backends import updated_by_backends
     from elasticrun.jobs.manage.listing import ended_job_lines
@@ -184,7 +185,7 @@ def _run_folder_lines(folder: RunFolder) -> list[str]:
 
 
 def _here(token: str, files: Tls | None) -> list[MasterQuery]:
-    """Questions to this user's masters that published their endpoints in the user's folder."""
+    """The queries to this user's masters on this host. Raises NoStatus if there are none."""
     masters = published_here()
     if not masters:
         with contextlib.suppress(OSError):
@@ -201,7 +202,7 @@ def _here(token: str, files: Tls | None) -> list[MasterQuery]:
 
 
 def _show(pages: Sequence[tuple[str, JobStatus]], runs: Mapping[str, str] = {}) -> None:
-    """Print a line for each job; then for a single job its page, for several why each one waits.
+    """Print a line for each job; then the page of a single job, or for several why each waits.
     `runs`: their run folders, by the endpoint of the master."""
     from rich.console import Console
     from rich.text import Text
@@ -222,7 +223,7 @@ def _page(page: JobStatus, columns: int) -> list[str]:
 
 
 def _brief(pages: Sequence[tuple[str, JobStatus]]) -> list[str]:
-    """A line for each of several jobs."""
+    """A line for each of several jobs: why it waits, and the command that shows more."""
     sentences, names = [], [page.name for _, page in pages]
     for where, page in pages:
         name = name_of(page.job_id, where, page.name)
@@ -266,8 +267,8 @@ def _excluded(page: JobStatus) -> list[str]:
 
 def nodes_table(page: JobStatus, columns: int) -> list[str]:
     """A table of the nodes, then a line for each reason and health remark. Names are never wrapped.
-    If the terminal is too narrow, the columns of pids (see --json) and of hosts that equal the node
-    names are omitted."""
+    If the terminal is too narrow, the column of pids is omitted, then that of hosts if these equal
+    the node names; --json has both."""
     titles = ("node", "host", "state", "does", "group rank", "ranks", "pids")
     rows = [titles, *map(_row, page.nodes)]
     most = [max(len(row[at]) for row in rows) for at in range(len(titles))]
@@ -301,7 +302,8 @@ def _row(node: NodeStatus) -> tuple[str, ...]:
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
-    """`elasticrun status` with its own arguments. Raises UsageError for unreadable files."""
+    """Run `elasticrun status`. Returns the exit code. Raises UsageError for unreadable TLS or token
+    files."""
     from elasticrun.cli import trust
     from elasticrun.cli.settings import FlagValues, UsageError
 

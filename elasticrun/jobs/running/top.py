@@ -97,7 +97,7 @@ def _go_on(line: JobConnection, picture: Picture) -> None:
 
 
 def page(picture: Picture, columns: int) -> list[str]:
-    """The whole page, no wider than `columns` unless a single name is wider."""
+    """The lines of the whole page, no wider than `columns` unless a single name is."""
     lines = [part for line in head(picture) for part in _wrapped(line, columns)]
     if picture.ranks:
         lines += ["", *table(picture.ranks, columns)]
@@ -153,8 +153,8 @@ def head(picture: Picture) -> list[str]:
 
 
 def table(rows: Sequence[RankRow], columns: int) -> list[str]:
-    """The table of ranks, anomalous ones first. With many ranks, those in the same state share a
-    line."""
+    """The table of ranks. If there are more than MOST_ALONE, those in the same state share a line,
+    anomalous states first."""
     groups = together(rows) if len(rows) > MOST_ALONE else [[row] for row in rows]
     drawn = [[cell(group) for cell in CELLS.values()] for group in groups]
     titles = list(CELLS)
@@ -172,8 +172,8 @@ def table(rows: Sequence[RankRow], columns: int) -> list[str]:
 
 
 def together(rows: Sequence[RankRow]) -> list[list[RankRow]]:
-    """Ranks in the same state that wait for the same ranks; anomalous states first, then by
-    size."""
+    """Group ranks that are in the same state, at the same place, and wait for the same ranks;
+    anomalous states first, then smaller groups."""
     groups: dict[tuple[str, str, str], list[RankRow]] = {}
     for row in rows:
         groups.setdefault((row.state, row.waits_for, row.place), []).append(row)

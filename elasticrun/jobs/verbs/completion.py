@@ -41,14 +41,14 @@ ALSO: Final = (
     ("scale", "number"),
     ("ckpt", "folder"),
 )
-"""Arguments of verbs that may be a job, besides those named "job"."""
+"""Verbs and their arguments that may be a job's name, besides arguments named "job" or "jobs"."""
 
 FIRST: Final = {"render": ["k8s"], "exec": ["JOB", "--", "true"]}
 """Words that a verb requires before it calls its parser."""
 
 
 def main(argv: Sequence[str], verbs: Iterable[str], run: Callable[[str, list[str]], int]) -> int:
-    """Print the script; `run` runs a verb with its words."""
+    """Print the completion script. `run` runs a verb with its words."""
     made = Parser(prog=f"{PROG} completion", description="Print the completion script for a shell. "
                   f"Use it as eval \"$({PROG} completion bash)\" in ~/.bashrc.")  # fmt: skip
     made.add_argument("shell", choices=("bash", "zsh"))
@@ -67,14 +67,14 @@ def main(argv: Sequence[str], verbs: Iterable[str], run: Callable[[str, list[str
     text = shtab.complete(whole, shell=shell)
     described = f"_describe '{PROG} commands' _commands"
     files = {"complete -o bash": "complete -o default -o bash", described: f"{described} || _files"}
-    for line, instead in files.items():  # a word that is not a verb is a script
+    for line, instead in files.items():  # complete files too: the first word may be a script
         text = text.replace(line, instead)
     sys.stdout.write(text + "\n")
     return EXIT_OK
 
 
 def _parser_of(verb: str, run: Callable[[str, list[str]], int]) -> argparse.ArgumentParser:
-    """The verb's parser, with job names completed where it takes a job."""
+    """The verb's parser, which the verb is run to obtain, with completion of job names."""
     Parser.describes = True
     try:
         run(verb, FIRST.get(verb, []))

@@ -1,5 +1,5 @@
-"""`elasticrun operator`: manages the ElasticJobs of a cluster; `elasticrun render operator`: prints
-the objects that install it.
+"""`elasticrun operator`, which manages the ElasticJobs of a cluster, and `elasticrun render
+operator`, which prints the objects that install it.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ NO_SECRET: Final = "--token-secret NAME"
 
 
 def pod_notes(settings: PodSettings) -> Iterator[str]:
-    """Notes about a manifest."""
+    """Notes for the user about a manifest."""
     major, minor = settings.version
     launch = settings.launch
     if checks.floats(settings.image):
@@ -79,7 +79,7 @@ def pod_notes(settings: PodSettings) -> Iterator[str]:
 
 
 def batch_notes(settings: BatchSettings) -> Iterator[str]:
-    """Notes about a batch script."""
+    """Notes for the user about a batch script."""
     needed = settings.launch.departure_time + GRACE_MARGIN
     if not settings.cpus_per_task and not settings.exclusive:
         yield (
@@ -101,19 +101,19 @@ def has(launch: NodeCommand, flag: str) -> bool:
 
 
 def no_token(flag: str = NO_SECRET) -> str:
-    """The note about a job without a token, which `flag` would provide."""
+    """The note about a job without a token. `flag`: what would provide one."""
     return f"no {flag}: whoever reaches the job's master can join it (docs/security.md)"
 
 
 ELSEWHERE: Final = ("token_file", "tls_cert", "tls_key", "tls_ca", "logs_specs")
-"""Flags whose values are files or plug-ins of the nodes."""
+"""Flags whose values are files or plug-ins of the nodes, so that they cannot be checked here."""
 
 
 def read(
     ns: argparse.Namespace, program: Sequence[str], *, gpus: int, signal: str
 ) -> tuple[NodeCommand, list[str]]:
-    """The launch settings of flags and program, and notes for the user. `gpus`: GPUs per node, 0 if
-    unset; `signal`: the signal by which the scheduler makes nodes exit, "" for none. Raises
+    """The launch settings from flags and program, and notes for the user. `gpus`: GPUs per node, 0
+    if unset; `signal`: the signal with which the scheduler ends nodes, "" for none. Raises
     UsageError, Invalid."""
     low, high = settings.nodes(ns.nnodes, ns.given.get("nnodes", ""))
     settings.data(ns.data)
@@ -141,7 +141,7 @@ def read(
 
 
 def _ranks(number: str, gpus: int) -> tuple[str, list[str]]:
-    """Ranks per node; defaults to the number of GPUs."""
+    """Ranks per node, by default one per GPU, and notes for the user."""
     if not number:
         ranks = max(gpus, 1)
         note = f"{ranks} ranks on each node, one for each GPU, as no --nproc-per-node is given"
@@ -152,8 +152,8 @@ def _ranks(number: str, gpus: int) -> tuple[str, list[str]]:
 
 
 def _signal_flag(flags: FlagValues, signal: str) -> list[str]:
-    """The flag that makes agents handle this signal by saving and exiting, instead of forwarding it
-    to the ranks."""
+    """The flag that makes agents save and exit on this signal, if they do not already. Raises
+    Invalid if the user's --signals-to-handle lacks it."""
     name = f"SIG{signal}"
     handled = flags.text("signals_to_handle")
     if signal not in SIGNALS or name in settings.signals(handled):
@@ -167,8 +167,8 @@ def _signal_flag(flags: FlagValues, signal: str) -> list[str]:
 
 
 def _parsed_launch(launch: NodeCommand) -> list[str]:
-    """Parse the command with the launcher's parser, as a node will, with its errors. Returns its
-    notes."""
+    """Parse the command as a node will, which raises UsageError for invalid flags. Returns the
+    launcher's notes, except those about missing credentials."""
     files = tuple(f"--{dest.replace('_', '-')}=" for dest in ELSEWHERE)
     words = [f"--nnodes={launch.nodes}", f"--nproc-per-node={launch.nproc_per_node}"]
     words += [f"--rdzv-id={launch.job_id or 'id'}"]
@@ -258,8 +258,8 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def refuse(extra: Sequence[str], made: Parser, where: str) -> None:
-    """Raises for words before `--` that `made`, the parser for this backend or target, does not
-    know."""
+    """Raise Invalid if `made`, the parser for the backend or target `where`, left words before `--`
+    unparsed (`extra`)."""
     if not extra:
         return
     word = extra[0].partition("=")[0]
@@ -278,8 +278,8 @@ def refuse(extra: Sequence[str], made: Parser, where: str) -> None:
 
 
 def env(ns: argparse.Namespace) -> dict[str, str]:
-    """The variables of --env. Refuses variables that set launcher flags: the user should give the
-    flags."""
+    """The variables of --env. Raises Invalid for one that sets a launcher flag, because only flags
+    are checked."""
     found = grammar.pairs(ns.env, "--env")
     for key in found:
         for flag in FLAGS:
@@ -292,7 +292,7 @@ def env(ns: argparse.Namespace) -> dict[str, str]:
 
 
 def _same(ns: argparse.Namespace, kind: type[PodSettings | BatchSettings]) -> dict[str, Any]:
-    """The values of flags that are named like fields of `kind`."""
+    """The values of those flags that have the name of a field of `kind`."""
     names = {one.name for one in dataclasses.fields(kind)}
     return {name: value for name, value in vars(ns).items() if name in names}
 
@@ -338,7 +338,8 @@ def _gpus(ns: argparse.Namespace, ranks: str) -> int:
 
 
 def _signal(ns: argparse.Namespace) -> tuple[str, int]:
-    """The signal for every node, and its seconds before the end; "" and 0 for none."""
+    """The signal for every node, and the seconds before the time limit at which it is sent; "" and
+    0 for none."""
     text = ns.signal or (render_flags.SIGNAL if ns.time or ns.requeue else "")
     if not text:
         return "", 0

@@ -26,7 +26,7 @@ HANDED_ON: Final = tuple(flag for flag in FLAGS if flag.dest not in (*SAID_HERE,
 RETRIES: Final = "How often the whole job is retried after an end that a retry may fix (code 1)."
 
 SIGNAL: Final = "TERM@120"
-"""Default signal for nodes before their time is over."""
+"""The default of --signal: the signal, and the seconds before the time limit."""
 
 TARGETS: Final = {
     "k8s": "An Indexed Job of Kubernetes and its headless Service",
@@ -65,7 +65,8 @@ def overview() -> str:
 
 
 def launcher_words(ns: argparse.Namespace) -> list[str]:
-    """The launcher flags that were given, in one spelling, in the order of the table."""
+    """The launcher flags that the user gave, in canonical spelling and in the order of the
+    table."""
     given = getattr(ns, "given", {})
     words = []
     for flag in HANDED_ON:
@@ -76,10 +77,10 @@ def launcher_words(ns: argparse.Namespace) -> list[str]:
 
 
 def add_launcher_flags(target: Parser, without: Collection[str] = ()) -> None:
-    """Add the launcher's flags, except those with these names."""
+    """Add the launcher flags that are passed on. `without`: the dests of flags to omit."""
 
     def as_it_is(flag: Flag) -> Flag:
-        """The flag with its text as the value, after validation."""
+        """The flag, with its validated text as the value."""
         kind = flag.kind
         if kind is None:
             return flag
@@ -98,7 +99,8 @@ def add_launcher_flags(target: Parser, without: Collection[str] = ()) -> None:
 
 
 def add_job(target: Parser, *, script: bool = False) -> None:
-    """Add the flags of every job. `script`: the name defaults to the script's."""
+    """Add the flags that every job has. `script`: --name is optional and defaults to the script's
+    name."""
     group = target.add_argument_group("the job")
     text = "Name of the job." + " [default: its script's]" * script
     _add(group, "--name", text, required=not script, default="", metavar="NAME")
@@ -143,7 +145,7 @@ def _whole(text: str) -> int:
 
 
 def add_pods(target: Parser) -> None:
-    """Add the flags for Kubernetes, except the cluster."""
+    """Add the flags for pods in Kubernetes."""
     group = target.add_argument_group("the pods")
     group.add_argument("--image", required=True, metavar="IMAGE", help="Image of every pod.")
     _number(group, "--pods", "Pods at the start; those beyond MAX are spares. [default MAX]")
@@ -215,7 +217,7 @@ def _lifetime(target: Parser) -> None:
 
 
 def add_slurm(target: Parser) -> None:
-    """Add the flags for Slurm, except the output file."""
+    """Add the flags for Slurm, except --output."""
     group = target.add_argument_group("the allocation")
     _number(group, "--spares", "Additional nodes that replace lost ones.")
     _text(group, "--partition", "NAME", "Partition.")
