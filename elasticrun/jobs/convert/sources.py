@@ -108,8 +108,8 @@ def _run_policy(run: Fields, job: ForeignJob) -> None:
 
 
 def _role(role: Fields, job: ForeignJob) -> int:
-    """Read a replica spec whose pods are nodes. Returns their number; sets the job's template unless
-    an earlier role has."""
+    """Read a replica spec whose pods are nodes. Returns their number, and sets the job's template
+    unless an earlier role has."""
     count = role.number("replicas", 1)
     role.drop("restartPolicy", BY_THE_POLICY)
     template = role.value("template", dict, {})

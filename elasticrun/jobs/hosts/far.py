@@ -4,10 +4,10 @@ It starts the agent detached from the connection, and reports the agent's output
 the connection breaks, the agent continues; the next connection finds it and resumes the report
 where the last one stopped.
 
-stdin carries an `Order` as one line of JSON, then lines with all signals so far, and `done`. stdout
-carries `GREETING`, then lines of JSON; {"out": n} and {"err": n} are each followed by n bytes of
-the agent's output. The token appears only on stdin and in the agent, which removes it from its
-environment.
+stdin carries the order (what to start) as one line of JSON, then lines with all signals so far, and
+{"done": true} at the end. stdout carries `GREETING`, then lines of JSON; {"out": n} and {"err": n}
+are each followed by n bytes of the agent's output. The token appears only on stdin and in the
+agent, which removes it from its environment.
 
 An agent's folder is $XDG_STATE_HOME/elasticrun/hosts/ID (~/.local/state/...). It contains `out` and
 `err`, the holder process, the number of delivered signals, and the exit code. The folder is deleted
@@ -45,21 +45,22 @@ MOST_ORDER: Final = 4 * 1024 * 1024
 """Maximum bytes of a line on stdin: command line, variables and token."""
 CHUNK: Final = 64 * 1024
 ORDER_LIMIT: Final = 180.0
-"""Seconds to wait for the order; the other side first chooses the host of the rendezvous."""
+"""Seconds to wait for the order: the other side must first choose the host of the rendezvous."""
 BEGIN_LIMIT: Final = 30.0
 """Seconds within which another connection must have started the agent."""
 POLL_EVERY: Final = 0.5
-"""Seconds between polls if the kernel provides no inotify."""
+"""Seconds between polls if inotify is not available."""
 HOLDER_EVERY: Final = 10.0
 """Seconds between checks whether the process that holds the agent was killed."""
 FAREWELL: Final = 10
-"""Seconds for the other side to acknowledge the end."""
+"""Seconds for the other side to acknowledge the end; then this process exits."""
 KEPT: Final = 20
-"""Number of folders kept of ended agents without a complete report; older ones are deleted."""
+"""Number of folders of ended agents that are kept until they are reported; older ones are
+deleted."""
 
 
 def main() -> int:
-    """Serve one connection. Returns 0 unless the order cannot be carried out."""
+    """Serve one connection. Returns 1 if no order arrives or it cannot be carried out, else 0."""
     _report_line(GREETING)
     stdin = _Lines(0)
     order = stdin.next_line(ORDER_LIMIT)
@@ -98,8 +99,8 @@ class _Lines:
         return dict(json.loads(line))
 
     def next_line(self, limit: float) -> dict[str, Any] | None:
-        """Wait for the next line. Returns None at EOF, and if nothing arrives for `limit`
-        seconds."""
+        """Wait for the next line. Returns None at EOF, for a line that is too long, or if nothing
+        arrives for `limit` seconds."""
         while (found := self.pop()) is None and self.open:
             if not select.select([self.fd], [], [], limit)[0]:
                 return None
@@ -134,7 +135,7 @@ class _AgentSession:
         while self._print():
             pass
         _report(ended)
-        signal.alarm(FAREWELL)  # the other side may have exited
+        signal.alarm(FAREWELL)  # ends this process: the other side may no longer answer
         while (line := self._stdin.next_line(FAREWELL)) is not None:
             if line.get("done"):
                 shutil.rmtree(self._folder, ignore_errors=True)
@@ -165,7 +166,7 @@ class _AgentSession:
         return self._stdin.open
 
     def _signal(self, signals: list[int]) -> None:
-        """Send the agent those of these signals that it has not received."""
+        """Send the agent those signals that it has not yet received. `signals`: all so far."""
         holder = _holder(self._folder)
         agent = ProcessId() if holder is None else holder["agent"]
         if not (agent.is_local and agent.is_alive()):
@@ -223,7 +224,7 @@ def _home(environ: Mapping[str, str]) -> Path:
 
 
 def _sweep(folders: Path) -> None:
-    """Remove folders of ended agents, except the newest."""
+    """Remove folders of ended agents, except the KEPT newest."""
     ended = [path for path in folders.iterdir() if _end_of(path) is not None]
     ended.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     for path in ended[KEPT:]:
@@ -231,7 +232,8 @@ def _sweep(folders: Path) -> None:
 
 
 def _start(folder: Path, order: Mapping[str, Any]) -> None:
-    """Start the agent in its own session, as the child of a process that only waits for it."""
+    """Start the agent as the child of a process in a session of its own, the holder, which waits
+    for it and records its exit code. Returns once the agent has started or failed to."""
     read_end, write_end = os.pipe()
     if os.fork():
         os.close(write_end)
@@ -268,7 +270,7 @@ def _start(folder: Path, order: Mapping[str, Any]) -> None:
 
 
 def _variables(order: Mapping[str, Any]) -> dict[str, str]:
-    """This host's variables, those sent along, and the token, which the agent removes at once."""
+    """This host's variables, those in the order, and the token, which the agent removes at once."""
     environ = {**os.environ, **order["variables"], "ELASTICRUN_TOKEN": order["token"]}
     environ[BY_SSH] = "1"
     here = os.path.dirname(sys.executable)  # as in an activated environment

@@ -1,10 +1,10 @@
 """All agents of a job, one per host: starts them, follows them, forwards signals, and determines
 the job's exit code.
 
-An unreachable host is retried for some minutes; the others begin if the smallest number of nodes
-allows it. When a connection breaks, the agent continues, and a later connection finds it. A killed
-agent is restarted while others run. The job's exit code is that of the last agent to end, ignoring
-agents whose node was bad (75).
+An unreachable host is retried for some minutes; the others begin if they are at least the minimum
+number of nodes. When a connection breaks, the agent continues, and a later connection finds it. A
+killed agent is restarted while others run. The job's exit code is that of the last agent to end,
+ignoring agents whose node was bad (75).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from elasticrun.wire.spawning import is_kept_ignored
 from elasticrun.wire.types import Endpoint
 
 DELAYS: Final = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0, 30.0)
-"""Seconds before each further attempt to reach a host. Then the host is given up, unless its agent
-was started and others are still followed."""
+"""Seconds before each further attempt to reach a host. After the last one the host is given up,
+unless its agent was started and other agents run; then the last delay is repeated."""
 
 MAX_STARTS: Final = 4
-"""Number of times an agent is started on a host if it is killed there."""
+"""Maximum number of times that an agent is started on a host where it is killed."""
 
 TOO_FEW_LIMIT: Final = 30.0
-"""Seconds for the remaining agents to end by themselves when a failure leaves too few of them."""
+"""Seconds that the remaining agents have to end by themselves, when a failure leaves too few."""
 
 SHOW_AFTER: Final = 0.3
 """Seconds after which an unfinished line is shown."""
@@ -47,9 +47,9 @@ _KILLED: Final = 128 + signal.SIGKILL
 
 @dataclass(frozen=True, slots=True)
 class HostsPlan:
-    """What is started where. argv: the words of each host's agent. port: the master's port on the
-    first reachable host; 0: the words name the rendezvous endpoint. variables: sent to every
-    host."""
+    """What to start on which host. argv: the words of each host's agent. least: the minimum number
+    of nodes. port: the master's port on the first reachable host; 0: the words name the rendezvous
+    endpoint. variables: sent to every host."""
 
     job: str
     hosts: tuple[NamedHost, ...]
@@ -106,7 +106,8 @@ class Fleet:
         return EXIT_FAILED if self._failed or not good else good[-1]
 
     async def rendezvous_host(self, member: HostAgent) -> str:
-        """The host of the rendezvous: the first that is reached."""
+        """The address of the rendezvous, on the first host of the list that could be reached. Waits
+        until all hosts before `member` have been tried."""
         earlier = self.members[: member.number]
         for one in earlier:
             await one.tried.wait()
@@ -132,7 +133,8 @@ class Fleet:
             asyncio.get_running_loop().call_later(TOO_FEW_LIMIT, self._terminate)
 
     def give_up(self, member: HostAgent, why: str) -> None:
-        """Give up a host."""
+        """Handle a host that is given up: continue without it, or end the job if too few are left
+        or the rendezvous was to be there."""
         left, least = self._unfinished_count(), self.plan.least
         if member.started:
             self.notify(
@@ -173,7 +175,7 @@ class Fleet:
     # ------------------------------------------------------------ signals
 
     def _signalled(self, number: int) -> None:
-        """The first signal lets the job save and stop; the second kills it."""
+        """Forward the first signal, at which the job saves and stops; for the second, SIGKILL."""
         signum = signal.SIGTERM if number == signal.SIGHUP else number
         self._send(signal.SIGKILL if self.signals else signum)
         self._cancel_unstarted()
@@ -186,7 +188,7 @@ class Fleet:
                 )
 
     def _terminate(self) -> None:
-        """Send SIGTERM unless a signal was sent: at a second signal agents exit without saving."""
+        """Send SIGTERM unless a signal was sent: a second one makes agents exit without saving."""
         if not self.signals:
             self._send(signal.SIGTERM)
 
@@ -223,7 +225,7 @@ class HostAgent:
         return self._connection is not None
 
     async def run(self) -> None:
-        """Run until the agent has ended, or will never start."""
+        """Run until the agent has ended for good, or its host is given up."""
         while not self.over:
             try:
                 code = await self._follow()
@@ -253,7 +255,7 @@ class HostAgent:
         return None
 
     async def _ended(self, code: int) -> None:
-        """The agent has ended: for good, or to be restarted."""
+        """Report the end of the agent, or prepare its restart if it was killed."""
         if code != _KILLED or self._starts >= MAX_STARTS or not self._fleet.others_run(self):
             self.over = True
             return self._fleet.agent_ended(self, code)
@@ -319,7 +321,8 @@ class Screen:
         self._timers: dict[tuple[str, str], asyncio.TimerHandle] = {}
 
     def show(self, name: str, stream: str, data: bytes) -> None:
-        """Print complete lines; of a progress bar its newest state."""
+        """Print the complete lines of this output, and keep the unfinished one. Of the states of a
+        progress bar, print the newest."""
         of = (name, stream)
         *lines, rest = (self._rest.pop(of, b"") + data).split(b"\n")
         if len(rest) > MOST_LINE:
@@ -333,7 +336,7 @@ class Screen:
                 self._timers[of] = loop.call_later(SHOW_AFTER, self._show_unfinished, of)
 
     def print_unfinished(self) -> None:
-        """Print unfinished lines."""
+        """Print all unfinished lines, at the end of the job."""
         for timer in self._timers.values():
             timer.cancel()
         for of, rest in self._rest.items():

@@ -2,8 +2,8 @@
 
 `host slots=N` is the syntax of Open MPI and DeepSpeed, `host:N` that of MPICH. A number after the
 colon always means slots, as for mpirun, and never a port, which belongs in ssh's configuration. A
-repeated host gets the sum of its slots; a line without slots counts one (PBS and Slurm write files
-like this).
+repeated host gets the sum of its slots, in which a line without slots counts as one (PBS and Slurm
+write such files).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _IGNORED: Final = ("max_slots", "max-slots")
 
 
 class HostsError(ValueError):
-    """The text names no hosts; the message is a sentence with the line."""
+    """The text is no valid list of hosts; the message is a sentence that names the line."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedHost:
-    """One host. name: as resolved, without brackets. slots: ranks there, 0: not given."""
+    """One host. name: its name or address, without brackets. slots: ranks there; 0: not given."""
 
     name: str
     user: str = ""
@@ -90,7 +90,7 @@ def _slots(text: str, where: str) -> int:
 
 
 def _together(hosts: Iterable[NamedHost]) -> tuple[NamedHost, ...]:
-    """Merge repeated hosts, in the order of their first lines."""
+    """Merge repeated hosts, in the order in which they first appear."""
     found: dict[tuple[str, str], NamedHost] = {}
     for host in hosts:
         key = (host.user, host.name)

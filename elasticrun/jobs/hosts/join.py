@@ -41,17 +41,17 @@ ANSWER_LIMIT: Final = 20.0
 """Seconds for the master to answer once it is reached."""
 
 DIAL_LIMIT: Final = 10.0
-"""Seconds for which dialling is retried: a dead master is replaced within seconds."""
+"""Seconds for which dialing is retried: a dead master is replaced within seconds."""
 
 DIAL_PAUSE: Final = 0.5
-"""Seconds between two attempts."""
+"""Seconds between two attempts to dial."""
 
 CLOCKS: Final = JOIN_CODE_LIFE
 """Seconds by which this machine's clock may be ahead of the master's."""
 
 TRUST_FLAGS: Final = ("--token-file", "--tls-cert", "--tls-key", "--tls-ca")
-"""Files of one machine: the answer contains the token, and this machine's own flags name its
-certificates."""
+"""Flags of the first machine that name its files. They are dropped: the answer contains the token,
+and this machine's own flags name its certificates."""
 
 TOO_OLD: Final = (
     "this join code expired long ago according to this machine's clock: print a new line with "
@@ -81,8 +81,8 @@ def main(argv: Sequence[str], notify: Callable[[str], None], launch: Callable[..
     except (NoStatus, BadCode) as wrong:
         raise UsageError(str(wrong), EXIT_USAGE) from None
     if time.time() > code.until + CLOCKS:
-        # Nobody needs such an old code any more. Somebody who found it (in a shell's history, say)
-        # could by now listen at that port and authenticate with it, and the joining machine would
+        # No one needs a code that old. Someone who found it (for example in a shell's history)
+        # could by now listen on that port and authenticate with it, and the joining machine would
         # run the command that it receives.
         raise UsageError(TOO_OLD, EXIT_FAILED)
     answer = _exchange(endpoint, code, flags)
@@ -91,14 +91,14 @@ def main(argv: Sequence[str], notify: Callable[[str], None], launch: Callable[..
     ours = [f"--rdzv-endpoint={endpoint}", *([] if known else [f"--rdzv-id={answer.job_id}"])]
     words = [*without(command[:at], TRUST_FLAGS), *flags, *ours, *command[at:]]
     _enter(answer, words)
-    os.environ.pop(trust.TOKEN_FILE_VARIABLE, None)  # another job's, and read first
+    os.environ.pop(trust.TOKEN_FILE_VARIABLE, None)  # of another job; it would take precedence
     os.environ[trust.TOKEN_VARIABLE] = answer.token  # `withdraw` removes it again
     notify(f"joining job {answer.job_id} in {os.getcwd()}: {PROG} {shlex.join(words)}")
     return launch(words)
 
 
 def _code_text(word: str) -> str:
-    """The code as typed, or from standard input. Also hides it from `ps`."""
+    """The code as typed, or a line of standard input for "-". Hides a typed code from `ps`."""
     if word == "-":
         return sys.stdin.readline() if sys.stdin else ""
     shown = ["-" if each == word else each for each in sys.orig_argv]
@@ -165,8 +165,8 @@ def _exchange(endpoint: Endpoint, code: JoinCode, flags: Sequence[str]) -> JoinA
 
 
 def _enter(answer: JoinAnswer, words: Sequence[str]) -> None:
-    """Change to the program's folder: the first machine's folder if it exists here, else stay.
-    Raises NotHere."""
+    """Change to the first machine's folder if it and the script exist here, else stay. Raises
+    NotHere if the script is in neither."""
     ns = get_args_parser().parse_args(list(words))
     program = str(ns.training_script)
     is_script = not (ns.module or ns.no_python or ns.git)  # with --git it is fetched

@@ -36,8 +36,8 @@ def launch(
     environ: Mapping[str, str],
     notify: Callable[[str], None],
 ) -> int:
-    """Start the job on its hosts and follow it to its end. Returns its exit code. Raises
-    UsageError."""
+    """Start the job on its hosts and follow it to its end; with --dry-run, only print the commands.
+    Returns the exit code. Raises UsageError."""
     plan = plan_of(words, flags, environ)
     if not flags.switch("dry_run"):
         return fleet.run(plan, notify)
@@ -50,7 +50,7 @@ def launch(
 
 
 def plan_of(words: Sequence[str], flags: FlagValues, environ: Mapping[str, str]) -> fleet.HostsPlan:
-    """The plan for these words. Raises UsageError."""
+    """What these words start on which host. Raises UsageError."""
     hosts = _hosts(flags)
     for dest in _OF_ONE_HOST:
         if flags.explicitly(dest):

@@ -33,7 +33,7 @@ SSH_OPTIONS: Final = (
 GREETING_LIMIT: Final = 60.0
 """Seconds for Python to start there, on a slow disk."""
 MOST_NOISE: Final = 1000
-"""Maximum lines of a shell profile before the greeting."""
+"""Maximum number of lines that a shell profile may print before the greeting."""
 CLOSE_LIMIT: Final = 5.0
 
 _NO_USE: Final = ("Permission denied", "Host key verification failed")
@@ -50,7 +50,7 @@ class CannotStart(Exception):
 
 
 def is_here(host: NamedHost) -> bool:
-    """Whether it is this host, which needs no ssh."""
+    """Whether this is the local host, without a user name, so that ssh is not needed."""
     return not host.user and is_this_host(host.name)
 
 
@@ -63,7 +63,8 @@ def command(host: NamedHost, ssh: Sequence[str]) -> list[str]:
 
 
 async def address_of(host: NamedHost, ssh: Sequence[str]) -> str:
-    """The host name according to ssh's configuration: other hosts may not know the alias."""
+    """The host name in ssh's configuration, because other hosts may not know the alias; the name as
+    given if ssh does not report one."""
     with contextlib.suppress(OSError, TimeoutError):
         process = await asyncio.create_subprocess_exec(
             *(*ssh, "-G", host.for_ssh),
@@ -79,12 +80,12 @@ async def address_of(host: NamedHost, ssh: Sequence[str]) -> str:
 
 
 class SshConnection:
-    """An async context manager; on entry `far` has sent its greeting. Raises ConnectionCut,
-    CannotStart."""
+    """A connection to `far` on one host. On entry of the context `far` has sent its greeting;
+    entering raises ConnectionCut or CannotStart."""
 
     def __init__(self, host: NamedHost, ssh: Sequence[str]) -> None:
         self._command = command(host, ssh)
-        # a file: a shared connection (ControlMaster) would keep a pipe open
+        # A file, because a shared connection (ControlMaster) would keep a pipe open.
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._process: asyncio.subprocess.Process | None = None
         self._has_greeted = False
@@ -134,7 +135,8 @@ class SshConnection:
         self._process.stdin.write(json.dumps(words).encode() + b"\n")
 
     async def frames(self) -> AsyncIterator[tuple[dict[str, Any], bytes]]:
-        """The reports of `far`, endlessly. Raises ConnectionCut."""
+        """The reports of `far`: a head, and the output that follows it. Ends only with
+        ConnectionCut or CannotStart."""
         assert self._process is not None
         assert self._process.stdout is not None
         while True:
@@ -154,7 +156,7 @@ class SshConnection:
         return line
 
     async def _exit_reason(self) -> ConnectionCut | CannotStart:
-        """The reason why the output ended."""
+        """The exception that says why the output ended."""
         assert self._process is not None
         try:
             code = await asyncio.wait_for(self._process.wait(), CLOSE_LIMIT)

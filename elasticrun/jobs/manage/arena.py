@@ -2,7 +2,7 @@
 command in one string.
 
 Pure: it translates Arena's words to this program's. `ROWS` has each flag's translation for pods,
-Slurm and this host. A target that is missing in a row does not support the flag.
+Slurm and this host. A flag without words for a target is refused there, or ignored with a note.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ LAUNCHERS: Final = ("torchrun", "dlrover-run", PROG)
 
 
 class Row(NamedTuple):
-    """The translation of one flag. `words`: this program's words per target. They may contain
-    {value} (as it is), {seconds}, {minutes}, {taint}, {key} and {count} (of KEY=N), {mem} (Slurm's
-    G for Gi), {host} and {mount} (of /HOST[:/MOUNT]). `note`: why the flag has no effect at a
-    target without words. `alone`: the meaning of the flag without a value."""
+    """The translation of one flag. `words`: this program's words, by target. They may contain
+    {value} (unchanged), {seconds}, {minutes}, {taint}, {key} and {count} (of KEY=N), {mem} (Slurm's
+    G for Gi), {number} (counts such flags), {host} and {mount} (of /HOST[:/MOUNT]). `note`: why the
+    flag is ignored for a target without words; "": it is refused. `alone`: the value that the flag
+    has if none follows."""
 
     words: Mapping[str, tuple[str, ...]] = {}
     note: str = ""
@@ -191,8 +192,8 @@ class _Translation:
         return self._flags.pop(0)
 
     def _optional(self, value: str, equals: str, row: Row) -> str:
-        """A value is `true` or `false`; for flags whose default is another word, it can be any
-        word."""
+        """The value of a flag that can stand alone. As a separate word it is only `true` or
+        `false`, or any word if the flag's default is another word."""
         following = self._flags[0] if self._flags and not equals else "-"
         if following in ("true", "false") or not (row.alone == "true" or following.startswith("-")):
             value = self._flags.pop(0)
@@ -249,7 +250,7 @@ def _config_file(value: str) -> str:
 
 
 def _filled(text: str, name: str, value: str, number: int) -> str:
-    """One of our words for this value. Raises Invalid."""
+    """Fill this value into one of our words. Raises Invalid."""
     key, _, count = value.rpartition("=")
     if "{key}" in text and not (key and count.isdecimal()):
         raise Invalid(f"{name}={value} is not KEY=N")
@@ -291,7 +292,7 @@ def _command(text: str) -> tuple[list[str], list[str]]:
 
 
 def _program(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The same for a command that is already split."""
+    """As `_command`, for a command that is already split into words."""
     name = words[0].rpartition("/")[2]
     if re.fullmatch(_PYTHON, name) and (found := _MODULES.match(" ".join(words[1:4]))):
         name, words = LAUNCHERS[0], words[found[0].count(" ") + 1 :]

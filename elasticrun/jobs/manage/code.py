@@ -1,4 +1,4 @@
-"""--git: resolves the commit, and selects the folder in which its code runs."""
+"""--git: resolves the commit, checks it out, and changes to its folder."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ DOES: Final = {
 
 
 def main(verb: str, argv: Sequence[str]) -> int:
-    """One of DOES."""
+    """Run one of DOES. Returns the exit code."""
     made = Parser(prog=f"{PROG} {verb}", description=DOES[verb])
     text = "its full name, or its run folder" if verb == "delete" else JOB
     made.add_argument("job", metavar="JOB", help=text)
@@ -61,7 +61,7 @@ def _do(verb: str, ns: argparse.Namespace) -> int:
 
 
 def _resume(run: RunFolder, place: Backend) -> str:
-    """Resume one at a time, and not while another job uses the name."""
+    """Resume a job, unless another job that has not ended, or another verb, holds its name."""
     job, root = run.job(), runs_root(os.environ)
     if job is None or job.where == "k8s":
         return place.resume(run)
@@ -94,7 +94,8 @@ def _removed(run: RunFolder, name: str, *, keep: bool) -> str:
 
 
 def execute(argv: Sequence[str]) -> int:
-    """`exec JOB [--node X] -- command`. Returns the command's exit code."""
+    """Run `exec JOB [--node X] -- command`. Returns the command's exit code, 128 + N if signal N
+    killed it."""
     made = exec_parser(
         "Run a command on a node of a job, in its working directory and environment.",
         "its name, its host's name, or its index; default: the first node",
@@ -111,7 +112,7 @@ def execute(argv: Sequence[str]) -> int:
             alone = len({one.node for one in known}) == 1
             node = meant.host if place == "slurm" else "" if alone else meant.node
         code = backend_of(run, withdraw()).execute(run, node, command)
-        return code if code >= 0 else 128 - code  # killed by a signal: the code a shell returns
+        return code if code >= 0 else 128 - code  # killed by a signal: as a shell reports it
 
     return finished(run_it, made.prog)
 
@@ -143,7 +144,8 @@ def run_of(job: str, whole: str = "") -> RunFolder:
 
 
 def finished(do: Callable[[], int], prog: str = f"{PROG} submit") -> int:
-    """The exit code of `do`; prints a sentence and returns 1 if it fails."""
+    """The exit code of `do`. If it fails, prints a sentence and returns 1; raises OSError only if
+    it cannot write to standard output."""
     try:
         return do()
     except (RequestFailed, Claimed) as why:

@@ -1,5 +1,5 @@
-"""`elasticrun list`: this user's jobs, whether running, ended, or lost; `elasticrun prune`: removes
-the run folders of ended jobs.
+"""`elasticrun list`, which shows this user's jobs, running, ended or lost, and `elasticrun prune`,
+which removes the run folders of ended jobs.
 
 Rows of jobs that run come from their masters, other rows from run folders.
 """
@@ -51,8 +51,8 @@ _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def main(argv: Sequence[str]) -> int:
-    """`elasticrun list`; 1 if a master does not answer. Raises UsageError for unreadable TLS or
-    token files."""
+    """Run `elasticrun list`. Returns 1 if a master on this host does not answer. Raises UsageError
+    for unreadable TLS or token files."""
     made = Parser(prog=f"{PROG} list", description="List your jobs: running, ended, or lost.")
     text = f"also list ended jobs beyond the newest {MOST_ENDED}"
     made.add_argument("-A", "--all", action="store_true", help=text)
@@ -87,8 +87,8 @@ def add_output(made: Parser) -> None:
 
 
 def local_rows(token: str = "", files: Tls | None = None) -> tuple[list[JobRow], list[str]]:
-    """This user's jobs on this host, running ones first, then the newest first; and a sentence for
-    each master that does not answer."""
+    """The jobs of this user that this host knows, those that have ended last, and the newest first;
+    and a sentence for each master on this host that does not answer."""
     silent = []
     try:
         folders = index.all_runs(index.runs_root(os.environ))
@@ -105,7 +105,7 @@ def local_rows(token: str = "", files: Tls | None = None) -> tuple[list[JobRow],
 
 
 def _masters_elsewhere(folders: Iterable[RunFolder]) -> Iterator[MasterQuery]:
-    """The masters of jobs that run elsewhere."""
+    """The queries to the masters of jobs that may run elsewhere: those not started as local."""
     for folder in folders:
         job = folder.job()
         if job is None or job.where == "local" or folder.state() in ENDED:
@@ -118,9 +118,9 @@ def _masters_elsewhere(folders: Iterable[RunFolder]) -> Iterator[MasterQuery]:
 def _running(
     token: str, files: Tls | None, away: Sequence[MasterQuery], runner: asyncio.Runner
 ) -> tuple[list[JobRow], list[str]]:
-    """Rows from the masters' replies, and a sentence for each silent master on this host. A silent
-    master elsewhere may have exited with its nodes or be unreachable, so its backend or run folder
-    provides the row. A master whose job ended meanwhile is not reported."""
+    """Rows from the masters' replies, and a sentence for each master on this host that does not
+    answer, unless its job has ended meanwhile. A silent master elsewhere may have exited with its
+    nodes or be unreachable, so its backend or run folder provides the row."""
     try:
         masters = published_here()
         queries = [question_to(one, token, files) for one in masters if one.process.is_local]
@@ -140,7 +140,7 @@ def _running(
 
 
 def has_ended(run: str) -> bool:
-    """Whether the job of this run folder has ended; "": an unknown folder."""
+    """Whether the job of this run folder has ended; False for "", an unknown folder."""
     return bool(run) and RunFolder(Path(run)).state() in ENDED
 
 
@@ -159,7 +159,7 @@ def shown(row: JobRow) -> tuple[str, ...]:
 
 
 def ended_job_lines(folder: RunFolder, job: JobRecord, row: JobRow) -> list[str]:
-    """Lines about a job that does not run here, from its run folder."""
+    """Lines about a job without an answering master, from its run folder and its `row`."""
     again = row.state in (*ENDED, SUSPENDED) and row.state != "succeeded"
     resume = (
         f"{PROG} resume {job.name}" if is_ours(folder) else f"run it again: {command_line(job)}"
@@ -183,7 +183,8 @@ def ended_job_lines(folder: RunFolder, job: JobRecord, row: JobRow) -> list[str]
 
 
 def prune(argv: Sequence[str]) -> int:
-    """`elasticrun prune`; 1 if a job is unknown or runs. Raises UsageError."""
+    """Run `elasticrun prune`. Returns 1 if nothing is removed because a job is unknown or has not
+    ended, or a folder cannot be removed. Raises UsageError."""
     made = Parser(
         prog=f"{PROG} prune",
         description="Remove the run folders of jobs that have ended. A folder that you "

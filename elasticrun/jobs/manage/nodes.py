@@ -1,5 +1,5 @@
-"""`elasticrun top nodes`: what the ranks of all this user's jobs use on each host, and the capacity
-of this host.
+"""`elasticrun top nodes`: what the ranks of all of this user's jobs use on each host, and the
+capacity of this host.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class HostRow(Struct, kw_only=True):
 
 
 def main(argv: Sequence[str]) -> int:
-    """`elasticrun top nodes`; 1 if a master does not answer."""
+    """Run `elasticrun top nodes`. Returns 1 if a master does not answer."""
     made = Parser(prog=f"{PROG} top nodes", description="Show the usage of each host by your jobs.")
     add_output(made)
     ns = made.parse_args(argv)
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def host_rows(pictures: Iterable[tuple[str, Picture]], here: HostRow) -> list[HostRow]:
-    """Rows by host, this host first. `pictures`: with the names of their jobs."""
+    """One row per host, this host first. `pictures`: pairs of a job's name and its picture."""
     rows = {here.node: here}
     for job, picture in pictures:
         hosts = {node.node: node.host for node in picture.status.nodes}
@@ -81,7 +81,7 @@ def host_rows(pictures: Iterable[tuple[str, Picture]], here: HostRow) -> list[Ho
 
 
 def _pictures() -> tuple[list[tuple[str, Picture]], list[str]]:
-    """Each master's live picture of its ranks, and a sentence for each silent master."""
+    """Each job's name and live picture, and a sentence for each master that does not answer."""
     found, silent = [], []
     with asyncio.Runner() as runner:
         for name, master in _masters():

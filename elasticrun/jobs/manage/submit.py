@@ -1,7 +1,7 @@
 """`elasticrun submit ... -- train.py`: starts a job that outlives this terminal, on this host, over
 ssh, in Slurm or in Kubernetes.
 
-It validates everything as the launcher does, and creates nothing before that.
+It first validates everything as the launcher does, and only then creates anything.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ TO_FILES: Final = "--redirects=3"
 ORDER: Final = f"write `{PROG} submit [flags] -- train.py [its arguments]`"
 
 OF_HOSTS: Final = ("hosts", "hostfile", "ssh")
-"""Launcher flags that only --on ssh accepts."""
+"""Launcher flags that `submit` accepts only with --on ssh."""
 
 Submitter = Callable[
     [argparse.Namespace, Sequence[str], Path, Callable[[str], None]], tuple[Submission, Target]
@@ -72,7 +72,8 @@ prints notes."""
 
 
 def main(words: Sequence[str], notify: Callable[[str], None]) -> int:
-    """The `submit` verb; `notify` prints notes for the user. Raises UsageError."""
+    """Run `submit`. `notify` prints notes for the user. Returns the exit code. Raises
+    UsageError."""
     try:
         on, hosts = _place(render.split(words)[0])
         where = backends.choose_backend(on, os.environ, hosts=hosts)
@@ -105,7 +106,7 @@ def _with_restarts(ns: argparse.Namespace) -> None:
 
 
 def _refuse(extra: Sequence[str], made: Parser, where: str) -> None:
-    """Raise for unknown words before --."""
+    """Raise Invalid for the first unknown word before --."""
     word = extra[0].partition("=")[0]
     theirs = [one for one in backends.PLACES if word in parser(one)._option_string_actions]
     if theirs:
@@ -114,8 +115,8 @@ def _refuse(extra: Sequence[str], made: Parser, where: str) -> None:
 
 
 def _place(flags: Sequence[str]) -> tuple[str, bool]:
-    """The value of --on ("" if absent), and whether hosts are named: the other flags depend on
-    them."""
+    """The value of --on ("" if absent), and whether hosts are named. Read first, because the parser
+    depends on both."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for flag in ("--on", "--hosts", "--hostfile"):
         first.add_argument(flag, default="")
@@ -156,7 +157,7 @@ def parser(where: str) -> Parser:
         rows = [flag for flag in FLAGS if flag.dest in OF_HOSTS]
         add_group(made, "the hosts", rows, os.environ)
     if where == "k8s":
-        made.set_defaults(fresh=False)  # a pod that starts later would start over again
+        made.set_defaults(fresh=False)  # a pod that starts later would start the job over
         render_flags.add_launcher_flags(made, ("fresh",))
         return made
     text = "With --run-dir: start over; existing files move to previous/."
@@ -243,7 +244,8 @@ def _start(
 
 
 def _discard(run: RunFolder, why: str, *, fresh: bool) -> None:
-    """Discard a job that its backend rejected, so that its name is free again."""
+    """Record a job that its backend rejected as failed, so that its name is free again, and remove
+    its run folder if it is `fresh`."""
     with contextlib.suppress(OSError):
         ended = RunResult(state="failed", exit_code=EXIT_FAILED, reason=why, ended=time.time())
         run.write_result(ended)
@@ -338,7 +340,7 @@ def _not_shared(folder: Path, who: str) -> str:
 
 
 def _gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """GPU names as in CUDA_VISIBLE_DEVICES."""
+    """This host's GPUs, as CUDA_VISIBLE_DEVICES names them."""
     from elasticrun.host.accelerators.nvidia import Nvidia
 
     count, listed = Nvidia().count(environ), environ.get(Nvidia.visible_variable)
@@ -351,7 +353,7 @@ def _slurm_submission(
     ns: argparse.Namespace, program: Sequence[str], run: Path, notify: Callable[[str], None]
 ) -> tuple[Submission, Target]:
     """Read the arguments as `render slurm` does; nodes find the run folder by its path. Raises
-    UsageError."""
+    UsageError, Invalid."""
     if ns.array:
         raise Invalid("--array: submit creates one job; `elasticrun render slurm` supports arrays")
     filled = argparse.Namespace(**{**vars(ns), "output": str(run / CONSOLE), "run_dir": str(run)})

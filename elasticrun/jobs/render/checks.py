@@ -1,7 +1,7 @@
 """Validates names, quantities and versions for Kubernetes and Slurm, one function each.
 
-Every function returns its text (or the parsed value), or raises `Invalid` with one sentence that
-says what is wrong and what is allowed.
+A validator returns its text (or the parsed value), or raises `Invalid` with one sentence that says
+what is wrong and what is allowed. `what` names the setting in that sentence.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Invalid(ValueError):
 
 
 def label(text: str, what: str, *, longest: int = MAX_LABEL) -> str:
-    """A DNS-1123 label: lower case letters, digits and dashes, at most `longest` characters."""
+    """A DNS-1123 label: lower case letters, digits and dashes (not first or last), at most
+    `longest` characters."""
     if not _LABEL.fullmatch(text):
         raise Invalid(
             f"{what} {text!r}: Kubernetes requires lower case letters, digits and dashes, with a "
@@ -124,7 +125,7 @@ def quantity(text: str, what: str, *, memory: bool = False) -> str:
 
 
 def amount(text: str) -> float:
-    """The value of a quantity that passed `quantity`: bytes, or cores."""
+    """The value, in bytes or cores, of a quantity that `quantity` has validated."""
     match = _QUANTITY.fullmatch(text)
     assert match is not None
     return float(match[1]) * _UNITS[match[2] or ""]
@@ -140,9 +141,9 @@ def variable(text: str, what: str) -> str:
 def setting(
     key: str, value: str, place: str, token: str, password: str = "export it for this command"
 ) -> None:
-    """Validate a variable that --env sets on every node. Refuses secrets, because they would be
-    stored in `place`. `token`, `password`: what to do instead with the job's token, and with git's
-    password."""
+    """Validate a variable that --env sets on every node; returns nothing. Refuses secrets, because
+    they would be stored in `place`. `token`, `password`: what to do instead with the job's token,
+    and with git's password."""
     variable(key, "--env")
     plain(value, f"--env {key}")
     instead = token if key == "ELASTICRUN_TOKEN" else password if key in GIT_PASSWORDS else ""
@@ -151,7 +152,7 @@ def setting(
 
 
 def path(text: str, what: str) -> str:
-    """An absolute path inside the container."""
+    """An absolute path inside the container, without a colon."""
     if not text.startswith("/") or ":" in text:
         raise Invalid(f"{what}: {text!r} is not an absolute path without a colon")
     return plain(text, what)
@@ -191,7 +192,8 @@ def image(text: str) -> str:
 
 
 def floats(text: str) -> bool:
-    """Whether pods of one job may get different images under this reference."""
+    """Whether the tag of an image reference is expected to move, or is missing, so that pods of one
+    job may get different images."""
     if "@" in text:
         return False
     _, tag = _split_tag(text)

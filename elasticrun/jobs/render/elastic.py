@@ -1,6 +1,6 @@
-"""Renders a job as an ElasticJob, for clusters with its operator.
+"""Renders a job as an ElasticJob, for clusters that run the operator.
 
-The pod template is that of the Indexed Job without the settings that the operator gives its agents.
+The pod template is that of the Indexed Job without the settings that the operator gives to agents.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _refuse(settings: PodSettings) -> None:
 
 
 def own_words(words: Iterable[str]) -> list[str]:
-    """A launcher's words before its script; later words belong to the script."""
+    """A launcher's words before its script, the first word that ends in `.py`."""
     return list(itertools.takewhile(lambda word: not word.endswith(".py"), words))
 
 

@@ -2,9 +2,9 @@
 and the additions for a gang scheduler or a resize.
 
 One container per pod runs the launcher. All kinds share one contract for its exit codes. A gang is
-the smallest number of nodes that train: the scheduler places all their pods or none. Without a gang
-no rank starts either before that many nodes have joined, but the placed pods hold their devices
-while they wait.
+the minimum number of nodes: the scheduler places all their pods or none. Without a gang, too, no
+rank starts before that many nodes have joined, but the placed pods hold their devices while they
+wait.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ CONTAINER: Final = "elasticrun"
 """The container whose exit code counts."""
 
 HOPELESS: Final = (EXIT_USAGE, EXIT_FINAL)
-"""Codes that end the whole job: a new pod would have the same wrong command line."""
+"""Codes that end the whole job: a new pod would fail in the same way."""
 
 BLAMELESS: Final = (EXIT_BAD_NODE, EXIT_SAVED)
-"""Codes of failures that are not the job's fault: a bad node, or a node that saved and left. The
-pod is replaced without counting as a failure."""
+"""Codes that are not the job's fault: of a bad node, and of a node that saved and left. The pod is
+replaced without counting as a failure."""
 
 
 def failure_rules() -> list[dict[str, Any]]:
@@ -50,7 +50,7 @@ def without_empty(made: dict[str, Any]) -> dict[str, Any]:
 
 
 BETA: Final = (1, 37)
-"""The first Kubernetes version whose PodGroup is v1beta1."""
+"""The first Kubernetes version in which its own PodGroup (scheduling.k8s.io) is v1beta1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +180,8 @@ def _toleration(one: Toleration) -> dict[str, str]:
 
 
 LAST_WORDS: Final = "/run/elasticrun-last-words"
-"""Where launchers write why they end, and masters the job's result; Kubernetes keeps it as the
-pod's termination message (`host/runs/last_word.py`)."""
+"""The file in which a launcher writes why it exits, and a master the job's result. Kubernetes keeps
+it as the pod's termination message (`host/runs/last_word.py`)."""
 
 
 def _container(settings: PodSettings, place: PodNames) -> dict[str, Any]:
@@ -235,8 +235,8 @@ SUCCESS_POLICY: Final = (1, 31)
 
 
 def job_spec(settings: PodSettings, place: PodNames, gang: Gang) -> dict[str, Any]:
-    """The Job spec: one index per node, replaced while the master continues; without the fields of
-    `lifetime`."""
+    """The Job spec, without the fields of `lifetime`: one index per node, whose failed pods are
+    replaced while the job continues."""
     count, least = settings.replicas, settings.launch.min_nodes
     enough = least < count and settings.version >= SUCCESS_POLICY
     return without_empty(
@@ -283,7 +283,8 @@ def common_metadata(settings: PodSettings) -> dict[str, Any]:
 
 
 def rights(settings: PodSettings, job: str) -> list[dict[str, Any]]:
-    """A ServiceAccount that may only read and resize its own Job; [] unless wanted."""
+    """The objects that permit the pods' service account to read and resize its own Job only; [] if
+    the user does not ask for them. Includes the account unless the user named an existing one."""
     if not settings.rbac:
         return []
     account = settings.service_account or settings.name

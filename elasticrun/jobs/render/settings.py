@@ -27,7 +27,7 @@ NEWEST: Final = (1, 37)
 """Versions of Kubernetes whose schemas the output was checked against."""
 
 ASSUMED: Final = (1, 31)
-"""Default version: since this one, every field used is enabled by default."""
+"""Version assumed if the user gives none: the first that enables all fields in use by default."""
 
 JOB_UID: Final = "ELASTICRUN_JOB_UID"
 """Variable with the Job's uid: a recreated job of the same name is a different job."""
@@ -49,8 +49,9 @@ MAX_NODES: Final = 100_000
 class NodeCommand:
     """The command of every node: number of nodes, launcher flags, the script.
 
-    `flags` are whole words (`--max-restarts=3`) that are passed on; `leaving` is the most seconds
-    that a node takes to exit after SIGTERM (departure grace plus shutdown timeout).
+    `flags` are whole words (`--max-restarts=3`) that are passed on; `departure_time` is the maximum
+    number of seconds that a node takes to exit after SIGTERM (departure grace plus shutdown
+    timeout).
     """
 
     script: str
@@ -176,20 +177,21 @@ class PodSettings:
 
     @property
     def failures_allowed(self) -> int:
-        """Failed pods that do not end the Job. When a job exits with 1, every pod fails, and that
-        is one try; a single pod that fails while the job continues is less than one try."""
+        """Maximum number of failed pods that do not fail the Job. When a job exits with 1, all of
+        its pods fail, which uses up one try; a pod that fails while the job continues uses up a
+        part of one."""
         if self.backoff_limit is not None:
             return self.backoff_limit
         return (self.retries + 1) * self.replicas - 1
 
     @property
     def needed_grace(self) -> int:
-        """Seconds that a pod needs after SIGTERM to finish everything."""
+        """Seconds that a pod needs to exit after SIGTERM."""
         return math.ceil(self.launch.departure_time) + GRACE_MARGIN
 
     @property
     def grace_seconds(self) -> int:
-        """Seconds that a pod gets."""
+        """Seconds from SIGTERM to SIGKILL of a pod."""
         return self.grace or max(GRACE, self.needed_grace)
 
 

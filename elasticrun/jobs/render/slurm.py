@@ -18,10 +18,10 @@ from elasticrun.jobs.render.pods import HOPELESS
 from elasticrun.jobs.render.settings import MAX_NODES, NodeCommand
 
 SIGNALS: Final = ("TERM", "HUP", "USR1", "USR2")
-"""Signals that ranks defer until a step is saved, if the ranks get them too."""
+"""Signals that ranks, if they get them too, defer until a step is saved."""
 
 MAX_SIGNAL_LEAD: Final = 65535
-"""The most seconds before the end at which Slurm can send a signal."""
+"""Maximum number of seconds before the time limit at which Slurm can send a signal."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,127}")
 _NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*(,[A-Za-z0-9][A-Za-z0-9_.+-]*)*")
@@ -86,15 +86,16 @@ class BatchSettings:
 
     @property
     def nodes(self) -> str:
-        """The value of #SBATCH --nodes: the largest number plus the spares."""
+        """The value of #SBATCH --nodes: the minimum if it differs, and the maximum plus the
+        spares."""
         low, high = self.launch.min_nodes, self.launch.max_nodes
         most = high + self.spares
         return str(most) if low == high else f"{low}-{most}"
 
     @property
     def knows_code(self) -> bool:
-        """Whether the first node's exit code is the job's: its agent stays until the end, and
-        others may exit with different codes."""
+        """Whether the first node's exit code is the job's, unlike that of srun: its agent stays
+        until the end, and other nodes may exit with different codes."""
         stays = not any(word.startswith("--exit-barrier-timeout=") for word in self.launch.flags)
         return stays and self.nodes != "1"
 
