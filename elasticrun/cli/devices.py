@@ -1,8 +1,8 @@
 """Counts this node's accelerators and cores without importing torch in this process.
 
-It resolves the words of --nproc-per-node. `host.accelerators` counts GPUs. What only torch knows
-comes from a short-lived child with a time limit. Torch in the agent would take memory as long as
-the job runs.
+The counts resolve the words of --nproc-per-node. `host.accelerators` counts GPUs; what only torch
+knows comes from a short-lived child with a time limit. Torch in the agent would take memory for as
+long as the job runs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def this_machine(
     environ: Mapping[str, str] | None = None,
     notify: Callable[[str], None] = lambda sentence: None,
 ) -> Machine:
-    """This machine; every fact is determined lazily."""
+    """This machine; facts that take time are determined only when they are used. `notify` prints a
+    line for the user if one takes seconds."""
     variables = os.environ if environ is None else environ
     return Machine(
         cores=lambda: cores(notify),
@@ -78,13 +79,13 @@ def shared_folder(folder: str, environ: Mapping[str, str]) -> str:
 
 
 def facts(environ: Mapping[str, str]) -> HostFacts:
-    """Facts that the environment does not contain. The full host name is looked up only in pods,
-    where the kubelet has written it to /etc/hosts: elsewhere DNS may be slow."""
+    """Facts that detection needs besides the environment. The full host name is looked up only in
+    pods, where the kubelet has written it to /etc/hosts: elsewhere DNS may be slow."""
     from elasticrun.cli.detection.found import HostFacts
 
     try:
         terminal = sys.stdin is not None and sys.stdin.isatty()
-    except ValueError:  # stderr is closed
+    except ValueError:  # stdin is closed
         terminal = False
     name = socket.gethostname()
     pod = "KUBERNETES_SERVICE_HOST" in environ or "JOB_COMPLETION_INDEX" in environ
@@ -92,8 +93,9 @@ def facts(environ: Mapping[str, str]) -> HostFacts:
 
 
 def cores(notify: Callable[[str], None], quota: float | None = None) -> int:
-    """The number of cores for ranks: torch's count, or what the container's CPU quota allows
-    (`quota`, in cores; determined if not given), in which case the user sees a note."""
+    """The number of cores for ranks, at least 1: all that torch counts, or fewer if the container's
+    CPU quota allows only these, which the user is notified of. `quota`: in cores; None: look it
+    up."""
     from elasticrun.host.doctor.resources import cpu_quota
 
     counted = all_cores()
@@ -121,7 +123,7 @@ def count_accelerators(
     """The number of devices that `word` (gpu, xpu, auto, a private backend) means on this node.
 
     None if torch does not know the word. NVML counts CUDA devices; for everything else a child
-    imports torch, which takes seconds and is announced.
+    imports torch, which takes seconds and is announced. Raises NotHere if the child fails.
     """
     build = torch_build()
     common = word in ("gpu", "xpu", "auto")

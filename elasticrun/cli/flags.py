@@ -23,7 +23,7 @@ PROG = "elasticrun"
 
 
 class FromEnvironment(str):
-    """A default from the environment: the text, and the variable's name."""
+    """A flag's default from the environment: the text, and the name of the variable."""
 
     variable: str
 
@@ -63,7 +63,8 @@ class StoreAll(Store):
 
 
 def _convert(flag: Flag, kind: Callable[[str], Any], text: str) -> Any:
-    """Convert text to a value; the error names the variable if the text came from one."""
+    """Convert text to a flag's value. Raises ArgumentTypeError, which names the variable if the
+    text came from one."""
     where = f" (from {text.variable})" if isinstance(text, FromEnvironment) else ""
     try:
         value = kind(text)
@@ -76,7 +77,7 @@ def _convert(flag: Flag, kind: Callable[[str], Any], text: str) -> Any:
 
 
 class Described(Exception):
-    """Carries a parser that should be inspected instead of run."""
+    """Raised instead of parsing, with the parser, for `elasticrun completion`."""
 
     def __init__(self, parser: Parser) -> None:
         super().__init__(parser.prog)
@@ -97,11 +98,12 @@ ELSEWHERE: Final = {
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser with one-sentence errors, in which only torchrun's flags may be
-    abbreviated. So abbreviations mean the same as in torchrun, whatever flags are added here."""
+    abbreviated, so that abbreviations mean the same as in torchrun, whatever flags are added
+    here."""
 
     describes = False
-    """Raise `Described` instead of parsing; `elasticrun completion` uses this to get the
-    parsers."""
+    """Whether all parsers raise `Described` instead of parsing; `elasticrun completion` sets it to
+    get the parsers."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{"formatter_class": FlagHelp, **kwargs})
@@ -132,7 +134,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, Parsed() if namespace is None else namespace)
 
     def error(self, message: str) -> Any:
-        """Print argparse's error without the usage: one line with a hint, exit code 2."""
+        """Print argparse's message in one line, without the usage, and exit with code 2."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} {self.all_help})\n")
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
@@ -140,7 +142,7 @@ class Parser(argparse.ArgumentParser):
         contract = [match for match in found if match[0].dest in self.contract | {"help"}]
         meant = contract or [match for match in found if match[0].dest in self.newer]
         if len(meant) > 1 and len({match[0].dest for match in meant}) == 1:
-            # torchrun rejects it too: its two spellings are two flags to argparse
+            # torchrun rejects it too, because the two spellings are two flags to argparse.
             typed = option_string.partition("=")[0]
             whole = next(name for name in meant[0][0].option_strings if name.startswith("--"))
             self.error(f"ambiguous option: {typed}; did you mean {whole}?")
@@ -148,7 +150,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def leave_word(sentence: str) -> None:
-    """Write why this launch cannot begin to the file that the environment names, if any."""
+    """Write why this launch cannot begin to the file in $ELASTICRUN_LAST_WORDS, if set."""
     if LAST_WORDS in os.environ:  # late import: rarely needed
         from elasticrun.host.runs.last_word import LastWord, write
 
@@ -176,7 +178,7 @@ class LaunchParser(Parser):
         return found, extra
 
     def script_at(self, words: Sequence[str]) -> int:
-        """The index of the script, or of the end without a script."""
+        """The index of the script; without a script, the number of words."""
         at = 0
         while at < len(words):
             if words[at] == "--":
@@ -187,8 +189,8 @@ class LaunchParser(Parser):
         return len(words)
 
     def _is_flag(self, word: str) -> bool:
-        """Whether argparse treats the word as a flag: not `-`, a negative number or text with a
-        space."""
+        """Whether argparse treats the word as a flag. It does not for `-`, a negative number, or an
+        unknown word with a space."""
         if not word.startswith("-") or word == "-":
             return False
         known = self._option_string_actions
@@ -197,8 +199,8 @@ class LaunchParser(Parser):
         return " " not in word and not self._negative_number_matcher.match(word)
 
     def _takes_the_next(self, word: str) -> bool:
-        """Whether the flag's value is the next word; irrelevant for a flag that argparse
-        rejects."""
+        """Whether the flag's value is the next word. For a flag that argparse rejects, the result
+        does not matter."""
         known = self._option_string_actions
         if word in known:
             return known[word].nargs != 0
@@ -295,7 +297,8 @@ SPECIAL: Mapping[str, type[argparse.Action]] = {
 
 
 def truth(text: str) -> bool:
-    """The value of a switch in the environment: a number as in torchrun, or a word."""
+    """The value of a switch in the environment: a number as in torchrun, or a word. Raises
+    ValueError."""
     word = text.strip().lower()
     if word in ("true", "yes", "on", "t", "y"):
         return True
@@ -305,7 +308,7 @@ def truth(text: str) -> bool:
 
 
 def get_args_parser(environ: Mapping[str, str] | None = None) -> LaunchParser:
-    """The parser of the whole command line, with defaults from `environ` (os.environ)."""
+    """The launcher's parser, with defaults from `environ`; None: from os.environ."""
     parser = LaunchParser(
         prog=PROG,
         usage=f"{PROG} [options] script [arguments of the script ...]",
@@ -337,8 +340,8 @@ def get_args_parser(environ: Mapping[str, str] | None = None) -> LaunchParser:
 
 
 def in_torchruns_words(environ: Mapping[str, str]) -> dict[str, str]:
-    """The PET_ variables for a torchrun that replaces this process, from our ELASTICRUN_
-    variables."""
+    """The PET_ variables with which a torchrun that replaces this process sees the values of our
+    ELASTICRUN_ variables."""
     rows = [(flag, flag.variable_in(environ)) for flag in FLAGS if flag.origin == TORCHRUN]
     return {
         flag.variable: environ[name] if flag.kind else str(int(truth(environ[name])))
@@ -356,7 +359,7 @@ def add_group(
         options: dict[str, Any] = {"dest": flag.dest, "help": _help(flag)}
         special = SPECIAL.get(flag.dest)
         if special is not None:
-            # torch's parser leaves None in the namespace for its own
+            # torch's parser stores None for the flag that it has too
             none = flag.default if flag.origin == NEWER else argparse.SUPPRESS
             options |= {"action": special, "default": none}
             shells = {"choices": _Shells(), "metavar": flag.metavar}

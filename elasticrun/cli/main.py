@@ -70,7 +70,8 @@ def _check_script(path: str) -> str:
 
 
 def check_data(folders: Mapping[str, str]) -> None:
-    """Raise `NotHere` if a folder of --data cannot be read here."""
+    """Raise `NotHere` if a folder of --data does not exist or cannot be read on this host.
+    `folders`: paths by name."""
     for name, path in folders.items():
         if not os.path.isdir(path):
             what = "is not a folder" if os.path.exists(path) else "does not exist"
@@ -115,14 +116,15 @@ _AT: Final = {
     **dict.fromkeys(ORDERS, "jobs.running.orders"),
     **dict.fromkeys(OF_A_SUBMITTED, "jobs.manage.jobs"),
 }
-"""The module of each verb, imported on use, and the function's name if it is not `main`. Outside
-`elasticrun/jobs`, only this table and calls of `_module` refer to modules of that folder."""
+"""The module of each verb, imported when it is used, and the function's name if it is not `main`.
+Outside `elasticrun/jobs`, only this table and calls of `_module` refer to modules of that
+folder."""
 
 _WITH_NOTIFY: Final = ("submit", "render", "convert", "warm", "join")
 """Verbs whose functions take `notify`, which prints a line for the user."""
 
 VERBS: Final = ("master", *_AT)
-"""Words that are a verb, not a script, if they come first."""
+"""The verbs: as the first word, they are no script."""
 
 ELSEWHERE: Final = {
     **dict.fromkeys(("ls", "ps", "jobs", "queue"), "list"),
@@ -138,12 +140,12 @@ ELSEWHERE: Final = {
 
 
 def meant(word: str) -> str:
-    """The end of an error message, for a word that is another tool's verb."""
+    """A hint that ends an error message, if the word is another tool's verb; else ""."""
     return f"; did you mean {ELSEWHERE[word]}?" if word in ELSEWHERE else ""
 
 
 UNREAD: Final = 128 + 13
-"""The exit code if the reader of a pipe has exited: 13 is SIGPIPE."""
+"""The exit code if the reader of standard output has exited, as a shell reports SIGPIPE (13)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -179,10 +181,9 @@ def _do(verb: str, words: Sequence[str]) -> int:
 
 
 def _be_mortal() -> None:
-    """Install signal handlers for process 1 of a container: the kernel ignores signals to it that
-    have no handler. A process that fetches code also has to clean up. These handlers raise an
-    exception that ends the process. They are in place until the agent installs its own, which may
-    take seconds on a slow disk."""
+    """Install signal handlers that raise SystemExit, until the agent installs its own, which may
+    take seconds on a slow disk. Process 1 of a container needs them because the kernel ignores
+    signals to it that have no handler; a process that fetches code, because it has to clean up."""
     import signal
 
     def leave(number: int, _frame: object) -> None:
@@ -277,9 +278,9 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
 
 
 def _already(launch: Launch) -> str:
-    """The message if this program has already succeeded in its run folder. In a job of several
-    nodes the master reports it, because some nodes may lack that folder. Raises UsageError if
-    another program has succeeded there."""
+    """The message if this program has already succeeded in its run folder, else "". In a job of
+    several nodes, a node that may host the master does not check: its master reports it to nodes
+    that may lack the folder. Raises UsageError if another program has succeeded there."""
     plan = launch.master.run
     alone = launch.spec.max_nodes == 1 or launch.node_rank > 0
     if not plan.folder or plan.fresh or not alone:
@@ -298,8 +299,9 @@ def _already(launch: Launch) -> str:
 
 
 def _check(launch: Launch) -> str:
-    """Raise if the program cannot run. With several nodes only return the error and let the rank
-    fail: then the job ends everywhere, instead of waiting for this node."""
+    """Raise UsageError if the program cannot run, else return a hint or "". With several nodes,
+    return the error and let the rank fail: then the job ends everywhere, instead of waiting for
+    this node."""
     try:
         return check_program(launch.entry)
     except UsageError as error:
@@ -309,14 +311,14 @@ def _check(launch: Launch) -> str:
 
 
 def _leave_to_torchrun(plugin: str, words: Sequence[str], ns: argparse.Namespace) -> int:
-    """Replace this process with torchrun, which alone supports rendezvous plug-ins; returns only on
-    failure. The `--` prevents torchrun from parsing a script's words as its own abbreviated
-    flags."""
+    """Replace this process with torchrun, which alone supports rendezvous plug-ins. Never returns;
+    raises UsageError if torchrun cannot be started. The `--` prevents torchrun from parsing the
+    script's words as abbreviated flags."""
     from elasticrun.cli.flags import in_torchruns_words
 
     notify(f"--rdzv-backend={plugin} is a torchrun plug-in: handing over to torchrun")
     os.environ.update(in_torchruns_words(os.environ))
-    # -P: the console script torchrun does not have the working directory on its path either
+    # -P, because the console script torchrun has no working directory on its path either
     command = [sys.executable, "-P", "-m", "torch.distributed.run"]
     ours = [word for word in words[: get_args_parser().script_at(words)] if word != "--"]
     command += [*ours, "--", ns.training_script, *ns.training_script_args]
@@ -339,7 +341,7 @@ def _master(words: Sequence[str]) -> int:
 
 
 def _verb(verb: str, words: Sequence[str]) -> int:
-    """Run a verb."""
+    """Run a verb, on this host or for a cluster. Returns the exit code."""
     if verb in OF_CLUSTERS:
         words, run_there = _module("jobs.placing").placed(verb, words, notify)
         if run_there is not None:
@@ -364,7 +366,7 @@ def _module(name: str) -> ModuleType:
 
 
 def _function_of(verb: str) -> Callable[[Sequence[str]], int]:
-    """The function that runs the verb with its words."""
+    """The function that runs the verb; its argument is the verb's words."""
     module, _, name = _AT[verb].partition(":")
     does = getattr(_module(module), name or "main")
     if verb in (*ORDERS, *OF_A_SUBMITTED):
@@ -376,7 +378,8 @@ def _function_of(verb: str) -> Callable[[Sequence[str]], int]:
 
 
 def _printed(show: Callable[[], int]) -> int:
-    """Run a function that writes to standard output; a write error becomes one sentence."""
+    """Run a function whose only OSErrors are those of standard output, and return its exit code.
+    Such an error becomes a UsageError; a reader that has exited is no error, as in `_read`."""
     try:
         return _read(show)
     except OSError as error:
@@ -385,8 +388,8 @@ def _printed(show: Callable[[], int]) -> int:
 
 
 def _read(show: Callable[[], int]) -> int:
-    """Like `_printed`, for functions with other errors too. A reader that has exited (`| head -1`)
-    is not an error: the exit code is then that of SIGPIPE in a shell."""
+    """Run a function that writes to standard output, and return its exit code. A reader that has
+    exited (`| head -1`) is no error: the exit code is then UNREAD."""
     try:
         code = show()
         if sys.stdout is not None:
@@ -398,6 +401,5 @@ def _read(show: Callable[[], int]) -> int:
 
 
 def _write_nowhere() -> None:
-    """Redirect stdout to /dev/null; otherwise the interpreter fails again when it flushes at
-    exit."""
+    """Redirect stdout to /dev/null, because the interpreter's flush at exit would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

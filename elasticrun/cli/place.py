@@ -4,9 +4,8 @@ A flag, or its variable, always takes precedence. The filled-in values are ones 
 have typed, so later code (`cli.rendezvous`) sees only flags.
 
 With `--srun`, in a Slurm batch script or under salloc, this process becomes srun, which starts the
-same command once on each node of the job. This happens only on request: torchrun runs on one host,
-and scripts that start it on each node by ssh rely on that. With `--dry-run` it only prints the
-command.
+same command once on each node of the job. It does so only on request: torchrun runs on one host,
+and scripts that start it on each node over ssh rely on that.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 
 OPTIONS: Final = ("--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "--wait=0")
-"""One agent per node; srun must not end the job when one agent exits."""
+"""srun's options: one agent per node, and the job does not end when one agent exits."""
 
 NOT_HANDED_ON: Final = ("--srun", "--dry-run", "--dry_run")
 """Flags that are removed from the command of srun's tasks."""
@@ -97,7 +96,8 @@ only torchrun's rules apply."""
 
 
 def settle(flags: FlagValues, machine: Machine, facts: HostFacts) -> DetectedPlace:
-    """Apply the scheduler's values where flags permit. Raises UsageError for a bad --nnodes."""
+    """Detect the scheduler, and choose the values that it gives to flags. Raises UsageError for an
+    invalid --nnodes."""
     found = detect(flags.environ, facts)
     if found is None:
         return NOT_DETECTED
@@ -116,7 +116,8 @@ def _rendezvous_flag(flags: FlagValues) -> str:
 
 
 def _bare(flags: FlagValues, found: Found, machine: Machine) -> DetectedPlace:
-    """Neither the number of nodes nor the rendezvous is given."""
+    """The place if neither the number of nodes nor the rendezvous is given: the scheduler gives
+    both, unless the command is for this node alone."""
     if found.why_alone or amount(found.nodes) <= 1 or found.nodes is None or found.host is None:
         return DetectedPlace(found, note=_alone(found))
     filled = {"nnodes": found.nodes, **_place(flags, found)}
@@ -128,8 +129,8 @@ def _bare(flags: FlagValues, found: Found, machine: Machine) -> DetectedPlace:
 
 
 def _of_some(flags: FlagValues, found: Found) -> DetectedPlace:
-    """--nnodes gives the number; the scheduler gives the node rank and the rendezvous. Extra nodes
-    are spares."""
+    """The place if only --nnodes is given: the scheduler gives the node rank and the rendezvous.
+    Extra nodes are spares."""
     low, high = settings.nodes(flags.text("nnodes"))
     if high == 1:
         return DetectedPlace(found, note=_again(found))
@@ -156,7 +157,8 @@ def _of_some(flags: FlagValues, found: Found) -> DetectedPlace:
 
 
 def _beside_flags(flags: FlagValues, found: Found, by: str) -> DetectedPlace:
-    """Flags name the rendezvous. The scheduler's node rank is used only if it is a preference."""
+    """The place if flags (the first is `by`) name the rendezvous. The scheduler's node rank is used
+    only where a rank is a mere preference."""
     elastic = flags.explicitly("rdzv_backend") and flags.text("rdzv_backend") in ELASTIC_WORDS
     wish = elastic and flags.text("rdzv_endpoint") and not flags.explicitly("node_rank")
     known = found.host is not None and found.node_rank is not None and not found.crowd
@@ -166,7 +168,8 @@ def _beside_flags(flags: FlagValues, found: Found, by: str) -> DetectedPlace:
 
 
 def _dlrover(flags: FlagValues, found: Found) -> DetectedPlace:
-    """DLRover's values have already been applied (`cli.rendezvous`); this adds their sources."""
+    """The place in a pod of DLRover, unless flags take precedence: the number of nodes and the node
+    rank. `cli.rendezvous` applies the endpoint and the job id; they are only shown here."""
     filled: dict[str, Given] = {}
     shown: dict[str, Given] = {}
     if found.host is not None and not any(map(flags.explicitly, MEETING_FLAGS)):
@@ -183,7 +186,7 @@ def _dlrover(flags: FlagValues, found: Found) -> DetectedPlace:
 
 
 def _place(flags: FlagValues, found: Found) -> dict[str, Given]:
-    """The rendezvous endpoint, the job id, and the node rank."""
+    """The scheduler's values for the rendezvous endpoint, the job id, and the node rank."""
     assert found.host is not None
     assert found.port is not None
     filled: dict[str, Given] = {"rdzv_backend": Given("c10d", found.family)}
@@ -205,7 +208,7 @@ def _rank(found: Found) -> dict[str, Given]:
 
 
 def _visible(machine: Machine) -> Given | None:
-    """Accelerators that torch can use although the scheduler does not count them."""
+    """The number of GPUs here, if the scheduler does not count them; None without any."""
     count = machine.accelerators("gpu") or 0
     return Given(str(count), "GPUs seen here") if count else None
 
@@ -219,7 +222,7 @@ def _used(found: Found, filled: Mapping[str, Given]) -> str:
 
 
 def _alone(found: Found) -> str:
-    """The detected place that is not used, and the flag that would use it."""
+    """The sentence for a detected place that is not used: why, and which flag would use it."""
     if not found.why_alone:
         return _again(found)
     use = "use --nnodes and --rdzv-endpoint for one job on several nodes"
@@ -235,7 +238,7 @@ def _again(found: Found) -> str:
 
 
 def _seen(found: Found) -> str:
-    """This process's place, and the scheduler's attempt number."""
+    """This process's place, and from the second attempt on the scheduler's attempt number."""
     again = f", attempt {found.attempt} ({found.attempt_source})" if found.attempt > 1 else ""
     return f"{found.seen}{again}"
 
@@ -252,7 +255,8 @@ def explain(place: DetectedPlace) -> str:
 
 
 def detect_place(flags: FlagValues, machine: Machine) -> DetectedPlace:
-    """Apply the scheduler's values where flags permit. Raises UsageError for a bad --nnodes."""
+    """As `settle`; NOT_DETECTED, without the import of detection, if there are no facts or no
+    scheduler's variables. Raises UsageError for an invalid --nnodes."""
     if machine.facts is None or not any(name.startswith(settings.MARKS) for name in flags.environ):
         return NOT_DETECTED
     return settle(flags, machine, machine.facts())

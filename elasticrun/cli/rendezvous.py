@@ -2,7 +2,7 @@
 
 The words are torchrun's (static, c10d, an endpoint, a master address); here they determine where
 the job master runs and who starts it. A command for several nodes may also name a file, or nothing
-at all (no flag, no variable, no scheduler). Pure: facts about the machine are arguments.
+at all. Pure: facts about the machine are arguments.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ FILE: Final = "file:"
 """Prefix of an endpoint that is a file."""
 
 SHARED_VARIABLE: Final = "ELASTICRUN_SHARED"
-"""Colon-separated folders that are shared between machines although statfs does not show it."""
+"""The variable with colon-separated folders that machines share although statfs does not show
+it."""
 
 MEETING_FLAGS: Final = (
     "standalone",
@@ -52,14 +53,14 @@ def is_unnamed(flags: FlagValues) -> bool:
 
 
 def by_hand(place: Place) -> bool:
-    """Whether nothing names the rendezvous, so that people start the command on one machine after
-    another. A new machine should then join at once."""
+    """Whether nothing names the rendezvous. People then start the command on one machine after
+    another, and a new machine should join at once."""
     return place.kind == "open" or bool(place.found)
 
 
 def unnamed_fixed_size(flags: FlagValues, nodes: int) -> UsageError:
-    """The error for a fixed number of nodes without a rendezvous: each node would wait for the
-    others."""
+    """The error for a fixed number of nodes without a rendezvous, where each node would wait for
+    the others forever."""
     what = f"--nnodes={nodes}" if flags.explicitly("nnodes") else f"a job of {nodes} nodes"
     return UsageError(
         f"{what} needs a rendezvous, and no scheduler provides one: add "
@@ -72,8 +73,8 @@ def unnamed_fixed_size(flags: FlagValues, nodes: int) -> UsageError:
 
 
 def open_place(flags: FlagValues, machine: Machine) -> tuple[Place, str]:
-    """The rendezvous without any setting: a file beside the script if this folder is on a network
-    file system, else this node; and a sentence for the user."""
+    """The rendezvous without any setting, and a note for the user: if the working folder is on a
+    network file system, a file beside the script or in that folder; else this node."""
     folder_here = working_folder()
     named = flags.text("rdzv_id") if flags.explicitly("rdzv_id") else ""
     kind = machine.shared(folder_here)
@@ -135,7 +136,7 @@ def working_folder() -> str:
 
 
 def job_stem(flags: FlagValues) -> str:
-    """The job's name derived from its script."""
+    """A name for the job, derived from its script."""
     name = str(flags.ns.training_script)
     if not flags.switch("module"):
         name = os.path.basename(name.rstrip("/"))
@@ -149,8 +150,8 @@ def _plain(text: str) -> str:
 def for_others(
     words: Sequence[str], values: FlagValues, folder: str, grow: str = ""
 ) -> JoinCommand:
-    """The command for other nodes, from this node's words and working directory. `grow`: the value
-    of --grow."""
+    """The command with which other nodes join, from this node's words and working directory.
+    `grow`: the value of --grow to add; "": none."""
     tail = 1 + len(values.ns.training_script_args or ())
     flags, program = without(words[:-tail], _OF_ONE_NODE), list(words[-tail:])
     given: Mapping[str, str] = getattr(values.ns, "given", {})
@@ -162,7 +163,7 @@ def for_others(
 
 
 def without(flags: Sequence[str], names: Collection[str]) -> list[str]:
-    """The words without the flags of these names and their values."""
+    """The words without these flags and their values, in any spelling or abbreviation."""
     kept: list[str] = []
     drop = False
     for word in flags:
@@ -178,7 +179,7 @@ def without(flags: Sequence[str], names: Collection[str]) -> list[str]:
 
 
 def _meant(word: str) -> Flag | None:
-    """The flag of that spelling, or the only one that it abbreviates."""
+    """The flag with that spelling, or the only one that the word abbreviates; else None."""
     if not word.startswith("--"):
         return None
     whole = [flag for flag in FLAGS if word in flag.spellings]
@@ -191,7 +192,7 @@ ELASTIC_WORDS: Final = ("c10d", "elasticrun")
 ETCD_WORDS: Final = ("etcd", "etcd-v2")
 
 PLUGIN_GROUP: Final = "torchrun.handlers"
-"""Entry-point group of other rendezvous backends."""
+"""The entry-point group of rendezvous plug-ins, which torchrun alone supports."""
 
 
 class Meeting(NamedTuple):
@@ -219,7 +220,7 @@ def find_meeting(
     flags: FlagValues, conf: Mapping[str, str], machine: Machine, *, bare: bool
 ) -> Meeting:
     """All settings that depend on the rendezvous. `bare`: this is a command line and no scheduler
-    was detected; otherwise the flags mean the same as in torchrun."""
+    was detected, so that several nodes need no rendezvous flag. Raises UsageError."""
     case = _Case(flags, conf)
     word = flags.text("rdzv_backend")
     if store := flags.text("master_store"):
@@ -250,7 +251,7 @@ def find_meeting(
 
 
 class _Case:
-    """One command: its settings, and the notes for the user."""
+    """Resolves the rendezvous of one command, one method per kind. Each raises UsageError."""
 
     def __init__(self, flags: FlagValues, conf: Mapping[str, str]) -> None:
         self.flags = flags
@@ -267,7 +268,7 @@ class _Case:
         return Meeting(place, job_id, self.low, self.high, max(-1, wish), notes, named=named)
 
     def standalone(self) -> Meeting:
-        """A job that no other node joins gets a unique id, unless the user gave one."""
+        """One node, with the master on loopback. Its job id is unique unless the user gave one."""
         if self.low > 1:
             raise UsageError(
                 f"--standalone is for one node, but --nnodes={self.flags.text('nnodes')} asks for "
@@ -280,7 +281,7 @@ class _Case:
         return found._replace(job_id=job_id, min_nodes=1, max_nodes=1)
 
     def bare(self, machine: Machine) -> Meeting:
-        """Several nodes without a named rendezvous."""
+        """Several nodes, for which nothing names the rendezvous."""
         if self.low == self.high:
             raise unnamed_fixed_size(self.flags, self.high)
         place, note = open_place(self.flags, machine)
@@ -288,7 +289,7 @@ class _Case:
         return self.shared(place)
 
     def shared(self, place: Place) -> Meeting:
-        """The first node chooses the job's id; the others learn it."""
+        """A file, or this node: the first node chooses the job's id, and the others learn it."""
         found = self.meeting(place)
         if found.named:
             return found
@@ -305,7 +306,7 @@ class _Case:
         )
 
     def static(self) -> Meeting:
-        """At a known address, with a fixed number of nodes."""
+        """A known address, which node 0 has, and a fixed number of nodes."""
         flags, high = self.flags, self.high
         number = flags.value("master_port")
         if not self.endpoint and number is None and high == 1:
@@ -339,7 +340,7 @@ class _Case:
         return found._replace(min_nodes=high, node_rank=rank)
 
     def elastic(self) -> Meeting:
-        """At the node that the endpoint names, which starts the master."""
+        """An endpoint: the node that it names starts the master."""
         if (store := self.conf.get("store_type", "tcp")) != "tcp":
             raise UsageError(
                 f"--rdzv-conf: store_type={store} has no effect here, because nodes meet at the "
@@ -401,7 +402,8 @@ class _Case:
         return found._replace(store=store)
 
     def _port_beside_a_store(self) -> int:
-        """With --master-store only the port of an endpoint is used."""
+        """The port of the endpoint, 0 if none is given: with --master-store its host does not
+        count."""
         flags, word = self.flags, self.flags.text("rdzv_backend")
         if flags.switch("standalone"):
             raise UsageError(
@@ -421,7 +423,7 @@ class _Case:
         return port
 
     def external(self, master: str) -> Meeting:
-        """The master is at the address that DLRover's operator gives."""
+        """A master that DLRover's operator starts, at this address."""
         host, port = settings.endpoint(master, None, "DLROVER_MASTER_ADDR")
         self.notes.append(
             f"the job master is expected at {master} (DLROVER_MASTER_ADDR); with "
@@ -438,8 +440,8 @@ class _Case:
 
 
 def _how_many(flags: FlagValues) -> tuple[int, int, list[str]]:
-    """Smallest and largest number of nodes. --nnodes overrides $NODE_NUM, which dlrover-run
-    uses."""
+    """The minimum and maximum number of nodes, and notes. With --auto-config or DLRover's master,
+    $NODE_NUM gives both, unless --nnodes does."""
     low, high = settings.nodes(flags.text("nnodes"))
     auto = flags.switch("auto_config")
     if flags.explicitly("nnodes") or not (auto or _dlrover_master(flags)):
@@ -474,7 +476,7 @@ def _is_host(conf: Mapping[str, str]) -> bool | None:
 
 
 def _rank_variable(flags: FlagValues, default: int = -1) -> int:
-    """$NODE_RANK (or, without it, dlrover-run's $WORKER_RANK)."""
+    """$NODE_RANK, else dlrover-run's $WORKER_RANK, else `default`. Raises UsageError."""
     for name in ("NODE_RANK", "WORKER_RANK"):
         text = flags.environ.get(name, "").strip()
         if text:

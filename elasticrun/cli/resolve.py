@@ -101,7 +101,7 @@ class Resolved:
 
 @dataclass(frozen=True, slots=True)
 class EntryPlan:
-    """What ranks run and how; given as objects by a Python caller, as flags on a command line."""
+    """What ranks run and how: from a Python caller's objects, or from the command line's flags."""
 
     entry: Entrypoint
     logs: LogPlan
@@ -117,9 +117,9 @@ def resolve(
     command: Sequence[str] = (),
     program: EntryPlan | None = None,
 ) -> Resolved:
-    """Resolve what the user asked for. `command`: the words typed; `program`: given by a Python
-    caller, who has typed no flags. Raises `UsageError` with one sentence if it is impossible, and
-    `NothingToDo` if another task on this node is the agent."""
+    """Resolve what the user asked for. `command`: the words typed; `program`: from a Python caller,
+    who has typed none. Raises `UsageError` if it is impossible, and `NothingToDo` if another task
+    on this node is the agent."""
     place = detect_place(FlagValues(ns, environ), machine)
     if place.idle:
         raise NothingToDo(place.idle)
@@ -135,7 +135,7 @@ def resolve(
     notes += _conf_notes(conf, meeting.place.kind)
     nproc = ranks_per_node(flags, machine, notes)
     spec = job_spec(flags, conf, meeting, debugged=machine.debugged)
-    # with --git the ranks run in another folder than the one in which the command was typed
+    # with --git the ranks run in a folder other than the one in which the command was typed
     typed_in = rendezvous.working_folder() if command and flags.text("git") else ""
     ranks = program or _program(flags, machine, nproc, typed_in)
     notes += [_ONE_THREAD] if ranks.set_omp_threads else []
@@ -207,17 +207,18 @@ def _program(flags: FlagValues, machine: Machine, nproc: int, typed_in: str) -> 
 def _to_join(
     flags: FlagValues, meeting: Meeting, spec: JobSpec, command: Sequence[str]
 ) -> JoinCommand | None:
-    """The command for other nodes, if they meet here."""
+    """The command with which other nodes join, if a file or this node is the rendezvous."""
     if meeting.place.kind not in ("file", "open") or not command:
         return None
-    # nodes that meet through a file have the same command line, so it means the same for all
+    # nodes that meet through a file have the same command line, which implies the same --grow
     grow = spec.grow if meeting.place.kind == "open" else ""
     typed = FlagValues(flags.ns, flags.environ)
     return rendezvous.for_others(command[1:], typed, rendezvous.working_folder(), grow)
 
 
 def _path(path: str, typed_in: str) -> str:
-    """A path from a flag, which is relative to this folder; "": the folder stays the same."""
+    """A flag's path, made absolute with the folder in which the command was typed. With "" for that
+    folder it is unchanged, because the ranks run there too."""
     return str(Path(typed_in, path)) if path and typed_in else path
 
 
@@ -231,7 +232,7 @@ def _tls(flags: FlagValues, typed_in: str) -> Tls | None:
 def run_plan(
     flags: FlagValues, command: Sequence[str], program: Sequence[str], typed_in: str
 ) -> RunPlan:
-    """The run folder, and what is written there. Raises `UsageError`."""
+    """The run folder, and what is known of the job when it begins. Raises `UsageError`."""
     folder, fresh = flags.text("run_dir"), flags.switch("fresh")
     if fresh and not folder:
         raise UsageError("--fresh needs --run-dir")
@@ -271,7 +272,7 @@ def _node_id(flags: FlagValues, meeting: Meeting) -> str:
 
 
 def conf_keys(flags: FlagValues) -> dict[str, str]:
-    """--rdzv-conf, with the keys of dlrover-run and of the documentation renamed to ours."""
+    """The pairs of --rdzv-conf, with the key aliases replaced by our keys. Raises `UsageError`."""
     found = settings.pairs(flags.text("rdzv_conf"))
     return {_ALIASES.get(key, key): value for key, value in found.items()}
 
@@ -279,7 +280,8 @@ def conf_keys(flags: FlagValues) -> dict[str, str]:
 def job_spec(
     flags: FlagValues, conf: Mapping[str, str], meeting: Meeting, *, debugged: bool = False
 ) -> JobSpec:
-    """What the user asked of the job, without its id."""
+    """The job's settings, without its id. `debugged`: a debugger may stop the ranks. Raises
+    `UsageError`."""
     restarts = flags.number("max_restarts")
     if not flags.explicitly("max_restarts") and meeting.min_nodes < meeting.max_nodes:
         restarts = config.ELASTIC_RESTARTS
@@ -343,8 +345,8 @@ def _saves(flags: FlagValues) -> SaveSpec:
 
 
 def _watch(flags: FlagValues, *, debugged: bool) -> WatchSpec:
-    """The settings of the hang watch and the price of time. A rank at a breakpoint is not a hang.
-    Raises `UsageError`."""
+    """The settings of the hang watch, and the price of a slot. If ranks are `debugged`, hangs are
+    by default only reported, because a rank may be at a breakpoint. Raises `UsageError`."""
     limit = settings.seconds(str(flags.value("hang_limit")), "--hang-limit", zero=True)
     price = _number(flags, "slot_price", "a price, 0 or more", lambda x: x >= 0)
     on_hang = flags.text("on_hang")
@@ -353,7 +355,8 @@ def _watch(flags: FlagValues, *, debugged: bool) -> WatchSpec:
 
 
 def ranks_per_node(flags: FlagValues, machine: Machine, notes: list[str]) -> int:
-    """The number of ranks that --nproc-per-node means on this machine. Raises `UsageError`."""
+    """The number of ranks that --nproc-per-node means on this machine. May add to `notes`. Raises
+    `UsageError`."""
     text = flags.text("nproc_per_node").strip()
     if flags.switch("auto_config") and not flags.explicitly("nproc_per_node"):
         found = machine.accelerators("gpu")
@@ -433,7 +436,8 @@ def _log_plan(flags: FlagValues, machine: Machine, typed_in: str) -> LogPlan:
 
 
 def shutdown_timeout(flags: FlagValues) -> float:
-    """Seconds between SIGTERM and SIGKILL: flag, PET_ variable, torch's variable, 30."""
+    """Seconds between SIGTERM and SIGKILL: from the flag or its variable, else from torch's
+    variable, else 30."""
     found = _optional_time(flags, "shutdown_timeout", env.SHUTDOWN_TIMEOUT)
     return float(config.SHUTDOWN_TIMEOUT) if found is None else found
 
@@ -464,7 +468,7 @@ def _time(flags: FlagValues, dest: str) -> float:
 
 
 def _choices(flags: FlagValues) -> None:
-    """Check choices in a namespace from another parser; argparse has checked its own."""
+    """Raise UsageError for an invalid choice, which only another parser's namespace can contain."""
     for flag in table.FLAGS:
         if flag.choices:
             value = flags.value(flag.dest)
@@ -500,7 +504,7 @@ def _nothing_yet(flags: FlagValues) -> list[str]:
 
 
 def _unread(environ: Mapping[str, str]) -> list[str]:
-    """One note that names variables with our prefix that nothing reads."""
+    """A note that names the variables with our prefix that nothing reads; [] without any."""
     begins = "ELASTICRUN_"
     known = {value for value in vars(env).values() if isinstance(value, str)}
     known |= {f"{begins}{flag.dest.upper()}" for flag in table.FLAGS if flag.env == "*"}
@@ -517,7 +521,7 @@ def _unread(environ: Mapping[str, str]) -> list[str]:
 
 
 def _only_torchrun_flags(flags: FlagValues, plugin: str) -> None:
-    """Refuse flags that torchrun lacks: a plug-in's job is run by torchrun."""
+    """Raise UsageError for a flag that torchrun lacks, because torchrun runs a plug-in's job."""
     given: Mapping[str, str] = getattr(flags.ns, "given", {})
     contract = {flag.dest for flag in table.FLAGS if flag.origin == TORCHRUN}
     for dest, spelling in given.items():
@@ -558,8 +562,8 @@ def precheck(flags: FlagValues) -> int:
 
 
 def accelerator(flags: FlagValues) -> str:
-    """The name of --accelerator as `accelerators.of` knows it; "" if it is detected
-    automatically."""
+    """The value of --accelerator as a name that `accelerators.of` accepts; "" if the accelerator is
+    to be detected. Raises `UsageError`."""
     word = flags.text("accelerator")
     if not word or word in accelerators.UNSUPPORTED:
         return ""
@@ -571,7 +575,7 @@ def accelerator(flags: FlagValues) -> str:
 
 
 def health_notes(flags: FlagValues, found: CheckSpec) -> list[str]:
-    """Notes about settings without effect, and about what --auto-config has enabled."""
+    """Notes about health settings without effect, and about what --auto-config has enabled."""
     found_notes = []
     word = flags.text("accelerator")
     if word in accelerators.UNSUPPORTED:

@@ -1,8 +1,8 @@
-"""The user's settings: parsers for texts with a grammar, a scheduler's values for flags that were
-not given, and the source of each value. Pure; the parsers raise `UsageError`.
+"""The user's settings: parsers for values with a grammar, and the value and source of each flag.
+Pure; the parsers raise `UsageError`.
 
-`cli.place` applies a scheduler's values. It is separate, because most commands run without a
-scheduler and must not wait for the import of detection.
+`cli.place` chooses a scheduler's values for flags that were not given. It is separate, because most
+commands run without a scheduler and must not wait for the import of detection.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class UsageError(Exception):
 
 
 class NotHere(UsageError):
-    """Something is missing here; another machine, or another try, may have it."""
+    """Something is missing on this machine; another machine, or a later try, may have it."""
 
     for_scheduler = config.EXIT_FAILED
 
 
 class NoProgram(UsageError):
-    """There is no script to run."""
+    """The script or program does not exist or cannot be run."""
 
     for_scheduler = config.EXIT_FINAL
 
@@ -66,7 +66,7 @@ class NothingToDo(Exception):
 
 
 def nodes(text: str, flag: str = "--nnodes") -> tuple[int, int]:
-    """`N` or `MIN:MAX`: the smallest and the largest number of nodes."""
+    """Parse `N` or `MIN:MAX`: the minimum and maximum number of nodes."""
     parts = text.split(":")
     try:
         numbers = [int(part) for part in parts]
@@ -108,10 +108,9 @@ def job_name(given: str, otherwise: str) -> str:
 
 
 def endpoint(text: str, default_port: int | None, flag: str) -> tuple[str, int]:
-    """`HOST`, `HOST:PORT` or `[IPv6]:PORT`: host without brackets, and port.
+    """Parse `HOST`, `HOST:PORT` or `[IPv6]:PORT`: the host without brackets, and the port.
 
-    The last group of an IPv6 address without brackets is the port, as under torchrun. Raises
-    UsageError if there is neither a port nor a default.
+    The last group of an IPv6 address without brackets is the port, as under torchrun.
     """
     text = text.strip()
     before, colon, after = text.rpartition(":")
@@ -139,7 +138,7 @@ def host_name(text: str, flag: str) -> str:
 
 
 def data(text: str) -> dict[str, str]:
-    """`NAME:/PATH,...` of --data: the path of each folder."""
+    """Parse `NAME:/PATH,...` of --data: paths by name."""
     found: dict[str, str] = {}
     for item in filter(None, map(str.strip, text.split(","))):
         label, _, path = item.partition(":")
@@ -164,7 +163,7 @@ def port(number: int, flag: str) -> int:
 
 
 def pairs(text: str) -> dict[str, str]:
-    """`key=value,key=value` of --rdzv-conf."""
+    """Parse `key=value,key=value` of --rdzv-conf."""
     found: dict[str, str] = {}
     if not text.strip():
         return found
@@ -177,7 +176,7 @@ def pairs(text: str) -> dict[str, str]:
 
 
 def seconds(text: str, name: str, *, zero: bool = False) -> float:
-    """A time in seconds, above 0 (or 0 if `zero` allows it); may be fractional."""
+    """Parse a time in seconds, above 0 (or 0 if `zero` allows it); it may be fractional."""
     try:
         value = float(text)
     except ValueError:
@@ -191,7 +190,7 @@ def seconds(text: str, name: str, *, zero: bool = False) -> float:
 
 
 def boolean(text: str, name: str) -> bool:
-    """1/0, true/false, yes/no, t/f, y/n."""
+    """Parse 1/0, true/false, yes/no, t/f, y/n."""
     word = text.lower()
     if word in ("1", "true", "t", "yes", "y"):
         return True
@@ -201,10 +200,10 @@ def boolean(text: str, name: str) -> bool:
 
 
 def streams(text: str, flag: str) -> tuple[int, dict[int, int]]:
-    """The grammar of -r and -t: one digit for all ranks, or `LOCAL_RANK:DIGIT,...`.
+    """Parse the value of -r and -t: one digit for all ranks, or `LOCAL_RANK:DIGIT,...`.
 
-    Digits: 0 none, 1 stdout, 2 stderr, 3 both. Returns the value for ranks that are not named, and
-    the values of named ranks.
+    Digits: 0 none, 1 stdout, 2 stderr, 3 both. Returns the digit for ranks that are not named, and
+    the digits of named local ranks.
     """
     if re.fullmatch(r"[0-3]", text):
         return int(text), {}
@@ -217,7 +216,7 @@ def streams(text: str, flag: str) -> tuple[int, dict[int, int]]:
 
 
 def ranks(text: str, flag: str) -> tuple[int, ...] | None:
-    """Comma-separated local ranks, sorted; None for an empty text (all of them)."""
+    """Parse comma-separated local ranks: sorted, or None for an empty text, which means all."""
     if not text:
         return None
     try:
@@ -229,7 +228,7 @@ def ranks(text: str, flag: str) -> tuple[int, ...] | None:
 
 
 def signals(text: str) -> tuple[str, ...]:
-    """Names of signals that a process can handle."""
+    """Parse the comma-separated names of signals, which a process must be able to handle."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
         if name not in signal.Signals.__members__:
@@ -240,7 +239,7 @@ def signals(text: str) -> tuple[str, ...]:
 
 
 def modules(text: str) -> tuple[str, ...]:
-    """--preload: names of modules. `off`, the default, means none."""
+    """Parse --preload: names of modules. "" and `off` mean none."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     for word in words:
         if not _MODULE.match(word):
@@ -275,10 +274,10 @@ MARKS: Final = (
 class DetectedPlace:
     """The scheduler's values for this command.
 
-    filled: values by flag dest. shown: the same, for display only: values that apply although they
-    did not become flags. note: one line about what was detected and how it is used, "" for none.
-    idle: why this process has nothing to do. by: the flag or variable that names the rendezvous, ""
-    for none."""
+    found: what was detected. filled: values for flags, by dest. shown: values to display by dest,
+    which apply without being flags. note: one line about what was detected and how it is used, ""
+    for none. idle: why this process has nothing to do, "" if it has. by: the flag or variable that
+    names the rendezvous, "" for none."""
 
     found: Found | None = None
     filled: Mapping[str, Given] = field(default_factory=dict)
@@ -328,7 +327,8 @@ class FlagValues:
         return bool(self.value(dest))
 
     def source(self, dest: str) -> str:
-        """The source of a value: a spelling on the command line, a variable, or "default"."""
+        """The source of a value: the flag as typed, a variable, the scheduler's variable, "the
+        caller" for another parser's namespace, or "default"."""
         if dest in self.filled:
             return self.filled[dest].source
         given: Mapping[str, str] = getattr(self.ns, "given", {})
@@ -383,7 +383,7 @@ CALLED: Final = {
 
 
 def sources(flags: FlagValues, conf: Mapping[str, str]) -> dict[str, str]:
-    """The source of each field of the job's spec that was given."""
+    """The source of each field of the job's spec that was given, by the field's name."""
     found = {}
     for kind in (JobSpec, CheckSpec, SaveSpec, WatchSpec):
         for name in kind.__struct_fields__:

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 from elasticrun import config
 
 TORCHRUN = "torchrun"
-"""Origin of the flags of torchrun 2.13: their abbreviations stay valid, whatever flags are
+"""The origin of the flags that torchrun 2.13 has. They may be abbreviated, whatever other flags are
 added."""
 NEWER = "torchrun 2.14+"
 DLROVER = "dlrover-run"
@@ -22,9 +22,10 @@ class Flag(NamedTuple):
     """One flag, as a row of the table.
 
     `name` is the long spelling with dashes; the one with underscores exists as well. `kind`
-    converts text to the value (ValueError if it cannot; `wants` then describes the expected value);
-    None makes it a switch. `env` is the variable of the default: "" for none, "*" for the usual
-    name (PET_<DEST>; ELASTICRUN_<DEST> for a flag of ours; see `variable_in`).
+    converts text to the value, or raises ValueError; None makes the flag a switch. `expects`
+    describes a valid value, for the error message. `env` is the variable of the default: "" for
+    none, "*" for the usual name (PET_<DEST>; ELASTICRUN_<DEST> for a flag of ours; see
+    `variable_in`).
     """
 
     name: str
@@ -51,7 +52,7 @@ class Flag(NamedTuple):
 
     @property
     def variable(self) -> str:
-        """The environment variable for its default, "" for none."""
+        """The documented environment variable for its default, "" for none."""
         if self.env != "*":
             return self.env
         return ("ELASTICRUN_" if self.origin == OURS else "PET_") + self.dest.upper()
@@ -162,13 +163,13 @@ an ELASTICRUN_ form, which takes precedence: ELASTICRUN_NNODES overrides PET_NNO
 
 
 def comma_separated(text: str) -> list[str]:
-    """Comma-separated items; a doubled comma is a comma inside an item."""
+    """Parse comma-separated items; a doubled comma is a comma inside an item."""
     mark = "\0"
     return [item.replace(mark, ",") for item in text.replace(",,", mark).split(",")]
 
 
 def seconds(text: str) -> int | float:
-    """Seconds; whole numbers stay an int, as in torchrun."""
+    """Parse seconds; a whole number becomes an int, as in torchrun. Raises ValueError."""
     try:
         return int(text)
     except ValueError:
@@ -423,12 +424,12 @@ _ROWS: Final[Mapping[str, tuple[Flag, ...]]] = {
             "yet).", DLROVER),
     ),
 }  # fmt: skip
-"""By group."""
+"""The rows, by the key of their group."""
 
 FLAGS: Final = tuple(flag._replace(group=key) for key, rows in _ROWS.items() for flag in rows)
 
 TRUST: Final = tuple(flag for flag in FLAGS if flag.group == "trust")
-"""Flags that every command needs to connect to a job with a token or TLS."""
+"""Flags of every command that connects to a master, for jobs with a token or TLS."""
 
 NOTHING_YET: Final = ("auto_tunning", "membind_policy", "training_port", "ucp_device_type")
 """dlrover-run flags that are accepted and have no effect in this version."""

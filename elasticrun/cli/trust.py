@@ -1,4 +1,4 @@
-"""The job's secret and its TLS files, from flags and environment."""
+"""The job's token (its secret) and its TLS files, from flags and environment."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from elasticrun.wire.env import GIT_PASSWORDS, GIT_USERNAMES
 TOKEN_VARIABLE: Final = "ELASTICRUN_TOKEN"
 TOKEN_FILE_VARIABLE: Final = "ELASTICRUN_TOKEN_FILE"
 GIT_SECRETS: Final = (*GIT_USERNAMES, *GIT_PASSWORDS)
-"""Variables that only git may see (--git)."""
+"""Variables that are withdrawn for --git: only git may see them."""
 MAX_TOKEN: Final = 4096
-"""Maximum length of a secret in characters; 32 random bytes in hex have 64."""
+"""Maximum length of a token in characters; 32 random bytes in hex have 64."""
 
 SHORT_TOKEN: Final = 16
-"""A shorter secret can be guessed: anyone who can connect to the master can try offline, because
-the master proves its knowledge of the secret first."""
+"""A token with fewer characters can be guessed: anyone who can connect to the master can guess
+offline, because the master proves first that it knows the token."""
 
 _withdrawn: dict[str, str] = {}
 
 
 def withdraw(*names: str) -> dict[str, str]:
-    """Remove the secret and these variables from this process's environment. Children do not
-    inherit them, and /proc/<pid>/environ does not show them. Returns the environment with them,
-    also in later calls."""
+    """Remove the token and these variables from this process's environment, so that children do not
+    inherit them and /proc/<pid>/environ does not show them. Returns the environment including all
+    that was ever removed."""
     for name in (TOKEN_VARIABLE, *names):
         if name in os.environ:
             _withdrawn[name] = os.environ[name]
@@ -38,7 +38,8 @@ def withdraw(*names: str) -> dict[str, str]:
 
 
 def _blot(name: str) -> None:
-    """Overwrite the value in the kernel's memory area: `unsetenv` only drops the pointer."""
+    """Overwrite a variable's value in memory, where the kernel reads it for /proc/<pid>/environ:
+    `unsetenv` only drops the pointer."""
     import ctypes
 
     libc = ctypes.CDLL(None)
@@ -48,7 +49,8 @@ def _blot(name: str) -> None:
 
 
 def token(flags: FlagValues) -> str:
-    """The secret, "" for none: the flag's file overrides the variable."""
+    """The token, "" for none: from the file of --token-file, else from the variable. Raises
+    UsageError."""
     path = _file(flags, "token_file")
     if not path:
         return _checked(flags.environ.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE)
@@ -74,7 +76,7 @@ def _checked(text: str, where: str) -> str:
 
 
 def tls(flags: FlagValues) -> Tls | None:
-    """The TLS files; None for plain TCP."""
+    """The TLS files; None for plain TCP. Raises UsageError."""
     files = {name: _file(flags, f"tls_{name}") for name in ("cert", "key", "ca")}
     if not any(files.values()):
         return None

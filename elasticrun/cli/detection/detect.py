@@ -20,7 +20,7 @@ from elasticrun.cli.detection.found import (
 
 
 def dlrover(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
-    """The values of DLRover's operator; None unless it created this pod. Its master is started
+    """The values of DLRover's operator; None unless it created this pod. The master is started
     elsewhere, and NODE_RANK and NODE_NUM count nodes."""
     master = text(environ, "DLROVER_MASTER_ADDR")
     if master is None:
@@ -80,8 +80,8 @@ ORDER: Final[tuple[Family, ...]] = (
 )
 
 INSIDE: Final = "TORCHELASTIC_RUN_ID"
-"""Set in every rank. A process that a rank starts inherits the scheduler's variables too, but it is
-a single process on one node."""
+"""A variable that is set in every rank. A process that a rank starts inherits the scheduler's
+variables too, but is a single process on one node."""
 
 
 def detect(environ: Mapping[str, str], facts: HostFacts) -> Found | None:

@@ -23,12 +23,12 @@ one host."""
 
 
 def port_of_number(job: int, step: int = 0) -> int:
-    """The port of a job with a number: the next len(PORTS) job numbers have other ports."""
+    """The port for a job with a number: len(PORTS) consecutive job numbers have different ports."""
     return PORTS[(job + step * _STEPS_APART) % len(PORTS)]
 
 
 def port_of_name(name: str) -> int:
-    """The port of a job that only has a name."""
+    """The port for a job that only has a name."""
     return PORTS[zlib.crc32(name.encode()) % len(PORTS)]
 
 
@@ -84,7 +84,7 @@ class Found:
 
 
 def number(environ: Mapping[str, str], *names: str) -> Given | None:
-    """The first of these variables that holds an integer, 0 or more, of plausible length."""
+    """The first of these variables that holds an integer, 0 or more, of at most 12 digits."""
     for name in names:
         text = environ.get(name, "").strip()
         if text.isascii() and text.isdigit() and len(text) <= 12:
@@ -115,7 +115,7 @@ def text(environ: Mapping[str, str], *names: str) -> Given | None:
 
 
 TERMINAL = "standard input is a terminal"
-"""Why an interactive command stays on one node, whatever the scheduler has set up."""
+"""The reason why an interactive command stays on one node, whatever the scheduler has set up."""
 
 
 class Machine(NamedTuple):

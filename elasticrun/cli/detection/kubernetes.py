@@ -30,14 +30,15 @@ from elasticrun.cli.detection.found import (
 )
 
 POD: Final = "KUBERNETES_SERVICE_HOST"
-"""Set in every pod by the kubelet."""
+"""A variable that the kubelet sets in every pod."""
 
 _HERE: Final = ("localhost", "127.0.0.1")
 _NAME = re.compile(r"[A-Za-z0-9_.:-]+\Z")
 
 
 def kubeflow(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
-    """PET_NNODES and PET_MASTER_ADDR in a pod: torchrun's own variables contain everything."""
+    """A pod with PET_NNODES and PET_MASTER_ADDR or PET_RDZV_ENDPOINT, torchrun's own variables,
+    which set everything; so no values are returned."""
     nodes = text(environ, "PET_NNODES")
     where = text(environ, "PET_RDZV_ENDPOINT", "PET_MASTER_ADDR")
     if nodes is None or where is None or POD not in environ:
@@ -49,8 +50,8 @@ def kubeflow(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
 
 
 def pytorch_job(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
-    """A pod of a PyTorchJob without PET_*. Outside Kubernetes these variables may as well come from
-    a launcher that started this process as a rank, so they are ignored."""
+    """A pod of a PyTorchJob without PET_*. Outside Kubernetes RANK and the like may just as well
+    come from a launcher that started this process as a rank, so they are ignored."""
     if POD not in environ:
         return None
     seen = f"pod {facts.hostname} of a PyTorchJob or the like"
@@ -60,7 +61,8 @@ def pytorch_job(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
 def node_level(
     environ: Mapping[str, str], facts: HostFacts, family: str, seen: str
 ) -> Found | None:
-    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as an operator sets them, counting nodes."""
+    """The values of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, where an operator has set them
+    to count nodes; None if one is missing or invalid."""
     rank, size = number(environ, "RANK"), number(environ, "WORLD_SIZE")
     master = text(environ, "MASTER_ADDR")
     if rank is None or size is None or master is None or not _NAME.match(master.value):
@@ -178,7 +180,8 @@ def _named(found: Found, host: Given, name: str) -> Found:
 
 
 def _of_all(found: Found, facts: HostFacts) -> Found:
-    """A bare command covers all nodes if there are several."""
+    """`found`, with what a bare command means if there are several nodes: a job of all of them, or
+    why not."""
     count = amount(found.nodes)
     if count <= 1:
         return found
@@ -189,12 +192,12 @@ def _of_all(found: Found, facts: HostFacts) -> Found:
 
 
 def _numbered(name: str) -> tuple[str, int | None]:
-    """`job-3` as ("job", 3); a name without a number at its end, and None."""
+    """Split `job-3` into ("job", 3); a name without a number at its end is returned with None."""
     match = _NUMBERED.match(name)
     return (match[1], int(match[2])) if match is not None else (name, None)
 
 
 def _domain(facts: HostFacts) -> str:
-    """The part of the full host name after the short name, "" if none."""
+    """The part of the full host name after the host name; "" if there is none."""
     name, _, domain = facts.fqdn.partition(".")
     return domain if name == facts.hostname else ""

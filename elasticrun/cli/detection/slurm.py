@@ -45,7 +45,7 @@ class BadHostlist(Exception):
 
 
 def expand(text: str) -> list[str]:
-    """The names in order. Raises BadHostlist."""
+    """The names in a node list, in order. Raises BadHostlist."""
     if len(text) > MAX_LENGTH:
         raise BadHostlist(f"a list of nodes has {MAX_LENGTH} characters at most")
     names: list[str] = []
@@ -110,7 +110,7 @@ OWN_STEPS: Final = 0xFFFFFFF0
 """Step numbers from here on are Slurm's own."""
 
 PTY: Final = "SLURM_PTY_PORT"
-"""Set in processes that `srun --pty` starts, and in their children."""
+"""A variable that is set in processes that `srun --pty` starts, and in their children."""
 
 
 def detect(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
@@ -123,7 +123,8 @@ def detect(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
 
 
 def step_of(environ: Mapping[str, str]) -> int | None:
-    """The number of the srun step of this task; None in a batch script and in salloc."""
+    """The number of the srun step that this process is a task of; None in a batch script and in
+    salloc."""
     step = number(environ, "SLURM_STEP_ID", "SLURM_STEPID")
     if step is None or amount(step) >= OWN_STEPS:
         return None
@@ -182,8 +183,8 @@ def _task(environ: Mapping[str, str], facts: HostFacts, job: Given, step: int) -
 
 
 def _first(environ: Mapping[str, str], job: Given, seen: str) -> Found:
-    """Values that apply in and outside a step. SLURM_RESTART_COUNT is unset before the first
-    requeue."""
+    """The values that are the same inside and outside a step. SLURM_RESTART_COUNT is not set before
+    the first requeue."""
     again = number(environ, "SLURM_RESTART_COUNT")
     return Found(
         FAMILY,
@@ -226,7 +227,8 @@ def _first_host(environ: Mapping[str, str], count: int) -> tuple[Given | None, s
 
 
 def _devices(environ: Mapping[str, str]) -> Given | None:
-    """GPUs of this node, or fewer if this task sees fewer."""
+    """The number of GPUs of this node, or of those that this task sees, if fewer; None if Slurm
+    counts none."""
     devices = number(environ, "SLURM_GPUS_ON_NODE")
     if devices is None or not amount(devices):
         return None

@@ -1,6 +1,6 @@
 """Tables for the terminal.
 
-A name is never cut: a name too wide for its column gets its own line, as in `df`.
+A name is never truncated: a name too wide for its column gets its own line, as in `df`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def duration(seconds: float) -> str:
 
 
 def lines(titles: Row, rows: Sequence[Row], columns: int) -> list[str]:
-    """The table, no wider than `columns` unless a single name is wider."""
+    """The lines of the table, no wider than `columns` unless a single name is. The first column has
+    the names."""
     table = [titles, *rows]
     most = [max(len(row[at]) for row in table) for at in range(1, len(titles))]
     room = columns - sum(width + 2 for width in most)
@@ -46,7 +47,8 @@ def lines(titles: Row, rows: Sequence[Row], columns: int) -> list[str]:
 
 
 def width() -> int | None:
-    """The table width for a pipe or a file; None on a terminal, where rich measures the width."""
+    """The table width for a pipe or a file: $COLUMNS if it is at least 40, else 100. None on a
+    terminal, whose width rich measures."""
     columns = os.environ.get("COLUMNS", "")
     if sys.stdout.isatty():
         return None

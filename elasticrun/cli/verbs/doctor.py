@@ -1,9 +1,9 @@
 """`elasticrun doctor`: problems of this machine, and how to fix them.
 
-With --rdzv-endpoint it also asks the job's master: whether the master can dial this host, how far
-their clocks differ, and whether another node uses this host's name. A second table lists the
-settings that place this node in its job, each with its source. Exit code 1 if a check failed, else
-0.
+With --rdzv-endpoint it also queries the job's master: whether the master can dial this host, how
+far their clocks differ, and whether another node uses this host's name. A second table lists the
+settings that place this node in its job, each with its source. The exit code is 1 if a check
+failed, else 0.
 """
 
 from __future__ import annotations
@@ -40,21 +40,23 @@ if TYPE_CHECKING:
 
 
 ALWAYS: Final = ("nnodes", "nproc_per_node", "node_rank", "rdzv_id", "rdzv_endpoint")
-"""Shown whenever any setting is shown, even at the default: a missing value is informative too."""
+"""Flags that are shown whenever any is, even at their defaults: a missing value is informative
+too."""
 
 _OTHERS: Final = tuple(dest for dest in PLACE_FLAGS if dest not in ALWAYS)
 
 ROWS: Final = (*ALWAYS, *_OTHERS, "log_dir", "data", "accelerator")
-"""The launcher's flags that describe the machine's task and this node's place in its job."""
+"""The launcher's flags that `doctor` accepts: this node's place in its job, and what its ranks
+use."""
 
 MASTER: Final = "master"
-"""The check that the master answers at all."""
+"""The name of the check that the master answers."""
 
 STYLES: Final = {Level.OK: "green", Level.WARNING: "yellow", Level.FAILED: "bold red"}
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
-    """`elasticrun doctor` with its own arguments. Raises UsageError for invalid ones."""
+    """Run `elasticrun doctor`. Returns the exit code. Raises UsageError for invalid settings."""
     variables = trust.withdraw() if environ is None else environ
     ns = parser(variables).parse_args(argv)
     flags = FlagValues(ns, variables)
@@ -129,9 +131,9 @@ def _subject(
 
 
 def _nodes(flags: FlagValues, place: DetectedPlace) -> int:
-    """The largest number of nodes of the job. Without --nnodes, the number that the scheduler
-    allocated: a bare command in a batch script is a job of one node, but the checks also consider
-    the other allocated nodes."""
+    """The maximum number of nodes of the job; without --nnodes, the number that the scheduler
+    allocated: a bare command in a batch script is a job of one node, but the checks should cover
+    the other allocated nodes too."""
     _, nodes = settings.nodes(flags.text("nnodes"))
     if flags.explicitly("nnodes") or flags.switch("standalone") or place.found is None:
         return nodes
@@ -194,7 +196,8 @@ async def _master_findings(master: MasterQuery) -> list[Finding]:
 
 
 async def _no_answer(master: MasterQuery, wrong: LinkError) -> Finding:
-    """The finding about a master that does not answer. TLS on only one side is its own case."""
+    """The finding about a master that does not answer or refuses, such as for TLS on one side
+    only."""
     from elasticrun.agent.link.answering import PortAnswer, probe
 
     where = master.endpoint

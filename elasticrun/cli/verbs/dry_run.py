@@ -29,8 +29,8 @@ def describe(
     environ: Mapping[str, str],
     place: DetectedPlace = NOT_DETECTED,
 ) -> str:
-    """The resolved settings as text: a summary, then each flag that is not at its default with its
-    source, and with --verbose all other flags."""
+    """The resolved settings as text: a summary, then each flag that is not at its default, with its
+    source, and with --verbose all other flags too."""
     flags = FlagValues(ns, environ, {**place.shown, **place.filled})
     launch = found.launch
     spec = launch.spec
@@ -68,7 +68,8 @@ def describe(
 
 
 def _counting(row: Setting, found: Resolved, environ: Mapping[str, str]) -> Setting:
-    """The row of a flag; if the flag is at its default, the value in effect and its source."""
+    """The row of a flag, with the value in effect and its source if something other than the flag
+    has replaced its default."""
     launch, place, job_id = found.launch, found.place, found.identity.job_id
     spec, rank = launch.spec, launch.node_rank
     file = place.kind == "file"
@@ -105,7 +106,8 @@ def _counting(row: Setting, found: Resolved, environ: Mapping[str, str]) -> Sett
 
 
 def _attempt(place: DetectedPlace) -> list[tuple[str, str]]:
-    """How often the scheduler has started this job, if the scheduler counts that."""
+    """The row with the number of times that the scheduler has started this job; [] if the scheduler
+    does not count that."""
     if place.found is None or not place.found.attempt_source:
         return []
     return [("attempt", f"{place.found.attempt} ({place.found.attempt_source})")]

@@ -42,11 +42,11 @@ JOB_FLAGS: Final = (
     "hang_limit",
     "slot_price",
 )
-"""Flags that form the job's spec. If none is given, the first agent's spec applies."""
+"""Flags that form the job's spec. If none of them is given, the first agent's spec applies."""
 
 
 def parser(environ: dict[str, str]) -> Parser:
-    """The flags of `elasticrun master`; the job's flags are the launcher's."""
+    """The parser of `elasticrun master`; the job's flags are the launcher's."""
     made = Parser(
         prog=f"{PROG} master",
         description="Run the job master, which agents reach by --rdzv-endpoint=HOST:PORT.",

@@ -1,4 +1,6 @@
-"""Masters of running jobs: the endpoint that a user names, and the user's credentials for it."""
+"""Queries masters of running jobs for their status: which endpoint, and with which credentials of
+the user.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ class MasterQuery:
 
 
 def parse_endpoint(text: str) -> Endpoint:
-    """`host`, `host:port`, `[ipv6]:port` or `[ipv6]`; NoStatus if it is none of these."""
+    """Parse `host`, `host:port`, `[ipv6]:port` or `[ipv6]`. Raises NoStatus."""
     host, colon, port = text.rpartition(":")
     if not colon or text.endswith("]"):
         host, port = text, str(DEFAULT_PORT)
@@ -57,9 +59,9 @@ def published_here() -> list[Published]:
 
 
 def question(endpoint: Endpoint, token: str, files: Tls | None) -> MasterQuery:
-    """A question with the job's token, or with the reader token that one of this user's masters on
-    this port published here. Sending that token's proof to another job's master leaks nothing: the
-    proof is valid for the publishing master only."""
+    """The query to a master, with the job's token, else with the reader token that one of this
+    user's masters with this port published here. Sending a proof of that reader token to another
+    job's master leaks nothing, because only the publishing master accepts it."""
     if token:
         return MasterQuery(endpoint, reader_token(token), files)
     with contextlib.suppress(NoStatus):
@@ -71,7 +73,7 @@ def question(endpoint: Endpoint, token: str, files: Tls | None) -> MasterQuery:
 
 
 def question_to(master: Published, token: str, files: Tls | None) -> MasterQuery:
-    """A question to one of this user's masters on this host."""
+    """The query to one of this user's masters on this host."""
     given = master.reader or reader_token(token)
     return MasterQuery(master.endpoint, given, files if master.tls else None, master.run)
 
@@ -99,8 +101,8 @@ class NoReply(NamedTuple):
 def query_all(
     questions: list[MasterQuery], runner: asyncio.Runner
 ) -> tuple[list[tuple[Endpoint, JobStatus]], list[NoReply]]:
-    """The status pages of the masters that answer, with their endpoints, and the masters that do
-    not."""
+    """Query all at once. Returns the endpoints and statuses of the masters that answer, and those
+    that do not or refuse. Raises NoStatus for unusable TLS files."""
     # Late import: grpc takes longer to import than everything else here together.
     from elasticrun.agent.link.answering import PortAnswer, probe
     from elasticrun.wire import auth
@@ -143,8 +145,8 @@ def query_all(
 
 
 def unanswered(where: Endpoint, why: str, run: str = "") -> str:
-    """A sentence: the master does not answer, the consequence, and what to run. `run`: the run
-    folder of its job, "" if unknown."""
+    """A sentence saying that the master does not answer, what that means for the ranks, and what to
+    run. `run`: the run folder of its job, "" if unknown."""
     goes_on = "; its ranks may keep training without it" if run else ""
     advice = f"to find out why, run here: elasticrun doctor --rdzv-endpoint={where}"
     return f"the master at {where} does not answer ({why}){goes_on}; {advice}"

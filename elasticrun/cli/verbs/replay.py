@@ -15,7 +15,7 @@ from elasticrun.config import EXIT_USAGE
 
 
 def parser() -> Parser:
-    """The arguments of `elasticrun replay`."""
+    """The parser of `elasticrun replay`."""
     made = Parser(
         prog="elasticrun replay",
         description="Replay a job master's trace through its decision logic, and print each "
@@ -41,7 +41,7 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`elasticrun replay` with its own arguments. Raises UsageError."""
+    """Run `elasticrun replay`. Returns 0 or 1. Raises UsageError, exit code 2."""
     args = parser().parse_args(argv)
     # Late import: only this verb needs the state machine.
     from elasticrun.master.trace.replay import NoTrace, Selection, replay

@@ -22,7 +22,8 @@ ANSWER_LIMIT: Final = 5.0
 
 
 def main(words: Sequence[str], notify: Callable[[str], None]) -> int:
-    """Start a warm process, or list or stop all of this user. Returns the exit code."""
+    """Start a warm process, or list or stop this user's. Returns the exit code. Raises
+    UsageError."""
     args = _parser().parse_args(list(words))
     given = [n for n, is_given in (("idle", args.idle is not None), ("one-rank", args.one_rank))
              if is_given]  # fmt: skip
@@ -42,8 +43,8 @@ def main(words: Sequence[str], notify: Callable[[str], None]) -> int:
 
 
 def _serves(*, one_rank: bool) -> str:
-    """Which jobs of this shell can fork from it: torch sizes its thread pools when it is
-    imported."""
+    """Which jobs from this shell can fork from the process, as a phrase: torch sizes its thread
+    pools when it is imported."""
     if os.environ.get(env.OMP_NUM_THREADS):
         return f"jobs with {env.OMP_NUM_THREADS}={os.environ[env.OMP_NUM_THREADS]}"
     if one_rank:
@@ -57,7 +58,7 @@ def _environ(*, one_rank: bool) -> dict[str, str]:
 
 
 def _seconds(minutes: str) -> float:
-    """Parse the value of --idle."""
+    """Parse the value of --idle, in minutes. Returns seconds."""
     with contextlib.suppress(ValueError):
         if 0 < float(minutes) <= 7 * 24 * 60:
             return float(minutes) * 60
@@ -111,21 +112,21 @@ def _start(
 
 
 def _warm(folder: Path) -> Iterator[tuple[Path, spawning.Description]]:
-    """The sockets with a live process, and each process's description."""
+    """The sockets of this user's warm processes that answer, with each process's description."""
     for path in sorted(folder.glob("warm-*.sock")):
         if path.is_socket() and (found := _describe(path)) is not None:
             yield path, found
 
 
 def _describe(path: Path) -> spawning.Description | None:
-    """The description of the process at a socket; None if there is no process (any more)."""
+    """The description of the process at a socket; None if it does not answer."""
     answer = _send(path, spawning.Describe())
     return answer if isinstance(answer, spawning.Description) else None
 
 
 def _send(path: Path, word: spawning.ToWarm) -> spawning.FromWarm | None:
-    """The answer; None if the process closes the connection because it does not support the
-    message, or if it has exited."""
+    """Send a message and return the answer; None if the process does not support the message or has
+    exited. Removes the socket of a process that has exited."""
     try:
         with warm.connect(path, ANSWER_LIMIT) as conn:
             conn.sendall(frames.encode(word))
@@ -159,7 +160,7 @@ def _list(folder: Path) -> int:
 
 
 def _where(path: Path) -> str:
-    """Whether a job of this shell would fork from the warm process that listens at `path`."""
+    """For which jobs from this shell the warm process at `path` is used, or why for none."""
     for one_rank, words in ((False, "here"), (True, "here, for jobs of one rank")):
         environ = _environ(one_rank=one_rank)
         used = warm.find(environ)
@@ -172,7 +173,7 @@ def _where(path: Path) -> str:
 
 
 def _memory(pid: int) -> str:
-    """Its proportional set size (PSS): memory shared with jobs counts in part."""
+    """The proportional set size (PSS) of the process: memory shared with jobs counts in part."""
     import psutil
 
     try:

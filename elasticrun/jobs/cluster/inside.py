@@ -1,5 +1,5 @@
-"""Verbs that run in a pod of a job through kubectl: `exec` on any node, and the verbs that need the
-job's master, in its pod.
+"""Verbs that kubectl runs in a pod of a job: `exec` in that of any node, and verbs that need the
+job's master in the master's pod.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ OWN: Final = {
     "events": "--follow", "incidents": "", "stacks": "--rank", "top": "--once",
     "restart": "--reason", "exclude": "--reason", "include": "--reason",
 }  # fmt: skip
-"""Verbs that need the job's master, and the flag that each has besides the common ones."""
+"""Verbs that need the job's master, and the flag that each has besides the common ones, if any."""
 
 
 def run_at_master(verb: str, words: Sequence[str]) -> int:
-    """Run one of OWN at the master. Returns its exit code."""
+    """Run one of OWN in the pod of the job's master. Returns its exit code."""
     does = f"`{PROG} {verb}` for a job in a cluster; kubectl runs it beside the job's master."
     made = Parser(prog=f"{PROG} {verb}", description=does)
     of_a_node, flag = verb in ("exclude", "include"), OWN[verb]
@@ -72,7 +72,7 @@ def run_at_master(verb: str, words: Sequence[str]) -> int:
 
 
 def execute(words: Sequence[str]) -> int:
-    """`exec JOB [--node X] -- command`. Returns the command's exit code."""
+    """Run `exec JOB [--node X] -- command`. Returns the command's exit code."""
     made = exec_parser(
         "Run a command in a pod of a job, by kubectl.",
         "its index, or the name of its pod or of the cluster's node [default: the first]",
@@ -89,8 +89,8 @@ def execute(words: Sequence[str]) -> int:
 
 
 def _run(ns: argparse.Namespace, worded: Worded, *, ours: bool = False) -> int:
-    """Find the job and the kubectl command that reaches its pod, and run it. Raises
-    RequestFailed."""
+    """Find the job, have `worded` make the kubectl command, and run it. `ours`: as in
+    `run_on_terminal`. Raises RequestFailed."""
     exact = known_run(ns) is not None
     # Late import: the client library is slow to import, and an optional extra.
     from elasticrun.jobs.kube import acts, inside

@@ -47,7 +47,8 @@ def add_flags(made: Parser) -> None:
 
 
 async def show_logs(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> int:
-    """Print the selected lines. Returns the exit code. Raises RequestFailed if there are none."""
+    """Print the selected lines: of the pods, or, if these no longer exist, of the files in the run
+    folder. Returns the exit code. Raises RequestFailed if there is no log."""
     from elasticrun.jobs.kube.pod_logs import show
 
     wish = _for_rank(job, _query(ns))
@@ -85,8 +86,8 @@ async def show_logs(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> in
 
 
 async def _print_kept_logs(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> int | None:
-    """Print the logs kept in the run folder, if this host or a running pod has the folder; else
-    None."""
+    """Print the logs in the job's run folder, if this host or a running pod has the folder. Returns
+    the exit code; None without the folder."""
     where = job.run_dir
     if not where or job.state in ("submitted", "waiting"):
         return None
@@ -117,7 +118,8 @@ def _query(ns: argparse.Namespace) -> PodLogQuery:
 
 
 def _for_rank(job: ClusterJob, wish: PodLogQuery) -> PodLogQuery:
-    """The wish with the rank's node and the rank's number on that node, which its lines carry."""
+    """The query for one rank, as the index of its node and its number there, which prefixes its
+    lines. Raises RequestFailed if the job has no such rank."""
     if wish.rank < 0:
         return wish
     ranks = job.ranks_per_node
@@ -135,7 +137,7 @@ def _for_rank(job: ClusterJob, wish: PodLogQuery) -> PodLogQuery:
 
 
 def _without_pods(job: ClusterJob, wish: PodLogQuery) -> str:
-    """The explanation if no pod has a log."""
+    """The sentence that explains why there is no log."""
     if job.state in ("submitted", "waiting"):
         why = f": {job.reason}" if job.reason else ""
         return f"no pod of job {job.name} has started yet{why}"

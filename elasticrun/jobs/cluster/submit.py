@@ -54,7 +54,8 @@ NO_TENSORBOARD: Final = (
 async def _checked(
     ns: argparse.Namespace, program: Sequence[str]
 ) -> tuple[list[dict[str, Any]], tuple[str, str], list[str]]:
-    """The objects, the job's last; the context and the namespace; notes for the user."""
+    """Make the objects and have the API server validate them. Returns the objects, the job's last;
+    the context and the namespace; notes for the user."""
     from elasticrun.jobs.kube import acts
     from elasticrun.jobs.kube.api import KubeApi
 
@@ -70,7 +71,7 @@ async def _checked(
                 pass  # then the job has no token; a note tells the user
         settings, notes = render.pods_of(ns, program)
         if elastic:
-            # the operator creates its token
+            # The operator creates the token.
             notes = [note for note in notes if note != render.no_token()]
             notes += [NO_TENSORBOARD] if "tensorboard" in ns.given else []
             documents = [elastic_document(settings)]

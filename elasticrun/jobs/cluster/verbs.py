@@ -1,9 +1,9 @@
 """The verbs for jobs in a Kubernetes cluster: `list`, `status`, `logs`, `scale`, `suspend`,
-`resume`, `stop`, `delete`, `exec`, and `top nodes`.
+`resume`, `stop`, `delete` and `top nodes`; others are passed to `inside`.
 
-All use only the API server, with the user's rights; none contacts a job's master from here. A job
-is identified by its run folder on this host, which names the cluster, or else by its name in the
-selected namespace.
+All use only the API server, with the user's rights; none contacts a job's master from here. The
+user names a job that has a run folder on this host, which records its cluster, or any job by its
+name in the selected namespace.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ MOST_EVENTS: Final = 10
 
 
 def main(verb: str, words: Sequence[str]) -> int:
-    """One of DOES, or a verb that runs in a pod. Raises UsageError."""
+    """Run one of DOES, or a verb of `inside`. Returns the exit code. Raises UsageError."""
     if verb == "exec":
         return inside.execute(words)
     if verb in inside.OWN and words[:1] != ["nodes"]:
@@ -129,7 +129,8 @@ async def _run(verb: str, ns: argparse.Namespace) -> int:
 
 
 def _forget(ns: argparse.Namespace, run: RunFolder | None, sentence: str) -> int:
-    """Print what was done, and remove `run` unless the user keeps it."""
+    """Print what was done. Record the job of `run` as stopped, and remove that run folder unless
+    the user keeps it; None: a job that was not deleted, or has no run folder."""
     if run is not None:
         from elasticrun.jobs.kubernetes import note_end
 
@@ -231,7 +232,7 @@ def _page(job: ClusterJob, pods: Sequence[ObservedPod], now: float) -> list[str]
 
 
 _QUIET: Final = ("Recovering", "Succeeded", "Failed", "FailureTarget", "SuccessCriteriaMet")
-"""Conditions that are not shown unless their status is True."""
+"""Types of conditions that are shown only if their status is True."""
 
 
 def _when(event: Json) -> float:

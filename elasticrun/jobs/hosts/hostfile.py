@@ -2,7 +2,7 @@
 
 `host slots=N` is the syntax of Open MPI and DeepSpeed, `host:N` that of MPICH. A number after the
 colon always means slots, as for mpirun, and never a port, which belongs in ssh's configuration. A
-repeated host gets the sum of its slots, in which a line without slots counts as one (PBS and Slurm
+repeated host gets the sum of its slots; each line without slots then counts as one (PBS and Slurm
 write such files).
 """
 

@@ -1,7 +1,9 @@
 """Jobs in a Kubernetes cluster, from the user's side.
 
-`api` queries the API server, `observed` reads objects and pods, `pod_logs` reads the logs of pods,
-`capacity` reports the nodes' capacity. The operator has its own client and its own rights.
+`kubeconfig` finds the API server and the credentials, `api` queries it, `observed` reads objects
+and pods, `acts` creates, changes and deletes jobs, `pod_logs` reads the logs of pods, `inside` runs
+kubectl, and `capacity` reports the nodes' capacity. The operator has another client and its own
+rights.
 
 Forbidden here: printing, torch, grpc. lightkube is an optional extra: only modules that use `api`
 import it.

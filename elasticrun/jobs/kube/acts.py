@@ -18,7 +18,7 @@ from elasticrun.jobs.operator.crd import Json
 from elasticrun.jobs.operator.objects import stamp
 
 MARGIN: Final = 60.0
-"""Seconds beyond a pod's grace period within which a job should have released all of its pods."""
+"""Seconds beyond the pods' grace period that a suspended job has to release all of its pods."""
 
 
 def _kind(job: ClusterJob) -> Any:
@@ -70,8 +70,8 @@ async def find(api: KubeApi, name: str, *, exact: bool = False) -> ClusterJob:
 
 
 async def find_again(api: KubeApi, job: ClusterJob) -> AsyncIterator[tuple[str, ClusterJob]]:
-    """The current state of the job, then its state after each change, with the type of the
-    change."""
+    """The current state of the job, then its state after each change; each with the type of the
+    change (ADDED, MODIFIED, DELETED)."""
     only = {"metadata.name": job.name}
     async for word, body in api.changes(_kind(job), job.namespace, fields=only):
         if body["metadata"]["uid"] == job.uid:
@@ -88,7 +88,8 @@ async def pods(api: KubeApi, job: ClusterJob) -> list[ObservedPod]:
 
 async def create_job(api: KubeApi, documents: Sequence[Json], *, trial: bool = False) -> ClusterJob:
     """Create the job, which is the last document, then the others with the job as their owner, so
-    that they are deleted with it. `trial`: validate everything and create nothing."""
+    that they are deleted with it. If one of these fails, delete the job and raise RequestFailed.
+    `trial`: have the server validate everything, and create nothing."""
     *others, last = documents
     made = await api.create(last, api.namespace, trial=trial)
     job = ClusterJob({**made, "kind": last["kind"]})
@@ -122,7 +123,7 @@ async def delete(api: KubeApi, job: ClusterJob) -> str:
 
 
 async def scale(api: KubeApi, job: ClusterJob, nodes: int) -> str:
-    """Set the job's number of nodes."""
+    """Set the job's number of nodes. Returns a sentence, as do the functions below."""
     if job.is_over:
         raise RequestFailed(f"job {job.name} has {job.state}: there is nothing to scale")
     if job.is_elastic:
@@ -141,7 +142,7 @@ async def scale(api: KubeApi, job: ClusterJob, nodes: int) -> str:
 
 async def suspend(api: KubeApi, job: ClusterJob, *, stop: bool = False) -> str:
     """Suspend the job: it saves and releases its pods. Returns when that is done. `stop`: also
-    annotate the job as stopped, so that it is not meant to be resumed."""
+    annotate the job as stopped, that is, not meant to be resumed."""
     word = "stopped" if stop else "suspended"
     if job.is_over:
         raise RequestFailed(f"job {job.name} has {job.state}: it holds no nodes")
@@ -161,7 +162,7 @@ async def suspend(api: KubeApi, job: ClusterJob, *, stop: bool = False) -> str:
 
 
 async def resume(api: KubeApi, job: ClusterJob) -> str:
-    """Resume from the newest saved step."""
+    """Resume a suspended or stopped job, which continues from its newest saved step."""
     if job.is_over:
         raise RequestFailed(f"job {job.name} has {job.state}: submit it again to rerun it")
     if not job.is_suspended:

@@ -1,6 +1,6 @@
 """Queries a cluster's API server with the user's rights, through lightkube (decision 035).
 
-Every refusal by the server becomes one sentence (RequestFailed).
+Every error of a call becomes one sentence (RequestFailed, Forbidden).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ USE_OF_NODES: Final[Any] = create_global_resource(
 )
 
 EVERYWHERE: Final = "*"
-"""Stands for all namespaces."""
+"""Means all namespaces."""
 
 Listed = tuple[list[Json], str]
 """Objects, and the resource version of their list."""
@@ -106,11 +106,11 @@ class KubeApi:
             return found
 
     async def list(self, kind: Any, namespace: str = "", **selectors: Json) -> list[Json]:
-        """Objects of a kind; `namespace` is "" for cluster-scoped kinds."""
+        """All objects of a kind; `namespace` is "" for cluster-scoped kinds."""
         return (await self.list_at(kind, namespace, **selectors))[0]
 
     async def list_at(self, kind: Any, namespace: str = "", **selectors: Json) -> Listed:
-        """Like `list`, with the version of the list, from which `changes` can continue."""
+        """As `list`, with the resource version of the list, from which `changes` can continue."""
         where = {"namespace": namespace} if namespace else {}
         with self._sentences(f"list {kind.__name__}s"):
             listed = self._client.list(kind, **where, **selectors)
@@ -119,8 +119,8 @@ class KubeApi:
     async def changes(
         self, kind: Any, namespace: str, *, after: str = "", **selectors: Json
     ) -> AsyncIterator[tuple[str, Json]]:
-        """Changes, each with its type ADDED, MODIFIED or DELETED. Begins with all existing objects,
-        unless `after` gives the version to continue from."""
+        """Changes of objects, each with its type ADDED, MODIFIED or DELETED. Begins with all
+        existing objects, unless `after` gives the resource version to continue from."""
         more = {"resource_version": after} if after else {}
         with self._sentences(f"watch {kind.__name__}s"):
             async for change in self._client.watch(
@@ -187,7 +187,8 @@ class KubeApi:
 
 
 def _should_retry(error: Exception, count: int) -> OnErrorResult:
-    """Retry a broken watch a few times, but not if the server refuses it."""
+    """What lightkube does after the watch has failed `count` times in a row: retry after `count`
+    seconds, but raise the error after MOST_BREAKS failures or if the server refuses."""
     refused = isinstance(error, httpx2.HTTPStatusError) and error.response.status_code in (401, 403)
     if refused or count > MOST_BREAKS:
         return OnErrorResult(OnErrorAction.RAISE)
@@ -195,7 +196,7 @@ def _should_retry(error: Exception, count: int) -> OnErrorResult:
 
 
 def _refusal(error: ApiError, what: str) -> RequestFailed:
-    """The server's error as a sentence."""
+    """The server's error as RequestFailed. `what`: what it refuses to do."""
     status, code = error.status, code_of(error)
     message = " ".join((status.message or "").split())[:600] or f"HTTP {code}"
     if code == 401:

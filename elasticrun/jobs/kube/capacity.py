@@ -63,7 +63,8 @@ def _row(body: Json, requested: dict[str, Json] | None, used: Json) -> NodeRow:
 
 
 def _requests(pods: Iterable[Json]) -> dict[str, Json]:
-    """The requests of the active pods of each node."""
+    """The sum of the requests of the active pods on each node; where a container has none, its
+    limits count."""
     found: dict[str, Json] = {}
     for pod in pods:
         node = pod["spec"].get("nodeName")

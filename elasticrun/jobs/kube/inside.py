@@ -18,7 +18,7 @@ from elasticrun.jobs.operator.objects import MASTER, volume_at
 
 
 async def on_node(api: KubeApi, job: ClusterJob, node: str, command: Sequence[str]) -> list[str]:
-    """The words that run a command in the pod of `node`, or in the first one. Raises
+    """The words that run a command in the pod of `node`, or if that is "" in the first one. Raises
     RequestFailed."""
     pods = await _running(api, job)
     meant = [pod for pod in pods if (pod.is_called(node) if node else pod.index != MASTER)]
@@ -32,8 +32,8 @@ async def on_node(api: KubeApi, job: ClusterJob, node: str, command: Sequence[st
 async def by_master(
     api: KubeApi, job: ClusterJob, command: Sequence[str], *, node: str = "", terminal: bool = False
 ) -> list[str]:
-    """The words that run a command in the pod of the job's master. `node`: a node of the job as
-    typed; the name that the master knows is appended. Raises RequestFailed."""
+    """The words that run a command in the pod of the job's master. `node`: a node of the job as the
+    user typed it; its name in the master is appended to the command. Raises RequestFailed."""
     pods = await _running(api, job)
     masters = [pod for pod in pods if pod.index == (MASTER if job.is_elastic else "0")]
     if not masters:
@@ -54,8 +54,8 @@ async def by_master(
 async def by_volume_reader(
     api: KubeApi, job: ClusterJob, path: str, command: Sequence[str]
 ) -> list[str] | None:
-    """The words that run a command in one of our pods that mounts the same volume at that path;
-    None if no such pod runs."""
+    """The words that run a command in any pod of elasticrun in the job's namespace that mounts the
+    same volume at that path; None if no such pod runs."""
     there = job.volume_at(path) or {}
     if not there or "hostPath" in there:  # a hostPath differs on each node
         return None
@@ -79,8 +79,9 @@ def _in_pod(
 
 
 def run_on_terminal(words: Sequence[str], environ: Mapping[str, str], *, ours: bool = False) -> int:
-    """Run the command on this terminal. Returns its exit code. `ours`: the command reports its own
-    errors, so kubectl's message is dropped. Raises RequestFailed if kubectl is not installed."""
+    """Run a kubectl command on this terminal. Returns its exit code. `ours`: the command in the pod
+    reports its own errors, so kubectl's line about the exit code is dropped. Raises RequestFailed
+    if kubectl is not installed."""
     program = shutil.which(words[0], path=environ.get("PATH", os.defpath))
     if program is None:
         raise RequestFailed(

@@ -30,8 +30,8 @@ v1beta1, which lightkube supports."""
 
 
 def settings(context: str = "") -> SingleConfig:
-    """Settings of a context, "" for the current one; in a pod without a kubeconfig those of its
-    service account. Raises RequestFailed."""
+    """The settings of a context, "" for the current one; in a pod without a kubeconfig, those of
+    its service account, with the context name "". Raises RequestFailed."""
     given = os.environ.get("KUBECONFIG") or DEFAULT_KUBECONFIG
     named = [Path(one).expanduser() for one in given.split(os.pathsep) if one]
     paths = [path for path in named if path.exists()]
@@ -85,7 +85,7 @@ def _first(found: Iterable[T | None]) -> T | None:
 
 
 def _with_exec_info(user: User | None) -> User | None:
-    """The user; an exec plugin gets the same environment as from kubectl."""
+    """The user, with the variable that kubectl passes to an exec plugin, if the user has one."""
     known = user.exec if user is not None else None
     if user is None or known is None or not known.apiVersion.startswith(LOGIN):
         return user

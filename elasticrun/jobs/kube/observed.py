@@ -82,17 +82,17 @@ class ClusterJob:
 
     @property
     def pods(self) -> dict[str, str]:
-        """The label of its pods."""
+        """The label that selects its pods, and those of another job of the same name."""
         return {JOB if self.is_elastic else JOB_LABEL: self.name}
 
     @property
     def is_suspended(self) -> bool:
-        """Whether its pods are, or will be, removed."""
+        """Whether its spec suspends it: its pods are, or will be, deleted."""
         return bool(self._spec.get("suspend"))
 
     @property
     def is_unprocessed(self) -> bool:
-        """Whether no operator has processed its newest change."""
+        """Whether no operator has processed its newest change; False for an Indexed Job."""
         meta = self.body["metadata"]
         return self.is_elastic and self._status.get("observedGeneration") != meta["generation"]
 
@@ -114,12 +114,13 @@ class ClusterJob:
 
     @property
     def words(self) -> str:
-        """The command of the container with its ranks."""
+        """The command and arguments of its pods' first container, which runs the ranks."""
         return " ".join(words_of(self._container))
 
     @property
     def ranks_per_node(self) -> int:
-        """The ranks per node that its command sets; 0 if the command leaves it open."""
+        """The ranks per node according to its command, 1 without the flag; 0 if they depend on the
+        node, as with `gpu`."""
         found = re.search(r"--nproc[-_]per[-_]node[= ](\w+)", self.words)
         number = found[1] if found else "1"
         return int(number) if number.isdecimal() else 0
@@ -130,7 +131,7 @@ class ClusterJob:
         return named_run_dir(self._container)
 
     def volume_at(self, path: str) -> Json | None:
-        """The persistent volume that its pods mount at the path; None if there is none."""
+        """The persistent volume of its pods that contains the path, as in `objects.volume_at`."""
         return volume_at(self._pod_spec, path)
 
     @property
@@ -149,7 +150,7 @@ class ClusterJob:
 
     @cached_property
     def state(self) -> str:
-        """Its state as in a list of jobs."""
+        """Its state, in the words of `elasticrun list`."""
         status, stopped = self._status, STOPPED in (self.body["metadata"].get("annotations") or {})
         if self.is_elastic:
             state = STATES.get(status.get("phase") or "", "waiting")
@@ -186,7 +187,8 @@ class ClusterJob:
         return ""
 
     def _condition_message(self, types: tuple[str, ...], status: str) -> str:
-        """The message of the first of these conditions with this status."""
+        """The message of the first of these types of conditions, in this order, that has the status
+        and a message; "" if none."""
         for one in sorted(
             (one for one in self.conditions if one.get("type") in types),
             key=lambda one: types.index(one["type"]),
@@ -223,7 +225,7 @@ class ClusterJob:
 
 @dataclass(frozen=True, slots=True)
 class ObservedPod:
-    """A pod of either kind of job, as read."""
+    """A pod of either kind of job, as the API server returned it."""
 
     uid: str  # unlike the name, never reused by a replacement
     name: str
@@ -238,11 +240,11 @@ class ObservedPod:
     started: bool  # whether its container has started, so that a log exists
     is_terminating: bool
     message: str  # why it waits, or how it ended
-    failed_rank_node: str = ""  # host name of the pod whose rank failed first, by its last words
+    failed_rank_node: str = ""  # the host whose rank failed first, according to its last words
 
     @property
     def is_active(self) -> bool:
-        """Whether it is active."""
+        """Whether it has not ended."""
         return self.phase not in ("Succeeded", "Failed")
 
     @property
@@ -251,8 +253,8 @@ class ObservedPod:
         return self.phase == "Failed" and self.code not in (None, 0) and not self.is_terminating
 
     def is_called(self, word: str) -> bool:
-        """Whether a user may mean it by this word: its index, its name, its host name or its node.
-        `JOB-master-0` means the pod of the job's master if there is one."""
+        """Whether the word names it: its index, its name, its host name or its cluster node. As in
+        Arena, `JOB-worker-N` is index N + 1; `JOB-master-0` is only the name of a pod here."""
         word = index_of(word) if "-worker-" in word else word
         return word in (self.index, self.name, self.host, self.node)
 

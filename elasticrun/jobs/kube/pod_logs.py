@@ -1,5 +1,5 @@
-"""Logs of a job's pods from the API server: one pod, the pods of a node, or all. Following
-continues across pods that replace others.
+"""Logs of a job's pods from the API server: of one pod, the pods of a node, or all. Following
+continues with pods that replace others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from elasticrun.jobs.operator.cluster import PODS
 from elasticrun.jobs.operator.objects import MASTER
 
 LAST_WORDS: Final = 10.0
-"""Seconds within which the streams of a finished job may end by themselves."""
+"""Seconds that the log streams of a finished job have to end by themselves."""
 
 LASTING: Final = 60.0
 """Seconds after which the break of a stream no longer counts as a consecutive failure."""
@@ -31,9 +31,10 @@ MOST_STREAMS: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class PodLogQuery:
-    """What to show. `tail`: lines of each pod, 0 for all; `since`: seconds, 0 for no limit; `node`:
-    an index of the job, or the name of a pod or of a node; `index` and `rank` select one rank: its
-    node, and its number there (-1: all ranks); only lines with that number are shown."""
+    """What to show. `tail`: last lines of each pod, 0 for all; `since`: seconds, 0 for no limit;
+    `everything`: all pods, also earlier ones; `node`: an index of the job, or the name of a pod or
+    of a cluster node. `index` and `rank` select one rank: the index of its node, and the number in
+    the prefix of its lines there (-1: all lines)."""
 
     follow: bool = False
     tail: int = 20
@@ -65,8 +66,8 @@ Shown = Callable[[ObservedPod, str], None]
 
 
 def selected_pods(found: Iterable[ObservedPod], query: PodLogQuery) -> list[ObservedPod]:
-    """The existing pods to show. Without a selection: the pod that failed first if all have failed,
-    else the newest of the first node."""
+    """The existing pods to show. Without a selection: the pod that failed first if none is active
+    or has succeeded, else the newest of the first node."""
     started = [pod for pod in found if pod.started]
     if query.node or query.index:
         named = [pod for pod in started if query.selects(pod)]
@@ -77,7 +78,7 @@ def selected_pods(found: Iterable[ObservedPod], query: PodLogQuery) -> list[Obse
     if not any(pod.is_active or pod.phase == "Succeeded" for pod in nodes):
         failed = [pod for pod in nodes if pod.has_failed]
         blamed = {pod.failed_rank_node.partition(".")[0] for pod in failed}
-        # finish times have whole seconds and are often equal: the pods' last words are more exact
+        # Finish times are whole seconds and often equal; the pods' last words are more exact.
         failed.sort(key=lambda pod: (pod.host not in blamed, pod.ended))
         if failed:
             return failed[:1]
@@ -105,7 +106,7 @@ async def show(api: KubeApi, job: ClusterJob, query: PodLogQuery, shown: Shown) 
 async def _lines(
     api: KubeApi, job: ClusterJob, pod: ObservedPod, query: PodLogQuery, **more: Any
 ) -> AsyncIterator[tuple[str, str]]:
-    """The wanted lines, each with its timestamp."""
+    """The lines of a pod that the query selects, each with its timestamp."""
     options: dict[str, Any] = {"container": pod.container, "timestamps": True}
     if query.since:
         options["since"] = query.since
@@ -136,7 +137,7 @@ def _stamped(line: str) -> tuple[str, str]:
 
 
 class _Follower:
-    """Follows pods, one task each. `old`: pods that had started before."""
+    """Follows pods, one task each. `old`: the uids of pods that had started before."""
 
     def __init__(
         self, api: KubeApi, job: ClusterJob, query: PodLogQuery, shown: Shown, old: set[str]
@@ -188,7 +189,8 @@ class _Follower:
                 self._streams.append(group.create_task(self._stream(pod, query)))
 
     async def _stream(self, pod: ObservedPod, query: PodLogQuery) -> None:
-        """Follow a pod until its container ends; a stream that breaks earlier is restarted."""
+        """Follow a pod until its container ends. A stream that breaks earlier is restarted, until
+        it has broken more than MOST_BREAKS times in a row."""
         clock, last, breaks = asyncio.get_running_loop().time, "", 0
         while breaks <= MOST_BREAKS:
             before, began = last, clock()
