@@ -15,15 +15,15 @@ So a node with one bad link is never convicted, nor is a good node that happened
 bad one. A node with two bad links counts as a bad node.
 
 *Which nodes to probe together.* The first pass pairs the nodes without results, in order of
-placement, so that neighbours are tried together; an odd one joins a group of three, or is paired
-with a good node. Later passes probe the nodes that the first one did not clear. A good node is the
-best partner: the fastest one for the slowest suspect, and never the same pair twice. Two suspects
-of a failed group of three share one good node, so a pass also shows whether those two work with
-each other. If there are not enough good nodes, nodes that were only held up by another's failure
-are paired with each other, and suspects with suspects of other groups: two good nodes among them
-will soon meet in a pass. Each remaining node is probed alone, once, to see whether its own probes
-show anything. Nodes that were slow are measured a second time, in the same pass as some good nodes
-that were not slow, for comparison.
+placement, so that neighbours are tried together; if their number is odd, the last one makes a pair
+with a good node, or a group of three. Later passes probe the nodes that the first one did not
+clear. A good node is the best partner: the fastest one for the slowest suspect, and never the same
+pair twice. Two suspects of a failed group of three share one good node, so a pass also shows
+whether those two work with each other. If there are not enough good nodes, nodes that were only
+held up by another's failure are paired with each other, and suspects with suspects of other groups:
+two good nodes among them will soon meet in a pass. Each remaining node is probed alone, once, to
+see whether its own probes show anything. Nodes that were slow are measured a second time, in the
+same pass as some good nodes that were not slow, for comparison.
 
 O(n log n) per pass.
 """
@@ -51,7 +51,7 @@ class Standing(StrEnum):
 
 
 class ProbeGroup(Struct, frozen=True):
-    """Nodes that are probed together; they meet at the first one's store."""
+    """Nodes that are probed together; they meet at the store of one of them."""
 
     check: str  # unique
     nodes: tuple[str, ...]
@@ -119,11 +119,11 @@ class Trial:
 
     node: str
     place: int  # in the order of placement
-    good: bool  # it works with other nodes, by this check or from before
-    fresh: bool = False  # good by this check
+    good: bool  # it has worked with another node, in this check or before
+    fresh: bool = False  # good because of this check
     alone: bool = False  # its own probes passed, in a group of one
     broken: bool = False  # its last result is a failure alone
-    out: bool = False  # it was lost or convicted
+    out: bool = False  # it is lost or convicted
     is_found_slow: bool = False
     held_up: str = ""  # why its last probe could not finish, if another node failed
     failures: list[ProbeFailure] = field(default_factory=list)
@@ -149,7 +149,7 @@ class Trial:
         return min(self.rates, key=lambda one: one.cost, default=None)
 
     def passed(self, partners: Sequence[str]) -> None:
-        """A probe with these partners worked; without partners, its own."""
+        """A probe with these partners worked; without partners: a probe of this node alone."""
         self.broken = False
         if not partners:
             self.alone = True
@@ -184,8 +184,8 @@ def convicted(failures: Sequence[ProbeFailure], proved: Collection[frozenset[str
 
 
 def strongly_suspect(trial: Trial, trials: Mapping[str, Trial]) -> bool:
-    """If nothing more can be tried: whether it failed with two disjoint sets of partners, one of
-    which works with others."""
+    """For when nothing more can be tried: whether no partner took part in all its failures, and the
+    partners of one of them work with others."""
     sets = [frozenset(one.partners) for one in trial.failures]
     works = any(one.partners for one in unexplained(trial, trials))
     return works and len(sets) > 1 and not frozenset.intersection(*sets)
@@ -219,7 +219,7 @@ counts as slow. More cost no time either, because they wait anyway, but help lit
 
 
 def first_pass(trials: dict[str, Trial]) -> list[Nodes]:
-    """Groups of the nodes that are not good yet; each of the others is at most a partner."""
+    """Groups of the nodes that are not good yet. A good node is in one only as a partner."""
     new = [one.node for one in trials.values() if not one.good]
     good = _fastest_first(one for one in trials.values() if one.good)
     groups: list[Nodes] = [(new[at], new[at + 1]) for at in range(0, len(new) - 1, 2)]
@@ -270,18 +270,18 @@ def later_pass(
 
 
 def _beside(free: Iterable[str], trials: Mapping[str, Trial], count: int) -> list[Nodes]:
-    """Nodes that are measured only for the comparison: `count` from the middle of `free`, which
-    has the fastest first. The fastest of many was partly fast by chance, and would seem to have
-    lost speed."""
+    """Groups of one for nodes that are measured only for the comparison: `count` from the middle of
+    `free`, which has the fastest first. The fastest of many was partly fast by chance, and would
+    seem to have lost speed."""
     idle = [node for node in free if not trials[node].alone]
     first = max(0, len(idle) - count) // 2
     return [(node,) for node in idle[first : first + count]]
 
 
 def _seekers(open_: Sequence[Trial], failed: Iterable[FailedGroup]) -> list[list[Trial]]:
-    """Nodes that need a good partner, the most urgent first: suspects, slowest first; then nodes
-    held up by another's failure; then nodes that failed alone, for which a probe alone is also
-    enough."""
+    """Units of nodes that need a good partner, the most urgent first: suspects, slowest first; then
+    nodes held up by another's failure; then nodes that failed alone, for which a probe alone is
+    also enough."""
     joint = {one.node: one for one in open_ if one.suspect and not one.broken}
     units: list[list[Trial]] = []
     for group in failed:
@@ -355,13 +355,14 @@ def _fastest_first(good: Iterable[Trial]) -> list[Trial]:
 
 HELD_UP_FOR = 2.0
 """Seconds that the partners of a node that failed alone may still take to answer. Usually they
-report at once that they cannot continue; if its probe died before it could notify them, they wait
-in vain until their limit. Raise it and such a death costs more; their next probe ends that wait."""
+report at once that they cannot continue. If its probe died before it could notify them, they wait
+in vain until their limit; their next probe ends that wait. If this is raised, such a death costs
+more time."""
 
 
 @dataclass(slots=True)
 class Run:
-    """The probe of one group."""
+    """The probe of one group, as far as its nodes have answered."""
 
     group: ProbeGroup
     answers: dict[str, Probed] = field(default_factory=dict)
@@ -403,7 +404,7 @@ class Pass:
                 self._held_up.arm(first, now + HELD_UP_FOR)
 
     def next_deadline(self) -> float:
-        """When `overdue` is due."""
+        """When to call `overdue`."""
         held_up = self._held_up.next()
         return self._end if held_up is None else min(self._end, held_up)
 
@@ -417,7 +418,8 @@ class Pass:
                 self._awaited.pop(other, None)
 
     def overdue(self, now: float) -> None:
-        """A node that has not answered in time has failed alone, unless it was held up."""
+        """End what is overdue: a node that has not answered in time has failed alone, unless it was
+        held up by another."""
         for first in self._held_up.pop_due(now):
             for node in self._by_first[first].group.nodes:
                 self._awaited.pop(node, None)
@@ -428,7 +430,7 @@ class Pass:
 
 
 def overdue(check: str, limit: float) -> Probed:
-    """The result for a node that did not answer."""
+    """The result for a node that did not answer in time: a failure of its own."""
     whole = limit + PROBE_ANSWER_SLACK
     return Probed(
         check=check,

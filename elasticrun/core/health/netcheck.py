@@ -10,20 +10,21 @@ number of nodes from four on is found in two, however many nodes there are; two 
 pair take three. The failure of a group of three may be caused by any two of its nodes, so a fault
 in such a group takes three passes, and up to four with three or five nodes.
 
-Two cases are undecidable: a failure of one or two nodes that does not show on one machine alone,
-and any failure if no two good nodes with a good link are left. Then the verdict is "unresolved":
-the nodes are neither good nor blamed. They are probed again only when a node is ready that was not
-there before.
+Two cases are undecidable: a failure in a check of one or two nodes that does not show on one
+machine alone, and any failure if no two good nodes with a good link are left. Then the verdict is
+"unresolved": the nodes are neither good nor convicted. They are probed again only when a node is
+ready that was not there before.
 
-Standing outlives a check. A good node is a partner for new nodes until something counts against it
-(`forget`) or it is lost (`lost`). While a round runs, new nodes are probed alone while pending, so
-that a bad one does not stop the round, and with others once the round has ended. Before the first
-round the perf test may follow, an all_reduce over all nodes that will form it; it is a check of its
-own.
+A node's standing outlives a check. A good node is a partner for new nodes until something counts
+against it (`forget`) or it is lost (`lost`). While a round runs, new nodes are probed alone while
+pending, so that a bad one does not stop the round, and with others once the round has ended. Before
+the first round the perf test may follow, an all_reduce over all nodes that will form it; it is a
+check of its own.
 
-The caller must call `proceed` after every answer and loss, and at the deadline; send the returned
-groups to their nodes at once, where a newer probe replaces a running one; and call `lost` for a
-node whose agent is a new incarnation, because its partner waits for the old one otherwise.
+The caller must call `proceed` after every answer and loss, and at the deadline. It must send the
+returned groups to their nodes at once; there, a newer probe replaces a running one. It must call
+`lost` for a node whose agent is a new incarnation, because its partner waits for the old one
+otherwise.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ long as the limit of a hung probe."""
 
 
 class Check:
-    """What is found out about the ready nodes, some of which must be probed."""
+    """One check of the ready nodes, some of which must be probed."""
 
     def __init__(
         self, ready: Mapping[str, bool], ranks: Mapping[str, int], paces: Paces, now: float
@@ -98,7 +99,7 @@ class Check:
         return groups
 
     def finish_pass(self, passed: Pass) -> None:
-        """A pass is over: evaluate it."""
+        """Evaluate a pass that is over."""
         self._just_failed = []
         worked = [run.group.nodes for run in passed.runs if self._evaluate(run)]
         self._failed += self._just_failed
@@ -116,8 +117,9 @@ class Check:
             )
 
     def conclude(self) -> list[str]:
-        """Nothing more can be tried: convict the nodes to blame; return the nodes that have not
-        passed."""
+        """Nothing more can be tried: convict the strongly suspect nodes, and give the others that
+        have not passed the verdict "unresolved". Return these; none if the only node left passed
+        alone."""
         doubtful = [it for it in self._open() if strongly_suspect(it, self.trials)]
         for trial in doubtful:
             self._convict(trial)
@@ -137,13 +139,13 @@ class Check:
             self._found.append(("lost", node))
 
     def forget(self, node: str) -> None:
-        """It is suspected for another reason: it must pass again."""
+        """The node is in doubt for another reason: it must pass again."""
         trial = self.trials.get(node)
         if trial is not None:
             trial.good = trial.fresh = trial.alone = False
 
     def summary(self, now: float) -> str:
-        """What it found, as a sentence."""
+        """What the check found, as a sentence."""
         took = now - self._began
         return words.outcome(self.trials, self._found, self._failed, self.passes, took)
 
@@ -190,8 +192,8 @@ class Check:
         self._just_failed.append(FailedGroup(nodes, failure))
 
     def _time(self, run: Run) -> None:
-        """Record the largest all_reduce of this group, with the shortest time measured: the other
-        nodes had to wait before it began."""
+        """Record the largest all_reduce of this group, with the shortest time that a node measured:
+        the other nodes' times include waiting."""
         nodes = run.group.nodes
         ranks = sum(self._ranks.get(one, 1) for one in nodes)
         timed = {
@@ -223,11 +225,11 @@ MAX_OWN_FAILURES = 2
 
 @dataclass(slots=True)
 class _LoneProbe:
-    """The probes of a pending node, which is probed alone."""
+    """The probes of a pending node that is probed alone."""
 
     group: ProbeGroup
     failures: list[str]
-    again: bool = False  # order its next probe
+    again: bool = False  # its next probe must be ordered
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,11 +296,11 @@ def _line(rate: Rate) -> str:
 class _Known:
     """What is known of a node; dropped when it leaves."""
 
-    generation: int  # changes after every doubt
+    generation: int  # changes at each `forget`
     standing: Standing = Standing.UNKNOWN
-    compute: float = 0.0  # seconds of one matmul, by its last probe
+    compute: float = 0.0  # seconds of one matmul, from its last probe
     pace: float = 0.0  # the same, adjusted for comparison as if the check had only one pass
-    flops: float = 0.0
+    flops: float = 0.0  # of that matmul
     rate: Rate | None = None  # of its last all_reduce
     trouble: str = ""  # what counted against it in its last probes
     stuck_with: frozenset[int] = frozenset()
@@ -335,7 +337,7 @@ class NetCheck:
 
     def trust(self, nodes: Sequence[str]) -> None:
         """These nodes already train (an adopted or restored round): GOOD, without a measurement.
-        The perf test is not for a running job."""
+        Cancel the perf test, which is not for a running job."""
         for node in nodes:
             self._of(node).standing = Standing.GOOD
         self._perf_due = self._perf_due and not nodes
@@ -353,7 +355,8 @@ class NetCheck:
 
     def wants(self, ready: Sequence[str]) -> bool:
         """Whether some of these nodes must be probed before they form a round: a node that is not
-        GOOD (for a single node: UNKNOWN), or the perf test is due. False while busy."""
+        GOOD (for a single node: UNKNOWN) and not undecidable, or the perf test is due. False while
+        busy."""
         if self.busy or not ready:
             return False
         if self._to_probe(ready):
@@ -364,7 +367,7 @@ class NetCheck:
         return alone or all(self.standing(node) is Standing.GOOD for node in ready)
 
     def health(self, node: str) -> str:
-        """What the last probes measured there, for the status page; "" if nothing."""
+        """What the last probes of a node measured, for the status page; "" if nothing."""
         known = self._known.get(node)
         if known is None:
             return ""
@@ -372,8 +375,7 @@ class NetCheck:
         return "; ".join(part for part in (known.trouble, measured) if part)
 
     def group_of(self, node: str) -> ProbeGroup | None:
-        """The group in which this node's answer is expected: sent again to an agent that
-        attaches."""
+        """The group in which this node's answer is expected; None if none is."""
         group = None if self._pass is None else self._pass.group_of(node)
         lone_probe = self._lone_probe(node)
         return group or (None if lone_probe is None or lone_probe.again else lone_probe.group)
@@ -413,7 +415,8 @@ class NetCheck:
         return self._launch(self._check.plan(), now)
 
     def probe_pending(self, node: str, now: float) -> ProbeGroup:
-        """Probe this pending node alone while a round runs."""
+        """Start to probe this pending node alone while a round runs; return the group, or the one
+        in which its answer is already expected."""
         under_way = self.group_of(node)
         if under_way is not None:
             return under_way
@@ -427,7 +430,7 @@ class NetCheck:
         return group
 
     def _end_lone_probe(self, node: str) -> None:
-        """Stop probing it as a pending node."""
+        """Stop probing a node as a pending node."""
         self._due.disarm(node)
         if (known := self._known.get(node)) is not None:
             known.lone_probe = None
@@ -445,8 +448,8 @@ class NetCheck:
             self._lone_probe_answered(node, answer)
 
     def lost(self, node: str, reason: str, now: float) -> None:
-        """The node left, its stream is broken for good, or waiting for it has ended. Forget
-        everything about it; its partners are not waited for either."""
+        """The node left, its stream is broken for good, or its agent has a new incarnation. Forget
+        everything about it, and stop waiting for its partners too."""
         self._end_lone_probe(node)
         self._known.pop(node, None)
         if self._check is not None:
@@ -459,8 +462,8 @@ class NetCheck:
         return earliest(self._due.next(), self._pass.next_deadline() if self._pass else None)
 
     def proceed(self, now: float) -> tuple[ProbeGroup, ...]:
-        """Call this after each of the events above and at the deadline. Returns the groups of the
-        next pass if this pass is over but the check is not; else nothing."""
+        """Process what is overdue. Return the groups to probe now: those of the next pass if this
+        pass is over but the check is not, and repeated probes of pending nodes."""
         for node in self._due.pop_due(now):
             if (lone_probe := self._lone_probe(node)) is not None:
                 self._lone_probe_answered(
@@ -478,7 +481,7 @@ class NetCheck:
         return tuple(groups)
 
     def verdicts(self) -> tuple[NodeVerdict, ...]:
-        """The verdicts since the last call, each once; the caller excludes the nodes."""
+        """Return and remove the new verdicts; the caller excludes the nodes."""
         found, self._verdicts = self._verdicts, []
         return tuple(found)
 
@@ -492,7 +495,7 @@ class NetCheck:
         return "; ".join(filter(None, (self._summary, self.perf.sentence)))
 
     def news(self) -> str:
-        """The part of the summary that is new since the last call; "" if none."""
+        """Return the part of the summary that is new since the last call; "" if none."""
         news, self._news = self._news, ""
         return news
 
@@ -564,7 +567,8 @@ class NetCheck:
                 known.standing = Standing.UNKNOWN
 
     def _lone_probe_answered(self, node: str, answer: Probed) -> None:
-        """The answer of a node that is probed alone: it has passed, or failed TRIES times."""
+        """Process the answer of a node that is probed alone: it has passed, must be probed again,
+        or has failed MAX_OWN_FAILURES times and is convicted."""
         known = self._known[node]
         lone_probe = known.lone_probe
         assert lone_probe is not None

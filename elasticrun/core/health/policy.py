@@ -1,18 +1,19 @@
-"""The health of nodes: carries out what the network check and the detection of stragglers ask for.
+"""The health of nodes: turns the results of network checks and of slow-node detection into orders.
 
-`netcheck` decides which nodes to probe together and which ones that convicts, `speed` which are
-slow in training, `nodes.admission` which are refused until when. Here their results become orders:
+`netcheck` decides which nodes to probe together and which of them are at fault, `speed` which are
+slow in training, `nodes.admission` which are refused until when. The policy acts on that:
 
 * If a round could form and some of its nodes must be probed, the check comes first. Nodes that join
   meanwhile are accepted, and probed by the check that follows.
-* A new node is probed alone while a round runs, and joins once it has passed: a bad node never
+* A new node is probed alone while a round runs, and joins once it has passed, so a bad node never
   stops a round. Its links are tried when the next round gathers.
-* A node whose fault cannot be decided is kept out until another node joins or leaves. If one node
+* A node that may or may not be at fault is kept out until another node joins or leaves. If one node
   is enough for a round, one of those whose own probes passed may form it.
 * A convicted node is excluded: recorded first, then ordered to leave. A slow one is excluded only
   if the user asked for it, the others suffice, and not too many were excluded for that lately.
 
-While the master does not listen no answer is late: the clock of `netcheck` stands still then.
+`netcheck` measures time only while the master is listening, so no answer becomes late while the
+master is away.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
 
 MAX_TURNS = 64
-"""Maximum number of passes and verdicts per answer; more than that is a check that does not end."""
+"""Maximum number of passes that one event may cause; more means that the check never ends."""
 
 DOUBTED = "the network check is inconclusive for this node; it is probed with another one"
 
@@ -47,11 +48,11 @@ Verdicts = list[tuple[str, Excluded]]
 
 
 class HealthPolicy:
-    """Drives the network check, if the job has enabled it, and the detection of stragglers, if a
+    """Runs the network check, if the job has enabled it, and the detection of slow nodes, if a
     script reports its steps."""
 
     def __init__(self, ctx: JobContext, exclude: Callable[[Verdicts], None]) -> None:
-        """`exclude` orders these nodes to leave."""
+        """`exclude` excludes the nodes that it is passed."""
         self._ctx = ctx
         self._exclude = exclude
         self._membership, self._nodes, self._rdzv = ctx.membership, ctx.nodes, ctx.rdzv
@@ -60,9 +61,9 @@ class HealthPolicy:
         self._answered: list[str] = []  # nodes probed alone that have answered, not yet processed
         self._has_changed = False  # the check has changed in this step
         self._unresolved: dict[str, str] = {}  # nodes whose fault cannot be decided, and why
-        self._examined: RoundName | None = None  # the round whose failed node was doubted
+        self._examined: RoundName | None = None  # the last round whose cause was doubted
         self._watched: RoundName | None = None  # the round whose steps are compared
-        self._is_checking = False  # a check was begun and its end not reported
+        self._is_checking = False  # a check has begun and its result is not logged yet
         self._is_perf_logged = False
         self._checks = checks = ctx.spec.checks
         round_ = ctx.round
@@ -72,16 +73,17 @@ class HealthPolicy:
             self._netcheck.trust(tuple(round_.members) if round_ is not None else ())
 
     def next_deadline(self) -> float | None:
-        """When an answer to a probe is overdue, by the master's own clock."""
+        """When an answer to a probe is overdue, on the clock of `ctx.now`; None if none is
+        expected."""
         due = self._netcheck.next_deadline() if self._netcheck is not None else None
         return None if due is None else due + self._ctx.away
 
     def summary(self) -> str:
-        """The check, for the status page; "" without one."""
+        """What the check has found, for the status page; "" without one."""
         return self._netcheck.summary() if self._netcheck is not None else ""
 
     def health(self, node: str) -> str:
-        """What its probes and steps have shown, for the status page."""
+        """What the probes and steps of a node have shown, for the status page."""
         parts = (
             self._nodes[node].slow,
             self._netcheck.health(node) if self._netcheck else "",
@@ -90,18 +92,19 @@ class HealthPolicy:
         return "; ".join(part for part in parts if part)
 
     def trust(self, node: str) -> None:
-        """It already belongs to a round that is being adopted."""
+        """Treat a node as good: it belongs to a round that is being adopted."""
         if self._netcheck is not None:
             self._netcheck.trust((node,))
 
     def _time(self) -> float:
-        """Seconds in which the master listened."""
+        """The clock of `netcheck`: seconds in which the master was listening."""
         return self._ctx.now - self._ctx.away
 
     # ------------------------------------------------------------ before a round
 
     def hold(self) -> Decision | None:
-        """A round could form: what it waits for if nodes must be probed first, else None."""
+        """A round could form. If nodes must be probed first, start a check, unless one is running,
+        and return the wait; else None."""
         check = self._netcheck
         if check is None:
             return None
@@ -125,7 +128,8 @@ class HealthPolicy:
         return [one.id for one in lay_out(ready, round_.seats if round_ else {})]
 
     def _doubt_the_cause(self) -> None:
-        """Probe the node whose rank failed first in the last round again, once."""
+        """Require a new probe of the node whose rank failed first in the last round; once per
+        round."""
         cause, round_ = self._ctx.restarts.window.cause, self._ctx.round
         if round_ is None or round_.name == self._examined or self._rdzv.loss:
             return
@@ -139,7 +143,7 @@ class HealthPolicy:
             self._netcheck.forget(node)
 
     def keep_out_doubted(self) -> bool:
-        """Keep ready nodes that have not passed out of rounds, now that no probe would tell more.
+        """Keep out the ready nodes that have not passed, now that no further probe would help.
         Return whether there are any."""
         check, spec = self._netcheck, self._ctx.spec
         if check is None or not self._checks.network:
@@ -158,7 +162,8 @@ class HealthPolicy:
         return bool(doubted)
 
     def readmit_doubted(self) -> None:
-        """Another node has joined or left: undecided nodes may be tried again."""
+        """Another node has joined or left, or a round has ended: let undecided nodes try again, if
+        the job is gathering."""
         if self._rdzv.phase is Phase.GATHERING:
             for node in tuple(self._unresolved):
                 if self._rdzv.admit(node):
@@ -175,8 +180,8 @@ class HealthPolicy:
     # ------------------------------------------------------------ probing pending nodes
 
     def _must_pass_probe_first(self, node: str) -> bool:
-        """A node has joined. Return whether it must be probed alone before the rendezvous may know
-        of it, because a round runs that it would stop."""
+        """A node has joined. If it would stop the running round and has not passed, keep it out,
+        and probe it alone unless that is undecidable. Return whether it is kept out."""
         check, rdzv = self._netcheck, self._rdzv
         if check is None or not self._checks.network or rdzv.phase is not Phase.RUNNING:
             return False
@@ -208,7 +213,7 @@ class HealthPolicy:
             self._send_probes((check.probe_pending(node, self._time()),))
 
     def _admit_probed(self) -> None:
-        """Nodes that were probed alone and have not failed may join."""
+        """Let nodes join that were probed alone and have passed."""
         check, answered = self._netcheck, self._answered
         self._answered = []
         for node in answered:
@@ -218,8 +223,8 @@ class HealthPolicy:
                     self._joined(node)
 
     def on_report(self, node: str, report: m.Join | m.Probed) -> bool:
-        """A node without ranks is ready, or has been probed. A node that has joined is first probed
-        alone if it must be."""
+        """A node without ranks is ready, or has been probed. A node that must be probed first does
+        not join yet."""
         if isinstance(report, m.Probed):
             self._answer(node, report)
         elif not self._must_pass_probe_first(node):
@@ -255,7 +260,7 @@ class HealthPolicy:
         if not (self._has_changed or late):
             return ()
         time = self._time()
-        if late:  # adding and subtracting may lose some precision
+        if late:  # `away` is added and subtracted, which may lose precision
             time = max(time, check.next_deadline() or time)
         for _ in range(MAX_TURNS):
             self._has_changed = False
@@ -285,14 +290,14 @@ class HealthPolicy:
                     self._ctx.send(one.session, probe)
 
     def probe_again(self, session: int, node: str) -> None:
-        """An agent has attached: repeat the probe whose answer is expected."""
+        """An agent has attached: send it again the probe whose answer is expected."""
         group = self._netcheck.group_of(node) if self._netcheck is not None else None
         order = self._nodes[node].probe
         if group is not None and order is not None and order.check == group.check:
             self._ctx.send(session, order)
 
     def _probes(self, group: ProbeGroup) -> Iterator[tuple[Node, m.Probe]]:
-        """Each node's place in a group that is probed together; O(nodes) for all of them."""
+        """The nodes of a group, each with its order; O(nodes)."""
         places = [self._nodes[node] for node in group.nodes]
         world_size = sum(one.hello.local_world_size for one in places)
         store = store_host(places).store
@@ -346,8 +351,8 @@ class HealthPolicy:
                 self._found_slow(verdict.node, verdict.reason)
 
     def _found_slow(self, node: str, reason: str) -> None:
-        """A node is slow, as `reason` says: it stays, unless the user wants it excluded and the job
-        can spare it."""
+        """Handle a node that is slow because of `reason`: exclude it if the user wants that and the
+        job can spare it; otherwise log it, once."""
         why_not = ""
         if not self._checks.exclude_stragglers:
             why_not = "it stays (--exclude-straggler would exclude it)"
@@ -366,8 +371,8 @@ class HealthPolicy:
     # ------------------------------------------------------------ in training
 
     def stepped(self, node: str, report: m.Steps) -> Slowness | None:
-        """Process the steps of a member of the running round; return the node that is suspected, if
-        any."""
+        """Process the steps of a member of the running round; return the node that they show to be
+        slow, if any."""
         round_ = self._ctx.round
         if round_ is None or self._rdzv.phase is not Phase.RUNNING:
             return None

@@ -28,8 +28,8 @@ the buffer for n ranks. Two cases are undecidable: a slow link among two or thre
 one group, and as many slow nodes as others.
 
 *In training* (`Stragglers`) all ranks that train together take as long for a step as the slowest of
-them. A slow node shows in its *own part*: a step without the waiting for others, which the slow
-node has least of. A node is slow while its own part is an outlier beside those of the others and
+them. A slow node shows in its *own part*: the step without the time that it waits for others. The
+slow node waits least. A node is slow while its own part is an outlier among those of the others and
 costs the job something; it is suspected after `slow_for` seconds of that without interruption.
 Several things must not convict a node. One long step (a checkpoint that one node writes, an
 evaluation) shows in one report, and does not move the median of a node's last WINDOW reports. A
@@ -52,14 +52,14 @@ from elasticrun.core.words import names, some
 from elasticrun.wire.messages import CheckSpec, Steps
 
 SPREADS = 5.0
-"""A figure must exceed the others' median by this many estimated standard deviations; raise it and
-nodes that differ much among themselves hide a slow one."""
+"""A figure must exceed the others' median by this many estimated standard deviations. If this is
+raised, nodes that differ much among themselves hide a slow one."""
 
 MAD_TO_DEVIATION = 1.4826
-"""A median absolute deviation times this is the standard deviation of a normal distribution."""
+"""Factor by which a median absolute deviation estimates a standard deviation."""
 
 CRUDE_RATIO = 2.0
-"""dlrover-run's rule, reported beside ours: above twice the median of all, including the judged
+"""dlrover-run's rule, reported with ours: above twice the median of all, including the judged
 one."""
 
 
@@ -98,7 +98,7 @@ def outliers(values: Sequence[float], ratio: float) -> dict[int, Outlier]:
 
 
 def _median(order: Sequence[float], without: int | None) -> float:
-    """Of a sorted sequence, optionally without the entry at `without`."""
+    """The median of a sorted sequence, optionally without the entry at index `without`."""
     count = len(order) - (without is not None)
 
     def at(place: int) -> float:
@@ -115,7 +115,7 @@ class Paces:
     ratio: float
     compute: dict[str, float]  # seconds of a matmul: the first of this check, or of an earlier one
     rates: Mapping[str, Rate]  # from earlier checks
-    again: dict[str, bool] = field(default_factory=dict)  # to measure again: alone is enough?
+    again: dict[str, bool] = field(default_factory=dict)  # to measure again -> alone is enough
     slow: dict[str, str] = field(default_factory=dict)  # slow twice, with the evidence
     _doubted: dict[str, bool] = field(default_factory=dict)  # matmul was an outlier once
 
@@ -205,12 +205,13 @@ def _standing_out(
 
 
 def _usable(trial: Trial) -> bool:
-    """Whether it may still be called slow: it works, and has not been called slow in this check."""
+    """Whether the node may still be found slow: it works, and has not been found slow in this
+    check."""
     return trial.good and not trial.out and not trial.is_found_slow
 
 
 def _compared(found: Outlier, scale: float = 1.0, unit: str = " per matmul") -> str:
-    """The evidence in words; a figure times `scale` is in seconds."""
+    """The evidence in words. `scale`: seconds per unit of the figures."""
     crude = f"{CRUDE_RATIO:g} x median would {'agree' if found.crude else 'disagree'}"
     return (
         f"{duration(found.value * scale)}{unit}, the others {duration(found.median * scale)} "
@@ -219,7 +220,7 @@ def _compared(found: Outlier, scale: float = 1.0, unit: str = " per matmul") -> 
 
 
 WINDOW = 5
-"""Number of reports whose median is a node's own part. Raise it and longer disturbances are
+"""Number of reports whose median is a node's own part. If this is raised, longer disturbances are
 ignored, and a slow node is found later."""
 
 WARM = 3
@@ -279,7 +280,7 @@ class _Pace:
 
 
 class Stragglers:
-    """The step times of the nodes of one round."""
+    """Compares the step times of the nodes of one round."""
 
     def __init__(self, checks: CheckSpec) -> None:
         self._ratio = checks.slow_ratio
@@ -290,15 +291,15 @@ class Stragglers:
         """A round begins with these nodes: discard what was measured in the last one."""
         self._paces = {node: _Pace() for node in nodes}
         self._comparable = 0  # nodes whose reports contain their own part
-        self._fresh = 0  # of these, the ones that are fresh
+        self._fresh = 0  # how many of these have reported since the last judgement
         self._first_fresh = 0.0
         self._judged_at = -math.inf
         self._suspects: deque[Slowness] = deque()
 
     def on_steps(self, node: str, steps: Steps, now: float) -> Slowness | None:
-        """Process a node's report; return the suspicion that it completes. A node that stays slow
-        is suspected again after each further `slow_for`, because the job may be able to spare it
-        only later. O(1) amortised: O(nodes log nodes) at most once per second and per round of
+        """Process a node's report; return a suspicion if there is one. A node that stays slow is
+        suspected again after each further `slow_for` seconds, because the job may be able to spare
+        it only later. O(1) amortised: O(nodes log nodes) at most once per second and per round of
         reports."""
         pace = self._paces.get(node)
         if pace is None:
@@ -323,7 +324,7 @@ class Stragglers:
         self._suspects = deque(one for one in self._suspects if one.node != node)
 
     def health(self, node: str) -> str:
-        """Its step time and waiting, for the status page; "" if it reports none."""
+        """The step time and waiting of a node, for the status page; "" if it reports none."""
         pace = self._paces.get(node)
         if pace is None or pace.newest is None:
             return ""
@@ -346,7 +347,7 @@ class Stragglers:
             self._fresh += 1
 
     def _drop(self, pace: _Pace) -> None:
-        """Its reports no longer count."""
+        """Discard the reports of a node."""
         self._comparable -= bool(pace.reports)
         self._fresh -= pace.fresh
         pace.reports.clear()
@@ -356,7 +357,7 @@ class Stragglers:
         """Compare the nodes that have reported since the last time; the others are silent."""
         gap, self._judged_at = now - self._judged_at, now
         warm: list[tuple[str, _Pace]] = []
-        for node, pace in self._paces.items():  # in this order, so that a replay agrees
+        for node, pace in self._paces.items():  # in a fixed order, for replays
             if pace.reports and not pace.fresh:
                 self._drop(pace)
             pace.fresh = False

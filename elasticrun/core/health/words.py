@@ -1,5 +1,6 @@
 """The sentences of the network check (verdicts, the health of a node, the outcome), and the
-formatting of figures."""
+formatting of figures.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ QUOTED = 400
 """Maximum length of an agent's reason within our sentences, in characters."""
 
 LISTED = 2
-"""Number of failures in one verdict, those that prove most; and of bad links that an outcome
-names."""
+"""Maximum number of failures that a verdict names (those that prove most), and of bad links that an
+outcome names."""
 
 
 def duration(seconds: float) -> str:
@@ -51,7 +52,7 @@ def quoted(reason: str) -> str:
 
 
 def failed(trial: Trial, trials: Mapping[str, Trial]) -> str:
-    """Why a node is convicted."""
+    """The sentence that says why a node is convicted."""
     strongest = sorted(trial.failures, key=lambda one: _weight(one, trials))[:LISTED]
     clauses = [happened(one, trials) for one in strongest]
     if len(set(clauses)) == 1:
@@ -60,7 +61,8 @@ def failed(trial: Trial, trials: Mapping[str, Trial]) -> str:
 
 
 def unresolved(trial: Trial, trials: Mapping[str, Trial]) -> str:
-    """Why it cannot be decided whether a node that has not passed is at fault."""
+    """The sentence that says why a node has not passed, and what would show whether it is at
+    fault."""
     joint = [one for one in trial.failures if one.partners]
     if not joint:
         own = trial.failures[-1:]
@@ -92,7 +94,8 @@ def happened(failure: ProbeFailure, trials: Mapping[str, Trial]) -> str:
 
 
 def waiting(number: int, groups: Sequence[Sequence[str]]) -> str:
-    """Why the round waits while a pass runs; it does not count answers."""
+    """Why the round waits while a pass runs. The text does not count answers, so it does not
+    change."""
     nodes = [node for group in groups for node in group]
     if number == 1:
         whom = f"{nodes[0]} is" if len(nodes) == 1 else f"{len(nodes)} nodes are"
@@ -109,7 +112,7 @@ def outcome(
     passes: int,
     seconds: float,
 ) -> str:
-    """What a check found; `found`: kinds of verdict and nodes."""
+    """What a check found, as a sentence. `found`: kinds of verdict and nodes."""
     clauses = []
     for kind, one, more in (
         ("failed", "failed", "failed"),
@@ -155,7 +158,8 @@ def cut(sentence: str) -> str:
 
 
 def _links(trials: Mapping[str, Trial], groups: Iterable[FailedGroup]) -> list[str]:
-    """Failed groups whose nodes all turned out to work: a link between them is bad."""
+    """Clauses about failed groups whose nodes all turned out to work: a link between them is
+    bad."""
     pairs: list[Collection[str]] = []
     clauses: list[str] = []
     for group in sorted(groups, key=lambda one: len(one.nodes)):
@@ -177,5 +181,6 @@ def _works(failure: ProbeFailure, trials: Mapping[str, Trial]) -> bool:
 
 
 def _weight(failure: ProbeFailure, trials: Mapping[str, Trial]) -> tuple[bool, int]:
-    """Smallest for what proves most: no partner explains it, and few took part in it."""
+    """Sort key: first the failures that prove most (not explained by a partner, few
+    participants)."""
     return bool(failure.partners) and not _works(failure, trials), len(failure.partners)

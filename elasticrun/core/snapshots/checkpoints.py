@@ -2,8 +2,8 @@
 
 The newest whole step that the ranks want written becomes a checkpoint, and with
 --save-at-breakpoint the step that a failure left; one at a time. A failed attempt is repeated after
-a growing delay. The loss of a node ends it, unless that node has written its part and is not the
-coordinator. The snapshot of a later failure replaces an older one, whose slot is needed.
+a growing delay. The loss of a node ends an attempt, unless that node has written its part and is
+not the coordinator. The snapshot of a later failure replaces an older one, whose slot is needed.
 `RestorePoints` knows which steps are whole.
 
 In an attempt the nodes write one part for each rank whose snapshot they hold: the rank's own items,
@@ -24,7 +24,7 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
 
 MOST_ENDED = 3
-"""Number of past attempts, the newest ones, whose end is sent again to a node that attaches."""
+"""Number of past attempts whose end is sent again to a node that attaches: the newest ones."""
 
 MOST_NODES = 20_000
 """Maximum number of nodes for which these ends are kept; the oldest are dropped, because nodes may
@@ -44,7 +44,7 @@ MOST_BACK_OFF = 60.0
 
 MAX_TRIES = 5
 """Number of consecutive failed attempts after which a snapshot is abandoned, because its slot is
-needed. From then on each further one gets a single attempt, until one succeeds."""
+needed. From then on each snapshot gets a single attempt, until one succeeds."""
 
 
 @dataclass(slots=True)
@@ -58,13 +58,13 @@ class Plan:
 
 @dataclass(slots=True)
 class Storage:
-    """The state of writing: consecutive failed attempts, over all snapshots."""
+    """The state of retries: consecutive failed attempts, over all snapshots."""
 
     failures: int = 0
-    not_before: float = 0.0  # of the next attempt, unless it cannot wait
+    not_before: float = 0.0  # the next attempt starts no earlier, unless it cannot wait
 
     def failed(self, now: float) -> float:
-        """An attempt has failed; return the seconds until the next one."""
+        """Count a failed attempt; return the seconds until the next one."""
         wait = min(MOST_BACK_OFF, BACK_OFF * 2.0 ** min(self.failures, 16))
         self.failures += 1
         self.not_before = now + wait
@@ -75,8 +75,8 @@ class Storage:
 class Share:
     """What one node writes."""
 
-    ranks: tuple[int, ...]
-    shared: tuple[int, ...]
+    ranks: tuple[int, ...]  # whose own items it writes
+    shared: tuple[int, ...]  # of these, the ones whose shared items it writes too
 
 
 @dataclass(slots=True)
@@ -104,13 +104,13 @@ class Attempt:
         return len(self.written) == len(self.parts)
 
     def needs(self, node: str) -> bool:
-        """Whether this node still has work to do for it."""
+        """Whether this node still has work to do in the attempt."""
         if node == self.coordinator:
             return True
         return node in self.parts and node not in self.written
 
     def order(self, node: str, now: float) -> m.Persist:
-        """What this node must write."""
+        """The order for this node: what it must write by when."""
         part = self.parts[node]
         round_, step = self.plan.key
         coordinates = node == self.coordinator
@@ -144,20 +144,20 @@ class Checkpoints:
         self._attempt: Attempt | None = None  # of the plan
         self._plan: Plan | None = None
         self._storage = Storage()
-        self._newest_planned: Key | None = None  # the newest planned one: older ones are skipped
-        self._whole_since: dict[Key, float] = {}  # wanted and whole, may grow: since when
+        self._newest_planned: Key | None = None  # older ones are skipped
+        self._whole_since: dict[Key, float] = {}  # wanted, whole, may grow -> since when
         self._ended: dict[str, list[m.PersistOver]] = {}  # node -> how its last attempts ended
         self._refused: dict[Key, None] = {}  # wanted, but can never be whole
-        self._inherited: Key | None = None  # the previous master had to save it
+        self._inherited: Key | None = None  # the previous master may have had to save it
         self._no_saver = False
-        self._missing: tuple[Key, str] | None = None  # the last planned one, not written, and why
+        self._missing: tuple[Key, str] | None = None  # the last one that was not written, and why
         self.requested: Key | None = None  # this and later steps are saved because a node leaves
         self.written: m.Restore | None = None  # the newest committed checkpoint
 
     # ------------------------------------------------------------ nodes and rounds
 
     def round_begins(self, restore: m.Restore | None) -> None:
-        """A round begins; its agents discard everything newer than `restore`."""
+        """A round begins: drop what is newer than `restore`, because its agents discard that."""
         self._whole_since.clear()
         upto = None if restore is None else order_of(key_of(restore))
         if self._plan is not None and (upto is None or order_of(self._plan.key) > upto):
@@ -173,7 +173,7 @@ class Checkpoints:
                     self._release(ledger, step, ledger.why_not_whole(step))
 
     def on_holdings(self, node: str, report: m.Holdings) -> None:
-        """Send a node which of its wanted steps have been written, or never will be."""
+        """Tell a node which of its wanted steps have been written, or never will be."""
         for one in report.held:
             if not one.wanted:
                 continue
@@ -184,16 +184,16 @@ class Checkpoints:
                 self._send_released(node, one.round, one.step, why)
 
     def node_gone(self, node: str, how: str, now: float, *, reborn: bool = False) -> None:
-        """The node is no longer waited for. `reborn`: a newer agent is present, which knows of no
-        attempt. The same agent may still return, and keeps snapshots until it learns that they are
-        over."""
+        """The node is no longer waited for: fail the attempt that needs it. `reborn`: a newer
+        incarnation has attached, which knows of no attempt. Otherwise the same agent may return; it
+        keeps snapshots until it learns that their attempts are over."""
         if reborn:
             self._ended.pop(node, None)
         if self._attempt is not None and self._attempt.needs(node):
             self._fail(f"node {node} {how}", now, blameless=True)
 
     def kept_by(self, node: str) -> Key | None:
-        """The snapshot for whose checkpoint this node stays, although it is leaving."""
+        """The snapshot for whose checkpoint this node stays, although it is leaving; None: none."""
         attempt = self._attempt
         return attempt.plan.key if attempt is not None and node in attempt.parts else None
 
@@ -212,7 +212,7 @@ class Checkpoints:
     # ------------------------------------------------------------ writing
 
     def save(self, restore: m.Restore, now: float) -> None:
-        """Write this snapshot, which a failure left, unless it is written or being written."""
+        """Write this snapshot, which a failure left, unless it is in storage or being written."""
         key = key_of(restore)
         if self.is_in_storage(key) or (self._plan is not None and self._plan.key == key):
             return
@@ -221,7 +221,7 @@ class Checkpoints:
         self._start_attempt(now)
 
     def is_in_storage(self, key: Key) -> bool:
-        """Whether it was written, or a later one that ranks would prefer to restore."""
+        """Whether this snapshot, or a later one that ranks would prefer to restore, was written."""
         written = None if self.written is None else key_of(self.written)
         if written is None or self._points.rewound_from >= 0:
             return written == key
@@ -255,7 +255,7 @@ class Checkpoints:
                     self._release(ledger, step, why)
 
     def _note_never_whole(self, ledger: Ledger, step: int, why: str) -> None:
-        """This step was wanted, but can never be whole."""
+        """Record that this step was wanted, but can never be whole."""
         key = (ledger.name, step)
         self._refused[key] = None  # older ones that are whole must still be written
         while len(self._refused) > MOST_REFUSED:
@@ -278,8 +278,8 @@ class Checkpoints:
                 self._outbox.send(m.CommitCheckpoint(attempt.name), attempt.coordinator)
 
     def hurry(self, now: float) -> None:
-        """The job is ending: retry without delay after a failed attempt, and also retry an
-        abandoned one if it is still whole."""
+        """The job is ending: retry a failed attempt without delay, and plan an abandoned snapshot
+        again if it is still whole."""
         self._storage.not_before = now
         if self._plan is None and self._missing is not None:
             key, _ = self._missing
@@ -292,7 +292,7 @@ class Checkpoints:
             self._start_attempt(now)
 
     def abandon(self, reason: str) -> None:
-        """Stop writing."""
+        """End the current attempt and drop the plan, because of `reason`."""
         if self._attempt is not None:
             self._end_attempt(self._attempt, ok=False, reason=reason)
         if self._plan is not None:
@@ -300,14 +300,14 @@ class Checkpoints:
         self._plan = None
 
     def _note_missing(self, key: Key, why: str) -> None:
-        """This step should have been written but was not; keep the first reason."""
+        """Record that this step should have been written but was not; keep the first reason."""
         missing = self._missing
         if missing is None or order_of(missing[0]) < order_of(key):
             self._missing = (key, why)
 
     @property
     def missing(self) -> str:
-        """The last planned checkpoint that is not in storage, and why, as a clause; "" if it is."""
+        """The last wanted checkpoint that is not in storage, and why, as a clause; "" if it is."""
         if self._missing is None:
             return ""
         (_, step), why = self._missing
@@ -315,7 +315,7 @@ class Checkpoints:
 
     @property
     def busy(self) -> str:
-        """What is being written or about to be, as a sentence; "" if nothing."""
+        """What is being written or about to be, as a clause; "" if nothing."""
         if self._plan is not None:
             return f"step {self._plan.key[1]} is being saved"
         waiting = [key[1] for key in self._whole_since]
@@ -331,12 +331,12 @@ class Checkpoints:
         return min(dues, default=None)
 
     def overslept(self, by: float) -> None:
-        """The master did not listen for `by` seconds: the attempt gets that much longer."""
+        """The master was not listening for `by` seconds: the attempt gets that much longer."""
         if self._attempt is not None:
             self._attempt.deadline += by
 
     def restore(self, written: m.Restore | None) -> None:
-        """Restore what the previous master wrote last."""
+        """Restore which checkpoint was newest under the previous master."""
         self.written = written
         self._newest_planned = key_of(written) if written is not None else None
 
@@ -362,7 +362,8 @@ class Checkpoints:
     # ------------------------------------------------------------ what ranks want written
 
     def _wanted(self, now: float) -> Key | None:
-        """The newest snapshot that ranks want written, once no more ranks will add to it."""
+        """Remove and return the newest snapshot that ranks want written and that is complete or has
+        waited long enough for more ranks; None if there is none."""
         whole = {
             (ledger.name, step)
             for ledger in self._points.ledgers
@@ -384,7 +385,7 @@ class Checkpoints:
         return None
 
     def _is_passed(self, key: Key) -> bool:
-        """Whether it was written, or never will be."""
+        """Whether this snapshot was written, or never will be."""
         if self._plan is not None and key == self._plan.key:
             return False
         if key in self._refused:
@@ -422,8 +423,8 @@ class Checkpoints:
     def _release(
         self, ledger: Ledger, step: int, reason: str, except_for: Collection[str] = ()
     ) -> None:
-        """Let the nodes whose ranks want this step written release it. `reason`: why it is not
-        written; "" if it is."""
+        """Tell the nodes whose ranks want this step written that it is over. `reason`: why it is
+        not written; "" if it is."""
         snap = ledger.snaps.get(step)
         for node in (
             [one for one in snap.wanted if one not in except_for] if snap is not None else ()
@@ -487,8 +488,8 @@ class Checkpoints:
             self._release(ledger, step, "", except_for=attempt.parts)
 
     def _fail(self, reason: str, now: float, *, blameless: bool = False) -> None:
-        """The current attempt has failed. `blameless`: not because of storage, so the next attempt
-        need not wait."""
+        """End the current attempt as failed. `blameless`: storage is not at fault, so the next
+        attempt need not wait."""
         attempt = self._attempt
         assert attempt is not None
         plan = attempt.plan
@@ -528,8 +529,8 @@ class Checkpoints:
 
 
 def divide(ledger: Ledger, step: int) -> dict[str, Share]:
-    """Which node writes what of a whole step, in the order of ranks. If two nodes hold a rank, one
-    of them writes it, preferably the rank's own node over one with a replica."""
+    """Which node writes which ranks of a whole step, in the order of ranks. If two nodes hold a
+    rank, one of them writes it, preferably the rank's own node over one with a replica."""
     of: dict[int, tuple[str, int]] = {}
     snap = ledger.snaps[step]
     for node, contents in [*snap.without_copies(), *snap.held.items()]:

@@ -15,8 +15,8 @@ so their slots become free.
 steps (a shard did not match its hash). Suspect steps come last.
 
 A step is *suspect* if MAX_REJECTED rounds resumed from it and failed by themselves within
-FEW_STEPS, before they had a whole step of their own. Ranks that fail before they have restored it
-and done a step, a signal from outside and the loss of a node say nothing about it. Suspicion
+FEW_STEPS, before they had a whole step of their own. A failure before ranks have restored it and
+done a step says nothing about it; nor does a signal from outside or the loss of a node. Suspicion
 discards nothing: if nothing else is whole in memory, nor in storage, the step is tried again.
 
 *A person may request* a step (--restore-step). Only that one is restored, from memory or storage,
@@ -25,11 +25,11 @@ checkpoint of the result is written.
 
 *A master that knows of no round* (a new one without a record, and no living rank that could report
 one) trusts what agents have noted: the newest round that any of them names counts as the previous
-one, with what that one had restored. Only rounds of masters with a lower term count: if a clock was
-set back, newer snapshots would seem older. Decision 025.
+one, with the snapshot that it had restored. Only rounds of masters with a lower term count: if a
+clock was set back, newer snapshots would seem older. Decision 025.
 
-Ranks with state of their own (`per_rank`) get it back if that costs a step or two: of the whole
-steps, the newest one that has every such rank is preferred to a newer one that lacks some.
+Ranks with state of their own (`per_rank`) get it back at the cost of a few steps at most: the
+newest whole step that has the state of every such rank is preferred to a newer one that lacks some.
 
 *Training is rewound* when a snapshot is suspect. A checkpoint of that step or a later one is no
 better, so it comes last too (`rewound_from`), until a newer one is committed: that one proves that
@@ -49,11 +49,10 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.types import NOTHING, RoundName, Skip
 
 MAX_WAITING = 65536
-"""Maximum number of pending questions for a shard whose holder is on its way back."""
+"""Maximum number of pending requests for a shard whose holder may come back."""
 
 MAX_REJECTED = 2
-"""Number of rounds that failed by themselves soon after a restore, until that snapshot is
-suspect."""
+"""A snapshot is suspect after this many rounds failed by themselves soon after restoring it."""
 
 MAX_FAILURES = 64
 """Maximum number of log lines per round about ranks that could not save."""
@@ -80,21 +79,21 @@ class RestorePoints:
         self._term = term
         self._outbox = outbox
         self.restore_step = restore_step  # requested; -1 again after a later checkpoint
-        self.rewound_from = restore_step + 1 if restore_step >= 0 else -1  # as `storage_from`
+        self.rewound_from = restore_step + 1 if restore_step >= 0 else -1  # as Skip.storage_from
         self.watermark = -1  # of the current round; -1: none yet
         self.ledgers: list[Ledger] = []  # of the current round and the previous one
         self.reports: dict[str, m.Holdings] = {}  # the last report of each living node
         self.leaving: dict[str, Key | None] = {}  # nodes that are leaving, and what each stays for
         self.away: dict[str, None] = {}
         """Nodes that may come back with their snapshots."""
-        self._has_obeyed = False  # a round that restored the requested step has a whole own step
+        self._has_obeyed = False  # a round that restored the requested step has a whole step
         self._has_round = False  # a round of this master, or one reported to it
         self._last: m.RoundInfo | None = None  # of another master, as agents have noted it
         self._is_clock_logged = False
-        self._waiting: dict[tuple[str, m.WhereIs], None] = {}  # questions, and the asking node
+        self._waiting: dict[tuple[str, m.WhereIs], None] = {}  # the asking node and its request
         self._named: dict[tuple[str, Key, int], tuple[str, int]] = {}  # holders named to nodes
         self._dropped: dict[Key, None] = {}  # not to be restored again: spoiled
-        self.rejected: dict[Key, int] = {}  # rounds that resumed from it and failed soon
+        self.rejected: dict[Key, int] = {}  # number of rounds that resumed from it and failed soon
         self._restored: m.Restore | None = None  # by the current round
         self._failures: dict[tuple[int, str], None] = {}  # ranks that could not save, and why
         self._reached = -1  # newest step that ranks reached after they had restored `_restored`
@@ -154,11 +153,11 @@ class RestorePoints:
             self._count(node)
 
     def expect(self, nodes: Iterable[str]) -> None:
-        """Expect inventory reports of these nodes."""
+        """Expect these nodes to report what they hold."""
         self.away.update(dict.fromkeys(nodes))
 
     def has_reported_all(self, node: str) -> None:
-        """The node has sent a report that follows its inventory, so nothing more will come."""
+        """The node has sent a report that follows its inventory, so no inventory will follow."""
         if node in self.away:
             del self.away[node]
             self.answer()
@@ -174,7 +173,7 @@ class RestorePoints:
         self._count(node)
 
     def forget(self, node: str, *, for_good: bool) -> None:
-        """This node's snapshots are unavailable, for a moment or `for_good`."""
+        """This node's snapshots do not count, for now or `for_good`."""
         self.reports.pop(node, None)
         self.away[node] = None
         self._count(node)
@@ -208,18 +207,19 @@ class RestorePoints:
                 ledger.keep_only(node, kept[1] if kept and kept[0] == ledger.name else None)
 
     def skipped(self) -> int:
-        """Number of snapshots that a rank of the current round has skipped, maximum over the
+        """How many snapshots the ranks of the current round have skipped: the maximum over the
         ranks."""
         name = self.ledgers[0].name if self.ledgers else None
         reports = (one for one in self.reports.values() if one.last and one.last.name == name)
         return max((one.skipped for one in reports), default=0)
 
     def ledger(self, name: RoundName) -> Ledger | None:
-        """The ledger of this round, if the round counts."""
+        """The ledger of this round; None if the round does not count."""
         return next((one for one in self.ledgers if one.name == name), None)
 
     def raise_watermark(self, replicas: Replicas) -> None:
-        """Send all nodes a newer whole step, or the steps that are given up."""
+        """Raise the watermark, or give up steps that can never be whole; send either to all
+        nodes."""
         for ledger in self.ledgers[:1]:
             whole = [step for step in ledger.steps() if ledger.is_whole(step)]
             if self.knows_round_from_agents:  # no node needs to know
@@ -244,12 +244,12 @@ class RestorePoints:
                 self._outbox.send(self._mark(), *self.reports)
 
     def send_watermark(self, node: str) -> None:
-        """Send the watermark to a member of the current round that may not have it."""
+        """Send the watermark to a member of the current round that may not have received it."""
         if self.ledgers and self._mark() != m.Watermark(self.ledgers[0].name, -1):
             self._outbox.send(self._mark(), node)
 
     def _mark(self) -> m.Watermark:
-        """What all nodes of the current round must know."""
+        """The watermark of the current round and the steps that are given up, as a message."""
         ledger = self.ledgers[0]
         above, upto = ledger.given_up
         return m.Watermark(ledger.name, self.watermark, upto if above == self.watermark else -1)
@@ -257,7 +257,7 @@ class RestorePoints:
     # ------------------------------------------------------------ the choice
 
     def choose(self) -> Choice:
-        """What the next round restores."""
+        """Choose what the next round restores."""
         choice, requested = self._newest(), self.restore_step
         if requested >= 0 and (choice.restore is None or not self._has_obeyed):
             return Choice(
@@ -272,7 +272,8 @@ class RestorePoints:
         return Choice(found, choice.why, Skip(self.rewound_from, memory=found is not None))
 
     def _whole(self, step: int, without: Container[Key]) -> m.Restore | None:
-        """This step, of the newest round in which it is whole in memory."""
+        """This step, from the newest round in which it is whole in memory; None if there is
+        none."""
         for ledger in self.ledgers:
             if ledger.is_whole(step) and (ledger.name, step) not in without:
                 return m.Restore(ledger.name, step, ledger.world_size)
@@ -305,8 +306,8 @@ class RestorePoints:
         return Choice(None, why, Skip(self.rewound_from))
 
     def _with_own(self, ledger: Ledger, whole: list[int]) -> tuple[int, str]:
-        """Which of the whole steps (newest first) to restore, and, if not the first, why not:
-        the first lacks `per_rank` state that living ranks have at the restored one."""
+        """Which of the whole steps (newest first) to restore. If not the first, also why not: the
+        first lacks `per_rank` state that living ranks have at the restored one."""
         own = {
             rank
             for report in self.reports.values()
@@ -331,8 +332,8 @@ class RestorePoints:
 
     def failed_by_itself(self) -> None:
         """A rank of the current round failed, without a signal from outside or the loss of a node.
-        If ranks had resumed from what they restored and came only a few steps further, that
-        snapshot may be the reason."""
+        Count that against the restored snapshot if ranks had resumed from it, came only a few steps
+        further, and have no whole step of their own."""
         on = self._restored
         if on is None or self.watermark >= 0:
             return
@@ -372,7 +373,8 @@ class RestorePoints:
 
     def _is_failed_save(self, node: str, ledger: Ledger, report: m.ShardBad) -> bool:
         """Whether the report is from a rank of the running round that could not save a step: then
-        its node holds nothing of that rank at that step. Each reason of a rank is logged once."""
+        its node holds nothing of that rank at that step. Records that, and logs each reason of a
+        rank once."""
         snap = ledger.snaps.get(report.step)
         if ledger.upto is not None or (snap and report.rank in snap.held.get(node, {})):
             return False
@@ -387,8 +389,8 @@ class RestorePoints:
         return True
 
     def locate(self, node: str, question: m.WhereIs) -> None:
-        """Answer `node` which other node has a shard: at once, or when it is certain that no node
-        returns with it, or once a saver is ready (the requesting node has a time limit)."""
+        """Answer `node` which other node has a shard: at once, or once a saver is ready, or once no
+        node can return with the shard (the requesting node has a time limit)."""
         if len(self._waiting) < MAX_WAITING:
             self._waiting[node, question] = None
             self.answer()
@@ -396,7 +398,7 @@ class RestorePoints:
             self._outbox.send(self._find_holder(node, question)[0], node)
 
     def answer(self) -> None:
-        """Answer pending questions for shards, as far as possible now."""
+        """Answer the pending requests for shards that can be answered now."""
         for node, question in tuple(self._waiting):
             answer, may_come = self._find_holder(node, question)
             if answer.saver is not None or not may_come:
@@ -404,7 +406,7 @@ class RestorePoints:
                 self._outbox.send(answer, node)
 
     def _find_holder(self, node: str, question: m.WhereIs) -> tuple[m.Holder, bool]:
-        """The current answer, and whether a better one may follow."""
+        """The answer to a request at present, and whether a better one may follow."""
         key = (question.round, question.step)
         ledger = self.ledger(question.round)
         places = ledger.find(question.step, question.rank) if ledger is not None else []
@@ -421,10 +423,9 @@ class RestorePoints:
     # ------------------------------------------------------------ the record
 
     def committed(self, rewound_from: int) -> None:
-        """A checkpoint was committed whose attempt began when training had been rewound to
-        `rewound_from`."""
+        """A checkpoint was committed whose attempt began while `rewound_from` had this value."""
         if rewound_from == self.rewound_from and (self.restore_step < 0 or self._has_obeyed):
-            self.rewound_from = self.restore_step = -1  # storage shows it from now on
+            self.rewound_from = self.restore_step = -1  # newer than the suspect step
 
     def restore(self, facts: SnapshotFacts) -> None:
         """Restore what the previous master knew."""
@@ -433,5 +434,5 @@ class RestorePoints:
 
 
 def _age(last: m.RoundInfo) -> tuple[int, int]:
-    """Orders rounds by time."""
+    """Sort key: rounds by age, the oldest first."""
     return (last.name.term, last.name.number)

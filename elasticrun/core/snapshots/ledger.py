@@ -1,4 +1,4 @@
-"""Which nodes hold what of one round's snapshots: which steps are whole, and what others lack.
+"""Which nodes hold which snapshots of one round, which steps are whole, and what the others lack.
 
 A step is *whole* when every content of the round's ranks has a living holder at that step. A rank's
 content is the one reported at that step, else the last one reported for that rank in the round; a
@@ -33,19 +33,19 @@ Place = tuple[str, int]
 
 @dataclass(slots=True)
 class Snap:
-    """One step of one round, over all nodes."""
+    """One step of one round: what its ranks need, and which nodes hold it."""
 
     step: int
     expected: dict[int, int]  # rank -> the content that it needs
     need: Counter[int] = field(default_factory=Counter)  # content -> ranks that need it
     holders: dict[int, dict[Place, None]] = field(default_factory=dict)  # content -> its holders
-    homes: dict[int, Counter[str]] = field(default_factory=dict)  # content -> nodes, ranks of each
+    homes: dict[int, Counter[str]] = field(default_factory=dict)  # content -> node -> ranks
     held: dict[str, dict[int, int]] = field(default_factory=dict)  # node -> rank -> content
-    copies: dict[str, frozenset[int]] = field(default_factory=dict)  # node -> ranks of its replicas
+    copies: dict[str, frozenset[int]] = field(default_factory=dict)  # node -> ranks of replicas
     wanted: dict[str, None] = field(default_factory=dict)  # nodes whose ranks want it written
     missing: int = 0  # contents without a holder
     lone: int = 0  # contents that only one node holds
-    ranks: int = 0  # number of ranks that their own nodes hold
+    ranks: int = 0  # number of ranks whose own node holds them
 
     def __post_init__(self) -> None:
         self.need.update(self.expected.values())
@@ -80,8 +80,8 @@ class Snap:
         wanted: bool,
         copies: frozenset[int] = frozenset(),
     ) -> None:
-        """A living node holds these, in place of what it held before; `copies` of them are
-        replicas."""
+        """Record what a living node holds, in place of what it held before; `copies`: the ranks of
+        which it holds replicas."""
         self.remove(node)
         for rank, content in contents.items():
             self.expect(rank, content)
@@ -99,7 +99,7 @@ class Snap:
             self.wanted[node] = None
 
     def remove(self, node: str) -> None:
-        """The node no longer holds anything of this step."""
+        """Record that the node no longer holds anything of this step."""
         self.wanted.pop(node, None)
         self.ranks += len(self.copies.pop(node, ()))
         for rank, content in self.held.pop(node, {}).items():
@@ -134,7 +134,7 @@ class Snap:
         return found
 
     def without_copies(self) -> Iterator[tuple[str, dict[int, int]]]:
-        """Each node with what its own ranks hold; O(ranks)."""
+        """Each node with what it holds of its own ranks; O(ranks)."""
         for node, contents in self.held.items():
             copies = self.copies.get(node, ())
             yield node, {rank: one for rank, one in contents.items() if rank not in copies}
@@ -147,7 +147,7 @@ class Ledger:
         self.name = name
         self.world_size = world_size
         self.upto: int | None = None  # later steps were discarded; None: the round may still run
-        self.passed = -1  # the newest step that a node needed for it has skipped
+        self.passed = -1  # the newest step that can never be whole because a node skipped it
         self.given_up = (-1, -1)  # steps above the first, up to the second, do not count
         self.snaps: dict[int, Snap] = {}
         self.failed: dict[int, dict[int, str]] = {}  # step -> ranks that could not save it, and why
@@ -166,7 +166,7 @@ class Ledger:
         return snap is not None and snap.is_whole(self.world_size)
 
     def is_paired(self, step: int) -> bool:
-        """Whether it is whole, and would be without any single node."""
+        """Whether this step is whole, and would remain so after the loss of any one node."""
         return self.is_whole(step) and not self.snaps[step].lone
 
     def lone(self, step: int) -> int:
@@ -175,7 +175,8 @@ class Ledger:
         return snap.lone if snap is not None else 0
 
     def is_full(self, step: int) -> bool:
-        """Whether each rank itself holds this step, except those that could not save it."""
+        """Whether each rank's own node holds it at this step, except ranks that could not save
+        it."""
         snap = self.snaps.get(step)
         lacking = len(self.failed.get(step, ()))
         return snap is not None and snap.ranks + lacking >= self.world_size
@@ -191,8 +192,8 @@ class Ledger:
         return True
 
     def why_never(self, step: int) -> str:
-        """Why a step can never be whole, as a clause: every rank with some content could not save
-        it. "" if it may be, or is; O(ranks) for a step that a rank could not save."""
+        """Why a step can never be whole, as a clause: no rank with some content could save it. ""
+        if it may become whole, or is; O(ranks) if a rank could not save it."""
         snap, failed = self.snaps.get(step), self.failed.get(step, {})
         able = {content for rank, content in self._last.items() if rank not in failed}
         for rank, reason in failed.items():
@@ -202,17 +203,17 @@ class Ledger:
         return ""
 
     def newest_never_whole(self, above: int) -> int:
-        """The newest step above this one that can never be whole; -1: none."""
+        """The newest step above `above` that can never be whole; -1: none."""
         return max((one for one in self.failed if one > above and self.why_never(one)), default=-1)
 
     def is_all_reported(self, living: Collection[str]) -> bool:
-        """Whether every rank was reported by its own node, and these nodes are all present. Until
-        then, what seems lost may be held by a node that has yet to report; O(ranks)."""
+        """Whether every rank was reported by its own node, and all these nodes are present. Until
+        then, a node that has yet to report may hold what seems lost. O(ranks)."""
         homes = self._home.values()
         return len(homes) == self.world_size and all(node in living for node in homes)
 
     def update(self, node: str, held: Iterable[Holding]) -> None:
-        """All that a living node holds of this round."""
+        """Process all that a living node holds of this round."""
         now: dict[int, tuple[Holding, ...]] = {}
         for one in held:
             if self._is_ours(one):
@@ -242,18 +243,18 @@ class Ledger:
                 self.passed = step
 
     def give_up(self, above: int, upto: int = -1) -> None:
-        """Steps above `above` up to `upto` no longer count; -1: up to the newest held now."""
+        """Exclude the steps above `above` up to `upto`; -1: up to the newest one held now."""
         upto = max(self.snaps, default=-1) if upto < 0 else upto
         self.given_up = (above, max(upto, self.given_up[1]))
         self._drop(above, upto)
 
     def keep_only(self, node: str, step: int | None) -> None:
-        """Of this node only this step counts from now on; None: no step does."""
+        """Count only this step of this node from now on; None: no step."""
         holdings = self._reported.get(node, {})
         self.update(node, holdings.get(step, ()) if step is not None else ())
 
     def end_at(self, step: int) -> None:
-        """Discard later steps."""
+        """End the round at `step`: discard later steps."""
         self.upto = step
         self._drop(step)
 
@@ -274,7 +275,7 @@ class Ledger:
         return True
 
     def needs(self, step: int, nodes: Collection[str]) -> bool:
-        """Whether one of these nodes has a content of this step that no other node has."""
+        """Whether these nodes are the only holders of some content of this step."""
         snap = self.snaps.get(step)
         return snap is not None and any(
             all(place[0] in nodes for place in snap.holders.get(content, ()))
@@ -283,8 +284,8 @@ class Ledger:
         )
 
     def find(self, step: int, rank: int) -> list[Place]:
-        """The nodes that hold this rank's shard at this step, or one with the same content: the
-        rank's own holder first."""
+        """The places that hold this rank's shard at this step, or one with the same content: the
+        rank's own place first."""
         snap = self.snaps.get(step)
         if snap is None or rank not in snap.expected:
             return []
@@ -343,7 +344,7 @@ class Ledger:
         snap.put(node, contents, wanted=wanted, copies=frozenset(copies))
 
     def _learn(self, rank: int, content: int) -> None:
-        """Note the content that the rank has."""
+        """Record the content that the rank has."""
         if rank not in self._last:
             for other in self.snaps.values():
                 if rank not in other.expected:

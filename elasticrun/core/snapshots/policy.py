@@ -1,10 +1,10 @@
-"""Connects the snapshots to the job: reports node and round events to them, and sends out what they
-decide.
+"""Connects the snapshots to the job: passes on events of nodes and rounds, and sends the resulting
+orders.
 
 It has only two rules of its own. A round whose snapshot turns out to be unusable is reopened,
-without charging a restart. A job that ends waits until its last snapshot is written: if ranks have
-failed and --save-at-breakpoint was given, the newest whole one, once their nodes have stopped; else
-what was being written or was requested, so a script's last checkpoint is not lost.
+without charging a restart. A job that ends waits until its last snapshot is written. With
+--save-at-breakpoint, after a failure, that is the newest whole one, once the nodes have stopped;
+otherwise it is what was being written or was requested, so a script's last checkpoint is not lost.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elasticrun.wire import messages as m
 
 
 class SnapshotPolicy:
-    """Drives `Snapshots` for the job."""
+    """Runs `Snapshots` for the job."""
 
     def __init__(self, ctx: JobContext, snapshots: Snapshots) -> None:
         self._ctx = ctx
@@ -32,13 +32,13 @@ class SnapshotPolicy:
         self._saves = snapshots
         self.newest_step = -1
         """The newest step reported by ranks of the current round."""
-        self._left_behind: Key | None = None  # the newest of all that nodes had when they left
+        self._left_behind: Key | None = None  # the newest snapshot that nodes had when they left
         self._ends_since: float | None = None  # since when the job is ending
-        self._is_last_saved = False  # the last snapshot is being written, or was
-        self._save_by = 0.0  # when that is abandoned
+        self._is_last_saved = False  # the write of the last snapshot has started
+        self._save_by = 0.0  # when that write is abandoned
         self._wishes: list[Wish] = []  # from reports of this step
         self.has_changed = True
-        """Something has changed since `pursue` last ran."""
+        """Whether something has changed since `pursue` last ran."""
         self._due: float | None = None  # when anything is due on its own
 
     # ------------------------------------------------------------ nodes
@@ -84,20 +84,21 @@ class SnapshotPolicy:
         self._saves.departing(node, report, round_.name, members)
 
     def lost_contact(self, node: str) -> None:
-        """Handle a broken stream: the node will report its snapshots again."""
+        """Handle a broken stream: the node's snapshots do not count until it reports them again."""
         self._saves.forget(node, self._ctx.now)
         self.has_changed = True
 
     def node_gone(self, node: str, reason: str, *, reborn: bool = False) -> None:
-        """The node is lost, as `reason` says in a clause. `reborn`: a newer agent of it is
-        present."""
+        """The node is lost, because of `reason` (a clause). `reborn`: a newer incarnation of it has
+        attached."""
         self._saves.forget(node, self._ctx.now, gone_because=reason, reborn=reborn)
         self._send()
 
     # ------------------------------------------------------------ rounds
 
     def choose(self, trouble: Reason | None) -> Choice:
-        """What the round that forms now restores. `trouble`: which member is lost."""
+        """Choose and log what the round that forms now restores. `trouble`: which member is
+        lost."""
         saves, note = self._saves, self._ctx.note
         if self._ctx.restarts.window.failed_by_itself and not trouble:
             saves.points.failed_by_itself()
@@ -124,7 +125,8 @@ class SnapshotPolicy:
         return choice
 
     def round_begins(self, round_: Round) -> None:
-        """The round's nodes are about to get their orders; first send them what is over."""
+        """The round's nodes are about to get their orders; first, tell them which writes are
+        over."""
         self._left_behind = None
         self._saves.begin_round(round_.info, round_.seats)
         self._send()
@@ -137,22 +139,21 @@ class SnapshotPolicy:
         self._saves.begin_round(round_.info, round_.seats)
 
     def save_at_breakpoint(self, round_: Round) -> None:
-        """A failure has ended the previous round; its nodes have their orders. Save what it
-        left."""
+        """A failure has ended the previous round; the nodes have the orders for the next. With
+        --save-at-breakpoint, write the snapshot that is restored."""
         restore, skip = round_.info.restore, round_.info.skip
         if self._ctx.spec.saves.at_breakpoint and restore is not None and not skip.memory:
             self._saves.checkpoints.save(restore, self._ctx.now)
             self._send()
 
     def pursue(self) -> tuple[Wish, ...]:
-        """Start what is due, and end what is late. A round whose snapshot is unusable is
-        reopened."""
+        """Start what is due, end what is late, and return the wishes that reports have caused."""
         now, outbox = self._ctx.now, self._saves.outbox
         late = self._due is not None and now >= self._due
         if self.has_changed or late or outbox.orders:
             self.has_changed = False
             self._saves.proceed(now)
-            if outbox.orders or outbox.notes:  # which may cause more
+            if outbox.orders or outbox.notes:  # sending sets `has_changed`
                 self._send()
             self._due = self._saves.next_deadline()
         wishes, self._wishes = self._wishes, []
@@ -163,21 +164,22 @@ class SnapshotPolicy:
         return self._saves.next_deadline() if self.has_changed else self._due
 
     def overslept(self, by: float) -> None:
-        """The master did not listen for `by` seconds: every deadline moves by that much."""
+        """The master was not listening for `by` seconds: every deadline moves by that much."""
         self._saves.overslept(by)
         self.has_changed = True
 
     # ------------------------------------------------------------ the end
 
     def is_to_be_saved(self, exit_code: int) -> bool:
-        """Whether the newest whole snapshot must be written because the job ends."""
+        """Whether the newest whole snapshot must be written before the job ends with this exit
+        code."""
         if exit_code == EXIT_OK or not self._ctx.spec.saves.at_breakpoint:
             return False
         newest = self._saves.points.choose().restore
         return newest is not None and newest != self._saves.checkpoints.written
 
     def note_left_behind(self) -> None:
-        """A node leaves: note what the next round would restore if it stayed."""
+        """A node leaves: remember what the next round would restore if the node stayed."""
         newest = self._saves.points.choose().restore
         if newest is not None:
             key = key_of(newest)
@@ -196,7 +198,8 @@ class SnapshotPolicy:
         return left is not None and self._saves.checkpoints.is_in_storage(left)
 
     def hold(self, exit_code: int) -> Decision | None:
-        """While the job is ending: what it waits for; None if it can end now."""
+        """The job is ending: start the last write if there is one. Return what to wait for; None if
+        the job can end now, after abandoning an unfinished write."""
         saves, now = self._saves.checkpoints, self._ctx.now
         if self._ends_since is None:
             self._ends_since = now
@@ -222,7 +225,7 @@ class SnapshotPolicy:
     # ------------------------------------------------------------ helpers
 
     def _send(self) -> None:
-        """Send out the orders and news that have accumulated."""
+        """Send the orders and log lines that have accumulated."""
         self.has_changed = True
         outbox = self._saves.outbox
         notes, outbox.notes = outbox.notes, []

@@ -1,16 +1,17 @@
-"""Replication: which node copies which snapshots, so that every part of a step is in two nodes'
-memory.
+"""Replication: which nodes copy which snapshots, so that every part of a step is in the memory of
+two nodes.
 
-A step is *paired* when it is whole and would be without any single node. If ranks want replicas,
-what only one node holds of the newest whole step is copied by the next node in the order of group
-ranks. What two nodes hold anyway (DDP, HSDP) is not copied, so such a job pays nothing; this is
-known once all nodes have reported what they hold of it. The watermark waits until a step is paired,
-because otherwise ranks would overwrite the last step that is still whole after the loss of a node.
-One step is paired at a time, the newest.
+A step is *paired* when it is whole and would remain so after the loss of any one node. If ranks
+want replicas, then for the newest whole step, what only one node holds is copied by the next node
+in the order of group ranks. What two nodes hold anyway (DDP, HSDP) is not copied, so such a job
+pays nothing; that is known once all nodes have reported what they hold of the step. The watermark
+waits until a step is paired, because otherwise ranks would overwrite the last step that remains
+whole after the loss of a node. One step is paired at a time, the newest.
 
-The wait is bounded: when a node cannot copy its share, or the limit is over, this step is given up
-and counts without replicas; the next step is tried again. The reason is logged once, until copying
-works again. With fewer than two nodes no copies are possible, and a step counts without them.
+The wait is bounded: when a node cannot copy its share, or the time limit is over, this step is
+given up and counts without replicas; the next step is tried again. The reason is logged once, until
+copying works again. With fewer than two nodes no copies are possible, and a step counts without
+them.
 
 Nothing begins until every node of the round has reported what it holds. After a restart the
 restored step is paired too: until the new round has a whole step, there is no other.
@@ -41,7 +42,7 @@ class Copying:
 
 @dataclass(slots=True)
 class Pairing:
-    """A step that is being paired."""
+    """A step that is being paired, and the copies that it needs."""
 
     key: Key
     world_size: int
@@ -83,7 +84,7 @@ class Replicas:
             self._wanting.pop(node, None)
 
     def failed(self, node: str, report: m.NotReplicated) -> None:
-        """A node could not copy its share."""
+        """A node could not copy its share: give the step up."""
         pairing, key = self._pairing, (report.round, report.step)
         if pairing and pairing.key == key and any(one.node == node for one in pairing.copies):
             self._give_up(pairing, f"{report.reason} (node {node})")
@@ -161,7 +162,7 @@ class Replicas:
         return bool(self._wanting) and len(self._seats) >= 2
 
     def _check_pairing(self, ledger: Ledger, now: float) -> None:
-        """Check on the step that is being paired, if it is of this round."""
+        """End the pairing of a step of this round that is done, late, or must start again."""
         pairing = self._pairing
         if pairing is None or pairing.key[0] != ledger.name:
             return
@@ -179,7 +180,7 @@ class Replicas:
                 self._pairing = None  # a node has lost something of it: start again
 
     def _is_due(self, ledger: Ledger, step: int, living: Collection[str], now: float) -> bool:
-        """Whether to pair this step now, and all that must be copied for it is known."""
+        """Whether to start pairing this step now: it needs copies, and what they are is known."""
         key = (ledger.name, step)
         if self._pairing is not None and self._pairing.key[0] != ledger.name:
             self._pairing = None  # a step of an older round
@@ -196,7 +197,7 @@ class Replicas:
         return ledger.is_full(step) or now >= self._due[1] + PATIENCE
 
     def _start_pairing(self, ledger: Ledger, step: int, able: Collection[str], now: float) -> None:
-        """Pair this step, with these nodes."""
+        """Start pairing this step with these nodes; give it up if no node can make a copy."""
         ring = sorted(self._seats, key=lambda node: self._seats[node])
         key, end = (ledger.name, step), now + self._limit
         pairing = Pairing(key, ledger.world_size, end, [], [], ledger.lone(step))

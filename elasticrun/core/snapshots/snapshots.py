@@ -1,4 +1,4 @@
-"""All snapshots of a job: reports in, orders out.
+"""All snapshots of a job: takes reports, queues orders.
 
 `RestorePoints` tracks which steps are whole and chooses which one a round restores, `Replicas`
 orders copies, `Checkpoints` decides which snapshots nodes write, `Departures` chooses the step that
@@ -43,7 +43,8 @@ class Snapshots:
         self, info: m.RoundInfo, seats: Mapping[str, int] = MappingProxyType({})
     ) -> None:
         """A round was formed, adopted or read from the record. Agents discard everything newer than
-        what it restores. `seats`: each node's group rank; it grows as more become known."""
+        the snapshot that it restores. `seats`: each node's group rank; it grows as more become
+        known."""
         self.checkpoints.round_begins(info.restore)
         self.points.begin_round(info)
         self._replicas.begin_round(seats)
@@ -53,7 +54,7 @@ class Snapshots:
     # ------------------------------------------------------------ nodes
 
     def on_holdings(self, node: str, report: m.Holdings, now: float) -> None:
-        """All that a living node holds."""
+        """Process the report of all that a living node holds."""
         self.points.on_holdings(node, report)
         self._replicas.on_holdings(node, report)
         self.checkpoints.on_holdings(node, report)
@@ -61,7 +62,7 @@ class Snapshots:
         self.proceed(now)
 
     def not_replicated(self, node: str, report: m.NotReplicated, now: float) -> None:
-        """A node could not copy what it was ordered to."""
+        """A node could not copy what it was ordered to copy."""
         self._replicas.failed(node, report)
         self.proceed(now)
 
@@ -87,17 +88,18 @@ class Snapshots:
     def forget(
         self, node: str, now: float, *, gone_because: str = "", reborn: bool = False
     ) -> None:
-        """The node's stream broke. `gone_because`: why the node will not return; "" if it may
-        reconnect and report its holdings again. `reborn`: a newer agent of it is present."""
+        """The node's stream broke, or the node is gone: its snapshots do not count. `gone_because`:
+        why the node will not return; "" if it may reconnect and report its holdings again.
+        `reborn`: a newer incarnation of it has attached."""
         self.points.forget(node, for_good=bool(gone_because))
         if gone_because:
             self.checkpoints.node_gone(node, gone_because, now, reborn=reborn)
 
     def nodes_leave(self, nodes: Iterable[str], now: float, *, signalled: bool = False) -> None:
-        """These nodes will be ordered to leave, or have announced that they leave (`signalled`: on
-        a death signal). If only they hold a part of the newest whole step, start writing it before
-        ordering them to leave: for departing nodes if the requested step is unsaved, for other
-        nodes only with --save-at-breakpoint or if `signalled`."""
+        """These nodes will be ordered to leave, or have announced that they leave (`signalled`:
+        because of a death signal). If only they hold a part of the newest whole step, start writing
+        it first: for departing nodes if the requested step is unsaved, for other nodes only with
+        --save-at-breakpoint or if `signalled`."""
         nodes = tuple(nodes)
         unsaved = self.departures.nodes_leave(nodes)
         rescue = (signalled or self._at_breakpoint) if unsaved is None else unsaved
@@ -134,7 +136,7 @@ class Snapshots:
         return earliest(self._replicas.next_deadline(), self.checkpoints.next_deadline())
 
     def overslept(self, by: float) -> None:
-        """The master did not listen for `by` seconds: every deadline moves by that much."""
+        """The master was not listening for `by` seconds: every deadline moves by that much."""
         self._replicas.overslept(by)
         self.checkpoints.overslept(by)
 
@@ -169,12 +171,12 @@ class Snapshots:
 
 
 class Departures:
-    """Nodes that are leaving the current round, and the step that all ranks save first.
+    """Nodes that are leaving the current round, and the step that all ranks save before that.
 
     A departing node reports its current step, and within how many steps a message reaches every
     rank. The requested step is that far beyond the newest known one; nodes that depart at the same
-    time get the same one. If a rank had already passed it, or had no memory, a step twice as far
-    ahead is requested; after MAX_TRIES the nodes leave without one.
+    time get the same one. If a rank had already passed that step, or had no memory for it, a step
+    twice as far ahead is requested; after MAX_TRIES the nodes leave without one.
     """
 
     def __init__(self, outbox: Outbox) -> None:
@@ -184,7 +186,7 @@ class Departures:
         self._step = -1  # the requested step; -1: none
         self._margin = 0
         self._tries = 0
-        self._is_saved = False
+        self._is_saved = False  # or given up
         self._is_written = False
 
     def begin_round(self, name: RoundName) -> None:
@@ -197,8 +199,8 @@ class Departures:
             self._is_saved = self._is_written = False
 
     def departing(self, node: str, report: m.Departing, members: Sequence[str]) -> None:
-        """A node is leaving; repeated to a new master, or after its stream broke. `members`:
-        recipients of the orders."""
+        """A node is leaving. It repeats this to a new master, and after its stream broke.
+        `members`: recipients of the orders."""
         if report.round != self._round:
             return
         if node not in self._nodes:
@@ -213,7 +215,7 @@ class Departures:
             self._name(step, self._reason(), members)
 
     def missed(self, node: str, report: m.Missed, members: Sequence[str]) -> None:
-        """A rank cannot save the requested step."""
+        """A rank cannot save the requested step: request a later one, or give up."""
         if report.round != self._round or report.asked != self._step or self._is_saved:
             return
         why = f"node {node} had passed step {self._step}, or had no memory for it"
@@ -232,7 +234,7 @@ class Departures:
         self._outbox.send(over, *members)
 
     def saved(self, restore: m.Restore | None) -> None:
-        """`restore` is the newest checkpoint."""
+        """The newest checkpoint is `restore`: note whether it includes the requested step."""
         if restore is not None and restore.round == self._round and 0 <= self._step <= restore.step:
             self._is_saved = self._is_written = True
 
@@ -241,8 +243,8 @@ class Departures:
         return self._is_written and name == self._round
 
     def nodes_leave(self, nodes: Iterable[str]) -> bool | None:
-        """These nodes leave. Return whether the requested step is still unsaved; None: they were
-        not departing."""
+        """These nodes leave. Return whether the requested step is unsaved; None if they were not
+        departing."""
         found = [node for node in nodes if self._nodes.pop(node, None) is not None]
         return not self._is_saved if found else None
 

@@ -1,4 +1,4 @@
-"""Shared by the components of `Snapshots`: a snapshot's name, and the outgoing orders."""
+"""What the components of `Snapshots` share: a snapshot's name, and the outgoing orders."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ Key = tuple[RoundName, int]
 
 
 def key_of(restore: m.Restore) -> Key:
-    """The name of the restored snapshot."""
+    """The name of a snapshot that is restored."""
     return (restore.round, restore.step)
 
 
 def order_of(key: Key) -> tuple[int, int, int]:
-    """Orders snapshots by time."""
+    """Sort key: snapshots by age, the oldest first."""
     return (key[0].term, key[0].number, key[1])
 
 
 class Outbox:
-    """Orders and log lines, in order, until the caller takes them."""
+    """Queues orders and log lines until the caller takes them."""
 
     def __init__(self) -> None:
         self.orders: list[tuple[tuple[str, ...], m.Order]] = []  # recipients, and the order
         self.notes: list[tuple[str, str]] = []  # a line for the operator, and its level
 
     def send(self, order: m.Order, *nodes: str) -> None:
-        """An order for these nodes."""
+        """Queue an order for these nodes."""
         self.orders.append((nodes, order))
 
     def log(self, text: str, level: str = "info") -> None:
-        """A line for the operator."""
+        """Queue a line for the operator."""
         self.notes.append((text, level))
