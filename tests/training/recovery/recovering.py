@@ -2,6 +2,7 @@
 
 It waits before step N until the number in OUT/until is higher. KIND: ddp, fsdp2, hsdp or compiled;
 `fails`: rank 0 raises a ValueError at step 5 of the second round;
+`hangs`: rank 0 waits in another collective than the others at step 5 of the first round;
 `loop`: rank 0 does not take part in the collectives, and is in Python code when others fail.
 """
 
@@ -25,6 +26,8 @@ from elasticrun import testing, training
 from tests.harness import until_file
 
 KIND, OUT, CKPT, STEPS = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+HANG = ("hangs", 5, 0, "0")
+"""Kind, step, rank, and restart count."""
 
 
 def build() -> nn.Module:
@@ -83,6 +86,8 @@ def train() -> str:
         if KIND == "fails" and step == 5 and dist.get_rank() == 0:
             assert os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
             raise ValueError("its own")
+        if (KIND, step, dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"]) == HANG:
+            dist.broadcast(torch.zeros(1), src=1)
         x = torch.randn(6, 8, generator=generator)
         optimizer.zero_grad()
         model(x).square().mean().backward()

@@ -165,3 +165,14 @@ def test_a_rank_in_python_code_is_interrupted(elastic_job: Any, tmp_path: Path) 
     run.job.kill_rank(1)
     assert len(run.end()) == 1
     assert [one["restart"] for one in run.entries()[entered]] == [0, 1]
+
+
+def test_a_hang_is_ended_without_a_new_process(elastic_job: Any, tmp_path: Path) -> None:
+    how = {"nproc_per_node": 2, "max_restarts": 1, "options": ["--hang-limit=2"]}
+    run = Run(elastic_job, "hangs", tmp_path / "run", 9, **how)
+    assert len(run.end()) == 1
+    lived = list(run.entries().values())
+    assert len(lived) == 2
+    for entries in lived:
+        assert [(one["restart"], one["start"]) for one in entries] == [(0, 0), (1, 5)]
+        assert len({one["kept"] for one in entries}) == 1
