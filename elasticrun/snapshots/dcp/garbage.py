@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Turn the collector off in this block. Creating many objects triggers collections; with all of
-    torch in memory, those take longer than creating the objects."""
+    """Turn the collector off in this block. Creating many objects triggers collections, and with
+    all of torch in memory these take longer than creating the objects."""
     was = gc.isenabled()
     gc.disable()
     try:

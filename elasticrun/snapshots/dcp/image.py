@@ -37,7 +37,8 @@ SMALL: Final = 1 << 20
 
 
 class _Holed:
-    """A file that records what is written, and the length of one skipped stretch."""
+    """A write-only file in memory: what is written before and after one skipped stretch, and the
+    length of the stretch."""
 
     def __init__(self) -> None:
         self.before, self.after = bytearray(), bytearray()
@@ -61,7 +62,8 @@ class _Holed:
 
 
 def _blank(dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
-    """A tensor of these sizes that takes no memory, because its elements are never read."""
+    """A tensor of these sizes that takes hardly any memory, because its elements are never
+    touched."""
     empty = torch.empty(0, dtype=dtype)
     nbytes = math.prod(sizes) * empty.element_size()
     if nbytes < SMALL:
@@ -123,7 +125,7 @@ def write_envelopes(payload: memoryview, layout: Layout) -> None:
 
 def views(storage: torch.UntypedStorage, at: int, layout: Layout) -> list[torch.Tensor]:
     """The tensors of a slot whose payload starts at byte `at` of the storage, in layout order. They
-    keep the storage alive."""
+    keep the storage alive. Raises ValueError if a tensor is not aligned."""
     rows: dict[torch.dtype, torch.Tensor] = {}  # the whole storage as elements of a dtype
     found = []
     for item in layout.tensors:
@@ -150,8 +152,8 @@ def _form(dtype: str, sizes: tuple[int, ...]) -> tuple[torch.dtype, int, int, li
 
 
 def image_problem(make: Callable[[str, tuple[int, ...]], tuple[bytes, bytes]] = envelope) -> str:
-    """Test whether this torch reads such images; return "", or why not. Writes three tensors to a
-    temporary folder; takes a few milliseconds."""
+    """Test whether this torch reads such images; returns "" if it does, else why not. Writes three
+    tensors to a temporary folder, which takes a few milliseconds."""
     tensors = {
         "matrix": torch.arange(12, dtype=torch.float32).reshape(3, 4),
         "scalar": torch.tensor(7, dtype=torch.int64),
@@ -176,7 +178,8 @@ def _write_image(
     tensors: dict[str, torch.Tensor],
     make: Callable[[str, tuple[int, ...]], tuple[bytes, bytes]],
 ) -> None:
-    """A checkpoint of one file whose bytes are assembled here."""
+    """Write a checkpoint of one file, assembled from envelopes. Raises ValueError if there are
+    none."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(tensors), None, True)
     plan: SavePlan = planner.create_local_plan()

@@ -35,7 +35,7 @@ _KINDS: Final = {
 
 
 _ALIKE: Final = ("kind", "shape", "offsets", "sizes", "requires_grad", "nbytes")
-"""Fields that are equal for two items that differ only in their location."""
+"""Fields that `is_item` compares, apart from the dtype."""
 
 
 def own_key(rank: int) -> str:
@@ -62,7 +62,7 @@ class Flat:
 
 @dataclass(frozen=True, slots=True)
 class _Opaque:
-    """Hides a tensor from the planner."""
+    """Wraps a tensor, so that the planner treats it as an opaque value."""
 
     value: torch.Tensor
 
@@ -117,8 +117,9 @@ _SCALARS: Final = frozenset((int, float, bool, str, bytes, complex, type(None), 
 
 
 def _flatten_into(flat: Flat, path: tuple[str | int, ...], value: Any) -> bool:
-    """Flatten like DCP, but faster: DCP looks at every name in an optimizer's groups three times
-    per snapshot. Return False if only DCP can flatten it."""
+    """Flatten a value into `flat` like DCP, but faster: DCP visits every name in an optimizer's
+    groups three times per snapshot. Returns False if only DCP can flatten it; then `flat` is
+    incomplete."""
     if isinstance(value, dict):
         return all(_flatten_into(flat, (*path, str(key)), below) for key, below in value.items())
     if type(value) is list and not _is_leaf(value):
@@ -135,7 +136,7 @@ def _flatten_into(flat: Flat, path: tuple[str | int, ...], value: Any) -> bool:
 
 
 def _is_leaf(value: list[Any]) -> bool:
-    """A list is one value unless it contains a tensor or a mapping at any depth."""
+    """Whether a list is one value: it contains no tensor and no mapping at any depth."""
     if _SCALARS.issuperset(map(type, value)):
         return True
     return not any(
@@ -168,8 +169,8 @@ def is_array(tensor: torch.Tensor) -> bool:
 def pieces(state: Mapping[str, Any], own: str = "") -> list[Piece]:
     """All items of a nested state; those below the top-level key `own` are per-rank state.
 
-    Raises ValueError for state that cannot be saved: two values with one name (NameClash), a
-    sharded tensor whose shards are not plain arrays."""
+    Raises ValueError for state that cannot be saved: two values with one name (NameClash), a tensor
+    on the meta device, a sharded tensor whose shards are not plain arrays."""
     planner = _planner(state)
     found: list[Piece] = []
     rest: dict[str, Any] = {}
@@ -193,7 +194,7 @@ def pieces(state: Mapping[str, Any], own: str = "") -> list[Piece]:
 
 
 def _plain(fqn: str, path: tuple[str | int, ...], tensor: torch.Tensor, own: str) -> Piece:
-    """The same as torch's planner creates, but ten times faster."""
+    """The piece of a plain tensor: the same as torch's planner creates, but ten times faster."""
     sizes = tuple(tensor.shape)
     owned = bool(own) and path[0] == own
     nowhere = (0,) * len(sizes)
@@ -210,7 +211,7 @@ def _plain(fqn: str, path: tuple[str | int, ...], tensor: torch.Tensor, own: str
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name without "torch."."""
+    """torch's name of a dtype, without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -260,7 +261,8 @@ def is_item(item: Item, value: Any) -> bool:
 
 
 def is_filled_item(item: Item, value: torch.Tensor) -> bool:
-    """`is_item` for a plain tensor of the item's sizes into which its elements were copied."""
+    """The same as `is_item`, for a plain tensor of the item's sizes that holds the item's
+    elements."""
     return (
         dtype_name(value.dtype) == item.dtype
         and value.requires_grad == item.requires_grad
@@ -269,7 +271,7 @@ def is_filled_item(item: Item, value: torch.Tensor) -> bool:
 
 
 def in_order(found: Sequence[Piece]) -> list[Piece]:
-    """Sort as in a layout: tensors before values, own ones before shared ones."""
+    """Sort pieces as in a layout: tensors before opaque values, and of both, own before shared."""
     return sorted(found, key=lambda one: (one.item.kind is ItemKind.BYTES, not one.item.own))
 
 

@@ -35,8 +35,8 @@ _PLAIN: Final = (
     *(set, frozenset, complex, slice, range, bytearray, codecs.encode, collections.Counter),
     *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
 )
-"""Allowed in every torch version; newer ones include most of them. (Pickled bytes call
-codecs.encode.)"""
+"""Allowed here with every torch version; newer versions allow most of them anyway. (Pickled bytes
+call codecs.encode.)"""
 
 _METADATA: Final = {
     "torch.distributed.checkpoint.metadata": None,  # all its classes, in any version
@@ -47,20 +47,21 @@ _METADATA: Final = {
     "pathlib": ("PosixPath", "PurePosixPath"),
     "builtins": ("set", "frozenset"),
 }
-"""Modules and names that occur in torch's own `.metadata`."""
+"""Names that occur in the `.metadata` that torch writes, by module."""
 
 _ALIASES: Final = {
     "pathlib._local": "pathlib",
     "numpy.core.multiarray": "numpy._core.multiarray",
 }
-"""Module names in pickles of other versions (Python 3.13, numpy 1), and names under which every
-version can import these modules.
+"""Names of modules in pickles of other versions (Python 3.13, numpy 1), each with the name under
+which every version can import the module.
 """
 
 
 def deserialise(data: bytes, weights_only: bool = True, name: str = "a value") -> Any:
-    """The inverse of `items.serialise`, in the rank that owns the classes; tensors go to the CPU.
-    `name`: the value's name for messages. Raises NotAllowed."""
+    """The inverse of `items.serialise`; tensors are loaded to the CPU. `weights_only`: load only
+    what is allowed, and raise NotAllowed for anything else. `name`: the value's name for
+    messages."""
     if not weights_only:
         as_here: Any = _PickleModule  # torch's annotation requires a module
         return torch.load(
@@ -105,7 +106,7 @@ def _allowed() -> Iterator[None]:
 
 
 class Loading(DefaultLoadPlanner):
-    """torch's planner for a flat state, but reads opaque values with `deserialise`."""
+    """torch's planner for a flat state, which reads opaque values with `deserialise`."""
 
     def __init__(self, weights_only: bool) -> None:
         super().__init__()
@@ -125,7 +126,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _PickleModule:
-    """Used as `pickle_module` of torch.load."""
+    """Passed to torch.load as `pickle_module`."""
 
     Unpickler = _Unpickler
     load = pickle.load
@@ -134,7 +135,7 @@ class _PickleModule:
 
 class _AnyProperties(TensorProperties):
     """Unpickles TensorProperties of any torch version. Newer versions add fields (2.15: strides)
-    that older ones cannot load. The fields are dropped; no load needs them."""
+    that older ones cannot load; they are dropped, because no load needs them."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.__class__ = TensorProperties  # type: ignore[assignment]
@@ -156,7 +157,7 @@ class _MetadataUnpickler(_Unpickler):
             found = super().find_class(module, name)
             if allowed is None and not (
                 isinstance(found, type) and found.__module__ in (module, __name__)
-            ):  # imported by that module, not its own
+            ):  # that module imports it, but does not define it
                 found = None
         if found is None:
             raise NotAllowed(
@@ -167,8 +168,8 @@ class _MetadataUnpickler(_Unpickler):
 
 
 def read_metadata(reader: Any, weights_only: bool) -> Any:
-    """A checkpoint's `.metadata`, cached in `reader` so that it is read only once. Raises
-    NotAllowed and the errors of the storage and of pickle."""
+    """Read a checkpoint's `.metadata`. Replaces `reader.read_metadata`, so that the file is read
+    only once. Raises NotAllowed, and errors of the storage and of pickle."""
     path = reader.fs.concat_path(reader.path, ".metadata")
     with reader.fs.create_stream(path, "rb") as file:
         metadata = (_MetadataUnpickler if weights_only else _Unpickler)(file).load()

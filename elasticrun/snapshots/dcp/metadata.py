@@ -2,8 +2,8 @@
 
 torch's planner joins the parts and checks that they form a complete state; torch's writer
 serializes the result into memory. One name is private in torch: `_StorageInfo`, the location of an
-item. It is part of the content of `.metadata`, so torch cannot change it without losing the ability
-to read its own checkpoints.
+item. It occurs in `.metadata`, so torch cannot change it without losing the ability to read its own
+checkpoints.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _KINDS: Final = {
 }
 
 MAX_KEPT: Final = 100_000
-"""Maximum number of items in a plan that is cached for the next checkpoint; about 1 KB each."""
+"""Maximum number of items in a plan that is cached for the next checkpoint; an item takes about
+1 KB."""
 
 
 class MetadataError(ValueError):
@@ -65,7 +66,8 @@ class PartFile:
 
 @dataclass(frozen=True, slots=True)
 class _Marker:
-    """A marker, and the positions of the words that change with each step."""
+    """A marker, and the positions of the words in it that change with each step. `alike`: what must
+    be equal for the marker to be reused."""
 
     data: bytes
     words: tuple[bytes, ...]
@@ -74,7 +76,8 @@ class _Marker:
 
     @classmethod
     def parse(cls, data: bytes, words: tuple[bytes, ...], alike: tuple[Any, ...]) -> _Marker | None:
-        """None if a word occurs more than once, because pickle then stores a reference instead."""
+        """Find the words; None if one does not occur exactly once: pickle may store a reference
+        instead of repeating it."""
         at = tuple(data.find(word) for word in words)
         if any(a < 0 or data.find(w, a + 1) >= 0 for a, w in zip(at, words, strict=True)):
             return None
@@ -93,12 +96,14 @@ class _Marker:
 
 @dataclass(slots=True)
 class _Plan:
-    """What torch's planner computes from some layouts: the same for every step of a round."""
+    """What torch's planner computes from the layouts of all parts: the same for every step of a
+    round."""
 
     parts: tuple[tuple[int, int, bool], ...]  # rank, Layout.key, shared
     metadata: Any
     left: tuple[tuple[tuple[int, MetadataIndex], ...], ...]
-    """For each part the items read from its file: position in `items_of`, and torch's index."""
+    """For each part, the items that are read from its file: position in `items_of`, and torch's
+    index."""
     marker: _Marker | None = None
 
 
@@ -107,7 +112,7 @@ _last: list[_Plan] = []
 
 def build(parts: Sequence[PartFile], checkpoint: str, attempt: str) -> bytes:
     """The bytes of `.metadata` for these parts. Raises MetadataError if they are not one complete
-    state: chunks overlap or are missing, or two ranks disagree on a tensor.
+    state, for example because chunks overlap or are missing, or two ranks disagree on a tensor.
 
     Takes about 40 microseconds per item; a quarter of that if the last call had the same layouts,
     and almost nothing if the lengths of values and names are the same too."""

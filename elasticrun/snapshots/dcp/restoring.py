@@ -1,8 +1,8 @@
 """Assembles the chunks that a rank needs from snapshots of any number of ranks.
 
 Shards are offered one by one. A saved chunk that several ranks hold counts once. A needed chunk is
-covered when the volumes of the pieces found add up to its own. Nothing is copied before everything
-is covered, so a rank never continues with half a state.
+covered when the sizes of the pieces found for it add up to its size. Callers copy only once
+everything is covered, so a rank never continues with half a state.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class RestoreError(ValueError):
 
 
 class Move(NamedTuple):
-    """Copy a block from tensor `at` (in layout order) of shard `source` to the wanted item `want`.
-    `from_` and `to`: offsets of the block in both; `lengths`: its sizes, () for the whole
-    tensor."""
+    """An order to copy a block from tensor `at` (in layout order) of shard `source` to the wanted
+    item number `want`. `from_` and `to`: the block's offsets in them; `lengths`: its sizes, () for
+    the whole tensor."""
 
     want: int
     source: int
@@ -37,8 +37,7 @@ _UNTOUCHED: Final = -1
 
 
 class Cover:
-    """Tracks which parts of the needed items were found. Raises RestoreError for different shapes
-    and for overlapping saved chunks."""
+    """Tracks which parts of the needed items were found, and the moves that copy them."""
 
     def __init__(self, wants: Sequence[Item], values: Iterable[str] = ()) -> None:
         """`wants`: chunks of tensors; `values`: names of opaque values."""
@@ -63,7 +62,8 @@ class Cover:
         return not self._unfound and not self._left
 
     def offer(self, source: int, layout: Layout) -> None:
-        """Take what is needed from one shard; `source` identifies it."""
+        """Plan to take what is still needed from one shard; `source` identifies it. Raises
+        RestoreError if a tensor has another shape, or saved chunks overlap."""
         for place, item in enumerate(layout.values):
             if item.fqn in self._unfound:
                 self._unfound.remove(item.fqn)
@@ -79,7 +79,7 @@ class Cover:
                     self._use_part(want, wanted, source, index, item)
 
     def _use_part(self, want: int, wanted: Item, source: int, index: int, item: Item) -> None:
-        """Use a part of a wanted item, if the shard has one."""
+        """Plan to take the part of a wanted item that this chunk covers, if any."""
         if item.shape != wanted.shape:
             raise RestoreError(
                 f"{item.fqn} was saved with shape {item.shape} and is now {wanted.shape}"
@@ -120,7 +120,7 @@ Chunk = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def overlap(one: Chunk, other: Chunk) -> Chunk | None:
-    """The intersection of two chunks of a tensor; None if empty."""
+    """The intersection of two chunks of a tensor; None if it is empty."""
     begin = tuple(map(max, zip(one[0], other[0], strict=True)))
     ends = (
         min(a + n, b + m) for a, n, b, m in zip(one[0], one[1], other[0], other[1], strict=True)
@@ -139,7 +139,7 @@ def copy(
     copier: BlockCopier | None = None,
 ) -> None:
     """Perform the moves: from the tensors of each shard, in layout order, into the wanted ones.
-    Dtypes are converted like in DCP. `copier`: copies all targets from their sources."""
+    Dtypes are converted as in DCP. `copier`: copies a list of sources into a list of targets."""
     targets: list[torch.Tensor] = []
     sources: list[torch.Tensor] = []
     for move in moves:
@@ -155,7 +155,7 @@ def copy(
 def copy_all(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], non_blocking: bool = False
 ) -> None:
-    """Copy tensor by tensor, in a single call if torch supports that."""
+    """Copy each source into its target; in a single call if this torch supports that."""
     together = getattr(torch, "_foreach_copy_", None)  # public alternative: one copy_ per tensor
     with torch.no_grad():
         if together is not None and targets:

@@ -1,6 +1,6 @@
-"""The slow way to write a part: with torch's `write_data`, item by item, from a slot.
+"""Writes a part slowly: item by item from a slot, with torch's `write_data`.
 
-Used if this torch may not be able to read the image of a slot (`dcp.image`).
+Used if this torch cannot read the image of a slot (`dcp.image`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Write = Callable[[memoryview], None]
 def write_data(
     items: Sequence[Item], payload: memoryview, values: Sequence[memoryview], write: Write
 ) -> tuple[tuple[int, int], ...]:
-    """Pass the bytes of one file to `write`; return (offset, length) of each item, in order.
+    """Pass the bytes of one file to `write`; returns (offset, length) of each item, in order.
 
-    `payload`: the slot from its first tensor on; `values`: those of the opaque items, in order.
-    What `write` raises propagates."""
+    `payload`: the slot from its first tensor on; `values`: the opaque values, in order. Exceptions
+    from `write` propagate."""
     planned = [write_item(item) for item in items]
     planner = _FromSlot(zip(planned, items, strict=True), payload, values)
     # copying ahead would initialize the accelerator in this process, which must not use it
@@ -72,7 +72,7 @@ class _FromSlot(DefaultSavePlanner):
 
 
 class _OneFile:
-    """Acts as the file system of torch's writer."""
+    """A file system for torch's writer, with one write-only file."""
 
     def __init__(self, write: Write) -> None:
         self._write = write
@@ -107,8 +107,8 @@ class _Stream(io.RawIOBase):
 
 @contextmanager
 def _no_checksums() -> Iterator[None]:
-    """Turn checksums off: torch.save spends half its time on the zip's CRC, which torch.load does
-    not check."""
+    """Turn checksums off in this block: torch.save spends half of its time on the zip's CRC, which
+    torch.load does not check."""
     serialization: Any = torch.serialization
     if not hasattr(serialization, "set_crc32_options"):
         yield

@@ -1,8 +1,8 @@
 """Attempts to write a checkpoint: this node's parts, the parts that a coordinator collects, the
 commit.
 
-Storage may hang, so the event loop never accesses it. An order to give up an attempt is answered at
-once. If the attempt's thread does not return soon, the process exits.
+Storage may hang, so the event loop never accesses it. An order to give up an attempt is carried out
+at once. If the attempt's thread does not return in time, the process exits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 FIRST_PAUSE: Final = 0.1
 LONGEST_PAUSE: Final = 5.0
-"""Seconds between two tries."""
+"""Seconds before the second try; doubled after each try, up to LONGEST_PAUSE."""
 
 STOP_LIMIT: Final = 10.0
 """Seconds for a thread to return from writing a part after its attempt was given up."""
@@ -37,21 +37,23 @@ CLEAN_LIMIT: Final = 60.0
 """The same for a commit, and for removing the files of an attempt."""
 
 SWEEP_LIMIT: Final = 600.0
-"""Seconds for removing old checkpoints: nothing else is written meanwhile."""
+"""Seconds for removing old checkpoints. Limited because nothing is written meanwhile."""
 
 PUT_LIMIT: Final = 600.0
-"""Seconds of retries to send a part to the coordinator; usually the attempt is given up before."""
+"""Seconds of retries to send a part's description to the coordinator; usually the attempt is given
+up earlier."""
 
 MAX_ATTEMPTS: Final = 8
 """Maximum number of attempts in progress."""
 
 MAX_OVER: Final = 16
-"""Number of finished attempts whose answers are kept, in case an order is repeated."""
+"""Maximum number of finished attempts whose answers are kept, in case an order is repeated."""
 
 
 def retried(work: Callable[[], T], stop: Event, limit: float) -> T:
-    """Call `work`; repeat it while the other side is unreachable or busy, for `limit` seconds or
-    until `stop` is set. Raises ConnectionBroken, NotAuthenticated or PeerRefused."""
+    """Call `work` until it succeeds: repeats it while the other side is unreachable or busy, for
+    `limit` seconds or until `stop` is set. Raises ConnectionBroken, NotAuthenticated or
+    PeerRefused."""
     end = time.monotonic() + limit
     pause = FIRST_PAUSE
     while True:
@@ -80,13 +82,13 @@ class WriteAttempt:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether something remains to be done for it here."""
+        """Whether this saver still has something to do for it."""
         waits = self.order.coordinates or self.wrote is None
         return self.running is not None or (waits and not self.finished)
 
 
 class Attempts:
-    """All attempts. Used by the loop's thread only."""
+    """All attempts of this saver. Used by the loop's thread only."""
 
     def __init__(
         self,
@@ -107,16 +109,16 @@ class Attempts:
         time (None: when its thread started)."""
 
     def import_modules(self) -> None:
-        """Import in advance what the first attempt needs."""
+        """Import in advance, in a thread, what the first attempt needs."""
         done = partial(self._remark, "checkpoints cannot be written")
         self._disk.add(WorkItem(lambda stop: work.import_modules(), Outcome.failed, done))
 
     def next_deadline(self) -> float | None:
-        """When to call `has_hung`."""
+        """When to call `has_hung`; None: not now."""
         return min((due for due, _ in self._deadlines()), default=None)
 
     def has_hung(self, now: float) -> bool:
-        """Whether a thread has taken too long; if so, the reason has been sent to the agent."""
+        """Whether a thread has taken too long; if so, sends the reason to the agent."""
         for due, what in self._deadlines():
             if now >= due:
                 self._send(m.Remark(f"{what}, so the saver exits; another can be started"))
@@ -132,7 +134,8 @@ class Attempts:
     # ------------------------------------------------------------ this node's parts
 
     def start(self, order: m.PersistParts) -> None:
-        """Write the parts; answered by PartsDone. A known attempt is not started again."""
+        """Start to write this node's parts; answered by PartsDone. A repeated order only gets the
+        answer again."""
         known = self._attempts.get(order.attempt)
         if known is not None:
             if known.wrote is not None:
@@ -196,8 +199,7 @@ class Attempts:
     # ------------------------------------------------------------ the coordinator
 
     def receive_part(self, put: transfer.Put, part: PartWritten | None) -> transfer.Answer:
-        """Answer another node's Put: whether the part is expected; with `part`, that it was
-        stored."""
+        """Answer another node's Put: whether the part is expected; with `part`, record it."""
         attempt = self._attempts.get(put.attempt)
         if attempt is None:
             return transfer.Refusal("that attempt is not known here yet", again=True)
@@ -214,7 +216,7 @@ class Attempts:
         return transfer.Taken()
 
     def commit(self, order: m.CommitNow) -> None:
-        """Write manifest and marker; answered by CommitDone, and followed by the sweep."""
+        """Start to write manifest and marker; answered by CommitDone, and followed by a sweep."""
         attempt = self._attempts.get(order.attempt)
         if attempt is not None and attempt.committed is not None:
             self._send(attempt.committed)
@@ -257,7 +259,7 @@ class Attempts:
         self._to_disk(attempt, WorkItem(write, Outcome.failed, done, name=order.attempt))
 
     def _remove_old(self, order: m.PersistParts, how: Callable[[], Outcome]) -> None:
-        """Remove checkpoints that need not be kept, when there is nothing else to do."""
+        """Queue the removal of old checkpoints; it runs when there is nothing else to do."""
         what = f"{order.folder} did not finish removing old checkpoints"
         self._remove(how, "older checkpoints were not removed", (what, SWEEP_LIMIT, None))
 
@@ -280,8 +282,8 @@ class Attempts:
     # ------------------------------------------------------------ the end of an attempt
 
     def give_up(self, name: str, now: float) -> None:
-        """Give up an attempt: answer at once, then remove its files. A committed checkpoint
-        stays."""
+        """Give up an attempt: answer its pending order at once, then remove its files. A committed
+        checkpoint stays."""
         attempt = self._attempts.get(name)
         if attempt is None or attempt.finished:
             return
@@ -302,7 +304,7 @@ class Attempts:
             what = f"{attempt.order.folder} did not stop writing an attempt"
             self._watched[piece] = (what, limit, now)
         else:
-            self._clean(attempt.order)  # its open connection ends by itself
+            self._clean(attempt.order)  # the connection to the coordinator ends by itself
 
     def _to_disk(self, attempt: WriteAttempt, piece: WorkItem[Any]) -> None:
         attempt.running, attempt.on_disk = piece, True
@@ -323,8 +325,8 @@ class Attempts:
                 self._attempts[name].parts.clear()
 
     def _clean(self, order: m.PersistParts) -> None:
-        """Remove the files of a failed attempt. Runs before all waiting work, because the next
-        attempt may need the space."""
+        """Queue the removal of a failed attempt's files, ahead of all waiting work, because the
+        next attempt may need the space."""
         what = f"{order.folder} did not finish removing the files of an attempt"
         trouble = f"files of a cancelled attempt stay in {order.folder}"
         self._remove(

@@ -1,4 +1,5 @@
-"""Segments in the saver: mapped once, hashed block by block, compared with their hashes."""
+"""Segments in the saver: mapped once; their snapshots are hashed block by block, and compared with
+those hashes."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from elasticrun.snapshots.shm.segment import (
 )
 
 SEAL_AT: Final = HASHES_AT - 8
-"""Offset of the seal of the hashes in a slot's header page."""
+"""Offset in a slot's header page of the `seal` of its hashes."""
 
 
 class Overwritten(Exception):
@@ -30,13 +31,13 @@ class Overwritten(Exception):
 
 
 class OpenSegment:
-    """A segment of the agent, mapped for reading until the last reference is gone.
+    """A segment that the agent has passed, mapped for reading until the last reference is gone.
 
-    The descriptor stays open too: hashes are written through it."""
+    The descriptor stays open too, because hashes are written through it."""
 
     def __init__(self, descriptor: int, local_rank: int) -> None:
-        """Takes ownership of the descriptor. Raises OSError or SegmentError (the descriptor is
-        closed then)."""
+        """Takes ownership of the descriptor; also closes it when it raises OSError or
+        SegmentError."""
         self.descriptor = descriptor
         self.local_rank = local_rank
         weakref.finalize(self, os.close, descriptor)
@@ -59,8 +60,7 @@ class OpenSegment:
         return found
 
     def check_not_overwritten(self, snapshot: Snapshot) -> None:
-        """Raises Overwritten if the rank has started to overwrite the snapshot since it was looked
-        up."""
+        """Raise Overwritten if the rank has started to overwrite the snapshot since it was read."""
         if self.segment.committed(snapshot.slot) != snapshot.sequence:
             raise Overwritten(
                 f"the snapshot of step {snapshot.step} of {self.owner} was "
@@ -68,7 +68,7 @@ class OpenSegment:
             )
 
     def tensor_bytes(self, snapshot: Snapshot) -> int:
-        """Bytes of own and shared tensors. Raises SegmentError."""
+        """Bytes of the snapshot's tensors, own and shared. Raises SegmentError."""
         if snapshot.layout not in self._sizes:
             layout = self.segment.layout()
             if layout.key != snapshot.layout:
@@ -77,9 +77,9 @@ class OpenSegment:
         return self._sizes[snapshot.layout]
 
     def stretches(self, snapshot: Snapshot) -> Iterator[memoryview]:
-        """The stretches, each covered by one hash: the blocks of tensors, then the opaque values
-        with their table. Each is mapped right before it is returned. Raises SegmentError for
-        invalid sizes."""
+        """Yield the stretches that one hash each covers: the blocks of tensors, then the opaque
+        values with their table. The pages of a block are mapped right before it is yielded. Raises
+        SegmentError for invalid sizes."""
         tensors = self.tensor_bytes(snapshot)
         payload = self.segment.payload(snapshot.slot)
         if tensors + snapshot.values_bytes > len(payload):
@@ -93,22 +93,22 @@ class OpenSegment:
         yield payload[tensors : tensors + snapshot.values_bytes]
 
     def stored_hashes(self, snapshot: Snapshot) -> tuple[int, ...]:
-        """Its hashes, () if they have not been computed. Hashes of an earlier snapshot with the
-        same sequence number, from before a restart of the rank, do not count."""
+        """The hashes of a snapshot, () if they have not been computed. Hashes of an earlier
+        snapshot with the same sequence number, from before a restart of the rank, do not count."""
         at = self.segment.slot_at(snapshot.slot) + SEAL_AT
         found = self.segment.hashes(snapshot)
         return found if bytes(self._mapping[at : at + 8]) == seal(snapshot) else ()
 
     def clear_stale_hashes(self, snapshot: Snapshot) -> None:
-        """Clear hashes that belong to an earlier snapshot, so that no reader uses them. Raises
-        OSError."""
+        """Clear the slot's hashes if they belong to an earlier snapshot, so that no reader uses
+        them. Raises OSError."""
         if self.segment.hashes(snapshot) and not self.stored_hashes(snapshot):
             at = self.segment.slot_at(snapshot.slot) + HASHES_AT
             os.pwrite(self.descriptor, struct.pack("=Q", 0), at)
 
 
 def seal(snapshot: Snapshot) -> bytes:
-    """Distinguishes hashes of this snapshot from those of any other."""
+    """Eight bytes that identify a snapshot, to distinguish its hashes from those of any other."""
     which = (snapshot.sequence, snapshot.step, snapshot.layout, snapshot.values_bytes)
     return xxhash.xxh3_64_digest(snapshot.round + struct.pack("=4q", *which))
 
@@ -116,8 +116,8 @@ def seal(snapshot: Snapshot) -> bytes:
 def store_hashes(
     descriptor: int, slot_at: int, snapshot: Snapshot, hashes: tuple[int, ...]
 ) -> None:
-    """Write hashes into the slot at this offset. The sequence number validates them: it is cleared
-    first and written last. Raises OSError."""
+    """Write a snapshot's hashes into its slot; `slot_at`: the slot's offset in the file. The
+    sequence number, which makes them valid, is cleared first and written last. Raises OSError."""
     at = slot_at + HASHES_AT
     page = hashes_page(snapshot.sequence, hashes)
     os.pwrite(descriptor, struct.pack("=Q", 0), at)
@@ -127,13 +127,13 @@ def store_hashes(
 
 
 def digest(stretch: memoryview) -> int:
-    """xxh3, 64 bits."""
+    """The hash of a stretch: xxh3, 64 bits."""
     return xxhash.xxh3_64_intdigest(stretch)
 
 
 def hash_snapshot(opened: OpenSegment, slot: int, sequence: int) -> tuple[int, ...]:
-    """Hash a committed snapshot and store the hashes in its slot. Raises Overwritten, SegmentError
-    or OSError."""
+    """Hash a committed snapshot and store the hashes in its slot, unless they are there already;
+    returns them. Raises Overwritten, SegmentError or OSError."""
     snapshot = opened.snapshot(slot, sequence)
     if known := opened.stored_hashes(snapshot):
         return known
@@ -151,8 +151,8 @@ def _hashes(opened: OpenSegment, snapshot: Snapshot) -> tuple[int, ...]:
 
 
 def check_snapshot(opened: OpenSegment, slot: int, sequence: int) -> str:
-    """Compare a snapshot with its hashes: "" if it is intact, or why no comparison was possible.
-    Raises Corrupt if it is not intact; Overwritten, SegmentError."""
+    """Compare a snapshot with its stored hashes. Returns "" if it is intact; a sentence if there
+    are no hashes. Raises Corrupt if it differs; Overwritten or SegmentError."""
     snapshot = opened.snapshot(slot, sequence)
     known = opened.stored_hashes(snapshot)
     if not known:

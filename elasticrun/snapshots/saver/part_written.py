@@ -1,4 +1,4 @@
-"""What a saver sends to the coordinator's saver about a part that it has written.
+"""The description of a written part, which a saver sends to the coordinator's saver.
 
 Works without torch, which a saver imports only after it has reported to its agent.
 """
@@ -29,20 +29,21 @@ from elasticrun.wire.types import MAX_ATTEMPT, RoundName
 _LENGTH: Final = struct.Struct("<I")
 
 MAX_BYTES: Final = 2 * MAX_LAYOUT_BYTES
-"""Maximum size of an encoded part with its layout."""
+"""Maximum size of an encoded description, with its layout."""
 
 MAX_LAYOUTS: Final = 64
-"""Number of decoded layouts that are cached."""
+"""Maximum number of decoded layouts that are cached."""
 
 
 class PartError(ValueError):
-    """The bytes are not a valid part."""
+    """The bytes are not a valid description of a part."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartWritten:
-    """One rank's share, on stable storage. `lengths`: those of the opaque values in the file.
-    `places`: the location of each item in it (dcp.metadata.PartFile), () if as in the layout."""
+    """Describes one rank's part, which is on stable storage. `lengths`: bytes of each opaque value
+    in its file. `places`: the location of each item there (dcp.metadata.PartFile); () if as in the
+    layout."""
 
     file: FileEntry
     step: int
@@ -54,7 +55,8 @@ class PartWritten:
     layout: Layout
 
     def encode(self) -> bytes:
-        """Compressed JSON, then the layout. Raises LayoutError if it is too long."""
+        """Encode as compressed JSON, followed by the layout. Raises LayoutError if the layout is
+        too long."""
         plain = {
             "file": plain_file(self.file),
             "step": self.step,
@@ -89,7 +91,8 @@ class PartWritten:
 
 @lru_cache(maxsize=MAX_LAYOUTS)
 def _layout(encoded: bytes) -> Layout:
-    """Cached: every checkpoint of a round has the same."""
+    """Decode a layout. Cached, because a rank's layout is the same for every checkpoint of a
+    round."""
     return decode(encoded)
 
 

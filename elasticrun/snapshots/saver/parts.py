@@ -1,9 +1,9 @@
 """Writes snapshots as files: one rank's part, and the commit that makes parts a checkpoint.
 
 These functions block on storage; the saver calls them in its worker thread. A part is one file of
-one rank. The tensors of a slot are written unchanged, sequentially, and hashed on the way unless
-the saver has hashed them before. Then come the opaque values. A `PartWritten` describes a part for
-the coordinator's saver.
+one rank: the tensors of a slot, which are written unchanged and sequentially, and hashed on the way
+unless the saver has hashed them before; then the opaque values. A `PartWritten` describes a part
+for the coordinator's saver.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _layouts: dict[int, Layout] = {}
 
 
 class PersistError(Exception):
-    """A part or a checkpoint was not written; its files were removed."""
+    """A part or a checkpoint was not written. The part's file, or the marker, has been removed."""
 
 
 # ---------------------------------------------------------------- a part
@@ -51,11 +51,11 @@ def write_part(
     stop: Callable[[], bool] = bool,
     image_problem: str | None = None,
 ) -> PartWritten:
-    """Write one rank's share of the ordered checkpoint from its segment. It is on stable storage
-    when this returns. Raises PersistError or StorageError.
+    """Write one rank's part of the ordered checkpoint from its segment. It is on stable storage
+    when this returns. Raises PersistError, SegmentError or StorageError.
 
-    `stop` is polled to find out whether the attempt was given up. `image_problem`: why the slot
-    cannot be written unchanged, "" if it can; None: use the cached result of dcp.image."""
+    `stop` is called repeatedly; it returns whether the attempt was given up. `image_problem`: why
+    the slot cannot be written unchanged, "" if it can; None: test it once (dcp.image)."""
     step, rank, attempt = order.step, part.rank, order.attempt
     if not _ATTEMPT.match(attempt):
         raise PersistError(f"{attempt[:80]!r} is not a valid name of an attempt")
@@ -90,7 +90,7 @@ def write_part(
 
 
 class _Slot:
-    """The part of a slot that is written."""
+    """What is written from a slot: its layout, items and opaque values, and known hashes."""
 
     def __init__(self, segment: Segment, snapshot: Snapshot, shared: bool, rank: int) -> None:
         self.rank, self.shared = rank, shared
@@ -177,8 +177,8 @@ def _image_problem() -> str:
 
 
 def _layout_of(segment: Segment, snapshot: Snapshot) -> Layout:
-    """Cached: decoding a layout with thousands of items costs more than writing a hundred
-    megabytes."""
+    """The layout of a snapshot. Cached, because decoding a layout with thousands of items costs
+    more than writing a hundred megabytes. Raises PersistError."""
     if snapshot.layout not in _layouts:
         found = segment.layout()
         if found.key != snapshot.layout:
@@ -227,7 +227,7 @@ def commit(
     if wrong := _of_another_job(folder, newer, order):
         raise PersistError(f"step {step} was not committed: {wrong}")
     if newer and newer[-1] > step:
-        folder.remark(  # without `step`, so that the folder reports it only once
+        folder.remark(  # does not name our `step`, so that it is reported only once
             f"{folder.url} has checkpoints of later steps, up to step {newer[-1]}: "
             "a job that restores continues from those"
         )
@@ -248,16 +248,16 @@ def commit(
 
 
 def _newer(found: Sequence[ListedCheckpoint], line: Timeline, step: int) -> list[int]:
-    """Steps from `step` on, ascending, that remain restorable once this timeline has a
-    checkpoint."""
+    """The steps from `step` on, ascending, that a start could still restore once there is a
+    checkpoint of `step` on timeline `line`."""
     lost = {one.step for one in found if one.timeline < line and one.step >= line.start}
     return sorted({one for one in chain(found) if one >= step} - lost)
 
 
 def _of_another_job(folder: Folder, steps: Sequence[int], order: PersistParts) -> str:
-    """An error message if another job has written a checkpoint since this job's ranks restored,
-    else "". The ranks restored the newest checkpoint, so a later one of another job is newer
-    history, which must not be replaced."""
+    """An error message if one of these steps is later than the step that this job's ranks restored
+    and was written by another job; else "". The ranks restored the newest checkpoint, so that job
+    has written it since, and it must not be replaced."""
     for step in reversed(steps) if order.base >= 0 else ():
         if step <= order.base:
             continue
@@ -275,7 +275,8 @@ def _of_another_job(folder: Folder, steps: Sequence[int], order: PersistParts) -
 
 
 def _tidy(folder: Folder, made: Manifest, line: Timeline) -> None:
-    """Remove files of earlier attempts at this step. The checkpoint is valid already."""
+    """Remove files of earlier attempts at this step, once the checkpoint is committed; a failure is
+    only remarked."""
     ours = {entry.name for entry in made.files} | {line.file}
     try:
         names = [n for n in folder.files(made.step) if is_of_attempt(n) and n not in ours]

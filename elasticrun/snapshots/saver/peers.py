@@ -1,9 +1,10 @@
-"""Connections between the savers of two nodes: copies fetched on the agent's order, and incoming
+"""Connections between the savers of two nodes: fetches that the agent orders, and incoming
 requests.
 
-Each incoming connection has a thread, and sends one request to the loop. Silent clients do not
-block others: at the limit, the connection that has been unauthenticated for the longest time is
-closed. A saver of the job authenticates within milliseconds, and connects again if it was closed.
+Each incoming connection has a thread, which passes the client's one request to the loop. Silent
+clients do not block others: at the limit, the connection that has been unauthenticated for the
+longest time is closed. A saver of the job authenticates within milliseconds, and connects again if
+its connection was closed.
 """
 
 from __future__ import annotations
@@ -29,20 +30,22 @@ from elasticrun.wire.snapshots import Fetch, Fetched, FetchInto, FetchSize, From
 from elasticrun.wire.types import Endpoint
 
 FETCH_LIMIT: Final = 20.0
-"""Seconds of retries. Short, because ranks wait and storage has the state too."""
+"""Seconds of retries of a fetch. Short, because ranks wait, and the state is in storage too."""
 
 MAX_FETCHES: Final = 8192
-"""Maximum in progress; two for each local rank."""
+"""Maximum number of fetches that await their memory; beyond it, the oldest is dropped."""
 
 MAX_PEERS: Final = 64
-"""Simultaneous connections; more wait in the listen queue if all of these are authenticated."""
+"""Maximum number of open connections; if all of them are authenticated, more wait in the listen
+queue."""
 
 MAX_LEAVING: Final = 64
-"""Additional connections that were closed but whose threads have not yet ended."""
+"""Maximum number of additional connections: those that were shut down, but whose threads have not
+ended yet."""
 
 BACKLOG: Final = 1024
-"""Connections that the kernel queues; a client that finds the queue full retries only after a
-second.
+"""Maximum number of connections that the kernel queues. Large, because a client that finds the
+queue full retries only after a second.
 """
 
 MAX_STRANGERS: Final = 16
@@ -50,14 +53,15 @@ MAX_STRANGERS: Final = 16
 log."""
 
 ASK_LIMIT: Final = 30.0
-"""Seconds that a connection waits for the loop."""
+"""Seconds that a connection's thread waits for the loop's answer."""
 
 Answer = Callable[[Get | Put, PartWritten | None], transfer.Answer]
-"""Called in the loop, with the part once its bytes have arrived."""
+"""Answers a request. Called in the loop; for a Put, first with None and then with the received
+description of the part."""
 
 
 class Fetches:
-    """All fetches. Used by the loop's thread only."""
+    """Fetches snapshots from the savers of other nodes. Used by the loop's thread only."""
 
     def __init__(
         self, secret: str, send: Callable[[FromSaver], None], pool: WorkerPool, replicas: WorkerPool
@@ -70,7 +74,7 @@ class Fetches:
         self._orders: dict[int, Fetch] = {}
 
     def start(self, order: Fetch) -> None:
-        """Request the sizes; answered by FetchSize."""
+        """Request the snapshot's sizes from the other saver; answered by FetchSize."""
         self._orders.pop(order.key, None)
         while len(self._orders) >= MAX_FETCHES:
             self._orders.pop(next(iter(self._orders)))
@@ -93,7 +97,8 @@ class Fetches:
         self._pool_of(order).add(WorkItem(work, failed, done))
 
     def fetch_into(self, into: FetchInto, descriptor: int) -> None:
-        """Fetch into this memory; takes ownership of the descriptor. Answered by Fetched."""
+        """Fetch the snapshot into this memory; takes ownership of the descriptor. Answered by
+        Fetched."""
         key = into.key
         order = self._orders.pop(key, None)
         if order is None:
@@ -155,23 +160,24 @@ class Peers:
             self.port = int(listener.getsockname()[1])
 
     def listening(self) -> socket.socket | None:
-        """The listener to poll; None while no more connections are accepted."""
+        """The listener to poll; None while no connection is accepted."""
         room = MAX_PEERS if not self._unproved else MAX_PEERS + MAX_LEAVING
         return self._listener if len(self._open) < room else None
 
     def accept(self) -> None:
-        """Accept a connection."""
+        """Accept a connection and start its thread. If descriptors are used up, stop listening for
+        good."""
         assert self._listener is not None
         try:
             sock, address = self._listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                # A waiting client would wake the loop forever.
+                # Otherwise the waiting client would wake the loop again and again.
                 self._listener.close()
                 self._listener = None
                 about = "other nodes can no longer connect to this saver"
                 self._send(Remark(f"{about}: {error.strerror}"))
-            return  # otherwise the client has closed it already
+            return  # any other error: the client has already disconnected
         if len(self._open) >= MAX_PEERS and self._unproved:
             self._shut_down(next(iter(self._unproved)))
         self._open.add(sock)
@@ -209,7 +215,7 @@ class Peers:
             self._send(Remark(f"a connection from {host} failed: {refused}{more}"))
 
     def _answer_from_loop(self, request: Get | Put, data: bytes) -> transfer.Answer:
-        """In a connection's thread: get the loop's answer."""
+        """Decode the part, if any, and get the loop's answer. Runs in a connection's thread."""
         try:
             part = PartWritten.decode(data) if data else None
         except PartError as error:
@@ -223,7 +229,8 @@ class Peers:
 
 
 def listen(host: str) -> tuple[socket.socket | None, str]:
-    """A listener for other savers at this address, and a sentence if there was a problem."""
+    """A listener for other savers at this address, else at all addresses, and a sentence if there
+    was a problem; None if there can be none, or `host` is ""."""
     if not host:
         return None, ""
     wrong = ""

@@ -1,7 +1,7 @@
 """Runs slow work outside the saver's event loop, with a limited number of threads for each kind.
 
-A work item runs in a daemon thread and touches nothing of the loop; its result is passed to a
-function that the loop calls. Nothing joins the threads: one that hangs in a file system is
+A work item runs in a daemon thread and does not access the loop's state; its result is passed to a
+function that the loop calls. No thread is ever joined: one that hangs in a file system is
 abandoned.
 """
 
@@ -20,7 +20,7 @@ from elasticrun.host.system.sandbox import NoThread, start_thread
 T = TypeVar("T")
 
 MAX_WAITING: Final = 10_000
-"""Maximum number of waiting items of one kind; there are a few for each local rank."""
+"""Maximum number of waiting items of one pool; there are a few for each local rank."""
 
 Post = Callable[[Callable[[], None]], None]
 """Makes the loop call a function; callable from any thread."""
@@ -32,8 +32,8 @@ class QueueFull(Exception):
 
 @dataclass(eq=False)
 class WorkItem(Generic[T]):
-    """A work item. A thread calls `work` with this item's `stop`; then the loop calls `done` with
-    the result, or with `failed(error)`."""
+    """Work for a pool. A thread calls `work` with this item's `stop`; then the loop calls `done`
+    with the result, or with that of `failed(error)`, which the thread calls."""
 
     work: Callable[[threading.Event], T]
     failed: Callable[[BaseException], T]
@@ -45,7 +45,7 @@ class WorkItem(Generic[T]):
 
 
 class WorkerPool:
-    """One kind of work. Used by the loop's thread only."""
+    """Runs one kind of work in at most `width` threads. Used by the loop's thread only."""
 
     def __init__(self, name: str, width: int, post: Post) -> None:
         self._name = name
@@ -55,8 +55,8 @@ class WorkerPool:
         self._waiting: list[WorkItem[Any]] = []
 
     def add(self, piece: WorkItem[Any], *, first: bool = False) -> None:
-        """Queue an item, at the front with `first`; urgent items start before all others. Replaces
-        a waiting item of the same name (unless None). Raises QueueFull."""
+        """Queue an item; with `first`, at the front. Urgent items start before all others. Replaces
+        a waiting item of the same name, if it has one. Raises QueueFull."""
         if piece.name is not None:
             self.drop(piece.name)
         if len(self._waiting) >= MAX_WAITING:
@@ -65,7 +65,7 @@ class WorkerPool:
         self._start_next()
 
     def drop(self, name: Hashable) -> bool:
-        """Remove the waiting items of this name, without callbacks. Return whether there were
+        """Remove the waiting items of this name, without callbacks; returns whether there were
         any."""
         before = len(self._waiting)
         self._waiting = [piece for piece in self._waiting if piece.name != name]
@@ -98,7 +98,7 @@ class WorkerPool:
 
 
 class Inbox:
-    """Functions that other threads want the loop to call; `wake` wakes the loop."""
+    """A queue of functions for the loop to call, filled by other threads; `wake` wakes the loop."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -109,5 +109,5 @@ class Inbox:
         self._wake()
 
     def drain(self) -> list[Callable[[], None]]:
-        """The functions queued now."""
+        """Take all functions that are queued now."""
         return [self._calls.get_nowait() for _ in range(self._calls.qsize())]

@@ -1,7 +1,8 @@
 """The saver, one per node: hashes, checks, writes, serves and fetches snapshots.
 
-One event loop receives the agent's orders and owns all state. Slow work runs in pools (`pool.py`),
-so that a blocking file system does not block the loop. It exits when the agent's socket closes.
+One event loop receives the agent's orders and owns all state. Slow work runs in threads
+(`pool.py`), so that a hanging file system does not block the loop. The saver exits when the agent's
+socket closes.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from elasticrun.wire.frames import Connection, DescriptorsLost, FrameError, Hung
 from elasticrun.wire.spawning import SpawnSaver
 
 EXIT_CONFUSED: Final = 2
-"""The agent sent an invalid message."""
+"""The agent sent an invalid message or too many, or does not read."""
 EXIT_DEFECT: Final = 70
 EXIT_HUNG: Final = 76
-"""A file system has not returned from an attempt that was given up."""
+"""Work on storage did not end in time."""
 
 DIAL_LIMIT: Final = 30.0
 MAX_DESCRIPTORS: Final = 64
@@ -44,12 +45,12 @@ MAX_SERVED: Final = 65_536
 
 
 class AgentConnectionLost(Exception):
-    """The connection to the agent has ended; the message is empty after a clean end."""
+    """The connection to the agent has ended, or must end; the text is empty after a clean end."""
 
 
 class Saver:
-    """The event loop. `agent` is connected; `listener` is None if other nodes are not served;
-    `remark` is a sentence for the operator, or ""."""
+    """The event loop. `agent`: the connected socket; `listener`: None if other nodes are not
+    served; `remark`: a sentence for the operator, or ""."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class Saver:
         self._fetches = Fetches(order.secret, self.send, *pools)
 
     def run(self) -> NoReturn:
-        """Run until the agent closes the connection; ends the process."""
+        """Run until the connection to the agent ends; then exit the process."""
         code = EXIT_DEFECT
         try:
             self._selector.register(self._agent, selectors.EVENT_READ)
@@ -126,7 +127,7 @@ class Saver:
             self._peers.accept()
         if self._attempts.has_hung(time.monotonic()):
             self._agent.flush()
-            self._agent.hang_up()  # before the exit, which waits for the hanging thread
+            self._agent.hang_up()  # first, because the exit may wait for the hanging thread
             os._exit(EXIT_HUNG)
 
     def _wake_loop(self) -> None:
@@ -215,8 +216,8 @@ class Saver:
             return ""
 
         def failed(error: BaseException) -> str:
-            # Not worth a report if a rank commits faster than we hash: the next order is waiting
-            # already.
+            # A rank that commits faster than we hash is not reported: the order for its newer
+            # snapshot is already queued.
             return "" if isinstance(error, hashing.Overwritten) else reason_of(error)
 
         def done(reason: str) -> None:
@@ -274,7 +275,7 @@ def write_to_stderr(sentence: str) -> None:
 
 
 def run(order: SpawnSaver) -> NoReturn:
-    """Run the ordered saver in this process, and end the process."""
+    """Connect to the agent and run the ordered saver; exits the process."""
     gc.enable()  # the fork server has turned it off
     raise_file_limit()
     agent = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -1,5 +1,5 @@
-"""Transfers snapshots and parts of checkpoints between the savers of two nodes: the protocol and
-both ends of a connection.
+"""Transfers snapshots, and descriptions of written parts, between the savers of two nodes: the
+protocol and both ends of a connection.
 
 One request per connection, over TCP. Frames (`wire.frames`) of bounded length; some are followed by
 raw bytes, whose number is in the frame. Both sides prove knowledge of the job's secret before
@@ -17,11 +17,12 @@ anything else is processed (similar to `wire.auth`; the host proves first):
 The client's proof covers its request, and a Put contains the digest of the bytes that follow it.
 The bytes themselves are neither encrypted nor protected against a man in the middle.
 
-After a Head for a request with body: the layout; the tensors in blocks, each followed by its xxh3
-of eight bytes (little-endian); the opaque values with their table, and their xxh3; a Sent.
+A Head that answers a Get with `body` is followed by the layout; the tensors in blocks, each
+followed by its xxh3 of eight bytes (little-endian); the opaque values with their table, and their
+xxh3; a Sent.
 
-Plain blocking sockets, each in its own thread; every wait has a time limit, and so has the whole
-exchange.
+The sockets are blocking, each in a thread of its own. Every wait has a time limit, and so has the
+whole exchange.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ MAX_HEADER: Final = 64 * 1024
 """Maximum bytes of a frame."""
 
 MAX_TEXT: Final = 1000
-"""Maximum characters of a reason that is forwarded."""
+"""Maximum characters of a reason that is sent or received."""
 
 NONCE_BYTES: Final = 32
 
@@ -67,7 +68,7 @@ STALL_LIMIT: Final = 30.0
 """Seconds without a byte after which the other side counts as dead."""
 
 SLOWEST: Final = 4 * 1024 * 1024
-"""Bytes per second: a slower request is aborted."""
+"""Minimum bytes per second: a slower transfer is aborted."""
 
 CHUNK: Final = 4 * 1024 * 1024
 """Bytes sent or received at once."""
@@ -103,7 +104,7 @@ class Shown:
 
 @dataclass(frozen=True, slots=True)
 class Get:
-    """Request the snapshot of a rank of (round, step); without `body` only its sizes."""
+    """Request the snapshot of (`round`, `step`, `rank`); without `body`, only its sizes."""
 
     round: str  # hex of segment.round_key
     step: int
@@ -113,8 +114,8 @@ class Get:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Announce what an attempt's coordinator must know of a part that another node has written; its
-    `length` bytes follow after GoOn. Repeating a part has no effect."""
+    """Announce the description of a part, for the attempt's coordinator; its `length` bytes follow
+    after GoOn. Repeating it has no further effect."""
 
     attempt: str
     rank: int
@@ -127,7 +128,7 @@ FromClient = Dial | Shown | Get | Put
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The snapshot exists."""
+    """The snapshot exists; its sizes."""
 
     layout_length: int  # bytes, encoded
     slot_bytes: int
@@ -139,7 +140,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """After the last byte: whether the snapshot was unchanged from the first byte on."""
+    """Follows the last byte of a snapshot: whether it stayed unchanged while it was sent."""
 
     ok: bool
     reason: str
@@ -147,12 +148,12 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class GoOn:
-    """Permission to send the announced part."""
+    """Permission to send the announced description."""
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The part has been stored."""
+    """The description was accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,8 @@ HOST_TYPES: Final = types_of(FromHost)
 
 
 def read(payload: bytes, types: dict[str, type], *wanted: type) -> Any:
-    """Decode a payload to a message, which must be one of `wanted`. Raises FrameError."""
+    """Decode a payload into a message, which must be of one of the `wanted` types. Raises
+    FrameError."""
     message = decode(payload, types)
     if not isinstance(message, wanted):
         raise FrameError(f"a {type(message).__name__} message came out of turn")
@@ -184,14 +186,14 @@ def prove(secret: str, side: str, client: str, host: str, request: bytes = b"") 
         return ""
     label = f"elasticrun saver/{VERSION} {side}".encode()
     nonces = [nonce.encode(errors="replace") for nonce in (client, host)]
-    # Each part is prefixed with its length, so different exchanges never give the same bytes.
+    # Each part is prefixed with its length, so that different exchanges never give the same bytes.
     parts = (label, *nonces, request)
     message = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
     return hmac.digest(secret.encode(), message, "sha256").hex()
 
 
 def check(secret: str, shown: str, right: str) -> None:
-    """Check the proof `shown` by a peer against the expected one. Raises NotAuthenticated."""
+    """Compare the proof that a peer has `shown` with the expected one. Raises NotAuthenticated."""
     if not secret and shown:
         raise NotAuthenticated(SECRET_WANTED)
     if secret and not shown:
@@ -204,7 +206,7 @@ def check(secret: str, shown: str, right: str) -> None:
 
 
 class NotAuthenticated(Exception):
-    """One side does not accept the other's credentials."""
+    """The other side's proof is wrong or missing, or this side has no secret to check it."""
 
 
 class ConnectionBroken(Exception):
@@ -212,7 +214,7 @@ class ConnectionBroken(Exception):
 
 
 class CorruptTransfer(Exception):
-    """The received data is not what was written. Retrying does not help."""
+    """The received snapshot differs from its hashes, or was overwritten while it was sent."""
 
 
 class PeerRefused(Exception):
@@ -224,14 +226,15 @@ class PeerRefused(Exception):
 
 
 class PeerLink:
-    """One end of one connection. Raises ConnectionBroken."""
+    """One end of a connection, with a time limit for the whole exchange. Its methods raise
+    ConnectionBroken."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._end = time.monotonic() + AUTH_LIMIT
 
     def restart_limit(self, nbytes: int) -> None:
-        """Restart the time limit, for so many bytes."""
+        """Restart the time limit, long enough to transfer this many bytes."""
         self._end = time.monotonic() + STALL_LIMIT + nbytes / SLOWEST
 
     def send(self, data: bytes | memoryview) -> None:
@@ -289,7 +292,7 @@ def _about(error: OSError) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ServedSnapshot:
-    """A snapshot that may be sent."""
+    """A snapshot that may be sent to other nodes."""
 
     opened: OpenSegment
     slot: int
@@ -298,15 +301,15 @@ class ServedSnapshot:
 
 Answer = ServedSnapshot | GoOn | Taken | Refusal
 Ask = Callable[[Get | Put, bytes], Answer]
-"""Decides on a request: returns the snapshot to send, whether a part is expected, or a refusal. It
-is called with b"", and for a Put once more with the bytes of the part. Runs in the connection's
-thread.
+"""Decides on a request: returns the snapshot to send, GoOn or Taken, or a refusal. Called with b"",
+and for a Put once more with the bytes of the description. Runs in the connection's thread.
 """
 
 
 def serve(sock: socket.socket, secret: str, ask: Ask, proved: Callable[[], None]) -> str:
-    """Answer the one request of a connection; the caller owns the socket. Return "", or a sentence
-    about a peer that was refused. `proved` is called once the peer is authenticated."""
+    """Answer the one request of a connection; the caller owns the socket. Returns "", or a sentence
+    if the peer was refused or the connection failed. `proved` is called once the peer is
+    authenticated."""
     try:
         return _serve_request(PeerLink(sock), secret, ask, proved)
     except NotAuthenticated as denied:
@@ -376,7 +379,7 @@ def _send_snapshot(link: PeerLink, get: Get, ask: Ask) -> str:
     wrong = ""
     for number, stretch in enumerate(opened.stretches(snapshot)):
         link.send(stretch)
-        # Hashes computed right after the commit also reveal later damage.
+        # A stored hash, computed right after the commit, also reveals damage since then.
         mark = known[number] if number < len(known) else digest(stretch)
         link.send(mark.to_bytes(8, "little"))
     try:
@@ -407,8 +410,8 @@ def _receive_part(link: PeerLink, put: Put, ask: Ask) -> str:
 
 
 def _dial(place: Endpoint, secret: str, request: Get | Put) -> tuple[socket.socket, PeerLink]:
-    """Connect, authenticate, send the request. Raises ConnectionBroken, NotAuthenticated or
-    PeerRefused."""
+    """Connect, authenticate and send the request; the caller closes the socket. Raises
+    ConnectionBroken, NotAuthenticated or PeerRefused."""
     try:
         sock = socket.create_connection((place.host, place.port), CONNECT_LIMIT)
     except OSError as error:
@@ -449,7 +452,7 @@ def _head(link: PeerLink) -> Head:
 
 
 def ask_size(place: Endpoint, secret: str, get: Get) -> Head:
-    """The sizes of a snapshot. Raises ConnectionBroken, NotAuthenticated or PeerRefused."""
+    """Request the sizes of a snapshot. Raises ConnectionBroken, NotAuthenticated or PeerRefused."""
     sock, link = _dial(place, secret, get)
     with sock:
         return _head(link)
@@ -465,10 +468,11 @@ def fetch(
     slot: int = 0,
     layout_key: int = 0,
 ) -> None:
-    """Copy a snapshot into a slot of the segment behind `descriptor` and commit it there, if it has
-    this layout (0: any; a different one would invalidate the snapshots in other slots). Raises
-    ConnectionBroken, NotAuthenticated, PeerRefused, CorruptTransfer, SegmentError or OSError; then
-    nothing is committed."""
+    """Copy a snapshot from the saver at `place` into a slot of the segment behind `descriptor`, and
+    commit it there with its hashes. `layout_key`: the layout that it must have, because another one
+    would invalidate the snapshots in other slots; 0: any. Raises ConnectionBroken,
+    NotAuthenticated, PeerRefused, CorruptTransfer, SegmentError or OSError; then the slot is empty,
+    unless only its hashes could not be stored."""
     mapping = mmap.mmap(descriptor, os.fstat(descriptor).st_size)  # unmapped with its last view
     segment = Segment(memoryview(mapping))
     if not 0 <= slot < segment.slots:
@@ -505,8 +509,8 @@ def fetch(
 
 
 def _receive(link: PeerLink, head: Head, payload: memoryview) -> tuple[int, ...]:
-    """Receive the stretches of a snapshot; return their hashes. Raises ConnectionBroken or
-    CorruptTransfer."""
+    """Receive the stretches of a snapshot and compare them with the hashes that follow them;
+    returns the hashes. Raises ConnectionBroken or CorruptTransfer."""
     block = block_of(head.tensor_bytes)
     ends = [min(at + block, head.tensor_bytes) for at in range(0, head.tensor_bytes, block)]
     ends.append(head.tensor_bytes + head.values_bytes)
@@ -527,8 +531,8 @@ def _receive(link: PeerLink, head: Head, payload: memoryview) -> tuple[int, ...]
 
 
 def put(place: Endpoint, secret: str, attempt: str, rank: int, part: bytes) -> None:
-    """Send a part to its attempt's coordinator. Raises ConnectionBroken, NotAuthenticated or
-    PeerRefused."""
+    """Send the description of a part to the attempt's coordinator. Raises ConnectionBroken,
+    NotAuthenticated or PeerRefused."""
     request = Put(attempt, rank, len(part), hashlib.sha256(part).hexdigest())
     sock, link = _dial(place, secret, request)
     with sock:

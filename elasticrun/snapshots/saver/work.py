@@ -1,7 +1,7 @@
 """The saver's storage work. All of it runs in one thread.
 
-torch and the modules that write checkpoints (`saver.parts`) are imported by the first piece of
-work, so that the saver can answer its agent earlier.
+torch and the modules that write checkpoints (`saver.parts`) are imported by the first work item, so
+that the saver can answer its agent earlier.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from elasticrun.snapshots.storage.folder import Folder
 from elasticrun.wire.snapshots import PersistParts
 
 MAX_FOLDERS: Final = 8
-"""Maximum number of cached Folder objects, which remember features of their file systems."""
+"""Maximum number of cached Folder objects, which remember the features of their file systems."""
 
 _folders: dict[str, Folder] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a piece of work: "" or why it failed, and sentences for the operator."""
+    """The result of a work item: why it failed, or ""; sentences for the operator; written
+    parts."""
 
     reason: str = ""
     remarks: tuple[str, ...] = ()
@@ -49,8 +50,8 @@ def import_modules() -> Outcome:
 def write_parts(
     opened: Mapping[int, OpenSegment | None], order: PersistParts, stop: Callable[[], bool]
 ) -> Outcome:
-    """Write all parts of this node, one after the other. The agent has already had the snapshots
-    checked."""
+    """Write all parts of this node, one after the other. Does not check the snapshots, because the
+    agent has had them checked."""
     from elasticrun.snapshots.saver.parts import PersistError, write_part
 
     folder = _folder(order)
@@ -69,7 +70,7 @@ def write_parts(
 
 
 def commit(order: PersistParts, parts: Sequence[PartWritten], stop: Callable[[], bool]) -> Outcome:
-    """Write manifest and marker."""
+    """Write the manifest and the marker."""
     from elasticrun.snapshots.saver import parts as saver_parts
 
     folder = _folder(order)
@@ -83,7 +84,7 @@ def sweep(order: PersistParts) -> Outcome:
 
 
 def remove_unfinished(order: PersistParts) -> Outcome:
-    """Remove old, unfinished checkpoints. Needed if no attempt succeeds, because only a commit is
+    """Remove old uncommitted checkpoints. Needed when attempts fail, because only a commit is
     followed by a sweep."""
     return _swept(order, 0, 0, ())
 

@@ -1,10 +1,11 @@
 """The items of a rank's snapshot, and the location of each item in a slot.
 
 An item is what torch's DCP calls a write item: one chunk of one tensor, or one opaque value that
-the rank has serialized. A tensor has the same form in a slot as in a checkpoint's file, inside the
-envelope that `torch.save` writes around it (`head` and `tail` bytes), so whole stretches of a slot
-can be written to storage unchanged. *Own* items belong to one rank alone (its random states, its
-data loader); *shared* ones are chunks of the job's common state, and replicas of a chunk are equal.
+the rank has serialized. A tensor has the same form in a slot as in a checkpoint's file: inside the
+envelope that `torch.save` writes around it (`head` and `tail` bytes), so that whole stretches of a
+slot can be written to storage unchanged. *Own* items belong to one rank alone (its random states,
+its data loader); *shared* ones are chunks of the job's common state, and replicas of a chunk are
+equal.
 
 In a slot, own tensors come first, then shared ones, each group starting at a page; then the space
 for opaque values, whose lengths vary from step to step (`shm.segment`).
@@ -26,14 +27,14 @@ PAGE: Final = 4096
 """Bytes; the alignment that O_DIRECT and mappings require."""
 
 LINE: Final = 64
-"""Extents start at multiples of this, like torch's tensors in files."""
+"""Extents start at multiples of this many bytes, like torch's tensors in files."""
 
 MAX_ITEMS: Final = 1_000_000
 MAX_DIMENSIONS: Final = 64
 MAX_LAYOUT_BYTES: Final = 256 * 1024 * 1024
 """Maximum size of an encoded layout before compression."""
 MAX_SIZE: Final = 2**53
-"""Bytes or elements; larger numbers are invalid."""
+"""Maximum number of bytes or elements; larger numbers are invalid."""
 
 
 class LayoutError(ValueError):
@@ -118,13 +119,15 @@ class Layout:
 
     @cached_property
     def content(self) -> int:
-        """A 64-bit hash of the shared items. Two ranks with the same hash hold the same chunks of
-        the same state, so either can replace the other. Never 0."""
+        """A 64-bit hash of the names, offsets and sizes of the shared items; never 0. Two ranks
+        with the same hash hold the same chunks of the same state, so either can replace the
+        other."""
         names = sorted([i.fqn, i.offsets, i.sizes] for i in self.items if not i.own)
         return _key(_json(names)) or 1
 
     def encode(self) -> bytes:
-        """Compressed JSON. Raises LayoutError if it is too long."""
+        """Encode as compressed JSON, once: the result is kept. Raises LayoutError if it is too
+        long."""
         kept = vars(self)
         if "encoded" not in kept:
             plain = _json(self._plain())
@@ -134,9 +137,9 @@ class Layout:
         return bytes(kept["encoded"])
 
     def _plain(self) -> list[Any]:
-        """Items that differ only in name and location share a form, and each item's row starts with
-        the number of its form. `names` lists only names that do not follow from the path as in
-        DCP."""
+        """The layout as JSON values. Items that differ only in name and location share a form, and
+        each item's row starts with the number of its form. `names` has only the names that do not
+        follow from the path as in DCP."""
         numbers: dict[tuple[Any, ...], int] = {}
         rows: list[list[Any]] = []
         names: dict[int, str] = {}
@@ -155,12 +158,13 @@ def items_of(layout: Layout, shared: bool) -> tuple[Item, ...]:
 
 
 def stretch_of(layout: Layout, shared: bool) -> int:
-    """Bytes of tensors at the start of that file."""
+    """Bytes of tensors at the start of a rank's file; only of own ones if not `shared`."""
     return layout.tensor_bytes if shared else layout.own_bytes
 
 
 Around = Callable[[str, tuple[int, ...]], tuple[int, int]]
-"""Bytes before and after the elements of a tensor with this dtype and these sizes."""
+"""Returns the number of bytes before and after the elements of a tensor with this dtype and these
+sizes."""
 
 
 def lay_out(
@@ -187,7 +191,7 @@ def lay_out(
 
 
 def is_of(encoded: bytes, key: int) -> bool:
-    """Whether these bytes are exactly the encoded layout with this key."""
+    """Whether these bytes are the encoded layout with this key; does not decode its items."""
     try:
         stream = zlib.decompressobj()
         plain = stream.decompress(encoded, MAX_LAYOUT_BYTES + 1)
@@ -197,9 +201,9 @@ def is_of(encoded: bytes, key: int) -> bool:
 
 
 def decode(encoded: bytes, key: int | None = None) -> Layout:
-    """The inverse of `Layout.encode`, with every number checked, so that all offsets are within a
-    slot. With the `key` of a layout made by this job, a check of the key suffices. Raises
-    LayoutError."""
+    """The inverse of `Layout.encode`. Checks every number, so that all offsets are within a slot.
+    With `key`, the key of a layout made by this job, only the key is checked, which is faster.
+    Raises LayoutError."""
     try:
         stream = zlib.decompressobj()
         plain = stream.decompress(encoded, MAX_LAYOUT_BYTES + 1)
@@ -295,7 +299,8 @@ def _name(path: Iterable[str | int]) -> str:
 
 
 def _check_order(layout: Layout) -> None:
-    """Check that extents increase and stay within their group."""
+    """Check that the items are in order, and that their extents do not overlap and stay within
+    their group. Raises LayoutError."""
     at, end = 0, layout.own_bytes
     groups = [(i.kind is ItemKind.BYTES, not i.own) for i in layout.items]
     if groups != sorted(groups):

@@ -2,17 +2,17 @@
 
 Every function may block. `ftruncate` alone would succeed without free memory, and the first store
 to a page would then kill the process (SIGBUS). So as many huge pages as possible are allocated
-first, and the rest with `posix_fallocate`. The cgroup's limit is checked before that, because a
-process that reaches it is killed. Pages are zeroed, and possibly backed by a hypervisor, at the
-first touch; MADV_POPULATE_WRITE touches them in advance, through ctypes, because `mmap.madvise`
-holds the interpreter lock during the whole call.
+first, and the rest with `posix_fallocate`. The caller first compares with `available_memory`,
+because a process that reaches its cgroup's limit is killed. Pages are zeroed, and possibly backed
+by a hypervisor, at the first touch; MADV_POPULATE_WRITE touches them in advance, through ctypes,
+because `mmap.madvise` holds the interpreter lock during the whole call.
 
 A new rank maps its segment again. With pages of 4 KiB that costs about 80 ms per GiB before the
 first byte is copied, and 40 ms when the rank exits. With pages of 2 MiB it costs almost nothing,
 and the allocation takes a third of the time. The kernel maps huge pages as such only at addresses
-that are multiples of 2 MiB, and does not choose such addresses by itself: `map_shared` does.
-MADV_COLLAPSE (Linux 6.1) turns a 2 MiB stretch with at least one page into a huge page, regardless
-of the machine's settings for shared memory.
+that are multiples of 2 MiB, and does not choose such addresses by itself; `map_shared` does.
+MADV_COLLAPSE (Linux 6.1) turns a stretch of 2 MiB with at least one page into a huge page,
+regardless of the machine's settings for shared memory.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ from typing import Any, Final
 from elasticrun.host.system.processes import memory_file
 
 LARGE: Final = 2 * 1024 * 1024
-"""Bytes of a huge page on x86 and most ARM machines. Machines with another size get none."""
+"""Bytes of a huge page on x86 and most ARM machines. On machines with another size there are no
+huge pages here."""
 
 _MAP_NORESERVE, _MAP_FIXED = 0x4000, 0x10
 
 _POPULATE_READ: Final = 22
-"""MADV_POPULATE_READ, Linux 5.14. In shared memory, pages that it maps are writable too."""
+"""MADV_POPULATE_READ, Linux 5.14. The pages of shared memory that it maps are writable too."""
 
 
 def map_shared(fd: int, nbytes: int, *, writable: bool = True) -> ctypes.Array[ctypes.c_ubyte]:
-    """Map the first `nbytes` of a file of shared memory, until the array and all views of it are
-    freed. The caller keeps the descriptor. Raises OSError."""
+    """Map the first `nbytes` of a file of shared memory; unmapped once the array and all views of
+    it are freed. The caller keeps the descriptor. Raises OSError."""
     if nbytes <= 0:
         raise OSError(errno.EINVAL, "an empty file cannot be mapped")
     libc = system()
@@ -57,15 +58,15 @@ def map_shared(fd: int, nbytes: int, *, writable: bool = True) -> ctypes.Array[c
         libc.munmap(base, reserved)
         raise
     array = (ctypes.c_ubyte * nbytes).from_address(at)
-    # not at interpreter exit, when views may remain; the kernel unmaps it then
+    # not at interpreter exit, when views may remain: the kernel unmaps it then
     weakref.finalize(array, libc.munmap, base, reserved).atexit = False
     return array
 
 
 def map_pages(at: int, end: int) -> None:
-    """Create the page table entries of all pages between two addresses at once. Otherwise a new
-    mapping of existing pages costs a fault for each, about 80 ms per GiB. Older kernels do not
-    support it; then the first access does it."""
+    """Create the page table entries of all pages between two addresses at once. Otherwise the first
+    access to each page is a fault, about 80 ms per GiB. A no-op on kernels that do not support
+    it."""
     at -= at % mmap.PAGESIZE
     system().madvise(at, end - at, _POPULATE_READ)
 
@@ -91,16 +92,16 @@ def system() -> Any:
 MADV_COLLAPSE: Final = 25
 
 MOST_FAILED: Final = 16
-"""Consecutive failures before giving up: memory is then fragmented, and the kernel needs
+"""Number of consecutive failures before giving up: memory is then fragmented, and the kernel needs
 milliseconds per stretch to find that out.
 """
 
 
 def allocate_huge_pages(fd: int, nbytes: int) -> str:
     """Back the first `nbytes` of a file of shared memory with zeroed huge pages, as far as
-    possible. Return "" if at least one was available, else a clause that says why not. The other
-    stretches have at most one page of 4 KiB each. Allocate the rest with posix_fallocate, which
-    fails if memory is short."""
+    possible. Returns "" if at least one was available, or none was needed; else a clause that says
+    why not. The other stretches have at most one page of 4 KiB each; the caller allocates them with
+    posix_fallocate, which fails if memory is short."""
     size = nbytes // LARGE * LARGE
     if not size:
         return ""
@@ -130,21 +131,20 @@ Report = Callable[[str], None]
 POPULATE_WRITE: Final = 23  # <linux/mman.h> MADV_POPULATE_WRITE, Linux 5.14
 
 CHUNK: Final = 64 * 1024 * 1024
-"""Bytes prefaulted by one call. Small, so that little work is wasted if the segment is dropped
-meanwhile."""
+"""Bytes that `populate` maps and prefaults at a time."""
 
 RESERVE: Final = 64 * 1024 * 1024
-"""Bytes of the machine's memory left for others."""
+"""Bytes of the machine's memory that are left to other processes."""
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
 class NoMemory(Exception):
-    """The memory is not available; a clause that names the limit."""
+    """The memory is not available; the text is a clause that says why."""
 
 
 def size_text(count: int) -> str:
-    """`1.2 GiB`."""
+    """A number of bytes for people: `1.2 GiB`."""
     value, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1000:
@@ -194,7 +194,7 @@ def _cgroup_folders() -> list[Path]:
 
 
 def _left_in(folder: Path) -> int | None:
-    """Bytes up to the limit of one cgroup, where reclaimable memory counts as free; None: no
+    """Bytes left below the limit of one cgroup; reclaimable memory counts as free. None: it has no
     limit."""
     for limit, used in (
         ("memory.max", "memory.current"),
@@ -212,7 +212,7 @@ def _left_in(folder: Path) -> int | None:
 
 
 def _reclaimable(folder: Path) -> int:
-    """Bytes of page cache: file pages that are not shared memory."""
+    """Bytes of a cgroup's page cache: file pages that are not shared memory."""
     stat: dict[str, int] = {}
     with contextlib.suppress(OSError, ValueError):
         for line in (folder / "memory.stat").read_text().splitlines():
@@ -226,13 +226,13 @@ def _reclaimable(folder: Path) -> int:
 
 
 def _ignore(clause: str) -> None:
-    """Ignores the reason why there are no huge pages."""
+    """Ignore why there are no huge pages."""
 
 
 def allocate_file(path: str, nbytes: int, filled: int, report: Report = _ignore) -> int:
-    """Create a file of `nbytes` whose first `filled` bytes are allocated; return its descriptor.
-    `report` is called with a clause if no huge pages were available. Raises NoMemory; then there is
-    no file."""
+    """Create a file of `nbytes` whose first `filled` bytes are allocated; returns its descriptor.
+    `report` is called with a clause if no huge page was available. Raises NoMemory, also if the
+    file exists; leaves no new file then."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         fd = os.open(path, flags, 0o600)
@@ -249,7 +249,7 @@ def allocate_file(path: str, nbytes: int, filled: int, report: Report = _ignore)
 
 
 def allocate_anonymous(name: str, nbytes: int, filled: int, report: Report = _ignore) -> int:
-    """The same as `allocate_file` without a file name. Raises NoMemory."""
+    """The same as `allocate_file`, for an anonymous file that cannot be shrunk. Raises NoMemory."""
     try:
         fd = memory_file(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
@@ -275,8 +275,8 @@ def _fill(fd: int, nbytes: int, filled: int, report: Report) -> None:
 
 
 def mapped(fd: int, nbytes: int, path: str) -> mmap.mmap:
-    """Map memory that was just allocated. Raises NoMemory and frees it if mapping fails: mappings
-    have separate limits (ulimit -v, vm.max_map_count)."""
+    """Map memory that was just allocated. If that fails, frees it and raises NoMemory: mappings
+    have separate limits (ulimit -v, vm.max_map_count). `path`: the file to remove, "" for none."""
     try:
         return mmap.mmap(fd, nbytes)
     except OSError as error:
@@ -292,8 +292,8 @@ def mapped(fd: int, nbytes: int, path: str) -> mmap.mmap:
 
 
 def populate(fd: int, nbytes: int) -> bool:
-    """Touch every page, without the interpreter lock; False if the kernel does not support it. The
-    mapping is removed afterwards, because page tables are per process."""
+    """Touch every page, so that it is allocated, without the interpreter lock; False if that fails,
+    as on older kernels. Removes its mappings again, because page tables are per process."""
     libc = system()
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     for at in range(0, nbytes, CHUNK):

@@ -4,16 +4,17 @@ A rank writes snapshots into its segment, its agent and its saver read them, and
 outlives a rank that is killed. There are no locks. A slot is written in four steps: the commit word
 is cleared; the payload is copied; the record is written, which identifies the snapshot; the commit
 word is set to the record's sequence number. A reader accepts a slot only if record and commit word
-agree and the record's checksum is correct; a reader while the rank runs checks the commit word
-again afterwards. SIGKILL cannot undo stores, and on x86 stores become visible in program order; on
-other machines the message over the socket, which follows them, is the fence.
+agree and the record's checksum is correct; while the rank runs, it checks the commit word again
+after reading the payload. SIGKILL cannot undo stores, and on x86 stores become visible in program
+order; on other machines the message over the socket, which follows them, is the fence.
 
     control page | layout (PAGE-aligned) | slot 0: header page, own tensors, shared tensors,
     opaque values | slot 1 ...
 
-Words of the control page have one writer each: the agent `watermark`, `given_up` and `save_at`, the
-rank `current`. A slot's pin is set by the rank for a persist that it requests (before it sends the
-message to the agent), or by the agent while the rank is not running. Only the agent clears it.
+Each word of the control page has one writer: the agent writes `watermark`, `given_up` and
+`save_at`, the rank writes `current`. A slot's pin is set by the rank for a persist that it requests
+(before it sends the message to the agent), or by the agent while the rank is not running. Only the
+agent clears it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from elasticrun.wire.types import RoundName
 MAGIC: Final = 0x3130_5047_5352_4C45  # "ELRSPG01", little-endian
 VERSION: Final = 2
 NONE: Final = -1
-"""In `watermark`, `save_at` and `current`: no step."""
+"""In `watermark`, `given_up`, `save_at` and `current`: no step."""
 
 MIN_SLOTS: Final = 2
 MAX_SLOTS: Final = 4
@@ -45,13 +46,15 @@ COMMIT_AT: Final = 1024
 """Offset of the commit word in a slot's header page."""
 
 HASHES_AT: Final = 2048
-"""Offset of the saver's hashes: the sequence number of the snapshot, their number, then each."""
+"""Offset of the saver's hashes in a slot's header page: the snapshot's sequence number, the number
+of hashes, then each hash."""
 
 BLOCK: Final = 64 * 1024 * 1024
 """Bytes of tensors that one hash covers; one more hash covers the opaque values."""
 
 MAX_HASHES: Final = (PAGE - HASHES_AT) // 8 - 2
-"""Tensors with more blocks (16 GiB) are hashed in larger ones (`block_of`)."""
+"""Maximum number of hashes of a snapshot; tensors of more than 16 GiB are hashed in larger blocks
+(`block_of`)."""
 
 _RECORD: Final = struct.Struct("<QIqq16sQqQQI")
 """magic, version, term, number, key of the round, sequence, step, layout, bytes of opaque values,
@@ -87,12 +90,12 @@ class Snapshot:
 
 
 def segment_bytes(layout_length: int, slot_bytes: int, slots: int) -> int:
-    """Size of a segment for so many slots and an encoded layout of so many bytes."""
+    """Size in bytes of a segment with these slots and an encoded layout of this length."""
     return PAGE + _up(layout_length) + slots * (PAGE + slot_bytes)
 
 
 def block_of(tensor_bytes: int) -> int:
-    """Bytes that one hash covers, for so many bytes of tensors (own and shared)."""
+    """Bytes that one hash covers in a snapshot with this many bytes of tensors (own and shared)."""
     block = BLOCK
     while -(-tensor_bytes // block) >= MAX_HASHES:
         block *= 2
@@ -120,7 +123,7 @@ class Segment:
     views; the caller owns the mapping."""
 
     def __init__(self, memory: memoryview) -> None:
-        """Raises SegmentError if this is not a segment, or shorter than it claims."""
+        """Raises SegmentError if this is not a segment, or is shorter than its header states."""
         if len(memory) < PAGE:
             raise SegmentError(f"a segment of {len(memory)} bytes is too small")
         self._memory = memory.cast("B")
@@ -142,7 +145,7 @@ class Segment:
         return tuple(self._words[: len(made)]) == made
 
     def has_layout(self, key: int) -> bool:
-        """Whether the contained layout is the one with this key; does not decode it."""
+        """Whether the segment's layout has this key; does not decode it."""
         length = self._words[_LAYOUT_LENGTH]
         return is_of(bytes(self._memory[PAGE : PAGE + length]), key)
 
@@ -157,13 +160,13 @@ class Segment:
         return self.slot_at(slot) + PAGE
 
     def payload(self, slot: int) -> memoryview:
-        """A slot without its header page."""
+        """The bytes of a slot after its header page."""
         at = self.payload_at(slot)
         return self._memory[at : at + self.slot_bytes]
 
     def layout(self, key: int | None = None) -> Layout:
-        """The layout of the slots; with the `key` from a snapshot's record it takes a third of the
-        time (`layout.decode`). Raises SegmentError."""
+        """Decode the layout of the slots; with the `key` from a snapshot's record that takes a
+        third of the time (`layout.decode`). Raises SegmentError."""
         at = PAGE
         length = self._words[_LAYOUT_LENGTH]
         try:
@@ -190,7 +193,7 @@ class Segment:
     """The current step of the rank, or NONE."""
 
     def pinned(self, slot: int) -> bool:
-        """Whether this snapshot is still needed."""
+        """Whether the slot is pinned: it must not be overwritten."""
         return self._words[_PINS + slot] != 0
 
     def pin(self, slot: int, on: bool = True) -> None:
@@ -203,7 +206,8 @@ class Segment:
         return self._memory[at : at + 8].cast("q")
 
     def committed(self, slot: int) -> int:
-        """The commit word, 0 for none. A reader checks it again while the rank runs."""
+        """The commit word: the snapshot's sequence number, 0 if there is none. While the rank runs,
+        a reader compares it again after reading."""
         return self._commit(slot)[0]
 
     def withdraw(self, slot: int) -> None:
@@ -213,8 +217,9 @@ class Segment:
     def commit(
         self, slot: int, *, round: RoundName, sequence: int, step: int, layout: int, values: int
     ) -> None:
-        """The last two steps of a write, after the payload. `values`: bytes of opaque values with
-        their table; `sequence`: higher than that of every other slot."""
+        """Write the record and set the commit word, after the payload was copied. `values`: bytes
+        of opaque values with their table; `sequence`: must be higher than that of every other
+        slot."""
         key = round_key(round)
         fields = (MAGIC, VERSION, round.term, round.number, key, sequence, step, layout, values)
         record = _RECORD.pack(*fields, 0)[:-4]
@@ -223,7 +228,7 @@ class Segment:
         self._commit(slot)[0] = sequence
 
     def read(self, slot: int) -> Snapshot | None:
-        """The committed snapshot in a slot, or None."""
+        """The committed snapshot in a slot; None if there is none or its record is invalid."""
         at = self.slot_at(slot)
         record = bytes(self._memory[at : at + _RECORD.size])
         magic, version, term, number, key, sequence, step, layout, values, crc = _RECORD.unpack(
@@ -238,7 +243,7 @@ class Segment:
         return Snapshot(slot, term, number, key, sequence, step, layout, values)
 
     def snapshots(self) -> list[Snapshot]:
-        """All committed snapshots, the newest last."""
+        """All committed snapshots, newest last."""
         found = (self.read(slot) for slot in range(self.slots))
         return sorted((s for s in found if s is not None), key=lambda s: s.sequence)
 
@@ -262,7 +267,8 @@ class Segment:
         return min(needless, key=lambda s: s.sequence).slot if needless else None
 
     def values(self, snapshot: Snapshot, layout: Layout) -> list[memoryview]:
-        """The opaque values of a snapshot. Raises SegmentError for an invalid table."""
+        """The opaque values of a snapshot, as views. Raises SegmentError if their table is
+        invalid."""
         at, count = layout.tensor_bytes, len(layout.values)
         region = self.payload(snapshot.slot)[at : at + snapshot.values_bytes]
         if not 8 * count <= len(region) == snapshot.values_bytes:
@@ -296,9 +302,9 @@ class Segment:
 
 
 def initialize(memory: memoryview, *, layout_length: int, slot_bytes: int, slots: int) -> None:
-    """Initialize fresh memory as a segment without snapshots; called by the agent. The rank writes
-    its encoded layout of `layout_length` bytes at `PAGE` before its first snapshot. Raises
-    ValueError for invalid sizes, or if the memory is too small."""
+    """Initialize fresh, zeroed memory as a segment without snapshots; called by the agent. Before
+    its first snapshot, the rank writes its encoded layout of `layout_length` bytes at `PAGE`.
+    Raises ValueError for invalid sizes, or if the memory is too small."""
     room = _up(layout_length)
     if not MIN_SLOTS <= slots <= MAX_SLOTS or slot_bytes % PAGE or min(room, slot_bytes) < 0:
         raise ValueError(f"{slots} slots of {slot_bytes} bytes are not a valid segment")

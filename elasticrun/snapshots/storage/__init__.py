@@ -1,5 +1,6 @@
-"""STORAGE OF CHECKPOINTS: folders by path or URL, durable writes, retention.
+"""Storage of checkpoints: folders by path or URL, durable writes, retention.
 
 A checkpoint is a folder `step-000000123`; it counts once its marker `.metadata` exists, which is
-written last. Forbidden here: torch, grpc, threads, and every other folder except `shm` and `wire`.
+written last. Forbidden here: torch, grpc, threads, and every other package except `wire` and
+`snapshots.shm`.
 """

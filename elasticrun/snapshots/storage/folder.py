@@ -25,7 +25,7 @@ from elasticrun.snapshots.storage.writing import PIECE, Calls, Sink, StorageErro
 MARKER: Final = manifests.MARKER
 CONDEMNED: Final = "elasticrun.bad"
 REMOVED: Final = "elasticrun.removed"
-"""In a checkpoint without a marker: its removal has begun."""
+"""A file in a checkpoint without a marker: its removal has begun."""
 MAX_STEP: Final = 2**53
 MAX_REMARKS: Final = 32
 MAX_VERDICT: Final = 4096
@@ -41,22 +41,23 @@ def step_name(step: int) -> str:
 
 
 class CheckpointFault(NamedTuple):
-    """What is wrong with a checkpoint. `corrupt`: its bytes have changed since they were
-    written."""
+    """What is wrong with a checkpoint. `corrupt`: its bytes are not those that were written."""
 
     what: str
     corrupt: bool = True
 
     @property
     def clause(self) -> str:
-        """The rest of a sentence that starts with the checkpoint."""
+        """What is wrong, as the rest of a sentence that starts with the checkpoint."""
         return f"is spoiled: {self.what}" if self.corrupt else self.what
 
 
 class Folder:
-    """`url`: an absolute path, a `file://` URL, or any other URL that fsspec supports.
+    """One folder of checkpoints. `url`: an absolute path, a `file://` URL, or any other URL that
+    fsspec supports.
 
-    Methods raise StorageError if the storage fails; they return faults of a checkpoint as text."""
+    All methods raise StorageError if the storage fails. A fault of a checkpoint is not raised but
+    returned, except that `manifest` raises ManifestError."""
 
     def __init__(self, url: str, *, calls: Calls | None = None) -> None:
         """Raises StorageError if the URL is invalid. Does not access the storage yet."""
@@ -70,25 +71,26 @@ class Folder:
             LocalPlace(path, calls or Calls()) if self.is_local else UrlPlace(url)
         )
         self.unfit = self._place.unfit
-        """Why a job must not keep its checkpoints there, as a sentence; "" if it may."""
+        """Why a job must not keep its checkpoints in this folder, as a sentence; "" if it may."""
 
     @property
     def shows_others(self) -> bool:
-        """Whether writes of other nodes are visible here at once; they are not on mounted
-        buckets."""
+        """Whether files written by other nodes are visible here at once; on mounted buckets they
+        are not."""
         return self._place.fresh
 
     def path(self, step: int) -> str:
-        """The path of a checkpoint for torch's readers (`checkpoint_id`)."""
+        """The path or URL of a checkpoint, for torch's readers (`checkpoint_id`)."""
         return self._place.full(step_name(step))
 
     def remark(self, text: str) -> None:
-        """Keep a sentence for `take_remarks`."""
+        """Keep a sentence for `take_remarks`; beyond MAX_REMARKS it is dropped."""
         if len(self._place.remarks) < MAX_REMARKS:
             self._place.remarks.append(text)
 
     def take_remarks(self) -> list[str]:
-        """New sentences for the operator since the last call; each appears once."""
+        """Take the sentences for the operator that were added since the last call, without those
+        taken before."""
         fresh = [r for r in dict.fromkeys(self._place.remarks) if r not in self._said]
         self._place.remarks.clear()
         if len(self._said) < MAX_REMARKS:
@@ -108,13 +110,14 @@ class Folder:
         return [_listed(step, self._entries(step)) for step in self._steps()]
 
     def committed(self) -> list[int]:
-        """Steps with a marker that were not condemned, ascending; includes abandoned timelines."""
+        """Steps with a marker that were not condemned, ascending; also those on abandoned
+        timelines."""
         return [one.step for one in self.survey() if one.committed]
 
     def newest(self, below: int = -1, above: int = -1) -> int:
-        """The step that a start restores, -1 for none: the newest one that is committed and not on
-        an abandoned timeline. `below`: only steps below it; -1: any. `above`: only steps above it,
-        which takes a single listing if there are none."""
+        """The step that a start restores: the newest one that is committed, not condemned and not
+        on an abandoned timeline; -1: none. `below`: consider only steps below this one; -1: all.
+        `above`: consider only steps above this one; takes a single listing if there are none."""
         names = self._steps()
         if not names or names[-1] <= above:
             return -1
@@ -122,15 +125,15 @@ class Folder:
         return max((s for s in steps if s > above and (below < 0 or s < below)), default=-1)
 
     def condemned(self) -> list[int]:
-        """Steps that were found to be corrupt, ascending."""
+        """Steps that were marked as corrupt, ascending."""
         return [one.step for one in self.survey() if one.condemned]
 
     def uncommitted(
         self, older_than: float, found: Iterable[ListedCheckpoint] | None = None
     ) -> list[int]:
         """Steps without a marker that contain only our files and have not changed for `older_than`
-        seconds; also steps whose removal has begun. Uses the storage's clock: its current time is
-        the last change of any checkpoint. `found`: a recent survey."""
+        seconds; also steps whose removal has begun. Compares times of the storage's clock only: the
+        newest change in any checkpoint counts as the current time. `found`: a recent survey."""
         found = self.survey() if found is None else list(found)
         now = max((one.changed for one in found), default=0.0)
         begun = [one for one in found if not one.marker and one.only_ours and one.changed]
@@ -142,8 +145,8 @@ class Folder:
         return {e.name: e.size for e in self._entries(step).values() if not e.folder}
 
     def size(self, step: int, name: str) -> int | None:
-        """Size of a file, None if it does not exist. Opens the file, because listings and the sizes
-        in them may be several seconds old on NFS and on mounted buckets."""
+        """Size of a file, None if it does not exist. Opens the file, because on NFS and on mounted
+        buckets a listing may be several seconds old."""
         try:
             with self._place.opened(f"{step_name(step)}/{name}") as file:
                 return int(file.seek(0, os.SEEK_END))
@@ -155,8 +158,8 @@ class Folder:
         return self._wrong(step, {one.name: one.size for one in wanted}, eq, "not {}")
 
     def short(self, step: int, least: Mapping[str, int]) -> str:
-        """ "" if these files exist with at least so many bytes, else what is wrong with one. For
-        checkpoints written by torch alone, which have no manifest."""
+        """ "" if these files exist with at least this many bytes each, else what is wrong with one
+        of them. For checkpoints written by torch alone, which have no manifest."""
         return self._wrong(step, least, ge, "and {} were written")
 
     def _wrong(
@@ -187,8 +190,8 @@ class Folder:
         return self.size(step, manifests.NAME) is not None
 
     def manifest(self, step: int) -> Manifest | None:
-        """The manifest; None if there is none: not committed, or written by torch alone. Raises
-        ManifestError."""
+        """Read the manifest; None if there is none, because the step was not committed or torch
+        alone has written it. Raises ManifestError."""
         try:
             data = self._read(step, manifests.NAME, manifests.MAX_BYTES)
         except FileNotFoundError:
@@ -210,8 +213,9 @@ class Folder:
 
     def verify(self, step: int, part: int = 0, of: int = 1) -> str:
         """Compare a checkpoint with its manifest: all sizes, its marker, and the hashes of every
-        `of`-th file starting at the `part`-th (`of`=0: of no file). Return "" or a sentence about a
-        fault. Without a manifest (torch alone has written it), return ""."""
+        `of`-th file, starting with number `part` (`of`=0: of no file). Returns "" or a sentence
+        about the first fault. A checkpoint without a manifest, which torch alone has written, has
+        no fault if its marker exists and it was not condemned."""
         wrong = next(self.faults(step, part, of), None)
         return f"{self._where(step)} {wrong.clause}" if wrong is not None else ""
 
@@ -241,8 +245,8 @@ class Folder:
         return f"step {step} in {self.url}"
 
     def _unread(self, step: int, name: str, error: OSError) -> CheckpointFault:
-        """A fault; raises StorageError if the storage is unreachable, which proves nothing about a
-        file."""
+        """The fault of a file that cannot be read. Raises StorageError if the storage is
+        unreachable, which proves nothing about the file."""
         why = error.strerror or repr(error)
         if error.errno != errno.EIO and not isinstance(error, FileNotFoundError):
             raise StorageError(f"{self._where(step)} cannot be read: {why}") from error
@@ -300,18 +304,18 @@ class Folder:
             return ""
 
     def condemn(self, step: int, what: str) -> None:
-        """Mark this checkpoint as corrupt, so that it no longer counts as committed. Keeps the
-        first reason."""
+        """Mark this checkpoint as corrupt, so that it no longer counts as committed. `what`: the
+        reason; if it is already marked, the first reason stays."""
         data = what.encode()[: MAX_VERDICT - 1] + b"\n"
         self._place.put_first(f"{step_name(step)}/{CONDEMNED}", data)
 
     def clear_condemned(self, step: int) -> None:
-        """Clear the mark, because the checkpoint is about to be written again."""
+        """Remove the mark of `condemn`, because the checkpoint is about to be written again."""
         self._place.unlink(f"{step_name(step)}/{CONDEMNED}")
 
     def remove(self, step: int) -> None:
-        """Remove the marker first, so that a half-removed folder is not a checkpoint; remove the
-        file REMOVED last."""
+        """Remove a checkpoint: its marker first, so that a half-removed folder is not a checkpoint,
+        and the file REMOVED last."""
         if MARKER in self._entries(step):
             self._place.put_first(f"{step_name(step)}/{REMOVED}", b"")
             self._place.unlink(f"{step_name(step)}/{MARKER}")
@@ -327,7 +331,7 @@ class Folder:
         return self._place.create(f"{step_name(step)}/{name}", size)
 
     def settle(self, step: int) -> None:
-        """Make the names of its files durable."""
+        """Make the names of a checkpoint's files durable."""
         self._place.settle(step_name(step))
 
     def put(self, step: int, name: str, data: bytes) -> None:

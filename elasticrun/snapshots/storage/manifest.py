@@ -1,7 +1,7 @@
 """`elasticrun.json`: the content of a checkpoint, with hashes to detect any changed byte.
 
-JSON in two parts: a first line with the checksum of everything that follows, then the rest. Files
-are hashed in blocks: their tensors in blocks of `block` bytes, then the rest in one.
+It is JSON. The first line has the checksum of everything that follows it. Each file is hashed in
+blocks: its tensors in blocks of `block` bytes, then its opaque values as one block.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FileEntry:
     hashes: tuple[int, ...]  # xxh3 (64 bits) of each block, then of the rest
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """Start and end of what each hash covers."""
+        """Yield start and end of what each hash covers."""
         for at in range(0, self.stretch, self.block):
             yield at, min(at + self.block, self.stretch)
         yield self.stretch, self.size
@@ -55,7 +55,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A complete checkpoint."""
+    """Describes a complete checkpoint."""
 
     step: int
     round: RoundName
@@ -69,7 +69,7 @@ class Manifest:
 
 
 def encode(manifest: Manifest) -> bytes:
-    """JSON with its own checksum."""
+    """Encode a manifest as JSON, with a checksum."""
     body = json.dumps(
         {
             "version": VERSION,

@@ -2,8 +2,8 @@
 (`UrlPlace`).
 
 Names are relative to the place, with `/` between folder and file. Every method may raise
-StorageError, and FileNotFoundError where documented. On fsspec a file exists once it is closed;
-nothing is ever renamed.
+StorageError, and FileNotFoundError where documented. With fsspec a file exists once it is closed,
+so nothing is renamed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from elasticrun.snapshots.storage.writing import (
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An entry in a folder. `changed`: seconds by the storage's clock, 0 if unknown."""
+    """An entry in a folder. `changed`: time of its last change, in seconds since 1970 by the
+    storage's clock; 0 if unknown."""
 
     name: str
     folder: bool
@@ -60,7 +61,7 @@ class StoragePlace(Protocol):
         """The entries of a folder; [] if it does not exist."""
 
     def opened(self, name: str) -> AbstractContextManager[Any]:
-        """Open for reading. Raises FileNotFoundError."""
+        """Open a file for reading. Raises FileNotFoundError."""
 
     def create(self, name: str, size: int) -> Sink: ...
     def put(self, name: str, data: bytes) -> None:
@@ -76,8 +77,8 @@ class StoragePlace(Protocol):
         """Remove a file; a no-op if it does not exist."""
 
     def remove(self, name: str, *, last: str = "") -> None:
-        """Remove a folder with its content. `last`: the file to remove last, if the storage does
-        not remove all of them by one request."""
+        """Remove a folder with its content. `last`: the file to remove last; ignored where fsspec
+        removes the folder by one call."""
 
     def remove_empty(self, name: str) -> None:
         """Remove a folder if it is empty."""
@@ -85,7 +86,7 @@ class StoragePlace(Protocol):
 
 @contextmanager
 def _as_storage_errors(path: str, doing: str) -> Iterator[None]:
-    """Convert OSErrors in the block to StorageError, except FileNotFoundError."""
+    """Convert an OSError in the block into StorageError, except FileNotFoundError."""
     try:
         yield
     except FileNotFoundError:
@@ -96,8 +97,8 @@ def _as_storage_errors(path: str, doing: str) -> Iterator[None]:
 
 class LocalPlace:
     """A folder by its absolute path, which need not exist yet. The constructor makes no system
-    call: a script creates it in its main thread, where a hanging file system would block the start
-    of the ranks indefinitely."""
+    call, because a script calls it in its main thread, where a hanging file system would block the
+    start of the ranks indefinitely."""
 
     def __init__(self, root: str, calls: Calls) -> None:
         self._root, self._calls = os.path.normpath(root), calls
@@ -107,7 +108,7 @@ class LocalPlace:
 
     @property
     def _features(self) -> Features:
-        """Determined at first use."""
+        """The features of the file system, determined at first use."""
         if self._known is None:
             self._known = features_of(self._root, self._calls, self.remarks)
         return self._known
@@ -160,7 +161,7 @@ class LocalPlace:
         except StorageError as error:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
-        self.make(os.path.dirname(name))  # another node gave up and removed the empty folder
+        self.make(os.path.dirname(name))  # another node gave up, and removed the empty folder
         return FileSink(self._features, self.full(name), size)
 
     def put(self, name: str, data: bytes) -> None:
@@ -194,11 +195,11 @@ class LocalPlace:
 T = TypeVar("T")
 
 _CHANGED = ("mtime", "updated", "LastModified", "last_modified", "created", "timeCreated")
-"""The names that file systems in fsspec use for the time of the last change."""
+"""Names that fsspec's file systems use for the time of the last change."""
 
 
 class ObjectSink:
-    """See writing.Sink."""
+    """A file opened with fsspec; see writing.Sink."""
 
     def __init__(self, fs: Any, path: str) -> None:
         self._fs, self._path = fs, path
@@ -215,7 +216,7 @@ class ObjectSink:
         _with_storage_errors(self._path, "written", self._file.close)
 
     def abort(self) -> None:
-        # ignore all errors of the library; the file is unwanted anyway
+        # errors of the library do not matter, because the file is not wanted
         with suppress(Exception):
             self._file.discard()  # an unfinished multipart upload
         with suppress(Exception):
@@ -226,12 +227,12 @@ class ObjectSink:
 
 _MEMORY = frozenset({"memory"})
 _CACHES = frozenset({"cached", "blockcache", "filecache", "simplecache"})
-"""Protocols in fsspec whose files, or cached copies of files, are private to a process or node."""
+"""fsspec's protocols whose files, or cached copies of files, are private to a process or node."""
 
 
 def _unfit(url: str, kind: Any) -> str:
-    """Why checkpoints must not be stored there, "" if they may. `kind`: the class of a file system
-    in the URL."""
+    """Why checkpoints must not be stored at this URL, as a sentence; "" if they may. `kind`: the
+    class of a file system that the URL names."""
     named = kind.protocol
     protocols = {named} if isinstance(named, str) else set(named)
     if protocols & _MEMORY:
@@ -248,9 +249,9 @@ def _unfit(url: str, kind: Any) -> str:
 
 
 class UrlPlace:
-    """See StoragePlace. `url`: with protocol, as fsspec expects it. The constructor only checks
-    that the protocol's package is installed, because creating a file system may request credentials
-    from a server."""
+    """Storage that fsspec supports; see StoragePlace. `url`: with protocol, as fsspec expects it.
+    The constructor only checks that the protocol's package is installed, because creating a file
+    system may request credentials from a server."""
 
     fresh = True
 
@@ -271,7 +272,7 @@ class UrlPlace:
             raise _no_package(url, error) from None
 
     def _reach(self) -> tuple[Any, str]:
-        """The file system and the path in it. Raises StorageError."""
+        """The file system, created at the first call, and the path in it. Raises StorageError."""
         if self._reached is None:
             import fsspec
 
@@ -295,7 +296,7 @@ class UrlPlace:
         return f"{root}/{name}" if name else root
 
     def _call(self, name: str, doing: str, work: Callable[[str], T]) -> T:
-        """Call `work` with the path as the file system expects it."""
+        """Call `work` with the path as the file system expects it, and convert its errors."""
         return _with_storage_errors(self.full(name), doing, partial(work, self._path(name)))
 
     def make(self, name: str) -> None:
@@ -334,7 +335,7 @@ class UrlPlace:
         return True
 
     def settle(self, name: str) -> None:
-        """Not necessary for objects."""
+        """A no-op: objects need no sync."""
 
     def unlink(self, name: str) -> None:
         with suppress(FileNotFoundError):
@@ -351,7 +352,7 @@ class UrlPlace:
 
 
 def _no_package(url: str, error: Exception) -> StorageError:
-    """The error if no installed package supports this kind of storage."""
+    """The error for storage that no installed package supports."""
     return StorageError(
         f"{url} cannot be reached: {error}; install the package that fsspec names for it"
     )
@@ -375,7 +376,8 @@ def _entry(found: dict[str, Any]) -> Entry:
 
 
 def _with_storage_errors(path: str, doing: str, work: Callable[[], T]) -> T:
-    """Libraries of fsspec raise all kinds of exceptions; convert them to StorageError."""
+    """Call `work`; convert any exception into StorageError, except FileNotFoundError, because
+    fsspec's libraries raise all kinds of exceptions."""
     try:
         return work()
     except FileNotFoundError:

@@ -13,26 +13,26 @@ from elasticrun.snapshots.storage.timeline import PERIODIC, chain, not_kept, tim
 from elasticrun.snapshots.storage.writing import StorageError
 
 OLD: Final = 3600.0
-"""Seconds after which an uncommitted checkpoint is removed."""
+"""Seconds after its last change when an uncommitted checkpoint is removed."""
 
 _NAME: Final = re.compile(r"__(?P<rank>\d+)_\d+\.\d+\.(?P<attempt>.+)\.distcp\Z")
 _DRAFT: Final = re.compile(r"(elasticrun\.json|\.metadata)\.[0-9a-f]{8}\.tmp\Z")
 
 
 def file_name(rank: int, number: int, sequence: int, attempt: str) -> str:
-    """The file name of a part. It is unique to the attempt, the round and the snapshot."""
+    """The file name of a part, unique to the rank, the round, the snapshot and the attempt."""
     return f"__{rank}_{number}.{sequence}.{attempt}.distcp"
 
 
 def is_of_attempt(name: str) -> bool:
-    """Whether an attempt writes files with such names."""
+    """Whether attempts write files with names like this: parts, drafts, timelines."""
     return bool(_NAME.match(name) or _DRAFT.match(name) or timeline_of(name))
 
 
 def clear_earlier(folder: Folder, step: int, ranks: Collection[int], attempt: str) -> None:
-    """Remove files that killed savers left of earlier attempts by these ranks. On a nearly full
-    disk no new attempt could succeed otherwise. Also cancels a removal that has begun. Raises
-    StorageError."""
+    """Before an attempt, remove these ranks' files of earlier attempts, which killed savers have
+    left: on a nearly full disk no attempt could succeed otherwise. Also cancels a removal that has
+    begun. A no-op if the step is committed. Raises StorageError."""
     files = folder.files(step)
     if MARKER in files:
         return
@@ -44,7 +44,8 @@ def clear_earlier(folder: Folder, step: int, ranks: Collection[int], attempt: st
 
 
 def discard_attempt(folder: Folder, step: int, attempt: str) -> None:
-    """Remove what an attempt has written, unless it was committed. Raises StorageError."""
+    """Remove what an attempt has written, unless it was committed, as far as known. Raises
+    StorageError."""
     files = folder.files(step)
     names = [n for n in files if (found := _NAME.match(n)) and found["attempt"] == attempt]
     try:
@@ -60,7 +61,7 @@ def discard_attempt(folder: Folder, step: int, attempt: str) -> None:
 
 
 class SweepResult(NamedTuple):
-    """Steps whose checkpoints were removed, and sentences about failures."""
+    """Steps whose checkpoints were removed, and sentences about those that could not be."""
 
     removed: tuple[int, ...]
     remarks: tuple[str, ...]
@@ -69,8 +70,9 @@ class SweepResult(NamedTuple):
 def sweep(
     folder: Folder, *, keep_last: int, keep_every: int, in_use: Collection[int] = ()
 ) -> SweepResult:
-    """Remove what is not kept (storage.timeline): also condemned checkpoints older than all that
-    are kept, and uncommitted ones. Call after a commit."""
+    """Remove checkpoints that are not kept (`timeline.not_kept`), and uncommitted ones that have
+    not changed for OLD seconds. Call after a commit. Never raises StorageError: failures are
+    remarks."""
     removed, remarks = [], []
     try:
         found = folder.survey()
@@ -89,7 +91,8 @@ def sweep(
 
 
 def _reasons(folder: Folder, committed: Sequence[int], last: int) -> list[tuple[int, str]]:
-    """Read only the manifests that matter: back to the newest periodic checkpoint."""
+    """The steps, newest first, with the reasons of their checkpoints. Reads only the manifests that
+    matter, back to the newest periodic checkpoint; the other reasons are ""."""
     found: list[tuple[int, str]] = []
     for step in reversed(committed):
         reason = ""

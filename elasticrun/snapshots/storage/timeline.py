@@ -1,11 +1,10 @@
 """Finds checkpoints that a rewind has abandoned, and checkpoints to remove. Pure.
 
-A *timeline* is training without a rewind. When training is rewound to an older step because a state
-turned out to be bad, checkpoints of later steps may remain. Those are on an abandoned timeline;
-they are neither renamed nor condemned. The first checkpoint of the new timeline has a file
-`elasticrun.timeline.N.from.S` beside its marker: this is timeline N, and checkpoints of older
-timelines with step S or later are abandoned. All later checkpoints have the same file. Timeline 0
-has none.
+A *timeline* is a stretch of training without a rewind. When training is rewound to an older step
+because a state turned out to be bad, checkpoints of later steps may remain. Those are on an
+abandoned timeline; they are neither renamed nor condemned. Each checkpoint of the new timeline has
+a file `elasticrun.timeline.N.from.S` beside its marker: it is on timeline N, and checkpoints of
+older timelines with step S or later are abandoned. Checkpoints of timeline 0 have no such file.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _NAME: Final = re.compile(r"elasticrun\.timeline\.(\d{1,9})\.from\.(\d{1,16})\Z"
 
 @dataclass(frozen=True, slots=True, order=True)
 class Timeline:
-    """`start`: the first step that it does not share with older timelines."""
+    """A timeline. `start`: its first step that older timelines do not share."""
 
     number: int = 0
     start: int = 0
@@ -66,10 +65,10 @@ class ListedCheckpoint:
 
 
 def abandoned(found: Iterable[ListedCheckpoint]) -> set[int]:
-    """Steps whose checkpoints are on a timeline that was abandoned before that step.
+    """Steps whose checkpoints are abandoned: a later timeline starts at that step or below.
 
-    Checkpoints written by torch alone have no timeline; they are abandoned if they are older than
-    those of the later timeline."""
+    Checkpoints written by torch alone state no timeline; they are abandoned if they are older than
+    the newest checkpoint of the later timeline."""
     marked = [one for one in found if one.marker]
     newest: dict[Timeline, float] = {}  # when each timeline was last continued
     for one in marked:
@@ -91,8 +90,8 @@ def chain(found: Iterable[ListedCheckpoint]) -> list[int]:
 
 
 def timeline_for(found: Iterable[ListedCheckpoint], step: int, rewound_from: int) -> Timeline:
-    """The timeline of a checkpoint that is about to be committed. `rewound_from`: the step from
-    which training was rewound since the newest checkpoint; -1: it was not."""
+    """The timeline of the checkpoint of `step`, which is about to be committed. `rewound_from`: the
+    lowest step that a rewind has abandoned; -1: there was no rewind."""
     found = list(found)
     now = max((one.timeline for one in found if one.marker), default=Timeline())
     above = [one for one in chain(found) if one >= rewound_from and one != step]
@@ -112,7 +111,7 @@ def surplus(
     every: int,
     in_use: Collection[int] = (),
 ) -> list[int]:
-    """Steps to remove, oldest first, from all committed ones with their reasons.
+    """Steps to remove, oldest first, from `committed`: steps with the reasons of their checkpoints.
 
     Keeps the `last` newest of any reason (0: all); the newest periodic one, which saves at
     breakpoints must not displace; every multiple of `every` (0: none); and those `in_use`.
@@ -135,10 +134,10 @@ def not_kept(
     every: int,
     in_use: Collection[int] = (),
 ) -> list[int]:
-    """Steps to remove from all that was `found`. `chain`: steps that a start may restore, with
+    """Steps to remove from all that were `found`. `chain`: steps that a start may restore, with
     their reasons; `surplus` decides on these. Abandoned checkpoints are removed once training has
-    passed their step again, condemned ones once they are older than all that are kept, so that
-    people can inspect them until then."""
+    passed their step again, unless they are kept by `every` or `in_use`; condemned ones, which
+    people may inspect, once they are older than all that are kept."""
     removed = surplus(chain, last=last, every=every, in_use=in_use)
     steps = {step for step, _ in chain}
     kept = sorted(steps.difference(removed))

@@ -1,10 +1,10 @@
 """Writes a file durably to a disk, with a clear message for each failure.
 
-It allocates all space first (`fallocate`: a full disk is reported before hours of work), writes
-past the page cache (O_DIRECT from page-aligned memory), then calls fsync. A feature that the file
-system refuses is reported once and not used again. gcsfuse is recognized in the mount table: one
-sequential writer, no rename, no reading back; there a file exists once `close` has succeeded, so an
-error of `close` is an error of the file.
+It allocates all space first (`fallocate`, so that a full disk is detected before hours of work),
+bypasses the page cache (O_DIRECT from page-aligned memory), then calls fsync. A feature that the
+file system refuses is reported once and not used again. gcsfuse is recognized in the mount table;
+it permits only one sequential writer, no rename, and no reading back. There, a file exists once
+`close` has succeeded, so an error of `close` is an error of the file.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ GCSFUSE: Final = "fuse.gcsfuse"
 
 PAGE: Final = 4096
 PIECE: Final = 8 * 1024 * 1024
-"""Bytes of one write: larger ones were not faster on a local disk, smaller ones were slower."""
+"""Bytes of one write: larger ones were not faster on a local disk, smaller ones slower."""
 
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-"""A repeated attempt replaces the file that its killed saver left."""
+"""Flags for a new file. O_TRUNC, because a repeated attempt replaces the file that its killed saver
+left."""
 
 REFUSED: Final = frozenset(
     {errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS, errno.EPERM}
 )
-"""Errors by which a file system reports that it does not have a feature, rather than a failure."""
+"""Errors by which a file system reports that it lacks a feature, rather than a failure."""
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -45,7 +46,8 @@ class StorageError(Exception):
 
 
 def sentence(error: OSError, path: str, doing: str, free: int | None = None) -> str:
-    """`doing`: written, read, removed, listed. `free`: bytes available where `path` is."""
+    """A sentence about an error. `doing`: written, read, removed, listed...; `free`: bytes
+    available where `path` is."""
     if error.errno in _FULL:
         left = "" if free is None else f" ({free / 2**30:.2f} GiB available)"
         what = "the quota is used up" if error.errno == errno.EDQUOT else "the disk is full"
@@ -54,8 +56,7 @@ def sentence(error: OSError, path: str, doing: str, free: int | None = None) -> 
 
 
 class Calls:
-    """The system calls in one object, so that tests can make some fail. Each raises OSError like
-    the call itself."""
+    """The system calls in one object, so that tests can make some fail. Each raises OSError."""
 
     pwrite = staticmethod(os.pwrite)
     write = staticmethod(os.write)
@@ -65,14 +66,14 @@ class Calls:
     mkdir = staticmethod(os.mkdir)
     unlink = staticmethod(os.unlink)
     remove = staticmethod(shutil.rmtree)
-    """A folder with its content; does not follow links."""
+    """Removes a folder with its content; does not follow links."""
 
     def open(self, path: str, flags: int) -> int:
         return os.open(path, flags | os.O_CLOEXEC, 0o666)
 
     def fallocate(self, fd: int, size: int) -> None:
-        """Linux's own system call. C libraries emulate posix_fallocate on file systems without it
-        by writing to every block, which takes hours over a network."""
+        """Linux's fallocate. Not posix_fallocate, which C libraries emulate on file systems without
+        it by writing to every block; that takes hours over a network."""
         call = getattr(_LIBC, "fallocate64", _LIBC.fallocate)
         while call(fd, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
             number = ctypes.get_errno()
@@ -80,11 +81,11 @@ class Calls:
                 raise OSError(number, os.strerror(number))
 
     def cached(self, fd: int) -> None:
-        """Turn O_DIRECT off from here on."""
+        """Turn O_DIRECT off: later writes use the page cache."""
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
 
     def drop(self, fd: int) -> None:
-        """Release the written data from the page cache."""
+        """Drop the file's written data from the page cache."""
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def mounts(self) -> str:
@@ -119,7 +120,7 @@ class Sink(Protocol):
 
 @dataclass
 class Features:
-    """Features that a file system has not refused so far, and remarks about those that it has."""
+    """The features that a file system has not refused so far, and remarks about refused ones."""
 
     calls: Calls
     direct: bool = True
@@ -129,7 +130,8 @@ class Features:
     remarks: list[str] = field(default_factory=list)
 
     def without(self, feature: str, path: str, error: OSError, instead: str) -> None:
-        """Continue without a feature that the file system lacks; raise any other error."""
+        """Turn off a feature that the file system has refused with `error`, and add a remark;
+        `instead`: the consequence. Any other error is raised."""
         if error.errno not in REFUSED:
             raise error
         setattr(self, feature, False)
@@ -142,8 +144,8 @@ class Features:
 
 def features_of(root: str, calls: Calls, remarks: list[str] | None = None) -> Features:
     """The features of the file system that contains `root`, an absolute path that need not exist
-    yet. Resolves the path, which hangs if a file system on the way does. `remarks`: list to append
-    to."""
+    yet. Resolves the path, which blocks if a file system on the way hangs. `remarks`: the list to
+    which remarks are appended."""
     found = Features(calls, remarks=[] if remarks is None else remarks)
     with suppress(OSError):
         if is_gcsfuse(os.path.realpath(root), calls.mounts()):
@@ -152,10 +154,11 @@ def features_of(root: str, calls: Calls, remarks: list[str] | None = None) -> Fe
 
 
 class FileSink:
-    """A large file of `size` bytes, as far as known in advance; see Sink."""
+    """A file on a local or mounted file system; see Sink. `size`: its size in bytes if known in
+    advance, else 0."""
 
     def __init__(self, features: Features, path: str, size: int, flags: int = _NEW) -> None:
-        """Raises StorageError; FileExistsError with O_EXCL."""
+        """Create the file. Raises StorageError; FileExistsError if `flags` has O_EXCL."""
         self._features, self._calls, self._path = features, features.calls, path
         self._at = 0
         self._direct = features.direct and size >= PAGE
@@ -184,7 +187,8 @@ class FileSink:
         self._direct = False
 
     def write(self, data: memoryview) -> None:
-        """Ideally, `data` is page-aligned in memory and in length, except the last piece."""
+        """See Sink.write. For O_DIRECT, `data` must be page-aligned in memory and in length, except
+        the last piece; otherwise the page cache is used from then on."""
         at = 0
         try:
             while at < len(data):
@@ -217,7 +221,8 @@ class FileSink:
         return self._calls.write(self._fd, piece)
 
     def close(self, *, drop: bool = True) -> None:
-        """`drop`: release the page cache, because the file is not read soon."""
+        """See Sink.close. `drop`: also drop the file from the page cache, because it will not be
+        read soon."""
         try:
             if self._features.fsync:
                 self._calls.fsync(self._fd)
@@ -244,11 +249,11 @@ class FileSink:
 
 
 def write_small(features: Features, path: str, data: bytes) -> None:
-    """Replace a small file atomically: a reader sees the old content or all of the new content.
-    Raises StorageError.
+    """Replace a small file atomically: a reader sees either all of the old content or all of the
+    new content. Raises StorageError.
 
-    Without rename this still holds if a file appears with its `close`; otherwise a reader may see a
-    partial file, which its checksum reveals."""
+    On a file system without rename that holds only if a file appears with its `close`; otherwise a
+    reader may see a partial file, which its checksum reveals."""
     if features.rename:
         draft = f"{path}.{secrets.token_hex(4)}.tmp"
         _write_all(features, draft, data, _NEW | os.O_EXCL)
@@ -277,15 +282,16 @@ def write_first(features: Features, path: str, data: bytes) -> bool:
 
 
 def _write_all(features: Features, path: str, data: bytes, flags: int) -> None:
-    """Raises StorageError; FileExistsError with O_EXCL."""
+    """Write a whole file and sync it. Raises StorageError; FileExistsError if `flags` has
+    O_EXCL."""
     sink = FileSink(features, path, 0, flags)
     sink.write(memoryview(data))
     sink.close(drop=False)
 
 
 def sync_folder(features: Features, path: str) -> None:
-    """Make the names in a folder survive a power failure. A file system without such a call keeps
-    its names anyway. Raises StorageError."""
+    """Make the names in a folder durable, so that they survive a power failure. A no-op on file
+    systems that cannot sync a folder, which keep names anyway. Raises StorageError."""
     if not features.fsync:
         return
     try:
@@ -300,7 +306,7 @@ def sync_folder(features: Features, path: str) -> None:
 
 
 def free_bytes(path: str) -> int | None:
-    """Bytes available to us where `path` is; None if unknown."""
+    """Bytes available to this user where `path` is; None if unknown."""
     try:
         found = os.statvfs(path)
     except OSError:
