@@ -48,10 +48,11 @@ _OPTIMIZED: Final = 1
 """Flag of the code objects of functions; class and module bodies do not have it."""
 
 STAYS = ("threading", "_weakrefset")
-"""Stays in sys.modules: the interpreter looks up there which threads it must wait for."""
+"""Modules that stay in sys.modules: the interpreter looks up there which threads it must wait
+for."""
 
 _OWN_CALLS: Final = ("showwarning", "formatwarning", "excepthook")
-"""Functions that scripts replace and that are looked up at each call."""
+"""Functions that scripts may replace: they are looked up at each call."""
 
 
 class Exits:
@@ -169,7 +170,7 @@ class Effects:
     tempdir: bool = False
     """Whether tempfile has looked up the folder for temporary files."""
     finalizers: dict[Any, Any] = field(default_factory=dict)
-    """Of `weakref.finalize`."""
+    """New entries in the registry of `weakref.finalize`."""
 
     @classmethod
     def now(cls) -> Effects:
@@ -305,8 +306,9 @@ class Stash:
         self.roots.append(Root(name, frozenset(brought), Effects.now().since(before)))
 
     def seal(self) -> None:
-        """Take stock after all imports. Called in the server before the first fork; also called
-        before in the warm process, if the server is a fork of one."""
+        """Index all modules that were imported. Called in the server before the first fork, and
+        before that in the warm process, if the server is a fork of one. No-op if nothing was
+        imported since the last call."""
         imported = frozenset(sys.modules)
         if imported == self._sealed:
             return
@@ -403,7 +405,8 @@ class Stash:
     # ------------------------------------------------------------ in the child
 
     def activate(self, too_late: Callable[[str], None]) -> None:
-        """Call right before the script starts, when sys.path is the script's."""
+        """In a rank: restore modules on import from now on. Call right before the script starts,
+        when sys.path is the script's."""
         self.too_late = too_late
         self._path = list(sys.path)
         _set_filters(self.baseline.filters)
@@ -623,7 +626,7 @@ def _set_filters(filters: Sequence[Any]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds stashed modules, with the same spec that the other finders would return."""
+    """Finds hidden modules, with the same spec that the other finders would return."""
 
     def __init__(self, stash: Stash) -> None:
         self._stash = stash
@@ -683,4 +686,4 @@ def _like(loader: Any) -> Any:
 
 
 class _Loader(importlib.abc.Loader):
-    """Replaces a loader that is a class."""
+    """Replaces a loader that cannot be copied."""

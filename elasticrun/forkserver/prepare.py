@@ -58,7 +58,7 @@ class Preloader:
 
     def import_torch(self) -> None:
         """Import numpy if it is installed, because torch would import it; then torch. Raises
-        whatever the imports raise."""
+        Poisoned, and whatever the imports raise."""
         hooks = _hooks()
         try:
             self._import("numpy")

@@ -39,9 +39,10 @@ FAMILIES: Final = (
     *("LLVM_", "MKL", "MPI_", "NVRTC_", "NV_", "OMPI_", "ONEAPI_", "ONEDNN_", "OPENSSL_"),
     *("PYTORCH_", "ROC", "SYCL_", "TORCH", "VECLIB_", "XLA_", "ZE_"),
 )
-"""The same for torch and its dependencies, torch 2.8 to 2.15, with and without CUDA: found by
-interposing getenv, which a test repeats for the installed torch. A prefix also covers names that no
-torch is known to read, so that an unknown torch errs on the safe side.
+"""Prefixes of names that the C libraries of torch (2.8 to 2.15, with and without CUDA) and its
+dependencies read when they are loaded: found by interposing getenv, which a test repeats for the
+installed torch. A prefix also covers names that no torch is known to read, so that an unknown torch
+errs on the safe side.
 """
 
 READ_LATER: Final = (
@@ -144,8 +145,8 @@ _NANOBIND = "nanobind"
 
 
 def prepare_end(modules: Iterable[Any], register: Callable[..., object]) -> None:
-    """Register the cleanup; called in the server after all imports. Ranks inherit the registration;
-    their own atexit functions run first."""
+    """Register the cleanup at exit; called in the server after all imports. Ranks inherit the
+    registration; their own atexit functions run first."""
     types = list(_types())
     if types:
         owners = [each for each in modules if isinstance(each, ModuleType) and _functions(each)]

@@ -1,7 +1,8 @@
 """Decides whether a fork of this process behaves like a fresh interpreter.
 
-Every function returns a sentence that says why not, or an empty string. Counting threads does not
-detect a poisoned CUDA, so one trial child is forked and checked.
+Every public function returns a sentence that says why not, or an empty string; its docstring names
+the reason. Counting threads does not detect a poisoned CUDA, so one trial child is forked and
+checked.
 """
 
 from __future__ import annotations
@@ -113,9 +114,9 @@ def placement(environ: Mapping[str, str]) -> str:
 def sets_too_late(
     entry: Entrypoint, counts: Callable[[str], bool], environ: Mapping[str, str]
 ) -> str:
-    """Whether the program's text sets a relevant variable to another value above its import of
-    torch. A rank would detect this by itself (`child.FreshStart`), but only after its first lines
-    have run."""
+    """The program's text sets a relevant variable to another value above its import of torch. A
+    rank would detect this by itself (`child.FreshStart`), but only after its first lines have
+    run."""
     path = _file_of(entry)
     try:
         with open(path, "rb") as file:
@@ -143,7 +144,7 @@ def _first_import(tree: ast.Module) -> float:
 
 
 _ANY: Final = "\0"
-"""Stands for a value that is known only by running the program."""
+"""Represents a value that is known only by running the program."""
 
 
 def _set_in(tree: ast.Module, until: float) -> Iterator[tuple[str, str | None]]:

@@ -4,7 +4,7 @@
 Without an agent it is a no-op. `quiet("judge", minutes=20)` is a block in which the rank does not
 count as hung. `Checkpointer` keeps the state in memory and in storage. `ElasticBatchSampler`
 chooses the samples of each step. `recoverable` lets a healthy rank call a function again in the
-same process. They import torch or threading, so they are imported on first access.
+same process. The last three import torch or threading, so they are imported on first access.
 Forbidden here: raising into the script or blocking it (except as `Checkpointer` and `recoverable`
 document), a thread or a hook in it (except in `recoverable`), importing torch for `progress` (it
 uses what the script has imported), and every other folder except `checkpointing`,

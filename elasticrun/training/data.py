@@ -174,7 +174,8 @@ class ElasticBatchSampler:
         return {name: getattr(self, name) for name in _CONFIG}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError if the steps of the saved training had other samples."""
+        """Check that the steps of the saved training have the same samples; raises ValueError if
+        not. Changes nothing."""
         mine = self.state_dict()
         changed = [n for n, value in mine.items() if value != state.get(n)]
         if changed:

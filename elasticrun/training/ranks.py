@@ -10,7 +10,8 @@ from elasticrun.wire import env
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Those of the default process group, or else of the environment; 0 and 1 without either."""
+    """Rank and world size of the default process group, or else from the environment; 0 and 1
+    without either."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get(env.RANK, "0")), int(os.environ.get(env.WORLD_SIZE, "1"))

@@ -30,7 +30,7 @@ from elasticrun.wire.progress import Own
 
 SMALL_RING: Final = "128"
 """Number of collectives kept on a host without an accelerator: a read costs 10 microseconds for
-each. With NCCL, torch's default of 2000 stays, because people read it after a hang, and a read uses
+each. With NCCL, torch's default of 2000 stays, because users read it after a hang, and a read uses
 only the CPU.
 """
 

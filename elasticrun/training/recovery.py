@@ -4,8 +4,8 @@
 agent. When the round ends it wakes the first one: it shuts down the sockets of its process groups
 and of its store, aborts the groups of other backends, and, from INTERRUPT_AFTER on, sends it
 INTERRUPT, whose handler raises `RoundOver`. The exception leaves the function; then the process
-groups are destroyed, the agent is told, and the function is called again once the next round has
-begun.
+groups are destroyed, the agent is notified, and the function is called again once the next round
+has begun.
 
 If an exception leaves the function earlier, the agent decides what it means. The loss of a peer
 ends the round. Anything else is the rank's own failure, and is raised.
@@ -48,11 +48,12 @@ SEND_LIMIT: Final = 5.0
 """Seconds for the agent to accept a message."""
 
 ANSWER_LIMIT: Final = 10.0
-"""Seconds for the agent to say what an exception means; after that it is raised."""
+"""Seconds for the agent to decide what an exception means; after that the exception is raised."""
 
 INTERRUPT: Final = signal.SIGURG
-"""Ignored by default, so one that arrives late does no harm. It ends sleeps, reads and waits for
-locks; C code that computes is not interrupted before it returns."""
+"""The signal that interrupts the calling thread. It is ignored by default, so one that arrives late
+does no harm. It ends sleeps, reads and waits for locks; C code that computes is not interrupted
+before it returns."""
 
 INTERRUPT_AFTER: Final = 1.0
 """Seconds after which a thread that has not left its collective gets INTERRUPT, and between two
@@ -88,7 +89,8 @@ class _Kept:
     renewed: bool = False  # built in an earlier round
 
     def renew(self) -> None:
-        """The failed step may have left gradients, or a model in evaluation mode."""
+        """Restore modes and drop gradients: the failed step may have left the modules in evaluation
+        mode, or with gradients."""
         self.renewed = True
         for module, training in self.modes:
             module.training = training
@@ -112,7 +114,8 @@ def keep(name: str, build: Callable[[], T], *, stateless: bool = False) -> T:
     restored, the object is built again, because the failed round may have trained it.
     `stateless=True`: training does not change it (a tokenizer, a dataset), so it is kept even then.
 
-    It must not hold process groups, which end with their round: keep a module, not its DDP."""
+    The object must not contain process groups, which end with their round: keep a module, not its
+    DDP."""
     if name not in _kept:
         built = build()
         modules = _modules_in(built)
@@ -157,9 +160,9 @@ def recoverable(function: Callable[P, T]) -> Callable[P, T]:
 
         train()
 
-    It must create everything that depends on the ranks, process groups first, and restore its state
-    (`Checkpointer.restore`). Under torchrun, or called in another thread than the main one, it is
-    an ordinary call."""
+    The function must create everything that depends on the ranks, process groups first, and restore
+    its state (`Checkpointer.restore`). Under torchrun, or called in another thread than the main
+    one, it is an ordinary call."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -199,7 +202,7 @@ class _Agent:
         os.register_at_fork(after_in_child=self._socket.close)
 
     def send(self, message: FromRecoverable) -> None:
-        """Raises OSError."""
+        """Send a message. Raises OSError."""
         self._socket.sendall(encode(message))
 
     def receive(self) -> list[ToRecoverable]:
@@ -236,8 +239,8 @@ def _connect() -> _Agent | None:
 class _Recovery:
     """One recoverable call, over all its rounds.
 
-    `_is_over` belongs to the thread that listens, `_outside` to the one that calls. Each sets its
-    own before it reads the other's, so a round that ends as the function is called is noticed."""
+    `_is_over` is set by the thread that listens, `_outside` by the one that calls. Each thread sets
+    its flag before it reads the other one, so neither misses a round that ends during the call."""
 
     def __init__(self, agent: _Agent) -> None:
         self._agent = agent
@@ -255,7 +258,7 @@ class _Recovery:
         self._thread.start()
 
     def run(self, call: Callable[[], T]) -> T:
-        """Call the function until it returns or fails."""
+        """Call the function until it returns, or fails in a way that ends this rank."""
         try:
             while True:
                 step = _newest_step()
@@ -280,7 +283,7 @@ class _Recovery:
         return call()
 
     def _stop_interrupts(self) -> None:
-        """The function has returned: RoundOver is raised no more."""
+        """Have no more RoundOver raised, because the function has ended."""
         while not self._outside.is_set():
             with contextlib.suppress(RoundOver):
                 self._outside.set()
@@ -351,7 +354,7 @@ class _Recovery:
 
 
 def _newest_step() -> int:
-    """The newest step of which the script has told `progress` or a Checkpointer; -1: none."""
+    """The newest step that the script has reported to `progress` or a Checkpointer; -1: none."""
     newest = -1
     if connection := sys.modules.get("elasticrun.training.checkpointing.agent_connection"):
         newest = connection.costs.newest_step
@@ -456,7 +459,7 @@ def _end_round() -> None:
 
 
 def _reset_frameworks() -> None:
-    """Reset what frameworks remember of the ranks."""
+    """Reset what frameworks remember about the ranks."""
     if accelerate := sys.modules.get("accelerate.state"):
         accelerate.AcceleratorState._reset_state(reset_partial_state=True)
         accelerate.GradientState._reset_state()
@@ -465,7 +468,7 @@ def _reset_frameworks() -> None:
 
 
 def _begin_round(entry: EnterRound) -> None:
-    """Make this process what a new rank of the round would be."""
+    """Give this process the output files, environment and state of a new rank of the round."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()

@@ -112,7 +112,7 @@ class MetricRows:
         return encode(RankRows(self._local_rank, columns, rows, self._dropped))
 
     def mark_sent(self) -> None:
-        """The datagram has been sent."""
+        """Remove the rows of the datagram, because it has been sent."""
         self._may_send -= 1.0
         self._rows.clear()
 
@@ -161,7 +161,7 @@ class ProgressReporter:
             self._rows.mark_sent()
 
     def report_step(self, number: int) -> None:
-        """Step `number` is complete."""
+        """Report that step `number` is complete. With an injected slowness, this also sleeps."""
         self.newest_step = number
         now, wall = time.monotonic(), time.time_ns()
         self._marks.append(wall)
@@ -252,7 +252,8 @@ def newest_step() -> int:
 
 
 def begin_round() -> None:
-    """This process joins another round; the agent uses a new socket address for each round."""
+    """Drop the connection, because this process joins another round: the agent uses a new socket
+    address for each round."""
     global _reporter, _connect_tried
     if _reporter is not None:
         _reporter.close()

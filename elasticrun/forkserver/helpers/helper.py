@@ -41,12 +41,13 @@ from elasticrun.wire.spawning import (
 READ_BYTES: Final = 64 * 1024
 
 KEPT_BYTES: Final = 4096
-"""Bytes kept of a probe's output; its last lines are the informative ones."""
+"""Number of bytes kept from the end of a probe's output, which is the informative part."""
 
 MAIN_FILE: Final = Path(__file__).with_name("main.py")
 
 ONE_THREAD: Final = {b"OMP_NUM_THREADS": b"1", b"MKL_NUM_THREADS": b"1"}
-"""One core for a saver. Overrides the order, whose environment contains the ranks' variables."""
+"""Limits a saver to one core. Overrides the order, whose environment contains the ranks'
+variables."""
 
 Order = SpawnStore | SpawnProbe | SpawnSaver
 
@@ -149,7 +150,7 @@ class Helper:
     # ------------------------------------------------------------ its messages
 
     def descriptors(self) -> list[int]:
-        """Readable when a message is waiting."""
+        """Descriptors that are readable when a message is waiting."""
         return list(self._pipes)
 
     def read(self, descriptor: int) -> list[FromSpawner]:
@@ -165,8 +166,8 @@ class Helper:
         return take(data)
 
     def drain(self, pid: int, code: int) -> list[FromSpawner]:
-        """The helper was reaped: return what is left in the pipes, then its exit. Closes
-        everything."""
+        """Return what is left in the pipes, then the exit, because the helper was reaped with this
+        code. Closes everything."""
         messages = [each for descriptor in self.descriptors() for each in self.read(descriptor)]
         self.close()
         if report := self._final_report(code):

@@ -29,7 +29,7 @@ class NotBound(Exception):
 
 def bound(function: Callable[..., Any], mode: str, local_rank: int, *, may_fail: bool) -> Any:
     """Wrap the function so that torch binds its process first. With `may_fail` it runs unbound if
-    binding fails. Imports torch."""
+    binding fails. Imports torch. Raises NotBound if torch is too old."""
     import torch
 
     try:

@@ -40,7 +40,7 @@ store must not make a failed probe look like a hanging one.
 """
 
 MAX_REASON: Final = 400
-"""Characters of a reason."""
+"""Maximum characters of a reason."""
 
 SLOW_PIECE: Final = 0.005
 """With an injected slowness, a matmul or an all_reduce counts as at least this many seconds, so
@@ -53,7 +53,7 @@ another order the next time; a wrong result is far above.
 """
 
 _PLACE: Final = re.compile(r"\[[^]\s]+:\d+\] ")
-"""`[/pytorch/third_party/gloo/.../pair.cc:537] `"""
+"""A source location, such as `[/pytorch/third_party/gloo/.../pair.cc:537] `."""
 
 Send = Callable[[ProbeSaid], None]
 
@@ -160,7 +160,8 @@ class _Probe:
     # ------------------------------------------------------------ its own part
 
     def _use_threads(self) -> None:
-        """Use as many threads as a rank would. The fork server may have read another number."""
+        """Use as many threads as a rank would. The number that the fork server has read may
+        differ."""
         given = os.environ.get(OMP_NUM_THREADS, "")
         cores = len(os.sched_getaffinity(0))
         threads = int(given) if given.isdecimal() and int(given) else cores
@@ -258,7 +259,8 @@ class _Probe:
             self._store.set("go", f"failed by itself: {reason}")
 
     def _meet(self) -> str:
-        """Form the process group once every rank has reported success of its own part."""
+        """Form the process group once every rank has reported success of its own part. Returns "",
+        or the reason of another rank that has failed."""
         import torch.distributed as dist
 
         plan = self._plan
@@ -333,7 +335,8 @@ class _Probe:
         self._store.wait(["over"], self._left())
 
     def release_others(self) -> None:
-        """This rank failed in the collective phase: do not let the others wait at the end."""
+        """After a failure of this rank in the collective phase: end the others' wait at the
+        end."""
         if self.phase != COMM:
             return
         with suppress(Exception):  # the store itself failed; the others wait until their limit

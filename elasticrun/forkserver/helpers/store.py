@@ -31,7 +31,8 @@ MAX_REASON: Final = 1000
 def host(
     order: SpawnStore, send: Callable[[FromSpawner], None], hang_up: Callable[[], None]
 ) -> None:
-    """Listen, report it, serve until killed. Returns after reporting a failure."""
+    """Listen, report it, and serve until killed. Returns after reporting a failure. `hang_up`
+    closes the pipe of `send`."""
     try:
         store, remark = _serve(_listen(order.port), order.port)
     except Exception as error:

@@ -1,9 +1,9 @@
 """The parent of a fork server that was forked from a warm process; it represents the agent.
 
-Normally the agent is the fork server's parent: it is notified of its exit and adopts its orphans. A
-warm process cannot give the agent a child, so each such fork server has a guard. When the agent or
-the fork server exits, the guard kills everything below it and then reports. It holds no state, and
-training does not depend on the warm process.
+Normally the agent is the fork server's parent: it is notified of the server's exit and adopts the
+server's orphans. A warm process cannot give the agent a child, so each such fork server has a
+guard. When the agent or the fork server exits, the guard kills everything below it and then
+reports. It holds no state, and training does not depend on the warm process.
 """
 
 from __future__ import annotations

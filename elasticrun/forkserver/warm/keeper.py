@@ -83,7 +83,7 @@ def keep(words: Sequence[str], modules: Collection[str]) -> tuple[list[str], Sto
 
 
 def _report(descriptor: int, word: str) -> None:
-    """Report the result to the process that started us; -1: a job that does not wait for it."""
+    """Report the result to the process that started us; -1: that process does not wait for it."""
     if descriptor >= 0:
         with contextlib.suppress(BrokenPipeError):
             os.write(descriptor, word.encode())
@@ -176,7 +176,7 @@ class Keeper:
         self._inode = self.place.stat().st_ino
         self._until = time.monotonic() + self.idle
         self._guards: dict[int, int] = {}
-        """pidfd of each guard, used to reap it -> pid."""
+        """The pid of each guard, by the pidfd that becomes readable when it can be reaped."""
         self._clients: dict[int, _Client] = {}
         """Connected clients, by descriptor, that have no complete answer yet."""
         # Besides torch, a change of our own package or of any installed package makes us stale.
@@ -366,7 +366,8 @@ class Keeper:
         made = {name: v for name, v in os.environ.items() if name not in environment.saw}
         set_environ(environ)
         self.stock.baseline.environ = dict(environ)
-        environment.saw = dict(os.environ)  # the variables that were read are equal (`_against`)
+        # The variables that were read are equal (`_why_declined`).
+        environment.saw = dict(os.environ)
         for name, value in made.items():
             os.environ.setdefault(name, value)
 

@@ -117,8 +117,8 @@ def difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str:
 def variables_that_differ(
     mine: Mapping[str, str], theirs: Mapping[str, str], reads: Mapping[str, str]
 ) -> str:
-    """The same for variables that an import has read, or that a library reads when it is loaded.
-    `reads`: names that Python code has read, and the file that read them."""
+    """Like `difference`, for variables that an import has read, or that a library reads when it is
+    loaded. `reads`: names that Python code has read, and the file that read them."""
     both = ((n, theirs.get(n), mine.get(n)) for n in sorted(mine.keys() | theirs.keys()))
     return _describe((n, here, v) for n, here, v in both if here != v and _counts(n, reads))
 

@@ -86,8 +86,8 @@ class AgentTimeout(AgentConnectionError):
 
 
 class AgentConnection:
-    """The connection. Raises AgentConnectionError if the agent cannot be reached or does not answer
-    in time; the connection is unusable after that."""
+    """A rank's connection to its agent. Raises AgentConnectionError if the agent cannot be reached
+    or does not answer in time; the connection is unusable after that."""
 
     def __init__(self, place: str) -> None:
         """`place` is the agent's address (wire.env.SNAPSHOTS)."""
@@ -229,7 +229,7 @@ class SaveCosts:
         return self._step
 
     def note_step(self, step: int) -> None:
-        """Training has reached this step; takes a few microseconds."""
+        """Note that training has reached this step; takes a few microseconds."""
         self._step = max(step, self._step)
         self._send_report()
 
@@ -250,7 +250,7 @@ class SaveCosts:
 
 
 costs: Final = SaveCosts()
-"""Of this process, for any Checkpointer."""
+"""The costs of this process, shared by all Checkpointers."""
 
 
 class DeferredSignals:
@@ -283,7 +283,8 @@ class DeferredSignals:
         return tuple(sorted(self._signals & requested))
 
     def is_handler_installed(self) -> bool:
-        """Whether the script has installed a handler for one of them since the last call."""
+        """Whether the script has installed a handler for one of these signals since the last call;
+        such a signal is no longer deferred."""
         taken = {one for one in self._signals if signal.getsignal(one) is not self._handler}
         self._signals -= taken
         return bool(taken)
@@ -351,7 +352,7 @@ def _handled() -> set[int]:
 
 
 _deferred = DeferredSignals()
-"""Of this process, for any Checkpointer."""
+"""The deferred signals of this process, shared by all Checkpointers."""
 
 
 class Departure:
@@ -376,11 +377,12 @@ class Departure:
             connection.send(PutsOff(mine))
 
     def resume_from(self, step: int) -> None:
-        """Training continues from this step."""
+        """Note that training continues from this step."""
         self._last = step
 
     def is_save_required(self, requested: int, step: int) -> bool:
-        """Whether this step must be saved, regardless of the schedule. `requested`: the segment's
+        """Whether this step must be saved, regardless of the schedule; call once a step. A pending
+        signal ends the process here if the required step is saved. `requested`: the segment's
         `save_at`."""
         before, self._last = self._last, step
         self._by_itself = False
@@ -417,7 +419,7 @@ class Departure:
         self._deferred.deliver()
 
     def close(self) -> None:
-        """Training is over: restore the signals; a pending one takes effect."""
+        """Restore the signals, because training is over; a pending one takes effect."""
         if self._deferred.holder is not self:
             return
         if self._deferred.signals:

@@ -62,7 +62,7 @@ class CheckpointBackend:
         raise NotImplementedError
 
     def started_at(self, step: int) -> None:
-        """Training starts at this step without a restore."""
+        """Note that training starts at this step without a restore."""
 
     def save(self, step: int, persist: bool, wait: float) -> bool:
         """Save; return False if the save was skipped because no slot was free."""
@@ -72,7 +72,7 @@ class CheckpointBackend:
         """Allocate memory for a snapshot of the current state; a second call is a no-op."""
 
     def note_step(self, step: int) -> None:
-        """Training has reached this step."""
+        """Note that training has reached this step."""
 
     def is_save_requested(self, step: int) -> bool:
         """Whether a leaving node requires this step to be saved; call once a step."""
@@ -320,7 +320,7 @@ class TorchBackend(CheckpointBackend):
             super().remark(text)
 
     def close(self) -> None:
-        """Raises StorageError if the last save has failed."""
+        """Wait for the save in progress. Raises StorageError if it has failed."""
         if failed := self._finish_pending():
             raise StorageError(failed)
 

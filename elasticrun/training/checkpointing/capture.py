@@ -116,7 +116,7 @@ class SnapshotTaker:
         return plan, values, *self._segment_for(plan, len(values))
 
     def note_step(self, step: int) -> None:
-        """Training has reached this step."""
+        """Note that training has reached this step."""
         if self._mapped is not None:
             self._mapped.segment.current = step
 

@@ -384,7 +384,7 @@ class Checkpointer:
             error = self.stats.error
             with contextlib.suppress(
                 AgentConnectionError
-            ):  # a lost connection tells the agent already
+            ):  # the agent notices a lost connection anyway
                 backend.report_failed(due.step, due.persist, error)
             return False
         if not took:
@@ -458,7 +458,7 @@ _owners_by_pid: Final[dict[int, tuple[_Owner]]] = {}
 
 
 def _refuse_trained_state() -> None:
-    """Raises StateError if objects that an earlier round has trained would start from step 0."""
+    """Raise StateError if objects that an earlier round has trained would start from step 0."""
     recovery = sys.modules.get("elasticrun.training.recovery")
     if recovery is not None and recovery.keeps_trained_state():
         raise StateError(
@@ -468,8 +468,8 @@ def _refuse_trained_state() -> None:
 
 
 def end_round() -> None:
-    """The process groups of this process are about to be destroyed, and others follow: close every
-    Checkpointer. The next ones agree with those of new processes."""
+    """Close every Checkpointer of this process, because its process groups are about to be
+    destroyed. The next ones are numbered from 0, as in the new processes with which they agree."""
     global _instances
     for one in list(_made):
         if one._owner.pid == os.getpid() and not one._is_closed:
@@ -478,9 +478,10 @@ def end_round() -> None:
 
 
 def _claim_process(new: Checkpointer) -> None:
-    """With an agent, a process has one state for its lifetime: the agent's memory holds it for this
-    rank, and a restart restores it. A new Checkpointer of the same state replaces the old one, for
-    a script that runs again in one process. Raises ConflictError."""
+    """Make `new` the Checkpointer of this process. With an agent, a process has one state for its
+    lifetime: the agent's memory holds it for this rank, and a restart restores it. A new
+    Checkpointer of the same state replaces the old one, for a script that runs again in one
+    process. Raises ConflictError."""
     _made.add(new)
     if not agent_address():
         return
@@ -496,8 +497,8 @@ def _claim_process(new: Checkpointer) -> None:
 
 
 def _refuse_to_share(new: Checkpointer) -> None:
-    """Even without an agent, two Checkpointers of different states must not save into one folder:
-    each would replace the other's checkpoints. Raises ConflictError."""
+    """Raise ConflictError if another Checkpointer of this process saves a different state into the
+    same folder, even without an agent: each would replace the other's checkpoints."""
 
     def savers() -> list[_Owner]:
         return [o._owner for o in _others(new) if o._saves and o._owner.url == new._owner.url]
@@ -559,7 +560,7 @@ def _refuse_invalid_state(given: Mapping[str, Any]) -> None:
 def _check(
     keep: object, slots: object, on_busy: object, replicas: object, flags: Mapping[str, object]
 ) -> None:
-    """Raises ValueError for invalid options."""
+    """Raise ValueError for invalid options."""
     if slots != "auto" and not (type(slots) is int and MIN_SLOTS <= slots <= MAX_SLOTS):
         raise ValueError(f'slots is {slots!r}; it must be "auto", or {MIN_SLOTS} to {MAX_SLOTS}')
     if replicas not in (0, 1):

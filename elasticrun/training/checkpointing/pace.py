@@ -72,8 +72,8 @@ class Pace:
         self._persisted = 0.0
 
     def known_to_all(self, after: int) -> DueSnapshot:
-        """The next snapshot that all ranks know without communication: for intervals in steps, the
-        next multiple; if both intervals are in time, the next step, because rank 0 has not
+        """The next snapshot that all ranks know without communication: the next multiple if
+        snapshots have an interval in steps, otherwise the next step, because rank 0 has not
         published one yet."""
         if isinstance(self._every, int):
             return self.stepwise(after)

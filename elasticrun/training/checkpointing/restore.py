@@ -33,7 +33,7 @@ from elasticrun.wire import env
 from elasticrun.wire.snapshots import IsWhole, Resume, ShardHere, WantShard, Whole
 
 MOST_THREADS: Final = 8
-"""A few threads saturate the memory bus."""
+"""Maximum number of threads; a few saturate the memory bus."""
 
 LEAST_BYTES: Final = 32 * 1024 * 1024
 """Minimum bytes per thread. One thread copies less before a second one has started."""
@@ -140,7 +140,8 @@ class Shard:
         return self.mapped.tensors(self.snapshot.slot, self.layout)
 
     def value(self, place: int, weights_only: bool) -> Any:
-        """Raises NotAllowed, or what a user's class raises when its bytes are unpickled."""
+        """Unpickle the opaque value at this place. Raises NotAllowed, or what a user's class
+        raises."""
         found = self.mapped.segment.values(self.snapshot, self.layout)
         name = self.layout.values[place].fqn
         return deserialise(bytes(found[place]), weights_only, name)
@@ -156,7 +157,7 @@ def fetch_order(rank: int, world_size: int, old: int, *, here: bool) -> list[int
 
 
 class MemoryRestore:
-    """One restore."""
+    """One restore from memory."""
 
     def __init__(self, connection: AgentConnection, state: TrainingState, resume: Resume) -> None:
         self._connection = connection
@@ -169,8 +170,8 @@ class MemoryRestore:
         self.kept: MappedSegment | None = None  # this rank's own mapped segment; the caller owns it
 
     def run(self, world_size: int) -> None:
-        """Raises BadShard or AgentConnectionError; RuntimeError if this process cannot map the
-        memory."""
+        """Restore the state. Raises BadShard or AgentConnectionError, and RuntimeError if this
+        process cannot map the memory."""
         same = self._resume.world_size == world_size
         ranks = self._resume.world_size
         order = fetch_order(self._state.rank, world_size, ranks, here=self._resume.same)
@@ -210,8 +211,8 @@ class MemoryRestore:
         return self._shards[rank]
 
     def _mapped(self, rank: int, fd: int) -> MappedSegment:
-        """Map a shard's segment. Raises RuntimeError if the cause is this process and not the
-        shard."""
+        """Map a shard's segment. Raises BadShard, or RuntimeError if the cause is this process and
+        not the shard."""
         try:
             return MappedSegment(fd)
         except (OSError, RuntimeError, ValueError) as error:

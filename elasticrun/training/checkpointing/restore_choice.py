@@ -2,7 +2,7 @@
 storage.
 
 It chooses the newest step in memory or storage. A step is suspect if ranks failed soon after
-restoring it. Suspect steps come last, but before a start from scratch. A step that a person
+restoring it. Suspect steps come last, but before a start from scratch. A step that the user
 requests is the only candidate.
 
 Rank 0 compares memory with storage and publishes its choice in the job's existing store, without a
@@ -53,7 +53,7 @@ AGREE_LIMIT: Final = 1800.0
 
 QUERY_LIMIT: Final = 10.0
 """Seconds for a query of the storage if a step in memory is an alternative. Without one, the query
-goes on, and the operator gets a message that the ranks wait for the storage.
+continues, and the operator gets a message that the ranks wait for the storage.
 """
 
 STORAGE_LIMIT: Final = LIMIT - 30.0
@@ -91,7 +91,7 @@ class StepNotAvailable(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class RankOptions:
-    """What both backends need to know."""
+    """The options of this rank that both backends need."""
 
     folder: Folder
     rank: int
@@ -373,7 +373,8 @@ def saved_items(metadata: Metadata) -> tuple[dict[str, Item], int]:
 
 @dataclass(slots=True)
 class RestoreChoice:
-    """One restore. Steps in `skip` come last."""
+    """Chooses, with the other ranks, what to restore; loads it if it is in storage. Steps in `skip`
+    come last."""
 
     setting: RankOptions
     exchange: RankExchange
@@ -384,9 +385,9 @@ class RestoreChoice:
     _round: int = field(default=0, init=False)  # number of the choice
 
     def restore(self, state: TrainingState) -> tuple[str, int]:
-        """Choose; a checkpoint in storage is loaded too. Return the source ("memory", "storage",
-        "nothing") and the step. Raises CorruptError, NotAgreed, StepNotAvailable, and what
-        `StoredCheckpoint` raises."""
+        """Choose, and load a checkpoint if it is in storage; what is in memory is not loaded here.
+        Return the source ("memory", "storage", "nothing") and the step. Raises CorruptError,
+        NotAgreed, StepNotAvailable, and what `StoredCheckpoint` raises."""
         for self._round in range(MAX_CORRUPT):
             source, step = self._choose()
             if source != "storage":
@@ -436,7 +437,7 @@ class RestoreChoice:
         )
 
     def _newest_in_memory_or_storage(self) -> tuple[str, int]:
-        """The larger step; memory if both are equal. Suspect steps come last."""
+        """The newest step; in memory if storage has the same. Suspect steps come last."""
         memory = -1 if self.skip.memory else self.memory
         below = [step for step in (self.skip.storage_from, self._corrupt) if step >= 0]
         stored = self._newest_in_storage(memory, min(below, default=-1))

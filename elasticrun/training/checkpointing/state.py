@@ -62,11 +62,11 @@ state's length in bytes.
 """
 
 _PYTHON: Final = struct.Struct("<625I?d")
-"""The words, whether a second Gaussian number is pending, and that number."""
+"""Python's state: its words, whether a second Gaussian number is pending, and that number."""
 
 _NUMPY: Final = struct.Struct("<624Iiid?")
-"""The words, the position in them, whether a second Gaussian number is pending, and that number;
-whether there is a state at all.
+"""numpy's state: its words, the position in them, whether a second Gaussian number is pending, and
+that number; then whether there is a state at all.
 """
 
 _NUMPY_KIND: Final = "MT19937"
@@ -173,7 +173,7 @@ def _devices() -> Iterator[tuple[str, Any]]:
 
 
 def _set_state(name: str, index: int, state: torch.Tensor) -> None:
-    """Continue from this state; a no-op for a device that this node does not have."""
+    """Set this random state; a no-op for a device that this node does not have."""
     if name == "python":
         *words, is_left, left = _PYTHON.unpack(bytes(state.tolist()))
         random.setstate((_PYTHON_VERSION, tuple(words), left if is_left else None))
@@ -239,7 +239,7 @@ class OwnState:
 
 
 class TrainingState:
-    """All parts, by name."""
+    """A training's state: all parts, by name."""
 
     def __init__(
         self, parts: Mapping[str, Any], rank: int, rng: bool = False, weights_only: bool = True
@@ -266,7 +266,8 @@ class TrainingState:
         self._serialised: dict[tuple[type, str], bytes] = {}
 
     def _sort(self, parts: Mapping[str, Any], among: Mapping[str, Any]) -> dict[str, StatePart]:
-        """`among`: the `parts` that came from the dict `state`, which is itself a part."""
+        """Create the parts. `among`: those of `parts` that came from the dict `state`, which is
+        itself a part."""
         for name in parts:
             if name.startswith(OWN_PREFIX):
                 raise StateError(f"{name!r} cannot be a name: it is reserved for per-rank state")
@@ -327,9 +328,9 @@ class TrainingState:
     def resize(
         self, ranks: int, why: str, own_of: Callable[[int, str], Mapping[Path, Any]]
     ) -> None:
-        """The number of ranks, formerly `ranks`, has changed: pass the per-rank states of all old
-        ranks to `on_resize`. `own_of` returns a state by rank and name ({} for a lost one). `why`
-        explains it for objects without `on_resize`."""
+        """Pass the per-rank states of all old ranks to `on_resize`, because the number of ranks,
+        formerly `ranks`, has changed. `own_of` returns a state by rank and name ({} for a lost
+        one). `why` is the reason in the remark about an object without `on_resize`."""
         for name, own in self.own.items():
             if own.on_resize is None or not ranks:
                 self.remark_not_restored(name, why)

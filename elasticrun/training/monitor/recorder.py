@@ -40,7 +40,7 @@ MAX_MEMBERS: Final = 1000
 """Maximum length of the list of a group's members; a group with a longer one is left out."""
 
 MAX_SIZES: Final = 4
-"""Number of tensors of a call whose sizes are reported."""
+"""Maximum number of tensors of a call whose sizes are reported."""
 
 TYPES: Final = {
     "Float": "float32",
@@ -77,8 +77,8 @@ class Counters:
         self._last: tuple[GroupSays, ...] = ()
 
     def read(self) -> tuple[GroupSays, ...]:
-        """Torch's counters; if they are unchanged since the last call, the open collectives are
-        read from the entries."""
+        """Torch's counters. If they are unchanged since the last call and show an open collective,
+        the open collectives are read from the entries."""
         rows: list[GroupSays] = []
         for recorder in recorders(groups()):
             rows += [_counted(recorder, one, row) for one, row in recorder.status().items()]
