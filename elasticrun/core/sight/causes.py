@@ -1,4 +1,4 @@
-"""Why a round ended, as incidents describe it: the cause, what failed first, what followed."""
+"""Why a round ended, as incidents describe it: the cause, what failed first, and what followed."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from elasticrun.wire.messages import Failure, FailureKind
 from elasticrun.wire.types import write_ranges
 
 MOST_KINDS = 4
-"""Maximum number of different ways in which other ranks ended that are listed."""
+"""Maximum number of different failures of other ranks that an incident lists."""
 
 FAILURES = ("rank_failed", "hang", "script", "node_lost")
-"""Causes that are errors in the events; the others were requested, or are intended."""
+"""Causes that are errors in events and logs; other causes are not."""
 
 _OF_A_RANK = {FailureKind.HUNG: "hang", FailureKind.FINAL: "script"}
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What failed first. `node` and `rank`: "" and -1 if none is responsible."""
+    """What failed first, and the cause. `node` and `rank`: "" and -1 if none is responsible."""
 
     cause: str
     sentence: str
@@ -50,7 +50,7 @@ class Origin:
 
 
 def origin_of(ctx: JobContext, reason: Reason) -> Origin:
-    """The origin of the last round's end, for this reason. O(failures), once per incident."""
+    """What failed first in the last round, if `reason` ended it. O(failures), once per incident."""
     if (node := _node_of(reason)) and ctx.round is not None and node in ctx.round.seats:
         return Origin(_of_a_node(reason), text(reason), node, silent=_silence(ctx, node))
     window = ctx.restarts.window
@@ -63,7 +63,7 @@ def origin_of(ctx: JobContext, reason: Reason) -> Origin:
 
 
 def followers(ctx: JobContext, origin: Origin) -> str:
-    """What happened to the other ranks that failed, in a line; "" if none."""
+    """What happened to the other ranks that failed, in one line; "" if none failed."""
     kinds: dict[str, list[int]] = {}
     for failure in ctx.restarts.window.failures:
         if failure.rank != origin.rank:
@@ -83,7 +83,7 @@ def node_of(ctx: JobContext, rank: int) -> str:
 
 
 def _node_of(reason: Reason) -> str:
-    """The node that is lost, or that has begun to stop its ranks by itself; "" if none."""
+    """The node that is lost, or that has begun to stop its ranks without an order; "" if none."""
     match reason:
         case NodeLost(node=node) | RanksStopped(node=node, over=False):
             return node
@@ -102,8 +102,8 @@ def _of_a_node(reason: Reason) -> str:
 
 
 def _silence(ctx: JobContext, name: str) -> float:
-    """Seconds since the node's last sign of life. A stream closed by the kernel, with its process,
-    counts as one."""
+    """Seconds since the last sign of life of a node that is suspect or dead; else 0.0. A stream
+    that the kernel closed when the process died is a sign of life."""
     node = ctx.nodes.get(name)
     if node is None or node.health not in (Health.SUSPECT, Health.DEAD):
         return 0.0

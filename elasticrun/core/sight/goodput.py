@@ -1,5 +1,6 @@
-"""The ledger in words: the share spent training, where the rest went, and what would have saved
-most."""
+"""The ledger in words: the share of time spent training, where the rest went, and which setting
+would have saved most.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ from elasticrun.wire.messages import JobSpec
 MICROS = 1_000_000
 
 MIN_SAVED = 0.005
-"""Advice is given if it would have saved at least this share of all slots' time."""
+"""Advice is given only if it would have saved at least this share of all slots' time."""
 
 LONG_ENOUGH = 600 * MICROS
-"""Microseconds that a job must run before it gets advice. From then on its last line is always
-logged."""
+"""Microseconds that a job must run before it gets advice. A job that ran this long always logs its
+last line."""
 
 SHORT = 50_000
-"""Losses below this many microseconds of the whole job are not mentioned."""
+"""Losses below this many microseconds of the whole job's time are not mentioned."""
 
 WORDS = {
     "node_lost": "node lost",
@@ -34,7 +35,7 @@ WORDS = {
 """Display names of causes that differ from the cause's own name."""
 
 WITH_MEMORY = ("node_lost", "node_slow", "preempted")
-"""Causes that also lose the snapshots in the memory of a node."""
+"""Causes for which the snapshots in the memory of a node are lost too."""
 
 PLANNED = ("scaled", "operator")
 """Causes that are not failures."""
@@ -43,7 +44,7 @@ PLACE_LIMIT = 300 * MICROS
 """Microseconds for which even --on-hang=restart does not restart an idle rank."""
 
 STANDS = "hanging"
-"""Without hangs that are part of incidents."""
+"""Display name of time in hangs; hangs that are part of incidents are subtracted."""
 
 KINDS = (
     ("hang", STANDS),
@@ -54,22 +55,22 @@ KINDS = (
     ("idle", "idle"),
     ("unknown", "not known"),
 )
-"""Categories and their words, in the order of the line."""
+"""Categories and their display names, in the order in which the line lists them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What the ledger holds at one moment."""
+    """The totals of the ledger at one moment."""
 
     book: Mapping[tuple[str, str], int]  # slot-microseconds by category and cause
-    total: int  # of all
+    total: int  # slot-microseconds in all categories
     wall: int  # microseconds in which any slot was held
     trained: int  # of these, spent on steps that were kept
     ends: tuple[LedgerEnd, ...]
-    saves: int  # of all slots
+    saves: int  # number of saves, summed over all slots
     steps_reported: bool  # whether steps are reported
     recoveries: tuple[float, ...] = ()  # seconds from running again to training, by restart
-    ended: bool = False  # the job ended, by the last of `ends`: no round followed
+    ended: bool = False  # the last of `ends` ended the job: no round followed
     downtime: Mapping[str, float] = field(default_factory=dict)
     """Seconds without training, by cause, as incidents count them."""
     hung: float = 0.0  # of these, in hangs
@@ -84,7 +85,7 @@ class Account:
 
 
 def goodput(found: Account, spec: JobSpec) -> Goodput:
-    """The account, for people and programs."""
+    """The account as a record for people and programs."""
     total, price = found.total, spec.watch.slot_price
     ettr = min(1.0, found.trained / found.wall) if found.steps_reported and found.wall else -1.0
     rows = tuple(
@@ -119,7 +120,7 @@ def _line(found: Account, ettr: float, price: float) -> str:
 
 
 def _lost(found: Account, price: float) -> Iterator[str]:
-    """Where the rest went; seconds are of the whole job."""
+    """The losses as clauses, in seconds of the whole job's time."""
 
     def seconds(micros: int) -> str:
         return span(micros * found.wall / found.total / MICROS)
@@ -168,8 +169,8 @@ def _words(cause: str) -> str:
 
 
 def _advice(found: Account, spec: JobSpec) -> str:
-    """The setting that would have saved most; "" if none is worth mentioning, or it is too
-    early."""
+    """The setting that would have saved most; "" if none is worth mentioning, or if it is too early
+    to tell."""
     if found.wall < LONG_ENOUGH or not found.total:
         return ""
     saved, what = max(_savings(found, spec), default=(0, ""))
@@ -178,7 +179,7 @@ def _advice(found: Account, spec: JobSpec) -> str:
 
 
 def _savings(found: Account, spec: JobSpec) -> Iterator[tuple[int, str]]:
-    """Slot-microseconds, and what would have saved them."""
+    """What would have saved time, each with the slot-microseconds that it would have saved."""
     book = found.book
     if found.saves:
         yield _by_interval(found)
@@ -192,13 +193,13 @@ def _savings(found: Account, spec: JobSpec) -> Iterator[tuple[int, str]]:
     yield lost, "a Checkpointer with replicas=1 (or more frequent checkpoints)"
     if spec.watch.on_hang in ("tell", "off"):
         yield book.get(("hang", "certain"), 0), "--on-hang=auto"
-    if spec.watch.on_hang != "restart":  # it also waits for a while
+    if spec.watch.on_hang != "restart":  # it also waits before it restarts
         yield found.of("hang") - PLACE_LIMIT * found.total // found.wall, "--on-hang=restart"
 
 
 def _by_imports(found: Account) -> Iterator[tuple[int, str]]:
-    """What a restart does not repeat is mostly the import of torch. With a warm process, a first
-    start does not need it either."""
+    """What a warm process would have saved. A restart skips little but the import of torch; with a
+    warm process, the first start skips it too."""
     if not found.recoveries:
         return
     least = min(found.recoveries)
@@ -212,8 +213,9 @@ def _by_imports(found: Account) -> Iterator[tuple[int, str]]:
 
 
 def _by_interval(found: Account) -> tuple[int, str]:
-    """With a save every sqrt(2 T_f T_s) seconds of training, saves and repeated steps together cost
-    least. T_f is the time between failures, T_s the time of one save."""
+    """What a better interval of saves would have saved. Saves and repeated steps together cost
+    least with a save every sqrt(2 T_f T_s) seconds of training, where T_f is the time between
+    failures and T_s the time of one save."""
     free = (*PLANNED, *WITH_MEMORY)
     failures = sum(one.count for one in found.ends if one.cause not in free)
     between = found.wall / max(1, failures)

@@ -1,8 +1,8 @@
 """Incidents: what stopped training, one record each, with cause, decision, phases of recovery, and
 cost.
 
-The first collective or step of the restarted ranks closes an incident. If nothing reports those,
-the record stays open after all ranks run, until the next incident or the job's end.
+An incident is closed by the first collective or step of the restarted ranks. If neither is
+reported, it stays open after all ranks run, until the next incident or the end of the job.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from elasticrun.core.words import recovery_times, some
 from elasticrun.wire import messages as m
 
 MOST = 200
-"""Maximum number of records kept."""
+"""Maximum number of incidents kept."""
 
 AFTER = ("restore", "warm")
 """Phases in which all ranks run again."""
 
 MOST_STACKS = 32
-"""Maximum number of groups of threads per record."""
+"""Maximum number of groups of stacks per incident."""
 
 MOST_CHARS = 4096
-"""Maximum length of a traceback, shown if the rank's own output is missing."""
+"""Maximum length of the text that stands in for a rank's last lines, if these are missing."""
 
 MOST_FOLLOWED = 8
-"""Maximum number of further round ends per record."""
+"""Maximum number of later round ends that an incident lists."""
 
 
 @dataclass(slots=True)
 class _Open:
-    """The record that is being written."""
+    """The incident that is open."""
 
     number: int
     began: float  # when it was detected
@@ -68,7 +68,7 @@ class _Open:
     moves: bool = False  # training continues
 
     def to(self, phase: str, now: float) -> None:
-        """Begin the next phase of recovery."""
+        """End the current phase of recovery and begin this one."""
         self.spent[self.phase] = self.spent.get(self.phase, 0.0) + now - self.since
         self.phase, self.since = phase, now
 
@@ -110,7 +110,8 @@ class _Open:
 
 
 class Incidents:
-    """At most one is open: from what ended a round until training continues, or the job ends."""
+    """The incidents of a job. At most one is open: from what ended a round until training
+    continues, or the job ends."""
 
     def __init__(self, ctx: JobContext) -> None:
         self._ctx = ctx
@@ -130,7 +131,7 @@ class Incidents:
     # ------------------------------------------------------------ events
 
     def on_report(self, report: m.Quiet | m.LastLines) -> None:
-        """Process a report that belongs to the open incident."""
+        """Process a report that may belong to the open incident."""
         if isinstance(report, m.Quiet):
             self._quiet(report)
         elif (one := self._open) is not None:
@@ -164,7 +165,8 @@ class Incidents:
                 self._send(m.Recovery(report.round, row.restarted))
 
     def round_over(self, reason: Reason, origin: Origin, last_state: LastState) -> None:
-        """The round was closed for this reason, not because it was done."""
+        """The round ended because of `reason`, before it was done: begin or continue an
+        incident."""
         ctx, one = self._ctx, self._open
         if one is not None and one.phase == "warm":
             self._close(moves=False)
@@ -179,7 +181,7 @@ class Incidents:
 
     def decided(self, reason: Reason | None, decision: str) -> None:
         """The next round is about to form, so the cause of the last round's end is now certain.
-        `decision`: what it costs, "" if nothing is charged."""
+        `decision`: what that end costs; "" if nothing is charged."""
         one = self._open
         if one is None:
             return
@@ -194,7 +196,8 @@ class Incidents:
         one.newest = self._ctx.newest = max(one.newest, self._ctx.newest)
 
     def round_begins(self) -> None:
-        """The next round has formed."""
+        """A round has formed; if an incident is open, its recovery goes on with the start of
+        ranks."""
         one, round_ = self._open, self._ctx.round
         out = self._kept_out()
         self._newest = -1
@@ -208,7 +211,8 @@ class Incidents:
         self._known_out = out
 
     def settle(self, last_state: Callable[[], LastState]) -> None:
-        """Call after every event that led to decisions."""
+        """Call after every event that led to decisions: close the incident at the end of the job,
+        and end its stop phase when no survivor is awaited."""
         ctx, one = self._ctx, self._open
         if ctx.outcome is not None:
             self._job_ended(ctx.outcome, last_state)
@@ -216,8 +220,8 @@ class Incidents:
             one.to("gather", ctx.now)
 
     def downtime(self) -> Mapping[str, float]:
-        """Seconds without training so far, by cause. An open incident counts until all ranks ran
-        again, because whether they train may never be reported."""
+        """Seconds without training so far, by cause. An open incident counts only until all ranks
+        ran again, because it may never be reported that they train."""
         found, one = self._ctx.downtime.copy(), self._open
         if one is not None:
             row = one.row(self._ctx.now, over=False)
@@ -226,7 +230,7 @@ class Incidents:
         return found
 
     def page(self) -> tuple[IncidentRow, ...]:
-        """All records, the newest last."""
+        """All incidents, the newest last."""
         now = self._ctx.now
         rows = [replace(row, age=max(0.0, now - began)) for began, row in self._rows]
         if self._open is not None:
@@ -271,8 +275,9 @@ class Incidents:
         return {node for node in last.stages if node not in last.away}
 
     def _close(self, *, moves: bool, trained: float = 0.0) -> None:
-        """Close the incident. `moves`: training has continued, for `trained` seconds; if False,
-        whether it continues was not reported before the next incident or the end of the job."""
+        """Close the incident. `moves`: training continues, since `trained` seconds ago. If False,
+        it was not reported whether training continues before the next incident or the end of the
+        job."""
         ctx, one = self._ctx, self._open
         assert one is not None
         if one.phase == "warm" and not moves:
@@ -321,7 +326,7 @@ class Incidents:
         self._close(moves=False)
 
     def _send(self, order: m.Recovery) -> None:
-        """Send to the nodes that run again."""
+        """Send an order to the members of the round."""
         last = self._ctx.rdzv.last
         self._ctx.broadcast([node for node in last.stages if node not in last.away], order)
 

@@ -41,14 +41,14 @@ IDLE = "idle"
 USEFUL = (MOVING, STEP)
 
 SAMPLES = 240
-"""Number of step times that define what is usual; at most one per second is taken."""
+"""Maximum number of step times that define the usual one; at most one per second is sampled."""
 
 FEWEST_SAMPLES = 10
-"""Minimum number of samples for that."""
+"""Minimum number of step times for that."""
 
 MOST_ROWS = 32
-"""Maximum number of slow nodes, and of texts of ranks, with a row of their own; others share
-one."""
+"""Maximum number of slow nodes, and of operations that scripts declare, with a row of their own;
+the others share one."""
 
 
 def _micros(seconds: float) -> int:
@@ -70,24 +70,24 @@ class SlotLedger:
         self._seen: tuple[Round, Phase, bool] | None = None  # at the last complete update
         self._over = ctx.outcome is not None
 
-        self._key = MOVING  # of the members that run
-        self._live = 0  # slot-microseconds of this round that are booked to `_key`
+        self._key = MOVING  # category of the members whose ranks run
+        self._live = 0  # slot-microseconds of this round in `_key` that may still move
         self._moved = False  # progress was reported in this round
         self._counted = False  # this round's ranks report progress
-        self._waits = ("", "")  # class of the current verdict; what a rank says it is doing
+        self._waits = ("", "")  # class of the current verdict; the operation a rank has declared
         self.cause = ""
-        """Why the last round ended; "": none has."""
+        """Why the last round ended; "": no round has ended."""
         self._newest = -1  # step
         self._is_first_known = True  # whether the first step of this round is known
-        self._done = 0  # steps whose time is in STEP
+        self._done = 0  # number of steps whose time is in STEP
         self._waited = 0  # slot-microseconds of this round in WAIT that a save may explain
         self._trained = 0  # microseconds spent on steps that were kept
         self._saves = 0  # number of saves, summed over all slots
-        self._sums: dict[str, LedgerNode] = {}  # by node: its sums, as far as booked
+        self._sums: dict[str, LedgerNode] = {}  # node -> what is booked of its sums
         self._usual: deque[float] = deque(maxlen=SAMPLES)  # seconds of a step, at this world size
-        self._sampled = 0.0  # when the last one was taken
-        self._size = 0  # ranks
-        self._slow = ""  # the member that is found slow; "": none
+        self._sampled = 0.0  # when the last step time was sampled
+        self._size = 0  # number of ranks
+        self._slow = ""  # the member that was found slow; "": none
         self._pace = (0.0, 0.0)  # usual and maximum normal seconds of a step
         self._unseen = False  # a new master, and not all of the round's nodes have dialled yet
         self._gap = 0  # slot-microseconds in UNKNOWN that belong to the round if it continues
@@ -96,7 +96,7 @@ class SlotLedger:
     # ------------------------------------------------------------ reports
 
     def on_report(self, node: str, report: m.Quiet | m.Steps) -> None:
-        """Process a report that ranks train."""
+        """Process a report about the progress of the ranks."""
         round_ = self._ctx.round
         running = self._ctx.rdzv.phase is Phase.RUNNING
         if round_ is None or report.round != round_.name or not running or self._over:
@@ -111,9 +111,10 @@ class SlotLedger:
             self._recategorise(self._warm())
 
     def found_slow(self, node: str, usual: float) -> None:
-        """This member is found slow: the excess of its steps over the usual time is booked to it.
-        `usual`: estimated seconds of a step if the node were like the others; used while there are
-        too few samples, or if it is less than what they show."""
+        """Book the excess of this member's steps over the usual time as slow from now on; no-op if
+        another member was found slow in this round. `usual`: estimated seconds of a step if the
+        node were like the others, used if there are too few samples or if it is less than what they
+        show."""
         if self._slow:
             return
         self._slow, self._pace = node, (usual, usual)
@@ -165,7 +166,8 @@ class SlotLedger:
         return spent / MICROS
 
     def _compare(self, steps: int, seconds: float, slots: int) -> None:
-        """`steps` steps took `seconds` each, without saves."""
+        """`steps` steps took `seconds` each, without saves: book a slow node's excess, or sample
+        it."""
         usual, most = self._pace
         if self._slow and seconds > most and self._key in USEFUL:
             key = self._row("slow", self._slow)
@@ -175,7 +177,8 @@ class SlotLedger:
             self._usual.append(seconds)
 
     def _moves(self, trained: float) -> None:
-        """The round's first movement is reported, `trained` seconds after it."""
+        """Ranks report the first progress of the round, which happened `trained` seconds ago: move
+        what was booked as training before that."""
         if self._moved:
             return
         self._moved = True
@@ -210,8 +213,7 @@ class SlotLedger:
             self._usual.clear()
 
     def round_over(self, origin: Origin, quiet: float) -> None:
-        """The round was closed, not because it was done. `quiet`: seconds since anything moved in
-        it."""
+        """The round ended before it was done. `quiet`: seconds since anything moved in it."""
         self._advance()
         self.cause = origin.cause
         quiet = quiet or origin.silent
@@ -222,8 +224,8 @@ class SlotLedger:
 
     def settle(self, node: str | None, quiet: float, verdict: str, says: str = "") -> None:
         """Call after every event that led to decisions: book the time that has passed. `node`: the
-        node of the event. `verdict`: the class of the visible hang, "" for none. `quiet`: seconds
-        since it began. `says`: the long operation that an awaited rank has declared."""
+        node of the event. `verdict`: the class of the hang that users see, "" for none. `quiet`:
+        seconds since it began. `says`: the long operation that an awaited rank has declared."""
         ctx, rdzv = self._ctx, self._ctx.rdzv
         self._advance()
         moved, ctx.membership.moved = ctx.membership.moved, set()
@@ -247,7 +249,7 @@ class SlotLedger:
             self._slots = 0
 
     def _all_reattached(self) -> None:
-        """All nodes of another master's round have dialled, or were given up."""
+        """Every node of another master's round has reattached or was given up: book the gap."""
         self._unseen, self._seen = False, None
         if self._ctx.rdzv.phase is Phase.RUNNING:
             self._shift(UNKNOWN, self._key, self._gap)
@@ -255,7 +257,7 @@ class SlotLedger:
         self._gap = 0
 
     def _judge(self, verdict: str, quiet: float, says: str) -> None:
-        """Switch to another verdict, or to none, and move the quiet time to its category."""
+        """The verdict has changed: switch the category, and move the quiet time to the new one."""
         declared, had = self._waits[1], self._key[0] in ("hang", "wait")
         self._waits = (verdict, says)
         key = self._row("wait", says) if verdict == "weak" else ("hang", verdict)
@@ -264,7 +266,7 @@ class SlotLedger:
         if not verdict:
             self._waited += self._live if self._key == WAIT else 0
             key, self._live = STEP if self._newest >= 0 else MOVING, 0
-        elif declared:  # for as long as the script had declared it
+        elif declared:  # the time for which it was declared remains booked to it
             self._live = 0
         elif had:
             self._shift(self._key, key, self._live)
@@ -278,7 +280,7 @@ class SlotLedger:
     # ------------------------------------------------------------ what each node does
 
     def _update_node(self, node: str, *, short: bool) -> None:
-        """Update the node's slots and their category. Time must be booked until now."""
+        """Update the node's slots and their category. The time until now must be booked already."""
         known = self._ctx.nodes.get(node)
         slots, key = (0, ROUND) if known is None else self._place(known, short=short)
         before, was = self._places.pop(node, (0, ROUND))
@@ -342,14 +344,15 @@ class SlotLedger:
         self._trained += passed if self._key == STEP and self._held[ROUND] else 0
 
     def _recategorise(self, key: Key) -> None:
-        """Set the category of the running members, and move what was booked of this round to it."""
+        """Change the category of the running members, including what was booked to it in this
+        round."""
         self._advance()
         self._shift(self._key, key, self._live)
         self._key = key
 
     def _row(self, category: str, cause: str) -> Key:
-        """The key of a row whose cause is a node or a text of a script; "others" once there are
-        MOST_ROWS."""
+        """The key of a row whose cause is a node or a text of a script; the cause is "others" if
+        there are MOST_ROWS rows already."""
         known = sum(kind == category for kind, _ in self._book)
         key = (category, cause)
         return key if key in self._book or known < MOST_ROWS else (category, "others")
@@ -382,7 +385,7 @@ class SlotLedger:
     # ------------------------------------------------------------ for the next master
 
     def facts(self, _now: float) -> LedgerFacts:
-        """What the next master continues from."""
+        """What the next master needs."""
         self._advance()
         lines = []
         for key in self._book.keys() | self._held.keys():
@@ -408,7 +411,7 @@ class SlotLedger:
 
     def restore(self, facts: LedgerFacts, at: float) -> None:
         """Continue from what the previous master recorded at time `at`. The time since then is
-        unknown, until the nodes of its round have reported and still run it."""
+        unknown, until the nodes of its round have reported that they still run it."""
         passed = _micros(self._ctx.now - at)
         for line in facts.lines:
             self._book[line.category, line.cause] += line.micros
@@ -424,7 +427,7 @@ class SlotLedger:
         self._trained, self._saves = facts.trained, facts.saves
         self._sums = {one.node: one for one in facts.nodes}
         self._key = STEP if facts.newest >= 0 else MOVING
-        self._moved = True  # the next master cannot know when that was
+        self._moved = True  # a new master cannot know when ranks first made progress
         unseen, round_ = self._ctx.rdzv.last.unseen, self._ctx.round
         if unseen and round_ is not None and not self._over:
             self._unseen = True
@@ -443,8 +446,8 @@ class SlotLedger:
         return {key: micros for key, micros in self._book.items() if micros}, self._total
 
     def page(self, downtime: Mapping[Cause, float]) -> Goodput | None:
-        """None before the first round. `downtime`: seconds without training, by cause of the
-        incidents."""
+        """The time accounting; None before the first round. `downtime`: seconds without training,
+        by cause of the incidents."""
         if self._ctx.round is None:
             return None
         sums, total = self.sums()
@@ -463,7 +466,7 @@ class SlotLedger:
         return goodput(found, self._ctx.spec)
 
     def last_line(self, downtime: Mapping[Cause, float]) -> str:
-        """The line at the job's end; "" for a short job without a lost round."""
+        """The line at the job's end; "" for a short job in which no round was lost."""
         found = self.page(downtime)
         is_shown = found is not None and (found.ends or self._wall >= LONG_ENOUGH)
         return found.summary if found is not None and is_shown else ""

@@ -34,31 +34,31 @@ from elasticrun.core.words import lasting
 from elasticrun.wire import messages as m
 
 MAX_PENDING = 64
-"""Maximum number of readers waiting for a sample; further ones are asked to try again."""
+"""Maximum number of readers that wait for a sample; others get an error and may try again."""
 
 SAMPLE_LIMIT = 8.0
 """Seconds after which a reader is answered with what has arrived of its sample."""
 
 
 MOST_LINES = 1000
-"""Maximum number of history lines kept."""
+"""Maximum number of notes that the history keeps."""
 
 
 class History:
-    """Every note of the master, one line each, in a ring."""
+    """The last notes of the master, one line each."""
 
     def __init__(self, ctx: JobContext) -> None:
         self._ctx = ctx
         self._lines: deque[tuple[float, Note]] = deque(maxlen=MOST_LINES)
 
     def settle(self) -> None:
-        """Call after every event that led to decisions: keep its notes."""
+        """Call after every event that led to decisions: keep the notes that it caused."""
         for effect in self._ctx.out:
             if isinstance(effect, Note):
                 self._lines.append((self._ctx.now, effect))
 
     def page(self) -> tuple[EventRow, ...]:
-        """All lines, the newest last."""
+        """The kept notes, the newest last."""
         now = self._ctx.now
         return tuple(
             EventRow(note.number, max(0.0, now - at), "", note.text, note.level)
@@ -67,7 +67,7 @@ class History:
 
 
 class Sight:
-    """The observing components. `status` returns the status that the picture begins with."""
+    """The components that observe training. `status` returns the job's status, for the picture."""
 
     def __init__(self, ctx: JobContext, status: Callable[[], m.JobStatus]) -> None:
         self._ctx = ctx
@@ -81,7 +81,7 @@ class Sight:
         self._pending: dict[int, tuple[int, float]] = {}  # request -> its sample, deadline
 
     def on_report(self, node: str, report: m.SightReport) -> bool:
-        """Whether the report may change a decision."""
+        """Process a report; return whether it may change a decision."""
         if isinstance(report, m.Quiet | m.LastLines):
             self.incidents.on_report(report)
         if isinstance(report, m.LastLines):
@@ -91,7 +91,7 @@ class Sight:
         return self.watch.on_report(node, report)
 
     def on_request(self, number: int, request: m.Request) -> None:
-        """Answer at once, or once the sample that it needs has arrived."""
+        """Answer a request now, or once the sample that it needs has arrived."""
         needs_sample = request.verb == "stacks" or request.live
         runs = needs_sample and self._ctx.outcome is None
         sample = self.watch.request_sample(stacks=request.verb == "stacks") if runs else 0
@@ -104,7 +104,7 @@ class Sight:
             self._pending[number] = (sample, self._ctx.now + SAMPLE_LIMIT)
 
     def pursue(self) -> tuple[Wish, ...]:
-        """Request the samples that are due, and judge; answer readers that waited for one."""
+        """Request the samples that are due and judge those that are complete; answer readers."""
         wishes = self.watch.pursue()
         now = self._ctx.now
         for number, (sample, until) in list(self._pending.items()):
@@ -114,7 +114,8 @@ class Sight:
         return wishes
 
     def settle(self, node: str | None) -> None:
-        """Call after every event that led to decisions; `node`: the reporting node."""
+        """Call after every event that led to decisions. `node`: the node that reported; None:
+        none."""
         verdict = self.watch.verdict()
         if verdict is not None or self._verdict is not None:
             hangs = verdict is not None and not verdict.says and self._ctx.outcome is None
@@ -131,7 +132,7 @@ class Sight:
             self._pending.clear()
 
     def _judge(self, verdict: VerdictRow | None) -> None:
-        """Report a verdict once, and once when it is over."""
+        """Publish a verdict once, and once more when it is over."""
         now = self._ctx.now
         before, self._verdict = self._verdict, verdict
         passed, self._seen_at = now - self._seen_at, now
@@ -152,7 +153,7 @@ class Sight:
         self.incidents.round_begins()
 
     def round_over(self, reason: Reason) -> bool:
-        """The round was closed; return whether anything had failed."""
+        """The round has ended; return whether because of a failure."""
         ctx, state = self._ctx, self.watch.last_state()
         if ctx.round is not None and not ctx.rdzv.succeeded:
             origin = origin_of(ctx, reason)
@@ -169,7 +170,7 @@ class Sight:
         return earliest(due, *(until for _, until in self._pending.values()))
 
     def picture(self) -> Picture:
-        """Everything known; O(ranks)."""
+        """Everything known about the job; O(ranks)."""
         looked, ranks = self.watch.ranks()
         stacks, missing = self.watch.stacks()
         return Picture(

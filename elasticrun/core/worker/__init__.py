@@ -1,4 +1,4 @@
 """The agent's state machine: what the local ranks do and when this node leaves.
 
-Forbidden here: I/O, clocks, and what the master decides with.
+Forbidden here: I/O, clocks, and the components by which the master decides.
 """

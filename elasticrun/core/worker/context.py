@@ -14,13 +14,13 @@ from elasticrun.wire.types import RoundName
 
 
 class GroupContext:
-    """One node. Each component adds its effects to `out`, which keeps their order."""
+    """The shared state of one node's ranks. Components append their effects to `out`, in order."""
 
     def __init__(self, nproc: int, host: str) -> None:
         """`host` names this node in the failures created here."""
         self.state = State.PREPARING
         self.reason: Reason | None = None  # why this node waits
-        self.start: m.Start | None = None  # the last place it received
+        self.start: m.Start | None = None  # the last place that this node received
         self.outcome: fx.Exit | None = None  # how the agent will exit, once known
         self.ranks = LocalRanks(nproc, host)
         self.stores = StoreSlot()
@@ -28,11 +28,11 @@ class GroupContext:
         self.out: list[fx.AgentEffect] = []
 
     def is_present(self, round_: RoundName) -> bool:
-        """Whether this is the last round in which this node received a place."""
+        """Whether this is the latest round in which this node received a place."""
         return self.start is not None and round_ == self.start.round
 
     def failures(self) -> tuple[m.Failure, ...]:
-        """Failures of the local ranks, in the order in which they were reaped."""
+        """Failures of the local ranks, in the order in which they were recorded."""
         return tuple(self.ranks.failures.values())
 
     def failed(self, local_rank: int, failure: m.Failure) -> None:

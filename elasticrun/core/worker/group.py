@@ -17,15 +17,14 @@ Guarantees:
 * Without a reachable master the ranks keep running for at most `master_lost_timeout`. That bound is
   one half of a fence: a master that hears no node waits a little longer before it begins a new
   round.
-* The agent does not exit while a snapshot of this node is being written (HOLDING), for as long as
-  the order allowed; a further death signal ends it at once. This gives its ranks no extra time.
+* The agent does not exit while a snapshot of this node is being written (HOLDING), but at most for
+  as long as the order allowed; another death signal ends it at once. Ranks get no extra time.
 * Everything sent while the link was down is sent again when it is back (`LinkBack`): the round's
   failures, that it was stopped, that this node is ready. The master accepts duplicate reports.
 
 Three components have their own state and rules: `leaving` (signals, and checkpoints that are being
 written), `probing` and `recall` (ranks that keep their process). They share `context` with the
-group and do not know the group: a method returns what it wants (`states.GroupWish`), and `step`
-grants it.
+group and do not know the group: a method returns a wish (`states.GroupWish`), and `step` grants it.
 
 The runtime must send one `Tick` at the start (a new group has a deadline in the past: it asks for
 the first store), `RankExited` for every rank it was asked to start, including those that could not
@@ -83,7 +82,7 @@ SWEEP_GRACE = 5.0
 
 
 class WorkerGroup:
-    """The local ranks of one node."""
+    """The state machine of the local ranks of one node."""
 
     def __init__(
         self,
@@ -96,7 +95,7 @@ class WorkerGroup:
         departure_grace: float = DEPARTURE_GRACE,
         host: str = "",
     ) -> None:
-        """All durations in seconds. `restart_grace`: from SIGTERM to SIGKILL if the ranks will
+        """All durations are in seconds. `restart_grace`: from SIGTERM to SIGKILL if the ranks will
         restart; `shutdown_timeout`: the same if the agent ends. `exit_barrier_timeout`: how long a
         node whose ranks are done waits for the others (None: as long as the job runs).
         `master_lost_timeout` applies until a master sends its own. `departure_grace`: from a death
@@ -119,7 +118,7 @@ class WorkerGroup:
         self._kinds = {kind for _, kind in self._table}
         self._has_begun = False
         self._obeying = True
-        self._link_lost: NoMaster | None = None
+        self._link_lost: NoMaster | None = None  # set while no master is reachable
         self._wait_ends: float | None = None  # when the wait that the master ordered ends
 
     @property
@@ -142,7 +141,7 @@ class WorkerGroup:
         return self._ctx.deadlines.next() if self._has_begun else 0.0
 
     def status(self) -> GroupStatus:
-        """The state of this node."""
+        """The status of this node."""
         ctx = self._ctx
         ends = ctx.deadlines.when("departing" if ctx.state is State.RUNNING else "kill")
         why = self._link_lost or ctx.reason
@@ -178,7 +177,7 @@ class WorkerGroup:
         return ctx.out
 
     def _grant(self, wish: GroupWish | None, now: float) -> None:
-        """Do what a component wants."""
+        """Grant the wish of a component, if there is one."""
         match wish:
             case LeaveNode():
                 self._conclude(wish.outcome, now, wish.signum)
@@ -335,7 +334,7 @@ class WorkerGroup:
     # ------------------------------------------------------------ rounds
 
     def _is_newer(self, order: m.Start) -> bool:
-        """Whether it begins a later round than the current one."""
+        """Whether the order begins a later round than the current one."""
         if self._ctx.start is None:
             return True
         now = self._ctx.start.round
@@ -370,8 +369,8 @@ class WorkerGroup:
         ctx.out += ctx.stores.prepare()
 
     def _restarted(self, order: m.Start, now: float) -> None:
-        """A Start while ranks of a round are alive here: the same one again, or one that must
-        wait."""
+        """STARTING or RUNNING: a Start while ranks are alive here. If it is for a later round, stop
+        these first; a repetition is ignored."""
         if self._ctx.start is not None and self._is_newer(order):
             newer = text_and_code(reasons.OtherRound(str(order.round), begun=True))
             self._stop(m.Stop(self._ctx.start.round, *newer), now)
@@ -393,7 +392,7 @@ class WorkerGroup:
             self._begin_stop(State.STOPPING, SIGTERM, self._restart_grace, now)
 
     def _spawned(self, event: fx.RankSpawned, now: float) -> None:
-        """STARTING."""
+        """STARTING: a rank was spawned. With the last one, the state becomes RUNNING."""
         ctx = self._ctx
         ctx.ranks.spawned(event.local_rank, event.pid)
         if len(ctx.ranks.pids) == ctx.ranks.nproc:
@@ -402,7 +401,7 @@ class WorkerGroup:
             self._report_running()
 
     def _spawned_late(self, event: fx.RankSpawned, now: float) -> None:
-        """STOPPING or ENDING: the rank was requested before the order to stop arrived."""
+        """STOPPING or ENDING: signal a rank that was ordered before the order to stop arrived."""
         ctx = self._ctx
         ctx.ranks.spawned(event.local_rank, event.pid)
         if event.local_rank in ctx.ranks.live and event.local_rank not in ctx.ranks.recalled:
@@ -411,7 +410,7 @@ class WorkerGroup:
             ctx.out.append(fx.SignalRanks((event.local_rank,), signum))
 
     def _exited(self, event: fx.RankExited, now: float) -> None:
-        """STARTING or RUNNING."""
+        """STARTING or RUNNING: a rank has exited. Stop the others if it failed."""
         ctx = self._ctx
         ctx.ranks.live.pop(event.local_rank, None)
         if self._leaving.cause is not None:
@@ -425,19 +424,19 @@ class WorkerGroup:
         self._stop_others(now)
 
     def _raised(self, event: fx.RankRaised, now: float) -> GroupWish | None:
-        """STARTING or RUNNING."""
+        """STARTING or RUNNING: an exception has left the recoverable function of a rank."""
         if self._leaving.cause is None:
             return self._recall.raised(event, now)
         self._recall.let_fail(event.local_rank)
         return None
 
     def _stop_others(self, now: float) -> None:
-        """A local rank has failed."""
+        """A local rank has failed: stop the others."""
         self._ctx.reason = reasons.FailedHere()
         self._begin_stop(State.STOPPING, SIGTERM, self._restart_grace, now)
 
     def _exited_stopping(self, event: fx.RankExited, now: float) -> None:
-        """STOPPING or ENDING: exits with 0 are no success, deaths by our signals no failure."""
+        """STOPPING or ENDING: an exit with 0 is no success, a death by our signals no failure."""
         ctx = self._ctx
         if ctx.ranks.kept.pop(event.local_rank, None) is not None:
             return
@@ -463,7 +462,7 @@ class WorkerGroup:
             ctx.deadlines.arm("exit-barrier", now + self._exit_barrier)
 
     def _spawner_lost(self, event: fx.SpawnerLost, now: float) -> None:
-        """The spawner's ranks and stores died with it, and all their descendants."""
+        """The spawner has died, with its ranks and stores and all their descendants."""
         ctx = self._ctx
         ctx.note(f"the fork server ended: {event.reason}", "error")
         ctx.stores.lose_spawner()
@@ -490,7 +489,7 @@ class WorkerGroup:
     # ------------------------------------------------------------ stopping ranks, ending the agent
 
     def _begin_stop(self, state: State, signum: int, grace: float, now: float) -> None:
-        """Signal the ranks that are alive and report how long they have; sweep if there are
+        """Signal the ranks that are alive, and report how long they have; sweep if there are
         none."""
         ctx = self._ctx
         if ctx.state in _LIVE:
@@ -529,7 +528,7 @@ class WorkerGroup:
             ctx.report(m.Stopping, grace)
 
     def _swept(self, event: fx.RanksSwept, now: float) -> None:
-        """SWEEPING or CLEARING."""
+        """SWEEPING or CLEARING: no process of the ranks is left, except stuck ones."""
         ctx = self._ctx
         ctx.deadlines.disarm("stuck")
         if event.stuck:
@@ -619,7 +618,7 @@ class WorkerGroup:
         return replace(outcome, failures=(*failures, *own)) if own else outcome
 
     def _give_up(self, code: int, why: Reason) -> None:
-        """End at once, even if processes are alive here: nothing more can be done about it."""
+        """End at once, even if processes are alive here, because nothing more can be done."""
         self._ctx.send(m.Leaving(text(why), 0))
         self._over(ending(code, why, cause_first(self._ctx.failures())))
 
@@ -635,7 +634,7 @@ class WorkerGroup:
         ctx.report(m.Stopping, max(0.0, (until or now) - now), ctx.ranks.ended)
 
     def _ignore(self, what: object, now: float) -> None:
-        """Ignore a known or outdated event."""
+        """Ignore an event that is a repetition or arrives too late."""
 
     # ------------------------------------------------------------ the table
 

@@ -1,17 +1,17 @@
-"""How this node leaves: on a death signal, or after a checkpoint that it is still writing.
+"""How this node leaves: after a death signal, or after a checkpoint that it is still writing.
 
 A death signal means that this node leaves. If its ranks have a Checkpointer it first *departs*: it
 reports to the master, which names a step that all ranks of the round save; the ranks here keep
 running until that step is in storage. Then, or when `departure_grace` is over, or at a second death
 signal, the node leaves: its ranks are stopped, and the master receives `Leaving`. If no rank can
-save now but earlier ones have left snapshots here, the node leaves at once. It stays only until
-these are written, if it has the only copy of something; between two rounds that is all there is to
-save. None of this is charged as a restart. Slurm sends SIGTERM twice within milliseconds, at a time
-limit and at preemption: that counts as one signal.
+save now but earlier ones have left snapshots here, the node leaves at once. Its agent stays only
+until these are written, if this node has the only copy of something; between two rounds that is all
+there is to save. None of this is charged as a restart. At a time limit and at preemption, Slurm
+sends SIGTERM twice within milliseconds: that counts as one signal.
 
 A scheduler may signal every process at once. Then ranks exit by themselves once they have saved.
-Their saved step is waited for nevertheless, at most WAIT_FOR_SAVED or until the master has begun to
-write it; from then on HOLDING applies.
+The node waits nevertheless until the master has begun to write that step, at most WAIT_FOR_SAVED;
+from then on HOLDING applies.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.types import REPEAT_WITHIN
 
 MAX_PERSISTS = 16
-"""Maximum number of tracked attempts; the master has one at a time, and begins the next when it is
-over."""
+"""Maximum number of tracked attempts; the master runs one at a time, and begins the next when that
+one is over."""
 
 AttemptName = str
 
@@ -47,11 +47,11 @@ RESCUE: AttemptName = "rescue"
 saved a step."""
 
 RESCUE_WITHIN = 2.0
-"""Seconds within which the master begins it."""
+"""Seconds within which the master begins such an attempt."""
 
 WAIT_FOR_SAVED = 6.0
-"""When ranks saved a step before they exited, its writing must begin within this many seconds; a
-little more than `snapshots/checkpoints.WAIT_FOR_ALL`."""
+"""When ranks saved a step before they exited, the master must begin to write it within this many
+seconds; a little more than `snapshots/checkpoints.WAIT_FOR_ALL`."""
 
 
 MASTER_BACK_WITHIN = 20.0
@@ -81,15 +81,15 @@ def why_of(outcome: fx.Exit) -> Reason:
 
 
 class Draining:
-    """The leaving and the pending writes of a worker group; the group's table defines when each
-    method applies."""
+    """Handles how a worker group leaves, and its pending writes; the group's table defines when
+    each method applies."""
 
     def __init__(self, ctx: GroupContext, grace: float) -> None:
         """`grace`: seconds from a death signal until the node leaves, if ranks can save."""
         self._ctx = ctx
         self._grace = grace
-        self._repeats = (0, 0.0)  # until then, this signal is a repetition
-        self._requested = -1  # the step that the ranks must save
+        self._repeats = (0, 0.0)  # a signal, and until when it counts as a repetition
+        self._requested = -1  # the step that the ranks must save; -1: none
         self._written = -1  # the newest step of the current round that is in storage
         self._held_step: int | None = None
         """The newest step here, if the node was signalled before its ranks could save."""
@@ -109,7 +109,7 @@ class Draining:
     # ------------------------------------------------------------ pending writes
 
     def persist(self, order: m.Persist, now: float) -> None:
-        """An attempt begins; a repeated order grants no more time."""
+        """An attempt begins; a repetition of the order grants no more time."""
         self.writes.pop(RESCUE, None)
         self._forget_late(now)
         if order.attempt not in self.writes and len(self.writes) >= MAX_PERSISTS:
@@ -146,15 +146,15 @@ class Draining:
         self._ctx.out.append(fx.Obey(order))
 
     def master_lost(self, now: float) -> None:
-        """No master is reachable, so none orders the marker of what is written here."""
+        """No master is reachable that could order the marker of what is written here."""
         if self._no_master_since is None:
             self._no_master_since = now
         self._rearm()
 
     def master_answers(self, now: float, *, is_new: bool) -> None:
-        """`is_new`: not the previous master. Nobody would finish the attempts of the previous one,
-        so they are abandoned here. The snapshots are still wanted: the new master begins another
-        attempt."""
+        """A master is reachable. `is_new`: not the previous one. Nobody would finish the attempts
+        of the previous master, so they are abandoned here. The snapshots are still wanted: the new
+        master begins another attempt."""
         self._no_master_since = None
         orders = [one.order for one in self.writes.values() if one.order and is_new]
         for order in orders:
@@ -170,7 +170,7 @@ class Draining:
             del self.writes[attempt]
 
     def hold(self) -> None:
-        """HOLDING, or about to be: set the deadline."""
+        """Set the deadline of HOLDING."""
         until = max(one.until for one in self.writes.values())
         if self._no_master_since is not None:
             until = min(until, self._no_master_since + MASTER_BACK_WITHIN)
@@ -185,7 +185,7 @@ class Draining:
         return ExitNow() if free else None
 
     def signalled_holding(self, event: fx.Signalled, now: float) -> GroupWish | None:
-        """HOLDING: a further death signal."""
+        """HOLDING: another death signal ends the wait; a repetition of the first does not."""
         if event.death and not self._is_repeated(event, now):
             does = "this node does not wait any longer"
             self._ctx.note(f"received {event.name}: {does}", "warning")
@@ -194,12 +194,13 @@ class Draining:
         return None
 
     def saver_lost(self, event: fx.SpawnerLost, now: float) -> None:
-        """HOLDING: the writing process died with its spawner. The runtime reports it to the master,
-        which ends the attempt or begins another one."""
+        """HOLDING: the writing process died with its spawner. The runtime reports that to the
+        master, which ends the attempt or begins another one."""
         self._ctx.stores.lose_spawner()
 
     def held_long_enough(self) -> GroupWish | None:
-        """HOLDING is over, no matter what was written; silently if the master did not need it."""
+        """The time for HOLDING is over, no matter what was written. Logs nothing after a mere
+        RESCUE."""
         if self._no_master_since is not None:
             why = "no master answers that could finish the checkpoint"
             line = f"{why}: this node goes without"
@@ -213,7 +214,7 @@ class Draining:
     # ------------------------------------------------------------ signals and departures
 
     def signalled(self, event: fx.Signalled, now: float) -> GroupWish | None:
-        """Any state except HOLDING and OVER."""
+        """Any state except HOLDING and OVER: forward a signal, depart, or leave."""
         ctx = self._ctx
         may_wait = self.cause is None and self._grace > 0
         ctx.ranks.signalled(event.signum, now)
@@ -230,7 +231,7 @@ class Draining:
                 self._held_step = event.held
             return self.leave_unsaved(event, now)
         else:
-            return self._leave(event, now)  # also at a second signal: at once
+            return self._leave(event, now)  # at once, also after a second signal
         return None
 
     def _expect_repeat(self, event: fx.Signalled, now: float) -> None:
@@ -238,7 +239,7 @@ class Draining:
             self._repeats = (SIGTERM, now + REPEAT_WITHIN)
 
     def _is_repeated(self, event: fx.Signalled, now: float) -> bool:
-        """Whether this repeats the signal by which this node departs, and is not a second one."""
+        """Whether this is a repetition of the signal because of which this node leaves."""
         signum, until = self._repeats
         return event.signum == signum and now < until
 
@@ -255,7 +256,7 @@ class Draining:
         self.report_departure()
 
     def report_departure(self) -> None:
-        """Report the departure; the master, even a new one, names the step."""
+        """Report the departure to the master (also to a new one), which chooses the step."""
         if (cause := self.cause) is not None:
             at = (cause.step, cause.margin, self._requested)
             self._ctx.report(m.Departing, f"received {cause.name}", cause.signum, *at)
@@ -271,7 +272,7 @@ class Draining:
         return LeaveNode(outcome, event.signum)
 
     def leave_unsaved(self, event: fx.Signalled, now: float) -> GroupWish:
-        """Leave, but stay until what the ranks had saved before is written, if this node has the
+        """Leave, but stay until earlier snapshots of the ranks are written, if this node has the
         only copy."""
         if not self.writes:
             self.writes[RESCUE] = Write(now + RESCUE_WITHIN)
@@ -284,12 +285,12 @@ class Draining:
 
     def has_saved(self) -> bool:
         """Whether the step that the ranks must save before they leave is in storage. If the signal
-        arrived between two rounds or as the ranks started: whether all that they had is."""
+        arrived between two rounds or while the ranks started: whether all that they had is."""
         step = self._requested if self._held_step is None else self._held_step
         return 0 <= step <= self._written
 
     def ends_as_saved(self, step: int) -> None:
-        """`step` is in storage: what this leaving node had to save is saved."""
+        """`step` is in storage: if this node leaves because of a signal, its exit code says so."""
         ctx = self._ctx
         if ctx.outcome is not None and ctx.outcome.signum:
             code = code_for(ctx.failures(), Ending.SAVED)
@@ -316,7 +317,7 @@ class Draining:
         return None
 
     def due(self, now: float) -> GroupWish | None:
-        """The time for a departure is over."""
+        """The time for a departure is over: leave."""
         if self.cause is None:
             return None
         if self._ctx.ranks.live:

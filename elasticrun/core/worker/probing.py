@@ -1,9 +1,9 @@
-"""Probes on the agent's side: no rank is alive here, and the master asks for a measurement.
+"""Probes on the agent's side: no rank is alive here, and the master orders a measurement.
 
-One probe at a time. A newer order replaces a running probe; the same order again does not. If a
-finished check is ordered again, the stored answer is sent. A place in a round, the job's end, a
-refusal and a death signal cancel a probe. The store that this node has offered may serve a probe,
-under the check's own prefix, and stays on offer for the round.
+Only one probe runs at a time. A newer order replaces a running probe; a repetition of the same
+order does not. If a finished probe is ordered again, the stored answer is sent. A place in a round,
+the job's end, a refusal and a death signal cancel a probe. The store that this node has offered may
+serve a probe, under the check's own prefix, and remains on offer for the round.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class LocalProbe:
 
     def __init__(self, ctx: GroupContext) -> None:
         self._ctx = ctx
-        self._order: m.Probe | None = None  # running
+        self._order: m.Probe | None = None  # of the running probe; None: none runs
         self.answer: m.Probed | None = None
         """The last answer, until a round begins."""
 
     def probe(self, order: m.Probe, now: float) -> None:
-        """PREPARING or JOINED: start the probe, or resend its answer."""
+        """PREPARING or JOINED: start the probe, or resend the stored answer."""
         ctx = self._ctx
         if self.answer is not None and self.answer.check == order.check:
             ctx.send(self.answer)
@@ -38,13 +38,13 @@ class LocalProbe:
         ctx.out.append(fx.RunProbe(order))
 
     def probe_newer(self, order: m.Probe, now: float) -> None:
-        """PROBING: the same order again changes nothing; another one replaces it."""
+        """PROBING: an order for another check replaces the probe; a repetition changes nothing."""
         if self._order is None or self._order.check != order.check:
             self.call_off()
             self.probe(order, now)
 
     def probe_ended(self, event: fx.ProbeEnded, now: float) -> None:
-        """PROBING: report the result. The Join stays valid while its store is alive."""
+        """PROBING: report the result. The Join remains valid while its store is alive."""
         ctx = self._ctx
         if self._order is None or event.result.check != self._order.check:
             return

@@ -1,5 +1,5 @@
-"""The ranks of one round on one node: which are alive, which failed, and by whose signals. Also the
-node's c10d stores: at most one ready and unused, at most one in use."""
+"""The ranks of one round on one node: which are alive, which failed, and which our signals stopped.
+Also the node's c10d stores: at most one ready and unused, at most one in use."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ stopped by the sender of both (schedulers signal every process at once)."""
 
 
 class LocalRanks:
-    """Facts about the ranks; `group` decides what follows from them."""
+    """Records facts about the ranks; `group` decides what follows from them."""
 
     def __init__(self, nproc: int, host: str) -> None:
         """`host` names this node in the failures created here."""
         self.nproc = nproc
         self._host = host
         self._first_rank = 0
-        self._sent: set[int] = set()
+        self._sent: set[int] = set()  # signals sent to ranks of this round
         self._is_stopping = False
         self._received: dict[int, float] = {}  # signal -> when the agent last received it
         self.live: dict[int, int] = {}
@@ -39,15 +39,15 @@ class LocalRanks:
         self.armed: set[int] = set()
         """Local ranks that can be recalled (`recall`)."""
         self.failing: set[int] = set()
-        """Those whose exception leaves their recoverable function: they are about to exit."""
+        """Local ranks whose exception leaves their recoverable function: they are about to exit."""
         self.recalled: set[int] = set()
-        """Those that were recalled, or fail by themselves, and have not left yet; they are not
-        signalled."""
+        """Local ranks that were recalled, or fail by themselves, and have not left yet; they are
+        not signalled."""
         self.kept: dict[int, int] = {}
-        """Those that have left their round and wait for the next one -> pid."""
+        """Local ranks that have left their round and wait for the next one -> pid."""
 
     def new_round(self, first_rank: int) -> None:
-        """A new round: nothing has been spawned yet. It starts in the kept processes."""
+        """Reset for a new round, in which nothing has been spawned yet. Kept ranks are armed."""
         self.armed = set(self.kept)
         self.failing.clear()
         self.recalled.clear()
@@ -69,20 +69,20 @@ class LocalRanks:
         self._received[signum] = now
 
     def targets(self, signum: int) -> tuple[int, ...]:
-        """The ranks that can be signalled now; one that dies of the signal was stopped by us."""
+        """Record that this signal is sent, and return the ranks that can receive it now."""
         self._note_ended()
         self._sent.add(signum)
         some = sorted(self.live.items())
         return tuple(rank for rank, pid in some if pid and rank not in self.recalled)
 
     def recall(self) -> tuple[int, ...]:
-        """The armed ranks that are alive, which are recalled now."""
+        """Mark the armed ranks that are alive as recalled, and return them."""
         self._note_ended()
         self.recalled = (self.armed | self.failing) & self.live.keys()
         return tuple(sorted(self.recalled - self.failing))
 
     def left(self, local_rank: int) -> bool:
-        """A rank has left its round; False if it is not recalled any more."""
+        """Record that a rank has left its round. Return False if it is not recalled any more."""
         if local_rank not in self.recalled:
             return False
         self.recalled.discard(local_rank)
@@ -90,7 +90,7 @@ class LocalRanks:
         return True
 
     def end_kept(self) -> None:
-        """The node ends: kept ranks are stopped like any other."""
+        """The node ends: count kept ranks as alive, so they are stopped like any other."""
         self.live |= self.kept
         self.kept.clear()
 
@@ -100,8 +100,8 @@ class LocalRanks:
             self.ended = self._exited_with_0()
 
     def failed(self, event: RankExited, now: float) -> Failure:
-        """The failure of a rank that did not exit with 0: the runtime's account, adjusted for
-        signals known here."""
+        """The failure of a rank that did not exit with 0: as the runtime reports it, adjusted for
+        signals that were sent or received here."""
         signum = signal_of(event.code)
         received = self._received.get(signum)
         ours = signum in self._sent or (received is not None and now - received <= SIGNAL_MEMORY)
@@ -120,7 +120,7 @@ class LocalRanks:
         return tuple(sorted(set(self.pids) - others))
 
     def lose_spawner(self, event: SpawnerLost) -> bool:
-        """All ranks died with their spawner; return whether any was alive."""
+        """All ranks died with their spawner: record that. Return whether any was alive."""
         lost = bool(self.live)
         for rank in sorted(self.live):
             account = replace(
@@ -149,7 +149,7 @@ class LocalRanks:
 
 
 MAX_LOSSES = 5
-"""Number of consecutive stores that may end unused before the agent gives up."""
+"""Number of consecutive stores that may exit unused before the agent gives up."""
 
 
 class StoreSlot:
@@ -157,9 +157,9 @@ class StoreSlot:
 
     def __init__(self) -> None:
         self.offer: Endpoint | None = None
-        """Ready and unused."""
+        """The store that is ready and unused; None: there is none."""
         self.hosted: Endpoint | None = None
-        """Ours, and used by the current round."""
+        """Our store that the current round uses; None: it uses another node's."""
         self._preparing = False
         self._losses = 0
 
@@ -178,23 +178,23 @@ class StoreSlot:
         return []
 
     def lost_offer(self) -> bool:
-        """The store on offer ended by itself; return whether that keeps happening."""
+        """The store on offer exited on its own; return whether that keeps happening."""
         self.offer = None
         self._losses += 1
         return self._losses >= MAX_LOSSES
 
     def release(self) -> list[AgentEffect]:
-        """The round that used our store is over."""
+        """The round that used our store is over: stop that store."""
         old, self.hosted = self.hosted, None
         return [] if old is None else [ReleaseStore(old)]
 
     def use(self, *, host: bool) -> None:
-        """A round begins; `host`: with the store that we offered."""
+        """A round begins; `host`: it uses the store that we offered."""
         self._losses = 0
         if host:
             self.hosted, self.offer = self.offer, None
 
     def lose_spawner(self) -> None:
-        """All store hosts died with it."""
+        """All store hosts died with their spawner."""
         self.offer = self.hosted = None
         self._preparing = False

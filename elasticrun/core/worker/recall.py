@@ -6,9 +6,9 @@ process lives: no call of it can reach a rank of that round or of a later one. I
 the next round starts in it.
 
 In doubt, a rank is treated like any other. A recalled rank that has not left within the time limit
-gets SIGTERM; the limit is RECALL_LIMIT, and later LEARNT times what the slowest rank of this node
-has taken. An exception that is not the loss of a peer is the rank's own failure. A node that ends
-signals its kept ranks.
+gets SIGTERM. The limit is RECALL_LIMIT at first, and then LEARNT times what the slowest rank of
+this node has taken. An exception that is not the loss of a peer is the rank's own failure. A node
+that ends signals its kept ranks.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from elasticrun.core.worker.ranks import SIGTERM
 from elasticrun.core.worker.states import GroupWish, StopRanks, SweepNow
 
 LEARNT: Final = 10.0
-"""A rank that takes ten times as long as any before it is stuck."""
+"""Factor of the limit: a rank that takes this many times as long as any before it is stuck."""
 
 
 class Recall:
-    """The recall of a worker group's ranks; the group's table defines when each method applies."""
+    """Recalls the ranks of a worker group; the group's table defines when each method applies."""
 
     def __init__(self, ctx: GroupContext) -> None:
         self._ctx = ctx
-        self._limit = RECALL_LIMIT  # of the current recall
-        self._began = 0.0
+        self._limit = RECALL_LIMIT  # seconds, of the current recall
+        self._began = 0.0  # when the current recall began
         self._slowest = 0.0  # seconds that a rank has taken to leave; 0: none has left yet
         self._kill_at = 0.0  # when ranks that were signalled at once are killed
 
     # ------------------------------------------------------------ what the group orders
 
     def begin(self, grace: float, master_lost: float, now: float) -> float:
-        """Recall every armed rank; return the seconds until ranks are killed. `grace`: those from
-        SIGTERM to SIGKILL. `master_lost`: those for which ranks may run without a master; the next
-        round waits for no longer if this node falls silent now."""
+        """Recall every armed rank; return the seconds until ranks are killed. `grace`: seconds from
+        SIGTERM to SIGKILL. `master_lost`: seconds for which ranks may run without a master; the
+        next round waits no longer than that if this node falls silent now."""
         ctx = self._ctx
         self._kill_at = now + grace
         if recalled := ctx.ranks.recall():
@@ -54,7 +54,7 @@ class Recall:
         return self._limit + grace
 
     def cancel(self, grace: float, now: float) -> None:
-        """This node ends: ranks that were recalled are signalled like the others."""
+        """This node ends: recalled ranks may be signalled like the others from now on."""
         ctx = self._ctx
         ctx.deadlines.disarm("recall")
         if ctx.ranks.recalled:
@@ -62,7 +62,7 @@ class Recall:
             self._kill_by(now + grace)
 
     def expired(self) -> None:
-        """The time limit of the recall is over."""
+        """The time limit of the recall is over: send SIGTERM to the recalled ranks."""
         ctx = self._ctx
         late = len(ctx.ranks.recalled)
         ranks = "1 rank has" if late == 1 else f"{late} ranks have"
@@ -87,7 +87,7 @@ class Recall:
     # ------------------------------------------------------------ what ranks report
 
     def armed(self, event: fx.RankArmed, now: float) -> None:
-        """STARTING or RUNNING."""
+        """STARTING or RUNNING: a rank has become recallable, or is no longer."""
         ranks = self._ctx.ranks
         if event.armed and event.local_rank in ranks.live:
             ranks.armed.add(event.local_rank)
@@ -95,13 +95,15 @@ class Recall:
             ranks.armed.discard(event.local_rank)
 
     def disarmed(self, event: fx.RankArmed, now: float) -> None:
-        """Any other state. A rank that is already recalled keeps its time limit."""
+        """Any other state: a rank is no longer recallable. If it was recalled, its limit
+        remains."""
         if not event.armed:
             self._ctx.ranks.armed.discard(event.local_rank)
 
     def raised(self, event: fx.RankRaised, now: float) -> GroupWish | None:
-        """STARTING or RUNNING. The loss of a peer is reported as a failure, as if the rank had
-        exited; it is recalled with the others."""
+        """STARTING or RUNNING: an exception has left the recoverable function of a rank. The loss
+        of a peer is reported as if the rank had exited, and the rank is recalled with the others.
+        With any other exception, the rank fails."""
         ctx, local_rank = self._ctx, event.local_rank
         if local_rank not in ctx.ranks.live:
             return None
@@ -113,15 +115,15 @@ class Recall:
         return StopRanks()
 
     def let_fail(self, local_rank: int) -> None:
-        """This rank fails by its own exception, and is not stopped before it has exited: its
-        failure is the cause of others."""
+        """Let this rank fail with its exception. It is not signalled before it has exited, because
+        its failure is the cause of others."""
         ranks = self._ctx.ranks
         ranks.armed.discard(local_rank)
         ranks.failing.add(local_rank)
         self._ctx.out.append(fx.LetRankFail(local_rank))
 
     def left(self, event: fx.RankLeft, now: float) -> GroupWish | None:
-        """STOPPING."""
+        """STOPPING: a recalled rank has left its round. Sweep if no rank is left in it."""
         ranks = self._ctx.ranks
         if not ranks.left(event.local_rank):
             return None  # it was signalled meanwhile
@@ -130,5 +132,5 @@ class Recall:
         return None if ranks.live else SweepNow()
 
     def kept_exited(self, event: fx.RankExited, now: float) -> None:
-        """Between two rounds: the next round starts another process."""
+        """A kept rank has exited between two rounds: the next round starts another process."""
         self._ctx.ranks.kept.pop(event.local_rank, None)

@@ -1,5 +1,5 @@
-"""The agent's states, its status, what its components may want, and its rules ("in these states, at
-these events, this method") as a table."""
+"""The agent's states, its status, the wishes of its components, and the type of its rules ("in these
+states, for these events, this method")."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class State(StrEnum):
 
 
 ENDINGS = (State.ENDING, State.CLEARING, State.HOLDING)
-"""The exit of the agent is decided; the first reason counts."""
+"""States in which the exit of the agent is decided; the first reason counts."""
 
 
 class UnexpectedEvent(RuntimeError):
@@ -60,7 +60,7 @@ class GroupStatus:
 
 @dataclass(frozen=True, slots=True)
 class LeaveNode:
-    """End the agent with this outcome once no rank is alive here; `signum` goes to the ranks."""
+    """End the agent with this outcome once no rank is alive here; `signum` is sent to them."""
 
     outcome: Exit
     signum: int
@@ -73,7 +73,7 @@ class FinishRanks:
 
 @dataclass(frozen=True, slots=True)
 class ExitNow:
-    """Nothing is left to wait for: the agent exits with its outcome."""
+    """There is nothing left to wait for: the agent exits with its outcome."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +87,17 @@ class SweepNow:
 
 
 GroupWish = LeaveNode | FinishRanks | ExitNow | StopRanks | SweepNow
-"""What a component wants; the group grants it after the component has added its effects."""
+"""What a component asks for; the group grants it after the component has appended its effects."""
 
 
 Method = Callable[[Any, float], GroupWish | None]
-"""Takes the event or order, and the time; a component's method returns what it wants."""
+"""Takes the event or order, and the time. A method of a component returns its wish, if any."""
 
 Rules = tuple[tuple[tuple[State, ...], tuple[type, ...], Method], ...]
 
 
 def tabulate(rules: Rules) -> dict[tuple[State, type], Method]:
-    """Every listed pair; raises ValueError if a pair has two rules."""
+    """The method for each state and event; raises ValueError if a pair has two rules."""
     table: dict[tuple[State, type], Method] = {}
     for states, kinds, method in rules:
         for state in states:

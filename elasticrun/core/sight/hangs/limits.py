@@ -1,4 +1,4 @@
-"""How long a verdict must hold before users see it, and before the round is ended for it.
+"""How long a verdict must hold before users see it, and before the round is ended because of it.
 
 class     shown    acted on (--on-hang=auto)
 certain   10 s     30 s
@@ -35,7 +35,7 @@ STILL_ENDS: Final = 900.0
 
 
 class HangLimits:
-    """Decides when a verdict is shown and when it is acted on."""
+    """Decides when users see a verdict, and when the round is ended because of it."""
 
     def __init__(self, ctx: JobContext) -> None:
         self._ctx = ctx
@@ -43,7 +43,7 @@ class HangLimits:
         self._places.restore(ctx.waits)
 
     def learn(self, still: Still, seconds: float) -> bool:
-        """A wait ended well after `seconds`; return whether the record has changed."""
+        """A wait ended well after `seconds`: remember it. Return whether the record has changed."""
         opinion = still.opinion
         if opinion is None or not self._places.learn(_place(opinion.impasse), seconds):
             return False
@@ -51,7 +51,7 @@ class HangLimits:
         return True
 
     def is_shown(self, still: Still, opinion: Opinion, at: float) -> bool:
-        """Whether it has held long enough at time `at`."""
+        """Whether a verdict has held long enough at time `at` for users to see it."""
         klass = Klass.STRONG if opinion.impasse.held else opinion.impasse.klass
         return at + ROUNDING >= _shown_since(still, opinion) + SHOWN_AFTER[klass]
 
@@ -63,8 +63,9 @@ class HangLimits:
         return due and klass is not Klass.WEAK
 
     def ends_at(self, still: Still, opinion: Opinion, *, first: bool) -> float | None:
-        """When the round is ended for it; None: never. --hang-limit counts from the last movement,
-        no matter what ranks were seen to do. `first`: no rank has moved since the round began."""
+        """When the round is ended because of this verdict; None: never. --hang-limit counts from
+        the last movement, no matter what ranks do meanwhile. `first`: no rank has moved since the
+        round began."""
         watch, impasse = self._ctx.spec.watch, opinion.impasse
         if watch.on_hang not in ("auto", "restart") or impasse.held:
             return None
@@ -82,8 +83,8 @@ class HangLimits:
 
 
 def counts_from(still: Still, opinion: Opinion) -> float:
-    """From when the duration of a verdict counts. A rank that works now and then is not idle, no
-    matter how long nothing has moved; if no rank waits for another, any activity counts as a
+    """The time from which a verdict's duration counts. A rank that works now and then is not idle,
+    no matter how long nothing has moved; if no rank waits for another, any activity counts as a
     movement."""
     klass = opinion.impasse.klass
     if klass is Klass.STILL and still.idle_at > still.since:

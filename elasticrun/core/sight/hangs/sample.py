@@ -1,4 +1,4 @@
-"""One sample of every rank of a round: which nodes were queried, and their answers."""
+"""One sample of every rank of a round: which nodes were asked, and what they answered."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.types import read_ranges, write_ranges
 
 ANSWER_LIMIT: Final = 4.0
-"""Seconds that a sample waits for answers: a node needs 2 s for a silent rank."""
+"""Seconds that a sample waits for answers: a node needs 2 s for a rank that does not respond."""
 
 ANSWER_LIMIT_WITH_STACKS: Final = 10.0
 """The same for a sample with stacks: if ranks do not answer, external programs read them."""
@@ -23,7 +23,7 @@ MOST_LAST_LINES: Final = 100
 """Maximum number of lines of the ranks' output that are shown."""
 
 OWN_LINE: Final = re.compile(r"^\S+:\d+ .+$", re.MULTILINE)
-"""A line of a stack in the user's own source."""
+"""A line of a stack in the user's own source; lines of libraries have no line numbers."""
 
 SLOW_STEP: Final = 5.0
 """Seconds without movement after which a rank may be shown as waiting."""
@@ -39,8 +39,8 @@ class _Answer:
 
 class Sample:
     """The answers of one sample. `at`, `until`: monotonic seconds. `ended`: ranks that have exited
-    with 0 on nodes that are no longer asked. `final`: if it confirms the verdict, the round
-    ends."""
+    with 0 on nodes that are not asked any more. `final`: the round ends if this sample confirms the
+    verdict."""
 
     def __init__(
         self,
@@ -89,14 +89,15 @@ class Sample:
 
     @property
     def sightings(self) -> list[Sighting]:
-        """All ranks that are known."""
+        """All ranks that have been reported, and those that have exited."""
         found = list(self._ended)
         for one in self.answers.values():
             found += one.seen
         return found
 
     def folder(self, of: str) -> tuple[str, str]:
-        """Where the dump was written, "" for nowhere, and by which node: `of`, if it has."""
+        """Where the dump was written ("": nowhere), and by which node: node `of` if it wrote
+        one."""
         folders = {node: one.stacks.folder for node, one in self.answers.items() if one.stacks}
         nodes = [node for node in (of, *folders) if folders.get(node)]
         return (folders[nodes[0]], nodes[0]) if nodes else ("", "")
@@ -120,7 +121,7 @@ class Sample:
         return tuple(_together(self._last_lines)[-MOST_LAST_LINES:])
 
     def last_lines_of(self, rank: int) -> str:
-        """The last lines that this rank has written."""
+        """The last lines of output of this rank; "" if unknown."""
         return "\n".join(group.text for group in self._last_lines if rank in _ranks(group.ranks))
 
     def lines_of(self, rank: int) -> dict[str, str]:
@@ -142,7 +143,7 @@ class Sample:
 
 
 def rows(scene: Scene, odd: Mapping[int, str]) -> tuple[RankRow, ...]:
-    """The ranks, for display. `odd`: the state of those that the verdict names."""
+    """The ranks as rows for display. `odd`: the state to show for ranks that the verdict names."""
     return tuple(_row(scene, one, odd) for _, one in sorted(scene.ranks.items()))
 
 
@@ -185,7 +186,7 @@ def _state(seen: m.RankSeen, odd: Mapping[int, str], *, waits: bool) -> str:
 
 
 def _together(groups: Iterable[m.StackGroup]) -> list[StackRow]:
-    """Merge groups of several nodes with the same key, in order of arrival."""
+    """Merge the groups of several nodes that have the same key and thread, in order of arrival."""
     by_key: dict[tuple[str, str], list[m.StackGroup]] = {}
     for group in groups:
         by_key.setdefault((group.key, group.thread), []).append(group)

@@ -1,7 +1,7 @@
 """When the ranks are sampled, and which samples are kept.
 
-The first two samples of a stillness are early and close together; later ones are further apart.
-Only one sample runs at a time, for the watch and for users alike.
+The first two samples after everything stops moving are early and close together; later ones are
+further apart. Only one sample runs at a time, whether for the watch or for users.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from elasticrun.core.sight.hangs.waiting import Sighting
 from elasticrun.wire import messages as m
 
 FIRST_SAMPLE: Final = 5.5
-"""Seconds of stillness before the first sample: agents report it after 5 s. They take at most 2.5 s
-to see the last movement, so users learn of a certain hang 10 to 13 s after it."""
+"""Seconds without movement before the first sample: agents report after 5 s. Agents notice the last
+movement up to 2.5 s late, so users learn of a certain hang 10 to 13 s after it."""
 
 SECOND_SAMPLE: Final = 4.5
 """Seconds between the first sample and the one that must confirm it."""
 
 EARLY_EVERY: Final = 60.0
-"""Seconds between two such early pairs: a job with slow steps is quiet in each step. There is no
-such delay if every rank is in a collective."""
+"""Minimum seconds between two early pairs, because a job with slow steps is quiet in each step. If
+every rank is in a collective, this limit does not apply."""
 
 LATER: Final = (30.0, 60.0, 65.0)
-"""Seconds of stillness at the next samples; after that there is one every LATEST seconds."""
+"""Seconds without movement at the next samples; after that there is one every LATEST seconds."""
 
 LATEST: Final = 30.0
 
 FRESH: Final = 1.0
-"""Seconds for which a user gets an existing sample instead of a new one: many may watch one job."""
+"""Seconds for which users get an existing sample instead of a new one: many may watch one job."""
 
 
 def next_sample(samples: tuple[float, ...], *, early: bool, hang_limit: float) -> float:
-    """Seconds of stillness at which the next sample is due, after those at `samples`."""
+    """Seconds without movement at which the next sample is due, after those at `samples`."""
     if not samples:
         late = min(LATER[0], max(FIRST_SAMPLE, (hang_limit or math.inf) - SECOND_SAMPLE))
         return FIRST_SAMPLE if early else late
@@ -51,7 +51,7 @@ def next_sample(samples: tuple[float, ...], *, early: bool, hang_limit: float) -
 
 
 class Samples:
-    """The running sample, and the last one of each kind."""
+    """The running sample, the last one, and the last ones with stacks and with lines."""
 
     def __init__(self, ctx: JobContext) -> None:
         self._ctx = ctx
@@ -64,8 +64,8 @@ class Samples:
     def request(
         self, nodes: Iterable[str], *, stacks: bool, dump: int, lines: bool, final: bool = False
     ) -> int:
-        """Ask these nodes about all their ranks; return the number of the sample. `final`: the
-        round is ended if it confirms the verdict."""
+        """Start a sample: ask these nodes about all their ranks. Return its number. `final`: the
+        round ends if this sample confirms the verdict."""
         round_, nodes = self._ctx.round, tuple(nodes)
         assert round_ is not None
         self._number += 1
@@ -75,8 +75,8 @@ class Samples:
         return self._number
 
     def request_for_user(self, nodes: Iterable[str], *, stacks: bool) -> int:
-        """The number of a sample for a user: the running one, a fresh one or a new one. 0: no round
-        runs."""
+        """The number of a sample for a user: the running one, a recent one, or a new one that this
+        starts; 0 if no round runs."""
         found, last = self.under_way, self.last
         if found is None and last is not None and last.whole and self._ctx.now - last.at < FRESH:
             found = last
@@ -88,7 +88,7 @@ class Samples:
         return self.request(nodes, stacks=stacks, dump=0, lines=True)
 
     def take(self, node: str, report: m.Inspected | m.Stacks) -> bool:
-        """A node's answer; return whether the sample is complete."""
+        """Process a node's answer; return whether the sample is complete."""
         sample = self.under_way
         if sample is None or report.number != sample.order.number:
             return False
@@ -96,7 +96,7 @@ class Samples:
         return sample.done
 
     def finished(self) -> Sample | None:
-        """The sample that has just become complete, or whose time is over."""
+        """End and return the running sample if it is complete or its time is over; else None."""
         sample = self.under_way
         if sample is None or not (sample.done or self._ctx.now >= sample.until):
             return None
@@ -108,16 +108,17 @@ class Samples:
         return sample
 
     def forget(self) -> None:
-        """The round is over. The last stacks and lines are kept."""
+        """The round is over: drop its samples, except the last ones with stacks or lines."""
         self.under_way = self.last = None
 
     def lines_of(self, rank: int, since: float) -> Mapping[str, str]:
-        """Where the stacks show the threads of a rank, if they were taken since then."""
+        """Where the threads of a rank are, from stacks taken at `since` or later; {} without
+        any."""
         sample = self.with_stacks
         return sample.lines_of(rank) if sample is not None and sample.at >= since else {}
 
     def _ended(self) -> list[Sighting]:
-        """Ranks of members that are done."""
+        """The ranks of members whose ranks have all exited with 0."""
         round_ = self._ctx.round
         seats = round_.members if round_ is not None else {}
         found = []

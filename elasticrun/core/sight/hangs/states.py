@@ -44,13 +44,13 @@ class Moving:
 
 @dataclass(frozen=True, slots=True)
 class Opinion:
-    """What a sample says."""
+    """The impasse that a sample shows."""
 
     impasse: Impasse
     counters: tuple[object, ...]  # of the ranks; equal if nothing has moved
     at: float  # time of the sample
-    first_at: float  # time of the first of the successive samples that say the same
-    away: float  # `JobContext.away` then
+    first_at: float  # time of the first in a row of samples that show the same
+    away: float  # `JobContext.away` at that time
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +60,14 @@ class Unjudged:
 
 @dataclass(frozen=True, slots=True)
 class Suspected:
-    """One sample shows this."""
+    """One sample shows this impasse."""
 
     opinion: Opinion
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """Two successive samples show this."""
+    """Two successive samples show this impasse."""
 
     opinion: Opinion
 
@@ -101,17 +101,17 @@ Notice = Unreported | Reported | Acted
 
 @dataclass(slots=True)
 class Dump:
-    """The stacks that are written to files once in a stillness."""
+    """The stacks that are written to files, once while nothing moves."""
 
     taken: bool = False
     written: Sample | None = None  # the sample they belong to
     torch_ends: float | None = None  # when torch itself ends the job
-    due: float | None = None  # before that, when they must be taken
+    due: float | None = None  # when stacks must be taken, before that
 
 
 @dataclass(slots=True)
 class Still:
-    """Nothing has moved since then."""
+    """Nothing has moved since `since`."""
 
     since: float  # when the last node became quiet
     members: tuple[str, ...] = ()  # nodes to sample; () while one of them cannot be judged
@@ -122,17 +122,17 @@ class Still:
     dump: Dump = field(default_factory=Dump)
 
     def seconds(self, at: float) -> float:
-        """For how long nothing has moved at that time."""
+        """For how many seconds nothing has moved at time `at`."""
         return at - self.since + ROUNDING
 
     @property
     def opinion(self) -> Opinion | None:
-        """What the last sample says."""
+        """The impasse that the last sample shows; None: it shows none."""
         return None if isinstance(self.belief, Unjudged) else self.belief.opinion
 
     @property
     def reported(self) -> Reported | None:
-        """What users are shown."""
+        """What users have been shown; None: nothing."""
         match self.notice:
             case Reported() as reported:
                 return reported
@@ -141,7 +141,7 @@ class Still:
         return None
 
     def judge(self, sample: Sample, sightings: list[Sighting], away: float) -> None:
-        """Process a sample of every rank."""
+        """Process a complete sample of every rank: update `belief`."""
         seconds = self.seconds(sample.at)
         scene = Scene(sightings, seconds)
         impasse, before = judge(scene), self.opinion
@@ -157,7 +157,7 @@ class Still:
             self.belief = Agreed(Opinion(impasse, counters, sample.at, before.first_at, away))
 
     def _note_torch_limits(self, sample: Sample, sightings: list[Sighting]) -> None:
-        """When torch will end an open collective, and by when stacks must have been taken."""
+        """Record when torch will end an open collective, and by when stacks must be taken."""
         ends = []
         for one in sightings:
             for at in one.seen.at:

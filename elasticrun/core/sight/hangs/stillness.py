@@ -1,7 +1,8 @@
-"""How long a rank may be waited for at a place in the user's source.
+"""How long other ranks may wait for a rank at one place in the user's source.
 
-A place is a file and a function, with the library that it has called. The durations of waits that
-ended well are remembered, so a checkpoint that takes ten minutes is known after the first.
+A place is a file and a function, with the library that the function has called. The durations of
+waits that ended well are remembered, so a checkpoint that takes ten minutes is known after the
+first.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ Place = NewType("Place", str)
 """File, function and library: "train.py load_shard torch.utils.data"."""
 
 WAIT_FACTOR: Final = 5.0
-"""A place may take this many times the longest wait there that ended well."""
+"""Ranks may wait this many times as long as the longest wait at that place that ended well."""
 
 SHORTEST: Final = 60.0
-"""Minimum limit of any place in seconds: a strong verdict needs samples that agree for so long."""
+"""Minimum limit in seconds: a strong verdict needs samples that agree for this long."""
 
 LONGEST: Final = 3600.0
 """Maximum limit in seconds: a person should look at anything that has taken an hour."""
 
 USERS_OWN: Final = 300.0
-"""Limit in seconds for a line of the user's source without known waits: it may call a service."""
+"""Limit in seconds for a place without a known wait or library: it may call a service."""
 
 FIRST: Final = 1800.0
 """Limit in seconds before the first collective or step of a round: the rank loads data, compiles,
@@ -39,14 +40,14 @@ PRIORS: Final = (
 rendezvous, whose own limits are as long."""
 
 MOST: Final = 256
-"""Maximum number of places; the one seen longest ago is dropped first."""
+"""Maximum number of places; the one that was seen least recently is dropped first."""
 
 MIN_WAIT: Final = 5.0
 """Waits shorter than this many seconds are not remembered: every step has some."""
 
 
 NEWS_FACTOR: Final = 1.2
-"""A wait longer than the longest known one times this is recorded at once."""
+"""A wait this many times as long as the longest known one is recorded at once."""
 
 
 def place_of(line: str, library: str) -> Place:
@@ -74,7 +75,8 @@ class Places:
         return seconds > NEWS_FACTOR * before
 
     def limit(self, place: Place, *, first: bool) -> float:
-        """Seconds that a rank may be waited for there. `first`: no rank has moved in this round."""
+        """Seconds that ranks may wait at this place. `first`: no rank has moved in this round
+        yet."""
         known = self._longest.get(place)
         found = _prior(place) if known is None else min(max(WAIT_FACTOR * known, SHORTEST), LONGEST)
         return max(found, FIRST) if first else found

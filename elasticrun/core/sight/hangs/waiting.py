@@ -3,7 +3,7 @@
 In a process group a rank that has entered more collectives than it has completed is *in* the first
 of these, number s, and waits for every member that has entered fewer than s. Following this from
 group to group leads either to ranks that others wait for and that wait for nobody (the culprits),
-or to a cycle. O(ranks), without a table of pairs: in a group it is enough to know the last member.
+or to a cycle. O(ranks), without a table of pairs: it is enough to know each group's last member.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ IDLE_GRAIN: Final = 5.0
 """Seconds by which one rank must have been idle longer than others to be named first."""
 
 EDGES_NAMED: Final = 8
-"""Maximum number of ranks of a cycle that a sentence names."""
+"""Maximum number of ranks of a cycle, or of sides of a mismatch, that a sentence names."""
 
 SIZED: Final = frozenset({"all_reduce", "allreduce", "broadcast", "barrier"})
 """Collectives in which all ranks have buffers of one size; in the others they may differ."""
@@ -42,7 +42,7 @@ FAMILIES: Final = ("allgather", "allreduce", "alltoall", "reducescatter")
 """Collectives with several calls in torch: ranks in different calls of one family match."""
 
 WHOLE: Final = (*FAMILIES, "barrier")
-"""Collectives that no rank can complete before all others have entered them."""
+"""Collectives that no rank can complete before all members have entered them."""
 
 PAIRED: Final = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "coalesced")
 """Calls between two ranks: their numbers say nothing about other ranks."""
@@ -80,7 +80,7 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True)
 class Impasse:
-    """What one sample shows. Two alike (`is_like`), with no movement between them, are a verdict.
+    """What one sample shows. Two alike (`is_like`), with no movement in between, are a verdict.
 
     `odd`: the ranks concerned, the first of them named in the sentence; `waiting`: ranks that wait
     for them. `of_node`: the node at fault, "" for the script. `place`, `library`: where the first
@@ -103,18 +103,18 @@ class Impasse:
 
     @property
     def sentence(self) -> str:
-        """As of the sample."""
+        """The sentence with the durations as of the sample."""
         return lasting(self.pieces)
 
     def is_like(self, other: Impasse) -> bool:
-        """Whether both say the same of the same ranks."""
+        """Whether both describe the same condition of the same ranks."""
         mine = (self.klass, self.kind, self.odd, self.group, self.number)
         return mine == (other.klass, other.kind, other.odd, other.group, other.number)
 
 
 @dataclass(slots=True)
 class _At:
-    """A rank in a group."""
+    """The position of a rank in a group."""
 
     entered: int
     done: int
@@ -133,14 +133,14 @@ class _Group:
     name: str
     title: str
     at: dict[int, _At] = field(default_factory=dict)  # by rank
-    whole: bool = True  # the position of every member is known
-    least: int = 0  # collectives that the last member has entered
+    whole: bool = True  # the positions of all members are known
+    least: int = 0  # number of collectives that the last member has entered
     laggard: int = -1  # the last member
     unbegun: int = -1  # the rank whose device is behind, if all have entered; -1: none
-    unbegun_at: int = 0
+    unbegun_at: int = 0  # number of collectives that this device has started
 
     def close(self) -> None:
-        """Call once all members are known."""
+        """Compute the last member and the last device. Call once all positions are set."""
         self.laggard = min(self.at, key=lambda rank: (self.at[rank].entered, rank), default=-1)
         self.least = self.at[self.laggard].entered if self.at else 0
         started = [(one.started, rank) for rank, one in self.at.items() if one.started >= 0]
@@ -204,23 +204,23 @@ class Scene:
         return [one for one in self.ranks.values() if one.seen.being is not Being.ENDED]
 
     def waits_for(self, rank: int) -> tuple[_Group, int] | None:
-        """In which group it waits, and for which rank (there may be more); None: for none."""
+        """The group in which a rank waits, and one rank that it waits for; None: it does not."""
         return self._waits.get(rank)
 
     def is_blocked(self, rank: int) -> bool:
-        """Whether its main thread is in its only open call, so it can do nothing else before that
-        ends; a separate thread may be in a collective while the rank works."""
+        """Whether the main thread of a rank is in its only open call, so it can do nothing else
+        before that ends; a separate thread may be in a collective while the rank works."""
         seen = self.ranks[rank].seen
         alone = self._open[rank] == 1 and not seen.partial
         return alone and seen.library.startswith(COLLECTIVES) and seen.io < IO_STILL
 
     def calls_with(self, rank: int) -> list[str]:
-        """The open calls of others in its groups."""
+        """The open calls in the groups of this rank."""
         mine = (group for group in self.groups if rank in group.at)
         return [at.call for group in mine for at in group.at.values() if at.is_in]
 
     def call(self, rank: int) -> str:
-        """The collective that it is in: "all_reduce #31 [1000] of group dp"; "" for none."""
+        """The collective that a rank is in: "all_reduce #31 [1000] of group dp"; "" for none."""
         waits = self._waits.get(rank)
         for group in [waits[0]] if waits else self.groups:
             at = group.at.get(rank)
@@ -236,7 +236,7 @@ class Scene:
     @property
     def odd(self) -> tuple[int, ...]:
         """The ranks that others wait for and that wait for none; exited ones only if there is no
-        other. A rank in a call without a known laggard is none of them: it waits for something."""
+        other. A rank in a call without a known laggard is not included: it waits for something."""
         found = [
             rank
             for rank in self.awaited
@@ -247,13 +247,13 @@ class Scene:
         return tuple(sorted(living or found))
 
     def name(self, rank: int) -> str:
-        """The rank with its node, if there is more than one."""
+        """The name of a rank, with its node if there is more than one."""
         node = self.ranks[rank].node
         alone = all(one.node == node for one in self.ranks.values())
         return f"rank {rank}" if alone else f"rank {rank} (node {node})"
 
     def at(self, rank: int) -> str:
-        """Where in the user's source it is: " at train.py:88 step"; "" if unknown."""
+        """Where a rank is in the user's source: " at train.py:88 step"; "" if unknown."""
         place = self.ranks[rank].seen.place
         return f" at {place}" if place else ""
 
@@ -273,23 +273,23 @@ def fingerprint(sightings: Iterable[Sighting]) -> tuple[object, ...]:
 
 
 def is_busy(seen: RankSeen) -> bool:
-    """Whether it uses CPU, I/O or its device."""
+    """Whether a rank uses CPU, I/O or its device."""
     return seen.cpu >= CPU_STILL or seen.io >= IO_STILL or seen.gpu >= GPU_STILL
 
 
 def is_held(seen: RankSeen) -> bool:
-    """Whether a person is debugging it."""
+    """Whether a person is debugging a rank."""
     return seen.being is Being.TRACED or seen.library.partition(".")[0] in DEBUGGERS
 
 
 def is_paired(call: str) -> bool:
-    """Whether it is between two ranks."""
+    """Whether a call is between two ranks."""
     name = _name(call)
     return name in PAIRED or name.startswith(("send", "recv"))
 
 
 def judge(scene: Scene) -> Impasse | None:
-    """What blocks the job; None: nothing recognisable."""
+    """What blocks the job; None if that cannot be recognised."""
     sure = _mismatch(scene) or _odd_ones(scene) or _circle(scene)
     return sure or _mark_declared(scene, _fabric(scene) or _halted(scene) or _still(scene))
 
@@ -298,7 +298,7 @@ def judge(scene: Scene) -> Impasse | None:
 
 
 def _mismatch(scene: Scene) -> Impasse | None:
-    """Two signatures at one number of one group."""
+    """Ranks are in different collectives as the same number of one group."""
     for group in scene.groups:
         calls: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         for rank, one in group.at.items():
@@ -313,8 +313,8 @@ def _mismatch(scene: Scene) -> Impasse | None:
 def _describe_mismatch(
     scene: Scene, group: _Group, number: int, parties: Mapping[str, list[int]]
 ) -> Impasse:
-    """The minority deviates. A rank that has completed this number cannot have been in a collective
-    that all must enter first: if only one other is known, it was in that."""
+    """The minority deviates. A rank that has completed this number was not in a collective that all
+    must enter first; if exactly one other collective is known, it was in that one."""
     past = [rank for rank, at in group.at.items() if at.done >= number]
     partial = [signature for signature in parties if not signature.startswith(WHOLE)]
     more = {partial[0]: past} if len(partial) == 1 and past else {}
@@ -349,7 +349,7 @@ def _describe_mismatch(
 
 
 def _odd_ones(scene: Scene) -> Impasse | None:
-    """The ranks that all others wait for, classed by what they do."""
+    """The ranks that others wait for and that wait for nobody, classified by what they do."""
     odd = scene.odd
     if not odd:
         return None
@@ -499,7 +499,7 @@ def _fabric(scene: Scene) -> Impasse | None:
 
 def _halted(scene: Scene) -> Impasse | None:
     """No rank reports what it waits for (ranks started by exec cannot), but the kernel shows why
-    some are halted. One in uninterruptible sleep may only be reading, unless all are idle."""
+    some are halted. A rank in uninterruptible sleep may only be reading, unless all are idle."""
     idle = not any(is_busy(one.seen) for one in scene.ranks.values())
     beings = {Being.STOPPED, Being.FROZEN, *([Being.DISK] if idle else [])}
     halted = sorted(
@@ -528,8 +528,8 @@ def _halted(scene: Scene) -> Impasse | None:
 
 def _still(scene: Scene) -> Impasse | None:
     """No rank is in a known collective, and none does anything. If torch counts no collectives (its
-    recorder is off, or does not know the backend), stacks show which ranks are in one and which may
-    be the odd one."""
+    recorder is off, or does not know the backend), the stacks show which ranks are in one, and so
+    which may be the odd one."""
     living = scene.living
     if not living or any(is_busy(one.seen) for one in living):
         return None
@@ -567,7 +567,7 @@ def _still(scene: Scene) -> Impasse | None:
 
 
 def _mark_declared(scene: Scene, found: Impasse | None) -> Impasse | None:
-    """The same verdict, marked as declared if one of these ranks has declared a long operation."""
+    """The same verdict, marked as declared if a rank in it has declared a long operation."""
     for rank in found.odd if found is not None else ():
         seen = scene.ranks[rank].seen
         if found is not None and seen.says:
@@ -590,8 +590,8 @@ def _mark_declared(scene: Scene, found: Impasse | None) -> Impasse | None:
 
 def _gather(ranks: Mapping[int, Sighting]) -> list[_Group]:
     """The groups with the positions of their members. A member that answers but does not report a
-    group has entered nothing there. One that does not answer is behind all others if the kernel
-    shows what holds it; otherwise it is left out."""
+    group has entered nothing in it. A member that does not answer counts as behind all others if
+    the kernel shows what holds it; otherwise it is omitted."""
     groups: dict[tuple[str, str], _Group] = {}
     for one in ranks.values():
         for at in _positions(one):
@@ -621,7 +621,7 @@ def _members(text: str, limit: int) -> tuple[int, ...]:
 
 
 def _absent(seen: RankSeen) -> _At | None:
-    """The position of a member that has reported none in a group; None: unknown."""
+    """The position of a member that has reported none in a group; None if it is unknown."""
     if seen.answers:
         return None if seen.partial else _At(0, 0, -1, "")
     runs_on = seen.being in (Being.RUNS, Being.SLEEPS) and not seen.forked
@@ -633,19 +633,19 @@ def _positions(one: Sighting) -> list[Position]:
 
 
 def _name(call: str) -> str:
-    """The collective's name: all_reduce for "nccl:all_reduce [4]"."""
+    """The name of a collective: all_reduce for "nccl:all_reduce [4]"."""
     return call.partition(" ")[0].rpartition(":")[2]
 
 
 def _family(call: str) -> str:
-    """The collective's name, common to all calls for it."""
+    """The name of a collective without variants: "allgather" for "nccl:_all_gather_base [4]"."""
     name = _name(call).replace("_", "")
     return next((family for family in FAMILIES if name.startswith(family)), name)
 
 
 def _signature(call: str) -> str:
-    """What must be equal on all ranks; "" if nothing must. For sizes it is the number of elements:
-    ranks may use different shapes."""
+    """The part of a call that must be equal on all ranks; "" if nothing must. Sizes count as the
+    number of elements, because ranks may use different shapes."""
     name = _name(call)
     if not name or is_paired(call):
         return ""
@@ -658,7 +658,7 @@ def _count_elements(sizes: re.Match[str]) -> str:
 
 
 def _differ(parties: Iterable[str]) -> bool:
-    """Whether these signatures cannot belong to one collective; one without sizes matches all."""
+    """Whether these signatures cannot be of one collective; one without sizes matches any sizes."""
     names = {one.partition(" ")[0] for one in parties}
     return len(names) > 1 or len([one for one in parties if " " in one]) > 1
 

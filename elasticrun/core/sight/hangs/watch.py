@@ -1,10 +1,10 @@
-"""The hang watch: samples the ranks while they stand still, and judges the samples.
+"""The hang watch: samples the ranks while nothing moves, and judges the samples.
 
-A node reports when none of its ranks has moved for some seconds; one that does not report trains,
-and costs nothing. When all nodes of the round are quiet, every rank is sampled, at growing
-intervals (`schedule`). A verdict is what two successive samples agree on, with no counter moved in
-between (`waiting`). Users are told once it has held long enough, and the round is ended for it
-later, if at all (`limits`). Before that, every node writes all stacks to files.
+A node reports when none of its ranks has moved for some seconds. A node that does not report is
+training, and costs nothing. When all nodes of the round are quiet, every rank is sampled, at
+growing intervals (`schedule`). A verdict is what two successive samples agree on, with no counter
+moved in between (`waiting`). Users see it once it has held long enough; later, if at all, the round
+is ended because of it (`limits`). Before that, every node writes all stacks to files.
 
 `states` defines the states and their transitions.
 """
@@ -55,21 +55,21 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.types import write_ranges
 
 JITTER: Final = 2.0
-"""Seconds by which two reports of one stillness may differ because of transmission delays."""
+"""Seconds by which two reports of the same quiet time may differ, because transmission varies."""
 
 STATES: Final[Mapping[Klass, str]] = {Klass.WEAK: "busy", Klass.STILL: "idle"}
-"""The displayed state of ranks that such a verdict names; otherwise "odd"."""
+"""The state to display for ranks that a verdict of this class names; otherwise "odd"."""
 
 
 @dataclass(frozen=True, slots=True)
 class LastState:
-    """The ranks of a round when it ended."""
+    """What is known of the ranks of a round when it ends."""
 
     quiet: float = 0.0  # seconds since anything moved; 0.0 while a rank works for all others
-    left: float = 0.0  # of these, since users saw a verdict
+    left: float = 0.0  # how many of these since users saw a verdict
     verdict: VerdictRow | None = None  # the one on a hang that users saw
     stacks: tuple[StackRow, ...] = ()  # of the last sample with stacks
-    wrote: str = ""  # last output of the culprit, at the sample that was dumped
+    wrote: str = ""  # last output of the culprit, from the dumped sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +78,16 @@ class _QuietNode:
 
     since: float
     waiting: int = 0  # ranks in a collective
-    works_until: float = -math.inf  # when a rank was last active; math.inf: now
+    works_until: float = -math.inf  # when a rank was last active; math.inf: one is active
 
 
 @dataclass(slots=True)
 class _Activity:
-    """What is known of the ranks since the round began."""
+    """What is known of the ranks' activity since the round began."""
 
     quiet: dict[str, _QuietNode] = field(default_factory=dict)
     has_moved: bool = False  # a collective or a step is known to be completed
-    early_at: float = -math.inf  # when the last early sample was
+    early_at: float = -math.inf  # when the last early sample was requested
 
 
 class Watch:
@@ -122,20 +122,21 @@ class Watch:
         return news
 
     def round_begins(self) -> None:
-        """Reset: nothing is known of its ranks."""
+        """A round has formed: forget the activity of earlier ranks."""
         if self._activity.quiet:
             self.round_over()
         self._activity = _Activity()
 
     def round_over(self) -> None:
-        """No rank is sampled until the next round begins."""
+        """The round is over: nothing is sampled until the next one begins."""
         self._activity.quiet.clear()
         self._state = Moving()
         if self._samples.last is not None or self._samples.under_way is not None:
             self._samples.forget()
 
     def pursue(self) -> tuple[Wish, ...]:
-        """Request samples that are due, and judge. A verdict that is acted on ends the round."""
+        """Request samples that are due, and judge complete ones. Returns a Fail wish if the round
+        must end because of a verdict."""
         state, samples = self._state, self._samples
         if not self._activity.quiet and isinstance(state, Moving) and samples.under_way is None:
             return ()  # all ranks train
@@ -165,8 +166,8 @@ class Watch:
     # ------------------------------------------------------------ for users
 
     def quiet(self) -> float:
-        """Seconds since a counter or a step of any rank moved, or, if no rank waits for others,
-        since any was active; 0.0 while they move."""
+        """Seconds since a counter or a step of any rank moved; if no rank waits for others, since
+        any rank was active. 0.0 while ranks move."""
         if isinstance(self._state, Moving):
             return 0.0
         since, nodes = self._state.since, self._activity.quiet.values()
@@ -175,7 +176,7 @@ class Watch:
         return max(0.0, self._ctx.now - since)
 
     def last_state(self) -> LastState:
-        """What the record of the round's end keeps of its ranks; empty while they move."""
+        """What the incident of the round's end records of the ranks; empty while they move."""
         still = self._state
         if isinstance(still, Moving):
             return LastState()
@@ -191,7 +192,7 @@ class Watch:
         return LastState(quiet, left, verdict, self.stacks()[0], wrote)
 
     def verdict(self) -> VerdictRow | None:
-        """The verdict that users see, if it still applies."""
+        """The verdict that users see; None if there is none or it no longer applies."""
         still = self._state
         if isinstance(still, Moving) or (reported := still.reported) is None:
             return None
@@ -217,7 +218,7 @@ class Watch:
         )
 
     def ranks(self) -> tuple[float, tuple[RankRow, ...]]:
-        """The age of the last sample, -1.0 for none, and its ranks."""
+        """The age of the last sample, -1.0 for none, and the rows of its ranks."""
         sample = self._samples.last
         if sample is None:
             return -1.0, ()
@@ -236,18 +237,18 @@ class Watch:
         return self._ctx.now - sample.at, found
 
     def stacks(self) -> tuple[tuple[StackRow, ...], str]:
-        """Stacks of the last sample that has them, the rarest first; and what is missing."""
+        """The stacks of the last sample that has some, the rarest first; and what is missing."""
         sample = self._samples.with_stacks
         return ((), "") if sample is None else (sample.stacks(), sample.missing())
 
     def last_lines(self) -> tuple[StackRow, ...]:
-        """The last lines of the ranks when a user asked, if they write files."""
+        """The last lines of the ranks, from the last sample with lines, if ranks write files."""
         sample = self._samples.with_lines
         return () if sample is None else sample.last_lines()
 
     def _lines(self, still: Still, impasse: Impasse) -> Mapping[str, str]:
-        """Where the threads of the named rank are, by stacks that were taken since nothing has
-        moved."""
+        """Where the threads of the named rank are, from stacks taken since nothing moves; {}
+        without any."""
         if not impasse.odd or impasse.says:
             return {}
         return self._samples.lines_of(impasse.odd[0], still.since)
@@ -262,7 +263,7 @@ class Watch:
         ]
 
     def _update_stillness(self) -> tuple[Wish, ...]:
-        """Update since when all members are quiet, and whether they can be judged."""
+        """Update since when all members have been quiet, and whether they can be judged."""
         ctx, quiet, last = self._ctx, self._activity.quiet, self._ctx.rdzv.last
         since, running = None, self._running()
         if (
@@ -278,11 +279,11 @@ class Watch:
             still.members = tuple(running) if self._are_all_there(running) else ()
             opinion = still.opinion
             if not still.members or (opinion is not None and opinion.away != ctx.away):
-                still.belief = Unjudged()  # results from before the master's absence are outdated
+                still.belief = Unjudged()  # the master was away since
         return wishes
 
     def _move(self, since: float | None) -> tuple[Wish, ...]:
-        """The stillness is over; another one begins, or none."""
+        """Nothing has moved since another time (`since`), or something moves now (None)."""
         now, before = self._ctx.now, self._state
         wishes: tuple[Wish, ...] = ()
         if isinstance(before, Still):
@@ -311,7 +312,7 @@ class Watch:
     # ------------------------------------------------------------ samples
 
     def _due(self) -> float | None:
-        """When the ranks are sampled next."""
+        """When to sample the ranks next; None: not at present."""
         still, watch = self._state, self._ctx.spec.watch
         if isinstance(still, Moving) or not still.members or watch.on_hang == "off":
             return None
@@ -327,7 +328,7 @@ class Watch:
         return earliest(due, acts, None if still.dump.taken else still.dump.due)
 
     def _all_wait(self, still: Still) -> bool:
-        """Whether every rank is in a collective, which rules out slow steps."""
+        """Whether every rank is in a collective: then it is not just a slow step."""
         quiet = (self._activity.quiet[node] for node in still.members)
         round_, waiting = self._ctx.round, sum(one.waiting for one in quiet)
         return round_ is not None and waiting == round_.info.world_size
@@ -356,7 +357,7 @@ class Watch:
     # ------------------------------------------------------------ the verdict
 
     def _judge(self, sample: Sample) -> tuple[Wish, ...]:
-        """A sample is complete: judge, report, act."""
+        """A sample is complete, or its time is over: judge, report, and act on it."""
         sightings, round_, still = sample.sightings, self._ctx.round, self._state
         self._activity.has_moved = self._activity.has_moved or any(
             one.seen.step >= 0 or any(at.done > 0 for at in one.seen.at) for one in sightings
@@ -381,7 +382,8 @@ class Watch:
         return self._limits.ends_at(still, opinion, first=not self._activity.has_moved)
 
     def _report(self, still: Still, opinion: Opinion, at: float) -> None:
-        """Show a verdict that was agreed on at time `at`; log one line about each verdict."""
+        """Show a verdict that was agreed on at time `at`, once it is due; log one line per
+        verdict."""
         ctx, impasse, before = self._ctx, opinion.impasse, still.reported
         ends, dump = self._ends_at(still, opinion), still.dump
         due = self._limits.is_shown(still, opinion, at) or (
@@ -402,7 +404,7 @@ class Watch:
             self._warn(note(pieces, impasse, before, then, where), level)
 
     def _warn(self, text: str, level: str) -> None:
-        """Log on the master and on the nodes of the round."""
+        """Log a line on the master and on the nodes of the round."""
         self._ctx.note(text, level, on_nodes=True)
         self._ctx.broadcast(self._running(), m.Warn(text))
 
@@ -411,7 +413,7 @@ class Watch:
         return what_follows(self._ctx, opinion.impasse, ends, still.dump.torch_ends)
 
     def _act(self, still: Still, reported: Reported, sample: Sample) -> tuple[Wish, ...]:
-        """End the round for it, if it is time."""
+        """End the round because of this verdict, if it is time."""
         ends, verdict = self._ends_at(still, reported.verdict), reported.verdict.impasse
         if ends is None or sample.at + ROUNDING < ends:
             return ()

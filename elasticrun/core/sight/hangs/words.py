@@ -12,8 +12,9 @@ from elasticrun.core.words import Lasting, lasting
 
 
 def in_words(impasse: Impasse, lines: Mapping[str, str]) -> Lasting:
-    """The verdict's sentence, plus what only stacks show: where a rank is that does not report it,
-    or a worker of its data loader. `lines`: by thread, "" is the main one."""
+    """The verdict's sentence, completed from stacks: where a rank is that does not report its
+    place, or where a worker of its data loader is. `lines`: places by thread; "" is the main
+    thread."""
     if "" in lines and not impasse.place and impasse.klass is not Klass.STILL:
         return (*impasse.pieces, f"; it is at {lines['']}")
     loader = next((thread for thread in lines if thread.startswith("loader")), "")
@@ -21,7 +22,7 @@ def in_words(impasse: Impasse, lines: Mapping[str, str]) -> Lasting:
 
 
 def note(pieces: Lasting, impasse: Impasse, before: Reported | None, then: str, where: str) -> str:
-    """The line about a verdict. `before`: what users saw until now."""
+    """The log line about a verdict. `before`: what users have seen so far."""
     kind = "no hang" if impasse.kind == DECLARED else f"hang ({impasse.klass.value})"
     says = "" if before is None or impasse.says else before.noted.says
     over = f" (its time in {says} is over)" if says else ""
@@ -29,8 +30,8 @@ def note(pieces: Lasting, impasse: Impasse, before: Reported | None, then: str, 
 
 
 def where_written(sample: Sample | None, node: str, nodes: int) -> str:
-    """Where the stacks of a sample are, preferably on `node`. `nodes`: the number of nodes in the
-    round."""
+    """A clause that says where the stacks of a sample are, preferably on `node`. `nodes`: the
+    number of nodes in the round."""
     if sample is None:
         return ""
     folder, home = sample.folder(node)
@@ -42,8 +43,8 @@ def where_written(sample: Sample | None, node: str, nodes: int) -> str:
 def what_follows(
     ctx: JobContext, impasse: Impasse, ends: float | None, torch_ends: float | None
 ) -> str:
-    """What will be done about a verdict. `ends`: when the round is ended for it; `torch_ends`: when
-    torch ends the job."""
+    """A clause that says what will be done about a verdict. `ends`: when the round is ended because
+    of it; `torch_ends`: when torch ends the job."""
     parts = []
     if ends is None:
         parts.append(f"it is not restarted automatically{_why_left(ctx, impasse)}")
