@@ -1,5 +1,5 @@
-"""The agent's states, its status, the wishes of its components, and the type of its rules ("in these
-states, for these events, this method")."""
+"""The agent's states, its status, the wishes of its components, and the type of its rules ("in
+these states, for these events, this method")."""
 
 from __future__ import annotations
 
