@@ -1,11 +1,11 @@
-"""Some handlers of torch's c10d rendezvous, one thread each, as torchrun's agents use it.
+"""Runs handlers of torch's c10d rendezvous, one thread each, as torchrun's agents use it.
 
     python benchmarks/c10d_load.py PORT COUNT NODES
     python benchmarks/c10d_load.py PORT            (the store's server)
 
-Each handler has its own client to the only TCPStore. The protocol is that of load.py: `join` calls
-next_rendezvous in all threads at once, and answers when each has its rank or the time limit is
-over.
+Each handler has a separate client of the one TCPStore. The protocol is that of load.py: `join`
+calls next_rendezvous in all threads at once, and answers when each has its rank, or after
+$BENCH_PATIENCE seconds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HOST = "127.0.0.1"
 
 
 def serve(port: int) -> None:
-    """The store's server, until stdin ends."""
+    """Run the store's server until EOF on stdin; does not return. `port`: 0 for any."""
     store = dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False)
     print(json.dumps({"port": store.port}), flush=True)
     sys.stdin.read()
@@ -36,7 +36,7 @@ def serve(port: int) -> None:
 
 
 def handler(port: int, nodes: int, patience: float) -> DynamicRendezvousHandler:
-    """One node's handler, created as in torchrun, except for its time limit."""
+    """One node's handler, created as torchrun does, except for its time limit."""
     store = dist.TCPStore(HOST, port, is_master=False, timeout=timedelta(seconds=patience))
     return DynamicRendezvousHandler.from_backend(
         run_id="scale",
@@ -50,7 +50,7 @@ def handler(port: int, nodes: int, patience: float) -> DynamicRendezvousHandler:
 
 
 class Load:
-    """The handlers of this process."""
+    """The handlers of this process, each in a thread."""
 
     def __init__(self, port: int, count: int, nodes: int, patience: float) -> None:
         self._port, self._nodes, self._patience = port, nodes, patience
@@ -61,7 +61,8 @@ class Load:
         self._over = threading.Semaphore(0)
 
     def join(self) -> dict[str, object]:
-        """Run all at once; return the tally when the last one has succeeded or given up."""
+        """Start all handlers at once. Returns the tally once all have succeeded or failed, or the
+        time limit is over."""
         began = time.monotonic()
         for _ in range(self._count):
             threading.Thread(target=self._one, daemon=True).start()
@@ -86,7 +87,7 @@ class Load:
 
 
 def main() -> None:
-    """See the module's head."""
+    """See the module docstring."""
     port = int(sys.argv[1])
     if len(sys.argv) == 2:
         serve(port)

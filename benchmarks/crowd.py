@@ -1,4 +1,4 @@
-"""A real master process and a crowd of agents' sessions in a few load processes."""
+"""Starts a real master process, and many agents' sessions (the crowd) in a few load processes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ HOST = "127.0.0.1"
 
 
 class Lines:
-    """A child process that answers commands line by line, with a time limit. If it fails, the end
-    of its stderr is shown."""
+    """A child process that answers commands line by line, with a time limit. If it exits, the
+    exception has the end of its stderr."""
 
     def __init__(self, *words: str, environ: dict[str, str] | None = None) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by end()
@@ -48,7 +48,8 @@ class Lines:
         self.process.stdin.flush()
 
     def answer(self, limit: float) -> dict[str, Any]:
-        """The next line; TookTooLong if there is none within `limit` seconds."""
+        """The next answer. Raises TookTooLong if there is none within `limit` seconds, or the
+        process has exited."""
         assert self.process.stdout is not None
         end = time.monotonic() + limit
         fd = self.process.stdout.fileno()
@@ -67,7 +68,7 @@ class Lines:
         return answer
 
     def end(self) -> None:
-        """Kill it."""
+        """Kill the process."""
         self.process.kill()
         for stream in (self.process.stdin, self.process.stdout):
             with contextlib.suppress(OSError):
@@ -114,23 +115,23 @@ class Master:
             time.sleep(0.02)
 
     def said(self) -> str:
-        """Its log so far."""
+        """The master's log so far."""
         return self.log.read_text(errors="replace")
 
     def count(self, words: str) -> int:
-        """How many lines of its log match."""
+        """The number of matches of this pattern in its log."""
         return len(re.findall(words, self.said()))
 
     def cpu(self) -> float:
-        """CPU seconds that it has used."""
+        """CPU seconds that the master has used."""
         return cpu_of(self.process.pid)
 
     def rss(self) -> float:
-        """Resident memory in MB."""
+        """The master's resident memory in MB."""
         return float(psutil.Process(self.process.pid).memory_info().rss) / 1e6
 
     def end(self) -> None:
-        """Kill it and remove its folder."""
+        """Kill the master and remove its folder."""
         self.process.kill()
         self.process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -138,7 +139,7 @@ class Master:
 
 @dataclass(frozen=True)
 class Wire:
-    """Bytes on all connections to a port, by the kernel's own count (TCP_INFO), both ways."""
+    """Bytes on all connections of a port, in both directions, as the kernel counts (TCP_INFO)."""
 
     connections: int
     sent: int
@@ -146,7 +147,7 @@ class Wire:
 
     @property
     def total(self) -> int:
-        """Both ways."""
+        """Bytes in both directions."""
         return self.sent + self.received
 
 
@@ -176,8 +177,8 @@ class Crowd:
             first += count
 
     def tell(self, **command: Any) -> dict[str, Any]:
-        """Send all load processes one command; return their merged answers. TookTooLong if the
-        awaited event did not occur."""
+        """Send all load processes a command. Returns their merged answers. Raises TookTooLong if
+        the awaited event did not occur."""
         for load in self.loads:
             load.ask(command)
         found = together([load.answer(2 * PATIENCE) for load in self.loads])
@@ -186,22 +187,23 @@ class Crowd:
         return found
 
     def tell_one(self, **command: Any) -> None:
-        """Send the first load process a command."""
+        """Send only the first load process a command, and wait for its answer."""
         self.loads[0].ask(command)
         self.loads[0].answer(2 * PATIENCE)
 
     def cpu(self) -> float:
-        """CPU seconds that they have used."""
+        """CPU seconds that the load processes have used."""
         return sum(cpu_of(load.process.pid) for load in self.loads)
 
     def end(self) -> None:
-        """Kill them all."""
+        """Kill the load processes."""
         for load in self.loads:
             load.end()
 
 
 def together(tallies: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge tallies: the earliest first, the latest last, the sums of the counts."""
+    """Merge tallies: the minimum of each `first_...`, the maximum of each `last_...`, the sum of
+    each count."""
     made: dict[str, Any] = {}
     for name in tallies[0]:
         values = [tally[name] for tally in tallies]
@@ -221,14 +223,15 @@ def together(tallies: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def serving(
     nodes: int, processes: int = 2, words: Sequence[str] = (), heartbeat: float = HEARTBEAT
 ) -> Iterator[tuple[Master, Crowd]]:
-    """A master and its crowd, not attached yet; both are removed at the end."""
+    """Run a master and a crowd of sessions that are not attached yet; kill both at the end. Sets
+    this process's limit of open files to the maximum."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     master = Master(nodes, words, heartbeat)
     try:
         crowd = Crowd(master.port, nodes, processes, heartbeat)
         try:
-            crowd.tell(do="tally")  # imports are done
+            crowd.tell(do="tally")  # answered once the imports are done
             yield master, crowd
         finally:
             crowd.end()

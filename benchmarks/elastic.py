@@ -1,10 +1,10 @@
-"""Compares with torchrun, in one run: what it costs when nodes join, leave or fall silent.
+"""Compares elasticrun with torchrun, in one run: the cost of nodes that join, leave or fall silent.
 
     python benchmarks/elastic.py [--quick] [--only WORD] [--ours] [--json FILE] [--plot FILE]
 
 Real processes, gloo, a script that knows no launcher (scripts/step_log.py); every agent is a node.
-Each row is measured for both launchers in turn; the table shows medians, worst cases and bars. If
-torchrun reaches no further step, the cell says what it did instead. Results go to
+Each row is measured for both launchers in turn, torchrun once; the table shows medians, worst cases
+and targets. If torchrun reaches no further step, the cell says what it did instead. Results go to
 benchmarks/results/ with the date and the machine, or to FILE.
 """
 
@@ -33,7 +33,7 @@ class Row:
     name: str
     unit: str
     most: float | None
-    """The bar: the worst sample must not be above it."""
+    """The target: the worst sample must not exceed it. None: no target."""
     ours: Take
     theirs: Take | str
     """How torchrun is measured, or why it is not."""
@@ -42,7 +42,7 @@ class Row:
     said: dict[str, str] = field(default_factory=dict)
 
     def measure(self) -> None:
-        """Take the samples: torchrun's once, ours `rounds` times."""
+        """Take the samples: torchrun's once, elasticrun's `rounds` times."""
         if isinstance(self.theirs, str):
             self.said[TORCHRUN] = self.theirs
         else:
@@ -58,7 +58,7 @@ class Row:
             print(f"  {self.name}, {launcher}: {late}", file=sys.stderr)
 
     def cell(self, launcher: str) -> str:
-        """Median, worst value and count, or a remark instead."""
+        """Median, worst value and count; without samples, why there are none."""
         found = self.samples.get(launcher)
         if not found:
             return self.said.get(launcher, "-")
@@ -68,7 +68,7 @@ class Row:
         return text + (f"; {self.said[launcher]}" if launcher in self.said else "")
 
     def verdict(self) -> str:
-        """met, missed, or nothing where there is no bar."""
+        """Whether the target is met, as text; "" without a target."""
         if self.most is None:
             return ""
         found = self.samples.get(ELASTICRUN)
@@ -87,7 +87,7 @@ NO_RECORD = "its store and its state are gone with the host"
 
 
 def comings(few: int) -> list[Row]:
-    """Rows: nodes join."""
+    """The rows about nodes that join."""
     young = partial(rows.join, nnodes="2:3", age=2.0)
     room = partial(rows.join, nnodes="2:4", age=2.0)
     old = partial(rows.join, nnodes="2:3", age=62.0, flags=("--grow=now",))
@@ -117,7 +117,7 @@ def comings(few: int) -> list[Row]:
 
 
 def goings(few: int) -> list[Row]:
-    """Rows: nodes are killed or fall silent."""
+    """The rows about nodes that are killed or fall silent."""
     lose = rows.lose_a_node
     silent = partial(lose, host=False, freeze=True)
     sooner = partial(silent, conf="--rdzv-conf=heartbeat_timeout=2")
@@ -156,7 +156,7 @@ def goings(few: int) -> list[Row]:
 
 
 def masters(few: int) -> list[Row]:
-    """Rows: the master is killed, alone or with its host."""
+    """The rows about a master that is killed, alone or with its host."""
     found: dict[str, list[float]] = {}
 
     def lose() -> list[float]:
@@ -178,7 +178,7 @@ def masters(few: int) -> list[Row]:
 
 
 def stalls(quick: bool) -> list[Row]:
-    """Rows: events that must cost nothing, and the number of rounds of a slow start."""
+    """The rows about events that must cost nothing, and the number of rounds of a slow start."""
     made = [
         Row(
             f"{what} stands still for {seconds:g} s: ranks started anew",
@@ -197,7 +197,7 @@ def stalls(quick: bool) -> list[Row]:
 
 
 def ranks(few: int) -> list[Row]:
-    """Row: a rank dies on one node of two."""
+    """The row about a rank that dies on one node of two."""
     take = launcher_rows.two_nodes
     name = "a rank dies on one node of two → first all_reduce of both"
     return [Row(name, "s", 0.25, partial(take, ELASTICRUN), partial(take, TORCHRUN), few)]
@@ -207,8 +207,8 @@ COLOURS = {TORCHRUN: "#b9b9b9", ELASTICRUN: "#d1495b"}
 
 
 def draw(done: list[Row], about: dict[str, str], target: Path) -> None:
-    """Medians of the rows in seconds as bars, every sample as a dot, on a logarithmic axis; or the
-    remark if there is no sample."""
+    """Draw the rows in seconds: medians as bars, every sample as a dot, on a logarithmic axis. For
+    torchrun without a sample, the reason."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -243,7 +243,7 @@ def draw(done: list[Row], about: dict[str, str], target: Path) -> None:
 
 
 def main() -> int:
-    """Measure, print, write; 1 if a bar is missed."""
+    """Measure, print, write. Returns 1 if a target is missed."""
     parser = argparse.ArgumentParser(description="What nodes that come and go cost.")
     parser.add_argument("--quick", action="store_true", help="one sample a row")
     parser.add_argument("--only", default="", help="rows whose name contains this word")

@@ -1,8 +1,8 @@
-"""The measurements of the elastic table: each takes a launcher's name and gives samples in seconds.
+"""The measurements of the elastic table. Each returns samples; most take a launcher's name.
 
-A sample lasts from the event (the signal, the command) to the slowest rank's first step after it,
-by the script's log. A job that does not get that far raises TookTooLong with a few words for the
-table.
+Unless a docstring says otherwise, a sample is the seconds from the event (the signal, the command)
+to the slowest rank's first step after it, as the script reports it. A job that does not get that
+far raises TookTooLong with a few words for the table.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rows import last, warm_process
 from stage import ELASTICRUN, TORCHRUN, TookTooLong, job
 
 RECOVERY_LIMIT = 90.0
-"""Seconds to wait for survivors; torchrun took 44 s where it recovers."""
+"""Seconds to wait for survivors; torchrun took 44 s when it recovered."""
 
 SILENT_LIMIT = 60.0
 """Seconds to wait for torchrun's reaction to a silent node: it does nothing until a collective
@@ -35,8 +35,9 @@ def start_together(launcher: str, *, warm: bool = False) -> list[float]:
 
 
 def lose_a_node(launcher: str, *, host: bool, conf: str = "", freeze: bool = False) -> list[float]:
-    """One of three nodes is killed or falls silent: until the survivors' first step. `host`: the
-    node that hosts the master (which keeps running) or torchrun's store; else each of the others in
+    """One of three nodes is killed or, with `freeze`, falls silent: until the survivors' first
+    step. `host`: it is the node that hosts the master (which keeps running) or torchrun's store.
+    Otherwise it is another one, and when elasticrun's nodes are killed, each of the others in
     turn."""
     found: list[float] = []
     for turn in range(1 if host or freeze or launcher == TORCHRUN else 2):
@@ -54,8 +55,8 @@ def lose_a_node(launcher: str, *, host: bool, conf: str = "", freeze: bool = Fal
 
 
 def lose_a_node_with_setup(launcher: str, *, recovers: bool = False) -> list[float]:
-    """One of two nodes is killed, of a script with 5 s of setup: to the survivor's first step.
-    `recovers`: the setup is kept in a recoverable function."""
+    """One of two nodes is killed, with a script that has 5 s of setup: until the survivor's first
+    step. `recovers`: a recoverable function keeps the setup."""
     more = {"BENCH_SETUP": "5", **({"BENCH_RECOVERS": "1"} if recovers else {})}
     with job(launcher) as run:
         nodes = Nodes(run, "1:2", *only_ours(launcher), script="set_up.py", more=more)
@@ -67,8 +68,8 @@ def lose_a_node_with_setup(launcher: str, *, recovers: bool = False) -> list[flo
 
 
 def join(launcher: str, *, nnodes: str, age: float, flags: tuple[str, ...] = ()) -> list[float]:
-    """One more node, `age` seconds after the first step at world size 2: from its command to the
-    first step at world size 3. Under elasticrun the survivors must keep their ranks."""
+    """A third node joins, `age` seconds after the first step at world size 2: from its command to
+    the first step at world size 3. Under elasticrun the survivors must keep their ranks."""
     with job(launcher) as run:
         nodes = Nodes(run, nnodes, *only_ours(launcher, *flags))
         nodes.add(2)
@@ -83,8 +84,9 @@ def join(launcher: str, *, nnodes: str, age: float, flags: tuple[str, ...] = ())
 
 
 def lose_the_master() -> dict[str, list[float]]:
-    """kill -9 of the master while two nodes train: the time until it answers again; the longest
-    pause between two steps of a rank then (ms); the number of restarted ranks."""
+    """The master is killed while two nodes train. `back`: seconds until it answers again; `pause`:
+    the longest time in ms between two steps of a rank meanwhile; `anew`: the number of restarted
+    ranks."""
     with job(ELASTICRUN) as run:
         nodes = Nodes(run, "2")
         nodes.add(2)
@@ -110,7 +112,7 @@ def lose_the_master() -> dict[str, list[float]]:
 
 
 def lose_the_masters_host() -> list[float]:
-    """With etcd: all processes of the node that hosts the master are killed, including the
+    """With etcd, all processes of the node that hosts the master are killed, including the
     master."""
     with job(ELASTICRUN) as run, etcd(run.folder) as store:
         nodes = Nodes(run, "2:3", f"--master-store={store}")
@@ -131,8 +133,8 @@ def master_host(nodes: Nodes) -> int:
 
 
 def stalls(what: str, seconds: float) -> list[float]:
-    """An agent or the master is stopped for a while and continued: the number of restarted
-    ranks."""
+    """An agent or the master is stopped for some seconds and continued. Returns the number of
+    restarted ranks."""
     with job(ELASTICRUN) as run:
         nodes = Nodes(run, "2:3")
         nodes.add(3)
@@ -141,12 +143,13 @@ def stalls(what: str, seconds: float) -> list[float]:
         victim = nodes.master() if what == "the master" else nodes.processes(1)[0]
         before = len(nodes.steps())
         nodes.hold(victim, seconds)
-        nodes.settle(6.0)  # the default silence limit is over
+        nodes.settle(6.0)  # longer than the default heartbeat timeout
         return [float(len(nodes.steps()) - before)]
 
 
 def trickle(launcher: str, agents: int = 8, over: float = 40.0) -> list[float]:
-    """Agents of `2:8` started one after another: the number of worlds that completed a step."""
+    """Agents of `2:8` are started one after another. Returns the number of world sizes at which a
+    step was completed."""
     with job(launcher) as run:
         nodes = Nodes(run, f"2:{agents}")
         began = time.monotonic()

@@ -1,13 +1,13 @@
-"""Injects each kind of hang: what is reported, after how long, and with which rank and line.
+"""Injects each kind of hang, and shows what is reported, when, and with which rank and line.
 
     python benchmarks/hangs.py [--ranks 2 4 16] [--nodes 1 2] [--faults sleep stop ...]
                                [--torchrun] [--at-once N] [--json FILE]
 
 Each is a real training on gloo (tests/scripts/faulty.py) in which rank 1 reaches its fault; two
 nodes are two agents on this host. The time counts from the moment when rank 1 reaches the fault to
-the launcher's line, so it includes the agents' detection. A fault that is no hang is observed for
-95 s if it ends by itself, else until it is reported. `--torchrun` runs torchrun with the same
-faults and the fewest ranks, and shows what it prints within 90 s.
+the launcher's line, so it includes the agents' detection. A fault that only looks like a hang ends
+by itself after 95 s, and must not be reported. `--torchrun` runs torchrun with the same faults and
+the smallest number of ranks, and shows what it prints within 90 s.
 
 A job that hangs needs almost no CPU, so several run at a time; those that compute run alone.
 """
@@ -45,8 +45,8 @@ ENDS: Final = 95.0
 @dataclass(frozen=True)
 class Fault:
     """`klass`: the expected report; "" for none, "failure" if gloo ends the ranks at once.
-    `within`: seconds in which it must be reported; `rank`: a pattern that matches a sentence with
-    the right rank. `busy`: it uses one core or more."""
+    `within`: seconds within which it must be reported; `rank`: a pattern that matches a sentence
+    with the right rank. `busy`: it uses at least one core."""
 
     klass: str
     within: float
@@ -77,8 +77,9 @@ FAULTS: Final = {
 
 @dataclass(frozen=True)
 class Row:
-    """`seconds`: from the fault to the line, or to the failure; None if nothing was reported.
-    `line`: "right", "wrong", or "" if the sentence names no line."""
+    """The result of one job. `seconds`: from the fault to the launcher's line, or to the failure;
+    None if nothing was reported. `rank`: whether the sentence names the right one. `line`: "right",
+    "wrong", or "" if the sentence names no line."""
 
     launcher: str
     fault: str
@@ -92,7 +93,7 @@ class Row:
 
     @property
     def missed(self) -> str:
-        """The bar that this row has missed; "" for none."""
+        """The target that this row has missed; "" for none."""
         wanted = FAULTS[self.fault]
         what = f"{self.fault}, {self.ranks} ranks, {self.nodes} nodes"
         if self.klass != wanted.klass:
@@ -110,7 +111,7 @@ class Row:
 
 
 def measure(launcher: str, fault: str, ranks: int, nodes: int) -> Row:
-    """Run one job; kill it when its fault was reported, or when the time limit is over."""
+    """Run one job, and kill it once its fault is reported or the time limit is over."""
     wanted = FAULTS[fault]
     limit = TORCHRUN_LIMIT if launcher == TORCHRUN else wanted.within * 1.3 + 20.0
     seconds = ENDS if not wanted.klass else 3600.0
@@ -138,8 +139,9 @@ def measure(launcher: str, fault: str, ranks: int, nodes: int) -> Row:
 
 
 def watch(run: Job, limit: float) -> tuple[str, float | None, str]:
-    """Class, seconds from the fault, and sentence of this job's first report; "", None, and the
-    console output since the fault, if it reports nothing within `limit` seconds or succeeds."""
+    """Wait for the job's first report or its end. Returns the report's class, the seconds from the
+    fault, and its sentence; "", None, and the console output since the fault if it reports nothing
+    within `limit` seconds or succeeds; "not started" as the class if it never reaches the fault."""
     at, end, said = 0.0, time.monotonic() + START_LIMIT, ""
     while (now := time.monotonic()) < end:
         said = "".join(one.read_text(errors="replace") for one in run.folder.glob("console-*"))
@@ -159,7 +161,7 @@ def watch(run: Job, limit: float) -> tuple[str, float | None, str]:
 
 
 def here(fault: str) -> str:
-    """Where rank 1 executes this fault: "faulty.py:41 sleep"."""
+    """Where rank 1 executes this fault, such as "faulty.py:41 sleep"."""
     lines = FAULTY.read_text().splitlines()
     first = next((n for n, line in enumerate(lines) if line.startswith(f"def {fault}(")), 0)
     number = next(n for n in range(first, len(lines)) if lines[n].endswith("# here"))
@@ -167,7 +169,7 @@ def here(fault: str) -> str:
 
 
 def together(plan: Iterable[tuple[str, str, int, int]], at_once: int) -> list[Row]:
-    """Run several at a time; print each line as soon as it is known."""
+    """Measure these, `at_once` at a time, and print their lines in order."""
     rows = []
     with ThreadPoolExecutor(at_once) as pool:
         for future in [pool.submit(measure, *one) for one in plan]:
@@ -177,7 +179,7 @@ def together(plan: Iterable[tuple[str, str, int, int]], at_once: int) -> list[Ro
 
 
 def main() -> int:
-    """Measure, print, write; 1 if a bar is missed."""
+    """Measure, print, write. Returns 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 16])
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 2])

@@ -1,12 +1,12 @@
-"""Thousands of idle sessions on one master: their cost, and whether any is considered dead.
+"""Attaches thousands of idle sessions to one master: their cost, and whether any counts as dead.
 
     python benchmarks/idle_sessions.py [--sessions N] [--seconds S] [--json FILE]
 
-A real master process and N real sessions of agents' links from a few load processes. They attach at
-a steady rate, join, and train (that is, only send heartbeats) for S seconds. Then a rank fails, the
-round is reopened and all join again. Measured: the idle master's CPU use, how long the broadcast of
-Start takes (from the last Join sent to the last Start received), broken sessions, and nodes that
-the master suspected or gave up.
+A real master process serves N real sessions of agents' links from a few load processes. They attach
+at a steady rate, join, and train (that is, only send heartbeats) for S seconds. Then a rank fails,
+the round is reopened and all join again. Measured: the idle master's CPU use, how long the
+broadcast of Start takes (from the last Join sent to the last Start received), broken sessions, and
+nodes that the master considers suspect or dead.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from crowd import Crowd, Master, serving, wire
 from load import HEARTBEAT
 
 PER_SECOND = 250.0
-"""Sessions that attach per second: a connection costs both ends some milliseconds of two cores."""
+"""Sessions that attach per second. Each connection costs both ends some milliseconds of CPU."""
 
 SETTLE = 15.0
-"""Seconds after the last Start in which every session has sent a heartbeat and received its
+"""Seconds after the last Start within which every session has sent a heartbeat and received its
 interval."""
 
 MOST_CPU = 40.0
-"""Percent of one core that an idle master may use with 5,000 sessions."""
+"""Target: percent of one core that an idle master may use with 5,000 sessions."""
 
 BROADCAST = 1.0
-"""Seconds in which the Start of a round must reach all of 5,000 nodes."""
+"""Target: seconds within which the Start of a round must reach all of 5,000 nodes."""
 
 
 def measure(sessions: int, seconds: float, processes: int, heartbeat: float) -> dict[str, float]:
@@ -58,7 +58,8 @@ def measure(sessions: int, seconds: float, processes: int, heartbeat: float) -> 
 
 
 def rest(master: Master, crowd: Crowd, seconds: float) -> dict[str, float]:
-    """Wait while nothing happens."""
+    """Let the sessions idle for some seconds. Returns the cost of that time, and what went
+    wrong."""
     before, carried = crowd.tell(do="tally"), wire(master.port)
     suspects, deaths = (master.count(word) for word in ("is suspect", "is dead"))
     busy, load, began = master.cpu(), crowd.cpu(), time.monotonic()
@@ -98,7 +99,7 @@ ROWS = (
 
 
 def main() -> int:
-    """Measure, print, write; 1 if a bar is missed."""
+    """Measure, print, write. Returns 1 if a target is missed."""
     parser = argparse.ArgumentParser(description="What idle sessions cost their master.")
     parser.add_argument("--sessions", type=int, default=5000)
     parser.add_argument("--seconds", type=float, default=120.0, help="how long they are idle")

@@ -1,9 +1,9 @@
-"""Compares with torchrun, in one run: speed, memory, idle CPU, and leftovers.
+"""Compares elasticrun with torchrun, in one run: speed, memory, CPU use, and leftovers.
 
     python benchmarks/launcher.py [--quick] [--only WORD] [--json FILE]
 
 Each row is measured for both launchers in turn, several times; the table shows medians, the ratio
-and the bar. Results go to benchmarks/results/ with the date and the machine, or to FILE.
+and the target. Results go to benchmarks/results/ with the date and the machine, or to FILE.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Bar:
         return " and ".join(parts)
 
     def met(self, ours: float, theirs: float | None) -> bool:
-        """Whether these medians meet it."""
+        """Whether these medians meet the target; False if torchrun's is needed and unknown."""
         good = self.value is None or ours <= self.value
         return good and (self.ratio is None or (theirs is not None and ours <= self.ratio * theirs))
 
@@ -54,12 +54,12 @@ class Row:
     missing: dict[str, str] = field(default_factory=dict)
 
     def median(self, launcher: str) -> float | None:
-        """The median of the samples, None without samples."""
+        """The median of a launcher's samples; None without samples."""
         found = self.samples.get(launcher)
         return statistics.median(found) if found else None
 
     def verdict(self) -> str:
-        """ "yes", "no", or why it is unknown."""
+        """Whether the target is met, as text; "" without a target."""
         ours, theirs = self.median(ELASTICRUN), self.median(TORCHRUN)
         if ours is None:
             return "not measured"
@@ -80,7 +80,7 @@ class Row:
 
 
 def measure(row: Row, rounds: int, take: Callable[[str], list[float]]) -> Row:
-    """Take samples of both launchers in turn."""
+    """Take samples of both launchers in turn, and print the row."""
     for number in range(rounds):
         for launcher in (TORCHRUN, ELASTICRUN) if number % 2 == 0 else (ELASTICRUN, TORCHRUN):
             try:
@@ -93,7 +93,8 @@ def measure(row: Row, rounds: int, take: Callable[[str], list[float]]) -> Row:
 
 
 def speed_rows(quick: bool) -> list[tuple[Row, int, Callable[[str], list[float]]]]:
-    """The rows measured in seconds and megabytes: row, rounds, how."""
+    """The rows measured in seconds and megabytes: each row, the number of rounds, the
+    measurement."""
     some, few = (2, 1) if quick else (7, 3)
     plan = [
         (Row("command → first all_reduce", "s", Bar(ratio=0.5)), some, rows.cold_start),
@@ -130,7 +131,7 @@ def speed_rows(quick: bool) -> list[tuple[Row, int, Callable[[str], list[float]]
 
 
 def processor_rows(seconds: float) -> list[Row]:
-    """CPU of agent and master, one row each."""
+    """Measure the CPU use of agent, master and all launcher processes: one row each, printed."""
     used = {launcher: rows.processor(launcher, seconds) for launcher in (TORCHRUN, ELASTICRUN)}
     found = []
     for name in ("agent", "master", "all"):
@@ -142,7 +143,7 @@ def processor_rows(seconds: float) -> list[Row]:
 
 
 def cycle_report(quick: bool) -> dict[str, dict[str, float]]:
-    """Consecutive crashes and restarts; torchrun gets fewer, because it hangs."""
+    """Measure and print consecutive crashes and restarts; torchrun gets fewer, because it hangs."""
     plan = {TORCHRUN: (5, 60.0) if quick else (20, 180.0)}
     plan[ELASTICRUN] = (20, 60.0) if quick else (200, 240.0)
     found = {}
@@ -164,7 +165,7 @@ def clean(found: dict[str, float]) -> bool:
 
 
 def main() -> int:
-    """Measure, print, write; 1 if a bar is missed."""
+    """Measure, print, write. Returns 1 if a target is missed."""
     parser = argparse.ArgumentParser(description="elasticrun beside torchrun.")
     parser.add_argument("--quick", action="store_true", help="few rounds, for a first look")
     parser.add_argument(

@@ -1,11 +1,11 @@
-"""Some of the agents of a large job, without ranks: one process that holds many sessions.
+"""Plays some of the agents of a large job, without ranks: one process with many sessions.
 
-    python benchmarks/load.py HOST:PORT FIRST COUNT NODES
+    python benchmarks/load.py HOST:PORT FIRST COUNT NODES HEARTBEAT_TIMEOUT
 
-Each session is an agent's own `Link` (connect, proof, Hello, heartbeats, reconnect) on its own
+Each session is an agent's real `Link` (connect, proof, Hello, heartbeats, reconnect) on a separate
 connection, with a minimal state machine: it joins, runs nothing, stops at once, and joins again.
 Commands are JSON lines on stdin; each is answered by one line on stdout (see `Load.obey`). At EOF
-the process ends. Times are CLOCK_MONOTONIC, one clock for all processes of a machine.
+the process exits. Times are CLOCK_MONOTONIC, one clock for all processes of a machine.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from elasticrun.wire.types import Endpoint, mint_incarnation
 
 JOB_ID = "sessions"
 PATIENCE = 120.0
-"""Seconds after which a step of the whole crowd is given up."""
+"""Seconds after which a command is given up."""
 
 
 HEARTBEAT = 5.0
-"""Seconds of silence after which a node is dead: the default."""
+"""Seconds of silence after which a node is dead: the launcher's default."""
 
 
 def spec(nodes: int, heartbeat: float) -> m.JobSpec:
-    """A job of exactly this many nodes, which tolerates one failure."""
+    """The spec of a job of exactly this many nodes, with enough restarts for every benchmark.
+    `heartbeat`: heartbeat_timeout in seconds."""
     return m.JobSpec(
         job_id=JOB_ID,
         min_nodes=nodes,
@@ -80,7 +81,7 @@ class Node:
         self._name = f"node-{number:05d}"
         self._incarnation = mint_incarnation()
         self._term = 0
-        self._place: m.Start | None = None  # the last
+        self._place: m.Start | None = None  # the last one received
         self._runs = False
         self._joins = False
         self.link = Link(self)
@@ -112,13 +113,13 @@ class Node:
         )
 
     def join(self) -> None:
-        """Report that no rank runs here and that a store is ready."""
+        """Report that no rank runs here, and that a store is ready for the next round."""
         self._joins = True
         self._send_state()
         self._load.joined()
 
     def _send_state(self) -> None:
-        """Send everything that a master needs if it may have received nothing."""
+        """Send this node's whole state, because the master may have received none of it."""
         if self._place is not None:
             name = self._place.round
             self.link.send(m.Running(name, (os.getpid(),) * 8) if self._runs else m.Stopped(name))
@@ -126,7 +127,7 @@ class Node:
             self.link.send(m.Join(Endpoint("127.0.0.1", 20000 + self.number % 40000)))
 
     def fail(self) -> None:
-        """Report that a rank of the running round has failed here."""
+        """Report that a rank of the running round has failed here, and join again."""
         assert self._place is not None
         rank, name = self._place.first_rank, self._place.round
         failure = m.Failure(
@@ -191,7 +192,7 @@ class Load:
         self._welcome: set[int] = set()
         self.changed = asyncio.Event()
 
-    # ------------------------------------------------------------ what nodes tell
+    # ------------------------------------------------------------ reports of nodes
 
     def welcomed(self, number: int) -> None:
         self._welcome.add(number)
@@ -208,12 +209,13 @@ class Load:
         self.tally.starts += 1
         self.changed.set()
 
-    # ------------------------------------------------------------ what the benchmark asks
+    # ------------------------------------------------------------ the benchmark's commands
 
     async def obey(self, command: dict[str, Any]) -> dict[str, Any]:
-        """Do one of: attach (every: seconds between two dials), join, fail (one node), started
-        (wait until every node has had a Start), anew (forget the last round), tally. Returns the
-        tally; `late` if the awaited event did not occur within PATIENCE."""
+        """Carry out a command: attach (`every`: seconds between two dials), join, fail (the first
+        node only), started (wait until every node has received a Start), anew (reset the times of
+        the last round); any other does nothing. Returns the tally; `late`: 1 if the awaited event
+        did not occur within PATIENCE seconds, or a session was refused."""
         do = command["do"]
         late = 0
         if do == "join":
@@ -271,7 +273,7 @@ def main() -> None:
 
     async def run() -> None:
         await serve(Load(Endpoint(host, int(port)), first, count, nodes, heartbeat))
-        os._exit(0)  # thousands of channels are closed by the kernel, not one by one
+        os._exit(0)  # the kernel closes thousands of channels faster
 
     asyncio.run(run())
 

@@ -1,15 +1,14 @@
-"""What the network check costs beyond its own timed work: four agents on this machine.
+"""Measures the cost of the network check beyond its timed work, with four agents on this machine.
 
     python benchmarks/netcheck.py [--agents N] [--rounds N] [--dlrover PROGRAM] [--json FILE]
 
 Our figure comes from the master's trace: from the first probe order to the beginning of the round,
 minus the timed work (in each pass, the longest of any node). The total wait of a user, from the
-commands to the first all_reduce, is measured with and without the check. dlrover-run (its program
-by --dlrover or on PATH, from an environment of its own) is measured by the timestamps of its log:
-from the start of its node check to its result, minus the two figures that it prints as its timed
-work. It gets its own master, started by hand, because it cannot check several nodes outside
-Kubernetes in another way. Results go to benchmarks/results/ with the date and the machine, or to
-FILE.
+commands to the first all_reduce, is measured with and without the check. dlrover-run (named by
+--dlrover or on PATH, in a separate environment) is measured by the timestamps of its log: from the
+start of its node check to its result, minus the figures that it prints as its timed work. Its
+master is started by hand, because it cannot check several nodes outside Kubernetes in another way.
+Results go to benchmarks/results/ with the date and the machine, or to FILE.
 """
 
 from __future__ import annotations
@@ -37,18 +36,19 @@ from elasticrun.testing.processes import Deadline, Waiter
 from elasticrun.wire.messages import Probed
 
 BAR = 2.0
-"""Seconds (issue 4): the whole check of four agents on one machine, beyond its timed work."""
+"""Target: seconds of the whole check of four agents on one machine, beyond its timed work."""
 
 DLROVER = "dlrover-run"
 DLROVER_LIMIT = 180.0
-"""Seconds in which dlrover-run must have a result; its own limit is 300."""
+"""Seconds within which dlrover-run must have a result; its own limit is 300."""
 
 STAMP = re.compile(r"^\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+)\]")
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check: seconds from its beginning to its end, those of its timed work, its passes."""
+    """One check: its seconds from beginning to end, the seconds of its timed work, its number of
+    passes."""
 
     whole: float
     timed: float
@@ -56,7 +56,7 @@ class Check:
 
     @property
     def beyond(self) -> float:
-        """Its cost beyond its timed work."""
+        """Seconds beyond its timed work."""
         return self.whole - self.timed
 
 
@@ -64,7 +64,8 @@ class Check:
 
 
 def ours(agents: int, *flags: str) -> tuple[float, Check | None]:
-    """Seconds from the agents' commands to the first all_reduce of all ranks, and their check."""
+    """Seconds from the agents' commands to the first all_reduce of all ranks, and the check if
+    `flags` request one."""
     with job(ELASTICRUN) as run:
         nodes = Nodes(run, str(agents), "--rdzv-conf=is_host=0", *flags)
         record = run.folder / "record"
@@ -96,7 +97,7 @@ def _in_trace(record: Path) -> Check | None:
 
 
 def _start(run: Job, command: tuple[str, ...], name: str, **env: str) -> Path:
-    """Start a process of this measurement; return the file with its output."""
+    """Start a process of this measurement. Returns the file with its output."""
     console = run.folder / f"console-{name}"
     with console.open("wb") as file:
         process = subprocess.Popen(
@@ -115,8 +116,8 @@ def _start(run: Job, command: tuple[str, ...], name: str, **env: str) -> Path:
 
 
 def theirs(program: Path, agents: int) -> tuple[float, Check]:
-    """The same for dlrover-run: seconds from the commands to the result, and the check of the agent
-    that took longest."""
+    """The same for dlrover-run: seconds from the commands to the check's result, and the check of
+    the agent that took longest."""
     with job(DLROVER) as run:
         port = free_port()
         master = ("-m", "dlrover.python.master.main", "--platform", "local", "--job_name", "bench")
@@ -149,7 +150,7 @@ def theirs(program: Path, agents: int) -> tuple[float, Check]:
 
 
 def _await(run: Job, consoles: list[Path], text: str) -> None:
-    """Wait until every one of these files has the text."""
+    """Wait until every one of these files contains the text. Raises TookTooLong."""
     watch = Waiter()
     try:
         watch.folder(str(run.folder))
@@ -194,7 +195,7 @@ def _row(name: str, found: list[float], bar: float | None = None) -> str:
 
 
 def _peer(given: str, agents: int) -> tuple[list[tuple[float, Check]], str]:
-    """dlrover-run's samples (one: it takes long), or why there is none."""
+    """dlrover-run's samples (only one, because it takes long), or why there is none."""
     program = shutil.which(given)
     if program is None:
         return [], f"{DLROVER} is not installed here (--dlrover PROGRAM): nothing to compare with"
@@ -205,7 +206,7 @@ def _peer(given: str, agents: int) -> tuple[list[tuple[float, Check]], str]:
 
 
 def main() -> int:
-    """Measure, print, write; 1 if the bar is missed."""
+    """Measure, print, write. Returns 1 if the target is missed."""
     parser = argparse.ArgumentParser(description="The cost of the network check.")
     parser.add_argument("--agents", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)

@@ -1,13 +1,13 @@
-"""Which injected faults the network check finds: every single and every double fault.
+"""Counts which injected faults the network check finds: all single and double faults, or a sample.
 
     python benchmarks/netcheck_faults.py [--quick]
 
 The real decisions (core/health/netcheck.py) on simulated probes; no process runs. Tables are
 Markdown.
 
-Faults: `compute`: the node's own part fails; `silent`: its agent never answers; `comm`: it fails at
-once with any partner; `hang`: the same, by the probe's time limit; `link`: two good nodes fail with
-each other; `slow-compute` and `slow-comm` take three times as long.
+Faults: `compute`: the node's own part fails; `silent`: its agent never answers; `comm` and `hang`:
+it fails with any partner, at once or at the probe's time limit; `link`: two good nodes fail with
+each other; `slow-compute` and `slow-comm`: that part takes three times as long.
 
 A fault counts as found if the node was convicted ("failed", or "slow"). A bad link is not a node's
 fault, and no node may be convicted for it; a node with two bad links counts as bad. Cases that no
@@ -72,7 +72,7 @@ class Machines:
     """Nodes with faults, and the measurements of their probes."""
 
     def __init__(self, faults: Iterable[Fault], noise: float = 0.0, seed: int = 0) -> None:
-        """`noise`: each time differs by up to this fraction, either way."""
+        """`noise`: the maximum fraction by which each time differs, in either direction."""
         self._of: dict[str, set[str]] = {}
         self._links: set[frozenset[str]] = set()
         for fault in faults:
@@ -131,12 +131,13 @@ class Machines:
         return 1.0 + self._chance.uniform(-self._noise, self._noise) if self._noise else 1.0
 
     def begin_pass(self) -> None:
-        """Begin the probes of another pass."""
+        """Called before the probes of each pass."""
 
 
 class Restless(Machines):
-    """Matmuls that vary from one to the next by 30 %, from node to node by 10 %, and for all nodes
-    from pass to pass by a factor of two (each the standard deviation of its logarithm)."""
+    """Nodes whose matmuls vary from one to the next by 30 %, from node to node by 10 %, and for all
+    nodes together from pass to pass by a factor of two (each as the standard deviation of the
+    logarithm)."""
 
     def __init__(self, count: int, faults: Iterable[Fault], slower: float, seed: int) -> None:
         super().__init__(faults, seed=seed)
@@ -161,13 +162,13 @@ def names(count: int) -> list[str]:
 
 
 def new() -> NetCheck:
-    """A check of a job without known nodes."""
+    """The network check of a job that knows no nodes yet."""
     serial = itertools.count()
     return NetCheck(CheckSpec(network=True), lambda: f"check-{next(serial)}")
 
 
 def check(count: int, machines: Machines) -> Outcome:
-    """One whole check of this many new nodes."""
+    """The outcome of one whole check of this many new nodes."""
     return drive(new(), names(count), machines, 0.0)
 
 
@@ -178,7 +179,8 @@ def drive(
     now: float,
     outcome: Outcome | None = None,
 ) -> Outcome:
-    """Run a check to its end with simulated answers; fills `outcome`."""
+    """Run a check to its end with simulated answers. Adds to `outcome`, if given, and returns
+    it."""
     outcome = outcome or Outcome()
     groups = list(netcheck.start(ready, now))
     while groups:
@@ -201,18 +203,18 @@ def drive(
     return outcome
 
 
-# ---------------------------------------------------------------- what can be told at all
+# ---------------------------------------------------------------- what is decidable
 
 
 def guilty(faults: Sequence[Fault]) -> set[str]:
-    """The nodes that may be convicted as failed."""
+    """The nodes that may be convicted as failed: those with such a fault, or with two bad links."""
     nodes = {one.node for one in faults if one.kind in (*OWN, *TOGETHER)}
     ends = [end for one in faults if one.kind == "link" for end in (one.node, one.other)]
     return nodes | {node for node in ends if ends.count(node) > 1}
 
 
 def decidable(count: int, fault: Fault, faults: Sequence[Fault]) -> bool:
-    """Whether the probes tell this fault from others.
+    """Whether the probes can distinguish this fault from others.
 
     `comm`, `hang`: only if two good nodes with a good link between them remain for comparison (so
     never with two nodes). `slow-compute`: only if it stands out from the ideal figures of all
@@ -245,7 +247,7 @@ def decidable(count: int, fault: Fault, faults: Sequence[Fault]) -> bool:
 
 
 def single(count: int, kind: str) -> Iterator[tuple[Fault]]:
-    """Every fault of this kind."""
+    """Every single fault of this kind; none on a lone node that needs a partner."""
     nodes = names(count)
     if kind == "link":
         yield from ((Fault(kind, *ends),) for ends in itertools.combinations(nodes, 2))
@@ -254,7 +256,7 @@ def single(count: int, kind: str) -> Iterator[tuple[Fault]]:
 
 
 def double(count: int, kinds: Sequence[str] = KINDS) -> Iterator[tuple[Fault, Fault]]:
-    """Every pair of faults of different nodes."""
+    """Every pair of faults, except two of the same node."""
     singles = [fault for kind in kinds for (fault,) in single(count, kind)]
     for one, other in itertools.combinations(singles, 2):
         if one.node != other.node or "link" in (one.kind, other.kind):
@@ -263,17 +265,18 @@ def double(count: int, kinds: Sequence[str] = KINDS) -> Iterator[tuple[Fault, Fa
 
 @dataclass(slots=True)
 class Tally:
-    """Many checks of one size."""
+    """Counts over many checks of one size."""
 
     planted: int = 0
     decidable: int = 0
     found: int = 0
     wronged: int = 0  # good nodes that were convicted
-    missed: list[tuple[int, tuple[Fault, ...]]] = field(default_factory=list)  # or wronged one
+    # checks in which a decidable fault was not found, or a good node was convicted
+    missed: list[tuple[int, tuple[Fault, ...]]] = field(default_factory=list)
     passes: list[int] = field(default_factory=list)
 
     def add(self, count: int, faults: tuple[Fault, ...]) -> None:
-        """Inject these, run the check, and compare."""
+        """Inject these faults, run the check, and count the result."""
         outcome = check(count, Machines(faults))
         told = outcome.failed | outcome.slow
         must_be = {one.node for one in faults if decidable(count, one, faults)}
@@ -288,7 +291,7 @@ class Tally:
             self.missed.append((count, faults))
 
     def row(self, *head: object) -> str:
-        """As a line of the table."""
+        """The line of the table; `head`: its first cells."""
         cells = [*head, self.planted, self.decidable, self.found, self.wronged]
         median = statistics.median_low(self.passes) if self.passes else "-"
         cells.append(f"{median}, {max(self.passes, default='-')}")
@@ -298,7 +301,7 @@ class Tally:
 def sampled(
     everything: Iterable[tuple[Fault, ...]], most: int, chance: random.Random
 ) -> list[tuple[Fault, ...]]:
-    """All of these, or a random sample."""
+    """All of these, or if there are more than `most`, a random sample of that size."""
     listed = list(everything)
     return listed if len(listed) <= most else chance.sample(listed, most)
 
@@ -309,7 +312,8 @@ MOST_SINGLE = 1500
 """Maximum number of checks per row of the table of single faults; beyond it, a random sample."""
 
 NODES_OF_DOUBLES = 40_000
-"""Total number of nodes in the checks of one row of the table of double faults."""
+"""Total number of nodes in the checks of one row of the table of double faults, which determines
+the number of checks."""
 
 HEAD = """
 | nodes | checks | planted | decidable | found | good ones convicted | passes (median, worst) |
@@ -323,7 +327,7 @@ LINKS = """
 def table(
     count: int, everything: Iterable[tuple[Fault, ...]], most: int, chance: random.Random
 ) -> tuple[str, Tally]:
-    """One row, and its tally."""
+    """Check these faults, or a sample of `most`. Returns the row, and its tally."""
     tally = Tally()
     listed = sampled(everything, most, chance)
     for faults in listed:
@@ -332,8 +336,8 @@ def table(
 
 
 def links(count: int, most: int, chance: random.Random) -> tuple[str, int]:
-    """One row about single bad links, and how often a node was convicted or a probed bad link was
-    not named."""
+    """Check single bad links. Returns the row, and how often a node was convicted or a probed bad
+    link was not named."""
     tried, named, wronged, passes = 0, 0, 0, []
     listed = sampled(single(count, "link"), most, chance)
     for (fault,) in listed:
@@ -352,8 +356,8 @@ def links(count: int, most: int, chance: random.Random) -> tuple[str, int]:
 
 
 def noisy(seeds: int) -> tuple[int, int]:
-    """Checks of two to eight healthy nodes whose times differ by up to 20 % either way, and how
-    many of their nodes were found slow."""
+    """Run checks of two to eight healthy nodes whose times differ by up to 20 % in either
+    direction. Returns their number, and how many nodes they found slow."""
     slow = 0
     for seed in range(seeds):
         slow += len(check(2 + seed % 7, Machines((), noise=0.2, seed=seed)).slow)
@@ -361,8 +365,8 @@ def noisy(seeds: int) -> tuple[int, int]:
 
 
 def restless(count: int, seeds: int) -> tuple[int, int]:
-    """Checks of this many restless nodes: in how many a node that is ten times as slow is found,
-    and in how many a node is found slow although none is."""
+    """Run checks of this many `Restless` nodes. Returns in how many a node that takes ten times as
+    long is found, and in how many a node is found slow although none is."""
     found = wronged = 0
     for seed in range(seeds):
         faults = (Fault("slow-compute", "n1"),)
@@ -372,7 +376,7 @@ def restless(count: int, seeds: int) -> tuple[int, int]:
 
 
 def random_pairs(count: int, most: int, chance: random.Random) -> Iterator[tuple[Fault, ...]]:
-    """Random double faults among too many nodes for a full list."""
+    """Random double faults, for sizes at which listing all would take too long."""
     for _ in range(most):
         one, other, *ends = chance.sample(names(count), 4)
         first, second = chance.choice(KINDS), chance.choice(KINDS)
@@ -383,8 +387,8 @@ def random_pairs(count: int, most: int, chance: random.Random) -> Iterator[tuple
 
 
 def cost(count: int) -> tuple[float, int]:
-    """CPU seconds for a check of this many nodes with two bad ones in one pair, and its passes;
-    without the time of the simulated probes."""
+    """CPU seconds of a check of this many nodes, two bad ones in one pair, without the time of the
+    simulated probes; and its number of passes."""
     machines = Machines((Fault("comm", "n0"), Fault("comm", "n1")))
     netcheck = new()
     spent, passes = 0.0, 0
@@ -404,7 +408,7 @@ def cost(count: int) -> tuple[float, int]:
 
 
 def main() -> int:
-    """Print the tables; return 1 if a decidable fault was not found, or a good node was
+    """Print the tables. Returns 1 if a decidable fault was not found, or a good node was
     convicted."""
     parser = argparse.ArgumentParser(description="Planted faults and what the check finds.")
     parser.add_argument("--quick", action="store_true", help="a tenth of the checks")

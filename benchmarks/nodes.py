@@ -1,4 +1,4 @@
-"""Jobs of several nodes on one host: each agent is a node that can be killed or frozen."""
+"""Runs jobs of several nodes on one host: each agent is a node that can be killed or frozen."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ PAUSE = 0.01
 """Seconds between two steps of the script."""
 
 FIRST_STEP_LIMIT = 90.0
-"""Seconds from the commands to the first step: torchrun's last call is 30 s by default."""
+"""Seconds within which a job must complete its first step: torchrun's last call is 30 s by
+default."""
 
 
 class Nodes:
@@ -46,7 +47,7 @@ class Nodes:
         )
 
     def add(self, count: int = 1) -> float:
-        """Start more agents; return when the first of them was started."""
+        """Start more agents. Returns the time at which the first was started."""
         began = time.monotonic()
         for _ in range(count):
             words = (str(PAUSE),)
@@ -54,8 +55,8 @@ class Nodes:
         return began
 
     def first_steps(self, world: int, after: float, limit: float) -> list[Fact]:
-        """Wait for the first step of every rank in a world of this size that began after a given
-        time. TookTooLong, also if all agents have ended."""
+        """Wait until every rank of a world of this size has completed its first step, later than
+        the time `after`. Raises TookTooLong, also if all agents have exited."""
 
         def found() -> list[Fact]:
             facts = [f for f in self.run.of("allreduce") if f.world == world and f.time > after]
@@ -74,14 +75,14 @@ class Nodes:
         return [agent, *(p for p in agent.children(recursive=True) if not is_master(p.pid))]
 
     def master(self) -> psutil.Process:
-        """The hosted master."""
+        """The process of the hosted master. Raises TookTooLong if there is none."""
         for process in self.run.processes():
             if is_master(process.pid):
                 return process
         raise TookTooLong("there is no master")
 
     def host(self) -> int:
-        """The node that hosts the master, or torchrun's store."""
+        """The number of the node that hosts the master, or torchrun's store."""
         for node, agent in enumerate(self.run.agents):
             process = psutil.Process(agent.pid)
             for one in (process, *process.children(recursive=True)):
@@ -89,30 +90,30 @@ class Nodes:
                     return node
         raise TookTooLong(f"nobody listens on {self.port}")
 
-    # ------------------------------------------------------------ what may happen
+    # ------------------------------------------------------------ faults
 
     def kill(self, node: int, *, master: bool = False) -> float:
-        """kill -9 of all processes of a node, with `master` also of the master that it hosts;
-        returns the time."""
+        """SIGKILL all processes of a node, with `master` also the master that it hosts. Returns the
+        time."""
         victims = self.processes(node)
         if master:
             victims.append(self.master())
         return signal_all(victims, signal.SIGKILL)
 
     def freeze(self, node: int) -> float:
-        """SIGSTOP of all processes of a node; returns the time."""
+        """SIGSTOP all processes of a node. Returns the time."""
         return signal_all(self.processes(node), signal.SIGSTOP)
 
     def hold(self, process: psutil.Process, seconds: float) -> None:
-        """SIGSTOP, and SIGCONT after a while."""
+        """Stop a process for some seconds: SIGSTOP, then SIGCONT."""
         process.suspend()
         time.sleep(seconds)
         process.resume()
 
-    # ------------------------------------------------------------ what the scripts wrote down
+    # ------------------------------------------------------------ the logs of the scripts
 
     def steps(self) -> dict[int, list[float]]:
-        """The times of all steps so far, by process."""
+        """The times of all steps so far, by the rank's pid."""
         found = {}
         for path in self.run.folder.glob("steps-*"):
             lines = path.read_text().splitlines()
@@ -134,7 +135,7 @@ def listens(process: psutil.Process, port: int) -> bool:
 
 
 def signal_all(victims: Sequence[psutil.Process], number: int) -> float:
-    """Send a signal to all of them at once; return the time."""
+    """Send a signal to all of these processes. Returns the time before the first."""
     began = time.monotonic()
     for process in victims:
         with contextlib.suppress(ProcessLookupError):
@@ -143,8 +144,8 @@ def signal_all(victims: Sequence[psutil.Process], number: int) -> float:
 
 
 def answers(port: int, limit: float) -> float:
-    """When the master at this port first answers a request for the job's page; polled every 10
-    ms."""
+    """Query the status of the master at this port every 10 ms. Returns the time of its first
+    answer. Raises TookTooLong after `limit` seconds."""
     from elasticrun.wire.rpc.channel import LinkError, get_status
     from elasticrun.wire.types import Endpoint
 
@@ -162,8 +163,8 @@ def answers(port: int, limit: float) -> float:
 
 @contextlib.contextmanager
 def etcd(folder: Path) -> Iterator[str]:
-    """A real etcd for this run; yields the value of --master-store. TookTooLong if it cannot be
-    started."""
+    """A real etcd for this run; yields the value of --master-store. Raises TookTooLong if etcd is
+    not installed."""
     program = shutil.which("etcd")
     if program is None:
         raise TookTooLong("etcd is not installed")
@@ -182,5 +183,5 @@ def etcd(folder: Path) -> Iterator[str]:
 
 
 def only_ours(launcher: str, *flags: str) -> tuple[str, ...]:
-    """Flags that torchrun does not have."""
+    """These flags for elasticrun; none for torchrun, which does not have them."""
     return flags if launcher == ELASTICRUN else ()

@@ -1,10 +1,10 @@
-"""The cost of the operator: CPU and memory with many jobs, and how soon a dead pod is replaced.
+"""Measures the operator: CPU and memory with many jobs, and how soon a dead pod is replaced.
 
     python benchmarks/operator_cost.py [--jobs N] [--nodes N] [--seconds S] [--json FILE]
 
 The API server is the tests' stand-in, whose pods have no processes. One real master answers for all
-jobs; its answer claims that they train, because no rank runs. The operator polls each master and
-relists as usual.
+jobs; its answer is changed to say that they train, because no rank runs. The operator polls the
+masters and relists as usual.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ spec:
 
 
 def measured(jobs: int, nodes: int, seconds: float, scratch: Path) -> dict[str, Any]:
-    """The figures."""
+    """Run the operator with this many jobs, each of `nodes` nodes, and measure for some seconds.
+    Returns the figures."""
     cluster = StandIn(scratch, hollow=True)
     for number in range(jobs * (nodes + 1) // 100 + 1):
         cluster.node(f"n{number}", cpu=1000)
@@ -100,7 +101,7 @@ def measured(jobs: int, nodes: int, seconds: float, scratch: Path) -> dict[str, 
 
 
 def replaced(cluster: StandIn, index: str) -> float:
-    """Seconds until a killed pod has a successor."""
+    """Kill the first pod of an index. Returns the seconds until it has a successor."""
 
     async def successor() -> None:
         while ("default", f"{index}-1") not in cluster.store.objects["", "pods"]:

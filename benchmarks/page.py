@@ -1,5 +1,5 @@
-"""How long the page blocks a browser's frames: 1,024 ranks on 128 nodes, all of which change every
-second; half of the time all of them hang.
+"""Measures how long the page blocks a browser's frames, with 1,024 ranks on 128 nodes that all
+change every second; half of the time the job hangs.
 
     python benchmarks/page.py [--seconds S] [--slower N]
 
@@ -73,7 +73,7 @@ async def measure(seconds: int, slower: float) -> tuple[float, float, int]:
 
 
 def main() -> int:
-    """Measure, print; 1 if the bar is missed."""
+    """Measure and print. Returns 1 if the target is missed."""
     parser = argparse.ArgumentParser(description="How long the page holds up a browser's frames.")
     parser.add_argument("--seconds", type=int, default=30)
     parser.add_argument("--slower", type=float, default=1.0)

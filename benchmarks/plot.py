@@ -26,7 +26,7 @@ COLOURS = {"torchrun": "#b9b9b9", "elasticrun": "#d1495b"}
 
 
 def draw(source: Path, target: Path) -> None:
-    """Bars of medians with every sample as a dot, on a logarithmic axis."""
+    """Draw medians as bars and every sample as a dot, on a logarithmic axis."""
     result = json.loads(source.read_text())
     rows = {row["row"]: row for row in result["rows"]}
     names = [name for name in ROWS if name in rows]

@@ -1,11 +1,11 @@
-"""What `elasticrun.training.progress(step)` costs a rank, as a table.
+"""Measures what `elasticrun.training.progress(step)` costs a rank, as a table.
 
     python benchmarks/progress_cost.py [--calls N]
 
 Two ranks on gloo, with a listener in place of the agent. Timed: a call without an agent, a call
 with one (most calls only count; ten per second send a datagram), and one read of torch's flight
-recorder, once a second, for the buffer size without accelerators and for torch's default. All
-figures are CPU time of the rank's thread, which a busy machine changes little.
+recorder, of which an agent causes one per second, for the buffer size without accelerators and for
+torch's default. All figures are CPU time of the rank's thread, which a busy machine changes little.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ if os.environ["RANK"] == "0":
 
 
 def without_agent(calls: int) -> float:
-    """Seconds of a call in a process that no agent started."""
+    """CPU seconds of a call in a process that no agent started."""
     os.environ.pop(PROGRESS, None)
     from elasticrun.training import progress
 
@@ -72,7 +72,8 @@ def _hear(ear: socket.socket) -> None:
 
 
 def below_listener(calls: int, ring: int) -> tuple[float, float, int]:
-    """Seconds of a call, seconds of a read, and the number of entries read."""
+    """Run two ranks below a listener. Returns the CPU seconds of a call, those of a read of a
+    flight recorder with `ring` entries, and the number of entries read."""
     ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     name = mint_name()
     ear.bind(address(name))

@@ -1,4 +1,4 @@
-"""The cost of the master's record: writing facts to disk, and loading a month of them.
+"""Measures the master's record: writing facts to disk, and loading those of a month.
 
     python benchmarks/record.py [--days N] [--nodes N]
 
@@ -28,12 +28,12 @@ from elasticrun.wire.types import mint_nonce
 
 DAY = 24 * 3600.0
 LOAD_BAR = 0.3
-"""Seconds (issue 3) for which a master may be away without harm."""
+"""Target: seconds for which a master may be away without harm."""
 
 
 def live(days: float, nodes: int) -> list[Facts]:
-    """Every record of a job of `nodes` nodes that runs for `days` days, with a failure every
-    hour."""
+    """All versions of the facts of a simulated job of `nodes` nodes that runs for `days` days, with
+    a failure about every hour."""
     chance = random.Random(4711)
     spec = structs.replace(
         DEFAULT_SPEC, min_nodes=nodes // 2, max_nodes=nodes, max_restarts=10**6, grow="now"
@@ -59,7 +59,8 @@ def live(days: float, nodes: int) -> list[Facts]:
 
 
 async def written(folder: Path, versions: list[Facts]) -> list[float]:
-    """Milliseconds from each fact until its order may be sent."""
+    """Write all versions to a store in `folder`. Returns for each the milliseconds until the orders
+    that depend on it may be sent."""
     store = FileStore(folder)
     await store.load()
     took = []
@@ -74,7 +75,7 @@ async def written(folder: Path, versions: list[Facts]) -> list[float]:
 
 
 async def loaded(folder: Path) -> float:
-    """Seconds until a restarted master has its facts and its state machine."""
+    """Seconds until a restarted master has loaded its facts and its state machine has answered."""
     began = time.perf_counter()
     store = FileStore(folder)
     facts = await store.load()

@@ -1,14 +1,14 @@
-"""How the cost of a rendezvous grows with the number of nodes, compared with torch's c10d
+"""Measures how the cost of a rendezvous grows with the number of nodes, compared with torch's c10d
 rendezvous.
 
     python benchmarks/rendezvous_scale.py [--quick] [--json FILE] [--plot FILE]
 
 elasticrun: a real master process and 64 to 1,000 sessions of real agents' links, from a few load
-processes; all connect, prove the token, send Hello and join, until each has its Start. c10d: one
-real TCPStore and handlers of torch's dynamic rendezvous, one thread each in a few processes, as
-many as get their ranks within the time limit; all call next_rendezvous at once. The growth exponent
-is the slope of a straight line through log cost over log nodes. Bytes are the kernel's count for
-the sockets of master and store (TCP payload both ways).
+processes; all connect, send Hello and join, until each has its Start. c10d: one real TCPStore and
+handlers of torch's dynamic rendezvous, one thread each in a few processes, as many as get their
+ranks within the time limit; all call next_rendezvous at once. The growth exponent is the slope of a
+straight line through log cost over log nodes. Bytes are the kernel's count for the sockets of
+master and store (TCP payload in both directions).
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ DOCS = HERE.parent / "docs"
 OURS = "elasticrun"
 THEIRS = "c10d"
 BAR = 2.0
-"""CPU seconds that the master may use for a rendezvous of 1,000 nodes."""
+"""Target: CPU seconds that the master may use for a rendezvous of 1,000 nodes."""
 
 PROCESSES = 2
 
 
 def ours(nodes: int, seconds: float) -> dict[str, float]:
-    """One rendezvous of this many nodes, and the cost of keeping them attached; CPU in seconds."""
+    """Measure one rendezvous of this many nodes, and the cost of keeping them attached for
+    `seconds`. CPU in seconds, `steady` in percent of a core."""
     with serving(nodes, PROCESSES) as (master, crowd):
         busy, loads = master.cpu(), crowd.cpu()
         attached = crowd.tell(do="attach", every=0.0)
@@ -44,7 +45,7 @@ def ours(nodes: int, seconds: float) -> dict[str, float]:
         done = crowd.tell(do="started")
         used, clients = master.cpu() - busy, crowd.cpu() - loads
         carried = wire(master.port)
-        time.sleep(2.0)  # the last Running and the first beats
+        time.sleep(2.0)  # until the last Running and the first heartbeats have been sent
         busy, began = master.cpu(), time.monotonic()
         time.sleep(seconds)
         steady = 100 * (master.cpu() - busy) / (time.monotonic() - began)
@@ -64,7 +65,8 @@ def ours(nodes: int, seconds: float) -> dict[str, float]:
 
 
 def theirs(nodes: int, patience: float) -> dict[str, float]:
-    """The same with c10d; TookTooLong if not all have their ranks within `patience` seconds."""
+    """The same with c10d, without keeping nodes attached. Raises TookTooLong if not all have their
+    ranks within `patience` seconds."""
     port = free_port()
     load = str(HERE / "c10d_load.py")
     environ = {"BENCH_PATIENCE": str(patience), "LOGLEVEL": "ERROR"}
@@ -103,7 +105,7 @@ def theirs(nodes: int, patience: float) -> dict[str, float]:
 
 
 def rss(pid: int) -> float:
-    """Resident memory in MB."""
+    """The resident memory of a process in MB."""
     import psutil
 
     return float(psutil.Process(pid).memory_info().rss) / 1e6
@@ -138,7 +140,7 @@ def line(name: str, point: dict[str, float]) -> str:
 
 
 def draw(result: dict[str, Any], target: Path) -> None:
-    """CPU and bytes over nodes, both logarithmic, with the exponents."""
+    """Draw CPU and bytes over nodes, on logarithmic axes, with the exponents."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -164,7 +166,7 @@ def draw(result: dict[str, Any], target: Path) -> None:
 
 
 def measure(quick: bool) -> dict[str, list[dict[str, float]]]:
-    """Measure all sizes of both; c10d until it fails."""
+    """Measure and print all sizes of both, c10d until it fails."""
     found: dict[str, list[dict[str, float]]] = {OURS: [], THEIRS: []}
     samples = 1 if quick else 3
     for nodes in (64, 256) if quick else (64, 256, 1000):
@@ -183,7 +185,7 @@ def measure(quick: bool) -> dict[str, list[dict[str, float]]]:
 
 
 def main() -> int:
-    """Measure, print, draw, write; 1 if the bar is missed."""
+    """Measure, print, draw, write. Returns 1 if the target is missed."""
     parser = argparse.ArgumentParser(description="What a rendezvous costs as nodes grow.")
     parser.add_argument("--quick", action="store_true", help="small sizes, for a first look")
     parser.add_argument("--json", type=Path, help="write the results to this file")

@@ -1,4 +1,4 @@
-"""The first and last output of each benchmark, and the location of its results."""
+"""Prints the first and last lines of each benchmark, and writes its results."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def machine() -> str:
 def begin() -> dict[str, str]:
     """Print the time and the machine, and return them for the results.
 
-    Our modules are compiled first, as pip does when it installs a wheel: torchrun's are, and with
-    PYTHONDONTWRITEBYTECODE those of a checkout would be compiled again in every process."""
+    First compiles elasticrun's modules, as pip does when it installs a wheel: torchrun's are
+    compiled, and with PYTHONDONTWRITEBYTECODE those of a checkout would be compiled again in every
+    process."""
     compileall.compile_dir(Path(elasticrun.__file__).parent, quiet=2)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     about = {"date": now, "machine": machine()}
@@ -50,6 +51,6 @@ def write(name: str, about: Mapping[str, str], found: Mapping[str, Any], file: P
 
 
 def verdict(missed: Sequence[str]) -> int:
-    """Print which targets were missed; return the exit code."""
+    """Print which targets were missed. Returns the exit code."""
     print("every bar is met" if not missed else f"missed: {'; '.join(missed)}")
     return 1 if missed else 0

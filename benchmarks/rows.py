@@ -1,6 +1,6 @@
-"""The measurements: each takes a launcher's name and gives samples.
+"""The measurements of the launcher table. Each takes a launcher's name and returns samples.
 
-A sample is one number in the row's unit. Both launchers run alternately on the same machine, so a
+A sample is one number in the row's unit. The launchers alternate on the same machine, so that a
 slow minute of the machine affects both.
 """
 
@@ -20,21 +20,21 @@ from elasticrun.agent import warm
 from elasticrun.wire.env import WARM_SERVER
 
 START_LIMIT = 60.0
-"""Seconds in which a job of two ranks must complete its first all_reduce."""
+"""Seconds within which a job of two ranks must complete its first all_reduce."""
 
 RESTART_LIMIT = 20.0
-"""A restart that takes longer counts as a hang: torchrun's stale store hangs for 100 s."""
+"""Seconds after which a restart counts as a hang: with its stale store torchrun hangs for 100 s."""
 
 NO_BACKOFF = ("--restart-backoff=0",)
 
 
 def own(launcher: str, *flags: str) -> tuple[str, ...]:
-    """Flags that only elasticrun has."""
+    """These flags for elasticrun; none for torchrun, which does not have them."""
     return flags if launcher == ELASTICRUN else ()
 
 
 def last(facts: Sequence[Fact]) -> float:
-    """When the latest of these facts happened."""
+    """The time of the latest of these facts."""
     return max(fact.time for fact in facts)
 
 
@@ -59,7 +59,7 @@ def warm_process(run: Job) -> Iterator[dict[str, str]]:
 
 
 def warm_start(launcher: str) -> list[float]:
-    """The same with a warm process; torchrun has none."""
+    """The same with a warm process; for torchrun, which has none, a cold start."""
     if launcher == TORCHRUN:
         return cold_start(launcher)
     with job(launcher) as run, warm_process(run) as more:
@@ -69,16 +69,17 @@ def warm_start(launcher: str) -> list[float]:
 
 
 def came_to(run: Job, life: int, ranks: int) -> bool:
-    """Whether all ranks of this life, or of a later one, have completed their first all_reduce."""
+    """Whether `ranks` ranks of this life, or of a later one, have completed their first
+    all_reduce."""
     lives = [fact.life for fact in run.of("allreduce") if fact.life >= life]
     return any(lives.count(reached) >= ranks for reached in set(lives))
 
 
 def recoveries(run: Job, deaths: int, ranks: int, limit: float) -> list[float]:
-    """Seconds from each death to the first all_reduce of all ranks after it.
+    """Seconds from each death to the first all_reduce of all ranks of the next life.
 
-    A life that did not get that far is a wasted restart. The time from its predecessor's death
-    spans several lives, so it is no sample of a successful restart, and is left out."""
+    A life that does not get that far is a wasted restart. It is left out, because the time from its
+    predecessor's death spans several lives and is no sample of a successful restart."""
     with contextlib.suppress(TookTooLong):
         for life in range(deaths + 1):
             run.until(lambda life=life: came_to(run, life, ranks), limit)
@@ -91,7 +92,8 @@ def recoveries(run: Job, deaths: int, ranks: int, limit: float) -> list[float]:
 
 
 def restart(launcher: str) -> list[float]:
-    """Seconds from the death of one of two ranks to the next life's first all_reduce."""
+    """Seconds from the death of one of two ranks to the next life's first all_reduce, three times
+    in one job."""
     with job(launcher) as run:
         flags = ("--nproc-per-node=2", "--max-restarts=3", *own(launcher, *NO_BACKOFF))
         run.start(*flags, script="steps.py", arguments=("3", "0.5"))
@@ -108,7 +110,8 @@ def script_restart(launcher: str, script: str) -> list[float]:
 
 
 def two_nodes(launcher: str) -> list[float]:
-    """Seconds from the death of a rank on one node of two to the ranks of both running again."""
+    """Seconds from the death of the rank of one node of two to the next first all_reduce of both
+    nodes' ranks."""
     with job(launcher) as run:
         endpoint = f"127.0.0.1:{free_port()}"
         for _ in range(2):
@@ -123,7 +126,8 @@ def two_nodes(launcher: str) -> list[float]:
 
 
 def recoveries_two_nodes(run: Job) -> list[float]:
-    """Under torchrun the nodes' counters diverge, so lives are distinguished by process."""
+    """As `recoveries`, for two deaths of two nodes with one rank each. Lives are distinguished by
+    pid, because under torchrun the nodes' restart counts diverge."""
     found: list[float] = []
     with contextlib.suppress(TookTooLong):
         for death in range(2):
@@ -162,15 +166,15 @@ def pss(pid: int) -> int:
 
 
 def training(run: Job, settle: float = 3.0) -> None:
-    """A job of two ranks that has trained for a while."""
+    """Start a job of two ranks, and let it train for `settle` seconds."""
     run.start("--nproc-per-node=2", script="steps.py", arguments=("0", "0", "for-ever"))
     run.until(lambda: len(run.of("allreduce")) == 2, START_LIMIT)
     time.sleep(settle)
 
 
 def processor(launcher: str, seconds: float) -> dict[str, list[float]]:
-    """Percent of one core that the launcher's processes (agent, master, fork server) use while two
-    ranks train."""
+    """Percent of one core that the launcher's processes use while two ranks train, by kind (agent,
+    master, fork server, other, all)."""
     with job(launcher) as run:
         training(run)
         ranks = {fact.pid for fact in run.of("allreduce")}
@@ -206,7 +210,8 @@ def name_of(process: psutil.Process) -> str:
 
 
 def cycles(launcher: str, deaths: int, limit: float) -> dict[str, float]:
-    """Crash and restart `deaths` times in a row; return what was wasted, hung or left behind."""
+    """Crash and restart `deaths` times in a row. Returns how many restarts worked, were wasted or
+    hung, and what was left behind."""
     with job(launcher) as run:
         shm = set(os.listdir("/dev/shm"))
         flags = ("--nproc-per-node=2", f"--max-restarts={deaths}", *own(launcher, *NO_BACKOFF))
@@ -244,5 +249,5 @@ def cycles(launcher: str, deaths: int, limit: float) -> dict[str, float]:
 
 
 def files_beyond_logs(folder: Path) -> int:
-    """Files in $TMPDIR outside the log tree, which belongs to the user."""
+    """The number of files in $TMPDIR outside the log folders, which belong to the user."""
     return sum(1 for p in folder.rglob("*") if p.is_file() and "attempt_" not in str(p))

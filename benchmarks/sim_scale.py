@@ -1,5 +1,5 @@
-"""The simulator at the size of the largest jobs: what a node costs the state machines as the number
-of nodes grows.
+"""Runs the simulator at the size of the largest jobs: what a node costs the state machines as the
+number of nodes grows.
 
     python benchmarks/sim_scale.py [--quick] [--factor F] [--hours H] [--json FILE] [--png FILE]
 
@@ -35,7 +35,7 @@ from simulator import DEFAULT_SPEC, NodeSetup, Rank, World, Worlds
 SIZES = (64, 256, 1000, 4000, 10_000)
 DEATHS_PER_NODE_HOUR = 419 / (54 * 24) / 2048
 AWAY = (120.0, 900.0)
-"""Seconds until a dead node returns: a reboot, or a replacement."""
+"""Minimum and maximum seconds until a dead node returns, after a reboot or as a replacement."""
 
 BAR = 1.1
 """Target: the maximum exponent."""
@@ -64,7 +64,7 @@ class Work(Worlds):
             self.count(0)
 
     def count(self, size: int) -> None:
-        """From now on this many nodes work."""
+        """Add up the work so far; from now on `size` nodes work."""
         now = self._world.clock.now
         self.node_seconds += self._size * (now - self._since)
         self._since, self._size = now, size
@@ -153,7 +153,7 @@ def hour(nodes: int, factor: float, hours: float, seed: int = 1) -> Hour:
 
 
 def exponent(points: Sequence[tuple[float, float]]) -> float:
-    """The slope of the line through these points on logarithmic axes."""
+    """The slope of the line fitted to these points on logarithmic axes."""
     xs = [math.log(x) for x, _ in points]
     ys = [math.log(y) for _, y in points]
     middle_x, middle_y = sum(xs) / len(xs), sum(ys) / len(ys)
@@ -162,7 +162,7 @@ def exponent(points: Sequence[tuple[float, float]]) -> float:
 
 
 def draw(found: dict[str, object], hours: Sequence[Hour], target: Path) -> None:
-    """CPU per virtual hour over nodes, with the fitted lines and the bar."""
+    """Draw CPU per virtual hour over nodes, with the exponents and a line for the target."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -188,7 +188,7 @@ def draw(found: dict[str, object], hours: Sequence[Hour], target: Path) -> None:
 
 
 def main() -> int:
-    """Measure, print, write; 1 if the bar is missed."""
+    """Measure, print, write. Returns 1 if the target is missed."""
     parser = argparse.ArgumentParser(description="The brains at 64 to 10,000 simulated nodes.")
     parser.add_argument(
         "--quick", action="store_true", help="up to 1,000 nodes, a tenth of an hour"

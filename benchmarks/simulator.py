@@ -1,5 +1,5 @@
-"""What the benchmarks import from tests/simulator. That folder is not installed, so it is found
-beside them, before any other package named `tests`."""
+"""Re-exports what the benchmarks use of tests/simulator. That folder is not installed, so this
+repository is put first on the path, before any other package named `tests`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The measurements of snapshots: each starts real jobs (or a plain process, for a floor) and gives
-seconds by name."""
+"""The measurements of snapshots. Each starts real jobs (or a plain process, for a floor) and
+returns samples, most by name, in seconds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from elasticrun.testing.processes import is_master
 Samples = dict[str, list[float]]
 
 LIMIT = 240.0
-"""Seconds that one job of a measurement may take, with 1 GiB in pages that were never touched."""
+"""Seconds that each wait in a measurement may take: with 1 GiB in pages that were never touched,
+jobs are slow."""
 
 
 def floors(gib: float, count: int, samples: int) -> Samples:
@@ -51,14 +52,14 @@ def floors(gib: float, count: int, samples: int) -> Samples:
 
 
 def figures(run: Job) -> list[dict[str, float | str]]:
-    """What the job's ranks have written so far."""
+    """The samples that the job's ranks have written so far, one object each."""
     path = run.folder / "figures"
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines]
 
 
 def by_name(rows: Sequence[dict[str, float | str]]) -> Samples:
-    """The seconds by name, in the order in which they were written."""
+    """The seconds of these samples by name, in the order in which they were written."""
     found: Samples = {}
     for row in rows:
         found.setdefault(str(row["name"]), []).append(float(row["seconds"]))
@@ -66,8 +67,9 @@ def by_name(rows: Sequence[dict[str, float | str]]) -> Samples:
 
 
 def lives(gib: float, count: int, samples: int, pairs: int) -> Samples:
-    """Stalls compared with memcpy in a first life; then pairs of SIGKILLs, each with the restore,
-    the first snapshot after it, and the seconds from the death to the next training step."""
+    """Measure stalls compared with memcpy in a first life; then, after each of `pairs` pairs of
+    SIGKILLs, the restore, the first snapshot after it, and the seconds from the death to the next
+    training step."""
     deaths = 2 * pairs
     with job(ELASTICRUN) as run:
         words = (str(gib), str(count), str(samples), str(deaths + 1))
@@ -84,8 +86,8 @@ PARTS = ("dies", "script", "imported", "made", "restored", "again")
 
 
 def _breakdown(run: Job, deaths: int) -> Samples:
-    """Seconds from a death to the next training step, and between the events on the way; for the
-    lives with even numbers, whose state was not touched before."""
+    """Seconds from a death to the next training step, and between the events on the way. Only of
+    lives with even numbers, whose memory was not touched before."""
     found: Samples = {}
     for life in range(2, deaths + 1, 2):
         at = [run.of("dies", life - 1), *(run.of(name, life) for name in PARTS[1:])]
@@ -109,7 +111,8 @@ def from_disk(launcher: str, gib: float, count: int, deaths: int) -> list[float]
 
 
 def _through(run: Job, deaths: int) -> None:
-    """Wait until the last life has completed its first step, and the job has succeeded."""
+    """Wait until every life has completed its first step, and the job has succeeded. Raises
+    TookTooLong."""
     for life in range(deaths + 1):
         run.until(lambda life=life: bool(run.of("again", life)), LIMIT)
         if not run.of("again", life):
@@ -125,14 +128,14 @@ def _end(run: Job) -> None:
 
 
 def recoveries(run: Job, deaths: int) -> list[float]:
-    """Seconds from each death to the next life's first step."""
+    """Seconds from each death to the next life's first training step."""
     pairs = ((run.of("dies", life), run.of("again", life + 1)) for life in range(deaths))
     return [again[0].time - died[0].time for died, again in pairs if died and again]
 
 
 def persists(gib: float, count: int, samples: int) -> Samples:
-    """Seconds from the end of `step()` to the marker, and the CPU seconds of all processes of the
-    job except the rank, by kind."""
+    """For each checkpoint, the seconds from the end of `step()` to its marker, and the CPU seconds
+    of the job's processes except the rank, by kind."""
     with job(ELASTICRUN) as run:
         words = (str(gib), str(count), str(samples))
         run.start("--nproc-per-node=1", script="snapshot_persist.py", arguments=words)
@@ -158,7 +161,7 @@ def processor(run: Job, ranks: set[int]) -> dict[str, float]:
     for process in run.processes():
         if process.pid not in ranks:
             with contextlib.suppress(OSError, psutil.Error):
-                kind, used = kind_of(process), process.cpu_times()  # of threads that ended too
+                kind, used = kind_of(process), process.cpu_times()  # includes ended threads
                 found[kind] = found.get(kind, 0.0) + used.user + used.system
     return found
 
@@ -173,8 +176,8 @@ def kind_of(process: psutil.Process) -> str:
 
 
 def training(pairs: int, steps: int) -> list[dict[str, float | str]]:
-    """Seconds of a step of a small model on two ranks, in blocks with a snapshot in each step and
-    without."""
+    """Samples of the seconds per step of a small model on two ranks, in blocks with a snapshot in
+    each step and without."""
     with job(ELASTICRUN) as run:
         words = (str(pairs), str(steps))
         run.start("--nproc-per-node=2", script="snapshot_training.py", arguments=words)

@@ -1,13 +1,14 @@
-"""The cost and benefit of snapshots, each figure compared with its floor in the same run.
+"""Measures the cost and benefit of snapshots, each figure compared with its floor in the same run.
 
     python benchmarks/snapshots.py [--quick] [--gib G] [--tensors N,...] [--only WORD] [--json FILE]
 
-One rank with that much state, in 64 and in 4,096 tensors, under the real command and agent: the
+For one rank with G GiB of state, in 64 and in 4,096 tensors, under the real command and agent: the
 stall of a snapshot, alternating with a copy of the same bytes in the same process; the first
 snapshot after a SIGKILL; the checkpoint on disk, compared with a plain O_DIRECT write and torch's
 own saves; the restore; and the seconds from the SIGKILL to the next training step. Then two ranks
-train a small model, in blocks with a snapshot in every step and without. Medians, with the worst
-value in brackets. Results go to benchmarks/results/ with the date and the machine, or to FILE.
+train a small model, in blocks with a snapshot in every step and without. The table shows medians,
+with the worst value in parentheses. Results go to benchmarks/results/ with the date and the
+machine, or to FILE.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from stage import ELASTICRUN, TORCHRUN, TookTooLong
 SAMPLES = 5
 
 PEER = "–"
-"""Name of a row that compares the figure of the row above with another peer."""
+"""The name of a row that compares the figure of the row above with another floor or peer."""
 
 
 @dataclass
@@ -156,8 +157,8 @@ class Found:
 
 
 def measure(gib: float, count: int, samples: int, only: str) -> Found:
-    """Take all samples for one number of tensors; a measurement that takes too long is reported and
-    left out."""
+    """Take the samples for one number of tensors, of measurements whose names contain `only`. One
+    that takes too long is reported and left out."""
     found = Found()
     parts = {
         "floors": lambda: found.floors.update(rows.floors(gib, count, samples)),
@@ -177,7 +178,8 @@ def measure(gib: float, count: int, samples: int, only: str) -> Found:
 
 
 def training_row(pairs: int, steps: int) -> tuple[Row, dict[str, list[float]]]:
-    """How much a snapshot in every step slows down a small model."""
+    """Measure how much a snapshot in every step slows down a small model. Returns the row and the
+    samples."""
     try:
         blocks = rows.training(pairs, steps)
     except TookTooLong as late:
@@ -195,7 +197,7 @@ def training_row(pairs: int, steps: int) -> tuple[Row, dict[str, list[float]]]:
 
 
 def main() -> int:
-    """Measure, print, write; 1 if a target is missed."""
+    """Measure, print, write. Returns 1 if a target is missed."""
     parser = argparse.ArgumentParser(description="Snapshots beside their floors.")
     parser.add_argument("--quick", action="store_true", help="0.25 GiB, few samples")
     parser.add_argument("--gib", type=float, default=0.0, help="GiB of state; 1")

@@ -31,13 +31,13 @@ MARK = "BENCH_MARK"
 
 
 class TookTooLong(Exception):
-    """The time limit of a measurement was reached."""
+    """A measurement has reached its time limit, or cannot go on; the message says why."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """What a rank reported (scripts/report.py); `time` is CLOCK_MONOTONIC in seconds, `node` is the
-    number of the agent that started it."""
+    """What a rank reported (scripts/report.py). `time` is CLOCK_MONOTONIC in seconds, `life` the
+    rank's restart count, `node` the number of its agent."""
 
     event: str
     rank: int
@@ -49,7 +49,7 @@ class Fact:
 
 
 class Job:
-    """The agents of one measurement in their own folder, and the facts from their ranks."""
+    """The agents of one measurement, their temporary folder, and the facts from their ranks."""
 
     def __init__(self, launcher: str) -> None:
         self.launcher = launcher
@@ -64,7 +64,7 @@ class Job:
         self.began = 0.0
 
     def environment(self) -> dict[str, str]:
-        """The environment of every process of the job."""
+        """The environment of the next agent and its processes."""
         return {
             **{k: v for k, v in os.environ.items() if not k.startswith(("PET_", "TORCHELASTIC_"))},
             "ELASTICRUN_WARM_SERVER": "off",
@@ -84,10 +84,10 @@ class Job:
         own_store: bool = True,
         more: Mapping[str, str] | None = None,
     ) -> None:
-        """Start one agent; the job's time counts from the first one.
+        """Start one agent. `began` is the time at which the first was started.
 
-        `own_store` sets the variable that makes torchrun 2.13 give up its shared store: with it,
-        about half of its restarts hang or fail, and nothing can be measured."""
+        `own_store` sets the variable that makes torchrun 2.13 give up its shared store. With the
+        shared store about half of its restarts hang or fail, so that nothing can be measured."""
         command = (*COMMANDS[self.launcher], *flags, str(SCRIPTS / script), *arguments)
         environment = {**self.environment(), **(more or {})}
         if own_store and self.launcher == TORCHRUN:
@@ -107,8 +107,8 @@ class Job:
         console.close()
 
     def until(self, enough: Callable[[], bool], limit: float) -> None:
-        """Receive facts until there are enough, or all agents have ended; TookTooLong after `limit`
-        seconds."""
+        """Receive facts until `enough` returns True or all agents have exited. Raises TookTooLong
+        after `limit` seconds."""
         end = time.monotonic() + limit
         ends = [os.pidfd_open(agent.pid) for agent in self.agents if agent.poll() is None]
         try:
@@ -128,15 +128,16 @@ class Job:
                 os.close(fd)
 
     def of(self, event: str, life: int | None = None) -> list[Fact]:
-        """The facts of this name (and life) so far."""
+        """The facts so far of this event and, if given, this life."""
         return [f for f in self.facts if f.event == event and life in (None, f.life)]
 
     def console(self) -> str:
-        """The end of what the agents printed."""
+        """The end of each agent's output."""
         return "".join(p.read_text(errors="replace")[-1500:] for p in self.folder.glob("console-*"))
 
     def processes(self) -> list[psutil.Process]:
-        """Every living process of this job, whatever its parent."""
+        """Every living process of this job, whatever its parent, found by MARK in its
+        environment."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
@@ -146,7 +147,7 @@ class Job:
         return found
 
     def end(self) -> None:
-        """Kill what is left and remove the folder."""
+        """Kill all processes of the job and remove its folder."""
         for agent in self.agents:
             if agent.poll() is None:
                 agent.kill()
@@ -165,7 +166,7 @@ class Job:
 
 @contextlib.contextmanager
 def job(launcher: str) -> Iterator[Job]:
-    """A job that is removed completely at the end."""
+    """A job whose processes and folder are removed at the end."""
     made = Job(launcher)
     try:
         yield made

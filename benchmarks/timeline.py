@@ -2,9 +2,9 @@
 
     python benchmarks/timeline.py [--rounds N] [--json FILE] [--plot docs/timeline.png]
 
-A cold start, a start from a warm process and the restart of one of two ranks. The times come from
-the DEBUG lines of launcher and master and from the script's reports. Of several rounds, the one
-with the median total is shown, with torchrun's median of the same run.
+It measures a cold start, a start from a warm process and a restart after the death of one of two
+ranks. The times come from the DEBUG lines of launcher and master and from the script's reports. Of
+several rounds, the one with the median total is shown, with torchrun's median of the same run.
 """
 
 from __future__ import annotations
@@ -74,17 +74,18 @@ def said(run: Job) -> list[tuple[float, str]]:
 
 
 def moment(lines: list[tuple[float, str]], words: str) -> float:
-    """When the first line with these words was written."""
+    """The time of the first line that contains these words."""
     return next(at for at, text in lines if words in text)
 
 
 def first(facts: list[Fact]) -> float:
-    """When the earliest of these facts happened."""
+    """The time of the earliest of these facts."""
     return min(fact.time for fact in facts)
 
 
 def born(pid: int) -> float:
-    """When a process was started, by CLOCK_MONOTONIC; the kernel's resolution is 0.01 s."""
+    """The time at which a process was started, by CLOCK_MONOTONIC, with the kernel's resolution of
+    0.01 s."""
     ticks = start_time(pid)
     assert ticks is not None, f"process {pid} has ended"
     slept = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
@@ -92,7 +93,7 @@ def born(pid: int) -> float:
 
 
 def start(run: Job, more: Mapping[str, str]) -> Picture:
-    """From the command to the first all_reduce of both ranks."""
+    """Run a job: the picture from the command to the first all_reduce of both ranks."""
     words = ("0", "0", "for-ever")
     debug = {"LOGLEVEL": "DEBUG", **more}
     run.start("--nproc-per-node=2", script="steps.py", arguments=words, more=debug)
@@ -114,7 +115,7 @@ def start(run: Job, more: Mapping[str, str]) -> Picture:
 
 
 def of_ranks(run: Job, begins: float, life: int) -> list[Span]:
-    """From the beginning of a round to the first all_reduce of its ranks."""
+    """The spans from the beginning of a round to the first all_reduce of its ranks."""
     script, imported = first(run.of("begins", life)), rows.last(run.of("imported", life))
     grouped = rows.last(run.of("grouped", life))
     return [
@@ -126,7 +127,8 @@ def of_ranks(run: Job, begins: float, life: int) -> list[Span]:
 
 
 def restart(run: Job) -> Picture:
-    """From the death of one of two ranks to the first all_reduce of the next life."""
+    """Run a job: the picture from the death of one of two ranks to the first all_reduce of the next
+    life."""
     flags = ("--nproc-per-node=2", "--max-restarts=1", *rows.NO_BACKOFF)
     debug = {"LOGLEVEL": "DEBUG"}
     run.start(*flags, script="steps.py", arguments=("1", "0.5", "for-ever"), more=debug)
@@ -145,19 +147,19 @@ def restart(run: Job) -> Picture:
 
 
 def picture(spans: list[Span], began: float, ended: float) -> Picture:
-    """The picture, with the beginning at 0."""
+    """The picture of these spans, with times relative to `began`."""
     moved = [Span(s.who, s.what, max(0.0, s.began - began), s.ended - began) for s in spans]
     return Picture(tuple(moved), ended - began)
 
 
 def cold() -> Picture:
-    """A start without a warm process."""
+    """The picture of a start without a warm process."""
     with job(ELASTICRUN) as run:
         return start(run, {})
 
 
 def from_warm() -> Picture:
-    """A start with a warm process."""
+    """The picture of a start from a warm process."""
     with job(ELASTICRUN) as run:
         place = run.folder / "warm.sock"
         answer, pid = warm.start(place, 600.0, run.environment())
@@ -169,7 +171,7 @@ def from_warm() -> Picture:
 
 
 def again() -> Picture:
-    """A restart."""
+    """The picture of a restart."""
     with job(ELASTICRUN) as run:
         return restart(run)
 
@@ -187,7 +189,7 @@ def median(pictures: list[Picture]) -> Picture:
 
 
 def draw(found: Mapping[str, tuple[Picture, float]], about: Mapping[str, str], file: Path) -> None:
-    """One panel per picture, with a row and a bar for each phase."""
+    """Draw one panel per picture, with a row and a bar for each phase."""
     heights = [len(picture.spans) for picture, _ in found.values()]
     figure, panels = plt.subplots(
         len(found), 1, figsize=(9.0, 8.2), height_ratios=heights, layout="constrained"

@@ -1,4 +1,4 @@
-"""The cost of hang detection to a training.
+"""Measures what hang detection costs a training.
 
     python benchmarks/watch_cost.py [--rounds N] [--seconds S] [--json FILE]
 
@@ -43,19 +43,19 @@ from elasticrun.wire.progress import (
 RANKS: Final = 2
 BAR: Final = 0.001
 OFTEN: Final = 100
-"""Queries to a rank, as a multiple of the agent's."""
+"""How many times as often as by an agent the ranks of `asked_often` are queried."""
 
 WINDOW: Final = 0.25
 """Seconds of each period without queries, and of each period with them."""
 
 Step = tuple[float, float]
-"""When the step began, and its seconds."""
+"""The time at which a step began, and its seconds."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One job. `answers`: CPU share of the answering thread, for the rank that used most; `ours`:
-    that of our processes on the node; `steps`: of all ranks."""
+    """The result of one job. `answers`: the CPU share of the answering thread, of the rank where it
+    is largest; `ours`: that of the launcher's processes; `steps`: of all ranks."""
 
     answers: float
     ours: float
@@ -63,7 +63,7 @@ class Run:
 
 
 def train(run: Job, seconds: float, *flags: str, name: str = "") -> Run:
-    """Run one job; return what its ranks have written."""
+    """Run one job to its end. Returns what its ranks have written."""
     out = run.folder / "said"
     begin(run, out, seconds, *flags, name=name)
     run.until(lambda: run.agents[0].poll() is not None, seconds + 120)
@@ -71,14 +71,14 @@ def train(run: Job, seconds: float, *flags: str, name: str = "") -> Run:
 
 
 def begin(run: Job, out: Path, seconds: float, *flags: str, name: str = "") -> None:
-    """Start it."""
+    """Start the job. `name`: the address at which its ranks can be queried; "": none."""
     words = (str(seconds), str(out), *([name] if name else []))
     flags = ("--standalone", f"--nproc-per-node={RANKS}", *flags)
     run.start(*flags, script="watched.py", arguments=words)
 
 
 def result(out: Path) -> Run:
-    """What its ranks have written."""
+    """What the ranks of a job have written."""
     said = [json.loads(Path(f"{out}-{rank}").read_text()) for rank in range(RANKS)]
     steps = [(at, took) for one in said for at, took in one["steps"]]
     return Run(
@@ -87,8 +87,9 @@ def result(out: Path) -> Run:
 
 
 def asked_often(run: Job, seconds: float) -> list[Step]:
-    """The steps of ranks that are queried here in every other window, and by no agent. In between,
-    the same queries go to a socket that nobody reads, so that sending costs the same."""
+    """The steps of ranks that are queried in every other window by this process, and by no agent.
+    In the other windows the same queries go to a socket of this process, so that sending costs the
+    same."""
     name, out = mint_name(), run.folder / "said"
     begin(run, out, seconds, "--on-hang=off", name=name)
     number = 0
@@ -98,7 +99,7 @@ def asked_often(run: Job, seconds: float) -> list[Step]:
             for rank in range(RANKS):
                 number += 1
                 place = address(f"{name}-{rank}") if asked else nobody.getsockname()
-                with suppress(OSError):  # it does not exist yet, or has not answered
+                with suppress(OSError):  # the rank does not exist yet, or has not answered
                     asker.sendto(encode_question(RankAsked(number)), place)
                     (asker if asked else nobody).recv(ANSWER_BYTES)
             time.sleep(PULSE_EVERY / OFTEN)
@@ -111,8 +112,8 @@ def is_asked(at: float) -> bool:
 
 
 def slower_by_windows(steps: Iterable[Step]) -> float:
-    """By what fraction a step takes longer in a window with queries than in the one before: the
-    median over the pairs of windows."""
+    """The fraction by which a step takes longer in a window with queries than in the window before
+    it: the median over all pairs of windows."""
     windows: dict[int, list[float]] = defaultdict(list)
     for at, seconds in steps:
         windows[int(at / WINDOW)].append(seconds)
@@ -122,12 +123,12 @@ def slower_by_windows(steps: Iterable[Step]) -> float:
 
 
 def median(steps: Iterable[Step]) -> float:
-    """The median of their seconds."""
+    """The median duration of these steps in seconds."""
     return statistics.median(seconds for _, seconds in steps)
 
 
 def main() -> int:
-    """Measure, print, write; 1 if the target is missed."""
+    """Measure, print, write. Returns 1 if the target is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=20.0)

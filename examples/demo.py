@@ -1,8 +1,8 @@
-"""The demo: two agents train a real model. A rank is killed, and a mistake makes the others wait
+"""The demo: two agents train a real model. A rank is killed, and later a mistake makes a rank wait
 forever; the job continues both times.
 
-Both agents run on this machine, as they would on two machines. Every printed figure was measured in
-this run; the exit code is 1 if a check fails.
+Both agents run on this machine, as they would on two machines. All figures of recovery and accuracy
+are measured in this run; the exit code is 1 if a check fails.
 
     python examples/demo.py [--epochs N] [--keep FOLDER]
 """
@@ -36,7 +36,8 @@ RANKS_PER_NODE = 2
 LAST_RANK = NODES * RANKS_PER_NODE - 1
 WANTED_ACCURACY = 0.95
 HANG_ENDS = 15
-"""Seconds after which ranks that wait for a rank that cannot come are ended; the default is 30."""
+"""--hang-limit: seconds after which ranks that wait are restarted. Without it, a certain hang is
+ended after 30 s."""
 
 LIMIT = 180.0
 """Seconds after which the demo counts as failed."""
@@ -44,16 +45,17 @@ LIMIT = 180.0
 COLOURS = ("cyan", "magenta")
 
 Lines = queue.Queue[tuple[int, str | None]]
-"""Lines of all agents with the agent's number; None when that agent has ended."""
+"""Lines of all agents, each with the agent's number; None: that agent has exited."""
 
 
 class Broken(Exception):
-    """A check failed; the text is for the user."""
+    """A check failed; the message is a sentence for the user."""
 
 
 @dataclass
 class Story:
-    """What the job has shown so far."""
+    """What the job's output has shown so far. Times are of the monotonic clock, durations in
+    seconds."""
 
     ranks: dict[tuple[int, int], int] = field(default_factory=dict)  # (life, rank) -> pid
     resumed_at: int = -1
@@ -71,7 +73,7 @@ class Story:
 
 
 class Agent:
-    """One elasticrun with its output, line by line, in the common queue."""
+    """One elasticrun process, whose output a thread puts into the common queue, line by line."""
 
     def __init__(self, number: int, command: list[str], lines: Lines) -> None:
         self.number = number
@@ -104,7 +106,7 @@ class Agent:
 
 
 def facts(line: str) -> tuple[str, dict[str, str]]:
-    """`epoch number=3 of=9` as its first word and its values."""
+    """Split a line such as `epoch number=3 of=9` into its first word and its values by name."""
     word, _, rest = line.strip().partition(" ")
     return word, dict(re.findall(r"(\w+)=(\S+)", rest))
 
@@ -118,12 +120,12 @@ def free_port() -> int:
 
 
 def start(folder: Path, epochs: int, lines: Lines) -> list[Agent]:
-    """Both agents, with the command that a user would type on each of two hosts."""
+    """Start both agents, each with the command that a user would type on each of two hosts."""
     command = [
         *(sys.executable, "-m", "elasticrun"),
         *(f"--nnodes={NODES}", f"--nproc-per-node={RANKS_PER_NODE}", "--max-restarts=3"),
         *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=demo"),
-        "--preload=torch._dynamo",  # DDP imports it when it is constructed: one second per start
+        "--preload=torch._dynamo",  # otherwise each start imports it with DDP: one second
         f"--hang-limit={HANG_ENDS}",
         *(f"--log-dir={folder / 'logs'}", str(HERE / "digits.py")),
         *(f"--folder={folder}", f"--epochs={epochs}", f"--mistake={mistake(epochs)}"),
@@ -137,7 +139,7 @@ def mistake(epochs: int) -> int:
 
 
 class Show:
-    """Converts the job's lines to the story, and displays the story."""
+    """Reads the job's output, displays what it shows, and kills a rank on the way."""
 
     def __init__(self, console: Console, epochs: int) -> None:
         self.console = console
@@ -153,12 +155,13 @@ class Show:
         self.task: TaskID = self.progress.add_task("training", total=epochs, loss="")
 
     def say(self, text: str) -> None:
-        """One line with the time since the start."""
+        """Print a line with the time since the start."""
         passed = time.monotonic() - self.began
         self.progress.console.print(f"[dim]{passed:6.2f} s[/dim]  {text}", highlight=False)
 
     def see(self, node: int, line: str) -> None:
-        """Process one line of an agent's output."""
+        """Process one line of an agent's output. Kills a rank once a third of the epochs is
+        done."""
         now = time.monotonic()
         word, values = facts(line)
         story = self.story
@@ -197,7 +200,7 @@ class Show:
             self.hear(line)
 
     def hear(self, line: str) -> None:
-        """Process a line of elasticrun itself; both agents print it."""
+        """Process a line of elasticrun itself. Both agents may print it; the first counts."""
         story = self.story
         _, _, text = line.partition(": ")
         if text.startswith("the job's page: ") and not story.page:
@@ -211,16 +214,16 @@ class Show:
             story.goodput = text
 
     def kill(self, epoch: int) -> None:
-        """Kill the last rank, which is not on the node that writes the checkpoints (rank 0's)."""
+        """Kill the last rank, which is not on rank 0's node, where the checkpoints are written."""
         self.story.killed_in_epoch = epoch + 1
         self.say(f"[bold red]kill -9 rank {LAST_RANK}[/], in the middle of epoch {epoch + 1}")
         self.story.killed_at = time.monotonic()
-        with contextlib.suppress(ProcessLookupError):  # it has ended already; `judge` reports that
+        with contextlib.suppress(ProcessLookupError):  # it has exited already; `judge` reports that
             os.kill(self.story.ranks[0, LAST_RANK], signal.SIGKILL)
 
 
 def judge(story: Story, agents: list[Agent], epochs: int) -> None:
-    """Raise the first check that fails."""
+    """Wait for the agents to exit, and raise Broken for the first check that fails."""
     codes = [agent.process.wait() for agent in agents]
     lives = {life for life, _ in story.ranks}
     checks = [
@@ -245,7 +248,7 @@ def judge(story: Story, agents: list[Agent], epochs: int) -> None:
 
 
 def result(story: Story, epochs: int, seconds: float) -> Panel:
-    """The figures of this run, at the end."""
+    """The panel with the figures of this run."""
     table = Table.grid(padding=(0, 3))
     rows = (
         ("test accuracy", f"[bold]{story.accuracy:.1%}[/] of 360 images never trained on"),
@@ -274,7 +277,7 @@ docs/snapshots.md has the five lines that keep your script's state in memory."""
 
 
 def run(console: Console, folder: Path, epochs: int) -> None:
-    """Start, watch, kill, judge."""
+    """Start the agents, follow their output, and check the result. Raises Broken."""
     lines: Lines = queue.Queue()
     show = Show(console, epochs)
     agents = start(folder, epochs, lines)
@@ -306,7 +309,7 @@ def run(console: Console, folder: Path, epochs: int) -> None:
 
 
 def main() -> int:
-    """Run the demo in a folder of its own; 0 if every check passed."""
+    """Run the demo in a temporary folder, or that of --keep. Returns 0 if every check passed."""
     parser = argparse.ArgumentParser(description="Two agents, a real model, two faults.")
     parser.add_argument("--epochs", type=int, default=18)
     parser.add_argument("--keep", type=Path, help="a folder for checkpoints and logs, kept")

@@ -1,8 +1,8 @@
-"""A small convolutional network learns handwritten digits, on any number of ranks.
+"""Trains a small convolutional network to read handwritten digits, on any number of ranks.
 
 An ordinary script for torchrun or elasticrun: DDP over gloo, a checkpoint file after each epoch,
-and a start from that file if it exists. Its progress goes to standard output, one line per fact. It
-reports its steps to elasticrun if that is installed; nothing depends on that.
+and a start from that file if it exists. It prints its progress, one line per fact, and reports its
+steps to elasticrun if that is installed; nothing depends on that.
 
     elasticrun --nproc-per-node=2 examples/digits.py --folder runs/digits
 """
@@ -34,7 +34,8 @@ TEST_PART = 360
 
 
 def digits(folder: Path, rank: int) -> tuple[TensorDataset, TensorDataset]:
-    """Training and test images (1 x 8 x 8, in 0..1); rank 0 prepares them once, as a file."""
+    """Training and test images (1 x 8 x 8, from 0 to 1). Rank 0 prepares them once, as a file; all
+    ranks must call this."""
     prepared = folder / "digits.pt"
     if rank == 0 and not prepared.exists():
         from sklearn.datasets import load_digits
@@ -52,7 +53,7 @@ def digits(folder: Path, rank: int) -> tuple[TensorDataset, TensorDataset]:
 
 
 def network() -> nn.Module:
-    """Two convolutions and a linear layer: 20,000 weights."""
+    """Two convolutions and a linear layer: 12,000 weights."""
     return nn.Sequential(
         *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(16, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
@@ -61,14 +62,14 @@ def network() -> nn.Module:
 
 
 def tell(text: str) -> None:
-    """One line in one write, so that the lines of several ranks do not run into each other."""
+    """Print a line in one write, so that the lines of several ranks do not get mixed."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 def save(state: object, path: Path) -> None:
-    """Replace a file atomically: if the process dies, the file is the old one or the complete new
-    one."""
+    """Save a state to a file atomically: if the process dies, the file is the old one or the
+    complete new one."""
     part = path.with_suffix(".part")
     torch.save(state, part)
     part.replace(path)
@@ -85,7 +86,8 @@ def accuracy(model: nn.Module, test: TensorDataset) -> float:
 
 
 def forget_the_others(folder: Path) -> None:
-    """A common mistake, made here once on purpose: a collective that only one rank calls."""
+    """A common mistake, made here on purpose, once per folder: a collective that only one rank
+    calls. It then waits forever."""
     once = folder / "forgot"
     if not once.exists():
         once.touch()
@@ -93,7 +95,8 @@ def forget_the_others(folder: Path) -> None:
 
 
 def train(folder: Path, epochs: int, mistake: int) -> None:
-    """Train from the checkpoint (or from nothing) to the last epoch and test."""
+    """Train from the checkpoint, if there is one, to the last epoch, then test. `mistake`: the
+    epoch after which rank 0 hangs once; 0: none."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     train_set, test_set = digits(folder, rank)
@@ -138,7 +141,7 @@ def train(folder: Path, epochs: int, mistake: int) -> None:
 
 
 def main() -> None:
-    """Read the arguments, join the ranks, train."""
+    """Read the arguments, join the process group, train."""
     parser = argparse.ArgumentParser(description="Digits on any number of ranks.")
     parser.add_argument("--folder", type=Path, default=Path("runs/digits"))
     parser.add_argument("--epochs", type=int, default=12)

@@ -1,8 +1,8 @@
-"""Each sample exactly once per epoch, in spite of failures and changes of the world size.
+"""Uses each sample exactly once per epoch, in spite of failures and changes of the world size.
 
-The global batch is 96 samples on any number of ranks, in micro-batches of 16 at most. After a
-failure or a resize the ranks continue with the next sample, and a run at one world size ends with
-bitwise the same weights as without failures.
+The global batch is 96 samples on any number of ranks, in micro-batches of at most 16. After a
+failure or a resize the ranks continue with the next sample. If the world size does not change, a
+run with failures ends with bitwise the same weights as one without.
 
     elasticrun --nnodes=1:4 --nproc-per-node=2 examples/elastic_data.py --steps 300
 """
@@ -55,7 +55,7 @@ def train(total: int) -> None:
 
 
 def main() -> None:
-    """Read the arguments, join the ranks, train."""
+    """Read the arguments, join the process group, train."""
     parser = argparse.ArgumentParser(description="A regression that uses each sample once.")
     parser.add_argument("--steps", type=int, default=300)
     arguments = parser.parse_args()

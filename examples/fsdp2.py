@@ -1,7 +1,7 @@
-"""FSDP2 on a small regression, written for torchrun; after a failure it starts from the beginning.
+"""FSDP2 on a small regression, written for torchrun; after a failure it starts over.
 
-`snapshots_fsdp2.py` is this script with five lines changed. Only one rank holds each shard of a
-weight and of Adam's moments.
+`snapshots_fsdp2.py` is this script with five lines changed. Each shard of the weights and of Adam's
+moments is on one rank only.
 
     torchrun --nproc-per-node=2 examples/fsdp2.py --steps 300
 """
@@ -23,7 +23,7 @@ BATCH = 64
 
 
 def network() -> nn.Module:
-    """Three linear layers with 150,000 weights, each sharded over all ranks."""
+    """Three linear layers with 140,000 weights, each sharded over all ranks."""
     model = nn.Sequential(
         *(nn.Linear(32, 256), nn.GELU()),
         *(nn.Linear(256, 512), nn.GELU()),
@@ -38,16 +38,16 @@ def network() -> nn.Module:
 
 
 def batch(step: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's examples of a step. A step has the same examples for any number of ranks, and
-    whenever it runs."""
+    """This rank's examples of a step, and their targets. All ranks together always have the same
+    examples in a step, whatever their number."""
     inputs = torch.randn(BATCH, 32, generator=torch.Generator().manual_seed(step))
     mine = inputs[rank::world_size]
     return mine, (mine.sin().sum(1, keepdim=True) - mine[:, :1] * mine[:, 1:2])
 
 
 def digest(model: nn.Module) -> str:
-    """16 digits that are equal for two runs with exactly the same weights. A collective call: it
-    gathers the shards."""
+    """16 hexadecimal digits that are equal for two runs with exactly the same weights. All ranks
+    must call it, because it gathers the shards."""
     weights = (p.full_tensor().detach().numpy().tobytes() for p in model.parameters())
     return hashlib.sha256(b"".join(weights)).hexdigest()[:16]
 
@@ -74,7 +74,7 @@ def train(steps: int) -> None:
 
 
 def main() -> None:
-    """Read the arguments, join the ranks, train."""
+    """Read the arguments, join the process group, train."""
     parser = argparse.ArgumentParser(description="A small regression on any number of ranks.")
     parser.add_argument("--steps", type=int, default=300)
     arguments = parser.parse_args()

@@ -1,9 +1,9 @@
-"""A training whose healthy ranks keep their process when another rank or node fails.
+"""Trains with ranks that keep their process when another rank or node fails.
 
     elasticrun --nnodes=1:4 --nproc-per-node=2 examples/recoverable.py
 
-Kill a rank (`kill -9`): the others call `train` again, with the model and the dataset that they
-have, and continue at the last completed step.
+Kill a rank (`kill -9`): the others call `train` again, with the model that they have kept, and
+continue from the last completed step.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from elasticrun import training
 
 
 def build_model() -> nn.Module:
-    """A placeholder for everything that takes long and does not depend on the ranks."""
+    """Stands for all setup that takes long and does not depend on the number of ranks."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
 
 
 @training.recoverable
 def train(steps: int, pause: float) -> None:
-    """Runs from its first line in every round; only the content of `keep` remains from the previous
-    round."""
+    """Runs from its first line in every round; of the previous round only what `keep` returned
+    remains."""
     dist.init_process_group("gloo")
     model = training.keep("model", build_model)
     ddp = DistributedDataParallel(model)

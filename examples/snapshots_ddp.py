@@ -1,9 +1,9 @@
-"""DDP with snapshots: a failure costs the steps since the last one, ten at most.
+"""DDP with snapshots: a failure costs the steps since the last snapshot, at most ten.
 
-The script of `ddp.py` with five lines changed. Every tenth step it copies its state to shared
-memory, from which it resumes immediately after a failure. Every hundredth step is written to
-`runs/ddp`; with `--save-at-breakpoint` so is the last snapshot before a failure. Under torchrun the
-same lines save with torch's own asynchronous save, every hundredth step.
+This is `ddp.py` with five lines changed. Every tenth step it copies its state to shared memory,
+from which it resumes immediately after a failure. Every hundredth step is written to `runs/ddp`;
+with `--save-at-breakpoint` so is the last snapshot before a failure. Under torchrun the same lines
+save every hundredth step, with torch's own asynchronous save.
 
     elasticrun --nproc-per-node=2 --max-restarts=3 --save-at-breakpoint \
         examples/snapshots_ddp.py --steps 300
@@ -27,7 +27,7 @@ BATCH = 64
 
 
 def network() -> nn.Module:
-    """Three linear layers with 150,000 weights."""
+    """Three linear layers with 140,000 weights."""
     return nn.Sequential(
         *(nn.Linear(32, 256), nn.GELU()),
         *(nn.Linear(256, 512), nn.GELU()),
@@ -36,21 +36,21 @@ def network() -> nn.Module:
 
 
 def batch(step: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's examples of a step. A step has the same examples for any number of ranks, and
-    whenever it runs."""
+    """This rank's examples of a step, and their targets. All ranks together always have the same
+    examples in a step, whatever their number."""
     inputs = torch.randn(BATCH, 32, generator=torch.Generator().manual_seed(step))
     mine = inputs[rank::world_size]
     return mine, (mine.sin().sum(1, keepdim=True) - mine[:, :1] * mine[:, 1:2])
 
 
 def digest(model: nn.Module) -> str:
-    """16 digits that are equal for two runs with exactly the same weights."""
+    """16 hexadecimal digits that are equal for two runs with exactly the same weights."""
     weights = (p.detach().numpy().tobytes() for p in model.parameters())
     return hashlib.sha256(b"".join(weights)).hexdigest()[:16]
 
 
 def train(steps: int) -> None:
-    """Train for this many steps, and print the progress."""
+    """Train up to this step, and print the progress."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     torch.manual_seed(0)
@@ -73,7 +73,7 @@ def train(steps: int) -> None:
 
 
 def main() -> None:
-    """Read the arguments, join the ranks, train."""
+    """Read the arguments, join the process group, train."""
     parser = argparse.ArgumentParser(description="A small regression on any number of ranks.")
     parser.add_argument("--steps", type=int, default=300)
     arguments = parser.parse_args()

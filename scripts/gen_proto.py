@@ -3,10 +3,10 @@
     python scripts/gen_proto.py            write the files
     python scripts/gen_proto.py --check    exit 1 and name the files that are stale
 
-protoc writes the descriptor and the type stubs; our own module wraps the descriptor and uses only
-protobuf's public functions. protoc's own Python code, and its gRPC stubs, reject every runtime
-older than the protoc that made them, but a launcher must not dictate its users' protobuf version.
-No service needs a stub: methods are named in `wire/rpc/channel.py` and `wire/rpc/etcd.py`.
+protoc writes the descriptor and the type stubs; the module that wraps the descriptor is made here,
+and uses only protobuf's public functions. protoc's own Python code and gRPC stubs reject every
+runtime older than the protoc that made them, but a launcher must not dictate its users' protobuf
+version. No service needs a stub: methods are named in `wire/rpc/channel.py` and `wire/rpc/etcd.py`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _message(name):
 
 
 def protoc_run(*arguments: str) -> None:
-    """Run protoc in this process; exits the script if protoc fails."""
+    """Run protoc in this process. Exits the script if protoc fails."""
     # Imported here so that --help works in an environment without the development tools.
     from grpc_tools import protoc
 
@@ -85,9 +85,10 @@ def generate() -> dict[str, str]:
 
 
 def main() -> int:
-    """Write the package, or with --check compare its code with the existing files.
+    """Write the package, or with --check compare its code with the existing files. Returns 1 if
+    code is stale.
 
-    Stubs are written but not compared: their text depends on the version of mypy-protobuf.
+    --check ignores the stubs, whose text depends on the version of mypy-protobuf.
     """
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true", help="only say whether files are stale")

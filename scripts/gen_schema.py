@@ -57,10 +57,10 @@ OUTPUTS: dict[str, tuple[Any, str]] = {
 
 
 def generate() -> str:
-    """The text of the file."""
+    """The text of docs/schema.json."""
     types = [kind for kind, _ in OUTPUTS.values()]
     roots, parts = msgspec.json.schema_components(types, ref_template="#/$defs/{name}")
-    for part in parts.values():  # these are docstrings
+    for part in parts.values():  # the descriptions are docstrings
         part["description"] = " ".join(part["description"].split())
     named = {
         name: {"description": text, **root}
@@ -76,7 +76,8 @@ def generate() -> str:
 
 
 def main() -> int:
-    """Write the file, or with --check compare it with the existing one."""
+    """Write the file, or with --check compare it with the existing one. Returns 1 if that is
+    stale."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--check", action="store_true", help="only say whether it is stale")
     made = generate()

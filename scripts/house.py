@@ -30,9 +30,9 @@ RETIRED: Final = frozenset(
         "culprit acquit settlement roster crew succession",
     )
 )
-"""Private words that have a standard term: pending handshakes, servicer, children, started, reaped,
-keepalive, worker pool, slot, pruning, history, back-off, attribution, suspect, cleared, budget,
-registry, participants, takeover."""
+"""Private words that have a standard term instead: pending handshakes, servicer, children, started,
+reaped, keepalive, worker pool, slot, pruning, history, back-off, attribution, suspect, cleared,
+budget, registry, participants, takeover."""
 
 
 NAMED_BOOKS: Final = {
@@ -66,7 +66,8 @@ _OF_RE: Final = frozenset(
 )  # fmt: skip
 
 _PROSE: Final = re.compile(r"[A-Za-z]['\",:;)]* +[A-Za-z(]|^ +[a-z]|[a-z][,;:]* +$")
-"""Two words, or one followed by a blank, as in parts of sentences."""
+"""Matches text that looks like a part of a sentence: two words, or a word before or after a
+blank."""
 
 _SENTENCES: Final = frozenset(
     {
@@ -74,7 +75,7 @@ _SENTENCES: Final = frozenset(
         "outcome",
     }
 )  # fmt: skip
-"""A variable with one of these names holds a sentence, whatever it is compared with."""
+"""A variable with one of these names counts as a sentence, whatever it is compared with."""
 
 FOREIGN: Final = {
     "agent.sight.outside": "the kernel's errors",
@@ -96,12 +97,12 @@ FOREIGN: Final = {
     "jobs.operator.controller": "an HTTP client's errors",
     "wire.rpc.channel": "gRPC's errors",
 }
-"""Modules that read texts of other programs, each with what it reads."""
+"""Modules that may search texts, because another program wrote them; each with what it reads."""
 
 FOREIGN_NAMES: Final = frozenset(
     {"_PEER_LOST", "_PASSING", "NO_TRACEBACK", "_NETWORK", "_HARDWARE"}
 )
-"""Constants with other libraries' texts, in modules that have their own sentences."""
+"""Constants with other libraries' texts, in modules that have sentences of ours too."""
 
 MAILBOXES: Final = {
     "Watch": ("demand",),
@@ -117,14 +118,15 @@ ROUNDS: Final = frozenset(
         "RoundInfo", "Start", "RoundFacts", "RoundReport", "LastRound", "Round", "Participants",
     }
 )  # fmt: skip
-"""Types that each hold a part of a round; a removed name no longer counts."""
+"""Classes that are types of a round by name; a name that no class has does not count."""
 
 OF_A_ROUND: Final = frozenset(["world_size", "restart_count", "group_rank", "seats", "restore"])
-"""A class with a RoundName and three of these is a type of a round too, and one that embeds a round
-and repeats one of its fields."""
+"""Fields of a round. A class with a RoundName and three of these is a type of a round too, and so
+is one that embeds a round and repeats one of them."""
 
 EMBEDS: Final = ("RoundInfo", "Start", "Round")
-"""`LocalRound` and `Generation` of the agent have one of these, and add what concerns snapshots."""
+"""A class with a field of one of these types embeds a round, as the agent's `LocalRound` and
+`Generation` do."""
 
 A_FACT: Final = "slow_ages"
 """A fact of the master; its locations are counted."""
@@ -195,7 +197,8 @@ class House:
         )
 
     def files_in_the_fullest_folder(self) -> Count:
-        """Files per folder, without `__init__` and `__main__`."""
+        """The most files in a folder, without `__init__` and `__main__`; the locations are folders
+        with more than nine."""
         folders = Counter(
             module.folder
             for module in self.modules.values()
@@ -204,7 +207,8 @@ class House:
         return Count(max(folders.values()), [f"{n} {f}" for f, n in folders.most_common() if n > 9])
 
     def classes_over_files(self) -> Count:
-        """Subclasses of a class of another module, except errors and protocols."""
+        """Subclasses of a class of another module, unless the base is named ...Error or
+        ...Refused."""
         home: dict[str, list[str]] = defaultdict(list)
         for module, node in self._nodes(ast.ClassDef):
             assert isinstance(node, ast.ClassDef)
@@ -220,7 +224,7 @@ class House:
         return Count(len(found), found)
 
     def crumbs(self) -> Count:
-        """Short modules that only one other module imports."""
+        """Modules of fewer than CRUMB lines that only one other module imports."""
         users: dict[str, set[str]] = defaultdict(set)
         for module, node in self._nodes(ast.ImportFrom):
             assert isinstance(node, ast.ImportFrom)
@@ -259,7 +263,7 @@ class House:
         return Count(len(found), found)
 
     def tasks_without_an_owner(self) -> Count:
-        """Tasks of the agent that its loop, agent/runtime.py, does not start."""
+        """Calls in the agent that start a task outside its loop, agent/runtime.py."""
         found = []
         for module, node in self._nodes(ast.Call):
             assert isinstance(node, ast.Call)
@@ -318,8 +322,8 @@ class House:
     # ------------------------------------------------------------ docs/decisions/039
 
     def readers_of_our_sentences(self) -> Count:
-        """Modules that test, cut or search one of our texts: with a literal that looks like prose,
-        or through a variable named like a sentence. Texts of other programs are in FOREIGN."""
+        """Modules that test, split or search one of our texts: with a literal that looks like
+        prose, or through a variable named like a sentence. Modules in FOREIGN do not count."""
         public = {
             name: texts
             for module in self.modules.values()
@@ -340,8 +344,8 @@ class House:
         return Count(len(found), [where for every in found.values() for where in every])
 
     def callables_assigned_from_outside(self) -> Count:
-        """`loop.on_over = ...`: assignments to an attribute that its class declares as a
-        callable."""
+        """Assignments such as `loop.on_over = ...` from outside a class to an attribute that some
+        class declares as a callable."""
         called: set[str] = set()
         for _, node in self._nodes(ast.AnnAssign):
             assert isinstance(node, ast.AnnAssign)
@@ -414,7 +418,7 @@ class House:
         return self._attributes_of("elasticrun.agent.node", "NodeAgent")
 
     def attributes_of_the_hang_watch(self) -> Count:
-        """The most attributes of the watch, one of its states or one of its parts."""
+        """The most attributes that the hang watch, one of its states or one of its parts has."""
         whole = "elasticrun.core.sight.hangs"
         most = Count(0, [])
         for name in ("watch", "states", "schedule", "limits"):
@@ -435,7 +439,8 @@ class House:
         return Count(len(found), found)
 
     def replaced_configs(self) -> Count:
-        """`replace(config, ...)`: a configuration that differs from what the user asked for."""
+        """Calls such as `replace(config, ...)`, which make a configuration that differs from what
+        the user asked for."""
         found = []
         for module, node in self._nodes(ast.Call):
             assert isinstance(node, ast.Call)
@@ -477,7 +482,7 @@ def _is_self(node: ast.AST) -> bool:
 
 
 def _attributes(node: ast.ClassDef) -> set[str]:
-    """Attributes that its methods assign."""
+    """The attributes of `self` that a class assigns."""
     return {
         one.attr
         for one in ast.walk(node)
@@ -486,7 +491,7 @@ def _attributes(node: ast.ClassDef) -> set[str]:
 
 
 def _fields(node: ast.ClassDef) -> set[str]:
-    """Fields of a dataclass."""
+    """The annotated fields of a class."""
     return {
         one.target.id
         for one in node.body
@@ -505,7 +510,7 @@ def _reachable(name: str, wants: dict[str, set[str]]) -> set[str]:
 
 
 def _assigned(module: Module) -> Iterator[tuple[str, ast.Assign | ast.AnnAssign]]:
-    """The constants of a module."""
+    """The top-level assignments of a module, by name."""
     for node in module.tree.body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
@@ -514,7 +519,8 @@ def _assigned(module: Module) -> Iterator[tuple[str, ast.Assign | ast.AnnAssign]
 
 
 def _constants(module: Module) -> dict[str, list[str]]:
-    """Texts in constants, by the constants' names."""
+    """The string literals in a module's constants, by the constants' names; without
+    FOREIGN_NAMES."""
     return {
         name: _texts(node.value)
         for name, node in _assigned(module)
@@ -523,7 +529,7 @@ def _constants(module: Module) -> dict[str, list[str]]:
 
 
 def _lines_of(module: Module, names: frozenset[str]) -> set[int]:
-    """The lines of these constants' definitions."""
+    """The numbers of the lines that define these constants."""
     return {
         line
         for name, node in _assigned(module)
@@ -533,7 +539,7 @@ def _lines_of(module: Module, names: frozenset[str]) -> set[int]:
 
 
 def _texts(node: ast.AST, constants: dict[str, list[str]] | None = None) -> list[str]:
-    """String literals in an expression, and those of the constants that it names."""
+    """The string literals in an expression, and those of the constants that it names."""
     found = []
     for one in ast.walk(node):
         if isinstance(one, ast.Constant) and isinstance(one.value, str):
@@ -545,7 +551,7 @@ def _texts(node: ast.AST, constants: dict[str, list[str]] | None = None) -> list
 
 
 def _reads_text(node: ast.Call | ast.Compare, constants: dict[str, list[str]]) -> bool:
-    """Whether this searches for, cuts off or compares a part of a sentence."""
+    """Whether the expression searches for, cuts off or compares a part of a sentence."""
     if isinstance(node, ast.Compare):
         texts = [text for side in (node.left, *node.comparators) for text in _texts(side)]
         texts += [t for s in (node.left, *node.comparators) for t in _named(s, constants)]
@@ -565,7 +571,7 @@ def _reads_text(node: ast.Call | ast.Compare, constants: dict[str, list[str]]) -
 
 
 def _named(node: ast.AST, constants: dict[str, list[str]]) -> list[str]:
-    """The text of a constant if the expression is only its name."""
+    """The text of a constant, if the expression is its name and it has only one; else []."""
     name = getattr(node, "attr", getattr(node, "id", ""))
     texts = constants.get(name, []) if name.isupper() else []
     return texts if len(texts) == 1 else []

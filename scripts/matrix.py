@@ -2,10 +2,11 @@
 
     make matrix TORCH=2.14.1 PYTHON=python3.12
 
-Creates `.venv-matrix-2.14.1` with that Python and that version from the package index (for Linux
-the CUDA build, 5 GB), unless `--python` names the interpreter of an environment that has it. Runs a
-few tests in it, each with real processes and no mock. Prints the table's row; exits with 1 if a
-cell failed. Installs with uv if it is on the PATH, because it takes a quarter of the time.
+Creates the environment `.venv-matrix-2.14.1` with that Python and that version of torch from the
+package index (for Linux the CUDA build, 5 GB), unless `--python` names the interpreter of an
+environment that has it. Runs a few tests in it, each with real processes and no mocks. Prints the
+table's row; exits with 1 if a cell failed. Installs with uv if that is on the PATH, because it
+takes a quarter of the time.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ print(f"{torch.__version__.partition('+')[0]} ({built})", platform.python_versio
 
 
 def main() -> int:
-    """Print one row; 1 if a cell failed."""
+    """Print one row. Returns 1 if a cell failed, or if the environment has another torch."""
     parser = argparse.ArgumentParser(description="Run real jobs with one version of torch.")
     parser.add_argument("torch", metavar="VERSION", help="such as 2.14.1")
     parser.add_argument("--python", help="of an environment that has this torch; none is made")
@@ -90,12 +91,13 @@ def main() -> int:
 
 
 def environment(version: str) -> str:
-    """The interpreter of an environment with this torch and all packages that the tests need."""
+    """Create an environment with this torch and all packages that the tests need. Returns its
+    interpreter."""
     folder = ROOT / f".venv-matrix-{version}"
     python = str(folder / "bin/python")
     # pin the exact version, so that another package's range cannot select another build
     wanted = [f"torch=={version}", "-e", f"{ROOT}[demo,dev,frameworks]"]
-    # the build of the package index, even if a local folder has one for this machine
+    # use the package index's build, even if a local folder has one for this machine
     env = {name: text for name, text in os.environ.items() if name != "PIP_FIND_LINKS"}
     if uv := shutil.which("uv"):
         making = [uv, "venv", "-q", "--allow-existing", "--python", sys.executable, str(folder)]
@@ -109,7 +111,8 @@ def environment(version: str) -> str:
 
 
 def cell(python: str, tests: list[str], notes: list[str]) -> str:
-    """`yes`, `no (2 of 3 failed)`, or `-` if all were skipped; notes give the reasons."""
+    """Run a cell's tests. Returns `yes`, `no (2 of 3 failed)`, or `-` if all were skipped; adds the
+    reasons to `notes`."""
     with tempfile.NamedTemporaryFile(suffix=".xml") as report:
         words = ["-m", "pytest", "-q", "-p", "no:randomly"]
         done = subprocess.run(

@@ -1,6 +1,6 @@
 """DDP around nn.Transformer, as users write it; the last rank dies once, after argv[1] seconds of
-training. With a third argument it trains for that many seconds instead, and reports its number of
-steps."""
+training. With any second argument no rank dies, and the steps per second are written to
+$BENCH_STEPS/count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An HF Trainer on a tiny model; the last rank dies once, after argv[1] seconds of training."""
+"""An HF Trainer on a tiny model; rank 1 dies once, after argv[1] seconds of training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 
 class Points(Dataset[dict[str, torch.Tensor]]):
-    """Random points that satisfy a linear rule."""
+    """Points that satisfy a linear rule; only seven are different."""
 
     def __len__(self) -> int:
         return 100_000
@@ -40,7 +40,8 @@ class Line(nn.Module):
 
 
 class Story(TrainerCallback):
-    """Reports the first step, then dies in the first life and ends in the second."""
+    """Reports the first step. After argv[1] seconds, kills rank 1 in the first life, and ends
+    training in the second."""
 
     began = 0.0
 

@@ -1,5 +1,4 @@
-"""A Lightning Trainer on a tiny model; the last rank dies once, after argv[1] seconds of
-training."""
+"""A Lightning Trainer on a tiny model; rank 1 dies once, after argv[1] seconds of training."""
 
 from __future__ import annotations
 
@@ -31,7 +30,8 @@ class Line(lightning.LightningModule):
 
 
 class Story(lightning.Callback):
-    """Reports the first step, then dies in the first life and ends in the second."""
+    """Reports the first step. After argv[1] seconds, kills rank 1 in the first life, and ends
+    training in the second."""
 
     began = 0.0
 

@@ -1,4 +1,4 @@
-"""How a measured script reports events to the benchmark: one datagram per event.
+"""Reports events of a measured script to the benchmark: one datagram per event.
 
 Times are CLOCK_MONOTONIC, which is one clock for all processes of a machine.
 """

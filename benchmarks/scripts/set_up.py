@@ -1,7 +1,7 @@
-"""A script whose own setup takes seconds, under any launcher: an all_reduce every so often.
+"""A script whose setup takes seconds, for both launchers: then an all_reduce at intervals.
 
-argv: seconds between two steps; environment: BENCH_SETUP, seconds of the setup, and BENCH_RECOVERS,
-set if the setup is kept in a recoverable function. The first step of each round is told.
+argv: seconds between two steps. Environment: BENCH_SETUP, seconds of the setup; BENCH_RECOVERS, set
+if a recoverable function is to keep the setup. The first step of each round is reported.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Like snapshot_lives.py, without snapshots: after a restart the state is loaded from a checkpoint
-on disk.
+"""As snapshot_lives.py, without snapshots: after a restart the state is loaded from a checkpoint on
+disk.
 
 argv: GiB of state, number of tensors, lives. The checkpoint is written once, in the first life, and
 its pages stay in the kernel's cache: the best case of a load from disk.

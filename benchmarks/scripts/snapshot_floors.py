@@ -1,8 +1,8 @@
-"""The floors that snapshots are compared with, without elasticrun: memcpy, O_DIRECT, torch's own
-saves.
+"""Measures the floors that snapshots are compared with, without elasticrun: memcpy, O_DIRECT,
+torch's own saves.
 
-argv: GiB of state, number of tensors, samples, a folder on the disk in question. Prints one line of
-JSON: seconds by name, a list each.
+argv: GiB of state, number of tensors, samples, a folder on the disk in question, a free port.
+Prints one line of JSON: a list of seconds for each name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 BLOCK = 8 * 1024 * 1024
-"""Bytes of one write: larger ones are no faster."""
+"""Bytes of one write: larger writes are no faster."""
 
 PAUSE = 0.1
 """Seconds between two samples: the kernel has then finished the work of the previous one."""
@@ -44,9 +44,9 @@ def note(found: Samples, name: str, value: float) -> None:
 
 
 def memory(state: State, shared: Shared, samples: int, found: Samples) -> None:
-    """Copies between private and shared memory, both warm, and through a fresh mapping. Also the
-    time that the kernel takes to give a process as much private memory, which every new process
-    needs."""
+    """Measure copies between private and shared memory, both warm, and through a fresh mapping.
+    Also the time that the kernel takes to provide the same amount of private memory, which every
+    new process needs."""
     tensors = state.tensors()
     for _ in range(samples):
         time.sleep(PAUSE)
@@ -63,7 +63,7 @@ def memory(state: State, shared: Shared, samples: int, found: Samples) -> None:
 
 
 def direct(shared: Shared, folder: Path, samples: int, found: Samples) -> None:
-    """A plain O_DIRECT write of the same bytes, with fsync, to a new file each time."""
+    """Measure a plain O_DIRECT write of the same bytes, with fsync, to a new file each time."""
     view = memoryview(mmap.mmap(shared.descriptor, shared.nbytes, mmap.MAP_SHARED, mmap.PROT_READ))
     path = folder / "direct"
     for _ in range(samples):
@@ -81,7 +81,7 @@ def direct(shared: Shared, folder: Path, samples: int, found: Samples) -> None:
 
 
 def plain_dcp(state: State, folder: Path, samples: int, found: Samples) -> None:
-    """torch's synchronous save with fsync, and its load into existing tensors."""
+    """Measure torch's synchronous save with fsync, and its load into existing tensors."""
     path = folder / "dcp"
     contents = {"model": state.state_dict()}
     for _ in range(samples):
@@ -97,8 +97,8 @@ def plain_dcp(state: State, folder: Path, samples: int, found: Samples) -> None:
 
 
 def asynchronous(state: State, folder: Path, samples: int, found: Samples) -> None:
-    """How long torch's asynchronous save blocks training: with its shared-memory stager and a
-    writer process, and with its default."""
+    """Measure how long torch's asynchronous save blocks training: with its shared-memory stager and
+    a writer process, and with its defaults."""
     options = StagingOptions(
         use_pinned_memory=False,
         use_shared_memory=True,

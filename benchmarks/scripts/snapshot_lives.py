@@ -2,13 +2,13 @@
 
 argv: GiB of state, number of tensors, samples of each kind, lives. Every life but the last ends by
 SIGKILL; the next one must continue at the step after the last snapshot. All durations go to
-$BENCH_STEPS/figures, one line of JSON each; `dies` and `again` are also reported by datagram.
+$BENCH_STEPS/figures, one line of JSON each. Reported as events: `script`, `imported`, `made`,
+`restored` and `again` (the first training step), and `dies`.
 
 In the first life, snapshots alternate with copies of the same bytes into warm shared memory. In
 lives with odd numbers the state is filled before it is restored, as in a model that initializes
-itself: there only the restore is measured. In the others its memory was never touched, and
-`script`, `imported`, `made` and `restored` are also reported by datagram: the parts of the time
-from the death to the first step of training.
+itself: there only the restore is measured. In the others its memory was never touched, and the
+times between the events are the parts of the time from the death to the first training step.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ LIFE = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
 
 def figure(name: str, seconds: float) -> None:
-    """Write one sample."""
+    """Write one sample to $BENCH_STEPS/figures."""
     line = json.dumps({"name": name, "life": LIFE, "seconds": seconds}) + "\n"
     with (Path(os.environ["BENCH_STEPS"]) / "figures").open("a") as file:
         file.write(line)
 
 
 def train(state: State, step: int) -> None:
-    """One step: it changes the state, and needs the other ranks."""
+    """Train for one step: change the state, and call a collective."""
     with torch.no_grad():
         state.weights[0].fill_(float(step))
     dist.all_reduce(torch.ones(1))
 
 
 def at(state: State) -> int:
-    """The number of steps that the state has had."""
+    """The step that the state is of."""
     return int(state.weights[0][-1].item())
 
 

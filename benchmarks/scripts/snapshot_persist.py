@@ -1,7 +1,7 @@
 """A rank whose every snapshot is written as a checkpoint, one at a time.
 
-argv: GiB of state, number of tensors, samples. It reports `ready` before each, and `written` when
-the checkpoint's marker exists; the seconds from the end of `step()` until then go to
+argv: GiB of state, number of tensors, samples. It reports `ready` before each snapshot, and
+`written` when the checkpoint's marker exists; the seconds from the end of `step()` until then go to
 $BENCH_STEPS/figures.
 """
 
@@ -22,14 +22,14 @@ from elasticrun.testing.processes import Deadline, Waiter
 from elasticrun.training import Checkpointer, Keep
 
 PAUSE = 1.0
-"""Seconds before each, so that nothing else is in progress."""
+"""Seconds before each snapshot, so that nothing else is in progress."""
 
 LIMIT = 60.0
-"""Seconds in which a checkpoint must be complete."""
+"""Seconds within which a checkpoint must be complete."""
 
 
 def wait_for(folder: Path, name: str) -> None:
-    """Wait until the marker of this checkpoint exists."""
+    """Wait until the marker of this checkpoint exists. Raises TimeoutError."""
     watch, deadline = Waiter(), Deadline(LIMIT)
     try:
         watch.folder(str(folder))

@@ -1,8 +1,8 @@
-"""The cost of a snapshot in every step of a small model: blocks of steps with and without
+"""Measures the cost of a snapshot in every step of a small model: blocks of steps with and without
 snapshots.
 
-argv: pairs of blocks, steps per block. The seconds of each block of rank 0 go to
-$BENCH_STEPS/figures; the ranks wait for each other in every step, so its time is that of all.
+argv: pairs of blocks, steps per block. The seconds per step of each block of rank 0 go to
+$BENCH_STEPS/figures. The ranks wait for each other in every step, so that its time is that of all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BATCH = 512
 
 
 def network() -> nn.Module:
-    """The convolutional network of examples/digits.py: 20,000 weights."""
+    """The convolutional network of examples/digits.py: 12,000 weights."""
     return nn.Sequential(
         *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(16, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
@@ -35,7 +35,7 @@ def network() -> nn.Module:
 
 
 def train(pairs: int, steps: int) -> None:
-    """Alternate the blocks."""
+    """Train in alternating blocks, and write the samples."""
     torch.manual_seed(0)
     model = DistributedDataParallel(network())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -69,9 +69,9 @@ def train(pairs: int, steps: int) -> None:
 
 
 def main() -> None:
-    """Train. The model is deleted before its process group is destroyed: if DDP has the last
-    reference to the group, it waits in torch, holding the interpreter's lock, for a thread that
-    needs the lock."""
+    """Train in a function, so that the model is deleted before its process group is destroyed: a
+    DDP that has the last reference to the group waits, holding the interpreter's lock, for a thread
+    that needs the lock."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     train(*map(int, sys.argv[1:3]))

@@ -1,4 +1,4 @@
-"""State of a given size for the benchmark of snapshots, and how its bytes are copied."""
+"""State of a given size for the benchmarks of snapshots, and warm shared memory to copy it to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 
 class State(nn.Module):
-    """A module whose parameters have this many GiB, in this many tensors of equal size."""
+    """A module whose parameters have `gib` GiB in `count` tensors of equal size, uninitialized."""
 
     def __init__(self, gib: float, count: int) -> None:
         super().__init__()
@@ -32,8 +32,8 @@ class State(nn.Module):
 
 
 class Shared:
-    """Warm shared memory for the same tensors: the target of the copies that snapshots are compared
-    with."""
+    """Warm shared memory for tensors like these: the target of the copies that snapshots are
+    compared with."""
 
     def __init__(self, like: list[torch.Tensor]) -> None:
         each = like[0].nbytes
@@ -45,18 +45,19 @@ class Shared:
         self.take(like)
 
     def mapped(self, like: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors through a fresh mapping, whose page table is empty."""
+        """The shared tensors through a fresh mapping, whose page table is empty."""
         path = f"/proc/self/fd/{self.descriptor}"
         whole = torch.UntypedStorage.from_file(path, True, self.nbytes)
         flat = torch.empty(0, dtype=like[0].dtype).set_(whole)
         return list(flat.split(like[0].numel()))
 
     def take(self, source: list[torch.Tensor]) -> None:
-        """Copy the tensors in, as fast as torch does: the floor of a snapshot's stall."""
+        """Copy these tensors to shared memory, as fast as torch can: the floor of a snapshot's
+        stall."""
         torch._foreach_copy_(self.tensors, source)
 
     def give(self, target: list[torch.Tensor]) -> None:
-        """Copy them back: the floor of a restore."""
+        """Copy the shared tensors back to these: the floor of a restore."""
         torch._foreach_copy_(target, self.tensors)
 
 

@@ -1,9 +1,9 @@
-"""The script of the elastic table, which knows no launcher: an all_reduce at intervals, each step
-in a log.
+"""The script of the elastic table, which depends on no launcher: an all_reduce at intervals, each
+step in a log.
 
-argv: seconds between two steps. The log is one file per process in $BENCH_STEPS, a line per step:
-CLOCK_MONOTONIC, world size, number of the step. The first step of a process is also reported by
-datagram, so that the benchmark need not watch files.
+argv: seconds between two steps. The log is one file per process in $BENCH_STEPS, with a line per
+step: CLOCK_MONOTONIC, world size, number of the step. The first step of a process is also reported
+by datagram, so that the benchmark need not watch files.
 """
 
 from __future__ import annotations

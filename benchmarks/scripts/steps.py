@@ -1,8 +1,8 @@
-"""The script of the benchmark, which knows no launcher: init_process_group, then one all_reduce
-after another.
+"""The script of the launcher table, which depends on no launcher: init_process_group, then one
+all_reduce after another.
 
-argv: the number of lives of the last rank that end with SIGKILL, and the seconds of steps before
-each. The next life runs forever if there is a third argument; else it succeeds.
+argv: the number of lives that the last rank ends with SIGKILL, and the seconds of steps before
+each. The life after these runs forever if there is a third argument; else it succeeds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from report import report
 
 report("begins")
-import torch  # noqa: E402  # what it takes is part of what is measured
+import torch  # noqa: E402  # its duration is a part of what is measured
 import torch.distributed as dist  # noqa: E402
 
 

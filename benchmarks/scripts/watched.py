@@ -1,6 +1,6 @@
-"""Trains for argv[1] seconds; each rank writes to argv[2]-RANK the durations of its steps, and the
-CPU use of the thread that answers the agent and of all our processes. argv[3], a name, is an
-address at which others query that thread.
+"""Trains for argv[1] seconds. Each rank writes to argv[2]-RANK the durations of its steps, and the
+CPU use of the thread that answers the agent and of the launcher's processes. With argv[3], a name,
+the script itself starts that thread, which the benchmark queries at `NAME-RANK`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 
 BEFORE = set(os.listdir("/proc/self/task")) - {
     str(os.getpid())
-}  # threads that the agent has started
+}  # threads of the launcher, which run before the script does
 
 import json  # noqa: E402
 import sys  # noqa: E402
@@ -30,7 +30,8 @@ TOGETHER = 100
 
 
 def answering() -> set[str]:
-    """The id of the thread that answers the agent; none without hang detection."""
+    """The id of the thread that answers queries, which this starts if argv[3] is given; none
+    without hang detection."""
     if len(sys.argv) <= 3:
         return BEFORE
     before = set(os.listdir("/proc/self/task"))
@@ -39,13 +40,13 @@ def answering() -> set[str]:
 
 
 def cpu(threads: set[str]) -> float:
-    """CPU seconds that these have used."""
+    """CPU seconds that these threads have used."""
     texts = [Path(f"/proc/self/task/{one}/schedstat").read_text() for one in threads]
     return sum(int(text.split()[0]) for text in texts) / 1e9
 
 
 def ours() -> float:
-    """CPU seconds of the agent, and of the master and the fork server that it has started."""
+    """CPU seconds of the agent, and of its children, such as the master and the fork server."""
     agent = psutil.Process(psutil.Process(os.getppid()).ppid())
     return sum(sum(one.cpu_times()[:2]) for one in (agent, *agent.children()))
 
