@@ -10,8 +10,8 @@ valid one, and never follows it.
     Proof      the agent's proof       ->
     Hello                              ->              the session is bound to the knock's node
 
-`Guest` is the agent's side, `AuthServer` the master's; neither does any I/O. Both decide by one
-table:
+`Guest` is the agent's side, `AuthServer` the master's; neither does any I/O. Both decide according
+to this table:
 
     own token   proof     verdict
     none        none      accepted: a job without a secret (the exchange still compares versions)
@@ -22,8 +22,8 @@ table:
 A refused peer gets one fixed sentence, without anything secret or anything that the peer has sent.
 
 Certificates and keys are PEM files. They are checked together, and each mismatch has its own error.
-They are read when needed: by an agent before each connection (a renewed certificate is used from
-the next one on), by a master at its start.
+They are read when needed: by an agent before each connection (so the next connection uses a renewed
+certificate), by a master at its start.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ OTHER_JOB: Final = "the master here serves another job: check the endpoint and -
 class Denied(Exception):
     """One side refuses the other; the text is the sentence for the refused side.
 
-    `word`: what the refusing side may log about it; fixed text, nothing from the peer."""
+    `word`: what the refusing side may log about it; a fixed text, with nothing from the peer."""
 
     def __init__(self, sentence: str, word: str = "") -> None:
         super().__init__(sentence)
@@ -100,7 +100,8 @@ class OutOfTurn(Exception):
 
 
 class Side(Enum):
-    """The side of a proof. With the label, a proof of one side cannot be used as the other's."""
+    """The side of a proof. Because of its label, a proof of one side is not valid as the
+    other's."""
 
     MASTER = f"elasticrun/{PROTOCOL_VERSION} master"
     PEER = f"elasticrun/{PROTOCOL_VERSION} peer"
@@ -120,7 +121,7 @@ class Exchange:
 
 
 def prove(token: str, side: Side, exchange: Exchange) -> bytes:
-    """The proof of `side`; empty without a token."""
+    """The proof of `side` over the exchange; empty without a token."""
     if not token:
         return b""
     x = exchange
@@ -132,13 +133,14 @@ def prove(token: str, side: Side, exchange: Exchange) -> bytes:
 
 
 def is_right(token: str, side: Side, exchange: Exchange, shown: bytes) -> bool:
-    """Whether this is the proof of `side`; the time does not depend on how much of it is right."""
+    """Whether `shown` is the proof of `side`. The time taken does not depend on how much is
+    right."""
     return hmac.compare_digest(prove(token, side, exchange), shown)
 
 
 def reader_token(token: str) -> str:
-    """What a reader of the status proves instead of the token: derived from it, and useless for an
-    agent. A master leaves it for `elasticrun status` of its own user."""
+    """What a reader of the status proves instead of the token: derived from the token, and useless
+    to join as an agent. A master saves it for `elasticrun status` of its own user."""
     if not token:
         return ""
     return hmac.digest(token.encode(), b"elasticrun reader", "sha256").hex()
@@ -146,12 +148,12 @@ def reader_token(token: str) -> str:
 
 def operator_token(secret: str) -> str:
     """What an operator, who may stop the job, proves: derived from the token or, in a job without
-    one, from a secret created by its master. A master leaves it for its own user."""
+    one, from a secret created by its master. A master saves it for its own user."""
     return hmac.digest(secret.encode(), b"elasticrun operator", "sha256").hex()
 
 
 PAGE_KEY_LIFE: Final = 900.0
-"""Seconds for which the key in a link to the job's page is valid, by the clock of its host."""
+"""Seconds for which the key in a link to the job's page is valid, on the clock of its host."""
 
 
 def page_key(operator: str, now: float) -> str:
@@ -195,7 +197,7 @@ _TAG_BYTES: Final = 32
 
 
 class BadCode(ValueError):
-    """The text is not a join code; a sentence."""
+    """The text is not a join code, or a sealed answer was modified; the message is one sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,13 +230,13 @@ def join_code(token: str, now: float) -> JoinCode:
 
 
 def code_secret(token: str, until: int) -> str:
-    """The secret of the code that is valid until then."""
+    """The secret of the code that is valid until `until`."""
     message = b"elasticrun join " + str(until).encode()
     return hmac.digest(token.encode(), message, "sha256")[:_SECRET_BYTES].hex()
 
 
 def parse_code(text: str) -> JoinCode:
-    """Parse a code that somebody typed; ignores case, spaces and hyphens. Raises BadCode."""
+    """Parse a code that a person typed; ignores case, spaces and hyphens. Raises BadCode."""
     plain = "".join(text.split()).replace("-", "").upper()
     try:
         raw = base64.b32decode(plain)
@@ -246,7 +248,8 @@ def parse_code(text: str) -> JoinCode:
 
 
 def seal(secret: str, nonces: bytes, plain: bytes) -> str:
-    """Encrypt and authenticate; `nonces` are both sides' and never repeat for one secret."""
+    """Encrypt and authenticate `plain`; return base64. `nonces`: both sides', never repeated for
+    one secret."""
     encrypt, authenticate = _keys(secret, nonces)
     hidden = _mask(encrypt, plain)
     tag = hmac.digest(authenticate, hidden, "sha256")
@@ -254,7 +257,7 @@ def seal(secret: str, nonces: bytes, plain: bytes) -> str:
 
 
 def unseal(secret: str, nonces: bytes, sealed: str) -> bytes:
-    """Decrypt; raises BadCode if anything was changed on the way."""
+    """Decrypt what `seal` returned. Raises BadCode if it was modified."""
     encrypt, authenticate = _keys(secret, nonces)
     try:
         raw = base64.b64decode(sealed, validate=True)
@@ -285,7 +288,7 @@ def _mask(key: bytes, data: bytes) -> bytes:
 
 
 class Guest:
-    """The side that opens the stream."""
+    """The side that opens the stream: proves the token and checks the master's proof."""
 
     def __init__(
         self,
@@ -311,11 +314,11 @@ class Guest:
             proves=bool(token),
         )
         self.nonces = b""
-        """Of both sides, once the master has proved itself."""
+        """The nonces of both sides, once the master has proved itself."""
 
     @classmethod
     def with_code(cls, code: JoinCode, version: str) -> Guest:
-        """A guest with a join code instead of the token."""
+        """A guest that proves a join code instead of the token."""
         return cls(code.secret, version, Role.JOINER, node=str(code.until))
 
     def answer(self, challenge: Challenge) -> Proof:
@@ -333,7 +336,7 @@ class Guest:
 
 
 class _State(Enum):
-    """What the doorkeeper waits for."""
+    """The message that an AuthServer waits for."""
 
     KNOCK = "Knock"
     PROOF = "Proof"
@@ -354,7 +357,8 @@ class AuthServer:
     Any other message is OutOfTurn. After Denied or OutOfTurn all messages are refused."""
 
     def __init__(self, token: str, version: str, job_id: str, term: int, role: Role) -> None:
-        """`token` is the job's, or the operators'; `role`: the role that this stream is for."""
+        """`token`: the job's, or for an operator the operators'. `role`: the role of this
+        stream."""
         self._token = reader_token(token) if role is Role.READER else token
         self._version, self._job_id, self._term, self._role = version, job_id, term, role
         self._state = _State.KNOCK
@@ -370,17 +374,17 @@ class AuthServer:
 
     @property
     def nonces(self) -> bytes:
-        """Of both sides, once the peer is accepted."""
+        """The nonces of both sides, once the peer is accepted."""
         return self._exchange.peer_nonce + self._exchange.master_nonce
 
     @property
     def is_in(self) -> bool:
-        """Whether the peer has proved everything that it must."""
+        """Whether the peer has proved everything that it must prove."""
         return self._state is _State.IN
 
     @property
     def awaits(self) -> str:
-        """The expected message, for a sentence about its absence."""
+        """The name of the expected message, for a sentence about its absence."""
         return self._state.value
 
     def receive(self, report: Report) -> Challenge | None:
@@ -448,7 +452,7 @@ def _exchange(knock: Knock, master_nonce: bytes, term: int) -> Exchange:
 
 
 MAX_PEM_BYTES: Final = 1024 * 1024
-"""A longer file is not a certificate; bundles of all public CAs have a quarter of this."""
+"""Maximum size of a PEM file; bundles of all public CAs have a quarter of this."""
 
 _EXPIRED, _NOT_YET = 10, 9
 """X509_V_ERR_CERT_HAS_EXPIRED, X509_V_ERR_CERT_NOT_YET_VALID"""
@@ -457,7 +461,7 @@ _OTHER_ISSUER: Final = (18, 19, 20, 21)
 
 
 class Files(Protocol):
-    """Paths, "" for none (`config.Tls`)."""
+    """Paths of PEM files, "" for none (`config.Tls`)."""
 
     @property
     def cert(self) -> str: ...
@@ -492,8 +496,8 @@ def read_pem(files: Files, *, serving: bool = False) -> Pem:
 
 
 def client_context(files: Files) -> ssl.SSLContext:
-    """The same for a handshake by Python's ssl, which gives the reason for a failure. Blocks.
-    Raises TlsError or OSError."""
+    """A client's TLS context with these files, for Python's ssl, which unlike gRPC gives the reason
+    why a handshake failed. Blocks. Raises TlsError or OSError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.set_alpn_protocols(["h2"])
     if files.ca:
@@ -519,7 +523,8 @@ def _content(name: str, path: str) -> bytes:
 
 
 def _check(files: Files, pem: Pem) -> None:
-    """Give precise errors, because gRPC only reports that a handshake failed."""
+    """Check that the files fit together. Raises TlsError with the precise reason; gRPC would only
+    report that a handshake failed."""
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if pem.ca:
         try:
@@ -542,7 +547,7 @@ def _check(files: Files, pem: Pem) -> None:
 
 
 def _check_own(files: Files, client: ssl.SSLContext, server: ssl.SSLContext) -> None:
-    """Find out whether peers will reject our own certificate: do a handshake with ourselves."""
+    """Check by a handshake with ourselves that peers will accept our own certificate."""
     client.check_hostname = False
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (client.wrap_bio(down, up), server.wrap_bio(up, down, server_side=True))

@@ -1,8 +1,8 @@
-"""Names of all environment variables, the only place with these strings; and fault injection.
+"""The names of all environment variables, the only place with these strings; and fault injection.
 
-Three groups: what a rank gets (torchrun's table, plus names that no script uses), what the launcher
-reads, and elasticrun's own. `PET_*` names are formed by the table of flags from the flags' names
-and are not listed.
+There are three groups: what a rank gets (torchrun's table, plus names that no script uses), what
+the launcher reads, and elasticrun's own. `PET_*` names are formed by the table of flags from the
+flags' names and are not listed.
 
 ELASTICRUN_FAULT injects faults into nodes; nothing is injected unless it is set.
 `probe-fail@n2,slow=3x@n5` is a list of faults, each with the id of its node (`--node-id`; `rank-N`
@@ -16,7 +16,7 @@ slow=3x                           its matmuls and all_reduces take three times a
                                   does its own part of every step reported to
                                   `elasticrun.training`
 
-They are for tests, and for people who want to see the consequences; the agent logs them
+Faults are for tests, and for people who want to see the consequences; the agent logs them
 prominently. A rank or a probe gets the faults of its own node (`own_fault_words`), without the
 node.
 """
@@ -100,8 +100,8 @@ PLACEMENT_VARIABLES: Final = (
     "GOMP_CPU_AFFINITY",
     "KMP_AFFINITY",
 )
-"""An OpenMP runtime fixes its places by these variables when it is loaded, so an affinity mask set
-after a fork is too late; ranks bound to cores are exec'd if one of them is set.
+"""An OpenMP runtime fixes its places according to these variables when it is loaded, so an affinity
+mask set after a fork is too late: ranks bound to cores are exec'd if one of them is set.
 """
 
 # ---------------------------------------------------------------- elasticrun's own
@@ -135,7 +135,7 @@ trace is deleted with the record when the job ends.
 
 GIT_USERNAMES: Final = ("ELASTICRUN_GIT_USERNAME", "GIT_SYNC_USERNAME")
 GIT_PASSWORDS: Final = ("ELASTICRUN_GIT_PASSWORD", "GIT_SYNC_PASSWORD")
-"""Credentials of --git; the first one that is set is used. The second ones are git-sync's."""
+"""Credentials of --git; of each, the first that is set is used. The second names are git-sync's."""
 
 BY_SSH: Final = "ELASTICRUN_BY_SSH"
 """Set if --hosts has started this agent."""
@@ -149,7 +149,7 @@ FAULT: Final = "ELASTICRUN_FAULT"
 """Faults to inject for tests, with their nodes; read by the agent (`wire/env.py`)."""
 
 NODE_FAULT: Final = "ELASTICRUN_NODE_FAULT"
-"""In ranks of a node with injected faults: these faults. Otherwise not set."""
+"""In ranks of a node with injected faults: these faults. Otherwise it is not set."""
 
 PROGRESS: Final = "ELASTICRUN_PROGRESS"
 """In ranks: where `elasticrun.training.progress` reports steps (`wire/progress.py`)."""
@@ -172,7 +172,7 @@ NCCL_ENABLE_TIMING: Final = "TORCH_NCCL_ENABLE_TIMING"
 EVERY_NODE: Final = "*"
 
 MAX_SLOW: Final = 100.0
-"""Upper limit of the factor; more is a typing error."""
+"""Maximum factor; a larger one is a typo."""
 
 MAX_FAULTS: Final = 1000
 """Maximum number of faults in a list."""
@@ -195,8 +195,8 @@ VALUES: Final[Mapping[FaultKind, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One injected fault. `node` is a node id, or `*`; "" in the list that a node passes to its own
-    processes."""
+    """One injected fault. `node` is a node id, or `*`; it is "" in the list that a node passes to
+    its own processes."""
 
     kind: FaultKind
     value: str  # one of VALUES, or the factor of a slow node: `3x`
@@ -209,7 +209,7 @@ class Fault:
 
 
 class BadFault(ValueError):
-    """The list is invalid; the text is one sentence that names the part."""
+    """The list of faults is invalid; the text is one sentence that names the invalid part."""
 
 
 def read_faults(text: str) -> tuple[Fault, ...]:
@@ -253,7 +253,7 @@ def fault_value(faults: Iterable[Fault], kind: FaultKind) -> str:
 
 
 def slowness(faults: Iterable[Fault]) -> float:
-    """By which factor the node's own work is slowed down; 1.0 without such a fault."""
+    """The factor by which the node's own work is slowed down; 1.0 without such a fault."""
     return _factor(fault_value(faults, FaultKind.SLOW)) or 1.0
 
 
@@ -276,7 +276,7 @@ def _one(what: str, part: str, node: str) -> Fault:
 
 
 def _factor(value: str) -> float:
-    """The factor; 0.0 if invalid."""
+    """The factor in the text; 0.0 if it is invalid."""
     try:
         factor = float(value.removesuffix("x"))
     except ValueError:

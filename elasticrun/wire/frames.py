@@ -2,9 +2,9 @@
 
 A frame is four bytes of length (big endian), then one JSON object. Frames are used between the
 agent (or a caller of elastic_launch) and the fork server (`wire.spawning`), between ranks, savers
-and their agent (`wire.snapshots`), and between savers (`saver.transfer`). Anything that is not
-exactly one of the expected messages raises `FrameError`, whose text is one sentence for the
-operator: nothing guesses what a peer may have meant.
+and their agent (`wire.snapshots`), and between savers (`snapshots.saver.transfer`). Anything that
+is not exactly one of the expected messages raises `FrameError`, whose text is one sentence for the
+operator: no code guesses what a peer may have meant.
 
 A `Connection` also transfers descriptors and has a bounded outbox. It works with asyncio, selectors
 and blocking callers, and imports none of them: its owner registers its `fileno` in an event loop,
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 MAX_FRAME_BYTES = 4 * 1024 * 1024
-"""Enough for an environment of 2 MB (Linux's limit for one exec) with its JSON escapes."""
+"""Enough for an environment of 2 MB (Linux's limit for one exec) with JSON's escapes."""
 
 LENGTH_BYTES = 4
 
 
 class FrameError(ValueError):
-    """The bytes are not a message of this connection; the connection must end."""
+    """The bytes are not a message of this connection; the owner must end the connection."""
 
 
 def encode(message: DataclassInstance) -> bytes:
-    """One complete frame with a message of one of the unions. Raises FrameError if it is longer
-    than MAX_FRAME_BYTES."""
+    """One complete frame with this message. Raises FrameError if it is longer than
+    MAX_FRAME_BYTES."""
     body = {"type": _name_of(type(message)), **plain(message)}
     payload = json.dumps(body, separators=(",", ":")).encode("ascii")
     if len(payload) > MAX_FRAME_BYTES:
@@ -55,8 +55,8 @@ def encode(message: DataclassInstance) -> bytes:
 
 
 def length_of(prefix: bytes | bytearray, most: int = MAX_FRAME_BYTES) -> int:
-    """Number of bytes that follow a frame's first LENGTH_BYTES. Raises FrameError for more than
-    `most`."""
+    """Number of bytes that follow the first LENGTH_BYTES of a frame. Raises FrameError if it is
+    more than `most`."""
     length = int.from_bytes(prefix[:LENGTH_BYTES], "big")
     if length > most:
         raise FrameError(f"a frame claims {length} bytes; at most {most} are allowed")
@@ -64,7 +64,7 @@ def length_of(prefix: bytes | bytearray, most: int = MAX_FRAME_BYTES) -> int:
 
 
 def decode(payload: bytes, types_by_name: dict[str, type]) -> Any:
-    """The message in one payload (without its length). Raises FrameError."""
+    """The message in one payload (a frame without its length). Raises FrameError."""
     try:
         body = json.loads(payload)
     except (ValueError, RecursionError) as error:
@@ -81,12 +81,12 @@ def decode(payload: bytes, types_by_name: dict[str, type]) -> Any:
 
 
 def types_of(union: types.UnionType) -> dict[str, type]:
-    """The messages of a union by their names on the wire."""
+    """The message types of a union by their names on the wire."""
     return {_name_of(kind): kind for kind in typing.get_args(union)}
 
 
 def _name_of(kind: type) -> str:
-    """The name on the wire; a class with a different name declares it by `on_wire`."""
+    """The name on the wire: `on_wire` if the class has it, else the name of the class."""
     name: str = getattr(kind, "on_wire", kind.__name__)
     return name
 
@@ -125,7 +125,7 @@ class FrameBuffer:
 READ_BYTES: Final = 256 * 1024
 
 MAX_UNSENT: Final = 16 * 1024 * 1024
-"""Maximum bytes that may wait for a peer that does not read."""
+"""Maximum number of bytes that may wait for a peer that does not read."""
 
 
 _PEER: Final = struct.Struct("3i")  # pid, uid, gid
@@ -146,11 +146,11 @@ class NotRead(ConnectionError):
 
 
 class DescriptorsLost(ConnectionError):
-    """The process has too many descriptors to receive more."""
+    """This process has too many open descriptors to receive more."""
 
 
 class Connection:
-    """Takes ownership of the socket. Must be closed after an error."""
+    """Exchanges messages over a stream socket, which it owns. Close it after an error."""
 
     def __init__(
         self,
@@ -176,17 +176,17 @@ class Connection:
 
     @property
     def cut(self) -> bool:
-        """Whether an incomplete frame has been received: if the peer has exited, then in the middle
-        of a message."""
+        """Whether an incomplete frame has been received: if the peer has exited, it did so in the
+        middle of a message."""
         return self._frames.pending > 0
 
     def fileno(self) -> int:
-        """-1 once closed: remove it from an event loop before."""
+        """The socket's descriptor; -1 once closed, so remove it from an event loop before that."""
         return self._socket.fileno()
 
     def send(self, message: Any, descriptor: int = -1) -> None:
-        """Queue a message, with a descriptor (duplicated: the caller keeps its own), and write as
-        much as the socket accepts. Raises NotRead if too much is waiting after that."""
+        """Queue a message, with a descriptor if given (duplicated: the caller keeps its own), and
+        write as much as the socket accepts. Raises NotRead if too much is unsent after that."""
         data = encode(message)
         self._outbox.append((data, os.dup(descriptor) if descriptor >= 0 else -1))
         self.unsent += len(data)
@@ -195,8 +195,8 @@ class Connection:
             raise NotRead("it does not read its messages")
 
     def flush(self) -> None:
-        """Write as much as the socket accepts. On an error, drop everything unsent: messages that
-        the peer has sent before are read first, and then `receive` reports the end."""
+        """Write as much as the socket accepts. After an error, drop everything unsent without
+        raising: `receive` first returns what the peer has sent before, and then reports the end."""
         try:
             while self._outbox:
                 data, descriptor = self._outbox[0]
@@ -221,7 +221,7 @@ class Connection:
 
     def receive(self) -> Iterator[Any] | None:
         """The messages that have arrived, to be iterated to the end; None if there are none. Raises
-        HungUp and other OSErrors; FrameError for an invalid message, after those before it."""
+        HungUp and other OSErrors. The iterator raises FrameError at an invalid message."""
         try:
             data = self._read()
         except BlockingIOError:
@@ -257,8 +257,8 @@ class Connection:
         return data
 
     def hang_up(self) -> None:
-        """Shut down the connection for every process that shares this socket; data that has arrived
-        can still be received."""
+        """Shut down the connection for every process that shares this socket. Data that has already
+        arrived can still be received."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -1,11 +1,11 @@
 """The messages between an agent and the job master, one frozen struct each, with their bounds.
 
 An agent sends Reports and the master sends Orders, on one `Attend` stream per agent. A reader of
-the status starts like an agent and receives a page. Orders are level-triggered: they describe what
-the node should be doing now, so a repeated order is harmless, and a report that contains a list
-(`Holdings`) replaces the previous one. All durations are relative seconds as floats; no message
-carries a clock reading that the receiver compares with its own clock (`Failure.time_us` is only for
-people). A snapshot is identified by (round, step).
+the status authenticates like an agent and receives a page. Orders are level-triggered: they
+describe what the node should be doing now, so a repeated order is harmless, and a report that
+contains a list (`Holdings`) replaces the previous one. All durations are relative seconds as
+floats; no message carries a clock reading that the receiver compares with its own clock
+(`Failure.time_us` is only for people). A snapshot is identified by (round, step).
 
 Annotations say which values a field may have (`wire/types.py`); a message's `agree` checks
 combinations of fields. `wire/rpc/protobuf.py` checks both in both directions.
@@ -48,27 +48,27 @@ from elasticrun.wire.types import (
 )
 
 PROTOCOL_VERSION: Final = 10
-"""Incremented with every change of the protocol that an older peer cannot read."""
+"""Incremented with every change of the protocol that older peers cannot read."""
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024
-"""No message on `Attend` is longer: beats would wait behind it, in the stream and while it is
-decoded. A longer one is refused, not truncated.
+"""Maximum length of a message on `Attend`: beats would wait behind a longer one, in the stream and
+while it is decoded. A longer one is refused, not truncated.
 """
 
 MAX_STATUS_BYTES: Final = 64 * 1024 * 1024
 """Enough for a status reply with MAX_NODES nodes; it is not sent on `Attend`."""
 
 MAX_NODES: Final = 100_000
-"""More is a typing error."""
+"""Maximum number of nodes; more is a typo."""
 
 MAX_RANKS: Final = 10_000_000
 """Largest accepted world size."""
 
 MAX_CODE: Final = 2048
-"""Bytes of the fields of a reason; if they are longer, only the text is sent."""
+"""Maximum bytes of the fields of a reason; if they are longer, only the text is sent."""
 
 MAX_FAILURES: Final = 16
-"""Maximum number of failures in one message; the first ones by time are kept."""
+"""Maximum number of failures in one message; later ones are dropped."""
 
 MAX_TRANSFERS: Final = 16
 """Maximum number of message sizes that one probe measures."""
@@ -77,7 +77,7 @@ MAX_EXCLUDED: Final = 1000
 """Maximum number of excluded nodes that are remembered; the oldest are forgotten first."""
 
 MAX_HOLDINGS: Final = 8
-"""Maximum number of snapshots that one node reports; the newest ones."""
+"""Maximum number of snapshots that one node reports: the newest ones."""
 
 MAX_CONTENTS: Final = 4096
 """Maximum number of local ranks in one report, over all its holdings; older holdings are dropped
@@ -102,7 +102,7 @@ MAX_STACKS: Final = 8
 """Maximum number of groups of equal stacks that one node reports; rarer ones are in its files."""
 
 MAX_SAID: Final = 10
-"""Maximum number of output lines that one node reports, the newest."""
+"""Maximum number of output lines that one node reports: the newest ones."""
 
 MAX_METRICS: Final = 32
 """Maximum number of metric names in a job; the first ones are kept."""
@@ -111,10 +111,10 @@ MAX_METRIC_ROWS: Final = 64
 """Maximum number of steps in one Metrics."""
 
 MAX_ANSWER: Final = 8 * 1024 * 1024
-"""Bytes of an answer to a Request, as JSON; it is not sent on `Attend`."""
+"""Maximum bytes of an answer to a Request, as JSON; it is not sent on `Attend`."""
 
 NONCE_BYTES: Final = 32
-"""Random bytes that each side adds to what is proved, so that no proof can be reused."""
+"""Number of random bytes that each side adds to what is proved, so that no proof is reused."""
 
 PROOF_BYTES: Final = 32
 """Length of a proof (an HMAC-SHA256); an empty one means that there is no token."""
@@ -144,8 +144,8 @@ class CheckSpec(Struct, frozen=True):
     perf: bool = False  # --comm-perf-test: one all_reduce over all good nodes, once before training
     perf_floor: Amount = 0.0  # bus bandwidth (GB/s) to reach at its largest size; 0: none
     exclude_stragglers: bool = False  # --exclude-straggler
-    slow_ratio: Ratio = 1.5  # multiple of the others' median from which a node is slow
-    slow_for: float = 30.0  # and while training: for this many seconds
+    slow_ratio: Ratio = 1.5  # a node is slow from this multiple of the others' median
+    slow_for: float = 30.0  # seconds that this must last during training
     probe_limit: Limit = 60.0  # seconds for one probe, after which it is killed
     exclude_for: float = 3600.0  # seconds for which an excluded node is refused
 
@@ -153,7 +153,7 @@ class CheckSpec(Struct, frozen=True):
 class SaveSpec(Struct, frozen=True):
     """What the job does with its snapshots; part of the JobSpec."""
 
-    at_breakpoint: bool = False  # --save-at-breakpoint: also write what ranks lost
+    at_breakpoint: bool = False  # --save-at-breakpoint: write the snapshot after a failure
     limit: Limit = 120.0  # seconds that one attempt to write a checkpoint may take
     restore_step: StepOrNone = -1  # --restore-step: the requested one; -1: the newest
 
@@ -162,7 +162,7 @@ class WatchSpec(Struct, frozen=True):
     """How the job detects hangs, and the price of its time; part of the JobSpec."""
 
     on_hang: Annotated[str, OneOf("auto", "tell", "restart", "off")] = "auto"
-    hang_limit: Amount = 0.0  # seconds for which any rank may be waited for; 0: no limit
+    hang_limit: Amount = 0.0  # seconds for which ranks may wait for any rank; 0: no limit
     slot_price: Amount = 0.0  # of one slot per hour; 0: costs are reported in hours only
 
 
@@ -179,7 +179,7 @@ class JobSpec(Struct, frozen=True):
     restart_window: float  # the budget counts failures in this many seconds, 0: in the whole job
     join_timeout: float
     last_call_timeout: float
-    heartbeat_timeout: float  # silence after which a node counts as dead
+    heartbeat_timeout: float  # silence after which a disconnected node is dead
     grow: Annotated[str, OneOf("auto", "now")]  # "auto" or "now"
     grow_cooldown: float
     restart_grace: float  # time for a rank to exit when its group is restarted
@@ -200,10 +200,10 @@ class FailureKind(StrEnum):
 
     SCRIPT = "script"  # its own exception or non-zero exit
     FINAL = "final"  # exit code EXIT_FINAL: the script says "do not retry"
-    SIGNAL = "signal"  # killed by a signal from outside the job
+    SIGNAL = "signal"  # killed by a signal: its own (SIGSEGV), or one from outside the job
     OOM = "oom"  # SIGKILL, and the kernel or cgroup reports an OOM kill
-    PEER_LOST = "peer-lost"  # a collective broke because another rank had exited
-    STOPPED = "stopped"  # killed by a signal that its agent had just received or sent
+    PEER_LOST = "peer-lost"  # a collective or the store broke because a peer was lost
+    STOPPED = "stopped"  # stopped by its agent, or by a signal the agent also received
     STUCK = "stuck"  # survives SIGKILL: uninterruptible sleep
     SPAWN = "spawn"  # could not be started
     SPAWNER = "spawner"  # its fork server died
@@ -256,8 +256,8 @@ class RoundInfo(Struct, frozen=True):
     code: ReasonCode | None = None  # of `why`
 
     def committed(self, step: int) -> RoundInfo:
-        """The same round after a checkpoint of `step`: if it is older than the checkpoints to skip,
-        storage itself shows that from now on."""
+        """The same round after a checkpoint of `step` was committed. If the step is below
+        `skip.storage_from`, storage itself shows from now on which checkpoints to skip."""
         if step >= self.skip.storage_from:
             return self
         skip = Skip(memory=self.skip.memory, all_but=self.skip.all_but)
@@ -285,7 +285,8 @@ class Role(StrEnum):
 
 
 class Knock(Struct, frozen=True):
-    """First message on every stream: who opens it, and the nonce that the master must answer."""
+    """First message on every stream: who opens it, and the nonce that the master's proof must
+    cover."""
 
     protocol: Count
     version: Name
@@ -296,11 +297,11 @@ class Knock(Struct, frozen=True):
     node: NameOrEmpty
     incarnation: NameOrEmpty
     nonce: Nonce
-    proves: bool  # whether it has a token to prove
+    proves: bool  # whether the sender has a token to prove
 
 
 class Challenge(Struct, frozen=True):
-    """The master's answer: its own proof, and the nonce for the peer's."""
+    """The master's answer to a Knock: its own proof, and the nonce for the peer's proof."""
 
     protocol: Count
     version: Name
@@ -319,7 +320,7 @@ class Proof(Struct, frozen=True):
 
 
 class Hello(Struct, frozen=True):
-    """First message of an authenticated session: who this is, in full."""
+    """First message of an authenticated session: the full description of the node and its agent."""
 
     protocol: Count
     version: Name
@@ -337,7 +338,7 @@ class Hello(Struct, frozen=True):
 
 
 class Join(Struct, frozen=True):
-    """No rank of an earlier round runs here; include this node. Contains its ready store."""
+    """No rank of an earlier round runs here, so this node can be included. `store` is ready."""
 
     store: Endpoint
 
@@ -366,7 +367,7 @@ class Stopping(Struct, frozen=True):
 
 
 class Stopped(Struct, frozen=True):
-    """Every process of `round` on this node has been reaped: the fence may be passed."""
+    """Every process of `round` on this node has been reaped, so the round passes its fence."""
 
     round: RoundName
     newest: StepOrNone = -1  # as in RanksFailed
@@ -379,7 +380,7 @@ class Finished(Struct, frozen=True):
 
 
 class Leaving(Struct, frozen=True):
-    """This node leaves: by a signal, or its own decision. Not a failure of any rank."""
+    """This node leaves, because of a signal or its own decision. Not a failure of any rank."""
 
     reason: str
     signal: Annotated[int, Between(0, 64)]  # 0: none
@@ -398,7 +399,7 @@ class Departing(Struct, frozen=True):
 
 
 class Beat(Struct, frozen=True):
-    """The agent's loop is alive and has processed orders up to `seen`."""
+    """The agent's loop is alive. `number` counts the beats of a stream. Answer: Echo."""
 
     number: int
 
@@ -421,7 +422,7 @@ class Transfer(Struct, frozen=True):
 
 
 class Probed(Struct, frozen=True):
-    """Result of the m.Probe with the same `check` on this node: the worst of its local ranks."""
+    """Result of the Probe with the same `check` on this node: the worst of its local ranks."""
 
     check: Name
     ok: bool
@@ -432,8 +433,8 @@ class Probed(Struct, frozen=True):
     compute: float  # seconds of one matmul of the slowest local rank; 0.0: not measured
     flops: Amount  # floating point operations of one matmul
     transfers: Annotated[tuple[Transfer, ...], AtMost(MAX_TRANSFERS)]
-    seconds: float  # duration of the whole probe, of which ...
-    timed: float  # ... this was timed work
+    seconds: float  # duration of the whole probe
+    timed: float  # how much of that was timed work
 
 
 class Steps(Struct, frozen=True):
@@ -479,14 +480,14 @@ class Being(StrEnum):
     RUNS = "runs"
     SLEEPS = "sleeps"
     STOPPED = "stopped"  # SIGSTOP, without a tracer
-    TRACED = "traced"  # by a debugger
+    TRACED = "traced"  # a debugger is attached
     DISK = "disk"  # uninterruptible sleep
     FROZEN = "frozen"  # its cgroup is frozen
     ENDED = "ended"  # exited with 0; others may still wait for it
 
 
 class Position(Struct, frozen=True):
-    """The position of a rank in the collectives of one process group, by torch's counters."""
+    """The position of a rank in the collectives of one process group, from torch's counters."""
 
     group: Annotated[int, Between(0, MAX_GROUPS - 1)]  # index into Inspected.groups
     entered: int  # collectives called
@@ -549,9 +550,9 @@ class StackGroup(Struct, frozen=True):
 
 
 class Inspected(Struct, frozen=True):
-    """Report, answers Inspect: the ranks of this node, in as many messages as needed; `left`: how
-    many ranks are still to come. `said`, in the last message, if lines are wanted: the last output
-    of all ranks, each line once, the newest last."""
+    """Report, answers Inspect: the ranks of this node, in as many messages as needed. `left`: how
+    many ranks are still to come. `said`, in the last message, if lines are requested: the last
+    output of all ranks, each line once, the newest last."""
 
     round: RoundName
     number: Count  # of the Inspect
@@ -562,8 +563,9 @@ class Inspected(Struct, frozen=True):
 
 
 class Stacks(Struct, frozen=True):
-    """Report, follows an Inspected with stacks. `missing`: ranks whose stack is not available, and
-    why, in a clause. `folder`: where the complete stacks are on this node; "" nowhere."""
+    """Report, follows an Inspected if stacks are requested. `missing`: ranks whose stack is not
+    available, and why, in a clause. `folder`: where the complete stacks are on this node; "":
+    nowhere."""
 
     round: RoundName
     number: Count
@@ -604,7 +606,7 @@ class Metrics(Struct, frozen=True):
 
 
 class ReachMe(Struct, frozen=True):
-    """A reader requests that the master connects to `port` at the address of its stream, and reads
+    """A reader asks the master to connect to `port` at the address of its stream, and to read
     `nonce` there (elasticrun doctor)."""
 
     port: Annotated[int, Between(1024, 65535)]
@@ -629,8 +631,8 @@ class Request(Struct, frozen=True):
 
 
 class Holding(Struct, frozen=True):
-    """One snapshot on one node: all of its local ranks of that round have committed it, or those
-    whose content is not 0. `replica`: of another node's ranks, copied from there."""
+    """One snapshot on one node. All local ranks of that round have committed it, or those whose
+    content is not 0. `replica`: it is of another node's ranks, copied from there."""
 
     round: RoundName
     step: int
@@ -677,7 +679,7 @@ class Holdings(Struct, frozen=True):
 
 
 class WhereIs(Struct, frozen=True):
-    """Report: this node needs the shard of a rank that it does not hold. Answer: Holder."""
+    """Report: this node needs the shard of a rank, and does not hold it. Answer: Holder."""
 
     round: RoundName
     step: int
@@ -739,7 +741,7 @@ Report = (
 
 
 class Welcome(Struct, frozen=True):
-    """The answer to an accepted Hello."""
+    """The answer to a Hello that is accepted."""
 
     protocol: Count
     version: Name
@@ -752,7 +754,7 @@ class Welcome(Struct, frozen=True):
 
 
 class Refused(Struct, frozen=True):
-    """The answer to a refused Hello: the agent exits with `exit_code` and the sentence."""
+    """The answer to a Hello that is refused: the agent exits with `exit_code` and the sentence."""
 
     reason: str
     exit_code: ExitCode
@@ -769,7 +771,7 @@ class Wait(Struct, frozen=True):
 
 class Start(Struct, frozen=True):
     """This node's place in a new round, and no other node's, so that its size does not depend on
-    the number of nodes. The node reports it to a master that may have forgotten the round."""
+    the number of nodes. The node reports it to a new master, which may not know the round."""
 
     info: RoundInfo
     group_rank: Rank
@@ -825,7 +827,7 @@ class Probe(Struct, frozen=True):
     group_world_size: Nodes  # nodes; 1: this machine alone
     first_rank: Rank
     world_size: WorldSize  # ranks in the group
-    store: Endpoint  # offered in a Join by the group's first node
+    store: Endpoint  # offered in a Join by one of the group's nodes
     limit: float  # seconds after which the probe is killed and counts as failed
 
     def agree(self, where: str) -> None:
@@ -926,7 +928,7 @@ class Persist(Struct, frozen=True):
     coordinator: Endpoint | None  # its saver, if this node does not coordinate
     reason: Annotated[str, OneOf("periodic", "breakpoint", "asked")]
     limit: Limit  # seconds until the attempt is given up
-    rewound_from: StepOrNone = -1  # training was rewound from it since the newest checkpoint
+    rewound_from: StepOrNone = -1  # training was rewound from it after the newest checkpoint
 
     def agree(self, where: str) -> None:
         if not self.ranks or max(self.ranks) >= self.world_size:
@@ -956,7 +958,7 @@ class PersistOver(Struct, frozen=True):
 
 
 SaveOrder = Watermark | Persist | CommitCheckpoint | PersistOver | Holder | Replicate | SaveAt
-"""About snapshots."""
+"""Orders about snapshots."""
 
 Order = (
     Challenge
@@ -996,7 +998,7 @@ class NodeStatus(Struct, frozen=True):
     host: NameOrEmpty
     address: NameOrEmpty
     state: NameOrEmpty  # membership: alive, suspect, dead, left
-    activity: NameOrEmpty  # joining, at-the-door, starting, running, stopping, finished, spare
+    activity: NameOrEmpty  # joining, at-the-door, starting, running, stopping, finished, none
     reason: str  # why it waits, empty if it does not
     group_rank: RankOrNone  # -1: not in the current round
     first_rank: RankOrNone

@@ -1,12 +1,12 @@
 """The datagrams between a rank and its agent, and the names of their sockets.
 
-A rank reports its steps, the cost of saves and restores, and its `quiet` blocks unasked, in small
-datagrams. Everything else is answered by a thread in the rank when the agent queries it
+A rank reports its steps, the cost of saves and restores, and its `quiet` blocks on its own, in
+small datagrams. A thread in the rank answers everything else, when the agent asks for it
 (`RankAsked`, `RankSays`).
 
-A socket is an abstract one (a name without a file: nothing is left behind). Its name has 128 random
-bits and is new for each restart of the ranks, so that datagrams of ranks from before a restart are
-lost, and two jobs never meet. The agent also checks the sender's user (SO_PASSCRED), because every
+The sockets are abstract (a name without a file: nothing is left behind). A name has 128 random bits
+and is new for each restart of the ranks, so that datagrams of ranks from before a restart are lost,
+and two jobs never meet. The agent also checks the sender's user (SO_PASSCRED), because every
 process on the host can read the names in /proc/net/unix.
 """
 
@@ -29,35 +29,35 @@ _LAYOUT: Final = struct.Struct("<BBHIqddd")
 _COSTS: Final = struct.Struct("<BxHIqdd")
 
 MAX_WORD: Final = 64
-"""Bytes of the text of a `quiet` block."""
+"""Maximum bytes of the text of a `quiet` block."""
 
 _WORD: Final = struct.Struct(f"<BxHd{MAX_WORD}s")
 
 DATAGRAM_BYTES: Final = 64 * 1024
-"""No datagram is longer. Rows are JSON; every other kind has its own length; anything else is not
-ours.
+"""Maximum length of a datagram. RankRows are JSON; each other kind has a fixed length of its own;
+any other datagram is rejected.
 """
 
 MAX_ROWS: Final = 64
 MAX_COLUMNS: Final = 32
 MAX_COLUMN_NAME: Final = 64
 MAX_VALUE: Final = 24
-"""Maximum numbers: rows in a datagram, their columns, characters of a column's name and of a
-number.
+"""Maximum number of rows in a datagram, of columns, of characters in a column's name, and of
+characters in a number.
 """
 
 LONGEST_WORD: Final = 86400.0
 """Maximum seconds of a `quiet` block."""
 
 MAX_SECONDS: Final = 1e7
-"""A longer step (four months) is invalid."""
+"""Maximum seconds of a step (four months); a longer one is invalid."""
 
 
 class Own(IntEnum):
     """What is known of a rank's own part of a step."""
 
     KNOWN = 0  # it is in this datagram
-    LATER = 1  # measured from time to time, and not since the last datagram
+    LATER = 1  # measured only from time to time, not since the last datagram
     ALONE = 2  # no process group: there is nobody to wait for or to compare with
     UNTOLD = 3  # torch's flight recorder is off, or has too little information
 
@@ -78,7 +78,7 @@ class RankSteps:
 
 @dataclass(frozen=True, slots=True)
 class RankCosts:
-    """Time in which saves and restores have blocked this process since its start, in seconds."""
+    """Seconds for which saves and restores have blocked this process since it started."""
 
     local_rank: int
     step: int = -1  # the newest one reported to the Checkpointer; -1: none
@@ -89,7 +89,7 @@ class RankCosts:
 
 @dataclass(frozen=True, slots=True)
 class RankWord:
-    """A rank's `quiet` block and its remaining seconds; "" and 0.0: none."""
+    """The `quiet` block that a rank is in, and its remaining seconds; "" and 0.0: none."""
 
     local_rank: int
     what: str = ""
@@ -109,18 +109,19 @@ class RankRows:
 
 
 def mint_name() -> str:
-    """A new name for a socket."""
+    """A new random name for a socket."""
     return f"elasticrun-{os.urandom(16).hex()}"
 
 
 def address(name: str) -> str:
-    """The address of a name for `bind` and `sendto`: the NUL selects the abstract namespace."""
+    """The address of a socket's name, for `bind` and `sendto`; NUL selects the abstract
+    namespace."""
     return "\0" + name
 
 
 def place(name: str, local_rank: int) -> str:
-    """The text for a rank (wire.env.PROGRESS): the name, and its local rank, which
-    --virtual-local-rank hides from it."""
+    """The value of env.PROGRESS for a rank: the socket's name, and the local rank, which
+    --virtual-local-rank hides from the rank."""
     return f"{name}/{local_rank}"
 
 
@@ -134,7 +135,7 @@ RankTold = RankSteps | RankCosts | RankWord | RankRows
 
 
 def encode(message: RankTold) -> bytes:
-    """The datagram. Raises struct.error for numbers that do not fit."""
+    """The datagram of a message. Raises struct.error for numbers that do not fit."""
     if isinstance(message, RankWord):
         return _WORD.pack(
             VERSION, message.local_rank, message.seconds, message.what.encode()[:MAX_WORD]
@@ -216,13 +217,14 @@ def _is_value(text: str) -> bool:
 
 
 def hear_at(made: socket.socket, name: str) -> None:
-    """Bind this datagram socket to `name`, with credentials of senders. Raises OSError."""
+    """Bind this datagram socket to `name`, and request the credentials of senders. Raises
+    OSError."""
     made.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
     made.bind(address(name))
 
 
 def hearing_at(name: str) -> socket.socket:
-    """A non-blocking socket bound to `name`. Raises OSError."""
+    """A new non-blocking datagram socket bound to `name`. Raises OSError."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
     try:
         hear_at(made, name)
@@ -253,7 +255,7 @@ def sent_by_us(credentials: Iterable[tuple[int, int, bytes]]) -> bool:
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 
 CREDENTIALS_BYTES: Final = socket.CMSG_SPACE(_CREDENTIALS.size)
-"""Space for the credentials that come with a datagram."""
+"""Space for the credentials that accompany a datagram."""
 
 _QUESTION: Final = struct.Struct("<BBBBI")
 
@@ -264,17 +266,17 @@ ANSWER_BYTES: Final = 128 * 1024
 """Maximum length of an answer: the kernel accepts at most about 200 KB."""
 
 MAX_GROUPS_SAID: Final = 16
-"""Process groups in an answer."""
+"""Maximum number of process groups in an answer."""
 
 MAX_THREADS_SAID: Final = 64
 MAX_FRAMES_SAID: Final = 60
-"""Threads in an answer, and frames of each."""
+"""Maximum number of threads in an answer, and of frames of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankAsked:
-    """Query a rank's position in its collectives. `full`: with names and the open call; `stacks`:
-    also the stacks of its threads. `number` is returned in the answer."""
+    """Ask a rank for its position in its collectives. `full`: with names and the open call;
+    `stacks`: also the stacks of its threads. The answer repeats `number`."""
 
     number: int
     full: bool = False
@@ -283,8 +285,8 @@ class RankAsked:
 
 @dataclass(frozen=True, slots=True)
 class GroupSays:
-    """A process group with one rank's counters of its collectives; the fields after `done` are only
-    in a full answer."""
+    """A process group, with one rank's counters of its collectives. The fields after `done` are
+    only set in a full answer."""
 
     key: str  # number in this process
     entered: int
@@ -308,7 +310,7 @@ class ThreadSays:
 
 @dataclass(frozen=True, slots=True)
 class RankSays:
-    """A rank's answer."""
+    """A rank's answer to a RankAsked."""
 
     number: int  # of the question
     groups: tuple[GroupSays, ...] = ()
@@ -316,7 +318,7 @@ class RankSays:
 
 
 def encode_question(question: RankAsked) -> bytes:
-    """The datagram."""
+    """The datagram of a question."""
     return _QUESTION.pack(VERSION, question.full, question.stacks, 0, question.number)
 
 
@@ -329,7 +331,7 @@ def read_question(datagram: bytes) -> RankAsked | None:
 
 
 def encode_answer(answer: RankSays) -> bytes:
-    """The datagram. If the stacks do not fit, each is cut to fewer frames."""
+    """The datagram of an answer. If it is too long, each stack is cut to fewer frames."""
     depth = MAX_FRAMES_SAID
     while True:
         data = json.dumps(asdict(answer), separators=(",", ":")).encode("ascii")

@@ -5,7 +5,7 @@ name has 128 random bits; the agent also checks the user of its peer (SO_PEERCRE
 name with its local rank (`env.SNAPSHOTS`), a saver in its order. The first message identifies the
 sender. Some messages come with one descriptor (SCM_RIGHTS).
 
-State itself is never sent here: it is in segments (`shm.segment`).
+State itself is never sent here: it is in segments (`snapshots.shm.segment`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import ClassVar, Final
 from elasticrun.wire.types import NOTHING, RoundName, Skip
 
 NO_ROUND: Final = RoundName(0, 0, "")
-"""Stands for no round."""
+"""A placeholder for no round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,8 @@ class RankRefused:
 
 @dataclass(frozen=True, slots=True)
 class SegmentHere:
-    """Comes with a descriptor if `ok`; otherwise `reason` says why not, in a sentence."""
+    """The answer to NeedSegment; comes with a descriptor if `ok`. Otherwise `reason` says why not,
+    in a sentence."""
 
     ok: bool
     reason: str
@@ -52,23 +53,24 @@ class SegmentHere:
 
 @dataclass(frozen=True, slots=True)
 class RoomThere:
-    """What AwaitRoom waits for has happened."""
+    """The answer to AwaitRoom: a slot is free, or the step is complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardHere:
-    """Comes with a descriptor of a whole segment if `ok`; the snapshot is in `slot`."""
+    """The answer to WantShard; comes with a descriptor of a whole segment if `ok`. The snapshot is
+    in `slot`."""
 
     ok: bool
     reason: str
-    rank: int  # whose it is: the requested one's, or one with the same content
+    rank: int  # the requested rank, or one with the same content
     slot: int
     sequence: int
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """The answer to IsWhole; also `ok` without hashes to compare with."""
+    """The answer to IsWhole. `ok` also if there are no hashes to compare with."""
 
     rank: int
     ok: bool
@@ -98,17 +100,17 @@ class RankHere:
 @dataclass(frozen=True, slots=True)
 class NeedSegment:
     """Request a segment for this layout. Answer: SegmentHere, with a descriptor if `ok`. A segment
-    that this local rank has had for the same layout, also before a restart, is reused: its pages
-    are allocated. The newest snapshot of another layout stays until the new segment has a complete
-    one."""
+    that this local rank has had for the same layout, even before a restart, is reused, because its
+    pages are allocated. The newest snapshot of another layout remains until the new segment has a
+    complete one."""
 
     layout: int  # Layout.key
     content: int  # Layout.content
     layout_length: int
     slot_bytes: int
     slots: int
-    own: bool = False  # it has state that no other rank has
-    least: int = 0  # acceptable minimum without memory for more; 0: no fewer
+    own: bool = False  # the rank has state that no other rank has
+    least: int = 0  # slots that suffice if there is no memory for more; 0: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,24 +127,24 @@ class Committed:
 @dataclass(frozen=True, slots=True)
 class AwaitRoom:
     """No slot is free: request a notification when one is, or when step `whole` is complete.
-    Answer: RoomThere, unless the ranks are restarted before. A rank whose wait has timed out
-    ignores it."""
+    Answer: RoomThere, unless the ranks are restarted first. A rank that has stopped waiting ignores
+    the answer."""
 
     whole: int  # a step, or segment.NONE for a free slot
 
 
 @dataclass(frozen=True, slots=True)
 class WantShard:
-    """For the offered restore: request the snapshot of this rank of that round, or of one with the
-    same content. Answer: ShardHere, with a descriptor if `ok`. It may be this local rank's own
-    segment, another's on this node, or a copy fetched from another node."""
+    """Request the snapshot that Resume offers, of this rank of that round or of one with the same
+    content. Answer: ShardHere, with a descriptor if `ok`: of this local rank's own segment, of
+    another's on this node, or of a copy fetched from another node."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class IsWhole:
-    """Ask whether this shard matches its hashes. Answer: Whole, once that is known."""
+    """Ask whether the shard of this rank matches its hashes. Answer: Whole, once that is known."""
 
     rank: int
 
@@ -159,8 +161,8 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class CannotRestore:
-    """The offered snapshot is unusable: it counts as absent, and another one must be found. Not
-    answered: the rank is ended."""
+    """The offered snapshot is unusable: it counts as absent, and another one must be found. No
+    answer: the agent stops the rank."""
 
     rank: int  # of the shard
     reason: str
@@ -208,7 +210,7 @@ class Remark:
 
 
 RankAsks = RankHere | NeedSegment | AwaitRoom | WantShard | IsWhole
-"""These are answered."""
+"""Messages of a rank that are answered."""
 
 RankTells = (
     Committed | SaveFailed | Restored | CannotRestore | PutsOff | StepMissed | Skipped | Remark
@@ -220,7 +222,8 @@ FromRank = RankAsks | RankTells
 
 @dataclass(frozen=True, slots=True)
 class SegmentOpen:
-    """Provide a segment under a key of the agent's; comes with its descriptor."""
+    """The saver may use this segment under this key, which the agent has chosen. Comes with its
+    descriptor."""
 
     key: int
     local_rank: int
@@ -235,7 +238,7 @@ class SegmentClosed:
 
 @dataclass(frozen=True, slots=True)
 class HashSnapshot:
-    """Hash this snapshot with low priority, and store the hashes in its slot; of several orders for
+    """Hash this snapshot with low priority, and store the hashes in its slot. Of several orders for
     one segment only the newest counts. No answer."""
 
     key: int
@@ -367,7 +370,8 @@ class SaverHere:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """The answer to CheckSnapshot. Also `ok` without hashes to compare with; `reason` says so."""
+    """The answer to CheckSnapshot. `ok` also if there are no hashes to compare with; `reason` says
+    so."""
 
     key: int
     slot: int
@@ -410,7 +414,8 @@ class FetchSize:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The copy is in the slot that FetchInto named, and has been verified."""
+    """The result of a Fetch. If `ok`, the copy is in the slot that FetchInto named, and
+    verified."""
 
     key: int
     ok: bool
@@ -456,7 +461,7 @@ class Raised:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The rank has destroyed its process groups, and waits."""
+    """The rank has destroyed its process groups, and waits for EnterRound."""
 
 
 FromRecoverable = RecoverableHere | Returned | Raised | Left
@@ -469,7 +474,7 @@ class LeaveRound:
 
 @dataclass(frozen=True, slots=True)
 class Reraise:
-    """Fail by the exception that was raised."""
+    """Fail with the exception that was raised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -488,7 +493,7 @@ ToRecoverable = LeaveRound | Reraise | EnterRound
 
 
 FromPeer = FromRank | FromSaver | FromRecoverable
-"""What the agent's socket receives."""
+"""What the agent's socket may receive."""
 
 ToPeer = ToRank | ToSaver | ToRecoverable
-"""What the agent may answer."""
+"""What the agent may send on it."""

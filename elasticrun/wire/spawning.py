@@ -1,12 +1,12 @@
-"""The messages between an agent and its spawner, and between a launcher and a warm process; and how
-the fork server is started.
+"""The messages between an agent and its spawner, and between a launcher and a warm process; and the
+command line of the fork server.
 
-The spawner is the fork server, or a caller of elastic_launch. They exchange frames (`wire.frames`)
-over a private socketpair; an invalid one ends the connection with a sentence. A *key* identifies
-one process that the spawner was ordered to start; the agent never reuses a key.
+The spawner is the fork server, or a caller of elastic_launch. Agent and spawner exchange frames
+(`wire.frames`) over a private socketpair; an invalid one ends the connection with a sentence. A
+*key* identifies one process that the spawner was ordered to start; the agent never reuses a key.
 
-The fork server's command line, and a Popen that keeps signals away from it, are here because the
-agent writes that command line and the fork server reads it, and neither package imports the other.
+The code that starts the fork server is here because the agent writes the server's command line and
+the server reads it, and neither package imports the other.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class SpawnRank:
     error_file: str  # file for an uncaught exception, "" for none
     numa: str = ""  # mode of --numa-binding, "" for the spawner's first mask
     numa_may_fail: bool = False  # run unbound if torch finds no cores
-    monitor: str = ""  # where a forked rank answers questions (wire.progress); "" nowhere
+    monitor: str = ""  # socket on which a forked rank is asked (wire.progress); "": none
 
 
 def command(entry: Entrypoint, python: str = "") -> list[str]:
-    """The command line of the program when it is exec'd."""
+    """The command line that runs the program as a new process."""
     words = [entry.target, *entry.args]
     if entry.kind is EntryKind.COMMAND:
         return words
@@ -176,7 +176,7 @@ class Keepalive:
 
 @dataclass(frozen=True, slots=True)
 class Ping:
-    """Answer with a Pong of this number when all earlier orders have been carried out."""
+    """Answer with a Pong of this number once all earlier orders have been carried out."""
 
     number: int
 
@@ -204,7 +204,7 @@ class SpawnerReady:
 
 @dataclass(frozen=True, slots=True)
 class Spawned:
-    """The rank or store host runs. `forked`: it runs our code first; false if it was exec'd."""
+    """The rank or store host runs. `forked`: it runs our code first; False if it was exec'd."""
 
     key: int
     pid: int
@@ -213,7 +213,7 @@ class Spawned:
 
 @dataclass(frozen=True, slots=True)
 class SpawnFailed:
-    """It could not be started; one sentence for the user."""
+    """The process of `key` could not be started; `reason` is one sentence for the user."""
 
     key: int
     reason: str
@@ -307,7 +307,7 @@ class Pong:
 
 
 FromChild = Spawned | Execed | SpawnFailed | Exited | StoreListening | ProbeSaid
-"""About one process, identified by its key."""
+"""Messages about one process, identified by its key."""
 
 FromSpawner = FromChild | SpawnerReady | Swept | Lingering | Notice | Stale | Pong
 
@@ -315,10 +315,11 @@ FromSpawner = FromChild | SpawnerReady | Swept | Lingering | Notice | Stale | Po
 # ---------------------------------------------------------------- a launcher and a warm process
 
 DESCRIPTORS: Final = 5
-"""Sent once an Ask is granted: the agent's connection, standard streams, working directory."""
+"""Number of descriptors sent once an Ask is granted: the agent's connection, three standard
+streams, working directory."""
 
 NAMESPACES: Final = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts")
-"""The namespaces that a fork shares with its parent; all must be the launcher's."""
+"""The namespaces that a fork shares with its parent; each must be the launcher's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,14 +350,16 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Forked:
-    """The fork server runs. From now on its guard, which is its parent, sends the messages."""
+    """The fork server runs. From now on its guard, which is its parent process, sends the
+    messages."""
 
     pid: int
 
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """The fork server has exited (negative: by that signal), and nothing below it is left."""
+    """The fork server has exited, and no process below it is left. `code` is negative for a
+    signal."""
 
     code: int
 
@@ -371,7 +374,8 @@ class Declined:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """`modules`: number of imported ones; `left`: seconds until it exits if unused."""
+    """The state of a warm process. `modules`: number of imported modules; `served`: of fork
+    servers; `left`: seconds until it exits if unused."""
 
     pid: int
     torch: str
@@ -444,9 +448,9 @@ def server_words(
 
 
 def warm_command(place: Path, *, idle: float, fd: int) -> list[str]:
-    """The command line of a warm process, which is that of a fork server without an agent: the path
-    of its socket, seconds until it exits when idle, the descriptor on which it reports that it is
-    ready."""
+    """The command line of a warm process, which is that of a fork server without an agent. `place`:
+    path of its socket; `idle`: seconds without use until it exits; `fd`: descriptor on which it
+    reports that it is ready."""
     return [
         *(sys.executable, "-u", str(SERVER_FILE), f"--warm={place}", f"--idle={idle!r}"),
         *(f"--tells={fd}", " " * ARGV_PAD),

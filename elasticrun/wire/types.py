@@ -10,7 +10,7 @@ have been cut to their bound. A field without its own bound has that of its type
 a `float` is `seconds`, an `int` is from 0 to INT64.
 
 A record is a dataclass or a struct: `loads(dumps(record), type(record)) == record`. Anything that
-is not exactly such a record raises ValueError with a sentence: nothing guesses what somebody may
+is not exactly such a record raises ValueError with a sentence: no code guesses what somebody may
 have meant. `strict` is for data from other processes: no text with a NUL, no number that no field
 can have.
 
@@ -37,13 +37,13 @@ INT32: Final = 2**31 - 1
 INT64: Final = 2**63 - 1
 
 MAX_TEXT: Final = 4096
-"""Longest sentence, traceback or path in a message, in characters; the sender cuts it."""
+"""Maximum characters of a sentence, traceback or path in a message; the sender truncates it."""
 
 MAX_NAME: Final = 1024
-"""Longest name (of a job, node, host, role), in characters; a longer one is refused, not cut."""
+"""Maximum characters of a name (of a job, node, host, role); a longer one is refused."""
 
 MAX_SECONDS: Final = 1e9
-"""Longest valid duration: 31 years, which people write for "forever"."""
+"""Maximum duration in seconds: 31 years, which people write for "forever"."""
 
 MAX_LOCAL_RANKS: Final = 4096
 """Maximum number of ranks on one node; ten times the cores of the largest hosts."""
@@ -62,7 +62,7 @@ class WireError(ValueError):
 
 
 class Between:
-    """An integer between these two, inclusive."""
+    """An integer from `low` to `high`, inclusive."""
 
     def __init__(self, low: int, high: int) -> None:
         self.low, self.high = low, high
@@ -74,7 +74,7 @@ class Between:
 
 
 def _number(holds: Callable[[float], bool], else_it_is: str) -> Bound:
-    """A number with this property that is neither NaN nor infinite."""
+    """The bound of a number that satisfies `holds` and is neither NaN nor infinite."""
 
     def bound(where: str, value: float) -> float:
         if not (math.isfinite(value) and holds(value)):
@@ -87,35 +87,38 @@ def _number(holds: Callable[[float], bool], else_it_is: str) -> Bound:
 seconds = _number(
     lambda value: 0 <= value <= MAX_SECONDS, f" s, not between 0 and {MAX_SECONDS:.0f} s"
 )
-"""A duration."""
+"""The bound of a duration."""
 
 amount = _number(lambda value: value >= 0, ", not an amount of 0 or more")
 
 ratio = _number(lambda value: value > 1, ", not a ratio above 1")
-"""How many times a usual value something must be to stand out."""
+"""The bound of a factor: how many times the usual value is an outlier."""
 
 
 def limit(where: str, value: float) -> float:
-    """A time limit; must not be 0."""
+    """The bound of a time limit in seconds; it must not be 0."""
     if seconds(where, value) == 0:
         raise WireError(f"{where} is {value} s, but a time limit must be above 0")
     return float(value)
 
 
 def text(where: str, value: str) -> str:
-    """Free text for people: the sender cuts it, the receiver refuses a longer one."""
+    """The bound of free text for people: the sender truncates it, the receiver refuses a longer
+    one."""
     if len(value) > MAX_TEXT:
         raise WireError(f"{where} has {len(value)} characters, more than {MAX_TEXT}")
     return value
 
 
 def tail(where: str, value: str) -> str:
-    """Text of which the sender keeps the end: a traceback's last lines name the error."""
+    """The bound of text of which the sender keeps the end: a traceback's last lines name the
+    error."""
     return text(where, value)
 
 
 class OneLine:
-    """One printable line of this length; never cut, because a cut name is another name."""
+    """One printable line of `least` to `most` characters; never truncated, because half a name is
+    another name."""
 
     def __init__(self, least: int, most: int) -> None:
         self.least, self.most = least, most
@@ -131,7 +134,7 @@ class OneLine:
 
 
 class WholeText:
-    """Text of at most so many bytes; never cut, because half of it would be unreadable."""
+    """Text of at most `most` bytes; never truncated, because half of it would be unreadable."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -143,7 +146,7 @@ class WholeText:
 
 
 class OneOf:
-    """One of a few words; `make` converts it to its enum."""
+    """One of these words; `make` converts it to its enum."""
 
     def __init__(self, *words: str, make: Callable[[str], str] = str) -> None:
         self.words, self.make = words, make
@@ -155,7 +158,7 @@ class OneOf:
 
 
 class Exactly:
-    """Bytes of this length, or none at all if `empty`."""
+    """Bytes of this length; if `empty`, also none at all."""
 
     def __init__(self, length: int, *, empty: bool = False) -> None:
         self.length, self.empty = length, empty
@@ -179,7 +182,7 @@ class AtMost:
 
 
 def cut(value: str, most: int, *, keep_end: bool = False) -> str:
-    """Cut to at most `most` characters, and replace those that UTF-8 cannot encode (half a
+    """Truncate to at most `most` characters, and replace those that UTF-8 cannot encode (half a
     surrogate pair)."""
     if len(value) > most:
         value = "…" + value[1 - most :] if keep_end else value[: most - 1] + "…"
@@ -203,7 +206,7 @@ Attempt = Annotated[str, OneLine(1, MAX_ATTEMPT)]
 
 
 def runs(ranks: Iterable[int]) -> list[tuple[int, int]]:
-    """First and last of each sequence of consecutive numbers, ascending."""
+    """First and last number of each run of consecutive numbers, ascending."""
     found: list[tuple[int, int]] = []
     for rank in sorted(set(ranks)):
         if found and rank == found[-1][1] + 1:
@@ -218,7 +221,8 @@ SHORTEST_RANGE: Final = 3
 
 
 def write_ranges(ranks: Iterable[int], *, pairs: bool = False) -> str:
-    """The ranks in ascending order, each once; "" for none. `pairs`: two neighbors form a range."""
+    """The ranks in ascending order, each once, as `0-41,43` or, with a stride, `0-62:2`; "" for
+    none. `pairs`: two neighbors form a range too."""
     rest = sorted(set(ranks))
     parts: list[str] = []
     at = 0
@@ -238,7 +242,8 @@ def write_ranges(ranks: Iterable[int], *, pairs: bool = False) -> str:
 
 
 def read_ranges(text: str, limit: int) -> tuple[int, ...]:
-    """The ranks below `limit` in such a text, in its order. Raises ValueError if invalid."""
+    """The ranks below `limit` in a text like that of `write_ranges`, in its order. Raises
+    ValueError if it is invalid."""
     found: list[int] = []
     for part in text.split(",") if text else ():
         span, _, stride = part.partition(":")
@@ -319,14 +324,14 @@ class EntryKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Entrypoint:
-    """The user's program: what to run and its arguments, before `${local_rank}` is filled in."""
+    """The user's program and its arguments, before `${local_rank}` is replaced."""
 
     kind: EntryKind
     target: str
     args: tuple[str, ...] = ()
 
     def words(self) -> tuple[str, ...]:
-        """Its kind, its target and its arguments."""
+        """Kind, target and arguments, in one tuple."""
         return (str(self.kind), self.target, *self.args)
 
 
@@ -342,9 +347,9 @@ class Level(StrEnum):
 class Finding:
     """The result of one check of one machine.
 
-    check: which check, in plain words ("disk, log folder", "shared memory"); one check may have
-    several findings. seen: what was found, in a sentence, with the figure and the limit. todo: what
-    the operator can do; empty if nothing.
+    `check`: which check, in plain words ("disk, log folder", "shared memory"); one check may have
+    several findings. `seen`: what was found, in a sentence, with the figure and the limit. `todo`:
+    what the operator can do; empty if nothing.
     """
 
     check: str
@@ -356,7 +361,8 @@ class Finding:
 # ---------------------------------------------------------------- any record as JSON
 
 _SCALARS: Final = frozenset({str, int, float, bool, type(None)})
-"""Types whose values are JSON already: most of a large round is, and takes a fast path."""
+"""Types whose values are JSON already: most values of a large round, for which there is a fast
+path."""
 
 _STRICT_INT: Final = 2**63
 _STRICT_FLOAT: Final = 1e18
@@ -366,7 +372,7 @@ R = TypeVar("R")
 
 
 def dumps(record: Any) -> str:
-    """A record (of records, tuples, dicts, words and numbers) as JSON."""
+    """A record (of records, tuples, dicts, strings and numbers) as JSON."""
     return json.dumps(plain(record))
 
 
@@ -427,7 +433,7 @@ def typed(value: Any, kind: Any, where: str = "", *, strict: bool = False) -> An
 
 
 def is_record(kind: type) -> bool:
-    """Whether it is a class with named fields: a dataclass, or a struct of msgspec."""
+    """Whether this is a class with named fields: a dataclass, or a struct of msgspec."""
     return hasattr(kind, "__struct_fields__") or is_dataclass(kind)
 
 
@@ -456,7 +462,7 @@ def resolve(kind: Any) -> None:
 
 
 def _item(value: Any, kind: Any, where: str, strict: bool) -> Any:
-    """With a fast path for scalars."""
+    """`typed`, with a fast path for scalars."""
     if type(value) is kind and kind in _SCALARS and (not strict or _is_usual(value)):
         return value
     return typed(value, kind, where, strict=strict)

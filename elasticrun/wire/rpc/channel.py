@@ -1,8 +1,8 @@
-"""gRPC in elasticrun: all options of channels and servers, and plain words for its errors.
+"""gRPC in elasticrun: all options of channels and servers, and readable texts for its errors.
 
 gRPC's defaults are made for data centers behind load balancers. Each option below replaces a
-default that could end a job; the comment beside it says what goes wrong without it, and a test
-shows it.
+default that could end a job; the comment above it says what goes wrong without it, and a test shows
+it.
 
 An agent uses `open_channel`, then `attend` for its stream (`Attendance`), whose `enter` proves the
 job's token and sends Hello. A reader uses `get_status`, `reach_me`, `ask_for`; the master
@@ -43,7 +43,7 @@ from elasticrun.wire.types import Endpoint, WireError
 A = TypeVar("A")
 
 MAX_WORDS: Final = 400
-"""Maximum characters of an explanation."""
+"""Maximum characters of an explanation of an error."""
 
 _PLAIN: Final = {
     "Cancelling all calls": "it has ended",
@@ -53,7 +53,7 @@ _PLAIN: Final = {
     "connection attempt timed out before receiving SETTINGS frame": "it accepts no connection",
     "Timeout occurred: FD Shutdown": "it accepts no connection",
 }
-"""gRPC's texts (1.85) for the most frequent errors, and ours."""
+"""Better texts for gRPC's (1.85) most frequent errors, and for ours."""
 
 _PREFIX: Final = re.compile(
     r"^failed to connect to all addresses; last error: (?:[A-Z_]+: )?(?:ipv[46]:\S+: )?"
@@ -185,8 +185,8 @@ def open_channel(
     """A grpc.aio channel to the master at `endpoint`; connects when it is used.
 
     `tls`: certificates to present and to trust, None for plain TCP. `name`: the host name or
-    address that the master's certificate must contain, "" for the endpoint's. `dns:///` prevents
-    that a host such as `unix` is parsed as a scheme; addresses are unaffected.
+    address that the master's certificate must contain, "" for the endpoint's. `dns:///` prevents a
+    host such as `unix` from being parsed as a scheme; addresses are unaffected.
     """
     where = f"dns:///{endpoint}"
     if tls is None:
@@ -248,7 +248,7 @@ class Attendance:
             raise LinkError("the stream to the master has ended") from None
 
     async def receive(self) -> Order | None:
-        """The next order; None when the master has closed the stream properly. Raises LinkError."""
+        """The next order; None if the master has closed the stream properly. Raises LinkError."""
         try:
             data = await self._call.read()
             if data is grpc.aio.EOF:
@@ -265,7 +265,7 @@ class Attendance:
             raise LinkError(f"the master sent {wrong}", rejected=True) from None
 
     async def close(self) -> None:
-        """Declare that no report follows: the master takes this for a clean departure."""
+        """Declare that no report follows, which the master treats as a clean departure."""
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # it has ended already
             await self._call.done_writing()
 
@@ -288,7 +288,7 @@ async def get_status(
     name: str = "",
     version: str = "status",
 ) -> JobStatus:
-    """Get the page of the master at `endpoint`; `token` is a reader's (`auth.reader_token`).
+    """Get the status from the master at `endpoint`; `token` is a reader's (`auth.reader_token`).
 
     Raises LinkError after at most `timeout` seconds; its `rejected` means that retrying is
     useless."""
@@ -347,8 +347,8 @@ async def _ask(
     tls: Pem | None,
     name: str,
 ) -> A:
-    """The answer to a reader after both sides have proved the token; `request`: what it sends after
-    its proof, if anything. Raises LinkError, also for a refusal."""
+    """The answer to a reader, after both sides have proved the token. `request`: what to send after
+    the proof, if anything. Raises LinkError, also for a refusal."""
     options = {**CLIENT_OPTIONS, "grpc.max_receive_message_length": MAX_STATUS_BYTES}
     async with open_channel(endpoint, options, tls=tls, name=name) as channel:
         call = channel.stream_stream(method)(timeout=timeout, wait_for_ready=False)
@@ -469,7 +469,7 @@ def listen(server: Any, host: str, port: int, tls: Pem | None = None) -> int:
 
 
 def _why_not(where: Endpoint) -> ListenError:
-    """gRPC only says that it failed; repeat the bind by hand to get the reason."""
+    """gRPC only says that it failed; bind the port again ourselves to learn the reason."""
     try:
         found = socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM)
         family, kind, proto, _, address = found[0]

@@ -68,8 +68,8 @@ class EtcdRefused(EtcdError):
 
 @dataclass(frozen=True, slots=True)
 class KeyValue:
-    """A key with its value. `created` is unique to this creation of the key, over all keys,
-    forever."""
+    """A key with its value. `created` is the create_revision, which no other creation of any key
+    ever has."""
 
     key: str
     value: bytes
@@ -174,7 +174,7 @@ class Etcd:
         return await self.txn((), (get_all(prefix),))
 
     async def grant(self, seconds: int) -> int:
-        """A new lease. Raises EtcdError."""
+        """Create a lease of `seconds` seconds, and return its id. Raises EtcdError."""
         request = pb.LeaseGrantRequest(TTL=seconds)
         answer = await self._ask("Lease/LeaseGrant", request, pb.LeaseGrantResponse)
         if answer.error:
@@ -273,7 +273,8 @@ class Etcd:
     async def _ask(
         self, method: str, request: Any, answer: type[Any], limit: float | None = None
     ) -> Any:
-        """Call one server after the other, each once, starting with the last good one."""
+        """Call each server once, starting with the last one that answered. Raises the last
+        error."""
         error: EtcdError | None = None
         for _ in self.place.servers:
             ask = self._channel().unary_unary(
@@ -298,8 +299,8 @@ def _item(kv: Any) -> KeyValue:
 
 
 def _error(broken: Any, place: EtcdPlace) -> EtcdError:
-    """The error, by whether a retry may help. A server that is stopping or without a majority
-    counts as silent."""
+    """EtcdRefused if a retry is useless, else EtcdSilent, also for a server that is stopping or has
+    no majority."""
     code = broken.code().name
     text = in_words(code, broken.details())
     if code in _FINAL:

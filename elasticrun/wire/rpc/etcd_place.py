@@ -34,12 +34,12 @@ _HOST: Final = re.compile(r"[\w.:%-]+")
 
 
 class PlaceError(ValueError):
-    """Not an address of etcd; the text is a sentence."""
+    """The text is not an address of etcd; the message is a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
 class EtcdPlace:
-    """The servers of one etcd, tried in turn; `secure`: by TLS."""
+    """The servers of one etcd, tried in turn. `secure`: use TLS."""
 
     servers: tuple[Endpoint, ...]
     secure: bool = False
@@ -76,7 +76,7 @@ def _server(part: str, text: str) -> Endpoint:
 
 
 class Keys:
-    """The keys of one job; an id may contain any character, even a slash."""
+    """The keys of one job. A job's id may contain any character, even a slash."""
 
     def __init__(self, job_id: str) -> None:
         self.base = f"{ROOT}/{quote(job_id, safe='')}/"
@@ -108,8 +108,8 @@ class LeaderKey:
 
 
 def leader_from_bytes(data: bytes) -> LeaderKey | None:
-    """The leader in these bytes; None if they are invalid, so not written by elasticrun: then
-    agents wait for a valid one instead of connecting."""
+    """The leader in these bytes; None if they are invalid, so that agents wait for a valid leader
+    instead of connecting to something that elasticrun has not written."""
     if len(data) > MAX_VALUE:
         return None
     try:

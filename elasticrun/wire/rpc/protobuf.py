@@ -64,7 +64,7 @@ class _Scalar:
 
 
 class _Text(_Scalar):
-    """A text that the sender cuts."""
+    """A text that the sender truncates."""
 
     def store(self, where: str, message: Any, name: str, value: str) -> None:
         setattr(message, name, cut(value, MAX_TEXT, keep_end=self.bound is tail))
@@ -143,13 +143,14 @@ def _rule(kind: Any) -> _Scalar | _Part | _Many:
 
 @cache
 def rules(of: Any) -> Mapping[str, _Scalar | _Part | _Many]:
-    """The fields of a message, in order."""
+    """How each field of a message is read and written, in order."""
     hints = typing.get_type_hints(of, include_extras=True)
     return {name: _rule(kind) for name, kind in hints.items()}
 
 
 def _load(of: type, message: Any, where: str) -> Any:
-    """The record `of` read from a protobuf message; WireError names the field, below `where`."""
+    """Read a record of type `of` from a protobuf message; WireError names the field, below
+    `where`."""
     made = of(
         **{name: rule.load(f"{where}.{name}", message, name) for name, rule in rules(of).items()}
     )
@@ -248,8 +249,8 @@ def _shorter(failure: m.Failure, room: int) -> m.Failure:
 
 
 def report_to_wire(report: m.Report) -> bytes:
-    """Bytes of a Report, with texts cut to their bound; WireError if another field exceeds its
-    own."""
+    """The bytes of a Report, with texts truncated to their bound. Raises WireError if another field
+    violates its bound."""
     return _fitting(pb.Report, report, "report")
 
 
@@ -260,8 +261,8 @@ def report_from_wire(data: bytes) -> m.Report:
 
 
 def order_to_wire(order: m.Order) -> bytes:
-    """Bytes of an Order, with texts cut to their bound; WireError if another field exceeds its
-    own."""
+    """The bytes of an Order, with texts truncated to their bound. Raises WireError if another field
+    violates its bound."""
     return _fitting(pb.Order, order, "order")
 
 
@@ -272,7 +273,7 @@ def order_from_wire(data: bytes) -> m.Order:
 
 
 def answer_to_wire(answer: m.StatusAnswer) -> bytes:
-    """Bytes of an answer to a reader, at most MAX_STATUS_BYTES; WireError as above."""
+    """The bytes of an answer to a reader, at most MAX_STATUS_BYTES. Raises WireError as above."""
     data = _to_wire(pb.StatusAnswer, answer, "status reply")
     if len(data) > m.MAX_STATUS_BYTES:
         raise WireError(f"a status reply of {len(data)} bytes is longer than {m.MAX_STATUS_BYTES}")
