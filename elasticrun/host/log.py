@@ -1,14 +1,15 @@
 """Log lines of agent and master on stderr.
 
-A line has the form `elasticrun: text`, in a job of several nodes `elasticrun[NODE]: text`. With
+A line has the form `elasticrun: text`, or in a job of several nodes `elasticrun[NODE]: text`. With
 LOGLEVEL=DEBUG lines have torchrun's format (glog) with time and source location: `W1121
 02:57:27.668000 PID elasticrun/agent/node.py:9] text`.
 
 Lines of level NOTICE report the main events of the job (which nodes joined, what was lost, what it
-cost) and are shown by default; INFO and DEBUG are shown on request by LOGLEVEL.
+cost). They are shown by default; INFO and DEBUG are shown if LOGLEVEL requests them.
 
 A frozen terminal (Ctrl-S, a pager) blocks its writers, so lines go through a bounded queue to a
-thread; lines that do not fit are dropped and counted, and the count is printed.
+thread. Lines that do not fit are dropped and counted, and the next line written is preceded by
+their number.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from elasticrun.host.system.sandbox import NoThread, start_thread
 from elasticrun.wire import env
 
 QUEUE_LINES: Final = 2000
-"""Lines held for a frozen terminal; more would only be repetitive."""
+"""Maximum number of lines queued while the terminal is frozen."""
 
 NOTICE: Final = 25
 """The level of the main events, between INFO and WARNING."""
 
 LEVELS: Final = {"info": logging.INFO, "notice": NOTICE, "warning": 30, "error": 40}
-"""The names of levels in `core`."""
+"""The levels of `logging` by their names in `core`."""
 
 logger = logging.getLogger("elasticrun")
 
@@ -48,7 +49,7 @@ def _text(formatter: logging.Formatter, record: logging.LogRecord) -> str:
 
 
 class GlogFormatter(logging.Formatter):
-    """Level letter, date, time with microseconds, pid, source location, text."""
+    """Formats a line as level letter, date, time with microseconds, pid, source location, text."""
 
     def format(self, record: logging.LogRecord) -> str:
         letter = _LETTERS.get(record.levelname, "I")
@@ -60,7 +61,7 @@ class GlogFormatter(logging.Formatter):
 
 
 class PlainFormatter(logging.Formatter):
-    """The sender and the text; the sender in color if wanted."""
+    """Formats a line as sender and text; `colour`: the sender in the color of the level."""
 
     def __init__(self, *, colour: bool) -> None:
         super().__init__()
@@ -75,23 +76,23 @@ class PlainFormatter(logging.Formatter):
 
 class OpenLine:
     """The unterminated line on one terminal or pipe (a prompt, a progress bar), shared by all
-    writers of this process. A writer of anything else terminates it first."""
+    writers of this process. Another writer terminates it before its own text."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._owner: object = None
         self._shown = b""
         self._broken: dict[object, bytes] = {}
-        """Unterminated lines that others have cut off, by owner."""
+        """Unterminated lines that other writers have terminated, by owner."""
 
     def then(self, owner: object, data: bytes, *, ends: bool = True, columns: int = 0) -> bytes:
         """The bytes to write so that `data`, the complete line of `owner` so far, is shown next.
 
-        `ends`: it has a line break. `columns`: the width of a terminal on which a line that fits
-        can be overwritten; 0: it cannot."""
+        `ends`: `data` ends with a line break. `columns`: the width of a terminal, on which a
+        shorter line can be overwritten; 0: lines cannot be overwritten."""
         with self._lock:
             before = self._broken.pop(owner, None)
-            if before is not None and data.rstrip(b"\n") == before:  # it is shown already
+            if before is not None and data.rstrip(b"\n") == before:  # already shown, and terminated
                 if not ends:
                     self._broken[owner] = before
                 return b""
@@ -112,13 +113,13 @@ class OpenLine:
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 _TO_END_OF_LINE = b"\x1b[K"
-"""Clears the rest of an earlier, longer text."""
+"""Escape sequence that clears the rest of an earlier, longer text."""
 
 _open_lines: dict[tuple[int, int, int], OpenLine] = {}
 
 
 def columns_of(fd: int) -> int:
-    """The width of the terminal if it supports overwriting a line; else 0."""
+    """The width of a terminal that supports overwriting a line; else 0."""
     if os.environ.get("TERM", "dumb") == "dumb":
         return 0
     try:
@@ -128,14 +129,14 @@ def columns_of(fd: int) -> int:
 
 
 def cut_to(text: bytes, columns: int) -> bytes:
-    """As much text as fits on one line of the terminal, so that it can be overwritten; removes
-    escape sequences then, because they could be cut in two."""
+    """The text, cut to fit on one line of a terminal so that it can be overwritten. A cut text
+    loses its escape sequences, because one could be cut in two. `columns` 0: not cut."""
     bare = _ESCAPES.sub("", text.decode(errors="replace"))
     return text if not columns or len(bare) < columns else bare[: columns - 1].encode()
 
 
 def open_line(fd: int) -> OpenLine:
-    """The open line of the terminal, pipe or file behind this descriptor."""
+    """The OpenLine of the terminal, pipe or file behind this descriptor."""
     try:
         found = os.fstat(fd)
     except OSError:
@@ -144,7 +145,7 @@ def open_line(fd: int) -> OpenLine:
 
 
 class StderrWriter:
-    """A thread that writes queued text to a file descriptor; never blocks the callers."""
+    """Writes queued text to a file descriptor in a thread, so that callers do not block."""
 
     def __init__(self, fd: int = 2) -> None:
         self._fd = fd
@@ -154,10 +155,10 @@ class StderrWriter:
         self._lock = threading.Lock()
 
     def write(self, text: str) -> None:
-        """Queue `text` unchanged; drop it if the queue is full."""
+        """Queue `text` as it is; drop it if the queue is full."""
         try:
             self._start()
-        except NoThread:  # without a thread, block rather than lose the line
+        except NoThread:  # write it here, and block, rather than lose the line
             with suppress(OSError):
                 os.write(self._fd, text.encode(errors="backslashreplace"))
             return
@@ -167,7 +168,8 @@ class StderrWriter:
             self._dropped += 1
 
     def flush(self, limit: float) -> bool:
-        """Wait until everything queued has been written, at most `limit` seconds."""
+        """Wait until everything queued has been written; False if that takes longer than about
+        `limit` seconds."""
         if self._thread is None:
             return True
         written = threading.Event()
@@ -200,7 +202,7 @@ class StderrWriter:
 
 
 class WriterHandler(logging.Handler):
-    """A logging handler for a StderrWriter."""
+    """A logging handler that passes lines to a StderrWriter."""
 
     def __init__(self, writer: StderrWriter, formatter: logging.Formatter) -> None:
         super().__init__()
@@ -212,7 +214,7 @@ class WriterHandler(logging.Handler):
 
 
 def level_from(word: str) -> int:
-    """A word or number as a level of `logging`; WARNING if invalid."""
+    """The level of `logging` for a name or a number; WARNING if invalid."""
     word = word.strip().upper()
     if word.isdecimal():
         return int(word)
@@ -221,8 +223,8 @@ def level_from(word: str) -> int:
 
 
 def set_up(default: int = NOTICE) -> StderrWriter:
-    """Send the package's log lines to stderr, from LOGLEVEL (or `default`) on; the returned writer
-    accepts other text as well."""
+    """Send the package's log lines of level LOGLEVEL (or `default`) and above to stderr; returns
+    the writer, which accepts other text as well. Later calls only return it."""
     if (handler := _handler()) is not None:
         return handler.writer
     fd = sys.stderr.fileno() if _has_fileno() else 2
@@ -237,14 +239,14 @@ def set_up(default: int = NOTICE) -> StderrWriter:
 
 
 def set_prefix(who: str) -> None:
-    """Set the prefix of all following lines: `elasticrun[a]`."""
+    """Set the sender of all later lines, such as `elasticrun[a]`. A no-op with LOGLEVEL=DEBUG."""
     handler = _handler()
     if handler is not None and isinstance(handler.formatter, PlainFormatter):
         handler.formatter.who = who
 
 
 def log_last_word(sentence: str, at: int = logging.ERROR) -> None:
-    """Write a line regardless of LOGLEVEL: why this process exits."""
+    """Write why this process exits as a log line, whatever LOGLEVEL is."""
     handler = _handler()
     if handler is not None:
         handler.handle(logger.makeRecord(logger.name, at, __file__, 0, sentence, (), None))
@@ -255,7 +257,8 @@ def _handler() -> WriterHandler | None:
 
 
 def _wants_colour(fd: int) -> bool:
-    """True on a terminal, unless its user (https://no-color.org) or TERM says otherwise."""
+    """Whether to use colors: on a terminal, unless NO_COLOR (https://no-color.org) or TERM says
+    otherwise."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
         return False
     return os.isatty(fd)

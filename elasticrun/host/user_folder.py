@@ -1,17 +1,17 @@
 """The user's own folder on this host, and where a master keeps its record.
 
-Running masters, as small files: a master writes one when it serves and removes it when it exits;
-`elasticrun status` without an endpoint reads them. A file whose process has exited shows that the
-master was killed, and agents of its host use that (`agent.rendezvous`): every reader, also
-`status`, marks such a file as dead and leaves it for DEAD_KEPT more seconds. The folder may be
-shared with other hosts and PID namespaces, whose processes are not visible: such a file counts as
-alive as long as its master renews it. Jobs run without any of this.
+The folder lists running masters as small files: a master writes one when it serves and removes it
+when it exits; `elasticrun status` without an endpoint reads them. A file whose process has exited
+shows that the master was killed, which agents on its host use (`agent.rendezvous`): every reader,
+including `status`, marks such a file as dead and leaves it for DEAD_KEPT more seconds. The folder
+may be shared with other hosts and PID namespaces, whose processes are not visible here: their files
+count as alive while their masters renew them. Jobs run without any of this.
 
 A record is on a local disk. The folder of a hosted master belongs to the launch of its agent. Agent
 and master hold a shared lock on it as long as they live; the last one to exit removes it. A folder
-without a lock is stale and is removed by whoever finds it. A folder named by a person (`elasticrun
-master --state-dir`) stays; its lock is exclusive to the master, so that no two masters write one
-record.
+that nobody has locked is stale, and is removed by whoever finds it. A folder named by a user
+(`elasticrun master --state-dir`) stays; the master locks it exclusively, so that no two masters
+write one record.
 """
 
 from __future__ import annotations
@@ -39,22 +39,23 @@ if TYPE_CHECKING:
     pass
 
 MAX_FILE_BYTES: Final = 16 * 1024
-"""A longer file is not ours."""
+"""Maximum bytes read of a file; ours are shorter."""
 
 MAX_FILES: Final = 4096
 """Maximum number of files read; no user has that many jobs on one host."""
 
 DEAD_KEPT: Final = 600.0
-"""Seconds for which a file is kept after its master was first found dead: by then even an agent of
-a busy host has noticed. Jumps of the host's clock change that time.
+"""Seconds for which a file is kept after its master was first found dead: by then even an agent on
+a busy host has noticed. A jump of the host's clock changes that time.
 """
 
 RENEWED: Final = 60.0
-"""Seconds after which a master renews its file's mtime, or rewrites a missing file."""
+"""Seconds between renewals of a file by its master: it sets the mtime, or rewrites a missing
+file."""
 
 FAR_LIMIT: Final = 600.0
-"""Seconds after its last renewal for which a file of an invisible process is valid. If clocks
-differ by more, the file is marked as dead and its master writes a new one.
+"""Seconds after its last renewal for which the file of a process that is not visible here counts as
+alive. If clocks differ by more, the file is marked as dead and its master writes a new one.
 """
 
 LIVING, DEAD = "master-*.json", "dead-master-*.json"
@@ -63,11 +64,11 @@ LIVING, DEAD = "master-*.json", "dead-master-*.json"
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """One running master.
+    """The content of a master's file.
 
-    `reader` proves the right to read its status (`auth.reader_token`; "" for a job without a
-    token), `operator` the right to stop it (`auth.operator_token`): only this user can access the
-    folder, and neither admits a node."""
+    `reader` proves the right to read the job's status (`auth.reader_token`; "" for a job without a
+    token), `operator` the right to operate the job (`auth.operator_token`). Only this user can
+    access the folder, and neither token admits a node."""
 
     job_id: str
     host: str
@@ -83,12 +84,12 @@ class Published:
 
     @property
     def pid(self) -> int:
-        """The pid of its process, in its own PID namespace."""
+        """The master's pid in its PID namespace."""
         return self.process.pid
 
     @property
     def endpoint(self) -> Endpoint:
-        """Where `GetStatus` is served."""
+        """Where the master serves gRPC."""
         return Endpoint(self.host, self.port)
 
 
@@ -108,19 +109,19 @@ def user_folder(environ: Mapping[str, str]) -> Path:
 
 
 def publish(folder: Path, master: Published) -> Path:
-    """Write the file of a master; return its path. Removes files of dead masters of the same job
-    and port, which it replaces. Raises OSError."""
+    """Write the file of a master; returns its path. Removes files of dead masters of the same job
+    and port, which it succeeds. Raises OSError."""
     path = folder / _name(master.process)
     _write(path, master)
     for left, before in _published_by(folder, master.job_id, master.port):
         if left != path and not _is_live(left, before):
-            with contextlib.suppress(OSError):  # another starting master was faster
+            with contextlib.suppress(OSError):  # another master has removed it
                 left.unlink()
     return path
 
 
 def renew(path: Path, master: Published) -> None:
-    """Show that this master, whose file is at `path`, still runs. Raises OSError."""
+    """Renew a master's file at `path`; rewrite it if it is missing. Raises OSError."""
     try:
         os.utime(path)
     except FileNotFoundError:  # it was marked as dead, or the folder was emptied
@@ -128,20 +129,21 @@ def renew(path: Path, master: Published) -> None:
 
 
 def _name(process: ProcessId) -> str:
-    """Unique among all hosts and PID namespaces that share the folder."""
+    """The name of a master's file, unique among all hosts and PID namespaces that share the
+    folder."""
     where = f"{process.boot} {process.namespace} {process.host}".encode()
     return f"master-{process.pid}-{process.started}-{hashlib.sha256(where).hexdigest()[:8]}.json"
 
 
 def published(folder: Path) -> list[Published]:
-    """The running masters, those of this host and PID namespace first, ordered by job id; cleans up
-    files of dead ones."""
+    """The running masters, those of this host and PID namespace first, ordered by job id. Marks
+    files of dead masters, and removes those that were marked DEAD_KEPT seconds ago."""
     living = []
     for path in _files(folder, LIVING):
         if (master := _read(path)) and _is_live(path, master):
             living.append(master)
         else:
-            with contextlib.suppress(OSError):  # another reader was faster
+            with contextlib.suppress(OSError):  # another reader has done that
                 os.utime(path)
                 path.rename(path.with_name(f"dead-{path.name}"))
     now = time.time()
@@ -153,15 +155,15 @@ def published(folder: Path) -> list[Published]:
 
 
 def began_before(folder: Path, job_id: str, port: int) -> float:
-    """The start of a job whose master on this host was killed, before its file is removed; 0.0:
-    unknown."""
+    """When a job began (seconds since 1970), from the files that its killed masters have left; 0.0:
+    there is none."""
     began = [master.began for _, master in _published_by(folder, job_id, port) if master.began > 0]
     return min(began, default=0.0)
 
 
 def was_killed(folder: Path, job_id: str, port: int) -> bool:
-    """Whether a master of this job died here without removing its file. One that exited normally
-    has removed it, and its job is over."""
+    """Whether the masters of this job have all died without removing their files, and there is such
+    a file. A master that exits normally removes its file: its job is over."""
     alive = [_is_live(path, master) for path, master in _published_by(folder, job_id, port)]
     return bool(alive) and not any(alive)
 
@@ -187,7 +189,7 @@ def _is_live(path: Path, master: Published) -> bool:
 
 
 def _read(path: Path) -> Published | None:
-    """The content of such a file; None if it is missing or not ours."""
+    """The content of a master's file; None if it is missing or invalid."""
     try:
         with path.open() as file:
             return loads(file.read(MAX_FILE_BYTES), Published)
@@ -212,13 +214,13 @@ MAX_SWEPT: Final = 256
 """Maximum number of folders in one sweep."""
 
 ROOM: Final = 1024 * 1024
-"""Bytes that must be free for a new record; it stays smaller than that for 1,000 nodes."""
+"""Bytes that must be free for a new record; the record of 1,000 nodes is smaller."""
 
 MAX_TRIES: Final = 8
-"""Number of new folders that a sweep may remove before we have locked one."""
+"""Maximum number of tries to make a folder: a sweep may remove a new one before it is locked."""
 
 SHARED_MEMORY: Final = "/dev/shm"
-"""The last resort: it is certainly local, but may be small."""
+"""The last resort for records: certainly local, but perhaps small."""
 
 NETWORK_FILE_SYSTEMS: Final[Mapping[int, str]] = {
     0x6969: "NFS",
@@ -271,7 +273,7 @@ def _file_system_type(folder: Path) -> int:
 
 @dataclass
 class LaunchFolder:
-    """A folder locked by this process."""
+    """The record folder of a launch, locked by this process through `fd`."""
 
     path: Path
     fd: int
@@ -289,8 +291,8 @@ class LaunchFolder:
 
 
 def make(environ: Mapping[str, str]) -> LaunchFolder:
-    """A new private folder, locked, in the user's folder or, if that is full or not on a local
-    disk, in $TMPDIR or shared memory. Raises Unusable with a sentence if there is no such place."""
+    """Make and lock a private folder for a launch: in the user's folder or, if that is full or not
+    on a local disk, in $TMPDIR or shared memory. Raises Unusable if there is no such place."""
     reasons = []
     for place in _places(environ):
         try:
@@ -302,7 +304,7 @@ def make(environ: Mapping[str, str]) -> LaunchFolder:
 
 
 def sweep(environ: Mapping[str, str]) -> int:
-    """Remove folders of launches without a live process; return how many."""
+    """Remove folders of launches that nobody has locked; returns how many."""
     swept = 0
     for place in _places(environ):
         with contextlib.suppress(OSError):
@@ -312,8 +314,8 @@ def sweep(environ: Mapping[str, str]) -> int:
 
 
 def lock_folder(path: Path, *, alone: bool = False) -> int:
-    """Lock this folder; return a descriptor that holds the lock until it is closed or this process
-    exits. `alone`: exclusively; raises BlockingIOError if anybody else holds it. Raises OSError."""
+    """Lock a folder; returns a descriptor that holds the lock until it is closed or this process
+    exits. `alone`: exclusively. Raises BlockingIOError if another lock prevents it; OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
@@ -345,7 +347,7 @@ def _make_in(place: Path) -> LaunchFolder:
     for _ in range(MAX_TRIES):
         path = place / f"{PREFIX}{secrets.token_hex(8)}"
         path.mkdir(mode=0o700)
-        with contextlib.suppress(FileNotFoundError, BlockingIOError):  # a sweep was faster
+        with contextlib.suppress(FileNotFoundError, BlockingIOError):  # a sweep removes it
             made = LaunchFolder(path, lock_folder(path))
             if path.exists():
                 return made
@@ -369,7 +371,8 @@ def _remove_if_stale(path: Path) -> bool:
 
 
 def prepare_folder(path: Path) -> None:
-    """Prepare a named folder for a record. Raises Unusable with a sentence."""
+    """Create a folder that a user named for a record, and check that it is usable. Raises
+    Unusable."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         network = network_file_system(path)

@@ -24,7 +24,7 @@ _DEVICE = re.compile(r"davinci[0-9]+\Z")
 _CHIP = re.compile(r"\|\s*(\d+)\s+(\S.*?)\s*\|\s*(\w+)\s*\|")
 """First line of a chip: NPU and name, health."""
 _USE = re.compile(r"\|\s*(\d+)(?:\s+\d+)?\s*\|\s*[0-9A-Fa-f]+:[0-9A-Fa-f:.]+\s*\|(.*)\|")
-"""Second line: chip (and physical id), bus id, then shares and amounts."""
+"""Second line of a chip: chip (and physical id), bus id, then shares and amounts."""
 _AMOUNT = re.compile(r"(\d+)\s*/\s*(\d+)")
 _PROCESS = re.compile(r"\|\s*(\d+)\s+(\d+)\s*\|\s*(\d+)\s*\|[^|]*\|\s*(\d+)\s*\|")
 """A line of the second table: NPU and chip, process, name, megabytes."""
@@ -46,7 +46,7 @@ class _Chip:
 
 
 class Ascend(Accelerator):
-    """NPUs under torch_npu and HCCL; `dev` is where their device files are."""
+    """NPUs with torch_npu and HCCL. `dev`: the folder of their device files."""
 
     name = "ascend"
     device = "npu"
@@ -61,14 +61,13 @@ class Ascend(Accelerator):
         return bool(self._devices()) and bool(installed("torch_npu"))
 
     def count(self, environ: Mapping[str, str]) -> int | None:
-        """Number of device files selected by ASCEND_RT_VISIBLE_DEVICES."""
+        """Number of device files that ASCEND_RT_VISIBLE_DEVICES selects."""
         return len(visible(environ.get(self.visible_variable), self._devices()))
 
     def examine(self, wanted: int, environ: Mapping[str, str]) -> tuple[Finding, ...]:
-        """Number, health and memory of the visible NPUs.
+        """Findings on the number, health and memory of the visible NPUs.
 
-        Assumes that the device ids of ASCEND_RT_VISIBLE_DEVICES are in the order of npu-smi's
-        table.
+        Assumes that the numbers in ASCEND_RT_VISIBLE_DEVICES follow the order of npu-smi's table.
         """
         listed = environ.get(self.visible_variable)
         found = len(visible(listed, self._devices()))

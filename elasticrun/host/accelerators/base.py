@@ -1,6 +1,7 @@
 """The interface of all accelerators, and the findings that several of them share.
 
-Also finds out for which hardware packages are installed, by reading files instead of importing.
+Also finds out which packages are installed, and for which devices torch was built, from files and
+without importing them.
 """
 
 from __future__ import annotations
@@ -15,23 +16,24 @@ from elasticrun.host.system.processes import read_process
 from elasticrun.wire.types import Finding, Level
 
 MEMORY_SHARE: Final = 0.3
-"""A device of whose memory others hold this share or more fails (dlrover-run's value); raise it if
-something that belongs to the node keeps memory there.
+"""A device fails its check if other processes hold this share of its memory or more (dlrover-run's
+value). Raise it if something that belongs to the node keeps memory there.
 """
 
 MAX_NAMED: Final = 8
 """Maximum number of processes named by one finding."""
 
 MAX_GENERATIONS: Final = 64
-"""Maximum number of ancestors of a process that are followed."""
+"""Maximum number of generations of ancestors that `descends_from_us` follows."""
 
 
 _BUILT_FOR = re.compile(r"^(cuda|hip|xpu)\b[^=\n]*=[ \t]*['\"]([^'\"\n]*)['\"]", re.MULTILINE)
-"""In torch's version.py."""
+"""A line of torch's version.py that names a platform it was built for."""
 
 
 class Build(NamedTuple):
-    """What the installed torch was built for; "" if it was not (or if there is no torch)."""
+    """The versions of the platforms that the installed torch was built for; "" for the others, or
+    if there is no torch."""
 
     cuda: str = ""
     hip: str = ""
@@ -91,14 +93,15 @@ class Accelerator(ABC):
 
     @abstractmethod
     def examine(self, wanted: int, environ: Mapping[str, str]) -> tuple[Finding, ...]:
-        """The state of the devices, for `wanted` ranks on this node (0: unknown).
+        """Findings on the devices, for `wanted` ranks on this node (0: unknown).
 
-        Checks only what this environment sees. Blocks for at most the time limit of its child.
+        Checks only the devices that this environment sees. Blocks at most for the time limit of the
+        child that it queries.
         """
 
     def loads(self, environ: Mapping[str, str], limit: float) -> tuple[Load, ...]:
-        """The load of each device that a process with this environment sees, in its order; () if
-        unknown within `limit` seconds. Blocks for at most that time."""
+        """The load of each device that a process with this environment sees, in the order in which
+        it sees them; () if that is unknown. Blocks for `limit` seconds at most."""
         return ()
 
 
@@ -122,12 +125,13 @@ def enough(
 def in_use(
     check: str, device: str, used: int, total: int, processes: Sequence[tuple[int, int | None]]
 ) -> Finding | None:
-    """The finding on memory (bytes) that other processes hold on a device, None if there are none.
+    """The finding on memory (bytes) that other processes hold on a device; None if they hold little
+    and none of them computes there.
 
     processes: pid and bytes (None: unknown) of those that compute there. If this process started
-    one of them, the job is running already and the memory in use is its own. Inside a container a
-    driver may report the host's pids: if one of them does not exist here, none is certainly
-    another's, so that gives a warning at most.
+    one of them, the job is already running and the memory in use is its own: None. Inside a
+    container a driver may report the host's pids. So if one of the pids does not exist here, the
+    process may be this job's own, and the finding is only a warning.
     """
     ours = {pid: descends_from_us(pid) for pid, _ in processes}
     if any(ours.values()):
@@ -156,7 +160,7 @@ def in_use(
 
 
 def _doubt(unknown: int, processes: int) -> str:
-    """The clause about processes that do not exist here, "" if all do."""
+    """The clause about processes whose pids do not exist here; "" if all exist."""
     if not unknown:
         return ""
     which = "it is" if processes == 1 else f"{unknown} of these {processes} are"
@@ -167,9 +171,9 @@ def _doubt(unknown: int, processes: int) -> str:
 
 
 def descends_from_us(pid: int) -> bool | None:
-    """Whether that process is this one or a descendant; None if unknown: it does not exist here (it
-    has exited, or its pid is from a host whose processes this container does not see), or /proc
-    does not show it."""
+    """Whether a process is this one or a descendant; None if unknown, because it or an ancestor is
+    not in /proc: it has exited, or its pid is that of a host whose processes this container does
+    not see."""
     for _ in range(MAX_GENERATIONS):
         if pid == os.getpid():
             return True
@@ -177,7 +181,7 @@ def descends_from_us(pid: int) -> bool | None:
         if process is None:
             return None
         pid = process.parent
-        if pid <= 0:  # the ancestors have ended
+        if pid <= 0:  # no further ancestors
             return False
     return None
 
@@ -190,8 +194,8 @@ def cores() -> int:
 
 
 class Cpu(Accelerator):
-    """The cores of this node, if there is nothing else or by request; ranks share them, so any
-    number of ranks is possible."""
+    """The cores of this node, used if there is no other accelerator, or on request. Ranks share
+    them, so any number of ranks is possible."""
 
     name = "cpu"
     device = "cpu"
@@ -202,4 +206,4 @@ class Cpu(Accelerator):
         return cores()
 
     def examine(self, wanted: int, environ: Mapping[str, str]) -> tuple[Finding, ...]:
-        return ()  # quota, cores and memory have checks in `doctor`
+        return ()  # `doctor` checks cores, quota and memory

@@ -1,4 +1,4 @@
-"""Queries a child process with a time limit: its answer, or why there is none."""
+"""Runs a command in a child process with a time limit: its answer, or why there is none."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ if TYPE_CHECKING:
     from subprocess import Popen
 
 MAX_ANSWER: Final = 256 * 1024
-"""Maximum bytes of an answer that are kept, the last ones; a table of 64 devices has a tenth of
-that.
+"""Maximum bytes of output that are kept, the last ones; a table of 64 devices has a tenth of that.
 """
 
 PIECE: Final = 64 * 1024
 """Bytes read at a time; the capacity of a pipe."""
 
 KILL_GRACE: Final = 1.0
-"""Seconds for a killed child to exit. If its driver call cannot be interrupted, it stays until the
-driver returns, and nothing waits for that.
+"""Seconds to wait for a killed child. A child in a driver call that cannot be interrupted exits
+only when the driver returns; nothing waits for that.
 """
 
 
@@ -27,7 +26,8 @@ class NoAnswer(Exception):
 
 
 def output_of(command: Sequence[str], environ: Mapping[str, str], limit: float) -> str:
-    """What the command prints, within `limit` seconds. Raises NoAnswer."""
+    """What the command prints to stdout. Raises NoAnswer if that is nothing, or if it takes longer
+    than `limit` seconds."""
     out, err = _run(command, environ, limit)
     if not out.strip():
         raise NoAnswer(_last_line(err) or "it printed nothing")
@@ -35,11 +35,12 @@ def output_of(command: Sequence[str], environ: Mapping[str, str], limit: float) 
 
 
 def json_of(command: Sequence[str], environ: Mapping[str, str], limit: float) -> dict[str, object]:
-    """The JSON object in the command's last line. Raises NoAnswer."""
+    """The JSON object in the last line that the command prints. Raises NoAnswer if there is none
+    within `limit` seconds."""
     import json
 
     out, err = _run(command, environ, limit)
-    # Does not use the exit code: in an agent, whose reaper collects every child, there may be none.
+    # The exit code is not used: in an agent, whose reaper collects every child, it may be lost.
     try:
         answer = json.loads(_last_line(out))
     except ValueError:
@@ -75,8 +76,8 @@ def _run(command: Sequence[str], environ: Mapping[str, str], limit: float) -> tu
 
 
 def _read(child: Popen[bytes], end: float) -> tuple[bytearray, bytearray]:
-    """The end of the child's output on its two pipes, once it has exited; done by hand, because
-    `communicate` keeps everything. Raises TimeoutError or TimeoutExpired after `end`."""
+    """Wait for the child's exit; returns the last MAX_ANSWER bytes of stdout and of stderr. Not
+    `communicate`, which keeps everything. Raises TimeoutError or TimeoutExpired after `end`."""
     import os
     import selectors
     import time
@@ -103,7 +104,7 @@ def _read(child: Popen[bytes], end: float) -> tuple[bytearray, bytearray]:
 
 
 def _kill(child: Popen[bytes]) -> None:
-    """Kill the child and its process group; wait only for KILL_GRACE."""
+    """Kill the child's process group; wait for the child for KILL_GRACE at most."""
     import contextlib
     import os
     import signal

@@ -17,8 +17,8 @@ NVML_LIMIT: Final = 20.0
 """Seconds for querying NVML; a node with eight GPUs without persistence mode takes about ten."""
 
 ORPHAN_LIMIT: Final = 30.0
-"""Seconds by which the child's own limit exceeds ours: a child that exits before our timeout would
-seem to have no answer.
+"""Seconds by which the child's own limit exceeds ours, so that a slow child is reported as a
+timeout and not as one that printed nothing.
 """
 
 MIB: Final = 1024 * 1024
@@ -37,7 +37,8 @@ class Nvidia(Accelerator):
     visible_variable = "CUDA_VISIBLE_DEVICES"
 
     def count(self, environ: Mapping[str, str]) -> int | None:
-        """Number of visible GPUs by NVML; 0 without a driver, None if only CUDA itself knows."""
+        """Number of visible GPUs according to NVML; 0 without a driver. None if NVML does not
+        answer, or with MIG, whose instances only CUDA counts."""
         listed = environ.get(self.visible_variable)
         if listed is not None and not listed.strip():
             return 0
@@ -52,7 +53,7 @@ class Nvidia(Accelerator):
         return None if seen is None else len(seen)
 
     def loads(self, environ: Mapping[str, str], limit: float) -> tuple[Load, ...]:
-        """From NVML's utilization; nothing for MIG instances."""
+        """See Accelerator.loads. Reported by NVML; () with MIG."""
         if not has_driver():
             return ()
         try:
@@ -64,7 +65,7 @@ class Nvidia(Accelerator):
         return tuple(found[index] for index in ours) if ours and not answer.get("mig") else ()
 
     def examine(self, wanted: int, environ: Mapping[str, str]) -> tuple[Finding, ...]:
-        """Number, memory, ECC, pages, clocks and NVLinks of the visible GPUs; names bad ones."""
+        """Findings on the number, memory, ECC, pages, clocks and NVLinks of the visible GPUs."""
         try:
             answer = _query("examine", environ)
             driver, gpus = str(answer.get("driver")), _gpus(answer)
@@ -87,7 +88,8 @@ def has_driver() -> bool:
 
 
 def visible(listed: str | None, uuids: Sequence[str]) -> list[int] | None:
-    """The GPUs selected by CUDA_VISIBLE_DEVICES, as CUDA reads it, in its order.
+    """Indices of the GPUs that CUDA_VISIBLE_DEVICES selects, interpreted as CUDA does, in its
+    order.
 
     The list ends at the first entry that is not a device, and a duplicate empties it. None if it
     names MIG instances, which are not in NVML's list of GPUs.
@@ -108,7 +110,8 @@ def visible(listed: str | None, uuids: Sequence[str]) -> list[int] | None:
 
 
 def _device_index(entry: str, uuids: Sequence[str]) -> int | None:
-    """The GPU of one entry: by the number at its start, or by the start of its UUID."""
+    """The index of the GPU that an entry names, by a number or by the start of its UUID; None if
+    there is none."""
     if entry.startswith("GPU-"):
         matches = [index for index, uuid in enumerate(uuids) if uuid.startswith(entry)]
         return matches[0] if len(matches) == 1 else None
@@ -120,7 +123,8 @@ def _device_index(entry: str, uuids: Sequence[str]) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Gpu:
-    """One GPU as reported by the child; None: this GPU or its driver does not report it."""
+    """One GPU as reported by the child; a value is None if the GPU or its driver does not report
+    it."""
 
     index: int  # NVML's and nvidia-smi's
     error: str = ""  # it does not answer: the rest is unknown
@@ -144,7 +148,7 @@ class _Gpu:
 
 
 def _query(what: str, environ: Mapping[str, str], limit: float = 0.0) -> dict[str, object]:
-    """`limit`: seconds; 0.0: NVML_LIMIT."""
+    """Query NVML in a child. `limit`: seconds, 0.0: NVML_LIMIT. Raises NoAnswer."""
     limit = limit or NVML_LIMIT
     command = [sys.executable, "-P", _CHILD, what, str(limit + ORPHAN_LIMIT)]
     return json_of(command, environ, limit)
@@ -248,4 +252,4 @@ _CHECKS: Final[tuple[tuple[str, Callable[[_Gpu], Finding | None], str], ...]] = 
     ("GPU clocks", _clocks, "no GPU is slowed down by heat or power"),
     ("NVLink", _nvlink, "no GPU has some of its links down"),
 )
-"""Checks of every GPU, and the sentence if all pass."""
+"""Checks of every GPU: the finding's name, the check, and the sentence if every GPU passes."""

@@ -2,9 +2,10 @@
 
     python -P nvidia_child.py count|examine|loads LIMIT
 
-`count` lists the GPUs, `examine` also reports their health, `loads` their load. A GPU that does not
-answer has an `error`; values that a GPU, a driver or a release of NVML does not know are null.
-After LIMIT seconds the kernel kills this process, so that it does not outlive a killed caller.
+`count` lists the GPUs, `examine` describes each with its health, `loads` also reports their load.
+In `examine`, a GPU that does not answer has an `error`, and a value that a GPU, a driver or a
+release of NVML does not know is null. About LIMIT seconds after the start the kernel kills this
+process, so that it does not outlive a killed caller.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import pynvml
 
 MAX_GPUS = 64
 MAX_PROCESSES = 32
-"""Maximum number that are listed; today a node has at most 16 GPUs."""
+"""Maximum number of GPUs, and of processes per GPU, that are listed; today a node has at most 16
+GPUs."""
 
 GONE = (
     pynvml.NVML_ERROR_GPU_IS_LOST,
@@ -27,11 +29,12 @@ GONE = (
     pynvml.NVML_ERROR_IRQ_ISSUE,
     pynvml.NVML_ERROR_TIMEOUT,
 )
-"""Errors that mean that the GPU itself is in trouble, not that it lacks a feature."""
+"""Errors that mean that the GPU itself is broken, not that it lacks a feature."""
 
 
 def answer_or_none(query: Callable[[], Any]) -> Any:
-    """The answer, or None if this GPU, driver or NVML has none; raises for a GPU in trouble."""
+    """The answer, or None if this GPU, driver or NVML has none. Raises NVMLError if the GPU is
+    broken (GONE)."""
     try:
         return query()
     except (AttributeError, pynvml.NVMLLibraryMismatchError):
@@ -63,14 +66,14 @@ def in_mig(handle: Any) -> bool:
 
 
 def examine() -> dict[str, Any]:
-    """The result of `count`, and the health of every GPU."""
+    """The driver's version, and identity and health of every GPU."""
     driver = answer_or_none(lambda: as_text(pynvml.nvmlSystemGetDriverVersion()))
     gpus = [gpu(index) for index in range(min(pynvml.nvmlDeviceGetCount(), MAX_GPUS))]
     return {"driver": driver or "", "gpus": gpus}
 
 
 def gpu(index: int) -> dict[str, Any]:
-    """One GPU: its identity, then its health, as far as it answers."""
+    """Identity and health of one GPU, as far as it answers."""
     seen: dict[str, Any] = {"index": index, "error": ""}
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -85,7 +88,8 @@ def gpu(index: int) -> dict[str, Any]:
 
 
 def loads() -> dict[str, Any]:
-    """The result of `count`, and for each GPU [percent of the time in use, bytes in use]."""
+    """The result of `count`, and for each GPU [percent of the time in use (-1: unknown), bytes in
+    use]."""
     seen = []
     for index in range(min(pynvml.nvmlDeviceGetCount(), MAX_GPUS)):
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -122,7 +126,7 @@ def errors(handle: Any) -> dict[str, Any]:
 
 
 def clocks(handle: Any) -> dict[str, Any]:
-    """Why the clocks are reduced (a set of bits), and the temperature (°C)."""
+    """Why the clocks are reduced (a list, empty if they are not), and the temperature (°C)."""
     reasons = answer_or_none(lambda: pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
     if reasons is None:  # drivers before 535 use the older name
         reasons = answer_or_none(lambda: pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
@@ -151,7 +155,7 @@ def links(handle: Any) -> list[int]:
 
 
 def main(argv: list[str]) -> int:
-    """Print the answer; an error is one line on stderr."""
+    """Print the answer, or an error as one line on stderr; returns the exit code."""
     if hasattr(signal, "alarm"):
         signal.alarm(int(float(argv[1])) + 1)
     try:

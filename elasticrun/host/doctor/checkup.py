@@ -1,4 +1,4 @@
-"""Runs all checks in parallel, each with a time limit."""
+"""Runs all families of checks in parallel, each with a time limit."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from elasticrun.host.doctor.verdict import warning
 from elasticrun.wire.types import Finding, Level
 
 LIMIT: Final = 10.0
-"""Seconds for one check; a resolver gives up after five, or after ten with two name servers."""
+"""Seconds for one family; a resolver gives up after five, or after ten with two name servers."""
 
 ACCELERATOR_LIMIT: Final = 45.0
-"""Child processes query drivers, with their own limits; this one is only a backup."""
+"""Seconds for the accelerator's checks. Only a backup, because the child processes that query
+drivers have their own limits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """One family of checks. `late`: its level if it does not finish in time."""
+    """One family of checks. `limit`: seconds; `late`: the level of its finding if it does not
+    finish in time."""
 
     name: str
     run: Callable[[], Iterable[Finding]]
@@ -36,10 +38,10 @@ class Checks:
 class Subject:
     """What is checked, and for which job.
 
-    nproc: ranks on this node, 0: unknown. ranks: of the whole job at its largest, as far as
-    known. several: whether the job has other nodes. accelerator: its name, "" for the detected
-    one. data: folders by the names of --data. starts: an agent starts now, so earlier OOM kills
-    do not matter."""
+    nproc: number of ranks on this node, 0: unknown. ranks: number of ranks of the whole job at its
+    largest, as far as known. several: whether the job has other nodes. data: folders by the names
+    of --data. accelerator: its name, "" for the detected one. starts: an agent is starting, so
+    earlier OOM kills do not matter."""
 
     nproc: int = 0
     ranks: int = 1
@@ -52,7 +54,7 @@ class Subject:
 
 
 def checks(subject: Subject) -> list[Checks]:
-    """The checks that need only this machine."""
+    """The families of checks that need only this machine."""
     environ = subject.environ
     return [
         Checks(software.CHECK, software.examine),
@@ -87,7 +89,7 @@ def _accelerator(subject: Subject) -> Iterable[Finding]:
 
 
 def reachability(answers: Sequence[Answer], dialled: str) -> list[Finding]:
-    """Findings from the master's answers to a ReachMe; `dialled`: its numeric address."""
+    """Findings from the master's answers to ReachMe; `dialled`: the master's numeric address."""
     if not answers:
         return []
     return [
@@ -98,8 +100,8 @@ def reachability(answers: Sequence[Answer], dialled: str) -> list[Finding]:
 
 
 def run(wanted: Sequence[Checks]) -> list[Finding]:
-    """The findings of the checks, in order. Blocks until each has finished or timed out; abandons a
-    thread that hangs in the kernel."""
+    """Run the families, each in a thread; returns their findings in order. Blocks until each has
+    finished or timed out; abandons a thread that hangs."""
     done: queue.SimpleQueue[tuple[int, list[Finding]]] = queue.SimpleQueue()
     began = time.monotonic()
     for place, check in enumerate(wanted):

@@ -15,12 +15,11 @@ from elasticrun.host.user_folder import network_file_system
 from elasticrun.wire.types import Finding
 
 BLOCK: Final = 4096
-"""Bytes written to test whether a folder is writable, because only a write reveals an exhausted
-quota."""
+"""Bytes written to test whether a folder is writable: only a write reveals an exhausted quota."""
 
 FEW_INODES: Final = 10_000
-"""Fewer available inodes give a warning: a job's logs and a cache of compiled code take some
-hundred per rank.
+"""Number of available inodes below which to warn: a job's logs and a cache of compiled code take a
+few hundred per rank.
 """
 
 NO_INODES: Final = 100
@@ -29,8 +28,8 @@ NO_INODES: Final = 100
 @dataclass(frozen=True, slots=True)
 class JobFolder:
     """A folder of a job. `warn_below`: free bytes below which to warn; `fail_below`: free bytes
-    below which no rank should start. `needed`: ranks fail if it is not writable. `created`: it is
-    created when needed."""
+    below which no rank should start. `needed`: ranks fail if it is not writable. `created`: the job
+    creates it if it is missing."""
 
     role: str
     path: str
@@ -41,7 +40,7 @@ class JobFolder:
 
     @property
     def check(self) -> str:
-        """The name of its finding."""
+        """The name of its check."""
         return f"disk, {self.role} folder"
 
 
@@ -56,11 +55,11 @@ _SET_BY: Final = {
 def folders(
     environ: Mapping[str, str], *, log_dir: str | None = None, checkpoints: str = ""
 ) -> list[JobFolder]:
-    """The folders of a job started with these settings. `log_dir`: None for one below the temporary
-    folder."""
+    """The folders of a job started with these settings. `log_dir`: None if the logs are below the
+    temporary folder; `checkpoints`: "" if unknown."""
     try:
         temporary = environ.get("TMPDIR") or tempfile.gettempdir()
-    except FileNotFoundError:  # no candidate is writable: use the one that Python tries last
+    except FileNotFoundError:  # none is writable: use the one that Python tries last
         temporary = os.getcwd()
     found = [JobFolder("temporary", temporary, created=False)]
     if log_dir and log_dir != os.devnull:
@@ -70,13 +69,13 @@ def folders(
     own = environ.get("XDG_RUNTIME_DIR", "")
     if not os.path.isdir(own):
         own = os.path.join("~", ".cache")
-    # The master's record is here: a few megabytes, and a job runs without it.
+    # It has the master's record: a few megabytes, without which a job runs as well.
     run = os.path.join(own, "elasticrun")
     return [*found, JobFolder("user's", run, warn_below=64 * MIB, fail_below=0, needed=False)]
 
 
 def examine(folder: JobFolder) -> list[Finding]:
-    """Whether a job can write there, and how much. Blocks as long as the file system does."""
+    """Whether a job can write to a folder, and how much. Blocks as long as the file system does."""
     todo = f"give a folder that this user can write to ({_SET_BY[folder.role]})"
     bad = failed if folder.needed else warning
     try:
@@ -126,7 +125,7 @@ def examine_data(name: str, path: str) -> list[Finding]:
 
 
 def _existing(path: Path) -> Path:
-    """The folder itself, or its nearest visible ancestor."""
+    """The path itself, or its nearest ancestor that exists and is visible."""
     # Not path.exists(), which raises if an ancestor is not searchable.
     while not os.path.exists(path) and path != path.parent:
         path = path.parent

@@ -19,14 +19,14 @@ SINCE: Final = 24 * 3600.0
 """Maximum age in seconds of an entry that counts."""
 
 JUST_NOW: Final = 60.0
-"""Maximum age in seconds of an OOM kill that may explain why a process was killed just now."""
+"""Maximum age in seconds of an OOM kill that may explain the death of a process just now."""
 
 MAX_BYTES: Final = 16 * 1024 * 1024
 """Maximum bytes read from a log; the kernel's default is a quarter of a megabyte."""
 
 RECORD: Final = 8192
-"""Bytes of the read buffer. The kernel returns one record per read, and refuses a smaller
-buffer."""
+"""Bytes of the read buffer. The kernel returns one record per read, and fails if the buffer is
+smaller than the record."""
 
 APPLICATION: Final = frozenset({13, 31, 43, 45, 68, 69, 109})
 """Xids that are usually caused by a program's own error (NVIDIA's Xid catalog)."""
@@ -47,7 +47,8 @@ class KernelLine:
 
 @dataclass(frozen=True, slots=True)
 class KillReport:
-    """What the log says about a killed process. `clear`: no further investigation is needed."""
+    """What the log says about a killed process. `clear`: the log could be read and shows no OOM
+    kill."""
 
     text: str
     clear: bool
@@ -56,8 +57,8 @@ class KillReport:
 def examine(
     root: Path = Path("/"), now: float | None = None, *, starts: bool = False
 ) -> list[Finding]:
-    """Findings from the log of the last day. `starts`: for an agent that starts now; earlier OOM
-    kills then do not matter. `now`: seconds since boot."""
+    """Findings from the log of the last 24 hours. `starts`: an agent is starting, so OOM kills are
+    reported but are no warnings. `now`: seconds since boot."""
     try:
         records = list(read(root / "dev/kmsg", now))
     except OSError as wrong:
@@ -69,7 +70,7 @@ def examine(
 
 
 def explain_kill(pid: int, root: Path = Path("/"), now: float | None = None) -> KillReport:
-    """What the log says about a process that was killed just now, not by us."""
+    """What the log says about a process that was killed just now by somebody else."""
     try:
         records = list(read(root / "dev/kmsg", now))
     except OSError as wrong:
@@ -96,8 +97,8 @@ def _why(wrong: OSError) -> str:
 
 
 def read(path: Path, now: float | None) -> Iterator[KernelLine]:
-    """The records that exist now; never waits for more. `now`: seconds since boot. Raises
-    OSError."""
+    """Yield the records that exist now; does not wait for new ones. `now`: seconds since boot.
+    Raises OSError."""
     now = time.monotonic() if now is None else now
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -116,8 +117,8 @@ def _pieces(fd: int) -> Iterator[bytes]:
             piece = os.read(fd, RECORD)
         except BlockingIOError:
             return
-        except BrokenPipeError:  # the next record has just been overwritten
-            size += RECORD  # a kernel that writes faster than we read must not block us forever
+        except BrokenPipeError:  # the next record was overwritten before we read it
+            size += RECORD  # ends the loop even if the kernel keeps writing faster than we read
             continue
         if not piece:
             return

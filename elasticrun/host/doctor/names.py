@@ -1,4 +1,4 @@
-"""Checks whether this host's name refers to this host, locally and in its job."""
+"""Checks whether this host's name resolves to this host, and is unique in its job."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ REVERSE: Final = "reverse name"
 TWICE: Final = "host name in the job"
 
 SLOW: Final = 2.0
-"""Seconds that a name server may take; several libraries query it while a rank starts."""
+"""Seconds that a lookup may take; several libraries query the name server while a rank starts."""
 
 MAX_SAME: Final = 8
-"""Maximum number of addresses of nodes with our name that are checked; each may need resolution."""
+"""Maximum number of nodes with our name whose addresses are checked; each may need a lookup."""
 
 
 def examine(several: bool, environ: Mapping[str, str]) -> list[Finding]:
@@ -32,7 +32,7 @@ def examine(several: bool, environ: Mapping[str, str]) -> list[Finding]:
     todo = f"let {name} resolve to this host's address (/etc/hosts, DNS)"
     gloo = "gloo offers the address of this name to other nodes"
     if environ.get("GLOO_SOCKET_IFNAME"):
-        several = False  # then gloo does not use the name
+        several = False  # gloo does not use the name then
     else:
         todo += ", or set GLOO_SOCKET_IFNAME"
     began = time.monotonic()
@@ -53,8 +53,8 @@ def examine(several: bool, environ: Mapping[str, str]) -> list[Finding]:
 
 
 def reverse() -> list[Finding]:
-    """Check the name of the default route's address, and its resolution back. Blocks as long as the
-    resolver does."""
+    """Check the reverse lookup of this host's address on the default route, and that the name found
+    resolves to that address. Blocks as long as the resolver does."""
     address = routed_address()
     if not address:
         return [ok(REVERSE, "this host has no address beyond loopback")]
@@ -84,8 +84,8 @@ def resolve(name: str) -> list[str]:
 
 
 def duplicate_name(page: JobStatus, names: Iterable[str]) -> list[Finding]:
-    """Whether another host of the job has one of these `names`, which should be unique to this
-    host. Blocks as long as the resolver does if --local-addr is a name."""
+    """Check whether another host of the job has one of `names`, this host's names. Blocks as long
+    as the resolver does if a node's address is a name (--local-addr)."""
     ours = set(names)
     same = {
         node.address: node.host

@@ -1,8 +1,8 @@
 """Checks based on the master's answer to a ReachMe: ports, packet sizes, this host's clock.
 
-Ports: whether the master's host can connect to this one. Ranks and stores listen on ports chosen by
-the kernel; this detects a firewall that passes only the master's port before it causes a hang.
-Packet sizes are compared on both ends of the route.
+Ports: whether the master's host can connect to this one. Ranks and stores listen on ports that the
+kernel chooses; a firewall that passes only the master's port is detected here, before it causes a
+hang. Packet sizes are compared at both ends of the route.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ TRIES: Final = 2
 """Number of ports tried; the kernel chooses them, from the same range as for ranks."""
 
 MAX_CLIENTS: Final = 16
-"""Maximum number of connections that one open port answers; the master makes one."""
+"""Maximum number of connections that an open port answers; the master makes one."""
 
 SEND_LIMIT: Final = 2.0
-"""Seconds to send a nonce; it always fits into the kernel's buffer."""
+"""Seconds to send a nonce; never reached, because a nonce fits into the kernel's buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The master's answer to one try, and this host's clock before and after, in microseconds."""
+    """The master's answer to one try, and the time on this host's clock before and after it, in
+    microseconds since 1970."""
 
     port: int
     reached: Reached
@@ -45,8 +46,8 @@ class Answer:
 
 @contextlib.contextmanager
 def open_port() -> Iterator[ReachMe]:
-    """A port of this host that sends a nonce to every client, as long as the context lasts. Raises
-    OSError."""
+    """In this context, a thread sends a nonce to every client of a new port of this host; yields
+    the request to dial it. Raises OSError."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     with _listening() as listener:
         port = listener.getsockname()[1]
@@ -80,7 +81,8 @@ def _serve_nonce(listener: socket.socket, nonce: bytes) -> None:
 
 
 def examine_ports(answers: Sequence[Answer], dialled: str, root: Path = Path("/")) -> list[Finding]:
-    """`dialled`: the master's numeric address."""
+    """Whether the master's host could connect to the ports that were tried. `dialled`: the master's
+    numeric address."""
     if not answers:
         return []
     low, high = _range(root)
@@ -109,8 +111,8 @@ def examine_ports(answers: Sequence[Answer], dialled: str, root: Path = Path("/"
 
 
 def is_direct(reached: Reached, dialled: str) -> bool:
-    """Whether the master saw and reached this host directly. Behind the port proxy of a job with a
-    master port it sees its own loopback, and behind NAT or a proxy their address."""
+    """Whether the master sees this host directly. Behind the port proxy of a job with a master port
+    it sees its own loopback address, and behind NAT or another proxy the address of that."""
     if is_loopback(reached.address):
         return is_ours(dialled)
     return is_ours(reached.address)
@@ -129,7 +131,8 @@ PACKET_SIZE: Final = "packet size"
 
 
 def examine_mtu(reached: Reached, dialled: str) -> list[Finding]:
-    """`dialled`: the master's numeric address; "" if unknown."""
+    """Compare the MTU at both ends of the route to the master. `dialled`: the master's numeric
+    address; "" if unknown."""
     own = mtu_to(dialled) if dialled else 0
     if not own or not reached.mtu or not is_direct(reached, dialled):
         return [ok(PACKET_SIZE, "the MTU at an end of the route to the master is unknown")]
@@ -147,13 +150,14 @@ def examine_mtu(reached: Reached, dialled: str) -> list[Finding]:
 CLOCK: Final = "clock"
 
 MAX_CLOCK_SKEW: Final = 1.0
-"""Seconds that clocks may differ; logs of several nodes then still look ordered. elasticrun does
-not depend on it, but certificates and file systems do.
+"""Seconds that clocks may differ: the logs of several nodes still look ordered. elasticrun does not
+depend on it, but certificates and file systems do.
 """
 
 
 def examine_clock(answers: Sequence[Answer]) -> list[Finding]:
-    """Use the quickest answer: the uncertainty is half of its round trip."""
+    """Compare this host's clock with that of the master's host. Uses the quickest answer, because
+    the uncertainty is half of its round trip."""
     if not answers:
         return []
     best = min(answers, key=lambda answer: answer.received_us - answer.sent_us)

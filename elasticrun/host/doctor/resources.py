@@ -1,8 +1,8 @@
-"""Checks what ranks share on a host: cores, shared memory, and limits of a process.
+"""Checks what ranks need on a host: cores, shared memory, and limits of a process.
 
-Cores: the host's, and those that a container or a scheduler allows. Shared memory: data loaders
-pass batches through it, NCCL and gloo put ring buffers in it. Limits (`ulimit`): ranks inherit them
-from the agent.
+Cores: those of the host, and those that a container or a scheduler allows. Shared memory: data
+loaders pass batches through it, NCCL and gloo put ring buffers in it. Limits (`ulimit`): ranks
+inherit them from the agent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ LONGEST_PATH: Final = 64
 def examine_cores(
     ranks: int, environ: Mapping[str, str], root: Path = Path("/"), host: int | None = None
 ) -> list[Finding]:
-    """`ranks`: on this node. `host`: cores of the machine; None: count them."""
+    """Check whether the usable cores suffice. `ranks`: number of ranks on this node. `host`: number
+    of cores of the machine; None: count them."""
     host = host or os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0))
     quota = cpu_quota(root)
@@ -38,7 +39,7 @@ def examine_cores(
     if held and ranks > usable:
         todo = "ask the container or the scheduler for more cores, or start fewer ranks"
         return [warning(CORES, f"{seen}, for {ranks} ranks", todo)]
-    # With several ranks torchrun and elasticrun set it to 1.
+    # With several ranks torchrun and elasticrun set OMP_NUM_THREADS to 1.
     free = ranks == 1 and not environ.get("OMP_NUM_THREADS")
     if quota and quota < allowed and free:
         todo = f"set OMP_NUM_THREADS={max(1, int(quota))}"
@@ -48,7 +49,8 @@ def examine_cores(
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """CPU quota in cores of this process's cgroup (v2 or v1) or an ancestor; None: no limit."""
+    """The lowest CPU quota, in cores, of this process's cgroup (v2 or v1) and its ancestors; None:
+    no limit."""
     try:
         text = (root / "proc/self/cgroup").read_text()
     except OSError:
@@ -58,7 +60,8 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def _folders(text: str, root: Path) -> Iterator[Path]:
-    """The process's cgroup, and its ancestors, in each hierarchy that can have a quota."""
+    """Folders of the process's cgroup and its ancestors, in each hierarchy that can have a CPU
+    quota. `text`: the content of /proc/self/cgroup."""
     base = root / "sys/fs/cgroup"
     for line in text.splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -70,8 +73,8 @@ def _folders(text: str, root: Path) -> Iterator[Path]:
             continue
         parts = [part for part in path.split("/") if part and part != ".."][:LONGEST_PATH]
         for place in places:
-            # Without a cgroup namespace the path is the host's, but the mounted folder is this
-            # cgroup's.
+            # In a container without a cgroup namespace, the path is the host's, but `place` is this
+            # cgroup's folder.
             yield from (place.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
 
 
@@ -91,12 +94,12 @@ def _quota(folder: Path) -> float | None:
 SHM: Final = "shared memory"
 
 SHM_PER_RANK: Final = 128 * MIB
-"""Minimum need of one rank with some data loader workers; NCCL alone takes about 10 MiB for every
-other rank on its node.
+"""Bytes that one rank with a few data loader workers needs at least; NCCL alone takes about 10 MiB
+for every other rank on the node.
 """
 
 DOCKER_DEFAULT: Final = 64 * MIB
-"""The size in a container without any setting."""
+"""Bytes of /dev/shm in a container without any setting."""
 
 NO_SHM: Final = MIB
 
@@ -107,7 +110,7 @@ BIGGER: Final = (
 
 
 def examine_shm(ranks: int, root: Path = Path("/")) -> list[Finding]:
-    """Whether shared memory suffices for this node's ranks (0: unknown), below `root`."""
+    """Check whether shared memory suffices for `ranks` ranks on this node (0: unknown)."""
     place = root / "dev/shm"
     try:
         found = os.statvfs(place)
@@ -136,18 +139,21 @@ OPEN_FILES: Final = "open files"
 LOCKED: Final = "locked memory"
 
 FILES: Final = 1024
-"""The default of distributions; enough for a rank with its data loaders and a few hundred peers."""
+"""The default soft limit of distributions; enough for a rank with its data loaders and a few
+hundred peers."""
 
 FEWEST: Final = 128
-"""With fewer, a rank cannot even open its libraries, sockets and pipes."""
+"""With fewer open files, a rank cannot even open its libraries, sockets and pipes."""
 
 SPARE: Final = 512
-"""Files that a process needs besides connections; the first node's c10d store has one per rank.
+"""Number of files that a process needs besides connections; the first node's c10d store has a
+connection per rank.
 """
 
 
 def examine_limits(ranks: int, root: Path = Path("/")) -> list[Finding]:
-    """`ranks`: of the whole job at its largest."""
+    """Check the limits of open files and locked memory. `ranks`: number of ranks of the whole job
+    at its largest."""
     try:
         return [*_open_files(ranks), *_locked(root)]
     except OSError as error:
@@ -173,7 +179,7 @@ def _open_files(ranks: int) -> list[Finding]:
 
 
 def _locked(root: Path) -> list[Finding]:
-    """Only InfiniBand needs much locked memory, because it pins the buffers that it sends."""
+    """Check the limit of locked memory. Only InfiniBand needs much, because it pins its buffers."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     seen = f"ulimit -l is {'unlimited' if soft == resource.RLIM_INFINITY else amount(soft)}"
     cards = _names(root / "sys/class/infiniband")

@@ -1,4 +1,4 @@
-"""Reports torch, CUDA, NCCL, driver and devices, from files, without imports."""
+"""Reports versions of torch, CUDA, NCCL and the driver, and devices, without importing torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NCCL: Final = tuple(f"nvidia-nccl-cu{major}" for major in (13, 12, 11))
 
 
 def examine(root: Path = Path("/")) -> list[Finding]:
-    """One line, with `no` for each missing item."""
+    """One finding with all versions, and `no` for each item that is missing."""
     version = installed("torch")
     if not version:
         todo = "pip install torch there, or run elasticrun with the Python that has it"
@@ -38,7 +38,7 @@ def _software(version: str, build: Build, nccl: str) -> tuple[str, ...]:
 
 
 def _machine(root: Path) -> tuple[str, ...]:
-    """NVIDIA's driver and devices; others have their own checks."""
+    """NVIDIA's driver and devices; the other accelerators have their own checks."""
     try:
         text = (root / "proc/driver/nvidia/version").read_text(errors="replace")
     except OSError:

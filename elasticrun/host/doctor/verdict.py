@@ -12,17 +12,17 @@ GIB: Final = 1024 * MIB
 
 
 def ok(check: str, seen: str) -> Finding:
-    """Nothing to do."""
+    """A finding that requires nothing."""
     return Finding(check, Level.OK, seen)
 
 
 def warning(check: str, seen: str, todo: str) -> Finding:
-    """May cause a problem for a job."""
+    """A finding that may cause a problem for a job."""
     return Finding(check, Level.WARNING, seen, todo)
 
 
 def failed(check: str, seen: str, todo: str) -> Finding:
-    """No rank should be started on this machine."""
+    """A finding that makes this machine unfit for ranks."""
     return Finding(check, Level.FAILED, seen, todo)
 
 
@@ -40,5 +40,5 @@ def as_line(finding: Finding) -> str:
 
 
 def failures(findings: Iterable[Finding]) -> list[Finding]:
-    """The failed findings: each makes this machine unfit for ranks."""
+    """The findings that make this machine unfit for ranks."""
     return [finding for finding in findings if finding.state is Level.FAILED]

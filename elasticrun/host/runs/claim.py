@@ -1,8 +1,8 @@
 """Ensures that only one process at a time starts, scales or removes a job of a given name.
 
-A claim is a symbolic link beside the run folders whose target identifies the owner. If several
-processes create one at the same time, only one succeeds, even on NFS. A claim of a killed process
-does not block others, because the next claim has a higher number.
+A claim is a numbered symbolic link beside the run folders; its target identifies the owner. If
+several processes create the same link, only one succeeds, even on NFS. The claim of a killed
+process does not block others, because the next claim has a higher number.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Claimed(Exception):
 
 @contextlib.contextmanager
 def claimed(root: Path, name: str) -> Iterator[None]:
-    """In this block no other process starts, scales or removes a job of this name. Raises Claimed.
-    If `root` is not writable, there is no exclusion."""
+    """In this block no other process starts, scales or removes a job of this name. Raises Claimed
+    if one does now. If `root` is not writable, nothing is claimed."""
     stem = f".{re.sub(r'[^A-Za-z0-9_.-]', '_', name)}-claim-"
     before = _claims(root, stem)
     own = root / f"{stem}{max(before, default=0) + 1}"

@@ -1,7 +1,7 @@
 """Finds, lists and removes the run folders of a user on this host.
 
-A folder at a place of the user's choice (`--run-dir`) is a link here. It is found like the others,
-and removing it removes only the link.
+A run folder that the user chose (`--run-dir`) has a link in the user's root. It is found like the
+others, and removing it removes only the link.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from elasticrun.host.system.processes import home
 from elasticrun.wire import env
 
 MAX_RUNS: Final = 4096
-"""Maximum number of folders read, the newest."""
+"""Maximum number of folders that are read: the newest."""
 
 MOST_ENDED: Final = 200
-"""Number of folders of ended jobs that are kept; a new job displaces the oldest."""
+"""Maximum number of folders of ended jobs that are kept; a new job displaces the oldest."""
 
 MAX_WORD: Final = 64
 """Maximum characters of a job's name in the name of its folder."""
@@ -50,7 +50,7 @@ class SeveralRuns(NoRun):
 
 
 class NamedJob(NamedTuple, Generic[T]):
-    """A job that a word may refer to."""
+    """A job with its names, to be found by one of them."""
 
     job: T
     names: tuple[str, ...]  # as in `RunFolder.names`; its own name is last
@@ -60,7 +60,7 @@ class NamedJob(NamedTuple, Generic[T]):
 
 
 def named(folder: RunFolder, job: T) -> NamedJob[T]:
-    """The job of a run folder, represented by `job`."""
+    """The names of a run folder's job, with `job` to represent it."""
     record, state = folder.job(), "suspended" if folder.is_suspended() else folder.state()
     began = time.strftime(" since %F %H:%M", time.localtime(record.began)) if record else ""
     return NamedJob(
@@ -80,13 +80,15 @@ def runs_root(environ: Mapping[str, str]) -> Path:
 
 
 def run_path(root: Path, name: str, launch: str) -> Path:
-    """The folder below `root` for this launch (8 hexadecimal digits) of a job with this name."""
+    """The path of a run folder in `root`, from the job's name and the launch id (8 hexadecimal
+    digits)."""
     return root / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)[:MAX_WORD] or 'job'}-{launch}"
 
 
 def make_run(root: Path, name: str, launch: str, at: Path | None = None) -> Path:
-    """Create `run_path`, or the folder `at` with a link to it there; reuse an existing one. Raises
-    OSError if the folder cannot be created; without the link, the job is only not listed."""
+    """Create the folder `run_path`, or the folder `at` and a link to it at `run_path`; reuses
+    existing ones. Returns the folder. Raises OSError if the folder cannot be created; if only the
+    link cannot, the job is not listed."""
     own = run_path(root, name, launch)
     (at or own).mkdir(mode=0o700, parents=True, exist_ok=True)
     if at is None:
@@ -100,7 +102,7 @@ def make_run(root: Path, name: str, launch: str, at: Path | None = None) -> Path
 
 
 def all_runs(root: Path) -> list[RunFolder]:
-    """All run folders, newest first; others are left out. Raises OSError."""
+    """All run folders in `root` that have a job's record, newest job first. Raises OSError."""
     began = [
         (job.began, folder)
         for folder in map(RunFolder, _paths(root))
@@ -110,7 +112,8 @@ def all_runs(root: Path) -> list[RunFolder]:
 
 
 def find(root: Path, wanted: str, *, whole: str = "", newest: bool = False) -> RunFolder:
-    """The run that is meant: by its folder, or as in `pick`. Raises NoRun or OSError."""
+    """The run folder that `wanted` names: a path, or a name as in `pick`. Raises NoRun or
+    OSError."""
     runs = [named(folder, folder) for folder in all_runs(root)]
     if is_folder(wanted, [one.names for one in runs]):
         at = Path(wanted).resolve()
@@ -134,12 +137,13 @@ def is_folder(wanted: str, known: Iterable[Sequence[str]]) -> bool:
 def pick(
     wanted: str, known: Sequence[NamedJob[T]], *, whole: str = "", newest: bool = False
 ) -> T | None:
-    """The job with this name or id; else one whose stem it is; else one whose name starts with it,
-    unless jobs with different stems match. Among several, the live one. If none is live, verbs that
-    only read (`newest`) get the newest; for others, raises SeveralRuns. `known`: newest first.
+    """The job that `wanted` names: by its name or id; else by its stem; else by the start of its
+    name, unless jobs with different stems match. Of several, the live one. If none is live, the
+    newest if `newest` is set (for verbs that only read), else raises SeveralRuns. None if no name
+    matches. `known`: newest first.
 
-    `whole`: a verb that cannot be undone, which therefore needs a complete and unambiguous name.
-    None: no name matches. Raises NoRun."""
+    `whole`: a verb that cannot be undone, and therefore needs a complete and unambiguous name; ""
+    for any other. Raises NoRun."""
     meant = [one for one in known if wanted in one.names]
     if not meant and not whole:
         meant = [one for one in known if wanted == one.stem]
@@ -164,9 +168,10 @@ def pick(
 
 
 def prune(root: Path, since: float, only: Collection[Path] | None = None) -> dict[str, Path | None]:
-    """Remove the folders of jobs that ended at least so many seconds ago. `only`: only these,
-    including those that have saved a step to continue from. Returns the removed ones by name. For a
-    link, only the link is removed; its value is the folder that remains. Raises OSError."""
+    """Remove the folders of jobs that ended at least `since` seconds ago. A job in state `saved`,
+    which can continue, is removed only if it is in `only`; None: no restriction to some folders.
+    Returns the removed folders by name; where only a link was removed, with the folder that
+    remains. Raises OSError."""
     now = time.time()
     removed: dict[str, Path | None] = {}
     for folder in all_runs(root):
@@ -201,13 +206,13 @@ def _paths(root: Path) -> list[Path]:
 
 
 def _changed(path: Path) -> float:
-    with contextlib.suppress(OSError):  # another prune was faster
+    with contextlib.suppress(OSError):  # another process has removed it
         return path.lstat().st_mtime
     return 0.0
 
 
 def _remove(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):  # another prune was faster
+    with contextlib.suppress(FileNotFoundError):  # another process has removed it
         if path.is_symlink():
             path.unlink()
             return
@@ -227,6 +232,6 @@ def _ended(folder: RunFolder) -> float:
 
 
 def first_of(names: Iterable[str]) -> str:
-    """The first few, for a sentence."""
+    """The first MOST_NAMED names in alphabetical order, for a sentence."""
     known = sorted(names)
     return ", ".join(known[:MOST_NAMED]) + (", ..." if len(known) > MOST_NAMED else "")

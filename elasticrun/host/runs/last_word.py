@@ -1,4 +1,5 @@
-"""A small file that tells programs why a launcher has exited; Kubernetes keeps it with the pod."""
+"""A small file from which programs learn why a launcher exited. In Kubernetes it is the pod's
+termination message."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from elasticrun.wire import env
 from elasticrun.wire.messages import ReasonCode
 
 MOST = 4096
-"""Maximum bytes that Kubernetes keeps per pod."""
+"""Maximum bytes of a termination message that Kubernetes keeps."""
 
 MOST_TEXT = 600
-"""Characters to which a too long text is truncated."""
+"""Number of characters to which the text is truncated if the file would be too long."""
 
 
 class LastWord(Struct, frozen=True, omit_defaults=True):
@@ -31,7 +32,7 @@ class LastWord(Struct, frozen=True, omit_defaults=True):
 
 
 def write(word: LastWord) -> None:
-    """Write the file named by the environment, if there is one; ignore errors."""
+    """Write the file that the environment names, if any; ignores errors."""
     if path := os.environ.get(env.LAST_WORDS, ""):
         data = msgspec.json.encode(word)
         if len(data) > MOST:
@@ -41,7 +42,7 @@ def write(word: LastWord) -> None:
 
 
 def read(message: str) -> LastWord | None:
-    """Decode such a file; None for other content, such as logs, or an empty file."""
+    """Decode the content of such a file; None if it is something else, such as logs, or empty."""
     with contextlib.suppress(msgspec.MsgspecError):
         return msgspec.json.decode(message, type=LastWord)
     return None

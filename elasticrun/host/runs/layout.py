@@ -4,11 +4,11 @@
     events.jsonl   what happened, one event per line
     progress.csv   values passed to `elasticrun.training.progress`, one row per step
     result.json    how the job ended (`RunResult`); missing before that
-    error.txt      the rank that failed first, for people
-    incidents/     a record of each interruption of training; 1-0007.* are of start 1
+    error.txt      the last failure, for people
+    incidents/     a record of each interruption of training; 1-0007.* are from start 1
     logs/          the output of ranks, if it is kept; their stacks in a hang
     agents/        which files in logs/ belong to which rank, one file per agent
-    checkpoints/   of a script that does not specify a folder
+    checkpoints/   checkpoints of a script that does not specify a folder
     previous/      the files of an earlier run in the same folder, with `--fresh`
     submitted.json, console.log   of `elasticrun submit`: the command, its launchers' output
     last-word.json   why such a launcher exited (`host/runs/last_word.py`)
@@ -55,19 +55,20 @@ CONSOLE: Final = "console.log"
 LAST_WORD: Final = "last-word.json"
 
 OF_A_RUN: Final = (JOB, EVENTS, PROGRESS, RESULT, ERROR, INCIDENTS, LOGS, AGENTS, CHECKPOINTS)
-"""Everything that a run leaves behind. A folder that the user chose may contain other files too."""
+"""What `archive` moves: the files of a run. A folder that the user chose may contain others."""
 
 LOCK: Final = ".lock"
-"""Locked by the job's master as long as it lives."""
+"""File that the job's master locks as long as it lives."""
 
 KEPT_ROOM: Final = 64 * 1024
-"""Bytes of LOCK, reserved so that the result can be written to a full disk."""
+"""Bytes allocated to LOCK, and freed on a full disk so that the result can be written."""
 
 _LAUNCH: Final = re.compile(r"(.+)-([0-9a-f]{8})")
-"""The name of a run folder that the user has not chosen: its stem, and its id."""
+"""The name of a run folder that the user did not choose: stem and launch id."""
 
 _LOCK: Final = "hhqqi"
-"""struct flock: whole file, and no pid, because the lock belongs to the open file description."""
+"""struct flock. Used for the whole file, and with pid 0: the lock belongs to the open file
+description."""
 
 MAX_BYTES: Final = 1024 * 1024
 
@@ -75,10 +76,10 @@ LAST_BYTES: Final = 64 * 1024
 """Bytes at the end of a file that are searched for its last row."""
 
 ENDED: Final = ("succeeded", "failed", "saved", "stopped", "lost")
-"""States of jobs that have ended. Earlier states: submitted, waiting (for its nodes), running."""
+"""States of jobs that have ended. The other states: submitted, waiting (for its nodes), running."""
 
 NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-"""Errors of a file system without locks."""
+"""Errors of file systems that do not support locks."""
 
 Kept = TypeVar("Kept", bound=Struct)
 
@@ -127,14 +128,14 @@ class JobRecord(Struct, frozen=True, kw_only=True):
 
 
 class LocalAgent(Struct, frozen=True):
-    """The agent of one node on this host; without `node`, the process that starts the agents."""
+    """The agent of one node; with `node` "", the process that starts the agents."""
 
     node: str
     process: ProcessId
 
 
 class Starting(Struct, frozen=True, kw_only=True):
-    """The part of SUBMITTED that lists the processes of its host that run the job."""
+    """The part of SUBMITTED that lists the processes that were started to run the job."""
 
     agents: tuple[LocalAgent, ...] = ()  # under ssh: the process that monitors them
 
@@ -193,43 +194,44 @@ class RunFolder:
 
     @property
     def place(self) -> Path:
-        """Its real location: for a folder that the user chose, `path` is only a link."""
+        """The folder itself: if the user chose it, `path` may be a link to it."""
         return self.path.resolve() if self.path.is_symlink() else self.path
 
     @property
     def id(self) -> str:
-        """8 hexadecimal digits, unique to this run folder; "" if unknown."""
+        """The launch id: 8 hexadecimal digits, unique to this run folder; "" if unknown."""
         job, found = self.job(), _LAUNCH.fullmatch(self.path.name)
         return job.launch if job and job.launch else found[2] if found else ""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the job: its folder's name, its id, its rendezvous id, and last its own name."""
+        """Names of the job: its folder's name, its launch id, its rendezvous id, and last its own
+        name; only the first if there is no record."""
         job = self.job()
         known = (self.path.name, self.id, job.id, job.name) if job else (self.path.name,)
         return tuple(name for name in known if name)
 
     @property
     def stem(self) -> str:
-        """What the job's name is derived from: the given name, or else its script."""
+        """What the folder's name starts with: the job's given name, else its script."""
         found = _LAUNCH.fullmatch(self.path.name)
         return found[1] if found else self.names[-1]
 
     def job(self) -> JobRecord | None:
-        """The record; None if there is no such file, or it is not valid."""
+        """The job's record; None if there is none or it is invalid."""
         return self._read(JOB, JobRecord)
 
     def is_suspended(self) -> bool:
-        """Whether its job was suspended and not resumed."""
+        """Whether the job was suspended and not resumed."""
         result = self.result()
         return result is not None and result.suspended
 
     def is_live(self) -> bool:
-        """Whether its job runs, will run, or is suspended: such a job keeps its name."""
+        """Whether the job runs, will run, or is suspended: such a job keeps its name."""
         return self.is_suspended() or self.state() not in ENDED
 
     def result(self) -> RunResult | None:
-        """The result; None if the job has not ended, or if no result was written."""
+        """The job's result; None if it has not ended, or ended without writing one."""
         return self._read(RESULT, RunResult)
 
     def is_held(self) -> bool:
@@ -243,8 +245,8 @@ class RunFolder:
 
     def state(self) -> str:
         """The state of the job in a word; `lost`: launcher and master have exited without a result.
-        A job of another host counts as running until it has a result, because this host cannot
-        check its processes."""
+        A job on another host that has no result counts as running (or waiting, or submitted),
+        because its processes cannot be checked from here."""
         if result := self.result():
             return result.state
         job = self.job()
@@ -258,7 +260,7 @@ class RunFolder:
         return "running" if job.formed else "waiting"
 
     def end_reason(self, job: JobRecord) -> str:
-        """For a job that ended without a result: why, as far as known, and its last reports."""
+        """Why a job ended that has no result, as far as known, with its last step and event."""
         if not job.pid:
             return self.last_words(job) or "it was submitted, but no launcher has started"
         if job.boot_id and job.boot_id != boot_id():
@@ -270,7 +272,7 @@ class RunFolder:
         return why + (f"; last event: {events[-1].text}" if events else "")
 
     def last_words(self, job: JobRecord) -> str:
-        """Why the launcher of this start has exited; else the last line printed by launchers, "" if
+        """Why the launcher of this start exited; else the last line that launchers printed, "" if
         none."""
         word = self._last_word(job)
         return self.last_line() if word is None else word.text
@@ -283,7 +285,7 @@ class RunFolder:
         return None
 
     def last_line(self) -> str:
-        """The last line printed by launchers, "" if none."""
+        """The last line that launchers printed, "" if none."""
         with contextlib.suppress(OSError), open(self.path / CONSOLE, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_BYTES))
             lines = file.read(LAST_BYTES).decode(errors="replace").split("\n")
@@ -291,7 +293,7 @@ class RunFolder:
         return ""
 
     def _is_left(self, job: JobRecord) -> bool:
-        """Whether all processes that should start the job are known to have exited."""
+        """Whether all processes that were started to run the job are known to have exited."""
         if job.where not in ("local", "ssh"):
             return False
         agents = self.agents()
@@ -300,18 +302,18 @@ class RunFolder:
         return all(one.process.is_alive() is False for one in agents)
 
     def carriers(self) -> list[LocalAgent]:
-        """The live processes that run the job or start those, as far as they can be signaled from
-        here by pid."""
+        """Those of `agents` that are alive and can be signaled from here by pid."""
         return [one for one in self.agents() if one.process.is_local and one.process.is_alive()]
 
     def agents(self) -> tuple[LocalAgent, ...]:
-        """The processes that were started to run the job, or to start those."""
+        """The processes that `elasticrun submit` started: agents, or a process that starts
+        agents."""
         known = self._read(SUBMITTED, Starting)
         return known.agents if known is not None else ()
 
     def last_step(self) -> int:
-        """The newest reported step; for a resumed job without a report yet, the step that it
-        resumes from; -1: none."""
+        """The newest reported step; for a resumed job that has reported none yet, the step from
+        which it resumes; -1: none."""
         result, job, row = self.result(), self.job(), self._last_row()
         step = at = -1.0
         with contextlib.suppress(ValueError):  # the last start may have reported none
@@ -321,8 +323,8 @@ class RunFolder:
         return max(int(step), result.step if result else -1)
 
     def newest_metrics(self) -> str:
-        """The newest row of progress.csv: `loss 0.2488 at step 140`; "" without numbers besides the
-        step."""
+        """The newest row of progress.csv as text: `loss 0.2488 at step 140`; "" if it has no
+        metrics."""
         row = {name: value for name, value in self._last_row().items() if value}
         step = row.pop("step", "")
         with contextlib.suppress(ValueError):
@@ -334,7 +336,7 @@ class RunFolder:
         return ""
 
     def _last_row(self) -> dict[str, str]:
-        """By column; empty if there is none."""
+        """The last row of progress.csv, by column; {} if there is none."""
         with contextlib.suppress(OSError, ValueError):
             with open(self.path / PROGRESS, "rb") as file:
                 titles = file.readline(LAST_BYTES).decode().rstrip("\r\n").split(",")
@@ -344,8 +346,8 @@ class RunFolder:
         return {}
 
     def events(self, now: float) -> list[EventRow]:
-        """The events, the newest last, as far back as MAX_BYTES. `now`: seconds since 1970, from
-        which their ages are computed."""
+        """The events in the last MAX_BYTES of their file, newest last. `now`: seconds since 1970,
+        for their ages."""
         rows = []
         with contextlib.suppress(OSError), open(self.path / EVENTS, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_BYTES))
@@ -357,7 +359,8 @@ class RunFolder:
         return rows
 
     def error(self, since: float = 0.0) -> str:
-        """The last failure, for people; "" if there is none since then (seconds since 1970)."""
+        """The content of `error.txt`: the last failure; "" if there is none since `since` (seconds
+        since 1970)."""
         with contextlib.suppress(OSError), open(self.path / ERROR, "rb") as file:
             if os.fstat(file.fileno()).st_mtime < since:
                 return ""
@@ -365,7 +368,7 @@ class RunFolder:
         return ""
 
     def prepare_restart(self) -> None:
-        """Prepare the next start of its job. Raises OSError."""
+        """Prepare the folder for the next start of its job. Raises OSError."""
         if job := self.job():
             again = replace(job, pid=0, started=0, formed=0.0, endpoint="", began=time.time())
             self.write_job(self.next_start(job, again))
@@ -373,8 +376,8 @@ class RunFolder:
             (self.path / RESULT).unlink(missing_ok=True)
 
     def next_start(self, before: JobRecord, job: JobRecord) -> JobRecord:
-        """`job` as the start that follows `before`. Removes the result of the previous start and
-        keeps its incidents. Raises OSError."""
+        """Turn `job` into the record of the start that follows `before`; returns it, not written.
+        Removes the previous start's result and renames its incidents. Raises OSError."""
         result = self.result()
         saved = result.saved if result is not None else before.resumed_at
         (self.path / RESULT).unlink(missing_ok=True)
@@ -384,8 +387,8 @@ class RunFolder:
         return replace(job, attempt=attempt, first_began=first, resumed_at=saved)
 
     def _keep_incidents(self, attempt: int) -> None:
-        """Rename those of this start, because the next one counts from 1 again: 0007.json becomes
-        1-0007.json. Raises OSError."""
+        """Rename the incidents of start `attempt`, because the next start counts from 1 again:
+        0007.json becomes 1-0007.json. Raises OSError."""
         for path in list((self.path / INCIDENTS).glob("*.*")):
             if path.stem.isdecimal():
                 path.rename(path.with_name(f"{attempt}-{path.name}"))
@@ -396,13 +399,13 @@ class RunFolder:
         self._write(JOB, job)
 
     def write_result(self, result: RunResult) -> None:
-        """Write how the job has ended, replacing an earlier result. Raises OSError."""
+        """Write the job's result, replacing an earlier one. Raises OSError."""
         try:
             self._write(RESULT, result)
         except OSError as wrong:
             if wrong.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            os.truncate(self.path / LOCK, 0)  # frees the space that was reserved for it
+            os.truncate(self.path / LOCK, 0)  # frees the space that is reserved for this
             self._write(RESULT, result)
 
     def _write(self, name: str, record: Struct) -> None:
@@ -418,8 +421,9 @@ class RunFolder:
 
 
 def lock_folder(path: Path) -> int:
-    """Lock the folder; return a descriptor that holds the lock until it is closed, or its process
-    exits. Raises BlockingIOError if another process holds it, or OSError."""
+    """Lock the folder; returns a descriptor that holds the lock until it is closed or the process
+    exits. On a file system without locks it holds none. Raises BlockingIOError if another process
+    has the lock, or OSError."""
     fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(_LOCK, fcntl.F_WRLCK, 0, 0, 0, 0))
@@ -433,8 +437,8 @@ def lock_folder(path: Path) -> int:
 
 
 def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:
-    """Write a file atomically, even with concurrent writers; with `sync`, also across a power
-    failure. Raises OSError."""
+    """Create or replace a file atomically, even with concurrent writers; with `sync`, its content
+    also survives a power failure. Raises OSError."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

@@ -1,8 +1,8 @@
 """Opens the run folder of a job: creates one, or reuses an existing one.
 
 A master locks a file in the folder for its lifetime, so a folder given by `--run-dir` belongs to
-one live job at a time. The next run resumes from the files of an earlier one, or, with `--fresh`,
-moves them into `previous/`.
+one live job at a time. The next run in it continues with the files of the previous one or, with
+`--fresh`, moves them to `previous/`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from elasticrun.host.runs.layout import JobRecord, RunFolder, lock_folder
 from elasticrun.wire.types import EntryKind
 
 FILES: Final = (EntryKind.SCRIPT, EntryKind.RUN_PATH)
-"""Kinds of programs whose target is a file: its path may be written in several ways."""
+"""Kinds of programs whose target is a file, whose path may be written in several ways."""
 
 MOST_SHOWN: Final = 200
 """Maximum characters of a word in a difference."""
@@ -33,7 +33,8 @@ class RunRefused(Exception):
 
 
 class OpenRun:
-    """The run folder of a running job, locked until `close`."""
+    """The run folder of a running job, and its record. `lock`: a descriptor that holds the folder's
+    lock until `close`; -1: none."""
 
     def __init__(self, folder: RunFolder, job: JobRecord, lock: int = -1) -> None:
         self.folder = folder
@@ -41,7 +42,7 @@ class OpenRun:
         self._lock = lock
 
     def update_record(self, job: JobRecord) -> None:
-        """Write more information about the job. Raises OSError."""
+        """Replace the job's record. Raises OSError."""
         self.folder.write_job(job)
         self.job = job
 
@@ -61,7 +62,7 @@ class RankProgram(NamedTuple):
     workdir: str = ""
 
     def file(self) -> str:
-        """The path of its script, however it was written."""
+        """The absolute path of the script, without links."""
         return os.path.realpath(os.path.join(self.workdir, self.words[1]))
 
 
@@ -69,8 +70,8 @@ UNKNOWN: Final = RankProgram()
 
 
 def already_succeeded(at: Path, program: RankProgram = UNKNOWN) -> str:
-    """The message to print if a job has already succeeded in this folder, so it is not rerun; ""
-    otherwise. Raises RunRefused if that job had another program than `program`."""
+    """A message if a job has already succeeded in this folder and is not to run again; else "".
+    Raises RunRefused if that job ran another program than `program`."""
     folder = RunFolder(at)
     result, job = folder.result(), folder.job()
     if result is None or result.state != "succeeded":
@@ -86,8 +87,8 @@ def already_succeeded(at: Path, program: RankProgram = UNKNOWN) -> str:
 
 
 def _difference(before: RankProgram, now: RankProgram) -> str:
-    """How the program of the job in a folder differs from this one; "" if they are the same or one
-    is unknown."""
+    """How the earlier job's program differs from the program now, as a clause; "" if they are the
+    same or one is unknown."""
     if not (before.words and now.words):
         return ""
     (was, target, *had), (kind, wanted, *has) = before.words, now.words
@@ -113,8 +114,8 @@ def _short(text: str) -> str:
 
 
 def open_new(root: Path, job: JobRecord, launch: str, stem: str = "") -> OpenRun:
-    """A folder below `root` for this launch, for its first master or a later one. Its name starts
-    with `stem`, or else with the job's name. Raises OSError."""
+    """Open the run folder of this launch in `root`, for its first master or a later one. Its name
+    starts with `stem`, or else with the job's name. Raises OSError."""
     folder, lock = RunFolder(make_run(root, stem or job.name, launch)), -1
     with contextlib.suppress(BlockingIOError):  # an earlier master has not exited yet
         lock = lock_folder(folder.path)
@@ -127,9 +128,9 @@ def open_new(root: Path, job: JobRecord, launch: str, stem: str = "") -> OpenRun
 def open_named(
     root: Path, job: JobRecord, launch: str, at: Path, *, stem: str = "", fresh: bool, goes_on: bool
 ) -> OpenRun:
-    """The folder `at`, listed below `root`, as in `open_new`. `goes_on`: an earlier master of
-    the same job has used it. Raises RunRefused while another job runs in it, OSError if it is
-    unusable."""
+    """Open the folder `at`, and list it in `root` under the name that `open_new` would use.
+    `fresh`: archive the files of an earlier run. `goes_on`: an earlier master of the same job has
+    used it. Raises RunRefused if another job runs in it, OSError if it is unusable."""
     make_run(root, stem or job.name, launch, at)
     folder = RunFolder(at)
     before = folder.job()
@@ -150,7 +151,7 @@ def open_named(
 
 
 def _same_launch(before: JobRecord | None, job: JobRecord) -> bool:
-    """Whether an earlier master of the same launching process has used it."""
+    """Whether the folder's record is from an earlier master of the same launching process."""
     return before is not None and before.process == job.process
 
 
@@ -177,7 +178,7 @@ def _initialize(
 def archive(at: Path) -> None:
     """Move the files of an earlier run to `previous/N`. Raises OSError."""
     if not (at / layout.JOB).exists():
-        return  # no run has used it
+        return  # no earlier run
     place = at / layout.PREVIOUS
     place.mkdir(exist_ok=True)
     numbers = [int(path.name) for path in place.iterdir() if path.name.isdecimal()]

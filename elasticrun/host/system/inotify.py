@@ -1,4 +1,4 @@
-"""Notification by the kernel that a file was written, for readers of files that others write.
+"""inotify(7): waits until another process writes a file.
 
 The standard library has no inotify, and the usual small package runs `ldconfig` and a compiler to
 find libc, which would start processes inside the agent. Two system calls are all that is needed.
@@ -21,7 +21,7 @@ _READ_BYTES: Final = 64 * 1024
 class Inotify:
     """One inotify instance; `fileno()` becomes readable when a watched file was written.
 
-    Raises OSError if the kernel has none (limits per user, other systems).
+    Its constructor raises OSError if the kernel refuses (limits per user) or has no inotify.
     """
 
     def __init__(self) -> None:
@@ -38,20 +38,20 @@ class Inotify:
         return self._fd
 
     def watch(self, path: str, mask: int = IN_MODIFY) -> int:
-        """Watch an existing file for writes, or a path for other events of inotify(7); return the
-        number that `read` uses for it."""
+        """Watch an existing file for writes, or with `mask` a path for other events; returns the
+        number by which `read` names it. Raises OSError."""
         number: int = self._libc.inotify_add_watch(self._fd, os.fsencode(path), mask)
         if number < 0:
             raise _last_error()
         return number
 
     def unwatch(self, number: int) -> None:
-        """Stop watching; ignores a number that is not watched any more."""
+        """Stop watching; a no-op if the number is not watched any more."""
         self._libc.inotify_rm_watch(self._fd, number)
 
     def read(self) -> set[int] | None:
-        """Numbers of the files that were written since the last call; None if the kernel's queue
-        overflowed, so it may be any of them."""
+        """Numbers of the files that were written since the last call; does not wait. None if the
+        kernel's queue overflowed: any file may have been written."""
         written: set[int] = set()
         try:
             data = os.read(self._fd, _READ_BYTES)

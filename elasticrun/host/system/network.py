@@ -1,5 +1,5 @@
-"""Routes to addresses, and which addresses are our own. Nothing is sent: connecting a UDP socket
-only looks up the route.
+"""Routes to addresses, and which addresses belong to this host. Nothing is sent: connecting a UDP
+socket only looks up the route.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import socket
 from typing import Final
 
 DISCARD: Final = 9
-"""A port that none of our packets ever reaches; a lookup needs some port."""
+"""The port of the lookups, which need some port; no packet is sent to it."""
 
 ELSEWHERE: Final = ("192.0.2.1", "2001:db8::1")
-"""Addresses for documentation (RFC 5737, RFC 3849): they are reached by the default route."""
+"""Addresses for documentation (RFC 5737, RFC 3849), to which only the default route leads."""
 
 _IP_MTU: Final = 14
 _IPV6_MTU: Final = 24
@@ -39,8 +39,8 @@ def routed_address() -> str:
 
 
 def no_loopback() -> str:
-    """A sentence if 127.0.0.1 is unreachable, "" if it is reachable. Every job depends on it; in a
-    network namespace the loopback interface may be down."""
+    """A sentence if 127.0.0.1, on which every job depends, is unreachable; else "". In a network
+    namespace the loopback interface may be down."""
     try:
         source_of("127.0.0.1")
     except OSError as wrong:
@@ -60,7 +60,8 @@ def is_ours(address: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `address` (numeric) is a loopback address, all of which are ours (e.g. 127.0.1.1)."""
+    """Whether `address` (numeric) is a loopback address, such as 127.0.1.1; all belong to this
+    host."""
     try:
         return ipaddress.ip_address(_bare(address)).is_loopback
     except ValueError:
@@ -68,18 +69,18 @@ def is_loopback(address: str) -> bool:
 
 
 def names_this_host_only(host: str) -> bool:
-    """Whether an endpoint's host literally means loopback, so that no other host can join."""
+    """Whether an endpoint's host is written as loopback, so that no other host can join."""
     return host.lower().rstrip(".") in ("localhost", "ip6-localhost") or is_loopback(host)
 
 
 def is_this_host(host: str) -> bool:
-    """Whether that is a name of this host, as far as known without a lookup."""
+    """Whether `host` is a name of this host, as far as known without a lookup."""
     return names_this_host_only(host) or host == socket.gethostname()
 
 
 def mtu_to(address: str) -> int:
-    """Largest packet in bytes that leaves for `address`: the interface's, or less if the path is
-    known to accept less. 0: no route, or unknown."""
+    """The MTU in bytes towards `address` (numeric): the interface's, or that of the path if known
+    to be smaller. 0: no route, or unknown."""
     six = ":" in address
     level, option = (socket.IPPROTO_IPV6, _IPV6_MTU) if six else (socket.IPPROTO_IP, _IP_MTU)
     try:
@@ -101,5 +102,5 @@ def _routed_socket(address: str) -> socket.socket:
 
 
 def _bare(address: str) -> str:
-    """Remove the interface from a link-local address."""
+    """The address without the interface that a link-local address may name."""
     return address.partition("%")[0]

@@ -1,8 +1,8 @@
 """System calls that Python does not wrap, and information about processes from /proc.
 
 Verbs that people type use psutil. This module does not, for three reasons. The fork server and the
-ranks use it, and a forked rank must not have modules that an exec'd one lacks. The agent reads all
-it needs of a process from one file in 14 us; psutil reads three files in 43 us, and its import
+ranks use it, and a forked rank must not have modules that an exec'd one lacks. The agent reads what
+it needs about a process from one file in 14 us; psutil reads three files in 43 us, and its import
 takes 22 ms of every start. And psutil has no start time in ticks (its `create_time` moves with the
 clock), no process group or session, no wchan, no names or states of single threads, no parent-death
 signal, no subreaper, no ptracer, no cgroup.
@@ -33,7 +33,7 @@ def _prctl(option: int, argument: object, third: object = 0) -> bool:
 
 
 def user_name() -> str:
-    """This user's name, or number without an entry in passwd."""
+    """This user's name; the number if passwd has no entry."""
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:
@@ -55,25 +55,27 @@ def die_with_parent(signum: int) -> None:
 
 
 def set_name(name: bytes) -> None:
-    """Set our name in `ps`, `top` and /proc/self/comm; the kernel keeps 15 bytes."""
+    """Set this process's name in `ps -o comm`, `top` and /proc/self/comm; the kernel keeps 15
+    bytes. Call it in the main thread."""
     _prctl(_PR_SET_NAME, ctypes.c_char_p(name[:15]))
 
 
 def become_subreaper() -> bool:
-    """Make orphans below us our children instead of init's. Returns False if that is impossible."""
+    """Make orphaned descendants children of this process instead of init. Returns False if that is
+    impossible."""
     return _prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
 
 
 def let_trace(pid: int) -> bool:
-    """Under Yama's ptrace_scope 1, where only ancestors may trace us, also allow this process and
-    its descendants, even after an exec; 0: nobody else. Returns False without Yama, or without such
-    a process."""
+    """Allow a process and its descendants to trace us, also after they exec, under Yama's
+    ptrace_scope 1, where otherwise only ancestors may; 0: only ancestors again. Returns False
+    without Yama, or if there is no such process."""
     return _prctl(_PR_SET_PTRACER, ctypes.c_ulong(pid))
 
 
 def memory_file(name: str, flags: int = os.MFD_CLOEXEC) -> int:
-    """memfd_create(2). Its OSError names the call, because a sandbox's rules are hard to debug
-    otherwise."""
+    """Create an anonymous file in memory (memfd_create); returns its descriptor. The OSError that
+    it raises names the system call, because a sandbox may forbid it."""
     try:
         return os.memfd_create(name, flags)
     except OSError as error:
@@ -105,7 +107,7 @@ def stat_fields(pid: int | str) -> list[bytes]:
     """The fields of /proc/PID/stat from field 3 of proc(5) on. Raises OSError if there is no such
     process.
 
-    The command before them may contain blanks and parentheses; the fields start after its last
+    The command in field 2 may contain blanks and parentheses, so the fields start after the last
     parenthesis."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].split()
@@ -124,7 +126,8 @@ MAX_COMMAND = 200
 
 
 def command(pid: int) -> str:
-    """The command line of a process as one line for people, else its name; "" if it has exited."""
+    """The command line of a process as one line for people; its name if it has none; "" if it does
+    not exist."""
     words = text_of(pid, "cmdline").rstrip("\0").split("\0")
     line = " ".join(" ".join(words).split()) or text_of(pid, "comm")
     return line if len(line) <= MAX_COMMAND else f"{line[: MAX_COMMAND - 4]} ..."
@@ -141,7 +144,8 @@ def read_process(pid: int) -> Process | None:
 
 
 def start_time(pid: int) -> int | None:
-    """Kernel start time of this process, in clock ticks since boot; None if it does not exist."""
+    """Kernel start time of a process, in clock ticks since boot; None if it does not exist or is a
+    zombie."""
     process = read_process(pid)
     return None if process is None or process.has_ended else process.started
 
@@ -158,7 +162,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def is_frozen(pid: int) -> bool:
-    """According to the cgroup; processes of a frozen cgroup look like sleeping ones."""
+    """Whether the process's cgroup is frozen; in /proc/PID/stat such a process looks asleep."""
     where = text_of(pid, "cgroup").splitlines()
     path = next((line[3:] for line in where if line.startswith("0::")), "")
     if path in ("", "/"):
@@ -186,7 +190,7 @@ def cpu_ticks(pid: int) -> int:
 
 
 def boot_id() -> str:
-    """Identifies the current boot of this machine; "" if unknown."""
+    """The id of the current boot of this machine; "" if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -232,7 +236,7 @@ class ProcessId:
 
     @property
     def is_local(self) -> bool:
-        """Whether `pid` means this process in our PID namespace, so that it can be signaled and its
+        """Whether `pid` is valid in our PID namespace, so that the process can be signaled and its
         files in /proc read."""
         where = (self.boot, self.namespace)
         if not self.boot and self.host != os.uname().nodename:
@@ -240,8 +244,8 @@ class ProcessId:
         return bool(self.namespace) and where == (boot_id(), pid_namespace())
 
     def is_alive(self) -> bool | None:
-        """Whether it runs; None if unknown here: it belongs to another host or to a PID namespace
-        that is not visible here."""
+        """Whether the process runs; None if unknown, because it is on another host or in a PID
+        namespace that is not visible here."""
         if self.is_local:
             return start_time(self.pid) == self.started
         if self.boot != boot_id():  # same host name: this host was rebooted
@@ -265,7 +269,7 @@ class ProcessId:
 
 
 def all_processes() -> list[Process]:
-    """Every process of the machine, including zombies, as /proc shows them now."""
+    """Every process that /proc shows now, including zombies."""
     found = [read_process(int(name)) for name in os.listdir("/proc") if name.isdecimal()]
     return [process for process in found if process is not None]
 
@@ -296,7 +300,8 @@ def _walk(
 
 
 def _children(pid: int) -> list[int]:
-    """From /proc/PID/task/*/children (CONFIG_PROC_CHILDREN): no scan of the whole host."""
+    """The children of a process, from /proc/PID/task/*/children (CONFIG_PROC_CHILDREN), without a
+    scan of all processes."""
     found: list[int] = []
     try:
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -307,8 +312,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _children_by_parent() -> Callable[[int], list[int]]:
-    """The children of each process, from one scan of /proc, for kernels without `children`
-    files."""
+    """A function that returns the children of a process, from one scan of /proc."""
     below: dict[int, list[int]] = {}
     for process in all_processes():
         below.setdefault(process.parent, []).append(process.pid)
@@ -316,8 +320,8 @@ def _children_by_parent() -> Callable[[int], list[int]]:
 
 
 def thread_names() -> list[str]:
-    """Names of all threads of this process except the main one, as in ps(1), including those
-    unknown to Python; "" for one that has just ended."""
+    """Names of all threads of this process except the main one, as ps(1) shows them, including
+    threads that Python did not start; "" for one that has just ended."""
     names = []
     for thread in os.listdir("/proc/self/task"):
         if int(thread) != os.getpid():

@@ -1,4 +1,4 @@
-"""Converts any exception to one sentence, for the saver."""
+"""Converts any exception into one line of text."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Final
 PACKAGE: Final = __name__.partition(".")[0]
 
 MAX_REASON: Final = 1000
-"""Characters."""
+"""Maximum characters of a reason."""
 
 
 def reason_of(error: BaseException) -> str:
-    """One line of bounded length. Texts of our own exceptions are sentences already."""
+    """Why something failed, as one line of bounded length. Texts of our own exceptions, which are
+    sentences, are used as they are."""
     if type(error).__module__.partition(".")[0] == PACKAGE:
         text = str(error)
     elif isinstance(error, OSError) and error.strerror:

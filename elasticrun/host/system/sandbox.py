@@ -1,5 +1,5 @@
-"""Starts threads, raises the file limit and sends SIGKILL; explains what a sandbox (seccomp) or a
-limit (RLIMIT_NPROC, pids.max) refuses."""
+"""Operations that a sandbox (seccomp) or a limit (RLIMIT_NPROC, pids.max) may refuse: starting
+threads, raising the file limit, sending signals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _LIMITS: Final = (
 
 
 class NoThread(TimeoutError):
-    """No thread could be started. Callers with a time limit may treat it as a timeout."""
+    """No thread could be started. A TimeoutError, so that callers with a time limit need not handle
+    it separately."""
 
     def __init__(self, error: RuntimeError) -> None:
         super().__init__(f"no thread can be started here ({error}): {_LIMITS}")
@@ -26,7 +27,7 @@ class NoThread(TimeoutError):
 def start_thread(
     target: Callable[..., object], name: str, args: tuple[object, ...] = ()
 ) -> threading.Thread:
-    """A daemon thread that runs `target(*args)`. Raises NoThread."""
+    """Start a daemon thread that runs `target(*args)`. Raises NoThread."""
     thread = threading.Thread(target=target, args=args, name=f"elasticrun-{name}", daemon=True)
     try:
         thread.start()
@@ -36,15 +37,15 @@ def start_thread(
 
 
 def raise_file_limit() -> None:
-    """Raise the limit of open files to the hard limit; ignore errors."""
+    """Raise the soft limit of open files to the hard limit; ignores errors."""
     with suppress(OSError, ValueError):
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def refused() -> str:
-    """Why this process cannot act as a launcher (no signals or no threads allowed), as a sentence;
-    "" if it can."""
+    """Why this process cannot act as a launcher (it may not send signals or start threads), as a
+    sentence; "" if it can."""
     try:
         os.kill(os.getpid(), 0)
         start_thread(int, "trial").join()
@@ -56,6 +57,6 @@ def refused() -> str:
 
 
 def kill(pid: int) -> None:
-    """Send SIGKILL, if the process exists and we may."""
+    """Send SIGKILL; a no-op if the process does not exist or may not be signaled."""
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)

@@ -1,14 +1,15 @@
 """Removes processes that ranks have left behind.
 
-`Sweeper` is for the fork server, a child subreaper: every orphan below it becomes its child, so
-none can escape. Groups and sessions of the ranks themselves are killed at once; a descendant with
-its own session (such as wandb's uploader) gets SIGTERM and some time to finish.
+`Sweeper` is for the fork server, a child subreaper: every orphaned descendant becomes its child, so
+none can escape. Processes in a rank's own process group or session are killed at once; a descendant
+with a session of its own (such as wandb's uploader) gets SIGTERM and some time to finish.
 
-`Sweep` is for ranks that were children of a user's program (a caller of `elastic_launch`, or, if
-that was killed, its agent). Such a program is not a subreaper (it may have other children whose
-orphans we must not touch). So leftovers are recognized by what they inherited: the rank's session,
-its process group, or, with their own session, the rank's mark in their initial environment. A
-process with none of the three (forked, not exec'd, in its own session) is missed.
+`Sweep` is for ranks that were children of a user's program: a caller of `elastic_launch` uses it
+or, if the caller was killed, its agent. Such a program is not a subreaper, because it may have
+other children whose orphans we must not touch. So leftovers are recognized by what they inherited:
+the rank's session, its process group or, with a session of their own, the rank's mark in their
+initial environment. A process with none of the three (forked, not exec'd, in its own session) is
+missed.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ STUCK_AFTER = 30.0
 """Seconds after SIGKILL until a process is reported as stuck in the kernel (D state)."""
 
 REPORT_AFTER = 1.0
-"""Seconds until processes that may continue are reported: most leftovers of a rank (such as
-multiprocessing's resource tracker) exit soon after it by themselves.
+"""Seconds until leftovers that may continue are reported: most leftovers of a rank (such as
+multiprocessing's resource tracker) exit by themselves soon after it.
 """
 
 MAX_REPORTED = 32
-"""Maximum number of processes that are named."""
+"""Maximum number of processes named in a report."""
 
 RECHECK_AFTER = 0.05
-"""Seconds between scans of /proc when the server exits: the SIGCHLD for a killed process may have
-gone to its parent, which was exiting as well.
+"""Maximum seconds between scans of /proc in `kill_everything`. They do not only wait for SIGCHLD,
+because that of a killed process may have gone to its parent, which was exiting as well.
 """
 
 
@@ -51,9 +52,10 @@ class Tie(Enum):
 
 
 def tie(pid: int, ranks: Collection[int], mark: bytes) -> Tie:
-    """How `pid` is tied to ranks with these pids (which are also their session ids).
+    """How a process is tied to the ranks with these pids (which are also their session ids).
 
-    `mark` is `NAME=value` in an environment. A process that has exited is not tied."""
+    `mark`: `NAME=value` in the ranks' environment. A process that has exited, or of another user,
+    is not tied."""
     try:
         if os.stat(f"/proc/{pid}").st_uid != os.getuid():
             return Tie.NONE
@@ -69,8 +71,8 @@ def tie(pid: int, ranks: Collection[int], mark: bytes) -> Tie:
 
 
 def kill_group(pid: int, signum: int, *, alone: bool = False) -> None:
-    """Send a signal to the group led by `pid`, or only to `pid` if it does not lead one yet, or
-    with `alone`; do nothing if it has exited."""
+    """Send a signal to the process group that `pid` leads; only to `pid` if it leads none yet, or
+    with `alone`. A no-op if it has exited."""
     for send in (os.kill,) if alone else (os.killpg, os.kill):
         with suppress(ProcessLookupError, PermissionError):
             send(pid, signum)
@@ -80,20 +82,20 @@ def kill_group(pid: int, signum: int, *, alone: bool = False) -> None:
 class SweepStage(Enum):
     """The progress of a `Sweep`."""
 
-    LEFT = "left"  # they may continue
-    REPORTED = "reported"  # they may continue, and have been reported
-    TERMINATED = "terminated"  # they have been sent SIGTERM
-    KILLED = "killed"  # they have been sent SIGKILL
+    LEFT = "left"  # leftovers may continue
+    REPORTED = "reported"  # they may continue, and are to be reported
+    TERMINATED = "terminated"  # they were sent SIGTERM
+    KILLED = "killed"  # they were sent SIGKILL
 
 
 _SIGNALS = {SweepStage.TERMINATED: signal.SIGTERM, SweepStage.KILLED: signal.SIGKILL}
 
 
 class Sweep:
-    """The removal of what one set of ranks has left.
+    """The removal of the processes that one set of ranks has left behind.
 
-    `watch` has a pidfd of each remaining process (readable when it exits), `deadline` is when to
-    call `deadline_passed`, on the clock of `now`.
+    `watch`: a pidfd, readable at exit, of each remaining process. `deadline`: when to call
+    `deadline_passed`, on the clock of `now`.
     """
 
     def __init__(
@@ -106,9 +108,10 @@ class Sweep:
         now: float,
         linger: float = 0.0,
     ) -> None:
-        """SIGKILL to processes in the ranks' sessions; SIGTERM to the rest, SIGKILL `grace` seconds
-        later. What remains after `patience` seconds is stuck in the kernel. With `linger`, all may
-        continue for that many seconds, and then get SIGTERM."""
+        """Find the processes; send SIGKILL to those in the ranks' sessions, SIGTERM to the others,
+        and SIGKILL to these `grace` seconds later. What remains `patience` seconds after that is
+        stuck in the kernel. With `linger`, all may continue for that many seconds, and then get
+        SIGTERM."""
         self._ranks = frozenset(ranks)
         self._mark = mark
         self.stage = SweepStage.TERMINATED
@@ -122,16 +125,16 @@ class Sweep:
         self._find_leftovers()
 
     def process_exited(self, pidfd: int) -> None:
-        """The process of this pidfd has exited. After the last one, /proc is scanned again, because
-        that one may have started another process."""
+        """Handle the exit of the process of this pidfd. After the last exit, scans /proc again,
+        because that process may have started another one."""
         self.watch.pop(pidfd)
         os.close(pidfd)
         if not self.watch:
             self._find_leftovers()
 
     def deadline_passed(self) -> tuple[int, ...]:
-        """The deadline has passed: start the next stage; or, after the last one, return the pids of
-        those that did not die. They are not watched any more."""
+        """Start the next stage, now that the deadline has passed; returns (). After the last stage,
+        stop watching and return the pids of the processes that did not die."""
         if self._later:
             self.stage, self.deadline = self._later.pop(0)
             for pidfd in self.watch if self.stage in _SIGNALS else ():
@@ -155,7 +158,7 @@ class Sweep:
                 pidfd = os.pidfd_open(int(name))
             except OSError:
                 continue
-            kind = tie(int(name), self._ranks, self._mark)  # again: a pid can be reused
+            kind = tie(int(name), self._ranks, self._mark)  # again: the pid may have been reused
             if kind is Tie.NONE:
                 os.close(pidfd)
                 continue
@@ -171,8 +174,8 @@ def _send(pidfd: int, signum: int) -> None:
 
 
 def kill_leftovers(ranks: Collection[int], mark: bytes, limit: float) -> tuple[int, ...]:
-    """Kill these ranks and everything that they have left; block until it is gone. Return the pids
-    of what remains after `limit` seconds."""
+    """Kill these ranks and everything that they leave behind; blocks until all of it is gone.
+    Returns the pids of what remains after `limit` seconds."""
     for pid in ranks:
         kill_group(pid, signal.SIGKILL)
     sweep = Sweep(ranks, mark, grace=0.0, patience=limit, now=time.monotonic())
@@ -197,8 +200,8 @@ class _Sweep:
     give_up_at: float
     lingers: bool
     report_at: list[float]
-    """When to report what is left, for a sweep that lets it continue: at first, and when that
-    ends."""
+    """When to report leftovers that may continue: soon after the start, and when they get
+    SIGTERM."""
     terminated: set[int] = field(default_factory=set)
 
     def deadline(self, now: float) -> float:
@@ -214,7 +217,7 @@ class SweepDone:
 
 @dataclass(frozen=True, slots=True)
 class SweepLeftovers:
-    """Descendants that run although their ranks have exited; `ending`: they were sent SIGTERM."""
+    """Leftovers that still run; `ending`: they were sent SIGTERM. At most MAX_REPORTED pids."""
 
     keys: tuple[int, ...]
     pids: tuple[int, ...]
@@ -222,7 +225,7 @@ class SweepLeftovers:
 
 
 class Sweeper:
-    """All sweeps in progress. Times are monotonic seconds."""
+    """All sweeps of a fork server. Times are monotonic seconds."""
 
     def __init__(self) -> None:
         self._sweeps: list[_Sweep] = []
@@ -237,8 +240,10 @@ class Sweeper:
         *,
         linger: float = 0.0,
     ) -> None:
-        """Sweep below the ranks with the process groups `groups`. `linger`: seconds for which
-        leftovers may continue before they get SIGTERM, in any session."""
+        """Start to sweep all descendants except those that belong to live ranks (`advance`). Those
+        in `groups`, the process groups of the ranks that have exited, get SIGKILL at once, others
+        SIGTERM and `grace` seconds later SIGKILL. `linger`: seconds for which all may continue
+        before they get SIGTERM. `keys`: identify this sweep in results."""
         term_at = now + max(linger, 0.0)
         kill_at = term_at + max(grace, 0.0)
         lingers = linger > 0
@@ -250,8 +255,9 @@ class Sweeper:
         return self._recheck_at if self._sweeps else None
 
     def advance(self, live_ranks: Iterable[int], now: float) -> list[SweepDone | SweepLeftovers]:
-        """Kill what is due; return finished sweeps, and reports on others. `live_ranks`: pids of
-        ranks and helpers, which are not swept. Call after every exit and at the deadline."""
+        """Send the signals that are due; returns finished sweeps, and reports of others.
+        `live_ranks`: pids of live ranks and helpers, which are not swept, nor are their groups,
+        sessions and descendants. Call after every exit and at the deadline."""
         self._recheck_at = None
         if not self._sweeps:
             return []
@@ -294,8 +300,8 @@ class Sweeper:
 
 
 def kill_everything(limit: float) -> tuple[int, ...]:
-    """SIGKILL and reap all descendants until none is left; return those left after `limit`
-    seconds."""
+    """Kill and reap all descendants until none is left; returns the pids of those left after
+    `limit` seconds. Blocks SIGCHLD for good."""
     end = time.monotonic() + limit
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     while True:
@@ -311,7 +317,7 @@ def kill_everything(limit: float) -> tuple[int, ...]:
 
 
 def reap_all() -> list[tuple[int, int]]:
-    """Reap every exited child: (pid, wait status)."""
+    """Reap every child that has exited; returns (pid, wait status) of each."""
     reaped: list[tuple[int, int]] = []
     while True:
         try:

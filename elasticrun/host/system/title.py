@@ -1,4 +1,4 @@
-"""Sets what `ps -ef` and psutil show of a process: its command line, and its variables."""
+"""Sets the command line and the environment that `ps` and psutil show for this process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elasticrun.host.system.processes import stat_fields
 FORK_SERVER: Final = b"elasticrun: fork server"
 MASTER: Final = "elasticrun: master of {}"
 AGENT: Final = b"elasticrun: agent"
-"""For a caller of the Python API; an agent started by a user keeps its command line."""
+"""Title of an agent that the Python API started; one that a user started keeps its command line."""
 
 _PR_SET_MM = 35
 _PR_SET_MM_MAP = 14
@@ -45,20 +45,21 @@ class _MemoryMap(ctypes.Structure):
 
 
 def set_command_line(argv: Sequence[bytes], environ: Sequence[bytes] | None = None) -> bool:
-    """Show `argv` and `environ` as ours in /proc/self/cmdline and /proc/self/environ; without
-    `environ`, the environment is unchanged.
+    """Show `argv` and `environ` in /proc/self/cmdline and /proc/self/environ; None: leave the
+    environment as it is.
 
-    Tells the kernel where the two areas are (unprivileged since Linux 3.18 with
-    CONFIG_CHECKPOINT_RESTORE, which distributions have). If it refuses, this writes `argv` over the
-    old command line as one title, cut to that length, and returns False.
+    Sets the addresses of the two areas in the kernel (unprivileged since Linux 3.18 with
+    CONFIG_CHECKPOINT_RESTORE, which distributions have). If the kernel refuses, writes `argv` over
+    the old command line as one title, cut to that length, and returns False.
     """
     return bool(_show(_strings(argv), None if environ is None else _strings(environ)))
 
 
 def become_program(argv: Sequence[bytes], environ: Sequence[bytes]) -> bool:
-    """The same, and C code of this process finds `environ` where the kernel would put it at an
-    exec: after the words. Code that sets a title (setproctitle) looks for the words there and
-    overwrites both. Returns False if the kernel refuses; then no title can be set."""
+    """Like `set_command_line`, and C code of this process finds `environ` where the kernel puts it
+    at an exec: right after the words. Code that sets a title (setproctitle) looks for the words
+    there and overwrites both. Returns False if the kernel refuses; then such code cannot set a
+    title."""
     words = _strings(argv)
     at = _show(words, _strings(environ))
     if not at:
@@ -73,8 +74,8 @@ def become_program(argv: Sequence[bytes], environ: Sequence[bytes]) -> bool:
 
 
 def set_title(title: bytes) -> None:
-    """Show `title` as our command line, with an unchanged environment: for processes of ours,
-    instead of the command line with which they were started or forked."""
+    """Show `title` as the command line of this process, for processes of ours that were not started
+    by a user. Leaves the environment as it is."""
     _show(title + b"\0", None)
 
 
@@ -83,7 +84,8 @@ def _strings(words: Sequence[bytes]) -> bytes:
 
 
 def _show(arguments: bytes, environ: bytes | None) -> int:
-    """The new address of `arguments`, directly followed by `environ`; 0 if the kernel refuses."""
+    """Show both areas; returns the address of `arguments`, which `environ` directly follows. If the
+    kernel refuses, writes `arguments` over the old command line and returns 0."""
     # keyed by their numbers in proc(5)
     fields = {number: int(word) for number, word in enumerate(stat_fields("self")[1:], start=4)}
     at = _for_ever(arguments + (environ or b""))
@@ -100,7 +102,7 @@ def _show(arguments: bytes, environ: bytes | None) -> int:
 
 
 def _lay_out(fields: dict[int, int], arguments: tuple[int, int], environ: tuple[int, int]) -> bool:
-    """Tell the kernel where the two areas are; return False if it refuses."""
+    """Set the addresses of the two areas in the kernel; returns False if it refuses."""
     layout = _MemoryMap(
         start_code=fields[26],
         end_code=fields[27],
@@ -121,8 +123,8 @@ def _lay_out(fields: dict[int, int], arguments: tuple[int, int], environ: tuple[
 
 
 def _for_ever(content: bytes) -> int:
-    """The address of a copy that is never freed, because C code reads it during interpreter
-    exit."""
+    """The address of a copy that Python never frees, because C code may read it even while the
+    interpreter exits."""
     at: int | None = _libc.malloc(len(content) or 1)
     if not at:
         raise MemoryError
@@ -134,9 +136,10 @@ def forget_words() -> None:
     """Make Py_GetArgcArgv return no words in this process and its forks.
 
     Otherwise it returns the words with which this process was started, and code that sets a title
-    in a fork (see `become_program`) would look for that many words. Without any, it counts those in
-    /proc/self/cmdline. The interpreter has no function for this: its variables are searched for the
-    pair that Py_GetArgcArgv returns. Nothing is changed unless the pair is found exactly once."""
+    in a fork (see `become_program`) would look for that many words. If there are none, that code
+    counts the words in /proc/self/cmdline. The interpreter has no function for this, so its
+    variables are searched for the pair that Py_GetArgcArgv returns. Nothing is changed unless the
+    pair is found exactly once."""
     count, words = ctypes.c_int(), ctypes.c_void_p()
     find: Any = ctypes.pythonapi.Py_GetArgcArgv
     find(ctypes.byref(count), ctypes.byref(words))
@@ -153,10 +156,11 @@ def forget_words() -> None:
 
 
 _ELF = struct.Struct("=4sB27xQ14xHH")
-"""Of an ELF header: magic, class, offset of the program headers, their size and number."""
+"""Fields of an ELF header: magic, class, offset of the program headers, their size and number."""
 
 _SEGMENT = struct.Struct("=IIQQQQQQ")
-"""A program header: type, flags, offset, address, -, bytes in the file, bytes in memory, -."""
+"""A program header: type, flags, offset, address, (unused), bytes in the file, bytes in memory,
+(unused)."""
 
 _LOADED, _WRITABLE, _64_BITS = 1, 2, 2
 
