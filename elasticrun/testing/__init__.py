@@ -5,7 +5,7 @@ injection.
 of network namespaces; `step` is called by a training script under test after each step. This
 package is above all others: it starts the real command in separate processes and makes no
 decisions. Forbidden here: torch, grpc and psutil, imports at pytest's start beyond what `plugin`
-itself needs, and sleeping in the place of an event.
+itself needs, and sleeping instead of waiting for an event.
 """
 
 from elasticrun.testing.steps import Step, step
@@ -13,4 +13,5 @@ from elasticrun.testing.steps import Step, step
 __all__ = ["Step", "step"]
 
 WARM_FOLDER = "ELASTICRUN_TEST_WARM"
-"""Variable with the folder for all processes of a run of pytest; `off`: no warm process."""
+"""Environment variable with the folder of the warm process that all processes of a pytest run
+share; `off`: there is none."""

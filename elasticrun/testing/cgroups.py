@@ -1,8 +1,8 @@
 """CPU and memory limits for the processes of one node, through cgroups v1 or v2.
 
 A `Group` is a folder in each hierarchy that it needs; its name identifies the process that made it.
-A keeper process removes the groups of its maker when the maker ends. If the keeper is killed too,
-the next process that makes a group removes them, as with the hosts of `hosts.py`.
+A keeper process removes the group when that process ends. If the keeper is killed too, the next
+process that makes a group removes it, as with the hosts of `hosts.py`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ ENTER: Final = (
     'left=$1; shift; while [ "$left" -gt 0 ]; do '
     'echo $$ >"$1" || exit; shift; left=$((left - 1)); done; exec "$@"'
 )
-"""Arguments: a number, that many cgroup.procs files, then a command."""
+"""Shell script that enters cgroups and then runs a command. Arguments: the number of cgroup.procs
+files, the files, the command."""
 
 
 def require() -> None:
-    """Raises Impossible if no limits can be set here."""
+    """Raise Impossible if no limits can be set here."""
     if why := _why_none():
         raise Impossible(f"CPU time and memory cannot be limited here: {why}")
 
@@ -42,12 +43,12 @@ def _places() -> list[Path]:
 
 
 def folders(name: str) -> list[Path]:
-    """The group's folder in every hierarchy that has it."""
+    """The folders of the group with this name, one in each hierarchy that has it."""
     return [place / name for place in _places() if (place / name / "cgroup.procs").exists()]
 
 
 class Group:
-    """The limits of one node. Raises Impossible, LabError. Always `close` it."""
+    """A cgroup with the limits of one node. Raises Impossible, LabError. Must be closed."""
 
     def __init__(self, what: str) -> None:
         require()
@@ -67,8 +68,9 @@ class Group:
         self._write("cpu", "cpu.max", f"{quota or 'max'} {PERIOD_US}", "cpu.cfs_quota_us", quota)
 
     def memory(self, nbytes: int | None) -> None:
-        """Limit memory to this many bytes, beyond which the kernel kills; None: no limit. Memory
-        that processes allocated before they were added does not count. They get no swap."""
+        """Limit memory to this many bytes, beyond which the kernel kills a process; None: no limit.
+        Memory that processes allocated before they were added does not count. The processes get no
+        swap."""
         folder = _hierarchy("memory") / self.name
         swap, none = folder / "memory.memsw.limit_in_bytes", folder / "memory.swap.max"
         if swap.exists():
@@ -90,25 +92,25 @@ class Group:
             raise LabError(f"{what} could not be limited ({text}): {error.strerror}") from None
 
     def add(self, pids: Iterable[int]) -> None:
-        """Add these processes; their later children are included."""
+        """Add these processes, and with them their future children."""
         for pid in pids:
             for folder in folders(self.name):
                 with contextlib.suppress(ProcessLookupError):
                     (folder / "cgroup.procs").write_text(str(pid))
 
     def prefix(self) -> list[str]:
-        """The words before a command that run it in this group, with exec."""
+        """The words that run the command after them in this group, by exec."""
         files = [str(folder / "cgroup.procs") for folder in folders(self.name)]
         return ["sh", "-c", ENTER, "sh", str(len(files)), *files]
 
     def close(self) -> None:
-        """Kill the group's processes and remove it. May be called repeatedly."""
+        """Kill the group's processes and remove the group. Idempotent."""
         remove(self.name)
         self._keeper.communicate()
 
 
 def keep(prefix: str) -> None:
-    """Remove all groups whose names begin with `prefix`."""
+    """Remove all groups whose names begin with `prefix`; called by the keeper."""
     for name in _names():
         if name.startswith(prefix):
             with contextlib.suppress(OSError):  # another process removed it first
@@ -148,7 +150,7 @@ def _names() -> list[str]:
 
 
 def _hierarchy(controller: str) -> Path:
-    """The folder that contains this controller's groups."""
+    """The folder of the hierarchy that has this controller."""
     old = ROOT / controller
     return old if (old / "cgroup.procs").exists() else ROOT
 

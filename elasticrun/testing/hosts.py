@@ -2,17 +2,17 @@
 
 A `Lab` is a switch (a bridge in a separate namespace) and hosts with the addresses 192.0.2.1,
 192.0.2.2, ... from a range reserved for documentation, so no packet can leave. `prefix` runs a
-command on a host, with the host's own network, name and /etc/hosts, which lists all hosts. A host's
-own name is the part of its name before the first dot, as with pods.
+command on a host, with the host's own network, name and /etc/hosts, which lists all hosts. As in a
+pod, the hostname is the part of the host's name before the first dot.
 
 A pulled cable is a link that is down. `line.py` implements all other faults (a pair that cannot
 reach each other, one-way connectivity, loss, delay, low bandwidth, flapping). It is inserted
 between cable and switch on first use, and needs neither netfilter nor netem, which a kernel may
 lack.
 
-Names identify the process that made them, so several processes can have labs at the same time. A
-keeper process removes the lab when its maker ends. If both are killed, the next lab removes the
-rest.
+The names of namespaces identify the process that made them, so several processes can have labs at
+the same time. A keeper process removes the lab when that process ends. If both are killed, the next
+lab removes what is left.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LabError(Exception):
 
 
 def require() -> None:
-    """Raises Impossible if hosts cannot be made here."""
+    """Raise Impossible if hosts cannot be made here."""
     if why := _why_no_hosts():
         raise Impossible(f"hosts of network namespaces cannot be made here: {why}")
 
@@ -82,7 +82,7 @@ def _why_no_hosts() -> str:
 
 
 def require_lines() -> None:
-    """Raises Impossible if the kernel lacks TAP devices, which loss and delay need."""
+    """Raise Impossible if the kernel lacks TAP devices, which the relay needs."""
     try:
         os.close(os.open("/dev/net/tun", os.O_RDWR))
     except OSError as error:
@@ -101,12 +101,15 @@ class Host:
         self.address = f"{NETWORK}{number}"
         self.mac = f"02:00:00:00:00:{number:02x}"
         self.deaf: set[str] = set()
+        """MAC addresses of hosts whose frames it does not receive."""
         self.mute: set[str] = set()
+        """MAC addresses of hosts that do not receive its frames."""
         self.on_line = False
+        """Whether the relay is between its cable and the switch."""
 
     @property
     def names(self) -> list[str]:
-        """Its names for other hosts; the last one is its own host name."""
+        """The names by which other hosts find it; the last one is its hostname."""
         return list(dict.fromkeys((self.name, self.name.partition(".")[0])))
 
     @property
@@ -120,7 +123,7 @@ class Host:
 
 
 class Lab:
-    """A switch and its hosts. Raises Impossible, LabError. Always `close` it."""
+    """A switch and its hosts. Raises Impossible, LabError. Must be closed."""
 
     def __init__(self, scratch: Path) -> None:
         """`scratch`: an existing folder, for the hosts' /etc/hosts."""
@@ -161,25 +164,26 @@ class Lab:
         return host
 
     def remove(self, name: str) -> None:
-        """Remove a host without notice, with its address, name and processes. `add` makes another
-        host of that name, at another address."""
+        """Remove a host abruptly, with its address, name and processes. `add` can make another host
+        with that name, at another address."""
         host = self.hosts.pop(name)
         self._sw("link", "set", f"v{host.number}", "down")
         _remove([host.namespace])
         self._name_all()
 
     def _name_all(self) -> None:
-        """Written in place, because this file is mounted on the hosts."""
+        """Write the names of all hosts into /etc/hosts, in place, because the hosts mount this
+        file."""
         rows = [f"{h.address} {' '.join(h.names)}" for h in self.hosts.values()]
         self._table.write_text("\n".join(["127.0.0.1 localhost", *rows, ""]))
 
     @property
     def keeper(self) -> int:
-        """The process that removes the lab when the tests' process is killed."""
+        """The pid of the process that removes the lab when the tests' process ends."""
         return self._keeper.pid
 
     def prefix(self, name: str) -> list[str]:
-        """The words before a command that run it on this host, with exec."""
+        """The words that run the command after them on this host, by exec."""
         host = self.hosts[name]
         enter = ["nsenter", f"--net={host.netns}", "unshare", "--mount", "--uts"]
         return [*enter, "sh", "-c", ENTER, "sh", str(self._table), host.names[-1]]
@@ -187,7 +191,7 @@ class Lab:
     # ------------------------------------------------------------ faults of cables
 
     def cut(self, name: str) -> None:
-        """Pull the cable of a host."""
+        """Pull the cable of one host."""
         self._sw("link", "set", f"v{self.hosts[name].number}", "down")
 
     def mend(self) -> None:
@@ -239,7 +243,8 @@ class Lab:
         )
 
     def _on_line(self, name: str) -> Host:
-        """Insert the relay between a host's cable and the switch, if it is not there yet."""
+        """Insert the relay between a host's cable and the switch, if that is not done yet; returns
+        the host."""
         host = self.hosts[name]
         if host.on_line:
             return host
@@ -277,7 +282,7 @@ class Lab:
     # ------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """Kill the hosts' processes and remove everything. May be called repeatedly."""
+        """Kill the hosts' processes and remove everything. Idempotent."""
         if self._relay is not None:
             self._relay.kill()
             self._relay.communicate()
@@ -289,7 +294,7 @@ class Lab:
 
 
 def keep(prefix: str) -> None:
-    """Remove all namespaces whose names begin with `prefix`."""
+    """Remove all namespaces whose names begin with `prefix`; called by the keeper."""
     for name in sorted(os.listdir(NETNS)):
         if name.startswith(prefix):
             with contextlib.suppress(LabError, OSError):  # another process removed it first

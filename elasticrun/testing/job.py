@@ -1,6 +1,6 @@
 """A job under test: real agents on this host, and everything that a test may do to them.
 
-Nodes are numbered from 0 in the order of their start; a master that the test started by hand is
+Nodes are numbered from 0 in the order of their start; a master that the test starts separately is
 "master". Each method that acts on the job returns the time of the action (CLOCK_MONOTONIC, seconds,
 the clock of the step log), so that a test can wait for events `since` then and measure durations.
 """
@@ -27,7 +27,7 @@ from elasticrun.wire.messages import JobStatus
 KILL: Final = int(signal.SIGKILL)
 
 TIMEOUT: Final = 60.0
-"""Seconds for any wait: enough for a busy machine, not a performance target."""
+"""Default seconds for any wait: enough for a busy machine, not a performance target."""
 
 LEFTOVER_LIMIT: Final = 30.0
 """Seconds after an agent's end within which all processes that it started must exit."""
@@ -35,11 +35,11 @@ LEFTOVER_LIMIT: Final = 30.0
 Where = int | Literal["master"]
 
 ASK_AGAIN: Final = 1.0
-"""The status is polled when an agent or a master has printed something, and at least this often in
-seconds, since not every change prints a line."""
+"""Maximum seconds between two reads of the status. It is also read whenever an agent or a master
+prints something, but not every change prints a line."""
 
 ASK_SPACING: Final = 0.05
-"""Minimum seconds between two reads of files that grow all the time, however much ranks print."""
+"""Minimum seconds between two reads of the status or of the step log, however much ranks print."""
 
 
 class JobError(AssertionError):
@@ -47,19 +47,19 @@ class JobError(AssertionError):
 
 
 mistake = methodcaller("errisinstance", (JobError, ValueError))
-"""For pytest: whether an error comes from a test, and is not a defect of these modules."""
+"""Whether an error is caused by the test or its job, not by a defect of this package."""
 
-__tracebackhide__ = mistake  # pytest shows the line of the test
+__tracebackhide__ = mistake  # for such an error, pytest shows the line of the test
 
 
 def variables(env: Mapping[str, object] | None) -> dict[str, str]:
-    """Variables with values as strings."""
+    """The variables, with their values as strings."""
     return {name: str(value) for name, value in (env or {}).items()}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
-    """How a job ended, by node."""
+    """How a job ended; sequences are by node number."""
 
     exit_codes: tuple[int | None, ...]
     """Exit codes of the agents, as in subprocess."""
@@ -92,13 +92,13 @@ def start(
 
     `nnodes`: N or MIN:MAX. `nodes`: number of agents to start, default MIN. `options`: further
     flags of the command line. `env`: further variables of the agents and their ranks. `hosts`: each
-    node gets its own host with a cable (needs root; else the test is skipped). `master`: run
-    `elasticrun master` by hand, with `master_options`, instead of a master that node 0 starts.
+    node gets its own host with a cable (needs root; else the test is skipped). `master`: start
+    `elasticrun master` separately, with `master_options`, instead of a master that node 0 starts.
     `cpus`, `memory`: limits of each node from its start, in cores and bytes (needs root; else the
     test is skipped). `together`: start all nodes at the same moment; else the others start once the
-    master of node 0 serves. `timeout`: seconds for waits of this job without their own `timeout`.
-    Returns when the master serves; the other nodes may still be starting. Raises ValueError for a
-    job that can never run, JobError if it does not start.
+    master of node 0 serves. `timeout`: default seconds for the waits of this job. Returns when the
+    master serves; the other nodes may still be starting. Raises ValueError for a job that can never
+    run, JobError if it does not start.
     """
     plan = JobPlan(
         script=str(script),
@@ -123,7 +123,7 @@ def start(
 
 class ElasticJob:
     """A job under test; see the module docstring, also for `since`. `nodes`: the nodes started so
-    far, by number. `timeout` of a method: defaults to the job's. Raises JobError if the awaited
+    far, by number. The `timeout` of a method defaults to the job's. Waits raise JobError if the
     event does not occur in time, or if every agent has ended."""
 
     def __init__(
@@ -133,7 +133,7 @@ class ElasticJob:
         """Default seconds for any wait."""
         self.nodes: list[JobNode] = []
         self.master_node: JobNode | None = None
-        """The master that was started by hand."""
+        """The master that the test started separately; None if node 0 starts one."""
         self._plan = plan
         self._scratch = scratch
         self._consoles = scratch / "consoles"
@@ -153,7 +153,8 @@ class ElasticJob:
     # ------------------------------------------------------------ starting nodes
 
     def start(self, count: int, master: Sequence[str] | None, *, together: bool) -> None:
-        """Start a master by hand if it has options, then `count` nodes; called by `start`."""
+        """Start a separate master with the options `master`, unless None, then `count` nodes; wait
+        until a master serves. Called by the function `start`."""
         if master is not None:
             node = self.master_node = self._made("master")
             self._plan.place(node.host)
@@ -172,7 +173,7 @@ class ElasticJob:
         env: Mapping[str, object] | None = None,
         nproc_per_node: str | int | None = None,
     ) -> JobNode:
-        """Start one more agent, on its own host if the job has hosts. Returns the new node."""
+        """Start one more agent, on a host of its own if the job has hosts; returns the new node."""
         node = self._made(f"node{len(self.nodes)}")
         if not self.nodes and self.master_node is None:
             self._plan.place(node.host)
@@ -187,7 +188,8 @@ class ElasticJob:
         return node
 
     def restart_node(self, number: int) -> JobNode:
-        """Start the agent of an ended node again: the same node, a new incarnation."""
+        """Start the agent of an ended node again: the same node, a new incarnation. Plugs in its
+        cable if it was powered off."""
         node = self._node(number)
         if node.exit_code is None:
             raise ValueError(f"node {number} still runs: kill it before it is started again")
@@ -240,13 +242,13 @@ class ElasticJob:
 
     @property
     def run_folders(self) -> list[Path]:
-        """The run folders that its masters have made, the newest last."""
+        """The run folders that the job's masters have made, newest last."""
         roots = (folder.parent.parent / "runs" for folder in self._runs)
         found = {path for root in roots for path in root.glob("*")}
         return sorted(found, key=lambda path: path.stat().st_mtime)
 
     def steps(self) -> list[Step]:
-        """What the ranks have written with `elasticrun.testing.step` so far."""
+        """The steps that the ranks have reported with `elasticrun.testing.step` so far."""
         self._log.read()
         return list(self._log.steps)
 
@@ -282,18 +284,19 @@ class ElasticJob:
     # ------------------------------------------------------------ worlds
 
     def one_world(self) -> None:
-        """Assert that two worlds of this job never completed steps at the same time."""
+        """Assert that no two worlds of this job completed steps at the same time. Raises
+        JobError."""
         if wrong := steps.overlap(self.steps()):
             raise JobError(f"two worlds at a time: {wrong}")
 
     def no_gap(self) -> None:
-        """Assert that all ranks of one world completed every step, from the first to the one before
-        the last: the script resumed from its saved state."""
+        """Assert that every step, from the first to the one before the last, was completed by all
+        ranks of a world: the script resumed from its saved state. Raises JobError."""
         if wrong := steps.gap(self.worlds()):
             raise JobError(f"steps are missing: {wrong}")
 
     def worlds(self) -> list[World]:
-        """The worlds that have completed a step so far, in the order of their first step."""
+        """The worlds that have completed a step so far, ordered by the time of their first step."""
         return steps.worlds(self.steps())
 
     def wait_for_world(
@@ -309,7 +312,7 @@ class ElasticJob:
         Raises JobError if there is none within `timeout` seconds, or if every agent has ended.
 
         `world_size`: its number of ranks. `round`: only the world with this `World.round`. `since`:
-        the first such world that began after this moment. Without both: the newest world.
+        the first such world that began after this moment. With neither: only the newest world.
         """
         deadline = self._deadline(timeout)
         while True:
@@ -331,8 +334,8 @@ class ElasticJob:
     def wait_for_output(
         self, number: Where, text: str | re.Pattern[str], *, timeout: float | None = None
     ) -> str:
-        """Wait until a node's agent or ranks have printed `text` (a pattern is searched for).
-        Returns all their output. Raises JobError after `timeout` seconds, or if the agent has
+        """Wait until a node's agent or ranks have printed `text`, or text that matches the pattern;
+        returns all their output. Raises JobError after `timeout` seconds, or if the agent has
         ended."""
         node = self._named(number)
         deadline = self._deadline(timeout)
@@ -375,11 +378,11 @@ class ElasticJob:
         """Wait until the job is in the described state. Raises JobError after `timeout` seconds, or
         if every agent has ended.
 
-        With `step`: until a rank of the newest world has completed that step or a later one;
-        returns the first such step. If given, that world must have `world_size` ranks, and must
-        have begun after `since`. Else: until the master's status shows this world size (running),
-        this round or a later one, this phase, this text in the reason of the job or of a node, and
-        satisfies `condition`; returns that status.
+        With `step`: until a rank of the newest world, or with `since` of any world that began after
+        that moment, has completed this step or a later one; returns the first such step. If given,
+        the world must have `world_size` ranks. Without `step`: until the master's status shows this
+        world size (running), this round or a later one, this phase, this text in the reason of the
+        job or of a node, and satisfies `condition`; returns that status.
         """
         if step is not None:
             if condition or round or phase or reason:
@@ -434,7 +437,8 @@ class ElasticJob:
             time.sleep(ASK_SPACING)
 
     def result(self, timeout: float | None = None) -> Result:
-        """Wait until every agent has ended. Raises JobError after `timeout` seconds."""
+        """Wait until every agent has ended; raises JobError after `timeout` seconds. Then also
+        waits for a separate master, for the rest of that time at most."""
         deadline = self._deadline(timeout)
         while not self._over():
             if deadline.over():
@@ -462,10 +466,9 @@ class ElasticJob:
     # ------------------------------------------------------------ faults of nodes
 
     def kill_node(self, number: int) -> float:
-        """SIGKILL the agent, its fork server and its ranks at once, as when a node is lost.
-
-        On a separate host this kills everything, including a master; if nodes share this host, the
-        master that the agent started is spared (see `kill_master`)."""
+        """SIGKILL all processes of the node at once, as when a node is lost. If the job has hosts,
+        that includes a master on this node's host; if not, a master that its agent started is
+        spared (see `kill_master`)."""
         return self._node(number).kill(masters=self.lab is not None)
 
     def power_off(self, number: int) -> float:
@@ -478,14 +481,14 @@ class ElasticJob:
         return node.kill(masters=True)
 
     def limit_cpus(self, number: int, cores: float | None) -> float:
-        """Limit the CPU time of all processes of a node (except a master on a shared host) to this
-        many cores; None: no limit. Needs root and cgroups, as `memory` does."""
+        """Limit the CPU time of all processes of a node (except a master if the job has no hosts)
+        to this many cores; None: no limit. Needs root and cgroups, like `limit_memory`."""
         self._group(number).cpus(cores)
         return _now()
 
     def limit_memory(self, number: int, nbytes: int | None) -> float:
-        """Limit the memory of all processes of a node to this many bytes: beyond it the kernel
-        kills one of them. Counts from now on, or from the start if `start` was given `memory`."""
+        """Limit the memory of all processes of a node to this many bytes, beyond which the kernel
+        kills one of them. Only memory allocated from now on counts, unless `start` had `memory`."""
         self._group(number).memory(nbytes)
         return _now()
 
@@ -505,15 +508,15 @@ class ElasticJob:
         return self._node(number).signal(signum)
 
     def kill_rank(self, rank: int, signum: int = KILL) -> float:
-        """SIGKILL the process of this rank of the current world, or send it another signal."""
+        """Send a signal, default SIGKILL, to the process of this rank of the current world."""
         pid = self.rank_pid(rank)
         at = _now()
         processes.signal_all(lambda: [pid], signum)
         return at
 
     def rank_pid(self, rank: int) -> int:
-        """The process of this rank, from the master's status. Waits for it, because a rank may be
-        in a step before its agent has reported it to the master."""
+        """The pid of this rank, from the master's status. Waits for it, because a rank may report a
+        step before its agent has reported the rank. Raises JobError if there is no such rank."""
 
         def known(status: JobStatus) -> bool:
             never = status.phase == "ended" or not 0 <= rank < status.world_size
@@ -525,7 +528,8 @@ class ElasticJob:
         raise JobError(f"no rank {rank} runs; the job is {status.phase}: {status.reason}")
 
     def freeze_node(self, number: int, *, agent_only: bool = False) -> float:
-        """SIGSTOP every process of a node (except a master on a shared host), or only its agent."""
+        """SIGSTOP every process of a node (except a master if the job has no hosts), or only its
+        agent."""
         node = self._node(number)
         node.frozen = True
         if agent_only:
@@ -539,7 +543,7 @@ class ElasticJob:
         return node.signal_everything(signal.SIGCONT, masters=True)
 
     def kill_master(self) -> float:
-        """SIGKILL the job's master, whoever started it."""
+        """SIGKILL the job's master, whoever started it, and wait for its end."""
         if self.master_node is not None:
             self.master_node.killed = True
         return self._signal_master(signal.SIGKILL)
@@ -565,7 +569,7 @@ class ElasticJob:
     # ------------------------------------------------------------ faults of cables (hosts=True)
 
     def cut(self, one: Where, other: Where | None = None) -> float:
-        """Pull the cable of a host, or disconnect two hosts from each other."""
+        """Pull the cable of a host; with `other`, disconnect only these two from each other."""
         if other is None:
             return self._on_cable(one, Lab.cut)
         return self._on_cable(one, Lab.part, self._cable(other)[1])
@@ -596,14 +600,15 @@ class ElasticJob:
         return _now()
 
     def mend(self) -> float:
-        """Remove all cable faults."""
+        """Remove the faults of all cables."""
         self._cable(0 if self.nodes else "master")[0].mend()
         return _now()
 
     # ------------------------------------------------------------ the end
 
     def sections(self, title: str) -> list[tuple[str, str]]:
-        """What a failing test shows: each node's state and its last output."""
+        """What the report of a failed test shows: each node's state and last output, and the last
+        steps."""
         shown = [
             (f"{title}: {n.name}, which {n.outcome()}", n.tail() or "(nothing yet)")
             for n in self._everybody()
@@ -612,8 +617,8 @@ class ElasticJob:
         return [*shown, (f"{title}: the last steps", steps)] if steps else shown
 
     def close(self) -> str:
-        """End everything and remove it. Returns a sentence about what should have ended by
-        itself."""
+        """Kill and remove everything. Returns "", or sentences about processes that should have
+        ended by themselves, and about worlds that overlapped. Idempotent."""
         if self._closed:
             return ""
         self._closed = True
@@ -624,7 +629,8 @@ class ElasticJob:
         return "; ".join(filter(None, complaints))
 
     def _leftovers(self) -> list[str]:
-        """Processes that have outlived agents that ended by themselves or by `kill_agent`."""
+        """Sentences about processes that outlived their agents, where these ended by themselves or
+        by `kill_agent`. Waits LEFTOVER_LIMIT for them to end."""
         sentences = []
         masters = self._told_outcome()
         for node in self.nodes:
@@ -637,9 +643,9 @@ class ElasticJob:
         return sentences
 
     def _told_outcome(self) -> bool:
-        """Whether the job's master should have exited. That is so if all agents ended by
-        themselves, or if those that the test did not kill succeeded and reported it; else the
-        master may still serve others."""
+        """Whether the job's master should have exited: all agents have ended, and either all of
+        them by themselves, or those that the test did not kill with success. Otherwise the master
+        may still wait for others."""
         own_ends = [node.exit_code for node in self.nodes if not node.killed]
         if not self._over() or not own_ends or any(node.frozen for node in self.nodes):
             return False
@@ -664,7 +670,7 @@ def _reasons(status: JobStatus) -> list[str]:
 
 
 def _pid(status: JobStatus, rank: int) -> int:
-    """The process of this rank; 0: unknown."""
+    """The pid of this rank; 0: unknown."""
     for node in status.nodes:
         if node.group_rank >= 0 and 0 <= rank - node.first_rank < len(node.pids):
             return node.pids[rank - node.first_rank]

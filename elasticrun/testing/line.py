@@ -1,22 +1,22 @@
-"""Faulty lines: a relay that delays, drops and holds back the frames of some hosts, on any kernel.
+"""Faulty lines: a relay that delays, drops and throttles the frames of some hosts, on any kernel.
 
 `hosts.py` runs it as a program inside the network of the switch. For each host it creates two TAP
 devices, `near<I>` (towards the switch) and `far<I>` (towards the host), and passes frames between
-them according to its rules. One process carries all frames: fast enough for control traffic and
-small collectives, not for bulk data.
+them according to its rules. One process carries all frames, which is fast enough for control
+traffic and small collectives, but not for bulk data.
 
-Commands, one line of JSON each on standard input, each answered by one line ("ok", or why not):
+Commands are lines of JSON on standard input; each is answered by one line ("ok", or the error):
 
-    {"line": 2}                                 make the devices of host 2
-    {"host": 2, "delay": 0.2}                   delay each frame to or from it by that many seconds
-    {"host": 2, "loss": 0.3}                    drop that share of what it receives
+    {"line": 2}                                 create the devices of host 2
+    {"host": 2, "delay": 0.2}                   delay each frame to or from it by so many seconds
+    {"host": 2, "loss": 0.3}                    drop this share of the frames that it receives
     {"host": 2, "rate": 1000000.0}              bytes per second, each way; 0: no limit
     {"host": 2, "deaf": ["02:00:00:00:00:01"]}  drop frames from these hosts to it
     {"host": 2, "mute": ["02:00:00:00:00:01"]}  drop frames from it to these hosts
     {"host": 2, "down": 1.0, "up": 2.0}         pass nothing for 1 s, then all for 2 s, and so on
 
 A rule applies until another of the same kind replaces it. Random numbers come from a fixed seed, so
-that a run is repeatable as far as the kernel allows. The program exits at EOF of its input.
+that a run is repeatable as far as the kernel allows. The program exits at EOF on standard input.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ MOST_HELD: Final = 20_000
 """Maximum number of frames in flight; more are dropped, as in a router with a full buffer."""
 
 MOST_BEHIND: Final = 0.2
-"""Seconds of queued frames on a slow line; later frames are dropped, which makes senders slow
-down."""
+"""Maximum seconds that a frame may wait on a line with a limited rate; later frames are dropped,
+which makes senders slow down."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class HostLine:
     since: float = field(default_factory=time.monotonic)
 
     def rule(self, words: dict[str, Any]) -> None:
-        """Apply a command."""
+        """Apply a command that changes rules. Raises ValueError."""
         for name, value in words.items():
             if name in ("deaf", "mute"):
                 setattr(self, name, frozenset(bytes.fromhex(m.replace(":", "")) for m in value))
@@ -75,7 +75,7 @@ class HostLine:
             self.since = time.monotonic()
 
     def passes(self, frame: bytes, outward: bool, now: float, chance: random.Random) -> bool:
-        """Whether a frame gets through; `outward`: the host sent it."""
+        """Whether a frame passes the rules; `outward`: the host sent it; `chance`: for losses."""
         if self.down > 0 and (now - self.since) % (self.down + self.up) < self.down:
             return False
         if outward:
@@ -83,7 +83,8 @@ class HostLine:
         return frame[6:12] not in self.deaf and not (self.loss and chance.random() < self.loss)
 
     def through(self, size: int, outward: bool, now: float) -> float | None:
-        """When a frame of `size` bytes has passed at the line's rate; None if it is dropped."""
+        """When a frame of `size` bytes has passed at the line's rate, which it reserves; None: the
+        frame is dropped."""
         if self.rate <= 0:
             return now
         free = max(now, self.free[outward])
@@ -94,7 +95,7 @@ class HostLine:
 
 
 class Relay:
-    """All lines of one lab."""
+    """Relays the frames of all lines of one lab."""
 
     def __init__(self) -> None:
         self._chance = random.Random(1)

@@ -1,5 +1,5 @@
-"""One node of a job under test: its command line, a real agent, its console in a file, and its
-descendants.
+"""One node of a job under test: its command line, its agent, the file with its console output, and
+its processes.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from elasticrun.wire.env import RANK_VARIABLES, RUNS
 __tracebackhide__ = methodcaller("errisinstance", ValueError)  # pytest shows the line of the test
 
 KILL_LIMIT: Final = 60.0
-"""Seconds for a process to exit after SIGKILL; one in uninterruptible sleep is reported."""
+"""Seconds for a process to exit after SIGKILL; a process in uninterruptible sleep may not."""
 
 TAIL_LINES: Final = 60
-"""Lines of a console that a failing test shows."""
+"""Number of lines of a console that the report of a failed test shows."""
 
 FOREIGN_PREFIXES: Final = ("PET_", "TORCHELASTIC_", "ELASTICRUN_", "DLROVER_", "SLURM_")
 FOREIGN: Final = RANK_VARIABLES | {"NODE_RANK", "NODE_NUM", "LOGLEVEL"}
 """Variables of this process that a launcher would read as its own settings."""
 
 ELASTICRUN: Final = (sys.executable, "-m", "elasticrun")
-"""The command under test, with the interpreter of the tests."""
+"""The command under test, run by the tests' interpreter."""
 
 PORT: Final = 29400
 """The master's port on a host with its own network, where it is always free."""
@@ -47,13 +47,14 @@ LOWEST_PORT: Final = 10_000
 """Lower ports belong to well-known services."""
 
 PORT_TRIES: Final = 100
-"""Ports that are tried before the kernel chooses one."""
+"""Maximum number of ports that are tried before the kernel chooses one."""
 
 _OTHER_PROGRAMS: Final = ("-m", "--module", "--no-python", "--no_python")
 
 
 def environment(scratch: Path, mark: str, more: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a launcher under test; `scratch` contains the host's own folders."""
+    """The environment of a launcher under test. `scratch`: for the host's own folders; `mark`:
+    identifies the node's processes; `more`: further variables."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -75,7 +76,7 @@ def environment(scratch: Path, mark: str, more: Mapping[str, str]) -> dict[str, 
 
 @dataclass(eq=False)
 class JobNode:
-    """An agent (or a master) that a test started, and its descendants."""
+    """An agent, or a separate master, that a test started, and its descendants."""
 
     name: str
     """Its `--node-id`, and its host's name if it has its own host."""
@@ -96,10 +97,10 @@ class JobNode:
     def start(
         self, command: Sequence[str], environ: Mapping[str, str], prefix: Sequence[str]
     ) -> None:
-        """Start it, or start it again after it ended. It dies with this process, however this one
-        ends."""
-        # setpriv does it, because no Python code may run in the child between fork and
-        # exec: the process of the tests may have threads.
+        """Start it, or start it again after it ended. If setpriv is installed, it is killed when
+        this process ends, however that happens."""
+        # Not preexec_fn: no Python code may run in the child between fork and exec, because the
+        # process of the tests may have threads.
         setpriv = shutil.which("setpriv")
         guard = [setpriv, "--pdeathsig", "KILL"] if setpriv else []
         limits = self.group.prefix() if self.group is not None else []
@@ -134,13 +135,14 @@ class JobNode:
         return "\n".join(self.output().splitlines()[-TAIL_LINES:])
 
     def pids(self, *, masters: bool = True) -> list[int]:
-        """Every process of this node, or of its host if it has its own."""
+        """All processes of this node, or of its host if it has one of its own; without job masters
+        if `masters` is false."""
         found = self.host.pids() if self.host else processes.marked(self.mark)
         return found if masters else [pid for pid in found if not processes.is_master(pid)]
 
     def kill(self, *, masters: bool) -> float:
-        """SIGKILL everything of this node at once. Returns the time (CLOCK_MONOTONIC). A master is
-        spared if `masters` is false. Raises RuntimeError if a process survives."""
+        """SIGKILL all processes of this node at once (`pids`); returns the time (CLOCK_MONOTONIC).
+        Raises RuntimeError if a process survives."""
         self.killed = True
         at = time.clock_gettime(time.CLOCK_MONOTONIC)
         left = processes.kill_all(lambda: self.pids(masters=masters), KILL_LIMIT)
@@ -151,7 +153,7 @@ class JobNode:
         return at
 
     def signal(self, number: int) -> float:
-        """Send a signal to the agent only. Returns the time."""
+        """Send a signal to the agent only; after SIGKILL, wait for its end. Returns the time."""
         at = time.clock_gettime(time.CLOCK_MONOTONIC)
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
@@ -162,13 +164,13 @@ class JobNode:
         return at
 
     def signal_everything(self, number: int, *, masters: bool) -> float:
-        """Send a signal to every process of this node. Returns the time."""
+        """Send a signal to all processes of this node (`pids`); returns the time."""
         at = time.clock_gettime(time.CLOCK_MONOTONIC)
         processes.signal_all(lambda: self.pids(masters=masters), number)
         return at
 
     def outcome(self) -> str:
-        """How it ended, in words."""
+        """How it ended, in words, or that it still runs."""
         code = self.exit_code
         if code is None:
             return "still runs"
@@ -180,12 +182,13 @@ class JobNode:
 
 
 _used: Final[set[int]] = set()
-"""Ports already handed out; once all have been, the kernel chooses one."""
+"""Ports that `free_port` has already returned."""
 
 
 @dataclass
 class JobPlan:
-    """One job. `place` sets the master's address, before a command is requested."""
+    """The command lines of one job. Call `place`, which sets the master's address, before the
+    methods that return commands."""
 
     script: str
     args: tuple[str, ...]
@@ -201,8 +204,8 @@ class JobPlan:
     _port: int = PORT
 
     def check(self) -> int:
-        """The smallest number of nodes. Raises ValueError with a sentence for a job that can never
-        run."""
+        """Check the plan; returns the smallest number of nodes. Raises ValueError with a sentence
+        for a job that can never run."""
         if isinstance(self.options, str):
             raise ValueError(f"options={self.options!r}: give a list of flags")
         low, colon, high = self.nnodes.partition(":")
@@ -224,7 +227,7 @@ class JobPlan:
         self._host, self._port = LOOPBACK, free_port()
 
     def master_command(self, options: Sequence[str]) -> list[str]:
-        """The words after `elasticrun` that run the master by hand."""
+        """The words after `elasticrun` that run a separate master."""
         where = (f"--host={self._host}", f"--port={self._port}", f"--rdzv-id={self.job_id}")
         return ["master", *where, *map(str, options)]
 
@@ -251,9 +254,9 @@ class JobPlan:
 
 
 def free_port() -> int:
-    """A loopback port that is free now and outside the kernel's ephemeral range, so that it is
-    still free when the master binds it, which may take seconds. Neither this process nor another
-    pytest-xdist worker hands it out again."""
+    """A loopback port that is free now. It is outside the kernel's ephemeral range, so that it is
+    still free when the master binds it, which may take seconds; and neither this process nor
+    another pytest-xdist worker gets it again. If no such port is found, the kernel chooses one."""
     first = LOWEST_PORT
     which, of = _worker()
     try:

@@ -2,7 +2,7 @@
 
 A master publishes its page in a file in its user's folder, so the page is found again when another
 master serves, here or on another host. A socket belongs to the network namespace in which it was
-created: a thread enters the master's namespace, creates a socket, and ends.
+created, so a thread enters the master's namespace, creates the socket, and ends.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from elasticrun.host.user_folder import Published, published
 from elasticrun.wire.messages import JobStatus
 
 ANSWER_LIMIT: Final = 60.0
-"""Seconds for a page to answer: on the first request a master imports its HTTP server, possibly on
-a busy machine. A stopped master does not answer and is not queried."""
+"""Seconds for a page to answer: at the first request a master imports its HTTP server, perhaps on a
+busy machine."""
 
 MAX_PAGE: Final = 64 * 1024 * 1024
 CLONE_NEWNET: Final = 0x4000_0000
@@ -36,12 +36,13 @@ class NoPage(Exception):
 
 
 def masters(folders: Iterable[Path]) -> list[Published]:
-    """The live masters that have published themselves in these folders."""
+    """The running masters that have published themselves in these folders."""
     return [master for folder in folders if folder.is_dir() for master in published(folder)]
 
 
 def ask(master: Published) -> JobStatus:
-    """The job's status from this master. Raises NoPage."""
+    """Request the job's status from this master. Raises NoPage; at once if the master is stopped
+    (SIGSTOP)."""
     if not master.status_url:
         raise NoPage(f"the master of process {master.pid} has no status page")
     if state(master.pid) == "T":
@@ -65,8 +66,7 @@ def ask(master: Published) -> JobStatus:
 
 
 def _connect(address: tuple[str, int], namespace: str) -> socket.socket:
-    """A connection made in another network namespace if it differs from this one. Raises
-    OSError."""
+    """Connect from a network namespace, given by its file. Raises OSError."""
     if os.path.samestat(os.stat(namespace), os.stat("/proc/self/ns/net")):
         return socket.create_connection(address, ANSWER_LIMIT)
 
@@ -82,8 +82,8 @@ def _connect(address: tuple[str, int], namespace: str) -> socket.socket:
 
 
 def status(folders: Iterable[Path]) -> JobStatus:
-    """The job's status from its master; of several masters, the one with the highest round. Raises
-    NoPage."""
+    """The job's status from its master; of several masters, from the one with the highest round.
+    Raises NoPage."""
     found: list[JobStatus] = []
     reasons = []
     for master in masters(folders):

@@ -4,9 +4,9 @@ failed tests.
 Nothing else of elasticrun is imported before a test uses the fixture. See docs/testing.md.
 
 A run of pytest has one warm process, from which the jobs of its tests are forked. The first job
-that can use it starts it, and all processes of the run share it (including xdist's workers). A job
-with a relevant difference in its environment starts cold, as outside of tests; so does one with
-ELASTICRUN_WARM_SERVER=off.
+that can use the process starts it, and all processes of the run share it (including xdist's
+workers). A job whose environment differs in a relevant way starts cold, as outside of tests; so
+does a job with ELASTICRUN_WARM_SERVER=off.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ LIMIT = "elasticrun_timeout"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the setting for the default timeout of a project, which depends on its machines."""
+    """Add the ini setting for a project's default timeout, which depends on its machines."""
     parser.addini(LIMIT, "default time limit for waits of elastic_job, in seconds (default: 60)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the folder of the run's warm process before xdist's workers start; the first job
-    creates it."""
+    """Choose the path of the warm process's folder before xdist's workers start; the first job
+    creates the folder."""
     if WARM_FOLDER not in os.environ:
         name = f"elasticrun-warm-{os.getpid()}-{secrets.token_hex(4)}"
         os.environ[WARM_FOLDER] = os.path.join(tempfile.gettempdir(), name)
@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the warm process with the run."""
+    """End the run's warm process."""
     if folder := config.stash.get(WARM, ""):
         os.environ.pop(WARM_FOLDER, None)
         if os.path.isdir(folder):
@@ -79,7 +79,7 @@ def pytest_runtest_makereport(
         jobs: list[ElasticJob] = item.stash.get(JOBS, [])
         for number, job in enumerate(jobs):
             title = f"elastic_job {number}" if number else "elastic_job"
-            with contextlib.suppress(OSError, ValueError):  # removed folder, or not a step
+            with contextlib.suppress(OSError, ValueError):  # folder removed, invalid step log
                 report.sections += job.sections(title)
     return report
 
@@ -100,7 +100,7 @@ def elastic_job(
     limit = _limit(request.config)
 
     def factory(script: Any, *args: Any, **options: Any) -> ElasticJob:
-        __tracebackhide__ = True  # an error shows the line of the test that caused it
+        __tracebackhide__ = True  # pytest shows the line of the test instead
         scratch = tmp_path_factory.mktemp("elastic-job")
         try:
             own = {**limit, **options}

@@ -1,5 +1,5 @@
 """Processes of a job under test: finds them by a mark in their environment or by their network
-namespace, whatever their parent is now; signals them together; waits for them with pidfds.
+namespace, whatever their parent is now; signals all of them; waits for them with pidfds.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from elasticrun.testing import WARM_FOLDER
 from elasticrun.wire import env
 
 MARK: Final = "ELASTICRUN_TEST_NODE"
-"""Variable that identifies every process of a node; its value names the job and the node."""
+"""Environment variable of every process of a node; its value names the job and the node."""
 
 ROUNDS: Final = 100
-"""Maximum number of searches while new processes appear, so that a fork bomb cannot loop
-forever."""
+"""Maximum number of times that `signal_all` searches for new processes, so that a fork bomb cannot
+keep it busy forever."""
 
 IN_MOVED: Final = 0x0000_00C0  # IN_MOVED_FROM | IN_MOVED_TO
 
@@ -42,8 +42,8 @@ _COUNT: Final = itertools.count()
 
 
 def new_name(what: str) -> str:
-    """A unique name for a kernel object that identifies the process that made it. `what`:
-    letters."""
+    """A unique name for a kernel object, which identifies this process as its maker. `what`: one
+    word, to end the name."""
     own = ProcessId.own()
     return f"elasticrun-{own.pid}-{own.started}-{own.namespace}-{next(_COUNT)}-{what}"
 
@@ -64,7 +64,8 @@ def is_orphaned(name: str) -> bool:
 
 
 def start_keeper(module: str, prefix: str) -> subprocess.Popen[bytes]:
-    """Start a process that calls `keep(prefix)` of this module when this process has ended."""
+    """Start a process that calls `keep(prefix)` of a module when this process ends, or when its
+    stdin is closed."""
     code = f"import sys; from {module} import keep; sys.stdin.buffer.read(); keep(sys.argv[1])"
     return subprocess.Popen(
         [sys.executable, "-c", code, prefix],
@@ -88,19 +89,20 @@ def _that(holds: Callable[[int], bool]) -> list[int]:
 
 
 def marked(mark: str) -> list[int]:
-    """The processes started with $ELASTICRUN_TEST_NODE=`mark`, and their forks."""
+    """The processes with $ELASTICRUN_TEST_NODE=`mark` in their initial environment, and their
+    forks."""
     entry = f"{MARK}={mark}".encode()
     return _that(lambda pid: entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
 
 
 def in_network(namespace: str) -> list[int]:
-    """The processes in the network namespace of this file."""
+    """The processes in a network namespace, given by its file."""
     there = os.stat(namespace)
     return _that(lambda pid: os.path.samestat(os.stat(f"/proc/{pid}/ns/net"), there))
 
 
 def is_master(pid: int) -> bool:
-    """Whether this is the process of a job master, even before it has set its title."""
+    """Whether a process is a job master, even before it has set its title."""
     line = command(pid)
     words = line.split()
     return line.startswith(MASTER.format("")) or any(
@@ -110,14 +112,14 @@ def is_master(pid: int) -> bool:
 
 
 def is_fork_server(pid: int) -> bool:
-    """Whether this is a fork server, or a process that it has just forked."""
+    """Whether a process is a fork server, or was just forked by one."""
     line = command(pid)
     return line == FORK_SERVER.decode() or "forkserver/server.py" in line
 
 
 def children(pid: int) -> list[int]:
-    """The children of a process. An agent's include fork servers that a warm process forked for it,
-    which are children of their guard."""
+    """The children of a process. For an agent they include a fork server that a warm process forked
+    for it, which is a child of its guard."""
     parents = {process.pid: process.parent for process in living()}
     guard = f"elasticrun: guard of agent {pid}"
     guards = {each for each, parent in parents.items() if parent != pid and command(each) == guard}
@@ -125,7 +127,7 @@ def children(pid: int) -> list[int]:
 
 
 def below(pid: int) -> list[int]:
-    """All descendants in that sense, parents before children."""
+    """All descendants of a process, by `children`; parents before children."""
     found, waiting = [], [pid]
     while waiting:
         below_it = children(waiting.pop())
@@ -135,7 +137,7 @@ def below(pid: int) -> list[int]:
 
 
 def command(pid: int) -> str:
-    """Its command line in one line, "" if it has exited."""
+    """The command line of a process as one line; "" if it has exited."""
     try:
         data = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -144,9 +146,9 @@ def command(pid: int) -> str:
 
 
 def signal_all(find: Callable[[], Iterable[int]], number: int) -> set[int]:
-    """Send a signal to all that `find` finds, repeatedly until it finds no new ones. Returns the
-    signalled pids. Higher pids first, usually children before parents: the death of its agent wakes
-    a stopped master."""
+    """Send a signal to all processes that `find` returns, until it returns no new ones. Returns the
+    pids. Higher pids are first, so usually children before parents: the death of an agent would
+    wake its stopped master."""
     sent: set[int] = set()
     for _ in range(ROUNDS):
         fresh = sorted((pid for pid in find() if pid not in sent), reverse=True)
@@ -160,16 +162,18 @@ def signal_all(find: Callable[[], Iterable[int]], number: int) -> set[int]:
 
 
 def kill_all(find: Callable[[], Iterable[int]], limit: float) -> set[int]:
-    """SIGKILL all that `find` finds and wait up to `limit` seconds. Returns those left.
+    """SIGKILL all processes that `find` returns and wait up to `limit` seconds. Returns the pids of
+    those left.
 
-    All processes are stopped before the first is killed, as when a machine loses power, so that no
-    agent reports its rank's death before it is killed itself."""
+    All are stopped before the first is killed, so that no agent can report a rank's death before it
+    is killed itself: as when a machine loses power."""
     signal_all(find, signal.SIGSTOP)
     return await_end(signal_all(find, signal.SIGKILL), limit)
 
 
 def await_end(pids: Iterable[int], limit: float) -> set[int]:
-    """Wait until these processes (of any parent) have ended. Returns those that have not."""
+    """Wait up to `limit` seconds until these processes, of any parent, have ended. Returns the pids
+    of those that have not."""
     fds: dict[int, int] = {}
     poller = select.poll()
     try:
@@ -208,14 +212,14 @@ class Waiter:
         self._inotify.watch(path, IN_MODIFY | IN_MOVED | IN_CREATE_DELETE)
 
     def process(self, pid: int) -> None:
-        """Watch for the exit of an unreaped child of this process."""
+        """Watch for the exit of a process. Its pid must be valid: for a child, not reaped yet."""
         fd = os.pidfd_open(pid)
         self._ends[fd] = pid
         self._poller.register(fd, select.POLLIN)
 
     def wait(self, limit: float) -> bool:
-        """Wait for an event, at most `limit` seconds. Returns whether there was one. Events since
-        the last call count, so none is missed between checking and waiting."""
+        """Wait for an event, at most `limit` seconds; returns whether there was one. An event since
+        the last call counts, so none is missed between a check and this call."""
         happened = self._poller.poll(max(0.0, limit) * 1000)
         for fd, _ in happened:
             if fd in self._ends:
@@ -246,7 +250,7 @@ class Deadline:
         return max(0.0, self._end - time.monotonic())
 
     def over(self) -> bool:
-        """Whether the time is over."""
+        """Whether no time is left."""
         return self.left() <= 0
 
 
@@ -257,32 +261,34 @@ IDLE: Final = 900.0
 """Seconds without a job after which the warm process exits by itself if the run was killed."""
 
 MAX_STARTS: Final = 16
-"""The warm process exits when a test installs a package, and is restarted; this limits the
-restarts."""
+"""Maximum number of starts of warm processes in a run: one exits when a test installs a package,
+and the next job starts another."""
 
 OF_A_TEST: Final = ("ELASTICRUN_TEST_", "TMPDIR", "XDG_RUNTIME_DIR", "ELASTICRUN_RUNS")
-"""Variables that belong to one test; they identify or separate its processes."""
+"""Variables, or prefixes of their names, that differ from test to test: the warm process does not
+get them."""
 
 _SOCKET: Final = "warm.sock"
 _ONE_RANK: Final = f"{_SOCKET}.free"
-"""Socket for jobs of one rank, whose OMP_NUM_THREADS is not set (`warm.FREE_THREADS`)."""
+"""Socket of a second warm process, for jobs of one rank, in which OMP_NUM_THREADS is not set
+(`warm.FREE_THREADS`)."""
 
 
 def end_warm_process(folder: str) -> None:
-    """End the run's warm process and remove its folder."""
+    """End the run's warm processes and remove their folder."""
     from elasticrun.agent.warm import connect
     from elasticrun.wire import frames, spawning
 
     for name in (_SOCKET, _ONE_RANK):
         with contextlib.suppress(OSError), connect(Path(folder, name), 5.0) as conn:
             conn.sendall(frames.encode(spawning.Leave()))
-            conn.recv(1)  # waits for its exit
+            conn.recv(1)  # EOF at its exit
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def warm_process(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable by which a launcher with these variables finds the run's warm process, which is
-    started if necessary; empty if the run has none."""
+    """The variable by which a launcher with the environment `environ` finds the run's warm process,
+    which is started if necessary; {} if there is none."""
     folder = os.environ.get(WARM_FOLDER, "")
     if folder in ("", "off") or env.WARM_SERVER in environ:
         return {}
@@ -299,7 +305,8 @@ def warm_process(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _start_at(place: Path, environ: Mapping[str, str]) -> None:
-    """Start a warm process there unless there is one; if that fails, jobs start cold."""
+    """Start a warm process at this socket unless there is one. If it does not start, jobs start
+    cold."""
     from elasticrun.agent.warm import start
 
     if place.is_socket():

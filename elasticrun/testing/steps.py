@@ -7,10 +7,10 @@ $ELASTICRUN_STEP_LOG names (opened for appending, so that lines of several ranks
      "node": 1, "group_rank": 0, "restarts": 0}
 
 `step(17)` does that and needs only the standard library. A script that must run where elasticrun is
-not installed writes the line itself, and may omit the second row. Without the variable `step` does
-nothing, so the call may stay in the script. `time` is CLOCK_MONOTONIC in seconds, one clock for all
-processes of a machine. `world` identifies a world of the job by its store's address and the number
-of restarts. `node` is $ELASTICRUN_STEP_NODE.
+not installed writes the line itself, and may omit the second row. If the variable is not set,
+`step` does nothing, so the call may stay in the script. `time` is CLOCK_MONOTONIC in seconds, one
+clock for all processes of a machine. `world` identifies a world of the job by its store's address
+and the number of restarts. `node` is $ELASTICRUN_STEP_NODE.
 
 A world is the set of ranks that trained together, with its time span and nodes: what ranks did, not
 what the launcher reports.
@@ -27,13 +27,13 @@ from dataclasses import dataclass
 from typing import Final
 
 STEP_LOG: Final = "ELASTICRUN_STEP_LOG"
-"""Variable with the path of the step log; unset outside a test."""
+"""Environment variable with the path of the step log; not set outside a test."""
 
 STEP_NODE: Final = "ELASTICRUN_STEP_NODE"
-"""Variable with the number of a rank's node, as the test counts them."""
+"""Environment variable with the number of a rank's node in the test."""
 
 MAX_LINE: Final = 4096
-"""Maximum bytes of a line; a longer line is not a step."""
+"""Maximum bytes of a line; a longer line is an error."""
 
 MOST_SHOWN: Final = 10
 """Maximum number of steps that a sentence names."""
@@ -68,11 +68,11 @@ def step(number: int) -> None:
 class Step:
     """One step that one rank completed.
 
-    `world` is the name that the rank wrote; `round` numbers the worlds of the job from 1 in the
-    order of their first line (a round that completed no step has no number here). `time`:
-    CLOCK_MONOTONIC, seconds. `node`: its number in the test. `restarts`: restarts charged to the
-    job when this world began. The last three are -1 if a script that writes its own lines omits
-    them."""
+    `world`: the world's name, as the rank wrote it. `round`: the world's number, from 1 in the
+    order of their first lines; it is not the number of the rendezvous round, because a round that
+    completed no step is not counted. `time`: CLOCK_MONOTONIC, seconds. `node`: the node's number in
+    the test. `restarts`: restarts charged to the job when this world began. The last three are -1
+    if a script that writes its own lines omits them."""
 
     rank: int
     step: int
@@ -87,7 +87,7 @@ class Step:
 
 
 class StepLog:
-    """Reads the file of a job as it grows."""
+    """Reads the step log of a job while it grows. `steps`: all steps read so far."""
 
     def __init__(self, path: str) -> None:
         """Creates the file, which must not exist yet."""
@@ -135,8 +135,8 @@ class StepLog:
             ) from None
 
     def _numbered(self, record: Step) -> Step:
-        """The step with the number of its world. Two worlds may have the same name, since ports are
-        reused; but a process belongs to one world, and a rank of a world is one process."""
+        """The step with the number of its world. Two worlds may have the same name, because ports
+        are reused; but a process belongs to one world, and a rank of a world is one process."""
         process = (record.world, record.pid)
         if process not in self._rounds:
             number, size, ranks = self._newest.get(record.world, (0, 0, set()))
@@ -153,13 +153,13 @@ class StepLog:
 
 
 def overlap(steps: Iterable[Step], held: Collection[int] | None = None) -> str:
-    """Where two worlds of a job overlapped in time: the first such pair as a sentence, or "".
+    """A sentence about the first two worlds of a job that overlapped in time, or "".
 
-    After the first step of a round no step of an earlier round may be completed. The ranks' own
-    times are compared, not the order of arrival. A step is completed when the first of its ranks
-    reports it: the others have then taken part in its collective, and a rank that is stopped at
-    that moment reports it when it continues, however late. `held`: the processes that were stopped,
-    if the test knows them all; the late line of any other rank counts as an overlap."""
+    After the first step of a world, no earlier world may complete a step. The ranks' own times are
+    compared, not the order of arrival. A step counts as completed when the first of its ranks
+    reports it, because by then the other ranks have taken part in its collective; a rank that is
+    stopped at that moment reports it whenever it continues. `held`: pids of all processes that were
+    stopped; then a late line of any other rank counts as an overlap. None: unknown."""
     done: dict[tuple[tuple[str, int], int], Step] = {}
     prompt: list[Step] = []
     for record in steps:
@@ -185,16 +185,17 @@ def overlap(steps: Iterable[Step], held: Collection[int] | None = None) -> str:
 
 
 def _steps_world(record: Step) -> tuple[str, int]:
-    """Two worlds may have the same name, at different times."""
+    """What identifies a step's world; its name does not, because a later world may have the same
+    name."""
     return record.world, record.round
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The ranks that trained together, as far as they have reported."""
+    """The ranks that trained together, as far as they have reported steps."""
 
     round: int
-    """Its number, as in the steps of its ranks; see `elasticrun.testing.Step`."""
+    """The world's number; see `elasticrun.testing.Step`."""
     world_size: int
     restarts: int
     """Restarts charged to the job when it began; -1 if the script does not say."""
@@ -203,9 +204,9 @@ class World:
     ended: float
     """When its last step so far was completed."""
     nodes: Mapping[int, int]
-    """Number of the node by group rank; empty if the script does not say."""
+    """Numbers of the nodes by group rank; empty if the script does not say."""
     pids: Mapping[int, int]
-    """Process by rank."""
+    """Pids by rank."""
     first: int
     """The lowest step that one of its ranks has completed: where it started or resumed."""
     last: int
@@ -214,13 +215,13 @@ class World:
     """The steps that all of its ranks have completed."""
 
     def has_done(self, step: int | None) -> bool:
-        """Whether all its ranks have completed a step (`step`: that or a later one)."""
+        """Whether all its ranks have completed step `step` or a later one; None: any step."""
         return bool(self.whole) and (step is None or max(self.whole) >= step)
 
 
 def worlds(steps: Iterable[Step]) -> list[World]:
-    """Every world in which at least one rank has completed a step, in the order of their first
-    step."""
+    """All worlds in which at least one rank has completed a step, ordered by the time of their
+    first step."""
     by_round: dict[int, list[Step]] = {}
     for record in steps:
         by_round.setdefault(record.round, []).append(record)
@@ -247,11 +248,10 @@ def _world(steps: Sequence[Step]) -> World:
 
 
 def gap(found: Sequence[World]) -> str:
-    """A sentence about the steps that no whole world completed although a later one was completed,
-    or "".
+    """A sentence about the steps that were not completed by all ranks of any world, or "". The very
+    last step does not count, because it may have been interrupted.
 
-    A script that resumes from its last checkpoint may repeat a step, but skips none; the very last
-    step may have been interrupted."""
+    A script that resumes from its last checkpoint may repeat a step, but skips none."""
     if not found:
         return ""
     done = frozenset().union(*(world.whole for world in found))
@@ -264,7 +264,7 @@ def gap(found: Sequence[World]) -> str:
 
 
 def story(found: Sequence[World]) -> str:
-    """A short description of the worlds, for a failing test."""
+    """A short description of the worlds, for the message of a failed test."""
     if not found:
         return "no rank has completed a step"
     start = found[0].began
@@ -278,7 +278,8 @@ def story(found: Sequence[World]) -> str:
 def earliest(
     steps: Sequence[Step], step: int, world_size: int | None, since: float | None
 ) -> Step | None:
-    """The earliest matching step, of the newest world or of those that began after `since`."""
+    """The earliest report of step `step` or a later one, in the newest world, or with `since` in
+    any world that began after it; None if there is none."""
     began: dict[int, float] = {}
     for record in steps:
         began[record.round] = min(record.time, began.get(record.round, record.time))
@@ -294,7 +295,7 @@ def earliest(
 
 
 def candidates(found: Sequence[World], round: int | None, since: float | None) -> Sequence[World]:
-    """The world of this number, those that began after `since`, or else the newest."""
+    """The world with this number; else those that began after `since`; else the newest."""
     if round is not None:
         return [world for world in found if world.round == round]
     return found[-1:] if since is None else [world for world in found if world.began > since]
