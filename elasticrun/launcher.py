@@ -26,7 +26,7 @@ from elasticrun.config import CHILD_EXIT_TIMEOUT
 from elasticrun.core.events import Exit
 from elasticrun.errors import LaunchError, child_failed_error, signal_exception
 from elasticrun.forkserver.functions.agent_process import AgentProcess, signals_passed_on
-from elasticrun.forkserver.functions.consoles import log_words
+from elasticrun.forkserver.functions.consoles import log_plan_of
 from elasticrun.forkserver.functions.function_spawner import FunctionSpawner
 from elasticrun.wire import env
 from elasticrun.wire.types import EntryKind, Entrypoint
@@ -176,7 +176,7 @@ def resolved(
     numa = config.numa_options
     program = EntryPlan(
         entry=entry_of(entrypoint, args),
-        logs=log_words(config),
+        logs=log_plan_of(config),
         set_omp_threads=False,  # as in torch, only the command line sets it
         numa_binding=_numa_word(numa),
         numa_may_fail=getattr(numa, "should_fall_back_if_binding_fails", False),

@@ -89,11 +89,11 @@ class SignalInbox:
             deliver(number, number in self._death)
         on_child()
 
-    def detach(self, unheard: Iterable[int] = ()) -> None:
-        """Stop delivering: queue signals until the next `attach`. `unheard`: signals that were
+    def detach(self, unhandled: Iterable[int] = ()) -> None:
+        """Stop delivering: queue signals until the next `attach`. `unhandled`: signals that were
         delivered but not handled; they are queued first."""
         self._deliver = self._on_child = None
-        self._early[:0] = unheard
+        self._early[:0] = unhandled
 
     def restore(self) -> None:
         """Restore the previous handlers."""
@@ -129,10 +129,10 @@ class SpawnerProcess:
         return isinstance(self.process, WarmChild)
 
     @property
-    def over(self) -> asyncio.Event | None:
+    def swept(self) -> asyncio.Event | None:
         """Set when the guard of a warm fork server has killed and reaped that server's descendants;
         None without a guard."""
-        return self.process.over if isinstance(self.process, WarmChild) else None
+        return self.process.swept if isinstance(self.process, WarmChild) else None
 
     def watch(self, reaper: Reaper, ended: Callable[[int], None]) -> None:
         """Call `ended(code)` when the process has been reaped, by this agent or by its guard; never
@@ -189,7 +189,7 @@ def fault_error() -> str:
     return ""
 
 
-def planted_in(node: str) -> dict[str, str]:
+def fault_environment(node: str) -> dict[str, str]:
     """Return the environment variable with the faults planted in this node's ranks and probes, or
     an empty dict if there are none.
 
@@ -205,7 +205,7 @@ def planted_in(node: str) -> dict[str, str]:
     return {env.NODE_FAULT: env.own_fault_words(here)} if here else {}
 
 
-def _children_now() -> frozenset[int]:
+def _existing_children() -> frozenset[int]:
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -223,7 +223,7 @@ class Reaper:
     """Reaps every child of this process except those that existed before the reaper."""
 
     def __init__(self) -> None:
-        self._foreign = _children_now()
+        self._foreign = _existing_children()
         self._watched: dict[int, Callable[[int], None]] = {}
         self.spared: set[int] = set()
         """Children that sweeps spare, with their descendants, until they are reaped."""

@@ -39,11 +39,11 @@ ASK_AFTER: Final = 3.0
 """Minimum seconds from the master's Welcome to our request, so that the request does not disturb
 the first round."""
 
-ASKERS: Final = 50
+ASKS_PER_SECOND: Final = 50
 """Average number of nodes per second that send their request to the master, each on a new
 connection; random delays spread them."""
 
-GOES_ON: Final = "; the agent continues"
+AGENT_CONTINUES: Final = "; the agent continues"
 """Appended to a log line about a failed check that does not end the agent."""
 
 ANSWER_LIMIT: Final = 6.0
@@ -64,7 +64,7 @@ class Checkup:
         """Start the checks in a thread; their findings are logged."""
         self._findings = self._tasks.start(self._run_checks(), "checking this machine")
 
-    async def unfit(self) -> str:
+    async def why_unfit(self) -> str:
         """Return why no rank may start on this node; "" if ranks may start. With --precheck it
         waits for the findings; without, it returns "" at once."""
         if self._node.launch.precheck < 1 or self._findings is None:
@@ -75,12 +75,12 @@ class Checkup:
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         return f"--precheck found this machine unfit: {as_line(failed[0])}{more}"
 
-    def welcomed(self, master: Endpoint) -> None:
+    def on_welcome(self, master: Endpoint) -> None:
         """Called when a master accepts this node. Schedules a request that the master dial this
         node's ports, unless the job has a single node."""
         most = self._node.launch.spec.max_nodes
         if most > 1 and self._node.place.kind != "standalone":
-            delay = ASK_AFTER + random.uniform(0, most / ASKERS)
+            delay = ASK_AFTER + random.uniform(0, most / ASKS_PER_SECOND)
             asking = self._ask(master, delay)
             what = "asking the master about this node's ports"
             self._asking = self._tasks.start(asking, what)
@@ -97,7 +97,8 @@ class Checkup:
             logger.warning("the checks of this machine did not run: %s", wrong)
             return []
         log_findings(
-            findings, "" if self._node.launch.precheck else f"{GOES_ON}: --precheck=1 would end it"
+            findings,
+            "" if self._node.launch.precheck else f"{AGENT_CONTINUES}: --precheck=1 would end it",
         )
         return findings
 
@@ -108,7 +109,7 @@ class Checkup:
             reader = reader_token(trust.token)
             answers, dialled = await ask(master, reader, trust.files, trust.name)
             log_findings(
-                await in_thread(lambda: _judged(answers, dialled), name="checkup"), GOES_ON
+                await in_thread(lambda: _judged(answers, dialled), name="checkup"), AGENT_CONTINUES
             )
         except (LinkError, TlsError, OSError, RuntimeError) as nothing:  # no more threads
             logger.info("the master did not check this node's ports: %s", nothing)
@@ -183,10 +184,10 @@ async def ask(
                 version=__version__,
             )
         answers.append(Answer(opened.port, reached, sent, time.time_ns() // 1000))
-    return answers, await in_thread(lambda: numeric(master), name="resolve")
+    return answers, await in_thread(lambda: numeric_address(master), name="resolve")
 
 
-def numeric(where: Endpoint) -> str:
+def numeric_address(where: Endpoint) -> str:
     """The first address of an endpoint's host; "" if it does not resolve. Blocks."""
     try:
         found = socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM)

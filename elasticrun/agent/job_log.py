@@ -36,18 +36,18 @@ from elasticrun.wire.types import Endpoint
 NOTHING: Final = "nothing"
 """The source that a rank reports if it restored nothing (wire.snapshots.Restored)."""
 
-LEAVING: Final = 1.0
+LOG_LEAVING_AFTER: Final = 1.0
 """Seconds after which the log says that a leaving node waits for its ranks to save a step. A Ctrl-C
 whose step is saved sooner causes a single line, at the end."""
 
-SOON: Final = 3.0
+LOG_SOON_AFTER: Final = 3.0
 """Seconds after which a wait for other nodes or for ranks to exit, or a missing master, is
 logged."""
 
-LATE: Final = 10.0
+LOG_LATE_AFTER: Final = 10.0
 """Seconds after which any other wait is logged."""
 
-AGAIN: Final = 60.0
+LOG_AGAIN_AFTER: Final = 60.0
 """Seconds between log lines about the same wait."""
 
 _ENDS: Final = (State.STOPPING, State.ENDING)
@@ -134,9 +134,9 @@ class RoundLog:
 
 
 class LongWaits:
-    """Logs waits that last: one line per reason, and again every AGAIN seconds. `log` receives the
-    newest status, which `in_words` renders. A missing master is logged only after SOON seconds,
-    because a killed one is usually replaced sooner."""
+    """Logs waits that last: one line per reason, and again every LOG_AGAIN_AFTER seconds. `log`
+    receives the newest status, which `in_words` renders. A missing master is logged only after
+    LOG_SOON_AFTER seconds, because a killed one is usually replaced sooner."""
 
     def __init__(self, log: Callable[[GroupStatus], None]) -> None:
         self._log = log
@@ -154,24 +154,24 @@ class LongWaits:
             return
         self._seen = (status.state, status.reason)
         self._timer.cancel()
-        if _leaves(status):
-            self._timer.after(LEAVING, self._log_wait)
+        if _is_leaving(status):
+            self._timer.after(LOG_LEAVING_AFTER, self._log_wait)
         elif status.state in _WAITS and status.reason:
             quick = status.state in _ENDS or isinstance(status.why, NodesNeeded | MoreMayJoin)
-            self._timer.after(SOON if quick else LATE, self._log_wait)
+            self._timer.after(LOG_SOON_AFTER if quick else LOG_LATE_AFTER, self._log_wait)
 
     def noted(self, note: Note, status: GroupStatus, log: Callable[[Note], None]) -> None:
-        """Log a note with `log`: at once, or after SOON seconds if a master is missing and this
-        node does not end because of it."""
+        """Log a note with `log`: at once, or after LOG_SOON_AFTER seconds if a master is missing
+        and this node does not end because of it."""
         if isinstance(note.why, NoMaster) and status.state not in ENDINGS:
-            self._absence.after(SOON, log, note)
+            self._absence.after(LOG_SOON_AFTER, log, note)
         else:
             log(note)
 
     def _log_wait(self) -> None:
         if self._status is not None:
             self._log(self._status)
-        self._timer.after(AGAIN, self._log_wait)
+        self._timer.after(LOG_AGAIN_AFTER, self._log_wait)
 
     def close(self) -> None:
         """Stop logging."""
@@ -179,7 +179,7 @@ class LongWaits:
         self._absence.cancel()
 
 
-class Dialling(Protocol):
+class MasterAddress(Protocol):
     """Has the master's address."""
 
     @property
@@ -191,11 +191,11 @@ class OperatorMessages:
     """Logs what the operator reads about a node while its job runs. Lines about the master name its
     address; traces and pages contain the state machine's sentences unchanged."""
 
-    def __init__(self, launch: Launch, place: Place, rendezvous: Dialling) -> None:
+    def __init__(self, launch: Launch, place: Place, rendezvous: MasterAddress) -> None:
         self._join_timeout = launch.spec.join_timeout
         self._place = place
         self._rendezvous = rendezvous
-        self._waits = LongWaits(self._waits_long)
+        self._waits = LongWaits(self._log_long_wait)
         spec = launch.spec
         self._rounds = RoundLog(most=spec.max_restarts, several=spec.max_nodes > 1, log=notice)
 
@@ -247,7 +247,7 @@ class OperatorMessages:
         whom = "" if note.level == "info" else out_of_reach(note.why)
         return directed(note.text, whom, self._rendezvous.dial)
 
-    def _waits_long(self, status: GroupStatus) -> None:
+    def _log_long_wait(self, status: GroupStatus) -> None:
         where, dial = self._place, self._rendezvous.dial
         place = f"{where.host}:{where.port}" if where.host else str(dial)  # as the user wrote it
         line = in_words(status, place, time.monotonic())
@@ -259,7 +259,7 @@ def notice(text: str) -> None:
     logger.log(NOTICE, "%s", text)
 
 
-def _leaves(status: GroupStatus) -> bool:
+def _is_leaving(status: GroupStatus) -> bool:
     """Whether this node is leaving, with ranks that run only until they have saved a step."""
     return status.state is State.RUNNING and status.wait_ends is not None
 
@@ -267,7 +267,7 @@ def _leaves(status: GroupStatus) -> bool:
 def in_words(status: GroupStatus, place: str, now: float) -> str:
     """Render a wait as text. `now`: monotonic time, from which the seconds left are computed."""
     left = 0.0 if status.wait_ends is None else status.wait_ends - now
-    if _leaves(status):
+    if _is_leaving(status):
         lost = f"{status.master_lost}; this node leaves"
         limit = f"in {max(left, 0):.0f} s at most; a second signal ends it at once"
         return f"{lost if status.master_lost else status.reason}, {limit}"

@@ -25,7 +25,7 @@ from elasticrun.agent.boot import (
     fault_error,
     start_spawner,
 )
-from elasticrun.agent.link.trust import unusable, with_token
+from elasticrun.agent.link.trust import why_unusable, with_token
 from elasticrun.agent.warm import leave_behind
 from elasticrun.config import EXIT_FAILED, EXIT_USAGE, Caller, Identity, Launch, Place
 from elasticrun.host import log
@@ -66,8 +66,8 @@ def run_agent(
     fill_standard_fds()
     writer = log.set_up()
     identity = with_token(launch, place, identity)
-    if (no := _impossible(identity)) is not None:
-        return _logged(no)
+    if (no := _why_impossible(identity)) is not None:
+        return _log_outcome(no)
     if debugger.follows():
         log.logger.log(
             log.NOTICE,
@@ -88,13 +88,15 @@ def run_agent(
             else:
                 spawner = SpawnerProcess(channel, None)
         except OSError as error:
-            return _logged(Exit(EXIT_FAILED, f"the fork server cannot be started: {error}", (), 0))
+            return _log_outcome(
+                Exit(EXIT_FAILED, f"the fork server cannot be started: {error}", (), 0)
+            )
         from elasticrun.agent.link.master_process import early_master
 
         master = early_master(launch, place, identity)
         from elasticrun.agent.node import Early, run_node
 
-        found = _found(launch, place, identity, inbox)
+        found = _find_job(launch, place, identity, inbox)
         if found is not None:
             place, identity = found.place, found.identity
         try:
@@ -111,13 +113,13 @@ def run_agent(
         inbox.restore()
 
 
-def _impossible(identity: Identity) -> Exit | None:
+def _why_impossible(identity: Identity) -> Exit | None:
     """The outcome if no agent can run here; None if one can. Blocks on TLS files."""
     from elasticrun.core.events import Exit
 
     if threading.current_thread() is not threading.main_thread():
         return Exit(EXIT_FAILED, "an agent must run in the main thread", (), 0)
-    if identity.tls is not None and (wrong := unusable(identity.tls)):
+    if identity.tls is not None and (wrong := why_unusable(identity.tls)):
         return Exit(EXIT_USAGE, wrong, (), 0)
     if wrong := fault_error():
         return Exit(EXIT_USAGE, wrong, (), 0)
@@ -126,7 +128,9 @@ def _impossible(identity: Identity) -> Exit | None:
     return None
 
 
-def _found(launch: Launch, place: Place, identity: Identity, inbox: SignalInbox) -> FoundJob | None:
+def _find_job(
+    launch: Launch, place: Place, identity: Identity, inbox: SignalInbox
+) -> FoundJob | None:
     """Find the job and its master if the user has not named the master's host; else None."""
     if place.kind not in ("file", "open"):
         return None
@@ -158,7 +162,7 @@ def fill_standard_fds() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
-def _logged(outcome: Exit) -> Exit:
+def _log_outcome(outcome: Exit) -> Exit:
     log.log_last_word(outcome.reason)
     write(LastWord(outcome.reason))
     log.set_up().flush(1.0)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from elasticrun import __version__
 from elasticrun.agent import shutdown
-from elasticrun.agent.boot import Reaper, SignalInbox, SpawnerProcess, planted_in
+from elasticrun.agent.boot import Reaper, SignalInbox, SpawnerProcess, fault_environment
 from elasticrun.agent.checkup import Checkup
 from elasticrun.agent.context import NodeContext
 from elasticrun.agent.job_log import OperatorMessages, notice
@@ -129,7 +129,7 @@ class Early:
     """Where the job is, if that had to be looked up."""
 
 
-def further_variables(launch: Launch, caller: Caller | None) -> dict[str, str]:
+def extra_variables(launch: Launch, caller: Caller | None) -> dict[str, str]:
     """Extra variables of every rank: the caller's, and the path of the run folder."""
     found = {} if caller is None else dict(caller.variables)
     if folder := launch.master.run.folder:
@@ -164,7 +164,7 @@ class NodeAgent:
         shared = self._shared = NodeContext(
             *(launch, place, identity, self._loop.deliver, self.fatal, early.reaper, early.writer),
             called=early.caller is not None,
-            variables=further_variables(launch, early.caller),
+            variables=extra_variables(launch, early.caller),
         )
         self._checkup = Checkup(shared)
         self._rendezvous = rendezvous_of(shared, self._master_found, early.found)
@@ -197,7 +197,7 @@ class NodeAgent:
         self._snapshots = LocalSnapshots(shared, self._spawners, recoverables, os.environ, resumed)
         self._ranks = Ranks(
             *(shared, self._spawners, recoverables, self._output),
-            *(self._snapshots.drain.is_put_off, self._events),
+            *(self._snapshots.drain.defers_signal, self._events),
         )
         self._probing = Probing(shared, self._spawners)
         self._sight = LocalSight(shared, self._ranks, self._progress)
@@ -219,7 +219,7 @@ class NodeAgent:
             logger.warning("--signals-to-handle: %s cannot be handled", name)
         self._spawners.keep_alive(self._loop.brain.master_lost_timeout)
         loop.set_exception_handler(self._uncaught)
-        self._tasks.start(self._set_out(early.master), "starting the node")
+        self._tasks.start(self._start_up(early.master), "starting the node")
         try:
             outcome = await self._loop.run()
         except BaseException:
@@ -239,7 +239,7 @@ class NodeAgent:
         logger.error("a bug in elasticrun", exc_info=error)
         self.fatal(f"a bug in elasticrun, please report it: {error!r}")
 
-    async def _set_out(self, master: MasterProcess | None) -> None:
+    async def _start_up(self, master: MasterProcess | None) -> None:
         """Determine the identity and the master's address, then connect. `master`: one that already
         runs."""
         shared, launch = self._shared, self._shared.launch
@@ -254,7 +254,7 @@ class NodeAgent:
         except TimeoutError:
             self.fatal(f"{where}: the disk has not answered for {DISK_LIMIT:g} s")
             return
-        await self._introduce()
+        await self._identify()
         node = shared.identity.node_id
         if self._output.notes is not None:
             self._output.notes.node = node
@@ -263,8 +263,8 @@ class NodeAgent:
             if self._output.has_files:
                 notice(f"the output of its ranks is in {self._output.run_dir}")
         await self._snapshots.open(node)
-        shared.variables |= planted_in(node)
-        if unfit := await self._checkup.unfit():
+        shared.variables |= fault_environment(node)
+        if unfit := await self._checkup.why_unfit():
             self._loop.finish(fx.Exit(code_of(Ending.UNFIT), unfit, (), 0))
             return
         try:
@@ -272,7 +272,7 @@ class NodeAgent:
         except HostError as error:
             self.fatal(str(error))
 
-    async def _introduce(self) -> None:
+    async def _identify(self) -> None:
         """Set this node's id and its host's name."""
         shared = self._shared
         given, job_id = shared.identity.node_id, shared.identity.job_id
@@ -299,7 +299,7 @@ class NodeAgent:
         """Called when the master's address is known, and whenever a master starts to serve there:
         take over our own address, which depends on it, and connect."""
         self._shared.address = self._rendezvous.address
-        self._stores.addressed()
+        self._stores.on_address()
         if self._shared.link.start():
             self._tasks.start(self._first_contact(), "the first contact with the master")
         self._shared.link.nudge()
@@ -313,7 +313,7 @@ class NodeAgent:
         except TimeoutError:
             self._loop.finish(ending(EXIT_FAILED, MasterUnmet(str(self.dial), limit)))
         else:
-            self._checkup.welcomed(self.dial)
+            self._checkup.on_welcome(self.dial)
 
     # ------------------------------------------------------------ events in
 
@@ -356,7 +356,7 @@ class NodeAgent:
 
     def _spawner_lost(self, reason: str) -> None:
         self._sight.close()
-        self._ranks.all_lost()
+        self._ranks.drop_all()
         self._probing.call_off()  # the state machine reports the failure itself
         self._loop.deliver(fx.SpawnerLost(reason, time.time_ns() // 1000))
 
@@ -433,9 +433,11 @@ class NodeAgent:
         for part in self._shared.parts:
             part.round_began(effect.start)
         ranks = range(self._shared.launch.nproc_per_node)
-        self._ranks.spawn(effect, {rank: self._own(rank) for rank in ranks}, self._sight.places)
+        self._ranks.spawn(
+            effect, {rank: self._reporting_variables(rank) for rank in ranks}, self._sight.places
+        )
 
-    def _own(self, local_rank: int) -> dict[str, str]:
+    def _reporting_variables(self, local_rank: int) -> dict[str, str]:
         """The environment of this rank for reporting steps and snapshots, as far as available."""
         progress, snapshots = self._progress.place(local_rank), self._snapshots.place(local_rank)
         own = {env.PROGRESS: progress, env.SNAPSHOTS: snapshots}
@@ -466,7 +468,7 @@ class NodeAgent:
         await self._end_processes()
         await steps.step("closing the link to the master", goodbye, GOODBYE + 1.0)
         job_over = not signalled
-        snapshots = self._snapshots.give_back(job_over=job_over)
+        snapshots = self._snapshots.release(job_over=job_over)
         for what, work, limit in (
             ("releasing the snapshots", snapshots, REMOVE_LIMIT),
             ("leaving the rendezvous", self._rendezvous.close(job_over=job_over), LEAVE_LIMIT),

@@ -104,7 +104,9 @@ async def in_thread(
                 late(result)  # type: ignore[arg-type]
 
     began = loop.time()
-    await _started(body, name, THREAD_LIMIT if limit is None else min(limit, THREAD_LIMIT))
+    await _start_when_possible(
+        body, name, THREAD_LIMIT if limit is None else min(limit, THREAD_LIMIT)
+    )
     timer = loop.call_later(SLOW_DISK, logger.warning, "%s", slow) if slow else None
     try:
         left = None if limit is None else began + limit - loop.time()
@@ -114,7 +116,7 @@ async def in_thread(
             timer.cancel()
 
 
-async def _started(body: Callable[[], None], name: str, limit: float) -> None:
+async def _start_when_possible(body: Callable[[], None], name: str, limit: float) -> None:
     """Start the thread. Raises NoThread if that keeps failing for `limit` seconds."""
     loop = asyncio.get_running_loop()
     end, wait = loop.time() + limit, FIRST_TRY
@@ -195,7 +197,7 @@ class Tasks:
         """Number of running tasks."""
         return len(self._running)
 
-    async def over(self, limit: float | None = None) -> None:
+    async def wait(self, limit: float | None = None) -> None:
         """Wait for the running tasks, `limit` seconds at most (None: no limit)."""
         if self._running:
             await asyncio.wait(self._running, timeout=limit)
@@ -250,13 +252,13 @@ class Patience:
     def wait(self, limit: float, late: Callable[..., object], *args: object) -> None:
         """Call `late(*args)` unless cancelled within `limit` seconds; restarts the timeout."""
         self._left = limit
-        self._go_on(late, args)
+        self._start_step(late, args)
 
     def cancel(self) -> None:
         """Stop waiting, because the answer has arrived. No-op without a pending wait."""
         self._timer.cancel()
 
-    def _go_on(self, late: Callable[..., object], args: tuple[object, ...]) -> None:
+    def _start_step(self, late: Callable[..., object], args: tuple[object, ...]) -> None:
         step = min(self._left, PATIENCE_STEP)
         due = asyncio.get_running_loop().time() + step
         self._timer.after(step, self._check, due, step, late, args)
@@ -267,7 +269,7 @@ class Patience:
         if asyncio.get_running_loop().time() <= due + STALLED:
             self._left -= step
         if self._left > 0:
-            self._go_on(late, args)
+            self._start_step(late, args)
         else:
             late(*args)
 
@@ -376,7 +378,7 @@ class AgentLoop:
     def _turn(self, event: fx.AgentEvent) -> None:
         if isinstance(event, fx.Ordered) and not self.brain.is_changed_by(event.order):
             if self.brain.obeys:
-                self._carried(event.order, partial(self._owner.route, event.order))
+                self._carry_out(event.order, partial(self._owner.route, event.order))
             return
         try:
             effects = self.brain.step(event, time.monotonic())
@@ -384,15 +386,15 @@ class AgentLoop:
             # A bug of ours, never the result of bad input. The state machine may now be wrong, so
             # its effects are dropped.
             logger.exception("a bug in elasticrun: %s", error)
-            self._end_of_defect(f"{type(event).__name__} was not understood", error)
+            self._end_after_defect(f"{type(event).__name__} was not understood", error)
             return
         for effect in effects:
             if isinstance(effect, fx.Exit):
                 self._exit = effect
                 return
-            self._carried(effect, partial(self._owner.perform, effect))
+            self._carry_out(effect, partial(self._owner.perform, effect))
 
-    def _carried(self, what: fx.AgentEffect | m.Order, work: Callable[[], None]) -> None:
+    def _carry_out(self, what: fx.AgentEffect | m.Order, work: Callable[[], None]) -> None:
         """Run `work`. Its failure is a bug of ours that the state machine does not see; the next
         effect still runs."""
         try:
@@ -402,8 +404,8 @@ class AgentLoop:
             logger.exception("a bug in elasticrun: cannot execute %s", name)
             self._faults += 1
             if isinstance(what, AWAITED) or self._faults >= MAX_FAULTS:
-                self._end_of_defect(f"cannot execute {name}", error)
+                self._end_after_defect(f"cannot execute {name}", error)
 
-    def _end_of_defect(self, what: str, error: Exception) -> None:
+    def _end_after_defect(self, what: str, error: Exception) -> None:
         sentence = f"a bug in elasticrun, please report it: {what} ({error!r})"
         self.finish(fx.Exit(EXIT_FAILED, sentence, (), 0))

@@ -72,12 +72,12 @@ class WarmChild:
         self._pidfd = os.pidfd_open(pid)
         self._guard = guard
         self._buffer = frames.FrameBuffer(spawning.FromWarm)
-        self.over: asyncio.Event | None = None
-        self.unguarded = False
+        self.swept: asyncio.Event | None = None
+        self.has_lost_guard = False
         self._late: asyncio.TimerHandle | None = None
 
     @property
-    def watched(self) -> bool:
+    def is_guarded(self) -> bool:
         """Whether its guard is still connected."""
         return self._guard.fileno() >= 0
 
@@ -86,7 +86,7 @@ class WarmChild:
         exited."""
         import asyncio  # late: asyncio is not imported when a fork server is requested
 
-        self.over = asyncio.Event()
+        self.swept = asyncio.Event()
         self._guard.setblocking(False)
         asyncio.get_running_loop().add_reader(self._guard, self._readable, ended)
 
@@ -133,7 +133,7 @@ class WarmChild:
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._guard)
         self._guard.close()
-        self.unguarded = True
+        self.has_lost_guard = True
         self._late = loop.call_later(OWN_END, self.kill)
         loop.add_reader(self._pidfd, self._exited, ended)
 
@@ -147,8 +147,8 @@ class WarmChild:
 
     def _ended(self, code: int, ended: Callable[[int], None]) -> None:
         self._settle(code)
-        assert self.over is not None
-        self.over.set()
+        assert self.swept is not None
+        self.swept.set()
         ended(code)
 
     def _settle(self, code: int) -> None:
@@ -166,8 +166,8 @@ def fork_server(
         path = find(environ)
         if path is not None and (path.is_socket() or environ.get(env.WARM_SERVER)):
             return ask(path, environ, ignored)
-        if path is not None and (reason := _elsewhere(path, environ)):
-            _not_used("", reason)
+        if path is not None and (reason := _mismatch(path, environ)):
+            _log_not_used("", reason)
     return None
 
 
@@ -185,7 +185,7 @@ def ask(
             answer = _ask(guard, request, theirs)
             if isinstance(answer, spawning.Forked):
                 return WarmChild(answer.pid, guard), ours
-            _not_used(environ.get(env.WARM_SERVER, ""), f"{answer.reason}; {REMEDY}")
+            _log_not_used(environ.get(env.WARM_SERVER, ""), f"{answer.reason}; {REMEDY}")
         except BaseException:
             guard.close()
             raise
@@ -194,7 +194,7 @@ def ask(
         if environ.get(env.WARM_SERVER):  # else it has exited since
             logger.log(NOTICE, "no warm process at %s", path)
     except (OSError, frames.FrameError) as error:
-        _not_used(environ.get(env.WARM_SERVER, ""), _words(error))
+        _log_not_used(environ.get(env.WARM_SERVER, ""), _words(error))
     finally:
         theirs.close()
     ours.close()
@@ -304,7 +304,7 @@ def _words(error: Exception) -> str:
 
 
 @functools.cache  # once per process: every started fork server would repeat it
-def _not_used(named: str, reason: str) -> None:
+def _log_not_used(named: str, reason: str) -> None:
     """Log why the warm process is not used: visibly by default, because nothing else explains slow
     starts, but at level INFO if the user has named it (`named`), as our pytest plugin does."""
     logger.log(logging.INFO if named else NOTICE, "the warm process is not used: %s", reason)
@@ -339,7 +339,7 @@ def _threads_of(pid: int) -> str:
     return found.removeprefix(name).decode(errors="replace") or "not set"
 
 
-def _elsewhere(path: Path, environ: Mapping[str, str]) -> str:
+def _mismatch(path: Path, environ: Mapping[str, str]) -> str:
     """If no warm process listens at `path`: how another one of this environment differs, and the
     command that starts a matching one. Empty if there is no other."""
     here, found = _place_of("self"), ""

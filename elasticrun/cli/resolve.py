@@ -259,9 +259,9 @@ def run_plan(
 
 def _commit(flags: FlagValues) -> str:
     """The commit in --git."""
-    from elasticrun.agent.workers.checkout import parsed  # late: few jobs use it
+    from elasticrun.agent.workers.checkout import parse_source  # late: few jobs use it
 
-    return parsed(flags.text("git")).ref
+    return parse_source(flags.text("git")).ref
 
 
 def _node_id(flags: FlagValues, meeting: Meeting) -> str:

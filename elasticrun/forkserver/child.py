@@ -22,7 +22,7 @@ from typing import Any, Final, NoReturn
 
 from elasticrun.forkserver.helpers import numa
 from elasticrun.forkserver.helpers.helper import environment
-from elasticrun.forkserver.lazy_imports import GUARDED, Baseline, Stash
+from elasticrun.forkserver.lazy_imports import GUARDED, Baseline, HiddenModules
 from elasticrun.forkserver.program import BecomeRank, Program
 from elasticrun.host.system import processes
 from elasticrun.host.system.title import become_program
@@ -134,7 +134,9 @@ class Inherited:
     baseline: Baseline
 
 
-def become_rank(inherited: Inherited, order: SpawnRank, page: Page, stash: Stash) -> NoReturn:
+def become_rank(
+    inherited: Inherited, order: SpawnRank, page: Page, hidden: HiddenModules
+) -> NoReturn:
     """In a fresh fork with signals blocked: raise BecomeRank with the program ready to run."""
     _settle(inherited, order, page)
     _dispositions(inherited, for_python=True)
@@ -142,11 +144,11 @@ def become_rank(inherited: Inherited, order: SpawnRank, page: Page, stash: Stash
     set_environ(environ)
     _renew_streams()
     inherited.baseline.exits.release()
-    _renew_library_state(stash)
+    _renew_library_state(hidden)
     program = Program(order.entry, order.error_file, inherited.mask, inherited.baseline.excepthook)
     program.prepare()
-    again = FreshStart(inherited, order, page, stash, environ)
-    stash.activate(again.take)
+    again = FreshStart(inherited, order, page, hidden, environ)
+    hidden.activate(again.take)
     words = command(order.entry)
     become_program(
         [os.fsencode(word) for word in words], [n + b"=" + v for n, v in environ.items()]
@@ -154,7 +156,7 @@ def become_rank(inherited: Inherited, order: SpawnRank, page: Page, stash: Stash
     processes.set_name(os.fsencode(os.path.basename(words[0])))
     gc.enable()
     if order.monitor:
-        recorder.enable(getattr(stash.modules.get("torch"), "__version__", ""))
+        recorder.enable(getattr(hidden.modules.get("torch"), "__version__", ""))
         monitor.start(order.monitor)
     again.watch()
     raise BecomeRank(program)
@@ -277,22 +279,22 @@ def set_environ(environ: Mapping[bytes, bytes]) -> None:
     held.update(environ)
 
 
-def _renew_library_state(stash: Stash) -> None:
+def _renew_library_state(hidden: HiddenModules) -> None:
     """Renew state that imports create once per process, such as random generators. The server made
     it when it imported the libraries; a rank needs its own before the script's first line."""
     main_thread: Any = threading.main_thread()
     main_thread._set_native_id()
-    if process := stash.modules.get("multiprocessing.process"):
+    if process := hidden.modules.get("multiprocessing.process"):
         key = process.AuthenticationString(os.urandom(32))
         process.current_process().__dict__["_config"]["authkey"] = key
-    if tempfile := stash.modules.get("tempfile"):
+    if tempfile := hidden.modules.get("tempfile"):
         tempfile.tempdir = tempfile._name_sequence = None
-    if logging := stash.modules.get("logging"):
+    if logging := hidden.modules.get("logging"):
         clock = time.time if sys.version_info < (3, 13) else time.time_ns
         logging._startTime = clock()
-    if numpys := stash.modules.get("numpy.random"):  # only older numpy imports it with numpy
+    if numpys := hidden.modules.get("numpy.random"):  # only older numpy imports it with numpy
         numpys.set_bit_generator(numpys.MT19937())
-    if torch := stash.modules.get("torch"):
+    if torch := hidden.modules.get("torch"):
         torch.default_generator.seed()
 
 
@@ -315,10 +317,10 @@ class FreshStart:
         inherited: Inherited,
         order: SpawnRank,
         page: Page,
-        stash: Stash,
+        hidden: HiddenModules,
         environ: Mapping[bytes, bytes],
     ) -> None:
-        self._inherited, self._order, self._page, self._stash = inherited, order, page, stash
+        self._inherited, self._order, self._page, self._hidden = inherited, order, page, hidden
         self._environ = environ
         self._folder = os.getcwd()
         self._umask = os.umask(0)
@@ -377,13 +379,13 @@ class FreshStart:
         return "written something" if now - self._written > self._compiled else ""
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
-        if not self._stash.modules:
+        if not self._hidden.modules:
             if not self._is_removed:  # the search for the hook is an audited event too
                 self._is_removed = True
                 _remove_hook(self._audit)
             return
         if event == "import":
-            if args[0] in GUARDED and args[0] in self._stash.modules:
+            if args[0] in GUARDED and args[0] in self._hidden.modules:
                 self._guard()
         elif event == "open":
             self._opened(*args[:3])
@@ -393,7 +395,7 @@ class FreshStart:
     def _guard(self) -> None:
         """Keep our finder first: an import hook before it would load a second copy of torch's
         libraries."""
-        finder = self._stash.finder
+        finder = self._hidden.finder
         if sys.meta_path[:1] != [finder]:
             self.take("a finder was put in front of sys.meta_path before torch was imported")
             with suppress(ValueError):

@@ -105,7 +105,7 @@ class Children:
         if not forked:
             child.exec_rank(self._inherited, order, page, self._prepared.python)
         try:
-            child.become_rank(self._inherited, order, page, self._prepared.stash)
+            child.become_rank(self._inherited, order, page, self._prepared.hidden)
         except BecomeRank:
             raise
         except BaseException as error:  # report our own bug as a sentence, not as a traceback
@@ -122,7 +122,7 @@ class Children:
                               "torch was imported with"))  # fmt: skip
             return "environment"
         if not self._stale:
-            self._stale = self._prepared.stash.stale()
+            self._stale = self._prepared.hidden.stale()
             if self._stale:
                 self._report(Stale(f"{self._stale} has changed since it was imported"))
         return self._stale
@@ -131,8 +131,8 @@ class Children:
         """Names of variables that an import has read with values other than this rank's."""
         environ = environment(self._inherited.baseline.environ, order)
         now = {os.fsdecode(name): os.fsdecode(value) for name, value in environ.items()}
-        stash = self._prepared.stash
-        return stash.environment.changed(stash.packages, now)
+        hidden = self._prepared.hidden
+        return hidden.environment.changed(hidden.packages, now)
 
     def spawn_helper(self, order: Order) -> None:
         """Fork or exec a helper; report Spawned or SpawnFailed, then its messages and its exit.

@@ -8,8 +8,8 @@ numpy with everything that its import loads; torch with everything that is left.
 of an import (`Effects`) are restored with it, and none later.
 
 A module is restored only if the script's own import system would find the same file. If the import
-of numpy or torch would now differ from the server's, `Stash.why_differs` gives the reason and the
-rank execs itself (`child.py`).
+of numpy or torch would now differ from the server's, `HiddenModules.why_differs` gives the reason
+and the rank execs itself (`child.py`).
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class Effects:
         )
 
     def undo(self) -> None:
-        """Undo the effects in the server. `Stash.hide` and the child reset the other ones."""
+        """Undo the effects in the server. `HiddenModules.hide` and the child reset the others."""
         for name in self.of_sys:
             vars(sys).pop(name, None)
         for name, logger in self.loggers.items():
@@ -256,7 +256,7 @@ class Root(NamedTuple):
     effects: Effects
 
 
-class Stash:
+class HiddenModules:
     """The preloaded modules, and how they are restored."""
 
     def __init__(self, baseline: Baseline) -> None:
@@ -266,7 +266,7 @@ class Stash:
         self.environment = Environment(saw)
         self.files: dict[str, int] = {}
         """mtime in ns of every file whose change makes this process stale."""
-        self.too_late: Callable[[str], None] | None = None
+        self.exec_instead: Callable[[str], None] | None = None
         """Called in a rank if numpy or torch must not come from here: execs the rank. Returns if
         that is impossible. None in our own processes, which use whatever is imported."""
         self._sealed: frozenset[str] = frozenset()
@@ -276,8 +276,8 @@ class Stash:
         self._units: dict[str, list[str]] = {}
         self._callables: dict[str, dict[str, Any]] = {}
         """Functions and classes of each module of the standard library."""
-        self._returned: dict[str, Any] = {}
-        self._happened: set[str] = set()
+        self._restored_modules: dict[str, Any] = {}
+        self._applied: set[str] = set()
         self._path: list[str] = []
         self._lock = _thread.RLock()  # a rank's threads may import at the same moment
         self.finder = _Finder(self)
@@ -404,10 +404,10 @@ class Stash:
 
     # ------------------------------------------------------------ in the child
 
-    def activate(self, too_late: Callable[[str], None]) -> None:
+    def activate(self, exec_instead: Callable[[str], None]) -> None:
         """In a rank: restore modules on import from now on. Call right before the script starts,
         when sys.path is the script's."""
-        self.too_late = too_late
+        self.exec_instead = exec_instead
         self._path = list(sys.path)
         _set_filters(self.baseline.filters)
 
@@ -421,21 +421,21 @@ class Stash:
         module = self.modules[name]
         names = self._closure(name)
         installed = any(n.partition(".")[0] not in sys.stdlib_module_names for n in names)
-        if self.too_late is not None and installed and (reason := self.why_differs(names)):
-            self.too_late(reason)
+        if self.exec_instead is not None and installed and (reason := self.why_differs(names)):
+            self.exec_instead(reason)
         for each in [each for each in self.modules if each in names]:
             found = self.modules.pop(each)
             if each not in sys.modules or not _is_blank(found):
                 sys.modules[each] = found
-            self._returned[each] = sys.modules[each]
+            self._restored_modules[each] = sys.modules[each]
         for root in self.roots:
-            if root.name in names and root.name not in self._happened:
-                self._happened.add(root.name)
+            if root.name in names and root.name not in self._applied:
+                self._applied.add(root.name)
                 root.effects.apply(self.baseline.affinity)
         self.baseline.exits.register_held(names)
         if not any(root.name in self.modules for root in self.roots):
             self.modules.clear()  # no root is left
-            self._returned.clear()
+            self._restored_modules.clear()
             with contextlib.suppress(ValueError):
                 sys.meta_path.remove(self.finder)
         return module
@@ -493,7 +493,7 @@ class Stash:
             yield f"sys.meta_path was changed {before}"
         if sys.path_hooks[: len(self.baseline.path_hooks)] != self.baseline.path_hooks:
             yield f"sys.path_hooks was changed {before}"
-        for name, module in self._returned.items():
+        for name, module in self._restored_modules.items():
             if sys.modules.get(name) is not module:
                 yield f"{name} was replaced in sys.modules {before}"
         for name in names:
@@ -501,31 +501,31 @@ class Stash:
                 yield f"{name} was put into sys.modules {before}"
         if sys.path != self._path:
             for top in sorted(tops & self.modules.keys()):
-                if not _is_same(self.modules[top], self.by_others(top)):
+                if not _is_same(self.modules[top], self.find_by_others(top)):
                     yield f"sys.path was changed {before}, where another {top} is"
-        for name in self._returned:
+        for name in self._restored_modules:
             for each, value in self._callables.get(name, {}).items():
-                if vars(self._returned[name]).get(each) is not value:
+                if vars(self._restored_modules[name]).get(each) is not value:
                     yield f"{name}.{each} was replaced {before}"
         yield self._logging_differs(before)
         if path := self.stale():
             yield f"{path} has changed since it was imported"
 
     def _logging_differs(self, before: str) -> str:
-        logging: Any = self._returned.get("logging")
+        logging: Any = self._restored_modules.get("logging")
         if logging is None:
             return ""
         if logging.getLoggerClass() is not logging.Logger or logging.root.manager.loggerClass:
             return f"logging has another class of loggers {before}"
         for root in self.roots:
-            if root.name not in self._happened:
+            if root.name not in self._applied:
                 for name, logger in root.effects.loggers.items():
                     there = logging.root.manager.loggerDict.get(name)
                     if isinstance(there, logging.Logger) and isinstance(logger, logging.Logger):
                         return f"the logger {name} was made {before}"
         return ""
 
-    def by_others(
+    def find_by_others(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """The spec that the finders after ours find."""
@@ -628,37 +628,37 @@ def _set_filters(filters: Sequence[Any]) -> None:
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds hidden modules, with the same spec that the other finders would return."""
 
-    def __init__(self, stash: Stash) -> None:
-        self._stash = stash
+    def __init__(self, hidden: HiddenModules) -> None:
+        self._hidden = hidden
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        module = self._stash.modules.get(name)
+        module = self._hidden.modules.get(name)
         if module is None:
             return None
-        spec = self._stash.by_others(name, path, target)
+        spec = self._hidden.find_by_others(name, path, target)
         top = name.partition(".")[0]
         if not _is_same(module, spec):
             if top not in GUARDED:
                 return spec
-            if self._stash.too_late is not None:
+            if self._hidden.exec_instead is not None:
                 found = getattr(spec, "origin", None) or "none"
-                self._stash.too_late(f"the import of {name} finds another file now ({found})")
+                self._hidden.exec_instead(f"the import of {name} finds another file now ({found})")
         if spec is None:
             spec = importlib.machinery.ModuleSpec(name, None)
-        _load_from(self._stash, spec, getattr(module, "__spec__", None))
+        _load_from(self._hidden, spec, getattr(module, "__spec__", None))
         return spec
 
 
-def _load_from(stash: Stash, spec: importlib.machinery.ModuleSpec, own: Any) -> None:
+def _load_from(hidden: HiddenModules, spec: importlib.machinery.ModuleSpec, own: Any) -> None:
     """Replace the spec's loader by one that loads nothing: the module exists and its code has
     run."""
     original: Any = spec.loader
     spec.loader = loader = _like(original)
 
     def create_module(spec: importlib.machinery.ModuleSpec) -> Any:
-        module = stash.restore(spec.name)
+        module = hidden.restore(spec.name)
         if module is None and original is not None:
             spec.loader = original
             return original.create_module(spec)

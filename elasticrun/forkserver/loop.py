@@ -279,7 +279,7 @@ def run(words: Sequence[str], modules: Collection[str]) -> NoReturn:
         complain(str(lost))
         sys.exit(EXIT_CONFUSED)
     if prepared.mode == "fork":
-        prepared.stash.hide()
+        prepared.hidden.hide()
     gc.freeze()  # keeps the collector from touching, and so copying, shared pages
     Server(talk, prepared).run(early)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from elasticrun.forkserver import trust
 from elasticrun.forkserver.child import Inherited
-from elasticrun.forkserver.lazy_imports import Baseline, Stash, mtime
+from elasticrun.forkserver.lazy_imports import Baseline, HiddenModules, mtime
 from elasticrun.forkserver.program import hides_frames
 from elasticrun.forkserver.renew import Walked, environment_watch
 from elasticrun.host.system import processes
@@ -50,10 +50,10 @@ def installed_folders() -> list[str]:
 
 
 class Preloader:
-    """Imports modules on purpose; the stash records what each import loads."""
+    """Imports modules on purpose, and records what each import loads."""
 
-    def __init__(self, stash: Stash) -> None:
-        self._stash = stash
+    def __init__(self, hidden: HiddenModules) -> None:
+        self._hidden = hidden
         self._folders = installed_folders()
 
     def import_torch(self) -> None:
@@ -71,7 +71,7 @@ class Preloader:
         if readers := self._rank_readers(set()):
             raise Poisoned("torch", readers)
         # One file for each package that torch imports; every upgrade rewrites it.
-        brought = [name for root in self._stash.roots for name in root.modules]
+        brought = [name for root in self._hidden.roots for name in root.modules]
         tops = {name for name in brought if "." not in name}
         self._note_files(tops - sys.stdlib_module_names)
         self._note_files({"torch.version"} & sys.modules.keys())
@@ -91,7 +91,7 @@ class Preloader:
     # ------------------------------------------------------------
 
     def _try(self, name: str) -> str:
-        reads = set(self._stash.environment.reads)
+        reads = set(self._hidden.environment.reads)
         hooks = _hooks()
         path = list(sys.path)
         before = set(sys.modules)
@@ -114,15 +114,15 @@ class Preloader:
 
     def _import(self, name: str) -> None:
         try:
-            with self._stash.importing(name), environment_watch() as reads:
+            with self._hidden.importing(name), environment_watch() as reads:
                 importlib.import_module(name)
         except Walked as walked:
             raise Poisoned(name, str(walked)) from None
-        known = self._stash.environment.reads
+        known = self._hidden.environment.reads
         known |= {variable: file for variable, file in reads.items() if variable not in known}
 
     def _rank_readers(self, known: set[str]) -> str:
-        reads = self._stash.environment.reads
+        reads = self._hidden.environment.reads
         found = sorted((reads.keys() - known) & RANK_VARIABLES)
         if not found:
             return ""
@@ -147,7 +147,7 @@ class Preloader:
         for name in names:
             path = getattr(sys.modules.get(name), "__file__", None)
             if isinstance(path, str) and (now := mtime(path)) >= 0:
-                self._stash.files.setdefault(path, now)
+                self._hidden.files.setdefault(path, now)
 
 
 def _hooks() -> dict[str, object]:
@@ -164,7 +164,7 @@ class Prepared:
     fork was requested."""
 
     inherited: Inherited
-    stash: Stash
+    hidden: HiddenModules
     preloader: Preloader
     python: str
     mode: str = "exec"
@@ -181,11 +181,11 @@ def prepare(
     """Import what ranks will share and check the result. Raises Poisoned if a preloaded module has
     spoiled this process; then exec again with that module in `refused`. `stock`: what a warm
     process has imported, if this process is a fork of one."""
-    stash = Stash(inherited.baseline) if stock is None else stock.stash
-    preloader = Preloader(stash) if stock is None else stock.preloader
+    hidden = HiddenModules(inherited.baseline) if stock is None else stock.hidden
+    preloader = Preloader(hidden) if stock is None else stock.preloader
     prepared = Prepared(
         inherited=inherited,
-        stash=stash,
+        hidden=hidden,
         preloader=preloader,
         python=os.environ.get(PYTHON_EXEC, ""),
     )
@@ -215,9 +215,9 @@ def _get_ready(prepared: Prepared, configure: Configure, refused: list[str]) -> 
     prepared.can_fork_stores = not verdict
     reason = reason or backend or verdict
     if not reason:
-        prepared.stash.seal()
-        reason = trust.shadowed(configure.entry, prepared.stash.top_names(), os.environ)
-        reads = prepared.stash.environment.reads
+        prepared.hidden.seal()
+        reason = trust.shadowed(configure.entry, prepared.hidden.top_names(), os.environ)
+        reads = prepared.hidden.environment.reads
         reason = reason or trust.sets_too_late(configure.entry, reads.__contains__, os.environ)
     if not reason and not hides_frames():
         prepared.remarks.append("this interpreter shows a frame of ours below the script's")
@@ -231,7 +231,7 @@ def _about_torch(verdict: str) -> str:
 def _imports(prepared: Prepared, configure: Configure, refused: list[str], *, alone: bool) -> str:
     """Import torch and, unless ranks will be exec'd, the modules of --preload."""
     try:
-        if not prepared.stash.roots:  # else a warm process has imported it
+        if not prepared.hidden.roots:  # else a warm process has imported it
             prepared.preloader.import_torch()
     except Poisoned as poison:
         return _about_torch(poison.reason)
@@ -248,7 +248,7 @@ class Stock:
     """What a warm process has imported, for its fork servers."""
 
     baseline: Baseline
-    stash: Stash
+    hidden: HiddenModules
     preloader: Preloader
     torch: str
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from elasticrun.agent.workers import checkout
-from elasticrun.agent.workers.checkout import GitError, GitSource, parsed, pinned
+from elasticrun.agent.workers.checkout import GitError, GitSource, parse_source, pin_source
 from tests import needs
 from tests.harness import LIMIT, World, await_true, free_port, ran, until_file
 
@@ -155,8 +155,8 @@ def variables(password: str = SECRET) -> dict[str, str]:
     ],
 )
 def test_what_git_says(text: str, url: str, ref: str, repository: str) -> None:
-    assert parsed(text) == GitSource(url, ref)
-    assert parsed(text).repository == repository
+    assert parse_source(text) == GitSource(url, ref)
+    assert parse_source(text).repository == repository
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_what_git_says(text: str, url: str, ref: str, repository: str) -> None:
 )
 def test_what_it_cannot_say(text: str) -> None:
     with pytest.raises(GitError, match="--git") as told:
-        parsed(text)
+        parse_source(text)
     assert "pass@" not in str(told.value)
 
 
@@ -180,9 +180,9 @@ def test_what_it_cannot_say(text: str) -> None:
 def test_a_commit_for_a_name_and_a_checkout_of_it(origin: Origin, tmp_path: Path) -> None:
     """A tag, the default branch, a commit; the folder changes its commit, not what is edited."""
     environ = variables()
-    first, second = (pinned(parsed(origin.url + name), environ) for name in ("@v1", ""))
+    first, second = (pin_source(parse_source(origin.url + name), environ) for name in ("@v1", ""))
     assert (first.ref, second.ref) == (origin.first, origin.second)
-    assert pinned(first, {}) is first  # a commit needs no server
+    assert pin_source(first, {}) is first  # a commit needs no server
     (tmp_path / f"work/code/.train.{os.uname().nodename}.1/half").mkdir(parents=True)
     folder = check_out(first, tmp_path / "work", environ)
     assert folder == tmp_path / "work/code/train"
@@ -238,7 +238,7 @@ def test_variables_that_mean_another_repository(origin: Origin, tmp_path: Path) 
     git(mine, "add", ".")
     git(mine, "commit", "-qm", "mine")
     environ = {**variables(), "GIT_DIR": str(mine / ".git"), "GIT_WORK_TREE": str(mine)}
-    check_out(pinned(parsed(origin.url), environ), tmp_path, environ)
+    check_out(pin_source(parse_source(origin.url), environ), tmp_path, environ)
     assert (mine / "file").read_text() == "mine"
     assert not git(mine, "status", "--porcelain")
 
@@ -247,7 +247,7 @@ def test_variables_that_mean_another_repository(origin: Origin, tmp_path: Path) 
 def test_why_there_is_no_code(origin: Origin, tmp_path: Path) -> None:
     def told(text: str, environ: dict[str, str]) -> str:
         with pytest.raises(GitError) as wrong:
-            check_out(pinned(parsed(text), environ), tmp_path, environ)
+            check_out(pin_source(parse_source(text), environ), tmp_path, environ)
         assert "\n" not in str(wrong.value)
         assert SECRET not in str(wrong.value)
         return str(wrong.value)

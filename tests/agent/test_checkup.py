@@ -94,7 +94,7 @@ async def test_what_is_told(level: int, then: str, monkeypatch, caplog) -> None:
     with caplog.at_level(logging.INFO, "elasticrun"):
         mine.start()
         await mine._findings
-        unfit = await mine.unfit()
+        unfit = await mine.why_unfit()
     assert caplog.messages == [
         "this machine: b: so so; mend",
         f"this machine is unfit: c: bad; leave{then}",
@@ -108,7 +108,7 @@ async def test_only_precheck_ends_an_agent(monkeypatch, level: int, unfit: bool)
 
     mine = Checkup(node_context(launched(precheck=level)))
     mine.start()
-    said = await mine.unfit()
+    said = await mine.why_unfit()
     mine.close()  # the loop goes on in the next test
     assert said.endswith("c: bad; leave (and 1 more)") is unfit
     assert bool(said) is unfit
@@ -121,7 +121,7 @@ async def test_nobody_waits_for_a_check_that_hangs(monkeypatch) -> None:
     mine = Checkup(node_context())
     mine.start()
     await asyncio.sleep(0)
-    assert await mine.unfit() == ""
+    assert await mine.why_unfit() == ""
     mine.close()
     assert not go.is_set()
     go.set()
@@ -142,7 +142,7 @@ def test_what_an_agent_wants_of_its_machine(tmp_path: Path) -> None:
 
 @pytest.fixture
 def at_once(monkeypatch) -> Place:
-    """A master is asked as soon as it has welcomed the agent; where it is."""
+    """A master is asked as soon as it has on_welcome the agent; where it is."""
     monkeypatch.setattr(own, "ASK_AFTER", 0.0)
     monkeypatch.setattr(own, "ANSWER_LIMIT", LIMIT)
     return Place("elastic", "localhost", 29400)
@@ -170,7 +170,7 @@ async def test_an_agent_of_several_asks_a_while_after_its_welcome(
     async with serving(token=TOKEN) as served:
         spec = {"max_nodes": 2 if several else 1}
         mine = Checkup(node_context(launched(spec), place=at_once, identity=TRUSTED))
-        mine.welcomed(served.endpoint)
+        mine.on_welcome(served.endpoint)
         assert (mine._asking is not None) is several
         if mine._asking is not None:
             await asyncio.wait_for(mine._asking, LIMIT)
@@ -185,7 +185,7 @@ async def test_its_finding_ends_nothing(level: int, at_once: Place, monkeypatch,
     with caplog.at_level(logging.WARNING, "elasticrun"):
         async with serving(token=TOKEN) as served:
             mine = Checkup(node_context(launch, place=at_once, identity=TRUSTED))
-            mine.welcomed(served.endpoint)
+            mine.on_welcome(served.endpoint)
             await asyncio.wait_for(mine._asking, LIMIT)
     assert "this machine is unfit: c: bad; leave; the agent continues" in caplog.messages
 
@@ -194,7 +194,7 @@ async def test_a_silent_master_is_no_finding(at_once: Place, caplog, monkeypatch
     monkeypatch.setattr(own, "ANSWER_LIMIT", 6.0)
     with caplog.at_level(logging.INFO, "elasticrun"):
         mine = Checkup(node_context(launched({"max_nodes": 2}), place=at_once))
-        mine.welcomed(Endpoint("127.0.0.1", free_port()))
+        mine.on_welcome(Endpoint("127.0.0.1", free_port()))
         await asyncio.wait_for(mine._asking, LIMIT)
     (record,) = caplog.records
     assert record.levelno == logging.INFO

@@ -203,9 +203,9 @@ def test_in_words(status: GroupStatus, said: str) -> None:
 
 
 async def test_a_wait_is_told_again_and_a_short_one_never(monkeypatch) -> None:
-    for name in ("SOON", "AGAIN"):
+    for name in ("LOG_SOON_AFTER", "LOG_AGAIN_AFTER"):
         monkeypatch.setattr(job_log, name, 0.0)
-    monkeypatch.setattr(job_log, "LATE", 3600.0)
+    monkeypatch.setattr(job_log, "LOG_LATE_AFTER", 3600.0)
     said: list[str] = []
     twice = asyncio.Event()
 
@@ -233,8 +233,8 @@ async def test_a_wait_is_told_again_and_a_short_one_never(monkeypatch) -> None:
 async def test_a_node_that_has_left_within_a_second_says_nothing_before(
     seconds: float, told: list[GroupStatus], monkeypatch
 ) -> None:
-    monkeypatch.setattr(job_log, "AGAIN", 3600.0)
-    monkeypatch.setattr(job_log, "LEAVING", seconds)
+    monkeypatch.setattr(job_log, "LOG_AGAIN_AFTER", 3600.0)
+    monkeypatch.setattr(job_log, "LOG_LEAVING_AFTER", seconds)
     said: list[GroupStatus] = []
     waits = job_log.LongWaits(said.append)
     waits.update(LEAVES)
@@ -249,7 +249,7 @@ async def test_a_node_that_has_left_within_a_second_says_nothing_before(
 async def test_a_master_is_missed_only_where_it_stays_away(
     *, stays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_log, "SOON", 0.0)
+    monkeypatch.setattr(job_log, "LOG_SOON_AFTER", 0.0)
     said: list[Note] = []
     lost = replace(ALONE, state=State.RUNNING, master_lost="no master answers: reset")
     note = Note("no master answers (reset)", "warning", why=NoMaster("reset"))

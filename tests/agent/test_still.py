@@ -83,7 +83,7 @@ async def begun(monkeypatch) -> AsyncIterator[Node]:
             await node.until(lambda: node.server.ready is not None)
             node.pid = node.server.process.pid
             node.first, node.second = await node.ranks(2)
-            await node.until(lambda: node.server._silence.is_set is False)
+            await node.until(lambda: node.server._answer_timer.is_set is False)
             monkeypatch.setattr(spawner, "ANSWER_LIMIT", 1.0)
             yield node
         finally:
@@ -120,10 +120,10 @@ async def test_a_fork_server_that_nobody_needs_may_stand_still(node: Node, monke
     await node.until(lambda: asyncio.get_running_loop().time() > still)
     monkeypatch.setattr(spawner, "ANSWER_LIMIT", LIMIT)
     os.kill(node.first.pid, signal.SIGKILL)
-    await node.until(lambda: node.server._silence.is_set)
+    await node.until(lambda: node.server._answer_timer.is_set)
     os.kill(node.pid, signal.SIGCONT)
     await node.until(node.exits)
-    await node.until(lambda: node.server._silence.is_set is False)
+    await node.until(lambda: node.server._answer_timer.is_set is False)
     assert not node.reasons
     assert node.server.process.pid == node.pid
     os.kill(node.second.pid, 0)
@@ -153,7 +153,7 @@ async def test_an_agent_that_stood_still_gives_the_fork_server_another_limit(nod
     os.kill(node.pid, signal.SIGSTOP)
     node.children[node.first.key].signal(0)
     threading.Event().wait(2 * spawner.ANSWER_LIMIT)  # the loop stands still, as on Ctrl-Z
-    await node.until(lambda: node.server._silence._left > 0)  # it has looked
+    await node.until(lambda: node.server._answer_timer._left > 0)  # it has looked
     os.kill(node.pid, signal.SIGCONT)
-    await node.until(lambda: node.server._silence.is_set is False)
+    await node.until(lambda: node.server._answer_timer.is_set is False)
     assert not node.reasons

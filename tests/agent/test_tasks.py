@@ -97,7 +97,7 @@ def test_a_place_of_a_node_that_does_not_answer(monkeypatch, caplog) -> None:
         one = object.__new__(node.NodeAgent)
         one._shared = node_context(writer=StderrWriter())
         one._events = SimpleNamespace()
-        await one._introduce()
+        await one._identify()
         return one._shared.identity.node_id
 
     assert re.search("-[0-9a-f]{8}$", asyncio.run(body()))
@@ -270,7 +270,7 @@ def test_a_log_folder_that_does_not_answer_ends_the_start(monkeypatch, caplog) -
     one._checkup, one._output = Checkup(), Output()
     one.fatal = fatal.append
     with caplog.at_level(logging.WARNING, logger="elasticrun"):
-        asyncio.run(one._set_out(None))
+        asyncio.run(one._start_up(None))
     go.set()
     assert fatal == ["--log-dir /dev/null: the disk has not answered for 0.1 s"]
     assert "the disk does not answer" in caplog.text

@@ -65,7 +65,7 @@ def test_one_for_another_number_of_threads_is_not_used(
     )
     place = socket_path(theirs)
     caplog.set_level(logging.INFO, "elasticrun")
-    warm._not_used.cache_clear()
+    warm._log_not_used.cache_clear()
     with subprocess.Popen(
         [sys.executable, "-c", listens, str(place.parent), place.name],
         env=theirs, stdin=subprocess.PIPE, stdout=subprocess.PIPE,

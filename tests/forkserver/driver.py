@@ -167,7 +167,7 @@ class Driver(Conversation):
         trace: TracebackType | None,
     ) -> None:
         self.socket.close()
-        if isinstance(self.process, WarmChild) and not self.process.watched:
+        if isinstance(self.process, WarmChild) and not self.process.is_guarded:
             return
         try:
             self.process.wait(LIMIT)

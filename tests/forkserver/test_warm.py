@@ -341,8 +341,8 @@ from elasticrun.wire.spawning import Configure
 from elasticrun.wire.types import EntryKind, Entrypoint
 
 stock = keeper._import_stock(lazy_imports.Baseline(modules))
-index, again = lazy_imports.Stash._index, []
-lazy_imports.Stash._index = lambda self: (again.append(self), index(self))
+index, again = lazy_imports.HiddenModules._index, []
+lazy_imports.HiddenModules._index = lambda self: (again.append(self), index(self))
 entry = Entrypoint(EntryKind.SCRIPT, sys.argv[1])
 made = prepare.prepare(Configure("fork", (), entry, "spawn", False), None, [], stock)
 print(made.mode, len(again))

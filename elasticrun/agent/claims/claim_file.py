@@ -239,7 +239,7 @@ class ClaimFile:
                 linked = self._linked(draft, fd, name)
             finally:
                 self._discard(draft)
-            if not linked or (instead is not None and not self._succeed(name, claim, instead)):
+            if not linked or (instead is not None and not self._replace(name, claim, instead)):
                 return False
             undo.pop_all()
         self.release()
@@ -247,7 +247,7 @@ class ClaimFile:
         self.mine = claim
         return True
 
-    def _succeed(self, name: str, claim: Claim, instead: Claim) -> bool:
+    def _replace(self, name: str, claim: Claim, instead: Claim) -> bool:
         """Rename `name`, which contains `claim`, over the claim `instead`. Returns False if a third
         claim is valid. Reads the folder again first: NFS may have shown us an outdated one until we
         changed it."""

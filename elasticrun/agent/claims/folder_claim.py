@@ -133,7 +133,7 @@ class FolderClaim:
             self._once.log(words, logging.INFO)
             return True
         try:
-            return await self._try(path)
+            return await self._check_path(path)
         except NotWritable as wrong:
             remedy = "use a folder that this node can write to"
             self._once.log(f"no checkpoint can be written: {wrong}; {remedy}")
@@ -145,13 +145,13 @@ class FolderClaim:
             self._why = f"{path} has not answered for {FILE_LIMIT:g} s"
             return False
 
-    async def _try(self, path: str) -> bool:
+    async def _check_path(self, path: str) -> bool:
         if self._file is None or self._path != path:
             await self._leave(FILE_LIMIT)  # the ranks use another folder now
             self._path, self._renewals = path, Renewals()
             self._file = ClaimFile(os.path.join(path, NAME), private=False)
         file = self._file
-        claim, took = await on_disk(partial(_first, file, path))
+        claim, took = await on_disk(partial(_read_in_folder, file, path))
         term = self._term()
         if claim is not None and claim.words.get("job") != self._job_id:
             self._renewals.observe(claim, took)
@@ -214,7 +214,7 @@ def _local(url: str) -> str | None:
     return url.removeprefix("file://") if url.startswith("file:///") else None
 
 
-def _first(file: ClaimFile, path: str) -> tuple[Claim | None, float]:
+def _read_in_folder(file: ClaimFile, path: str) -> tuple[Claim | None, float]:
     try:
         os.makedirs(path, exist_ok=True)
     except OSError as error:

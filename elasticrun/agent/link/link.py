@@ -38,7 +38,7 @@ a master's return, and ten thousand agents do not connect at the same instant.""
 LOG_AFTER: Final = 4
 """Failed attempts at first contact after which the agent logs that no master answers."""
 
-STRANGER_AFTER: Final = 3
+FOREIGN_AFTER: Final = 3
 """Consecutive probes that found a silent or closing peer, after which the agent ends. A peer that
 speaks another protocol ends it at once. Applies only before the first Welcome."""
 
@@ -91,14 +91,14 @@ class Link:
         self._session: Session | None = None
         self._tasks = Tasks(owner.fatal)
         self._page = (0, "")
-        self._strange = 0
+        self._foreign_answers = 0
         self._nudge = asyncio.Event()
         self._moved = asyncio.Event()
         self._dialled: Endpoint | None = None
         self._tries = 0
         self._goodbye: Leaving | None = None  # a Leaving that no session could send
         self._started = False
-        self._greets = False  # a Hello is pending or accepted: a master may know this node
+        self._may_be_known = False  # a Hello is pending or accepted: a master may know this node
         self.connected = asyncio.Event()
         """Set when a master first accepts this node; never cleared."""
 
@@ -142,14 +142,14 @@ class Link:
     async def close(self, limit: float) -> None:
         """Send what is queued and stop. Takes up to `limit` seconds to send, and before that up to
         `limit` seconds to connect if a Leaving could not be sent yet."""
-        if self._goodbye is not None and self._greets:
+        if self._goodbye is not None and self._may_be_known:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.connected.wait(), limit)
         session, self._session = self._session, None
         if session is not None:
             await session.close(limit)
         self._tasks.close()
-        await self._tasks.over()
+        await self._tasks.wait()
 
     async def _run(self) -> None:
         loop, pause = asyncio.get_running_loop(), BACKOFF_FIRST
@@ -158,8 +158,8 @@ class Link:
             if session is None:
                 return
             began = loop.time()
-            self._take_up(session)
-            reason = await self._hold()
+            self._use_session(session)
+            reason = await self._keep_session()
             if self._session is None:  # close() has taken it
                 return
             ended, self._session = self._session, None
@@ -167,9 +167,9 @@ class Link:
             await ended.drop()
             # a session that keeps breaking just after its Welcome also gets a backoff
             lasted = loop.time() - began >= BACKOFF_MOST
-            pause = BACKOFF_FIRST if lasted else await self._rest(pause)
+            pause = BACKOFF_FIRST if lasted else await self._back_off(pause)
 
-    def _take_up(self, session: Session) -> None:
+    def _use_session(self, session: Session) -> None:
         self.connected.set()
         self._session = session
         if session.welcome is not None:
@@ -179,11 +179,11 @@ class Link:
             session.send(self._goodbye)
         session.exchange(
             lambda order: self._owner.linked(Ordered(order)),
-            lambda silent: self._silent(session, silent),
+            lambda silent: self._report_silence(session, silent),
             self._patience,
         )
 
-    def _silent(self, session: Session, silent: bool) -> None:
+    def _report_silence(self, session: Session, silent: bool) -> None:
         """Report that the master has fallen silent, or that it answers again.
 
         TCP reports a pulled cable only after about 15 minutes. The master's fence relies on the
@@ -198,7 +198,7 @@ class Link:
             self._owner.linked(Ordered(session.welcome))
         self._owner.linked(LinkBack())
 
-    async def _hold(self) -> str:
+    async def _keep_session(self) -> str:
         """Wait until the session has ended for good and return the reason. Replaces a session that
         is stale or whose master has moved."""
         while True:
@@ -216,7 +216,7 @@ class Link:
                 if self._session is not session:
                     await fresh.drop()
                     return "closed"
-                self._take_up(fresh)
+                self._use_session(fresh)
                 await session.drop()
             else:
                 self._nudge.clear()
@@ -236,9 +236,9 @@ class Link:
             if isinstance(outcome, Refused):
                 self._owner.linked(Ordered(outcome))
                 return None
-            pause = await self._rest(pause)
+            pause = await self._back_off(pause)
 
-    async def _rest(self, pause: float) -> float:
+    async def _back_off(self, pause: float) -> float:
         """Wait for the backoff or a nudge; returns the next backoff."""
         try:
             await asyncio.wait_for(self._nudge.wait(), pause * random.uniform(0.5, 1.0))
@@ -264,7 +264,7 @@ class Link:
         self._tries += 1
         if self._tries < LOG_AFTER:
             return None
-        final = await self._stranger(endpoint)
+        final = await self._check_foreign(endpoint)
         if final is None and self._tries == LOG_AFTER:
             self._owner.no_master(reason)
         return final
@@ -276,7 +276,7 @@ class Link:
         kept = False
         try:
             session = Session(endpoint, self._trust, await self._pem())
-            self._greets = True
+            self._may_be_known = True
             answer = await self._answer(session)
             if isinstance(answer, Welcome):
                 kept = True
@@ -292,7 +292,7 @@ class Link:
         except TimeoutError:
             return FailedDial("no answer")
         finally:
-            self._greets = kept
+            self._may_be_known = kept
             if session is not None and not kept:
                 await session.drop()
 
@@ -316,7 +316,7 @@ class Link:
         return await in_thread(lambda: auth.read_pem(files), limit=WELCOME_LIMIT, name="tls")
 
     def _welcomed(self, welcome: Welcome) -> None:
-        self._strange = 0
+        self._foreign_answers = 0
         self._warned = ""
         page = (welcome.term, welcome.status_url.partition("?")[0])  # each Welcome has a new key
         if welcome.status_url and page != self._page:
@@ -330,7 +330,7 @@ class Link:
             self._warned = reason
             logger.warning("%s; the ranks keep running, and this node keeps reconnecting", reason)
 
-    async def _stranger(self, endpoint: Endpoint) -> Refused | None:
+    async def _check_foreign(self, endpoint: Endpoint) -> Refused | None:
         """A refusal if retrying cannot help: another program owns the port, or the TLS settings do
         not match."""
         files, name = self._trust.files, self._trust.name
@@ -338,12 +338,12 @@ class Link:
         if answer is PortAnswer.INSECURE:
             return Refused(f"{endpoint}: {why}", code_of(Ending.REFUSED))
         if answer is PortAnswer.FOREIGN:
-            self._strange = STRANGER_AFTER
+            self._foreign_answers = FOREIGN_AFTER
         elif answer in (PortAnswer.SILENT, PortAnswer.CLOSED):
-            self._strange += 1
+            self._foreign_answers += 1
         else:
-            self._strange = 0
-        if self._strange < STRANGER_AFTER:
+            self._foreign_answers = 0
+        if self._foreign_answers < FOREIGN_AFTER:
             return None
         return Refused(
             f"{endpoint} is in use by a process that is not an elasticrun master; use another port",

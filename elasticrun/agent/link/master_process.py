@@ -61,7 +61,7 @@ RESTARTS: Final = (0.0, 0.0, 0.1, 0.3, 1.0)
 """Seconds before a process that died is restarted; the last value applies from the fifth time
 on."""
 
-MAX_STILLBORN: Final = 4
+MAX_EARLY_DEATHS: Final = 4
 """Masters that may die before one has ever served; more than that means a broken installation."""
 
 MAX_TAKEN: Final = 10
@@ -360,7 +360,7 @@ class MasterHost:
             )
         except OSError as error:
             logger.warning("the job master cannot be started: %s", error)
-            self._again()
+            self._restart_later()
             return
         if first is None:
             master.watch(self._node.reaper)
@@ -373,7 +373,7 @@ class MasterHost:
         os.set_blocking(master.output_fd, False)
         self._loop.add_reader(master.ready_fd, self._answered, master)
         self._loop.add_reader(master.output_fd, self._relay, master)
-        self._patience.wait(ANSWER_LIMIT, self._not_ready, master)
+        self._patience.wait(ANSWER_LIMIT, self._on_not_ready, master)
         master.on_exit(lambda code: self._ended(master, code))
 
     async def close(self, *, job_over: bool) -> None:
@@ -401,15 +401,15 @@ class MasterHost:
         if alone:
             self.kill()
         if self._master is not None:
-            self._let_go(self._master)
+            self._close_pipes(self._master)
         if self._master is not None and not alone:
             if self._record is not None:
                 self._record.release()  # the master removes the folder itself
-        elif (removed := self._forget()) is not None:
+        elif (removed := self._remove_record()) is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(removed.wait(), RECORD_LIMIT)
 
-    def _forget(self) -> asyncio.Event | None:
+    def _remove_record(self) -> asyncio.Event | None:
         """Remove the record in a thread. Returns an event that is set when that is done; None if
         there is no record or no thread."""
         import asyncio
@@ -440,7 +440,7 @@ class MasterHost:
         if not (data := self._read(master, "ready_fd")):
             return
         if self._answer:
-            self._ask_later(master)
+            self._ping_later(master)
             return
         try:
             answer = json.loads(data)
@@ -454,7 +454,7 @@ class MasterHost:
             everywhere = self._bind.host in ("::", "0.0.0.0")
             host = "127.0.0.1" if everywhere else self._bind.host
             self._bind = Endpoint(self._bind.host, port)
-            self._ask_later(master)
+            self._ping_later(master)
             self._owner.master_serves(Endpoint(host, port))
 
     def _read(self, master: MasterProcess, name: str) -> bytes:
@@ -473,37 +473,37 @@ class MasterHost:
 
     # ------------------------------------------------------------ a master that is stuck
 
-    def _ask_later(self, master: MasterProcess) -> None:
+    def _ping_later(self, master: MasterProcess) -> None:
         """Schedule the next ping of a master that has answered, unless this agent is ending."""
         self._patience.cancel()
         if not self._closing:
-            self._ping.after(PING_EVERY, self._ask, master)
+            self._ping.after(PING_EVERY, self._send_ping, master)
 
-    def _ask(self, master: MasterProcess) -> None:
+    def _send_ping(self, master: MasterProcess) -> None:
         """Ping the master, to see whether its loop runs."""
         with contextlib.suppress(OSError):  # it is about to exit, which is handled elsewhere
             os.write(master.lifeline_fd, b"\n")
         used = cpu_ticks(master.process.pid)
-        self._patience.wait(ANSWER_LIMIT, self._silent, master, used)
+        self._patience.wait(ANSWER_LIMIT, self._on_no_answer, master, used)
 
-    def _silent(self, master: MasterProcess, used: int | None) -> None:
+    def _on_no_answer(self, master: MasterProcess, used: int | None) -> None:
         """Handle a ping without an answer: extend the limit once for a busy master, else kill it.
         `used`: its CPU ticks at the ping; None if the limit has already been extended."""
         pid = master.process.pid
         if used is not None and cpu_ticks(pid) != used and not is_stopped(pid):
-            self._patience.wait(BUSY_LIMIT - ANSWER_LIMIT, self._silent, master, None)
+            self._patience.wait(BUSY_LIMIT - ANSWER_LIMIT, self._on_no_answer, master, None)
         else:
-            self._give_up(master, ANSWER_LIMIT if used is not None else BUSY_LIMIT)
+            self._kill_unresponsive(master, ANSWER_LIMIT if used is not None else BUSY_LIMIT)
 
-    def _not_ready(self, master: MasterProcess) -> None:
+    def _on_not_ready(self, master: MasterProcess) -> None:
         """Keep waiting for a master that does not serve yet, because a slow disk may delay it; kill
         it if it is stopped."""
         if is_stopped(master.process.pid):
-            self._give_up(master, ANSWER_LIMIT)
+            self._kill_unresponsive(master, ANSWER_LIMIT)
         else:
-            self._patience.wait(ANSWER_LIMIT, self._not_ready, master)
+            self._patience.wait(ANSWER_LIMIT, self._on_not_ready, master)
 
-    def _give_up(self, master: MasterProcess, limit: float) -> None:
+    def _kill_unresponsive(self, master: MasterProcess, limit: float) -> None:
         how = why_unresponsive(master.process.pid)
         logger.warning("the job master has not responded for %g s: %s; killing it", limit, how)
         self._how_it_ended = (
@@ -524,7 +524,7 @@ class MasterHost:
         self._ping.cancel()
         self._patience.cancel()
         self._relay(master)
-        self._let_go(master)
+        self._close_pipes(master)
         self._master = None
         # It may have been reaped before `start` spared it.
         self._node.reaper.spared.discard(master.process.pid)
@@ -534,7 +534,7 @@ class MasterHost:
         if self._closing or code == 0:
             return  # the job is over, or this agent ends
         if EXIT_NOT_LEADING in (code, self._answer.get("exit_code")):
-            self._forget()
+            self._remove_record()
             self._owner.master_taken(
                 str(self._answer.get("error", "the job master here no longer leads"))
             )
@@ -545,11 +545,11 @@ class MasterHost:
         if "error" in self._answer:
             self._cannot_serve(str(self._answer["error"]))
             return
-        if not self._served and self._deaths >= MAX_STILLBORN:
+        if not self._served and self._deaths >= MAX_EARLY_DEATHS:
             self._node.fatal(f"the job master cannot be started: it {how} each time")
             return
         logger.warning("the job master %s; starting a new one, the ranks keep running", how)
-        self._again()
+        self._restart_later()
 
     def _cannot_serve(self, sentence: str) -> None:
         """Handle a master that cannot serve. Before any master has served, this ends the node.
@@ -559,33 +559,33 @@ class MasterHost:
             self._node.fatal(sentence)
             return
         self._once.log(f"no job master can be started here: {sentence}; retrying")
-        self._again()
+        self._restart_later()
 
     def _port_taken(self) -> None:
         if self._node.place.kind not in NAMED_KINDS and self._served:
             # On loopback only we know the port, so any other port works as well.
             self._bind = Endpoint(self._bind.host, 0)
-            self._again()
-        elif self._served and (self._deaths < MAX_TAKEN or self._alone_hosts):
-            self._again()  # the kernel may not have released the port yet
+            self._restart_later()
+        elif self._served and (self._deaths < MAX_TAKEN or self._is_only_host):
+            self._restart_later()  # the kernel may not have released the port yet
         else:
-            self._forget()
+            self._remove_record()
             self._owner.master_taken(str(self._answer.get("error", "its port is taken")))
 
     @property
-    def _alone_hosts(self) -> bool:
+    def _is_only_host(self) -> bool:
         """Whether no other agent can start a master in place of ours."""
         where = self._node.place
         return where.kind == "elastic" and where.is_host is True
 
-    def _again(self) -> None:
+    def _restart_later(self) -> None:
         if self._loop.time() - self._since > HEALTHY_AFTER:
             self._deaths = 0
         wait = RESTARTS[min(self._deaths, len(RESTARTS) - 1)]
         self._deaths += 1
         self._timer = self._loop.call_later(wait, self.start)
 
-    def _let_go(self, master: MasterProcess) -> None:
+    def _close_pipes(self, master: MasterProcess) -> None:
         for fd in (master.ready_fd, master.output_fd):
             if fd >= 0:
                 self._loop.remove_reader(fd)

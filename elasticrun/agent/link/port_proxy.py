@@ -77,7 +77,7 @@ class PortProxy:
                 )
         except OSError as error:
             ours.close()
-            self._again(f"the port proxy cannot be started: {error.strerror}")
+            self._restart_later(f"the port proxy cannot be started: {error.strerror}")
             return
         ours.setblocking(False)
         self._control = ours
@@ -97,9 +97,9 @@ class PortProxy:
         self._exited.set()
         if self._closing:
             return
-        self._again(f"the port proxy exited ({code})")
+        self._restart_later(f"the port proxy exited ({code})")
 
-    def _again(self, sentence: str) -> None:
+    def _restart_later(self, sentence: str) -> None:
         logger.warning("%s; restarting it", sentence)
         wait = RESTARTS[min(self._deaths, len(RESTARTS) - 1)]
         self._deaths += 1

@@ -92,7 +92,7 @@ def parse_address(text: str) -> Address:
 class ProxiedConnection:
     """One proxied connection: the client's socket (front) and the socket to the target (back)."""
 
-    __slots__ = ("back", "dialling", "ended", "front", "held", "open", "target", "to_back")
+    __slots__ = ("back", "dialling", "ended", "front", "open", "target", "to_back", "to_front")
 
     def __init__(self, front: socket.socket) -> None:
         self.front = front
@@ -101,12 +101,12 @@ class ProxiedConnection:
         self.dialling = False
         self.open = True
         self.to_back = bytearray()  # bytes waiting for `back`, including the first ones
-        self.held = bytearray()  # bytes waiting for `front`
+        self.to_front = bytearray()  # bytes waiting for `front`
         self.ended: dict[str, bool] = {}  # side ("front", "back") -> whether its EOF was forwarded
 
     def pending(self, side: str) -> bytearray:
         """Bytes read from `side` and not yet written to the other one."""
-        return self.to_back if side == "front" else self.held
+        return self.to_back if side == "front" else self.to_front
 
     def sides(self) -> list[tuple[str, socket.socket]]:
         """The open sockets with their names."""
@@ -120,7 +120,7 @@ class Proxy:
     def __init__(self, listener: socket.socket, control_fd: int, most: int) -> None:
         self._listener = listener
         self._control = control_fd
-        self._most = most
+        self._max_connections = most
         self._line = bytearray()
         self._targets: dict[str, str | None] = {"master": None, "store": None}
         self._where: dict[str, Address | None] = {"master": None, "store": None}
@@ -130,7 +130,7 @@ class Proxy:
         self._limit_count = 0
         self._count = 0
         self._accepting = False
-        self._short_until: float | None = None
+        self._paused_until: float | None = None
         self._running = True
         self._epoll = select.epoll()
 
@@ -147,7 +147,7 @@ class Proxy:
                 elif fd == self._listener.fileno():
                     self._accept()
                 elif fd in self._links:
-                    self._moved(*self._links[fd], events)
+                    self._handle_events(*self._links[fd], events)
             self._check_limits()
 
     # ------------------------------------------------------------ control
@@ -194,7 +194,7 @@ class Proxy:
     # ------------------------------------------------------------ new connections
 
     def _accept_more(self) -> None:
-        accepting = self._count < self._most and self._short_until is None
+        accepting = self._count < self._max_connections and self._paused_until is None
         if accepting != self._accepting:
             self._accepting = accepting
             self._watch(self._listener.fileno(), _READ if accepting else 0)
@@ -204,7 +204,7 @@ class Proxy:
             front, _ = self._listener.accept()
         except OSError as error:  # the client is gone, unless this process is out of resources
             if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                self._short_until = time.monotonic() + ACCEPT_AGAIN
+                self._paused_until = time.monotonic() + ACCEPT_AGAIN
                 self._accept_more()
             return
         _prepare(front)
@@ -215,7 +215,7 @@ class Proxy:
         self._refresh(link)
         self._accept_more()
 
-    def _sort(self, link: ProxiedConnection) -> None:
+    def _classify(self, link: ProxiedConnection) -> None:
         """Classify a connection as soon as its first bytes suffice, and connect to its target."""
         head = bytes(link.to_back[: len(PREFACE)])
         for start in (PREFACE, CLIENT_HELLO):
@@ -249,7 +249,7 @@ class Proxy:
 
     # ------------------------------------------------------------ bytes
 
-    def _moved(self, link: ProxiedConnection, side: str, events: int) -> None:
+    def _handle_events(self, link: ProxiedConnection, side: str, events: int) -> None:
         """Handle epoll events of one socket of a connection."""
         try:
             if link.back is None and events & (_HUNG | _HALF) and link.target:
@@ -261,9 +261,9 @@ class Proxy:
                     self._close(link)
                     return
                 link.dialling = False
-            if events & (_READ | _HUNG | select.EPOLLERR) and self._wants(link, side):
-                self._take(link, side)
-            self._give(link)
+            if events & (_READ | _HUNG | select.EPOLLERR) and self._may_read(link, side):
+                self._receive(link, side)
+            self._forward(link)
         except BlockingIOError:
             pass
         except OSError:
@@ -272,20 +272,20 @@ class Proxy:
         if link.open:
             self._refresh(link)
 
-    def _take(self, link: ProxiedConnection, side: str) -> None:
+    def _receive(self, link: ProxiedConnection, side: str) -> None:
         source = link.front if side == "front" else link.back
         assert source is not None
         data = source.recv(CHUNK)
         if data:
             link.pending(side).extend(data)
             if not link.target:
-                self._sort(link)
+                self._classify(link)
         elif not link.target:
             self._close(link)
         else:
             link.ended.setdefault(side, False)
 
-    def _give(self, link: ProxiedConnection) -> None:
+    def _forward(self, link: ProxiedConnection) -> None:
         """Forward buffered bytes, and the EOF of a side once all its bytes are forwarded."""
         if link.back is None or link.dialling or not link.open:
             return
@@ -301,7 +301,7 @@ class Proxy:
         if all(link.ended.get(side) for side in ("front", "back")):
             self._close(link)
 
-    def _wants(self, link: ProxiedConnection, side: str) -> bool:
+    def _may_read(self, link: ProxiedConnection, side: str) -> bool:
         """Whether to read from this side now."""
         if side in link.ended or (side == "back" and link.dialling):
             return False
@@ -312,7 +312,7 @@ class Proxy:
     def _refresh(self, link: ProxiedConnection) -> None:
         """Watch each socket for exactly the events that can be handled now."""
         for side, sock in link.sides():
-            mask = _READ if self._wants(link, side) else 0
+            mask = _READ if self._may_read(link, side) else 0
             other = "back" if side == "front" else "front"
             if link.pending(other) or (side == "back" and link.dialling):
                 mask |= _WRITE
@@ -346,7 +346,7 @@ class Proxy:
             del self._links[sock.fileno()]
             sock.close()
         self._count -= 1
-        self._short_until = None
+        self._paused_until = None
         self._accept_more()
 
     def _limit(self, after: float, link: ProxiedConnection, still: Callable[[], bool]) -> None:
@@ -356,14 +356,14 @@ class Proxy:
 
     def _next_limit(self) -> float | None:
         due = [self._limits[0][0]] if self._limits else []
-        if self._short_until is not None:
-            due.append(self._short_until)
+        if self._paused_until is not None:
+            due.append(self._paused_until)
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _check_limits(self) -> None:
         now = time.monotonic()
-        if self._short_until is not None and self._short_until <= now:
-            self._short_until = None
+        if self._paused_until is not None and self._paused_until <= now:
+            self._paused_until = None
             self._accept_more()
         while self._limits and self._limits[0][0] <= now:
             _, _, link, still = heapq.heappop(self._limits)

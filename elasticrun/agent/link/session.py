@@ -113,7 +113,7 @@ class Session:
         """Cut the connection, whatever its state."""
         self._finish("closed")
         self._tasks.close()
-        await self._tasks.over()
+        await self._tasks.wait()
         self._stream.cancel()
         await self._channel.close()
 

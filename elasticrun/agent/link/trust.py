@@ -53,7 +53,7 @@ def with_token(launch: Launch, place: Place, identity: Identity) -> Identity:
     return dataclasses.replace(identity, token=token, tls=tls)
 
 
-def unusable(files: Files) -> str:
+def why_unusable(files: Files) -> str:
     """Why TLS cannot be used with these files; "" if it can. Blocks."""
     from elasticrun.wire import auth  # late: it imports ssl, which most jobs do not need
 

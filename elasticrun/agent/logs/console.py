@@ -161,7 +161,7 @@ class ConsoleWriter:
             if len(self._lines) < self._capacity and not (self._closing or self.is_over):
                 self._push(text, source, kind)
 
-    def lose(self, path: str, count: int) -> None:
+    def count_lost(self, path: str, count: int) -> None:
         """Count bytes of a file as not shown; they are not even read."""
         with self._changed:
             self._lost[path] += count
@@ -225,7 +225,7 @@ class ConsoleWriter:
     def _check_reader(self) -> None:
         """Check whether the reader has read since the last check, even less than a whole write: a
         slow reader may need minutes to free the space of one write in a pipe."""
-        before, self._unread = self._unread, _unread(self._fd)
+        before, self._unread = self._unread, _unread_bytes(self._fd)
         if self._unread < before:
             self._progress = time.monotonic()
 
@@ -247,7 +247,7 @@ class ConsoleWriter:
     def _push(self, line: bytes, source: Source | None, kind: Text = Text.LINE) -> None:
         if not self._lines and not self._writing:
             self._progress = time.monotonic()  # an idle console is not frozen
-            self._unread = _unread(self._fd)
+            self._unread = _unread_bytes(self._fd)
         if self._unreported:
             notice = (
                 b"elasticrun: %d lines were not shown: the console was frozen\n" % self._unreported
@@ -315,11 +315,11 @@ class ConsoleWriter:
                 continue
             rest = rest[taken:]
             with self._changed:
-                self._unread = _unread(self._fd)
+                self._unread = _unread_bytes(self._fd)
                 self._progress = time.monotonic()
 
 
-def _unread(fd: int) -> int:
+def _unread_bytes(fd: int) -> int:
     """Bytes in a pipe or terminal that nobody has read yet; 0 if the kernel cannot tell."""
     count = array.array("i", [0])
     try:

@@ -21,7 +21,7 @@ from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 from elasticrun.agent.logs import masks
-from elasticrun.agent.logs.unit import Unit
+from elasticrun.agent.logs.unit import PendingTraceback
 
 WINDOW: Final = 1.0
 """Seconds that a line is held for other ranks. Raise it if ranks drift further apart; the terminal
@@ -124,7 +124,7 @@ class Fold:
         self._alive = set(range(ranks))
         self._known: dict[bytes, int] = {}  # COMMON, or the place of the only rank that writes it
         self._alarms: dict[bytes, tuple[float, int]] = {}  # alarms shown at once: time and place
-        self._units: dict[int, Unit] = {}
+        self._pending: dict[int, PendingTraceback] = {}
         self._traces: dict[bytes, tuple[float, int]] = {}  # shown in full: time, place
         self._states: dict[int, bytes] = {}  # the newest state of each rank's progress bar
         self._states_due = 0.0
@@ -159,16 +159,16 @@ class Fold:
         while self._times and self._times[0][1] not in self._queue:
             heapq.heappop(self._times)
         times = [self._times[0][0]] if self._times else []
-        times += [unit.due() for unit in self._units.values()]
+        times += [pending.due() for pending in self._pending.values()]
         if self._states:
             times.append(self._states_due)
         return min(times, default=None)
 
     def tick(self, now: float) -> list[FoldedLines]:
         """Return the lines to show now."""
-        for place, unit in list(self._units.items()):
-            if unit.due() <= now:
-                self._show_unit(place, unit, now)
+        for place, pending in list(self._pending.items()):
+            if pending.due() <= now:
+                self._show_pending(place, pending, now)
         if self._states and self._states_due <= now:
             for place in sorted(self._states):
                 self._hold_bar(place, now)
@@ -182,8 +182,8 @@ class Fold:
     def release(self, place: int, now: float) -> list[FoldedLines]:
         """Show all held lines of this rank, because the caller is about to show the unfinished
         start of its next line."""
-        if place in self._units:
-            self._show_unit(place, self._units[place], now)
+        if place in self._pending:
+            self._show_pending(place, self._pending[place], now)
         self._release(1 << place)
         return self.tick(now)
 
@@ -203,21 +203,21 @@ class Fold:
     # ---------------------------------------------------------------- lines in
 
     def _line(self, place: int, line: bytes, now: float) -> None:
-        unit = self._units.get(place)
-        if unit is not None:
-            if unit.takes(line):
-                if unit.add(line, now):
-                    self._show_unit(place, unit, now)
+        pending = self._pending.get(place)
+        if pending is not None:
+            if pending.includes(line):
+                if pending.add(line, now):
+                    self._show_pending(place, pending, now)
                 return
-            self._show_unit(place, unit, now, ends=True)
+            self._show_pending(place, pending, now, ends=True)
         if place in self._states:
             if masks.bar_key(self._states[place]) == masks.bar_key(line):
                 del self._states[place]  # the last state of the bar, with a line end
             else:
                 self._hold_bar(place, now)
-        if Unit.begins(line):
+        if PendingTraceback.begins(line):
             self._release(1 << place)
-            self._units[place] = Unit(line, now)
+            self._pending[place] = PendingTraceback(line, now)
         elif len(line) > LONGEST:
             self._at_once(place, line)
         elif _is_alarm(line):
@@ -278,16 +278,16 @@ class Fold:
     def _bar(self, place: int, state: bytes, now: float) -> None:
         if not state.strip():
             return
-        if place in self._units:
-            self._show_unit(place, self._units[place], now, ends=True)
+        if place in self._pending:
+            self._show_pending(place, self._pending[place], now, ends=True)
         if not self._states:
             self._states_due = now + BAR_WINDOW
         self._states[place] = state
 
     def _settle(self, place: int, now: float) -> None:
         """End this rank's open traceback and progress bar: no more lines belong to them."""
-        if place in self._units:
-            self._show_unit(place, self._units[place], now, ends=True)
+        if place in self._pending:
+            self._show_pending(place, self._pending[place], now, ends=True)
         if place in self._states:
             self._hold_bar(place, now)
 
@@ -304,16 +304,18 @@ class Fold:
         self._last[place] = self._number
         self._out.append(FoldedLines(1 << place, list(lines), same_as=same_as))
 
-    def _show_unit(self, place: int, unit: Unit, now: float, *, ends: bool = False) -> None:
-        text = unit.take(now)
-        if text and (ends or unit.is_over) and Unit.begins(text.partition(b"\n")[0]):
-            self._trace(place, text, now)
+    def _show_pending(
+        self, place: int, pending: PendingTraceback, now: float, *, ends: bool = False
+    ) -> None:
+        text = pending.take(now)
+        if text and (ends or pending.is_over) and PendingTraceback.begins(text.partition(b"\n")[0]):
+            self._show_traceback(place, text, now)
         elif text:
             self._at_once(place, text)
-        if ends or unit.is_over:
-            del self._units[place]
+        if ends or pending.is_over:
+            del self._pending[place]
 
-    def _trace(self, place: int, text: bytes, now: float) -> None:
+    def _show_traceback(self, place: int, text: bytes, now: float) -> None:
         """Show a whole traceback, or a reference if another rank has just shown the same one."""
         same = b"\n".join(masks.body(line) for line in text.split(b"\n"))
         key = hashlib.sha256(same).digest()

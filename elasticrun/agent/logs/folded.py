@@ -50,7 +50,7 @@ class FoldedConsole:
         """Add lines of one rank, without their ends; True: ended by a carriage return."""
         self._show(self._fold.add(self._places[local_rank], lines, time.monotonic()))
 
-    def begun(self, local_rank: int, text: bytes, *, is_bar: bool) -> None:
+    def add_partial(self, local_rank: int, text: bytes, *, is_bar: bool) -> None:
         """Add the beginning of an unfinished line, or the newest state of a bar."""
         place, now = self._places[local_rank], time.monotonic()
         if is_bar:

@@ -101,7 +101,7 @@ class LogNotes:
                 old.unlink()
 
 
-def one_of(known: Sequence[LoggedRun], word: str) -> LoggedRun | None:
+def find_run(known: Sequence[LoggedRun], word: str) -> LoggedRun | None:
     """The agent that a user names by its node's name, its host's name, or the index of the node;
     None if there is none."""
     for one in known:
@@ -112,7 +112,7 @@ def one_of(known: Sequence[LoggedRun], word: str) -> LoggedRun | None:
     return [*nodes.values()][int(at)] if at.isdecimal() and int(at) < len(nodes) else None
 
 
-def no_node(word: str, known: Sequence[LoggedRun]) -> str:
+def no_node_message(word: str, known: Sequence[LoggedRun]) -> str:
     """The error sentence if no node matches."""
     found = sorted({one.node or one.host for one in known})
     return f"there is no node {word}{nearest(word, found)}: there is {names(found)}"

@@ -225,7 +225,7 @@ class RankOutput:
         self._run_dir = ""
         self._logs: dict[int, RankLogs] = {}
         self._folder: LogFolder | None = None
-        self._only_copy = False
+        self._has_unshown = False
         """Whether the files contain output that was not shown on the console."""
         self._warned_filters = False
         self.notes: LogNotes | None = None
@@ -346,7 +346,7 @@ class RankOutput:
                 self._stderr_shown = True
                 self._consoles[STDOUT].hold(False)
         cut = self._log_unshown()
-        self._only_copy |= cut > 0
+        self._has_unshown |= cut > 0
         return cut
 
     def _log_unshown(self) -> int:
@@ -374,7 +374,7 @@ class RankOutput:
         All files of a failed job, files that ranks created, and output that was not shown are
         kept."""
         if self._folder is not None:
-            useless = ended_well and not self._only_copy
+            useless = ended_well and not self._has_unshown
             self._folder.leave(("stdout.log", "stderr.log", "error.json") if useless else ())
             self._folder = None
         sweep()
@@ -411,7 +411,7 @@ class RankOutput:
                     if tee & bit and shown:
                         tees[local_rank] = files[local_rank]
                     else:
-                        self._only_copy = True
+                        self._has_unshown = True
                 else:
                     files[local_rank] = "" if shown else DEV_NULL
             places.error_files[local_rank] = os.path.join(own, "error.json")
@@ -458,7 +458,7 @@ class RankOutput:
                 logger.warning("--duplicate-*-filters has no effect without a log folder")
                 self._warned_filters = True
             return None
-        self._only_copy = True  # the user asked for these files
+        self._has_unshown = True  # the user asked for these files
         return LineFilter(path, needles)
 
     def _prefix(self, local_rank: int, variables: Mapping[str, str]) -> bytes:

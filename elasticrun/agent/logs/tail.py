@@ -126,7 +126,7 @@ class Tail:
         if not text:
             return
         if self.folded is not None:
-            self.folded.begun(self.local_rank, text, is_bar=self.in_bar)
+            self.folded.add_partial(self.local_rank, text, is_bar=self.in_bar)
         else:
             kind = Text.BAR if self.in_bar else Text.PARTIAL
             self.console.show(self.prefix + text, self, kind)
@@ -150,7 +150,7 @@ class Tail:
     def skip(self) -> None:
         """Count the rest of the file as not shown."""
         rest = os.fstat(self.fd).st_size - os.lseek(self.fd, 0, os.SEEK_CUR)
-        self.console.lose(self.path, max(0, rest))
+        self.console.count_lost(self.path, max(0, rest))
         os.lseek(self.fd, 0, os.SEEK_END)
 
     def _pass_on(self, texts: list[tuple[bytes, bool]]) -> None:
@@ -273,7 +273,7 @@ class Reader:
                 if not self._run_queued():
                     break
             self._read_changed(ready)
-            self._show_begun()
+            self._show_partial()
             self._expire()
             for folded in self._folded():
                 folded.tick()
@@ -376,7 +376,7 @@ class Reader:
     def _got(self, count: int) -> None:
         self.progress += count
 
-    def _show_begun(self) -> None:
+    def _show_partial(self) -> None:
         now = time.monotonic()
         for tail in self._tails:
             if tail.show_at is not None and tail.show_at <= now:

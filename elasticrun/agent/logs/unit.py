@@ -24,7 +24,7 @@ _JOINTS: Final = (
 )
 
 
-class Unit:
+class PendingTraceback:
     """The lines of one rank's traceback, including chained ones.
 
     It is known to be complete when a line without indentation follows the exception's own line, or
@@ -48,7 +48,7 @@ class Unit:
         """Whether a traceback begins with this line."""
         return BEGINNING in line
 
-    def takes(self, line: bytes) -> bool:
+    def includes(self, line: bytes) -> bool:
         """Whether the line belongs to this traceback."""
         text = masks.body(line)
         if not self._done or (self._prefixed and text is not line):

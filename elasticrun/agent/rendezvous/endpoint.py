@@ -34,7 +34,7 @@ from elasticrun.host import user_folder
 from elasticrun.host.log import logger
 from elasticrun.wire.types import Endpoint
 
-HEIR_AFTER: Final = 3.0
+TAKEOVER_AFTER: Final = 3.0
 """Seconds without a master after which another agent on the master's host starts one. The agent
 that started the old master restarts it long before that, if the agent still runs."""
 
@@ -45,7 +45,7 @@ class EndpointRegistry:
     An agent that finds its own host's endpoint taken connects to the master there. It may have to
     take over: that master may exit and not be restarted, because its agent has exited, or it may be
     no master at all (another connection briefly holds the port). So this agent tries to bind the
-    endpoint whenever no master has answered for HEIR_AFTER seconds."""
+    endpoint whenever no master has answered for TAKEOVER_AFTER seconds."""
 
     pushes = False
 
@@ -77,7 +77,7 @@ class EndpointRegistry:
         while True:
             # Check before sleeping, too: listing this host's masters removes the evidence.
             may = may or await in_thread(self._was_killed, name="resolve")
-            await asyncio.sleep(HEIR_AFTER * random.uniform(1.0, 1.5))
+            await asyncio.sleep(TAKEOVER_AFTER * random.uniform(1.0, 1.5))
             may = may or await in_thread(self._was_killed, name="resolve")
             self._free = await in_thread(self._free_place, name="resolve") if may else None
             if self._free is not None:
@@ -114,7 +114,7 @@ class EndpointRegistry:
     async def leave(self, *, job_over: bool, master_stays: bool) -> None:
         """No-op: the address becomes free when the master exits."""
 
-    def unmet(self) -> str:
+    def why_no_leader(self) -> str:
         return self._why
 
     async def _resolved(self) -> SettledPlace:

@@ -26,8 +26,8 @@ from elasticrun.agent.rendezvous.place import (
     HostError,
     NotYet,
     bind_test,
-    everywhere,
     resolve,
+    wildcard_address,
 )
 from elasticrun.agent.rendezvous.registry import (
     VACANT,
@@ -89,16 +89,16 @@ class EtcdRegistry:
         self._led = True  # our last master has led, or there was none
         self._known = False  # a leader was seen
         self._listen_at = ""
-        self._silence = Timer()
+        self._warning_timer = Timer()
         self._unanswered = False  # etcd does not answer
-        self._silent = False  # and the user was warned
+        self._has_warned = False  # and the user was warned
         self.address = ""
 
     async def read(self, *, served: bool) -> Seen:
         if not self.address:
             self.address, self._listen_at = await self._own_address()
         if self._hosts:
-            return await self._lease_lost()
+            return await self._wait_until_deposed()
         await self._await_change()
         return self._seen()
 
@@ -139,7 +139,7 @@ class EtcdRegistry:
         return self._seen()
 
     async def leave(self, *, job_over: bool, master_stays: bool) -> None:
-        self._silence.cancel()
+        self._warning_timer.cancel()
         if self._next is not None:
             self._next.cancel()
             await asyncio.gather(self._next, return_exceptions=True)
@@ -148,7 +148,7 @@ class EtcdRegistry:
             await asyncio.wait_for(self._end_candidacy(), CLOSE_LIMIT)
         await self._client.close()
 
-    def unmet(self) -> str:
+    def why_no_leader(self) -> str:
         why = "does not answer" if self._unanswered else "has no job master"
         return f"{self._place} {why}"
 
@@ -168,7 +168,7 @@ class EtcdRegistry:
         item = self._items.get(self._keys.master)
         return None if item is None else leader_from_bytes(item.value)
 
-    async def _lease_lost(self) -> Leader | Vacant | Ended:
+    async def _wait_until_deposed(self) -> Leader | Vacant | Ended:
         """Wait until our master has led, has lost the lead, and has not exited within
         DEPOSED_LIMIT; or until the job has ended."""
         loop, end = asyncio.get_running_loop(), math.inf
@@ -236,17 +236,17 @@ class EtcdRegistry:
     def _trouble(self, sentence: str) -> None:
         """Called with the reason when etcd does not answer, and with "" when it answers again."""
         if not sentence:
-            self._silence.cancel()
+            self._warning_timer.cancel()
             self._unanswered = False
-            if self._silent:
-                self._silent = False
+            if self._has_warned:
+                self._has_warned = False
                 logger.warning("etcd answers again")
         elif not self._unanswered:
             self._unanswered = True
-            self._silence.after(WARN_AFTER, self._warn_silent, sentence)
+            self._warning_timer.after(WARN_AFTER, self._warn_silent, sentence)
 
     def _warn_silent(self, sentence: str) -> None:
-        self._silent = True
+        self._has_warned = True
         if self._known:
             sentence += (
                 "; the ranks keep running, but this node cannot find another master until it does"
@@ -276,4 +276,4 @@ class EtcdRegistry:
         address = offered_address(self._launch.local_addr, server.host, numbers)
         ours = resolve(address, 0)[0]
         here = bind_test(ours, 0) is Bind.OURS
-        return address, ours if here else everywhere()
+        return address, ours if here else wildcard_address()

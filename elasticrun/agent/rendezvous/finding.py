@@ -92,7 +92,7 @@ async def _look_up(launch: Launch, where: Place, identity: Identity) -> FoundJob
                 found = await registry.read(served=False)
                 seen = found if isinstance(found, Leader) else await registry.take()
     except TimeoutError:
-        raise HostError(f"{registry.unmet()}, for {limit:g} s") from None
+        raise HostError(f"{registry.why_no_leader()}, for {limit:g} s") from None
     finally:
         if seen is None:
             registry.close()

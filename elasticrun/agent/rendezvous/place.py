@@ -103,10 +103,10 @@ def bind_test(address: str, port: int) -> Bind:
         where = Endpoint(address, port)
         raise HostError(f"cannot listen on {where}: {os.strerror(error.errno or 0)}") from None
     # With `ip_nonlocal_bind` any address can be bound.
-    return Bind.OURS if is_ours(address) and leads_here(address) else Bind.ELSEWHERE
+    return Bind.OURS if is_ours(address) and reaches_this_host(address) else Bind.ELSEWHERE
 
 
-def leads_here(address: str) -> bool:
+def reaches_this_host(address: str) -> bool:
     """Whether a connection to this address reaches this host: the answer must be our own nonce.
 
     It uses a port that nobody else knows: at the endpoint's port other nodes may already
@@ -197,10 +197,10 @@ def _proxy_address(host: str, addresses: list[str]) -> str:
     if names_this_host_only(host):
         return addresses[0]
     local = [a for a in addresses if not is_loopback(a) and is_ours(a)]
-    return local[0] if local else everywhere()
+    return local[0] if local else wildcard_address()
 
 
-def everywhere() -> str:
+def wildcard_address() -> str:
     """The wildcard address."""
     return "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
 
@@ -240,12 +240,12 @@ def own_address(given: str | None) -> str:
     for family in ("AF_INET", "AF_INET6"):
         for addresses in psutil.net_if_addrs().values():
             for one in addresses:
-                if one.family.name == family and not _useless(one.address):
+                if one.family.name == family and not _is_unusable(one.address):
                     return str(one.address)
     return LOOPBACK
 
 
-def _useless(address: str) -> bool:
+def _is_unusable(address: str) -> bool:
     return "%" in address or is_loopback(address) or not is_ours(address)
 
 

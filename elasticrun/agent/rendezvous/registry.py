@@ -77,7 +77,7 @@ class Registry(Protocol):
         """Release everything, because the node ends. `master_stays`: its master still serves the
         other nodes."""
 
-    def unmet(self) -> str:
+    def why_no_leader(self) -> str:
         """Why no leader is known so far, as the start of a sentence."""
 
 
@@ -103,7 +103,7 @@ class NoRegistry:
     async def leave(self, *, job_over: bool, master_stays: bool) -> None:
         """No-op."""
 
-    def unmet(self) -> str:
+    def why_no_leader(self) -> str:
         return self._wrong
 
     async def _fail(self) -> NoReturn:

@@ -82,7 +82,7 @@ class NodeRendezvous:
         try:
             await asyncio.wait_for(self._settled.wait(), limit)
         except TimeoutError:
-            raise HostError(f"{self._registry.unmet()}, for {limit:g} s") from None
+            raise HostError(f"{self._registry.why_no_leader()}, for {limit:g} s") from None
 
     def on_link_event(self, event: AgentEvent) -> None:
         """Start or stop the search for a master, as an event of the link requires."""
@@ -106,7 +106,7 @@ class NodeRendezvous:
             await asyncio.gather(self._search, return_exceptions=True)
         if self._master is not None:
             await self._master.close(job_over=job_over)
-        await self._chores.over(CLOSE_LIMIT)
+        await self._chores.wait(CLOSE_LIMIT)
         if self._proxy is not None:
             await self._proxy.release(LEAVE_LIMIT)
         master_stays = self._master is not None and self._master.is_running and not job_over

@@ -117,7 +117,7 @@ class SharedFile:
             work = partial(self._leave, job_over=job_over, master_stays=master_stays)
             await in_thread(work, limit=CLOSE_LIMIT, name="claim")
 
-    def unmet(self) -> str:
+    def why_no_leader(self) -> str:
         return self._last_news or "no job was found"
 
     def close(self) -> None:

@@ -83,7 +83,7 @@ class RankQueries:
         query = _Query(set(), asyncio.get_running_loop().create_future())
         question = encode_question(RankAsked(number, full, stacks))
         for rank in ranks:
-            if self._sent(question, rank):
+            if self._send_question(question, rank):
                 query.missing.add(rank)
                 query.answers[rank] = None
         if not query.missing:
@@ -95,7 +95,7 @@ class RankQueries:
             del self._pending[number]
         return query.answers
 
-    def _sent(self, question: bytes, rank: int) -> bool:
+    def _send_question(self, question: bytes, rank: int) -> bool:
         """Send the query. Returns False if the rank's answering thread does not exist yet, or has
         exited; True also if the rank does not read and its queue is full."""
         if self._socket is None or rank not in self._places:

@@ -59,7 +59,7 @@ class _Known:
     step: int = -1
 
 
-class LocalQuiet:
+class QuietTracker:
     """Tracks for how long the ranks of one round have made no progress. Times are in seconds, on
     the clock of `now`."""
 

@@ -49,7 +49,7 @@ class RankSample:
     quiet: float  # this and `idle` as in RankSeen
     idle: float
     progress: tuple[int, float]  # newest step, and its seconds
-    word: tuple[str, float] = ("", 0.0)  # its reported quiet phase, and the seconds left
+    quiet_phase: tuple[str, float] = ("", 0.0)  # its reported quiet phase, and the seconds left
     device: Load = UNKNOWN_LOAD  # load of the device that it computes on
     outside: Threads = field(default_factory=dict)  # stacks read from outside the process
     unread: str = ""  # why they could not be read from outside
@@ -147,7 +147,7 @@ def from_outside(found: Sequence[RankSample], limit: float) -> list[RankSample]:
     return sorted(rows, key=lambda one: one.rank)
 
 
-def write_down(parent: str, number: int, found: Sequence[RankSample]) -> str:
+def write_dump(parent: str, number: int, found: Sequence[RankSample]) -> str:
     """Write everything into files; see `dump.write`."""
     groups = _groups(found)
     texts = {}
@@ -218,8 +218,8 @@ def _seen(one: RankSample, groups: list[_Group]) -> m.RankSeen:
         holds=one.holds,
         step=step,
         step_seconds=seconds,
-        says=one.word[0],
-        says_left=one.word[1],
+        says=one.quiet_phase[0],
+        says_left=one.quiet_phase[1],
         gpu=min(one.device.percent, 100),
         gpu_mib=one.device.mib,
         at=at,

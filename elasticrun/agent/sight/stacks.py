@@ -40,7 +40,7 @@ _ANY_STANDARD: Final = re.compile(r"/(?:lib|lib64)/python3\.\d+t?/(.+)")
 _TYPED: Final = ("<string>", "<stdin>", "<ipython", "<console>")
 """Sources without a file that are still the user's."""
 
-_TELLING: Final = (
+_PREFERRED: Final = (
     "torch._dynamo",
     "torch._inductor",
     "triton",
@@ -77,7 +77,7 @@ _DIGITS: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
 def place_of(frames: Sequence[Frame]) -> tuple[str, str]:
     """The innermost line of the user's source, such as "train.py:88 load_shard", and the library
     that it has called, such as "torch.serialization". That is the outermost called library in
-    _TELLING, else the outermost. "" if unknown."""
+    _PREFERRED, else the outermost. "" if unknown."""
     at = _own(frames)
     if at is None:
         return "", ""
@@ -175,7 +175,7 @@ def _library(below: Sequence[Frame]) -> str:
     """The library for `place_of`."""
     modules = [_module(file) for file, _, _ in reversed(below)]
     for module, (_, _, function) in zip(modules, reversed(below), strict=True):
-        for known in _TELLING:
+        for known in _PREFERRED:
             if f"{module}.".startswith(f"{known}."):
                 return known
         if module.startswith("torch.distributed.") and function in _JOINING:

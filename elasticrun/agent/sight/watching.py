@@ -18,7 +18,7 @@ from elasticrun.agent.runtime import Once, Tasks, in_thread
 from elasticrun.agent.sight import dump, samples
 from elasticrun.agent.sight.activity import Activities, Activity
 from elasticrun.agent.sight.asking import RankQueries
-from elasticrun.agent.sight.pulse import PULSE_EVERY, LocalQuiet, RankBeat
+from elasticrun.agent.sight.pulse import PULSE_EVERY, QuietTracker, RankBeat
 from elasticrun.agent.workers.progress import Progress
 from elasticrun.agent.workers.ranks import Ranks
 from elasticrun.host import accelerators
@@ -53,7 +53,7 @@ class _WatchedRound:
     """The ranks of one round."""
 
     start: m.Start
-    quiet: LocalQuiet
+    quiet: QuietTracker
     active: bool = True  # False while its ranks are being stopped
     sampled_at: float = 0.0
     seen: Mapping[int, Activity] = field(default_factory=dict)  # by pid, from the last sample
@@ -87,7 +87,7 @@ class LocalSight:
         if watch.on_hang == "off":
             return
         now = asyncio.get_running_loop().time()
-        watched = _WatchedRound(start, LocalQuiet(start.round, range(nproc), now))
+        watched = _WatchedRound(start, QuietTracker(start.round, range(nproc), now))
         self._watched = watched
         self.places = self._queries.start(nproc, self._ranks.kept_monitors)
         self._tasks.start(self._watch(watched), "watching the ranks", on_failure=logger.warning)
@@ -212,7 +212,7 @@ class LocalSight:
                 quiet=watched.quiet.rank_seconds(rank, now),
                 idle=max(0.001, now - watched.acted[rank]) if rank in watched.acted else 0.0,
                 progress=self._progress.seen(rank),
-                word=self._progress.word(rank),
+                quiet_phase=self._progress.quiet_phase(rank),
                 device=devices[rank] if rank < len(devices) else samples.UNKNOWN_LOAD,
             )
             found.append(row)
@@ -222,7 +222,7 @@ class LocalSight:
         for report in samples.reports(order.round, order.number, found, lines):
             self._node.link.send(report)
         if order.stacks:
-            folder = await self._write_down(order.dump, found) if order.dump else ""
+            folder = await self._write_dump(order.dump, found) if order.dump else ""
             self._node.link.send(samples.stacks(order.round, order.number, found, folder))
 
     async def _devices(self) -> tuple[Load, ...]:
@@ -259,7 +259,7 @@ class LocalSight:
         except TimeoutError:
             return ()
 
-    async def _write_down(self, number: int, found: list[samples.RankSample]) -> str:
+    async def _write_dump(self, number: int, found: list[samples.RankSample]) -> str:
         """The folder of the dump; "" if the disk does not answer, or without a log folder and a run
         folder here."""
         folder, job_id = self._ranks.log_folder, self._node.identity.job_id
@@ -267,7 +267,7 @@ class LocalSight:
 
         def work() -> str:
             place = folder or dump.run_logs(os.environ, job_id, master)
-            return samples.write_down(place, number, found)
+            return samples.write_dump(place, number, found)
 
         try:
             return await in_thread(work, limit=WRITE_LIMIT, name="dump")

@@ -93,7 +93,7 @@ class Shards:
         for task in self._copies.values():
             task.cancel()
         self._copies.clear()
-        for held in [one for one in self._store.segments.held if one.passing]:
+        for held in [one for one in self._store.segments.held if one.is_temporary]:
             self._store.drop(held)
 
     def compare(self) -> None:
@@ -238,7 +238,7 @@ class Shards:
         given = self._given.get(rank)
         if given is None:
             peer.send(s.Whole(rank, False, f"rank {rank}'s shard was not given"))
-        elif given[0].passing:  # compared during the transfer
+        elif given[0].is_temporary:  # compared during the transfer
             peer.send(s.Whole(rank, True, ""))
         else:
             ok, reason = await asyncio.shield(self._check(given[0], given[1]))

@@ -32,16 +32,16 @@ FOLDER_MOST: Final = 4096
 MOST_FAILED: Final = 16
 """Steps per rank for which a failed save is remembered."""
 
-MUTE_AFTER: Final = 2.0
+CUT_OFF_AFTER: Final = 2.0
 """Seconds without a connection after which a running rank counts as no longer saving."""
 
 BROKEN: Final = "it is no longer connected to its agent"
-"""Why a mute rank has no snapshot, in a clause."""
+"""Why a rank that is cut off has no snapshot, in a clause."""
 
 LEAST_MARGIN: Final = 2
 """Minimum number of steps between the newest step and the requested one."""
 
-WORD: Final = 0.5
+REQUEST_TIME: Final = 0.5
 """Seconds for the request to reach every rank, with a large margin."""
 
 LEAST_TIME: Final = 0.1
@@ -50,7 +50,7 @@ LEAST_TIME: Final = 0.1
 MOST_MISSED: Final = 64
 """Maximum number of missed steps reported; the master requests only a few."""
 
-MAY_PUT_OFF: Final = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+DEFERRABLE: Final = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 """Death signals that ranks defer until their state is saved."""
 
 
@@ -96,13 +96,13 @@ class LocalRank:
     peer: Peer | None = None
     process: SnapshotProcess | None = None
     held: Held | None = None  # its segment in this generation
-    giving: Peer | None = None  # the peer that waits for NeedSegment's answer
+    awaiting_segment: Peer | None = None  # the peer that waits for NeedSegment's answer
     waits: tuple[Peer, Held, int] | None = None  # until a slot is free (NONE) or a step is whole
     step: int | None = None  # last committed
     skipped: int = 0  # snapshots
-    put_off: tuple[int, ...] = ()  # signals that it defers
-    silent: bool = False  # its connection has closed
-    mute: bool = False  # it still runs MUTE_AFTER seconds after that
+    deferred_signals: tuple[int, ...] = ()  # signals that it defers
+    is_disconnected: bool = False  # its connection has closed
+    is_cut_off: bool = False  # it still runs CUT_OFF_AFTER seconds after that
     failed: dict[int, str] = field(default_factory=dict)  # steps that it could not save, and why
 
     def wait_is_over(self) -> bool:
@@ -122,10 +122,10 @@ class Generation:
         self.ranks = [LocalRank() for _ in range(nproc)]
         self.living = start is not None
         """Whether its ranks may still write."""
-        self.put_back = False
+        self.has_restored = False
         """Whether one of them has restored the snapshot that their Start named."""
         self.watermark = self.given_up = NONE
-        self.resumed = False
+        self.has_own_watermark = False
         """Whether the watermark is a step of this generation."""
 
     def close(self) -> None:
@@ -177,13 +177,13 @@ class Generation:
 
     def resume_from(self, step: int) -> None:
         """Set the step that is restored from; NONE: no snapshot in memory."""
-        self.watermark, self.given_up, self.resumed = step, NONE, False
+        self.watermark, self.given_up, self.has_own_watermark = step, NONE, False
 
     def raise_watermark(self, step: int) -> bool:
         """Record that a step of this generation is complete; returns whether that is new."""
-        if step < 0 or (step <= self.watermark and self.resumed):
+        if step < 0 or (step <= self.watermark and self.has_own_watermark):
             return False
-        self.watermark, self.resumed = step, True
+        self.watermark, self.has_own_watermark = step, True
         self.show(self.held())
         return True
 
@@ -222,13 +222,13 @@ class Generation:
             del rank.failed[min(rank.failed)]
         return True
 
-    def lack(self, step: int) -> set[int]:
+    def ranks_without(self, step: int) -> set[int]:
         """Local ranks that could not save this step."""
         return {number for number, rank in enumerate(self.ranks) if step in rank.failed}
 
-    def mute(self) -> list[int]:
+    def cut_off(self) -> list[int]:
         """Local ranks that run without a connection to this agent."""
-        return [n for n, rank in enumerate(self.ranks) if rank.mute and rank.peer is None]
+        return [n for n, rank in enumerate(self.ranks) if rank.is_cut_off and rank.peer is None]
 
     def open_steps(self) -> set[int]:
         """Steps of this generation that its ranks hold and that are not known to be whole."""
@@ -254,7 +254,7 @@ class Generation:
         None: no progress."""
         start = self.start
         restore = None if start is None else start.info.restore
-        if start is None or restore is None or self.living or not self.put_back:
+        if start is None or restore is None or self.living or not self.has_restored:
             return None
         step = self.newest()
         return m.WentOn(start.round, step) if step > restore.step else None
@@ -310,7 +310,7 @@ class Drain:
 
     def __init__(self, launch: Launch, store: SnapshotStore) -> None:
         self._store = store
-        names = set(MAY_PUT_OFF).intersection(launch.signals_to_handle)
+        names = set(DEFERRABLE).intersection(launch.signals_to_handle)
         self.signals = tuple(sorted(signal.Signals[name].value for name in names))
         """The signals that ranks defer."""
         if launch.departure_grace <= 0:
@@ -337,8 +337,8 @@ class Drain:
         if self._first is None:
             self._first = (time.monotonic(), step)
 
-    def is_put_off(self, local_rank: int, signum: int) -> bool:
-        return signum in self.generation.ranks[local_rank].put_off
+    def defers_signal(self, local_rank: int, signum: int) -> bool:
+        return signum in self.generation.ranks[local_rank].deferred_signals
 
     def missed(self, message: s.StepMissed) -> None:
         """Report that a rank could not save the requested step; once per request."""
@@ -358,7 +358,7 @@ class Drain:
         steps = [
             one.held.segment.current
             for one in self.generation.ranks
-            if one.held is not None and not one.held.is_lost and not one.silent
+            if one.held is not None and not one.held.is_lost and not one.is_disconnected
         ]
         first = NONE if self._first is None else self._first[1]
         return max([first, *steps]) if steps else NONE
@@ -370,7 +370,7 @@ class Drain:
             return LEAST_MARGIN
         began, first = since
         seconds = max(time.monotonic() - began, LEAST_TIME)
-        steps = math.ceil(WORD * (self.step() - first) / seconds)
+        steps = math.ceil(REQUEST_TIME * (self.step() - first) / seconds)
         return min(max(LEAST_MARGIN, steps), MAX_MARGIN)
 
     def signalled(self, signum: int, *, death: bool) -> Signalled:
@@ -395,5 +395,5 @@ class Drain:
 
     def show(self, local_rank: int, held: Held) -> None:
         """Write the requested step into this rank's new segment, because it is connected now."""
-        self.generation.ranks[local_rank].silent = False
+        self.generation.ranks[local_rank].is_disconnected = False
         held.segment.save_at = self._requested

@@ -182,17 +182,17 @@ class Inventory:
     # ------------------------------------------------------------ all snapshots
 
     def holdings(
-        self, *, living: bool, lack: Callable[[int], set[int]] = lambda step: set()
+        self, *, living: bool, ranks_without: Callable[[int], set[int]] = lambda step: set()
     ) -> tuple[m.Holding, ...]:
         """All that is held, the newest first.
 
-        `living`: ranks of the current generation may still write. `lack`: the ranks that could not
-        save a step; the step is reported without them."""
+        `living`: ranks of the current generation may still write. `ranks_without`: the ranks that
+        could not save a step; the step is reported without them."""
         held = self._segments.held
         contents = self._contents(held)
         if self.present is not None:
             for round, step in self._wanted.names():
-                if round == self.present.key and len(lack(step)) == self.present.nproc:
+                if round == self.present.key and len(ranks_without(step)) == self.present.nproc:
                     contents[round, step] = [0] * self.present.nproc
         found: list[m.Holding] = []
         own = any(one.own for one in held if one.local_rank >= 0)
@@ -200,7 +200,9 @@ class Inventory:
         for key, step in sorted(contents, key=lambda name: (order[name[0]], name[1]), reverse=True):
             local_round, row = self._rounds[key], tuple(contents[key, step])
             lacks = {number for number, content in enumerate(row) if not content}
-            partly = bool(lacks) and not (local_round is self.present and lacks <= lack(step))
+            partly = bool(lacks) and not (
+                local_round is self.present and lacks <= ranks_without(step)
+            )
             if partly and (
                 (living and local_round is self.present) or self._better(contents, key, step)
             ):
@@ -225,7 +227,7 @@ class Inventory:
             one.round == present.key and one.step <= watermark for one in held.snapshots()
         )
 
-    def passed_over(self, held: Iterable[Held], watermark: int) -> int:
+    def abandoned_step(self, held: Iterable[Held], watermark: int) -> int:
         """The newest step that can be given up because it can never be complete; -1: none.
 
         This applies if ranks of the current generation hold different steps above the watermark,
@@ -245,11 +247,11 @@ class Inventory:
 
     # ------------------------------------------------------------ removal
 
-    def prune(self, restore: m.Restore | None, going_on: set[str]) -> None:
+    def prune(self, restore: m.Restore | None, active: set[str]) -> None:
         """Prepare the segments for a new generation, while no rank is running: withdraw snapshots
         newer than the one to restore from, pin that one, and reset the control pages. Pins for
         snapshots that the ranks want written to storage stay, and those with a reason in
-        `going_on`."""
+        `active`."""
         for one in self._segments.held:
             segment = one.segment
             for snapshot in one.snapshots():
@@ -257,7 +259,7 @@ class Inventory:
                     segment.withdraw(snapshot.slot)
             left = {snapshot.slot: snapshot for snapshot in one.snapshots()}
             for slot in range(segment.slots):
-                reasons = one.pins.get(slot, set()) & going_on
+                reasons = one.pins.get(slot, set()) & active
                 if slot in left:
                     reasons |= self._wanted.reason(left[slot])
                 one.pins[slot] = reasons
@@ -360,7 +362,7 @@ def _newer(snapshot: Snapshot, restore: m.Restore) -> bool:
     return (snapshot.term, snapshot.number) > (name.term, name.number)
 
 
-TIMES: Final = 3.0
+KEEP_FACTOR: Final = 3.0
 """A wanted snapshot is kept for this multiple of an attempt's limit. It is finite, because a master
 may lose an attempt, which would block slots forever."""
 
@@ -371,7 +373,7 @@ class WantedSnapshots:
 
     def __init__(self, segments: Segments, limit: float, router: Router) -> None:
         self._segments = segments
-        self._limit = TIMES * limit
+        self._limit = KEEP_FACTOR * limit
         self._router = router
         self._timers: dict[tuple[bytes, int], asyncio.TimerHandle] = {}
 

@@ -97,15 +97,15 @@ class Savers:
         self._open: set[int] = set()
         self._answers: dict[Hashable, asyncio.Future[Any]] = {}
         self._closed = False
-        self._hopeless = ""  # why no more are started
-        self._spoke = False  # the last one has introduced itself
+        self._why_not_started = ""  # why no more are started
+        self._has_introduced = False  # the last one has introduced itself
         self._misses = 0  # failed starts in a row
         self._retry = Timer()  # no start before it fires
         self._pings = 0
         self._ping = Timer()
         self._patience = Patience()
         self._pid = 0
-        self._given_up = ""  # why it was killed, if it hung
+        self._kill_reason = ""  # why it was killed, if it hung
         self.port = 0
         """The port on which it serves other nodes; 0: none."""
 
@@ -135,7 +135,7 @@ class Savers:
         if self._peer is not None:
             return
         if self._connecting is None:
-            raise SaverGone(self._hopeless or "this agent is exiting")
+            raise SaverGone(self._why_not_started or "this agent is exiting")
         try:
             await asyncio.wait_for(asyncio.shield(self._connecting), START_LIMIT)
         except TimeoutError:
@@ -254,8 +254,8 @@ class Savers:
         if isinstance(message, SpawnFailed):
             why = f"the saver could not be started: {message.reason}"
         else:
-            why = self._given_up or f"the saver ended ({_exit_text(message.code)})"
-        if isinstance(message, SpawnFailed) or not self._spoke:
+            why = self._kill_reason or f"the saver ended ({_exit_text(message.code)})"
+        if isinstance(message, SpawnFailed) or not self._has_introduced:
             self._retry_later(why)
         if isinstance(message, SpawnFailed) or not self._closed:
             self._lose(why)
@@ -285,11 +285,11 @@ class Savers:
             coming, self._connecting = self._connecting, None
             sentence = f"{self._last_end}, {times}: it is not restarted for a while"
             coming.set_exception(SaverGone(sentence))
-            if not self._hopeless:
-                self._hopeless = sentence
+            if not self._why_not_started:
+                self._why_not_started = sentence
                 logger.warning("no checkpoints are written from memory: %s", sentence)
             return
-        self._hopeless, self._spoke, self._given_up = "", False, ""
+        self._why_not_started, self._has_introduced, self._kill_reason = "", False, ""
         self._starts.append(now)
         self._child = self._spawners.start(
             SpawnSaver(
@@ -322,7 +322,7 @@ class Savers:
             peer.break_off("no such saver was started")
         else:
             self._peer, self.port = peer, here.port
-            self._spoke, self._misses = True, 0
+            self._has_introduced, self._misses = True, 0
             coming, self._connecting = self._connecting, None
             if coming is not None and not coming.done():
                 coming.set_result(None)
@@ -360,11 +360,13 @@ class Savers:
         if self._answers and self._peer is not None:
             self._pings += 1
             self._send(s.PingSaver(self._pings))
-            self._patience.wait(ANSWER_LIMIT, self._silent)
+            self._patience.wait(ANSWER_LIMIT, self._on_no_answer)
 
-    def _silent(self) -> None:
+    def _on_no_answer(self) -> None:
         how = why_unresponsive(self._pid)
-        self._given_up = f"the saver has not answered for {ANSWER_LIMIT:g} s: {how}, and was killed"
+        self._kill_reason = (
+            f"the saver has not answered for {ANSWER_LIMIT:g} s: {how}, and was killed"
+        )
         self._kill()
 
     def _stop_pings(self) -> None:

@@ -127,7 +127,7 @@ class Held:
         return f"rank {self.replica}" if self.replica >= 0 else "another node's rank"
 
     @property
-    def passing(self) -> bool:
+    def is_temporary(self) -> bool:
         """Whether it is a copy for one restore only."""
         return self.local_rank < 0 and self.replica < 0
 
@@ -192,8 +192,8 @@ class Segments:
         self._making: asyncio.Task[None] | None = None
         self._keys = count(1)
         self._serials = count(1)
-        self._taking = 0  # bytes being allocated now
-        self._taken = asyncio.Event()
+        self._allocating = 0  # bytes being allocated now
+        self._allocated = asyncio.Event()
         self._once = Once()
         self._closed = False
         self._tasks = Tasks(logger.error)
@@ -208,10 +208,10 @@ class Segments:
         self._node = node
         try:
             due, adopted = await in_thread(
-                lambda: self._adopt(node), limit=OPEN_LIMIT, name="segments", late=_leave
+                lambda: self._adopt(node), limit=OPEN_LIMIT, name="segments", late=_leave_folder
             )
         except (OSError, TimeoutError) as error:
-            self._have_none(error)
+            self._set_no_folder(error)
             return []
         self._orphans.schedule(due)
         if adopted is None:
@@ -269,7 +269,7 @@ class Segments:
                 f"checkpoint is written ({error})"
             )
             held = await self._make(local_rank, fewer, content, fewer.nbytes)
-        self._tasks.start(self._warm(held), "keeping segments")
+        self._tasks.start(self._populate(held), "keeping segments")
         return held
 
     async def copy_of(self, layout_length: int, slot_bytes: int) -> Held:
@@ -319,7 +319,7 @@ class Segments:
 
     # ------------------------------------------------------------ creation
 
-    async def _have_folder(self) -> None:
+    async def _ensure_folder(self) -> None:
         """Create the folder once; concurrent callers wait for it."""
         if self._folder is None and not self._no_folder:
             if self._making is None:
@@ -338,14 +338,14 @@ class Segments:
         try:
             folder = await in_thread(work, limit=OPEN_LIMIT, name="segments", late=late)
         except (OSError, TimeoutError) as error:
-            self._have_none(error)
+            self._set_no_folder(error)
             return
         if folder is not None and self._closed:
             await in_thread(lambda: folder.remove(job_over=False), name="segments")
             return
         self._folder = folder
 
-    def _have_none(self, error: Exception) -> None:
+    def _set_no_folder(self, error: Exception) -> None:
         why = f"{self._base} does not answer"
         if isinstance(error, OSError) and str(error):
             why = f"{self._base}: {error.strerror or error}"
@@ -355,14 +355,14 @@ class Segments:
         self, local_rank: int, sizes: Sizes, content: int, filled: int, replica: int = -1
     ) -> Held:
         named = await self._fits_in_folder(filled)
-        self._taking += filled
+        self._allocating += filled
         try:
-            return await self._take(named, local_rank, sizes, content, filled, replica)
+            return await self._allocate(named, local_rank, sizes, content, filled, replica)
         finally:
-            self._taking -= filled
-            self._taken.set()
+            self._allocating -= filled
+            self._allocated.set()
 
-    async def _take(
+    async def _allocate(
         self, named: bool, local_rank: int, sizes: Sizes, content: int, filled: int, replica: int
     ) -> Held:
         folder = self._folder if named else None
@@ -411,16 +411,16 @@ class Segments:
 
         Concurrent allocations may or may not be counted in the free space yet, so before a refusal
         this waits until they are complete."""
-        await self._have_folder()
+        await self._ensure_folder()
         removed_orphans = False
         while True:
-            self._taken.clear()
+            self._allocated.clear()
             room, (free, bound) = await in_thread(self._free_space, name="segments")
-            taking = self._taking
+            taking = self._allocating
             if need + taking <= free and room is not None and need + taking <= room:
                 return True
             if taking:
-                await self._taken.wait()
+                await self._allocated.wait()
             elif removed_orphans or not await self._orphans.remove_now():
                 break
             else:
@@ -444,7 +444,7 @@ class Segments:
                 room = memory.available_in(self._base)
         return room, memory.available_memory()
 
-    async def _warm(self, held: Held) -> None:
+    async def _populate(self, held: Held) -> None:
         """Populate the pages, in parallel with the rank, which populates its own mapping: whichever
         touches a page first has to wait until it is zeroed."""
         fd = os.dup(held.fd)
@@ -521,7 +521,7 @@ class Segments:
         self._once.log(f"snapshots take {slots} of shared memory for {ranks}", logging.INFO)
 
 
-def _leave(found: tuple[float | None, Adopted | None]) -> None:
+def _leave_folder(found: tuple[float | None, Adopted | None]) -> None:
     """Leave to a later agent a folder that was found too late."""
     if (adopted := found[1]) is not None:
         for one in adopted.held:

@@ -25,7 +25,7 @@ from elasticrun.agent.context import NodeContext
 from elasticrun.agent.runtime import Once, Tasks
 from elasticrun.agent.snapshots.checkpoints import Persisting
 from elasticrun.agent.snapshots.fetching import MAX_REASON, Replicator, Shards
-from elasticrun.agent.snapshots.generation import BROKEN, MUTE_AFTER, Drain, Generation
+from elasticrun.agent.snapshots.generation import BROKEN, CUT_OFF_AFTER, Drain, Generation
 from elasticrun.agent.snapshots.inventory import (
     CHOSEN,
     HoldingsReport,
@@ -134,7 +134,7 @@ class LocalSnapshots:
         """Stop restarting the saver; callers that wait for it fail."""
         self.savers.close()
 
-    async def give_back(self, *, job_over: bool) -> None:
+    async def release(self, *, job_over: bool) -> None:
         """Release everything, because all processes of this node have exited."""
         self._report.close()
         self._wanted.close()
@@ -162,12 +162,12 @@ class LocalSnapshots:
         self.drain.start(self._generation)
         self._inventory.start(start)
         self.savers.replace_old()
-        self._go_on_from(start)
+        self._restore_from(start)
         self._replicas.start(start)
         self._note()
         self._serve()
 
-    def _go_on_from(self, start: Start) -> None:
+    def _restore_from(self, start: Start) -> None:
         self._inventory.prune(start.info.restore, self._persisting.pins())
         self._generation.resume_from(
             NONE if start.info.restore is None else start.info.restore.step
@@ -203,7 +203,7 @@ class LocalSnapshots:
         if isinstance(order, m.Watermark):
             start = self._generation.start
             if start is not None and order.round == start.round:
-                self._whole(order.step)
+                self._raise_watermark(order.step)
                 self._give_up(order.given_up)
         elif isinstance(order, m.Persist):
             self._persisting.start(order)
@@ -218,7 +218,7 @@ class LocalSnapshots:
         elif isinstance(order, m.Replicate):
             self._replicas.obey(order)
 
-    def _whole(self, step: int) -> None:
+    def _raise_watermark(self, step: int) -> None:
         """Release older steps, because the current generation has a complete step."""
         if not self._generation.raise_watermark(step):
             return
@@ -272,18 +272,18 @@ class LocalSnapshots:
             self.savers.on_close(peer)
         elif (local_rank := self._generation.of(peer)) is not None:
             rank = self._generation.ranks[local_rank]
-            rank.peer, rank.silent = None, True
+            rank.peer, rank.is_disconnected = None, True
             loop = asyncio.get_running_loop()
-            loop.call_later(MUTE_AFTER, self._muted, self._generation, local_rank)
+            loop.call_later(CUT_OFF_AFTER, self._on_cut_off, self._generation, local_rank)
 
-    def _muted(self, generation: Generation, local_rank: int) -> None:
-        """Handle a rank that lost its connection MUTE_AFTER seconds ago and saves nothing any more,
-        if it still runs."""
+    def _on_cut_off(self, generation: Generation, local_rank: int) -> None:
+        """Handle a rank that lost its connection CUT_OFF_AFTER seconds ago and saves nothing any
+        more, if it still runs."""
         if generation is self._generation and generation.living:
-            generation.ranks[local_rank].mute = True
-            for mute in generation.mute():
+            generation.ranks[local_rank].is_cut_off = True
+            for lone in generation.cut_off():
                 for step in sorted(generation.open_steps()):
-                    self._report_missing(mute, step, BROKEN)
+                    self._report_missing(lone, step, BROKEN)
             self._report.changed()
 
     def _rank_here(self, peer: Peer, here: s.RankHere) -> None:
@@ -300,7 +300,7 @@ class LocalSnapshots:
         if on and (other := self._inventory.other_folder(on.round, here.folder)):
             self.remark(f"step {on.step} in memory is not used: its checkpoints are in {other}")
             generation.start = start = replace(start, info=replace(start.info, restore=None))
-            self._go_on_from(start)
+            self._restore_from(start)
         rank = generation.ranks[here.local_rank]
         before, rank.peer = rank.peer, peer
         if before is not None:
@@ -317,10 +317,10 @@ class LocalSnapshots:
 
     def _on_rank_message(self, peer: Peer, local_rank: int, message: s.FromRank) -> None:
         rank = self._generation.ranks[local_rank]
-        if isinstance(message, s.NeedSegment) and rank.giving is peer:
+        if isinstance(message, s.NeedSegment) and rank.awaiting_segment is peer:
             peer.break_off("it requests a second segment before it got the first one")
         elif isinstance(message, s.NeedSegment):
-            rank.giving = peer
+            rank.awaiting_segment = peer
             self._tasks.start(self._give(peer, local_rank, message), "giving a segment")
         elif isinstance(message, s.Committed):
             self._committed(local_rank, message)
@@ -335,7 +335,7 @@ class LocalSnapshots:
         elif isinstance(message, s.CannotRestore):
             self._shards.reject(message.rank, message.reason)
         elif isinstance(message, s.PutsOff):
-            rank.put_off = message.signals
+            rank.deferred_signals = message.signals
         elif isinstance(message, s.StepMissed):
             self.drain.missed(message)
         elif isinstance(message, s.Skipped):
@@ -348,7 +348,7 @@ class LocalSnapshots:
 
     def _restored(self, message: s.Restored) -> None:
         self._inventory.restored(message)
-        self._generation.put_back = self._generation.put_back or message.source == "memory"
+        self._generation.has_restored = self._generation.has_restored or message.source == "memory"
         self.drain.began(message.step)
         self._resumed(message.step, message.source)
         if message.source != "nothing":
@@ -369,8 +369,8 @@ class LocalSnapshots:
             self.remark(f"local rank {local_rank}: {reason}")
             peer.send(s.SegmentHere(False, reason, False))
         finally:
-            if rank.giving is peer:
-                rank.giving = None
+            if rank.awaiting_segment is peer:
+                rank.awaiting_segment = None
         self.tidy()
 
     async def _lend(self, peer: Peer, local_rank: int, need: s.NeedSegment) -> None:
@@ -409,20 +409,20 @@ class LocalSnapshots:
         self.drain.committed(snapshot.step)
         steps = generation.steps()
         alone = start.group_world_size == 1 and len(steps) == self._nproc
-        if alone and (not generation.resumed or min(steps) > generation.watermark):
+        if alone and (not generation.has_own_watermark or min(steps) > generation.watermark):
             same = len(set(steps)) == 1
-            self._whole(snapshot.step if same else self._inventory.whole_here(current))
+            self._raise_watermark(snapshot.step if same else self._inventory.whole_here(current))
         mark = generation.watermark
         if any(mark < step < snapshot.step for step in steps):
             given = [rank.held for rank in generation.ranks if rank.held is not None]
             # A dropped segment holds no step.
-            self._give_up(self._inventory.passed_over(given, mark))
+            self._give_up(self._inventory.abandoned_step(given, mark))
         self._hashing.soon(held)
         if self._replicas.enabled and self._several:
             rank = start.first_rank + local_rank
             self.savers.serve(held, snapshot, start.round, rank)
-        for mute in generation.mute():
-            self._report_missing(mute, snapshot.step, BROKEN)
+        for lone in generation.cut_off():
+            self._report_missing(lone, snapshot.step, BROKEN)
         if message.persist:
             self._report.now()
         else:
@@ -478,7 +478,9 @@ class LocalSnapshots:
     def holdings(self) -> m.Holdings:
         """What this node holds."""
         generation = self._generation
-        held = self._inventory.holdings(living=generation.living, lack=generation.lack)
+        held = self._inventory.holdings(
+            living=generation.living, ranks_without=generation.ranks_without
+        )
         saver = Endpoint(self._node.address, self.savers.port) if self.savers.port else None
         last, went_on = self._inventory.last(), generation.went_on()
         skipped = max((rank.skipped for rank in generation.ranks), default=0)

@@ -42,7 +42,7 @@ _SECRET: Final = re.compile(r"://([^/@]*:|gh[a-z]_|github_pat_|glpat-)[^/@]*@")
 """A password in a URL, or a token of GitHub or GitLab in place of the user."""
 _HOST: Final = re.compile(r"(https?://)(?:[^/@]*@)?([^/]*)")
 
-_OF_ANOTHER: Final = (
+_REPOSITORY_VARIABLES: Final = (
     "GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_COMMON_DIR",
     "GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_PREFIX", "GIT_NAMESPACE", "GIT_SHALLOW_FILE",
 )  # fmt: skip
@@ -87,7 +87,7 @@ class GitSource:
         return workdir / "code" / self.repository
 
 
-def parsed(text: str) -> GitSource:
+def parse_source(text: str) -> GitSource:
     """Parse the value of `--git`. Raises GitError."""
     found = _AUTHORITY.match(text)
     at = text.find("@", found.end() if found else 0)
@@ -105,7 +105,7 @@ def parsed(text: str) -> GitSource:
     return source
 
 
-def pinned(source: GitSource, environ: Mapping[str, str]) -> GitSource:
+def pin_source(source: GitSource, environ: Mapping[str, str]) -> GitSource:
     """The source with its branch or tag replaced by the commit to which it refers now. Raises
     GitError."""
     if source.is_pinned:
@@ -129,10 +129,10 @@ def check_out(source: GitSource, workdir: Path, environ: Mapping[str, str]) -> i
     folder = source.folder(workdir)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(folder.with_name(f".{folder.name}.lock")):
+        with _locked(folder.with_name(f".{folder.name}.lock")):
             in_use = os.open(folder.with_name(f".{folder.name}.used"), os.O_RDWR | os.O_CREAT)
             try:
-                _put(source, folder, environ, in_use)
+                _prepare_folder(source, folder, environ, in_use)
                 with contextlib.suppress(OSError):  # a file system without locks
                     fcntl.flock(in_use, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BaseException:
@@ -143,7 +143,9 @@ def check_out(source: GitSource, workdir: Path, environ: Mapping[str, str]) -> i
     return in_use
 
 
-def _put(source: GitSource, folder: Path, environ: Mapping[str, str], in_use: int) -> None:
+def _prepare_folder(
+    source: GitSource, folder: Path, environ: Mapping[str, str], in_use: int
+) -> None:
     if not folder.exists():
         prefix = f".{folder.name}.{os.uname().nodename}."
         for left in folder.parent.iterdir():
@@ -209,7 +211,7 @@ def _submodules(source: GitSource, folder: Path, environ: Mapping[str, str]) -> 
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> Iterator[None]:
     """Lock the folder against other agents of this node. Raises GitError if another process holds
     the lock for too long."""
     until = time.monotonic() + GIT_LIMIT
@@ -237,14 +239,14 @@ def _git(
     """Run a git command and return its output. Raises GitError."""
     secrets = [next((environ[name] for name in names if environ.get(name)), "")
                for names in (GIT_USERNAMES, GIT_PASSWORDS)]  # fmt: skip
-    hidden = (*GIT_USERNAMES, *GIT_PASSWORDS, "ELASTICRUN_TOKEN", *_OF_ANOTHER)
+    hidden = (*GIT_USERNAMES, *GIT_PASSWORDS, "ELASTICRUN_TOKEN", *_REPOSITORY_VARIABLES)
     variables = {name: value for name, value in environ.items() if name not in hidden}
     variables |= {"LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0", "SSH_ASKPASS_REQUIRE": "never"}
     options = ["-c", "http.lowSpeedLimit=1000", "-c", "http.lowSpeedTime=60"]
     with contextlib.ExitStack() as files:
         fds: tuple[int, ...] = ()
         if any(secrets):
-            fds = tuple(_answering(files, source.url, secrets))
+            fds = tuple(_answer_files(files, source.url, secrets))
             variables["GIT_ASKPASS"] = f"/dev/fd/{fds[-1]}"
             options += ["-c", "credential.helper="]
         try:
@@ -269,7 +271,7 @@ def _git(
     return out.decode(errors="replace")
 
 
-def _answering(files: contextlib.ExitStack, url: str, secrets: list[str]) -> Iterator[int]:
+def _answer_files(files: contextlib.ExitStack, url: str, secrets: list[str]) -> Iterator[int]:
     """Memory files with the user, the password, and the program that answers git's prompts."""
     found = _HOST.match(url)
     scheme, host = map(shlex.quote, found.groups() if found else ("", ""))

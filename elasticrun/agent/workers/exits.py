@@ -3,7 +3,7 @@
 The rank writes the error file (torch's `@record`, or the fork server for scripts without it), so
 its content is the user's: it is read up to a size limit, and invalid content is described instead
 of raised. After a SIGKILL, the kernel's count of OOM kills and its log are read. What reads or
-writes files blocks: call it in a thread, except `Killers`, which starts one itself.
+writes files blocks: call it in a thread, except `KillLog`, which starts one itself.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_MESSAGE_CHARS: Final = 1024
 """Maximum length of the message line; the traceback has the rest."""
 
 
-class Killers:
+class KillLog:
     """Logs who killed a rank, each finding once. `root`: the root of the kernel's files."""
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -127,7 +127,7 @@ def count_files(groups: str) -> list[Path]:
 
 
 @cache
-def oom_kills() -> OomKills:
+def oom_watcher() -> OomKills:
     """The watcher of this process, created at the first call. Make that call in a thread before any
     rank starts, because the watcher then records the initial count."""
     return OomKills()
@@ -154,7 +154,7 @@ def describe(bare: Failure, *, stopping: bool) -> Failure:
     handlers since."""
     code, reaped_us = bare.exitcode, bare.time_us
     found = read_error_file(bare.error_file)
-    oom = code == -signal.SIGKILL and not stopping and oom_kills().near(reaped_us)
+    oom = code == -signal.SIGKILL and not stopping and oom_watcher().near(reaped_us)
     message = found.message
     if not message:
         message = _without_file(code, bare.pid, oom)

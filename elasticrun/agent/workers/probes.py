@@ -30,13 +30,13 @@ from elasticrun.wire.messages import Probe, Probed, ProbePhase, Transfer
 OWN_PHASES: Final = (ProbePhase.START, ProbePhase.COMPUTE)
 """A failure in these phases is the node's own: no other node is involved."""
 
-LATER: Final = 1.0
+TORCH_MARGIN: Final = 1.0
 """Seconds by which torch's own timeouts in a probe exceed the limit, so that the agent ends the
 probe first and reports every hang in the same words."""
 
 
 @dataclass(eq=False)
-class _Probing:
+class _RunningProbe:
     """An order in progress."""
 
     order: Probe
@@ -82,8 +82,8 @@ class Probing:
         self._launch = node.launch
         self._spawners = spawners
         self._deliver = node.deliver
-        self._current: _Probing | None = None
-        self._children: dict[Child, _Probing] = {}
+        self._current: _RunningProbe | None = None
+        self._children: dict[Child, _RunningProbe] = {}
         self._accelerator: Accelerator | None = None
         self._tasks = Tasks(logger.error)  # a probe that fails to start times out later
 
@@ -93,9 +93,9 @@ class Probing:
         """Run a probe. ProbeEnded follows after `order.limit` seconds at the latest, plus the time
         to kill and reap."""
         self.call_off()
-        probing = _Probing(order, PROBE_LOAD_CPU, time.monotonic())
+        probing = _RunningProbe(order, PROBE_LOAD_CPU, time.monotonic())
         self._current = probing
-        probing.timer.after(order.limit, self._overdue, probing)
+        probing.timer.after(order.limit, self._on_limit, probing)
         self._tasks.start(self._start(probing), "starting probes")
 
     def call_off(self) -> None:
@@ -139,7 +139,7 @@ class Probing:
 
     # ------------------------------------------------------------ starting
 
-    async def _start(self, probing: _Probing) -> None:
+    async def _start(self, probing: _RunningProbe) -> None:
         ranks = range(self._launch.nproc_per_node)
         try:
             accelerator = await self._find_accelerator()
@@ -171,7 +171,7 @@ class Probing:
         return self._accelerator
 
     def _plan(
-        self, probing: _Probing, accelerator: Accelerator, local_rank: int
+        self, probing: _RunningProbe, accelerator: Accelerator, local_rank: int
     ) -> spawning.ProbePlan:
         order, load = probing.order, probing.load
         return spawning.ProbePlan(
@@ -189,13 +189,13 @@ class Probing:
             sizes=load.perf_sizes if order.perf else (load.size,),
             transfers=load.transfers,
             warmup=load.warmup,
-            limit=max(0.0, order.limit + LATER - (time.monotonic() - probing.began)),
+            limit=max(0.0, order.limit + TORCH_MARGIN - (time.monotonic() - probing.began)),
             fault=self._node.variables.get(env.NODE_FAULT, ""),
         )
 
     # ------------------------------------------------------------ ends
 
-    def _overdue(self, probing: _Probing) -> None:
+    def _on_limit(self, probing: _RunningProbe) -> None:
         """Handle the time limit: local ranks without a result have failed in their current phase;
         kill all processes."""
         limit = probing.order.limit
@@ -206,11 +206,11 @@ class Probing:
         self._kill(probing)
         self._check_done(probing)
 
-    def _kill(self, probing: _Probing) -> None:
+    def _kill(self, probing: _RunningProbe) -> None:
         for child in probing.children:
             child.signal(signal.SIGKILL)
 
-    def _check_done(self, probing: _Probing) -> None:
+    def _check_done(self, probing: _RunningProbe) -> None:
         """Report once every local rank has a result and every process is reaped."""
         if probing.over or not probing.started or probing.children:
             return
@@ -218,17 +218,19 @@ class Probing:
         self._current = None
         self._deliver(ProbeEnded(self._combine(probing)))
 
-    def _close(self, probing: _Probing) -> None:
+    def _close(self, probing: _RunningProbe) -> None:
         probing.over = True
         probing.timer.cancel()
 
     # ------------------------------------------------------------ results
 
-    def _result(self, probing: _Probing, local_rank: int, message: spawning.ProbeSaid) -> _Result:
+    def _result(
+        self, probing: _RunningProbe, local_rank: int, message: spawning.ProbeSaid
+    ) -> _Result:
         phase = probing.phase(local_rank)
         reason = ""
         if message.excused:
-            reason = f"{_another(probing.order)} {message.reason}"
+            reason = f"{_who_failed(probing.order)} {message.reason}"
         elif not message.ok:
             reason = self._clause(probing, local_rank, message.reason)
         return _Result(
@@ -242,12 +244,12 @@ class Probing:
             message.timed,
         )
 
-    def _failed(self, probing: _Probing, local_rank: int, reason: str) -> None:
+    def _failed(self, probing: _RunningProbe, local_rank: int, reason: str) -> None:
         phase = probing.phase(local_rank)
         failed = _Result(False, phase, phase in OWN_PHASES, False, reason)
         probing.results.setdefault(local_rank, failed)
 
-    def _clause(self, probing: _Probing, local_rank: int, why: str) -> str:
+    def _clause(self, probing: _RunningProbe, local_rank: int, why: str) -> str:
         """A clause without phase and partners, because the master's sentence names them."""
         after = duration(time.monotonic() - probing.began)
         limit = f"{probing.order.limit:g} s"
@@ -256,7 +258,7 @@ class Probing:
     def _where(self, local_rank: int) -> str:
         return f"local rank {local_rank}, " if self._launch.nproc_per_node > 1 else ""
 
-    def _combine(self, probing: _Probing) -> Probed:
+    def _combine(self, probing: _RunningProbe) -> Probed:
         order, load = probing.order, probing.load
         results = list(probing.results.values())
         worst = max(results, key=lambda result: result.weight)  # of several, the first
@@ -281,7 +283,7 @@ class Probing:
         )
 
 
-def _another(order: Probe) -> str:
+def _who_failed(order: Probe) -> str:
     """Who reported a failure of its own, as far as that is known."""
     if not order.partners:
         return "another local rank"

@@ -200,7 +200,9 @@ class Progress:
         self._latest: dict[int, tuple[int, float]] = {}
         self._callers: set[int] = set()  # local ranks that call `progress`
         self._costs: dict[int, _LastCosts] = {}
-        self._words: dict[int, tuple[str, float]] = {}  # the phase that a rank reports, and its end
+        self._quiet_phases: dict[
+            int, tuple[str, float]
+        ] = {}  # the phase that a rank reports, and its end
         self._sent_at = -math.inf
         self._every = MIN_INTERVAL
         self._new_since = math.inf
@@ -219,7 +221,7 @@ class Progress:
         self._metrics.start(start)
         self.newest = -1
         self._windows, self._latest = {}, {}
-        self._callers, self._costs, self._words = set(), {}, {}
+        self._callers, self._costs, self._quiet_phases = set(), {}, {}
         self._new_since = math.inf
         share = start.group_world_size / REPORTS_PER_SECOND
         self._every = max(MIN_INTERVAL, min(MAX_INTERVAL, share))
@@ -240,10 +242,10 @@ class Progress:
         """The newest step of this rank in this round, and its seconds; -1: none."""
         return self._latest.get(local_rank, (-1, 0.0))
 
-    def word(self, local_rank: int) -> tuple[str, float]:
+    def quiet_phase(self, local_rank: int) -> tuple[str, float]:
         """The long phase that this rank reports, and its maximum remaining seconds; "" and 0.0:
         none."""
-        what, until = self._words.get(local_rank, ("", 0.0))
+        what, until = self._quiet_phases.get(local_rank, ("", 0.0))
         left = until - asyncio.get_running_loop().time()
         return (what, left) if what and left > 0.0 else ("", 0.0)
 
@@ -274,7 +276,7 @@ class Progress:
             if self._socket is None:
                 return
             if self._read_in_second >= MOST_PER_RANK * self._nproc:
-                self._rest(loop, self._second + 1 - now)
+                self._pause_reading(loop, self._second + 1 - now)
                 return
             try:
                 data, credentials, flags, _ = self._socket.recvmsg(
@@ -290,7 +292,7 @@ class Progress:
             if self._is_ours(credentials) and not flags & socket.MSG_TRUNC:
                 self._receive(decode(data), now)
 
-    def _rest(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+    def _pause_reading(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
         """Pause until the next second, so that a rank that sends too much does not keep the agent
         busy."""
         assert self._socket is not None
@@ -320,7 +322,7 @@ class Progress:
                 self._metrics.add(message)
             return
         if isinstance(message, RankWord):
-            self._words[message.local_rank] = (message.what, now + message.seconds)
+            self._quiet_phases[message.local_rank] = (message.what, now + message.seconds)
             return
         if isinstance(message, RankCosts):
             found = self._of_checkpointer(message, now)

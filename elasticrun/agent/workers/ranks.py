@@ -27,7 +27,7 @@ from elasticrun.agent.context import NodeContext
 from elasticrun.agent.logs.output import LogsUnusable, RankLogs, RankOutput
 from elasticrun.agent.runtime import DISK_LIMIT, Tasks, in_thread
 from elasticrun.agent.workers.events import EventLog
-from elasticrun.agent.workers.exits import Killers, describe, oom_kills
+from elasticrun.agent.workers.exits import KillLog, describe, oom_watcher
 from elasticrun.agent.workers.recoverable import Recoverables
 from elasticrun.agent.workers.spawner import Child, Spawners
 from elasticrun.core.events import RankExited, RankSpawned, RanksSwept, SpawnRanks
@@ -180,10 +180,10 @@ class Ranks:
         spawners: Spawners,
         recoverables: Recoverables,
         output: RankOutput,
-        is_put_off: Callable[[int, int], bool] = lambda local_rank, signum: False,
+        defers_signal: Callable[[int, int], bool] = lambda local_rank, signum: False,
         events: EventLog | None = None,
     ) -> None:
-        """`is_put_off`: whether this local rank defers this signal. `events`: notified when all
+        """`defers_signal`: whether this local rank defers this signal. `events`: notified when all
         ranks run."""
         self._events = events
         self._recoverables = recoverables
@@ -191,12 +191,12 @@ class Ranks:
         self._launch = node.launch
         self._spawners = spawners
         self._output = output
-        self._is_put_off = is_put_off
+        self._defers_signal = defers_signal
         self._attempt: _Attempt | None = None
         self._sweeping: tuple[Child, ...] = ()
         self._exits: asyncio.Queue[tuple[Child, asyncio.Task[RankExited]]] = asyncio.Queue()
         self._tasks = Tasks(node.fatal)
-        self._killers = Killers()
+        self._killers = KillLog()
         self._tasks.start(self._report_exits(), "reporting exits of ranks")
         self._sent_us: dict[int, int] = {}  # by signal, microseconds since the epoch
         self._cleared: asyncio.Event | None = None
@@ -296,7 +296,7 @@ class Ranks:
             child.signal(signum)
             if signum in (signal.SIGTERM, signal.SIGINT):
                 child.signal(signal.SIGCONT)  # a stopped process does not end before SIGCONT
-            if self._is_put_off(local_rank, signum):
+            if self._defers_signal(local_rank, signum):
                 # this signal would end the process, but our handler in the rank defers it
                 self._sent_us[signal.SIGKILL] = time.time_ns() // 1000
                 child.signal(signal.SIGKILL, alone=True)
@@ -371,7 +371,7 @@ class Ranks:
             self._exited(attempt, child, message)
 
     def lost(self, child: Child) -> None:
-        """No-op: `all_lost` handles all ranks together."""
+        """No-op: `drop_all` handles all ranks together."""
 
     def _spawn_failed(self, attempt: _Attempt, child: Child, message: spawning.SpawnFailed) -> None:
         local_rank = attempt.children[child]
@@ -385,7 +385,7 @@ class Ranks:
         self._output.rank_exited(local_rank)
         self._recoverables.forget(local_rank)
         sent = attempt.signalled.get(local_rank)
-        if sent is None and self._is_put_off(local_rank, -message.code):
+        if sent is None and self._defers_signal(local_rank, -message.code):
             logger.warning("local rank %d exited on a signal that it had blocked", local_rank)
         self._queue_exit(child, self._explain(attempt, local_rank, message, log=sent is None))
 
@@ -410,7 +410,7 @@ class Ranks:
         else:
             logger.log(NOTICE, "waiting up to %g s (%s) for %s", limit, flag, left)
 
-    def all_lost(self) -> None:
+    def drop_all(self) -> None:
         """Drop all ranks: their spawner has died, they were killed and reaped, and the state
         machine is notified separately."""
         self._sweeping = ()
@@ -480,7 +480,7 @@ class Ranks:
     ) -> dict[int, RankLogs]:
 
         def work() -> dict[int, RankLogs]:
-            oom_kills()
+            oom_watcher()
             return self._output.open_attempt(attempt.number, environments)
 
         try:
@@ -540,7 +540,7 @@ class Ranks:
         except Exception:  # the exit is reported even without a cause
             logger.exception("a bug in elasticrun: no cause for local rank %d", local_rank)
             failure = bare
-        if log and not self._is_put_off(local_rank, signum):
+        if log and not self._defers_signal(local_rank, signum):
             self._log_failure(failure)
         return RankExited(local_rank, message.code, failure)
 

@@ -79,7 +79,7 @@ class Child:
         """Send an order about it; a no-op if it is lost."""
         if self.spawner is not None and not self.is_lost:
             self.spawner.send(message)
-            self.spawner.expect()
+            self.spawner.expect_answer()
 
     def signal(self, signum: int, *, alone: bool = False) -> None:
         """Send a signal to its process group; `alone`: only to the process itself."""
@@ -95,15 +95,15 @@ class Spawner:
         self.children: dict[int, Child] = {}
         """By key: the children that are not forgotten yet."""
         self.ready: spawning.SpawnerReady | None = None
-        self.quitting = False
+        self.is_quitting = False
         self._death = ""
         self.ended = asyncio.Event()
         self._pings = 0
-        self._silence = Patience()
+        self._answer_timer = Patience()
         self._owner = owner
         self._loop = asyncio.get_running_loop()
         # Orders may wait while torch is imported; a spawner that never answers is replaced
-        # (`expect`).
+        # (`expect_answer`).
         self._connection = Connection(process.channel, spawning.FromSpawner, most_bytes=0)
         self._loop.add_reader(self._connection, self._read)
 
@@ -114,28 +114,28 @@ class Spawner:
         self._connection.send(message)
         keep_sending(self._loop, self._connection)
 
-    def expect(self) -> None:
+    def expect_answer(self) -> None:
         """Ping the spawner because it has work: it must answer within ANSWER_LIMIT or is given up.
         No-op if it is not ready: it is still importing torch, which may take any time."""
-        if self.ready is None or self.process.process is None or self.quitting:
+        if self.ready is None or self.process.process is None or self.is_quitting:
             return
         self._pings += 1
         self.send(spawning.Ping(self._pings))
-        if not self._silence.is_set:
+        if not self._answer_timer.is_set:
             self._wait_for_answer()
 
     def _wait_for_answer(self) -> None:
-        self._silence.wait(ANSWER_LIMIT, self._silent)
+        self._answer_timer.wait(ANSWER_LIMIT, self._on_no_answer)
 
-    def _silent(self) -> None:
+    def _on_no_answer(self) -> None:
         how = why_unresponsive(self.process.pid or 0)
         self.close(f"{how}: no answer for {ANSWER_LIMIT:g} s, so it is killed and replaced")
 
     def quit(self) -> None:
         """Order the spawner to kill and reap its descendants and to exit. One that is still
         importing torch has none, and would read the order only when it is ready: it is killed."""
-        if not self.quitting:
-            self.quitting = True
+        if not self.is_quitting:
+            self.is_quitting = True
             self.send(spawning.Quit())
             if self.ready is None:
                 self.process.kill()
@@ -145,7 +145,7 @@ class Spawner:
         if self.ended.is_set():
             return
         self.ended.set()
-        self._silence.cancel()
+        self._answer_timer.cancel()
         self._loop.remove_reader(self._connection)
         self._loop.remove_writer(self._connection)
         self._connection.close()
@@ -161,7 +161,7 @@ class Spawner:
     def how_it_ended(self, seen: str) -> str:
         """How the spawner ended, as far as known; `seen`: what its socket or the kernel reports."""
         process = self.process.process
-        lost_guard = isinstance(process, WarmChild) and process.unguarded
+        lost_guard = isinstance(process, WarmChild) and process.has_lost_guard
         return "its guard was killed" if lost_guard else seen
 
     def _read(self) -> bool:
@@ -176,13 +176,13 @@ class Spawner:
             return False
         if messages is None:
             return False
-        if self._silence.is_set:
+        if self._answer_timer.is_set:
             self._wait_for_answer()
         try:
             for message in messages:
                 if isinstance(message, spawning.Pong):
                     if message.number == self._pings:
-                        self._silence.cancel()
+                        self._answer_timer.cancel()
                     continue
                 self._owner.on_message(self, message)
                 if self.ended.is_set():
@@ -238,7 +238,7 @@ class Spawners:
         child = Child(next(self._keys), owner, self._current)
         self._current.children[child.key] = child
         self._current.send(replace(order, key=child.key))
-        self._current.expect()
+        self._current.expect_answer()
         return child
 
     def is_old(self, child: Child) -> bool:
@@ -264,8 +264,8 @@ class Spawners:
             spawner.quit()
         ends = [spawner.ended for spawner in self._all]
         for spawner in self._all:
-            if spawner.process.over is not None:  # wait for its guard, too
-                ends.append(spawner.process.over)
+            if spawner.process.swept is not None:  # wait for its guard, too
+                ends.append(spawner.process.swept)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit):
                 for end in ends:
@@ -312,7 +312,7 @@ class Spawners:
         try:
             pidfd = os.pidfd_open(born.pid)
         except ProcessLookupError:
-            spawner.expect()
+            spawner.expect_answer()
             return
         except OSError as error:
             what = "a fork server that stands still is not noticed by the death of a rank"
@@ -323,7 +323,7 @@ class Spawners:
 
     def _died(self, spawner: Spawner, key: int) -> None:
         self._unwatch(key)
-        spawner.expect()
+        spawner.expect_answer()
 
     def _unwatch(self, key: int) -> None:
         pidfd = self._pidfds.pop(key, None)
@@ -334,7 +334,7 @@ class Spawners:
     def _ready(self, spawner: Spawner, ready: spawning.SpawnerReady) -> None:
         spawner.ready = ready
         if spawner.children:
-            spawner.expect()
+            spawner.expect_answer()
         self._early_deaths = 0
         logger.info(
             "ranks will be started by %s%s (torch %s, ready in %.2f s)",
@@ -384,7 +384,7 @@ class Spawners:
             self._next = None
             if not self._closing:
                 self._once.log(f"the second fork server failed ({reason}); the first one stays")
-        if self._closing or spawner.quitting:
+        if self._closing or spawner.is_quitting:
             return
         if self.is_caller:
             self._fatal("the calling process has exited")
@@ -394,9 +394,9 @@ class Spawners:
     async def _clean_up(self, spawner: Spawner, reason: str) -> None:
         """Kill and reap everything that a dead spawner left (its orphans are now our children)."""
         spawner.process.kill()  # if it is alive but violates the protocol
-        if spawner.process.over is not None:  # its guard sweeps
+        if spawner.process.swept is not None:  # its guard sweeps
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(spawner.process.over.wait(), SWEEP_LIMIT)
+                await asyncio.wait_for(spawner.process.swept.wait(), SWEEP_LIMIT)
         others = {other.process.pid for other in self._all if other.process.pid is not None}
         stuck = await self._reaper.sweep(keep=others, limit=SWEEP_LIMIT)
         if stuck:

@@ -92,15 +92,15 @@ class Stores:
         self._stores: dict[Child, _Store] = {}
         self._held: deque[socket.socket] = deque()
         self._retry = Timer()
-        self._waits = False  # one was requested before our address was known
+        self._is_requested = False  # one was requested before our address was known
         self._once = Once()
 
     def prepare(self) -> None:
         """Start a store host on its own port; StoreReady follows when it listens. The endpoint
         contains our address, so this waits until the address is known (`addressed`)."""
         self._retry.cancel()  # otherwise there would be two
-        self._waits = not self._node.address
-        if self._waits:
+        self._is_requested = not self._node.address
+        if self._is_requested:
             return
         try:
             held = bind_port()
@@ -111,9 +111,9 @@ class Stores:
         child = self._spawners.start(spawning.SpawnStore(0, port), self)
         self._stores[child] = _Store(Endpoint(self._node.address, port), held)
 
-    def addressed(self) -> None:
+    def on_address(self) -> None:
         """Start a store that was requested before our address was known. Call when it is."""
-        if self._waits:
+        if self._is_requested:
             self.prepare()
 
     def release(self, endpoint: Endpoint) -> None:
@@ -129,7 +129,7 @@ class Stores:
         store = self._stores[child]
         if isinstance(message, spawning.Spawned):
             limit = self._start_limits[message.forked]
-            store.late.after(limit, self._late, child, limit)
+            store.late.after(limit, self._on_start_limit, child, limit)
         elif isinstance(message, spawning.StoreListening) and not store.listening:
             store.listening = True
             self._tries = 0
@@ -158,7 +158,7 @@ class Stores:
             store.held.close()
             return
         self._held.append(store.held)
-        asyncio.get_running_loop().call_later(self._hold, self._let_go, store.held)
+        asyncio.get_running_loop().call_later(self._hold, self._release_port, store.held)
         while len(self._held) > HELD_MOST:
             self._held.popleft().close()
 
@@ -171,12 +171,12 @@ class Stores:
         while self._held:
             self._held.popleft().close()
 
-    def _late(self, child: Child, limit: float) -> None:
+    def _on_start_limit(self, child: Child, limit: float) -> None:
         if not self._stores[child].released:  # its exit event causes another try
             logger.warning("a store host does not listen %g s after its start; killing it", limit)
             child.send(spawning.CloseStore(child.key))
 
-    def _let_go(self, held: socket.socket) -> None:
+    def _release_port(self, held: socket.socket) -> None:
         if held in self._held:
             self._held.remove(held)
             held.close()

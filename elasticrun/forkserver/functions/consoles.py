@@ -54,7 +54,7 @@ class DefaultLogsSpecs:
         return self._root_log_dir
 
 
-def log_words(config: HasLogs) -> LogPlan:
+def log_plan_of(config: HasLogs) -> LogPlan:
     """Convert to a LogPlan. Raises ValueError for a LogsSpecs class of the caller: the agent is
     another process, which can load a class by name but cannot receive an object."""
     specs = DefaultLogsSpecs() if config.logs_specs is None else config.logs_specs
@@ -81,7 +81,7 @@ def log_words(config: HasLogs) -> LogPlan:
 
 
 def specs_of(plan: LogPlan) -> DefaultLogsSpecs:
-    """The inverse of `log_words`."""
+    """The inverse of `log_plan_of`."""
     return DefaultLogsSpecs(
         plan.log_dir,
         plan.redirects or plan.redirects_all,

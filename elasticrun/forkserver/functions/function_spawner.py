@@ -24,7 +24,7 @@ from typing import Any, Final, NoReturn
 from elasticrun.config import STUCK_AFTER
 from elasticrun.forkserver.functions.agent_process import AgentProcess
 from elasticrun.forkserver.functions.helpers import Helpers
-from elasticrun.forkserver.functions.rank_process import FunctionRank, RankPlan, Sparing, run_rank
+from elasticrun.forkserver.functions.rank_process import ForkGuard, FunctionRank, RankPlan, run_rank
 from elasticrun.forkserver.helpers.helper import ProbeHelper, SaverHelper
 from elasticrun.host.system import processes
 from elasticrun.host.system.sweep import MAX_REPORTED, Sweep, SweepStage, kill_group, kill_leftovers
@@ -55,7 +55,7 @@ class FunctionSpawner:
         self._mark = mark
         self.handlers: Mapping[int, Any] = {}
         """Signal handlers that forked ranks restore (see `signals_passed_on`)."""
-        self._sparing = Sparing()
+        self._fork_guard = ForkGuard()
         ours, self.agents_end = socket.socketpair()
         self._connection = Connection(ours, spawning.ToSpawner, most_bytes=MAX_UNSENT)
         self._selector = selectors.DefaultSelector()
@@ -226,7 +226,7 @@ class FunctionSpawner:
             name=f"rank {order.env.get(env.RANK, order.local_rank)}",
         )
         try:
-            with self._sparing.forking():
+            with self._fork_guard.forking():
                 process.start()
         except Exception as error:  # pickling raises anything; no memory: OSError
             reader.close()
@@ -283,7 +283,7 @@ class FunctionSpawner:
 
     def _close_in_fork(self) -> None:
         """In a fork: close what would keep the agent from noticing that we exit."""
-        self._sparing.in_fork()
+        self._fork_guard.in_fork()
         self._connection.close()
         self._agent.close()
         self._selector.close()
@@ -293,8 +293,8 @@ class FunctionSpawner:
 
     def _fork(self, become: Callable[[], NoReturn]) -> int:
         """Fork a child that runs `become`; return its pid. The child never leaves this block (see
-        `Sparing`)."""
-        with self._sparing.forking(), debugger.escaped():
+        `ForkGuard`)."""
+        with self._fork_guard.forking(), debugger.escaped():
             pid = os.fork()
             if pid == 0:
                 try:

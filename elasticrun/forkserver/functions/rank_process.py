@@ -5,7 +5,7 @@ caller is a user's program with objects of any kind. Destructors of some objects
 of the caller (a gloo process group's does). In a fork that thread does not exist, so the fork hangs
 or crashes. Two things destroy objects in a fork: the garbage collector, and CPython's fork itself,
 which drops the thread-local data of other threads (DTensor has a cache per thread that holds device
-meshes, which hold their process groups). `Sparing` prevents both.
+meshes, which hold their process groups). `ForkGuard` prevents both.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ LET_END: Final = b"e"
 READ_BYTES: Final = 256 * 1024
 
 
-class Sparing:
+class ForkGuard:
     """Keeps objects alive across a fork. The garbage collector is off from before the fork until
     `in_fork` runs in the child. A list refers to the objects that must not be destroyed: in the
     parent while it forks, in the child until it exits, since the child never leaves the block."""
 
     def __init__(self) -> None:
         self._collects = True
-        self._spared: list[object] = []
+        self._kept_alive: list[object] = []
 
     @contextmanager
     def forking(self) -> Iterator[None]:
@@ -60,10 +60,10 @@ class Sparing:
         gc.disable()
         try:
             if MODULE in sys.modules and len(sys._current_frames()) > 1:
-                self._spared = _objects()
+                self._kept_alive = _objects()
             yield
         finally:
-            self._spared = []
+            self._kept_alive = []
             if self._collects:
                 gc.enable()
 

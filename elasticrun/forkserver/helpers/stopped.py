@@ -20,10 +20,10 @@ class StoppedStores:
     """The stopped store hosts, each with its deadline in monotonic seconds."""
 
     def __init__(self) -> None:
-        self._since: dict[int, float] = {}
+        self._due: dict[int, float] = {}
 
     def next_deadline(self) -> float | None:
-        return min(self._since.values(), default=None)
+        return min(self._due.values(), default=None)
 
     def check(self, stores: Iterable[int], now: float) -> int:
         """Call after every SIGCHLD and at the deadline; returns how many were woken. `stores`: pids
@@ -31,9 +31,9 @@ class StoppedStores:
         living, woken = set(stores), 0
         for pid in living:
             self._collect(pid, now)
-        self._since = {pid: due for pid, due in self._since.items() if pid in living}
-        for pid in [pid for pid, due in self._since.items() if due <= now]:
-            del self._since[pid]
+        self._due = {pid: due for pid, due in self._due.items() if pid in living}
+        for pid in [pid for pid, due in self._due.items() if due <= now]:
+            del self._due[pid]
             with suppress(OSError):
                 os.kill(pid, signal.SIGCONT)
                 woken += 1
@@ -44,6 +44,6 @@ class StoppedStores:
         with suppress(ChildProcessError):
             event = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
             if event is not None and event.si_code == os.CLD_STOPPED:
-                self._since.setdefault(pid, now + STOPPED_LIMIT)
+                self._due.setdefault(pid, now + STOPPED_LIMIT)
             elif event is not None:
-                self._since.pop(pid, None)
+                self._due.pop(pid, None)

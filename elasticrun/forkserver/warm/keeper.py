@@ -22,7 +22,7 @@ from typing import Final, NoReturn
 
 from elasticrun.forkserver import trust
 from elasticrun.forkserver.child import set_environ
-from elasticrun.forkserver.lazy_imports import OURS, Baseline, Stash
+from elasticrun.forkserver.lazy_imports import OURS, Baseline, HiddenModules
 from elasticrun.forkserver.prepare import Poisoned, Preloader, Stock, installed_folders, options
 from elasticrun.forkserver.warm import surroundings
 from elasticrun.forkserver.warm.guard import become_guard
@@ -96,8 +96,8 @@ class _Unfit(Exception):
 
 def _import_stock(baseline: Baseline) -> Stock:
     baseline.exits.keep_back()
-    stash = Stash(baseline)
-    preloader = Preloader(stash)
+    hidden = HiddenModules(baseline)
+    preloader = Preloader(hidden)
     if reason := trust.untested_backend(os.environ):
         raise _Unfit(reason)
     try:
@@ -108,9 +108,9 @@ def _import_stock(baseline: Baseline) -> Stock:
         raise _Unfit(f"torch cannot be imported here ({type(error).__name__}: {error})") from None
     if reason := trust.build_reason() or trust.trial():
         raise _Unfit(f"torch cannot be shared: {reason}")
-    stash.seal()
+    hidden.seal()
     torch = str(getattr(sys.modules["torch"], "__version__", "unknown"))
-    return Stock(baseline, stash, preloader, torch)
+    return Stock(baseline, hidden, preloader, torch)
 
 
 def _listen(place: Path) -> socket.socket:
@@ -180,7 +180,7 @@ class Keeper:
         self._clients: dict[int, _Client] = {}
         """Connected clients, by descriptor, that have no complete answer yet."""
         # Besides torch, a change of our own package or of any installed package makes us stale.
-        files = self.stock.stash.files
+        files = self.stock.hidden.files
         ours = [module for name, module in sys.modules.items() if name.split(".")[0] == OURS]
         paths = [getattr(module, "__file__", None) for module in ours]
         for path in [*filter(None, paths), *installed_folders(), sys.executable]:
@@ -269,7 +269,7 @@ class Keeper:
 
     def _grant(self, client: _Client, ask: Ask) -> bool:
         """Check the client; return whether it is served once its descriptors arrive."""
-        if stale := self.stock.stash.stale():
+        if stale := self.stock.hidden.stale():
             self._send(client.conn, Declined(f"{stale} has changed since it was imported"))
             self._leave()
         if reason := self._why_declined(client.conn, ask):
@@ -317,7 +317,7 @@ class Keeper:
         except OSError as error:
             return f"its process cannot be inspected ({error.strerror})"
         return surroundings.difference(mine, theirs) or surroundings.variables_that_differ(
-            self.stock.stash.environment.saw, ask.env, self.stock.stash.environment.reads
+            self.stock.hidden.environment.saw, ask.env, self.stock.hidden.environment.reads
         )
 
     @staticmethod
@@ -362,7 +362,7 @@ class Keeper:
 
     def _adopt(self, environ: dict[bytes, bytes]) -> None:
         """Take the launcher's variables, plus those that our imports have set."""
-        environment = self.stock.stash.environment
+        environment = self.stock.hidden.environment
         made = {name: v for name, v in os.environ.items() if name not in environment.saw}
         set_environ(environ)
         self.stock.baseline.environ = dict(environ)

@@ -16,7 +16,7 @@ from elasticrun.cli.settings import NotHere
 def pinned(text: str, environ: Mapping[str, str]) -> str:
     """The value of --git, with the commit that its ref currently names. Raises NotHere."""
     try:
-        return str(checkout.pinned(checkout.parsed(text), environ))
+        return str(checkout.pin_source(checkout.parse_source(text), environ))
     except checkout.GitError as wrong:
         raise NotHere(str(wrong)) from None
 
@@ -34,7 +34,7 @@ def with_commit(
 def enter(git: str, environ: Mapping[str, str], notify: Callable[[str], None]) -> None:
     """Check the code out and change to its folder, as if the command had been typed there. Raises
     NotHere."""
-    source, workdir = checkout.parsed(git), Path.cwd()
+    source, workdir = checkout.parse_source(git), Path.cwd()
     folder = source.folder(workdir)
     notify(f"--git: the ranks run {source.url} at {source.ref[:12]}, in {folder}")
     try:

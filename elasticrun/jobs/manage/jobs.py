@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from elasticrun.agent.logs.log_index import no_node, one_of, runs_of
+from elasticrun.agent.logs.log_index import find_run, no_node_message, runs_of
 from elasticrun.cli.flags import PROG, Parser
 from elasticrun.cli.trust import withdraw
 from elasticrun.config import EXIT_FAILED, EXIT_OK
@@ -106,9 +106,9 @@ def execute(argv: Sequence[str]) -> int:
         run = run_of(ns.job)
         node, known, place = ns.node, runs_of(run.path), backend_name_of(run)
         if node and known and place != "ssh":  # ssh knows the hosts as the user typed them
-            meant = one_of(known, node)
+            meant = find_run(known, node)
             if meant is None:
-                raise RequestFailed(no_node(node, known))
+                raise RequestFailed(no_node_message(node, known))
             alone = len({one.node for one in known}) == 1
             node = meant.host if place == "slurm" else "" if alone else meant.node
         code = backend_of(run, withdraw()).execute(run, node, command)

@@ -138,9 +138,11 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         print(f"elasticrun logs: {unknown or words}", file=sys.stderr)
         return 1
     if query.node:
-        meant = log_index.one_of(found, query.node)
+        meant = log_index.find_run(found, query.node)
         if meant is None:
-            print(f"elasticrun logs: {log_index.no_node(query.node, found)}", file=sys.stderr)
+            print(
+                f"elasticrun logs: {log_index.no_node_message(query.node, found)}", file=sys.stderr
+            )
             return 1
         query = replace(query, node=query.node if query.node == meant.host else meant.node)
     ranks = {rank for run in found for attempt in run.lives for rank in attempt.ranks.values()}

@@ -5,9 +5,9 @@ a step into the segment's `save_at`. Every rank reads it and saves at the first 
 or higher. A rank that has already passed the step reports that.
 
 Some schedulers signal every process, so the rank gets the signal too. It *defers* the signal: the
-signal ends it at its next step, once the required step is saved, or after WORD_LIMIT if no step is
-requested. It does so only if the script has left the signal at its default. A second signal takes
-effect at once, except for a SIGTERM that Slurm sends twice. The agent knows which ranks defer
+signal ends it at its next step, once the required step is saved, or after STEP_REQUEST_LIMIT if no
+step is requested. It does so only if the script has left the signal at its default. A second signal
+takes effect at once, except for a SIGTERM that Slurm sends twice. The agent knows which ranks defer
 signals, and does not wait for them when it ends a rank itself.
 """
 
@@ -51,7 +51,7 @@ REQUESTED_LIMIT: Final = 5.0
 WHOLE_LIMIT: Final = 5.0
 """Seconds that a rank waits, before a signal ends it, for the others to save the same step."""
 
-WORD_LIMIT: Final = 5.0
+STEP_REQUEST_LIMIT: Final = 5.0
 """Seconds for the agent to request a step before a rank ends by a signal."""
 
 SEND_EVERY: Final = 0.1
@@ -399,7 +399,7 @@ class Departure:
             return False
         if self._is_saved:
             self._deferred.deliver()
-        self._by_itself = pending_for >= WORD_LIMIT
+        self._by_itself = pending_for >= STEP_REQUEST_LIMIT
         return self._by_itself
 
     def report_save(self, step: int, *, saved: bool) -> None:

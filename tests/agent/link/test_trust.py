@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from elasticrun.agent.link import answering
-from elasticrun.agent.link.trust import Trust, trust_of, unusable, with_token
+from elasticrun.agent.link.trust import Trust, trust_of, why_unusable, with_token
 from elasticrun.config import EXIT_FAILED, Identity, Place, Tls
 from elasticrun.core.events import LinkBack, LinkLost
 from elasticrun.wire import messages as m
@@ -289,5 +289,5 @@ def test_the_master_bears_the_name_that_the_user_gave() -> None:
 
 
 def test_files_that_cannot_serve_end_the_agent_with_a_sentence(files: Files) -> None:
-    assert "has expired" in unusable(files["expired"])
-    assert unusable(files["good"]) == ""
+    assert "has expired" in why_unusable(files["expired"])
+    assert why_unusable(files["good"]) == ""

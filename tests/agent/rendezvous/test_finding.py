@@ -66,7 +66,7 @@ def look() -> Iterator[Look]:
 
 def refusal(found: FoundJob) -> str:
     assert isinstance(found.registry, NoRegistry)
-    return found.registry.unmet()
+    return found.registry.why_no_leader()
 
 
 def at(path: Path, **where: object) -> Place:

@@ -41,12 +41,12 @@ def test_an_address_of_another_host_is_elsewhere() -> None:
 
 
 def test_an_address_is_ours_when_our_own_nonce_answers_there() -> None:
-    assert places.leads_here("127.0.0.1")
-    assert places.leads_here("127.0.1.1")
-    assert not places.leads_here("192.0.2.1")
+    assert places.reaches_this_host("127.0.0.1")
+    assert places.reaches_this_host("127.0.1.1")
+    assert not places.reaches_this_host("192.0.2.1")
     routed = routed_address()
     if routed:
-        assert places.leads_here(routed)
+        assert places.reaches_this_host(routed)
 
 
 def test_an_address_at_which_somebody_else_answers_is_not_ours(monkeypatch) -> None:
@@ -66,9 +66,9 @@ def test_an_address_at_which_somebody_else_answers_is_not_ours(monkeypatch) -> N
             return made
 
         monkeypatch.setattr(places, "is_loopback", lambda address: False)
-        assert places.leads_here("127.0.0.1")
+        assert places.reaches_this_host("127.0.0.1")
         monkeypatch.setattr(places, "_socket_for", misled)
-        assert not places.leads_here("127.0.0.1")
+        assert not places.reaches_this_host("127.0.0.1")
 
 
 def test_a_name_is_asked_for_more_and_more_rarely() -> None:

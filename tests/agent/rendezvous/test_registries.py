@@ -33,7 +33,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (claim_file, shared_file):
         monkeypatch.setattr(module, "READ_EVERY", 0.01)
     monkeypatch.setattr(claim_file, "RENEW_EVERY", 0.01)
-    monkeypatch.setattr(endpoint, "HEIR_AFTER", 0.01)
+    monkeypatch.setattr(endpoint, "TAKEOVER_AFTER", 0.01)
 
 
 # ---------------------------------------------------------------- a shared file
@@ -251,7 +251,7 @@ class Scripted:
     async def leave(self, *, job_over: bool, master_stays: bool) -> None:
         self.note(f"leave {job_over} {master_stays}")
 
-    def unmet(self) -> str:
+    def why_no_leader(self) -> str:
         return "nobody leads"
 
 

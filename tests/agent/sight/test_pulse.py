@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrun.agent.sight.pulse import PULSE_EVERY, LocalQuiet, RankBeat
+from elasticrun.agent.sight.pulse import PULSE_EVERY, QuietTracker, RankBeat
 from elasticrun.wire.messages import Quiet
 from elasticrun.wire.progress import GroupSays
 from elasticrun.wire.types import RoundName
@@ -20,9 +20,9 @@ def beat(
     return RankBeat((row,) if entered else (), step, cpu)
 
 
-def said(beats: list[dict[int, RankBeat]], quiet: LocalQuiet | None = None) -> list[Quiet | None]:
+def said(beats: list[dict[int, RankBeat]], quiet: QuietTracker | None = None) -> list[Quiet | None]:
     """What is told after each of these, PULSE_EVERY seconds apart, if all of it is sent."""
-    quiet = quiet or LocalQuiet(ROUND, (0, 1), 0.0)
+    quiet = quiet or QuietTracker(ROUND, (0, 1), 0.0)
     found = []
     for number, one in enumerate(beats, start=1):
         now = number * PULSE_EVERY
@@ -80,7 +80,7 @@ def test_told_is_what_changes(beats: list[dict[int, RankBeat]], news: list[Quiet
 
 def test_what_was_not_looked_at_is_not_quiet() -> None:
     """The agent stood still for a minute, and so may have its ranks."""
-    quiet = LocalQuiet(ROUND, (0, 1), 0.0)
+    quiet = QuietTracker(ROUND, (0, 1), 0.0)
     quiet.beat(STILL, 2.5)
     quiet.beat(STILL, 62.5)
     assert quiet.seconds(62.5) == pytest.approx(PULSE_EVERY)
@@ -89,7 +89,7 @@ def test_what_was_not_looked_at_is_not_quiet() -> None:
 
 
 def test_what_was_not_sent_is_said_again_and_a_new_master_hears_all() -> None:
-    quiet = LocalQuiet(ROUND, (0, 1), 0.0)
+    quiet = QuietTracker(ROUND, (0, 1), 0.0)
     quiet.beat(STILL, 2.5)
     assert quiet.news(2.5) == quiet.news(2.5) == FIRST
     quiet.mark_sent()

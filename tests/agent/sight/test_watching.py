@@ -78,7 +78,7 @@ def test_a_node_whose_rank_reads_a_pipe_for_ever(
         progress = SimpleNamespace(
             flush=lambda: flushed.append(True),
             seen=lambda rank: (7, 0.5) if rank else (-1, 0.0),
-            word=lambda rank: ("judge", 60.0) if rank else ("", 0.0),
+            quiet_phase=lambda rank: ("judge", 60.0) if rank else ("", 0.0),
         )
         sight = LocalSight(cast(Any, node), cast(Any, ranks), cast(Any, progress))
         sight.round_began(START)

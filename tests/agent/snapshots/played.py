@@ -428,5 +428,5 @@ async def opened(shm: Path, **how: Any) -> AsyncIterator[Node]:
     finally:
         for client in node.clients:
             client.close()
-        await node.snapshots.give_back(job_over=True)
+        await node.snapshots.release(job_over=True)
     assert not os.listdir(shm)

@@ -158,9 +158,9 @@ def test_ranks_that_speak_no_more_are_not_waited_for() -> None:
     drain, generation, _ = made()
     drain.committed(3)
     page(generation, 0).current = 5
-    generation.ranks[0].silent = True
+    generation.ranks[0].is_disconnected = True
     assert drain.step() == 3
-    generation.ranks[1].silent = True
+    generation.ranks[1].is_disconnected = True
     assert drain.signalled(15, death=True).step == NONE
     again = generation.ranks[0].held
     assert again is not None
@@ -170,12 +170,12 @@ def test_ranks_that_speak_no_more_are_not_waited_for() -> None:
 
 def test_who_puts_a_signal_off() -> None:
     drain, generation, _ = made()
-    generation.ranks[1].put_off = (15,)
-    assert drain.is_put_off(1, 15)
-    assert not drain.is_put_off(1, 1)
-    assert not drain.is_put_off(0, 15)
+    generation.ranks[1].deferred_signals = (15,)
+    assert drain.defers_signal(1, 15)
+    assert not drain.defers_signal(1, 1)
+    assert not drain.defers_signal(0, 15)
     drain.start(begun())
-    assert not drain.is_put_off(1, 15)
+    assert not drain.defers_signal(1, 15)
 
 
 @pytest.mark.parametrize(

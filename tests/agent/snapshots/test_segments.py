@@ -117,7 +117,7 @@ async def test_replicas_are_adopted_too(shm: Path) -> None:
     own.rename(folder / f"r70-{LAYOUT.key:016x}-1")
     async with using(shm) as segments:
         (held,) = segments.held
-        assert (held.local_rank, held.replica, held.passing) == (-1, 70, False)
+        assert (held.local_rank, held.replica, held.is_temporary) == (-1, 70, False)
         assert [one.step for one in held.snapshots()] == [1]
         assert await segments.replica_of(70, SIZES, LAYOUT.content) is held
         other = await segments.replica_of(71, SIZES, LAYOUT.content)
@@ -176,7 +176,7 @@ async def test_what_a_thread_brings_too_late_is_given_back(shm: Path, monkeypatc
     """A file system that stands still for a while: no lock, no mapping and no file stays."""
     folder = killed(shm)
     goes_on, ended = threading.Event(), threading.Event()
-    adopt, leave = Segments._adopt, segments_module._leave
+    adopt, leave = Segments._adopt, segments_module._leave_folder
 
     def slow(segments: Segments, node: str) -> object:
         assert goes_on.wait(LIMIT)
@@ -188,7 +188,7 @@ async def test_what_a_thread_brings_too_late_is_given_back(shm: Path, monkeypatc
 
     monkeypatch.setattr(Segments, "_adopt", slow)
     monkeypatch.setattr(segments_module, "OPEN_LIMIT", 0.01)
-    monkeypatch.setattr(segments_module, "_leave", late)
+    monkeypatch.setattr(segments_module, "_leave_folder", late)
     segments = Segments("a-job", 2, {"ELASTICRUN_SHM_DIR": str(shm)})
     assert await segments.open("node-a") == []
     assert segments.held == []
@@ -297,7 +297,7 @@ async def test_a_segment_that_is_dropped_is_no_file_any_more(shm: Path) -> None:
         segments.drop(held)
         assert held.is_lost
         assert held.snapshots() == []
-        await segments._tasks.over()
+        await segments._tasks.wait()
         assert not Path(held.path).exists()
 
 

@@ -437,7 +437,9 @@ async def test_a_saver_that_answers_no_ping_is_killed(node: Node, monkeypatch) -
         saver.say(s.SaverPong((await saver.next(s.PingSaver)).number))
     monkeypatch.setattr(savers_module, "ANSWER_LIMIT", 0.1)
     await saver.next(s.PingSaver)
-    await asyncio.to_thread(await_true, lambda: node.snapshots.savers._given_up, "end of patience")
+    await asyncio.to_thread(
+        await_true, lambda: node.snapshots.savers._kill_reason, "end of patience"
+    )
     await node.saver_dies(saver)
     said = await node.master.until(lambda _: True, m.Persisted)
     assert said.reason == "the saver has not answered for 0.1 s: it hangs, and was killed"
@@ -667,7 +669,7 @@ async def test_a_step_that_no_rank_could_save_is_told_as_wanted(node: Node) -> N
 async def test_a_rank_that_is_not_heard_any_more_holds_nobody_up(
     node: Node, monkeypatch, how: str
 ) -> None:
-    monkeypatch.setattr(snapshots_module, "MUTE_AFTER", 0.1)
+    monkeypatch.setattr(snapshots_module, "CUT_OFF_AFTER", 0.1)
     ranks = await node.life(1)
     if how == "it sends garbage":
         ranks[1].socket.sendall(b"\xff" * 64)

@@ -113,5 +113,5 @@ async def test_fewer_local_ranks_go_on_from_what_more_of_them_had(node: Node) ->
         assert (await rank.needs(LAYOUT)).ok
         assert len(list(folder_of(after).glob("1-*"))) == 1
         await after.both([rank], 2)
-        await after.snapshots._segments._tasks.over(240)  # what it gives back, and what it makes
+        await after.snapshots._segments._tasks.wait(240)  # what it gives back, and what it makes
         assert not list(folder_of(after).glob("1-*")), "nobody needs the other's any more"

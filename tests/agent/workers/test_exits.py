@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from elasticrun.agent.workers import exits
-from elasticrun.agent.workers.exits import NEAR_US, Killers, OomKills, count_files
+from elasticrun.agent.workers.exits import NEAR_US, KillLog, OomKills, count_files
 from elasticrun.wire.messages import Failure, FailureKind
 from elasticrun.wire.types import MAX_TEXT
 
@@ -246,7 +246,7 @@ def test_oom_is_told(tmp_path: Path, monkeypatch) -> None:
     events = tmp_path / "memory.events"
     events.write_text("oom_kill 0\n")
     kills = OomKills(lambda: [events])
-    monkeypatch.setattr(exits, "oom_kills", lambda: kills)
+    monkeypatch.setattr(exits, "oom_watcher", lambda: kills)
     events.write_text("oom_kill 1\n")
     failure = describe("", exitcode=-9)
     assert failure.kind is FailureKind.OOM
@@ -258,7 +258,7 @@ KILLED = Failure("h", 3, 1, 4711, -9, 1, FailureKind.SIGNAL, "Signal 9", "", "")
 
 def looked(root: Path, caplog, level: int) -> list[str]:
     async def twice() -> None:
-        killers = Killers(root)
+        killers = KillLog(root)
         await killers.log_killer(KILLED)
         await killers.log_killer(KILLED)
 

@@ -82,7 +82,7 @@ class NodeOfProbes(Waiting):
 
     def overdue(self) -> None:
         """As at the limit of its probe: seconds may not suffice to get so far."""
-        self.probing._overdue(self.probing._current)
+        self.probing._on_limit(self.probing._current)
 
     async def enters(self, phase: str, ranks: int = 1) -> None:
         await self.until(lambda: len([m for m in self.said if m.phase == phase]) >= ranks)

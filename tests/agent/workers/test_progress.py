@@ -163,15 +163,15 @@ async def test_a_rank_says_what_takes_long(ear: Ear, monkeypatch) -> None:
     await ear.tell(
         RankWord(0, "judge", 60.0), RankWord(0, "longer", 86401.0), RankWord(0, "\x1b", 9)
     )
-    assert ear.progress.word(0) == ("judge", 60.0)
+    assert ear.progress.quiet_phase(0) == ("judge", 60.0)
     now += 59.0
-    assert ear.progress.word(0) == ("judge", pytest.approx(1.0))
+    assert ear.progress.quiet_phase(0) == ("judge", pytest.approx(1.0))
     now += 1.5
-    assert ear.progress.word(0) == ("", 0.0)
+    assert ear.progress.quiet_phase(0) == ("", 0.0)
     await ear.tell(RankWord(0, "é" * 40, 60.0))
-    assert ear.progress.word(0)[0] == "é" * 32
+    assert ear.progress.quiet_phase(0)[0] == "é" * 32
     await ear.tell(RankWord(0))
-    assert ear.progress.word(0) == ("", 0.0)
+    assert ear.progress.quiet_phase(0) == ("", 0.0)
 
 
 async def test_a_rank_that_tells_its_own_part_is_reported_only_with_it(ear: Ear) -> None:

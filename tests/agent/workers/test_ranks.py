@@ -70,7 +70,7 @@ class Orders:
     def send(self, order: Any) -> None:
         self.given.append(order)
 
-    def expect(self) -> None: ...
+    def expect_answer(self) -> None: ...
 
     def forget(self, *children: Child) -> None: ...
 
@@ -307,7 +307,7 @@ async def test_a_death_is_told_without_a_cause(stage: Stage, monkeypatch, error:
 async def test_ranks_of_a_lost_spawner_are_heard_of_no_more(stage: Stage) -> None:
     children = await spawned(stage)
     end(stage, children[0], -9)
-    stage.ranks.all_lost()
+    stage.ranks.drop_all()
     stage.ranks.on_child_message(children[1], Spawned(2, 1, True))
     end(stage, children[1], -9)
     stage.ranks.sweep(1.0)

@@ -86,7 +86,7 @@ from elasticrun.training.checkpointing.agent_connection import Departure, Deferr
 class Line:
     def send(self, message): print(message, flush=True)
 
-agent_connection.WORD_LIMIT = agent_connection.REPEAT_WITHIN = 240.0
+agent_connection.STEP_REQUEST_LIMIT = agent_connection.REPEAT_WITHIN = 240.0
 rank = Departure(Line(), (15, 10), DeferredSignals())
 me = os.getpid()
 def step(number, asked=-1):
@@ -127,7 +127,7 @@ step(2, 1)
     "without a word a snapshot is taken all the same": (-15, (), """
 os.kill(me, signal.SIGTERM)
 assert not step(1)
-agent_connection.WORD_LIMIT = 0.0
+agent_connection.STEP_REQUEST_LIMIT = 0.0
 assert step(2)
 rank.report_save(2, saved=True)
 rank.exit_by_signal()
@@ -189,7 +189,7 @@ rank.exit_by_signal()
 assert step(1, 1)
 rank.report_save(1, saved=False)
 os.kill(me, signal.SIGTERM)
-agent_connection.WORD_LIMIT = 0.0
+agent_connection.STEP_REQUEST_LIMIT = 0.0
 assert step(2, 1)
 rank.report_save(2, saved=False)
 assert rank.is_ending
