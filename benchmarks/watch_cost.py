@@ -33,10 +33,10 @@ from stage import ELASTICRUN, Job, job
 from elasticrun.agent.sight.pulse import PULSE_EVERY
 from elasticrun.wire.progress import (
     ANSWER_BYTES,
-    RankAsked,
+    RankQuestion,
     address,
+    bound_socket,
     encode_question,
-    hearing_at,
     mint_name,
 )
 
@@ -93,14 +93,14 @@ def asked_often(run: Job, seconds: float) -> list[Step]:
     name, out = mint_name(), run.folder / "said"
     begin(run, out, seconds, "--on-hang=off", name=name)
     number = 0
-    with hearing_at(mint_name()) as asker, hearing_at(mint_name()) as nobody:
+    with bound_socket(mint_name()) as asker, bound_socket(mint_name()) as nobody:
         while run.agents[0].poll() is None:
             asked = is_asked(time.monotonic())
             for rank in range(RANKS):
                 number += 1
                 place = address(f"{name}-{rank}") if asked else nobody.getsockname()
                 with suppress(OSError):  # the rank does not exist yet, or has not answered
-                    asker.sendto(encode_question(RankAsked(number)), place)
+                    asker.sendto(encode_question(RankQuestion(number)), place)
                     (asker if asked else nobody).recv(ANSWER_BYTES)
             time.sleep(PULSE_EVERY / OFTEN)
     return result(out).steps

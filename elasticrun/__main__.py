@@ -11,8 +11,8 @@ import _signal  # type: ignore[import-not-found]  # `signal` takes longer to imp
 import os
 
 if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
-    first = os.getpid() == 1
-    _signal.signal(_signal.SIGINT, (lambda *_: os._exit(130)) if first else _signal.SIG_DFL)
+    is_pid_1 = os.getpid() == 1
+    _signal.signal(_signal.SIGINT, (lambda *_: os._exit(130)) if is_pid_1 else _signal.SIG_DFL)
 
 import sys
 

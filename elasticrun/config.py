@@ -222,7 +222,7 @@ RECALL_LIMIT: Final = 30.0
 """Seconds for a rank to leave its round without ending its process (`training.recoverable`); after
 that it is stopped like any other. The limit of a node's first recall, and the maximum."""
 
-RECALL_LEAST: Final = 5.0
+MIN_RECALL_LIMIT: Final = 5.0
 """Minimum of the time limit that a node learns from its earlier recalls: a busy machine or a large
 communicator takes seconds where the last time it took a tenth of one."""
 
@@ -249,15 +249,15 @@ CANDIDATE_TTL: Final = 5
 LEADER_CALL_LIMIT: Final = 0.8
 """Limit for a renewal at one etcd server: if it is down, there is time to try two others."""
 
-OUTCOME_KEPT: Final = 3600
+OUTCOME_TTL: Final = 3600
 """How long etcd keeps the outcome of a job: an agent that arrives later reads it and starts
 nothing."""
 
-SAVED_KEPT: Final = 30
+SAVED_OUTCOME_TTL: Final = 30
 """The same for a job that ended with EXIT_SAVED. Such a job is meant to be started again, even
 under the same name; until then, agents that missed the end read its outcome."""
 
-RECORD_KEPT: Final = 7 * 24 * 3600
+RECORD_TTL: Final = 7 * 24 * 3600
 """How long etcd keeps the record of a job whose nodes have all disappeared without ending it."""
 
 ETCD_CALL_LIMIT: Final = 2.0

@@ -150,7 +150,7 @@ def launch_agent(
         config.run_id = str(uuid.uuid4().int)
         logger.warning("config has no run_id, generated a random run_id: %s", config.run_id)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
-    found = resolved(config, entrypoint, args)
+    found = resolve_config(config, entrypoint, args)
     for note in found.notes:
         logger.warning("%s", note)
     name = entrypoint_name(entrypoint, args)
@@ -169,7 +169,7 @@ def entrypoint_name(entrypoint: Callable[..., Any] | str | None, args: list[Any]
     return entrypoint or ""
 
 
-def resolved(
+def resolve_config(
     config: LaunchConfig, entrypoint: Callable[..., Any] | str, args: list[Any]
 ) -> Resolved:
     """Resolve the configuration as the command line does. Raises ValueError if it is invalid."""

@@ -12,8 +12,8 @@ if __name__ == "__main__":  # python -m elasticrun.run is the command, including
     import os
 
     if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:  # as in __main__.py
-        first = os.getpid() == 1
-        _signal.signal(_signal.SIGINT, (lambda *_: os._exit(130)) if first else _signal.SIG_DFL)
+        is_pid_1 = os.getpid() == 1
+        _signal.signal(_signal.SIGINT, (lambda *_: os._exit(130)) if is_pid_1 else _signal.SIG_DFL)
     import sys
 
     from elasticrun.cli.main import main as command_line
@@ -111,11 +111,11 @@ def parse_min_max_nnodes(nnodes: str) -> tuple[int, int]:
 def determine_local_world_size(nproc_per_node: str) -> int:
     """The number of local ranks that `N`, cpu, gpu, xpu, auto or the name of a private backend
     means on this node. Raises ValueError."""
-    wish = argparse.Namespace(
+    args = argparse.Namespace(
         nproc_per_node=str(nproc_per_node), standalone=True, training_script="-",
         training_script_args=(),
     )  # fmt: skip
-    return _resolve(wish).launch.nproc_per_node
+    return _resolve(args).launch.nproc_per_node
 
 
 def run_script_path(training_script: str, *training_script_args: str) -> None:

@@ -38,7 +38,7 @@ budget, registry, participants, takeover."""
 NAMED_BOOKS: Final = {
     "core.rounds.rendezvous:ready": "the order of joins decides who is taken",
     "core.rounds.rendezvous:_announced": "whether anybody is on the way is asked at each decision",
-    "core.rounds.rendezvous:_kept": "the first reason is shown",
+    "core.rounds.rendezvous:_kept_out": "the first reason is shown",
     "core.rounds.attribution:_records": "outlives a node's lives; the oldest are forgotten first",
     "core.health.policy:_unresolved": "they are called in by their order",
     "core.sight.ledger:_sums": "what is booked of each one's sums: recorded, ends with the round",
@@ -100,7 +100,7 @@ FOREIGN: Final = {
 """Modules that may search texts, because another program wrote them; each with what it reads."""
 
 FOREIGN_NAMES: Final = frozenset(
-    {"_PEER_LOST", "_PASSING", "NO_TRACEBACK", "_NETWORK", "_HARDWARE"}
+    {"_PEER_LOST", "_TRANSIENT", "NO_TRACEBACK", "_NETWORK", "_HARDWARE"}
 )
 """Constants with other libraries' texts, in modules that have sentences of ours too."""
 

@@ -21,11 +21,11 @@ from elasticrun.core.reasons import (
     NodesNeeded,
     NoMaster,
     Said,
-    Whom,
-    out_of_reach,
+    Unreachable,
     read,
     short,
     text,
+    unreachable_side,
 )
 from elasticrun.core.words import recovery_times, some
 from elasticrun.core.worker.states import ENDINGS, GroupStatus, State
@@ -55,8 +55,8 @@ _ENDS: Final = (State.STOPPING, State.ENDING)
 _WAITS: Final = (State.PREPARING, State.JOINED, *_ENDS)
 
 
-def directed(sentence: str, whom: Whom, dial: object = "") -> str:
-    """The sentence; if it is about somebody unreachable (`core.reasons.out_of_reach`), with the
+def directed(sentence: str, whom: Unreachable, dial: object = "") -> str:
+    """The sentence; if it is about somebody unreachable (`core.reasons.unreachable_side`), with the
     command that finds the cause appended. `dial`: the master's address, if the reader does not know
     it."""
     if whom == "master":
@@ -100,7 +100,7 @@ class RoundLog:
         else:
             ended = read(start.info.why, start.info.code) or Said("the ranks were stopped")
             line = f"{text(ended)}; restarting the ranks with {size} (no restart used)"
-            self._log(directed(line, out_of_reach(ended)))
+            self._log(directed(line, unreachable_side(ended)))
 
     def recovered(self, order: Recovery) -> None:
         """Log how long training was interrupted, as the master has measured it over all nodes."""
@@ -237,21 +237,21 @@ class OperatorMessages:
         """Warn that no master has answered the first attempts to connect; called once."""
         dial = self._rendezvous.dial
         unmet = MasterUnmet(str(dial), self._join_timeout, reason)
-        logger.warning("%s", directed(text(unmet), out_of_reach(unmet), dial))
+        logger.warning("%s", directed(text(unmet), unreachable_side(unmet), dial))
 
     def _log(self, note: Note) -> None:
         logger.log(LEVELS.get(note.level, 20), "%s", self.directed(note))
 
     def directed(self, note: Note) -> str:
         """The note's text for people."""
-        whom = "" if note.level == "info" else out_of_reach(note.why)
+        whom = "" if note.level == "info" else unreachable_side(note.why)
         return directed(note.text, whom, self._rendezvous.dial)
 
     def _log_long_wait(self, status: GroupStatus) -> None:
         where, dial = self._place, self._rendezvous.dial
         place = f"{where.host}:{where.port}" if where.host else str(dial)  # as the user wrote it
         line = in_words(status, place, time.monotonic())
-        notice(directed(line, out_of_reach(status.why), dial))
+        notice(directed(line, unreachable_side(status.why), dial))
 
 
 def notice(text: str) -> None:

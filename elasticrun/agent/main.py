@@ -68,7 +68,7 @@ def run_agent(
     identity = with_token(launch, place, identity)
     if (no := _why_impossible(identity)) is not None:
         return _log_outcome(no)
-    if debugger.follows():
+    if debugger.is_following():
         log.logger.log(
             log.NOTICE,
             "a debugger is attached: ranks start by exec so that it attaches to them too",

@@ -27,7 +27,7 @@ from elasticrun.agent.workers.events import EventLog
 from elasticrun.agent.workers.exits import signal_name, write_own, write_own_words
 from elasticrun.config import EXIT_FAILED, EXIT_FINAL, EXIT_OK, EXIT_SAVED
 from elasticrun.core.events import Exit
-from elasticrun.core.reasons import code as code_of_reason, out_of_reach
+from elasticrun.core.reasons import code as code_of_reason, unreachable_side
 from elasticrun.core.rounds.failures import ended_before, is_alike, what_happened
 from elasticrun.host.log import NOTICE, log_last_word, logger
 from elasticrun.host.runs.last_word import LastWord, write
@@ -196,7 +196,7 @@ async def print_outcome(
         if not node.called:
             writer.write(child_failed(launch.entry.target, outcome.failures, root) + "\n")
         if outcome.reason:
-            logger.error("%s", directed(outcome.reason, out_of_reach(outcome.why)))
+            logger.error("%s", directed(outcome.reason, unreachable_side(outcome.why)))
         if outcome.code == EXIT_FINAL and root.kind is not FailureKind.FINAL:  # it says so itself
             logger.error("exit code 93: a retry cannot help")
         by_default = not (node.called or launch.spec.max_restarts)
@@ -220,7 +220,7 @@ def sentence(outcome: Exit, folder: str = "") -> str:
         step = f"step {outcome.saved}" if outcome.saved >= 0 else "the last step"
         where = f" in {folder}" if folder else ""
         return f"{ended}; {step} is saved{where}: run the same command again to continue from it"
-    reason = directed(outcome.reason, out_of_reach(outcome.why))
+    reason = directed(outcome.reason, unreachable_side(outcome.why))
     return reason or f"ended with exit code {outcome.code}"
 
 

@@ -268,7 +268,7 @@ def start(
     silent = None if wait else subprocess.DEVNULL
     try:
         command = spawning.warm_command(path, idle=idle, fd=writing if wait else -1)
-        with debugger.escaped():
+        with debugger.without_debugger():
             process = subprocess.Popen(
                 command, env=environ, stdin=subprocess.DEVNULL, stdout=silent, stderr=silent,
                 pass_fds=(writing,) if wait else (), start_new_session=True,

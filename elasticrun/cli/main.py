@@ -243,7 +243,7 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
         launched: int = launching.launch(words, FlagValues(ns, environ), environ, notify)
         return launched
     machine = this_machine(notify=notify)._replace(
-        facts=lambda: facts(environ), debugged=debugger.follows()
+        facts=lambda: facts(environ), debugged=debugger.is_following()
     )
     try:
         found = resolve(ns, environ, machine, (PROG, *words))

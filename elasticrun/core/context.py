@@ -11,7 +11,7 @@ from elasticrun.core import events as fx
 from elasticrun.core.nodes.admission import Exclusions, FlapHistory
 from elasticrun.core.nodes.membership import Membership
 from elasticrun.core.nodes.node import Nodes
-from elasticrun.core.persisted import Cause, LongWait
+from elasticrun.core.persisted import IncidentCause, LongWait
 from elasticrun.core.rounds.budget import Restarts
 from elasticrun.core.rounds.rendezvous import Rendezvous
 from elasticrun.core.rounds.round import Round
@@ -38,7 +38,7 @@ class JobContext:
         self.restarts = Restarts(spec)
         self.number = 0  # of the last round
         self.incidents = 0  # the number of the last one
-        self.downtime: defaultdict[Cause, float] = defaultdict(float)
+        self.downtime: defaultdict[IncidentCause, float] = defaultdict(float)
         """Seconds without training, by cause of the closed incidents."""
         self.hung = 0.0  # seconds of hangs within incidents
         self.newest = -1  # newest step in reports of the end of the current round; -1: none

@@ -54,7 +54,7 @@ class RendezvousFacts(Struct, frozen=True):
     blind: bool = False  # no round, but an earlier master served without leaving a record
 
 
-class LeftOut(Struct, frozen=True):
+class DeathRecord(Struct, frozen=True):
     """A node that repeatedly fell silent, or repeatedly died soon after it joined: the ages of
     these deaths, how often it was put in backoff for them, and the seconds of backoff that
     remain."""
@@ -68,13 +68,13 @@ class LeftOut(Struct, frozen=True):
 class MembershipFacts(Struct, frozen=True):
     """Which nodes have fallen silent."""
 
-    left_out: tuple[LeftOut, ...] = ()
+    left_out: tuple[DeathRecord, ...] = ()
 
 
 class FlapFacts(Struct, frozen=True):
     """Which nodes keep dying soon after they join a round."""
 
-    fickle: tuple[LeftOut, ...] = ()
+    fickle: tuple[DeathRecord, ...] = ()
 
 
 class ExclusionFacts(Struct, frozen=True):
@@ -141,7 +141,7 @@ class LedgerLine(Struct, frozen=True):
     slots: int
 
 
-Cause = str
+IncidentCause = str
 """What ended a round, as incidents name it."""
 
 
@@ -177,7 +177,7 @@ class LedgerFacts(Struct, frozen=True):
     trained: int = 0  # microseconds spent on them
     saves: int = 0  # number of saves, summed over all slots
     nodes: tuple[LedgerNode, ...] = ()
-    stood: tuple[tuple[Cause, float], ...] = ()  # seconds without training, by cause
+    stood: tuple[tuple[IncidentCause, float], ...] = ()  # seconds without training, by cause
     hung: float = 0.0  # seconds of hangs in these
 
 

@@ -218,8 +218,8 @@ class MasterIsNew(_Typed, frozen=True):
     whom: Literal["runs", "last", "may_run", "half"]
 
 
-class AtDoor(_Typed, frozen=True):
-    """Pending: new nodes wait to join while a round runs."""
+class Pending(_Typed, frozen=True, tag="at_door"):
+    """New nodes wait to join while a round runs."""
 
     until: Literal["finishing", "unheard", "no_more", "start", "returns", "probed", "cooldown"]
     cooldown: float = 0.0
@@ -460,7 +460,7 @@ Reason = (
     | RankFailed
     | FailedElsewhere
     | MasterIsNew
-    | AtDoor
+    | Pending
     | Spare
     | Spares
     | Survivors
@@ -504,7 +504,7 @@ def text(reason: Reason | None) -> str:
     return "" if reason is None else _TEXTS[type(reason)](reason)
 
 
-_WITH_WORDS: Final = (
+_QUOTING: Final = (
     Said, Leaves, Excluded, HasLeft, BackedOff, FirstToFail, Unfit, Checking, LastSave, Banned,
     BeingProbed, NoMaster, MasterUnmet, Stuck,
 )  # fmt: skip
@@ -540,7 +540,7 @@ def brief(reason: Reason | None) -> str:
             return f"node {reason.node} is excluded"
         case NodesNeeded():
             return text(structs.replace(reason, why=None))
-        case _ if isinstance(reason, _WITH_WORDS):
+        case _ if isinstance(reason, _QUOTING):
             return ""
     return text(reason)
 
@@ -552,10 +552,10 @@ def short(reason: NodesNeeded | MoreMayJoin) -> str:
     return text(reason)
 
 
-Whom = Literal["", "master", "node"]
+Unreachable = Literal["", "master", "node"]
 
 
-def out_of_reach(reason: Reason | None) -> Whom:
+def unreachable_side(reason: Reason | None) -> Unreachable:
     """Which side was unreachable, if that is the cause; else ""."""
     match reason:
         case NoMaster() | NoMasterFor() | MasterUnmet():
@@ -563,11 +563,11 @@ def out_of_reach(reason: Reason | None) -> Whom:
         case LostContact(how="closed" | "broken" | "unheard", silent=silent) if silent >= 0.0:
             return "node"
         case NodeLost(how=inner) | Dead(how=inner):
-            return out_of_reach(inner)
+            return unreachable_side(inner)
         case NodesNeeded(why=why) | TooFewNodes(why=why) | Saved(why=why) | NotSaved(why=why):
-            return out_of_reach(why)
+            return unreachable_side(why)
         case Then(first=first, then=then):
-            return out_of_reach(first) or out_of_reach(then)
+            return unreachable_side(first) or unreachable_side(then)
     return ""
 
 
@@ -626,7 +626,7 @@ _NEW_MASTER: Final = {
     ),
 }
 
-_DOOR: Final = {
+_PENDING_UNTIL: Final = {
     "finishing": "the job is finishing",
     "unheard": "a node of the round is unreachable right now",
     "no_more": "joins once no more nodes are arriving",
@@ -636,13 +636,13 @@ _DOOR: Final = {
 }
 
 
-def _at_door(it: AtDoor) -> str:
+def _pending(it: Pending) -> str:
     if it.until == "cooldown":
         return (
             f"pending: joins {it.cooldown:g} s after the round began (--grow=now: at once), "
             "or when a node is lost"
         )
-    return f"pending: {_DOOR[it.until]}"
+    return f"pending: {_PENDING_UNTIL[it.until]}"
 
 
 def _no_place(it: Spare) -> str:
@@ -775,7 +775,7 @@ _TEXTS: Final[Mapping[type, Callable[[Any], str]]] = {
     RankFailed: _rank_failed,
     FailedElsewhere: lambda it: f"{text(it.first)} while another master served",
     MasterIsNew: lambda it: _NEW_MASTER[it.whom],
-    AtDoor: _at_door,
+    Pending: _pending,
     Spare: lambda it: f"spare: {_no_place(it)}",
     Spares: _spares,
     Survivors: _survivors,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-NAMED = 4
+MAX_NAMES = 4
 """Maximum number of nodes that a sentence lists by name. If there are more, it names the first
 three and counts the rest."""
 
@@ -42,7 +42,7 @@ Lasting = tuple[str | int, ...]
 """A sentence in pieces. A number is the seconds for which an ongoing condition has lasted."""
 
 
-def lasting(pieces: Lasting, later: float = 0.0) -> str:
+def render_lasting(pieces: Lasting, later: float = 0.0) -> str:
     """Render a sentence `later` seconds after its numbers were measured."""
     return "".join(
         piece if isinstance(piece, str) else f" for {piece + later:.0f} s" for piece in pieces
@@ -51,8 +51,8 @@ def lasting(pieces: Lasting, later: float = 0.0) -> str:
 
 def names(nodes: Sequence[str]) -> str:
     """`n0`, `n0 and n1`, `n0, n1 and n2`, `n0, n1, n2 and 7 others`."""
-    if len(nodes) > NAMED:
-        return f"{', '.join(nodes[: NAMED - 1])} and {len(nodes) - NAMED + 1} others"
+    if len(nodes) > MAX_NAMES:
+        return f"{', '.join(nodes[: MAX_NAMES - 1])} and {len(nodes) - MAX_NAMES + 1} others"
     if len(nodes) < 2:
         return "".join(nodes)
     return f"{', '.join(nodes[:-1])} and {nodes[-1]}"
@@ -85,18 +85,18 @@ def nearest(word: str, names: Iterable[str]) -> str:
     return f"; did you mean {found[0]}?" if found else ""
 
 
-COUNT_ALL = 64
+SMALL_JOB_NODES = 64
 """In a job that needs at most this many nodes, every join is counted at once."""
 
-COUNT_SOON = 2.0
+FIRST_COUNT_INTERVAL = 2.0
 """Seconds for which a larger job keeps the first count that it reports; the interval then doubles
 each time."""
 
-COUNT_LATE = 60.0
+MAX_COUNT_INTERVAL = 60.0
 """Maximum of that interval in seconds; agents log what they wait for once a minute."""
 
 
-class Count:
+class ShownCount:
     """The number of nodes that are present, as sentences state it.
 
     A sentence that changes with every join costs n messages to each of n nodes. In a large job the
@@ -107,7 +107,7 @@ class Count:
     def __init__(self) -> None:
         self.shown = 0
         self._shown_at: float | None = None
-        self._pause = COUNT_SOON
+        self._pause = FIRST_COUNT_INTERVAL
 
     def restart(self) -> None:
         """Make the next `update` take effect at once."""
@@ -117,13 +117,13 @@ class Count:
         """Update the count: `present` of `needed` nodes are there. Return when to call again if the
         update is postponed, else None."""
         if self._shown_at is None:
-            self._pause = COUNT_SOON
+            self._pause = FIRST_COUNT_INTERVAL
         elif present == self.shown:
             return None
-        elif needed > COUNT_ALL and self.shown > 0:  # a count of 0 is updated at once
+        elif needed > SMALL_JOB_NODES and self.shown > 0:  # a count of 0 is updated at once
             due = self._shown_at + self._pause
             if now < due:
                 return due
-            self._pause = min(2.0 * self._pause, COUNT_LATE)
+            self._pause = min(2.0 * self._pause, MAX_COUNT_INTERVAL)
         self.shown, self._shown_at = present, now
         return None

@@ -41,9 +41,9 @@ from elasticrun.config import (
     LEADER_CALL_LIMIT,
     LEADER_RENEW,
     LEADER_TTL,
-    OUTCOME_KEPT,
-    RECORD_KEPT,
-    SAVED_KEPT,
+    OUTCOME_TTL,
+    RECORD_TTL,
+    SAVED_OUTCOME_TTL,
     MasterConfig,
     Tls,
 )
@@ -64,7 +64,7 @@ CLOSE_LIMIT: Final = 1.0
 """Seconds to revoke the leader's lease; if that fails, the lease expires by itself."""
 
 RENEW_RECORD: Final = 3600.0
-"""Seconds between renewals of the record's own lease, which lasts RECORD_KEPT."""
+"""Seconds between renewals of the record's own lease, which lasts RECORD_TTL."""
 
 HEAD: Final = b"elasticrun facts 2\n"
 MAX_BYTES: Final = 1_400_000
@@ -142,7 +142,7 @@ class EtcdStore:
             facts = await self._facts(there)
             self._began_empty = facts is None
             if not self._record_lease:
-                self._record_lease = await self._persist(lambda: self._etcd.grant(RECORD_KEPT))
+                self._record_lease = await self._persist(lambda: self._etcd.grant(RECORD_TTL))
         except (TimeoutError, etcd.EtcdError, StoreRefused) as wrong:
             await self._withdraw()
             late = f"{self._place} does not answer"
@@ -365,7 +365,7 @@ class EtcdStore:
         lease, outcome, ended = self._record_lease, facts.outcome, []
         if outcome is not None:
             if not self._outcome_lease:
-                kept = SAVED_KEPT if outcome.exit_code == EXIT_SAVED else OUTCOME_KEPT
+                kept = SAVED_OUTCOME_TTL if outcome.exit_code == EXIT_SAVED else OUTCOME_TTL
                 self._outcome_lease = await self._persist(lambda: self._etcd.grant(kept))
             lease = self._outcome_lease
             ended = [etcd.put(self._keys.outcome, protobuf.order_to_wire(outcome), lease)]

@@ -210,7 +210,7 @@ class Servicer:
         """Run the handshake. Raises Denied, PeerError."""
         try:
             async with self._pending.step(lambda: keeper.awaits):
-                while not keeper.is_in:
+                while not keeper.is_authenticated:
                     answer = keeper.receive(await _first(context, keeper.awaits))
                     if answer is not None:
                         await context.write(encode(answer))

@@ -85,7 +85,7 @@ def read_recorders() -> RecorderState:
         if seen and not recorder.backends & on_cpu:
             return RecorderState(Own.KNOWN, seen, timed=True)
         plain += seen
-    return RecorderState(Own.KNOWN, tuple(plain)) if plain else RecorderState(Own.UNTOLD)
+    return RecorderState(Own.KNOWN, tuple(plain)) if plain else RecorderState(Own.UNAVAILABLE)
 
 
 def _entries(recorder: FlightRecorder) -> tuple[Collective, ...]:

@@ -24,14 +24,14 @@ from typing import Any, Final
 from elasticrun.training import recorder
 from elasticrun.wire import env
 from elasticrun.wire.progress import (
-    LONGEST_WORD,
     MAX_COLUMNS,
+    MAX_QUIET_SECONDS,
     MAX_ROWS,
     MAX_VALUE,
     Own,
+    RankQuiet,
     RankRows,
     RankSteps,
-    RankWord,
     address,
     encode,
     is_column,
@@ -194,7 +194,7 @@ class ProgressReporter:
         else:
             self._useless_reads += 1
             if self._useless_reads >= USELESS_READS:
-                self._knows = Own.UNTOLD
+                self._knows = Own.UNAVAILABLE
         if self._slowness > 1.0:
             own = found.own / found.steps if found.steps else seconds
             self._owns.append(max(0.0, own - self._slept))
@@ -329,7 +329,7 @@ def _seconds(minutes: float) -> float:
     """The seconds; 0.0 and a warning for an invalid number."""
     with contextlib.suppress(TypeError, ValueError):
         if minutes > 0.0:
-            return min(LONGEST_WORD, 60.0 * minutes)
+            return min(MAX_QUIET_SECONDS, 60.0 * minutes)
     with contextlib.suppress(Warning):  # warnings may be errors
         warnings.warn(f"elasticrun: quiet() got an invalid minutes={minutes!r:.100}", stacklevel=4)
     return 0.0
@@ -344,7 +344,7 @@ def _send_quiet() -> None:
         name, local_rank = read_place(os.environ.get(env.PROGRESS, ""))
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
             line.settimeout(ACCEPT_LIMIT)
-            line.sendto(encode(RankWord(local_rank, word, until - now)), address(name))
+            line.sendto(encode(RankQuiet(local_rank, word, until - now)), address(name))
 
 
 if env.PROGRESS in os.environ:

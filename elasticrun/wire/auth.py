@@ -10,8 +10,8 @@ valid one, and never follows it.
     Proof      the agent's proof       ->
     Hello                              ->              the session is bound to the knock's node
 
-`Guest` is the agent's side, `AuthServer` the master's; neither does any I/O. Both decide according
-to this table:
+`AuthClient` is the agent's side, `AuthServer` the master's; neither does any I/O. Both decide
+according to this table:
 
     own token   proof     verdict
     none        none      accepted: a job without a secret (the exchange still compares versions)
@@ -287,7 +287,7 @@ def _mask(key: bytes, data: bytes) -> bytes:
 # ---------------------------------------------------------------- the two sides
 
 
-class Guest:
+class AuthClient:
     """The side that opens the stream: proves the token and checks the master's proof."""
 
     def __init__(
@@ -317,8 +317,8 @@ class Guest:
         """The nonces of both sides, once the master has proved itself."""
 
     @classmethod
-    def with_code(cls, code: JoinCode, version: str) -> Guest:
-        """A guest that proves a join code instead of the token."""
+    def with_code(cls, code: JoinCode, version: str) -> AuthClient:
+        """A client that proves a join code instead of the token."""
         return cls(code.secret, version, Role.JOINER, node=str(code.until))
 
     def answer(self, challenge: Challenge) -> Proof:
@@ -341,18 +341,19 @@ class _State(Enum):
     KNOCK = "Knock"
     PROOF = "Proof"
     HELLO = "Hello"
-    IN = "nothing more"
-    SHUT = "nothing"
+    DONE = "nothing more"
+    CLOSED = "nothing"
 
 
 class AuthServer:
     """The master's side of one stream: one message in, an answer or None out.
 
-    | waits for | receives | checks                               | answers   | next              |
-    |-----------|----------|--------------------------------------|-----------|-------------------|
-    | KNOCK     | Knock    | job (an agent's), has token as we do | Challenge | PROOF             |
-    | PROOF     | Proof    | its validity                         | nothing   | HELLO; IN: others |
-    | HELLO     | Hello    | job, node, incarnation as in Knock   | nothing   | IN                |
+    | waits for | receives | checks                               | answers   | next               |
+    |-----------|----------|--------------------------------------|-----------|--------------------|
+    | KNOCK     | Knock    | job (an agent's), has token as we do | Challenge | PROOF              |
+    | PROOF     | Proof    | its validity                         | nothing   | agent: HELLO       |
+    |           |          |                                      |           | other roles: DONE  |
+    | HELLO     | Hello    | job, node, incarnation as in Knock   | nothing   | DONE               |
 
     Any other message is OutOfTurn. After Denied or OutOfTurn all messages are refused."""
 
@@ -378,9 +379,9 @@ class AuthServer:
         return self._exchange.peer_nonce + self._exchange.master_nonce
 
     @property
-    def is_in(self) -> bool:
+    def is_authenticated(self) -> bool:
         """Whether the peer has proved everything that it must prove."""
-        return self._state is _State.IN
+        return self._state is _State.DONE
 
     @property
     def awaits(self) -> str:
@@ -390,7 +391,7 @@ class AuthServer:
     def receive(self, report: Report) -> Challenge | None:
         """Process the next message. Raises Denied or OutOfTurn."""
         # Closed unless the message turns out to be valid: no exception leaves it open.
-        state, self._state = self._state, _State.SHUT
+        state, self._state = self._state, _State.CLOSED
         match state, report:
             case _State.KNOCK, Knock():
                 return self._knocked(report)
@@ -398,13 +399,13 @@ class AuthServer:
                 if not is_right(self._token, Side.PEER, self._exchange, report.proof):
                     word = "somebody with another token than the job's was refused"
                     raise Denied(PEER_WRONG, word)
-                self._state = _State.HELLO if self._role is Role.AGENT else _State.IN
+                self._state = _State.HELLO if self._role is Role.AGENT else _State.DONE
             case _State.HELLO, Hello():
                 identity = (report.spec.job_id, report.node, report.incarnation)
                 if identity != (self._knock.job_id, self._knock.node, self._knock.incarnation):
                     raise OutOfTurn("this Hello is of another node than the one that was proved")
                 self.hello = report
-                self._state = _State.IN
+                self._state = _State.DONE
             case _:
                 raise OutOfTurn(f"{type(report).__name__} came instead of {state.value}")
         return None

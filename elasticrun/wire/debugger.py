@@ -15,23 +15,23 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 
-def follows() -> bool:
+def is_following() -> bool:
     """Whether a debugger attaches to the Python processes that this process starts."""
     patched: Any = getattr(subprocess, "_fork_exec", None)
     return getattr(patched, "__module__", "") == "_pydev_bundle.pydev_monkey"
 
 
-def escaped() -> AbstractContextManager[None]:
+def without_debugger() -> AbstractContextManager[None]:
     """A context in which processes that this thread starts are not debugged."""
     skip: Any = getattr(_monkey(), "skip_subprocess_arg_patch", None)
     return skip() if skip is not None else contextlib.nullcontext()
 
 
-def debugged(command: Sequence[str]) -> list[str]:
+def with_debugger(command: Sequence[str]) -> list[str]:
     """The command line with which another process of ours must start this program so that it is
     debugged. Without a debugger, and for programs other than Python, it is unchanged."""
     patch: Any = getattr(_monkey(), "patch_args", None)
-    if patch is None or not follows():
+    if patch is None or not is_following():
         return list(command)
     return [str(word) for word in patch(list(command))]
 

@@ -200,11 +200,11 @@ class Connection:
         try:
             while self._outbox:
                 data, descriptor = self._outbox[0]
-                beside = []
+                ancillary = []
                 if descriptor >= 0:
                     rights = array.array("i", [descriptor])
-                    beside = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
-                sent = self._socket.sendmsg([data], beside, socket.MSG_NOSIGNAL)
+                    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
+                sent = self._socket.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
                 if descriptor >= 0:  # it was sent with the first byte
                     os.close(descriptor)
                 self.unsent -= sent

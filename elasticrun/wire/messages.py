@@ -24,7 +24,7 @@ from elasticrun.wire.types import (
     INT64,
     MAX_ATTEMPT,
     MAX_LOCAL_RANKS,
-    NOTHING,
+    NO_SKIP,
     Amount,
     AtMost,
     Attempt,
@@ -251,7 +251,7 @@ class RoundInfo(Struct, frozen=True):
     world_size: WorldSize
     restart_count: Count = 0
     restore: Restore | None = None  # the snapshot that all ranks restore; None: none in memory
-    skip: Skip = NOTHING
+    skip: Skip = NO_SKIP
     why: str = ""  # what ended the previous round, in a clause; "": this is the first, or unknown
     code: ReasonCode | None = None  # of `why`
 

@@ -2,7 +2,7 @@
 
 A rank reports its steps, the cost of saves and restores, and its `quiet` blocks on its own, in
 small datagrams. A thread in the rank answers everything else, when the agent asks for it
-(`RankAsked`, `RankSays`).
+(`RankQuestion`, `RankAnswer`).
 
 The sockets are abstract (a name without a file: nothing is left behind). A name has 128 random bits
 and is new for each restart of the ranks, so that datagrams of ranks from before a restart are lost,
@@ -28,10 +28,10 @@ _LAYOUT: Final = struct.Struct("<BBHIqddd")
 
 _COSTS: Final = struct.Struct("<BxHIqdd")
 
-MAX_WORD: Final = 64
+MAX_QUIET_BYTES: Final = 64
 """Maximum bytes of the text of a `quiet` block."""
 
-_WORD: Final = struct.Struct(f"<BxHd{MAX_WORD}s")
+_QUIET: Final = struct.Struct(f"<BxHd{MAX_QUIET_BYTES}s")
 
 DATAGRAM_BYTES: Final = 64 * 1024
 """Maximum length of a datagram. RankRows are JSON; each other kind has a fixed length of its own;
@@ -46,7 +46,7 @@ MAX_VALUE: Final = 24
 characters in a number.
 """
 
-LONGEST_WORD: Final = 86400.0
+MAX_QUIET_SECONDS: Final = 86400.0
 """Maximum seconds of a `quiet` block."""
 
 MAX_SECONDS: Final = 1e7
@@ -59,7 +59,7 @@ class Own(IntEnum):
     KNOWN = 0  # it is in this datagram
     LATER = 1  # measured only from time to time, not since the last datagram
     ALONE = 2  # no process group: there is nobody to wait for or to compare with
-    UNTOLD = 3  # torch's flight recorder is off, or has too little information
+    UNAVAILABLE = 3  # torch's flight recorder is off, or has too little information
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class RankCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class RankWord:
+class RankQuiet:
     """The `quiet` block that a rank is in, and its remaining seconds; "" and 0.0: none."""
 
     local_rank: int
@@ -131,14 +131,14 @@ def read_place(text: str) -> tuple[str, int]:
     return name, int(local_rank)
 
 
-RankTold = RankSteps | RankCosts | RankWord | RankRows
+RankDatagram = RankSteps | RankCosts | RankQuiet | RankRows
 
 
-def encode(message: RankTold) -> bytes:
+def encode(message: RankDatagram) -> bytes:
     """The datagram of a message. Raises struct.error for numbers that do not fit."""
-    if isinstance(message, RankWord):
-        return _WORD.pack(
-            VERSION, message.local_rank, message.seconds, message.what.encode()[:MAX_WORD]
+    if isinstance(message, RankQuiet):
+        return _QUIET.pack(
+            VERSION, message.local_rank, message.seconds, message.what.encode()[:MAX_QUIET_BYTES]
         )
     if isinstance(message, RankRows):
         return json.dumps(asdict(message), separators=(",", ":")).encode("ascii")
@@ -157,15 +157,15 @@ def encode(message: RankTold) -> bytes:
     )
 
 
-def decode(datagram: bytes) -> RankTold | None:
+def decode(datagram: bytes) -> RankDatagram | None:
     """The inverse of `encode`; None for an invalid datagram."""
     if datagram[:1] == b"{":
         return _rows(datagram)
-    if len(datagram) == _WORD.size:
-        version, local_rank, seconds, word = _WORD.unpack(datagram)
+    if len(datagram) == _QUIET.size:
+        version, local_rank, seconds, word = _QUIET.unpack(datagram)
         what = word.rstrip(b"\0").decode(errors="ignore")
-        true = version == VERSION and 0.0 <= seconds <= LONGEST_WORD and what.isprintable()
-        return RankWord(local_rank, what, seconds) if true else None
+        true = version == VERSION and 0.0 <= seconds <= MAX_QUIET_SECONDS and what.isprintable()
+        return RankQuiet(local_rank, what, seconds) if true else None
     if len(datagram) == _COSTS.size:
         version, local_rank, saves, step, *spent = _COSTS.unpack(datagram)
         true = version == VERSION and step >= -1 and all(0.0 <= one <= MAX_SECONDS for one in spent)
@@ -216,18 +216,18 @@ def _is_value(text: str) -> bool:
     return len(text) <= MAX_VALUE and text.isprintable()
 
 
-def hear_at(made: socket.socket, name: str) -> None:
+def bind_socket(made: socket.socket, name: str) -> None:
     """Bind this datagram socket to `name`, and request the credentials of senders. Raises
     OSError."""
     made.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
     made.bind(address(name))
 
 
-def hearing_at(name: str) -> socket.socket:
+def bound_socket(name: str) -> socket.socket:
     """A new non-blocking datagram socket bound to `name`. Raises OSError."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
     try:
-        hear_at(made, name)
+        bind_socket(made, name)
     except OSError:
         made.close()
         raise
@@ -265,16 +265,16 @@ QUESTION_BYTES: Final = _QUESTION.size
 ANSWER_BYTES: Final = 128 * 1024
 """Maximum length of an answer: the kernel accepts at most about 200 KB."""
 
-MAX_GROUPS_SAID: Final = 16
+MAX_ANSWER_GROUPS: Final = 16
 """Maximum number of process groups in an answer."""
 
-MAX_THREADS_SAID: Final = 64
-MAX_FRAMES_SAID: Final = 60
+MAX_ANSWER_THREADS: Final = 64
+MAX_ANSWER_FRAMES: Final = 60
 """Maximum number of threads in an answer, and of frames of each."""
 
 
 @dataclass(frozen=True, slots=True)
-class RankAsked:
+class RankQuestion:
     """Ask a rank for its position in its collectives. `full`: with names and the open call;
     `stacks`: also the stacks of its threads. The answer repeats `number`."""
 
@@ -284,7 +284,7 @@ class RankAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupSays:
+class GroupAnswer:
     """A process group, with one rank's counters of its collectives. The fields after `done` are
     only set in a full answer."""
 
@@ -301,7 +301,7 @@ class GroupSays:
 
 
 @dataclass(frozen=True, slots=True)
-class ThreadSays:
+class ThreadAnswer:
     """A thread ("main", or its name) and its frames: file, line, function; innermost first."""
 
     name: str
@@ -309,50 +309,50 @@ class ThreadSays:
 
 
 @dataclass(frozen=True, slots=True)
-class RankSays:
-    """A rank's answer to a RankAsked."""
+class RankAnswer:
+    """A rank's answer to a RankQuestion."""
 
     number: int  # of the question
-    groups: tuple[GroupSays, ...] = ()
-    threads: tuple[ThreadSays, ...] = ()
+    groups: tuple[GroupAnswer, ...] = ()
+    threads: tuple[ThreadAnswer, ...] = ()
 
 
-def encode_question(question: RankAsked) -> bytes:
+def encode_question(question: RankQuestion) -> bytes:
     """The datagram of a question."""
     return _QUESTION.pack(VERSION, question.full, question.stacks, 0, question.number)
 
 
-def read_question(datagram: bytes) -> RankAsked | None:
+def read_question(datagram: bytes) -> RankQuestion | None:
     """The question in a datagram; None if invalid."""
     if len(datagram) != QUESTION_BYTES:
         return None
     version, full, stacks, _, number = _QUESTION.unpack(datagram)
-    return RankAsked(number, bool(full), bool(stacks)) if version == VERSION else None
+    return RankQuestion(number, bool(full), bool(stacks)) if version == VERSION else None
 
 
-def encode_answer(answer: RankSays) -> bytes:
+def encode_answer(answer: RankAnswer) -> bytes:
     """The datagram of an answer. If it is too long, each stack is cut to fewer frames."""
-    depth = MAX_FRAMES_SAID
+    depth = MAX_ANSWER_FRAMES
     while True:
         data = json.dumps(asdict(answer), separators=(",", ":")).encode("ascii")
         if len(data) <= ANSWER_BYTES or not depth:
             return data
         depth //= 2
-        threads = tuple(ThreadSays(one.name, one.frames[:depth]) for one in answer.threads)
+        threads = tuple(ThreadAnswer(one.name, one.frames[:depth]) for one in answer.threads)
         answer = replace(answer, threads=threads)
 
 
-def read_answer(datagram: bytes) -> RankSays | None:
+def read_answer(datagram: bytes) -> RankAnswer | None:
     """The answer in a datagram; None if invalid."""
     import msgspec  # not needed in scripts that report steps
 
     if len(datagram) > ANSWER_BYTES:
         return None
     try:
-        answer = msgspec.json.decode(datagram, type=RankSays)
+        answer = msgspec.json.decode(datagram, type=RankAnswer)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
     long = max((len(one.frames) for one in answer.threads), default=0)
-    if len(answer.groups) > MAX_GROUPS_SAID or len(answer.threads) > MAX_THREADS_SAID:
+    if len(answer.groups) > MAX_ANSWER_GROUPS or len(answer.threads) > MAX_ANSWER_THREADS:
         return None
-    return answer if long <= MAX_FRAMES_SAID else None
+    return answer if long <= MAX_ANSWER_FRAMES else None

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from elasticrun.wire.types import NOTHING, RoundName, Skip
+from elasticrun.wire.types import NO_SKIP, RoundName, Skip
 
 NO_ROUND: Final = RoundName(0, 0, "")
 """A placeholder for no round."""
@@ -29,7 +29,7 @@ class Resume:
     step: int
     world_size: int  # of that round
     same: bool  # whether this rank's own snapshot of that round is on this node
-    skip: Skip = NOTHING
+    skip: Skip = NO_SKIP
     put_off: tuple[int, ...] = ()  # signals to defer until the rank's state is saved
 
 
@@ -209,13 +209,13 @@ class Remark:
     text: str
 
 
-RankAsks = RankHere | NeedSegment | AwaitRoom | WantShard | IsWhole
+RankRequest = RankHere | NeedSegment | AwaitRoom | WantShard | IsWhole
 """Messages of a rank that are answered."""
 
-RankTells = (
+RankNotice = (
     Committed | SaveFailed | Restored | CannotRestore | PutsOff | StepMissed | Skipped | Remark
 )
-FromRank = RankAsks | RankTells
+FromRank = RankRequest | RankNotice
 
 # ---------------------------------------------------------------- an agent to its saver
 

@@ -432,7 +432,7 @@ def is_kept_ignored(number: int) -> bool:
     return number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN
 
 
-def server_words(
+def server_argv(
     fd: int, *, parent: int, ignored: Iterable[int], blocked: Iterable[int]
 ) -> list[str]:
     """The server's `sys.argv`. `fd`: its end of the socketpair; `ignored` and `blocked`: the
@@ -469,9 +469,9 @@ def start_server(
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED)
-    words = server_words(theirs.fileno(), parent=os.getpid(), ignored=ignored, blocked=blocked)
+    words = server_argv(theirs.fileno(), parent=os.getpid(), ignored=ignored, blocked=blocked)
     try:
-        with debugger.escaped():
+        with debugger.without_debugger():
             process = subprocess.Popen(
                 [sys.executable, "-u", *words],
                 env=env,

@@ -216,7 +216,7 @@ def runs(ranks: Iterable[int]) -> list[tuple[int, int]]:
     return found
 
 
-SHORTEST_RANGE: Final = 3
+MIN_RANGE: Final = 3
 """Minimum number of consecutive ranks written as a range; fewer are listed."""
 
 
@@ -232,7 +232,7 @@ def write_ranges(ranks: Iterable[int], *, pairs: bool = False) -> str:
             stride = rest[end] - rest[at]
             while end + 1 < len(rest) and rest[end + 1] - rest[end] == stride:
                 end += 1
-            if end - at + 1 >= SHORTEST_RANGE or (pairs and stride == 1):
+            if end - at + 1 >= MIN_RANGE or (pairs and stride == 1):
                 parts.append(f"{rest[at]}-{rest[end]}" + (f":{stride}" if stride > 1 else ""))
                 at = end + 1
                 continue
@@ -288,7 +288,7 @@ class Skip:
     all_but: StepOrNone = -1  # all steps except this one, which a person requests; -1: none
 
 
-NOTHING: Final = Skip()
+NO_SKIP: Final = Skip()
 
 
 @dataclass(frozen=True, slots=True)

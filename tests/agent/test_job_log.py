@@ -26,9 +26,9 @@ from elasticrun.core.reasons import (
     RankFailed,
     Said,
     StoreComing,
-    out_of_reach,
     text,
     text_and_code as by_master,
+    unreachable_side,
 )
 from elasticrun.core.worker.leaving import ending
 from elasticrun.core.worker.states import GroupStatus, State
@@ -279,7 +279,7 @@ def test_who_is_told_to_leave_reads_what_was_saved_and_how_to_go_on() -> None:
 
 def test_a_master_that_does_not_answer() -> None:
     unmet = MasterUnmet("h:1", 60.0, "reset")
-    assert directed(text(unmet), out_of_reach(unmet), "h:1").endswith(
+    assert directed(text(unmet), unreachable_side(unmet), "h:1").endswith(
         ": elasticrun doctor --rdzv-endpoint=h:1"
     )
     lost = ending(EXIT_FAILED, NoMasterFor(600.0))
@@ -287,7 +287,7 @@ def test_a_master_that_does_not_answer() -> None:
     assert sentence(lost) == f"{lost.reason}; to find out why, run here: elasticrun doctor"
 
     luck = RankFailed(3, "b", "ValueError: bad luck")
-    assert directed(text(luck), out_of_reach(luck)) == BAD_LUCK, "other ends name no doctor"
+    assert directed(text(luck), unreachable_side(luck)) == BAD_LUCK, "other ends name no doctor"
 
 
 def test_the_brains_own_warning_is_directed_where_it_is_printed() -> None:

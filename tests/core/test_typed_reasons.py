@@ -30,10 +30,10 @@ from elasticrun.core.reasons import (
     exclusion_in,
     failure_in,
     is_by_operator,
-    out_of_reach,
     read,
     text,
     text_and_code,
+    unreachable_side,
 )
 from elasticrun.wire.messages import MAX_CODE, ReasonCode
 
@@ -98,8 +98,8 @@ def test_a_stranger_reads_nothing_that_a_rank_has_said(kind: type) -> None:
 def test_what_is_asked_of_a_reason() -> None:
     gone = NodeLost("b", Dead(LostContact("broken", 5.0)))
     assert text(gone) == "node b is dead: its connection broke and it sent nothing for 5.0 s"
-    assert out_of_reach(TooFewNodes(1, 2, 60.0, gone)) == "node"
-    assert out_of_reach(NodeLost("b", Dead(LostContact("broken", missed=True)))) == ""
+    assert unreachable_side(TooFewNodes(1, 2, 60.0, gone)) == "node"
+    assert unreachable_side(NodeLost("b", Dead(LostContact("broken", missed=True)))) == ""
     first = RankFailed(3, "b", "ValueError: bad luck")
     over = NoRestartsLeft(first, 0, 0.0, "")
     assert text(over).endswith("bad luck; no restarts left (--max-restarts is 0)")

@@ -278,7 +278,8 @@ async def test_the_outcome_stays_and_the_leadership_goes(stage: Stage) -> None:
 async def test_a_job_that_was_saved_may_soon_begin_again(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(etcd_store, "SAVED_KEPT", TIMED)  # 30 s; long enough to write under it
+    # 30 s; long enough to write under it
+    monkeypatch.setattr(etcd_store, "SAVED_OUTCOME_TTL", TIMED)
 
     first = await stage.leader()
     assert await write(first, facts(1, outcome=End(EXIT_SAVED, "every node has left", ())))

@@ -17,7 +17,7 @@ from elasticrun.wire.auth import (
     CODE_WRONG,
     JOIN_CODE_LIFE,
     NO_CODES,
-    Guest,
+    AuthClient,
     JoinAnswer,
     JoinCode,
     code_secret,
@@ -43,7 +43,7 @@ async def job(token: str = TOKEN, command: JoinCommand | None = COMMAND) -> Asyn
 
 
 async def joined(served: Served, code: JoinCode) -> JoinAnswer:
-    guest = Guest.with_code(code, "1")
+    guest = AuthClient.with_code(code, "1")
     reply = await ask_to_join(served.endpoint, LIMIT, guest)
     assert reply.ok, reply.reason
     assert TOKEN not in reply.body
@@ -53,7 +53,7 @@ async def joined(served: Served, code: JoinCode) -> JoinAnswer:
 
 async def refused(served: Served, code: JoinCode) -> str:
     with pytest.raises(LinkError) as told:
-        await ask_to_join(served.endpoint, LIMIT, Guest.with_code(code, "1"))
+        await ask_to_join(served.endpoint, LIMIT, AuthClient.with_code(code, "1"))
     return str(told.value)
 
 
@@ -89,7 +89,7 @@ async def test_a_job_without_a_token_and_a_master_without_a_command() -> None:
     async with job(token="") as served:
         assert await refused(served, join_code("", time.time())) == NO_CODES
     async with job(command=None) as served:
-        guest = Guest.with_code(join_code(TOKEN, time.time()), "1")
+        guest = AuthClient.with_code(join_code(TOKEN, time.time()), "1")
         reply = await ask_to_join(served.endpoint, LIMIT, guest)
         assert (reply.ok, reply.reason) == (False, joining.NO_COMMAND)
 

@@ -14,7 +14,7 @@ from elasticrun.host.system.network import mtu_to
 from elasticrun.master import server
 from elasticrun.master.server import peer_address, reach
 from elasticrun.wire import messages as m
-from elasticrun.wire.auth import MASTER_WRONG, TOKEN_WANTED, Guest, reader_token
+from elasticrun.wire.auth import MASTER_WRONG, TOKEN_WANTED, AuthClient, reader_token
 from elasticrun.wire.rpc.channel import REACH, LinkError, grpc, open_channel, reach_me
 from elasticrun.wire.rpc.protobuf import answer_from_wire, report_to_wire
 from tests.harness import free_port
@@ -186,7 +186,7 @@ def test_grpcs_word_for_a_peer(peer: str, address: str) -> None:
 
 async def _proved(served: Served) -> Any:
     """A reader's stream that may ask now."""
-    guest = Guest("", "1")
+    guest = AuthClient("", "1")
     call = open_channel(served.endpoint).stream_stream(REACH)(timeout=LIMIT)
     await call.write(report_to_wire(guest.knock))
     challenge = answer_from_wire(await call.read())

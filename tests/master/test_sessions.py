@@ -18,7 +18,7 @@ from elasticrun.config import EXIT_FAILED
 from elasticrun.core.events import Attached, Detached, Heard, JobEffect, JobEvent, Send
 from elasticrun.master.server import BURST, RATE
 from elasticrun.wire import messages as m
-from elasticrun.wire.auth import Guest
+from elasticrun.wire.auth import AuthClient
 from elasticrun.wire.pb import job_pb2 as pb
 from elasticrun.wire.rpc.channel import (
     ATTEND,
@@ -158,7 +158,7 @@ async def test_a_stranger_is_refused_by_name(foreign: str) -> None:
 
 
 def _knock(**changes: Any) -> m.Knock:
-    said = Guest("", "1", m.Role.AGENT, job_id="job", node="n0", incarnation="i0").knock
+    said = AuthClient("", "1", m.Role.AGENT, job_id="job", node="n0", incarnation="i0").knock
     return structs.replace(said, **changes)
 
 
@@ -168,7 +168,7 @@ def _hello(**changes: Any) -> bytes:
 
 HELLO = _hello()
 KNOCK = report_to_wire(_knock())
-READER = report_to_wire(Guest("", "1").knock)
+READER = report_to_wire(AuthClient("", "1").knock)
 PROOF = report_to_wire(m.Proof(b""))
 BEAT = report_to_wire(m.Beat(1))
 IN = (KNOCK, PROOF, HELLO)

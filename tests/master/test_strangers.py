@@ -15,7 +15,7 @@ from elasticrun.config import EXIT_FAILED
 from elasticrun.master import server
 from elasticrun.master.server import LOG_EVERY, MAX_GAP, Listening, Refusals
 from elasticrun.wire import messages as m
-from elasticrun.wire.auth import MASTER_HAS_NONE, OTHER_JOB, TOKEN_WANTED, Guest, reader_token
+from elasticrun.wire.auth import MASTER_HAS_NONE, OTHER_JOB, TOKEN_WANTED, AuthClient, reader_token
 from elasticrun.wire.rpc.channel import (
     ATTEND,
     GET_STATUS,
@@ -46,7 +46,9 @@ STREAMS = SERVER_OPTIONS["grpc.max_concurrent_streams"] - 1
 """gRPC counts a little less than it is told."""
 
 TOKEN = "a secret of the job that nobody guesses"
-KNOCK = report_to_wire(Guest("", "1", m.Role.AGENT, job_id="job", node="n", incarnation="i").knock)
+KNOCK = report_to_wire(
+    AuthClient("", "1", m.Role.AGENT, job_id="job", node="n", incarnation="i").knock
+)
 
 
 async def test_who_knows_the_token_is_served() -> None:
@@ -105,7 +107,7 @@ async def test_a_wrong_proof_is_told_and_logged_without_a_byte_of_it(
 ) -> None:
     caplog.set_level(logging.WARNING, "elasticrun")
     role = m.Role.AGENT if method == ATTEND else m.Role.READER
-    who = Guest("other", "1", role, job_id="job", node="n0", incarnation="i0")
+    who = AuthClient("other", "1", role, job_id="job", node="n0", incarnation="i0")
     async with serving(token=TOKEN) as served:
         async with open_channel(served.endpoint) as channel, asyncio.timeout(LIMIT):
             call = channel.stream_stream(method)()
@@ -169,7 +171,7 @@ async def test_a_dribbler_has_one_limit_for_all_it_says(monkeypatch: pytest.Monk
     asked = asking(monkeypatch)
 
     async def run(served: Served) -> None:
-        who = Guest("", "1", m.Role.AGENT, job_id="job", node="n", incarnation="i")
+        who = AuthClient("", "1", m.Role.AGENT, job_id="job", node="n", incarnation="i")
         async with open_channel(served.endpoint) as channel:
             call = await _silent(channel, (report_to_wire(who.knock),))
             (limit,) = served.servicer._pending._waiting

@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from elasticrun.wire import messages as m
-from elasticrun.wire.auth import Guest
+from elasticrun.wire.auth import AuthClient
 from elasticrun.wire.rpc import channel as c
 from elasticrun.wire.types import Endpoint, mint_incarnation
 from tests.master import raw
@@ -90,7 +90,7 @@ async def thief() -> None:
     said = insider("thief")
     async with c.open_channel(MASTER) as channel:
         stream = c.attend(channel)
-        who = Guest(
+        who = AuthClient(
             TOKEN, "1", m.Role.AGENT, job_id=JOB, node="thief", incarnation=said.incarnation
         )
         await stream.send(who.knock)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from elasticrun.config import EXIT_SAVED
-from elasticrun.core.snapshots.types import order_of
+from elasticrun.core.snapshots.types import sort_key
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
 from tests.simulator.shelves import Kept, Key, Shelves as Shelves
@@ -91,7 +91,7 @@ class Replicas:
             return False
         made = Kept(*key, rank, order.world_size, 1, replica=True)
         self.copies.append(made)
-        self.copies.sort(key=lambda one: order_of(one.key))
+        self.copies.sort(key=lambda one: sort_key(one.key))
         self._world.shelves.has(self._node.name, made)
         return True
 
@@ -238,7 +238,7 @@ class Memory:
     def signalled(self) -> int:
         """The agent is: the newest step that is here, or -1."""
         whole = [one.key for one in self._all() if self._shelves.was_whole(one.key)]
-        self._then_whole = self._then_whole or max(whole, key=order_of, default=None)
+        self._then_whole = self._then_whole or max(whole, key=sort_key, default=None)
         return max((one.step for one in self._all()), default=-1)
 
     def leave(self, code: int) -> None:
@@ -247,7 +247,7 @@ class Memory:
         whole, written = self._then_whole, self._shelves.checkpoints
         if whole is None or code != EXIT_SAVED:
             return
-        if not any(order_of(key) >= order_of(whole) for key in written):
+        if not any(sort_key(key) >= sort_key(whole) for key in written):
             self._fault(f"{self._node.name} ends as saved, and {whole} is not in storage")
 
     def cannot(self, step: int, why: str) -> None:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from elasticrun.core.snapshots.choice import FEW_STEPS, MAX_REJECTED
-from elasticrun.core.snapshots.types import order_of
+from elasticrun.core.snapshots.types import sort_key
 from elasticrun.wire.types import RoundName
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Shelves:
                 continue
             self.judged += 1
             self.judged_blind += not lost and name.term != before.term
-            if key is None or order_of(key) < order_of(floor):
+            if key is None or sort_key(key) < sort_key(floor):
                 gone = sorted(lost)
                 self.faults.append(f"round {name} restores {key}, and {gone} were lost of {before}")
 
@@ -131,4 +131,4 @@ class Kept:
 
     def is_later(self, than: Key) -> bool:
         """Whether it was taken after the one of this name."""
-        return order_of(self.key) > order_of(than)
+        return sort_key(self.key) > sort_key(than)

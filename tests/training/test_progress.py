@@ -12,7 +12,7 @@ import pytest
 
 from elasticrun.training import reporting
 from elasticrun.training.reporting import ProgressReporter
-from elasticrun.wire.progress import Own, RankRows, RankWord, place
+from elasticrun.wire.progress import Own, RankQuiet, RankRows, place
 from tests.further import further
 from tests.harness import LIMIT, World, clean_environment, program
 from tests.training.ranks import Listener, listening, start_ranks
@@ -46,7 +46,7 @@ def test_a_recorder_that_is_off_leaves_the_step_time(world: World, listener: Lis
     ranks = start_ranks(world, listener, "60", "0.01", env={"TORCH_FR_BUFFER_SIZE": "0"})
     said = [listener.next() for _ in range(4)]
     assert [rank.wait() for rank in ranks] == [0, 0]
-    assert {one.knows for one in said} == {Own.UNTOLD}
+    assert {one.knows for one in said} == {Own.UNAVAILABLE}
     assert all(one.seconds >= 0.01 for one in said)
 
 
@@ -151,7 +151,7 @@ def test_what_takes_long_on_purpose_is_told_by_name(listener: Listener) -> None:
     done = program("-c", QUIET, env=env)
     assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
     assert done.stderr.count("UserWarning: elasticrun: quiet() got an invalid minutes=") == 2
-    told = [one for one in listener.waiting() if isinstance(one, RankWord)]
+    told = [one for one in listener.waiting() if isinstance(one, RankQuiet)]
     assert [(one.what, round(one.seconds / 60)) for one in told] == [
         ("judge", 20),
         ("a long word " + "x" * 52, 20),

@@ -77,7 +77,7 @@ async def beats(endpoint: Endpoint, options: Mapping[str, int] = c.CLIENT_OPTION
 async def show(context: Any, page: m.JobStatus) -> None:
     """What a master of a job without a token does for a reader."""
     keeper = auth.AuthServer("", "1", "j", 1, m.Role.READER)
-    while not keeper.is_in:
+    while not keeper.is_authenticated:
         answer = keeper.receive(protobuf.report_from_wire(await context.read()))
         if answer is not None:
             await context.write(protobuf.answer_to_wire(answer))

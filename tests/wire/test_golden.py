@@ -150,7 +150,7 @@ def everything() -> Iterator[tuple[str, str]]:
     costs = progress.RankCosts(1, 7, 2, 0.5, 0.25)
     assert progress.decode(progress.encode(costs)) == costs
     yield "datagram.RankCosts", progress.encode(costs).hex()
-    word = progress.RankWord(1, "judge", 60.0)
+    word = progress.RankQuiet(1, "judge", 60.0)
     assert progress.decode(progress.encode(word)) == word
     yield "datagram.RankWord", progress.encode(word).hex()
 

@@ -19,16 +19,16 @@ TOKEN = "open sesame"
 JOB, NODE, LIFE = HELLO.spec.job_id, HELLO.node, HELLO.incarnation
 
 
-def guest(token: str = TOKEN, role: m.Role = m.Role.AGENT, **changes: str) -> auth.Guest:
+def guest(token: str = TOKEN, role: m.Role = m.Role.AGENT, **changes: str) -> auth.AuthClient:
     said = {"job_id": JOB, "node": NODE, "incarnation": LIFE, **changes}
-    return auth.Guest(token, "1", role, **(said if role is m.Role.AGENT else {}))
+    return auth.AuthClient(token, "1", role, **(said if role is m.Role.AGENT else {}))
 
 
 def keeper(token: str = TOKEN, role: m.Role = m.Role.AGENT, term: int = 7) -> auth.AuthServer:
     return auth.AuthServer(token, "1", JOB, term, role)
 
 
-def knock(at: auth.AuthServer, who: auth.Guest) -> m.Challenge:
+def knock(at: auth.AuthServer, who: auth.AuthClient) -> m.Challenge:
     """The challenge to a knock."""
     challenge = at.receive(who.knock)
     assert challenge is not None
@@ -39,17 +39,17 @@ def knock(at: auth.AuthServer, who: auth.Guest) -> m.Challenge:
 def test_an_agent_comes_in(token: str) -> None:
     who, door = guest(token), keeper(token)
     assert door.receive(who.answer(knock(door, who))) is None
-    assert not door.is_in
+    assert not door.is_authenticated
     assert door.receive(HELLO) is None
-    assert door.is_in
+    assert door.is_authenticated
     assert door.hello is HELLO
 
 
 def test_a_reader_comes_in_with_what_was_made_for_readers() -> None:
-    who = auth.Guest(auth.reader_token(TOKEN), "1")
+    who = auth.AuthClient(auth.reader_token(TOKEN), "1")
     door = keeper(role=m.Role.READER)
     assert door.receive(who.answer(knock(door, who))) is None
-    assert door.is_in
+    assert door.is_authenticated
 
 
 def test_what_was_made_for_readers_lets_no_agent_in_and_does_not_give_the_token_away() -> None:
@@ -62,7 +62,7 @@ def test_what_was_made_for_readers_lets_no_agent_in_and_does_not_give_the_token_
     with pytest.raises(auth.Denied, match="does not know this job's token"):
         who.answer(challenge)
     with pytest.raises(auth.OutOfTurn, match="role reader"):
-        keeper().receive(auth.Guest(made, "1").knock)
+        keeper().receive(auth.AuthClient(made, "1").knock)
     with pytest.raises(auth.OutOfTurn, match="role agent"):
         keeper(role=m.Role.READER).receive(guest().knock)
 
@@ -103,7 +103,7 @@ def test_a_wrong_proof(shown: bytes) -> None:
     knock(door, guest())
     with pytest.raises(auth.Denied, match="proof of the job's token is wrong"):
         door.receive(m.Proof(shown))
-    assert not door.is_in
+    assert not door.is_authenticated
 
 
 @pytest.mark.parametrize("other", ["open sesamf", TOKEN + " ", TOKEN[:-1], "x"])
@@ -208,7 +208,7 @@ def test_a_session_is_its_nodes_own(change: dict[str, str]) -> None:
     door.receive(who.answer(knock(door, who)))
     with pytest.raises(auth.OutOfTurn, match="another node"):
         door.receive(structs.replace(HELLO, **change))
-    assert not door.is_in
+    assert not door.is_authenticated
 
 
 def test_another_job_is_named_where_there_is_no_secret_and_only_there() -> None:
@@ -231,7 +231,7 @@ def test_no_conversation_gets_in_without_the_token(said: list[m.Report], token: 
         assert TOKEN not in sentence
         assert sentence or not shut
         shut = shut or bool(sentence)
-        assert not door.is_in
+        assert not door.is_authenticated
 
 
 def _told(door: auth.AuthServer, report: m.Report) -> str:
@@ -252,4 +252,4 @@ def test_after_a_refusal_the_right_proof_is_too_late() -> None:
         door.receive(right)
     with pytest.raises(auth.OutOfTurn):
         door.receive(who.knock)
-    assert not door.is_in
+    assert not door.is_authenticated

@@ -193,7 +193,7 @@ class MasterProcess:
                 ready_fd=ready_write,
                 replaces=replaces,
             )
-            with shielded(), debugger.escaped():
+            with shielded(), debugger.without_debugger():
                 self.process = subprocess.Popen(
                     [sys.executable, "-P", "-m", "elasticrun.master", f"--config-fd={config_read}"],
                     stdin=subprocess.DEVNULL,

@@ -68,7 +68,7 @@ class PortProxy:
         ours, theirs = socket.socketpair()
         fds = (self._listener.fileno(), theirs.fileno())
         try:
-            with theirs, shielded(), debugger.escaped():
+            with theirs, shielded(), debugger.without_debugger():
                 process = subprocess.Popen(
                     port_proxy_child.command(*fds),
                     stdin=subprocess.DEVNULL,

@@ -16,11 +16,11 @@ from typing import Final
 from elasticrun.wire.progress import (
     ANSWER_BYTES,
     CREDENTIALS_BYTES,
-    RankAsked,
-    RankSays,
+    RankAnswer,
+    RankQuestion,
     address,
+    bound_socket,
     encode_question,
-    hearing_at,
     mint_name,
     read_answer,
     sent_by_us,
@@ -36,7 +36,7 @@ class _Query:
 
     missing: set[int]
     over: asyncio.Future[None]
-    answers: dict[int, RankSays | None] = field(default_factory=dict)
+    answers: dict[int, RankAnswer | None] = field(default_factory=dict)
 
 
 class RankQueries:
@@ -55,7 +55,7 @@ class RankQueries:
         loop."""
         self.stop()
         try:
-            found = self._socket = hearing_at(mint_name())
+            found = self._socket = bound_socket(mint_name())
         except OSError:
             return {}
         self._places = {rank: kept.get(rank) or mint_name() for rank in range(nproc)}
@@ -75,13 +75,13 @@ class RankQueries:
 
     async def ask(
         self, ranks: Collection[int], limit: float, *, full: bool = False, stacks: bool = False
-    ) -> dict[int, RankSays | None]:
+    ) -> dict[int, RankAnswer | None]:
         """The answers of these local ranks that arrive within `limit` seconds; None for a silent
         rank. Ranks without an answering thread are left out."""
         self._number = (self._number + 1) % 2**32
         number = self._number
         query = _Query(set(), asyncio.get_running_loop().create_future())
-        question = encode_question(RankAsked(number, full, stacks))
+        question = encode_question(RankQuestion(number, full, stacks))
         for rank in ranks:
             if self._send_question(question, rank):
                 query.missing.add(rank)
@@ -122,7 +122,7 @@ class RankQueries:
             if rank is not None and sent_by_us(credentials):
                 self._answered(rank, read_answer(data))
 
-    def _answered(self, rank: int, answer: RankSays | None) -> None:
+    def _answered(self, rank: int, answer: RankAnswer | None) -> None:
         query = self._pending.get(answer.number) if answer is not None else None
         if answer is None or query is None or rank not in query.missing:
             return

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from elasticrun.wire.messages import Quiet
-from elasticrun.wire.progress import GroupSays
+from elasticrun.wire.progress import GroupAnswer
 from elasticrun.wire.types import RoundName
 
 PULSE_EVERY: Final = 2.5
@@ -33,7 +33,7 @@ BUSY_IO: Final = 64 * 1024 / PULSE_EVERY
 class RankBeat:
     """A rank in one sample. `groups`: None if it has not answered."""
 
-    groups: tuple[GroupSays, ...] | None = None
+    groups: tuple[GroupAnswer, ...] | None = None
     step: int = -1
     cpu: float = 0.0  # cores, since the last sample
     io: float = 0.0  # bytes per second

@@ -17,7 +17,7 @@ from elasticrun.agent.sight.pulse import RankBeat
 from elasticrun.agent.sight.stacks import Frame, group_stacks, place_of
 from elasticrun.host.accelerators import Load
 from elasticrun.wire import messages as m
-from elasticrun.wire.progress import MAX_GROUPS_SAID, GroupSays, RankSays
+from elasticrun.wire.progress import MAX_ANSWER_GROUPS, GroupAnswer, RankAnswer
 from elasticrun.wire.types import MAX_SECONDS, MAX_TEXT, RoundName, write_ranges
 
 MIB = 1024 * 1024
@@ -43,7 +43,7 @@ class RankSample:
     pid: int
     forked: bool
     queried: bool  # its answering thread exists and was queried
-    answer: RankSays | None  # None: no answer
+    answer: RankAnswer | None  # None: no answer
     activity: Activity
     beat: RankBeat  # of the last pulse
     quiet: float  # this and `idle` as in RankSeen
@@ -168,7 +168,7 @@ def _why(one: RankSample) -> str:
     return f"does not answer: {one.activity.being}"
 
 
-def _threads(answer: RankSays) -> dict[str, Sequence[Frame]]:
+def _threads(answer: RankAnswer) -> dict[str, Sequence[Frame]]:
     """By name; a repeated name gets a number."""
     found: dict[str, Sequence[Frame]] = {}
     for thread in answer.threads:
@@ -192,7 +192,7 @@ def _groups(part: Iterable[RankSample]) -> dict[_Group, m.GroupSeen]:
     return found
 
 
-def _group(row: GroupSays) -> _Group:
+def _group(row: GroupAnswer) -> _Group:
     return row.name, row.members
 
 
@@ -223,11 +223,11 @@ def _seen(one: RankSample, groups: list[_Group]) -> m.RankSeen:
         gpu=min(one.device.percent, 100),
         gpu_mib=one.device.mib,
         at=at,
-        partial=answer is not None and not len(at) == len(answer.groups) < MAX_GROUPS_SAID,
+        partial=answer is not None and not len(at) == len(answer.groups) < MAX_ANSWER_GROUPS,
     )
 
 
-def _places(rows: Iterable[GroupSays], groups: list[_Group]) -> tuple[m.Position, ...]:
+def _places(rows: Iterable[GroupAnswer], groups: list[_Group]) -> tuple[m.Position, ...]:
     known = [row for row in rows if _group(row) in groups]
     known.sort(key=lambda row: row.entered <= row.done)
     return tuple(

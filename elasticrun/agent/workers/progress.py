@@ -31,12 +31,12 @@ from elasticrun.wire.progress import (
     DATAGRAM_BYTES,
     Own,
     RankCosts,
+    RankDatagram,
+    RankQuiet,
     RankRows,
     RankSteps,
-    RankTold,
-    RankWord,
+    bound_socket,
     decode,
-    hearing_at,
     mint_name,
     place,
     sender_of,
@@ -227,7 +227,7 @@ class Progress:
         self._every = max(MIN_INTERVAL, min(MAX_INTERVAL, share))
         name = mint_name()
         try:
-            found = hearing_at(name)
+            found = bound_socket(name)
         except OSError as error:
             self._once.log(f"the steps of ranks are not recorded: {error}")
             return
@@ -314,14 +314,14 @@ class Progress:
         self._once.log(sentence, kind="another user")
         return False
 
-    def _receive(self, message: RankTold | None, now: float) -> None:
+    def _receive(self, message: RankDatagram | None, now: float) -> None:
         if message is None or message.local_rank >= self._nproc:
             return
         if isinstance(message, RankRows):
             if self._start is not None and self._start.first_rank + message.local_rank == 0:
                 self._metrics.add(message)
             return
-        if isinstance(message, RankWord):
+        if isinstance(message, RankQuiet):
             self._quiet_phases[message.local_rank] = (message.what, now + message.seconds)
             return
         if isinstance(message, RankCosts):
@@ -332,7 +332,7 @@ class Progress:
         else:
             self._callers.add(message.local_rank)
         several = self._start is not None and self._start.group_world_size > 1
-        if message.knows is Own.UNTOLD and several:
+        if message.knows is Own.UNAVAILABLE and several:
             self._once.log(
                 "torch's flight recorder does not record how long ranks wait for each other: a "
                 "slow node cannot be detected"

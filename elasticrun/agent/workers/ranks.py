@@ -138,9 +138,9 @@ def rank_entry(entry: Entrypoint, local_rank: int) -> Entrypoint:
 def _as_debugged(entry: Entrypoint, python: str) -> Entrypoint:
     """The entry, run under the debugger that this process runs under, if it is configured to follow
     subprocesses. The fork server, which starts the rank, is not debugged."""
-    if not debugger.follows():
+    if not debugger.is_following():
         return entry
-    words = debugger.debugged(spawning.command(entry, python))
+    words = debugger.with_debugger(spawning.command(entry, python))
     return Entrypoint(EntryKind.COMMAND, words[0], tuple(words[1:]))
 
 

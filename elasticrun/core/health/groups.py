@@ -177,7 +177,7 @@ def unexplained(trial: Trial, trials: Mapping[str, Trial]) -> list[ProbeFailure]
     return [one for one in trial.failures if all(trials[it].good for it in one.partners)]
 
 
-def convicted(failures: Sequence[ProbeFailure], proved: Collection[frozenset[str]]) -> bool:
+def is_convicted(failures: Sequence[ProbeFailure], proved: Collection[frozenset[str]]) -> bool:
     """Whether these failures, none of them explained by a partner, leave no innocent explanation.
     `proved`: pairs of nodes that have worked with each other."""
     return len(failures) > 1 and not _explained([frozenset(f.partners) for f in failures], proved)
@@ -212,7 +212,7 @@ def doubt(groups: Iterable[FailedGroup], trials: Mapping[str, Trial]) -> None:
 
 Nodes = tuple[str, ...]
 
-BESIDE = 5
+REFERENCE_NODES = 5
 """Number of good nodes that are measured in the same pass as those whose matmul was slow: their
 median shows how the pass differs from the previous one. With fewer, chance affects which node
 counts as slow. More cost no time either, because they wait anyway, but help little."""
@@ -264,12 +264,12 @@ def later_pass(
             groups.append((node,))
     if any(slow.values()):
         there = {node for group in groups for node in group}
-        needed = BESIDE - sum(one.node in there and not one.is_found_slow for one in good)
-        groups.extend(_beside(free, trials, max(0, needed)))
+        needed = REFERENCE_NODES - sum(one.node in there and not one.is_found_slow for one in good)
+        groups.extend(_reference_groups(free, trials, max(0, needed)))
     return groups
 
 
-def _beside(free: Iterable[str], trials: Mapping[str, Trial], count: int) -> list[Nodes]:
+def _reference_groups(free: Iterable[str], trials: Mapping[str, Trial], count: int) -> list[Nodes]:
     """Groups of one for nodes that are measured only for the comparison: `count` from the middle of
     `free`, which has the fastest first. The fastest of many was partly fast by chance, and would
     seem to have lost speed."""
@@ -300,18 +300,18 @@ def _among_themselves(left: Sequence[Trial], *, helped: bool) -> list[Nodes]:
     have good partners for them."""
     held_up = [one for one in left if not one.suspect]
     joint = sorted((one for one in left if one.suspect and not one.broken), key=lambda t: t.place)
-    pairs = _crossed(held_up) + _crossed(joint)
+    pairs = _cross_pairs(held_up) + _cross_pairs(joint)
     paired = {one.node for pair in pairs for one in pair}
     rest = [one for one in (*held_up, *joint) if one.node not in paired]
     if not helped:
-        more = _crossed(rest)
+        more = _cross_pairs(rest)
         pairs += more
         paired.update(one.node for pair in more for one in pair)
     alone = [one for one in left if one.node not in paired and not one.alone]
     return [(one.node, other.node) for one, other in pairs] + [(one.node,) for one in alone]
 
 
-def _crossed(nodes: Sequence[Trial]) -> list[tuple[Trial, Trial]]:
+def _cross_pairs(nodes: Sequence[Trial]) -> list[tuple[Trial, Trial]]:
     """Pairs of nodes that have not been a pair yet, from different groups if possible: neighbours
     were probed together, so each is paired with one half the list away."""
     half = len(nodes) // 2

@@ -46,9 +46,9 @@ from elasticrun.core.health.groups import (
     Run,
     Standing,
     Trial,
-    convicted,
     doubt,
     first_pass,
+    is_convicted,
     later_pass,
     others,
     overdue,
@@ -105,7 +105,7 @@ class Check:
         self._failed += self._just_failed
         doubt(self._failed, self.trials)
         for trial in self._open():
-            if convicted(unexplained(trial, self.trials), self._proved):
+            if is_convicted(unexplained(trial, self.trials), self._proved):
                 self._convict(trial)
         answers = [answer for run in passed.runs for answer in run.answers.items()]
         computed = {node: answer.compute for node, answer in answers if answer.compute > 0}
@@ -167,7 +167,7 @@ class Check:
             elif not answer.ok and not answer.excused:
                 joint[node] = answer
             self.trials[node].held_up = answer.reason if answer.excused else ""
-        self._time(run)
+        self._record_rates(run)
         for node, answer in own.items():
             self.trials[node].failed(ProbeFailure((), answer.phase, answer.reason))
         if own:
@@ -191,7 +191,7 @@ class Check:
         failure = ProbeFailure(nodes, first.phase, first.reason)
         self._just_failed.append(FailedGroup(nodes, failure))
 
-    def _time(self, run: Run) -> None:
+    def _record_rates(self, run: Run) -> None:
         """Record the largest all_reduce of this group, with the shortest time that a node measured:
         the other nodes' times include waiting."""
         nodes = run.group.nodes
@@ -353,7 +353,7 @@ class NetCheck:
         if self._check is not None:
             self._check.forget(node)
 
-    def wants(self, ready: Sequence[str]) -> bool:
+    def needs_probing(self, ready: Sequence[str]) -> bool:
         """Whether some of these nodes must be probed before they form a round: a node that is not
         GOOD (for a single node: UNKNOWN) and not undecidable, or the perf test is due. False while
         busy."""
@@ -397,8 +397,8 @@ class NetCheck:
     ) -> tuple[ProbeGroup, ...]:
         """Start a check of the nodes in `ready` (in order of placement) that need one, with the
         others as partners; or the perf test of all of them. Return the groups of the first pass: at
-        least one if `wants` says so. `ranks`: number of ranks per node; one if missing."""
-        if not self.wants(ready):
+        least one if `needs_probing` says so. `ranks`: number of ranks per node; one if missing."""
+        if not self.needs_probing(ready):
             return ()
         self._ranks = ranks or {}
         for node in ready:

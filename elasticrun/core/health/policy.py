@@ -29,7 +29,7 @@ from elasticrun.core.health.netcheck import NetCheck
 from elasticrun.core.health.speed import Slowness, Stragglers
 from elasticrun.core.nodes.admission import FAILED, SLOW
 from elasticrun.core.nodes.node import Node
-from elasticrun.core.reasons import AtDoor, Checking, Excluded, Unfit
+from elasticrun.core.reasons import Checking, Excluded, Pending, Unfit
 from elasticrun.core.rounds.failures import Ending
 from elasticrun.core.rounds.rendezvous import Decision, Phase, Verb
 from elasticrun.core.rounds.round import lay_out, store_host
@@ -111,7 +111,7 @@ class HealthPolicy:
         if not check.busy:
             self._doubt_the_cause()
             ready = self._in_order()
-            if not check.wants(ready):
+            if not check.needs_probing(ready):
                 return None
             ranks = {node: self._nodes[node].hello.local_world_size for node in ready}
             self._is_checking = True
@@ -179,7 +179,7 @@ class HealthPolicy:
 
     # ------------------------------------------------------------ probing pending nodes
 
-    def _must_pass_probe_first(self, node: str) -> bool:
+    def _probe_before_joining(self, node: str) -> bool:
         """A node has joined. If it would stop the running round and has not passed, keep it out,
         and probe it alone unless that is undecidable. Return whether it is kept out."""
         check, rdzv = self._netcheck, self._rdzv
@@ -190,7 +190,7 @@ class HealthPolicy:
         if node in self._unresolved:
             rdzv.keep_out(node, Checking(self._unresolved[node]))
         elif check.standing(node) is Standing.UNKNOWN:
-            rdzv.keep_out(node, AtDoor("probed"))
+            rdzv.keep_out(node, Pending("probed"))
             self._probe_pending(check, node)
         else:
             return False
@@ -227,7 +227,7 @@ class HealthPolicy:
         not join yet."""
         if isinstance(report, m.Probed):
             self._answer(node, report)
-        elif not self._must_pass_probe_first(node):
+        elif not self._probe_before_joining(node):
             self._joined(node)
         return True
 

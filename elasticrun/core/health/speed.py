@@ -143,7 +143,7 @@ class Paces:
                 self.compute[node] = seconds / drift
         for node in settled:
             del self._doubted[node]
-        for trial, found in _standing_out(trials, self.compute, self.ratio):
+        for trial, found in _outlying_trials(trials, self.compute, self.ratio):
             if trial.node in settled:
                 self._add_evidence(trial, f"compute {_compared(found, drift)}")
             elif len(trial.compute) == 1:  # a held-up node too, which is judged once it works
@@ -166,7 +166,7 @@ class Paces:
             rate = trial.rate
             if rate is not None:
                 best[trial.node] = min(rate.cost, best.get(trial.node, rate.cost))
-        for trial, found in _standing_out(trials, best, self.ratio):
+        for trial, found in _outlying_trials(trials, best, self.ratio):
             rate = trial.rate if _usable(trial) else None
             # no single partner, which may be the slow one, took part in all of its measurements
             if rate and not frozenset.intersection(*(frozenset(r.partners) for r in trial.rates)):
@@ -194,7 +194,7 @@ class Paces:
         self.slow[trial.node] = f"{before}; {evidence}" if before else evidence
 
 
-def _standing_out(
+def _outlying_trials(
     trials: Mapping[str, Trial], figures: Mapping[str, float], ratio: float
 ) -> list[tuple[Trial, Outlier]]:
     """The nodes of this check whose figure is an outlier."""

@@ -11,10 +11,10 @@ from elasticrun.core.words import names, some
 from elasticrun.wire.messages import Probed
 from elasticrun.wire.types import MAX_TEXT
 
-QUOTED = 400
+MAX_QUOTED = 400
 """Maximum length of an agent's reason within our sentences, in characters."""
 
-LISTED = 2
+MAX_LISTED = 2
 """Maximum number of failures that a verdict names (those that prove most), and of bad links that an
 outcome names."""
 
@@ -48,12 +48,12 @@ def speed(rate: float) -> str:
 
 def quoted(reason: str) -> str:
     """An agent's reason, truncated for use in a sentence."""
-    return reason if len(reason) <= QUOTED else f"{reason[: QUOTED - 3]}..."
+    return reason if len(reason) <= MAX_QUOTED else f"{reason[: MAX_QUOTED - 3]}..."
 
 
 def failed(trial: Trial, trials: Mapping[str, Trial]) -> str:
     """The sentence that says why a node is convicted."""
-    strongest = sorted(trial.failures, key=lambda one: _weight(one, trials))[:LISTED]
+    strongest = sorted(trial.failures, key=lambda one: _weight(one, trials))[:MAX_LISTED]
     clauses = [happened(one, trials) for one in strongest]
     if len(set(clauses)) == 1:
         return cut(f"{trial.node} failed the network check twice {clauses[0]}")
@@ -172,8 +172,8 @@ def _links(trials: Mapping[str, Trial], groups: Iterable[FailedGroup]) -> list[s
         clauses.append(
             f"{between} {names(group.nodes)} failed {why}, though each works with others"
         )
-    more = f"and {len(clauses) - LISTED} more links failed"
-    return [*clauses[:LISTED], more] if len(clauses) > LISTED else clauses
+    more = f"and {len(clauses) - MAX_LISTED} more links failed"
+    return [*clauses[:MAX_LISTED], more] if len(clauses) > MAX_LISTED else clauses
 
 
 def _works(failure: ProbeFailure, trials: Mapping[str, Trial]) -> bool:

@@ -61,7 +61,7 @@ from elasticrun.wire.types import RoundName
 MAX_DECISIONS = 8
 """Maximum number of decisions per event; more than that is a livelock."""
 
-_OF_A_ROUND = m.Running | m.RanksFailed | m.Stopping | m.Stopped | m.Finished | m.Steps
+_RoundReport = m.Running | m.RanksFailed | m.Stopping | m.Stopped | m.Finished | m.Steps
 
 _AFTER_HOLDINGS = m.Join | m.Running | m.Stopped | m.Finished
 """Before an agent sends one of these, it has reported which snapshots it holds."""
@@ -285,7 +285,7 @@ class Job:
         health = self._ctx.nodes[node].health
         if health is Health.LEFT and isinstance(report, m.Join | m.Probed | m.Steps):
             return True  # an excluded node that has not processed its exclusion yet
-        if isinstance(report, _OF_A_ROUND):
+        if isinstance(report, _RoundReport):
             return self._on_round_report(node, report) or is_news
         match report:
             case m.Join():
@@ -316,7 +316,7 @@ class Job:
         self._all_left = not ctx.membership.present
         ctx.note(f"node {node} leaves: {report.reason}")
 
-    def _on_round_report(self, node: str, report: _OF_A_ROUND) -> bool:
+    def _on_round_report(self, node: str, report: _RoundReport) -> bool:
         """Process a report about the current round; ignore those of earlier ones. Return whether it
         is news."""
         ctx, rdzv, now = self._ctx, self._ctx.rdzv, self._ctx.now

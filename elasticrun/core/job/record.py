@@ -131,7 +131,7 @@ def _load_round(
 ) -> None:
     """Restore the round that the previous master left."""
     now, absent = ctx.now, set(facts.gone)
-    redial = ctx.membership.redial(len(facts.seats))
+    redial = ctx.membership.redial_time(len(facts.seats))
     ctx.flaps.taken_over(seat.node for seat in facts.seats)
     for seat in facts.seats:
         if seat.node in absent:

@@ -80,7 +80,7 @@ class Streams:
         ctx.send(session, self._welcome())
         if hello.last_term and node not in rdzv.last.stages:
             rdzv.takeover.elsewhere[node] = hello.local_world_size
-        self._note_oddities(hello)
+        self._warn_about_mismatches(hello)
         if ctx.outcome is not None:
             ctx.send(session, ctx.outcome)
             self.report_over(ctx.outcome)
@@ -107,20 +107,20 @@ class Streams:
 
     def _replace_incarnation(self, node: str, admission: Admission) -> None:
         if admission.newer:
-            replaced = Replaced()
+            fate = Replaced()
             if admission.superseded:
                 self._end_stay(node, admission.silent_since)
-                self._rdzv.node_gone(node, replaced, last_word=self._ctx.now, reborn=True)
+                self._rdzv.node_gone(node, fate, last_word=self._ctx.now, replaced=True)
             else:  # no rank of the earlier incarnation is alive
                 last = self._rdzv.last
                 last.fenced = last.fenced or node in last.away
-            self.health.node_gone(node, text(replaced))
-            self._saving.node_gone(node, text(replaced), reborn=True)
+            self.health.node_gone(node, text(fate))
+            self._saving.node_gone(node, text(fate), replaced=True)
             self.health.doubt(node)
         if admission.forgotten:
             self.health.doubt(admission.forgotten)
 
-    def _note_oddities(self, hello: m.Hello) -> None:
+    def _warn_about_mismatches(self, hello: m.Hello) -> None:
         node, spec = hello.node, self._ctx.spec
         if self._ctx.scaled:  # no node can have been started with the new numbers
             size = hello.spec.min_nodes, hello.spec.max_nodes

@@ -31,20 +31,20 @@ from elasticrun.config import (
     STRAGGLERS_PER_HOUR,
 )
 from elasticrun.core.deadlines import Deadlines
-from elasticrun.core.persisted import ExclusionFacts, FlapFacts, LeftOut
+from elasticrun.core.persisted import DeathRecord, ExclusionFacts, FlapFacts
 from elasticrun.core.reasons import Banned, Excluded
 from elasticrun.wire.messages import MAX_EXCLUDED, ExcludedNode
 
 BACKOFF_UNIT = 120.0
 """Seconds of a node's first backoff; each later one is twice as long."""
 
-BACKOFF_LONGEST = 3600.0
+MAX_BACKOFF = 3600.0
 """Longest backoff in seconds."""
 
 
 def backoff_length(times: int) -> float:
     """Seconds of a node's `times`-th backoff."""
-    return min(BACKOFF_UNIT * 2.0 ** min(times - 1, 30), BACKOFF_LONGEST)
+    return min(BACKOFF_UNIT * 2.0 ** min(times - 1, 30), MAX_BACKOFF)
 
 
 class Backoffs(dict[str, str]):
@@ -107,13 +107,13 @@ class Deaths:
             self._backoffs += 1
             self.backoff_until = max(self.backoff_until, now + backoff_length(self._backoffs))
 
-    def matter(self, now: float) -> bool:
+    def still_count(self, now: float) -> bool:
         """Whether these deaths still count against the node."""
         return bool(self.times) and (self._backoffs > 0 or self.times[-1] > now - MEMORY)
 
-    def fact(self, node: str, now: float) -> LeftOut:
+    def fact(self, node: str, now: float) -> DeathRecord:
         """The record of these deaths."""
-        return LeftOut(
+        return DeathRecord(
             node=node,
             silences=tuple(now - when for when in self.times),
             bars=self._backoffs,
@@ -121,7 +121,7 @@ class Deaths:
         )
 
     @classmethod
-    def recalled(cls, fact: LeftOut, at: float, after: int = EXCLUDE_SILENT_AFTER) -> Deaths:
+    def from_fact(cls, fact: DeathRecord, at: float, after: int = EXCLUDE_SILENT_AFTER) -> Deaths:
         """Rebuild from what `fact` recorded at time `at`."""
         deaths = cls(after)
         deaths.times, deaths._backoffs = [at - age for age in fact.silences], fact.bars
@@ -175,13 +175,13 @@ class FlapHistory:
 
     def facts(self, now: float) -> FlapFacts:
         """What the next master needs."""
-        found = ((node, one) for node, one in self._brief.items() if one.matter(now))
+        found = ((node, one) for node, one in self._brief.items() if one.still_count(now))
         return FlapFacts(tuple(one.fact(node, now) for node, one in found))
 
     def restore(self, facts: FlapFacts, at: float) -> None:
         """Restore what another master recorded at time `at`."""
         for one in facts.fickle:
-            self._brief[one.node] = Deaths.recalled(one, at, EXCLUDE_BRIEF_AFTER)
+            self._brief[one.node] = Deaths.from_fact(one, at, EXCLUDE_BRIEF_AFTER)
 
 
 HOUR = 3600.0

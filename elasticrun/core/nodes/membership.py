@@ -65,7 +65,7 @@ def beat_interval(streams: int) -> float:
     return min(max(BEAT_INTERVAL, streams / BEATS_PER_SECOND), SLUGGISH_DEAD / 3.0)
 
 
-SMALLEST = 3
+MASS_SILENCE_MIN_NODES = 3
 """In a smaller round, mass silence means nothing: of two nodes, one is half."""
 
 
@@ -81,7 +81,7 @@ class MassSilence:
         """Add these silent nodes of a round of `size` nodes. Return until when no node is declared
         dead; None if verdicts apply."""
         self._silent.update(silent)
-        if size < SMALLEST or 2 * len(self._silent) <= size:
+        if size < MASS_SILENCE_MIN_NODES or 2 * len(self._silent) <= size:
             self._over()
             return None
         if self.until is None:
@@ -343,7 +343,7 @@ class Membership:
         self._nodes[node] = known
         return known
 
-    def redial(self, nodes: int) -> float:
+    def redial_time(self, nodes: int) -> float:
         """Seconds within which `nodes` living agents have dialled a new master. They try once a
         second: the silence limit, or the time it takes to process that many, at most
         REATTACH_GRACE."""
@@ -363,7 +363,7 @@ class Membership:
 
     def restore(self, facts: MembershipFacts, at: float) -> None:
         """Restore which nodes fell silent under another master."""
-        self._past = {one.node: Deaths.recalled(one, at) for one in facts.left_out}
+        self._past = {one.node: Deaths.from_fact(one, at) for one in facts.left_out}
 
     def facts(self, now: float) -> MembershipFacts:
         """The newest MAX_LEFT_OUT nodes whose silences still matter, the newest last."""
@@ -371,7 +371,7 @@ class Membership:
             *self._past.items(),
             *((one.id, one.silences) for one in self._nodes.values()),
         ]
-        found = [one for one in found if one[1].times and one[1].matter(now)]
+        found = [one for one in found if one[1].times and one[1].still_count(now)]
         found.sort(key=lambda one: one[1].times[-1])
         newest = found[-MAX_LEFT_OUT:]
         return MembershipFacts(tuple(silences.fact(node, now) for node, silences in newest))

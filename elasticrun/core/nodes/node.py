@@ -122,12 +122,12 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" or host.startswith(("127.", "::ffff:127.")) or host == "::1"
 
 
-Part = JobSpec | CheckSpec | SaveSpec | WatchSpec
+SpecPart = JobSpec | CheckSpec | SaveSpec | WatchSpec
 
 
 def differences(theirs: JobSpec, ours: JobSpec) -> list[str]:
     """The settings in which an agent differs from the job, as text."""
-    pairs: tuple[tuple[Part, Part], ...]
+    pairs: tuple[tuple[SpecPart, SpecPart], ...]
     pairs = (
         (theirs, ours),
         (theirs.checks, ours.checks),

@@ -80,14 +80,14 @@ class Attribution:
     def why_suspect(self, cause: Cause, now: float) -> FirstToFail | None:
         """Why the node of `cause` must be put in backoff if the current round ended because of it;
         None if it must not."""
-        row = self._row(cause)
+        row = self._streak(cause)
         record = self._records.get(cause.node)
         probation = record is not None and now < record.until + PROBATION
         if len(row) < (1 if probation else self._after):
             return None
         moved = len({one.first_rank for one in row if one.first_rank >= 0}) > 1
         free = any(one.others or one.innocent for one in row)
-        if not moved and (free or self._wherever_it_runs(cause)):
+        if not moved and (free or self._fails_on_other_nodes(cause)):
             return None
         return FirstToFail(len(row), moved, cause.what)
 
@@ -133,7 +133,7 @@ class Attribution:
                 f"rank {cause.rank} was the first to fail in the last {len(same_rank)} rounds, on "
                 f"{places} different nodes: the script fails at that rank on any node"
             )
-        row = self._row(cause)
+        row = self._streak(cause)
         if nodes > 1 and len(row) > 1 and not any(one.others or one.innocent for one in row):
             return (
                 f"in the last {len(row)} rounds ranks of node {cause.node} were the first to fail, "
@@ -170,7 +170,7 @@ class Attribution:
             if one.times:
                 self._records[one.node] = _Record(one.times, at + one.remaining, one.rank)
 
-    def _wherever_it_runs(self, cause: Cause) -> bool:
+    def _fails_on_other_nodes(self, cause: Cause) -> bool:
         """Whether this rank has just failed on other nodes as often as it takes to suspect a
         node."""
         same_rank = _tail(self._trail, lambda one: one.rank == cause.rank)
@@ -179,7 +179,7 @@ class Attribution:
         ]
         return len(elsewhere) >= self._after
 
-    def _row(self, cause: Cause) -> list[Cause]:
+    def _streak(self, cause: Cause) -> list[Cause]:
         """The last consecutive causes on the node of `cause`, back to the first gap longer than
         MEMORY."""
         last = _tail([*self._trail, cause], lambda one: one.node == cause.node)

@@ -35,14 +35,14 @@ from elasticrun.core.rounds.failures import (
     also_ended,
     cause_first,
     code_of,
-    is_of_its_own,
-    is_the_scripts,
+    is_script_fault,
+    is_self_inflicted,
     reason_of,
     root_cause,
 )
 from elasticrun.wire.messages import Failure, FailureKind, JobSpec
 
-LEAST_DOUBT = 1.0
+MIN_DOUBT = 1.0
 """Minimum seconds to wait for the report of a node loss when all failures look like peer loss."""
 
 MAX_RANKS_REMEMBERED = 1024
@@ -134,7 +134,7 @@ class Window:
         """Whether ranks ended the round by themselves, without an outside cause."""
         failures = [one.failure for one in self._reports.values()]
         causes = [one for one in failures if one.kind not in ECHOES]
-        return bool(causes) and not self.excused and all(map(is_of_its_own, causes))
+        return bool(causes) and not self.excused and all(map(is_self_inflicted, causes))
 
     def add(
         self,
@@ -313,7 +313,7 @@ class Restarts:
     """The failures of the current round and the budget of the job."""
 
     def __init__(self, spec: JobSpec) -> None:
-        self._doubt = max(LEAST_DOUBT, spec.heartbeat_timeout)
+        self._doubt = max(MIN_DOUBT, spec.heartbeat_timeout)
         self._scheduler_codes = spec.scheduler_codes
         self.budget = Budget(
             max_restarts=spec.max_restarts,
@@ -366,7 +366,7 @@ class Restarts:
             assert self.window.reason is not None
             end = self.budget.spent(self.window.reason, pattern)
             root = root_cause(self.window.failures)
-            own = self._scheduler_codes and root is not None and is_the_scripts(root)
+            own = self._scheduler_codes and root is not None and is_script_fault(root)
             return Judgement(end=end, code=code_of(Ending.SPENT if own else Ending.RANK))
         if verdict.bill is Bill.DOUBT and verdict.until is not None:
             return Judgement(reason=PeerLost(alone=self._nodes == 1), until=verdict.until)

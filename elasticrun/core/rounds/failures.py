@@ -97,7 +97,7 @@ _PEER_LOST = re.compile(
 OWN_SIGNALS = frozenset({4, 5, 6, 7, 8, 11, 31})
 """ILL, TRAP, ABRT, BUS, FPE, SEGV, SYS: signals caused by what the process itself did."""
 
-_PASSING = re.compile(
+_TRANSIENT = re.compile(
     "|".join(
         (
             r"no space left on device|disk quota exceeded",
@@ -112,7 +112,7 @@ _PASSING = re.compile(
 )
 """Temporary conditions, or conditions of this machine only: a retry may succeed."""
 
-_OF_A_FULL_MEMORY = -7
+_SIGBUS_EXIT = -7
 """The exit code of SIGBUS, which a full /dev/shm also causes; a retry may find it empty."""
 
 ECHOES = frozenset({FailureKind.PEER_LOST, FailureKind.STOPPED})
@@ -143,7 +143,7 @@ def classify(exitcode: int, message: str, *, stopping: bool, oom: bool) -> Failu
     return FailureKind.PEER_LOST if peer_lost else FailureKind.SCRIPT
 
 
-def is_of_its_own(failure: Failure) -> bool:
+def is_self_inflicted(failure: Failure) -> bool:
     """Whether the rank's own action ended it, not a signal from outside, an out-of-memory kill, or
     our own processes."""
     if failure.kind not in (FailureKind.SCRIPT, FailureKind.FINAL, FailureKind.SIGNAL):
@@ -224,11 +224,11 @@ def cut(text: str) -> str:
     return text if len(text) <= MAX_QUOTED else f"{text[: MAX_QUOTED - 1]}…"
 
 
-def is_the_scripts(failure: Failure) -> bool:
+def is_script_fault(failure: Failure) -> bool:
     """Whether the script failed by itself and would do so again: the cause is not a lack of
     resources, a signal from outside, or peer loss."""
-    passing = failure.exitcode == _OF_A_FULL_MEMORY or _PASSING.search(failure.message)
-    return is_of_its_own(failure) and not passing
+    passing = failure.exitcode == _SIGBUS_EXIT or _TRANSIENT.search(failure.message)
+    return is_self_inflicted(failure) and not passing
 
 
 class Ending(StrEnum):

@@ -48,7 +48,7 @@ from elasticrun.config import (
     STORM_QUIET,
     STORM_WINDOW,
 )
-from elasticrun.core.reasons import AtDoor
+from elasticrun.core.reasons import Pending
 from elasticrun.wire.messages import JobSpec
 
 
@@ -219,13 +219,13 @@ class JoinWindow:
 
     def admission(
         self, size: int, possible: int, largest: int, announced: bool
-    ) -> tuple[float, AtDoor]:
+    ) -> tuple[float, Pending]:
         """When the pending nodes are admitted if nothing else happens, and why not now. `size`:
         members of the round. `possible`: its size with the pending nodes. `largest`: its maximum
         size. `announced`: other nodes have appeared but not joined yet."""
         opened = self._formed_at if self._opened is None else self._opened
         self._call.start(opened)
-        due, reason = opened, AtDoor("no_more")
+        due, reason = opened, Pending("no_more")
         if possible < largest:
             due = self._call.ends(announced=announced)
             held = self._debounced(size, possible, largest)
@@ -234,20 +234,20 @@ class JoinWindow:
         old = opened - self._formed_at >= GROW_YOUNG and not self._scaled
         if self._spec.grow != "now" and old:
             due = max(due, self._formed_at + self._spec.grow_cooldown)
-            reason = AtDoor("cooldown", self._spec.grow_cooldown)
+            reason = Pending("cooldown", self._spec.grow_cooldown)
         return due, reason
 
-    def _debounced(self, size: int, possible: int, largest: int) -> tuple[float, AtDoor] | None:
+    def _debounced(self, size: int, possible: int, largest: int) -> tuple[float, Pending] | None:
         missing = largest - possible
         starting = self._starting and self._spec.grow != "now"
         if starting and missing > 2 and possible <= missing:
             self._is_spread_out = True
         if starting and self._is_spread_out:
             due = self._starts.holds_until()
-            reason = AtDoor("start")
+            reason = Pending("start")
         elif size >= STORM_NODES:
             due = self._returns.holds_until()
-            reason = AtDoor("returns")
+            reason = Pending("returns")
         else:
             return None
         return None if due is None else (due, reason)

@@ -19,8 +19,7 @@ the stopping time that the survivor reported, plus SURVIVOR_SLACK.
 *While RUNNING*, a member that is lost or leaves before its ranks are done reopens the round at
 once. A new node is pending while training continues; `JoinWindow` decides when it joins. Nodes
 beyond `max` or a multiple of `node_unit` are spares; they replace lost nodes. When an operator asks
-for fewer nodes than the round has, it ends at once, and the excess nodes become spares (decision
-034).
+for fewer nodes than the round has, it ends at once; excess nodes become spares (decision 034).
 
 Storms. The round that follows a loss forms at once, with all remaining nodes. If another loss
 breaks a round of STORM_NODES or more within STORM_WINDOW, the two may be one event, and the next
@@ -56,7 +55,6 @@ from elasticrun.core.nodes.admission import Backoffs
 from elasticrun.core.nodes.membership import beat_interval
 from elasticrun.core.persisted import RendezvousFacts, Seat
 from elasticrun.core.reasons import (
-    AtDoor,
     BackedOff,
     Completed,
     Excluded,
@@ -71,6 +69,7 @@ from elasticrun.core.reasons import (
     NodeLost,
     NodesNeeded,
     NodesUnheard,
+    Pending,
     RanksStopped,
     Reason,
     Scaled,
@@ -85,7 +84,7 @@ from elasticrun.core.reasons import (
 from elasticrun.core.rounds.join_window import Debounce, JoinWindow, LastCall
 from elasticrun.core.rounds.round import Round, Stage, no_round
 from elasticrun.core.rounds.takeover import Takeover
-from elasticrun.core.words import Count
+from elasticrun.core.words import ShownCount
 from elasticrun.wire.messages import JobSpec
 
 SURVIVOR_SLACK = 2.0
@@ -145,8 +144,8 @@ class Rendezvous:
         self._announced: dict[str, None] = {}  # attached, not joined
         self.backing_off = Backoffs()
         """Nodes in backoff: they are pending until it ends."""
-        self._kept: dict[str, Reason] = {}  # kept out until the network check passes them, and why
-        self._shortage: NodeExcluded | None = None  # the latest since the last round formed
+        self._kept_out: dict[str, Reason] = {}  # until the network check passes them, and why
+        self._last_exclusion: NodeExcluded | None = None  # the latest since the last round formed
         self._awaited: Deadlines[str] = Deadlines()  # survivors, and until when to wait for them
         self._call = LastCall(spec.last_call_timeout)
         self._window = JoinWindow(spec)
@@ -156,7 +155,7 @@ class Rendezvous:
         self.formed_at = 0.0
         """When the last round formed; 0.0 if there was none."""
         self._short_since: float | None = now
-        self._count = Count()
+        self._count = ShownCount()
 
     def _set_size(self, spec: JobSpec) -> None:
         self._spec = spec
@@ -175,8 +174,7 @@ class Rendezvous:
 
     @property
     def loss(self) -> Reason | None:
-        """The first loss of a member since the round formed, or NodesUnheard while ranks of an
-        adopted round have not reported; None if neither."""
+        """The first loss since the round formed, NodesUnheard while ranks are missing, or None."""
         if self.last.lost:
             return self.last.lost[0]
         unseen = self.takeover.unseen_ranks
@@ -184,7 +182,7 @@ class Rendezvous:
 
     def is_held_back(self, node: str) -> bool:
         """Whether the node must wait even if the round has a place for it."""
-        return node in self.backing_off or node in self._kept
+        return node in self.backing_off or node in self._kept_out
 
     @property
     def succeeded(self) -> bool:
@@ -215,8 +213,8 @@ class Rendezvous:
 
     def reason_of(self, node: str, now: float) -> str:
         """Why this node waits, if that is specific to it; else ""."""
-        if node in self._kept:
-            return text(self._kept[node])
+        if node in self._kept_out:
+            return text(self._kept_out[node])
         if node in self.backing_off:
             return self.backing_off.sentence(node, now)
         if node in self._announced:
@@ -240,7 +238,7 @@ class Rendezvous:
 
     def is_enough_without(self, node: str) -> bool:
         """Whether a round could form without this node; O(n)."""
-        others = self.last.staying().union(self.ready) - {node, *self._kept}
+        others = self.last.staying().union(self.ready) - {node, *self._kept_out}
         unit = self._spec.node_unit
         return len(others) // unit * unit >= self._spec.min_nodes
 
@@ -265,7 +263,7 @@ class Rendezvous:
         if not_before > now and not self.last.is_member(node):
             # it may have to miss the next round
             self.backing_off.put(node, not_before, why)
-        elif node not in self.ready and node not in self._kept:
+        elif node not in self.ready and node not in self._kept_out:
             self.ready[node] = None
             if not self.last.stages:
                 self._call.ready(now) if announced else self._call.arrival(now)
@@ -315,16 +313,16 @@ class Rendezvous:
 
     def excluded(self, node: str, now: float, how: Excluded) -> None:
         """The node is ordered to leave, and is refused for a long time."""
-        self._shortage = NodeExcluded(node, how)
+        self._last_exclusion = NodeExcluded(node, how)
         self.leaving(node, now, how)
 
-    def node_gone(self, node: str, how: Fate, *, last_word: float, reborn: bool = False) -> None:
+    def node_gone(self, node: str, how: Fate, *, last_word: float, replaced: bool = False) -> None:
         """The node is dead or has left, and its agent has exited. `last_word`: when it last sent
-        anything. `reborn`: a newer incarnation has attached: its ranks are dead."""
+        anything. `replaced`: a newer incarnation has attached: its ranks are dead."""
         last = self.last
         if node in last.unseen:
             del last.unseen[node]
-            self.takeover.vanished += not reborn
+            self.takeover.vanished += not replaced
         self._drop_pending(node)
         self._awaited.disarm(node)
         self.ready.pop(node, None)
@@ -334,12 +332,12 @@ class Rendezvous:
                 self._note_loss(node, how)
             last.away[node] = None
             over = last.stages[node] in (Stage.STOPPED, Stage.FINISHED)
-            last.fenced = last.fenced or reborn or over
+            last.fenced = last.fenced or replaced or over
             last.last_word = max(last.last_word, last_word)
 
     def _drop_pending(self, node: str) -> None:
         self._announced.pop(node, None)
-        self._kept.pop(node, None)
+        self._kept_out.pop(node, None)
         if node in self.backing_off:
             self.backing_off.lift(node)
         self._recount = True
@@ -360,14 +358,14 @@ class Rendezvous:
 
     def keep_out(self, node: str, why: Reason) -> None:
         """Keep this node out of rounds until the network check has passed it."""
-        self._kept[node] = why
+        self._kept_out[node] = why
         self._awaited.disarm(node)
         self._announced.pop(node, None)
         self.ready.pop(node, None)
 
     def admit(self, node: str) -> bool:
         """The node may join again. Return whether it was kept out."""
-        return self._kept.pop(node, None) is not None
+        return self._kept_out.pop(node, None) is not None
 
     def returned(self, node: str, now: float, *, within: float) -> None:
         """A node without a place is connected and will join. If it was a member and the job is
@@ -423,7 +421,7 @@ class Rendezvous:
         self.last, round_.last_word = round_, now
         self.takeover.round_began()
         self._awaited.clear()
-        self._shortage = None
+        self._last_exclusion = None
         self._recount = False
         self._storm.answered(now)
         self._young_since(now)
@@ -552,7 +550,9 @@ class Rendezvous:
         settled = now >= takeover.grace_until  # the grace period for redialling is over
         if decision is None and self._recount and last.lost and self._gives_up_at_loss and settled:
             self._recount = False
-            here = last.staying().union(self.ready, self._announced, self.backing_off, self._kept)
+            here = last.staying().union(
+                self.ready, self._announced, self.backing_off, self._kept_out
+            )
             if len(here) < self._spec.min_nodes:
                 return Decision(Verb.GIVE_UP, self.loss)
         if decision is None:
@@ -592,19 +592,19 @@ class Rendezvous:
     def _decide_pending(self, now: float) -> Decision:
         """Decide about pending nodes while a round runs."""
         if self.last.completed:
-            return Decision(Verb.WAIT, AtDoor("finishing"))
+            return Decision(Verb.WAIT, Pending("finishing"))
         size = len(self.last.stages)
         possible = self._usable(size + len(self.ready))
         if possible <= size:
             full = self._largest if size >= self._largest else 0
             # with a single node, no other node can confirm that its ranks have exited
-            silence = self._silence() if size == 1 else 0.0
+            silence = self._fence_seconds() if size == 1 else 0.0
             return Decision(Verb.WAIT, Spare(full, self._spec.node_unit, silence))
         due, why = self._window.admission(size, possible, self._largest, bool(self._announced))
         if now < due:
             return Decision(Verb.WAIT, why, due)
         if self.last.disconnected:  # back or declared dead soon: membership has a deadline for them
-            return Decision(Verb.WAIT, AtDoor("unheard"))
+            return Decision(Verb.WAIT, Pending("unheard"))
         new = tuple(self.ready)[: possible - size]
         return Decision(Verb.REOPEN, Joined(new))
 
@@ -621,9 +621,9 @@ class Rendezvous:
             return Decision(Verb.WAIT, MasterIsNew("may_run"), expected)
         if (until := self._awaited.next()) is not None:
             return Decision(Verb.WAIT, Survivors(alone=len(last.stages) == 1), until)
-        fence = 0.0 if last.fenced or not last.stages else last.last_word + self._silence()
+        fence = 0.0 if last.fenced or not last.stages else last.last_word + self._fence_seconds()
         if now < fence:
-            return Decision(Verb.WAIT, Fence(self._silence()), fence)
+            return Decision(Verb.WAIT, Fence(self._fence_seconds()), fence)
         if self.backing_off:
             self._end_backoffs_if_needed(now)
         usable = self._usable(len(self.ready))
@@ -643,7 +643,7 @@ class Rendezvous:
             return Decision(Verb.FORM, None, nodes=usable)
         return Decision(Verb.WAIT, MoreMayJoin(self._spec.max_nodes), ends)
 
-    def _silence(self) -> float:
+    def _fence_seconds(self) -> float:
         """Seconds after its last message until a node without a master has stopped its ranks."""
         spec = self._spec
         notice = max(spec.heartbeat_timeout, 2.0 * beat_interval(len(self.last.stages)))
@@ -669,7 +669,7 @@ class Rendezvous:
 
     def _stopped_by(self) -> float:
         """When nodes that this master has never heard from have stopped their ranks."""
-        return self.takeover.at + self._silence()
+        return self.takeover.at + self._fence_seconds()
 
     def _end_backoffs_if_needed(self, now: float) -> None:
         """End all backoffs if the job cannot continue without these nodes."""
@@ -687,7 +687,7 @@ class Rendezvous:
         until = max(self._short_since + self._spec.join_timeout, self.takeover.grace_until)
         unit = self._spec.node_unit
         needed = -(-self._spec.min_nodes // unit) * unit
-        why = self.loss or self._shortage or next(iter(self._kept.values()), None)
+        why = self.loss or self._last_exclusion or next(iter(self._kept_out.values()), None)
         if now >= until:
             limit = self._spec.join_timeout
             return Decision(Verb.GIVE_UP, TooFewNodes(len(self.ready), needed, limit, why))

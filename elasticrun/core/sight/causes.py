@@ -26,7 +26,7 @@ from elasticrun.core.words import some
 from elasticrun.wire.messages import Failure, FailureKind
 from elasticrun.wire.types import write_ranges
 
-MOST_KINDS = 4
+MAX_KINDS = 4
 """Maximum number of different failures of other ranks that an incident lists."""
 
 FAILURES = ("rank_failed", "hang", "script", "node_lost")
@@ -52,7 +52,7 @@ class Origin:
 def origin_of(ctx: JobContext, reason: Reason) -> Origin:
     """What failed first in the last round, if `reason` ended it. O(failures), once per incident."""
     if (node := _node_of(reason)) and ctx.round is not None and node in ctx.round.seats:
-        return Origin(_of_a_node(reason), text(reason), node, silent=_silence(ctx, node))
+        return Origin(_of_a_node(reason), text(reason), node, silent=_seconds_silent(ctx, node))
     window = ctx.restarts.window
     failures = window.failures
     if failures and not window.excused:
@@ -70,9 +70,9 @@ def followers(ctx: JobContext, origin: Origin) -> str:
             kinds.setdefault(what_happened(failure), []).append(failure.rank)
     clauses = [
         f"{'ranks' if len(ranks) > 1 else 'rank'} {write_ranges(ranks)}: {what}"
-        for what, ranks in list(kinds.items())[:MOST_KINDS]
+        for what, ranks in list(kinds.items())[:MAX_KINDS]
     ]
-    more = len(kinds) - MOST_KINDS
+    more = len(kinds) - MAX_KINDS
     return "; ".join(clauses) + (f"; {some(more, 'other end')}" if more > 0 else "")
 
 
@@ -101,7 +101,7 @@ def _of_a_node(reason: Reason) -> str:
     return "node_lost"
 
 
-def _silence(ctx: JobContext, name: str) -> float:
+def _seconds_silent(ctx: JobContext, name: str) -> float:
     """Seconds since the last sign of life of a node that is suspect or dead; else 0.0. A stream
     that the kernel closed when the process died is a sign of life."""
     node = ctx.nodes.get(name)

@@ -18,11 +18,11 @@ MICROS = 1_000_000
 MIN_SAVED = 0.005
 """Advice is given only if it would have saved at least this share of all slots' time."""
 
-LONG_ENOUGH = 600 * MICROS
+MIN_WALL = 600 * MICROS
 """Microseconds that a job must run before it gets advice. A job that ran this long always logs its
 last line."""
 
-SHORT = 50_000
+MIN_LOSS = 50_000
 """Losses below this many microseconds of the whole job's time are not mentioned."""
 
 WORDS = {
@@ -43,11 +43,11 @@ PLANNED = ("scaled", "operator")
 PLACE_LIMIT = 300 * MICROS
 """Microseconds for which even --on-hang=restart does not restart an idle rank."""
 
-STANDS = "hanging"
+HANGING = "hanging"
 """Display name of time in hangs; hangs that are part of incidents are subtracted."""
 
 KINDS = (
-    ("hang", STANDS),
+    ("hang", HANGING),
     ("save", "checkpoints"),
     ("wait", "waits for one rank"),
     ("slow", "slow nodes"),
@@ -141,10 +141,10 @@ def _lost(found: Account, price: float) -> Iterator[str]:
         spent[f"waits for {cause}"] = micros
         spent["waits for one rank"] -= micros
     hung = round(found.hung * MICROS * found.total / found.wall)  # reported as an interruption
-    spent[STANDS] = max(0, spent[STANDS] - hung)
+    spent[HANGING] = max(0, spent[HANGING] - hung)
     spent["first restore"] = found.book.get(("restore", ""), 0)
     for word, micros in spent.items():
-        if micros * found.wall >= SHORT * found.total:
+        if micros * found.wall >= MIN_LOSS * found.total:
             yield f"{word} {seconds(micros)}"
     if price:
         yield f"{(found.total - found.useful) / MICROS / 3600 * price:.2f} spent without training"
@@ -171,7 +171,7 @@ def _words(cause: str) -> str:
 def _advice(found: Account, spec: JobSpec) -> str:
     """The setting that would have saved most; "" if none is worth mentioning, or if it is too early
     to tell."""
-    if found.wall < LONG_ENOUGH or not found.total:
+    if found.wall < MIN_WALL or not found.total:
         return ""
     saved, what = max(_savings(found, spec), default=(0, ""))
     share = saved / found.total

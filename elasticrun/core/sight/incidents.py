@@ -23,19 +23,19 @@ from elasticrun.core.sight.picture import IncidentRow, PhaseRow, StackRow, Verdi
 from elasticrun.core.words import recovery_times, some
 from elasticrun.wire import messages as m
 
-MOST = 200
+MAX_INCIDENTS = 200
 """Maximum number of incidents kept."""
 
-AFTER = ("restore", "warm")
+RUNNING_PHASES = ("restore", "warm")
 """Phases in which all ranks run again."""
 
-MOST_STACKS = 32
+MAX_STACKS = 32
 """Maximum number of groups of stacks per incident."""
 
-MOST_CHARS = 4096
+MAX_CHARS = 4096
 """Maximum length of the text that stands in for a rank's last lines, if these are missing."""
 
-MOST_FOLLOWED = 8
+MAX_FOLLOWED = 8
 """Maximum number of later round ends that an incident lists."""
 
 
@@ -77,7 +77,7 @@ class _Open:
         if self.phase:
             spent[self.phase] = spent.get(self.phase, 0.0) + now - self.since
         if self.moves or self.phase in ("warm", ""):
-            restarted = sum(took for name, took in spent.items() if name not in AFTER)
+            restarted = sum(took for name, took in spent.items() if name not in RUNNING_PHASES)
         verdict = self.verdict if self.origin.cause != "hang" else None
         return IncidentRow(
             number=self.number,
@@ -115,7 +115,8 @@ class Incidents:
 
     def __init__(self, ctx: JobContext) -> None:
         self._ctx = ctx
-        self._rows: deque[tuple[float, IncidentRow]] = deque(maxlen=MOST)  # with the time it began
+        # with the time at which each began
+        self._rows: deque[tuple[float, IncidentRow]] = deque(maxlen=MAX_INCIDENTS)
         self._open: _Open | None = None
         self._ended = ctx.outcome is not None
         self._newest = -1  # newest step reported in this round
@@ -174,7 +175,7 @@ class Incidents:
         if one is None:
             self._start_record(origin, last_state)
             return
-        if len(one.followed) < MOST_FOLLOWED:
+        if len(one.followed) < MAX_FOLLOWED:
             one.followed.append(text(reason))
         one.awaited = self._members()
         one.to("stop", ctx.now)
@@ -235,7 +236,7 @@ class Incidents:
         rows = [replace(row, age=max(0.0, now - began)) for began, row in self._rows]
         if self._open is not None:
             rows.append(self._open.row(now, over=False))
-        return tuple(rows[-MOST:])
+        return tuple(rows[-MAX_INCIDENTS:])
 
     # ------------------------------------------------------------ beginning and end
 
@@ -263,11 +264,11 @@ class Incidents:
         one.spent.update({name: seconds for name, seconds in spent.items() if seconds > 0.0})
         one.verdict = last_state.verdict
         if origin.cause == "hang":
-            one.last_lines = last_state.wrote[-MOST_CHARS:]
+            one.last_lines = last_state.wrote[-MAX_CHARS:]
         elif origin.rank >= 0:
-            one.last_lines = ctx.restarts.window.failures[0].traceback[-MOST_CHARS:]
+            one.last_lines = ctx.restarts.window.failures[0].traceback[-MAX_CHARS:]
         if last_state.verdict is not None or origin.cause == "hang":
-            one.stacks = last_state.stacks[:MOST_STACKS]
+            one.stacks = last_state.stacks[:MAX_STACKS]
         self._file(one.row(now, over=False))
 
     def _members(self) -> set[str]:

@@ -17,11 +17,11 @@ from statistics import fmean, median
 
 from elasticrun.core.context import JobContext
 from elasticrun.core.nodes.node import Health, Node
-from elasticrun.core.persisted import Cause, LedgerEnd, LedgerFacts, LedgerLine, LedgerNode
+from elasticrun.core.persisted import IncidentCause, LedgerEnd, LedgerFacts, LedgerLine, LedgerNode
 from elasticrun.core.rounds.rendezvous import Phase
 from elasticrun.core.rounds.round import Round, Stage
 from elasticrun.core.sight.causes import Origin
-from elasticrun.core.sight.goodput import LONG_ENOUGH, MICROS, Account, goodput
+from elasticrun.core.sight.goodput import MICROS, MIN_WALL, Account, goodput
 from elasticrun.core.sight.picture import Goodput
 from elasticrun.wire import messages as m
 
@@ -43,10 +43,10 @@ USEFUL = (MOVING, STEP)
 SAMPLES = 240
 """Maximum number of step times that define the usual one; at most one per second is sampled."""
 
-FEWEST_SAMPLES = 10
+MIN_SAMPLES = 10
 """Minimum number of step times for that."""
 
-MOST_ROWS = 32
+MAX_ROWS = 32
 """Maximum number of slow nodes, and of operations that scripts declare, with a row of their own;
 the others share one."""
 
@@ -91,7 +91,7 @@ class SlotLedger:
         self._pace = (0.0, 0.0)  # usual and maximum normal seconds of a step
         self._unseen = False  # a new master, and not all of the round's nodes have dialled yet
         self._gap = 0  # slot-microseconds in UNKNOWN that belong to the round if it continues
-        self._ends: dict[Cause, LedgerEnd] = {}
+        self._ends: dict[IncidentCause, LedgerEnd] = {}
 
     # ------------------------------------------------------------ reports
 
@@ -105,7 +105,7 @@ class SlotLedger:
             self._stepped(node, report, round_)
         elif report.first > 0.0:
             if self._newest < 0:  # if steps are reported, the first of them counts, as in incidents
-                self._moves(0.0)
+                self._first_progress(0.0)
         elif report.counted and not self._moved and not self._counted:
             self._counted = True
             self._recategorise(self._warm())
@@ -118,7 +118,7 @@ class SlotLedger:
         if self._slow:
             return
         self._slow, self._pace = node, (usual, usual)
-        if len(self._usual) >= FEWEST_SAMPLES:
+        if len(self._usual) >= MIN_SAMPLES:
             middle = median(self._usual)
             most = middle + 3.0 * median(abs(one - middle) for one in self._usual)
             self._pace = min(self._pace, (fmean(one for one in self._usual if one <= most), most))
@@ -133,7 +133,7 @@ class SlotLedger:
             if 0 <= first < self._newest:
                 self._redo(self._newest - first)
                 self._newest = first
-        self._moves(report.steps * report.seconds)
+        self._first_progress(report.steps * report.seconds)
         if self._key == MOVING:
             self._recategorise(STEP)
         if self._newest < 0:
@@ -176,7 +176,7 @@ class SlotLedger:
             self._sampled = self._ctx.now
             self._usual.append(seconds)
 
-    def _moves(self, trained: float) -> None:
+    def _first_progress(self, trained: float) -> None:
         """Ranks report the first progress of the round, which happened `trained` seconds ago: move
         what was booked as training before that."""
         if self._moved:
@@ -352,10 +352,10 @@ class SlotLedger:
 
     def _row(self, category: str, cause: str) -> Key:
         """The key of a row whose cause is a node or a text of a script; the cause is "others" if
-        there are MOST_ROWS rows already."""
+        there are MAX_ROWS rows already."""
         known = sum(kind == category for kind, _ in self._book)
         key = (category, cause)
-        return key if key in self._book or known < MOST_ROWS else (category, "others")
+        return key if key in self._book or known < MAX_ROWS else (category, "others")
 
     def _take_from_round(self, key: Key, amount: int) -> None:
         """Move `amount` from the round's current category to `key`, at most what this round has
@@ -445,7 +445,7 @@ class SlotLedger:
         self._advance()
         return {key: micros for key, micros in self._book.items() if micros}, self._total
 
-    def page(self, downtime: Mapping[Cause, float]) -> Goodput | None:
+    def page(self, downtime: Mapping[IncidentCause, float]) -> Goodput | None:
         """The time accounting; None before the first round. `downtime`: seconds without training,
         by cause of the incidents."""
         if self._ctx.round is None:
@@ -465,8 +465,8 @@ class SlotLedger:
         found = Account(sums, total, self._wall, self._trained, *rest)
         return goodput(found, self._ctx.spec)
 
-    def last_line(self, downtime: Mapping[Cause, float]) -> str:
+    def last_line(self, downtime: Mapping[IncidentCause, float]) -> str:
         """The line at the job's end; "" for a short job in which no round was lost."""
         found = self.page(downtime)
-        is_shown = found is not None and (found.ends or self._wall >= LONG_ENOUGH)
+        is_shown = found is not None and (found.ends or self._wall >= MIN_WALL)
         return found.summary if found is not None and is_shown else ""

@@ -30,7 +30,7 @@ from elasticrun.core.sight.picture import (
     VerdictRow,
 )
 from elasticrun.core.wishes import Wish
-from elasticrun.core.words import lasting
+from elasticrun.core.words import render_lasting
 from elasticrun.wire import messages as m
 
 MAX_PENDING = 64
@@ -40,7 +40,7 @@ SAMPLE_LIMIT = 8.0
 """Seconds after which a reader is answered with what has arrived of its sample."""
 
 
-MOST_LINES = 1000
+MAX_NOTES = 1000
 """Maximum number of notes that the history keeps."""
 
 
@@ -49,7 +49,7 @@ class History:
 
     def __init__(self, ctx: JobContext) -> None:
         self._ctx = ctx
-        self._lines: deque[tuple[float, Note]] = deque(maxlen=MOST_LINES)
+        self._lines: deque[tuple[float, Note]] = deque(maxlen=MAX_NOTES)
 
     def settle(self) -> None:
         """Call after every event that led to decisions: keep the notes that it caused."""
@@ -119,7 +119,7 @@ class Sight:
         verdict = self.watch.verdict()
         if verdict is not None or self._verdict is not None:
             hangs = verdict is not None and not verdict.says and self._ctx.outcome is None
-            self._judge(verdict if hangs else None)
+            self._publish_verdict(verdict if hangs else None)
         if verdict is None:
             self.ledger.settle(node, 0.0, "")
         else:
@@ -131,7 +131,7 @@ class Sight:
                 self._answer(number)
             self._pending.clear()
 
-    def _judge(self, verdict: VerdictRow | None) -> None:
+    def _publish_verdict(self, verdict: VerdictRow | None) -> None:
         """Publish a verdict once, and once more when it is over."""
         now = self._ctx.now
         before, self._verdict = self._verdict, verdict
@@ -140,7 +140,7 @@ class Sight:
             return
         if before is not None:
             since = before.since + passed
-            sentence = lasting(before.said, passed)
+            sentence = render_lasting(before.said, passed)
             final = replace(before, sentence=sentence, since=since, then="")
             self._ctx.out.append(Judged(final, over=True))
         if verdict is not None:

@@ -18,19 +18,19 @@ from dataclasses import dataclass, field
 
 from elasticrun.core.snapshots.choice import RestorePoints
 from elasticrun.core.snapshots.ledger import Ledger
-from elasticrun.core.snapshots.types import Key, Outbox, key_of, order_of
+from elasticrun.core.snapshots.types import Key, Outbox, key_of, sort_key
 from elasticrun.core.words import some
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
 
-MOST_ENDED = 3
+MAX_ENDED = 3
 """Number of past attempts whose end is sent again to a node that attaches: the newest ones."""
 
-MOST_NODES = 20_000
+MAX_ENDED_NODES = 20_000
 """Maximum number of nodes for which these ends are kept; the oldest are dropped, because nodes may
 never return."""
 
-MOST_REFUSED = 64
+MAX_REFUSED = 64
 """Maximum number of remembered steps that can never be whole."""
 
 WAIT_FOR_ALL = 5.0
@@ -38,9 +38,9 @@ WAIT_FOR_ALL = 5.0
 otherwise their own items would be missing."""
 
 BACK_OFF = 1.0
-"""Seconds between a failed attempt and the next; doubled each time, up to MOST_BACK_OFF."""
+"""Seconds between a failed attempt and the next; doubled each time, up to MAX_BACK_OFF."""
 
-MOST_BACK_OFF = 60.0
+MAX_BACK_OFF = 60.0
 
 MAX_TRIES = 5
 """Number of consecutive failed attempts after which a snapshot is abandoned, because its slot is
@@ -57,7 +57,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Storage:
+class RetryState:
     """The state of retries: consecutive failed attempts, over all snapshots."""
 
     failures: int = 0
@@ -65,7 +65,7 @@ class Storage:
 
     def failed(self, now: float) -> float:
         """Count a failed attempt; return the seconds until the next one."""
-        wait = min(MOST_BACK_OFF, BACK_OFF * 2.0 ** min(self.failures, 16))
+        wait = min(MAX_BACK_OFF, BACK_OFF * 2.0 ** min(self.failures, 16))
         self.failures += 1
         self.not_before = now + wait
         return wait
@@ -143,7 +143,7 @@ class Checkpoints:
         self._outbox = outbox
         self._attempt: Attempt | None = None  # of the plan
         self._plan: Plan | None = None
-        self._storage = Storage()
+        self._retry = RetryState()
         self._newest_planned: Key | None = None  # older ones are skipped
         self._whole_since: dict[Key, float] = {}  # wanted, whole, may grow -> since when
         self._ended: dict[str, list[m.PersistOver]] = {}  # node -> how its last attempts ended
@@ -159,10 +159,10 @@ class Checkpoints:
     def round_begins(self, restore: m.Restore | None) -> None:
         """A round begins: drop what is newer than `restore`, because its agents discard that."""
         self._whole_since.clear()
-        upto = None if restore is None else order_of(key_of(restore))
-        if self._plan is not None and (upto is None or order_of(self._plan.key) > upto):
+        upto = None if restore is None else sort_key(key_of(restore))
+        if self._plan is not None and (upto is None or sort_key(self._plan.key) > upto):
             self.abandon("the job continues from another step")
-        if self._missing and (upto is None or order_of(self._missing[0]) > upto):
+        if self._missing and (upto is None or sort_key(self._missing[0]) > upto):
             self._missing = None  # training was rewound to before it
 
     def release_incomplete(self) -> None:
@@ -183,11 +183,11 @@ class Checkpoints:
                 self._note_never_whole(ledger, one.step, why)
                 self._send_released(node, one.round, one.step, why)
 
-    def node_gone(self, node: str, how: str, now: float, *, reborn: bool = False) -> None:
-        """The node is no longer waited for: fail the attempt that needs it. `reborn`: a newer
+    def node_gone(self, node: str, how: str, now: float, *, replaced: bool = False) -> None:
+        """The node is no longer waited for: fail the attempt that needs it. `replaced`: a newer
         incarnation has attached, which knows of no attempt. Otherwise the same agent may return; it
         keeps snapshots until it learns that their attempts are over."""
-        if reborn:
+        if replaced:
             self._ended.pop(node, None)
         if self._attempt is not None and self._attempt.needs(node):
             self._fail(f"node {node} {how}", now, blameless=True)
@@ -225,7 +225,7 @@ class Checkpoints:
         written = None if self.written is None else key_of(self.written)
         if written is None or self._points.rewound_from >= 0:
             return written == key
-        return order_of(key) <= order_of(written)
+        return sort_key(key) <= sort_key(written)
 
     def proceed(self, now: float) -> None:
         """End attempts that are late, and start those that are due."""
@@ -237,7 +237,7 @@ class Checkpoints:
             is_requested = (
                 requested is not None and requested[0] == newest[0] and requested[1] <= newest[1]
             )
-            late = 0.0 if is_requested else self._storage.not_before
+            late = 0.0 if is_requested else self._retry.not_before
             reason = "breakpoint" if newest == self._inherited else "periodic"
             self._set_plan(Plan(newest, "asked" if is_requested else reason, late))
         self._start_attempt(now)
@@ -258,7 +258,7 @@ class Checkpoints:
         """Record that this step was wanted, but can never be whole."""
         key = (ledger.name, step)
         self._refused[key] = None  # older ones that are whole must still be written
-        while len(self._refused) > MOST_REFUSED:
+        while len(self._refused) > MAX_REFUSED:
             del self._refused[next(iter(self._refused))]
         self._note_missing(key, why)
         self._outbox.log(f"the checkpoint of step {step} is not written: {why}", "error")
@@ -280,12 +280,12 @@ class Checkpoints:
     def hurry(self, now: float) -> None:
         """The job is ending: retry a failed attempt without delay, and plan an abandoned snapshot
         again if it is still whole."""
-        self._storage.not_before = now
+        self._retry.not_before = now
         if self._plan is None and self._missing is not None:
             key, _ = self._missing
             ledger = self._points.ledger(key[0])
             if ledger is not None and ledger.is_whole(key[1]):
-                self._storage.failures = 0
+                self._retry.failures = 0
                 self._set_plan(Plan(key, "periodic"))
         if self._plan is not None:
             self._plan.not_before = now
@@ -302,7 +302,7 @@ class Checkpoints:
     def _note_missing(self, key: Key, why: str) -> None:
         """Record that this step should have been written but was not; keep the first reason."""
         missing = self._missing
-        if missing is None or order_of(missing[0]) < order_of(key):
+        if missing is None or sort_key(missing[0]) < sort_key(key):
             self._missing = (key, why)
 
     @property
@@ -375,7 +375,7 @@ class Checkpoints:
         if self._plan is not None:
             whole.discard(self._plan.key)
         self._whole_since = {key: self._whole_since.get(key, now) for key in whole}
-        for key in sorted(whole, key=order_of, reverse=True):
+        for key in sorted(whole, key=sort_key, reverse=True):
             ledger = self._points.ledger(key[0])
             may_grow = key == self._inherited or (ledger is not None and ledger.upto is None)
             grows = may_grow and ledger is not None and not ledger.is_full(key[1])
@@ -390,19 +390,19 @@ class Checkpoints:
             return False
         if key in self._refused:
             return True
-        return self._newest_planned is not None and order_of(key) <= order_of(self._newest_planned)
+        return self._newest_planned is not None and sort_key(key) <= sort_key(self._newest_planned)
 
     def _set_plan(self, plan: Plan) -> None:
         self._plan = plan
         self._log_passed(plan)
-        if self._newest_planned is None or order_of(plan.key) > order_of(self._newest_planned):
+        if self._newest_planned is None or sort_key(plan.key) > sort_key(self._newest_planned):
             self._newest_planned = plan.key
         for ledger in self._points.ledgers:
             for step in ledger.steps():
-                if order_of((ledger.name, step)) < order_of(plan.key):
+                if sort_key((ledger.name, step)) < sort_key(plan.key):
                     self._release(ledger, step, f"step {plan.key[1]} is written instead")
         self._whole_since = {
-            k: at for k, at in self._whole_since.items() if order_of(k) > order_of(plan.key)
+            k: at for k, at in self._whole_since.items() if sort_key(k) > sort_key(plan.key)
         }
 
     def _log_passed(self, plan: Plan) -> None:
@@ -412,7 +412,7 @@ class Checkpoints:
             for ledger in self._points.ledgers
             for step, snap in ledger.snaps.items()
             if snap.wanted
-            and order_of((ledger.name, step)) < order_of(plan.key)
+            and sort_key((ledger.name, step)) < sort_key(plan.key)
             and not self._is_passed((ledger.name, step))
         )
         if passed:
@@ -474,8 +474,8 @@ class Checkpoints:
         round_, step = attempt.plan.key
         self.written = m.Restore(round_, step, attempt.world_size)
         self._points.committed(attempt.rewound_from)
-        self._storage = Storage()  # writing works
-        if self._missing is not None and order_of(self._missing[0]) <= order_of(attempt.plan.key):
+        self._retry = RetryState()  # writing works
+        if self._missing is not None and sort_key(self._missing[0]) <= sort_key(attempt.plan.key):
             self._missing = None
         parts = some(attempt.writers, "part")
         size = in_size(sum(attempt.written.values()))
@@ -499,12 +499,12 @@ class Checkpoints:
         if blameless:
             self._outbox.log(what, "warning")
             return
-        wait = self._storage.failed(now)
-        plan.not_before = self._storage.not_before
-        if self._storage.failures < MAX_TRIES:
+        wait = self._retry.failed(now)
+        plan.not_before = self._retry.not_before
+        if self._retry.failures < MAX_TRIES:
             self._outbox.log(f"{what}; retrying in {wait:g} s", "warning")
             return
-        times = f"{self._storage.failures} attempts have failed in a row"
+        times = f"{self._retry.failures} attempts have failed in a row"
         later = f"the next attempt is in {wait:g} s at the earliest"
         self._outbox.log(f"{what}; {times}: this one is given up, {later}", "error")
         self._drop_plan(reason)
@@ -520,8 +520,8 @@ class Checkpoints:
         self._attempt = None
         present = tuple(node for node in attempt.parts if node in self._points.reports)
         for node in attempt.parts:
-            self._ended[node] = [*self._ended.get(node, ()), order][-MOST_ENDED:]
-        while len(self._ended) > MOST_NODES:
+            self._ended[node] = [*self._ended.get(node, ()), order][-MAX_ENDED:]
+        while len(self._ended) > MAX_ENDED_NODES:
             self._ended.pop(next(iter(self._ended)))
         if present:
             self._outbox.send(order, *present)

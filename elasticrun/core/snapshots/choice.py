@@ -46,7 +46,7 @@ from elasticrun.core.snapshots.ledger import Ledger, in_spans
 from elasticrun.core.snapshots.replication import Replicas
 from elasticrun.core.snapshots.types import Key, Outbox, key_of
 from elasticrun.wire import messages as m
-from elasticrun.wire.types import NOTHING, RoundName, Skip
+from elasticrun.wire.types import NO_SKIP, RoundName, Skip
 
 MAX_WAITING = 65536
 """Maximum number of pending requests for a shard whose holder may come back."""
@@ -68,7 +68,7 @@ class Choice:
 
     restore: m.Restore | None
     why: str = ""
-    skip: Skip = NOTHING
+    skip: Skip = NO_SKIP
 
 
 class RestorePoints:
@@ -117,7 +117,7 @@ class RestorePoints:
                 self._outbox.log(f"snapshots in memory are not used: {why}", "warning")
             return
         known = self._last
-        if known is None or _age(known) < _age(last):
+        if known is None or _round_key(known) < _round_key(last):
             self._last = last
             if self.restore_step < 0:
                 self.rewound_from = last.skip.storage_from
@@ -433,6 +433,6 @@ class RestorePoints:
         self.rejected.update({(one.round, one.step): one.times for one in facts.rejected})
 
 
-def _age(last: m.RoundInfo) -> tuple[int, int]:
+def _round_key(last: m.RoundInfo) -> tuple[int, int]:
     """Sort key: rounds by age, the oldest first."""
     return (last.name.term, last.name.number)

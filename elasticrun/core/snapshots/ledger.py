@@ -21,10 +21,10 @@ from elasticrun.wire.types import RoundName, runs
 MAX_STEP = 2**63
 """Greater than any step."""
 
-MOST_FAILED = 64
+MAX_FAILED_STEPS = 64
 """Maximum number of remembered steps per round that a rank could not save."""
 
-MOST_SPANS = 4
+MAX_SPANS = 4
 """Maximum number of spans of ranks in a sentence."""
 
 Place = tuple[str, int]
@@ -187,7 +187,7 @@ class Ledger:
         if not self._is_open(step) or rank >= self.world_size or rank in self.failed.get(step, ()):
             return False
         self.failed.setdefault(step, {})[rank] = reason
-        while len(self.failed) > MOST_FAILED:
+        while len(self.failed) > MAX_FAILED_STEPS:
             del self.failed[min(self.failed)]
         return True
 
@@ -362,7 +362,7 @@ class Ledger:
 def in_spans(ranks: Iterable[int]) -> str:
     """`rank 3`, `ranks 0-3 and 8`; a few spans, and whether there are more."""
     spans = runs(ranks)
-    words = [str(low) if low == high else f"{low}-{high}" for low, high in spans[:MOST_SPANS]]
-    more = " and more" if len(spans) > MOST_SPANS else ""
+    words = [str(low) if low == high else f"{low}-{high}" for low, high in spans[:MAX_SPANS]]
+    more = " and more" if len(spans) > MAX_SPANS else ""
     alone = len(spans) == 1 and spans[0][0] == spans[0][1]
     return f"{'rank' if alone else 'ranks'} {', '.join(words)}{more}"

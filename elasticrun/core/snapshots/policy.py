@@ -18,7 +18,7 @@ from elasticrun.core.rounds.rendezvous import SURVIVOR_SLACK, Decision, Phase, V
 from elasticrun.core.rounds.round import Round
 from elasticrun.core.snapshots.choice import Choice
 from elasticrun.core.snapshots.snapshots import Snapshots
-from elasticrun.core.snapshots.types import Key, key_of, order_of
+from elasticrun.core.snapshots.types import Key, key_of, sort_key
 from elasticrun.core.wishes import RecordSoon, Reopen, Wish
 from elasticrun.wire import messages as m
 
@@ -29,7 +29,7 @@ class SnapshotPolicy:
     def __init__(self, ctx: JobContext, snapshots: Snapshots) -> None:
         self._ctx = ctx
         self._rdzv = ctx.rdzv
-        self._saves = snapshots
+        self._snapshots = snapshots
         self.newest_step = -1
         """The newest step reported by ranks of the current round."""
         self._left_behind: Key | None = None  # the newest snapshot that nodes had when they left
@@ -45,7 +45,7 @@ class SnapshotPolicy:
 
     def on_report(self, node: str, report: m.SaveReport) -> bool:
         """Process a report. Always returns True, because `pursue` decides what follows."""
-        now, saves = self._ctx.now, self._saves
+        now, saves = self._ctx.now, self._snapshots
         if isinstance(report, m.Holdings):
             saves.on_holdings(node, report, now)
         elif isinstance(report, m.WhereIs):
@@ -66,13 +66,13 @@ class SnapshotPolicy:
 
     def attached(self, node: str) -> None:
         """An agent has attached: send what it may have missed."""
-        self._saves.attached(node, self._ctx.now, member=self._rdzv.last.is_member(node))
+        self._snapshots.attached(node, self._ctx.now, member=self._rdzv.last.is_member(node))
         self._send()
 
     def nodes_leave(self, nodes: Iterable[str], *, signalled: bool = False) -> None:
         """These nodes announce that they leave (`signalled`: on a death signal), or are about to be
         ordered to. What only they hold may be written first: see `Snapshots.nodes_leave`."""
-        self._saves.nodes_leave(nodes, self._ctx.now, signalled=signalled)
+        self._snapshots.nodes_leave(nodes, self._ctx.now, signalled=signalled)
         self._send()
 
     def _departing(self, node: str, report: m.Departing | m.Missed) -> None:
@@ -81,17 +81,17 @@ class SnapshotPolicy:
         if round_ is None or self._rdzv.phase is not Phase.RUNNING:
             return  # it will be stopped anyway
         members = tuple(one for one in self._rdzv.last.stages if self._rdzv.last.is_member(one))
-        self._saves.departing(node, report, round_.name, members)
+        self._snapshots.departing(node, report, round_.name, members)
 
     def lost_contact(self, node: str) -> None:
         """Handle a broken stream: the node's snapshots do not count until it reports them again."""
-        self._saves.forget(node, self._ctx.now)
+        self._snapshots.forget(node, self._ctx.now)
         self.has_changed = True
 
-    def node_gone(self, node: str, reason: str, *, reborn: bool = False) -> None:
-        """The node is lost, because of `reason` (a clause). `reborn`: a newer incarnation of it has
-        attached."""
-        self._saves.forget(node, self._ctx.now, gone_because=reason, reborn=reborn)
+    def node_gone(self, node: str, reason: str, *, replaced: bool = False) -> None:
+        """The node is lost, because of `reason` (a clause). `replaced`: a newer incarnation of it
+        has attached."""
+        self._snapshots.forget(node, self._ctx.now, gone_because=reason, replaced=replaced)
         self._send()
 
     # ------------------------------------------------------------ rounds
@@ -99,7 +99,7 @@ class SnapshotPolicy:
     def choose(self, trouble: Reason | None) -> Choice:
         """Choose and log what the round that forms now restores. `trouble`: which member is
         lost."""
-        saves, note = self._saves, self._ctx.note
+        saves, note = self._snapshots, self._ctx.note
         if self._ctx.restarts.window.failed_by_itself and not trouble:
             saves.points.failed_by_itself()
         choice = saves.points.choose()
@@ -128,44 +128,44 @@ class SnapshotPolicy:
         """The round's nodes are about to get their orders; first, tell them which writes are
         over."""
         self._left_behind = None
-        self._saves.begin_round(round_.info, round_.seats)
+        self._snapshots.begin_round(round_.info, round_.seats)
         self._send()
 
     def round_adopted(self, round_: Round) -> None:
         """An agent runs a round that this master did not know of."""
-        points = self._saves.points
+        points = self._snapshots.points
         self.has_changed = True
         points.rewound_from, points.restore_step = round_.info.skip.storage_from, -1
-        self._saves.begin_round(round_.info, round_.seats)
+        self._snapshots.begin_round(round_.info, round_.seats)
 
     def save_at_breakpoint(self, round_: Round) -> None:
         """A failure has ended the previous round; the nodes have the orders for the next. With
         --save-at-breakpoint, write the snapshot that is restored."""
         restore, skip = round_.info.restore, round_.info.skip
         if self._ctx.spec.saves.at_breakpoint and restore is not None and not skip.memory:
-            self._saves.checkpoints.save(restore, self._ctx.now)
+            self._snapshots.checkpoints.save(restore, self._ctx.now)
             self._send()
 
     def pursue(self) -> tuple[Wish, ...]:
         """Start what is due, end what is late, and return the wishes that reports have caused."""
-        now, outbox = self._ctx.now, self._saves.outbox
+        now, outbox = self._ctx.now, self._snapshots.outbox
         late = self._due is not None and now >= self._due
         if self.has_changed or late or outbox.orders:
             self.has_changed = False
-            self._saves.proceed(now)
+            self._snapshots.proceed(now)
             if outbox.orders or outbox.notes:  # sending sets `has_changed`
                 self._send()
-            self._due = self._saves.next_deadline()
+            self._due = self._snapshots.next_deadline()
         wishes, self._wishes = self._wishes, []
         return tuple(wishes)
 
     def next_deadline(self) -> float | None:
         """When anything is due on its own."""
-        return self._saves.next_deadline() if self.has_changed else self._due
+        return self._snapshots.next_deadline() if self.has_changed else self._due
 
     def overslept(self, by: float) -> None:
         """The master was not listening for `by` seconds: every deadline moves by that much."""
-        self._saves.overslept(by)
+        self._snapshots.overslept(by)
         self.has_changed = True
 
     # ------------------------------------------------------------ the end
@@ -175,32 +175,32 @@ class SnapshotPolicy:
         code."""
         if exit_code == EXIT_OK or not self._ctx.spec.saves.at_breakpoint:
             return False
-        newest = self._saves.points.choose().restore
-        return newest is not None and newest != self._saves.checkpoints.written
+        newest = self._snapshots.points.choose().restore
+        return newest is not None and newest != self._snapshots.checkpoints.written
 
     def note_left_behind(self) -> None:
         """A node leaves: remember what the next round would restore if the node stayed."""
-        newest = self._saves.points.choose().restore
+        newest = self._snapshots.points.choose().restore
         if newest is not None:
             key = key_of(newest)
-            self._left_behind = max(self._left_behind or key, key, key=order_of)
+            self._left_behind = max(self._left_behind or key, key, key=sort_key)
 
     def has_moved(self) -> bool:
         """Whether ranks of the current round may be past the newest whole step, or were ordered to
         save."""
-        newest = self._saves.points.choose().restore
-        requested = self._saves.departures.requested is not None
+        newest = self._snapshots.points.choose().restore
+        requested = self._snapshots.departures.requested is not None
         return requested or newest is None or self.newest_step > newest.step
 
     def is_left_in_storage(self) -> bool:
         """Whether storage has the newest step that departed nodes had in memory, or a later one."""
         left = self._left_behind
-        return left is not None and self._saves.checkpoints.is_in_storage(left)
+        return left is not None and self._snapshots.checkpoints.is_in_storage(left)
 
     def hold(self, exit_code: int) -> Decision | None:
         """The job is ending: start the last write if there is one. Return what to wait for; None if
         the job can end now, after abandoning an unfinished write."""
-        saves, now = self._saves.checkpoints, self._ctx.now
+        saves, now = self._snapshots.checkpoints, self._ctx.now
         if self._ends_since is None:
             self._ends_since = now
             saves.hurry(now)
@@ -211,7 +211,7 @@ class SnapshotPolicy:
                 return Decision(Verb.WAIT, LastSave(), stopped)
             self._is_last_saved = True
             self._save_by = now + self._ctx.spec.saves.limit
-            newest = self._saves.points.choose().restore
+            newest = self._snapshots.points.choose().restore
             assert newest is not None
             saves.save(newest, now)
             self._send()
@@ -227,7 +227,7 @@ class SnapshotPolicy:
     def _send(self) -> None:
         """Send the orders and log lines that have accumulated."""
         self.has_changed = True
-        outbox = self._saves.outbox
+        outbox = self._snapshots.outbox
         notes, outbox.notes = outbox.notes, []
         orders, outbox.orders = outbox.orders, []
         for text, level in notes:

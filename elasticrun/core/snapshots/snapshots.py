@@ -86,14 +86,14 @@ class Snapshots:
         self.departures.saved(self.checkpoints.written)
 
     def forget(
-        self, node: str, now: float, *, gone_because: str = "", reborn: bool = False
+        self, node: str, now: float, *, gone_because: str = "", replaced: bool = False
     ) -> None:
         """The node's stream broke, or the node is gone: its snapshots do not count. `gone_because`:
         why the node will not return; "" if it may reconnect and report its holdings again.
-        `reborn`: a newer incarnation of it has attached."""
+        `replaced`: a newer incarnation of it has attached."""
         self.points.forget(node, for_good=bool(gone_because))
         if gone_because:
-            self.checkpoints.node_gone(node, gone_because, now, reborn=reborn)
+            self.checkpoints.node_gone(node, gone_because, now, replaced=replaced)
 
     def nodes_leave(self, nodes: Iterable[str], now: float, *, signalled: bool = False) -> None:
         """These nodes will be ordered to leave, or have announced that they leave (`signalled`:
@@ -212,7 +212,7 @@ class Departures:
             recorded = max(report.asked, -1)
             fresh = recorded > self._step  # the previous master requested it
             step = recorded if fresh else max(report.step, self._step) + self._margin
-            self._name(step, self._reason(), members)
+            self._request_step(step, self._reason(), members)
 
     def missed(self, node: str, report: m.Missed, members: Sequence[str]) -> None:
         """A rank cannot save the requested step: request a later one, or give up."""
@@ -223,7 +223,7 @@ class Departures:
         old = self._step
         if self._tries < MAX_TRIES:
             self._margin = min(2 * self._margin, m.MAX_MARGIN)
-            self._name(max(report.step, self._step) + self._margin, why, members)
+            self._request_step(max(report.step, self._step) + self._margin, why, members)
         else:
             self._is_saved = True  # given up: request no step again until another node departs
             tries = f"{MAX_TRIES} steps were requested"
@@ -264,7 +264,7 @@ class Departures:
         """For the status page; "" if no node is leaving."""
         return f"{self._reason()}: all ranks save step {self._step}" if self.order else ""
 
-    def _name(self, step: int, why: str, members: Sequence[str]) -> None:
+    def _request_step(self, step: int, why: str, members: Sequence[str]) -> None:
         self._step = step
         self._is_written = False
         assert self._round is not None

@@ -14,7 +14,7 @@ def key_of(restore: m.Restore) -> Key:
     return (restore.round, restore.step)
 
 
-def order_of(key: Key) -> tuple[int, int, int]:
+def sort_key(key: Key) -> tuple[int, int, int]:
     """Sort key: snapshots by age, the oldest first."""
     return (key[0].term, key[0].number, key[1])
 

@@ -27,7 +27,7 @@ class GroupContext:
         self.deadlines: Deadlines[str] = Deadlines()
         self.out: list[fx.AgentEffect] = []
 
-    def is_present(self, round_: RoundName) -> bool:
+    def is_current_round(self, round_: RoundName) -> bool:
         """Whether this is the latest round in which this node received a place."""
         return self.start is not None and round_ == self.start.round
 

@@ -293,8 +293,8 @@ class WorkerGroup:
         # a node that is ending for its own reason no longer needs a master
         lost = NoMaster(event.reason)
         if not self._link_lost and ctx.state not in ENDINGS:
-            goes_on = f"this node goes on for {self.master_lost_timeout:g} s"
-            ctx.note(f"no master answers ({event.reason}); {goes_on}", "warning", lost)
+            how_long = f"this node goes on for {self.master_lost_timeout:g} s"
+            ctx.note(f"no master answers ({event.reason}); {how_long}", "warning", lost)
             ctx.deadlines.arm("master-lost", now + self.master_lost_timeout)
         self._link_lost = lost
         self._leaving.master_lost(now)
@@ -378,7 +378,7 @@ class WorkerGroup:
     def _stop(self, order: m.Stop, now: float) -> None:
         """STARTING, RUNNING or FINISHED: stop the ranks of this round, then join the next."""
         ctx = self._ctx
-        if not ctx.is_present(order.round):
+        if not ctx.is_current_round(order.round):
             return
         if self._leaving.cause is not None:
             self._grant(self._leaving.leave_unsaved(self._leaving.cause, now), now)

@@ -122,7 +122,7 @@ class Draining:
 
     def persist_over(self, order: m.PersistOver, now: float) -> GroupWish | None:
         """An attempt has ended, successfully or not; or a step was abandoned before one began."""
-        ctx, cause, present = self._ctx, self.cause, self._ctx.is_present(order.round)
+        ctx, cause, present = self._ctx, self.cause, self._ctx.is_current_round(order.round)
         if order.ok and (present or self._held_step is not None):
             self._written = max(self._written, order.step)
             if self.has_saved():
@@ -279,7 +279,7 @@ class Draining:
         return self._leave(event, now)
 
     def save_at(self, order: m.SaveAt, now: float) -> None:
-        if self._ctx.is_present(order.round):
+        if self._ctx.is_current_round(order.round):
             self._requested = order.step
             self._obey(order)
 

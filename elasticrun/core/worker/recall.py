@@ -6,23 +6,23 @@ process lives: no call of it can reach a rank of that round or of a later one. I
 the next round starts in it.
 
 In doubt, a rank is treated like any other. A recalled rank that has not left within the time limit
-gets SIGTERM. The limit is RECALL_LIMIT at first, and then LEARNT times what the slowest rank of
-this node has taken. An exception that is not the loss of a peer is the rank's own failure. A node
-that ends signals its kept ranks.
+gets SIGTERM. The limit is RECALL_LIMIT at first, and then LEARNT_FACTOR times what the slowest rank
+of this node has taken. An exception that is not the loss of a peer is the rank's own failure. A
+node that ends signals its kept ranks.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from elasticrun.config import RECALL_LEAST, RECALL_LIMIT
+from elasticrun.config import MIN_RECALL_LIMIT, RECALL_LIMIT
 from elasticrun.core import events as fx
 from elasticrun.core.rounds.failures import ECHOES
 from elasticrun.core.worker.context import GroupContext
 from elasticrun.core.worker.ranks import SIGTERM
 from elasticrun.core.worker.states import GroupWish, StopRanks, SweepNow
 
-LEARNT: Final = 10.0
+LEARNT_FACTOR: Final = 10.0
 """Factor of the limit: a rank that takes this many times as long as any before it is stuck."""
 
 
@@ -48,7 +48,9 @@ class Recall:
             ctx.out.append(fx.RecallRanks(recalled))
         if not ctx.ranks.recalled:
             return grace
-        learnt = max(RECALL_LEAST, LEARNT * self._slowest) if self._slowest else RECALL_LIMIT
+        learnt = (
+            max(MIN_RECALL_LIMIT, LEARNT_FACTOR * self._slowest) if self._slowest else RECALL_LIMIT
+        )
         self._began, self._limit = now, min(learnt, RECALL_LIMIT, master_lost)
         ctx.deadlines.arm("recall", now + self._limit)
         return self._limit + grace

@@ -75,7 +75,7 @@ class AgentProcess:
             with open(config_fd, "wb", closefd=False) as file:
                 file.write(dumps(CalledLaunch(launch, place, identity, caller)).encode())
             os.lseek(config_fd, 0, os.SEEK_SET)
-            with debugger.escaped():
+            with debugger.without_debugger():
                 self.process = subprocess.Popen(
                     command("elasticrun.agent", *(f"{name}={fd}" for name, fd in fds.items())),
                     pass_fds=(*fds.values(), *self._consoles.fds),

@@ -294,7 +294,7 @@ class FunctionSpawner:
     def _fork(self, become: Callable[[], NoReturn]) -> int:
         """Fork a child that runs `become`; return its pid. The child never leaves this block (see
         `ForkGuard`)."""
-        with self._fork_guard.forking(), debugger.escaped():
+        with self._fork_guard.forking(), debugger.without_debugger():
             pid = os.fork()
             if pid == 0:
                 try:

@@ -192,7 +192,7 @@ def _become(helper: Helper, parent: int) -> NoReturn:
 
 def _execute(helper: Helper, order: Order | None, parent: int) -> subprocess.Popen[bytes]:
     environ = dict(os.environb)
-    with debugger.escaped():
+    with debugger.without_debugger():
         return subprocess.Popen(
             helper.words(parent),
             env=environ if order is None else environment(environ, order),

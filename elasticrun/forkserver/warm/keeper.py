@@ -40,7 +40,7 @@ from elasticrun.wire.spawning import (
     Granted,
     Leave,
     ToWarm,
-    server_words,
+    server_argv,
 )
 
 REQUEST_LIMIT: Final = 10.0
@@ -347,7 +347,7 @@ class Keeper:
             os.fchdir(folder)
             for descriptor in (*streams, folder):
                 os.close(descriptor)
-            command = server_words(channel, parent=guard, ignored=ask.ignored, blocked=ask.blocked)
+            command = server_argv(channel, parent=guard, ignored=ask.ignored, blocked=ask.blocked)
             sys.orig_argv[2:] = command
             sys.argv[:] = command
             self._adopt(environ)

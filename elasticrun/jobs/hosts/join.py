@@ -132,10 +132,10 @@ def _exchange(endpoint: Endpoint, code: JoinCode, flags: Sequence[str]) -> JoinA
         what = ns.training_script
         raise UsageError(f"{what}: only flags may follow the code; the script comes from the job")
 
-    async def attempt(pem: auth.Pem | None) -> tuple[auth.Guest, Reply]:
+    async def attempt(pem: auth.Pem | None) -> tuple[auth.AuthClient, Reply]:
         until = time.monotonic() + DIAL_LIMIT
         while True:
-            guest = auth.Guest.with_code(code, __version__)  # a fresh nonce for each attempt
+            guest = auth.AuthClient.with_code(code, __version__)  # a fresh nonce for each attempt
             try:
                 return guest, await ask_to_join(endpoint, ANSWER_LIMIT, guest, tls=pem)
             except LinkError as error:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from elasticrun.core.rounds.failures import SIGKILL, SIGNALS, is_of_its_own
+from elasticrun.core.rounds.failures import SIGKILL, SIGNALS, is_self_inflicted
 from elasticrun.core.sight.causes import FAILURES
 from elasticrun.core.sight.picture import IncidentRow
 from elasticrun.core.words import plain, recovery_times, some, span
@@ -129,7 +129,7 @@ def verdict(row: IncidentRow) -> str:
         return "network"
     if _HARDWARE.search(text) or kind is FailureKind.STUCK:
         return "hardware"
-    own = is_of_its_own(Failure("", row.rank, -1, 0, row.exitcode, 0, kind, "", "", ""))
+    own = is_self_inflicted(Failure("", row.rank, -1, 0, row.exitcode, 0, kind, "", "", ""))
     if own or kind is FailureKind.OOM:
         return "script"
     killed = kind is FailureKind.SIGNAL and row.exitcode == -SIGKILL

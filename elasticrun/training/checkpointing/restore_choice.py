@@ -41,7 +41,7 @@ from elasticrun.snapshots.storage.writing import StorageError
 from elasticrun.training.checkpointing.parts import Path, StateError
 from elasticrun.training.checkpointing.state import TrainingState
 from elasticrun.wire import env
-from elasticrun.wire.types import NOTHING, Skip
+from elasticrun.wire.types import NO_SKIP, Skip
 
 T = TypeVar("T")
 
@@ -380,7 +380,7 @@ class RestoreChoice:
     exchange: RankExchange
     remark: Callable[[str], None]  # reports a sentence to the operator
     memory: int = -1  # the step available in memory, -1: none
-    skip: Skip = NOTHING
+    skip: Skip = NO_SKIP
     _corrupt: int = field(default=-1, init=False)  # the last corrupt step; only older ones are used
     _round: int = field(default=0, init=False)  # number of the choice
 

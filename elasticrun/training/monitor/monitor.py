@@ -29,14 +29,14 @@ from typing import Any, Final
 from elasticrun.training.monitor import recorder
 from elasticrun.wire.progress import (
     CREDENTIALS_BYTES,
-    MAX_FRAMES_SAID,
-    MAX_THREADS_SAID,
+    MAX_ANSWER_FRAMES,
+    MAX_ANSWER_THREADS,
     QUESTION_BYTES,
-    RankAsked,
-    RankSays,
-    ThreadSays,
+    RankAnswer,
+    RankQuestion,
+    ThreadAnswer,
+    bind_socket,
     encode_answer,
-    hear_at,
     read_question,
     sent_by_us,
 )
@@ -87,7 +87,7 @@ def _listen(name: str) -> socket.socket:
     try:
         listener.setblocking(True)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, SEND_LIMIT)
-        hear_at(listener, name)
+        bind_socket(listener, name)
     except OSError:
         listener.close()
         raise
@@ -230,26 +230,26 @@ def _inode(listener: socket.socket) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _reply_to(request: RankAsked, counters: recorder.Counters, main: int) -> RankSays:
+def _reply_to(request: RankQuestion, counters: recorder.Counters, main: int) -> RankAnswer:
     try:
         groups = recorder.positions() if request.full else counters.read()
     except Exception:  # an unknown version of torch: report no counters
         groups = ()
     threads = _threads(main) if request.stacks else ()
-    return RankSays(request.number, groups, threads)
+    return RankAnswer(request.number, groups, threads)
 
 
-def _threads(main: int) -> tuple[ThreadSays, ...]:
+def _threads(main: int) -> tuple[ThreadAnswer, ...]:
     """All threads except this one, the main thread first."""
     mine = _thread.get_ident()
     frames = sys._current_frames()
     known: Any = dict(threading._active)  # type: ignore[attr-defined]
     idents = sorted(frames, key=lambda ident: ident != main)
     return tuple(
-        ThreadSays("main" if ident == main else _name(known, ident), _frames(frames[ident]))
-        for ident in idents[: MAX_THREADS_SAID + 1]
+        ThreadAnswer("main" if ident == main else _name(known, ident), _frames(frames[ident]))
+        for ident in idents[: MAX_ANSWER_THREADS + 1]
         if ident != mine
-    )[:MAX_THREADS_SAID]
+    )[:MAX_ANSWER_THREADS]
 
 
 def _name(known: Any, ident: int) -> str:
@@ -264,7 +264,7 @@ def _utf8(text: str) -> str:
 def _frames(frame: FrameType | None) -> tuple[tuple[str, int, str], ...]:
     """The frames, innermost first."""
     found: list[tuple[str, int, str]] = []
-    while frame is not None and len(found) < MAX_FRAMES_SAID:
+    while frame is not None and len(found) < MAX_ANSWER_FRAMES:
         code = frame.f_code
         found.append(
             (_utf8(code.co_filename[-300:]), frame.f_lineno or 0, _utf8(code.co_name[:100]))

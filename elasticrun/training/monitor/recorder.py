@@ -28,7 +28,7 @@ from elasticrun.training.monitor.recorders import (
     recorders,
 )
 from elasticrun.wire import env
-from elasticrun.wire.progress import MAX_GROUPS_SAID, GroupSays
+from elasticrun.wire.progress import MAX_ANSWER_GROUPS, GroupAnswer
 from elasticrun.wire.types import write_ranges
 
 ON_CPU: Final = f"/{CPU}"
@@ -74,12 +74,12 @@ class Counters:
     """The counters of each group, by its number in this process."""
 
     def __init__(self) -> None:
-        self._last: tuple[GroupSays, ...] = ()
+        self._last: tuple[GroupAnswer, ...] = ()
 
-    def read(self) -> tuple[GroupSays, ...]:
+    def read(self) -> tuple[GroupAnswer, ...]:
         """Torch's counters. If they are unchanged since the last call and show an open collective,
         the open collectives are read from the entries."""
-        rows: list[GroupSays] = []
+        rows: list[GroupAnswer] = []
         for recorder in recorders(groups()):
             rows += [_counted(recorder, one, row) for one, row in recorder.status().items()]
         found = _limited(rows)
@@ -89,23 +89,23 @@ class Counters:
         counted = {row.key: row.entered for row in found}
         # Keep the previous count of calls, because a change of source would look like progress.
         return tuple(
-            GroupSays(r.key, entered, r.started, entered - (r.entered - r.done))
+            GroupAnswer(r.key, entered, r.started, entered - (r.entered - r.done))
             for r in positions()
             if (entered := counted.get(r.key, r.entered)) >= 0
         )
 
 
-def positions() -> tuple[GroupSays, ...]:
+def positions() -> tuple[GroupAnswer, ...]:
     """The current groups with names, members and the oldest open call. A group that cannot be
     identified has no name."""
     known = groups()
-    found: list[GroupSays] = []
+    found: list[GroupAnswer] = []
     for recorder in recorders(known):
         found += _positions(recorder, [group for group in known if group.is_fed_to(recorder)])
     return _limited(found)
 
 
-def _positions(recorder: FlightRecorder, known: Sequence[TorchGroup]) -> list[GroupSays]:
+def _positions(recorder: FlightRecorder, known: Sequence[TorchGroup]) -> list[GroupAnswer]:
     """The groups of this recorder."""
     status, entries = recorder.whole()
     by_name = {group.name: group for group in known}
@@ -149,16 +149,16 @@ def _names(
     return found
 
 
-def _counted(recorder: FlightRecorder, number: str, row: Row) -> GroupSays:
+def _counted(recorder: FlightRecorder, number: str, row: Row) -> GroupAnswer:
     entered, started, done = (
         int(row.get(f"last_{what}_collective", -1)) for what in ("enqueued", "started", "completed")
     )
     first = 1 if recorder.hooked else 0
     key = f"{recorder.key}:{number}" if recorder.key else number
-    return GroupSays(key, max(0, entered + first), started, max(0, done + first))
+    return GroupAnswer(key, max(0, entered + first), started, max(0, done + first))
 
 
-def _completed(row: GroupSays, entries: Sequence[Row]) -> GroupSays:
+def _completed(row: GroupAnswer, entries: Sequence[Row]) -> GroupAnswer:
     """Correct the counts of entered and completed collectives by the entries."""
     if entries and is_by_hook(entries[-1]):
         return _by_hook(row, entries)
@@ -174,7 +174,7 @@ def _completed(row: GroupSays, entries: Sequence[Row]) -> GroupSays:
     return replace(row, entered=entered, done=min(max(row.done, done), entered))
 
 
-def _by_hook(row: GroupSays, entries: Sequence[Row]) -> GroupSays:
+def _by_hook(row: GroupAnswer, entries: Sequence[Row]) -> GroupAnswer:
     """The same for entries of a hook, whose counters count calls, not collectives. A call that
     raised stays open forever. The backend completes the calls of a group in order, so a completed
     call implies all earlier ones."""
@@ -185,7 +185,7 @@ def _by_hook(row: GroupSays, entries: Sequence[Row]) -> GroupSays:
     return replace(row, entered=entered, done=max(retired, default=oldest - 1))
 
 
-def _open(row: GroupSays, entries: Sequence[Row]) -> Row | None:
+def _open(row: GroupAnswer, entries: Sequence[Row]) -> Row | None:
     """The entry of the oldest incomplete collective; else of the oldest point-to-point call."""
     if row.entered <= row.done:
         return None
@@ -195,7 +195,7 @@ def _open(row: GroupSays, entries: Sequence[Row]) -> Row | None:
     return next(next_one, pairs[0] if pairs else None)
 
 
-def _placed(row: GroupSays, name: str, title: str, members: str, call: Row | None) -> GroupSays:
+def _placed(row: GroupAnswer, name: str, title: str, members: str, call: Row | None) -> GroupAnswer:
     if title == "undefined":
         title = ""
     text, age, limit = "", 0.0, 0.0
@@ -204,7 +204,7 @@ def _placed(row: GroupSays, name: str, title: str, members: str, call: Row | Non
         age = max(0.0, (time.time_ns() - int(call.get("time_created_ns") or 0)) / 1e9)
         limit = float(call.get("timeout_ms") or 0) / 1e3
     where = (row.key, row.entered, row.started, row.done)
-    return GroupSays(*where, name[:100], title[:100], members, text, age, limit)
+    return GroupAnswer(*where, name[:100], title[:100], members, text, age, limit)
 
 
 def signature(call: Row) -> str:
@@ -218,8 +218,8 @@ def signature(call: Row) -> str:
     return " ".join([what, *sizes[:MAX_SIZES], *more, *names[:MAX_SIZES]])[:200]
 
 
-def _limited(found: list[GroupSays]) -> tuple[GroupSays, ...]:
+def _limited(found: list[GroupAnswer]) -> tuple[GroupAnswer, ...]:
     """Limit the number of groups; those with an open collective have priority."""
-    if len(found) > MAX_GROUPS_SAID:
+    if len(found) > MAX_ANSWER_GROUPS:
         found.sort(key=lambda row: row.entered <= row.done)
-    return tuple(found[:MAX_GROUPS_SAID])
+    return tuple(found[:MAX_ANSWER_GROUPS])

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
-from elasticrun.wire.auth import Denied, Guest, Pem
+from elasticrun.wire.auth import AuthClient, Denied, Pem
 from elasticrun.wire.messages import (
     MAX_MESSAGE_BYTES,
     MAX_STATUS_BYTES,
@@ -212,7 +212,7 @@ class Attendance:
         """Prove the token to the master and check its proof, send Hello, and return the answer:
         usually a Welcome or a Refused. Raises LinkError; Unproved for a master that is not the
         job's."""
-        guest = Guest(
+        client = AuthClient(
             token,
             hello.version,
             Role.AGENT,
@@ -220,7 +220,7 @@ class Attendance:
             node=hello.node,
             incarnation=hello.incarnation,
         )
-        await self.send(guest.knock)
+        await self.send(client.knock)
         answer = await self.receive()
         if answer is None or isinstance(answer, Refused):
             return answer
@@ -228,7 +228,7 @@ class Attendance:
             self.cancel()
             raise Unproved(f"it answered our knock with {type(answer).__name__}")
         try:
-            proof = guest.answer(answer)
+            proof = client.answer(answer)
         except Denied as denied:
             self.cancel()
             raise Unproved(str(denied)) from None
@@ -292,8 +292,8 @@ async def get_status(
 
     Raises LinkError after at most `timeout` seconds; its `rejected` means that retrying is
     useless."""
-    guest = Guest(token, version)
-    return await _ask(GET_STATUS, guest, None, JobStatus, endpoint, timeout, tls, name)
+    client = AuthClient(token, version)
+    return await _ask(GET_STATUS, client, None, JobStatus, endpoint, timeout, tls, name)
 
 
 async def reach_me(
@@ -308,8 +308,8 @@ async def reach_me(
 ) -> Reached:
     """Make the master at `endpoint` connect to us as `request` says; return what it knows of us.
     `token` is a reader's (`auth.reader_token`). Raises LinkError like `get_status`."""
-    guest = Guest(token, version)
-    return await _ask(REACH, guest, request, Reached, endpoint, timeout, tls, name)
+    client = AuthClient(token, version)
+    return await _ask(REACH, client, request, Reached, endpoint, timeout, tls, name)
 
 
 async def ask_for(
@@ -325,21 +325,21 @@ async def ask_for(
     """Make the master at `endpoint` inspect the ranks or, as an operator, do something; `token` is
     that of the role (`auth.reader_token`, `auth.operator_token`). Raises LinkError as above."""
     method = OPERATE if role is Role.OPERATOR else ASK_FOR
-    guest = Guest(token, request.verb, role)
-    return await _ask(method, guest, request, Reply, endpoint, timeout, tls, name)
+    client = AuthClient(token, request.verb, role)
+    return await _ask(method, client, request, Reply, endpoint, timeout, tls, name)
 
 
 async def ask_to_join(
-    endpoint: Endpoint, timeout: float, guest: Guest, *, tls: Pem | None = None
+    endpoint: Endpoint, timeout: float, client: AuthClient, *, tls: Pem | None = None
 ) -> Reply:
-    """Get what the master at `endpoint` gives to the holder of a join code (`Guest.with_code`); the
-    body is sealed (`wire.auth`). Raises LinkError as above."""
-    return await _ask(JOIN, guest, Request("join"), Reply, endpoint, timeout, tls, "")
+    """Get what the master at `endpoint` gives to the holder of a join code (see
+    `AuthClient.with_code`); the body is sealed (`wire.auth`). Raises LinkError as above."""
+    return await _ask(JOIN, client, Request("join"), Reply, endpoint, timeout, tls, "")
 
 
 async def _ask(
     method: str,
-    guest: Guest,
+    client: AuthClient,
     request: Report | None,
     kind: type[A],
     endpoint: Endpoint,
@@ -353,12 +353,12 @@ async def _ask(
     async with open_channel(endpoint, options, tls=tls, name=name) as channel:
         call = channel.stream_stream(method)(timeout=timeout, wait_for_ready=False)
         try:
-            await call.write(protobuf.report_to_wire(guest.knock))
+            await call.write(protobuf.report_to_wire(client.knock))
             answer = await _answer(call)
             if not isinstance(answer, Challenge | Refused):
                 raise Denied("it sent a page without proving the token")
             if isinstance(answer, Challenge):
-                await call.write(protobuf.report_to_wire(guest.answer(answer)))
+                await call.write(protobuf.report_to_wire(client.answer(answer)))
                 if request is not None:
                     await call.write(protobuf.report_to_wire(request))
                 answer = await _answer(call)

@@ -5,7 +5,7 @@ All keys of a job are under `/elasticrun/v1/<job id>/`:
 lead/master     who leads (`LeaderKey`), under its lease; the key's create_revision is the fencing
                 token of every decision. The term of that master is this plus `terms`
 lead/candidate  which agent is about to start a master, under a lease of some seconds
-lead/outcome    how the job ended (messages.End), for OUTCOME_KEPT seconds
+lead/outcome    how the job ended (messages.End), for OUTCOME_TTL seconds
 record          the facts of the job: what the next master loads
 terms           what is added to a revision to make a term: 0 (no key), or, in an etcd that has lost
                 its history while the job ran, the highest term that was known then

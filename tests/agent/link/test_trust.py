@@ -17,7 +17,7 @@ from elasticrun.agent.link.trust import Trust, trust_of, why_unusable, with_toke
 from elasticrun.config import EXIT_FAILED, Identity, Place, Tls
 from elasticrun.core.events import LinkBack, LinkLost
 from elasticrun.wire import messages as m
-from elasticrun.wire.auth import Guest
+from elasticrun.wire.auth import AuthClient
 from elasticrun.wire.rpc import channel as c, protobuf
 from elasticrun.wire.types import Endpoint
 from tests import aio
@@ -144,7 +144,7 @@ async def test_a_page_that_comes_without_a_proof_is_not_shown(page: m.JobStatus 
 
 
 def test_an_agent_knocks_with_a_new_nonce_each_time() -> None:
-    assert Guest(TOKEN, "1").knock.nonce != Guest(TOKEN, "1").knock.nonce
+    assert AuthClient(TOKEN, "1").knock.nonce != AuthClient(TOKEN, "1").knock.nonce
 
 
 # ---------------------------------------------------------------- TLS

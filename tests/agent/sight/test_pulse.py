@@ -6,7 +6,7 @@ import pytest
 
 from elasticrun.agent.sight.pulse import PULSE_EVERY, QuietTracker, RankBeat
 from elasticrun.wire.messages import Quiet
-from elasticrun.wire.progress import GroupSays
+from elasticrun.wire.progress import GroupAnswer
 from elasticrun.wire.types import RoundName
 
 ROUND = RoundName(3, 1, "nonce")
@@ -16,7 +16,7 @@ def beat(
     entered: int = 0, done: int | None = None, *, step: int = -1, cpu: float = 0.0
 ) -> RankBeat:
     """A rank of one group; of none before it has entered anything."""
-    row = GroupSays("0", entered, -1, entered if done is None else done)
+    row = GroupAnswer("0", entered, -1, entered if done is None else done)
     return RankBeat((row,) if entered else (), step, cpu)
 
 

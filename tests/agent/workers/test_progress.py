@@ -27,9 +27,9 @@ from elasticrun.wire.messages import MAX_MESSAGE_BYTES, MAX_METRIC_ROWS, Metrics
 from elasticrun.wire.progress import (
     Own,
     RankCosts,
+    RankQuiet,
     RankRows,
     RankSteps,
-    RankWord,
     address,
     encode,
     read_place,
@@ -130,7 +130,7 @@ async def test_the_slowest_rank_is_reported_when_each_has_something_new(two: Ear
 
 
 async def test_where_no_own_part_is_known_the_longest_step_is_reported(two: Ear) -> None:
-    unknown = RankSteps(0, 5, 4, 0.25, knows=Own.UNTOLD)
+    unknown = RankSteps(0, 5, 4, 0.25, knows=Own.UNAVAILABLE)
     await two.tell(unknown)
     await two.tell(replace(unknown, local_rank=1, seconds=0.5))
     await two.tell(unknown)
@@ -161,16 +161,16 @@ async def test_a_rank_says_what_takes_long(ear: Ear, monkeypatch) -> None:
     now = loop.time()
     monkeypatch.setattr(loop, "time", lambda: now)
     await ear.tell(
-        RankWord(0, "judge", 60.0), RankWord(0, "longer", 86401.0), RankWord(0, "\x1b", 9)
+        RankQuiet(0, "judge", 60.0), RankQuiet(0, "longer", 86401.0), RankQuiet(0, "\x1b", 9)
     )
     assert ear.progress.quiet_phase(0) == ("judge", 60.0)
     now += 59.0
     assert ear.progress.quiet_phase(0) == ("judge", pytest.approx(1.0))
     now += 1.5
     assert ear.progress.quiet_phase(0) == ("", 0.0)
-    await ear.tell(RankWord(0, "é" * 40, 60.0))
+    await ear.tell(RankQuiet(0, "é" * 40, 60.0))
     assert ear.progress.quiet_phase(0)[0] == "é" * 32
-    await ear.tell(RankWord(0))
+    await ear.tell(RankQuiet(0))
     assert ear.progress.quiet_phase(0) == ("", 0.0)
 
 

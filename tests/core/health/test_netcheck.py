@@ -276,25 +276,25 @@ def test_no_sentence_is_longer_than_a_message_carries() -> None:
 def test_standing_over_a_life() -> None:
     netcheck = fresh()
     assert netcheck.standing("n0") is Standing.UNKNOWN
-    assert netcheck.wants(["n0"])
+    assert netcheck.needs_probing(["n0"])
     drive(netcheck, ["n0"], Machines(()), 0.0)
     assert netcheck.standing("n0") is Standing.ALONE
-    assert not netcheck.wants(["n0"])
-    assert netcheck.wants(["n0", "n1"])
+    assert not netcheck.needs_probing(["n0"])
+    assert netcheck.needs_probing(["n0", "n1"])
     drive(netcheck, ["n0", "n1"], Machines(()), 0.0)
     assert netcheck.standing("n0") is netcheck.standing("n1") is Standing.GOOD
-    assert not netcheck.wants(["n0", "n1"])
+    assert not netcheck.needs_probing(["n0", "n1"])
     netcheck.forget("n1")
     assert netcheck.standing("n1") is Standing.UNKNOWN
-    assert netcheck.wants(["n0", "n1"])
-    assert not netcheck.wants(["n0"])
+    assert netcheck.needs_probing(["n0", "n1"])
+    assert not netcheck.needs_probing(["n0"])
     netcheck.lost("n0", "its host is down", 0.0)
     assert netcheck.standing("n0") is Standing.UNKNOWN
 
 
 def test_without_the_flag_nothing_is_wanted() -> None:
     netcheck = fresh(CheckSpec())
-    assert not netcheck.wants(names(4))
+    assert not netcheck.needs_probing(names(4))
     assert netcheck.start(names(4), 0.0) == ()
     assert not netcheck.busy
     assert netcheck.next_deadline() is None
@@ -337,32 +337,32 @@ def test_two_unresolved_nodes_are_asked_again_only_with_somebody_new() -> None:
     netcheck = fresh()
     machines = Machines((Fault("comm", "n1"),))
     drive(netcheck, names(2), machines, 0.0)
-    assert not netcheck.wants(names(2))
+    assert not netcheck.needs_probing(names(2))
     assert netcheck.start(names(2), 0.0) == ()
-    assert not netcheck.wants(["n0"]), "alone it has passed"
-    assert netcheck.wants(names(3))
+    assert not netcheck.needs_probing(["n0"]), "alone it has passed"
+    assert netcheck.needs_probing(names(3))
     outcome = drive(netcheck, names(3), machines, 10.0)
     assert outcome.failed == {"n1"}
-    assert not netcheck.wants(["n0", "n2"])
+    assert not netcheck.needs_probing(["n0", "n2"])
 
 
 def test_or_with_a_good_one_that_was_not_there() -> None:
     netcheck = fresh()
     drive(netcheck, names(2), Machines((Fault("comm", "n1"),)), 0.0)
     netcheck.trust(["n5"])
-    assert netcheck.wants([*names(2), "n5"])
+    assert netcheck.needs_probing([*names(2), "n5"])
     outcome = drive(netcheck, [*names(2), "n5"], Machines((Fault("comm", "n1"),)), 5.0)
     assert outcome.failed == {"n1"}
     netcheck.trust(["n6"])
-    assert not netcheck.wants(["n0", "n5", "n6"])
+    assert not netcheck.needs_probing(["n0", "n5", "n6"])
 
 
 def test_three_of_which_nobody_can_tell_wait_for_a_fourth() -> None:
     netcheck = fresh()
     machines = Machines((Fault("comm", "n1"), Fault("comm", "n2")))
     assert drive(netcheck, names(3), machines, 0.0).unresolved == set(names(3))
-    assert not netcheck.wants(names(3))
-    assert not netcheck.wants(["n0", "n2"]), "they have met"
+    assert not netcheck.needs_probing(names(3))
+    assert not netcheck.needs_probing(["n0", "n2"]), "they have met"
     assert drive(netcheck, names(4), machines, 9.0).failed == {"n1", "n2"}
 
 
@@ -384,7 +384,7 @@ def test_or_when_one_of_them_has_a_new_life(how: str) -> None:
         netcheck.forget("n1")
     else:
         netcheck.lost("n1", "its agent has gone", 5.0)
-    assert netcheck.wants(names(2))
+    assert netcheck.needs_probing(names(2))
     assert not drive(netcheck, names(2), Machines(()), 10.0).reasons
     assert netcheck.standing("n0") is Standing.GOOD
 
@@ -520,7 +520,7 @@ def test_groups_that_are_excused_for_ever_end_with_a_sentence() -> None:
     assert passes <= MAX_PASSES
     kinds = {verdict.kind for verdict in netcheck.verdicts()}
     assert kinds <= {"unresolved", "failed"}
-    assert not netcheck.wants(names(2))
+    assert not netcheck.needs_probing(names(2))
 
 
 def test_verdicts_are_told_once() -> None:
@@ -683,7 +683,7 @@ def test_the_perf_test_follows_over_all_good_nodes_once() -> None:
     outcome = drive(netcheck, names(5), Machines((Fault("compute", "n1"),)), 0.0)
     assert outcome.failed == {"n1"}
     ready = ["n0", "n2", "n3", "n4"]
-    assert netcheck.wants(ready)
+    assert netcheck.needs_probing(ready)
     (group,) = netcheck.start(ready, 10.0, dict.fromkeys(ready, 2))
     assert (group.nodes, group.perf) == (tuple(ready), True)
     assert "comm perf test" in netcheck.reason()
@@ -695,7 +695,7 @@ def test_the_perf_test_follows_over_all_good_nodes_once() -> None:
     assert "n1 failed" in netcheck.summary()
     assert "comm perf test over 4 nodes, 8 ranks: all_reduce of 1 MiB: 2 ms" in netcheck.summary()
     assert netcheck.perf.failure == ""
-    assert not netcheck.wants(ready)
+    assert not netcheck.needs_probing(ready)
 
 
 @pytest.mark.parametrize(("floor", "ends"), [(0.0, False), (0.5, False), (5.0, True)])
@@ -729,7 +729,7 @@ def test_a_failed_perf_test_convicts_nobody(floor: float) -> None:
     assert netcheck.verdicts() == ()
     assert "failed on n1 and n2 in start (did not answer within 70 s" in netcheck.summary()
     assert bool(netcheck.perf.failure) == bool(floor)
-    assert not netcheck.wants(names(3))
+    assert not netcheck.needs_probing(names(3))
 
 
 def test_a_perf_test_that_lost_a_node_is_made_again() -> None:
@@ -740,7 +740,7 @@ def test_a_perf_test_that_lost_a_node_is_made_again() -> None:
     assert not netcheck.busy
     assert netcheck.summary() == "the comm perf test was not finished because n1 was lost"
     assert netcheck.perf.failure == ""
-    assert netcheck.wants(["n0", "n2"])
+    assert netcheck.needs_probing(["n0", "n2"])
 
 
 def test_one_rank_has_no_bandwidth_and_may_train() -> None:
@@ -755,7 +755,7 @@ def test_one_rank_has_no_bandwidth_and_may_train() -> None:
 def test_a_job_that_trains_already_has_no_perf_test() -> None:
     netcheck = fresh(PERF)
     netcheck.trust(names(4))
-    assert not netcheck.wants(names(4))
+    assert not netcheck.needs_probing(names(4))
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 from msgspec.structs import replace
 
 from benchmarks.netcheck_faults import Fault, Machines, Outcome, check, drive, new, restless
-from elasticrun.core.health.groups import BESIDE, ProbeGroup
+from elasticrun.core.health.groups import REFERENCE_NODES, ProbeGroup
 from elasticrun.core.health.netcheck import NetCheck
 from elasticrun.core.health.speed import MAD_TO_DEVIATION, SPREADS, outliers
 from elasticrun.wire.messages import Probed, Transfer
@@ -169,7 +169,7 @@ def test_beside_a_slow_node_of_many_only_some_are_measured_again() -> None:
     found = timed([first, first])
     assert found.slow == {"n20"}
     again = [node for group in found.groups[1] for node in group.nodes]
-    assert len(again) == 1 + BESIDE
+    assert len(again) == 1 + REFERENCE_NODES
     assert {"n8", "n9", "n10", "n11"} <= set(again)
 
 

@@ -10,10 +10,10 @@ from elasticrun.core import events as fx
 from elasticrun.core.job.record import RECORD_EVERY
 from elasticrun.core.persisted import (
     Blamed,
+    DeathRecord,
     ExclusionFacts,
     Facts,
     FlapFacts,
-    LeftOut,
     MembershipFacts,
     RestartFacts,
     aged,
@@ -261,8 +261,10 @@ LAIN = facts(
         over="it is over", silent=2.0, starved=4.0, gone=("node-00000", "node-00001")
     ),
     restarts=RestartFacts(2, (50.0, 1.0), 1, blamed=(Blamed("c", 2, 1, 7, 30.0),)),
-    membership=MembershipFacts((LeftOut("a", (3.0,), 1, 100.0), LeftOut("b", (3.0,), 1, 5.0))),
-    flaps=FlapFacts((LeftOut("c", (3.0, 1.0), 1, 100.0),)),
+    membership=MembershipFacts(
+        (DeathRecord("a", (3.0,), 1, 100.0), DeathRecord("b", (3.0,), 1, 5.0))
+    ),
+    flaps=FlapFacts((DeathRecord("c", (3.0, 1.0), 1, 100.0),)),
     exclusions=ExclusionFacts(
         (m.ExcludedNode("d", "h", "failed", "it is bad", 3.0, 50.0),), slow_ages=(20.0, 4.0)
     ),
@@ -283,7 +285,7 @@ def test_ages_grow_and_remainders_shrink() -> None:
     left_out = older.membership.left_out
     assert [entry.remaining for entry in left_out] == [90.0, 0.0]
     assert [entry.silences for entry in left_out] == [(13.0,), (13.0,)]
-    assert older.flaps.fickle == (LeftOut("c", (13.0, 11.0), 1, 90.0),)
+    assert older.flaps.fickle == (DeathRecord("c", (13.0, 11.0), 1, 90.0),)
     refused = m.ExcludedNode("d", "h", "failed", "it is bad", 13.0, 40.0)
     assert older.exclusions == ExclusionFacts((refused,), slow_ages=(30.0, 14.0))
 

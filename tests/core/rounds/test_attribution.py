@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elasticrun.core.nodes.admission import BACKOFF_LONGEST
+from elasticrun.core.nodes.admission import MAX_BACKOFF
 from elasticrun.core.reasons import RankFailed, text
 from elasticrun.core.rounds.attribution import MAX_RECORDS, PROBATION, TRAIL, Attribution, Cause
 
@@ -55,7 +55,7 @@ def test_it_waits_longer_each_time_and_is_on_probation_when_it_is_back() -> None
     assert not past.why_suspect(cause("b"), late), "an hour later its record is clean"
     for _ in range(8):
         past.back_off(cause("b"), late)
-    assert past.back_off(cause("b"), late) == BACKOFF_LONGEST
+    assert past.back_off(cause("b"), late) == MAX_BACKOFF
 
 
 def test_the_same_rank_elsewhere_acquits_it() -> None:

@@ -14,7 +14,7 @@ from elasticrun.core.rounds.failures import (
     classify,
     code_for,
     code_of,
-    is_the_scripts,
+    is_script_fault,
     root_cause,
 )
 from elasticrun.wire.messages import MAX_FAILURES, Failure, FailureKind
@@ -146,12 +146,12 @@ def test_the_scripts_own_failures(code: int, message: str, own: bool) -> None:
     """Those after which another try would fail in the same way."""
     kind = classify(code, message, stopping=False, oom=False)
     told = Failure("host", 0, 0, 1, code, 0, kind, message, "", "")
-    assert is_the_scripts(told) is own
+    assert is_script_fault(told) is own
 
 
 @pytest.mark.parametrize("kind", ["oom", "peer-lost", "stopped"])
 def test_other_kinds_are_not_the_scripts(kind: FailureKind) -> None:
-    assert not is_the_scripts(failure(0, FailureKind(kind), -9))
+    assert not is_script_fault(failure(0, FailureKind(kind), -9))
 
 
 def test_the_contract_is_whole() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from elasticrun.core.reasons import AtDoor
+from elasticrun.core.reasons import Pending
 from elasticrun.core.rounds.join_window import Debounce, JoinWindow, LastCall
 from tests.simulator.script import DEFAULT_SPEC
 
@@ -112,7 +112,7 @@ def test_a_job_that_is_being_started_lets_them_in_together() -> None:
     door.joined("x", 9.0)
     due, reason = entry(door, 2, 3, 8)
     assert due == 68.0
-    assert reason == AtDoor("start")
+    assert reason == Pending("start")
     door.appeared("y", 9.0)
     assert entry(door, 2, 4, 8)[1] == reason, "it does not change its mind at half"
 

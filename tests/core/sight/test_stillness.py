@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrun.core.sight.hangs.stillness import MOST, Place, Places, place_of
+from elasticrun.core.sight.hangs.stillness import MAX_PLACES, Place, Places, place_of
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,6 @@ def test_limits(place: str, learnt: list[float], first: bool, limit: float) -> N
 
 def test_no_more_is_remembered_than_fits() -> None:
     places = Places()
-    for number in range(MOST + 5):
+    for number in range(MAX_PLACES + 5):
         places.learn(Place(f"{number}"), 10.0)
-    assert len(places.record()) == MOST
+    assert len(places.record()) == MAX_PLACES

@@ -206,7 +206,7 @@ def test_the_end_of_an_attempt_is_told_again_on_a_new_stream() -> None:
     saves.taken()
     saves.attached("b", 6.0, member=False)
     assert saves.taken() == [("b", "PersistOver")] * 2, "it was given up, and lives"
-    saves.forget("b", 7.0, gone_because="was replaced by a newer agent", reborn=True)
+    saves.forget("b", 7.0, gone_because="was replaced by a newer agent", replaced=True)
     saves.attached("b", 8.0, member=False)
     assert saves.taken() == [], "its next agent knows nothing of it"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from elasticrun.config import RECALL_LEAST, RECALL_LIMIT
+from elasticrun.config import MIN_RECALL_LIMIT, RECALL_LIMIT
 from elasticrun.core import events as fx
 from elasticrun.core.worker.states import State
 from elasticrun.wire import messages as m
@@ -125,7 +125,7 @@ def limit_of(agent: Agent, start: m.Start) -> float:
 
 
 @pytest.mark.parametrize(
-    ("taken", "limit"), [(0.1, RECALL_LEAST), (2.0, 20.0), (4.0, RECALL_LIMIT)]
+    ("taken", "limit"), [(0.1, MIN_RECALL_LIMIT), (2.0, 20.0), (4.0, RECALL_LIMIT)]
 )
 def test_the_limit_is_learnt_from_the_slowest_rank(taken: float, limit: float) -> None:
     agent = armed(0, 1)
@@ -145,7 +145,7 @@ def test_a_limit_that_was_too_short_is_learnt_anew() -> None:
     limit_of(agent, next_round(agent, 2))
     left(agent, 0)
     assert agent.wait() == [fx.SignalRanks((1,), 15)]
-    assert agent.now == 0.1 + RECALL_LEAST
+    assert agent.now == 0.1 + MIN_RECALL_LIMIT
     agent.exit(1, -15)
     start = next_round(agent, 3)
     agent.feed(fx.RankArmed(1, True))

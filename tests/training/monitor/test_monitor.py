@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from elasticrun.agent.sight.asking import RankQueries
 from elasticrun.training.monitor.recorder import signature
-from elasticrun.wire.progress import GroupSays, RankSays
+from elasticrun.wire.progress import GroupAnswer, RankAnswer
 from elasticrun.wire.spawning import SendSignal
 from elasticrun.wire.types import EntryKind, Entrypoint
 from tests.forkserver.driver import Driver, script
@@ -130,7 +130,7 @@ def asked(work: Callable[[RankQueries], Coroutine[Any, Any, T]], limit: float = 
     return asyncio.run(whole())
 
 
-async def until(asking: RankQueries, rank: int, there: Callable[[RankSays], bool]) -> RankSays:
+async def until(asking: RankQueries, rank: int, there: Callable[[RankAnswer], bool]) -> RankAnswer:
     """Ask this rank until it answers so."""
     while True:
         said = (await asking.ask([rank], 1.0, full=True, stacks=True)).get(rank)
@@ -180,7 +180,7 @@ def test_counters_names_and_stacks_of_two_ranks(server: Driver, tmp_path: Path) 
     asked(work)
 
 
-def _look(waits: RankSays, reads: RankSays) -> None:
+def _look(waits: RankAnswer, reads: RankAnswer) -> None:
     default, group = sorted(waits.groups, key=lambda row: row.name)
     assert (default.call, default.limit) == ("all_reduce [4] float32", 1800.0)
     assert 0.0 <= default.age < LIMIT
@@ -192,11 +192,11 @@ def _look(waits: RankSays, reads: RankSays) -> None:
     assert reads.threads[0].frames[0][0].endswith("train.py")
 
 
-def _in(said: RankSays, function: str) -> bool:
+def _in(said: RankAnswer, function: str) -> bool:
     return bool(said.threads) and said.threads[0].frames[0][2] == function
 
 
-def _counts(said: RankSays) -> dict[str, tuple[int, int]]:
+def _counts(said: RankAnswer) -> dict[str, tuple[int, int]]:
     return {row.key: (row.entered, row.done) for row in said.groups}
 
 
@@ -292,4 +292,4 @@ def test_words_for_calls() -> None:
         "input_dtypes": ["BFloat16"] * 6,
     }
     assert signature(call) == "all_gather [2, 3] [2, 3] [2, 3] [2, 3] and 2 more bfloat16"
-    assert GroupSays("0", 1, -1, 1).call == ""
+    assert GroupAnswer("0", 1, -1, 1).call == ""

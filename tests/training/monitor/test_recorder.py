@@ -13,7 +13,7 @@ import pytest
 
 from elasticrun.training.monitor import recorder
 from elasticrun.training.monitor.recorders import FlightRecorder, TorchGroup, recorders
-from elasticrun.wire.progress import GroupSays
+from elasticrun.wire.progress import GroupAnswer
 from tests import needs
 from tests.harness import SCRIPTS
 
@@ -36,7 +36,7 @@ def one(
     completed: int = -1,
     devices: Any = NCCL2,
     backend: str = "nccl2",
-) -> GroupSays:
+) -> GroupAnswer:
     """The position in one group, as a recorder of this backend tells it."""
     status = {"0": {"last_enqueued_collective": str(enqueued), "last_started_collective": "-1",
                     "last_completed_collective": str(completed)}}  # fmt: skip

@@ -19,7 +19,7 @@ ANSWER_LIMIT: Final = 4.0
 ANSWER_LIMIT_WITH_STACKS: Final = 10.0
 """The same for a sample with stacks: if ranks do not answer, external programs read them."""
 
-MOST_LAST_LINES: Final = 100
+MAX_LAST_LINES: Final = 100
 """Maximum number of lines of the ranks' output that are shown."""
 
 OWN_LINE: Final = re.compile(r"^\S+:\d+ .+$", re.MULTILINE)
@@ -118,7 +118,7 @@ class Sample:
     def last_lines(self) -> tuple[StackRow, ...]:
         """The last lines that ranks have written, equal lines of several nodes in one row; the
         newest last."""
-        return tuple(_together(self._last_lines)[-MOST_LAST_LINES:])
+        return tuple(_together(self._last_lines)[-MAX_LAST_LINES:])
 
     def last_lines_of(self, rank: int) -> str:
         """The last lines of output of this rank; "" if unknown."""

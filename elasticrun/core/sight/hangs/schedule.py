@@ -28,9 +28,9 @@ EARLY_EVERY: Final = 60.0
 every rank is in a collective, this limit does not apply."""
 
 LATER: Final = (30.0, 60.0, 65.0)
-"""Seconds without movement at the next samples; after that there is one every LATEST seconds."""
+"""Seconds without movement at the next samples; then there is one every LATER_EVERY seconds."""
 
-LATEST: Final = 30.0
+LATER_EVERY: Final = 30.0
 
 FRESH: Final = 1.0
 """Seconds for which users get an existing sample instead of a new one: many may watch one job."""
@@ -47,7 +47,7 @@ def next_sample(samples: tuple[float, ...], *, early: bool, hang_limit: float) -
     for when in LATER:
         if when > last + 1.0:
             return when
-    return (last + 1.0) // LATEST * LATEST + LATEST
+    return (last + 1.0) // LATER_EVERY * LATER_EVERY + LATER_EVERY
 
 
 class Samples:
@@ -95,7 +95,7 @@ class Samples:
         sample.take(node, report)
         return sample.done
 
-    def finished(self) -> Sample | None:
+    def take_finished(self) -> Sample | None:
         """End and return the running sample if it is complete or its time is over; else None."""
         sample = self.under_way
         if sample is None or not (sample.done or self._ctx.now >= sample.until):

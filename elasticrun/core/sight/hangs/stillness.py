@@ -18,16 +18,16 @@ Place = NewType("Place", str)
 WAIT_FACTOR: Final = 5.0
 """Ranks may wait this many times as long as the longest wait at that place that ended well."""
 
-SHORTEST: Final = 60.0
+MIN_LIMIT: Final = 60.0
 """Minimum limit in seconds: a strong verdict needs samples that agree for this long."""
 
-LONGEST: Final = 3600.0
+MAX_LIMIT: Final = 3600.0
 """Maximum limit in seconds: a person should look at anything that has taken an hour."""
 
-USERS_OWN: Final = 300.0
+DEFAULT_LIMIT: Final = 300.0
 """Limit in seconds for a place without a known wait or library: it may call a service."""
 
-FIRST: Final = 1800.0
+START_LIMIT: Final = 1800.0
 """Limit in seconds before the first collective or step of a round: the rank loads data, compiles,
 or fetches a model."""
 
@@ -39,7 +39,7 @@ PRIORS: Final = (
 """Limits in seconds for libraries that are known to be slow: compilers, storage, and torch's
 rendezvous, whose own limits are as long."""
 
-MOST: Final = 256
+MAX_PLACES: Final = 256
 """Maximum number of places; the one that was seen least recently is dropped first."""
 
 MIN_WAIT: Final = 5.0
@@ -70,7 +70,7 @@ class Places:
             return False
         before = self._longest.pop(place, 0.0)
         self._longest[place] = max(seconds, before)
-        if len(self._longest) > MOST:
+        if len(self._longest) > MAX_PLACES:
             del self._longest[next(iter(self._longest))]
         return seconds > NEWS_FACTOR * before
 
@@ -78,8 +78,10 @@ class Places:
         """Seconds that ranks may wait at this place. `first`: no rank has moved in this round
         yet."""
         known = self._longest.get(place)
-        found = _prior(place) if known is None else min(max(WAIT_FACTOR * known, SHORTEST), LONGEST)
-        return max(found, FIRST) if first else found
+        found = (
+            _prior(place) if known is None else min(max(WAIT_FACTOR * known, MIN_LIMIT), MAX_LIMIT)
+        )
+        return max(found, START_LIMIT) if first else found
 
     def record(self) -> tuple[LongWait, ...]:
         """What the next master needs."""
@@ -95,4 +97,4 @@ def _prior(place: Place) -> float:
     for words, seconds in PRIORS:
         if any(word in place for word in words):
             return seconds
-    return USERS_OWN
+    return DEFAULT_LIMIT

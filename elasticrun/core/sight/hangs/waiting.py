@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-from elasticrun.core.words import Lasting, lasting, some
+from elasticrun.core.words import Lasting, render_lasting, some
 from elasticrun.wire.messages import Being, GroupSeen, Position, RankSeen
 from elasticrun.wire.types import read_ranges, write_ranges
 
@@ -84,7 +84,7 @@ class Impasse:
 
     `odd`: the ranks concerned, the first of them named in the sentence; `waiting`: ranks that wait
     for them. `of_node`: the node at fault, "" for the script. `place`, `library`: where the first
-    odd rank is, in the user's source and below. `pieces`: for `words.lasting`.
+    odd rank is, in the user's source and below. `pieces`: for `words.render_lasting`.
     """
 
     klass: Klass
@@ -104,7 +104,7 @@ class Impasse:
     @property
     def sentence(self) -> str:
         """The sentence with the durations as of the sample."""
-        return lasting(self.pieces)
+        return render_lasting(self.pieces)
 
     def is_like(self, other: Impasse) -> bool:
         """Whether both describe the same condition of the same ranks."""
@@ -412,7 +412,7 @@ def _class_of(scene: Scene, rank: int) -> _Doing:
     if seen.being is Being.FROZEN:
         return _Doing(Klass.STRONG, "frozen", f"is frozen with its cgroup{place}", span)
     if seen.says:
-        return _Doing(Klass.WEAK, DECLARED, _word(seen))
+        return _Doing(Klass.WEAK, DECLARED, _declared_words(seen))
     if seen.io >= IO_STILL or (is_busy(seen) and not seen.holds):
         return _Doing(Klass.WEAK, "busy", f"is busy{place}", span, f" ({_load(seen)})")
     if seen.being is Being.DISK:
@@ -575,7 +575,7 @@ def _mark_declared(scene: Scene, found: Impasse | None) -> Impasse | None:
                 found,
                 klass=Klass.WEAK,
                 kind=DECLARED,
-                pieces=(f"{scene.name(rank)} {_word(seen)}; ", *found.pieces),
+                pieces=(f"{scene.name(rank)} {_declared_words(seen)}; ", *found.pieces),
                 of_node="",
                 place="",
                 library="",
@@ -683,7 +683,7 @@ def _count(waiting: int) -> str:
     return "1 rank waits" if waiting == 1 else f"{waiting} ranks wait"
 
 
-def _word(seen: RankSeen) -> str:
+def _declared_words(seen: RankSeen) -> str:
     left = seen.says_left
     span = f"{left / 60:.0f} min" if left >= 90 else f"{left:.0f} s"
     return f"reports {seen.says}, for at most {span} more"

@@ -50,7 +50,7 @@ from elasticrun.core.sight.hangs.waiting import Impasse, Klass, Scene
 from elasticrun.core.sight.hangs.words import in_words, note, what_follows, where_written
 from elasticrun.core.sight.picture import RankRow, StackRow, VerdictRow
 from elasticrun.core.wishes import Fail, RecordSoon, Wish
-from elasticrun.core.words import lasting
+from elasticrun.core.words import render_lasting
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import write_ranges
 
@@ -141,7 +141,7 @@ class Watch:
         if not self._activity.quiet and isinstance(state, Moving) and samples.under_way is None:
             return ()  # all ranks train
         wishes = self._update_stillness()
-        if (sample := samples.finished()) is not None:
+        if (sample := samples.take_finished()) is not None:
             wishes += self._judge(sample)
         due = self._due()
         if samples.under_way is None and due is not None and self._ctx.now >= due:
@@ -206,7 +206,7 @@ class Watch:
         return VerdictRow(
             klass=impasse.klass.value,
             kind=impasse.kind,
-            sentence=lasting(pieces),
+            sentence=render_lasting(pieces),
             since=self.quiet(),
             ranks=write_ranges(impasse.odd),
             node=impasse.of_node,
@@ -274,7 +274,7 @@ class Watch:
             since = max(quiet[node].since for node in running)
         before = self._state
         was = None if isinstance(before, Moving) else before.since
-        wishes = self._move(since) if since != was else ()
+        wishes = self._change_stillness(since) if since != was else ()
         if isinstance(still := self._state, Still):
             still.members = tuple(running) if self._are_all_there(running) else ()
             opinion = still.opinion
@@ -282,7 +282,7 @@ class Watch:
                 still.belief = Unjudged()  # the master was away since
         return wishes
 
-    def _move(self, since: float | None) -> tuple[Wish, ...]:
+    def _change_stillness(self, since: float | None) -> tuple[Wish, ...]:
         """Nothing has moved since another time (`since`), or something moves now (None)."""
         now, before = self._ctx.now, self._state
         wishes: tuple[Wish, ...] = ()

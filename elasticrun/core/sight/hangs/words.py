@@ -8,7 +8,7 @@ from elasticrun.core.context import JobContext
 from elasticrun.core.sight.hangs.sample import Sample
 from elasticrun.core.sight.hangs.states import Reported
 from elasticrun.core.sight.hangs.waiting import DECLARED, Impasse, Klass
-from elasticrun.core.words import Lasting, lasting
+from elasticrun.core.words import Lasting, render_lasting
 
 
 def in_words(impasse: Impasse, lines: Mapping[str, str]) -> Lasting:
@@ -26,7 +26,7 @@ def note(pieces: Lasting, impasse: Impasse, before: Reported | None, then: str, 
     kind = "no hang" if impasse.kind == DECLARED else f"hang ({impasse.klass.value})"
     says = "" if before is None or impasse.says else before.noted.says
     over = f" (its time in {says} is over)" if says else ""
-    return f"{kind}: {lasting(pieces)}{over}; {then}{where}"
+    return f"{kind}: {render_lasting(pieces)}{over}; {then}{where}"
 
 
 def where_written(sample: Sample | None, node: str, nodes: int) -> str:
