@@ -254,6 +254,7 @@ class _Recovery:
         self._is_over = False  # the round has ended
         self._inbox: SimpleQueue[ToRecoverable | None] = SimpleQueue()  # None: no agent
         self._idle = 0
+        self._groups: list[Any] = []  # as they were when the round ended: the function may end them
         self._thread = threading.Thread(target=self._listen, name="elasticrun", daemon=True)
         self._thread.start()
 
@@ -316,7 +317,12 @@ class _Recovery:
     def _leave(self) -> None:
         """End this round in this process, and wait for the next one. Raises what destroying the
         process groups raises, and ConnectionError without an agent."""
+        # These are the last references to the groups: torch drops them without the GIL. If a DDP
+        # had the last one, it would join gloo's threads with the GIL, and they may wait for it.
+        groups = [*self._groups, *_groups()]
         _end_round()
+        self._groups.clear()
+        del groups
         order: ToRecoverable | None = LeaveRound()
         while isinstance(order, LeaveRound):  # again, if the next round ends before it has begun
             self._agent.send(Left())
@@ -346,6 +352,8 @@ class _Recovery:
 
     def _take(self, message: ToRecoverable) -> None:
         self._is_over = isinstance(message, LeaveRound)
+        if self._is_over:
+            self._groups = _groups()
         self._inbox.put(message)
         while self._is_over and not self._outside.is_set():
             _wake_collectives()
@@ -435,16 +443,20 @@ def _descriptors() -> list[tuple[int, str]]:
 
 def _other_backends() -> list[Any]:
     """The backends of this process's groups that are not gloo."""
-    if not (c10d := sys.modules.get("torch.distributed.distributed_c10d")):
-        return []
-    found = []
-    for group in list(c10d._world.pg_map):
+    found: list[Any] = []
+    for group in _groups():
         for device in list(getattr(group, "_device_types", ())):
             with contextlib.suppress(Exception):
                 backend = group._get_backend(device)
                 if backend.name() != "gloo" and backend not in found:
                     found.append(backend)
     return found
+
+
+def _groups() -> list[Any]:
+    """All process groups of this process."""
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    return list(c10d._world.pg_map) if c10d else []
 
 
 def _end_round() -> None:
