@@ -93,7 +93,7 @@ class RankHere:
     world_size: int
     folder: str  # of its checkpoints: an absolute path or a URL
     keep_last: int  # number of checkpoints to keep, 0: all
-    keep_every: int  # checkpoints of every such step are kept forever, 0: none
+    keep_every: int  # keep checkpoints at multiples of this forever, 0: none
     replicas: int = 0  # number of other nodes that hold its state in memory: 0 or 1
 
 

@@ -173,7 +173,7 @@ class Trial:
 
 
 def unexplained(trial: Trial, trials: Mapping[str, Trial]) -> list[ProbeFailure]:
-    """Its failures that no partner explains, because all partners work with others."""
+    """The failures of a node that no partner explains, because all partners work with others."""
     return [one for one in trial.failures if all(trials[it].good for it in one.partners)]
 
 
@@ -184,8 +184,8 @@ def is_convicted(failures: Sequence[ProbeFailure], proved: Collection[frozenset[
 
 
 def strongly_suspect(trial: Trial, trials: Mapping[str, Trial]) -> bool:
-    """For when nothing more can be tried: whether no partner took part in all its failures, and the
-    partners of one of them work with others."""
+    """For when nothing more can be tried: whether no partner took part in all failures of a node, and
+    in one of these failures all partners work with others."""
     sets = [frozenset(one.partners) for one in trial.failures]
     works = any(one.partners for one in unexplained(trial, trials))
     return works and len(sets) > 1 and not frozenset.intersection(*sets)
@@ -355,9 +355,9 @@ def _fastest_first(good: Iterable[Trial]) -> list[Trial]:
 
 HELD_UP_FOR = 2.0
 """Seconds that the partners of a node that failed alone may still take to answer. Usually they
-report at once that they cannot continue. If its probe died before it could notify them, they wait
-in vain until their limit; their next probe ends that wait. If this is raised, such a death costs
-more time."""
+report at once that they cannot continue. If the probe of that node died before it could notify
+them, they wait in vain until their limit; their next probe ends that wait. If this is raised, such
+a death costs more time."""
 
 
 @dataclass(slots=True)
@@ -387,12 +387,12 @@ class Pass:
         return not self._awaited
 
     def group_of(self, node: str) -> ProbeGroup | None:
-        """The group in which this node's answer is still expected."""
+        """The group in which this node's answer is still expected; None if none is."""
         run = self._awaited.get(node)
         return None if run is None else run.group
 
     def answered(self, node: str, answer: Probed, now: float) -> None:
-        """A node's answer; ignored if it is not the expected one."""
+        """Process a node's answer; ignore it if it is not the expected one."""
         run = self._awaited.get(node)
         if run is not None and run.group.check == answer.check:
             run.answers[node] = answer

@@ -181,7 +181,7 @@ class HealthPolicy:
 
     def _probe_before_joining(self, node: str) -> bool:
         """A node has joined. If it would stop the running round and has not passed, keep it out,
-        and probe it alone unless that is undecidable. Return whether it is kept out."""
+        and probe it alone if it has not been probed. Return whether it is kept out."""
         check, rdzv = self._netcheck, self._rdzv
         if check is None or not self._checks.network or rdzv.phase is not Phase.RUNNING:
             return False

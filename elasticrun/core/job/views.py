@@ -1,5 +1,5 @@
 """The status of the job, as `/status` and `elasticrun status` show it. `core/sight/picture.py` has
-what `elasticrun top` and the page show besides."""
+what `elasticrun top` and the page show in addition."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Backoffs(dict[str, str]):
         self._until: Deadlines[str] = Deadlines()
 
     def put(self, node: str, until: float, why: str) -> None:
-        """Put `node` in backoff until then."""
+        """Put `node` in backoff until `until`."""
         self._until.arm(node, until)
         self[node] = why
 

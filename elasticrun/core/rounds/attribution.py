@@ -78,8 +78,8 @@ class Attribution:
         self._records: dict[str, _Record] = {}
 
     def why_suspect(self, cause: Cause, now: float) -> FirstToFail | None:
-        """Why the node of `cause` must be put in backoff if the current round ended because of it;
-        None if it must not."""
+        """Why the node of `cause` must be put in backoff if the current round ended because of that
+        cause; None if it must not."""
         row = self._streak(cause)
         record = self._records.get(cause.node)
         probation = record is not None and now < record.until + PROBATION
@@ -92,7 +92,7 @@ class Attribution:
         return FirstToFail(len(row), moved, cause.what)
 
     def settled(self, cause: Cause) -> None:
-        """Note that a round ended by `cause` and no node is put in backoff for it."""
+        """Record that a round ended because of `cause`, without putting a node in backoff."""
         self._trail.append(cause)
 
     def cleared(self, cause: Cause, now: float) -> str:
@@ -122,7 +122,7 @@ class Attribution:
 
     def in_words(self, cause: Cause, nodes: int) -> str:
         """A clause for the message about the job's end: the pattern of the last rounds, if the
-        current one, with `nodes` nodes, ended by `cause`. "" if there is no pattern."""
+        current one, with `nodes` nodes, ended because of `cause`. "" if there is no pattern."""
         if cause.innocent:
             return ""
         trail = [*self._trail, cause]

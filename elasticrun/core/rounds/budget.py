@@ -91,8 +91,8 @@ class Window:
 
     def __init__(self, doubt: float, *, adopted: bool = False, alone: bool = False) -> None:
         """`doubt`: seconds to wait for the report of a node loss when all failures look like peer
-        loss and no restart is left. `adopted`: another master formed the round, and may have known
-        why a peer was lost; this one cannot. `alone`: the round has one node, which messages need
+        loss and no restart is left. `adopted`: another master formed the round; only that master
+        may know why a peer was lost. `alone`: the round has one node, which messages need
         not name."""
         self._alone = alone
         self._doubt = doubt
@@ -185,7 +185,7 @@ class Window:
         return also_ended(report.failure, others) if others else report.failure
 
     def _find_cause(self, at: float) -> Cause | None:
-        """O(failures): do not call it for every event."""
+        """The value of `cause`. O(failures), so do not call this for every event."""
         if self._first is None or self.excused or self._first.failure.kind in ECHOES:
             return None
         node, rank = self._first.node, self._first.failure.rank
@@ -269,11 +269,11 @@ class Budget:
         return tuple(now - when for when in self._charges)[-MAX_AGES:]
 
     def none_left(self) -> str:
-        """The clause that the budget is spent."""
+        """The clause that says that the budget is spent."""
         return no_restarts_left(self._max, self._window)
 
     def spent(self, first: RankFailed, pattern: str) -> NoRestartsLeft:
-        """The reason that the budget is spent, at this failure."""
+        """The reason for the job's end: the budget is spent at this failure."""
         return NoRestartsLeft(first, self._max, self._window, pattern)
 
     def left(self, now: float) -> int:

@@ -5,11 +5,11 @@ A job is GATHERING until a round forms and RUNNING until it reopens:
     GATHERING --- formed(nodes) ---> RUNNING --- reopen(reason) ---> GATHERING ...
 
 *The first round* forms at once when `max` nodes have joined. Otherwise last call begins when `min`
-have joined. It ends when no node has joined for max(LAST_CALL_QUIET, 2 x the largest gap between
-joins so far): nodes that start together do not wait for nodes that do not exist, and nodes that
-start ten seconds apart are waited for. A wait without a join lasts at most `last_call_timeout`, and
-last call as a whole at most LAST_CALL_CAP_FACTOR times that, even if nodes still join. A node
-counts as arrived once it is connected, even if it has not joined yet (it imports torch).
+have joined. It ends when no node has arrived for max(LAST_CALL_QUIET, 2 x the largest gap between
+arrivals so far): nodes that start together do not wait for nodes that do not exist, and nodes that
+start ten seconds apart are waited for. A wait without an arrival lasts at most `last_call_timeout`,
+and last call as a whole at most LAST_CALL_CAP_FACTOR times that. A node has arrived once it is
+connected, even if it has not joined yet (it imports torch).
 
 *A later round* needs no last call, because the expected nodes are known. It forms as soon as every
 living member of the last round has rejoined, together with all other ready nodes. It waits for a
@@ -407,7 +407,7 @@ class Rendezvous:
     # ------------------------------------------------------------ rounds
 
     def formed(self, round_: Round, now: float) -> None:
-        """Ready nodes have places in this new round."""
+        """Begin this new round, formed of ready nodes."""
         for node in round_.members:
             del self.ready[node]
         first = self.takeover.is_first
@@ -508,7 +508,7 @@ class Rendezvous:
             self._young_since(now)
 
     def adopt(self, round_: Round, now: float) -> None:
-        """A round that another master formed is running; this one learns of it from its nodes."""
+        """Adopt a running round that another master formed and that its nodes report."""
         self._start_round(round_, now - GROW_YOUNG)  # its age is unknown: not young
         # It counts as young for pending nodes: a record is lost only together with its host, whose
         # node is about to return, and the loss of that node may be why the round was formed.

@@ -3,8 +3,8 @@ of its members.
 
 Rank assignment is deterministic. A node rank that the user gave is the group rank, if the round is
 large enough. A survivor keeps its group rank. The others fill the gaps: first those with a node
-rank, in that order, then the rest by order of first join. Ranks follow the group ranks; nodes may
-have different numbers of ranks.
+rank, in that order, then the rest by order of first join. Ranks are numbered in the order of the
+group ranks; nodes may have different numbers of ranks.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Round:
     leaving: set[str] = field(default_factory=set)  # leave as soon as their ranks have exited
     completed: set[str] = field(default_factory=set)  # members whose ranks all exited with 0
     disconnected: set[str] = field(default_factory=set)  # members whose stream is broken
-    unseen: dict[str, None] = field(default_factory=dict)  # restored members, not heard yet
+    unseen: dict[str, None] = field(default_factory=dict)  # restored members, still unheard
     lost: list[Reason] = field(default_factory=list)  # losses of members whose ranks were not done
     broken: Reason | None = None  # why the round cannot continue although no node is lost
     fenced: bool = False  # it can complete no further collective
@@ -120,7 +120,8 @@ class Round:
         return (name.term, name.number) > (self.name.term, self.name.number)
 
     def seat(self, seat: Seat) -> bool:
-        """Give a member of an adopted round the place that it reports. Return whether it is new."""
+        """Add the place that a member of an adopted round reports. Return whether the member is
+        new."""
         self.members[seat.node] = seat
         self.seats[seat.node] = seat.group_rank
         is_new = seat.node not in self.stages

@@ -1,8 +1,8 @@
 """Takeover: a master continues a round that its predecessor formed.
 
 With or without a record, the master accepts the round as it was, and waits during REATTACH_GRACE
-for nodes that have not reported. Agents redial within a second, so a node that is silent for longer
-is lost.
+for nodes that have not reported. Agents redial within a second, so a node that has not reported by
+then is lost.
 
 With a record, the master *restores* the round as RUNNING or as ended. Its nodes are members from
 the start, even before they attach, so no second round begins beside it, no matter which node finds

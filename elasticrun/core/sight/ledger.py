@@ -89,7 +89,7 @@ class SlotLedger:
         self._size = 0  # number of ranks
         self._slow = ""  # the member that was found slow; "": none
         self._pace = (0.0, 0.0)  # usual and maximum normal seconds of a step
-        self._unseen = False  # a new master, and not all of the round's nodes have dialled yet
+        self._unseen = False  # nodes of another master's round have yet to reattach
         self._gap = 0  # slot-microseconds in UNKNOWN that belong to the round if it continues
         self._ends: dict[IncidentCause, LedgerEnd] = {}
 

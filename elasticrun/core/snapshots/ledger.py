@@ -36,7 +36,7 @@ class Snap:
     """One step of one round: what its ranks need, and which nodes hold it."""
 
     step: int
-    expected: dict[int, int]  # rank -> the content that it needs
+    expected: dict[int, int]  # rank -> its content at this step
     need: Counter[int] = field(default_factory=Counter)  # content -> ranks that need it
     holders: dict[int, dict[Place, None]] = field(default_factory=dict)  # content -> its holders
     homes: dict[int, Counter[str]] = field(default_factory=dict)  # content -> node -> ranks
@@ -192,8 +192,8 @@ class Ledger:
         return True
 
     def why_never(self, step: int) -> str:
-        """Why a step can never be whole, as a clause: no rank with some content could save it. ""
-        if it may become whole, or is; O(ranks) if a rank could not save it."""
+        """Why a step can never be whole, as a clause: every rank with a certain content failed to
+        save it. "" if the step may become whole, or is. O(ranks) if a rank failed to save it."""
         snap, failed = self.snaps.get(step), self.failed.get(step, {})
         able = {content for rank, content in self._last.items() if rank not in failed}
         for rank, reason in failed.items():

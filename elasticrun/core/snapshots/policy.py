@@ -39,7 +39,7 @@ class SnapshotPolicy:
         self._wishes: list[Wish] = []  # from reports of this step
         self.has_changed = True
         """Whether something has changed since `pursue` last ran."""
-        self._due: float | None = None  # when anything is due on its own
+        self._due: float | None = None  # when `pursue` is due without a report
 
     # ------------------------------------------------------------ nodes
 
@@ -79,7 +79,7 @@ class SnapshotPolicy:
         """A node is leaving, or a rank cannot save the requested step."""
         round_ = self._ctx.round
         if round_ is None or self._rdzv.phase is not Phase.RUNNING:
-            return  # it will be stopped anyway
+            return  # the ranks are stopped anyway
         members = tuple(one for one in self._rdzv.last.stages if self._rdzv.last.is_member(one))
         self._snapshots.departing(node, report, round_.name, members)
 
@@ -160,7 +160,7 @@ class SnapshotPolicy:
         return tuple(wishes)
 
     def next_deadline(self) -> float | None:
-        """When anything is due on its own."""
+        """When `pursue` is due at the latest; None if nothing is due."""
         return self._snapshots.next_deadline() if self.has_changed else self._due
 
     def overslept(self, by: float) -> None:

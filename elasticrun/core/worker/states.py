@@ -60,7 +60,7 @@ class GroupStatus:
 
 @dataclass(frozen=True, slots=True)
 class LeaveNode:
-    """End the agent with this outcome once no rank is alive here; `signum` is sent to them."""
+    """End the agent with this outcome once no rank is alive here; the ranks get `signum`."""
 
     outcome: Exit
     signum: int

@@ -25,13 +25,14 @@ SHOWN_AFTER: Final[Mapping[Klass, float]] = {
     Klass.WEAK: 120.0,
     Klass.STILL: 300.0,
 }
-"""Seconds of stillness after which users see a verdict of this class."""
+"""Seconds without movement after which users see a verdict of this class."""
 
 CERTAIN_ENDS: Final = 30.0
-"""Seconds of stillness after which a round that certainly cannot continue is ended."""
+"""Seconds without movement after which a round that certainly cannot continue is ended."""
 
 STILL_ENDS: Final = 900.0
-"""The same if no rank does anything or waits for another, with --on-hang=restart."""
+"""Seconds without any activity after which --on-hang=restart ends a round in which no rank waits
+for another."""
 
 
 class HangLimits:
@@ -43,7 +44,7 @@ class HangLimits:
         self._places.restore(ctx.waits)
 
     def learn(self, still: Still, seconds: float) -> bool:
-        """A wait ended well after `seconds`: remember it. Return whether the record has changed."""
+        """A wait ended well after `seconds`: remember it. Return whether to record that soon."""
         opinion = still.opinion
         if opinion is None or not self._places.learn(_place(opinion.impasse), seconds):
             return False

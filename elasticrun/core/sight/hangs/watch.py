@@ -279,7 +279,7 @@ class Watch:
             still.members = tuple(running) if self._are_all_there(running) else ()
             opinion = still.opinion
             if not still.members or (opinion is not None and opinion.away != ctx.away):
-                still.belief = Unjudged()  # the master was away since
+                still.belief = Unjudged()  # the master has been away since
         return wishes
 
     def _change_stillness(self, since: float | None) -> tuple[Wish, ...]:
