@@ -142,8 +142,8 @@ def _finalize() -> Any:
 
 
 def _is_registered(function: Any) -> bool:
-    """Whether it is the function of `weakref.finalize` and already registered with atexit. Marks it
-    as registered."""
+    """Mark the function of `weakref.finalize` as registered with atexit; returns whether it already
+    was. False for any other function."""
     finalize = _finalize()
     if finalize is None or function != finalize._exitfunc:
         return False

@@ -296,8 +296,9 @@ class _Recovery:
             raise RoundOver("the round has ended")
 
     def _must_leave(self, error: BaseException, step: int) -> bool:
-        """Whether the round ends, and this process takes part in the next one. `step`: the newest
-        one when the function was called."""
+        """Report the exception, unless the round is over, and wait for the agent's decision.
+        Returns whether the round ends and this process takes part in the next one. `step`: the
+        newest one when the function was called."""
         self._idle = 0 if _newest_step() > step else self._idle + 1
         if not isinstance(error, Exception | RoundOver) or self._idle > MOST_IDLE:
             return False

@@ -119,8 +119,9 @@ class FolderClaim:
             await asyncio.sleep(READ_EVERY * random.uniform(1.0, 1.25))
 
     async def _check(self, url: str) -> bool:
-        """Whether the folder is ours, or needs no claim. Only one check runs at a time, and it is
-        never cancelled: a claim that it takes has to be renewed even if the caller has gone."""
+        """Claim the folder if that is possible; returns whether it is ours or needs no claim. Only
+        one check runs at a time, and it is never cancelled: a claim that it takes has to be renewed
+        even if the caller has gone."""
         while self._checking is not None and not self._checking.done():
             await asyncio.wait({self._checking})
         self._checking = self._tasks.start(self._check_once(url), "checking a folder's claim")

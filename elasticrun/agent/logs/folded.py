@@ -24,8 +24,8 @@ class Writers:
     path: str
     prefix: bytes
     bar: bytes = b""
-    """The key of their progress bar, whose newest state has one line of the terminal, whichever
-    ranks it is from; empty if the line is not a bar."""
+    """The key of their progress bar, empty if the line is not a bar. The terminal shows a bar's
+    newest state on one line, whichever of its ranks has written it."""
 
     @property
     def owner(self) -> object:
@@ -47,7 +47,8 @@ class FoldedConsole:
         self._writers = lru_cache(maxsize=1024)(self._name)
 
     def add(self, local_rank: int, lines: Sequence[tuple[bytes, bool]]) -> None:
-        """Add lines of one rank, without their ends; True: ended by a carriage return."""
+        """Add lines of one rank, without their ends, each with whether a carriage return ended
+        it."""
         self._show(self._fold.add(self._places[local_rank], lines, time.monotonic()))
 
     def add_partial(self, local_rank: int, text: bytes, *, is_bar: bool) -> None:

@@ -88,8 +88,7 @@ def resolve(host: str, port: int) -> list[str]:
 
 
 def bind_test(address: str, port: int) -> Bind:
-    """Whether this host can listen on exactly this address and port. Raises HostError if it is not
-    permitted to.
+    """Try to listen on exactly this address and port. Raises HostError if that is not permitted.
 
     Uses neither SO_REUSEPORT nor a wildcard: with them binding would succeed on any host and prove
     nothing."""

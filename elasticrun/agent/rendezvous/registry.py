@@ -82,7 +82,8 @@ class Registry(Protocol):
 
 
 class NoRegistry:
-    """Replaces a registry that cannot be used: every call ends the node."""
+    """Replaces a registry that cannot be used: `read`, `take` and `move` end the node, or wait
+    forever if a death signal is about to end it."""
 
     pushes = False
     address = ""

@@ -40,7 +40,7 @@ class _Query:
 
 
 class RankQueries:
-    """The agent's end of the queries."""
+    """Queries the local ranks and collects their answers."""
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
@@ -76,8 +76,8 @@ class RankQueries:
     async def ask(
         self, ranks: Collection[int], limit: float, *, full: bool = False, stacks: bool = False
     ) -> dict[int, RankAnswer | None]:
-        """The answers of these local ranks that arrive within `limit` seconds; None for a silent
-        rank. Ranks without an answering thread are left out."""
+        """Query these local ranks; returns the answers that arrive within `limit` seconds, None for
+        a silent rank. Ranks without an answering thread are left out."""
         self._number = (self._number + 1) % 2**32
         number = self._number
         query = _Query(set(), asyncio.get_running_loop().create_future())

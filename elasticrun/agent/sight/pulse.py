@@ -95,7 +95,8 @@ class QuietTracker:
             self._now = (True, waiting, any(beat.works for beat in beats.values()))
 
     def _moved(self, rank: int, beat: RankBeat, before: float) -> bool:
-        """Whether the rank has made progress since `before`, the time of the last sample.
+        """Record this rank's sample; returns whether the rank has made progress since `before`, the
+        time of the last sample.
 
         Right after progress, a completed collective without a new one does not count: torch counts
         the last completion late, and the next sample is more accurate."""

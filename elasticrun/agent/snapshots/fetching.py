@@ -251,6 +251,8 @@ class Shards:
         return self._checks[name]
 
     async def _compared(self, held: Held, snapshot: Snapshot) -> tuple[bool, str]:
+        """Have the saver compare a snapshot with its hashes: whether it is usable, and the reason.
+        Without a comparison it counts as usable."""
         try:
             async with asyncio.timeout(CHECK_LIMIT):
                 answer = await self._store.savers.check(held, snapshot)

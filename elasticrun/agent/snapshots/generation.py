@@ -106,7 +106,7 @@ class LocalRank:
     failed: dict[int, str] = field(default_factory=dict)  # steps that it could not save, and why
 
     def wait_is_over(self) -> bool:
-        """Whether its wait is over."""
+        """Whether what this rank waits for has happened."""
         assert self.waits is not None
         _, held, whole = self.waits
         if whole != NONE:  # or a later step is requested

@@ -80,8 +80,8 @@ class OomKills:
         self._rose_us = 0
 
     def near(self, time_us: int) -> bool:
-        """Whether the count has increased since the last call, or did so near `time_us`
-        (microseconds since the epoch; the time of the death to explain)."""
+        """Read the counts again; returns whether one has increased since the last call, or did so
+        near `time_us`, the time of the death to explain (microseconds since the epoch)."""
         for file in self._files():
             count = _read(file)
             if count is None:

@@ -242,7 +242,8 @@ class Spawners:
         return child
 
     def is_old(self, child: Child) -> bool:
-        """Whether this process belongs to a spawner that was replaced, or can be replaced now."""
+        """Whether this process belongs to a spawner that was replaced. A replacement that is ready
+        takes over here."""
         self._switch()
         return child.spawner is not self._current
 

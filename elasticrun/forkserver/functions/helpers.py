@@ -114,8 +114,8 @@ class Helpers:
                 kill_group(child.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill and reap all remaining helpers, except those that the kernel does not let die within
-        STUCK_AFTER."""
+        """Kill all remaining helpers, and reap those that exit within STUCK_AFTER; the kernel does
+        not let the others die."""
         for child in self._all():
             kill_group(child.pid, signal.SIGKILL)
             poll = select.poll()

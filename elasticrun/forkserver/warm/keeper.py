@@ -114,7 +114,8 @@ def _import_stock(baseline: Baseline) -> Stock:
 
 
 def _listen(place: Path) -> socket.socket:
-    """Listen at the path that launchers use; replaces an earlier warm process."""
+    """Listen at the path that launchers use. An earlier warm process there loses its socket, and
+    exits."""
     draft = place.with_name(f"{place.name}.{os.getpid()}")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     folder = os.open(place.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -188,8 +189,8 @@ class Keeper:
                 files.setdefault(path, os.stat(path).st_mtime_ns)
 
     def run(self) -> tuple[list[str], Stock]:
-        """Run until there has been no request for `idle` seconds; returns only in forked fork
-        servers."""
+        """Run until there has been no request for `idle` seconds, another warm process has replaced
+        the socket, or the imports are outdated. Returns only in forked fork servers."""
         while True:
             for descriptor in self._wait():
                 order = self._serve(self._clients[descriptor])
@@ -268,7 +269,8 @@ class Keeper:
         return words
 
     def _grant(self, client: _Client, ask: Ask) -> bool:
-        """Check the client; return whether it is served once its descriptors arrive."""
+        """Check the client; returns whether it is served once its descriptors arrive. If our
+        imports are outdated, this process exits."""
         if stale := self.stock.hidden.stale():
             self._send(client.conn, Declined(f"{stale} has changed since it was imported"))
             self._leave()

@@ -283,8 +283,8 @@ class DeferredSignals:
         return tuple(sorted(self._signals & requested))
 
     def is_handler_installed(self) -> bool:
-        """Whether the script has installed a handler for one of these signals since the last call;
-        such a signal is no longer deferred."""
+        """Stop deferring signals for which the script has installed a handler since the last call;
+        returns whether there were any."""
         taken = {one for one in self._signals if signal.getsignal(one) is not self._handler}
         self._signals -= taken
         return bool(taken)
@@ -381,9 +381,9 @@ class Departure:
         self._last = step
 
     def is_save_required(self, requested: int, step: int) -> bool:
-        """Whether this step must be saved, regardless of the schedule; call once a step. A pending
-        signal ends the process here if the required step is saved. `requested`: the segment's
-        `save_at`."""
+        """Note that training has reached this step; returns whether it must be saved, regardless of
+        the schedule. A pending signal ends the process here if the required step is saved.
+        `requested`: the segment's `save_at`."""
         before, self._last = self._last, step
         self._by_itself = False
         if self._deferred.is_handler_installed():

@@ -75,7 +75,8 @@ class CheckpointBackend:
         """Note that training has reached this step."""
 
     def is_save_requested(self, step: int) -> bool:
-        """Whether a leaving node requires this step to be saved; call once a step."""
+        """Whether a leaving node requires this step to be saved; call once a step. A pending signal
+        may end the process here."""
         return False
 
     def report_requested_save(self, step: int, *, saved: bool) -> None:
