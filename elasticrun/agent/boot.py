@@ -143,7 +143,7 @@ class SpawnerProcess:
             reaper.watch(self.process, ended)
 
     def kill(self) -> None:
-        """SIGKILL to the spawner only, not to its descendants."""
+        """Send SIGKILL to the spawner only, not to its descendants."""
         if self.process is None or self.process.returncode is not None:
             return
         if isinstance(self.process, WarmChild):

@@ -42,7 +42,7 @@ class NodeContext:
     launch: Launch
     place: Place
     identity: Identity
-    """Its node id is minted after start."""
+    """Its node id is known only after the agent's start."""
     deliver: Callable[[fx.AgentEvent], None]
     """Sends an event to the node's state machine."""
     fatal: Callable[[str], None]
@@ -53,9 +53,9 @@ class NodeContext:
     """True if a Python program started this agent; failures then reach that program as
     exceptions."""
     variables: dict[str, str] = field(default_factory=dict)
-    """Further variables of every rank and probe; the node adds to them."""
+    """Extra variables of every rank and probe; the node adds its planted faults."""
     slot: Slot | None = None
-    """Reserves the node id, if it is minted."""
+    """Reserves the node id; None if the user gave the id, or before it is known."""
     incarnation: str = field(default_factory=mint_incarnation)
     host: str = ""
     """The host name shown to users."""

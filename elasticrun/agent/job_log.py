@@ -56,9 +56,9 @@ _WAITS: Final = (State.PREPARING, State.JOINED, *_ENDS)
 
 
 def directed(sentence: str, whom: Unreachable, dial: object = "") -> str:
-    """The sentence; if it is about somebody unreachable (`core.reasons.unreachable_side`), with the
-    command that finds the cause appended. `dial`: the master's address, if the reader does not know
-    it."""
+    """The sentence; if it is about a peer that cannot be reached (`core.reasons.unreachable_side`),
+    with the command that finds the cause appended. `dial`: the master's address, if the reader does
+    not know it."""
     if whom == "master":
         where = f" --rdzv-endpoint={dial}" if dial else ""
         return f"{sentence}; to find out why, run here: elasticrun doctor{where}"
@@ -82,7 +82,8 @@ class RoundLog:
         self._resumed = ""  # where a rank resumed, if not logged yet
 
     def starts(self, start: Start) -> None:
-        """Ranks of this round are about to start."""
+        """Log the start of a round, before its ranks start. A restart is logged once its ranks
+        run."""
         last, self._last = self._last, start
         size = f"{some(start.group_world_size, 'node')}, world size {start.info.world_size}"
         self._words, self._resumed = "", ""
@@ -125,7 +126,7 @@ class RoundLog:
             self._log(f"restarted{self._words}")
 
     def resumed(self, step: int, source: str) -> None:
-        """A rank has resumed at this step; only the first one counts."""
+        """Log where the first rank has resumed, unless that is part of a later line."""
         if self._resumed or (source == NOTHING and not self._again):
             return
         self._resumed = "from the beginning" if source == NOTHING else f"resumed at step {step}"
@@ -243,7 +244,7 @@ class OperatorMessages:
         logger.log(LEVELS.get(note.level, 20), "%s", self.directed(note))
 
     def directed(self, note: Note) -> str:
-        """The note's text for people."""
+        """The note's text for the operator."""
         whom = "" if note.level == "info" else unreachable_side(note.why)
         return directed(note.text, whom, self._rendezvous.dial)
 

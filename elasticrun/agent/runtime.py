@@ -308,7 +308,7 @@ def own_defect(context: dict[str, Any]) -> Exception | None:
 
 
 def report_failure(task: asyncio.Task[Any], report: Callable[[str], object], what: str) -> None:
-    """Report a task's failure, so that nobody waits for it forever."""
+    """Call `report(sentence)` if the task fails, so that nobody waits for it forever."""
 
     def check(done: asyncio.Task[Any]) -> None:
         if done.cancelled() or (error := done.exception()) is None:

@@ -60,7 +60,7 @@ EVENTS_LIMIT: Final = 2.0
 """Seconds for writing the last events, which quote error files."""
 
 BOUND: Final = 20.0
-"""Seconds for all steps together. Excluded are waits for others: processes left by finished ranks
+"""Seconds for all steps together. Waits for others are excluded: processes left by finished ranks
 get their grace period, and output is shown as long as somebody reads it. After a death signal
 nothing is excluded, because the sender will SIGKILL us (Kubernetes after 30 s in all)."""
 
@@ -225,7 +225,7 @@ def sentence(outcome: Exit, folder: str = "") -> str:
 
 
 def last_word_of(outcome: Exit) -> LastWord:
-    """The outcome for programs."""
+    """The outcome as a record that programs read."""
     code = code_of_reason(outcome.why)
     if not outcome.failures:
         return LastWord(sentence(outcome), reason=code)

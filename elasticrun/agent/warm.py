@@ -321,7 +321,7 @@ def environment_name() -> str:
 
 
 def _place_of(pid: int | str) -> dict[str, str]:
-    """The cgroup and the namespaces of a process; a fork cannot leave any of them."""
+    """The cgroup and the namespaces of a process; a fork of it stays in all of them."""
     found = {"cgroup": Path(f"/proc/{pid}/cgroup").read_text()}
     for name in spawning.NAMESPACES:
         try:

@@ -137,7 +137,8 @@ class Inherited:
 def become_rank(
     inherited: Inherited, order: SpawnRank, page: Page, hidden: HiddenModules
 ) -> NoReturn:
-    """In a fresh fork with signals blocked: raise BecomeRank with the program ready to run."""
+    """In a fresh fork with signals blocked: become the rank, then raise BecomeRank with the program
+    that is ready to run."""
     _settle(inherited, order, page)
     _dispositions(inherited, for_python=True)
     environ = environment(inherited.baseline.environ, order)

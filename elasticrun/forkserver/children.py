@@ -112,7 +112,8 @@ class Children:
             child.fail(page, f"the fork could not be prepared ({type(error).__name__}: {error})")
 
     def _why_exec(self, order: SpawnRank) -> str:
-        """Why this rank is exec'd although forks are safe in general; empty if it is forked."""
+        """Why this rank is exec'd although forks are safe in general; empty if it is forked.
+        Reports a reason that the agent has to log."""
         if order.entry.kind not in FORKABLE:
             return "a command"
         if order.entry.target in self._exec_next:

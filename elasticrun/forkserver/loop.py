@@ -285,8 +285,8 @@ def run(words: Sequence[str], modules: Collection[str]) -> NoReturn:
 
 
 def _first_message(talk: Conversation, kept_fd: int) -> tuple[Configure, list[ToSpawner]]:
-    """Configure, and messages that arrived with it. Read from `kept_fd` after an exec of our
-    own."""
+    """The Configure message, and messages that arrived with it. Read from `kept_fd` after an exec
+    of our own."""
     messages: list[ToSpawner] = []
     if kept_fd >= 0:
         with open(kept_fd, "rb") as kept:

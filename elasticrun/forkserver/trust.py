@@ -58,10 +58,10 @@ DEVICE_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/davinci", "/dev/acc
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 
 TRIAL_SECONDS = 20.0
-"""A trial child without an answer by then hangs, as its siblings would."""
+"""Seconds for a trial child to answer. One that does not hangs, as its siblings would."""
 
 MAX_SCRIPT = 4 * 1024 * 1024
-"""Bytes of a script that are scanned; a longer file is data."""
+"""Maximum bytes of a script that are scanned; a longer file is data."""
 
 
 def before_import(entry: Entrypoint, numa: bool, environ: Mapping[str, str]) -> str:

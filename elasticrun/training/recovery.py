@@ -60,8 +60,8 @@ INTERRUPT_AFTER: Final = 1.0
 attempts."""
 
 MOST_IDLE: Final = 3
-"""Maximum number of consecutive rounds without a new step that one process takes part in. Whatever
-is wrong with it, the next one is a new process."""
+"""Maximum number of consecutive rounds without a new step that one process takes part in. After
+that something is wrong with it, and the next one is a new process."""
 
 _IMPORTLIB: Final = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
 

@@ -198,8 +198,8 @@ class FolderClaim:
         return True
 
     def _lost(self, other: Claim) -> None:
-        """The claim was taken over: by another node of this job, which is normal, or by another
-        job."""
+        """The claim was taken over by another node of this job, which is normal, or by another job,
+        which is logged."""
         self._renewer = None
         if other.words.get("job") != self._job_id:
             self._once.log(

@@ -28,7 +28,7 @@ MAX_SLOTS: Final = 4096
 
 
 def host_name() -> str:
-    """The host's name for people, as in torchrun's summary."""
+    """The host's name for users, as in torchrun's summary."""
     return socket.getfqdn()
 
 

@@ -273,7 +273,7 @@ def _environment() -> dict[str, str]:
 
 
 def _log_dir(launch: Launch) -> str:
-    """Where the master writes files for people; "" if no folder is configured."""
+    """Where the master writes files for users; "" if no folder is configured."""
     named = launch.logs.log_dir
     return os.path.abspath(named) if named and named != os.devnull else ""
 

@@ -81,8 +81,8 @@ def command(listen_fd: int, control_fd: int, python: str = sys.executable) -> li
 
 
 def parse_address(text: str) -> Address:
-    """Parse `host:port`, IPv6 in brackets; ValueError or OSError if it is invalid or does not
-    resolve."""
+    """Parse `host:port`, IPv6 in brackets. Raises ValueError or OSError if it is invalid or does
+    not resolve."""
     host, _, port = text.rpartition(":")
     found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     family, _, _, _, address = found[0]

@@ -50,7 +50,8 @@ class Reporter:
         self._tasks.close()
 
     def _newest(self) -> int:
-        """The newest known step that a rank of this incarnation has reached."""
+        """The newest step that a local rank of this round is known to have reached. Sends pending
+        progress reports first."""
         self._progress.flush()
         return max(self._progress.newest, self._snapshots.drain.generation.newest())
 

@@ -134,8 +134,8 @@ class Fold:
         self._out: list[FoldedLines] = []
 
     def add(self, place: int, lines: Sequence[tuple[bytes, bool]], now: float) -> list[FoldedLines]:
-        """Add a rank's lines (without their ends; True: ended by a carriage return, so a state of a
-        bar); returns the lines to show now."""
+        """Add a rank's lines, without their ends, each with whether a carriage return ended it:
+        then it is a state of a bar. Returns the lines to show now."""
         if self._is_flood(len(lines), now):
             self._settle(place, now)
             self._at_once(place, *(line for line, _ in lines))

@@ -440,8 +440,8 @@ class RankOutput:
                 self._readers[stream].add(tails, () if copy is None else (copy,))
 
     def _fold(self, stream: int, tails: list[Tail], envs: Mapping[int, dict[str, str]]) -> None:
-        """Fold the lines of several ranks on a terminal. Not with a user-defined prefix, which
-        names one rank."""
+        """Fold the lines of several ranks on a terminal, unless the user has defined a prefix,
+        which names one rank."""
         plan, console = self._plan, self._consoles[stream]
         if not plan.fold or plan.prefix_template or len(tails) < 2 or not console.is_terminal:
             return

@@ -169,7 +169,7 @@ def _why(one: RankSample) -> str:
 
 
 def _threads(answer: RankAnswer) -> dict[str, Sequence[Frame]]:
-    """By name; a repeated name gets a number."""
+    """The stacks of an answer by thread name; a repeated name gets a number."""
     found: dict[str, Sequence[Frame]] = {}
     for thread in answer.threads:
         name = "" if thread.name == "main" else thread.name

@@ -239,7 +239,7 @@ class LocalSight:
             return ()
 
     async def _from_outside(self, found: list[samples.RankSample]) -> list[samples.RankSample]:
-        """Add stacks that py-spy can read of ranks that did not answer."""
+        """Add the stacks that are read from outside the ranks (`samples.from_outside`)."""
         try:
             return await in_thread(
                 lambda: samples.from_outside(found, OUTSIDE_LIMIT), limit=OUTSIDE_LIMIT + 1.0
@@ -260,8 +260,8 @@ class LocalSight:
             return ()
 
     async def _write_dump(self, number: int, found: list[samples.RankSample]) -> str:
-        """The folder of the dump; "" if the disk does not answer, or without a log folder and a run
-        folder here."""
+        """Write the dump and return its folder; "" if the disk does not answer, or without a log
+        folder and a run folder here."""
         folder, job_id = self._ranks.log_folder, self._node.identity.job_id
         master = self._node.link.dialled
 

@@ -211,7 +211,8 @@ def clean(base: str, job_id: str, grace: float, now: float) -> Cleaned:
 
 
 def _orphaned_for(path: str, now: float) -> float:
-    """Seconds since an agent marked this folder as orphaned; 0.0: it is marked now."""
+    """Seconds since an agent marked this folder as orphaned. If none has, mark it and return
+    0.0."""
     mark = os.path.join(path, ORPHAN)
     with contextlib.suppress(OSError):
         age = now - os.stat(mark, follow_symlinks=False).st_mtime

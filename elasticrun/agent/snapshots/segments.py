@@ -136,14 +136,14 @@ class Held:
         return [] if self.is_lost else self.segment.snapshots()
 
     def find(self, round: bytes, step: int) -> Snapshot | None:
-        """Its snapshot of (round, step)."""
+        """Its snapshot of (round, step); None if it has none."""
         for snapshot in self.snapshots():
             if snapshot.round == round and snapshot.step == step:
                 return snapshot
         return None
 
     def find_any(self) -> Snapshot | None:
-        """Its newest snapshot."""
+        """Its newest snapshot; None if it has none."""
         return next(reversed(self.snapshots()), None)
 
     def pin(self, slot: int, reason: str) -> None:
@@ -484,7 +484,7 @@ class Segments:
         return due, Adopted(folder, found, rounds)
 
     def _adopted(self, file: SegmentFile) -> Held | None:
-        """A segment with our snapshots, or None if the file is not one."""
+        """Map a file that a killed agent has left; None if it is not a segment with snapshots."""
         try:
             fd = os.open(file.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
@@ -530,7 +530,7 @@ def _leave_folder(found: tuple[float | None, Adopted | None]) -> None:
 
 
 async def _release(held: list[Held]) -> None:
-    """Unlink and unmap; the kernel takes a while for gigabytes."""
+    """Unlink and unmap these segments; the kernel takes a while for gigabytes."""
 
     def work() -> None:
         for one in held:

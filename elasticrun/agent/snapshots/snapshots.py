@@ -219,7 +219,8 @@ class LocalSnapshots:
             self._replicas.obey(order)
 
     def _raise_watermark(self, step: int) -> None:
-        """Release older steps, because the current generation has a complete step."""
+        """Raise the watermark to a complete step of the current generation, and release what only
+        older steps need."""
         if not self._generation.raise_watermark(step):
             return
         for held in self._segments.held:
@@ -265,7 +266,7 @@ class LocalSnapshots:
             self._on_rank_message(peer, local_rank, message)
 
     def lost(self, peer: Peer) -> None:
-        """The connection of an introduced peer has closed."""
+        """Handle that the connection of an introduced peer has closed."""
         if isinstance(peer.here, s.RecoverableHere):
             self._recoverables.lost(peer)
         elif isinstance(peer.here, s.SaverHere):

@@ -267,7 +267,8 @@ def _without_file(exitcode: int, pid: int, oom: bool) -> str:
 
 
 def _read_bounded(path: str) -> tuple[str, int]:
-    """Text and modification time (µs). O_NONBLOCK, because a FIFO of that name would block."""
+    """Read a plain file of at most MAX_ERROR_FILE_BYTES; returns its text and modification time
+    (µs). Raises OSError and ValueError. O_NONBLOCK, because a FIFO of that name would block."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(fd, "rb") as file:
         about = os.fstat(fd)

@@ -253,7 +253,7 @@ class Progress:
         """No-op: the next report includes their data (`link.reports`)."""
 
     def ranks_gone(self, *, done: bool) -> None:
-        """Send their last data now."""
+        """Send the ranks' last data now, because they have exited."""
         self.flush()
 
     def close(self) -> None:
@@ -357,8 +357,8 @@ class Progress:
     # ------------------------------------------------------------ reports out
 
     def flush(self) -> None:
-        """A rank has failed, all are stopped, or all have finished: send data that was not due yet.
-        Otherwise the count of repeated steps would be too low."""
+        """Send data that is not due yet, because a rank has failed, or all were stopped or have
+        finished. Otherwise the count of repeated steps would be too low."""
         if self._socket is not None:
             self._readable()
         left = [window for window in self._windows.values() if window.steps]

@@ -314,8 +314,8 @@ class Ranks:
             self._node.deliver(RankExited(local_rank, -signal.SIGTERM, failure))
 
     def sweep(self, grace: float, linger: float = 0.0) -> None:
-        """All ranks have exited: end their descendants; RanksSwept follows. `linger`: seconds for
-        which these may keep running."""
+        """End the descendants of the ranks, which have all exited; RanksSwept follows. `linger`:
+        seconds for which these may keep running."""
         attempt = self._attempt
         if attempt is None or attempt.is_swept:
             self._node.deliver(RanksSwept(()))

@@ -30,7 +30,7 @@ stopped agent must not leave ranks of an old round running, because the next rou
 same checkpoints."""
 
 KEEPALIVES: Final = 3
-"""Number of keepalives within that time."""
+"""Number of keepalives within KEEPALIVE_LIMIT."""
 
 ANSWER_LIMIT: Final = 20.0
 """Seconds for a spawner to answer after an order, or after the death of one of its processes; then
@@ -283,7 +283,7 @@ class Spawners:
         return spawner
 
     def on_message(self, spawner: Spawner, message: spawning.FromSpawner) -> None:
-        """A spawner's message; called by the spawner, as is `on_close`."""
+        """Handle a message; called by the spawner, like `on_close`."""
         if isinstance(message, spawning.SpawnerReady):
             self._ready(spawner, message)
         elif isinstance(message, spawning.Notice):

@@ -97,7 +97,7 @@ class Stores:
 
     def prepare(self) -> None:
         """Start a store host on its own port; StoreReady follows when it listens. The endpoint
-        contains our address, so this waits until the address is known (`addressed`)."""
+        contains our address, so this waits until the address is known (`on_address`)."""
         self._retry.cancel()  # otherwise there would be two
         self._is_requested = not self._node.address
         if self._is_requested:

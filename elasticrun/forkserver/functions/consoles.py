@@ -29,7 +29,7 @@ class HasLogs(Protocol):
 
 
 class DefaultLogsSpecs:
-    """Same shape as torch's class of this name, for configurations made from flags.
+    """Has the fields of torch's class of this name, for configurations made from flags.
 
     Streams are torch's numbers: 0 none, 1 stdout, 2 stderr, 3 both."""
 

@@ -256,8 +256,8 @@ class FunctionSpawner:
         self._maybe_release()
 
     def _maybe_release(self) -> None:
-        """Like torch's children, a rank whose function has returned stays until all local ranks
-        have returned: its exit would close connections that other ranks may still be using."""
+        """Let the ranks exit once all local ranks have returned, as torch's children do: an earlier
+        exit would close connections that other ranks may still be using."""
         ranks = self._last_ranks.values()
         if all(len(ranks) == rank.of and rank.has_returned() for rank in ranks):
             for rank in ranks:

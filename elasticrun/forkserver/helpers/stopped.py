@@ -26,8 +26,9 @@ class StoppedStores:
         return min(self._due.values(), default=None)
 
     def check(self, stores: Iterable[int], now: float) -> int:
-        """Call after every SIGCHLD and at the deadline; returns how many were woken. `stores`: pids
-        of children that have not been reaped."""
+        """Wake the store hosts that have been stopped for STOPPED_LIMIT; returns how many. Call
+        after every SIGCHLD and at the deadline. `stores`: pids of children that have not been
+        reaped."""
         living, woken = set(stores), 0
         for pid in living:
             self._collect(pid, now)

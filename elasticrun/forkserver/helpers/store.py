@@ -17,8 +17,8 @@ from elasticrun.host.system.sandbox import raise_file_limit
 from elasticrun.wire.spawning import FromSpawner, Notice, SpawnFailed, SpawnStore, StoreListening
 
 BACKLOG: Final = 4096
-"""Every rank of the job connects to the store within the same second; the kernel caps this at
-somaxconn.
+"""Backlog of the listening socket: every rank of the job connects to the store within the same
+second; the kernel caps this at somaxconn.
 """
 
 STORE_TIMEOUT: Final = timedelta(seconds=300)

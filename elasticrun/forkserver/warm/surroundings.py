@@ -59,7 +59,7 @@ SCHEDULING: Final[Mapping[int, str]] = {
 """Fields of /proc/PID/stat by their numbers in proc(5)."""
 
 POLICIES: Final = ("OTHER", "FIFO", "RR", "BATCH", "ISO", "IDLE", "DEADLINE", "EXT")
-"""By number, as in sched(7)."""
+"""Names of the scheduling policies by number, as in sched(7)."""
 
 READ_AT_START: Final = (
     *("LD_", "GLIBC_", "MALLOC_", "PYTHON", "LC_", "OMP_", "GOMP_", "KMP_", "MKL", "BLIS_"),

@@ -200,8 +200,8 @@ class SaveCosts:
         self.begin_round()
 
     def begin_round(self) -> None:
-        """Start from nothing: a new process, or one that joins another round, in which the agent
-        has another address and counts anew."""
+        """Reset all sums, for a new process or one that joins another round, in which the agent has
+        another address and counts anew."""
         self._step = -1
         self._saves = 0
         self._saved = self._restored = 0.0

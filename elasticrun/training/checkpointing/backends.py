@@ -103,8 +103,8 @@ class AgentBackend(CheckpointBackend):
     snapshots = True
 
     def __init__(self, setting: RankOptions, state: TrainingState, place: str) -> None:
-        """Raises AgentConnectionError if there is no agent at `place`, ConflictError if it refuses
-        this rank."""
+        """Connect to the agent. Raises AgentConnectionError if there is none at `place`,
+        ConflictError if it refuses this rank."""
         self._setting = setting
         self._state = state
         self._connection = AgentConnection(place)

@@ -35,8 +35,8 @@ class MappedSegment:
     It is unmapped when the last tensor on it is freed, never earlier (`shm.memory`)."""
 
     def __init__(self, fd: int) -> None:
-        """Takes ownership of the descriptor. Raises SegmentError, OSError or RuntimeError if it
-        cannot be mapped."""
+        """Map the segment; takes ownership of the descriptor. Raises SegmentError, OSError or
+        RuntimeError if it cannot be mapped."""
         try:
             about = os.fstat(fd)
             size, self._identity = about.st_size, (about.st_dev, about.st_ino)

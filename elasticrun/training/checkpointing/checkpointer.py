@@ -413,7 +413,8 @@ class Checkpointer:
         return True
 
     def _guarded(self, act: Callable[[], T]) -> T | None:
-        """Return the result of `act`, or None if it raises: a failure does not end the training."""
+        """Return the result of `act`, or None if it raises: a failure does not end the training,
+        unless `strict_save` is set."""
         try:
             return act()
         except Exception as error:  # a user's state_dict may raise anything

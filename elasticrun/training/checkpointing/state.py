@@ -232,7 +232,7 @@ class KnownLayout:
 
 @dataclass(slots=True)
 class OwnState:
-    """A per-rank object."""
+    """A per-rank object and its `on_resize`."""
 
     part: StatePart
     on_resize: OnResize | None
@@ -302,8 +302,8 @@ class TrainingState:
     def _optimizer(
         self, name: str, optimizer: torch.optim.Optimizer, modules: list[ModulePart]
     ) -> StatePart:
-        """Key its state by parameter names, if one module or all modules together contain its
-        parameters."""
+        """The part for an optimizer. Its state is keyed by parameter names if one module, or all
+        modules together, contain its parameters."""
         for candidates in [*([module] for module in modules), modules]:
             try:
                 return OptimizerPart(name, optimizer, candidates)

@@ -175,9 +175,9 @@ def _completed(row: GroupAnswer, entries: Sequence[Row]) -> GroupAnswer:
 
 
 def _by_hook(row: GroupAnswer, entries: Sequence[Row]) -> GroupAnswer:
-    """The same for entries of a hook, whose counters count calls, not collectives. A call that
-    raised stays open forever. The backend completes the calls of a group in order, so a completed
-    call implies all earlier ones."""
+    """Like `_completed`, for entries of a hook, whose counters count calls, not collectives. A call
+    that raised stays open forever. The backend completes the calls of a group in order, so a
+    completed call implies all earlier ones."""
     entered = max(int(one.get("collective_seq_id") or 0) for one in entries)
     numbers = [one for one in entries if not one.get("is_p2p")]
     retired = [int(one["collective_seq_id"]) for one in numbers if one.get("retired")]
