@@ -184,8 +184,8 @@ def is_convicted(failures: Sequence[ProbeFailure], proved: Collection[frozenset[
 
 
 def strongly_suspect(trial: Trial, trials: Mapping[str, Trial]) -> bool:
-    """For when nothing more can be tried: whether no partner took part in all failures of a node, and
-    in one of these failures all partners work with others."""
+    """For when nothing more can be tried: whether no partner took part in all failures of a node,
+    and in one of these failures all partners work with others."""
     sets = [frozenset(one.partners) for one in trial.failures]
     works = any(one.partners for one in unexplained(trial, trials))
     return works and len(sets) > 1 and not frozenset.intersection(*sets)

@@ -198,8 +198,8 @@ def _savings(found: Account, spec: JobSpec) -> Iterator[tuple[int, str]]:
 
 
 def _by_imports(found: Account) -> Iterator[tuple[int, str]]:
-    """What a warm process would have saved. What a restart skips is mostly the import of torch; with
-    a warm process, the first start skips it too."""
+    """What a warm process would have saved. What a restart skips is mostly the import of torch;
+    with a warm process, the first start skips it too."""
     if not found.recoveries:
         return
     least = min(found.recoveries)

@@ -197,8 +197,7 @@ class Incidents:
         one.newest = self._ctx.newest = max(one.newest, self._ctx.newest)
 
     def round_begins(self) -> None:
-        """A round has formed; if an incident is open, its recovery goes on with the start of
-        ranks."""
+        """A round has formed: an open incident enters its spawn phase."""
         one, round_ = self._open, self._ctx.round
         out = self._kept_out()
         self._newest = -1
@@ -277,8 +276,7 @@ class Incidents:
 
     def _close(self, *, moves: bool, trained: float = 0.0) -> None:
         """Close the incident. `moves`: training continues, since `trained` seconds ago. If False,
-        it was not reported whether training continues before the next incident or the end of the
-        job."""
+        the next incident or the end of the job came before any report that training continues."""
         ctx, one = self._ctx, self._open
         assert one is not None
         if one.phase == "warm" and not moves:
@@ -309,7 +307,7 @@ class Incidents:
         reason = read(outcome.reason, outcome.code)
         failed = failure_in(reason)
         if self._open is None:
-            left = not self._ctx.membership.present  # on request, and training did not fail
+            left = not self._ctx.membership.present  # all nodes left on request: no failure
             if outcome.exit_code == EXIT_OK or self._ctx.round is None or left:
                 return
             assert reason is not None

@@ -423,8 +423,8 @@ class Checkpoints:
     def _release(
         self, ledger: Ledger, step: int, reason: str, except_for: Collection[str] = ()
     ) -> None:
-        """Tell the nodes whose ranks want this step written that it is over. `reason`: why it is
-        not written; "" if it is."""
+        """Tell the nodes whose ranks want this step written that they may release it. `reason`:
+        why it is not written; "" if it is."""
         snap = ledger.snaps.get(step)
         for node in (
             [one for one in snap.wanted if one not in except_for] if snap is not None else ()

@@ -2,11 +2,11 @@
 two nodes.
 
 A step is *paired* when it is whole and would remain so after the loss of any one node. If ranks
-want replicas, then for the newest whole step, what only one node holds is copied by the next node
-in the order of group ranks. What two nodes hold anyway (DDP, HSDP) is not copied, so such a job
-pays nothing; that is known once all nodes have reported what they hold of the step. The watermark
-waits until a step is paired, because otherwise ranks would overwrite the last step that remains
-whole after the loss of a node. One step is paired at a time, the newest.
+want replicas, the next node in the order of group ranks copies what only one node holds of the
+newest whole step. What two nodes hold anyway (DDP, HSDP) is not copied, so such a job pays nothing;
+that is known once all nodes have reported what they hold of the step. The watermark waits until a
+step is paired, because otherwise ranks would overwrite the last step that remains whole after the
+loss of a node. One step is paired at a time, the newest.
 
 The wait is bounded: when a node cannot copy its share, or the time limit is over, this step is
 given up and counts without replicas; the next step is tried again. The reason is logged once, until

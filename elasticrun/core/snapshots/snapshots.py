@@ -257,11 +257,11 @@ class Departures:
 
     @property
     def requested(self) -> Key | None:
-        """The round and the step that are requested, or were last."""
+        """The round and the step that were requested last; None if none was."""
         return None if self._round is None or self._step < 0 else (self._round, self._step)
 
     def status(self) -> str:
-        """For the status page; "" if no node is leaving."""
+        """A clause for the status page; "" if no node is leaving."""
         return f"{self._reason()}: all ranks save step {self._step}" if self.order else ""
 
     def _request_step(self, step: int, why: str, members: Sequence[str]) -> None:
