@@ -103,7 +103,7 @@ class EtcdStore:
         self._place = place
         self._keys = Keys(config.identity.job_id)
         host = config.advertise or config.host
-        self._me = LeaderKey(host, port, config.holder, secrets.token_hex(8))
+        self._own_key = LeaderKey(host, port, config.holder, secrets.token_hex(8))
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self.lost: asyncio.Future[str] = self._loop.create_future()
@@ -115,20 +115,20 @@ class EtcdStore:
         self._lease = 0
         self._record_lease = 0
         self._outcome_lease = 0
-        self._until = math.inf  # no lease yet, so nothing can expire
+        self._leads_until = math.inf  # no lease yet, so nothing can expire
         self._timer: asyncio.TimerHandle | None = None
         self._pending: Facts | None = None
         self._waiting: list[Callable[[], None]] = []
-        self._more = asyncio.Event()
-        self._silent = False
+        self._to_write = asyncio.Event()
+        self._etcd_is_silent = False
         self._crashes = 0
-        self._has_seen_term = self._outgrown = False
+        self._has_seen_term = self._raises_terms = False
         self._tasks: list[asyncio.Task[None]] = []
 
     # ------------------------------------------------------------ FactStore
 
     def leads(self) -> bool:
-        self._lapse()
+        self._check_lease()
         return self.term > 0 and not self.lost.done()
 
     async def load(self) -> Facts | None:
@@ -136,25 +136,25 @@ class EtcdStore:
             await asyncio.wait_for(self._campaign(), CAMPAIGN_LIMIT)
             keys = self._keys
             read = tuple(map(etcd.get, (keys.record, keys.crashes, keys.terms)))
-            answer = await self._persist(lambda: self._etcd.txn((), read))
+            answer = await self._retry(lambda: self._etcd.txn((), read))
             there = {item.key: item for item in answer.items}
             self.term = self._revision + _number(there.get(keys.terms))
             facts = await self._facts(there)
             self._began_empty = facts is None
             if not self._record_lease:
-                self._record_lease = await self._persist(lambda: self._etcd.grant(RECORD_TTL))
+                self._record_lease = await self._retry(lambda: self._etcd.grant(RECORD_TTL))
         except (TimeoutError, etcd.EtcdError, StoreRefused) as wrong:
             await self._withdraw()
             late = f"{self._place} does not answer"
             why = late if isinstance(wrong, TimeoutError) else str(wrong)
             raise StoreRefused(why, EXIT_NOT_LEADING) from None
-        self._tasks = [self._task(self._write_on()), self._task(self._renew_on())]
+        self._tasks = [self._task(self._keep_writing()), self._task(self._keep_renewing())]
         return facts
 
     def write(self, facts: Facts, done: Callable[[], None]) -> None:
         self._pending = facts
         self._waiting.append(done)
-        self._more.set()
+        self._to_write.set()
 
     def term_seen(self, term: int) -> None:
         """See `FactStore.term_seen`."""
@@ -168,9 +168,9 @@ class EtcdStore:
                 "but not the restarts that were spent, nor who was left out",
                 self._place,
             )
-        if self.term <= term <= MAX_TERM and not self._outgrown:
-            self._outgrown = True
-            self._tasks.append(self._task(self._outgrow(term)))
+        if self.term <= term <= MAX_TERM and not self._raises_terms:
+            self._raises_terms = True
+            self._tasks.append(self._task(self._raise_terms(term)))
 
     async def crashed(self) -> None:
         keys, count = self._keys, self._crashes + 1
@@ -192,23 +192,23 @@ class EtcdStore:
     async def _campaign(self) -> None:
         """Become the leader. Raises StoreRefused if another master leads or the key is unreadable,
         EtcdRefused if etcd rejects the request."""
-        key, mine = self._keys.master, self._me.to_bytes()
+        key, mine = self._keys.master, self._own_key.to_bytes()
         while True:
             began = self._clock()
-            self._lease = await self._persist(lambda: self._etcd.grant(LEADER_TTL))
+            self._lease = await self._retry(lambda: self._etcd.grant(LEADER_TTL))
             free = (etcd.created_at(key, 0),)
             then = (etcd.put(key, mine, self._lease),)
-            answer = await self._persist(partial(self._etcd.txn, free, then, (etcd.get(key),)))
+            answer = await self._retry(partial(self._etcd.txn, free, then, (etcd.get(key),)))
             if answer.succeeded:
                 return self._won(answer.revision, began)
             there = answer.items[0]
             leader = leader_from_bytes(there.value)
-            if leader == self._me:  # the transaction succeeded, and its answer was lost
+            if leader == self._own_key:  # the transaction succeeded, and its answer was lost
                 return self._won(there.created, began)
             why = ""
             if leader is None:
                 why = f"{key} in etcd was written by another version"
-            elif not leader.holder or leader.holder != self._me.holder:
+            elif not leader.holder or leader.holder != self._own_key.holder:
                 why = f"the master at {leader.endpoint} leads this job"
             if why:
                 raise StoreRefused(why, EXIT_NOT_LEADING)
@@ -216,7 +216,7 @@ class EtcdStore:
             # to wait for the old lease.
             await self._withdraw(close=False)
             stale = (etcd.created_at(key, there.created),)
-            await self._persist(partial(self._etcd.txn, stale, (etcd.delete(key),)))
+            await self._retry(partial(self._etcd.txn, stale, (etcd.delete(key),)))
 
     def _won(self, revision: int, since: float) -> None:
         self._revision = revision
@@ -250,27 +250,27 @@ class EtcdStore:
         """Extend the leadership until LEADER_TTL after `since`, when the newest confirmed renewal
         was sent. If that has passed, give it up."""
         # a lease that has expired here is not extended: another master may lead meanwhile
-        self._lapse()
+        self._check_lease()
         if self.lost.done():
             return
-        self._until = since + LEADER_TTL
+        self._leads_until = since + LEADER_TTL
         if self._timer is not None:
             self._timer.cancel()
         # fires when the lease expires, and re-arms itself if the loop's clock is ahead of ours
-        after = max(0.0, self._until - self._clock())
+        after = max(0.0, self._leads_until - self._clock())
         self._timer = self._loop.call_later(after, self._extend, since)
 
-    def _lapse(self) -> None:
+    def _check_lease(self) -> None:
         """Give up the leadership if the lease has expired."""
         now = self._clock()
-        if now >= self._until and not self.lost.done():
-            ago = now - self._until + LEADER_TTL
+        if now >= self._leads_until and not self.lost.done():
+            ago = now - self._leads_until + LEADER_TTL
             self._lose(
                 f"{self._place} last confirmed {ago:.0f} s ago that it leads, for {LEADER_TTL} s: "
                 "it orders nothing more"
             )
 
-    async def _renew_on(self) -> None:
+    async def _keep_renewing(self) -> None:
         """Renew the lease and check that the key is still ours, while this master leads."""
         renewed = self._clock()
         ours = (etcd.created_at(self._keys.master, self._revision),)
@@ -293,18 +293,18 @@ class EtcdStore:
             if not alive:
                 self._lose("another master may lead: this one's lease in etcd is over")
                 return
-            if self._silent:
-                self._silent = False
+            if self._etcd_is_silent:
+                self._etcd_is_silent = False
                 logger.warning("etcd answers again, and this master is still the leader")
             self._extend(since)
 
-    async def _outgrow(self, term: int) -> None:
+    async def _raise_terms(self, term: int) -> None:
         """An agent has obeyed a higher term, although only this master leads: make all later
         masters start above that term."""
         ours = (etcd.created_at(self._keys.master, self._revision),)
         then = (etcd.put(self._keys.terms, str(term).encode(), self._record_lease),)
         try:
-            await self._persist(lambda: self._etcd.txn(ours, then))
+            await self._retry(lambda: self._etcd.txn(ours, then))
         except etcd.EtcdRefused as refused:
             self._lose(str(refused))
             return
@@ -314,8 +314,8 @@ class EtcdStore:
         )
 
     def _log_silent(self, why: str) -> None:
-        if not self._silent:
-            self._silent = True
+        if not self._etcd_is_silent:
+            self._etcd_is_silent = True
             logger.warning("%s; decisions wait until it does, and the ranks keep running", why)
 
     def _lose(self, why: str) -> None:
@@ -337,10 +337,10 @@ class EtcdStore:
 
     # ------------------------------------------------------------ writing
 
-    async def _write_on(self) -> None:
+    async def _keep_writing(self) -> None:
         while True:
-            await self._more.wait()
-            self._more.clear()
+            await self._to_write.wait()
+            self._to_write.clear()
             if not self.leads():
                 return
             if self._pending is None:
@@ -366,17 +366,17 @@ class EtcdStore:
         if outcome is not None:
             if not self._outcome_lease:
                 kept = SAVED_OUTCOME_TTL if outcome.exit_code == EXIT_SAVED else OUTCOME_TTL
-                self._outcome_lease = await self._persist(lambda: self._etcd.grant(kept))
+                self._outcome_lease = await self._retry(lambda: self._etcd.grant(kept))
             lease = self._outcome_lease
             ended = [etcd.put(self._keys.outcome, protobuf.order_to_wire(outcome), lease)]
         then = (etcd.put(self._keys.record, data, lease), *ended)
         ours = (etcd.created_at(self._keys.master, self._revision),)
-        answer = await self._persist(lambda: self._etcd.txn(ours, then))
+        answer = await self._retry(lambda: self._etcd.txn(ours, then))
         if not answer.succeeded:
             self._lose("another master leads this job: what this one decided is void")
         return bool(answer.succeeded)
 
-    async def _persist(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    async def _retry(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         """Retry a call until etcd answers. Raises EtcdRefused if etcd rejects it, or once the
         leadership is lost."""
         while not self.lost.done():

@@ -78,13 +78,13 @@ class FileStore:
         """Never done: the folder is locked, so no other master can lead with it."""
         self.term = 0
         self._disk = _Disk(folder, now or _since_boot)
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = start_thread(self._run, "record")
-        self._works = True
+        self._has_record = True
         self._newest: Facts | None = None
         self._waiting: list[Callable[[], None]] = []  # until the newest is written
-        self._on_its_way: list[Callable[[], None]] = []  # until the current write is done
-        self._watch: asyncio.TimerHandle | None = None
+        self._in_progress: list[Callable[[], None]] = []  # until the current write is done
+        self._slow_timer: asyncio.TimerHandle | None = None
 
     # ------------------------------------------------------------ FactStore
 
@@ -98,20 +98,20 @@ class FileStore:
         try:
             return await asyncio.wait_for(self._do(self._disk.open), LOAD_LIMIT)
         except TimeoutError:
-            self._go_without(f"its disk has not answered for {LOAD_LIMIT:g} s")
+            self._give_up(f"its disk has not answered for {LOAD_LIMIT:g} s")
         except Exception as wrong:
-            self._go_without(str(wrong) or repr(wrong))
+            self._give_up(str(wrong) or repr(wrong))
         return None
 
     def write(self, facts: Facts, done: Callable[[], None]) -> None:
         """See `FactStore.write`. If the record has failed, `done` is called at once."""
-        if not self._works:
+        if not self._has_record:
             done()
             return
         self._newest = facts
         self._waiting.append(done)
-        if not self._on_its_way:
-            self._send(facts)
+        if not self._in_progress:
+            self._start_write(facts)
 
     def term_seen(self, term: int) -> None:
         """See `FactStore.term_seen`. No-op: this store does not assign terms."""
@@ -119,23 +119,23 @@ class FileStore:
     async def close(self) -> None:
         """See `FactStore.close`. The file stays, so that a later master can tell nodes the
         outcome."""
-        await self._last_job(self._disk.close)
+        await self._run_last(self._disk.close)
 
     # ------------------------------------------------------------ a state on which masters fail
 
     async def crashed(self) -> None:
         """See `FactStore.crashed`. Also closes the store."""
-        await self._last_job(self._disk.crashed)
+        await self._run_last(self._disk.crashed)
 
-    def set_aside(self, why: str) -> None:
+    def discard(self, why: str) -> None:
         """Set the loaded record aside and start an empty one."""
         logger.warning("the record of this job is set aside: %s", why)
-        self._jobs.put(self._disk.begin_anew)
+        self._queue.put(self._disk.start_empty)
 
     # ------------------------------------------------------------ to and from the thread
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._queue.get()) is not None:
             job()
 
     def _do(self, job: Callable[[], T]) -> asyncio.Future[T]:
@@ -149,67 +149,67 @@ class FileStore:
                 except Exception as wrong:
                     ended.set_exception(wrong)
 
-        self._jobs.put(work)
+        self._queue.put(work)
         return asyncio.wrap_future(ended)
 
-    def _send(self, facts: Facts) -> None:
-        done = self._on_its_way = self._waiting
+    def _start_write(self, facts: Facts) -> None:
+        done = self._in_progress = self._waiting
         self._waiting = []
-        self._watch = self._loop.call_later(SLOW, self._slow)
+        self._slow_timer = self._loop.call_later(SLOW, self._on_slow)
 
         def save() -> None:
             try:
                 self._disk.save(facts)
             except Exception:
-                self._disk.put_aside()
+                self._disk.set_aside()
                 raise
 
-        self._do(save).add_done_callback(partial(self._came_back, done))
+        self._do(save).add_done_callback(partial(self._on_saved, done))
 
-    def _came_back(self, done: list[Callable[[], None]], saved: asyncio.Future[None]) -> None:
+    def _on_saved(self, done: list[Callable[[], None]], saved: asyncio.Future[None]) -> None:
         wrong = saved.exception()
-        if self._on_its_way is not done:
+        if self._in_progress is not done:
             return  # this write was given up
-        self._unwatch()
-        self._on_its_way = []
+        self._cancel_slow_timer()
+        self._in_progress = []
         if wrong is not None:
-            self._go_without(str(wrong) or repr(wrong))
+            self._give_up(str(wrong) or repr(wrong))
         elif self._waiting and self._newest is not None:
-            self._send(self._newest)
+            self._start_write(self._newest)
         for call in done:
             call()
 
-    def _slow(self) -> None:
+    def _on_slow(self) -> None:
         logger.warning(
             "writes to the record of this job are slow: orders have waited for %g s", SLOW
         )
-        self._watch = self._loop.call_later(
-            GIVEN_UP - SLOW, self._go_without, f"a write took longer than {GIVEN_UP:g} s"
+        self._slow_timer = self._loop.call_later(
+            GIVEN_UP - SLOW, self._give_up, f"a write took longer than {GIVEN_UP:g} s"
         )
 
-    def _unwatch(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            self._watch = None
+    def _cancel_slow_timer(self) -> None:
+        if self._slow_timer is not None:
+            self._slow_timer.cancel()
+            self._slow_timer = None
 
-    def _go_without(self, why: str) -> None:
+    def _give_up(self, why: str) -> None:
         """Continue without a record: release everything that waits for it."""
-        self._works = False
-        self._unwatch()
+        self._has_record = False
+        self._cancel_slow_timer()
         logger.warning(
             "this job no longer has a record: %s; if its master dies, the agents restore the "
             "round, but not the list of excluded nodes",
             why,
         )
-        self._jobs.put(self._disk.put_aside)  # runs when the disk answers again
-        waiting = self._on_its_way + self._waiting
-        self._on_its_way, self._waiting = [], []
+        self._queue.put(self._disk.set_aside)  # runs when the disk answers again
+        waiting = self._in_progress + self._waiting
+        self._in_progress, self._waiting = [], []
         for call in waiting:
             call()
 
-    async def _last_job(self, job: Callable[[], None]) -> None:
+    async def _run_last(self, job: Callable[[], None]) -> None:
         ended = self._do(job)
-        self._jobs.put(None)
+        self._queue.put(None)
         with contextlib.suppress(Exception):  # no node needs the result any longer
             await asyncio.wait_for(asyncio.shield(ended), 1.0)  # a slow disk may still do it
 
@@ -248,15 +248,15 @@ class _Disk:
             return self._load()
         except Damaged as wrong:
             logger.warning("the record %s is set aside: %s", self.path, wrong)
-            self.begin_anew()
+            self.start_empty()
             return None
 
-    def begin_anew(self) -> None:
+    def start_empty(self) -> None:
         """Set the file aside and start an empty record."""
-        self.put_aside()
+        self.set_aside()
         self._content = _Content(boot_id(), self.now(), None)
 
-    def put_aside(self) -> None:
+    def set_aside(self) -> None:
         """Rename the file, so that no later master uses its facts."""
         self.close()
         try:

@@ -19,7 +19,7 @@ from elasticrun.wire.auth import (
 from elasticrun.wire.messages import Reply
 from elasticrun.wire.types import dumps
 
-TRIES: Final = 300.0
+MAX_TRIES: Final = 300.0
 """Maximum burst of join attempts: enough for a rack whose machines join together."""
 
 TRIES_PER_SECOND: Final = 1.0
@@ -41,20 +41,22 @@ class Joining:
         self._job_id = job_id
         self._token = token
         self._command = command
-        self._tries = TRIES
-        self._at = time.monotonic()
+        self._tries_left = MAX_TRIES
+        self._refilled_at = time.monotonic()
 
     def admit(self) -> None:
         """Count one join attempt. Raises Denied if there were too many."""
         now = time.monotonic()
-        self._tries = min(TRIES, self._tries + (now - self._at) * TRIES_PER_SECOND)
-        self._at = now
-        if self._tries < 1.0:
+        self._tries_left = min(
+            MAX_TRIES, self._tries_left + (now - self._refilled_at) * TRIES_PER_SECOND
+        )
+        self._refilled_at = now
+        if self._tries_left < 1.0:
             raise Denied(
                 "too many machines have tried to join at once: try again in a minute",
                 "a joining machine was refused: too many attempts",
             )
-        self._tries -= 1.0
+        self._tries_left -= 1.0
 
     def new_code(self) -> Reply:
         """Create a join code for an operator; a refusal if the job has no token or no command."""
@@ -64,10 +66,10 @@ class Joining:
             return Reply(False, NO_COMMAND)
         return Reply(True, "", str(join_code(self._token, time.time())))
 
-    def answer(self, keeper: AuthServer, peer: str) -> Reply:
+    def answer(self, auth_server: AuthServer, peer: str) -> Reply:
         """Reply to a machine that has proved its code: the job's token and command, encrypted; a
         refusal if the master does not know the command. Raises Denied if the code has expired."""
-        code = keeper.code
+        code = auth_server.code
         if time.time() > code.until:
             raise Denied(CODE_EXPIRED, "a machine with an expired join code was refused")
         command = self._command
@@ -78,4 +80,4 @@ class Joining:
         )
         # The log is the audit trail: who got the token, and when.
         logger.warning("%s used a join code and received the job's token", peer)
-        return Reply(True, "", seal(code.secret, keeper.nonces, dumps(answer).encode()))
+        return Reply(True, "", seal(code.secret, auth_server.nonces, dumps(answer).encode()))

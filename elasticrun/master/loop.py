@@ -54,7 +54,7 @@ MAX_FAULTS: Final = 3
 """Number of exceptions of the state machine at which the master exits, so that its successor starts
 from the record or the agents."""
 
-PICTURE_SHARE: Final = 20
+CACHE_FACTOR: Final = 20
 """A cached status or picture is kept for this multiple of the time that building it took."""
 
 MAX_WAITING: Final = 500_000
@@ -94,7 +94,7 @@ class _Fence:
 
 
 class _Cached(Generic[T]):
-    """A cache that keeps a value for PICTURE_SHARE times the time that building it took."""
+    """A cache that keeps a value for CACHE_FACTOR times the time that building it took."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -107,7 +107,7 @@ class _Cached(Generic[T]):
         if self._made is None or began >= self._until:
             self._made = make()
             now = self._clock()
-            self._until = now + PICTURE_SHARE * (now - began)
+            self._until = now + CACHE_FACTOR * (now - began)
         return self._made
 
 
@@ -163,9 +163,9 @@ class Loop:
         self._faults = 0
         self._paced = False  # whether many streams have ever slowed down the heartbeats
         self._status = _Cached[m.JobStatus](clock)
-        self._whole = _Cached[Picture](clock)
+        self._picture = _Cached[Picture](clock)
         self._requests: dict[int, asyncio.Future[m.Reply]] = {}
-        self._numbers = itertools.count(1)
+        self._request_numbers = itertools.count(1)
         self.page = Readers() if page is None else page
         """Creates the link to the job's page that each Welcome carries."""
         self.sources: Mapping[str, str] = {}
@@ -186,14 +186,14 @@ class Loop:
         self._wake.set()
 
     def status(self) -> m.JobStatus:
-        """The status of the job, cached so that building it takes at most 1/PICTURE_SHARE of the
+        """The status of the job, cached so that building it takes at most 1/CACHE_FACTOR of the
         loop's time."""
-        status, why = self._status.get(self._status_now), self._held_up()
+        status, why = self._status.get(self._status_now), self._delay_reason()
         return replace(status, reason=why) if why else status
 
     def picture(self) -> Picture:
         """All that is known of the job; cached like `status`."""
-        made = self._whole.get(self._job.picture)
+        made = self._picture.get(self._job.picture)
         by = self.sources.get
         rows = tuple(replace(row, source=by(row.name, row.source)) for row in made.settings)
         return replace(made, status=self.status(), settings=rows)
@@ -211,20 +211,20 @@ class Loop:
         pending, or if there is no reply within REQUEST_LIMIT."""
         if len(self._requests) >= MAX_REQUESTS:
             return m.Reply(False, f"{MAX_REQUESTS} requests are pending already: try again")
-        number = next(self._numbers)
+        number = next(self._request_numbers)
         self._requests[number] = waits = asyncio.Future[m.Reply]()
         self.put(events.Requested(number, request))
         try:
             async with asyncio.timeout(REQUEST_LIMIT):
                 reply: m.Reply = await waits
         except TimeoutError:
-            why = self._held_up() or "it is too busy"
+            why = self._delay_reason() or "it is too busy"
             return m.Reply(False, f"the master did not answer within {REQUEST_LIMIT:g} s: {why}")
         finally:
             del self._requests[number]
-        return replace(reply, body=self._with_figures(reply.body)) if reply.body else reply
+        return replace(reply, body=self._complete_picture(reply.body)) if reply.body else reply
 
-    def _with_figures(self, body: str) -> str:
+    def _complete_picture(self, body: str) -> str:
         """Replace the status and the settings in a picture's JSON by those of `picture`, which
         include what the state machine does not know."""
         parts = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
@@ -241,7 +241,7 @@ class Loop:
         """Seconds since any rank made progress in a collective or a step."""
         return self._job.quiet()
 
-    def fall_silent(self) -> None:
+    def stop_sending(self) -> None:
         """Another master decides: drop all queued orders and effects, and refuse the pending
         requests."""
         for number in self._requests:
@@ -249,7 +249,7 @@ class Loop:
         self._held.clear()
         self._boxes.clear()
 
-    def _held_up(self) -> str:
+    def _delay_reason(self) -> str:
         """Why orders are delayed, once that has lasted SLOW_RECORD seconds; else ""."""
         first = self._held[0] if self._held else None
         if not isinstance(first, _Fence):  # none, or effects are being carried out now
@@ -325,15 +325,15 @@ class Loop:
             effects = self._job.step(event, now)
         except Exception as fault:
             if self._tracer is not None:
-                self._tracer.raised(event, now, fault)
-            self._faulted(event, fault)
+                self._tracer.record_fault(event, now, fault)
+            self._on_fault(event, fault)
             return
         if self._tracer is not None:
-            self._tracer.took(event, now, effects)
+            self._tracer.record(event, now, effects)
         for effect in effects:
-            self._carry_out(effect)
+            self._perform_in_order(effect)
 
-    def _faulted(self, event: events.JobEvent, fault: Exception) -> None:
+    def _on_fault(self, event: events.JobEvent, fault: Exception) -> None:
         """Log the failure, which is a bug, and end the event's stream or request, not the job. The
         MAX_FAULTS-th failure raises StateMachineFault."""
         self._faults += 1
@@ -349,14 +349,14 @@ class Loop:
 
     # ------------------------------------------------------------ effects
 
-    def _carry_out(self, effect: events.JobEffect) -> None:
+    def _perform_in_order(self, effect: events.JobEffect) -> None:
         """Carry out an effect, or queue it behind the facts that are being written. Raises
         RecordStuck if too many are queued."""
         if isinstance(effect, events.Record):
             if self._store is not None:
                 fence = _Fence(self._clock())
                 self._held.append(fence)
-                self._store.write(effect.facts, partial(self._durable, fence))
+                self._store.write(effect.facts, partial(self._on_durable, fence))
         elif not self._held:
             self._perform(effect)
         elif len(self._held) < MAX_WAITING:
@@ -364,7 +364,7 @@ class Loop:
         else:
             raise RecordStuck(f"{MAX_WAITING} effects wait for the job's record")
 
-    def _durable(self, fence: _Fence) -> None:
+    def _on_durable(self, fence: _Fence) -> None:
         """The facts of `fence` are durable: carry out the effects ahead of the first fence whose
         facts are not."""
         fence.durable = True
@@ -548,7 +548,7 @@ class Figures:
         """Note the steps in rank 0's metrics; returns whether they are of the current round, or no
         round is known yet."""
         for row in report.rows:
-            self._came_to(report.round, row.step)
+            self._on_step(report.round, row.step)
         return self._round in (None, report.round)
 
     def on_report(self, report: m.Report) -> bool:
@@ -557,14 +557,14 @@ class Figures:
         if isinstance(report, m.Probed):
             self.probes += 1
         elif isinstance(report, m.Steps):
-            self._came_to(report.round, report.step)
+            self._on_step(report.round, report.step)
         elif isinstance(report, m.Holdings):
             for held in report.held:
-                self._came_to(held.round, held.step)
+                self._on_step(held.round, held.step)
         elif isinstance(report, m.Stopped):
-            self._came_to(report.round, report.newest)
+            self._on_step(report.round, report.newest)
         elif isinstance(report, m.RanksFailed):
-            self._came_to(report.round, report.newest)
+            self._on_step(report.round, report.newest)
             self._ranks_failed(report)
         return before != (self._stepped_in, self._step)
 
@@ -576,7 +576,7 @@ class Figures:
         self._failed |= new
         self.failures += len(new)
 
-    def _came_to(self, name: RoundName, step: int) -> None:
+    def _on_step(self, name: RoundName, step: int) -> None:
         """Note a step that ranks of this round have reached or hold; -1: none. A later round may
         start again at a lower step."""
         if step < 0:

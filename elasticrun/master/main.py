@@ -141,7 +141,7 @@ def _write_line(fd: int, answer: dict[str, Any]) -> None:
         os.write(fd, json.dumps(answer).encode() + b"\n")
 
 
-async def _anyway(what: str, step: Callable[[], object]) -> None:
+async def _attempt(what: str, step: Callable[[], object]) -> None:
     """Run one shutdown step. A failure is logged, so that the next step runs."""
     try:
         if isinstance(done := step(), Awaitable):
@@ -173,65 +173,65 @@ class Lifetime:
         self._loop = asyncio.get_running_loop()
         self.done: asyncio.Future[tuple[int, str]] = self._loop.create_future()
         """The exit code, and the reason for the log."""
-        self.streams: Servicer | None = None
+        self.servicer: Servicer | None = None
         """The gRPC service, once it exists."""
         self.outward = Outward(config, hosted=hosted)
         """Gets the job's outcome."""
         self._linger, self._outlive = config.linger, config.outlive
         spec = config.spec
-        self._most = spec.max_nodes if spec and spec.max_nodes > 1 else MAX_NODES
+        self._max_nodes = spec.max_nodes if spec and spec.max_nodes > 1 else MAX_NODES
         self._lost = spec.master_lost_timeout if spec else MASTER_LOST_TIMEOUT
         self._attached = 0
         self._outcome: JobOver | None = None
-        self._missed = False
+        self._began_over = False
         self._hosted = hosted
-        self._orphan = False
+        self._owner_exited = False
         self._timer: asyncio.TimerHandle | None = None
         if hosted:
-            self._alone()
+            self._on_alone()
 
-    def counted(self, attached: int) -> None:
+    def on_count(self, attached: int) -> None:
         """Handle a change of the number of attached agents."""
         self._attached = attached
         if self._outcome is not None:
-            dialling = self.streams is not None and self.streams.may_come_back()
-            all_attached = self.streams is not None and len(self.streams.nodes) >= self._most
-            if not attached and not dialling and (all_attached or not self._missed):
-                self._finish_with(self._code(self._outcome), self._outcome.reason)
+            dialling = self.servicer is not None and self.servicer.may_reconnect()
+            all_attached = self.servicer is not None and len(self.servicer.nodes) >= self._max_nodes
+            if not attached and not dialling and (all_attached or not self._began_over):
+                self._end(self._code(self._outcome), self._outcome.reason)
         elif attached:
             self._arm(None)
         else:
-            self._alone()
+            self._on_alone()
 
-    def over(self, outcome: JobOver, found: Picture) -> None:
+    def on_over(self, outcome: JobOver, found: Picture) -> None:
         """Handle the job's outcome, which was sent to the attached agents; `found`: its last
         picture."""
-        if self._outcome is None and not self._missed:
+        if self._outcome is None and not self._began_over:
             self.outward.over(outcome, found)
-            self._finish(outcome)
+            self._start_linger(outcome)
 
-    def _finish(self, outcome: JobOver) -> None:
+    def _start_linger(self, outcome: JobOver) -> None:
         self._outcome = outcome
         self._arm(self._linger, self._code(outcome), outcome.reason)
-        self.counted(self._attached)
+        self.on_count(self._attached)
 
-    def was_over(self, outcome: JobOver, late: float = 0.0) -> None:
+    def on_already_over(self, outcome: JobOver, late: float = 0.0) -> None:
         """Handle that the job had already ended when this master started.
 
         This master cannot know which agents already have the outcome, so it serves them for the
         whole of `linger`, or `late` seconds if that is longer. A master started by hand serves them
         until a user ends it."""
-        self._missed = True
+        self._began_over = True
         self.outward.mute()
         self._linger = max(self._linger, late)
         if self._hosted:
-            self._finish(outcome)
+            self._start_linger(outcome)
 
     def is_orphan(self, lifeline_fd: int) -> bool:
         """Whether the agent that started this master has exited. Checks the lifeline again, because
         its EOF may not have been handled yet."""
-        if self._orphan or lifeline_fd < 0:
-            return self._orphan
+        if self._owner_exited or lifeline_fd < 0:
+            return self._owner_exited
         poller = select.poll()
         poller.register(lifeline_fd, 0)
         return bool(poller.poll(0))  # POLLHUP: the other end is closed, even with unread data
@@ -240,25 +240,25 @@ class Lifetime:
         """The master's exit code at the job's end: 0 if hosted, else that of the job."""
         return EXIT_OK if self._hosted else outcome.exit_code
 
-    def owner_exited(self) -> None:
+    def on_owner_exit(self) -> None:
         """Handle EOF on the lifeline: the agent that started this master has exited."""
-        self._orphan = True
+        self._owner_exited = True
         if not self._outlive:
-            self._finish_with(EXIT_OK, "the agent that started this master has ended")
+            self._end(EXIT_OK, "the agent that started this master has ended")
             return
         if not self._attached:
-            self._alone()
+            self._on_alone()
 
-    def signalled(self, signum: int, name: str) -> None:
+    def on_signal(self, signum: int, name: str) -> None:
         """Handle a signal to a master that was started by hand: end."""
-        self._finish_with(128 + signum, f"received {name}")
+        self._end(128 + signum, f"received {name}")
 
-    def _alone(self) -> None:
-        if self._outcome is not None or self._missed:
+    def _on_alone(self) -> None:
+        if self._outcome is not None or self._began_over:
             return
-        if self._orphan:
+        if self._owner_exited:
             # If other nodes were attached, they may have lost their streams only briefly.
-            several = self.streams is not None and len(self.streams.nodes) > 1
+            several = self.servicer is not None and len(self.servicer.nodes) > 1
             wait = REATTACH_GRACE if several else OWNER_EXITED
             self._arm(
                 wait, EXIT_OK, "the agent that started this master, and all others, have left"
@@ -272,15 +272,15 @@ class Lifetime:
             self._timer.cancel()
             self._timer = None
         if after is not None:
-            self._timer = self._loop.call_later(after, self._finish_with, code, reason)
+            self._timer = self._loop.call_later(after, self._end, code, reason)
 
-    def _finish_with(self, code: int, reason: str) -> None:
+    def _end(self, code: int, reason: str) -> None:
         self._arm(None)
         if not self.done.done():
             self.done.set_result((code, reason))
 
 
-def _unknown(job_id: str) -> JobSpec:
+def _placeholder_spec(job_id: str) -> JobSpec:
     """A spec for a finished job whose spec no agent has sent; its values have no effect."""
     return JobSpec(
         job_id=job_id, min_nodes=1, max_nodes=1, node_unit=1, max_restarts=0, restart_backoff=0.0,
@@ -324,22 +324,22 @@ class Master:
         )
         port = listen(server, config.host, config.port, pem)
         records = Records(config, hosted=self._hosted)
-        brain = await self._restore(records, port, lifetime)
+        job = await self._restore(records, port, lifetime)
         # without a job token, only this user can operate the job, and only on this host
         operator = operator_token(config.identity.token or secrets.token_hex(32))
         readers = Readers(operator, guarded=bool(config.identity.token))
-        loop = self._loop(brain, records, lifetime, port, readers)
-        servicer = lifetime.streams = Servicer(
+        loop = self._build_loop(job, records, lifetime, port, readers)
+        servicer = lifetime.servicer = Servicer(
             loop,
             config.identity.job_id,
             token=config.identity.token,
             operator=operator,
             term=self._term,
             joining=Joining(config.identity.job_id, config.identity.token, config.launch.to_join),
-            on_count=lifetime.counted,
+            on_count=lifetime.on_count,
         )
         page = StatusPage(loop, readers)
-        status_port = self._open(page)
+        status_port = self._open_page(page)
         await server.start()
         if config.ready_fd >= 0:
             _write_line(config.ready_fd, {"port": port, "status_port": status_port})
@@ -355,16 +355,16 @@ class Master:
                 await asyncio.to_thread(lifetime.outward.close)
             return code
         finally:
-            await _anyway("sending events", lambda: asyncio.to_thread(lifetime.outward.close))
-            await _anyway("removing the listing", listing.remove)
-            await _anyway("closing the status page", page.close)
-            await _anyway("stopping the server", lambda: server.stop(grace))
-            await _anyway("closing the record", records.close)
+            await _attempt("sending events", lambda: asyncio.to_thread(lifetime.outward.close))
+            await _attempt("removing the listing", listing.remove)
+            await _attempt("closing the status page", page.close)
+            await _attempt("stopping the server", lambda: server.stop(grace))
+            await _attempt("closing the record", records.close)
             if self._hosted and lifetime.is_orphan(config.lifeline_fd):
-                await _anyway("removing the record", records.remove)
+                await _attempt("removing the record", records.remove)
 
-    def _loop(
-        self, brain: Job, records: Records, lifetime: Lifetime, port: int, readers: Readers
+    def _build_loop(
+        self, job: Job, records: Records, lifetime: Lifetime, port: int, readers: Readers
     ) -> Loop:
         """Build the loop, with its listeners and the values that only the configuration has."""
         config, outward = self._config, lifetime.outward
@@ -376,11 +376,11 @@ class Master:
             on_filed=outward.filed,
             on_judged=outward.judged,
             on_slow=outward.slow,
-            on_over=lifetime.over,
+            on_over=lifetime.on_over,
         )
         store, tracer = records.store, records.trace
         loop = Loop(
-            brain,
+            job,
             job_id=config.identity.job_id,
             store=store,
             tracer=tracer,
@@ -400,7 +400,7 @@ class Master:
         try:
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if records.store is not None and records.store.lost.done():
-                loop.fall_silent()
+                loop.stop_sending()
                 reason = records.store.lost.result()
                 logger.warning("the master ends: %s", reason)
                 return EXIT_NOT_LEADING
@@ -426,17 +426,17 @@ class Master:
             self._term = max(self._term, facts.term + 1)
             try:
                 # A trial run: facts that fail here are discarded.
-                self._job(facts).step(Tick(), time.monotonic())
+                self._build_job(facts).step(Tick(), time.monotonic())
             except Exception as fault:
                 logger.error("a bug: %s while reading the record", fault, exc_info=fault)
                 await records.distrust(f"this master cannot load it ({fault!r})")
                 facts = None
         replaces = self._config.replaces
-        if done := await lifetime.outward.open(goes_on=facts is not None or bool(replaces)):
-            facts = self._facts_of(done)
+        if done := await lifetime.outward.open(is_successor=facts is not None or bool(replaces)):
+            facts = self._succeeded_facts(done)
         elif replaces:
             lifetime.outward.noted(Note(f"the job master before this one {replaces}", "warning"))
-        brain = self._job(facts)
+        job = self._build_job(facts)
         trace = records.begin_trace(
             MasterStart(self._config.identity.job_id, self._term, self._config.spec, facts)
         )
@@ -445,20 +445,20 @@ class Master:
         if facts is not None and facts.outcome is not None:
             logger.warning("job %r: %s", self._config.identity.job_id, facts.outcome.reason)
             outcome = JobOver(facts.outcome.exit_code, facts.outcome.reason)
-            lifetime.was_over(outcome, SUCCEEDED_LINGER if done else 0.0)
-        return brain
+            lifetime.on_already_over(outcome, SUCCEEDED_LINGER if done else 0.0)
+        return job
 
-    def _facts_of(self, sentence: str) -> Facts:
+    def _succeeded_facts(self, sentence: str) -> Facts:
         """Facts for a job that had already succeeded in its run folder, so that every node that
         joins gets the outcome."""
-        spec = self._config.spec or _unknown(self._config.identity.job_id)
+        spec = self._config.spec or _placeholder_spec(self._config.identity.job_id)
         over = End(EXIT_OK, sentence, ())
         return Facts(spec, self._term, 0, outcome=over)
 
-    def _job(self, facts: Facts | None) -> Job:
+    def _build_job(self, facts: Facts | None) -> Job:
         return Job(self._config.spec, self._term, lambda: self._mint(), facts)
 
-    def _open(self, page: StatusPage) -> int:
+    def _open_page(self, page: StatusPage) -> int:
         """Open the page; returns its port. If that fails, logs it and returns 0: the job runs
         without a page."""
         host, port = self._config.status_host, self._config.launch.status_port
@@ -473,15 +473,17 @@ class Master:
         loop = asyncio.get_running_loop()
         if not self._hosted:
             for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, lifetime.signalled, int(number), number.name)
+                loop.add_signal_handler(number, lifetime.on_signal, int(number), number.name)
         fd, answers = self._config.lifeline_fd, self._config.ready_fd
         if fd >= 0:
             if answers >= 0:
                 os.set_blocking(answers, False)
-            loop.add_reader(fd, _lifeline, loop, fd, answers, lifetime)
+            loop.add_reader(fd, _read_lifeline, loop, fd, answers, lifetime)
 
 
-def _lifeline(loop: asyncio.AbstractEventLoop, fd: int, answers: int, lifetime: Lifetime) -> None:
+def _read_lifeline(
+    loop: asyncio.AbstractEventLoop, fd: int, answers: int, lifetime: Lifetime
+) -> None:
     """Answer the owner's pings on the lifeline, or handle its EOF."""
     try:
         pings = os.read(fd, 4096)
@@ -491,7 +493,7 @@ def _lifeline(loop: asyncio.AbstractEventLoop, fd: int, answers: int, lifetime: 
         pings = b""
     if not pings:
         loop.remove_reader(fd)
-        lifetime.owner_exited()
+        lifetime.on_owner_exit()
     elif answers >= 0:
         with contextlib.suppress(OSError):  # the owner does not read, or has exited
             os.write(answers, pings)
@@ -534,7 +536,7 @@ class Listing:
     def _keep(self) -> None:
         with contextlib.suppress(OSError):
             folder = user_folder.user_folder(os.environ)
-            self._go_on_counting(folder)
+            self._adopt_start_time(folder)
             user_folder.published(folder)  # also removes files of killed masters
             self._path = user_folder.publish(folder, self._entry)
         while not self._over.wait(user_folder.RENEWED):
@@ -545,7 +547,7 @@ class Listing:
             with contextlib.suppress(OSError):
                 self._path.unlink()
 
-    def _go_on_counting(self, folder: Path) -> None:
+    def _adopt_start_time(self, folder: Path) -> None:
         """If an earlier master of this job was killed on this host, adopt the start time in the
         file that it left."""
         before = user_folder.began_before(folder, self._entry.job_id, self._entry.port)

@@ -28,7 +28,7 @@ TRACE_END: Final = 1.0
 FOLDER_LIMIT: Final = 2.0
 """Seconds to prepare and lock the folder; after that it counts as unusable."""
 
-MAX_WORD: Final = 64
+MAX_JOB_CHARS: Final = 64
 """Maximum characters of the job's id in the name of a trace folder that the user asked to keep."""
 
 logger = logging.getLogger("elasticrun")
@@ -53,7 +53,7 @@ class Records:
         none. `port`: the port of this master, already bound. Raises StoreRefused."""
         config = self._config
         if config.record_dir:
-            await self._take(Path(config.record_dir))
+            await self._lock_in_thread(Path(config.record_dir))
         if config.launch.store:
             from elasticrun.master.etcd_store import EtcdStore
 
@@ -79,7 +79,7 @@ class Records:
         if folder is None:
             return None
         if kept and self._hosted:
-            job = re.sub(r"[^A-Za-z0-9_.-]", "_", self._config.identity.job_id)[:MAX_WORD]
+            job = re.sub(r"[^A-Za-z0-9_.-]", "_", self._config.identity.job_id)[:MAX_JOB_CHARS]
             launch = folder.name.removeprefix(user_folder.PREFIX)
             folder = Path(kept).absolute() / f"{job}-{launch}"
         self.trace = TraceWriter(folder, start)
@@ -100,7 +100,7 @@ class Records:
         """Discard the loaded record. A file is set aside at once; a record in etcd stays until the
         next write replaces it."""
         if isinstance(self.store, FileStore):
-            self.store.set_aside(why)
+            self.store.discard(why)
         else:
             logger.warning("the record of this job is ignored: %s", why)
 
@@ -122,42 +122,42 @@ class Records:
         if self._folder is not None and self._hosted:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def _take(self, folder: Path) -> None:
+    async def _lock_in_thread(self, folder: Path) -> None:
         """Prepare and lock the folder, in a thread because its file system may hang."""
-        taken: Future[int] = Future()
-        taken.set_running_or_notify_cancel()  # not cancellable: `let_go` closes a late result
+        locked: Future[int] = Future()
+        locked.set_running_or_notify_cancel()  # not cancellable: `close_late` closes a late result
 
         def work() -> None:
             try:
-                taken.set_result(self._hold(folder))
+                locked.set_result(self._lock(folder))
             except Exception as error:
-                taken.set_exception(error)
+                locked.set_exception(error)
 
-        def let_go(late: Future[int]) -> None:
+        def close_late(late: Future[int]) -> None:
             if late.exception() is None:
                 os.close(late.result())
 
         try:
             start_thread(work, "folder")
-            self._fd = await asyncio.wait_for(asyncio.wrap_future(taken), FOLDER_LIMIT)
+            self._fd = await asyncio.wait_for(asyncio.wrap_future(locked), FOLDER_LIMIT)
             self._folder = folder
         except NoThread as wrong:
-            self._do_without(str(wrong))
+            self._continue_without(str(wrong))
         except TimeoutError:
-            taken.add_done_callback(let_go)  # runs at once if the result has arrived meanwhile
-            self._do_without(f"{folder} has not answered for {FOLDER_LIMIT:g} s")
+            locked.add_done_callback(close_late)  # runs at once if the result has arrived meanwhile
+            self._continue_without(f"{folder} has not answered for {FOLDER_LIMIT:g} s")
         except BlockingIOError:
-            self._do_without(f"{folder} has the record of a running master")
+            self._continue_without(f"{folder} has the record of a running master")
         except OSError as wrong:
-            self._do_without(str(wrong))
+            self._continue_without(str(wrong))
 
-    def _hold(self, folder: Path) -> int:
+    def _lock(self, folder: Path) -> int:
         if self._hosted:
             return user_folder.lock_folder(folder)
         user_folder.prepare_folder(folder)
         return user_folder.lock_folder(folder, alone=True)
 
-    def _do_without(self, why: str) -> None:
+    def _continue_without(self, why: str) -> None:
         if not self._hosted:
             raise StoreRefused(why, EXIT_USAGE)
         logger.warning("this job's master keeps no record: %s", why)

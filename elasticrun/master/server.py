@@ -135,7 +135,7 @@ class Servicer:
         self._refusals = Refusals()
         self._listening = Listening()
         self._sessions = itertools.count(1)
-        self._page: tuple[m.JobStatus, bytes] | None = None
+        self._encoded_status: tuple[m.JobStatus, bytes] | None = None
         self._reaching = 0
         self.attached = 0
         """Number of agents' streams that are open and have sent Hello."""
@@ -145,7 +145,7 @@ class Servicer:
         """Ids of nodes whose last stream broke: they may be reconnecting, and may have missed
         orders."""
 
-    def may_come_back(self) -> bool:
+    def may_reconnect(self) -> bool:
         """Whether an agent whose stream broke may still be reconnecting."""
         nodes = self._loop.status().nodes
         return any(node.state == "suspect" and node.node in self.broken for node in nodes)
@@ -159,29 +159,37 @@ class Servicer:
 
     async def status(self, context: Any) -> None:
         """Send the status to a reader."""
-        await self._received(context, m.Role.READER, protobuf.answer_to_wire, self._show)
+        await self._authenticated(
+            context, m.Role.READER, protobuf.answer_to_wire, self._send_status
+        )
 
     async def reach(self, context: Any) -> None:
         """Dial a reader back, and send it the result."""
-        await self._received(context, m.Role.READER, protobuf.answer_to_wire, self._dial)
+        await self._authenticated(context, m.Role.READER, protobuf.answer_to_wire, self._reach)
 
     async def ask_for(self, context: Any) -> None:
         """Serve a reader that requests a picture or stacks."""
-        await self._received(context, m.Role.READER, protobuf.answer_to_wire, self._read_for)
+        await self._authenticated(
+            context, m.Role.READER, protobuf.answer_to_wire, self._serve_reader
+        )
 
     async def operate(self, context: Any) -> None:
         """Serve an operator, who may request anything."""
-        await self._received(context, m.Role.OPERATOR, protobuf.answer_to_wire, self._do)
+        await self._authenticated(
+            context, m.Role.OPERATOR, protobuf.answer_to_wire, self._serve_operator
+        )
 
     async def join(self, context: Any) -> None:
         """Serve a node that has a join code."""
-        await self._received(context, m.Role.JOINER, protobuf.answer_to_wire, self._invite)
+        await self._authenticated(
+            context, m.Role.JOINER, protobuf.answer_to_wire, self._serve_joiner
+        )
 
     async def attend(self, context: Any) -> None:
         """Serve one agent's stream."""
-        await self._received(context, m.Role.AGENT, protobuf.order_to_wire, self._serve)
+        await self._authenticated(context, m.Role.AGENT, protobuf.order_to_wire, self._serve_agent)
 
-    async def _received(
+    async def _authenticated(
         self,
         context: Any,
         role: m.Role,
@@ -190,12 +198,12 @@ class Servicer:
     ) -> None:
         """Authenticate the peer, then call `serve`; on an error, send the peer the reason."""
         token = self._operator if role is m.Role.OPERATOR else self._token
-        keeper = AuthServer(token, __version__, self._job_id, self._term, role)
+        auth = AuthServer(token, __version__, self._job_id, self._term, role)
         try:
             if role is m.Role.JOINER:
                 self._joining.admit()
-            await self._handshake(context, keeper, encode)
-            await serve(context, keeper)
+            await self._handshake(context, auth, encode)
+            await serve(context, auth)
         except Denied as denied:
             self._refusals.add(denied.word)
             order = m.Refused(reason=str(denied), exit_code=code_of(Ending.REFUSED))
@@ -205,13 +213,13 @@ class Servicer:
             await context.abort(wrong.code, str(wrong))
 
     async def _handshake(
-        self, context: Any, keeper: AuthServer, encode: Callable[[Any], bytes]
+        self, context: Any, auth: AuthServer, encode: Callable[[Any], bytes]
     ) -> None:
         """Run the handshake. Raises Denied, PeerError."""
         try:
-            async with self._pending.step(lambda: keeper.awaits):
-                while not keeper.is_authenticated:
-                    answer = keeper.receive(await _first(context, keeper.awaits))
+            async with self._pending.step(lambda: auth.awaits):
+                while not auth.is_authenticated:
+                    answer = auth.receive(await _first(context, auth.awaits))
                     if answer is not None:
                         await context.write(encode(answer))
         except OutOfTurn as wrong:
@@ -219,17 +227,17 @@ class Servicer:
 
     # ------------------------------------------------------------ a reader
 
-    async def _show(self, context: Any, _keeper: AuthServer) -> None:
+    async def _send_status(self, context: Any, _auth: AuthServer) -> None:
         """Send the job's status, which is encoded once for all readers."""
         status = self._loop.status()
-        if self._page is None or self._page[0] is not status:
+        if self._encoded_status is None or self._encoded_status[0] is not status:
             try:
-                self._page = (status, protobuf.answer_to_wire(status))
+                self._encoded_status = (status, protobuf.answer_to_wire(status))
             except WireError as wrong:
                 raise PeerError(f"no status: {wrong}", grpc.StatusCode.INTERNAL) from None
-        await context.write(self._page[1])
+        await context.write(self._encoded_status[1])
 
-    async def _dial(self, context: Any, _keeper: AuthServer) -> None:
+    async def _reach(self, context: Any, _auth: AuthServer) -> None:
         """Read the port at which to dial the reader, dial it, and send the result."""
         # Until its request arrives, a reader counts as a handshake, not towards MAX_REACHING.
         async with self._pending.step(lambda: "ReachMe"):
@@ -246,7 +254,7 @@ class Servicer:
             self._reaching -= 1
         await context.write(protobuf.answer_to_wire(reached))
 
-    async def _read_for(self, context: Any, _keeper: AuthServer) -> None:
+    async def _serve_reader(self, context: Any, _auth: AuthServer) -> None:
         """Send a reader a picture or stacks. Raises Denied for any other verb, and in a job without
         a token, where only operators may request them."""
         request = await self._request(context)
@@ -254,16 +262,16 @@ class Servicer:
             raise Denied(OPERATOR_WANTED)
         await self._reply(context, request)
 
-    async def _do(self, context: Any, _keeper: AuthServer) -> None:
+    async def _serve_operator(self, context: Any, _auth: AuthServer) -> None:
         request = await self._request(context)
         if request.verb == "invite":
             await context.write(protobuf.answer_to_wire(self._joining.new_code()))
         else:
             await self._reply(context, request)
 
-    async def _invite(self, context: Any, keeper: AuthServer) -> None:
+    async def _serve_joiner(self, context: Any, auth: AuthServer) -> None:
         await self._request(context)
-        reply = self._joining.answer(keeper, peer_address(context.peer()))
+        reply = self._joining.answer(auth, peer_address(context.peer()))
         await context.write(protobuf.answer_to_wire(reply))
 
     async def _request(self, context: Any) -> m.Request:
@@ -283,8 +291,8 @@ class Servicer:
 
     # ------------------------------------------------------------ an agent
 
-    async def _serve(self, context: Any, keeper: AuthServer) -> None:
-        hello = keeper.hello
+    async def _serve_agent(self, context: Any, auth: AuthServer) -> None:
+        hello = auth.hello
         assert hello is not None
         if self.attached >= MAX_SESSIONS:
             # Not a Refused, so that the agent reconnects: a place may become free.
@@ -407,7 +415,7 @@ class PendingHandshakes:
 
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Timeout, None] = {}  # in order of arrival
-        self._pushed: set[asyncio.Timeout] = set()
+        self._dropped: set[asyncio.Timeout] = set()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -424,11 +432,11 @@ class PendingHandshakes:
                 if len(self._waiting) > MAX_UNPROVED:
                     oldest = next(iter(self._waiting))
                     del self._waiting[oldest]
-                    self._pushed.add(oldest)
+                    self._dropped.add(oldest)
                     oldest.reschedule(asyncio.get_running_loop().time())
                 yield
         except TimeoutError:
-            if limit not in self._pushed:
+            if limit not in self._dropped:
                 reason = f"no {awaits()} came in time"
                 raise PeerError(reason, grpc.StatusCode.DEADLINE_EXCEEDED) from None
             # Not a Denied, so that an agent of the job reconnects.
@@ -436,7 +444,7 @@ class PendingHandshakes:
             raise PeerError(reason, grpc.StatusCode.RESOURCE_EXHAUSTED) from None
         finally:
             self._waiting.pop(limit, None)
-            self._pushed.discard(limit)
+            self._dropped.discard(limit)
 
 
 class Refusals:
@@ -523,7 +531,7 @@ async def reach(peer: str, request: m.ReachMe) -> m.Reached:
     """
     began = time.time_ns()
     address = peer_address(peer)
-    reason = await _why_not(address, request) if address else "its address is not known here"
+    reason = await _dial_error(address, request) if address else "its address is not known here"
     return m.Reached(
         ok=not reason,
         reason=reason,
@@ -535,7 +543,7 @@ async def reach(peer: str, request: m.ReachMe) -> m.Reached:
     )
 
 
-async def _why_not(address: str, request: m.ReachMe) -> str:
+async def _dial_error(address: str, request: m.ReachMe) -> str:
     """Why the nonce could not be read from the peer; "" if it was."""
     writer: asyncio.StreamWriter | None = None
     try:

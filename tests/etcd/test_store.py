@@ -136,7 +136,7 @@ async def test_one_of_many_leads(stage: Stage) -> None:
     (winner,) = (x for x, outcome in zip(stores, outcomes, strict=True) if outcome is None)
     refused = [outcome for outcome in outcomes if isinstance(outcome, StoreRefused)]
     assert len(refused) == 7
-    assert {str(r) for r in refused} == {f"the master at h:{winner._me.port} leads this job"}
+    assert {str(r) for r in refused} == {f"the master at h:{winner._own_key.port} leads this job"}
     assert {r.exit_code for r in refused} == {EXIT_NOT_LEADING}
     assert [x for x in stores if x.leads()] == [winner]
     assert winner.term == (await stage.there())[KEYS.master].created

@@ -158,7 +158,7 @@ async def served(picture: Picture, port: int = 0) -> AsyncIterator[tuple[Recorde
     brain.page, brain.whole = picture.status, picture
     readers = Readers()
     loop = Loop(brain)
-    loop.figures._came_to(ROUND, picture.status.step)
+    loop.figures._on_step(ROUND, picture.status.step)
     loop.figures.began -= picture.status.age
     page = StatusPage(loop, readers)
     page.listen("127.0.0.1", port)

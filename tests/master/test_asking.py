@@ -95,7 +95,7 @@ async def test_an_answer_has_a_limit_and_so_has_the_number_of_those_who_wait() -
         await asyncio.gather(waiting[0], return_exceptions=True)
         waiting.append(asyncio.ensure_future(served.loop.request(m.Request("picture"))))
         await asyncio.sleep(0)
-        served.loop.fall_silent()
+        served.loop.stop_sending()
         assert all("another master" in one.reason for one in await asyncio.gather(*waiting[1:]))
 
 

@@ -104,7 +104,7 @@ async def test_an_operator_mints_a_code_and_a_reader_does_not() -> None:
 
 
 async def test_a_flood_of_tries_is_refused_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "TRIES", 3.0)
+    monkeypatch.setattr(joining, "MAX_TRIES", 3.0)
     monkeypatch.setattr(joining, "TRIES_PER_SECOND", 0.0)
     wrong = JoinCode(int(time.time()) + 60, code_secret("guessed", 1))
     async with job() as served:

@@ -440,7 +440,7 @@ async def test_a_folder_that_answers_too_late_is_done_without(
     may, troubles, held = threading.Event(), list[object](), list[int]()
 
     class Slow(records.Records):
-        def _hold(self, folder: Path) -> int:
+        def _lock(self, folder: Path) -> int:
             assert may.wait(LIMIT)
             held.append(os.open(folder, os.O_RDONLY))
             return held[0]

@@ -100,13 +100,13 @@ def test_effects_in_words_tell_themselves_apart() -> None:
 
 def test_a_trace_has_everything_with_its_time(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path, LIFE, mint=lambda: "0badcafe")
-    writer.took(EVENTS[0], 1.5, [Note("hello")])
-    writer.took(Heard(1, m.Beat(1)), 2.0, [])
-    writer.took(Heard(1, m.Beat(2)), 2.25, [])
+    writer.record(EVENTS[0], 1.5, [Note("hello")])
+    writer.record(Heard(1, m.Beat(1)), 2.0, [])
+    writer.record(Heard(1, m.Beat(2)), 2.25, [])
     assert writer.mint() == "0badcafe"
-    writer.took(Tick(), 2.5, [Hangup(1), Record(facts())])
-    writer.raised(Tick(), 3.0, KeyError("a defect"))
-    writer.took(Heard(1, m.Beat(3)), 3.5, [])
+    writer.record(Tick(), 2.5, [Hangup(1), Record(facts())])
+    writer.record_fault(Tick(), 3.0, KeyError("a defect"))
+    writer.record(Heard(1, m.Beat(3)), 3.5, [])
     writer.close(LIMIT)
     head, first, beats, second, third, last = _lines(tmp_path / "trace")
     assert (head["trace"], head["job"], head["term"]) == (3, "job", 7)
@@ -124,7 +124,7 @@ def test_beats_do_not_wait_for_ever(tmp_path: Path) -> None:
     """At rest nothing but beats comes: a second of them is a line."""
     writer = TraceWriter(tmp_path, LIFE)
     for number in range(25):
-        writer.took(Heard(1, m.Beat(number)), 100.0 + number / 10, [])
+        writer.record(Heard(1, m.Beat(number)), 100.0 + number / 10, [])
     writer.close(LIMIT)
     lines = _lines(tmp_path / "trace")[1:]
     assert [len(line["beats"]) for line in lines] == [11, 11, 3]
@@ -142,10 +142,10 @@ def test_what_does_not_fit_is_counted(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(trace_writer, "MAX_QUEUED", 10)
     writer = TraceWriter(tmp_path, LIFE)
     for number in range(17):
-        writer.took(Overslept(float(number)), 1.0, [])
+        writer.record(Overslept(float(number)), 1.0, [])
     gate.set()
     monkeypatch.setattr(trace_writer, "MAX_QUEUED", 1000)
-    writer.took(Tick(), 2.0, [])
+    writer.record(Tick(), 2.0, [])
     writer.close(LIMIT)
     lines = _lines(tmp_path / "trace")[1:]
     assert [line["e"]["Overslept"]["by"] for line in lines[:10]] == list(range(10))
@@ -156,11 +156,11 @@ def test_what_does_not_fit_is_counted(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_ring_stays_in_its_bounds_and_each_file_has_a_head(tmp_path: Path) -> None:
     ring = 512 * 1024
     writer = TraceWriter(tmp_path, LIFE, ring=ring)
-    writer.took(Attached(1, hello("here")), 1.0, [])
-    writer.took(Attached(2, hello("gone")), 1.0, [])
-    writer.took(Detached(2, clean=True), 1.0, [Record(facts(9))])
+    writer.record(Attached(1, hello("here")), 1.0, [])
+    writer.record(Attached(2, hello("gone")), 1.0, [])
+    writer.record(Detached(2, clean=True), 1.0, [Record(facts(9))])
     for number in range(4000):
-        writer.took(Overslept(1.0), float(number), [Note("x" * 500)])
+        writer.record(Overslept(1.0), float(number), [Note("x" * 500)])
     writer.close(LIMIT)
     sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
     assert sizes.keys() == {"trace", "trace.1"}
@@ -184,7 +184,7 @@ def test_no_disk_no_trace_and_no_harm(tmp_path: Path, caplog: pytest.LogCaptureF
     (tmp_path / "file").write_text("")
     writer = TraceWriter(tmp_path / "file", LIFE)
     for _ in range(100):
-        writer.took(Tick(), 1.0, [])
+        writer.record(Tick(), 1.0, [])
     writer.close(LIMIT)
     writer = TraceWriter(tmp_path, LIFE, ring=1000)
     writer.close(LIMIT)
@@ -198,9 +198,9 @@ def test_a_hang_that_was_told_is_a_span(tmp_path: Path) -> None:
         "strong", "idle", "rank 3 is idle", 60.0, "3", "", "it is not restarted automatically"
     )
     chrome = ChromeTrace()
-    chrome.took(100.0, [])
+    chrome.add(100.0, [])
     for now, over in ((170.0, False), (180.0, True), (300.0, False)):
-        chrome.took(now, [Judged(found, over=over)])
+        chrome.add(now, [Judged(found, over=over)])
     chrome.write(tmp_path / "out.json", 310.0)
     spans = json.loads((tmp_path / "out.json").read_text())["traceEvents"]
     hangs = [(one["name"], one["ts"], one["dur"]) for one in spans if one["ph"] == "X"]
@@ -219,12 +219,12 @@ def test_rounds_end_with_their_incidents_and_each_of_those_is_one_span(tmp_path:
     later = changed(START, m.RoundName(ROUND.term, number + 1, "next"))
     phases = (PhaseRow("detect", 4.0), PhaseRow("stop", 6.0), PhaseRow("warm", 2.0))
     over = replace(row, age=20.0, over=True, phases=phases)
-    chrome.took(100.0, [])
-    chrome.took(101.0, [Send((1,), START)])
-    chrome.took(110.0, [Filed(row)])
-    chrome.took(117.0, [Send((1,), later)])
-    chrome.took(130.0, [Filed(over)])
-    chrome.took(131.0, [Filed(replace(over, last_lines="it failed"))])
+    chrome.add(100.0, [])
+    chrome.add(101.0, [Send((1,), START)])
+    chrome.add(110.0, [Filed(row)])
+    chrome.add(117.0, [Send((1,), later)])
+    chrome.add(130.0, [Filed(over)])
+    chrome.add(131.0, [Filed(replace(over, last_lines="it failed"))])
     chrome.write(tmp_path / "out.json", 131.0)
     spans = json.loads((tmp_path / "out.json").read_text())["traceEvents"]
     drawn = {one["name"]: (one["ts"] / 1e6, one["dur"] / 1e6) for one in spans if one["ph"] == "X"}

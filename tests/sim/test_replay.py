@@ -59,7 +59,7 @@ class Traced(Job):
     def step(self, event: JobEvent, now: float) -> list[JobEffect]:
         Traced.now = now
         effects = super().step(event, now)
-        self.trace.took(event, now, effects)
+        self.trace.record(event, now, effects)
         return effects
 
 
@@ -221,7 +221,7 @@ def test_a_brain_that_raised_raises_again(traced: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(Membership, "due", defect)
     with pytest.raises(KeyError):
         run(read(STORY))
-    Traced.writers[-1].raised(Tick(), 26.0, KeyError("a defect"))
+    Traced.writers[-1].record_fault(Tick(), 26.0, KeyError("a defect"))
     _flush()
     code, lines = _replayed(traced)
     assert code == SAME

@@ -119,18 +119,25 @@ def open_new(root: Path, job: JobRecord, launch: str, stem: str = "") -> OpenRun
     folder, lock = RunFolder(make_run(root, stem or job.name, launch)), -1
     with contextlib.suppress(BlockingIOError):  # an earlier master has not exited yet
         lock = lock_folder(folder.path)
-    opened = _initialize(folder, job, lock, goes_on=True)
+    opened = _initialize(folder, job, lock, is_successor=True)
     with contextlib.suppress(OSError):
         keep_newest(root)
     return opened
 
 
 def open_named(
-    root: Path, job: JobRecord, launch: str, at: Path, *, stem: str = "", fresh: bool, goes_on: bool
+    root: Path,
+    job: JobRecord,
+    launch: str,
+    at: Path,
+    *,
+    stem: str = "",
+    fresh: bool,
+    is_successor: bool,
 ) -> OpenRun:
     """Open the folder `at`, and list it in `root` under the name that `open_new` would use.
-    `fresh`: archive the files of an earlier run. `goes_on`: an earlier master of the same job has
-    used it. Raises RunRefused if another job runs in it, OSError if it is unusable."""
+    `fresh`: archive the files of an earlier run. `is_successor`: an earlier master of the same job
+    has used it. Raises RunRefused if another job runs in it, OSError if it is unusable."""
     make_run(root, stem or job.name, launch, at)
     folder = RunFolder(at)
     before = folder.job()
@@ -142,9 +149,9 @@ def open_named(
             f"{who} runs in {at}: stop it first, or use another folder (--run-dir)"
         ) from None
     try:
-        if fresh and not (goes_on or _same_launch(before, job)):
+        if fresh and not (is_successor or _same_launch(before, job)):
             archive(at)
-        return _initialize(folder, job, lock, goes_on=goes_on)
+        return _initialize(folder, job, lock, is_successor=is_successor)
     except OSError:
         os.close(lock)
         raise
@@ -156,12 +163,12 @@ def _same_launch(before: JobRecord | None, job: JobRecord) -> bool:
 
 
 def _initialize(
-    folder: RunFolder, job: JobRecord, lock: int = -1, *, goes_on: bool = False
+    folder: RunFolder, job: JobRecord, lock: int = -1, *, is_successor: bool = False
 ) -> OpenRun:
     before = folder.job()
     if before is not None:
         if (
-            goes_on or _same_launch(before, job) or not before.pid
+            is_successor or _same_launch(before, job) or not before.pid
         ):  # a later master of the job, or a submitted job
             known = (
                 "began", "first_began", "attempt", "resumed_at",

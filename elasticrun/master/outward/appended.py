@@ -20,7 +20,7 @@ MOST_PROGRESS: Final = 16 * 1024 * 1024
 """Size in bytes of `progress.csv` beyond which every second row is removed, so that the remaining
 rows still cover the whole run."""
 
-OWN: Final = ("time", "round", "step")
+FIXED_COLUMNS: Final = ("time", "round", "step")
 """The first columns of `progress.csv`, before those of the metrics."""
 
 NUMBER: Final = re.compile(r"[+-]?(?:\d[\d.e+-]*|inf|nan)")
@@ -78,12 +78,12 @@ class ProgressFile:
         MAX_METRICS, "" if there is none. Raises OSError."""
         names = dict.fromkeys(name for row in rows for name in row.values)
         new = [name for name in names if name not in self._columns]
-        room = MAX_METRICS + len(OWN) - len(self._columns or OWN)
+        room = MAX_METRICS + len(FIXED_COLUMNS) - len(self._columns or FIXED_COLUMNS)
         if new[:room] or not self._columns:
-            self._widen([*(self._columns or OWN), *new[:room]])
+            self._widen([*(self._columns or FIXED_COLUMNS), *new[:room]])
         lines = _csv(
             [f"{row.time:.3f}", row.round, row.step]
-            + [row.values.get(name, "") for name in self._columns[len(OWN) :]]
+            + [row.values.get(name, "") for name in self._columns[len(FIXED_COLUMNS) :]]
             for row in rows
         )
         if append(self._path, lines) > MOST_PROGRESS:
@@ -94,7 +94,7 @@ class ProgressFile:
     def _widen(self, columns: list[str]) -> None:
         data = self._path.read_bytes() if self._columns else b""
         left = data[data.find(b"\n") + 1 :]
-        more = b"," * (len(columns) - len(self._columns or OWN))
+        more = b"," * (len(columns) - len(self._columns or FIXED_COLUMNS))
         replace_file(self._path, _csv([columns]) + left.replace(b"\n", more + b"\n"))
         self._columns = columns
 

@@ -22,7 +22,7 @@ from elasticrun.master.outward.record import (
     open_fresh,
     open_placed,
     result_of,
-    where,
+    run_folder_path,
 )
 from elasticrun.master.outward.run_files import RunFiles
 from elasticrun.wire.messages import Metrics
@@ -45,23 +45,23 @@ class Outward:
         """`hosted`: an agent started this master, and shows its log on the user's terminal."""
         self._config = config
         self._hosted = hosted
-        self._notifier = self._notifies(name_of(config))
+        self._notifier = self._make_notifier(name_of(config))
         self._tensorboard: TensorBoard | None = None
         self._sent_state = (0, False)  # the newest incident, and whether it was over
         self._files = RunFiles(partial(open_fresh, config, hosted), config.log_dir, logs=hosted)
         self._run: OpenRun | None = None  # the run folder that the user named
         self._result: RunResult | None = None  # for the last-words file
 
-    async def open(self, *, goes_on: bool) -> str:
+    async def open(self, *, is_successor: bool) -> str:
         """Open the run folder that the user named, if any. Returns a sentence if its job has
         already succeeded and is not to run again; else "". Raises RunRefused if it is unusable.
 
-        `goes_on`: an earlier master of this job used the folder, so ranks may be running. Then
+        `is_successor`: an earlier master of this job used the folder, so ranks may be running. Then
         nothing is refused; an unusable folder is retried at each write."""
         config, folder = self._config, self._config.launch.run.folder
         if not folder:
             return ""
-        if goes_on:
+        if is_successor:
             again = partial(open_again, config, self._hosted)
             self._files = RunFiles(again, config.log_dir, logs=self._hosted)
             return ""
@@ -75,11 +75,11 @@ class Outward:
         if isinstance(found, str):
             return found
         self._run = run = found
-        self._notifier = self._notifies(run.job.name)
+        self._notifier = self._make_notifier(run.job.name)
         self._files = RunFiles(lambda: run, config.log_dir, logs=self._hosted)
         return ""
 
-    def _notifies(self, name: str) -> Notifier | None:
+    def _make_notifier(self, name: str) -> Notifier | None:
         """A notifier, with `name` as the job's name in its events; None if not configured."""
         if not self._config.launch.on_event:
             return None
@@ -91,7 +91,7 @@ class Outward:
     def run_folder(self) -> str:
         """The path of the job's run folder, which may not exist yet; "": this user can have
         none."""
-        return where(self._config)
+        return run_folder_path(self._config)
 
     @property
     def job_name(self) -> str:

@@ -39,14 +39,14 @@ from elasticrun.master.outward.report import lasted
 GIT_LIMIT: Final = 1.0
 """Seconds for each git command."""
 
-UNNAMED: Final = 4
+ID_DIGITS: Final = 4
 """Number of digits of the launch id that an unnamed job has in its name."""
 
 MAX_COMMIT: Final = 80
 """Maximum characters of a commit."""
 
 
-def where(config: MasterConfig) -> str:
+def run_folder_path(config: MasterConfig) -> str:
     """The path of the run folder, which may not exist yet; "": this user can have none."""
     if config.launch.run.folder:
         return str(Path(config.launch.run.folder).absolute())
@@ -69,19 +69,21 @@ def open_placed(config: MasterConfig, hosted: bool) -> OpenRun | str:
     program = RankProgram(config.launch.run.program, config.launch.run.workdir or os.getcwd())
     if not config.launch.run.fresh and (sentence := already_succeeded(at, program)):
         return sentence
-    return _open_named(config, hosted, at, goes_on=False)
+    return _open_named(config, hosted, at, is_successor=False)
 
 
 def open_again(config: MasterConfig, hosted: bool) -> OpenRun:
     """Open the run folder that the user named, for a later master of the same job. Raises OSError,
     also if another job uses it now."""
     try:
-        return _open_named(config, hosted, Path(config.launch.run.folder).absolute(), goes_on=True)
+        return _open_named(
+            config, hosted, Path(config.launch.run.folder).absolute(), is_successor=True
+        )
     except RunRefused as refused:
         raise OSError(str(refused)) from None
 
 
-def _open_named(config: MasterConfig, hosted: bool, at: Path, *, goes_on: bool) -> OpenRun:
+def _open_named(config: MasterConfig, hosted: bool, at: Path, *, is_successor: bool) -> OpenRun:
     root = Path(os.devnull)
     with contextlib.suppress(OSError):  # without a home directory it is not listed
         root = runs_root(os.environ)
@@ -89,7 +91,7 @@ def _open_named(config: MasterConfig, hosted: bool, at: Path, *, goes_on: bool) 
     launch = ("" if fresh else RunFolder(at).id) or _launch(config)
     record = _record(config, hosted, launch)
     stem = _stem(config)
-    return open_named(root, record, launch, at, stem=stem, fresh=fresh, goes_on=goes_on)
+    return open_named(root, record, launch, at, stem=stem, fresh=fresh, is_successor=is_successor)
 
 
 def _record(config: MasterConfig, hosted: bool, launch: str) -> JobRecord:
@@ -124,7 +126,7 @@ def name_of(config: MasterConfig, launch: str = "") -> str:
     script get different names."""
     if not config.launch.run.unnamed:
         return _stem(config)
-    return f"{config.launch.run.name}-{(launch or _launch(config))[:UNNAMED]}"
+    return f"{config.launch.run.name}-{(launch or _launch(config))[:ID_DIGITS]}"
 
 
 def _stem(config: MasterConfig) -> str:

@@ -58,8 +58,8 @@ class RunFiles:
         self._progress: ProgressFile | None = None
         self._held: ProgressRow | None = None  # dropped if rank 0's metrics follow
         self._metrics_round = -1  # the last round in which rank 0 reported metrics
-        self._dropped = self._crowded = False
-        self._wrong = False
+        self._has_warned_of_drops = self._has_warned_of_columns = False
+        self._has_failed = False
         self._closed = False
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_QUEUED)
         self._thread: threading.Thread | None = None
@@ -73,45 +73,45 @@ class RunFiles:
 
     def create(self) -> None:
         """Make sure that the thread runs; the first write opens the folder."""
-        self._later(lambda: None)
+        self._enqueue(lambda: None)
 
     def formed(self, endpoint: str) -> None:
         """Add to `job.json` what is known at the first round."""
-        self._later(partial(self._write_formed, endpoint, time.time()))
+        self._enqueue(partial(self._write_formed, endpoint, time.time()))
 
     def tensorboard(self, url: str) -> None:
         """Write TensorBoard's URL to `job.json`; "": it exited. May be called from any thread."""
-        self._later(partial(self._write_tensorboard, url))
+        self._enqueue(partial(self._write_tensorboard, url))
 
     def noted(self, note: Note) -> None:
         """Write an event."""
-        self._later(partial(self._write_note, note, time.time()))
+        self._enqueue(partial(self._write_note, note, time.time()))
 
     def metrics(self, report: Metrics) -> None:
         """Write rank 0's metrics to `progress.csv`."""
         self._metrics_round, self._held = report.round.number, None
-        self._later(partial(self._write_metrics, report, time.time()))
+        self._enqueue(partial(self._write_metrics, report, time.time()))
 
     def stepped(self, number: int, step: int) -> None:
         """Training has reached this step in round `number`: written as a row at the next step,
         unless rank 0 reports metrics in this round."""
         if number != self._metrics_round:
-            self._release()
+            self._write_held_row()
             self._held = ProgressRow(time.time(), number, step, {})
 
-    def _release(self) -> None:
+    def _write_held_row(self) -> None:
         if self._held is not None:
-            self._later(partial(self._write_progress, [self._held]))
+            self._enqueue(partial(self._write_progress, [self._held]))
             self._held = None
 
     def filed(self, row: IncidentRow) -> None:
         """Write an incident, replacing its older version."""
-        self._later(partial(self._write_incident, row))
+        self._enqueue(partial(self._write_incident, row))
 
     def over(self, result: RunResult) -> None:
         """Write the job's result."""
-        self._release()
-        self._later(partial(self._write_result, result))
+        self._write_held_row()
+        self._enqueue(partial(self._write_result, result))
 
     def close(self, limit: float) -> None:
         """Accept no more writes, and wait `limit` seconds at most for the queued ones."""
@@ -121,7 +121,7 @@ class RunFiles:
                 self._queue.put_nowait(None)
             self._thread.join(limit)
 
-    def _later(self, write: Callable[[], None]) -> None:
+    def _enqueue(self, write: Callable[[], None]) -> None:
         if self._closed:
             return
         if self._thread is None:
@@ -141,9 +141,9 @@ class RunFiles:
             try:
                 write()
             except (OSError, ValueError) as wrong:  # ValueError: text that cannot be encoded
-                if not self._wrong:
+                if not self._has_failed:
                     logger.warning("cannot write to the run folder of this job: %s", wrong)
-                self._wrong = True
+                self._has_failed = True
 
     def _open(self) -> OpenRun:
         if self._run is None:
@@ -178,8 +178,8 @@ class RunFiles:
             values = {name: value for name, value in pairs if NUMBER.fullmatch(value)}
             rows.append(ProgressRow(now - row.age, report.round.number, row.step, values))
         self._write_progress(rows)
-        if report.dropped and not self._dropped:
-            self._dropped = True
+        if report.dropped and not self._has_warned_of_drops:
+            self._has_warned_of_drops = True
             logger.warning(
                 "progress.csv is incomplete: the script reports more than %d rows per second",
                 MAX_METRIC_ROWS,
@@ -188,8 +188,8 @@ class RunFiles:
     def _write_progress(self, rows: list[ProgressRow]) -> None:
         if self._progress is None:
             self._progress = ProgressFile(self._open().folder.path / layout.PROGRESS)
-        if (over := self._progress.add(rows)) and not self._crowded:
-            self._crowded = True
+        if (over := self._progress.add(rows)) and not self._has_warned_of_columns:
+            self._has_warned_of_columns = True
             logger.warning("progress.csv has %d columns, and no column for %s", MAX_METRICS, over)
 
     def _write_incident(self, row: IncidentRow) -> None:
@@ -202,7 +202,7 @@ class RunFiles:
         runs = row.over or row.restarted >= 0.0  # log it at the restart, not after the next failure
         if self._logs and runs and row.number > self._logged and not by_request:
             self._logged = row.number
-            logger.log(NOTICE, "%s: %s", line(row), _typed(folder / f"{row.number:04}.md"))
+            logger.log(NOTICE, "%s: %s", line(row), _relative(folder / f"{row.number:04}.md"))
 
     def _incidents(self, run: OpenRun) -> Path:
         """The incidents' folder, created if missing; if it is beside the logs, the run folder gets
@@ -222,7 +222,7 @@ class RunFiles:
         self._open().folder.write_result(result)
 
 
-def _typed(path: Path) -> Path:
+def _relative(path: Path) -> Path:
     """The path relative to the working directory, if possible."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path

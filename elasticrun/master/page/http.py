@@ -76,30 +76,30 @@ class StatusPage:
         OSError if the port is not available."""
         self._names.add(host.lower())
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        made = socket.socket(family, socket.SOCK_STREAM)
+        listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind((host, port))
-            made.listen(MAX_CONNECTIONS)
-            made.setblocking(False)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            listener.listen(MAX_CONNECTIONS)
+            listener.setblocking(False)
         except OSError:
-            made.close()
+            listener.close()
             raise
-        self._socket = made
-        asyncio.get_running_loop().add_reader(made, self._visited)
-        bound = int(made.getsockname()[1])
-        self._readers.opened(host, bound)
+        self._socket = listener
+        asyncio.get_running_loop().add_reader(listener, self._on_first_connection)
+        bound = int(listener.getsockname()[1])
+        self._readers.set_address(host, bound)
         return bound
 
-    def _visited(self) -> None:
+    def _on_first_connection(self) -> None:
         assert self._socket is not None
         asyncio.get_running_loop().remove_reader(self._socket)
         self._serving = asyncio.ensure_future(self._serve(self._socket))
 
-    async def _serve(self, made: socket.socket) -> None:
+    async def _serve(self, listener: socket.socket) -> None:
         try:
             self._server = await asyncio.to_thread(_http_server, self._answer)
-            await self._server.serve(sockets=[made])
+            await self._server.serve(sockets=[listener])
         except Exception as wrong:
             logger.warning("the status page stopped: %s", wrong)
 
@@ -261,19 +261,19 @@ def _bounded_protocol() -> Any:
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self._heard = self.loop.time()
+            self._active_at = self.loop.time()
             others: list[Any] = [one for one in self.server_state.connections if one is not self]
             open_ = [one for one in others if not one.transport.is_closing()]
             if len(open_) >= MAX_CONNECTIONS:
-                min(open_, key=lambda one: one._heard).transport.abort()
-            self._life = self.loop.call_later(CONNECTION_LIFE, transport.abort)
+                min(open_, key=lambda one: one._active_at).transport.abort()
+            self._life_timer = self.loop.call_later(CONNECTION_LIFE, transport.abort)
 
         def data_received(self, data: bytes) -> None:
-            self._heard = self.loop.time()
+            self._active_at = self.loop.time()
             super().data_received(data)
 
         def connection_lost(self, exc: Exception | None) -> None:
-            if life := getattr(self, "_life", None):
+            if life := getattr(self, "_life_timer", None):
                 life.cancel()
             super().connection_lost(exc)
 

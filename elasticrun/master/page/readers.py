@@ -38,7 +38,7 @@ class Readers:
         self._guarded = guarded
         self._spent: dict[str, float] = {}
         self._began = int(time.time())  # older keys are refused: they may be used already
-        self._place: tuple[str, int] | None = None
+        self._address: tuple[str, int] | None = None
         # The cookie has a random name, because a browser may view several jobs, and all ports of a
         # host share its cookies.
         self._cookie = f"elasticrun-{secrets.token_hex(4)}={secrets.token_urlsafe(16)}"
@@ -49,13 +49,13 @@ class Readers:
         is_open = is_loopback(host) and not self._guarded
         return "" if is_open else page_key(self._secret, time.time())
 
-    def opened(self, host: str, port: int) -> None:
+    def set_address(self, host: str, port: int) -> None:
         """Set the address on which the page listens."""
-        self._place = host, port
+        self._address = host, port
 
     def link(self) -> str:
         """The page's URL for people, with a new key if visitors need one; "" without a page."""
-        return "" if self._place is None else page_url(*self._place, self.key(self._place[0]))
+        return "" if self._address is None else page_url(*self._address, self.key(self._address[0]))
 
     def trusts(self, scope: dict[str, Any]) -> bool:
         """Whether this visitor may see everything."""

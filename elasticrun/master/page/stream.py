@@ -114,7 +114,7 @@ class Watchers:
         self._sample_at = 0.0
         self._feeds = {whole: Feed(loop, whole=whole) for whole in (True, False)}
         self._closing: asyncio.Event = asyncio.Event()
-        self._watched = 0
+        self._stream_count = 0
         self._empty: asyncio.Event = asyncio.Event()
 
     def picture(self, *, whole: bool) -> bytes:
@@ -124,7 +124,7 @@ class Watchers:
     async def serve(self, receive: Receive, send: Send, *, whole: bool, samples: bool) -> None:
         """Send events (after the response head) until the browser disconnects, STREAM_LIFE is over,
         or the master ends. `samples`: sample the ranks meanwhile."""
-        self._watched += 1
+        self._stream_count += 1
         disconnected = asyncio.ensure_future(_until_disconnected(receive))
         ends = asyncio.ensure_future(self._closing.wait())
         try:
@@ -138,8 +138,8 @@ class Watchers:
         finally:
             disconnected.cancel()
             ends.cancel()
-            self._watched -= 1
-            if not self._watched:
+            self._stream_count -= 1
+            if not self._stream_count:
                 self._empty.set()
 
     def _sample_if_due(self) -> None:
@@ -182,7 +182,7 @@ class Watchers:
         self._closing.set()
         if self._sampling is not None:
             self._sampling.cancel()
-        if self._watched:
+        if self._stream_count:
             self._empty.clear()
             waiting = asyncio.ensure_future(self._empty.wait())
             await asyncio.wait((waiting,), timeout=limit)

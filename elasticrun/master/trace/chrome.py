@@ -34,7 +34,7 @@ class ChromeTrace:
         self._began: float | None = None
         self._incidents: dict[int, tuple[float, IncidentRow]] = {}  # detected at, latest record
 
-    def took(self, now: float, effects: Iterable[events.JobEffect]) -> None:
+    def add(self, now: float, effects: Iterable[events.JobEffect]) -> None:
         """Add the effects at time `now` (seconds)."""
         self._began = now if self._began is None else self._began
         for effect in effects:

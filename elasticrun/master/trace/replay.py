@@ -255,7 +255,7 @@ class _Player:
         self._job = Job(head.spec, head.term, self._mint, facts)
         for stream in head.streams:
             self._nodes[stream.session] = stream.hello.node
-            self._job.step(_as_it_was(stream, facts), head.at)
+            self._job.step(_reattached(stream, facts), head.at)
 
     def step(self, step: Step) -> None:
         """Process a recorded event, print the output, and compare it with the recorded one."""
@@ -271,7 +271,7 @@ class _Player:
             effects = self._job.step(step.event, step.at)
         except Exception as fault:  # as recorded
             raised = f"{type(fault).__name__}: {fault}"
-        self._timeline.took(step.at, effects)
+        self._timeline.add(step.at, effects)
         self._show(step, effects, raised)
         self._compare(step, effects, raised)
         if isinstance(step.event, events.Detached):
@@ -434,7 +434,7 @@ def _heading(head: TraceHead) -> Iterator[str]:
         yield f"-- with a record: {_ROUND_NAME.sub('', words.facts_in_words(head.facts))}"
 
 
-def _as_it_was(stream: events.Attached, facts: Facts | None) -> events.Attached:
+def _reattached(stream: events.Attached, facts: Facts | None) -> events.Attached:
     """A stream that was open when the file began, as its node would attach to a new master: with
     its seat in the running round."""
     last = None if facts is None else restored(facts.rendezvous)

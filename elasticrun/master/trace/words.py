@@ -213,10 +213,10 @@ def in_words(message: m.Report | m.Order) -> str:
             end = "committed" if message.ok else f"over: {message.reason}"
             return f"PersistOver {message.attempt or '(wanted)'}: step {message.step} {end}"
         case _:
-            return _with_its_text(message)
+            return _default_line(message)
 
 
-def _with_its_text(message: m.Report | m.Order) -> str:
+def _default_line(message: m.Report | m.Order) -> str:
     """The type of a message, and its round and text if it has them."""
     words = type(message).__name__
     if (round_ := getattr(message, "round", None)) is not None:

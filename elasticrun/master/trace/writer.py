@@ -40,14 +40,14 @@ OLDER: Final = ".1"
 """Suffix of the older file of the ring."""
 
 RING_BYTES: Final = 64 * 1024 * 1024
-"""Maximum bytes of both files together; less on a small disk, see SHARE."""
+"""Maximum bytes of both files together; less on a small disk, see SPACE_FRACTION."""
 
-SHARE: Final = 16
-"""The ring uses at most one SHARE-th of the space that is free at its start, because the folder may
-be in memory."""
+SPACE_FRACTION: Final = 16
+"""The ring uses at most 1/SPACE_FRACTION of the space that is free at its start, because the folder
+may be in memory."""
 
-LEAST: Final = 256 * 1024
-"""Minimum bytes of the ring; if SHARE permits less, no trace is written."""
+MIN_RING_BYTES: Final = 256 * 1024
+"""Minimum bytes of the ring; if SPACE_FRACTION permits less, no trace is written."""
 
 MAX_QUEUED: Final = 20_000
 """Maximum number of queued steps; further ones are dropped and counted."""
@@ -115,24 +115,24 @@ class TraceWriter:
         self._minted.append(nonce)
         return nonce
 
-    def took(self, event: JobEvent, now: float, effects: list[JobEffect]) -> None:
+    def record(self, event: JobEvent, now: float, effects: list[JobEffect]) -> None:
         """Record an event and its effects; never blocks. At MAX_QUEUED the event is dropped and
         counted."""
         if not effects and isinstance(event, Heard) and isinstance(event.report, Beat):
             self._beats.append((now, event.session, event.report.number))
             if len(self._beats) >= BEATS_PER_LINE or now - self._beats[0][0] >= BEATS_WAIT:
-                self._hand_over(None)
+                self._enqueue(None)
             return
-        self._hand_over(_Step(event, now, self._nonces(), tuple(effects)))
+        self._enqueue(_Step(event, now, self._nonces(), tuple(effects)))
 
-    def raised(self, event: JobEvent, now: float, fault: Exception) -> None:
+    def record_fault(self, event: JobEvent, now: float, fault: Exception) -> None:
         """Record an event at which the state machine raised."""
         what = f"{type(fault).__name__}: {fault}"
-        self._hand_over(_Step(event, now, self._nonces(), (), what))
+        self._enqueue(_Step(event, now, self._nonces(), (), what))
 
     def close(self, limit: float) -> None:
         """Write what is queued and stop; blocks for `limit` seconds at most."""
-        self._hand_over(None)
+        self._enqueue(None)
         self._queue.put(None)
         self._ended.wait(limit)
 
@@ -140,7 +140,7 @@ class TraceWriter:
         minted, self._minted = tuple(self._minted), []
         return minted
 
-    def _hand_over(self, step: _Step | None) -> None:
+    def _enqueue(self, step: _Step | None) -> None:
         """Queue the batched heartbeats, then the step; if the queue is full, count them as
         dropped."""
         beats, self._beats = self._beats, []
@@ -195,8 +195,8 @@ class _Ring:
         nearly full."""
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         room = os.statvfs(self._path.parent)
-        self._most = min(self._most, room.f_bavail * room.f_frsize // SHARE)
-        if self._most < LEAST:
+        self._most = min(self._most, room.f_bavail * room.f_frsize // SPACE_FRACTION)
+        if self._most < MIN_RING_BYTES:
             raise OSError(f"{self._path.parent} is full")
         self._open()
         if os.fstat(self._file.fileno()).st_size:
@@ -211,9 +211,9 @@ class _Ring:
             self._put(json.dumps({"beats": item}, separators=(",", ":")))
         else:
             self._put(json.dumps(self._line(item), separators=(",", ":")))
-            self._remember(item)
+            self._track_state(item)
             if self._size > self._most // 2:
-                self._turn(item.now)
+                self._rotate(item.now)
 
     def flush(self) -> None:
         self._file.flush()
@@ -232,7 +232,7 @@ class _Ring:
         self._file = open(fd, "a", encoding="utf-8")  # noqa: SIM115
         self._size = os.fstat(fd).st_size
 
-    def _turn(self, now: float) -> None:
+    def _rotate(self, now: float) -> None:
         self._file.close()
         os.replace(self._path, self._older)
         self._open()
@@ -253,7 +253,7 @@ class _Ring:
             line["do"] = [effect_in_words(effect) for effect in step.effects]
         return line
 
-    def _remember(self, step: _Step) -> None:
+    def _track_state(self, step: _Step) -> None:
         if isinstance(step.event, Attached):
             self._streams[step.event.session] = step.event
         elif isinstance(step.event, Detached):

@@ -47,8 +47,8 @@ def test_masters_of_a_launch_share_a_folder_and_launches_do_not(tmp_path: Path) 
 def test_one_live_job_and_attempts_that_count(tmp_path: Path) -> None:
     at, root = tmp_path / "mine", tmp_path / "runs"
 
-    def begin(pid: int, *, fresh: bool = False, goes_on: bool = False) -> OpenRun:
-        return open_named(root, _job(pid), f"{pid:08x}", at, fresh=fresh, goes_on=goes_on)
+    def begin(pid: int, *, fresh: bool = False, is_successor: bool = False) -> OpenRun:
+        return open_named(root, _job(pid), f"{pid:08x}", at, fresh=fresh, is_successor=is_successor)
 
     first = begin(1)
     with pytest.raises(RunRefused, match=r"job train \(process 1 of h\) runs in .*: stop it first"):
@@ -62,7 +62,7 @@ def test_one_live_job_and_attempts_that_count(tmp_path: Path) -> None:
     assert (second.job.attempt, second.folder.result()) == (2, None)
     second.close()
     assert (at / "incidents/1-0001.json").exists()
-    taken = begin(3, goes_on=True)  # a master that takes over: the same job
+    taken = begin(3, is_successor=True)  # a master that takes over: the same job
     assert (taken.job.attempt, taken.job.began) == (2, 2.0)
     _end(taken, "succeeded")
     assert already_succeeded(at) == (
@@ -96,7 +96,7 @@ def test_one_live_job_and_attempts_that_count(tmp_path: Path) -> None:
 )
 def test_another_program_has_succeeded_there(tmp_path: Path, words: str, differs: str) -> None:
     job = _job(1, program=("script", "a.py", "1"), workdir=str(tmp_path))
-    first = open_named(tmp_path / "runs", job, "0" * 8, tmp_path, fresh=False, goes_on=False)
+    first = open_named(tmp_path / "runs", job, "0" * 8, tmp_path, fresh=False, is_successor=False)
     _end(first, "succeeded")
     now = RankProgram(tuple(words.split()), str(tmp_path))
     if not differs:
@@ -112,7 +112,7 @@ def test_another_program_has_succeeded_there(tmp_path: Path, words: str, differs
 
 def test_the_same_words_in_another_folder_are_another_script(tmp_path: Path) -> None:
     job = _job(1, program=("script", "a.py"), workdir=str(tmp_path))
-    first = open_named(tmp_path / "runs", job, "0" * 8, tmp_path, fresh=False, goes_on=False)
+    first = open_named(tmp_path / "runs", job, "0" * 8, tmp_path, fresh=False, is_successor=False)
     _end(first, "succeeded")
     with pytest.raises(RunRefused, match=r"it ran the script .*/a\.py, this is .*/b/a\.py"):
         already_succeeded(tmp_path, RankProgram(("script", "a.py"), str(tmp_path / "b")))
@@ -130,7 +130,7 @@ def test_a_job_whose_launcher_has_gone_before_its_master_runs(tmp_path: Path) ->
 
 def test_a_master_after_another_does_not_begin_afresh_again(tmp_path: Path) -> None:
     for _ in range(2):
-        open_named(tmp_path, _job(1), "0" * 8, tmp_path, fresh=True, goes_on=False).close()
+        open_named(tmp_path, _job(1), "0" * 8, tmp_path, fresh=True, is_successor=False).close()
         (tmp_path / "events.jsonl").touch()
     assert not (tmp_path / "previous").exists()
 
@@ -138,7 +138,7 @@ def test_a_master_after_another_does_not_begin_afresh_again(tmp_path: Path) -> N
 def test_one_that_was_submitted_is_the_same_job(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.write_job(JobRecord(name="train", began=1.0))
-    run = open_named(tmp_path / "runs", _job(7), "0" * 8, tmp_path, fresh=False, goes_on=False)
+    run = open_named(tmp_path / "runs", _job(7), "0" * 8, tmp_path, fresh=False, is_successor=False)
     assert (run.job.attempt, run.job.began, run.job.pid) == (1, 1.0, 7)
     folder.prepare_restart()  # resumed
     assert (job := folder.job()) is not None
@@ -169,6 +169,6 @@ def test_a_disk_that_has_become_full_takes_the_result(tmp_path: Path) -> None:
 
 def test_a_folder_without_a_list_of_runs(tmp_path: Path) -> None:
     run = open_named(
-        Path(os.devnull), _job(1), "0" * 8, tmp_path / "mine", fresh=False, goes_on=False
+        Path(os.devnull), _job(1), "0" * 8, tmp_path / "mine", fresh=False, is_successor=False
     )
     assert run.folder.job() == _job(1)
