@@ -192,7 +192,7 @@ def _settle(inherited: Inherited, order: SpawnRank, page: Page) -> None:
     if (
         inherited.agent
     ):  # an ancestor may trace us anyway, but py-spy, a child of the agent, may not
-        processes.let_trace(inherited.agent)
+        processes.allow_tracer(inherited.agent)
     try:
         _redirect(1, order.stdout)
         _redirect(2, order.stderr)

@@ -24,7 +24,7 @@ from elasticrun.forkserver.lazy_imports import Baseline
 from elasticrun.forkserver.prepare import Poisoned, Prepared, Stock, options, prepare
 from elasticrun.host.system import processes, sweep
 from elasticrun.host.system.processes import memory_file
-from elasticrun.host.system.title import FORK_SERVER, forget_words, set_title
+from elasticrun.host.system.title import FORK_SERVER, clear_argc_argv, set_title
 from elasticrun.wire.frames import Connection, FrameBuffer, FrameError, NotRead, encode, peer_of
 from elasticrun.wire.spawning import (
     SHIELDED,
@@ -228,7 +228,7 @@ def run(words: Sequence[str], modules: Collection[str]) -> NoReturn:
     """Run until the agent has exited; raises BecomeRank in forked children."""
     for signum in SHIELDED:
         signal.signal(signum, signal.SIG_IGN)
-    forget_words()
+    clear_argc_argv()
     stock = None
     if words and words[0].startswith("--warm="):
         from elasticrun.forkserver.warm.keeper import keep

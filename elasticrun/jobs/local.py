@@ -366,7 +366,7 @@ def _refuse_at_once(run: RunFolder, name: str) -> None:
     end = time.monotonic() + START_LIMIT
     with contextlib.suppress(KeyboardInterrupt):  # ends only the waiting: the job has started
         while run.state() == "submitted" and time.monotonic() < end:
-            _await_end(run.carriers(), START_POLL)
+            _await_end(run.live_agents(), START_POLL)
     if run.state() == "failed" and run.result() is None:
         job = run.job()
         why = run.last_words(job) if job is not None else run.last_line()

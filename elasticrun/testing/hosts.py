@@ -208,7 +208,7 @@ class Lab:
         """Plug in the cable of one host."""
         self._sw("link", "set", f"v{self.hosts[name].number}", "up")
 
-    def part(self, one: str, other: str) -> None:
+    def disconnect(self, one: str, other: str) -> None:
         """Disconnect these two hosts from each other; all others reach both."""
         self._rule(one, lambda h: h.deaf.add(self.hosts[other].mac))
         self._rule(one, lambda h: h.mute.add(self.hosts[other].mac))

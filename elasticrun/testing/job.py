@@ -46,10 +46,10 @@ class JobError(AssertionError):
     """The job did not do what a test waited for."""
 
 
-mistake = methodcaller("errisinstance", (JobError, ValueError))
+is_test_error = methodcaller("errisinstance", (JobError, ValueError))
 """Whether an error is caused by the test or its job, not by a defect of this package."""
 
-__tracebackhide__ = mistake  # for such an error, pytest shows the line of the test
+__tracebackhide__ = is_test_error  # for such an error, pytest shows the line of the test
 
 
 def variables(env: Mapping[str, object] | None) -> dict[str, str]:
@@ -143,8 +143,8 @@ class ElasticJob:
         self._log = StepLog(str(self._log_folder / "steps.jsonl"))
         self._output_watch = Waiter()  # output of agents, ranks and masters
         self._output_watch.folder(str(self._consoles))
-        self._stepped = Waiter()
-        self._stepped.folder(str(self._log_folder))
+        self._step_watch = Waiter()
+        self._step_watch.folder(str(self._log_folder))
         self._runs: dict[Path, None] = {}
         self._closed = False
         self.lab: Lab | None = Lab(scratch) if hosts else None
@@ -156,7 +156,7 @@ class ElasticJob:
         """Start a separate master with the options `master`, unless None, then `count` nodes; wait
         until a master serves. Called by the function `start`."""
         if master is not None:
-            node = self.master_node = self._made("master")
+            node = self.master_node = self._make_node("master")
             self._plan.place(node.host)
             node.command = self._plan.master_command(master)
             self._start(node)
@@ -174,7 +174,7 @@ class ElasticJob:
         nproc_per_node: str | int | None = None,
     ) -> JobNode:
         """Start one more agent, on a host of its own if the job has hosts; returns the new node."""
-        node = self._made(f"node{len(self.nodes)}")
+        node = self._make_node(f"node{len(self.nodes)}")
         if not self.nodes and self.master_node is None:
             self._plan.place(node.host)
         self.nodes.append(node)
@@ -199,7 +199,7 @@ class ElasticJob:
         self._start(node)
         return node
 
-    def _made(self, name: str) -> JobNode:
+    def _make_node(self, name: str) -> JobNode:
         console = self._consoles / f"{name}.txt"
         console.touch()
         host = self.lab.add(name) if self.lab else None
@@ -218,7 +218,7 @@ class ElasticJob:
         prefix = self.lab.prefix(node.name) if self.lab else []
         node.start([*ELASTICRUN, *node.command], environ, prefix)
         self._output_watch.process(node.pid)
-        self._stepped.process(node.pid)
+        self._step_watch.process(node.pid)
 
     def _await_master(self, node: JobNode) -> None:
         deadline = Deadline(self.timeout)
@@ -254,7 +254,7 @@ class ElasticJob:
 
     def output(self, number: Where) -> str:
         """The standard output and error of a node's agent and ranks so far."""
-        return self._named(number).output()
+        return self._node_at(number).output()
 
     # ------------------------------------------------------------ finding nodes
 
@@ -269,7 +269,7 @@ class ElasticJob:
             raise ValueError(f"there is no node {number}: {len(self.nodes)} were started, from 0")
         return self.nodes[number]
 
-    def _named(self, where: Where) -> JobNode:
+    def _node_at(self, where: Where) -> JobNode:
         if where != "master":
             return self._node(where)
         if self.master_node is None:
@@ -279,7 +279,7 @@ class ElasticJob:
     def _cable(self, where: Where) -> tuple[Lab, str]:
         if self.lab is None:
             raise ValueError("nodes on one host have no cables: start the job with hosts=True")
-        return self.lab, self._named(where).name
+        return self.lab, self._node_at(where).name
 
     # ------------------------------------------------------------ worlds
 
@@ -326,7 +326,7 @@ class ElasticJob:
                 what = "a step" if step is None else f"step {step}"
                 expected = f"a world{size} all of which completed {what}"
                 raise self._failed(expected, over, deadline, steps.story(found))
-            self._stepped.wait(deadline.left())
+            self._step_watch.wait(deadline.left())
             time.sleep(min(ASK_SPACING, deadline.left()))
 
     # ------------------------------------------------------------ waiting for output, steps, status
@@ -337,7 +337,7 @@ class ElasticJob:
         """Wait until a node's agent or ranks have printed `text`, or text that matches the pattern;
         returns all their output. Raises JobError after `timeout` seconds, or if the agent has
         ended."""
-        node = self._named(number)
+        node = self._node_at(number)
         deadline = self._deadline(timeout)
         while True:
             over = node.exit_code is not None
@@ -416,7 +416,7 @@ class ElasticJob:
                 size = "" if world_size is None else f" of a world of {world_size}"
                 last = self._log.steps[-1] if self._log.steps else "none"
                 raise self._failed(f"step {step}{size}", over, deadline, f"the last step: {last}")
-            self._stepped.wait(deadline.left())
+            self._step_watch.wait(deadline.left())
 
     def _wait_status(
         self, fits: Callable[[JobStatus], bool], what: str, timeout: float | None
@@ -444,7 +444,7 @@ class ElasticJob:
             if deadline.over():
                 running = [n.name for n in self.nodes if n.exit_code is None]
                 raise self._failed(f"the end of {', '.join(running)}", False, deadline, "")
-            self._stepped.wait(deadline.left())
+            self._step_watch.wait(deadline.left())
         if self.master_node is not None and not self.master_node.killed:
             processes.await_end([self.master_node.pid], deadline.left())
         return Result(
@@ -572,7 +572,7 @@ class ElasticJob:
         """Pull the cable of a host; with `other`, disconnect only these two from each other."""
         if other is None:
             return self._on_cable(one, Lab.cut)
-        return self._on_cable(one, Lab.part, self._cable(other)[1])
+        return self._on_cable(one, Lab.disconnect, self._cable(other)[1])
 
     def one_way(self, sender: Where, receiver: Where) -> float:
         """Drop what `sender` sends to `receiver`; the other direction works."""
@@ -594,9 +594,9 @@ class ElasticJob:
         """Alternate the link of a host: down for `down` seconds, up for `up` seconds."""
         return self._on_cable(where, Lab.flap, down, up)
 
-    def _on_cable(self, where: Where, befall: Callable[..., None], *how: object) -> float:
+    def _on_cable(self, where: Where, apply_fault: Callable[..., None], *how: object) -> float:
         lab, name = self._cable(where)
-        befall(lab, name, *how)
+        apply_fault(lab, name, *how)
         return _now()
 
     def mend(self) -> float:
@@ -632,7 +632,7 @@ class ElasticJob:
         """Sentences about processes that outlived their agents, where these ended by themselves or
         by `kill_agent`. Waits LEFTOVER_LIMIT for them to end."""
         sentences = []
-        masters = self._told_outcome()
+        masters = self._has_master_ended()
         for node in self.nodes:
             if node.exit_code is None or node.frozen:
                 continue
@@ -642,7 +642,7 @@ class ElasticJob:
                 sentences.append(f"{node.name} has ended, but left processes: {words}")
         return sentences
 
-    def _told_outcome(self) -> bool:
+    def _has_master_ended(self) -> bool:
         """Whether the job's master should have exited: all agents have ended, and either all of
         them by themselves, or those that the test did not kill with success. Otherwise the master
         may still wait for others."""
@@ -662,7 +662,7 @@ class ElasticJob:
                 self.lab.close()
             self._log.close()
             self._output_watch.close()
-            self._stepped.close()
+            self._step_watch.close()
 
 
 def _reasons(status: JobStatus) -> list[str]:

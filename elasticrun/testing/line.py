@@ -62,7 +62,7 @@ class HostLine:
     free: list[float] = field(default_factory=lambda: [0.0, 0.0])  # inward, outward
     since: float = field(default_factory=time.monotonic)
 
-    def rule(self, words: dict[str, Any]) -> None:
+    def apply(self, words: dict[str, Any]) -> None:
         """Apply a command that changes rules. Raises ValueError."""
         for name, value in words.items():
             if name in ("deaf", "mute"):
@@ -82,7 +82,7 @@ class HostLine:
             return frame[0:6] not in self.mute
         return frame[6:12] not in self.deaf and not (self.loss and chance.random() < self.loss)
 
-    def through(self, size: int, outward: bool, now: float) -> float | None:
+    def passing_time(self, size: int, outward: bool, now: float) -> float | None:
         """When a frame of `size` bytes has passed at the line's rate, which it reserves; None: the
         frame is dropped."""
         if self.rate <= 0:
@@ -112,23 +112,23 @@ class Relay:
             readable, _, _ = select.select([0, *self._ends], [], [], wait)
             for fd in readable:
                 if fd != 0:
-                    self._take(fd)
+                    self._receive(fd)
                     continue
                 data = os.read(0, FRAME)
                 if not data:
                     return
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
-                    self._obey(line)
+                    self._execute(line)
             self._deliver()
 
-    def _obey(self, line: bytes) -> None:
+    def _execute(self, line: bytes) -> None:
         try:
             words = json.loads(line)
             if "line" in words:
                 self._add(int(words["line"]))
             else:
-                self._lines[int(words["host"])].rule(words)
+                self._lines[int(words["host"])].apply(words)
             answer = "ok"
         except (OSError, ValueError, KeyError, TypeError) as wrong:
             answer = f"{type(wrong).__name__}: {wrong}"
@@ -140,7 +140,7 @@ class Relay:
         self._ends[line.near] = (line, False)
         self._ends[line.far] = (line, True)
 
-    def _take(self, fd: int) -> None:
+    def _receive(self, fd: int) -> None:
         line, outward = self._ends[fd]
         try:
             frame = os.read(fd, FRAME)
@@ -149,7 +149,7 @@ class Relay:
         now = time.monotonic()
         if len(self._due) >= MOST_HELD or not line.passes(frame, outward, now, self._chance):
             return
-        passed = line.through(len(frame), outward, now)
+        passed = line.passing_time(len(frame), outward, now)
         if passed is not None:
             to = line.near if outward else line.far
             heapq.heappush(self._due, (passed + line.delay, next(self._order), to, frame))

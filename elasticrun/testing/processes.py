@@ -79,7 +79,7 @@ def living() -> list[Process]:
     return [p for p in all_processes() if not p.has_ended and p.pid != os.getpid()]
 
 
-def _that(holds: Callable[[int], bool]) -> list[int]:
+def _pids_where(holds: Callable[[int], bool]) -> list[int]:
     found = []
     for process in living():
         with contextlib.suppress(OSError):  # it has exited, or belongs to another user
@@ -92,13 +92,13 @@ def marked(mark: str) -> list[int]:
     """The processes with $ELASTICRUN_TEST_NODE=`mark` in their initial environment, and their
     forks."""
     entry = f"{MARK}={mark}".encode()
-    return _that(lambda pid: entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    return _pids_where(lambda pid: entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
 
 
 def in_network(namespace: str) -> list[int]:
     """The processes in a network namespace, given by its file."""
     there = os.stat(namespace)
-    return _that(lambda pid: os.path.samestat(os.stat(f"/proc/{pid}/ns/net"), there))
+    return _pids_where(lambda pid: os.path.samestat(os.stat(f"/proc/{pid}/ns/net"), there))
 
 
 def is_master(pid: int) -> bool:

@@ -14,7 +14,7 @@ from elasticrun.agent import checkup as own
 from elasticrun.agent.checkup import Checkup, subject
 from elasticrun.config import EXIT_BAD_NODE, Identity, Place
 from elasticrun.host.doctor import checkup
-from elasticrun.host.doctor.checkup import Checks
+from elasticrun.host.doctor.checkup import CheckFamily
 from elasticrun.host.doctor.verdict import failed, ok, warning
 from elasticrun.master import server
 from elasticrun.wire.auth import reader_token
@@ -81,7 +81,7 @@ def test_a_machine_that_is_well_says_nothing(world: World) -> None:
 
 def found(monkeypatch, *findings: Finding) -> None:
     """Have the machine show these findings."""
-    monkeypatch.setattr(checkup, "checks", lambda _: [Checks("planted", lambda: findings)])
+    monkeypatch.setattr(checkup, "checks", lambda _: [CheckFamily("planted", lambda: findings)])
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,9 @@ async def test_only_precheck_ends_an_agent(monkeypatch, level: int, unfit: bool)
 async def test_nobody_waits_for_a_check_that_hangs(monkeypatch) -> None:
     """Without --precheck; and the agent's end does not either."""
     go = threading.Event()
-    monkeypatch.setattr(checkup, "checks", lambda _: [Checks("hangs", lambda: [go.wait(LIMIT)])])
+    monkeypatch.setattr(
+        checkup, "checks", lambda _: [CheckFamily("hangs", lambda: [go.wait(LIMIT)])]
+    )
     mine = Checkup(node_context())
     mine.start()
     await asyncio.sleep(0)

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from elasticrun.forkserver.helpers.stopped import STOPPED_LIMIT, StoppedStores
-from elasticrun.host.system.processes import let_trace, state
+from elasticrun.host.system.processes import allow_tracer, state
 from elasticrun.wire import spawning as sp
 from elasticrun.wire.frames import (
     LENGTH_BYTES,
@@ -259,8 +259,8 @@ def test_whom_ranks_let_read_their_stacks() -> None:
         if not child:
             os._exit(0 if peer_of(theirs)[0] == os.getppid() else 1)
         assert os.waitpid(child, 0)[1] == 0
-        assert let_trace(os.getpid()) is Path("/proc/sys/kernel/yama").exists()
-        let_trace(0)
+        assert allow_tracer(os.getpid()) is Path("/proc/sys/kernel/yama").exists()
+        allow_tracer(0)
 
 
 def test_signals_to_everybody_do_not_end_the_server(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_cables_are_pulled_and_plugged_in(street: Street) -> None:
     assert street.ask("a", "c")[0] == 1
     lab.plug("b")
     assert street.ask("a", "b", count=20, limit=5.0)[0] >= 1
-    lab.part("a", "c")
+    lab.disconnect("a", "c")
     assert street.ask("a", "c", limit=LOST)[0] == street.ask("c", "a", limit=LOST)[0] == 0
     assert street.ask("a", "b")[0] == street.ask("c", "b")[0] == 1
     lab.mend()

@@ -377,7 +377,7 @@ class Segments:
                 fd = memory.allocate_file(path, sizes.nbytes, filled, small.append)
             else:
                 fd = memory.allocate_anonymous("elasticrun", sizes.nbytes, filled, small.append)
-            return fd, memory.mapped(fd, sizes.nbytes, path)
+            return fd, memory.map_allocated(fd, sizes.nbytes, path)
 
         def late(taken: tuple[int, mmap.mmap]) -> None:
             """The caller no longer waits: release the memory."""

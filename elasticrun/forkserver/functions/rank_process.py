@@ -26,7 +26,7 @@ from typing import Any, Final
 
 from elasticrun.forkserver.helpers import numa
 from elasticrun.forkserver.program import write_error_file
-from elasticrun.host.system.processes import die_with_parent, let_trace
+from elasticrun.host.system.processes import allow_tracer, die_with_parent
 from elasticrun.training.monitor import monitor, recorder
 from elasticrun.wire.spawning import SpawnRank
 
@@ -138,7 +138,7 @@ def _become_a_rank(plan: RankPlan) -> None:
         die_with_parent(signal.SIGKILL)
         if os.getppid() != plan.parent:  # it died before prctl took effect
             os._exit(1)
-    let_trace(plan.agent)  # the caller is our ancestor, and the agent is not
+    allow_tracer(plan.agent)  # the caller is our ancestor, and the agent is not
     order = plan.order
     for name in order.unset:
         os.environ.pop(name, None)

@@ -24,7 +24,7 @@ drivers have their own limits."""
 
 
 @dataclass(frozen=True, slots=True)
-class Checks:
+class CheckFamily:
     """One family of checks. `limit`: seconds; `late`: the level of its finding if it does not
     finish in time."""
 
@@ -53,31 +53,31 @@ class Subject:
     starts: bool = False
 
 
-def checks(subject: Subject) -> list[Checks]:
+def checks(subject: Subject) -> list[CheckFamily]:
     """The families of checks that need only this machine."""
     environ = subject.environ
     return [
-        Checks(software.CHECK, software.examine),
+        CheckFamily(software.CHECK, software.examine),
         *(_disk(folder) for folder in subject.folders),
         *(_data(name, path) for name, path in subject.data.items()),
-        Checks(resources.SHM, lambda: resources.examine_shm(subject.nproc)),
-        Checks("limits", lambda: resources.examine_limits(subject.ranks)),
-        Checks(resources.CORES, lambda: resources.examine_cores(subject.nproc, environ)),
-        Checks(names.CHECK, lambda: names.examine(subject.several, environ)),
-        Checks(names.REVERSE, names.reverse),
-        Checks(kernel.CHECK, lambda: kernel.examine(starts=subject.starts)),
-        Checks("accelerator", lambda: _accelerator(subject), ACCELERATOR_LIMIT, Level.FAILED),
+        CheckFamily(resources.SHM, lambda: resources.examine_shm(subject.nproc)),
+        CheckFamily("limits", lambda: resources.examine_limits(subject.ranks)),
+        CheckFamily(resources.CORES, lambda: resources.examine_cores(subject.nproc, environ)),
+        CheckFamily(names.CHECK, lambda: names.examine(subject.several, environ)),
+        CheckFamily(names.REVERSE, names.reverse),
+        CheckFamily(kernel.CHECK, lambda: kernel.examine(starts=subject.starts)),
+        CheckFamily("accelerator", lambda: _accelerator(subject), ACCELERATOR_LIMIT, Level.FAILED),
     ]
 
 
-def _disk(folder: JobFolder) -> Checks:
+def _disk(folder: JobFolder) -> CheckFamily:
     # A rank that accesses a hanging file system cannot even be killed.
     late = Level.FAILED if folder.needed else Level.WARNING
-    return Checks(folder.check, lambda: disk.examine(folder), late=late)
+    return CheckFamily(folder.check, lambda: disk.examine(folder), late=late)
 
 
-def _data(name: str, path: str) -> Checks:
-    return Checks(f"data, {name}", lambda: disk.examine_data(name, path), late=Level.FAILED)
+def _data(name: str, path: str) -> CheckFamily:
+    return CheckFamily(f"data, {name}", lambda: disk.examine_data(name, path), late=Level.FAILED)
 
 
 def _accelerator(subject: Subject) -> Iterable[Finding]:
@@ -99,7 +99,7 @@ def reachability(answers: Sequence[Answer], dialled: str) -> list[Finding]:
     ]
 
 
-def run(wanted: Sequence[Checks]) -> list[Finding]:
+def run(wanted: Sequence[CheckFamily]) -> list[Finding]:
     """Run the families, each in a thread; returns their findings in order. Blocks until each has
     finished or timed out; abandons a thread that hangs."""
     done: queue.SimpleQueue[tuple[int, list[Finding]]] = queue.SimpleQueue()
@@ -125,7 +125,7 @@ def run(wanted: Sequence[Checks]) -> list[Finding]:
 
 
 def _run_check(
-    place: int, check: Checks, done: queue.SimpleQueue[tuple[int, list[Finding]]]
+    place: int, check: CheckFamily, done: queue.SimpleQueue[tuple[int, list[Finding]]]
 ) -> None:
     try:
         findings = list(check.run())
@@ -135,7 +135,7 @@ def _run_check(
     done.put((place, findings))
 
 
-def _timed_out(check: Checks) -> Finding:
+def _timed_out(check: CheckFamily) -> Finding:
     seen = f"no answer within {check.limit:g} s"
     todo = "find what hangs: a file system, a name server, a driver"
     return Finding(check.name, check.late, seen, todo)

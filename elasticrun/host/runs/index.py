@@ -26,7 +26,7 @@ MAX_RUNS: Final = 4096
 MOST_ENDED: Final = 200
 """Maximum number of folders of ended jobs that are kept; a new job displaces the oldest."""
 
-MAX_WORD: Final = 64
+MAX_NAME_CHARS: Final = 64
 """Maximum characters of a job's name in the name of its folder."""
 
 MOST_NAMED: Final = 8
@@ -82,7 +82,7 @@ def runs_root(environ: Mapping[str, str]) -> Path:
 def run_path(root: Path, name: str, launch: str) -> Path:
     """The path of a run folder in `root`, from the job's name and the launch id (8 hexadecimal
     digits)."""
-    return root / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)[:MAX_WORD] or 'job'}-{launch}"
+    return root / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', name)[:MAX_NAME_CHARS] or 'job'}-{launch}"
 
 
 def make_run(root: Path, name: str, launch: str, at: Path | None = None) -> Path:

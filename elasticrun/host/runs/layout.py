@@ -60,7 +60,7 @@ OF_A_RUN: Final = (JOB, EVENTS, PROGRESS, RESULT, ERROR, INCIDENTS, LOGS, AGENTS
 LOCK: Final = ".lock"
 """File that the job's master locks as long as it lives."""
 
-KEPT_ROOM: Final = 64 * 1024
+RESERVED_BYTES: Final = 64 * 1024
 """Bytes allocated to LOCK, and freed on a full disk so that the result can be written."""
 
 _LAUNCH: Final = re.compile(r"(.+)-([0-9a-f]{8})")
@@ -253,8 +253,8 @@ class RunFolder:
         if job is None:
             return "lost"
         if not job.pid:
-            left = self._is_left(job)
-            return "submitted" if not left else "lost" if self._last_word(job) is None else "failed"
+            gone = self._are_agents_gone(job)
+            return "submitted" if not gone else "lost" if self._last_word(job) is None else "failed"
         if job.is_alive() is False and not self.is_held():
             return "lost"
         return "running" if job.formed else "waiting"
@@ -292,7 +292,7 @@ class RunFolder:
             return next((line for line in reversed(lines) if line.strip()), "")
         return ""
 
-    def _is_left(self, job: JobRecord) -> bool:
+    def _are_agents_gone(self, job: JobRecord) -> bool:
         """Whether all processes that were started to run the job are known to have exited."""
         if job.where not in ("local", "ssh"):
             return False
@@ -301,7 +301,7 @@ class RunFolder:
             return False
         return all(one.process.is_alive() is False for one in agents)
 
-    def carriers(self) -> list[LocalAgent]:
+    def live_agents(self) -> list[LocalAgent]:
         """Those of `agents` that are alive and can be signaled from here by pid."""
         return [one for one in self.agents() if one.process.is_local and one.process.is_alive()]
 
@@ -432,7 +432,7 @@ def lock_folder(path: Path) -> int:
             os.close(fd)
             raise
     with contextlib.suppress(OSError):  # a full disk is reported elsewhere
-        os.posix_fallocate(fd, 0, KEPT_ROOM)
+        os.posix_fallocate(fd, 0, RESERVED_BYTES)
     return fd
 
 

@@ -66,7 +66,7 @@ def become_subreaper() -> bool:
     return _prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
 
 
-def let_trace(pid: int) -> bool:
+def allow_tracer(pid: int) -> bool:
     """Allow a process and its descendants to trace us, also after they exec, under Yama's
     ptrace_scope 1, where otherwise only ancestors may; 0: only ancestors again. Returns False
     without Yama, or if there is no such process."""

@@ -52,7 +52,7 @@ def set_command_line(argv: Sequence[bytes], environ: Sequence[bytes] | None = No
     CONFIG_CHECKPOINT_RESTORE, which distributions have). If the kernel refuses, writes `argv` over
     the old command line as one title, cut to that length, and returns False.
     """
-    return bool(_show(_strings(argv), None if environ is None else _strings(environ)))
+    return bool(_set_areas(_strings(argv), None if environ is None else _strings(environ)))
 
 
 def become_program(argv: Sequence[bytes], environ: Sequence[bytes]) -> bool:
@@ -61,7 +61,7 @@ def become_program(argv: Sequence[bytes], environ: Sequence[bytes]) -> bool:
     there and overwrites both. Returns False if the kernel refuses; then such code cannot set a
     title."""
     words = _strings(argv)
-    at = _show(words, _strings(environ))
+    at = _set_areas(words, _strings(environ))
     if not at:
         return False
     pointers, where = [], at + len(words)
@@ -69,29 +69,29 @@ def become_program(argv: Sequence[bytes], environ: Sequence[bytes]) -> bool:
         pointers.append(where)
         where += len(each) + 1
     array = struct.pack(f"{len(pointers) + 1}P", *pointers, 0)
-    ctypes.c_void_p.in_dll(_libc, "environ").value = _for_ever(array)
+    ctypes.c_void_p.in_dll(_libc, "environ").value = _permanent_copy(array)
     return True
 
 
 def set_title(title: bytes) -> None:
     """Show `title` as the command line of this process, for processes of ours that were not started
     by a user. Leaves the environment as it is."""
-    _show(title + b"\0", None)
+    _set_areas(title + b"\0", None)
 
 
 def _strings(words: Sequence[bytes]) -> bytes:
     return b"".join(word + b"\0" for word in words)
 
 
-def _show(arguments: bytes, environ: bytes | None) -> int:
+def _set_areas(arguments: bytes, environ: bytes | None) -> int:
     """Show both areas; returns the address of `arguments`, which `environ` directly follows. If the
     kernel refuses, writes `arguments` over the old command line and returns 0."""
     # keyed by their numbers in proc(5)
     fields = {number: int(word) for number, word in enumerate(stat_fields("self")[1:], start=4)}
-    at = _for_ever(arguments + (environ or b""))
+    at = _permanent_copy(arguments + (environ or b""))
     behind = at + len(arguments)
     variables = (fields[50], fields[51]) if environ is None else (behind, behind + len(environ))
-    if _lay_out(fields, (at, behind), variables):
+    if _set_addresses(fields, (at, behind), variables):
         return at
     _libc.free(at)
     first, room = fields[48], fields[49] - fields[48]
@@ -101,7 +101,9 @@ def _show(arguments: bytes, environ: bytes | None) -> int:
     return 0
 
 
-def _lay_out(fields: dict[int, int], arguments: tuple[int, int], environ: tuple[int, int]) -> bool:
+def _set_addresses(
+    fields: dict[int, int], arguments: tuple[int, int], environ: tuple[int, int]
+) -> bool:
     """Set the addresses of the two areas in the kernel; returns False if it refuses."""
     layout = _MemoryMap(
         start_code=fields[26],
@@ -122,7 +124,7 @@ def _lay_out(fields: dict[int, int], arguments: tuple[int, int], environ: tuple[
     return done == 0
 
 
-def _for_ever(content: bytes) -> int:
+def _permanent_copy(content: bytes) -> int:
     """The address of a copy that Python never frees, because C code may read it even while the
     interpreter exits."""
     at: int | None = _libc.malloc(len(content) or 1)
@@ -132,7 +134,7 @@ def _for_ever(content: bytes) -> int:
     return at
 
 
-def forget_words() -> None:
+def clear_argc_argv() -> None:
     """Make Py_GetArgcArgv return no words in this process and its forks.
 
     Otherwise it returns the words with which this process was started, and code that sets a title
@@ -147,7 +149,7 @@ def forget_words() -> None:
         return
     pair = struct.pack("nP", count.value, words.value)
     places = []
-    for start, size in _variables_beside(ctypes.cast(find, ctypes.c_void_p)):
+    for start, size in _writable_memory_of(ctypes.cast(find, ctypes.c_void_p)):
         held, at = ctypes.string_at(start, size), -1
         while (at := held.find(pair, at + 1)) >= 0:
             places.append(start + at)
@@ -165,7 +167,7 @@ _SEGMENT = struct.Struct("=IIQQQQQQ")
 _LOADED, _WRITABLE, _64_BITS = 1, 2, 2
 
 
-def _variables_beside(function: ctypes.c_void_p) -> list[tuple[int, int]]:
+def _writable_memory_of(function: ctypes.c_void_p) -> list[tuple[int, int]]:
     """Addresses and sizes of the writable memory of the program or library that contains this
     function."""
     about = (ctypes.c_void_p * 4)()  # Dl_info

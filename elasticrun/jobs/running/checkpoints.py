@@ -30,7 +30,7 @@ from elasticrun.jobs.rows import as_json
 from elasticrun.snapshots.storage.folder import MAX_STEP, Folder
 from elasticrun.snapshots.storage.manifest import ManifestError
 from elasticrun.snapshots.storage.retention import sweep
-from elasticrun.snapshots.storage.timeline import ListedCheckpoint, chain
+from elasticrun.snapshots.storage.timeline import ListedCheckpoint, restorable_steps
 from elasticrun.snapshots.storage.writing import StorageError
 
 TITLES: Final = ("STEP", "WHEN", "SIZE", "RANKS", "REASON", "STATE")
@@ -137,7 +137,7 @@ def _rows(folder: Folder, *, hashes: bool, only: int | None = None) -> list[Chec
     """The rows, ordered by step. `hashes`: also compare the files with their hashes; `only`: just
     this step, if it exists. Raises StorageError."""
     found = folder.survey()
-    goes_on = chain(found)
+    goes_on = restorable_steps(found)
     rows = [
         _row(folder, one, left=one.step not in goes_on, hashes=hashes and only in (None, one.step))
         for one in found
@@ -265,7 +265,7 @@ def _prune(folder: Folder, ns: argparse.Namespace) -> int:
 def _newest_verified(folder: Folder, found: Sequence[ListedCheckpoint]) -> list[int]:
     """The newest step without a fault, and the newest that hashes confirm, as far as they exist."""
     safe: list[int] = []
-    for step in reversed(chain(found)):
+    for step in reversed(restorable_steps(found)):
         if folder.verify(step):
             continue
         hashed = folder.has_manifest(step)

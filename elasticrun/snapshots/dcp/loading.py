@@ -105,7 +105,7 @@ def _allowed() -> Iterator[None]:
         torch.serialization.add_safe_globals(list(before))
 
 
-class Loading(DefaultLoadPlanner):
+class SafeLoadPlanner(DefaultLoadPlanner):
     """torch's planner for a flat state, which reads opaque values with `deserialise`."""
 
     def __init__(self, weights_only: bool) -> None:

@@ -50,7 +50,7 @@ MAX_OVER: Final = 16
 """Maximum number of finished attempts whose answers are kept, in case an order is repeated."""
 
 
-def retried(work: Callable[[], T], stop: Event, limit: float) -> T:
+def retry(work: Callable[[], T], stop: Event, limit: float) -> T:
     """Call `work` until it succeeds: repeats it while the other side is unreachable or busy, for
     `limit` seconds or until `stop` is set. Raises ConnectionBroken, NotAuthenticated or
     PeerRefused."""
@@ -173,7 +173,7 @@ class Attempts:
         def send_parts(stop: Event) -> str:
             for rank, part in parts.items():
                 put = partial(transfer.put, place, self._secret, order.attempt, rank, part.encode())
-                retried(put, stop, PUT_LIMIT)
+                retry(put, stop, PUT_LIMIT)
             return ""
 
         def failed(error: BaseException) -> str:

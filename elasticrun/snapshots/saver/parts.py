@@ -26,7 +26,12 @@ from elasticrun.snapshots.storage import manifest as manifests
 from elasticrun.snapshots.storage.folder import MARKER, Folder
 from elasticrun.snapshots.storage.manifest import FileEntry, Manifest, ManifestError
 from elasticrun.snapshots.storage.retention import file_name, is_of_attempt
-from elasticrun.snapshots.storage.timeline import ListedCheckpoint, Timeline, chain, timeline_for
+from elasticrun.snapshots.storage.timeline import (
+    ListedCheckpoint,
+    Timeline,
+    restorable_steps,
+    timeline_for,
+)
 from elasticrun.snapshots.storage.writing import PIECE, Sink, StorageError
 from elasticrun.wire.snapshots import PartOf, PersistParts
 from elasticrun.wire.types import MAX_ATTEMPT
@@ -251,7 +256,7 @@ def _newer(found: Sequence[ListedCheckpoint], line: Timeline, step: int) -> list
     """The steps from `step` on, ascending, that a start could still restore once there is a
     checkpoint of `step` on timeline `line`."""
     lost = {one.step for one in found if one.timeline < line and one.step >= line.start}
-    return sorted({one for one in chain(found) if one >= step} - lost)
+    return sorted({one for one in restorable_steps(found) if one >= step} - lost)
 
 
 def _of_another_job(folder: Folder, steps: Sequence[int], order: PersistParts) -> str:

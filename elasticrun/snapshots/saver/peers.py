@@ -21,7 +21,7 @@ from typing import Final
 from elasticrun.host.system.reasons import reason_of
 from elasticrun.host.system.sandbox import NoThread, start_thread
 from elasticrun.snapshots.saver import transfer
-from elasticrun.snapshots.saver.attempts import retried
+from elasticrun.snapshots.saver.attempts import retry
 from elasticrun.snapshots.saver.part_written import PartError, PartWritten
 from elasticrun.snapshots.saver.pool import Post, WorkerPool, WorkItem
 from elasticrun.snapshots.saver.transfer import MAX_TEXT, Get, Put, Refusal
@@ -39,7 +39,7 @@ MAX_PEERS: Final = 64
 """Maximum number of open connections; if all of them are authenticated, more wait in the listen
 queue."""
 
-MAX_LEAVING: Final = 64
+MAX_CLOSING: Final = 64
 """Maximum number of additional connections: those that were shut down, but whose threads have not
 ended yet."""
 
@@ -48,11 +48,11 @@ BACKLOG: Final = 1024
 queue full retries only after a second.
 """
 
-MAX_STRANGERS: Final = 16
+MAX_LOGGED_FAILURES: Final = 16
 """Maximum number of failed connections that are logged, so that a port scan does not flood the
 log."""
 
-ASK_LIMIT: Final = 30.0
+ANSWER_LIMIT: Final = 30.0
 """Seconds that a connection's thread waits for the loop's answer."""
 
 Answer = Callable[[Get | Put, PartWritten | None], transfer.Answer]
@@ -83,7 +83,7 @@ class Fetches:
         get = Get(round_key(order.round).hex(), order.step, order.rank, body=False)
 
         def work(stop: threading.Event) -> FetchSize:
-            head = retried(lambda: transfer.ask_size(place, self._secret, get), stop, FETCH_LIMIT)
+            head = retry(lambda: transfer.ask_size(place, self._secret, get), stop, FETCH_LIMIT)
             return FetchSize(order.key, True, "", head.layout_length, head.slot_bytes, head.layout)
 
         def failed(error: BaseException) -> FetchSize:
@@ -113,7 +113,7 @@ class Fetches:
 
         def work(stop: threading.Event) -> Fetched:
             try:
-                retried(copy, stop, FETCH_LIMIT)
+                retry(copy, stop, FETCH_LIMIT)
             finally:
                 os.close(descriptor)
             return Fetched(key, True, "")
@@ -153,7 +153,7 @@ class Peers:
         self._post = post
         self._open: set[socket.socket] = set()
         self._unproved: dict[socket.socket, None] = {}  # in order of arrival
-        self._strangers = 0
+        self._logged_failures = 0
         self.port = 0
         if listener is not None:
             listener.setblocking(False)
@@ -161,7 +161,7 @@ class Peers:
 
     def listening(self) -> socket.socket | None:
         """The listener to poll; None while no connection is accepted."""
-        room = MAX_PEERS if not self._unproved else MAX_PEERS + MAX_LEAVING
+        room = MAX_PEERS if not self._unproved else MAX_PEERS + MAX_CLOSING
         return self._listener if len(self._open) < room else None
 
     def accept(self) -> None:
@@ -183,7 +183,7 @@ class Peers:
         self._open.add(sock)
         self._unproved[sock] = None
 
-        def talk() -> None:
+        def serve_peer() -> None:
             try:
                 refused = transfer.serve(sock, self._secret, self._answer_from_loop, proved)
             except BaseException as defect:
@@ -194,7 +194,7 @@ class Peers:
             self._post(lambda: self._unproved.pop(sock, None))
 
         try:
-            start_thread(talk, "peer")
+            start_thread(serve_peer, "peer")
         except NoThread as error:
             self._connection_ended(sock, str(address[0]), str(error))
 
@@ -208,9 +208,9 @@ class Peers:
         sock.close()
         self._open.discard(sock)
         self._unproved.pop(sock, None)
-        if refused and self._strangers < MAX_STRANGERS:
-            self._strangers += 1
-            last = self._strangers == MAX_STRANGERS
+        if refused and self._logged_failures < MAX_LOGGED_FAILURES:
+            self._logged_failures += 1
+            last = self._logged_failures == MAX_LOGGED_FAILURES
             more = " (further ones of this kind are not logged)" if last else ""
             self._send(Remark(f"a connection from {host} failed: {refused}{more}"))
 
@@ -223,7 +223,7 @@ class Peers:
         answers: SimpleQueue[transfer.Answer] = SimpleQueue()
         self._post(lambda: answers.put(self._answer(request, part)))
         try:
-            return answers.get(timeout=ASK_LIMIT)
+            return answers.get(timeout=ANSWER_LIMIT)
         except Empty:
             return Refusal("the saver there is too busy", again=True)
 

@@ -62,7 +62,7 @@ class Saver:
         self._order = order
         self._agent = Connection(agent, m.ToSaver, descriptors=MAX_DESCRIPTORS)
         self._remark = remark
-        self._wake_fd, self._woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wake_read_fd, self._wake_write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._inbox = Inbox(self._wake_loop)
         self._selector = selectors.DefaultSelector()
         self._segments: dict[int, OpenSegment] = {}
@@ -80,7 +80,7 @@ class Saver:
         code = EXIT_DEFECT
         try:
             self._selector.register(self._agent, selectors.EVENT_READ)
-            self._selector.register(self._wake_fd, selectors.EVENT_READ)
+            self._selector.register(self._wake_read_fd, selectors.EVENT_READ)
             self.send(m.SaverHere(VERSION, self._order.key, self._peers.port))
             if self._remark:
                 self.send(m.Remark(self._remark))
@@ -115,9 +115,9 @@ class Saver:
         ready = [key.fileobj for key, _ in self._selector.select(patience)]
         if listening is not None:
             self._selector.unregister(listening)
-        if self._wake_fd in ready:
+        if self._wake_read_fd in ready:
             with suppress(BlockingIOError):
-                os.read(self._wake_fd, 4096)
+                os.read(self._wake_read_fd, 4096)
         for call in self._inbox.drain():
             call()
         if self._agent in ready:
@@ -132,7 +132,7 @@ class Saver:
 
     def _wake_loop(self) -> None:
         with suppress(BlockingIOError):  # full: the loop wakes up anyway
-            os.write(self._woken, b"\0")
+            os.write(self._wake_write_fd, b"\0")
 
     def _read_orders(self) -> None:
         try:

@@ -190,7 +190,7 @@ def lay_out(
     return Layout(tuple(placed), ends[0], ends[1] - ends[0], _up(values_capacity, PAGE), torch)
 
 
-def is_of(encoded: bytes, key: int) -> bool:
+def has_key(encoded: bytes, key: int) -> bool:
     """Whether these bytes are the encoded layout with this key; does not decode its items."""
     try:
         stream = zlib.decompressobj()
@@ -213,7 +213,7 @@ def decode(encoded: bytes, key: int | None = None) -> Layout:
         if key is not None:
             if _key(plain) != key:
                 raise LayoutError("a layout is not the expected one")
-            made = _items([_believed(form) for form in forms], rows, names)
+            made = _items([_unchecked_form(form) for form in forms], rows, names)
             layout = Layout(made, own, shared, room, torch)
             vars(layout).update(key=key, content=content, encoded=encoded)
             return layout
@@ -222,7 +222,7 @@ def decode(encoded: bytes, key: int | None = None) -> Layout:
         for row in rows:
             _check(row, len(forms))
         _check_names(names, len(rows))
-        items = _items([_form(form) for form in forms], rows, names)
+        items = _items([_checked_form(form) for form in forms], rows, names)
     except LayoutError:
         raise
     except (ValueError, TypeError, AttributeError, zlib.error, RecursionError) as error:
@@ -253,13 +253,13 @@ def _items(forms: list[_Form], rows: list[Any], names: dict[str, str]) -> tuple[
     return tuple(made)
 
 
-def _believed(form: Any) -> _Form:
+def _unchecked_form(form: Any) -> _Form:
     kind, own, dtype, shape, offsets, sizes, grad, head, nbytes, tail = form
     shape, offsets, sizes = tuple(shape), tuple(offsets), tuple(sizes)
     return (_KINDS[kind], own, dtype, shape, offsets, sizes, grad), (head, nbytes, tail)
 
 
-def _form(form: Any) -> _Form:
+def _checked_form(form: Any) -> _Form:
     kind, own, dtype, shape, offsets, sizes, grad, head, nbytes, tail = form
     if not isinstance(dtype, str) or type(own) is not bool or type(grad) is not bool:
         raise LayoutError("a form of a layout has no dtype")
@@ -273,7 +273,7 @@ def _form(form: Any) -> _Form:
     elements = math.prod(sizes)
     if elements and nbytes % elements:
         raise LayoutError("a form of a layout has a size without a dtype")
-    return _believed([ItemKind(kind), *form[1:]])
+    return _unchecked_form([ItemKind(kind), *form[1:]])
 
 
 def _check(row: Any, forms: int) -> None:

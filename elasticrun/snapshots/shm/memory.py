@@ -46,7 +46,7 @@ def map_shared(fd: int, nbytes: int, *, writable: bool = True) -> ctypes.Array[c
     it are freed. The caller keeps the descriptor. Raises OSError."""
     if nbytes <= 0:
         raise OSError(errno.EINVAL, "an empty file cannot be mapped")
-    libc = system()
+    libc = c_library()
     reserved = nbytes + LARGE
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     base = _checked(libc.mmap(None, reserved, 0, flags, -1, 0))
@@ -68,7 +68,7 @@ def map_pages(at: int, end: int) -> None:
     access to each page is a fault, about 80 ms per GiB. A no-op on kernels that do not support
     it."""
     at -= at % mmap.PAGESIZE
-    system().madvise(at, end - at, _POPULATE_READ)
+    c_library().madvise(at, end - at, _POPULATE_READ)
 
 
 def _checked(address: int | None) -> int:
@@ -79,7 +79,7 @@ def _checked(address: int | None) -> int:
 
 
 @cache
-def system() -> Any:
+def c_library() -> Any:
     """The C library's mmap, madvise and munmap; each releases the interpreter lock."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
@@ -109,7 +109,7 @@ def allocate_huge_pages(fd: int, nbytes: int) -> str:
         mapped = map_shared(fd, size)
     except OSError as error:
         return str(error.strerror)
-    libc, begin = system(), ctypes.addressof(mapped)
+    libc, begin = c_library(), ctypes.addressof(mapped)
     failed, made, why = 0, 0, ""
     for at in range(0, size, LARGE):
         try:
@@ -274,7 +274,7 @@ def _fill(fd: int, nbytes: int, filled: int, report: Report) -> None:
         raise NoMemory(f"{size_text(filled)} could not be allocated ({error.strerror})") from None
 
 
-def mapped(fd: int, nbytes: int, path: str) -> mmap.mmap:
+def map_allocated(fd: int, nbytes: int, path: str) -> mmap.mmap:
     """Map memory that was just allocated. If that fails, frees it and raises NoMemory: mappings
     have separate limits (ulimit -v, vm.max_map_count). `path`: the file to remove, "" for none."""
     try:
@@ -294,7 +294,7 @@ def mapped(fd: int, nbytes: int, path: str) -> mmap.mmap:
 def populate(fd: int, nbytes: int) -> bool:
     """Touch every page, so that it is allocated, without the interpreter lock; False if that fails,
     as on older kernels. Removes its mappings again, because page tables are per process."""
-    libc = system()
+    libc = c_library()
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     for at in range(0, nbytes, CHUNK):
         length = min(CHUNK, nbytes - at)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
 
-from elasticrun.snapshots.shm.layout import MAX_SIZE, PAGE, Layout, LayoutError, decode, is_of
+from elasticrun.snapshots.shm.layout import MAX_SIZE, PAGE, Layout, LayoutError, decode, has_key
 from elasticrun.wire.types import RoundName
 
 MAGIC: Final = 0x3130_5047_5352_4C45  # "ELRSPG01", little-endian
@@ -147,7 +147,7 @@ class Segment:
     def has_layout(self, key: int) -> bool:
         """Whether the segment's layout has this key; does not decode it."""
         length = self._words[_LAYOUT_LENGTH]
-        return is_of(bytes(self._memory[PAGE : PAGE + length]), key)
+        return has_key(bytes(self._memory[PAGE : PAGE + length]), key)
 
     # ------------------------------------------------------------ places
 

@@ -19,7 +19,12 @@ import xxhash
 from elasticrun.snapshots.storage import manifest as manifests
 from elasticrun.snapshots.storage.manifest import FileEntry, Manifest, ManifestError
 from elasticrun.snapshots.storage.places import Entry, LocalPlace, StoragePlace, UrlPlace
-from elasticrun.snapshots.storage.timeline import ListedCheckpoint, Timeline, chain, timeline_of
+from elasticrun.snapshots.storage.timeline import (
+    ListedCheckpoint,
+    Timeline,
+    restorable_steps,
+    timeline_of,
+)
 from elasticrun.snapshots.storage.writing import PIECE, Calls, Sink, StorageError
 
 MARKER: Final = manifests.MARKER
@@ -64,7 +69,7 @@ class Folder:
         self.url = url
         path = url.removeprefix("file://")
         self.is_local = path != url or url.startswith("/") or "://" not in url
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
         if self.is_local and not os.path.isabs(path):
             raise StorageError(f"{url!r} is neither an absolute path nor a URL")
         self._place: StoragePlace = (
@@ -91,10 +96,10 @@ class Folder:
     def take_remarks(self) -> list[str]:
         """Take the sentences for the operator that were added since the last call, without those
         taken before."""
-        fresh = [r for r in dict.fromkeys(self._place.remarks) if r not in self._said]
+        fresh = [r for r in dict.fromkeys(self._place.remarks) if r not in self._reported]
         self._place.remarks.clear()
-        if len(self._said) < MAX_REMARKS:
-            self._said.update(fresh)
+        if len(self._reported) < MAX_REMARKS:
+            self._reported.update(fresh)
         return fresh
 
     def _steps(self) -> list[int]:
@@ -121,7 +126,7 @@ class Folder:
         names = self._steps()
         if not names or names[-1] <= above:
             return -1
-        steps = chain(_listed(step, self._entries(step)) for step in names)
+        steps = restorable_steps(_listed(step, self._entries(step)) for step in names)
         return max((s for s in steps if s > above and (below < 0 or s < below)), default=-1)
 
     def condemned(self) -> list[int]:
@@ -155,21 +160,21 @@ class Folder:
 
     def lacks(self, step: int, wanted: Iterable[FileEntry]) -> str:
         """ "" if these files exist with these sizes, else what is wrong with one of them."""
-        return self._wrong(step, {one.name: one.size for one in wanted}, eq, "not {}")
+        return self._first_size_fault(step, {one.name: one.size for one in wanted}, eq, "not {}")
 
     def short(self, step: int, least: Mapping[str, int]) -> str:
         """ "" if these files exist with at least this many bytes each, else what is wrong with one
         of them. For checkpoints written by torch alone, which have no manifest."""
-        return self._wrong(step, least, ge, "and {} were written")
+        return self._first_size_fault(step, least, ge, "and {} were written")
 
-    def _wrong(
+    def _first_size_fault(
         self, step: int, wanted: Mapping[str, int], fits: Callable[[int, int], bool], why: str
     ) -> str:
         sizes = self.files(step)
-        sized = (self._wrong_sized(step, one, sizes, fits, why) for one in wanted.items())
+        sized = (self._size_fault(step, one, sizes, fits, why) for one in wanted.items())
         return next(filter(None, sized), "")
 
-    def _wrong_sized(
+    def _size_fault(
         self,
         step: int,
         wanted: tuple[str, int],
@@ -257,12 +262,12 @@ class Folder:
     ) -> Iterator[CheckpointFault]:
         step, missing = manifest.step, set()
         for entry in manifest.files:
-            if wrong := self._wrong_sized(step, (entry.name, entry.size), sizes):
+            if wrong := self._size_fault(step, (entry.name, entry.size), sizes):
                 missing.add(entry.name)
                 yield CheckpointFault(wrong)
         for name, check in (
-            (MARKER, partial(self._other_marker, manifest)),
-            *((one.name, partial(self._changed, step, one)) for one in hashed),
+            (MARKER, partial(self._marker_fault, manifest)),
+            *((one.name, partial(self._content_fault, step, one)) for one in hashed),
         ):
             if name in missing:
                 continue
@@ -274,14 +279,14 @@ class Folder:
             if wrong:
                 yield CheckpointFault(wrong)
 
-    def _other_marker(self, manifest: Manifest) -> str:
+    def _marker_fault(self, manifest: Manifest) -> str:
         if self.size(manifest.step, MARKER) == manifest.marker_size:
             marker = self._read(manifest.step, MARKER, manifest.marker_size)
             if xxhash.xxh3_64_intdigest(marker) == manifest.marker_hash:
                 return ""
         return f"{MARKER} is not what was written"
 
-    def _changed(self, step: int, entry: FileEntry) -> str:
+    def _content_fault(self, step: int, entry: FileEntry) -> str:
         with self._place.opened(f"{step_name(step)}/{entry.name}") as file:
             room = memoryview(bytearray(min(PIECE, max(entry.size, 1))))
             for (begin, end), wanted in zip(entry.spans(), entry.hashes, strict=True):

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from elasticrun.snapshots.storage import manifest as manifests
 from elasticrun.snapshots.storage.folder import MARKER, REMOVED, Folder
 from elasticrun.snapshots.storage.manifest import ManifestError
-from elasticrun.snapshots.storage.timeline import PERIODIC, chain, not_kept, timeline_of
+from elasticrun.snapshots.storage.timeline import PERIODIC, not_kept, restorable_steps, timeline_of
 from elasticrun.snapshots.storage.writing import StorageError
 
 OLD: Final = 3600.0
@@ -76,7 +76,7 @@ def sweep(
     removed, remarks = [], []
     try:
         found = folder.survey()
-        reasons = _reasons(folder, chain(found), keep_last)
+        reasons = _reasons(folder, restorable_steps(found), keep_last)
         to_remove = not_kept(found, reasons, last=keep_last, every=keep_every, in_use=in_use)
         to_remove += [step for step in folder.uncommitted(OLD, found) if step not in in_use]
     except StorageError as error:

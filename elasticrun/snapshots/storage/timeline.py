@@ -82,7 +82,7 @@ def abandoned(found: Iterable[ListedCheckpoint]) -> set[int]:
     }
 
 
-def chain(found: Iterable[ListedCheckpoint]) -> list[int]:
+def restorable_steps(found: Iterable[ListedCheckpoint]) -> list[int]:
     """Steps that a start may restore, ascending: committed, not corrupt, not abandoned."""
     found = list(found)
     dropped = abandoned(found)
@@ -94,7 +94,7 @@ def timeline_for(found: Iterable[ListedCheckpoint], step: int, rewound_from: int
     lowest step that a rewind has abandoned; -1: there was no rewind."""
     found = list(found)
     now = max((one.timeline for one in found if one.marker), default=Timeline())
-    above = [one for one in chain(found) if one >= rewound_from and one != step]
+    above = [one for one in restorable_steps(found) if one >= rewound_from and one != step]
     if rewound_from < 0 or not above:
         return now
     return Timeline(now.number + 1, rewound_from)
@@ -128,18 +128,18 @@ def surplus(
 
 def not_kept(
     found: Iterable[ListedCheckpoint],
-    chain: Sequence[tuple[int, str]],
+    restorable: Sequence[tuple[int, str]],
     *,
     last: int,
     every: int,
     in_use: Collection[int] = (),
 ) -> list[int]:
-    """Steps to remove from all that were `found`. `chain`: steps that a start may restore, with
-    their reasons; `surplus` decides on these. Abandoned checkpoints are removed once training has
-    passed their step again, unless they are kept by `every` or `in_use`; condemned ones, which
+    """Steps to remove from all that were `found`. `restorable`: steps that a start may restore,
+    with their reasons; `surplus` decides on these. Abandoned checkpoints are removed once training
+    has passed their step again, unless they are kept by `every` or `in_use`; condemned ones, which
     people may inspect, once they are older than all that are kept."""
-    removed = surplus(chain, last=last, every=every, in_use=in_use)
-    steps = {step for step, _ in chain}
+    removed = surplus(restorable, last=last, every=every, in_use=in_use)
+    steps = {step for step, _ in restorable}
     kept = sorted(steps.difference(removed))
     if not kept:
         return removed

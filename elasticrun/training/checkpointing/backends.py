@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from elasticrun.snapshots.shm.segment import NONE, VERSION
-from elasticrun.snapshots.storage.timeline import PERIODIC, chain, surplus
+from elasticrun.snapshots.storage.timeline import PERIODIC, restorable_steps, surplus
 from elasticrun.snapshots.storage.writing import StorageError
 from elasticrun.training.checkpointing.agent_connection import (
     WHOLE_LIMIT,
@@ -311,7 +311,7 @@ class TorchBackend(CheckpointBackend):
         """On rank 0: remove checkpoints that need not be kept any more."""
         if self._setting.rank != 0 or not self._setting.keep_last:
             return
-        done = [(step, PERIODIC) for step in chain(self._setting.folder.survey())]
+        done = [(step, PERIODIC) for step in restorable_steps(self._setting.folder.survey())]
         last, every = self._setting.keep_last, self._setting.keep_every
         for step in surplus(done, last=last, every=every):
             self._setting.folder.remove(step)

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from elasticrun.snapshots.dcp.items import OWN_PREFIX, own_key
-from elasticrun.snapshots.dcp.loading import Loading, NotAllowed, read_metadata
+from elasticrun.snapshots.dcp.loading import NotAllowed, SafeLoadPlanner, read_metadata
 from elasticrun.snapshots.shm.layout import Item, ItemKind
 from elasticrun.snapshots.storage.folder import MARKER, CheckpointFault, Folder
 from elasticrun.snapshots.storage.writing import StorageError
@@ -321,7 +321,7 @@ class StoredCheckpoint:
                 load(
                     values,
                     storage_reader=self._reader,
-                    planner=Loading(self._setting.weights_only),
+                    planner=SafeLoadPlanner(self._setting.weights_only),
                     no_dist=True,
                 )
         except (Exception, CheckpointException) as error:  # torch's reader raises many types

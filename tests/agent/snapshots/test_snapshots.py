@@ -213,7 +213,7 @@ async def test_a_rank_is_told_at_once_that_the_agent_cannot_map_its_memory(node:
     folder = Path(node.snapshots._segments._base)
     assert not list(folder.rglob("0-*"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "mapped", lambda *_: 1 / 0)
+        patch.setattr(memory, "map_allocated", lambda *_: 1 / 0)
         here = await rank.asks(rank.wanted(LAYOUT), s.SegmentHere)
     assert "without snapshots: ZeroDivisionError" in here.reason
     assert (await rank.needs(LAYOUT)).ok

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from elasticrun.host.doctor import checkup
-from elasticrun.host.doctor.checkup import Checks, Subject
+from elasticrun.host.doctor.checkup import CheckFamily, Subject
 from elasticrun.host.doctor.disk import JobFolder
 from elasticrun.host.doctor.verdict import amount, as_line, failures, ok
 from elasticrun.wire.types import Finding, Level
@@ -23,15 +23,15 @@ def test_they_run_side_by_side_and_are_told_in_order() -> None:
     def look(name: str) -> Callable[[], list[Finding]]:
         return lambda: [ok(name, str(together.wait(240) >= 0))]
 
-    found = checkup.run([Checks(name, look(name), limit=240) for name in "abc"])
+    found = checkup.run([CheckFamily(name, look(name), limit=240) for name in "abc"])
     assert [finding.check for finding in found] == ["a", "b", "c"]
 
 
 def test_one_that_hangs_is_left_to_itself(tmp_path: Path) -> None:
     """A read of a pipe that nobody writes to hangs as a dead file server does."""
     os.mkfifo(tmp_path / "pipe")
-    hangs = [Checks("disk", (tmp_path / "pipe").open, limit=0.2, late=Level.FAILED)]  # type: ignore[arg-type, list-item]
-    well = Checks("well", lambda: [ok("well", "seen")], limit=240)
+    hangs = [CheckFamily("disk", (tmp_path / "pipe").open, limit=0.2, late=Level.FAILED)]  # type: ignore[arg-type, list-item]
+    well = CheckFamily("well", lambda: [ok("well", "seen")], limit=240)
     began = time.monotonic()
     late, fine = checkup.run([*hangs, well])
     assert time.monotonic() - began < 120  # it was not waited for
@@ -45,7 +45,7 @@ def test_a_check_that_breaks_is_no_verdict_on_the_machine() -> None:
     def look() -> list[Finding]:
         raise RuntimeError("a defect")
 
-    (only,) = checkup.run([Checks("mine", look)])
+    (only,) = checkup.run([CheckFamily("mine", look)])
     assert only.state is Level.WARNING
     assert "RuntimeError: a defect" in only.seen
 

@@ -9,8 +9,8 @@ from elasticrun.snapshots.storage.timeline import (
     ListedCheckpoint,
     Timeline,
     abandoned,
-    chain,
     not_kept,
+    restorable_steps,
     surplus,
     timeline_for,
     timeline_of,
@@ -73,15 +73,21 @@ def test_it_is_begun_once() -> None:
 def test_what_was_left_is_not_gone_on_from() -> None:
     after = [*FIRST, found(10, 1, 9)]
     assert abandoned(after) == {12}
-    assert chain(after) == [4, 8, 10]
-    assert chain([*after[:3], found(10, 1, 9, condemned=True)]) == [4, 8], "not to the poison"
-    assert chain([*after, found(9, 0), found(11, 2, 7)]) == [4, 11]
-    assert chain([*FIRST, found(10, 1, 9, marker=False)]) == [4, 8, 12], "it never came to that"
+    assert restorable_steps(after) == [4, 8, 10]
+    assert restorable_steps([*after[:3], found(10, 1, 9, condemned=True)]) == [4, 8], (
+        "not to the poison"
+    )
+    assert restorable_steps([*after, found(9, 0), found(11, 2, 7)]) == [4, 11]
+    assert restorable_steps([*FIRST, found(10, 1, 9, marker=False)]) == [4, 8, 12], (
+        "it never came to that"
+    )
 
 
 def test_what_torch_alone_writes_is_judged_by_its_time() -> None:
     line = found(10, 1, 9, at=50.0)
-    assert chain([line, found(12, ours=False, at=40.0), found(20, ours=False, at=60.0)]) == [10, 20]
+    assert restorable_steps(
+        [line, found(12, ours=False, at=40.0), found(20, ours=False, at=60.0)]
+    ) == [10, 20]
 
 
 TWO = [found(10, 1, 9), found(14, 1, 9)]
@@ -103,7 +109,7 @@ def test_the_newer_timeline_is_never_pushed_out(
     more: list[ListedCheckpoint], last: int, every: int, in_use: tuple[int, ...], gone: list[int]
 ) -> None:
     all_ = [*FIRST, *more]
-    told = [(step, PERIODIC) for step in chain(all_)]
+    told = [(step, PERIODIC) for step in restorable_steps(all_)]
     assert sorted(not_kept(all_, told, last=last, every=every, in_use=in_use)) == gone
 
 
