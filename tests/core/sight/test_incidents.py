@@ -166,6 +166,20 @@ def test_a_hang_counts_from_the_last_move_and_keeps_the_stacks() -> None:
     assert row.over
 
 
+@pytest.mark.parametrize("waiting", [0, 1])
+def test_only_ranks_that_wait_for_others_have_hung_before_a_failure(waiting: int) -> None:
+    master = Master()
+    name = master.running()
+    master.now = 20.0
+    for session in (1, 2):
+        master.hear(session, m.Quiet(name, 20.0, waiting=waiting))
+    fails(master, name, failure(0))
+    master.hear(2, m.Quiet(starts(master), 0.0, first=1.0))
+    row = filed(master)
+    assert (row.phases[0].name == "detect") == bool(waiting)
+    assert (row.restarted > 20.0) == bool(waiting)
+
+
 @pytest.mark.parametrize("verb", ["stop", "restart"])
 def test_what_ends_a_round_that_hangs_keeps_the_hang_and_its_stacks(verb: str) -> None:
     def plan(rank: int, step: int) -> list[tuple[str, float]]:

@@ -181,8 +181,9 @@ class Watch:
         if isinstance(still, Moving):
             return LastState()
         reported = still.reported
-        if reported is None:
-            return LastState(self.quiet(), stacks=self.stacks()[0])
+        if reported is None:  # ranks that wait for nobody may sleep on purpose
+            waits = any(one.waiting for one in self._activity.quiet.values())
+            return LastState(self.quiet() if waits else 0.0, stacks=self.stacks()[0])
         impasse, written = reported.verdict.impasse, still.dump.written
         works = impasse.klass is Klass.WEAK and not isinstance(still.notice, Acted)
         quiet = 0.0 if works else self.quiet()
