@@ -343,7 +343,7 @@ def _master(words: Sequence[str]) -> int:
 def _verb(verb: str, words: Sequence[str]) -> int:
     """Run a verb, on this host or for a cluster. Returns the exit code."""
     if verb in OF_CLUSTERS:
-        words, run_there = _module("jobs.placing").placed(verb, words, notify)
+        words, run_there = _module("jobs.placing").resolve_verb(verb, words, notify)
         if run_there is not None:
             return (_read if verb == "exec" else _printed)(run_there)
     run = _function_of(verb)

@@ -154,6 +154,6 @@ def token(run: RunFolder) -> str:
     return ""
 
 
-def is_ours(run: RunFolder) -> bool:
+def was_submitted(run: RunFolder) -> bool:
     """Whether the job was started with `elasticrun submit`."""
     return os.path.exists(run.path / SUBMITTED)

@@ -25,11 +25,13 @@ from elasticrun.wire.env import ON
 
 PLACES: Final = ("local", "ssh", "slurm", "k8s")
 
-OF_CLUSTERS: Final = ("--namespace", "--context", "-n")
+CLUSTER_FLAGS: Final = ("--namespace", "--context", "-n")
 """Flags that verbs accept only for jobs in Kubernetes."""
 
-VALUED: Final = ("--tail", "-t", "--rank", "--node", "--instance", "-i", "--since", "--grep",
-                 "--reason", "--output", "-o")  # fmt: skip
+FLAGS_WITH_VALUES: Final = (
+    "--tail", "-t", "--rank", "--node", "--instance", "-i", "--since", "--grep", "--reason",
+    "--output", "-o",
+)  # fmt: skip
 """Flags whose next word is a value and not a job's name."""
 
 
@@ -82,7 +84,7 @@ def backend_of(run: RunFolder, environ: Mapping[str, str]) -> Backend:
     return backend(backend_name_of(run), environ)
 
 
-def refuse_taken(
+def refuse_taken_name(
     root: Path, name: str, environ: Mapping[str, str], own: RunFolder | None = None
 ) -> None:
     """Raise RequestFailed if a job with this name, other than that of `own`, has not ended. Raises
@@ -126,11 +128,11 @@ def is_in_cluster(words: Sequence[str], environ: Mapping[str, str], *, others: i
                     f"--on={place}: leave it out; it is only for jobs in Kubernetes"
                 )
             return True
-        if flag in OF_CLUSTERS:
+        if flag in CLUSTER_FLAGS:
             return True
     with contextlib.suppress(OSError):
         root = runs_root(environ)
-        values = {at + 1 for at, word in enumerate(ours) if word in VALUED}
+        values = {at + 1 for at, word in enumerate(ours) if word in FLAGS_WITH_VALUES}
         named = (word for at, word in enumerate(ours) if at not in values and word[:1] != "-")
         for word in list(named)[others:]:
             with contextlib.suppress(NoRun):

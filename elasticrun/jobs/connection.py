@@ -136,8 +136,10 @@ def find_job(job: str, *, newest: bool = False) -> UserJob:
         runs = index.all_runs(index.runs_root(os.environ))
     masters = {os.path.realpath(one.run): one for one in here if one.run}
     listed = {os.path.realpath(run.path) for run in runs}
-    known = [_named(masters.get(os.path.realpath(run.path)), run) for run in runs]
-    known += [_named(one) for one in here if os.path.realpath(one.run or os.devnull) not in listed]
+    known = [_named_job(masters.get(os.path.realpath(run.path)), run) for run in runs]
+    known += [
+        _named_job(one) for one in here if os.path.realpath(one.run or os.devnull) not in listed
+    ]
     try:
         if index.is_folder(job, [one.names for one in known]):
             run = index.find(index.runs_root(os.environ), job)
@@ -152,7 +154,7 @@ def find_job(job: str, *, newest: bool = False) -> UserJob:
     return found or UserJob()
 
 
-def _named(master: Published | None, run: RunFolder | None = None) -> index.NamedJob[UserJob]:
+def _named_job(master: Published | None, run: RunFolder | None = None) -> index.NamedJob[UserJob]:
     """The names of a job: those of its run folder, else those that its master published here."""
     if run is None and master is not None and master.run:
         run = RunFolder(Path(master.run))

@@ -57,7 +57,7 @@ class KubernetesJobs:
         """The rows, updated from their objects; those of an unreachable cluster keep their state
         and get a new reason."""
         try:
-            return asyncio.run(_looked_up(rows))
+            return asyncio.run(_update_rows(rows))
         except RequestFailed as why:  # the extra is not installed
             return [replace(row, reason=str(why)) for row in rows]
 
@@ -74,7 +74,7 @@ async def _object(api: KubeApi, known: Submission) -> ClusterJob | None:
     return ClusterJob({**body, "kind": kind.__name__})
 
 
-def note_end(
+def record_end(
     run: RunFolder, state: str, reason: str, row: JobRow | None = None, ended: float = 0.0
 ) -> None:
     """Record how a job ended, unless its run folder already has a result or is gone. `row`: the
@@ -88,23 +88,23 @@ def note_end(
         run.write_result(result)
 
 
-def end_replaced(runs: Sequence[RunFolder], run: RunFolder) -> None:
+def record_replaced(runs: Sequence[RunFolder], run: RunFolder) -> None:
     """Record as lost each job whose name in the cluster now belongs to the job of `run`: the API
     server accepts a name only once the earlier object is deleted. Raises OSError."""
     new = submission(run)
     for other in runs:
         with contextlib.suppress(RequestFailed):
             old = submission(other)
-            same = _object_of(old) == _object_of(new)
+            same = _object_key(old) == _object_key(new)
             if same and old.uid != new.uid:
-                note_end(other, "lost", "the cluster no longer has it")
+                record_end(other, "lost", "the cluster no longer has it")
 
 
-def _object_of(job: Submission) -> tuple[str, ...]:
+def _object_key(job: Submission) -> tuple[str, ...]:
     return job.on, job.context, job.namespace, job.number, job.name
 
 
-async def _looked_up(rows: Sequence[JobRow]) -> list[JobRow]:
+async def _update_rows(rows: Sequence[JobRow]) -> list[JobRow]:
     from elasticrun.jobs.kube.api import KubeApi
 
     async def one(row: JobRow) -> JobRow:
@@ -116,7 +116,7 @@ async def _looked_up(rows: Sequence[JobRow]) -> list[JobRow]:
             return replace(row, state="lost", reason="the cluster no longer has it")
         now = replace(job.row(time.time(), row.run), user=row.user, host=row.host)
         if job.is_over:
-            note_end(run, now.state, now.reason, now)
+            record_end(run, now.state, now.reason, now)
         return now
 
     async def bounded(row: JobRow) -> JobRow:

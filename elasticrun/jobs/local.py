@@ -26,9 +26,9 @@ from elasticrun.host.system.processes import ProcessId
 from elasticrun.jobs.backend import (
     RequestFailed,
     Submission,
-    is_ours,
     make_token,
     submission,
+    was_submitted,
     write_submission,
 )
 from elasticrun.jobs.rows import SUSPENDED, JobRow, row_of
@@ -63,8 +63,8 @@ class LocalJobs:
         begun."""
         count = 1 if submission.hosts else submission.scaled or submission.max_nodes
         port = _free_port() if submission.max_nodes > 1 and not submission.hosts else 0
-        self._start(run, replace(submission, port=port, agents=()), count)
-        _refuse_at_once(run, submission.name)
+        self._start_agents(run, replace(submission, port=port, agents=()), count)
+        _await_start(run, submission.name)
         nodes = f", with {count} agents as its nodes" if count > 1 else ""
         where = names(submission.hosts) if submission.hosts else "this host"
         return f"job {submission.name} has started on {where}{nodes}"
@@ -73,14 +73,14 @@ class LocalJobs:
         """Start the same command in the same folder, with the environment of the user who resumes
         the job. Raises RequestFailed if the job runs or has succeeded."""
         known = submission(run)
-        if living(run):
+        if living_agents(run):
             raise RequestFailed(f"job {known.name} is running: there is nothing to resume")
-        _await_master(run)
+        _await_master_exit(run)
         before = run.result()
         if before is not None and before.state == "succeeded":
             raise RequestFailed(f"job {known.name} has succeeded: submit it again to rerun it")
         try:
-            write_submission(run, replace(known, **this_process()))
+            write_submission(run, replace(known, **starter_fields()))
             run.prepare_restart()
         except OSError as wrong:
             raise RequestFailed(f"the run folder cannot be written: {wrong}") from None
@@ -106,10 +106,10 @@ class LocalJobs:
                 f"job {known.name} was submitted for exactly one node, so no other can join; "
                 f"submit it with --nodes 1:{request.number} to make it elastic"
             )
-        rests = not living(run) and run.state() in ENDED and run.state() != "succeeded"
-        if rests:
+        is_at_rest = not living_agents(run) and run.state() in ENDED and run.state() != "succeeded"
+        if is_at_rest:
             answer = (
-                f"job {known.name} is {_state_word(run)}: it will use at most "
+                f"job {known.name} is {_listed_state(run)}: it will use at most "
                 f"{some(request.number, 'node')} when it resumes"
             )
         else:
@@ -120,21 +120,21 @@ class LocalJobs:
             with contextlib.suppress(OSError):  # a full disk; the master has the number
                 run.write_job(replace(job, nodes=f"{low}:{request.number}"))
                 write_submission(run, known)
-        missing = request.number - len(living(run))
-        if known.port and missing > 0 and not rests:
-            self._start(run, known, missing)
+        missing = request.number - len(living_agents(run))
+        if known.port and missing > 0 and not is_at_rest:
+            self._start_agents(run, known, missing)
             answer += f"; {some(missing, 'agent')} more started here"
         return answer
 
     def suspend(self, run: RunFolder) -> str:
         """Send SIGTERM, and wait while the agents save a step and leave."""
         name = submission(run).name
-        if not _signal(living(run), signal.SIGTERM):
+        if not _signal(living_agents(run), signal.SIGTERM):
             if run.is_suspended():
                 return f"job {name} is already suspended"
-            _await_master(run)
+            _await_master_exit(run)
             raise RequestFailed(f"job {name} does not run: {run.state()}")
-        if left := _await_end(living(run), LEAVE_LIMIT):
+        if left := _await_end(living_agents(run), LEAVE_LIMIT):
             raise RequestFailed(f"job {name} is still leaving: {names([one.node for one in left])}")
         again = f"continue with `elasticrun resume {name}`"
         state = run.state()
@@ -161,36 +161,36 @@ class LocalJobs:
     def stop(self, run: RunFolder) -> str:
         """Send SIGTERM to the agents of a job whose master does not answer. A suspended job is
         recorded as stopped."""
-        if not _signal(living(run), signal.SIGTERM):
+        if not _signal(living_agents(run), signal.SIGTERM):
             result = run.result()
             if result is None or not result.suspended:
-                raise RequestFailed(f"job {_named(run)} does not run: {run.state()}")
+                raise RequestFailed(f"job {_job_name(run)} does not run: {run.state()}")
             _record_end(run, "stopped", f"it was {result.reason}")
-            return f"job {_named(run)} is stopped; it was {result.reason}"
+            return f"job {_job_name(run)} is stopped; it was {result.reason}"
         if run.state() == "submitted":
             _record_end(run, "stopped", "stopped before its start")
-        return f"job {_named(run)} has no responding master: its agents were sent SIGTERM"
+        return f"job {_job_name(run)} has no responding master: its agents were sent SIGTERM"
 
     def terminate(self, run: RunFolder) -> None:
         """Send SIGTERM, and SIGKILL after END_LIMIT seconds. A failure that this causes is recorded
         as "stopped"."""
-        here = living(run)
+        here = living_agents(run)
         _signal(here, signal.SIGTERM)
         left = _await_end(here, END_LIMIT)
         _signal(left, signal.SIGKILL)
         if left := _await_end(left, END_LIMIT):
             raise RequestFailed(f"process {left[0].process.pid} cannot be ended")
-        _await_master(run)
+        _await_master_exit(run)
         if here and run.state() == "failed":
             _record_end(run, "stopped", "ended by `elasticrun delete`")
 
     def execute(self, run: RunFolder, node: str, command: Sequence[str]) -> int:
         """Run it in the working directory and with the environment of the node's agent, of any
         agent if `node` is ""."""
-        here = living(run)
+        here = living_agents(run)
         import psutil
 
-        one = _the_node(here, node, _named(run))
+        one = _find_agent(here, node, _job_name(run))
         try:
             agent = psutil.Process(one.process.pid)
             environ = agent.environ()
@@ -206,21 +206,21 @@ class LocalJobs:
         """The rows unchanged: the run folders already hold all that is known."""
         return list(rows)
 
-    def _start(self, run: RunFolder, known: Submission, count: int) -> None:
+    def _start_agents(self, run: RunFolder, known: Submission, count: int) -> None:
         """Start `count` more agents and record each. If one cannot start, signal all to exit and
         raise RequestFailed."""
-        here = {one.node for one in living(run)}
+        here = {one.node for one in living_agents(run)}
         free = [node for at in range(known.max_nodes + count) if (node := f"node{at}") not in here]
         started = [one for one in known.agents if one.node in here]
         try:
             for node in free[:count]:
-                started.append(self._agent(run, known, node))
+                started.append(self._start_agent(run, known, node))
                 write_submission(run, replace(known, agents=tuple(started)))
         except OSError as wrong:
             _signal(started, signal.SIGTERM)
             raise RequestFailed(f"the job cannot be started: {wrong}") from None
 
-    def _agent(self, run: RunFolder, known: Submission, node: str) -> LocalAgent:
+    def _start_agent(self, run: RunFolder, known: Submission, node: str) -> LocalAgent:
         words = [f"--run-dir={run.path}", *rendezvous_flags(known, node, known.port)]
         environ = {**self._environ, **known.env, LAST_WORDS: str(run.path / LAST_WORD)}
         given = any(word.startswith("--token-file=") for word in known.flags)
@@ -261,11 +261,11 @@ def rendezvous_flags(known: Submission, node: str, port: int) -> list[str]:
 # ---------------------------------------------------------------- the job's processes
 
 
-def living(run: RunFolder) -> list[LocalAgent]:
+def living_agents(run: RunFolder) -> list[LocalAgent]:
     """The running agents; for a job that was not submitted, its launching process. Raises
     RequestFailed if they run on another host or in another PID namespace."""
     job, own = run.job(), os.uname().nodename
-    if is_ours(run):
+    if was_submitted(run):
         known = submission(run)
         host, name = known.host, known.name
         agents = [one for one in run.agents() if one.node]
@@ -287,7 +287,7 @@ def living(run: RunFolder) -> list[LocalAgent]:
     return found
 
 
-def this_process() -> dict[str, Any]:
+def starter_fields() -> dict[str, Any]:
     """The fields of a submission that record this process as the one that starts its agents."""
     return {"agents": (LocalAgent("", ProcessId.own()),)}
 
@@ -295,7 +295,7 @@ def this_process() -> dict[str, Any]:
 def _record_end(run: RunFolder, state: str, reason: str, *, suspended: bool = False) -> None:
     """Record why the job ended; called by the process that ended it, because the master knows only
     of a signal. Ignores OSError."""
-    result = run.result() or RunResult(job=_named(run), state=state, ended=time.time())
+    result = run.result() or RunResult(job=_job_name(run), state=state, ended=time.time())
     with contextlib.suppress(OSError):
         run.write_result(replace(result, state=state, reason=reason, suspended=suspended))
 
@@ -331,36 +331,36 @@ def _await_end(agents: Sequence[LocalAgent], limit: float) -> list[LocalAgent]:
     return [one for one in agents if one.process.is_alive()]
 
 
-def _the_node(living: Sequence[LocalAgent], node: str, job: str) -> LocalAgent:
-    if not living:
+def _find_agent(agents: Sequence[LocalAgent], node: str, job: str) -> LocalAgent:
+    if not agents:
         raise RequestFailed(f"job {job} does not run, so there is no node to run a command on")
-    named = [one for one in living if one.node == node] if node else living
+    named = [one for one in agents if one.node == node] if node else agents
     if len(named) == 1 or (named and not node):
         return named[0]
     raise RequestFailed(
-        f"job {job} has no node {node}: it has {names([one.node for one in living])}"
+        f"job {job} has no node {node}: it has {names([one.node for one in agents])}"
     )
 
 
-def _state_word(run: RunFolder) -> str:
+def _listed_state(run: RunFolder) -> str:
     """The job's state, as lists show it."""
     job = run.job()
     return row_of(run, job).state if job else run.state()
 
 
-def _await_master(run: RunFolder) -> None:
+def _await_master_exit(run: RunFolder) -> None:
     """Wait until the job's master, which may outlive its launchers, releases the run folder: no
     other master may start earlier. Raises RequestFailed after END_LIMIT seconds."""
     end = time.monotonic() + END_LIMIT
     while run.is_held():
         if time.monotonic() > end:
             raise RequestFailed(
-                f"a master of job {_named(run)} still runs in {run.path}: stop it first"
+                f"a master of job {_job_name(run)} still runs in {run.path}: stop it first"
             )
         time.sleep(START_POLL)
 
 
-def _refuse_at_once(run: RunFolder, name: str) -> None:
+def _await_start(run: RunFolder, name: str) -> None:
     """Wait until the job has begun, for START_LIMIT seconds at most. Raises RequestFailed if its
     launchers exit first."""
     end = time.monotonic() + START_LIMIT
@@ -373,7 +373,7 @@ def _refuse_at_once(run: RunFolder, name: str) -> None:
         raise RequestFailed(f"job {name} cannot start: {why}")
 
 
-def _named(run: RunFolder) -> str:
+def _job_name(run: RunFolder) -> str:
     job = run.job()
     return job.name if job else run.path.name
 

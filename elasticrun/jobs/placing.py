@@ -21,7 +21,7 @@ class ResolvedVerb(NamedTuple):
     run: Callable[[], int] | None
 
 
-def placed(verb: str, words: Sequence[str], notify: Callable[[str], None]) -> ResolvedVerb:
+def resolve_verb(verb: str, words: Sequence[str], notify: Callable[[str], None]) -> ResolvedVerb:
     """Find out where the named job runs; a ScalePlan (`scale -f`) is first translated into words.
     Raises UsageError."""
     if verb == "scale" and any(word in ("-f", "--file") for word in words):

@@ -92,7 +92,7 @@ def row_of(folder: RunFolder, job: JobRecord) -> JobRow:
 
 def state_of(status: JobStatus, run: str = "") -> str:
     """The state that a master's status means; `run`: the job's run folder, if known."""
-    if hangs(status):
+    if is_hanging(status):
         return "hangs"
     if word := _STATES.get(status.phase):
         return word
@@ -100,7 +100,7 @@ def state_of(status: JobStatus, run: str = "") -> str:
     return state if state in ENDED else OVER
 
 
-def hangs(status: JobStatus) -> bool:
+def is_hanging(status: JobStatus) -> bool:
     """Whether a running job hangs. A weak verdict does not count: the rank may well be making
     progress."""
     return status.phase == "running" and status.hang not in ("", "weak")

@@ -31,11 +31,11 @@ LEAVE_LIMIT: Final = 600.0
 POLL_EVERY: Final = 0.5
 """Seconds between two polls of the queue; Slurm sends no notifications."""
 
-FORM: Final = "%i|%T|%D|%S|%r"
+SQUEUE_FORMAT: Final = "%i|%T|%D|%S|%r"
 """Format of squeue's lines, valid in all its versions: number, state, nodes, start time, reason."""
 
 
-class Queued(NamedTuple):
+class QueueEntry(NamedTuple):
     """A pending or running job, as squeue lists it."""
 
     state: str
@@ -109,7 +109,7 @@ class SlurmJobs:
         if (state := run.state()) in ("succeeded", "failed", "stopped"):
             raise RequestFailed(f"job {known.name} has ended: {state}")
         self._call("scontrol", "requeuehold", known.number)
-        if not self._until(known.number, lambda now: now is None or now.is_held, LEAVE_LIMIT):
+        if not self._wait_until(known.number, lambda now: now is None or now.is_held, LEAVE_LIMIT):
             raise RequestFailed(f"job {known.name} is still leaving: see `elasticrun list`")
         result = run.result()
         step = result.saved if result and result.state == "saved" else -1
@@ -121,7 +121,7 @@ class SlurmJobs:
         if known.number not in self._queue():
             raise RequestFailed(f"Slurm no longer has job {known.number} ({known.name})")
         self._call("scancel", known.number)
-        self._note_end(run, known)
+        self._record_cancellation(run, known)
         return f"job {known.name} is cancelled (Slurm job {known.number})"
 
     def terminate(self, run: RunFolder) -> None:
@@ -129,11 +129,11 @@ class SlurmJobs:
         known = submission(run)
         if known.number in self._queue():
             self._call("scancel", known.number)
-            if not self._until(known.number, lambda now: now is None, LEAVE_LIMIT):
+            if not self._wait_until(known.number, lambda now: now is None, LEAVE_LIMIT):
                 raise RequestFailed(
                     f"Slurm job {known.number} does not end: use scancel --signal=KILL"
                 )
-        self._note_end(run, known)
+        self._record_cancellation(run, known)
 
     def execute(self, run: RunFolder, node: str, command: Sequence[str]) -> int:
         """Run the command as a job step that overlaps the job's own."""
@@ -155,20 +155,22 @@ class SlurmJobs:
             queue = self._queue()
         except RequestFailed:
             return list(rows)
-        return [_by_queue(row, queue) for row in rows]
+        return [_update_row(row, queue) for row in rows]
 
     # ------------------------------------------------------------ Slurm's commands
 
-    def _queue(self) -> dict[str, Queued]:
+    def _queue(self) -> dict[str, QueueEntry]:
         """This user's pending and running jobs, by job number."""
         found = {}
-        for line in self._call("squeue", "--me", "-h", "-o", FORM).splitlines():
+        for line in self._call("squeue", "--me", "-h", "-o", SQUEUE_FORMAT).splitlines():
             number, state, nodes, began, reason = (line.split("|", 4) + [""] * 4)[:5]
             count = int(nodes) if nodes.isdecimal() else 0
-            found[number] = Queued(state, count, began, reason)
+            found[number] = QueueEntry(state, count, began, reason)
         return found
 
-    def _until(self, number: str, good: Callable[[Queued | None], bool], limit: float) -> bool:
+    def _wait_until(
+        self, number: str, good: Callable[[QueueEntry | None], bool], limit: float
+    ) -> bool:
         end = time.monotonic() + limit
         while not good(self._queue().get(number)):
             if time.monotonic() > end:
@@ -202,7 +204,7 @@ class SlurmJobs:
             raise RequestFailed(f"{words[0]} refuses: {why or f'exit code {done.returncode}'}")
         return done.stdout.strip()
 
-    def _note_end(self, run: RunFolder, known: Submission) -> None:
+    def _record_cancellation(self, run: RunFolder, known: Submission) -> None:
         """Record a job without a result, or one that had saved, as stopped: if it was cancelled in
         the queue, no master reports its end. Raises OSError."""
         result = run.result() or RunResult(job=known.name, state="saved", ended=time.time())
@@ -210,7 +212,7 @@ class SlurmJobs:
             run.write_result(replace(result, state="stopped", reason="cancelled in Slurm"))
 
 
-def _by_queue(row: JobRow, queue: Mapping[str, Queued]) -> JobRow:
+def _update_row(row: JobRow, queue: Mapping[str, QueueEntry]) -> JobRow:
     try:
         number = submission(RunFolder(Path(row.run))).number
     except RequestFailed:

@@ -18,7 +18,7 @@ from elasticrun.core.words import names
 from elasticrun.host.runs.layout import RunFolder
 from elasticrun.host.system.network import is_this_host
 from elasticrun.jobs.backend import RequestFailed, Submission, submission
-from elasticrun.jobs.local import LocalJobs, living
+from elasticrun.jobs.local import LocalJobs, living_agents
 from elasticrun.jobs.rows import JobRow
 from elasticrun.wire.messages import Reply, Request
 
@@ -74,15 +74,15 @@ class SshJobs:
     def jobs(self, rows: Sequence[JobRow]) -> list[JobRow]:
         """The rows of these jobs. If the hosts do not share the run folder, all that is known here
         is whether the process on this host runs."""
-        return [_by_process(replace(row, where="ssh")) for row in self._here.jobs(rows)]
+        return [_with_process_state(replace(row, where="ssh")) for row in self._here.jobs(rows)]
 
 
-def _by_process(row: JobRow) -> JobRow:
+def _with_process_state(row: JobRow) -> JobRow:
     if row.state != "submitted":
         return row
     try:
         run = RunFolder(Path(row.run))
-        runs = living(run)
+        runs = living_agents(run)
     except RequestFailed:
         return row
     # Until the job begins, only launchers write to the console, such as which host is unreachable.

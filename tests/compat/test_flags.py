@@ -94,14 +94,14 @@ def test_every_flag_of_torch_is_ours(dest: str) -> None:
     assert (mine.choices and list(mine.choices)) == (reference.choices and list(reference.choices))
 
 
-VALUED = [
+FLAGS_WITH_VALUES = [
     dest
     for dest, action in actions(torch_run.get_args_parser()).items()
     if action.option_strings and action.nargs != 0
 ]
 
 
-@pytest.mark.parametrize("dest", VALUED)
+@pytest.mark.parametrize("dest", FLAGS_WITH_VALUES)
 @pytest.mark.parametrize("text", SAMPLES)
 def test_values_on_the_command_line(dest: str, text: str) -> None:
     reference_parser, own_parser = both()

@@ -132,9 +132,9 @@ def _forget(ns: argparse.Namespace, run: RunFolder | None, sentence: str) -> int
     """Print what was done. Record the job of `run` as stopped, and remove that run folder unless
     the user keeps it; None: a job that was not deleted, or has no run folder."""
     if run is not None:
-        from elasticrun.jobs.kubernetes import note_end
+        from elasticrun.jobs.kubernetes import record_end
 
-        note_end(run, "stopped", "deleted from the cluster")
+        record_end(run, "stopped", "deleted from the cluster")
         if not ns.keep_files:
             prune(run.path.parent, -86400.0, only={run.path})
     print(
@@ -236,11 +236,11 @@ _QUIET: Final = ("Recovering", "Succeeded", "Failed", "FailureTarget", "SuccessC
 
 
 def _when(event: Json) -> float:
-    from elasticrun.jobs.operator.objects import moment
+    from elasticrun.jobs.operator.objects import parse_time
 
     meta = event["metadata"]
     times = (event.get("lastTimestamp"), event.get("eventTime"), meta.get("creationTimestamp"))
-    return moment(next((one for one in times if one), None))
+    return parse_time(next((one for one in times if one), None))
 
 
 def _event_record(event: Json) -> Json:

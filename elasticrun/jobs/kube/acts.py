@@ -15,7 +15,7 @@ from elasticrun.jobs.kube.api import ELASTIC_JOBS, INDEXED_JOBS, KubeApi
 from elasticrun.jobs.kube.observed import OURS, STOPPED, ClusterJob, ObservedPod, in_order
 from elasticrun.jobs.operator.cluster import PODS
 from elasticrun.jobs.operator.crd import Json
-from elasticrun.jobs.operator.objects import stamp
+from elasticrun.jobs.operator.objects import format_time
 
 MARGIN: Final = 60.0
 """Seconds beyond the pods' grace period that a suspended job has to release all of its pods."""
@@ -148,7 +148,7 @@ async def suspend(api: KubeApi, job: ClusterJob, *, stop: bool = False) -> str:
         raise RequestFailed(f"job {job.name} has {job.state}: it holds no nodes")
     if job.state == word:
         return f"job {job.name} is already {word}"
-    mark = stamp(time.time()) if stop else None
+    mark = format_time(time.time()) if stop else None
     change = {"spec": {"suspend": True}, "metadata": {"annotations": {STOPPED: mark}}}
     await api.patch(_kind(job), job.name, job.namespace, change)
     await _wait_for_pods_to_end(api, job)

@@ -45,7 +45,7 @@ CALL_LIMIT: Final = 15.0
 MOST_BREAKS: Final = 5
 """Consecutive failures after which a watch or a pod's log is abandoned."""
 
-GONE: Final = 404
+NOT_FOUND: Final = 404
 
 ASK: Final = "; ask the cluster's administrator for a Role"
 
@@ -89,7 +89,7 @@ class KubeApi:
         with self._sentences("list its kinds"):
             raw = self._client._client._client
             answer = await raw.get(f"/apis/{API_VERSION}")
-            if answer.status_code == GONE:
+            if answer.status_code == NOT_FOUND:
                 return False
             answer.raise_for_status()
         return True
@@ -100,7 +100,7 @@ class KubeApi:
             try:
                 found: Json = await self._client.get(kind, name, namespace=namespace)
             except ApiError as error:
-                if code_of(error) == GONE:
+                if code_of(error) == NOT_FOUND:
                     return None
                 raise
             return found

@@ -20,10 +20,10 @@ from elasticrun.jobs.operator.objects import (
     JOB,
     MASTER,
     ROLE,
-    moment,
+    command_words,
     named_run_dir,
+    parse_time,
     volume_at,
-    words_of,
 )
 from elasticrun.jobs.render.pods import CONTAINER, JOB_LABEL
 from elasticrun.jobs.rows import JobRow
@@ -115,7 +115,7 @@ class ClusterJob:
     @property
     def words(self) -> str:
         """The command and arguments of its pods' first container, which runs the ranks."""
-        return " ".join(words_of(self._container))
+        return " ".join(command_words(self._container))
 
     @property
     def ranks_per_node(self) -> int:
@@ -218,7 +218,7 @@ class ClusterJob:
             max_nodes=self.nodes,
             step=-1 if step is None else int(step),
             restarts=int(status.get("restarts" if self.is_elastic else "failed") or 0),
-            age=max(0.0, now - moment(meta.get("creationTimestamp"))),
+            age=max(0.0, now - parse_time(meta.get("creationTimestamp"))),
             reason=self.reason,
         )
 
@@ -280,8 +280,8 @@ def observe_pod(pod: Json) -> ObservedPod:
         phase=status.get("phase") or "Pending",
         node=spec.get("nodeName") or "",
         container=main,
-        created=moment(meta.get("creationTimestamp")),
-        ended=moment(ended.get("finishedAt")),
+        created=parse_time(meta.get("creationTimestamp")),
+        ended=parse_time(ended.get("finishedAt")),
         code=ended.get("exitCode"),
         started=bool(state.get("running") or ended),
         is_terminating=bool(meta.get("deletionTimestamp")),

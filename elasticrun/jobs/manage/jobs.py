@@ -15,7 +15,7 @@ from elasticrun.host.runs.claim import Claimed, claimed
 from elasticrun.host.runs.index import NoRun, find, prune, runs_root
 from elasticrun.host.runs.layout import ENDED, RunFolder
 from elasticrun.jobs.backend import RequestFailed
-from elasticrun.jobs.backends import backend_name_of, backend_of, refuse_taken
+from elasticrun.jobs.backends import backend_name_of, backend_of, refuse_taken_name
 from elasticrun.jobs.manage.listing import add_output
 from elasticrun.jobs.rows import DoneRow, as_json
 from elasticrun.jobs.running.master_lookup import JOB
@@ -67,7 +67,7 @@ def _resume(run: RunFolder, place: Backend) -> str:
         return place.resume(run)
     with claimed(root, job.name):
         if run.state() in ENDED:
-            refuse_taken(root, job.name, withdraw(), run)
+            refuse_taken_name(root, job.name, withdraw(), run)
         return place.resume(run)
 
 

@@ -34,10 +34,10 @@ from elasticrun.config import EXIT_USAGE, Tls
 from elasticrun.core.words import plain, some
 from elasticrun.host.runs import index
 from elasticrun.host.runs.layout import ENDED, JobRecord, RunFolder
-from elasticrun.jobs.backend import RequestFailed, command_line, is_ours, submission
+from elasticrun.jobs.backend import RequestFailed, command_line, submission, was_submitted
 from elasticrun.jobs.backends import updated_by_backends
 from elasticrun.jobs.connection import NotAnswered, master_of
-from elasticrun.jobs.kubernetes import note_end
+from elasticrun.jobs.kubernetes import record_end
 from elasticrun.jobs.rows import SUSPENDED, JobRow, as_json, live_row, row_of
 
 TITLES: Final = ("NAME", "ID", "STATE", "NODES", "STEP", "RESTARTS", "AGE", "WHERE")
@@ -162,7 +162,9 @@ def ended_job_lines(folder: RunFolder, job: JobRecord, row: JobRow) -> list[str]
     """Lines about a job without an answering master, from its run folder and its `row`."""
     again = row.state in (*ENDED, SUSPENDED) and row.state != "succeeded"
     resume = (
-        f"{PROG} resume {job.name}" if is_ours(folder) else f"run it again: {command_line(job)}"
+        f"{PROG} resume {job.name}"
+        if was_submitted(folder)
+        else f"run it again: {command_line(job)}"
     )
     fields = {
         "outcome": row.reason,
@@ -225,13 +227,15 @@ def _in_clusters(runs: Sequence[RunFolder], since: float) -> dict[str, str]:
     its run folder. First queries the clusters about jobs that are old enough and whose end is not
     recorded here. A job that its cluster no longer has becomes lost. Raises OSError."""
     known = [
-        (run, job) for run in runs if (job := run.job()) and job.where == "k8s" and is_ours(run)
+        (run, job)
+        for run in runs
+        if (job := run.job()) and job.where == "k8s" and was_submitted(run)
     ]
     old = time.time() - since
     rows = [row_of(run, job) for run, job in known if run.state() not in ENDED and job.began < old]
     for row in updated_by_backends(rows, trust.withdraw()) if rows else ():
         if row.state == "lost":
-            note_end(RunFolder(Path(row.run)), "lost", row.reason, ended=time.time() - row.age)
+            record_end(RunFolder(Path(row.run)), "lost", row.reason, ended=time.time() - row.age)
     stay = {}
     for run, job in known:
         if run.state() in ("succeeded", "failed"):

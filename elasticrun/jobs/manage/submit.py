@@ -42,8 +42,8 @@ from elasticrun.jobs.backend import (
     write_submission,
 )
 from elasticrun.jobs.cluster.submit import kubernetes_submission
-from elasticrun.jobs.kubernetes import end_replaced
-from elasticrun.jobs.local import rendezvous_flags, this_process
+from elasticrun.jobs.kubernetes import record_replaced
+from elasticrun.jobs.local import rendezvous_flags, starter_fields
 from elasticrun.jobs.manage import arena
 from elasticrun.jobs.manage.code import pinned
 from elasticrun.jobs.manage.jobs import finished
@@ -195,14 +195,14 @@ def _submit(
     known, place = submission(ns, program, run.path, notify)
     if not here:  # the cluster rejects a name in use
         message = _start(run, ns, known, place, root)
-        end_replaced(all_runs(root), run)
+        record_replaced(all_runs(root), run)
     else:
         with claimed(root, ns.name), claimed(root, str(run.path)):
             if run.job() is not None and run.state() not in ENDED:
                 raise RequestFailed(
                     f"another job runs in {run.path}: choose another folder (--run-dir)"
                 )
-            backends.refuse_taken(root, ns.name, withdraw())
+            backends.refuse_taken_name(root, ns.name, withdraw())
             message = _start(run, ns, known, place, root)
     _print(ns, run, where, message)
     return EXIT_OK
@@ -226,7 +226,7 @@ def _start(
         if here and ns.fresh:
             archive(run.path)
         (run.path / RESULT).unlink(missing_ok=True)
-        write_submission(run, replace(known, **this_process()))
+        write_submission(run, replace(known, **starter_fields()))
         run.write_job(_record(known, ns))
         if known.on == "slurm":
             make_token(run)

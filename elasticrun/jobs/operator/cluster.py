@@ -44,11 +44,11 @@ CALL_LIMIT: Final = 10.0
 WATCH_LIMIT: Final = 300
 """Seconds after which the server ends a watch; the client then resumes it from the last version."""
 
-GONE: Final = 404
+NOT_FOUND: Final = 404
 CONFLICT: Final = 409
 """An object of that name already exists, or the precondition no longer holds."""
 
-REFUSED: Final = (400, 403, GONE, 422)
+REFUSED: Final = (400, 403, NOT_FOUND, 422)
 """Statuses with which the server rejects an object: invalid fields, quotas, missing rights,
 webhooks. Other errors concern the connection or the server itself."""
 
@@ -84,11 +84,11 @@ class Cluster:
     async def close(self) -> None:
         await self._client.close()
 
-    async def _request(self, request: BasicRequest, *fine: int) -> Json | None:
+    async def _request(self, request: BasicRequest, *accepted: int) -> Json | None:
         """The body of the answer; None if its status is in `fine`. Raises ApiError for other
         errors."""
         answer = await self._client.send(self._client.build_adapter_request(request))
-        if answer.status_code in fine:
+        if answer.status_code in accepted:
             return None
         self._client.raise_for_status(answer)
         found: Json = answer.json()
@@ -124,7 +124,7 @@ class Cluster:
 
     async def get(self, kind: Any, key: Key) -> Json | None:
         """An object, or None if it does not exist."""
-        return await self._request(self._about("get", kind, key), GONE)
+        return await self._request(self._about("get", kind, key), NOT_FOUND)
 
     async def pods(self, key: Key, uid: str) -> list[Json]:
         """The pods of a job, excluding those of another job with the same name."""
@@ -159,7 +159,7 @@ class Cluster:
         belongs to another object."""
         request = self._about("delete", kind, key)
         request.data = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
-        return await self._request(request, GONE, CONFLICT) is not None
+        return await self._request(request, NOT_FOUND, CONFLICT) is not None
 
     async def set_status(self, key: Key, version: str, status: Json) -> bool:
         """Write a job's status; False if the job is gone or has changed since it was read at
@@ -169,7 +169,7 @@ class Cluster:
             obj={"metadata": {"resourceVersion": version}, "status": status},
             headers={"Content-Type": PatchType.MERGE.value},
         )  # fmt: skip
-        return await self._request(request, GONE, CONFLICT) is not None
+        return await self._request(request, NOT_FOUND, CONFLICT) is not None
 
     async def create_event(self, event: Json) -> None:
         """Create an Event."""

@@ -23,8 +23,8 @@ from lightkube.core.generic_client import ALL_NS
 from elasticrun import __version__
 from elasticrun.jobs.operator import cluster as api, objects, plan as planning
 from elasticrun.jobs.operator.crd import API_VERSION, KIND, OPERATOR, Json
-from elasticrun.jobs.operator.objects import JOB, MASTER_INDEX, JobObject, OwnedPod, stamp
-from elasticrun.jobs.operator.status import JobEvent, patch
+from elasticrun.jobs.operator.objects import JOB, MASTER_INDEX, JobObject, OwnedPod, format_time
+from elasticrun.jobs.operator.status import JobEvent, status_patch
 from elasticrun.jobs.operator.view import ObservedState
 from elasticrun.jobs.render.settings import MASTER_PORT
 from elasticrun.wire.auth import operator_token, reader_token
@@ -46,10 +46,10 @@ QUERY_LIMIT: Final = 1.5
 """Seconds that a pass waits for a master's answer. Short, because no dead pod is replaced
 meanwhile."""
 
-SILENT_FOR: Final = 5.0
+UNREACHABLE_RETRY: Final = 5.0
 """Seconds for which a master that did not answer is not queried again."""
 
-SILENCE: Final = 90.0
+WATCH_SILENCE: Final = 90.0
 """Seconds without an event or a bookmark after which a watch counts as dead."""
 
 MOST_PASSES: Final = 64
@@ -91,7 +91,7 @@ class Controller:
         self._busy: set[api.Key] = set()
         self._failures: dict[api.Key, int] = {}
         self._refused: dict[api.Key, str] = {}
-        self._silent: dict[api.Key, float] = {}
+        self._unreachable_until: dict[api.Key, float] = {}
         self._change = asyncio.Event()
 
     async def run(self) -> None:
@@ -143,9 +143,9 @@ class Controller:
         while True:
             generations: dict[str, int] = {}
             try:
-                async with asyncio.timeout(SILENCE) as silence:
+                async with asyncio.timeout(WATCH_SILENCE) as silence:
                     async for change, found in self._cluster.watch(kind):
-                        silence.reschedule(_clock() + SILENCE)
+                        silence.reschedule(_clock() + WATCH_SILENCE)
                         tries, meta = 0, found["metadata"]
                         if change == "BOOKMARK":
                             continue
@@ -171,7 +171,7 @@ class Controller:
                 tries = 0
             except Exception as error:
                 tries += 1
-                missing = isinstance(error, ApiError) and api.code_of(error) == api.GONE
+                missing = isinstance(error, ApiError) and api.code_of(error) == api.NOT_FOUND
                 why = NO_CRD if missing else _error_text(error)
                 logger.warning("cannot list the jobs: %s", why)
             await asyncio.sleep(_retry_delay(tries) if tries else RELIST)
@@ -202,35 +202,35 @@ class Controller:
         requires one."""
         found = await self._cluster.get(api.JOBS, key)
         if found is None or "deletionTimestamp" in found["metadata"]:
-            for book in (self._failures, self._refused, self._silent):
-                book.pop(key, None)
+            for entries in (self._failures, self._refused, self._unreachable_until):
+                entries.pop(key, None)
             return None
-        job = objects.job_of(found)
+        job = objects.parse_job(found)
         read = map(objects.read, await self._cluster.pods(key, job.uid))
         pods = tuple(pod for pod in read if pod is not None)
         status, why = await self._query_master(job, key, pods)
         refused = self._refused.get(key, "")
-        todo = planning.plan(
+        decided = planning.plan(
             job, ObservedState(pods, status, why, refused, self._version), time.time()
         )
-        if (made := patch(found.get("status") or {}, todo.status)) is not None:
+        if (made := status_patch(found.get("status") or {}, decided.status)) is not None:
             version = found["metadata"]["resourceVersion"]
             if not await self._cluster.set_status(key, version, made):
                 return FIRST_RETRY  # the job changed meanwhile
-        for notice in todo.notices:
+        for notice in decided.notices:
             await self._create_event(job, notice)
-        unwilling = ""
-        for order in todo.orders:
-            unwilling = await self._execute(job, order, pods) or unwilling
-        self._refused[key] = unwilling
-        if unwilling != refused:  # the status of the next pass reports it
+        refusal = ""
+        for order in decided.orders:
+            refusal = await self._execute(job, order, pods) or refusal
+        self._refused[key] = refusal
+        if refusal != refused:  # the status of the next pass reports it
             return 0.0
-        if todo.status.over:
-            return todo.again
+        if decided.status.is_over:
+            return decided.again
         full = f"{job.spec.nodes}/{job.spec.nodes}"
-        trains = status is not None and status.phase == "running" and todo.status.nodes == full
-        calm = (trains or todo.status.phase in ("Suspended", "Pending")) and not todo.orders
-        return min(POLL if calm else BUSY_POLL, todo.again or POLL)
+        trains = status is not None and status.phase == "running" and decided.status.nodes == full
+        calm = (trains or decided.status.phase in ("Suspended", "Pending")) and not decided.orders
+        return min(POLL if calm else BUSY_POLL, decided.again or POLL)
 
     async def _execute(
         self, job: JobObject, order: planning.Order, pods: tuple[OwnedPod, ...]
@@ -239,10 +239,10 @@ class Controller:
         Raises NotCreated if the API server rejects an object."""
         where = job.namespace
         match order:
-            case planning.Make(body, notice):
+            case planning.CreateObject(body, notice):
                 if await self._cluster.create(body) and notice:
                     await self._create_event(job, notice)
-            case planning.MakeSecret():
+            case planning.CreateSecret():
                 await self._cluster.create(objects.secret(job, self._token(job)))
             case planning.Delete(pod, notice):
                 if await self._cluster.remove(api.PODS, (where, pod.name), pod.uid):
@@ -255,7 +255,7 @@ class Controller:
 
     async def _create_event(self, job: JobObject, notice: JobEvent) -> None:
         """Create an Event; a failure is only logged."""
-        now = stamp(time.time())
+        now = format_time(time.time())
         about = {"apiVersion": API_VERSION, "kind": KIND, "name": job.name, "uid": job.uid}
         event = {
             "apiVersion": "v1",
@@ -287,9 +287,9 @@ class Controller:
     ) -> tuple[JobStatus | None, str]:
         """The master's status, or None and the reason, which is "" if no master should answer."""
         master = _master(pods)
-        if master is None or job.status.over:
+        if master is None or job.status.is_over:
             return None, ""
-        if _clock() < self._silent.get(key, 0.0):
+        if _clock() < self._unreachable_until.get(key, 0.0):
             return None, job.status.condition("MasterReachable").message
         began = _clock()
         try:
@@ -297,10 +297,10 @@ class Controller:
             status = await get_status(master, QUERY_LIMIT, token=token, version=__version__)
         except LinkError as error:
             if _clock() > began + QUERY_LIMIT / 2:  # a master that is just starting refuses at once
-                self._silent[key] = _clock() + SILENT_FOR
+                self._unreachable_until[key] = _clock() + UNREACHABLE_RETRY
             verb = "refuses to answer" if error.rejected else "does not answer"
             return None, f"the master at {master} {verb}: {error}"
-        self._silent.pop(key, None)
+        self._unreachable_until.pop(key, None)
         return status, ""
 
     async def _resize(self, job: JobObject, nodes: int, pods: tuple[OwnedPod, ...]) -> str:
@@ -373,7 +373,7 @@ async def take_lease(cluster: api.Cluster, me: str, expired: str) -> tuple[bool,
     changes with each renewal. Another operator's Lease is taken only if its value is still
     `expired`, because an operator that was itself suspended has missed later renewals."""
     found: Json | None = await cluster.get(api.LEASES, (cluster.own, OPERATOR))
-    renewed = f"{stamp(time.time())[:-1]}.{int(time.time() % 1 * 1e6):06d}Z"
+    renewed = f"{format_time(time.time())[:-1]}.{int(time.time() % 1 * 1e6):06d}Z"
     spec = {"holderIdentity": me, "leaseDurationSeconds": LEASE, "renewTime": renewed}
     body: Json = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease"}
     body |= {"metadata": {"name": OPERATOR, "namespace": cluster.own}, "spec": spec}

@@ -132,7 +132,7 @@ class JobCondition(Struct, frozen=True, rename="camel"):
     last_transition_time: str = ""
 
 
-class Avoided(Struct, frozen=True, rename="camel"):
+class AvoidedNode(Struct, frozen=True, rename="camel"):
     """A node of the cluster that new pods keep away from."""
 
     node: str
@@ -158,7 +158,7 @@ class ElasticStatus(Struct, frozen=True, rename="camel"):
     observed_generation: int | None = None
     start_time: str | None = None
     completion_time: str | None = None
-    excluded_nodes: tuple[Avoided, ...] = ()
+    excluded_nodes: tuple[AvoidedNode, ...] = ()
     conditions: tuple[JobCondition, ...] = ()
 
     def condition(self, kind: str) -> JobCondition:
@@ -168,7 +168,7 @@ class ElasticStatus(Struct, frozen=True, rename="camel"):
         )
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether the job has succeeded or failed, which is final."""
         return self.phase in ("Succeeded", "Failed")
 

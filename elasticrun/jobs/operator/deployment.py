@@ -19,7 +19,7 @@ when it starts."""
 
 NEEDED: Final = ("grpcio>=1.66", "msgspec>=0.19", "protobuf>=5.27", "lightkube>=1.0")
 
-PASSED: Final = 65532
+UNPRIVILEGED_UID: Final = 65532
 """The conventional uid of a user without privileges (`nonroot`) in container images."""
 
 REMARKS: Final = {
@@ -43,7 +43,7 @@ Secret."""
 
 
 @dataclass(frozen=True, slots=True)
-class Installed:
+class Installation:
     """How to install the operator. `namespace`: "" if it manages the jobs of all namespaces."""
 
     namespace: str = ""
@@ -55,11 +55,11 @@ class Installed:
         return self.namespace or HOME
 
 
-def documents(installed: Installed) -> list[Json]:
+def documents(installed: Installation) -> list[Json]:
     """The objects, in the order of creation."""
     home = installed.home
     space = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": home}}
-    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _named(home)}
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _metadata(home)}
     rules = [
         {"apiGroups": [group], "resources": list(what), "verbs": list(verbs)}
         for group, what, verbs in RIGHTS
@@ -75,7 +75,7 @@ def documents(installed: Installed) -> list[Json]:
     return [*made, _deployment(installed)]
 
 
-def _named(namespace: str, name: str = OPERATOR) -> Json:
+def _metadata(namespace: str, name: str = OPERATOR) -> Json:
     labels = {"app.kubernetes.io/name": OPERATOR}
     space = {"namespace": namespace} if namespace else {}
     return {"name": name, **space, "labels": labels}
@@ -85,7 +85,7 @@ def _create_rule(what: list[str], group: str = "") -> Json:
     return {"apiGroups": [group], "resources": what, "verbs": ["create"]}
 
 
-def _own_rights(installed: Installed) -> list[Json]:
+def _own_rights(installed: Installation) -> list[Json]:
     """The operator's rights to its own Secret and, with several replicas, to the Lease."""
     its = {"resourceNames": [OPERATOR]}
     rules: list[Json] = [
@@ -102,13 +102,13 @@ def _role(kind: str, home: str, name: str, rules: list[Json]) -> list[Json]:
     group = "rbac.authorization.k8s.io"
     space = "" if kind == "ClusterRole" else home
     subject = {"kind": "ServiceAccount", "name": OPERATOR, "namespace": home}
-    role = {"apiVersion": f"{group}/v1", "kind": kind, "metadata": _named(space, name)}
+    role = {"apiVersion": f"{group}/v1", "kind": kind, "metadata": _metadata(space, name)}
     bound = {**role, "kind": f"{kind}Binding"}
     reference = {"apiGroup": group, "kind": kind, "name": name}
     return [role | {"rules": rules}, bound | {"roleRef": reference, "subjects": [subject]}]
 
 
-def _deployment(installed: Installed) -> Json:
+def _deployment(installed: Installation) -> Json:
     labels = {"app.kubernetes.io/name": OPERATOR}
     words = ["operator"]
     words += [f"--namespace={installed.namespace}"] if installed.namespace else []
@@ -130,7 +130,7 @@ def _deployment(installed: Installed) -> Json:
         "serviceAccountName": OPERATOR,
         "securityContext": {
             "runAsNonRoot": True,
-            "runAsUser": PASSED,
+            "runAsUser": UNPRIVILEGED_UID,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "terminationGracePeriodSeconds": 10,
@@ -141,7 +141,7 @@ def _deployment(installed: Installed) -> Json:
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": _named(installed.home),
+        "metadata": _metadata(installed.home),
         "spec": {
             "replicas": installed.replicas,
             "selector": {"matchLabels": labels},
@@ -151,7 +151,7 @@ def _deployment(installed: Installed) -> Json:
     }
 
 
-def _command(installed: Installed, words: list[str]) -> Json:
+def _command(installed: Installation, words: list[str]) -> Json:
     if installed.image:
         return {"command": ["elasticrun", *words]}
     pip = "pip install --quiet --no-cache-dir --target /scratch/site"

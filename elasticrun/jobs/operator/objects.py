@@ -39,11 +39,11 @@ MASTER: Final = "master"
 NODE: Final = "node"
 MASTER_INDEX: Final = -1
 
-HOPELESS: Final = (EXIT_USAGE, EXIT_FINAL)
+FINAL_CODES: Final = (EXIT_USAGE, EXIT_FINAL)
 """Exit codes of a pod that end the job: a new pod would fail in the same way."""
 
 KILLED: Final = (128 + 9, 128 + 15)
-FREE: Final = (*KILLED, EXIT_BAD_NODE, EXIT_SAVED)
+UNCOUNTED_CODES: Final = (*KILLED, EXIT_BAD_NODE, EXIT_SAVED)
 """Exit codes of a pod that is replaced without counting as a failure."""
 
 LOST_AFTER: Final = 30.0
@@ -51,12 +51,12 @@ LOST_AFTER: Final = 30.0
 assumed lost, because no kubelet confirms the deletion."""
 
 
-def moment(text: str | None) -> float:
+def parse_time(text: str | None) -> float:
     """A Kubernetes timestamp as seconds since 1970; 0.0 for None."""
     return datetime.fromisoformat(text).timestamp() if text else 0.0
 
 
-def stamp(now: float) -> str:
+def format_time(now: float) -> str:
     """A time as a Kubernetes timestamp."""
     return datetime.fromtimestamp(int(now), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
@@ -83,26 +83,26 @@ class OwnedPod:
     message: str = ""  # its termination message; for the master, the job's result
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         return self.phase in ("Succeeded", "Failed")
 
     def is_active(self, now: float) -> bool:
         """Whether it runs, will run, or may still be terminating."""
-        return not self.over and not (self.deleted and now > self.deleted + LOST_AFTER)
+        return not self.is_over and not (self.deleted and now > self.deleted + LOST_AFTER)
 
     @property
-    def uncounted(self) -> bool:
+    def is_uncounted(self) -> bool:
         """Whether its failure does not count towards runPolicy.backoffLimit. A pod without an exit
         code did not fail: something removed it."""
         if self.disrupted or self.deleted or self.code is None:
             return True
-        return self.code in FREE and not self.no_memory
+        return self.code in UNCOUNTED_CODES and not self.no_memory
 
     @property
-    def run_over(self) -> bool:
+    def has_run_ended(self) -> bool:
         """For the master's pod: whether it exited because the run had ended, and was not killed or
         disrupted."""
-        return self.over and not self.disrupted and self.code is not None and self.code < 128
+        return self.is_over and not self.disrupted and self.code is not None and self.code < 128
 
     @property
     def result(self) -> RunResult | None:
@@ -127,11 +127,11 @@ class OwnedPod:
         return lines[-1].strip()[:400] if lines else ""
 
     @property
-    def found_bad(self) -> bool:
+    def found_node_bad(self) -> bool:
         """Whether the pod or the master found the pod's node bad. False if the master refused to
         admit the pod, or if a user excluded the node: the master then records the exclusion and
         its duration."""
-        if not self.over or self.code != EXIT_BAD_NODE:
+        if not self.is_over or self.code != EXIT_BAD_NODE:
             return False
         word = self.last_word
         banned = exclusion_in(reasons.read(word.text, word.reason)) if word is not None else None
@@ -159,9 +159,9 @@ def read(pod: Json) -> OwnedPod | None:
         phase=status.get("phase") or "Pending",
         node=spec.get("nodeName") or "",
         address=status.get("podIP") or "",
-        created=moment(meta.get("creationTimestamp")),
-        deleted=moment(meta.get("deletionTimestamp")),
-        ended=moment(ended.get("finishedAt")),
+        created=parse_time(meta.get("creationTimestamp")),
+        deleted=parse_time(meta.get("deletionTimestamp")),
+        ended=parse_time(ended.get("finishedAt")),
         code=ended.get("exitCode"),
         disrupted=conditions.get("DisruptionTarget", {}).get("status") == "True",
         no_memory=ended.get("reason") == "OOMKilled",
@@ -213,7 +213,9 @@ class JobObject:
         lack."""
         first = self.spec.template["spec"]["containers"][0]
         names = [one["name"] for one in first.get("env") or ()]
-        return has_tls(words_of(first)) or any(name.startswith("ELASTICRUN_TLS_") for name in names)
+        return has_tls(command_words(first)) or any(
+            name.startswith("ELASTICRUN_TLS_") for name in names
+        )
 
     @property
     def secret(self) -> str:
@@ -221,7 +223,7 @@ class JobObject:
         return f"{self.run_id}-token"
 
 
-def job_of(job: Json) -> JobObject:
+def parse_job(job: Json) -> JobObject:
     """Parse an ElasticJob. Raises msgspec.ValidationError if it violates the schema, which the API
     server should have enforced."""
     meta = job["metadata"]
@@ -260,7 +262,7 @@ def _owned(job: JobObject, kind: str, name: str, **body: Json) -> Json:
     return {"apiVersion": "v1", "kind": kind, "metadata": _metadata(job, name), **body}
 
 
-def common(job: JobObject, version: tuple[int, int]) -> list[Json]:
+def common_objects(job: JobObject, version: tuple[int, int]) -> list[Json]:
     """Objects created before the first pod: the Service, and those of the gang scheduler."""
     spec = {
         "clusterIP": "None",
@@ -395,14 +397,14 @@ def _keep_away(spec: Json, nodes: list[str]) -> None:
         )
 
 
-def words_of(container: Json) -> list[str]:
+def command_words(container: Json) -> list[str]:
     """A container's command with its arguments."""
     return [str(one) for key in ("command", "args") for one in container.get(key) or ()]
 
 
 def named_run_dir(container: Json) -> str:
     """The run folder that a container's command or its environment names; "" for none."""
-    for flag, after in pairwise([*own_words(words_of(container)), ""]):
+    for flag, after in pairwise([*own_words(command_words(container)), ""]):
         name, _, value = flag.partition("=")
         if name in ("--run-dir", "--run_dir"):
             return value or after
@@ -478,7 +480,7 @@ def master_pod(job: JobObject, attempt: int) -> Json:
     if found := _mounted(template, folder):
         container["args"].append(f"--run-dir={folder}")
         first_of_all = attempt == 0 and job.status.restarts is None  # later attempts resume in it
-        if first_of_all and "--fresh" in own_words(words_of(first)):
+        if first_of_all and "--fresh" in own_words(command_words(first)):
             container["args"].append("--fresh")
         container["volumeMounts"], spec["volumes"] = [found[0]], [found[1]]
     metadata = _metadata(job, pod_name(job, MASTER_INDEX, attempt), **{ROLE: MASTER})

@@ -18,11 +18,11 @@ from elasticrun.core.words import some
 from elasticrun.jobs.operator import objects
 from elasticrun.jobs.operator.crd import ElasticStatus, Json
 from elasticrun.jobs.operator.objects import (
-    HOPELESS,
+    FINAL_CODES,
     MASTER_INDEX,
     JobObject,
     OwnedPod,
-    moment,
+    parse_time,
 )
 from elasticrun.jobs.operator.status import JobEvent, events_of, status_of
 from elasticrun.jobs.operator.view import GAVE_UP, JobEnd, JobView, ObservedState, pod_outcome
@@ -42,14 +42,14 @@ RUN_ENDS: Final = 5.0
 still runs then has not received the result, or was never in the run; it joins the next master."""
 
 
-class Make(NamedTuple):
+class CreateObject(NamedTuple):
     """Create an object; it may already exist."""
 
     body: Json
     notice: JobEvent | None = None
 
 
-class MakeSecret(NamedTuple):
+class CreateSecret(NamedTuple):
     """Create the Secret with the job's token."""
 
 
@@ -70,7 +70,7 @@ class DeleteJob(NamedTuple):
     """Delete the job itself, and all that belongs to it."""
 
 
-Order = Make | MakeSecret | Delete | Resize | DeleteJob
+Order = CreateObject | CreateSecret | Delete | Resize | DeleteJob
 
 
 class ReconcilePlan(NamedTuple):
@@ -87,7 +87,7 @@ def plan(job: JobObject, observed: ObservedState, now: float) -> ReconcilePlan:
     """The orders for `job` at `now` (seconds since 1970), and its status."""
     view = JobView(job, observed, now)
     old = job.status
-    if old.over:
+    if old.is_over:
         return _clean_up(view, None)
     if end := _job_end(view):
         return _clean_up(view, end)
@@ -96,15 +96,15 @@ def plan(job: JobObject, observed: ObservedState, now: float) -> ReconcilePlan:
     if job.spec.suspend:
         orders = _remove_all(view, "Suspended", "the job is suspended")
     else:
-        patience = _timeout(view)
+        patience = _pending_time_left(view)
         gives_up = patience is not None and patience <= 0
         if patience is not None and not gives_up:
             waits.append(patience)
         why = "too few pods could be placed, so the placed ones are deleted to free their devices"
         given_back = _remove(view.living, GAVE_UP, why) if gives_up else []
-        orders = given_back or [*_master(view, waits), *_nodes(view, waits)]
+        orders = given_back or [*_master_orders(view, waits), *_node_orders(view, waits)]
         if limit := job.spec.run_policy.active_deadline_seconds:
-            waits.append((moment(old.start_time) or now) + limit - now)
+            waits.append((parse_time(old.start_time) or now) + limit - now)
     status = status_of(view, gives_up=gives_up)
     notices = events_of(old, status)
     return ReconcilePlan(tuple(orders), status, notices, min(waits, default=None))
@@ -120,7 +120,7 @@ def _job_end(view: JobView) -> JobEnd | None:
         return JobEnd("Failed", "NoTls", f"--tls-cert and its like: {NO_TLS}; a Job of `elasticrun "
                       "render k8s` has them")  # fmt: skip
     for pod in view.observed.pods:
-        if pod.over and pod.code in HOPELESS and not (pod.disrupted or pod.deleted):
+        if pod.is_over and pod.code in FINAL_CODES and not (pod.disrupted or pod.deleted):
             cause = view.cause
             named = (one.name for one in view.nodes if view.failed_node.startswith(
                      f"{objects.host_name(job, one.index)}-"))  # fmt: skip
@@ -129,23 +129,23 @@ def _job_end(view: JobView) -> JobEnd | None:
                 f"{cause}{cause and '; '}{next(named, pod.name)} ended with {pod.code}: another "
                 "pod would fail in the same way",
             )  # fmt: skip
-    if view.succeeding:
+    if view.is_succeeding:
         first = [pod for pod in view.living if pod.index == 0]
         rank0 = spec.success_policy != "AllWorkers"
         left = first if rank0 else [pod for pod in view.living if pod.phase != "Pending"]
         if not left:
-            return JobEnd("Succeeded", "Done", view.unattached or "all ranks ended with 0")
+            return JobEnd("Succeeded", "Done", view.unattached_hint or "all ranks ended with 0")
         return None
     limit = spec.run_policy.active_deadline_seconds
     began = job.status.start_time
-    if limit and began and now - moment(began) >= limit:
+    if limit and began and now - parse_time(began) >= limit:
         return JobEnd("Failed", "DeadlineExceeded", f"the job has run for {limit} s")
-    failed, limit = len(view.counted), spec.run_policy.backoff_limit
+    failed, limit = len(view.counted_failures), spec.run_policy.backoff_limit
     if failed > limit:
-        worst = max(view.counted, key=lambda pod: pod.ended)
+        worst = max(view.counted_failures, key=lambda pod: pod.ended)
         return JobEnd(
             "Failed", "BackoffLimitExceeded",
-            view.unattached or f"{some(failed, 'pod')} failed, and runPolicy.backoffLimit is "
+            view.unattached_hint or f"{some(failed, 'pod')} failed, and runPolicy.backoffLimit is "
             f"{limit}; the last of them: {pod_outcome(worst)}",
         )  # fmt: skip
     return None
@@ -155,7 +155,7 @@ def _clean_up(view: JobView, end: JobEnd | None) -> ReconcilePlan:
     """The plan for a job that ends now (`end`) or has ended earlier (None)."""
     job, old, now = view.job, view.job.status, view.now
     policy, waits = job.spec.run_policy, []
-    over = moment(old.completion_time) if old.completion_time else now
+    over = parse_time(old.completion_time) if old.completion_time else now
     failed = (end.phase if end else old.phase) == "Failed"
     whole = policy.clean_pod_policy == "All"
     ends = view.living if failed or policy.clean_pod_policy == "Running" else []
@@ -196,17 +196,17 @@ def _remove_all(view: JobView, reason: str, why: str) -> list[Order]:
     return _remove(view.living or masters, reason, why)
 
 
-def _timeout(view: JobView) -> float | None:
+def _pending_time_left(view: JobView) -> float | None:
     """Seconds until the job releases its pods because too few run; None if enough run."""
     found = view.job.status.condition("Scheduled")
     enough = len(view.running) >= view.job.spec.least
-    if enough or view.succeeding or not view.living or found.reason != "Waiting":
+    if enough or view.is_succeeding or not view.living or found.reason != "Waiting":
         return None
     limit = view.job.spec.run_policy.pending_timeout_seconds
-    return moment(found.last_transition_time) + limit - view.now
+    return parse_time(found.last_transition_time) + limit - view.now
 
 
-def _next_pod_due(dead: list[OwnedPod], now: float) -> float:
+def _next_pod_delay(dead: list[OwnedPod], now: float) -> float:
     """Seconds until the next pod of an index may be created. `dead`: its earlier pods."""
     if not dead or dead[-1].deleted:
         return 0.0
@@ -217,56 +217,61 @@ def _next_pod_due(dead: list[OwnedPod], now: float) -> float:
     return max(0.0, ended + min(2.0 ** min(last.attempt - 1, 10), LONGEST_WAIT) - now)
 
 
-def _master(view: JobView, waits: list[float]) -> list[Order]:
+def _master_orders(view: JobView, waits: list[float]) -> list[Order]:
     """Orders that keep one master pod until the job is over. A delay is appended to `waits`."""
     pods = view.pods_of(MASTER_INDEX)
     alive = [pod for pod in pods if pod.is_active(view.now)]
-    if alive or view.succeeding or view.gave_up:
+    if alive or view.is_succeeding or view.pause_left:
         return _delete_duplicates(alive)
-    wait = _next_pod_due(pods, view.now)
-    if pods and pods[-1].run_over and view.living:
+    wait = _next_pod_delay(pods, view.now)
+    if pods and pods[-1].has_run_ended and view.living:
         wait = max(wait, (pods[-1].ended or view.now) + RUN_ENDS - view.now)
     if wait > 0:
         waits.append(wait)
         return []
-    body = objects.master_pod(view.job, _attempt(pods))
-    first = [Make(one) for one in objects.common(view.job, view.observed.version)]
+    body = objects.master_pod(view.job, _next_attempt(pods))
+    first = [CreateObject(one) for one in objects.common_objects(view.job, view.observed.version)]
     old = _remove(pods[:-1], "Cleaned", "replaced")
-    return [*first, MakeSecret(), *old, _make(view, body, pods)]
+    return [*first, CreateSecret(), *old, _create_pod(view, body, pods)]
 
 
-def _nodes(view: JobView, waits: list[float]) -> list[Order]:
+def _node_orders(view: JobView, waits: list[float]) -> list[Order]:
     """Orders that keep one pod for every index and none for surplus indices. Delays are appended to
     `waits`."""
-    if view.succeeding:
+    if view.is_succeeding:
         pending = [pod for pod in view.living if pod.phase == "Pending"]
         return _remove(pending, "Cleaned", "the job is finishing")
-    if pause := view.gave_up:
+    if pause := view.pause_left:
         waits.append(pause)
         return []
     last = view.last_master
-    if view.run_over and (view.living or (last and not last.over)):
+    if view.has_run_ended and (view.living or (last and not last.is_over)):
         return []  # the pods of the ended run and its master must exit first
     orders: list[Order] = []
     for index in range(view.job.spec.nodes + view.job.spec.spares):
-        orders += _node(view, index, waits)
+        orders += _index_orders(view, index, waits)
     resize = _resize(view)
-    return [*resize, *orders, *_surplus(view, resized=not resize), *_delete_old_failures(view)]
+    return [
+        *resize,
+        *orders,
+        *_remove_surplus(view, resized=not resize),
+        *_delete_old_failures(view),
+    ]
 
 
-def _node(view: JobView, index: int, waits: list[float]) -> list[Order]:
+def _index_orders(view: JobView, index: int, waits: list[float]) -> list[Order]:
     pods = view.pods_of(index)
     alive = [pod for pod in pods if pod.is_active(view.now)]
     if len(alive) == 1 and alive[0].single and view.job.spec.nodes > 1:
         return _remove(alive, "Scaled", "it was started for exactly one node")
     if alive:
         return _delete_duplicates(alive)
-    if wait := _next_pod_due(pods, view.now):
+    if wait := _next_pod_delay(pods, view.now):
         waits.append(wait)
         return []
     avoided = [one.node for one in view.avoided]
-    body = objects.node_pod(view.job, index, _attempt(pods), avoided, view.observed.version)
-    return [_make(view, body, pods)]
+    body = objects.node_pod(view.job, index, _next_attempt(pods), avoided, view.observed.version)
+    return [_create_pod(view, body, pods)]
 
 
 def _delete_duplicates(alive: list[OwnedPod]) -> list[Order]:
@@ -275,11 +280,11 @@ def _delete_duplicates(alive: list[OwnedPod]) -> list[Order]:
     return _remove(by_age[1:], "Double", "an older one still exists")
 
 
-def _attempt(pods: list[OwnedPod]) -> int:
+def _next_attempt(pods: list[OwnedPod]) -> int:
     return pods[-1].attempt + 1 if pods else 0
 
 
-def _make(view: JobView, body: Json, pods: list[OwnedPod]) -> Make:
+def _create_pod(view: JobView, body: Json, pods: list[OwnedPod]) -> CreateObject:
     """The order that creates a pod, with its Event. `pods`: the existing pods of its index."""
     status = view.job.status
     same = status.observed_generation == view.job.generation
@@ -289,7 +294,7 @@ def _make(view: JobView, body: Json, pods: list[OwnedPod]) -> Make:
         of_node = body["metadata"]["labels"][objects.ROLE] == objects.NODE
         cost = ", not counted" if of_node else ""
         deleted = f": the one before it was deleted{cost}" if again else ""
-        return Make(
+        return CreateObject(
             body, JobEvent("Replaced" if again else "Created", f"created pod {name}{deleted}")
         )
     last, how = pods[-1], f"ended with {pods[-1].code}"
@@ -299,8 +304,10 @@ def _make(view: JobView, body: Json, pods: list[OwnedPod]) -> Make:
         how = "ran out of memory"
     elif last.disrupted or last.code is None:
         how = "was disrupted"
-    note = "" if last.index == MASTER_INDEX else ", not counted" if last.uncounted else ", counted"
-    return Make(body, JobEvent("Replaced", f"created pod {name}: {last.name} {how}{note}"))
+    note = (
+        "" if last.index == MASTER_INDEX else ", not counted" if last.is_uncounted else ", counted"
+    )
+    return CreateObject(body, JobEvent("Replaced", f"created pod {name}: {last.name} {how}{note}"))
 
 
 def _resize(view: JobView) -> list[Order]:
@@ -312,7 +319,7 @@ def _resize(view: JobView) -> list[Order]:
     return [Resize(nodes)]
 
 
-def _surplus(view: JobView, *, resized: bool) -> list[Order]:
+def _remove_surplus(view: JobView, *, resized: bool) -> list[Order]:
     """Orders to delete pods of surplus indices, once the master has formed a round without them, so
     that this does not interrupt training."""
     needed = view.job.spec.nodes + view.job.spec.spares
@@ -326,7 +333,7 @@ def _surplus(view: JobView, *, resized: bool) -> list[Order]:
         else ()
     )
     there = {pod.index for pod in view.running}
-    settled = view.training and len(hosts) <= view.job.spec.nodes
+    settled = view.is_training and len(hosts) <= view.job.spec.nodes
     replaced = settled and all(index in there for index in range(needed))
     going = [p for p in over if replaced or objects.host_name(view.job, p.index) not in hosts]
     return _remove(going, "Scaled", f"the job now has {some(view.job.spec.nodes, 'node')}")
@@ -337,4 +344,6 @@ def _delete_old_failures(view: JobView) -> list[Order]:
     index."""
     newest = {pod.index: pod.attempt for pod in view.nodes}
     old = [pod for pod in view.nodes if pod.attempt + 2 <= newest[pod.index]]
-    return _remove((pod for pod in old if pod.over and pod.uncounted), "Cleaned", "it was replaced")
+    return _remove(
+        (pod for pod in old if pod.is_over and pod.is_uncounted), "Cleaned", "it was replaced"
+    )

@@ -9,7 +9,7 @@ import msgspec
 from elasticrun.config import EXIT_BAD_NODE
 from elasticrun.core.words import some
 from elasticrun.jobs.operator.crd import CONDITIONS, ElasticStatus, JobCondition, Json
-from elasticrun.jobs.operator.objects import moment, stamp
+from elasticrun.jobs.operator.objects import format_time, parse_time
 from elasticrun.jobs.operator.view import AVOIDED_FOR, GAVE_UP, PAUSE, JobEnd, JobView, pod_outcome
 
 ACCEPTED: Final = "the server accepts the job's pods"
@@ -31,16 +31,16 @@ def status_of(view: JobView, *, end: JobEnd | None = None, gives_up: bool = Fals
         view.job.status,
         view.observed.refused,
     )
-    over = end is not None or old.over
+    over = end is not None or old.is_over
     suspended = job.spec.suspend and not over
-    training = view.training and not over and not suspended
+    training = view.is_training and not over and not suspended
     trained = any(old.condition(kind).status == "True" for kind in ("Training", "Recovering"))
-    recovering = trained and not (training or over or suspended or view.succeeding)
+    recovering = trained and not (training or over or suspended or view.is_succeeding)
     if over:
         phase = end.phase if end else old.phase
     elif suspended:
         phase = "Suspended"
-    elif training or view.succeeding or recovering:
+    elif training or view.is_succeeding or recovering:
         phase = "Recovering" if recovering else "Running"
     else:
         phase = "Starting" if len(view.running) >= job.spec.least else "Pending"
@@ -62,16 +62,16 @@ def status_of(view: JobView, *, end: JobEnd | None = None, gives_up: bool = Fals
     }
     return ElasticStatus(
         phase=phase,
-        nodes=old.nodes if phase == "Succeeded" or view.succeeding else nodes,
+        nodes=old.nodes if phase == "Succeeded" or view.is_succeeding else nodes,
         running=len(view.running),
         selector=job.selector,
         restarts=_restarts(view),
         step=_step(view),
         observed_generation=job.generation,
-        start_time=None if suspended else old.start_time or stamp(view.now),
-        completion_time=(old.completion_time or stamp(view.now)) if over else None,
+        start_time=None if suspended else old.start_time or format_time(view.now),
+        completion_time=(old.completion_time or format_time(view.now)) if over else None,
         excluded_nodes=view.avoided if not over else old.excluded_nodes,
-        conditions=tuple(_since(old, kind, truths[kind], view.now) for kind in CONDITIONS),
+        conditions=tuple(_condition(old, kind, truths[kind], view.now) for kind in CONDITIONS),
     )
 
 
@@ -83,7 +83,7 @@ def _restarts(view: JobView) -> int | None:
         return view.result.restarts
     if master is None:
         return view.job.status.restarts
-    return len(view.counted) if view.unattached else master.restart_count
+    return len(view.counted_failures) if view.unattached_hint else master.restart_count
 
 
 def _step(view: JobView) -> int | None:
@@ -97,8 +97,11 @@ Truth = tuple[bool, str, str]
 """A condition: whether it holds, the reason in one word, a sentence."""
 
 
-def _since(old: ElasticStatus, kind: str, truth: Truth, now: float) -> JobCondition:
-    before, made = old.condition(kind), JobCondition(kind, str(truth[0]), *truth[1:], stamp(now))
+def _condition(old: ElasticStatus, kind: str, truth: Truth, now: float) -> JobCondition:
+    before, made = (
+        old.condition(kind),
+        JobCondition(kind, str(truth[0]), *truth[1:], format_time(now)),
+    )
     if (before.status, before.reason) != (made.status, made.reason):
         return made
     return msgspec.structs.replace(made, last_transition_time=before.last_transition_time)
@@ -108,7 +111,7 @@ def _scheduled(view: JobView, *, suspended: bool, gives_up: bool) -> Truth:
     spec, count = view.job.spec, len(view.running)
     if suspended:
         return False, "Suspended", "spec.suspend is set"
-    if gives_up or view.gave_up:
+    if gives_up or view.pause_left:
         limit = spec.run_policy.pending_timeout_seconds
         least = some(spec.least, "pod")
         return False, GAVE_UP, (
@@ -119,7 +122,7 @@ def _scheduled(view: JobView, *, suspended: bool, gives_up: bool) -> Truth:
     waiting = next((pod for pod in view.living if pod.waits and pod.phase == "Pending"), None)
     why = f"; {waiting.name}: {waiting.waits}" if waiting else ""
     if waiting and (avoided := view.avoided):
-        until = stamp(min(moment(one.since) for one in avoided) + AVOIDED_FOR)
+        until = format_time(min(parse_time(one.since) for one in avoided) + AVOIDED_FOR)
         names = ", ".join(one.node for one in avoided[:5])
         why += (
             f"; pods keep away from {names} (excludedNodes), from the first of them until {until}"
@@ -133,7 +136,7 @@ def _reachable(view: JobView, *, over: bool) -> Truth:
     last = view.last_master
     if over:
         return False, "Over", "the job is over"
-    if last is None or last.over:
+    if last is None or last.is_over:
         return False, "NoPod", "the master has no pod"
     if last.phase != "Running":
         why = f": {last.waits}" if last.waits else ""
@@ -153,8 +156,8 @@ def _training(view: JobView, training: bool) -> Truth:
         number = f"round {master.round.number}, " if master.round else ""
         size = some(master.world_size, "rank")
         return True, "Round", f"{number}{size} on {some(placed, 'node')}"
-    if view.unattached:
-        return False, "PodsFail", view.unattached
+    if view.unattached_hint:
+        return False, "PodsFail", view.unattached_hint
     if master is not None and (master.outcome or master.reason):
         return False, "NoRound", master.outcome or master.reason
     return False, "NoRound", "no ranks run"
@@ -177,9 +180,9 @@ def _finished_condition(old: ElasticStatus, end: JobEnd | None, kind: str) -> Tr
     if end is not None and end.phase == kind:
         return True, end.reason, end.message
     before = old.condition(kind)
-    if old.over and before.status == "True":
+    if old.is_over and before.status == "True":
         return True, before.reason, before.message
-    return False, "NotOver" if end is None and not old.over else "Otherwise", ""
+    return False, "NotOver" if end is None and not old.is_over else "Otherwise", ""
 
 
 def events_of(old: ElasticStatus, new: ElasticStatus) -> tuple[JobEvent, ...]:
@@ -194,7 +197,7 @@ def events_of(old: ElasticStatus, new: ElasticStatus) -> tuple[JobEvent, ...]:
     if after.reason == GAVE_UP != before:
         made.append(JobEvent(GAVE_UP, after.message, warning=True))
     if old.phase != new.phase:
-        if new.over:
+        if new.is_over:
             now = new.condition(new.phase)
             message = f"{now.reason}: {now.message}"
             made.append(JobEvent(new.phase, message, warning=new.phase == "Failed"))
@@ -205,7 +208,7 @@ def events_of(old: ElasticStatus, new: ElasticStatus) -> tuple[JobEvent, ...]:
     return tuple(made)
 
 
-def patch(old: Json, new: ElasticStatus) -> Json | None:
+def status_patch(old: Json, new: ElasticStatus) -> Json | None:
     """The fields of `new`, as a merge patch; None if the status already matches them."""
     fields: Json = msgspec.to_builtins(new)
     return None if all(old.get(key) == value for key, value in fields.items()) else fields

@@ -11,14 +11,14 @@ from elasticrun.core.reasons import failure_in, read
 from elasticrun.core.words import some
 from elasticrun.host.runs.layout import RunResult
 from elasticrun.jobs.operator import objects
-from elasticrun.jobs.operator.crd import Avoided
+from elasticrun.jobs.operator.crd import AvoidedNode
 from elasticrun.jobs.operator.objects import (
-    HOPELESS,
+    FINAL_CODES,
     MASTER_INDEX,
     JobObject,
     OwnedPod,
-    moment,
-    stamp,
+    format_time,
+    parse_time,
 )
 from elasticrun.wire.messages import JobStatus
 
@@ -100,10 +100,10 @@ class JobView:
         return self.last_master.result if self.last_master is not None else None
 
     @property
-    def succeeding(self) -> bool:
+    def is_succeeding(self) -> bool:
         """Whether all ranks have exited with 0."""
         last = self.last_master
-        by_master = last is not None and last.run_over and last.code == 0
+        by_master = last is not None and last.has_run_ended and last.code == 0
         return by_master or any(pod.phase == "Succeeded" for pod in self.nodes)
 
     @property
@@ -113,7 +113,7 @@ class JobView:
             return self.result.reason
         master = self.observed.master
         ended = sorted((one for one in self.nodes if one.code), key=lambda one: one.ended)
-        words = (one.cause for one in ended if one.code in HOPELESS or not one.uncounted)
+        words = (one.cause for one in ended if one.code in FINAL_CODES or not one.is_uncounted)
         return (master.outcome if master else "") or next(filter(None, words), "")
 
     @property
@@ -124,9 +124,9 @@ class JobView:
         return self.result.failed_node if self.result else failed.node if failed else ""
 
     @cached_property
-    def unattached(self) -> str:
+    def unattached_hint(self) -> str:
         """A hint for the user if pods end and no agent has ever attached to the master; else ""."""
-        master, failed = self.observed.master, self.counted
+        master, failed = self.observed.master, self.counted_failures
         if master is None or master.nodes or master.round or master.restart_count:
             return ""
         if any(one.last_word is not None for one in self.nodes):
@@ -136,12 +136,12 @@ class JobView:
         question = "does the template's first container run elasticrun?"
         return (
             f"{what} and no agent has attached: {question}{last}"
-            if failed or self.succeeding
+            if failed or self.is_succeeding
             else ""
         )
 
     @cached_property
-    def avoided(self) -> tuple[Avoided, ...]:
+    def avoided(self) -> tuple[AvoidedNode, ...]:
         """Cluster nodes that new pods avoid: those that the master excludes, those that a pod found
         bad, and those of either kind in the job's status; each for AVOIDED_FOR seconds. A user's
         exclusion ends earlier if the master answers without it, or if the job is suspended."""
@@ -158,26 +158,28 @@ class JobView:
         known = {one.node: one for one in self.job.status.excluded_nodes
                  if not (lifted and one.kind == ASKED and one.node not in current)}  # fmt: skip
         found += [
-            (pod.node, pod_outcome(pod), pod.ended, "") for pod in self.nodes if pod.found_bad
+            (pod.node, pod_outcome(pod), pod.ended, "") for pod in self.nodes if pod.found_node_bad
         ]
         for node, reason, since, kind in found:
             if node and node not in known and self.now - since < AVOIDED_FOR:
-                known[node] = Avoided(node, reason, stamp(since or self.now), kind)
-        fresh = [one for one in known.values() if self.now - moment(one.since) < AVOIDED_FOR]
+                known[node] = AvoidedNode(node, reason, format_time(since or self.now), kind)
+        fresh = [one for one in known.values() if self.now - parse_time(one.since) < AVOIDED_FOR]
         return tuple(sorted(fresh, key=lambda one: (one.since, one.node))[-MOST_AVOIDED:])
 
     @property
-    def run_over(self) -> bool:
+    def has_run_ended(self) -> bool:
         """Whether this run of the job has ended, in any way."""
         last, master = self.last_master, self.observed.master
-        return (last is not None and last.run_over) or (master is not None and bool(master.outcome))
+        return (last is not None and last.has_run_ended) or (
+            master is not None and bool(master.outcome)
+        )
 
     @cached_property
-    def counted(self) -> list[OwnedPod]:
-        return [pod for pod in self.nodes if pod.phase == "Failed" and not pod.uncounted]
+    def counted_failures(self) -> list[OwnedPod]:
+        return [pod for pod in self.nodes if pod.phase == "Failed" and not pod.is_uncounted]
 
     @property
-    def training(self) -> bool:
+    def is_training(self) -> bool:
         """Whether ranks run; if the master does not answer, whether they ran in the last status and
         enough pods run."""
         master, spec = self.observed.master, self.job.spec
@@ -187,13 +189,13 @@ class JobView:
         return trained and len(self.running) >= spec.least
 
     @property
-    def gave_up(self) -> float:
+    def pause_left(self) -> float:
         """Seconds until pods are created again after all were deleted because too few could be
         placed; 0.0 if none are awaited."""
         found = self.job.status.condition("Scheduled")
         if found.reason != GAVE_UP:
             return 0.0
-        return max(0.0, moment(found.last_transition_time) + PAUSE - self.now)
+        return max(0.0, parse_time(found.last_transition_time) + PAUSE - self.now)
 
 
 def pod_outcome(pod: OwnedPod) -> str:

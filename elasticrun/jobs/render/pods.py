@@ -20,10 +20,10 @@ from elasticrun.wire import env as env_names
 CONTAINER: Final = "elasticrun"
 """The container whose exit code counts."""
 
-HOPELESS: Final = (EXIT_USAGE, EXIT_FINAL)
+FINAL_CODES: Final = (EXIT_USAGE, EXIT_FINAL)
 """Codes that end the whole job: a new pod would fail in the same way."""
 
-BLAMELESS: Final = (EXIT_BAD_NODE, EXIT_SAVED)
+UNCOUNTED_CODES: Final = (EXIT_BAD_NODE, EXIT_SAVED)
 """Codes that are not the job's fault: of a bad node, and of a node that saved and left. The pod is
 replaced without counting as a failure."""
 
@@ -38,9 +38,9 @@ def failure_rules() -> list[dict[str, Any]]:
 
     disrupted = [{"type": "DisruptionTarget", "status": "True"}]
     return [
-        by_code("FailJob", HOPELESS),
+        by_code("FailJob", FINAL_CODES),
         {"action": "Ignore", "onPodConditions": disrupted},
-        by_code("Ignore", BLAMELESS),
+        by_code("Ignore", UNCOUNTED_CODES),
     ]
 
 

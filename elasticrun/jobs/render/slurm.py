@@ -14,7 +14,7 @@ from elasticrun.cli.detection.found import PORTS
 from elasticrun.config import EXIT_OK, EXIT_SAVED
 from elasticrun.jobs.render import checks
 from elasticrun.jobs.render.checks import Invalid
-from elasticrun.jobs.render.pods import HOPELESS
+from elasticrun.jobs.render.pods import FINAL_CODES
 from elasticrun.jobs.render.settings import MAX_NODES, NodeCommand
 
 SIGNALS: Final = ("TERM", "HUP", "USR1", "USR2")
@@ -266,7 +266,7 @@ def _step(settings: BatchSettings) -> Iterator[str]:
     yield " \\\n    ".join((SRUN + cores, agent, *words))
     yield "code=$?"
     if settings.knows_code:
-        sure = " | ".join(map(str, sorted((EXIT_OK, EXIT_SAVED, *HOPELESS))))
+        sure = " | ".join(map(str, sorted((EXIT_OK, EXIT_SAVED, *FINAL_CODES))))
         yield 'own_code=$(cat "$own")'
         yield 'rm -f "$own"'
         yield f'case "$own_code" in {sure}) code=$own_code ;; esac'
@@ -278,7 +278,7 @@ def _trailer(settings: BatchSettings) -> Iterator[str]:
         yield "again=0"
         yield 'case "$code" in'
         yield f"    {EXIT_SAVED}) again=1 ;; # told to leave, and a step of all ranks is saved"
-        yield f"    {' | '.join(map(str, (EXIT_OK, *HOPELESS)))}) ;; # done, or hopeless"
+        yield f"    {' | '.join(map(str, (EXIT_OK, *FINAL_CODES)))}) ;; # done, or hopeless"
         if settings.retries:
             yield "    *) again=1 ;; # a retry may help"
         elif settings.time_seconds:

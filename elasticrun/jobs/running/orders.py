@@ -21,7 +21,7 @@ from elasticrun.config import EXIT_FAILED, EXIT_OK
 from elasticrun.host.runs.claim import Claimed, claimed
 from elasticrun.host.runs.index import runs_root
 from elasticrun.host.runs.layout import RunFolder
-from elasticrun.jobs.backend import RequestFailed, is_ours, submission
+from elasticrun.jobs.backend import RequestFailed, submission, was_submitted
 from elasticrun.jobs.backends import backend_of
 from elasticrun.jobs.connection import JobConnection, NotAnswered, UserJob, find_job, user_at_host
 from elasticrun.jobs.rows import DoneRow, as_json
@@ -112,7 +112,7 @@ def _order(verb: str, order: VerbHelp, line: JobConnection, ns: argparse.Namespa
     reason = " ".join(ns.reason.split())[:MAX_REASON]
     node, number = ns.node if order.node else "", ns.number if verb == "scale" else 0
     request = Request(verb, node, number, who=user_at_host(), reason=reason)
-    if verb == "scale" and line.run is not None and is_ours(line.run):
+    if verb == "scale" and line.run is not None and was_submitted(line.run):
         done = _scaled(line.run, request, line.reply)
     else:
         done = line.reply(request).reason
@@ -166,7 +166,7 @@ def _by_its_place(
 
     try:
         run = find_job(ns.job).run if ns.job else None
-        if run is None or not is_ours(run):
+        if run is None or not was_submitted(run):
             return None
         if verb == "scale":
             return _scaled(run, Request(verb, number=ns.number, who=user_at_host()), ask), run

@@ -78,7 +78,13 @@ async def _run(connect: Callable[[], Cluster], *, lease: bool) -> int:
 
 def render(argv: Sequence[str], notify: Callable[[str], None]) -> int:
     """Print the objects that install the operator; `notify` prints notes for the user."""
-    from elasticrun.jobs.operator.deployment import BARE_IMAGE, HOME, REMARKS, Installed, documents
+    from elasticrun.jobs.operator.deployment import (
+        BARE_IMAGE,
+        HOME,
+        REMARKS,
+        Installation,
+        documents,
+    )
     from elasticrun.jobs.render import checks, text
 
     made = Parser(
@@ -104,7 +110,7 @@ def render(argv: Sequence[str], notify: Callable[[str], None]) -> int:
             "and fails for as long as PyPI does not have it; better name an image with "
             f"elasticrun[k8s]: {PROG} render operator --image registry.example/train:1.0"
         )
-    objects = documents(Installed(ns.namespace, ns.image, ns.replicas))
+    objects = documents(Installation(ns.namespace, ns.image, ns.replicas))
     whole = text.as_json(objects) if ns.output == "json" else text.as_yaml(objects, REMARKS)
     sys.stdout.write(whole)
     return EXIT_OK

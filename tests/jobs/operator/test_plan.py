@@ -36,7 +36,7 @@ def test_a_job_begins() -> None:
     world = Cluster(nodes=2, minNodes=1, spares=1)
     todo = world.look()
     assert world.names() == ["tr-0-0", "tr-1-0", "tr-2-0", "tr-master-0"]
-    kinds = [o.body["kind"] for o in todo.orders if isinstance(o, plan.Make)]
+    kinds = [o.body["kind"] for o in todo.orders if isinstance(o, plan.CreateObject)]
     assert kinds == ["Service", "Pod", "Pod", "Pod", "Pod"], "the master first"
     assert world.env("tr-1-0")["ELASTICRUN_NNODES"] == "1:2"
     assert world.env("tr-1-0")["ELASTICRUN_RDZV_ENDPOINT"] == "tr-master.tr:29400"
@@ -79,7 +79,7 @@ def test_a_pod_that_dies_is_replaced_at_once(code: int | None, cost: str) -> Non
     world = training()
     world.end("tr-1-0", code)
     world.master = page(phase="gathering", max_nodes=2, last_failure="node tr-1 is lost")
-    (made,) = (o for o in world.look().orders if isinstance(o, plan.Make))
+    (made,) = (o for o in world.look().orders if isinstance(o, plan.CreateObject))
     assert made.notice is not None
     assert made.notice.reason == "Replaced"
     assert made.notice.message.endswith(", counted" if cost == "counted" else ", not counted")
@@ -93,7 +93,7 @@ def test_a_pod_that_is_deleted_is_replaced_when_it_has_gone() -> None:
     world.delete("tr-1-0")
     assert world.look().orders == ()
     world.vanish()
-    (made,) = (o for o in world.look().orders if isinstance(o, plan.Make))
+    (made,) = (o for o in world.look().orders if isinstance(o, plan.CreateObject))
     assert "tr-1-0" in world.pods
     assert made.notice is not None
     said = "created pod tr-1-0: the one before it was deleted, not counted"
@@ -265,7 +265,7 @@ def test_a_bad_node_is_avoided() -> None:
     world.look()
     why = world.status.condition("Scheduled").message
     assert "tr-1-1: 0/2 nodes are available; pods keep away from on-tr-2-0, on-tr-1-0" in why
-    assert why.endswith(f"until {objects.stamp(world.now + 3599)}")
+    assert why.endswith(f"until {objects.format_time(world.now + 3599)}")
     world.end("tr-2-0", 143)
     world.look()
     world.run("tr-1-1")
@@ -367,8 +367,8 @@ def test_a_suspended_job_saves_and_has_no_pods() -> None:
 )
 def test_what_is_made_is_what_kubernetes_takes(gang: dict[str, str] | None, group: str) -> None:
     world = Cluster(nodes=2, **({"gang": gang} if gang else {}))
-    made = [o.body for o in world.look().orders if isinstance(o, plan.Make)]
-    made.append(objects.secret(objects.job_of(world.job), "token"))
+    made = [o.body for o in world.look().orders if isinstance(o, plan.CreateObject)]
+    made.append(objects.secret(objects.parse_job(world.job), "token"))
     groups = [body["apiVersion"] for body in made if body["kind"] == "PodGroup"]
     assert groups == ([group] if group else [])
     for body in made:
@@ -470,7 +470,7 @@ def test_the_master_has_the_volume_of_the_run_folder() -> None:
     words = ["elasticrun", "--fresh", "--run-dir=/d/run", "train.py", "--run-dir=/k"]
     container = {"name": "train", "image": "i", "command": words, "volumeMounts": mounts}
     template = {"spec": {"containers": [container], "volumes": volumes}}
-    job = objects.job_of(Cluster(nodes=2, template=template).job)
+    job = objects.parse_job(Cluster(nodes=2, template=template).job)
     for attempt, flags in ((0, ["--run-dir=/d/run", "--fresh"]), (1, ["--run-dir=/d/run"])):
         spec = objects.master_pod(job, attempt)["spec"]
         (made,) = spec["containers"]
@@ -486,7 +486,7 @@ def test_the_master_has_the_volume_of_the_run_folder() -> None:
 def test_what_the_server_refuses_is_a_condition() -> None:
     world = Cluster(nodes=1)
     seen = ObservedState(refused='pods "tr-0-0" is forbidden: exceeded quota')
-    todo = plan.plan(objects.job_of(world.job), seen, world.now)
+    todo = plan.plan(objects.parse_job(world.job), seen, world.now)
     assert todo.status.condition("Admitted").message == seen.refused
 
 
@@ -521,10 +521,10 @@ def test_whatever_happens(data: st.DataObject) -> None:
         assert len(alive) == len(set(alive)) <= most
         assert len(world.living(-1)) <= 1
         assert not end or world.status.phase == end
-        end = world.status.phase if world.status.over else ""
+        end = world.status.phase if world.status.is_over else ""
     quiet(world)
     wanted = 0 if end or world.job["spec"].get("suspend") else sum_of(world)
-    if not end and not world.status.over and not any(pod.over for pod in world.sight().pods):
+    if not end and not world.status.is_over and not any(pod.is_over for pod in world.sight().pods):
         assert len(world.living()) == wanted
 
 

@@ -9,15 +9,15 @@ import msgspec
 
 from elasticrun.jobs.operator import objects, plan
 from elasticrun.jobs.operator.crd import ElasticStatus
-from elasticrun.jobs.operator.objects import INDEX, OwnedPod, stamp
+from elasticrun.jobs.operator.objects import INDEX, OwnedPod, format_time
 from elasticrun.jobs.operator.plan import (
+    CreateObject,
     Delete,
     DeleteJob,
-    Make,
     ReconcilePlan,
     Resize,
 )
-from elasticrun.jobs.operator.status import patch
+from elasticrun.jobs.operator.status import status_patch
 from elasticrun.jobs.operator.view import ObservedState
 from elasticrun.wire.messages import ExcludedNode, JobStatus, NodeStatus
 
@@ -77,8 +77,8 @@ class Cluster:
 
     def look(self) -> ReconcilePlan:
         """One pass; what it orders is done."""
-        self.todo = todo = plan.plan(objects.job_of(self.job), self.sight(), self.now)
-        if patched := patch(self.job.get("status", {}), todo.status):
+        self.todo = todo = plan.plan(objects.parse_job(self.job), self.sight(), self.now)
+        if patched := status_patch(self.job.get("status", {}), todo.status):
             self.job["status"] = patched
         for order in todo.orders:
             self._do(order)
@@ -94,12 +94,12 @@ class Cluster:
 
     def _do(self, order: plan.Order) -> None:
         match order:
-            case Make(body) if body["kind"] == "Pod":
+            case CreateObject(body) if body["kind"] == "Pod":
                 name = body["metadata"]["name"]
                 if name in self.pods:
                     return
                 made = msgspec.json.decode(msgspec.json.encode(body))
-                made["metadata"] |= {"uid": name, "creationTimestamp": stamp(self.now)}
+                made["metadata"] |= {"uid": name, "creationTimestamp": format_time(self.now)}
                 made["status"] = {"phase": "Pending"}
                 self.pods[name] = made
             case Delete(pod):
@@ -126,7 +126,7 @@ class Cluster:
         pod = self.pods[name]
         status: dict[str, Any] = {"phase": "Succeeded" if code == 0 else "Failed"}
         if code is not None:
-            ended = {"exitCode": code, "finishedAt": stamp(self.now), "reason": reason}
+            ended = {"exitCode": code, "finishedAt": format_time(self.now), "reason": reason}
             ended["message"] = message
             container = pod["spec"]["containers"][0]["name"]
             status["containerStatuses"] = [{"name": container, "state": {"terminated": ended}}]
@@ -140,7 +140,7 @@ class Cluster:
         if pod["status"]["phase"] != "Running":
             del self.pods[name]
         elif "deletionTimestamp" not in pod["metadata"]:
-            pod["metadata"]["deletionTimestamp"] = stamp(self.now + 60)
+            pod["metadata"]["deletionTimestamp"] = format_time(self.now + 60)
 
     def vanish(self) -> None:
         """Pods that were deleted have gone."""
