@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 OPTIONS: Final = ("--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "--wait=0")
 """srun's options: one agent per node, and the job does not end when one agent exits."""
 
-NOT_HANDED_ON: Final = ("--srun", "--dry-run", "--dry_run")
+NOT_PASSED_ON: Final = ("--srun", "--dry-run", "--dry_run")
 """Flags that are removed from the command of srun's tasks."""
 
 _OF_A_SHELL: Final = (PTY, "SLURM_PTY_WIN_COL", "SLURM_PTY_WIN_ROW")
@@ -85,9 +85,9 @@ def srun_command(
     if environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID"):
         options.append("--overlap")  # the surrounding shell occupies the job's resources
     script = get_args_parser().script_at(words)
-    handed_on = [word for word in words[:script] if word not in NOT_HANDED_ON]
+    passed_on = [word for word in words[:script] if word not in NOT_PASSED_ON]
     program = [sys.executable, "-P", "-m", "elasticrun"]
-    return ["srun", *options, *program, *handed_on, *words[script:]]
+    return ["srun", *options, *program, *passed_on, *words[script:]]
 
 
 PLACE_FLAGS: Final = (*MEETING_FLAGS, "node_rank", "auto_config")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from elasticrun.cli.settings import UsageError
-from elasticrun.jobs.manage.arena import ROWS, translated
+from elasticrun.jobs.manage.arena import ROWS, translate
 from elasticrun.jobs.render.checks import Invalid
 
 
 def ours(where: str, *words: str) -> list[str]:
-    return translated(words, where, lambda note: None)
+    return translate(words, where, lambda note: None)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +118,6 @@ def test_what_has_no_effect_is_said() -> None:
     said: list[str] = []
     for name, row in ROWS.items():
         if row.note:
-            translated([f"{name}=x"], "local", said.append)
+            translate([f"{name}=x"], "local", said.append)
     assert len(said) >= 10
     assert all(" has no effect: " in note for note in said)

@@ -11,7 +11,7 @@ from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.place import srun_command
 from elasticrun.cli.table import FLAGS, NEWER, TORCHRUN
 from elasticrun.jobs.verbs import render
-from elasticrun.jobs.verbs.render import split
+from elasticrun.jobs.verbs.render import split_at_dashes
 from elasticrun.jobs.verbs.render_flags import parser as render_parser
 
 MEGATRON: Final = """
@@ -122,10 +122,10 @@ def test_behind_the_dashes_of_render() -> None:
     """The verb, and the nodes that read what it has printed."""
     written = [word for word in script_words() if word != "\udcff"]  # no text, so in no manifest
     for program in (["train.py", *written], ["train.py", "--save", "x"], ["a b", "--log"]):
-        flags, rest = split(["--name=x", "--image=y:1", "--", *program])
+        flags, rest = split_at_dashes(["--name=x", "--image=y:1", "--", *program])
         ns, extra = render_parser("k8s").parse_known_args(flags)
         assert extra == []
-        read, _ = render.read(ns, rest, gpus=0, signal="TERM")
+        read, _ = render.read_launch(ns, rest, gpus=0, signal="TERM")
         assert (read.script, list(read.args)) == (program[0], program[1:])
 
 

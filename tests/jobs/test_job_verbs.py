@@ -172,16 +172,16 @@ def _publish(folder: Path, job: str, port: int, pid: int, **own: str) -> None:
 
 def test_a_job_is_named_by_a_beginning_an_id_or_an_endpoint(here: Path) -> None:
     with pytest.raises(connection.NotAnswered, match="no job of yours runs on this host"):
-        master_lookup.find("")
+        master_lookup.find_master("")
     _publish(here, "train-17", 1001, os.getpid(), operator="for one", reader="to read")
-    assert master_lookup.find("").operator == "for one"
+    assert master_lookup.find_master("").operator == "for one"
     _publish(here, "train-18", 1002, os.getppid(), operator="for two")
-    assert master_lookup.find("train-18") == connection.JobMaster(
+    assert master_lookup.find_master("train-18") == connection.JobMaster(
         Endpoint("10.0.0.1", 1002), "", "for two"
     )
-    assert master_lookup.find("train-17").reader == "to read"
-    assert master_lookup.find("10.0.0.1:1001").operator == "for one"
-    other = master_lookup.find("elsewhere:29400", "token")
+    assert master_lookup.find_master("train-17").reader == "to read"
+    assert master_lookup.find_master("10.0.0.1:1001").operator == "for one"
+    other = master_lookup.find_master("elsewhere:29400", "token")
     assert (other.reader, other.operator) == (
         auth.reader_token("token"),
         auth.operator_token("token"),
@@ -193,14 +193,14 @@ def test_a_job_is_named_by_a_beginning_an_id_or_an_endpoint(here: Path) -> None:
         ("zzz", "there is no job zzz here"),
     ):
         with pytest.raises(connection.NotAnswered, match=why):
-            master_lookup.find(job)
-    assert master_lookup.find("train-17").operator == "for one"
+            master_lookup.find_master(job)
+    assert master_lookup.find_master("train-17").operator == "for one"
     run = RunFolder(index.make_run(here.parent / "runs", "train-1", "0badcafe"))
     run.write_job(JobRecord(name="train-1", pid=1, started=1, host=os.uname().nodename))
     with pytest.raises(
         connection.NotAnswered, match=r"job train-1 has ended \(lost\): its launcher, pro"
     ):
-        master_lookup.find("train-1")  # whose name it is
+        master_lookup.find_master("train-1")  # whose name it is
 
 
 def test_a_whole_name_wins_over_a_beginning_whether_it_runs_or_has_ended(
@@ -226,8 +226,8 @@ def test_a_whole_name_wins_over_a_beginning_whether_it_runs_or_has_ended(
         main(["exclude", "train-large", "gpu7"])
     assert "comes first: elasticrun exclude gpu7 train-large (see" in capsys.readouterr().err
     assert (
-        master_lookup.find("train-l").endpoint.port
-        == master_lookup.find("id-train-large").endpoint.port
+        master_lookup.find_master("train-l").endpoint.port
+        == master_lookup.find_master("id-train-large").endpoint.port
     )
     for verb in ("stop", "status"):
         assert main([verb, "tra"]) == 1
@@ -288,25 +288,29 @@ def test_events_of_masters_before_this_one_come_first() -> None:
     """A new master counts from 1, and the run folder has what the ones before it have said."""
     old = [EventRow(number, 90.0 - number, "", f"old {number}", "info") for number in (1, 2, 3)]
     new = [EventRow(number, 10.0 - number, "", f"new {number}", "info") for number in (1, 2, 3)]
-    assert listing.before([*old, *new], new) == old
-    assert listing.before([*old, *new], new[1:]) == [*old, new[0]]
-    assert listing.before(old, new) == old, "the disk is slow"
+    assert listing.older_events([*old, *new], new) == old
+    assert listing.older_events([*old, *new], new[1:]) == [*old, new[0]]
+    assert listing.older_events(old, new) == old, "the disk is slow"
     alike = [EventRow(row.number, row.age, "", old[0].text, "info") for row in new]
-    assert listing.before([*old, *alike], alike) == old, "a master may say what one before it did"
+    assert listing.older_events([*old, *alike], alike) == old, (
+        "a master may say what one before it did"
+    )
     later = [EventRow(row.number, row.age + 0.5, "", "cut short", "info") for row in new]
-    assert listing.before([*old, *later], new) == old, "the number and the time count, not the text"
+    assert listing.older_events([*old, *later], new) == old, (
+        "the number and the time count, not the text"
+    )
     outside = EventRow(0, 11.0, "", "the job master before this one was killed", "warning")
-    assert listing.before([*old, outside, *later], new) == [*old, outside]
-    assert listing.before(old, []) == old
-    assert listing.before([], new) == []
+    assert listing.older_events([*old, outside, *later], new) == [*old, outside]
+    assert listing.older_events(old, []) == old
+    assert listing.older_events([], new) == []
 
 
 def test_events_go_on_where_they_were_also_with_a_new_master() -> None:
     rows = [EventRow(number, 10.0, "", f"line\n{number}", "info") for number in (1, 2, 3)]
-    assert listing.unseen(rows, 0) == rows
-    assert listing.unseen(rows, 2) == rows[2:]
-    assert listing.unseen(rows, 3) == []
-    assert listing.unseen(rows, 900) == rows
+    assert listing.new_events(rows, 0) == rows
+    assert listing.new_events(rows, 2) == rows[2:]
+    assert listing.new_events(rows, 3) == []
+    assert listing.new_events(rows, 900) == rows
     assert listing.event_lines(rows[:1], 1e9 + 10.0)[0].endswith("  info     line 1")
     red = EventRow(4, 10.0, "", "ValueError: \x1b[31mred", "error")
     assert "\x1b" not in listing.event_lines([red], 1e9)[0]

@@ -22,7 +22,7 @@ from elasticrun.jobs.manage import listing, nodes
 from elasticrun.jobs.rows import JobRow
 from elasticrun.jobs.running import incidents, status
 from elasticrun.jobs.running.listing import events
-from elasticrun.jobs.running.master_lookup import NotAnswered, find
+from elasticrun.jobs.running.master_lookup import NotAnswered, find_master
 from tests.master.people import serving, told
 
 
@@ -177,7 +177,7 @@ def test_what_is_left_of_one(
     assert status.main(["train-large"], {}) == 0
     assert "\nprogress: loss 0.4 at step 42\n" in capsys.readouterr().out
     with pytest.raises(NotAnswered, match=r"job eval has ended \(failed\): no restart; see "):
-        find("eval")
+        find_master("eval")
     pid = os.getpid()
     why = f"its launcher, process {pid} of {os.uname().nodename}, has exited without a result"
     assert status.main(["train-large"], {}) == 0

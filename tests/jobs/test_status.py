@@ -136,8 +136,8 @@ def test_the_list_fits_80_columns_and_breaks_no_name() -> None:
     shown = structs.replace(
         page(job_id=long), step=1_234_567, step_age=3.0, age=200_000.0, restart_count=2
     )
-    rows = [verb.running(shown, "h:1"), verb.running(page(job_id="b"), "h:2")]
-    assert verb.running(page(phase="gathering"), "h:1")[1] == "waiting"  # as `list` has it
+    rows = [verb.job_cells(shown, "h:1"), verb.job_cells(page(job_id="b"), "h:2")]
+    assert verb.job_cells(page(phase="gathering"), "h:1")[1] == "waiting"  # as `list` has it
     lines = columns.lines(verb.TITLES, rows, 80)
     assert max(map(len, lines)) <= 80
     assert lines[1] == long

@@ -14,7 +14,7 @@ from elasticrun.jobs.cluster.arguments import add_cluster, known_run
 from elasticrun.jobs.connection import user_at_host
 from elasticrun.jobs.manage.jobs import exec_parser, exec_words, finished
 from elasticrun.jobs.manage.listing import add_output
-from elasticrun.jobs.running.incidents import meant
+from elasticrun.jobs.running.incidents import job_and_number
 
 if TYPE_CHECKING:
     import argparse
@@ -53,7 +53,7 @@ def run_at_master(verb: str, words: Sequence[str]) -> int:
     ns = made.parse_args(words)
     if len(ns.words) > 2 - bool(flag) or (len(ns.words) == 2 and not ns.words[1].isdecimal()):
         made.error(f"{' '.join(ns.words)}: expected one job{', and a number' * (not flag)}")
-    ns.job, number = (" ".join(ns.words), 0) if flag else meant(ns.words)
+    ns.job, number = (" ".join(ns.words), 0) if flag else job_and_number(ns.words)
 
     command = [PROG, verb, f"--output={ns.output}", *[str(number)] * bool(number)]
     if flag == "--reason":  # inside the pod the user is the container's

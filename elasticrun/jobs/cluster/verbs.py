@@ -30,7 +30,7 @@ from elasticrun.jobs.cluster.arguments import add_cluster, known_run
 from elasticrun.jobs.manage.jobs import finished
 from elasticrun.jobs.manage.listing import COLUMNS, TITLES, add_output, shown
 from elasticrun.jobs.rows import DoneRow, as_json, page_of
-from elasticrun.jobs.running.orders import settle
+from elasticrun.jobs.running.orders import resolve_number
 
 if TYPE_CHECKING:
     import argparse
@@ -65,7 +65,7 @@ def main(verb: str, words: Sequence[str]) -> int:
     made = _parser(verb)
     ns = made.parse_args(words)
     if verb == "scale":
-        settle(made, ns)
+        resolve_number(made, ns)
     return finished(lambda: asyncio.run(_run(verb, ns)), made.prog)
 
 

@@ -18,7 +18,7 @@ SETTLED: Final = (
 )  # fmt: skip
 """Launcher flags that the ElasticJob's operator sets, or that have no meaning here."""
 
-BARE: Final = (
+SWITCHES: Final = (
     "standalone", "no-python", "run-path", "use-env", "network-check", "comm-perf-test",
     "exclude-straggler", "auto-config", "auto-tunning", "save-at-breakpoint", "numa-affinity",
 )  # fmt: skip
@@ -72,19 +72,19 @@ def convert(
     words = [*command, *args]
     if _is_shell(words):
         at = next(n for n, word in enumerate(words) if n and re.fullmatch(r"-[a-z]*c", word)) + 1
-        text, dropped = _in_text(words[at], extra) if at < len(words) else ("", None)
+        text, dropped = _convert_text(words[at], extra) if at < len(words) else ("", None)
         if dropped is None:
             return Converted(list(command), list(args), known=False)
         words[at] = text
         return Converted(words[: len(command)], words[len(command) :], dropped)
-    return _in_words(words, extra) or Converted(list(command), list(args), known=False)
+    return _convert_words(words, extra) or Converted(list(command), list(args), known=False)
 
 
 _Extra = Mapping[str, tuple[str, str]]
 """By flag: the value that the job sets, and the value for a launcher if nothing else sets one."""
 
 
-def _added(extra: _Extra, own: str | None) -> list[str]:
+def _flags_to_add(extra: _Extra, own: str | None) -> list[str]:
     """Flags to add. `own`: the launcher's flags, None without a launcher."""
     made = []
     for name, (given, default) in extra.items():
@@ -99,7 +99,7 @@ def _is_shell(words: Sequence[str]) -> bool:
     return named and any(re.fullmatch(r"-[a-z]*c", word) for word in words[1:-1])
 
 
-def _in_words(words: Sequence[str], extra: _Extra) -> Converted | None:
+def _convert_words(words: Sequence[str], extra: _Extra) -> Converted | None:
     """Convert a command without a shell; None if its first word is no known launcher or Python."""
     name, rest = words[0].rpartition("/")[2] if words else "", list(words[1:])
     if re.fullmatch(r"python[0-9.]*", name):
@@ -107,12 +107,12 @@ def _in_words(words: Sequence[str], extra: _Extra) -> Converted | None:
         if not rest:
             return None
         if rest[0].startswith("-") and rest[0] != "-m":  # Python's own options
-            return Converted(["elasticrun", *_added(extra, None), "--no-python", *words], [])
+            return Converted(["elasticrun", *_flags_to_add(extra, None), "--no-python", *words], [])
         if rest[0] != "-m" or rest[1:2] not in (
             ["torch.distributed.run"],
             ["torch.distributed.launch"],
         ):
-            return Converted(["elasticrun", *_added(extra, None), *rest], [])
+            return Converted(["elasticrun", *_flags_to_add(extra, None), *rest], [])
         rest = rest[2:]
     elif name not in ("torchrun", "dlrover-run"):
         return None
@@ -124,9 +124,9 @@ def _in_words(words: Sequence[str], extra: _Extra) -> Converted | None:
         if flag[:2] != "--" or flag[2:].replace("_", "-") not in SETTLED:
             kept.append(word)
             continue
-        valued = not equals and flag[2:].replace("_", "-") not in BARE
+        valued = not equals and flag[2:].replace("_", "-") not in SWITCHES
         dropped.append(f"{word} {next(own, '')}".strip() if valued else word)
-    added = _added(extra, " ".join([*kept, ""]))
+    added = _flags_to_add(extra, " ".join([*kept, ""]))
     return Converted(["elasticrun", *added, *kept, *rest[script:]], [], tuple(dropped))
 
 
@@ -140,12 +140,12 @@ def script_at(words: Sequence[str]) -> int:
             return at
         if not word.startswith("-") and not is_value:
             return at
-        bare = "=" in word or word.lstrip("-").replace("_", "-") in BARE
+        bare = "=" in word or word.lstrip("-").replace("_", "-") in SWITCHES
         is_value = word.startswith("-") and not bare
     return len(words)
 
 
-def _in_text(text: str, extra: _Extra) -> tuple[str, tuple[str, ...] | None]:
+def _convert_text(text: str, extra: _Extra) -> tuple[str, tuple[str, ...] | None]:
     """Convert shell text. Returns the new text and the removed flags; None for the flags, and the
     text unchanged, unless it contains exactly one launcher or, without one, one Python script."""
     found = list(LAUNCHER.finditer(text))
@@ -158,13 +158,13 @@ def _in_text(text: str, extra: _Extra) -> tuple[str, tuple[str, ...] | None]:
             text[: found[0].start()],
             text[found[0].end() if bare else found[0].start() :],
         )
-        flags = [*_added(extra, None), *([] if bare else ["--no-python"])]
+        flags = [*_flags_to_add(extra, None), *([] if bare else ["--no-python"])]
         return " ".join([f"{before}elasticrun", *flags, after]), ()
     if len(found) != 1:
         return text, None
     before, rest = text[: found[0].start()], text[found[0].end() :]
     rest, dropped = _without_settled(rest)
-    added = _added(extra, rest[: _flags_end(rest)] + " ")
+    added = _flags_to_add(extra, rest[: _flags_end(rest)] + " ")
     return " ".join([f"{before}elasticrun", *added]) + rest, dropped
 
 
@@ -176,7 +176,7 @@ def _without_settled(rest: str) -> tuple[str, tuple[str, ...]]:
     own, others = rest[:end], rest[end:]
     while found := _FLAG.search(own):
         stop = found.end()
-        valued = "=" not in found[0] and found["name"].replace("_", "-") not in BARE
+        valued = "=" not in found[0] and found["name"].replace("_", "-") not in SWITCHES
         if valued and (value := _VALUE.match(own, stop)):
             stop = value.end()
         dropped.append(own[found.start() : stop].strip())

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 MAX_BYTES: Final = 1024 * 1024
 """A longer file is not a job: etcd accepts no larger object."""
 
-MAX_NODES: Final = 50_000
+MAX_VALUES: Final = 50_000
 """Maximum number of values in a document; an alias counts each time it is used."""
 
 _CALLED: Final[Mapping[type, str]] = {
@@ -141,8 +141,8 @@ class _Reader:
 
     def _value(self, node: Any, path: str) -> Any:
         self._count += 1
-        if self._count > MAX_NODES:
-            raise NotConvertible(f"more than {MAX_NODES} values, which is too many for a job")
+        if self._count > MAX_VALUES:
+            raise NotConvertible(f"more than {MAX_VALUES} values, which is too many for a job")
         if isinstance(node, self._yaml.ScalarNode):
             if node.tag.endswith(
                 (":timestamp", ":binary")

@@ -12,7 +12,7 @@ from elasticrun.jobs.convert.document import Document, Fields, NotConvertible
 
 MASTER_DOES: Final = "elasticrun's job master does that"
 NOT_PODS: Final = "the pod of another kind of role; elasticrun has nodes of one kind"
-THEIRS: Final = re.compile(
+FOREIGN_VARIABLES: Final = re.compile(
     r"\$[({]*((?:NODE|WORKER)_(?:NUM|RANK|ID|TYPE)|(?:PET|MS|DLROVER)_\w+|MASTER_ADDR|MASTER_PORT|"
     r"WORLD_SIZE|RANK)\b"
 )
@@ -107,7 +107,7 @@ def _run_policy(run: Fields, job: ForeignJob) -> None:
     run.close()
 
 
-def _role(role: Fields, job: ForeignJob) -> int:
+def _read_role(role: Fields, job: ForeignJob) -> int:
     """Read a replica spec whose pods are nodes. Returns their number, and sets the job's template
     unless an earlier role has."""
     count = role.number("replicas", 1)
@@ -163,7 +163,7 @@ def _command(spec: Fields, job: ForeignJob, path: str, called: str) -> None:
     if launch and not any(flag.startswith("--use") for flag in made.dropped):
         spec.note(path, "the script gets no --local-rank here: use LOCAL_RANK in its environment")
     for name in sorted({found for one in (*made.command, *made.args)
-                        for found in THEIRS.findall(one)}):  # fmt: skip
+                        for found in FOREIGN_VARIABLES.findall(one)}):  # fmt: skip
         spec.note(path, f"the command reads ${name}, which is not set here: remove it")
     for name, value in (("command", made.command), ("args", made.args)):
         if value:
@@ -205,7 +205,7 @@ def _dlrover(spec: Fields, job: ForeignJob, image: str | None) -> None:
                 "BatchScheduler",
                 "left out: set the gang in the ElasticJob yourself",
             )
-        job.nodes = _role(role, job)
+        job.nodes = _read_role(role, job)
         if (limit := role.number("restartCount", -1)) >= 0:
             job.policy["backoffLimit"] = min(limit * max(job.nodes, 1), 1000)
             role.note("restartCount", "it counts per pod; runPolicy.backoffLimit counts all pods")
@@ -233,7 +233,7 @@ def _pytorch(spec: Fields, job: ForeignJob, image: str | None) -> None:
     for name, role in roles.roles():
         if name not in ("Master", "Worker"):
             raise roles.error(name, "a PyTorchJob has the roles Master and Worker")
-        count += _role(role, job)
+        count += _read_role(role, job)
         role.close()
     job.nodes = max(count, most)
     _run_policy(spec.inner("runPolicy"), job)
@@ -282,7 +282,7 @@ def _msjob(spec: Fields, job: ForeignJob, image: str | None) -> None:
         if name.lower() != "worker":
             spec.note(f"msReplicaSpecs.{name}", f"left out: {NOT_PODS}")
             continue
-        job.nodes = _role(role, job)
+        job.nodes = _read_role(role, job)
         role.close()
     _run_policy(spec.inner("runPolicy"), job)
     spec.note("msReplicaSpecs", "elasticrun starts torch's ranks: MS_* variables are not set")

@@ -17,7 +17,7 @@ from elasticrun.cli.settings import FlagValues, NotHere, UsageError
 from elasticrun.config import EXIT_OK, EXIT_USAGE
 from elasticrun.jobs.hosts import fleet, hostfile, ssh
 
-_NOT_HANDED_ON: Final = ("--hosts", "--hostfile", "--ssh", "--dry-run", "--token-file")
+_NOT_PASSED_ON: Final = ("--hosts", "--hostfile", "--ssh", "--dry-run", "--token-file")
 _OF_ONE_HOST: Final = ("standalone", "srun", "node_rank", "node_id", "local_addr")
 """Flags that apply to one host only."""
 
@@ -71,7 +71,7 @@ def plan_of(words: Sequence[str], flags: FlagValues, environ: Mapping[str, str])
     common += [] if named or flags.explicitly("name") else [f"--name={job_stem(flags)}"]
     common += [] if given else [f"--nnodes={len(hosts)}"]
     at = get_args_parser().script_at(words)
-    behind = [*without(words[:at], _NOT_HANDED_ON), *words[at:]]
+    behind = [*without(words[:at], _NOT_PASSED_ON), *words[at:]]
     slots = not flags.explicitly("nproc_per_node")
     argv = []
     for number, host in enumerate(hosts):

@@ -107,7 +107,7 @@ _MODULES: Final = re.compile(r"(-u )?-m torch\.distributed\.(run|launch)(?= |\Z)
 _REF: Final = re.compile(r"(GIT_SYNC_(?:BRANCH|REV))=(.*)\Z")
 
 
-def translated(words: Sequence[str], where: str, notify: Callable[[str], None]) -> list[str]:
+def translate(words: Sequence[str], where: str, notify: Callable[[str], None]) -> list[str]:
     """Translate what was typed after `submit` or `render TARGET`; other words stay unchanged.
     `where`: a backend of --on or a target of `render`. `notify` receives a note for each flag
     without effect. Raises Invalid."""
@@ -126,7 +126,7 @@ def translated(words: Sequence[str], where: str, notify: Callable[[str], None]) 
     elif _BARE.fullmatch("".join(behind[1:2])) and "--no-python" not in flags:
         more, behind = _program(behind[1:])
         flags += more
-    return [*_Translation(flags, _place(where), notify).translated(), *behind]
+    return [*_Translation(flags, _place(where), notify).translate(), *behind]
 
 
 def known_flags(where: str) -> list[str]:
@@ -152,12 +152,12 @@ class _Translation:
         self._seen: set[str] = set()
         self._numbers = itertools.count()
 
-    def translated(self) -> list[str]:
+    def translate(self) -> list[str]:
         done: list[str] = []
         while self._flags:
             word = self._flags.pop(0)
             name, equals, value = word.partition("=")
-            name = SHORT.get(name, _spelt(name) if name.startswith("--") else name)
+            name = SHORT.get(name, _canonical_name(name) if name.startswith("--") else name)
             if name not in ROWS and name not in SPECIAL:
                 done.append(word)
                 continue
@@ -213,7 +213,7 @@ class _Translation:
                 raise Invalid(f"--sync-mode={value}: code comes from git, or is in the image")
             return []
         if name == "--config-file":
-            raise Invalid(_config_file(value) if self._place == PODS else _only(name, row))
+            raise Invalid(_config_file(value) if self._place == PODS else _unsupported(name, row))
         if value == "false" and row.alone:
             return []
         if self._place == LOCAL and name == "--gpus" and (self._ranks_said or value == "0"):
@@ -222,19 +222,19 @@ class _Translation:
             settings.nodes(value, name)
         if self._place not in row.words:
             if not row.note:
-                raise Invalid(_only(name, row))
+                raise Invalid(_unsupported(name, row))
             self._notify(f"{name}={value} has no effect: {row.note}")
             return []
         number = next(self._numbers) if name == "--data-dir" else 0
-        return [_filled(text, name, value, number) for text in row.words[self._place]]
+        return [_fill(text, name, value, number) for text in row.words[self._place]]
 
 
-def _spelt(name: str) -> str:
+def _canonical_name(name: str) -> str:
     """`--workingDir`, as in older Arena versions, and `--working_dir` become --working-dir."""
     return re.sub("[A-Z]+", lambda found: f"-{found[0].lower()}", name.replace("_", "-"))
 
 
-def _only(name: str, row: Row) -> str:
+def _unsupported(name: str, row: Row) -> str:
     pods, slurm = "pods (submit --on k8s)", "Slurm jobs (--on slurm)"
     who = pods if SLURM not in row.words else f"{pods} and {slurm}"
     return f"{name} is only for {who}: leave it out here"
@@ -249,7 +249,7 @@ def _config_file(value: str) -> str:
     )
 
 
-def _filled(text: str, name: str, value: str, number: int) -> str:
+def _fill(text: str, name: str, value: str, number: int) -> str:
     """Fill this value into one of our words. Raises Invalid."""
     key, _, count = value.rpartition("=")
     if "{key}" in text and not (key and count.isdecimal()):

@@ -75,9 +75,9 @@ def main(words: Sequence[str], notify: Callable[[str], None]) -> int:
     """Run `submit`. `notify` prints notes for the user. Returns the exit code. Raises
     UsageError."""
     try:
-        on, hosts = _place(render.split(words)[0])
+        on, hosts = _place(render.split_at_dashes(words)[0])
         where = backends.choose_backend(on, os.environ, hosts=hosts)
-        flags, program = render.split(arena.translated(words, where, notify))
+        flags, program = render.split_at_dashes(arena.translate(words, where, notify))
         made = parser(where)
         ns, extra = made.parse_known_args(flags)
         _with_restarts(ns)
@@ -111,7 +111,7 @@ def _refuse(extra: Sequence[str], made: Parser, where: str) -> None:
     theirs = [one for one in backends.PLACES if word in parser(one)._option_string_actions]
     if theirs:
         raise Invalid(f"{word} is for --on {' or '.join(theirs)}, not for --on {where}")
-    render.refuse(extra, made, where)
+    render.refuse_extra(extra, made, where)
 
 
 def _place(flags: Sequence[str]) -> tuple[str, bool]:

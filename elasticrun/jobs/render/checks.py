@@ -191,7 +191,7 @@ def image(text: str) -> str:
     return text
 
 
-def floats(text: str) -> bool:
+def has_floating_tag(text: str) -> bool:
     """Whether the tag of an image reference is expected to move, or is missing, so that pods of one
     job may get different images."""
     if "@" in text:

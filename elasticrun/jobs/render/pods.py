@@ -49,7 +49,7 @@ def without_empty(made: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in made.items() if value not in (None, "", [], {})}
 
 
-BETA: Final = (1, 37)
+POD_GROUP_BETA: Final = (1, 37)
 """The first Kubernetes version in which its own PodGroup (scheduling.k8s.io) is v1beta1."""
 
 
@@ -87,7 +87,7 @@ def gang(settings: PodSettings, metadata: dict[str, Any], *, of_a_set: bool = Fa
         by_name = {f"{prefix}/name": name, f"{prefix}/min-available": str(least)}
         return Gang(pod_annotations=by_name, scheduler="koord-scheduler")
     if settings.gang == "native":
-        stage = "v1beta1" if settings.version >= BETA else "v1alpha2"
+        stage = "v1beta1" if settings.version >= POD_GROUP_BETA else "v1alpha2"
         policy = {"schedulingPolicy": {"gang": {"minCount": least}}}
         group = _group(f"scheduling.k8s.io/{stage}", metadata, policy)
         return Gang((group,), pod_spec={"schedulingGroup": {"podGroupName": name}})
@@ -269,7 +269,7 @@ def lifetime(settings: PodSettings) -> dict[str, Any]:
     )
 
 
-def labelled(settings: PodSettings, gang: Gang) -> dict[str, Any]:
+def job_metadata(settings: PodSettings, gang: Gang) -> dict[str, Any]:
     """The metadata of the Job or JobSet: the common metadata, annotations, the gang's labels."""
     labels = common_labels(settings) | gang.job_labels
     annotations = {**settings.annotations, **gang.job_annotations}
@@ -282,7 +282,7 @@ def common_metadata(settings: PodSettings) -> dict[str, Any]:
     return names | {"labels": common_labels(settings)}
 
 
-def rights(settings: PodSettings, job: str) -> list[dict[str, Any]]:
+def rbac_objects(settings: PodSettings, job: str) -> list[dict[str, Any]]:
     """The objects that permit the pods' service account to read and resize its own Job only; [] if
     the user does not ask for them. Includes the account unless the user named an existing one."""
     if not settings.rbac:
@@ -344,10 +344,10 @@ def jobset_documents(settings: PodSettings) -> list[dict[str, Any]]:
     made = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": labelled(settings, extra),
+        "metadata": job_metadata(settings, extra),
         "spec": spec,
     }
-    return [*rights(settings, child), *extra.documents, made]
+    return [*rbac_objects(settings, child), *extra.documents, made]
 
 
 JOB_LABEL: Final = "batch.kubernetes.io/job-name"
@@ -375,7 +375,7 @@ def job_documents(settings: PodSettings) -> list[dict[str, Any]]:
     made = {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": labelled(settings, extra),
+        "metadata": job_metadata(settings, extra),
         "spec": lifetime(settings) | job_spec(settings, PodNames(f"{name}-0", name), extra),
     }
-    return [*rights(settings, name), service, *extra.documents, made]
+    return [*rbac_objects(settings, name), service, *extra.documents, made]

@@ -93,7 +93,7 @@ class BatchSettings:
         return str(most) if low == high else f"{low}-{most}"
 
     @property
-    def knows_code(self) -> bool:
+    def uses_first_node_code(self) -> bool:
         """Whether the first node's exit code is the job's, unlike that of srun: its agent stays
         until the end, and other nodes may exit with different codes."""
         stays = not any(word.startswith("--exit-barrier-timeout=") for word in self.launch.flags)
@@ -257,7 +257,7 @@ def _step(settings: BatchSettings) -> Iterator[str]:
     words += ['--rdzv-id="$job"', *map(quoted, launch.flags)]
     words.append(" ".join(map(quoted, launch.program)))
     agent = "elasticrun"
-    if settings.knows_code:
+    if settings.uses_first_node_code:
         yield "# srun exits with the highest code of all nodes, even of one that was excluded or"
         yield "# killed; the job's own code is that of the first node"
         yield "own=$(mktemp)"
@@ -265,7 +265,7 @@ def _step(settings: BatchSettings) -> Iterator[str]:
         agent = 'bash -c "$agent" "$own" elasticrun'
     yield " \\\n    ".join((SRUN + cores, agent, *words))
     yield "code=$?"
-    if settings.knows_code:
+    if settings.uses_first_node_code:
         sure = " | ".join(map(str, sorted((EXIT_OK, EXIT_SAVED, *FINAL_CODES))))
         yield 'own_code=$(cat "$own")'
         yield 'rm -f "$own"'

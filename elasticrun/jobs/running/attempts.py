@@ -78,7 +78,7 @@ def attempt_titles(found: Sequence[RankFiles], end: AttemptEnd | None) -> Attemp
     """Order the ranks and write their titles. `end`: None if the master recorded none (yet)."""
     failed = {files.rank: (*files.failure(), files) for files in found}
     first = end.rank if end is not None else -1
-    lost = {rank for rank, (_, why, _) in failed.items() if rank != first and _lost_a_peer(why)}
+    lost = {rank for rank, (_, why, _) in failed.items() if rank != first and _is_peer_loss(why)}
     titles = {rank: f"rank {rank} failed: {why}" for rank, (_, why, _) in failed.items() if why}
     order = sorted(failed, key=lambda rank: (rank != first, rank in lost, failed[rank][0], rank))
     titled = {-1: ""}
@@ -106,7 +106,7 @@ def attempt_ends(folder: RunFolder | None, starts: Sequence[float]) -> list[Atte
     rows = [row for row in read(folder.path / INCIDENTS, now) if row.cause not in NO_FAILURE]
     ends = [*starts[1:], float("inf")]
     found = [
-        next((_of_row(row) for row in rows if start <= now - row.age < end), None)
+        next((_end_of_row(row) for row in rows if start <= now - row.age < end), None)
         for start, end in zip(starts, ends, strict=True)
     ]
     result = folder.result()
@@ -116,7 +116,7 @@ def attempt_ends(folder: RunFolder | None, starts: Sequence[float]) -> list[Atte
     return found
 
 
-def _of_row(row: IncidentRow) -> AttemptEnd:
+def _end_of_row(row: IncidentRow) -> AttemptEnd:
     if row.cause == "hang" or row.rank < 0 or row.kind == FailureKind.PEER_LOST:
         return AttemptEnd(row.sentence, row.rank)
     code = row.exitcode
@@ -124,5 +124,5 @@ def _of_row(row: IncidentRow) -> AttemptEnd:
     return AttemptEnd(row.sentence, row.rank, ended if code else "")
 
 
-def _lost_a_peer(why: str) -> bool:
+def _is_peer_loss(why: str) -> bool:
     return classify(1, why, stopping=False, oom=False) is FailureKind.PEER_LOST

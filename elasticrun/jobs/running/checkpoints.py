@@ -137,9 +137,14 @@ def _rows(folder: Folder, *, hashes: bool, only: int | None = None) -> list[Chec
     """The rows, ordered by step. `hashes`: also compare the files with their hashes; `only`: just
     this step, if it exists. Raises StorageError."""
     found = folder.survey()
-    goes_on = restorable_steps(found)
+    on_timeline = restorable_steps(found)
     rows = [
-        _row(folder, one, left=one.step not in goes_on, hashes=hashes and only in (None, one.step))
+        _row(
+            folder,
+            one,
+            left=one.step not in on_timeline,
+            hashes=hashes and only in (None, one.step),
+        )
         for one in found
     ]
     taken = max((row.step for row in rows if row.state == "whole"), default=-1)
@@ -192,7 +197,7 @@ def _ls(folder: Folder, ns: argparse.Namespace) -> int:
     if not rows:
         print(f"there is no checkpoint in {folder.url}")
         return 0
-    print(*lines(TITLES, [_shown(row) for row in rows], COLUMNS), sep="\n")
+    print(*lines(TITLES, [_cells(row) for row in rows], COLUMNS), sep="\n")
     for text in (one for row in rows for one in _remarks(row)):
         print(textwrap.fill(text, COLUMNS, subsequent_indent="  ", break_long_words=False))
     taken = [row.step for row in rows if row.restart]
@@ -200,7 +205,7 @@ def _ls(folder: Folder, ns: argparse.Namespace) -> int:
     return 0
 
 
-def _shown(row: CheckpointRow) -> tuple[str, ...]:
+def _cells(row: CheckpointRow) -> tuple[str, ...]:
     return (
         str(row.step),
         time.strftime("%Y-%m-%d %H:%M", time.localtime(row.when)) if row.when else "-",
@@ -217,7 +222,7 @@ def _verify(folder: Folder, ns: argparse.Namespace) -> int:
     step."""
     rows = _rows(folder, hashes=True, only=ns.step)
     if not rows:
-        raise _nothing(folder, ns.step)
+        raise _missing_error(folder, ns.step)
     if ns.output == "json":
         print(as_json(rows))
     else:
@@ -227,7 +232,7 @@ def _verify(folder: Folder, ns: argparse.Namespace) -> int:
     return int(any(row.faults and (row not in late or ns.step is not None) for row in rows))
 
 
-def _nothing(folder: Folder, step: int | None = None) -> UsageError:
+def _missing_error(folder: Folder, step: int | None = None) -> UsageError:
     steps = ", ".join(map(str, folder.committed()[-8:]))
     if steps and step is not None:
         return UsageError(f"there is no step {step} in {folder.url}: there is {steps}", EXIT_USAGE)
@@ -238,7 +243,7 @@ def _nothing(folder: Folder, step: int | None = None) -> UsageError:
 def _prune(folder: Folder, ns: argparse.Namespace) -> int:
     found = folder.survey()
     if not found:
-        raise _nothing(folder)
+        raise _missing_error(folder)
     if not any(one.ours for one in found):
         raise UsageError(
             f"{folder.url} has no checkpoint with an elasticrun.json, so nothing is removed",

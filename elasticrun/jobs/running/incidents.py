@@ -21,7 +21,7 @@ from elasticrun.host.runs.layout import INCIDENTS
 from elasticrun.jobs.backends import updated_by_backends
 from elasticrun.jobs.connection import JobConnection, NotAnswered
 from elasticrun.jobs.rows import as_json, row_of
-from elasticrun.jobs.running.master_lookup import add_connection, ended_run, find
+from elasticrun.jobs.running.master_lookup import add_connection, ended_run, find_master
 from elasticrun.master.outward.report import page, table
 from elasticrun.master.outward.run_files import read
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     ns = made.parse_args(argv)
     if len(ns.words) > 2 or (len(ns.words) == 2 and not ns.words[1].isdecimal()):
         made.error("expected a job, and the number of one of its incidents")
-    job, number = meant(ns.words)
+    job, number = job_and_number(ns.words)
     try:
         rows, now = _rows(job, FlagValues(ns, variables))
         print(_shown(rows, number, now, as_text=ns.output == "text"), end="")
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def meant(words: Sequence[str]) -> tuple[str, int]:
+def job_and_number(words: Sequence[str]) -> tuple[str, int]:
     """The meaning of `[JOB] [N]`: the job ("": the only one) and the incident (0: all)."""
     if len(words) == 2:
         return words[0], int(words[1])
@@ -72,7 +72,7 @@ def _rows(job: str, flags: FlagValues) -> tuple[Sequence[IncidentRow], str]:
         rows = updated_by_backends([row_of(folder, record)], os.environ) if record else []
         lost = [f"the job is lost: {row.reason}" for row in rows if row.state == "lost"]
         return read(folder.path / INCIDENTS, now), "".join(lost)
-    master = find(job, trust.token(flags), trust.tls(flags))
+    master = find_master(job, trust.token(flags), trust.tls(flags))
     with asyncio.Runner() as runner:
         line = JobConnection(master, runner)
         picture = line.picture()

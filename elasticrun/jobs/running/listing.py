@@ -18,7 +18,7 @@ from elasticrun.jobs.rows import as_json
 from elasticrun.jobs.running.master_lookup import (
     end_sentence,
     ended_run,
-    parsed,
+    parse_flags,
     parser,
     run,
     with_master,
@@ -34,7 +34,7 @@ POLL: Final = 1.0
 """Seconds between two polls of `events -f`."""
 
 
-SAME: Final = 2.0
+MAX_AGE_DIFFERENCE: Final = 2.0
 """Maximum difference in seconds between the ages of one event in the master and in the run
 folder."""
 
@@ -124,9 +124,9 @@ def events(argv: Sequence[str]) -> int:
                     raise
                 _print([EventRow(last + 1, 0.0, "", end, "info")], ns)
                 return 0
-            new = unseen(picture.events, last)
+            new = new_events(picture.events, last)
             if not last and line.run is not None:
-                new = [*before(line.run.events(time.time()), new), *new]
+                new = [*older_events(line.run.events(time.time()), new), *new]
             _print(new, ns)
             last = picture.events[-1].number if picture.events else last
             if not ns.follow or picture.status.outcome:
@@ -134,7 +134,7 @@ def events(argv: Sequence[str]) -> int:
             sys.stdout.flush()
             line.sleep(POLL)
 
-    flags = parsed(made, argv)
+    flags = parse_flags(made, argv)
     try:
         if (left := ended_run(flags.ns.job)) is not None:
             _print(left.events(time.time()), flags.ns)
@@ -158,7 +158,7 @@ def _print(rows: list[EventRow], ns: argparse.Namespace) -> None:
             print(text)
 
 
-def before(left: Sequence[EventRow], reported: Sequence[EventRow]) -> list[EventRow]:
+def older_events(left: Sequence[EventRow], reported: Sequence[EventRow]) -> list[EventRow]:
     """Events in the run folder that are older than all that its master reports: those of earlier
     masters and starts, and those that this master has dropped. Each master numbers its events from
     1, and the two ages of one event differ slightly."""
@@ -166,12 +166,12 @@ def before(left: Sequence[EventRow], reported: Sequence[EventRow]) -> list[Event
         return list(left)
     first = reported[0]
     for at, row in reversed(list(enumerate(left))):
-        if row.number == first.number and abs(row.age - first.age) < SAME:
+        if row.number == first.number and abs(row.age - first.age) < MAX_AGE_DIFFERENCE:
             return list(left[:at])
     return [row for row in left if row.age > first.age]
 
 
-def unseen(rows: Sequence[EventRow], last: int) -> list[EventRow]:
+def new_events(rows: Sequence[EventRow], last: int) -> list[EventRow]:
     """The rows after number `last`. A new master numbers from 1 again: if its last number is below
     `last`, all its rows are new."""
     if rows and rows[-1].number < last:

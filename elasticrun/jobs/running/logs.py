@@ -44,7 +44,7 @@ BLOCK: Final = 256 * 1024
 FARTHEST: Final = 64 * 1024 * 1024
 """Bytes from the end of a file within which its last lines are searched."""
 
-KEPT: Final = "the job has --run-dir, or --log-dir with --tee or --redirects"
+LOGS_KEPT_IF: Final = "the job has --run-dir, or --log-dir with --tee or --redirects"
 
 LONG_WAIT: Final = 50
 """Polls after which `-f` prints that it waits for the first rank: a job may be in a Slurm queue for
@@ -110,7 +110,7 @@ class LogQuery:
 
 def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     """Run `elasticrun logs`. Returns 1 if there is nothing to show. Raises UsageError."""
-    query = _parsed(argv)
+    query = _parse_query(argv)
     variables = os.environ if environ is None else environ
     folder, unknown = _folder(variables, query.job)
     try:
@@ -132,7 +132,9 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         return 0
     if not found:
         what = f"job {query.job}" if query.job else "any job of yours"
-        words = f"there are no log files of {what} on this host; ranks have log files if {KEPT}"
+        words = (
+            f"there are no log files of {what} on this host; ranks have log files if {LOGS_KEPT_IF}"
+        )
         if folder is not None and folder.state() in ("submitted", "waiting"):
             words = f"{what} has not started; see `elasticrun status {query.job}`"
         print(f"elasticrun logs: {unknown or words}", file=sys.stderr)
@@ -151,12 +153,12 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         words = f"no rank {query.rank} has log files here; ranks with files: {there}"
         print(f"elasticrun logs: {words}", file=sys.stderr)
         return 1
-    seen = _show(found, query, folder or _folder(variables, found[0].job_id)[0])
-    if seen and not query.follow and all(path.stat().st_mtime < query.since for path in seen):
+    offsets = _show(found, query, folder or _folder(variables, found[0].job_id)[0])
+    if offsets and not query.follow and all(path.stat().st_mtime < query.since for path in offsets):
         print("elasticrun logs: no rank has written in that time", file=sys.stderr)
         return 1
     if query.follow:
-        _follow(found, query, seen, partial(_runs, variables, query, folder), folder)
+        _follow(found, query, offsets, partial(_runs, variables, query, folder), folder)
     return 0
 
 
@@ -172,11 +174,11 @@ def _folder(environ: Mapping[str, str], job: str) -> tuple[RunFolder | None, str
         return None, str(why)
 
 
-def _parsed(argv: Sequence[str]) -> LogQuery:
+def _parse_query(argv: Sequence[str]) -> LogQuery:
     made = Parser(
         prog="elasticrun logs",
         description="Print the output of a job's ranks from their log files on this host.",
-        epilog=f"Ranks have log files if {KEPT}. Failed ranks come first.",
+        epilog=f"Ranks have log files if {LOGS_KEPT_IF}. Failed ranks come first.",
     )
     text = f"{JOB}; the newest one here"
     made.add_argument("job", nargs="?", metavar="JOB", default="", help=text)
@@ -221,10 +223,10 @@ def _runs(environ: Mapping[str, str], query: LogQuery, folder: RunFolder | None)
         job = record.id if record is not None and record.id else job
     known = known or [run for run in log_index.runs(environ) if job in ("", run.job_id)]
     own = [run for run in known if run.job_id == known[0].job_id]
-    return _starts(own)[-1] if own else []
+    return _by_start(own)[-1] if own else []
 
 
-def _starts(runs: Iterable[LoggedRun]) -> list[list[LoggedRun]]:
+def _by_start(runs: Iterable[LoggedRun]) -> list[list[LoggedRun]]:
     """The agents of each start of the job, in order. An agent that begins after the last line of
     all earlier agents belongs to the next start."""
     starts: list[list[LoggedRun]] = []
@@ -250,7 +252,7 @@ def _attempts(
     """The attempts in order, or only the newest: a title and the ranks, failed ranks first, in
     order of failure."""
     found: dict[tuple[int, str], list[tuple[LoggedRun, LoggedAttempt]]] = {}
-    for start, agents in enumerate(_starts(runs)):
+    for start, agents in enumerate(_by_start(runs)):
         for run in agents:
             for attempt in run.lives:
                 found.setdefault((start, attempt.folder), []).append((run, attempt))
@@ -273,7 +275,7 @@ def _attempts(
 
 def _show(runs: Iterable[LoggedRun], query: LogQuery, folder: RunFolder | None) -> dict[Path, int]:
     """Print the existing output. Returns how far each file was read."""
-    seen: dict[Path, int] = {}
+    offsets: dict[Path, int] = {}
     attempts = _attempts(filter(query.selects, runs), folder, everything=query.everything)
     for title, attempt in attempts:
         if len(attempts) > 1:
@@ -288,13 +290,13 @@ def _show(runs: Iterable[LoggedRun], query: LogQuery, folder: RunFolder | None) 
             for stream in STREAMS:
                 path = files.folder / stream
                 try:
-                    seen[path], lines = _read(path, query)
+                    offsets[path], lines = _read(path, query)
                     late = path.stat().st_mtime >= query.since
                 except OSError:
                     continue  # this stream has no file
                 query.write(files.rank, path, lines if late else ())
     sys.stdout.flush()
-    return seen
+    return offsets
 
 
 def _title(text: str, query: LogQuery) -> None:
@@ -338,10 +340,10 @@ def _lines(path: Path, start: int, end: int) -> Iterator[bytes]:
     with path.open("rb") as file:
         file.seek(start)
         while file.tell() < end and (line := file.readline(min(BLOCK, end - file.tell()))):
-            yield _newest(line.rstrip(b"\r\n"))
+            yield _newest_state(line.rstrip(b"\r\n"))
 
 
-def _newest(line: bytes) -> bytes:
+def _newest_state(line: bytes) -> bytes:
     """The newest state of a progress bar; any other line unchanged."""
     return line.rstrip(b"\r").rpartition(b"\r")[2]
 
@@ -349,18 +351,18 @@ def _newest(line: bytes) -> bytes:
 def _follow(
     runs: list[LoggedRun],
     query: LogQuery,
-    seen: dict[Path, int],
+    offsets: dict[Path, int],
     find_runs: Callable[[], list[LoggedRun]],
     folder: RunFolder | None,
 ) -> None:
     """Print new lines until the job ends, including those of later attempts. A job that has saved
     is expected to be started again."""
-    held: dict[Path, bytes] = {}
-    still: dict[Path, bytes] = {}
+    unfinished: dict[Path, bytes] = {}
+    last_unfinished: dict[Path, bytes] = {}
     for _, attempt in _attempts(runs, None, everything=True):
         for path in (files.folder / stream for files in attempt.ranks for stream in STREAMS):
-            if path not in seen and path.exists():
-                seen[path] = path.stat().st_size  # of an earlier attempt
+            if path not in offsets and path.exists():
+                offsets[path] = path.stat().st_size  # of an earlier attempt
     waiting, waits = threading.Event(), False
     for turn in itertools.count():
         state = folder.state() if folder is not None else ""
@@ -371,11 +373,11 @@ def _follow(
             for files in attempt.ranks:
                 for stream in STREAMS if query.rank in (None, files.rank) else ():
                     path = files.folder / stream
-                    _print_new(files, path, seen, held, query)
+                    _print_new(files, path, offsets, unfinished, query)
                     bars = not turn % BARS_EVERY
                     if not ending:
-                        _print_unfinished(files.rank, path, held, still, query)
-                    _finish_line(files.rank, path, held, query, ending=ending, bars=bars)
+                        _print_unfinished(files.rank, path, unfinished, last_unfinished, query)
+                    _finish_line(files.rank, path, unfinished, query, ending=ending, bars=bars)
         sys.stdout.flush()
         if ending and not saved:
             break
@@ -387,51 +389,65 @@ def _follow(
 
 
 def _print_new(
-    files: RankFiles, path: Path, seen: dict[Path, int], held: dict[Path, bytes], query: LogQuery
+    files: RankFiles,
+    path: Path,
+    offsets: dict[Path, int],
+    unfinished: dict[Path, bytes],
+    query: LogQuery,
 ) -> None:
     """Print the complete lines that were added to one file; `held` keeps the unfinished one."""
     try:
         with path.open("rb") as file:
-            file.seek(seen.get(path, 0))
+            file.seek(offsets.get(path, 0))
             while data := file.read(BLOCK):
-                seen[path] = file.tell()
-                *lines, rest = (held.get(path, b"") + data).split(b"\n")
+                offsets[path] = file.tell()
+                *lines, rest = (unfinished.get(path, b"") + data).split(b"\n")
                 if len(rest) > BLOCK:
                     lines, rest = [*lines, rest], b""
-                held[path] = rest
-                query.write(files.rank, path, filter(query.matches, map(_newest, lines)))
+                unfinished[path] = rest
+                query.write(files.rank, path, filter(query.matches, map(_newest_state, lines)))
     except OSError:
         return  # not there
 
 
 def _print_unfinished(
-    rank: int, path: Path, held: dict[Path, bytes], still: dict[Path, bytes], query: LogQuery
+    rank: int,
+    path: Path,
+    unfinished: dict[Path, bytes],
+    last_unfinished: dict[Path, bytes],
+    query: LogQuery,
 ) -> None:
     """Show an unfinished line that has not grown since the last poll, or on a terminal the newest
     state of a progress bar. With `--grep` and in JSON only complete lines are shown."""
-    rest = held.get(path, b"")
-    before, still[path] = still.get(path, b""), rest
+    rest = unfinished.get(path, b"")
+    before, last_unfinished[path] = last_unfinished.get(path, b""), rest
     is_bar = b"\r" in rest
     if query.as_json or query.grep is not None or not rest.strip():
         return
     if is_bar and columns_of(1):
         _, _, left = rest.rpartition(b"\r")
-        query.write_unfinished(rank, path, _newest(rest), is_bar=True)
-        held[path] = b"\r" + left
+        query.write_unfinished(rank, path, _newest_state(rest), is_bar=True)
+        unfinished[path] = b"\r" + left
     elif not is_bar and rest == before:
         query.write_unfinished(rank, path, rest, is_bar=False)
 
 
 def _finish_line(
-    rank: int, path: Path, held: dict[Path, bytes], query: LogQuery, *, ending: bool, bars: bool
+    rank: int,
+    path: Path,
+    unfinished: dict[Path, bytes],
+    query: LogQuery,
+    *,
+    ending: bool,
+    bars: bool,
 ) -> None:
     """Print a line without a newline: all of it once the job is ending; before that, if `bars`, the
     newest complete state of a progress bar."""
-    rest = held.get(path, b"")
+    rest = unfinished.get(path, b"")
     line, left = rest, b""
     if not ending:
         line, bar, left = rest.rpartition(b"\r")
         if not (bars and bar) or (columns_of(1) and not query.as_json and query.grep is None):
             return
-    held[path] = left
-    query.write(rank, path, filter(query.matches, filter(None, [_newest(line)])))
+    unfinished[path] = left
+    query.write(rank, path, filter(query.matches, filter(None, [_newest_state(line)])))

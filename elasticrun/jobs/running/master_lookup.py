@@ -43,7 +43,7 @@ JOB: Final = "its name or run folder, or a unique prefix of one"
 """The help text for the JOB argument."""
 
 
-def find(job: str, token: str = "", files: Tls | None = None) -> JobMaster:
+def find_master(job: str, token: str = "", files: Tls | None = None) -> JobMaster:
     """The master of the job that the user means. Raises NotAnswered."""
     try:
         here = published(user_folder(os.environ))
@@ -57,10 +57,12 @@ def find(job: str, token: str = "", files: Tls | None = None) -> JobMaster:
         except NoStatus as wrong:
             raise NotAnswered(str(wrong)) from None
         ours = [one for one in here if one.port == endpoint.port]
-        return _master(endpoint, ours[0] if ours and not token else None, token, files)
-    found = find_job(job) if job else UserJob(_only(here))
+        return _with_credentials(endpoint, ours[0] if ours and not token else None, token, files)
+    found = find_job(job) if job else UserJob(_only_master(here))
     if one := found.master:
-        return _master(one.endpoint, one, "" if one.operator else token, files if one.tls else None)
+        return _with_credentials(
+            one.endpoint, one, "" if one.operator else token, files if one.tls else None
+        )
     if found.run is None:
         raise NotAnswered(no_job(job))
     if end := end_sentence(found.run):
@@ -72,7 +74,9 @@ def _is_endpoint(job: str) -> bool:
     return job.rpartition(":")[2].isdecimal() and ":" in job
 
 
-def _master(endpoint: Endpoint, own: Published | None, token: str, files: Tls | None) -> JobMaster:
+def _with_credentials(
+    endpoint: Endpoint, own: Published | None, token: str, files: Tls | None
+) -> JobMaster:
     if own is not None and not token:
         return JobMaster(endpoint, own.reader, own.operator, files, own.run)
     run = own.run if own is not None else ""
@@ -81,7 +85,7 @@ def _master(endpoint: Endpoint, own: Published | None, token: str, files: Tls | 
     return JobMaster(endpoint, auth.reader_token(token), auth.operator_token(token), files, run)
 
 
-def _only(here: Sequence[Published]) -> Published:
+def _only_master(here: Sequence[Published]) -> Published:
     """The master of the only job that runs here, if the user named none. Raises NotAnswered."""
     if len(here) == 1:
         return here[0]
@@ -143,7 +147,7 @@ def run(
 ) -> int:
     """Parse the arguments, find the job and call `does`. Prints a sentence and returns 1 if no
     master answers. Raises UsageError for unreadable TLS or token files."""
-    flags = parsed(made, argv)
+    flags = parse_flags(made, argv)
     try:
         return with_master(flags, does)
     except NotAnswered as why:
@@ -151,7 +155,7 @@ def run(
         return 1
 
 
-def parsed(made: Parser, argv: Sequence[str]) -> FlagValues:
+def parse_flags(made: Parser, argv: Sequence[str]) -> FlagValues:
     """Add the arguments that all verbs share, and parse."""
     variables = trust.withdraw()
     add_job(made, variables)
@@ -160,6 +164,6 @@ def parsed(made: Parser, argv: Sequence[str]) -> FlagValues:
 
 def with_master(flags: FlagValues, does: Callable[[JobConnection, argparse.Namespace], int]) -> int:
     """Find the job's master and call `does` with it. Raises NotAnswered, UsageError."""
-    master = find(flags.ns.job, trust.token(flags), trust.tls(flags))
+    master = find_master(flags.ns.job, trust.token(flags), trust.tls(flags))
     with asyncio.Runner() as runner:
         return does(JobConnection(master, runner), flags.ns)

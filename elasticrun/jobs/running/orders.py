@@ -25,7 +25,7 @@ from elasticrun.jobs.backend import RequestFailed, submission, was_submitted
 from elasticrun.jobs.backends import backend_of
 from elasticrun.jobs.connection import JobConnection, NotAnswered, UserJob, find_job, user_at_host
 from elasticrun.jobs.rows import DoneRow, as_json
-from elasticrun.jobs.running.master_lookup import parsed, parser, with_master
+from elasticrun.jobs.running.master_lookup import parse_flags, parser, with_master
 from elasticrun.wire.messages import MAX_NODES, Reply, Request
 
 if TYPE_CHECKING:
@@ -89,17 +89,17 @@ def main(verb: str, argv: Sequence[str]) -> int:
     if verb == "stop":
         text = "wait until the job has ended, however long its last snapshot takes"
         made.add_argument("--wait", action="store_true", help=text)
-    flags = parsed(made, argv)
+    flags = parse_flags(made, argv)
     if verb == "scale":
-        settle(made, flags.ns)
+        resolve_number(made, flags.ns)
     try:
         if order.node and _are_swapped(flags.ns):
             made.error(f"the node comes first: {made.prog} {flags.ns.job} {flags.ns.node}")
-        return with_master(flags, partial(_order, verb, order))
-    except (NotAnswered, RequestFailed, Claimed) as unheard:
-        why: Exception = unheard
+        return with_master(flags, partial(_send_order, verb, order))
+    except (NotAnswered, RequestFailed, Claimed) as failure:
+        why: Exception = failure
         try:
-            done = _by_its_place(verb, flags.ns, unheard)
+            done = _fall_back_to_backend(verb, flags.ns, failure)
         except RequestFailed as refused:
             done, why = None, refused
         if not done:
@@ -108,12 +108,12 @@ def main(verb: str, argv: Sequence[str]) -> int:
         return _print_done(flags.ns, *done)
 
 
-def _order(verb: str, order: VerbHelp, line: JobConnection, ns: argparse.Namespace) -> int:
+def _send_order(verb: str, order: VerbHelp, line: JobConnection, ns: argparse.Namespace) -> int:
     reason = " ".join(ns.reason.split())[:MAX_REASON]
     node, number = ns.node if order.node else "", ns.number if verb == "scale" else 0
     request = Request(verb, node, number, who=user_at_host(), reason=reason)
     if verb == "scale" and line.run is not None and was_submitted(line.run):
-        done = _scaled(line.run, request, line.reply)
+        done = _scale(line.run, request, line.reply)
     else:
         done = line.reply(request).reason
     _print_done(ns, done, line.run)
@@ -129,7 +129,7 @@ def _are_swapped(ns: argparse.Namespace) -> bool:
     return find_job(ns.node) != UserJob()
 
 
-def settle(made: Parser, ns: argparse.Namespace) -> None:
+def resolve_number(made: Parser, ns: argparse.Namespace) -> None:
     """Decide which of `scale`'s two words is the number of nodes, and convert it. Exits with a
     usage error if neither is."""
     if not ns.number.isdecimal():
@@ -150,18 +150,18 @@ def _print_done(ns: argparse.Namespace, sentence: str, run: RunFolder | None) ->
     return EXIT_OK
 
 
-def _scaled(run: RunFolder, request: Request, send: Callable[[Request], Reply]) -> str:
+def _scale(run: RunFolder, request: Request, send: Callable[[Request], Reply]) -> str:
     with claimed(runs_root(os.environ), submission(run).name):  # avoids duplicate agents
         return backend_of(run, withdraw()).scale(run, request, send)
 
 
-def _by_its_place(
+def _fall_back_to_backend(
     verb: str, ns: argparse.Namespace, why: Exception
 ) -> tuple[str, RunFolder] | None:
     """Have its backend stop or scale a job whose master failed to do so, because of `why`. None if
     the backend did nothing. Raises RequestFailed if the backend refuses to scale the job."""
 
-    def ask(request: Request) -> Reply:
+    def fail(request: Request) -> Reply:
         raise why
 
     try:
@@ -169,7 +169,7 @@ def _by_its_place(
         if run is None or not was_submitted(run):
             return None
         if verb == "scale":
-            return _scaled(run, Request(verb, number=ns.number, who=user_at_host()), ask), run
+            return _scale(run, Request(verb, number=ns.number, who=user_at_host()), fail), run
         with contextlib.suppress(RequestFailed):
             return (backend_of(run, withdraw()).stop(run), run) if verb == "stop" else None
     except (NotAnswered, Claimed, OSError):

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from elasticrun.wire.messages import NodeStatus
 
 
-async def leading(store: str, job_id: str, files: Tls | None) -> Endpoint:
+async def find_leader(store: str, job_id: str, files: Tls | None) -> Endpoint:
     """The endpoint of the master that leads `job_id`. Raises NoStatus."""
     # Late import: grpc takes longer to import than everything else here together.
     from elasticrun.wire.messages import End
@@ -93,7 +93,7 @@ def name_of(job_id: str, where: str, name: str = "") -> str:
     return f"of {where}" if job_id in ("", "none") and where else job_id
 
 
-def running(page: JobStatus, where: str, run: str = "") -> Row:
+def job_cells(page: JobStatus, where: str, run: str = "") -> Row:
     """The table row of a job whose master at `where` answered. `run`: its run folder, if known."""
     row = live_row(page, where, run)
     return (
@@ -107,11 +107,11 @@ def running(page: JobStatus, where: str, run: str = "") -> Row:
     )
 
 
-GONE: Final = ("dead", "left")
+INACTIVE: Final = ("dead", "left")
 """Node states in which the last reported activity is out of date."""
 
 
-def _whole(endpoint: Endpoint, status: JobStatus, run: str) -> JobPage:
+def _job_page(endpoint: Endpoint, status: JobStatus, run: str) -> JobPage:
     """All that is known of a job whose master answered, with a fresh link to its page if that
     master published its credentials on this host."""
     link = ""
@@ -125,7 +125,7 @@ def _whole(endpoint: Endpoint, status: JobStatus, run: str) -> JobPage:
     return page_of(row, page=link, tensorboard=board, master=status)
 
 
-def _master_of(found: UserJob, token: str, files: Tls | None) -> MasterQuery | None:
+def _query_of(found: UserJob, token: str, files: Tls | None) -> MasterQuery | None:
     """The query to the master of a job, here or elsewhere; None if the job has ended or no master
     is known."""
     if found.master:
@@ -148,7 +148,7 @@ def no_job(job: str) -> str:
     return f"there is no job {job} here{hint} (for a master elsewhere, give its host:port)"
 
 
-def _show_run_folder(folder: RunFolder | None, *, as_json: bool, unheard: bool = False) -> bool:
+def _show_run_folder(folder: RunFolder | None, *, as_json: bool, no_reply: bool = False) -> bool:
     """Print what its run folder and backend know of a job without a known master. Returns whether
     anything was printed. `unheard`: the job's master did not answer; then a job that should be
     running is not printed."""
@@ -161,7 +161,7 @@ def _show_run_folder(folder: RunFolder | None, *, as_json: bool, unheard: bool =
     if record is None:
         return False
     (row,) = updated_by_backends([row_of(folder, record)], os.environ)
-    if unheard and row.state in ("waiting", "running"):
+    if no_reply and row.state in ("waiting", "running"):
         return False
     if as_json:
         result = folder.result()
@@ -184,7 +184,7 @@ def _run_folder_lines(folder: RunFolder) -> list[str]:
     return [f"{name}: {plain(text)}" for name, text in fields.items() if text]
 
 
-def _here(token: str, files: Tls | None) -> list[MasterQuery]:
+def _local_queries(token: str, files: Tls | None) -> list[MasterQuery]:
     """The queries to this user's masters on this host. Raises NoStatus if there are none."""
     masters = published_here()
     if not masters:
@@ -208,7 +208,7 @@ def _show(pages: Sequence[tuple[str, JobStatus]], runs: Mapping[str, str] = {}) 
     from rich.text import Text
 
     console = Console(highlight=False, width=width())
-    rows = [running(page, where, runs.get(where, "")) for where, page in pages]
+    rows = [job_cells(page, where, runs.get(where, "")) for where, page in pages]
     drawn = lines(TITLES, rows, console.width)
     console.print(Text(drawn[0], "bold"), soft_wrap=True)
     for line in drawn[1:]:
@@ -291,7 +291,7 @@ def _row(node: NodeStatus) -> tuple[str, ...]:
         node.node,
         node.host,
         node.state,
-        "-" if node.state in GONE else node.activity,
+        "-" if node.state in INACTIVE else node.activity,
         str(node.group_rank) if placed else "-",
         ranks if placed else "-",
         pids or "-",
@@ -318,7 +318,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     try:
         is_name = bool(ns.endpoint) and ":" not in ns.endpoint
         found = find_job(ns.endpoint, newest=True) if is_name else UserJob()
-        ours = _master_of(found, token, files)
+        ours = _query_of(found, token, files)
         with asyncio.Runner() as runner:  # grpc.aio does not support a second loop
             if ours:
                 questions = [ours]
@@ -329,27 +329,27 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
             elif ns.endpoint:
                 questions = [question(parse_endpoint(ns.endpoint), token, files)]
             elif store:
-                where = runner.run(leading(store, flags.text("rdzv_id"), files))
+                where = runner.run(find_leader(store, flags.text("rdzv_id"), files))
                 questions = [question(where, token, files)]
             else:
-                questions = _here(token, files)
-            answers, unheard = query_all(questions, runner)
+                questions = _local_queries(token, files)
+            answers, no_reply = query_all(questions, runner)
     except (NoStatus, NotAnswered) as nothing:
         print(f"elasticrun status: {nothing}", file=sys.stderr)
         return 1
-    silent = [one.sentence for one in unheard]
+    silent = [one.sentence for one in no_reply]
     if silent and ns.endpoint and ":" not in ns.endpoint:
-        if _show_run_folder(found.run, as_json=ns.json, unheard=True):
+        if _show_run_folder(found.run, as_json=ns.json, no_reply=True):
             return 0
         if not ours:
-            silent = [f"{no_job(ns.endpoint)}; {unheard[0].sentence}"]
+            silent = [f"{no_job(ns.endpoint)}; {no_reply[0].sentence}"]
     for sentence in silent:
         print(f"elasticrun status: {sentence}", file=sys.stderr)
     if silent and found.run is not None and not ns.json:
         print(*_run_folder_lines(found.run), sep="\n")
     runs = {str(one.endpoint): one.run for one in questions}
     known = answers if ns.json or len(answers) == 1 else []  # several jobs get a table
-    whole = [_whole(where, page, runs[str(where)]) for where, page in known]
+    whole = [_job_page(where, page, runs[str(where)]) for where, page in known]
     if ns.json:
         shown = msgspec.to_builtins(whole)
         print(json.dumps(shown[0] if not here and shown else shown, indent=1))

@@ -35,7 +35,7 @@ MOST_NODES: Final = 3
 CALM: Final = ("stepping", "waiting", "ended")
 """States listed last, in this order: they are normal, or caused by another rank's state."""
 
-SPARE: Final = ("GPU", "MEMORY", "CPU", "STEP TIME", "STEP", "NODE")
+OPTIONAL_COLUMNS: Final = ("GPU", "MEMORY", "CPU", "STEP TIME", "STEP", "NODE")
 """Columns omitted, in this order, if the terminal is too narrow. DOES matters most: it is truncated
 only after all these columns are omitted."""
 
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         elif ns.once or not sys.stdout.isatty():
             print("\n".join(page(picture, width() or 100)))
         else:
-            _go_on(line, picture)
+            _refresh(line, picture)
         return 0
 
     try:
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
 
 
-def _go_on(line: JobConnection, picture: Picture) -> None:
+def _refresh(line: JobConnection, picture: Picture) -> None:
     """Refresh on a terminal until the job ends. Raises NotAnswered when its master no longer
     answers."""
     from rich.console import Console
@@ -155,14 +155,14 @@ def head(picture: Picture) -> list[str]:
 def table(rows: Sequence[RankRow], columns: int) -> list[str]:
     """The table of ranks. If there are more than MOST_ALONE, those in the same state share a line,
     anomalous states first."""
-    groups = together(rows) if len(rows) > MOST_ALONE else [[row] for row in rows]
+    groups = group_ranks(rows) if len(rows) > MOST_ALONE else [[row] for row in rows]
     drawn = [[cell(group) for cell in CELLS.values()] for group in groups]
     titles = list(CELLS)
     shown = [at for at in range(len(titles)) if any(line[at] not in ("", "-") for line in drawn)]
     if len({row.node for row in rows}) == 1:
         shown = [at for at in shown if titles[at] != "NODE"]
     most = [max(len(line[at]) for line in [titles, *drawn]) for at in range(len(titles))]
-    for name in SPARE:
+    for name in OPTIONAL_COLUMNS:
         at = titles.index(name)
         if at in shown and sum(most[one] + 2 for one in shown) - 2 > columns:
             shown.remove(at)
@@ -171,7 +171,7 @@ def table(rows: Sequence[RankRow], columns: int) -> list[str]:
     return [line[:room].rstrip() for line in words]
 
 
-def together(rows: Sequence[RankRow]) -> list[list[RankRow]]:
+def group_ranks(rows: Sequence[RankRow]) -> list[list[RankRow]]:
     """Group ranks that are in the same state, at the same place, and wait for the same ranks;
     anomalous states first, then smaller groups."""
     groups: dict[tuple[str, str, str], list[RankRow]] = {}

@@ -33,9 +33,9 @@ def _name_completion(function: str, more: str = "") -> dict[str, object]:
 
 
 JOBS: Final = _name_completion("_elasticrun_jobs")
-OF_TOP: Final = _name_completion("_elasticrun_top", "nodes ")
+JOBS_OR_NODES: Final = _name_completion("_elasticrun_top", "nodes ")
 
-ALSO: Final = (
+JOB_ARGUMENTS: Final = (
     ("status", "endpoint"),
     ("incidents", "words"),
     ("scale", "number"),
@@ -43,7 +43,7 @@ ALSO: Final = (
 )
 """Verbs and their arguments that may be a job's name, besides arguments named "job" or "jobs"."""
 
-FIRST: Final = {"render": ["k8s"], "exec": ["JOB", "--", "true"]}
+REQUIRED_WORDS: Final = {"render": ["k8s"], "exec": ["JOB", "--", "true"]}
 """Words that a verb requires before it calls its parser."""
 
 
@@ -77,7 +77,7 @@ def _parser_of(verb: str, run: Callable[[str, list[str]], int]) -> argparse.Argu
     """The verb's parser, which the verb is run to obtain, with completion of job names."""
     Parser.describes = True
     try:
-        run(verb, FIRST.get(verb, []))
+        run(verb, REQUIRED_WORDS.get(verb, []))
     except Described as found:
         if verb == "render":  # its parser depends on the target
             found.parser.add_argument("target", choices=tuple(TARGETS))
@@ -93,5 +93,5 @@ def _complete_jobs(verb: str, parser: argparse.ArgumentParser) -> None:
         if isinstance(action, argparse._SubParsersAction):
             for below in action.choices.values():
                 _complete_jobs(verb, below)
-        elif action.dest in ("job", "jobs") or (verb, action.dest) in ALSO:
-            action.complete = OF_TOP if verb == "top" else JOBS  # type: ignore[attr-defined]
+        elif action.dest in ("job", "jobs") or (verb, action.dest) in JOB_ARGUMENTS:
+            action.complete = JOBS_OR_NODES if verb == "top" else JOBS  # type: ignore[attr-defined]

@@ -33,14 +33,14 @@ from elasticrun.jobs.render.settings import GRACE_MARGIN, NEWEST, NodeCommand, P
 from elasticrun.jobs.render.slurm import SIGNALS, BatchSettings
 from elasticrun.jobs.verbs import render_flags
 
-NO_SECRET: Final = "--token-secret NAME"
+TOKEN_SECRET_FLAG: Final = "--token-secret NAME"
 
 
 def pod_notes(settings: PodSettings) -> Iterator[str]:
     """Notes for the user about a manifest."""
     major, minor = settings.version
     launch = settings.launch
-    if checks.floats(settings.image):
+    if checks.has_floating_tag(settings.image):
         yield (
             f"--image {settings.image} may be another image tomorrow, also for a pod that is "
             "replaced: name a version, or a digest (NAME@sha256:...)"
@@ -59,7 +59,7 @@ def pod_notes(settings: PodSettings) -> Iterator[str]:
             lost = "what is written there goes with its pod"
             so = "they have no such repository" if is_local else lost
             yield f"{word}: on no volume of the pods (--volume, --data), so {so}"
-    if not settings.token_secret and not has(launch, "--token-file"):
+    if not settings.token_secret and not has_flag(launch, "--token-file"):
         yield no_token()
     if launch.min_nodes < settings.replicas and settings.version < pods.SUCCESS_POLICY:
         yield (
@@ -91,25 +91,25 @@ def batch_notes(settings: BatchSettings) -> Iterator[str]:
             f"--signal {settings.signal}@{settings.lead}: a node may need {needed:g} s to save a "
             "step and leave (--departure-grace, --shutdown-timeout, and 5 s); then the time is over"
         )
-    if not has(settings.launch, "--token-file"):
+    if not has_flag(settings.launch, "--token-file"):
         yield no_token("--token-file FILE (or ELASTICRUN_TOKEN where sbatch is called)")
 
 
-def has(launch: NodeCommand, flag: str) -> bool:
+def has_flag(launch: NodeCommand, flag: str) -> bool:
     """Whether a flag of the launcher is passed on."""
     return any(word.startswith(f"{flag}=") for word in launch.flags)
 
 
-def no_token(flag: str = NO_SECRET) -> str:
+def no_token(flag: str = TOKEN_SECRET_FLAG) -> str:
     """The note about a job without a token. `flag`: what would provide one."""
     return f"no {flag}: whoever reaches the job's master can join it (docs/security.md)"
 
 
-ELSEWHERE: Final = ("token_file", "tls_cert", "tls_key", "tls_ca", "logs_specs")
+NODE_FILES: Final = ("token_file", "tls_cert", "tls_key", "tls_ca", "logs_specs")
 """Flags whose values are files or plug-ins of the nodes, so that they cannot be checked here."""
 
 
-def read(
+def read_launch(
     ns: argparse.Namespace, program: Sequence[str], *, gpus: int, signal: str
 ) -> tuple[NodeCommand, list[str]]:
     """The launch settings from flags and program, and notes for the user. `gpus`: GPUs per node, 0
@@ -169,7 +169,7 @@ def _signal_flag(flags: FlagValues, signal: str) -> list[str]:
 def _parsed_launch(launch: NodeCommand) -> list[str]:
     """Parse the command as a node will, which raises UsageError for invalid flags. Returns the
     launcher's notes, except those about missing credentials."""
-    files = tuple(f"--{dest.replace('_', '-')}=" for dest in ELSEWHERE)
+    files = tuple(f"--{dest.replace('_', '-')}=" for dest in NODE_FILES)
     words = [f"--nnodes={launch.nodes}", f"--nproc-per-node={launch.nproc_per_node}"]
     words += [f"--rdzv-id={launch.job_id or 'id'}"]
     words += [] if launch.by_etcd else ["--rdzv-backend=c10d", "--rdzv-endpoint=head:29400"]
@@ -205,10 +205,10 @@ def _main(words: Sequence[str], notify: Callable[[str], None]) -> int:
         known = ", ".join(render_flags.TARGETS)
         what = f"{target!r} cannot be rendered" if target else "nothing to render"
         raise Invalid(f"{what}: name one of {known} (see elasticrun render --help)")
-    flags, program = split(arena.translated(rest, target, notify))
+    flags, program = split_at_dashes(arena.translate(rest, target, notify))
     made = render_flags.parser(target)
     ns, extra = made.parse_known_args(flags)
-    refuse(extra, made, target)
+    refuse_extra(extra, made, target)
     if not program or program[0].startswith("-"):
         raise Invalid(
             f"nothing to run: put the script after --, as in `elasticrun render {target} "
@@ -228,7 +228,7 @@ def _main(words: Sequence[str], notify: Callable[[str], None]) -> int:
 
 def pods_of(ns: argparse.Namespace, program: Sequence[str]) -> tuple[PodSettings, list[str]]:
     """The settings for Kubernetes, and notes for the user. Raises UsageError, Invalid."""
-    launch, notes = read(ns, program, gpus=max(ns.gpus or 0, 0), signal="TERM")
+    launch, notes = read_launch(ns, program, gpus=max(ns.gpus or 0, 0), signal="TERM")
     settings = _pods(ns, launch)
     return settings, [*notes, *pod_notes(settings)]
 
@@ -237,7 +237,7 @@ def batch_of(ns: argparse.Namespace, program: Sequence[str]) -> tuple[BatchSetti
     """The settings for Slurm, and notes for the user. Raises UsageError, Invalid."""
     number = re.fullmatch(r"(?:[^:]*:)?(\d+)", ns.gpus_per_node)  # [TYPE:]N
     gpus = int(number[1]) if number else 0
-    launch, notes = read(ns, program, gpus=gpus, signal=_signal(ns)[0])
+    launch, notes = read_launch(ns, program, gpus=gpus, signal=_signal(ns)[0])
     batch = _batch(ns, launch)
     return batch, [*notes, *batch_notes(batch)]
 
@@ -251,13 +251,13 @@ def _manifest(target: str, settings: PodSettings, form: str) -> str:
     return text.as_yaml(documents, {**special, **pods.remarks(settings)})
 
 
-def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_at_dashes(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The flags, and the words after the first `--`."""
     at = list(words).index("--") if "--" in words else len(words)
     return list(words[:at]), list(words[at + 1 :])
 
 
-def refuse(extra: Sequence[str], made: Parser, where: str) -> None:
+def refuse_extra(extra: Sequence[str], made: Parser, where: str) -> None:
     """Raise Invalid if `made`, the parser for the backend or target `where`, left words before `--`
     unparsed (`extra`)."""
     if not extra:
@@ -304,7 +304,7 @@ def _claims(data: str) -> list[str]:
 
 def _pods(ns: argparse.Namespace, launch: NodeCommand) -> PodSettings:
     secret, _, key = ns.token_secret.partition(":")
-    if secret and has(launch, "--token-file"):
+    if secret and has_flag(launch, "--token-file"):
         raise Invalid("--token-secret and --token-file: the job has one token, so give one of them")
     fields = _same(ns, PodSettings) | {
         "launch": launch,

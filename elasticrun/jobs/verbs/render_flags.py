@@ -11,7 +11,7 @@ from elasticrun.cli.table import FLAGS, GROUPS, Flag
 from elasticrun.jobs.render.grammar import VOLUME_FORM
 from elasticrun.jobs.render.settings import ASSUMED, GANGS, MASTER_PORT
 
-SAID_HERE: Final = ("nnodes", "nproc_per_node", "rdzv_id", "name")
+OWN_FLAGS: Final = ("nnodes", "nproc_per_node", "rdzv_id", "name")
 """Launcher flags that the verb defines itself."""
 
 SETTLED: Final = (
@@ -21,7 +21,7 @@ SETTLED: Final = (
 )  # fmt: skip
 """Flags whose value is fixed in the output, or that have no meaning there."""
 
-HANDED_ON: Final = tuple(flag for flag in FLAGS if flag.dest not in (*SAID_HERE, *SETTLED))
+PASSED_ON: Final = tuple(flag for flag in FLAGS if flag.dest not in (*OWN_FLAGS, *SETTLED))
 
 RETRIES: Final = "How often the whole job is retried after an end that a retry may fix (code 1)."
 
@@ -69,7 +69,7 @@ def launcher_words(ns: argparse.Namespace) -> list[str]:
     table."""
     given = getattr(ns, "given", {})
     words = []
-    for flag in HANDED_ON:
+    for flag in PASSED_ON:
         if flag.dest in given:
             value = getattr(ns, flag.dest)
             words.append(flag.name if flag.kind is None else f"{flag.name}={value}")
@@ -92,7 +92,7 @@ def add_launcher_flags(target: Parser, without: Collection[str] = ()) -> None:
         return flag._replace(kind=checked)
 
     for key, title in GROUPS.items():
-        rows = [as_it_is(flag)._replace(env="") for flag in HANDED_ON
+        rows = [as_it_is(flag)._replace(env="") for flag in PASSED_ON
                 if flag.group == key and flag.dest not in without]  # fmt: skip
         if rows:
             add_group(target, f"the launcher: {title}", rows, {})

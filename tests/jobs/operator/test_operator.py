@@ -257,7 +257,7 @@ def test_a_watch_whose_line_is_dead_is_begun_again(
     """None says a word within SILENCE, so all are taken for dead."""
     install(cluster)
     monkeypatch.setenv("KUBECONFIG", str(account(cluster).kubeconfig))
-    monkeypatch.setattr(controller, "SILENCE", 0.2)
+    monkeypatch.setattr(controller, "WATCH_SILENCE", 0.2)
     begun: Counter[Any] = Counter()
 
     async def again() -> None:
