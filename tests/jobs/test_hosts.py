@@ -18,7 +18,7 @@ from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.settings import FlagValues, UsageError
 from elasticrun.jobs.hosts import far, fleet
 from elasticrun.jobs.hosts.fleet import HostsPlan, Screen
-from elasticrun.jobs.hosts.hostfile import HostsError, NamedHost, in_file, listed
+from elasticrun.jobs.hosts.hostfile import HostsError, NamedHost, parse_hostfile, parse_hosts
 from elasticrun.jobs.hosts.launching import plan_of
 from elasticrun.jobs.hosts.ssh import command
 from tests.compat.live import PUPPET
@@ -48,22 +48,22 @@ def test_what_another_version_has_left_on_a_host_ends(held: str, tmp_path: Path)
     ],
 )  # fmt: skip
 def test_a_list_of_hosts(text: str, hosts: list[tuple[str, str, int]]) -> None:
-    assert listed(text) == tuple(NamedHost(*host) for host in hosts)
+    assert parse_hosts(text) == tuple(NamedHost(*host) for host in hosts)
 
 
 @pytest.mark.parametrize("word", ["-oProxyCommand=x", "a b", "me@", "a:0", "a:ssh", "[::1", "a/b"])
 def test_what_is_no_host(word: str) -> None:
     with pytest.raises(HostsError, match="--hosts"):
-        listed(f"good,{word}")
+        parse_hosts(f"good,{word}")
 
 
 def test_a_host_file() -> None:
     """Open MPI's and DeepSpeed's form, MPICH's, and a batch system's list."""
     text = "# all\na slots=4 max_slots=8\nb:2  # two\n\nc\nd\nd\n"
-    slots = {host.name: host.slots for host in in_file(text, "f")}
+    slots = {host.name: host.slots for host in parse_hostfile(text, "f")}
     assert slots == {"a": 4, "b": 2, "c": 0, "d": 2}
     with pytest.raises(HostsError, match="f, line 2: 'port=22' is not known"):
-        in_file("a\nb port=22", "f")
+        parse_hostfile("a\nb port=22", "f")
 
 
 def planned(*words: str, environ: Mapping[str, str] | None = None) -> HostsPlan:

@@ -12,7 +12,7 @@ from elasticrun.cli.flags import PROG, Parser
 from elasticrun.cli.trust import withdraw
 from elasticrun.jobs.cluster.arguments import add_cluster, known_run
 from elasticrun.jobs.connection import user_at_host
-from elasticrun.jobs.manage.jobs import exec_parser, exec_words, finished
+from elasticrun.jobs.manage.jobs import exec_parser, exec_words, exit_code_of
 from elasticrun.jobs.manage.listing import add_output
 from elasticrun.jobs.running.incidents import job_and_number
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from elasticrun.jobs.kube.api import KubeApi
     from elasticrun.jobs.kube.observed import ClusterJob
 
-    Worded = Callable[[KubeApi, ClusterJob], Awaitable[list[str]]]
+    MakeCommand = Callable[[KubeApi, ClusterJob], Awaitable[list[str]]]
 
-OWN: Final = {
+MASTER_VERBS: Final = {
     "events": "--follow", "incidents": "", "stacks": "--rank", "top": "--once",
     "restart": "--reason", "exclude": "--reason", "include": "--reason",
 }  # fmt: skip
@@ -35,7 +35,7 @@ def run_at_master(verb: str, words: Sequence[str]) -> int:
     """Run one of OWN in the pod of the job's master. Returns its exit code."""
     does = f"`{PROG} {verb}` for a job in a cluster; kubectl runs it beside the job's master."
     made = Parser(prog=f"{PROG} {verb}", description=does)
-    of_a_node, flag = verb in ("exclude", "include"), OWN[verb]
+    of_a_node, flag = verb in ("exclude", "include"), MASTER_VERBS[verb]
     if of_a_node:
         text = "its index, or the name of its pod, its host, or the cluster's node"
         made.add_argument("node", metavar="NODE", help=text)
@@ -61,14 +61,14 @@ def run_at_master(verb: str, words: Sequence[str]) -> int:
     if flag and (value := getattr(ns, flag[2:])):
         command.append(flag if value is True else f"{flag}={value}")
 
-    async def worded(api: KubeApi, job: ClusterJob) -> list[str]:
+    async def make_command(api: KubeApi, job: ClusterJob) -> list[str]:
         from elasticrun.jobs.kube import inside
 
         ends = verb in ("top", "events")  # ended by ^C, which only a terminal forwards
         node = ns.node if of_a_node else ""
-        return await inside.by_master(api, job, command, node=node, terminal=ends)
+        return await inside.master_command(api, job, command, node=node, terminal=ends)
 
-    return finished(lambda: _run(ns, worded, ours=True), made.prog)
+    return exit_code_of(lambda: _run(ns, make_command, ours=True), made.prog)
 
 
 def execute(words: Sequence[str]) -> int:
@@ -80,15 +80,15 @@ def execute(words: Sequence[str]) -> int:
     add_cluster(made)
     ns, command = exec_words(made, words)
 
-    async def worded(api: KubeApi, job: ClusterJob) -> list[str]:
+    async def make_command(api: KubeApi, job: ClusterJob) -> list[str]:
         from elasticrun.jobs.kube import inside
 
-        return await inside.on_node(api, job, ns.node, command)
+        return await inside.node_command(api, job, ns.node, command)
 
-    return finished(lambda: _run(ns, worded), made.prog)
+    return exit_code_of(lambda: _run(ns, make_command), made.prog)
 
 
-def _run(ns: argparse.Namespace, worded: Worded, *, ours: bool = False) -> int:
+def _run(ns: argparse.Namespace, make_command: MakeCommand, *, ours: bool = False) -> int:
     """Find the job, have `worded` make the kubectl command, and run it. `ours`: as in
     `run_on_terminal`. Raises RequestFailed."""
     exact = known_run(ns) is not None
@@ -98,6 +98,6 @@ def _run(ns: argparse.Namespace, worded: Worded, *, ours: bool = False) -> int:
 
     async def where() -> list[str]:
         async with KubeApi(ns.context, ns.namespace) as api:
-            return await worded(api, await acts.find(api, ns.job, exact=exact))
+            return await make_command(api, await acts.find(api, ns.job, exact=exact))
 
     return inside.run_on_terminal(asyncio.run(where()), withdraw(), ours=ours)

@@ -15,7 +15,7 @@ from elasticrun.cli.settings import UsageError
 from elasticrun.cli.trust import withdraw
 from elasticrun.config import EXIT_OK, EXIT_USAGE
 from elasticrun.jobs.backend import RequestFailed
-from elasticrun.jobs.manage.listing import span
+from elasticrun.jobs.manage.listing import parse_age
 from elasticrun.jobs.running import logs as files
 
 if TYPE_CHECKING:
@@ -51,9 +51,9 @@ async def show_logs(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> in
     folder. Returns the exit code. Raises RequestFailed if there is no log."""
     from elasticrun.jobs.kube.pod_logs import show
 
-    wish = _for_rank(job, _query(ns))
-    several = wish.several
-    if wish.follow and job.state == "suspended":
+    query = _for_rank(job, _query(ns))
+    several = query.mixes_pods
+    if query.follow and job.state == "suspended":
         print(f"{PROG} logs: job {job.name} is suspended: waiting for its resume", file=sys.stderr)
     last = ""
 
@@ -61,28 +61,28 @@ async def show_logs(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> in
         nonlocal last
         if ns.output == "json":
             line = json.dumps({"pod": pod.name, "node": pod.index, "line": line})
-        elif several and wish.follow:
+        elif several and query.follow:
             line = f"[{pod.name}] {line}"
         elif pod.uid != last and (several or pod.has_failed or last):
             print(f"== {pod.name}{', ' * bool(pod.message)}{pod.message} ==")
         last = pod.uid
-        print(line, flush=wish.follow)
+        print(line, flush=query.follow)
 
-    there = await show(api, job, wish, write)
-    if wish.rank >= 0 and there and not last:
+    there = await show(api, job, query, write)
+    if query.rank >= 0 and there and not last:
         why = ": submit with `--tee 3` to see the rank of each line"
         why = "" if "--tee" in job.words or job.run_dir else why
         raise RequestFailed(f"no line has the number of rank {ns.rank}{why}")
     if there:
         return EXIT_OK
-    if ns.node and wish.index:
+    if ns.node and query.index:
         raise RequestFailed(
-            f"rank {ns.rank} has its place on node {wish.index}, and there is no pod of "
+            f"rank {ns.rank} has its place on node {query.index}, and there is no pod of "
             f"that which is called {ns.node}"
         )
     if (code := await _print_kept_logs(api, job, ns)) is not None:
         return code
-    raise RequestFailed(_without_pods(job, wish))
+    raise RequestFailed(_no_log_sentence(job, query))
 
 
 async def _print_kept_logs(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> int | None:
@@ -91,15 +91,15 @@ async def _print_kept_logs(api: KubeApi, job: ClusterJob, ns: argparse.Namespace
     where = job.run_dir
     if not where or job.state in ("submitted", "waiting"):
         return None
-    wished = {"--tail": ns.tail, "--since": ns.since, "--node": ns.node, "--grep": ns.grep,
+    given = {"--tail": ns.tail, "--since": ns.since, "--node": ns.node, "--grep": ns.grep,
               "--rank": None if ns.rank < 0 else ns.rank, "--output": ns.output}  # fmt: skip
-    words = [f"{flag}={one}" for flag, one in wished.items() if one not in (None, "")]
+    words = [f"{flag}={one}" for flag, one in given.items() if one not in (None, "")]
     words = [where, *["--all"] * ns.all, *words]
     if any(job.name in run.job_id and job.uid[:8] in run.job_id for run in runs_of(Path(where))):
         return files.main(words)
     from elasticrun.jobs.kube import inside
 
-    reading = await inside.by_volume_reader(api, job, where, [PROG, "logs", *words])
+    reading = await inside.volume_command(api, job, where, [PROG, "logs", *words])
     return None if reading is None else inside.run_on_terminal(reading, withdraw(), ours=True)
 
 
@@ -113,36 +113,36 @@ def _query(ns: argparse.Namespace) -> PodLogQuery:
         grep = re.compile(ns.grep) if ns.grep else None
     except re.error as wrong:
         raise UsageError(f"--grep={ns.grep}: invalid expression: {wrong}", EXIT_USAGE) from None
-    since = round(span(ns.since, "--since")) if ns.since else 0
+    since = round(parse_age(ns.since, "--since")) if ns.since else 0
     return PodLogQuery(ns.follow, tail, since, ns.all, ns.node, rank=ns.rank, grep=grep)
 
 
-def _for_rank(job: ClusterJob, wish: PodLogQuery) -> PodLogQuery:
+def _for_rank(job: ClusterJob, query: PodLogQuery) -> PodLogQuery:
     """The query for one rank, as the index of its node and its number there, which prefixes its
     lines. Raises RequestFailed if the job has no such rank."""
-    if wish.rank < 0:
-        return wish
+    if query.rank < 0:
+        return query
     ranks = job.ranks_per_node
     if not ranks or "--log-line-prefix-template" in job.words:
         why = "the job's command does not determine the ranks of a node"
-        print(f"{PROG} logs: {why}: showing lines with number {wish.rank} of any pod",
+        print(f"{PROG} logs: {why}: showing lines with number {query.rank} of any pod",
               file=sys.stderr)  # fmt: skip
-        return wish
-    index, number = divmod(wish.rank, ranks)
+        return query
+    index, number = divmod(query.rank, ranks)
     if index >= job.nodes:
         raise RequestFailed(
             f"the job has {job.nodes * ranks} ranks: {ranks} on each of {job.nodes}"
         )
-    return replace(wish, index=str(index), rank=number if ranks > 1 else -1)
+    return replace(query, index=str(index), rank=number if ranks > 1 else -1)
 
 
-def _without_pods(job: ClusterJob, wish: PodLogQuery) -> str:
+def _no_log_sentence(job: ClusterJob, query: PodLogQuery) -> str:
     """The sentence that explains why there is no log."""
     if job.state in ("submitted", "waiting"):
         why = f": {job.reason}" if job.reason else ""
         return f"no pod of job {job.name} has started yet{why}"
     what = f"the pods of job {job.name} no longer exist"
-    if node := wish.node or wish.index:
+    if node := query.node or query.index:
         what = f"job {job.name} has no started pod {node}, or it no longer exists"
     lost = f"{what}, and neither does their output"
     if not job.run_dir:

@@ -65,7 +65,7 @@ async def _checked(
         if not (elastic or ns.token_secret or "token_file" in ns.given):
             made = _secret(f"{ns.name}-token")
             try:
-                await api.create(made, api.namespace, trial=True)
+                await api.create(made, api.namespace, dry_run=True)
                 secret, ns.token_secret = [made], made["metadata"]["name"]
             except Forbidden:
                 pass  # then the job has no token; a note tells the user
@@ -78,7 +78,7 @@ async def _checked(
         else:
             *others, job = pods.job_documents(settings)
             documents = [*others, *secret, job]
-        await acts.create_job(api, documents, trial=True)
+        await acts.create_job(api, documents, dry_run=True)
         return documents, (api.context, api.namespace), notes
 
 

@@ -27,8 +27,8 @@ from elasticrun.host.runs.layout import RunFolder
 from elasticrun.jobs.backend import Forbidden, JobMissing, RequestFailed
 from elasticrun.jobs.cluster import inside, logs
 from elasticrun.jobs.cluster.arguments import add_cluster, known_run
-from elasticrun.jobs.manage.jobs import finished
-from elasticrun.jobs.manage.listing import COLUMNS, TITLES, add_output, shown
+from elasticrun.jobs.manage.jobs import exit_code_of
+from elasticrun.jobs.manage.listing import COLUMNS, TITLES, add_output, list_cells
 from elasticrun.jobs.rows import DoneRow, as_json, page_of
 from elasticrun.jobs.running.orders import resolve_number
 
@@ -60,13 +60,13 @@ def main(verb: str, words: Sequence[str]) -> int:
     """Run one of DOES, or a verb of `inside`. Returns the exit code. Raises UsageError."""
     if verb == "exec":
         return inside.execute(words)
-    if verb in inside.OWN and words[:1] != ["nodes"]:
+    if verb in inside.MASTER_VERBS and words[:1] != ["nodes"]:
         return inside.run_at_master(verb, words)
     made = _parser(verb)
     ns = made.parse_args(words)
     if verb == "scale":
         resolve_number(made, ns)
-    return finished(lambda: asyncio.run(_run(verb, ns)), made.prog)
+    return exit_code_of(lambda: asyncio.run(_run(verb, ns)), made.prog)
 
 
 def _parser(verb: str) -> Parser:
@@ -115,7 +115,7 @@ async def _run(verb: str, ns: argparse.Namespace) -> int:
                 raise
             missing = f"the cluster no longer has job {ns.job}"
             if verb == "delete":
-                return _forget(ns, run, missing)
+                return _finish(ns, run, missing)
             raise RequestFailed(
                 f"{missing}: remove it from the list with `{PROG} delete {ns.job}`"
             ) from None
@@ -125,10 +125,10 @@ async def _run(verb: str, ns: argparse.Namespace) -> int:
         if verb == "logs":
             return await logs.show_logs(api, job, ns)
         message = await _act(verb, api, job, ns)
-    return _forget(ns, run if verb == "delete" else None, message)
+    return _finish(ns, run if verb == "delete" else None, message)
 
 
-def _forget(ns: argparse.Namespace, run: RunFolder | None, sentence: str) -> int:
+def _finish(ns: argparse.Namespace, run: RunFolder | None, sentence: str) -> int:
     """Print what was done. Record the job of `run` as stopped, and remove that run folder unless
     the user keeps it; None: a job that was not deleted, or has no run folder."""
     if run is not None:
@@ -172,10 +172,10 @@ async def _list(api: KubeApi, ns: argparse.Namespace) -> int:
         where = "any namespace" if ns.all else f"namespace {api.namespace}"
         print(f"no job is in {where}; `{PROG} submit --on k8s ... -- train.py` makes one")
     elif ns.all:
-        table = [(row.id, *shown(row)[1:]) for _, row in rows]
+        table = [(row.id, *list_cells(row)[1:]) for _, row in rows]
         print(*lines(("NAMESPACE/NAME", *TITLES[1:]), table, COLUMNS), sep="\n")
     else:
-        print(*lines(TITLES, [shown(row) for _, row in rows], COLUMNS), sep="\n")
+        print(*lines(TITLES, [list_cells(row) for _, row in rows], COLUMNS), sep="\n")
     return EXIT_OK
 
 
@@ -211,7 +211,7 @@ async def _status(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> int:
 
 def _page(job: ClusterJob, pods: Sequence[ObservedPod], now: float) -> list[str]:
     row = job.row(now)
-    found = lines(TITLES, [shown(row)], COLUMNS)
+    found = lines(TITLES, [list_cells(row)], COLUMNS)
     found += ["", f"{job.body['kind']} in namespace {job.namespace}"]
     found += [f"why: {row.reason}"] if row.reason else []
     for one in job.conditions:

@@ -52,7 +52,7 @@ POLL_EVERY: Final = 0.5
 """Seconds between polls if inotify is not available."""
 HOLDER_EVERY: Final = 10.0
 """Seconds between checks whether the process that holds the agent was killed."""
-FAREWELL: Final = 10
+ACK_LIMIT: Final = 10
 """Seconds for the other side to acknowledge the end; then this process exits."""
 KEPT: Final = 20
 """Number of folders of ended agents that are kept until they are reported; older ones are
@@ -132,11 +132,11 @@ class _AgentSession:
         ended = self._follow()
         if ended is None:
             return 0
-        while self._print():
+        while self._report_output():
             pass
         _report(ended)
-        signal.alarm(FAREWELL)  # ends this process: the other side may no longer answer
-        while (line := self._stdin.next_line(FAREWELL)) is not None:
+        signal.alarm(ACK_LIMIT)  # ends this process: the other side may no longer answer
+        while (line := self._stdin.next_line(ACK_LIMIT)) is not None:
             if line.get("done"):
                 shutil.rmtree(self._folder, ignore_errors=True)
         return 0
@@ -150,7 +150,7 @@ class _AgentSession:
         if watch is not None:
             poller.register(watch.fileno(), select.POLLIN)
         while (ended := _end_of(self._folder)) is None:
-            wait = 0.0 if self._print() else POLL_EVERY if watch is None else HOLDER_EVERY
+            wait = 0.0 if self._report_output() else POLL_EVERY if watch is None else HOLDER_EVERY
             for fd, _ in poller.poll(wait * 1000):
                 if watch is not None and fd == watch.fileno():
                     watch.read()
@@ -178,7 +178,7 @@ class _AgentSession:
                 os.kill(agent.pid, number)
         had.write_text(str(max(count, len(signals))))
 
-    def _print(self) -> bool:
+    def _report_output(self) -> bool:
         """Report some new output. Returns whether there may be more."""
         more = False
         for name, file in self._files.items():

@@ -86,7 +86,7 @@ class Fleet:
         self.screen = Screen()
         self.signals: list[int] = []
         self.members = [HostAgent(self, number) for number in range(len(plan.hosts))]
-        self._meeting: asyncio.Future[str] = asyncio.Future()
+        self._rendezvous: asyncio.Future[str] = asyncio.Future()
         self._first: HostAgent | None = None
         self._codes: list[int] = []
         self._failed = False
@@ -111,10 +111,10 @@ class Fleet:
         earlier = self.members[: member.number]
         for one in earlier:
             await one.tried.wait()
-        if self._first is None and not any(one.reached for one in earlier):
+        if self._first is None and not any(one.was_reached for one in earlier):
             self._first = member
-            self._meeting.set_result(await self._address(member.host))
-        return await asyncio.shield(self._meeting)
+            self._rendezvous.set_result(await self._address(member.host))
+        return await asyncio.shield(self._rendezvous)
 
     async def _address(self, host: NamedHost) -> str:
         if not is_here(host):
@@ -127,7 +127,7 @@ class Fleet:
     def agent_ended(self, member: HostAgent, code: int) -> None:
         """Handle an agent that has exited and is not restarted."""
         self._codes.append(code)
-        if not any(one.runs for one in self.members):
+        if not any(one.is_running for one in self.members):
             self._cancel_unstarted()
         elif code and self._unfinished_count() < self.plan.least:
             asyncio.get_running_loop().call_later(TOO_FEW_LIMIT, self._terminate)
@@ -136,7 +136,7 @@ class Fleet:
         """Handle a host that is given up: continue without it, or end the job if too few are left
         or the rendezvous was to be there."""
         left, least = self._unfinished_count(), self.plan.least
-        if member.started:
+        if member.was_started:
             self.notify(
                 f"{member.name} is no longer reachable: {why}; its agent may keep running there"
             )
@@ -150,26 +150,26 @@ class Fleet:
             self.notify(f"{member.name} cannot be used: {why}; {need}, so it ends")
             self._cancel_unstarted()
             self._send(signal.SIGTERM)
-        if member.started and not any(one.runs for one in self.members):
+        if member.was_started and not any(one.is_running for one in self.members):
             self._cancel_unstarted()
 
     def should_retry(self, member: HostAgent, failures: int) -> bool:
         """Whether to retry a host that failed this many times in a row."""
-        if member.started and any(one.runs for one in self.members if one is not member):
+        if member.was_started and any(one.is_running for one in self.members if one is not member):
             return True
         return failures < len(DELAYS)
 
-    def others_run(self, member: HostAgent) -> bool:
-        return not self.signals and any(one.runs for one in self.members if one is not member)
+    def has_running_others(self, member: HostAgent) -> bool:
+        return not self.signals and any(one.is_running for one in self.members if one is not member)
 
     def _unfinished_count(self) -> int:
-        return sum(not one.over for one in self.members)
+        return sum(not one.is_over for one in self.members)
 
     def _cancel_unstarted(self) -> None:
         """Cancel the agents that have not been started."""
         for one in self.members:
-            if not one.started and one.task is not None:
-                one.over = True
+            if not one.was_started and one.task is not None:
+                one.is_over = True
                 one.task.cancel()
 
     # ------------------------------------------------------------ signals
@@ -180,7 +180,7 @@ class Fleet:
         self._send(signal.SIGKILL if self.signals else signum)
         self._cancel_unstarted()
         for one in self.members:
-            if len(self.signals) > 1 and one.task and one.runs and not one.connected:
+            if len(self.signals) > 1 and one.task and one.is_running and not one.is_connected:
                 one.task.cancel()
                 self.notify(
                     f"{one.name} is unreachable; its agent may keep running: end it with "
@@ -208,25 +208,25 @@ class HostAgent:
         self.name = self.host.name
         self.task: asyncio.Task[None] | None = None
         self.tried = asyncio.Event()
-        self.reached = False
-        self.started = False
-        self.over = False
+        self.was_reached = False
+        self.was_started = False
+        self.is_over = False
         self._starts = 1
         self._failures = 0
         self._received = dict.fromkeys(STREAMS, 0)
         self._connection: SshConnection | None = None
 
     @property
-    def runs(self) -> bool:
-        return self.started and not self.over
+    def is_running(self) -> bool:
+        return self.was_started and not self.is_over
 
     @property
-    def connected(self) -> bool:
+    def is_connected(self) -> bool:
         return self._connection is not None
 
     async def run(self) -> None:
         """Run until the agent has ended for good, or its host is given up."""
-        while not self.over:
+        while not self.is_over:
             try:
                 code = await self._follow()
             except CannotStart as why:
@@ -237,7 +237,7 @@ class HostAgent:
                 await self._ended(code)
 
     def _give_up(self, why: str) -> None:
-        self.over = True
+        self.is_over = True
         self.tried.set()
         self._fleet.give_up(self, why)
 
@@ -248,16 +248,24 @@ class HostAgent:
         if not self._fleet.should_retry(self, self._failures):
             return self._give_up(why)
         if self._failures == 1:
-            what = "its agent keeps running" if self.started else "other hosts may start without it"
-            state = "is not connected" if self.started else "cannot be reached"
+            what = (
+                "its agent keeps running"
+                if self.was_started
+                else "other hosts may start without it"
+            )
+            state = "is not connected" if self.was_started else "cannot be reached"
             self._fleet.notify(f"{self.name} {state}: {why}; {what}; retrying")
         await asyncio.sleep(DELAYS[min(self._failures, len(DELAYS)) - 1])
         return None
 
     async def _ended(self, code: int) -> None:
         """Report the end of the agent, or prepare its restart if it was killed."""
-        if code != _KILLED or self._starts >= MAX_STARTS or not self._fleet.others_run(self):
-            self.over = True
+        if (
+            code != _KILLED
+            or self._starts >= MAX_STARTS
+            or not self._fleet.has_running_others(self)
+        ):
+            self.is_over = True
             return self._fleet.agent_ended(self, code)
         self._fleet.notify(f"the agent on {self.name} was killed; restarting it")
         await asyncio.sleep(DELAYS[self._starts - 1])
@@ -270,10 +278,10 @@ class HostAgent:
         ConnectionCut, CannotStart."""
         fleet = self._fleet
         async with SshConnection(self.host, fleet.plan.ssh) as connection:
-            self.reached = True
+            self.was_reached = True
             self.tried.set()
             order = await self._order()
-            self.started, self._connection = True, connection
+            self.was_started, self._connection = True, connection
             try:
                 connection.send({**order, "signals": fleet.signals})
                 async for head, data in connection.frames():
@@ -284,7 +292,7 @@ class HostAgent:
                         connection.send({"done": True})
                         return int(head.get("code", _KILLED))
                     if "error" in head:
-                        self.started = self._received["out"] + self._received["err"] > 0
+                        self.was_started = self._received["out"] + self._received["err"] > 0
                         raise CannotStart(head["error"])
                     for stream in self._received.keys() & head:
                         self._received[stream] += len(data)

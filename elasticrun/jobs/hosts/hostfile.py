@@ -43,13 +43,13 @@ class NamedHost:
         return f"{self.user}@{self.name}" if self.user else self.name
 
 
-def listed(text: str) -> tuple[NamedHost, ...]:
+def parse_hosts(text: str) -> tuple[NamedHost, ...]:
     """The hosts of `--hosts`: `a,b:4,user@c,[2001:db8::1]:8`. Raises HostsError."""
     words = [word.strip() for word in text.split(",")]
-    return _together(_host(word, "--hosts") for word in words if word)
+    return _merge(_host(word, "--hosts") for word in words if word)
 
 
-def in_file(text: str, path: str) -> tuple[NamedHost, ...]:
+def parse_hostfile(text: str, path: str) -> tuple[NamedHost, ...]:
     """The hosts of a host file, one per line; `#` begins a comment. Raises HostsError."""
     if len(text) > MOST_CHARS:
         raise HostsError(
@@ -69,7 +69,7 @@ def in_file(text: str, path: str) -> tuple[NamedHost, ...]:
             elif name not in _IGNORED:
                 raise HostsError(f"{where}: {key!r} is not known: write `host slots=N` or `host:N`")
         found.append(host)
-    return _together(found)
+    return _merge(found)
 
 
 def _host(word: str, where: str) -> NamedHost:
@@ -89,7 +89,7 @@ def _slots(text: str, where: str) -> int:
     return int(text)
 
 
-def _together(hosts: Iterable[NamedHost]) -> tuple[NamedHost, ...]:
+def _merge(hosts: Iterable[NamedHost]) -> tuple[NamedHost, ...]:
     """Merge repeated hosts, in the order in which they first appear."""
     found: dict[tuple[str, str], NamedHost] = {}
     for host in hosts:

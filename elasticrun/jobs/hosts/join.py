@@ -46,7 +46,7 @@ DIAL_LIMIT: Final = 10.0
 DIAL_PAUSE: Final = 0.5
 """Seconds between two attempts to dial."""
 
-CLOCKS: Final = JOIN_CODE_LIFE
+CLOCK_SKEW: Final = JOIN_CODE_LIFE
 """Seconds by which this machine's clock may be ahead of the master's."""
 
 TRUST_FLAGS: Final = ("--token-file", "--tls-cert", "--tls-key", "--tls-ca")
@@ -80,7 +80,7 @@ def main(argv: Sequence[str], notify: Callable[[str], None], launch: Callable[..
         endpoint, code = parse_endpoint(where), parse_code(_code_text(ns.code))
     except (NoStatus, BadCode) as wrong:
         raise UsageError(str(wrong), EXIT_USAGE) from None
-    if time.time() > code.until + CLOCKS:
+    if time.time() > code.until + CLOCK_SKEW:
         # No one needs a code that old. Someone who found it (for example in a shell's history)
         # could by now listen on that port and authenticate with it, and the joining machine would
         # run the command that it receives.
@@ -90,7 +90,7 @@ def main(argv: Sequence[str], notify: Callable[[str], None], launch: Callable[..
     known = any(word.startswith("--rdzv-id") for word in command[:at])
     ours = [f"--rdzv-endpoint={endpoint}", *([] if known else [f"--rdzv-id={answer.job_id}"])]
     words = [*without(command[:at], TRUST_FLAGS), *flags, *ours, *command[at:]]
-    _enter(answer, words)
+    _change_folder(answer, words)
     os.environ.pop(trust.TOKEN_FILE_VARIABLE, None)  # of another job; it would take precedence
     os.environ[trust.TOKEN_VARIABLE] = answer.token  # `withdraw` removes it again
     notify(f"joining job {answer.job_id} in {os.getcwd()}: {PROG} {shlex.join(words)}")
@@ -164,7 +164,7 @@ def _exchange(endpoint: Endpoint, code: JoinCode, flags: Sequence[str]) -> JoinA
     return answer
 
 
-def _enter(answer: JoinAnswer, words: Sequence[str]) -> None:
+def _change_folder(answer: JoinAnswer, words: Sequence[str]) -> None:
     """Change to the first machine's folder if it and the script exist here, else stay. Raises
     NotHere if the script is in neither."""
     ns = get_args_parser().parse_args(list(words))

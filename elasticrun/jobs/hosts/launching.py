@@ -21,10 +21,10 @@ _NOT_PASSED_ON: Final = ("--hosts", "--hostfile", "--ssh", "--dry-run", "--token
 _OF_ONE_HOST: Final = ("standalone", "srun", "node_rank", "node_id", "local_addr")
 """Flags that apply to one host only."""
 
-_GO_ALONG: Final = re.compile(
+_JOB_VARIABLES: Final = re.compile(
     r"(ELASTICRUN_|PET_|PYTHON|OMP_|NCCL_|GLOO_|TORCH|GIT_SYNC_)|LOGLEVEL\Z"
 )
-_STAY: Final = re.compile(
+_HOST_VARIABLES: Final = re.compile(
     r"ELASTICRUN_(TOKEN(_FILE)?|SSH|WARM_SERVER|TEST_.*)\Z|.*_(NODE_RANK|NODE_ID|LOCAL_ADDR)\Z"
 )
 """Variables that are settings of the job, and the exceptions that belong to one host."""
@@ -87,7 +87,7 @@ def plan_of(words: Sequence[str], flags: FlagValues, environ: Mapping[str, str])
         variables={
             name: value
             for name, value in environ.items()
-            if _GO_ALONG.match(name) and not _STAY.match(name)
+            if _JOB_VARIABLES.match(name) and not _HOST_VARIABLES.match(name)
         },
         ssh=_ssh(flags.text("ssh")),
         token=trust.token(flags) or secrets.token_hex(32),
@@ -108,10 +108,10 @@ def _hosts(flags: FlagValues) -> tuple[hostfile.NamedHost, ...]:
         raise UsageError("--hosts and --hostfile exclude each other: leave one out", EXIT_USAGE)
     try:
         if text:
-            found = hostfile.listed(text)
+            found = hostfile.parse_hosts(text)
         else:
             with open(path, encoding="utf-8") as file:
-                found = hostfile.in_file(file.read(hostfile.MOST_CHARS + 1), path)
+                found = hostfile.parse_hostfile(file.read(hostfile.MOST_CHARS + 1), path)
     except hostfile.HostsError as wrong:
         raise UsageError(str(wrong), EXIT_USAGE) from None
     except (OSError, UnicodeDecodeError) as wrong:

@@ -36,9 +36,9 @@ MOST_NOISE: Final = 1000
 """Maximum number of lines that a shell profile may print before the greeting."""
 CLOSE_LIMIT: Final = 5.0
 
-_NO_USE: Final = ("Permission denied", "Host key verification failed")
+_PERMANENT_ERRORS: Final = ("Permission denied", "Host key verification failed")
 """Errors of ssh that a retry cannot fix."""
-_OF_SSH: Final = 255
+_SSH_ERROR_CODE: Final = 255
 
 
 class ConnectionCut(Exception):
@@ -172,7 +172,7 @@ class SshConnection:
                 f"there is no Python {sys.executable} there: every host needs the same "
                 "environment at the same path"
             )
-        if code == _OF_SSH and any(word in last for word in _NO_USE):
+        if code == _SSH_ERROR_CODE and any(word in last for word in _PERMANENT_ERRORS):
             return CannotStart(f"{last} (elasticrun asks for no password: use a key, or an agent)")
         if code == 1 and last:
             return CannotStart(last)

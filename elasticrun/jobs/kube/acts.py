@@ -69,7 +69,7 @@ async def find(api: KubeApi, name: str, *, exact: bool = False) -> ClusterJob:
     raise JobMissing(f"no job {name or 'of elasticrun'} is in namespace {api.namespace}{hint}")
 
 
-async def find_again(api: KubeApi, job: ClusterJob) -> AsyncIterator[tuple[str, ClusterJob]]:
+async def watch_job(api: KubeApi, job: ClusterJob) -> AsyncIterator[tuple[str, ClusterJob]]:
     """The current state of the job, then its state after each change; each with the type of the
     change (ADDED, MODIFIED, DELETED)."""
     only = {"metadata.name": job.name}
@@ -86,12 +86,14 @@ async def pods(api: KubeApi, job: ClusterJob) -> list[ObservedPod]:
 # ---------------------------------------------------------------- creating and deleting
 
 
-async def create_job(api: KubeApi, documents: Sequence[Json], *, trial: bool = False) -> ClusterJob:
+async def create_job(
+    api: KubeApi, documents: Sequence[Json], *, dry_run: bool = False
+) -> ClusterJob:
     """Create the job, which is the last document, then the others with the job as their owner, so
     that they are deleted with it. If one of these fails, delete the job and raise RequestFailed.
     `trial`: have the server validate everything, and create nothing."""
     *others, last = documents
-    made = await api.create(last, api.namespace, trial=trial)
+    made = await api.create(last, api.namespace, dry_run=dry_run)
     job = ClusterJob({**made, "kind": last["kind"]})
     owner = {
         "apiVersion": last["apiVersion"],
@@ -101,12 +103,12 @@ async def create_job(api: KubeApi, documents: Sequence[Json], *, trial: bool = F
     }
     try:
         for body in others:
-            mine = body if trial else {
+            mine = body if dry_run else {
                 **body, "metadata": {**body["metadata"], "ownerReferences": [owner]}
             }  # fmt: skip
-            await api.create(mine, api.namespace, trial=trial)
+            await api.create(mine, api.namespace, dry_run=dry_run)
     except RequestFailed:
-        if not trial:
+        if not dry_run:
             await api.delete(_kind(job), job.name, job.namespace)
         raise
     return job

@@ -29,7 +29,7 @@ from elasticrun.jobs.operator.crd import API_VERSION, Json
 ELASTIC_JOBS: Final = JOBS
 INDEXED_JOBS: Final[Any] = kind_of("batch/v1", "Job")
 NODES: Final[Any] = create_global_resource("", "v1", "Node", "nodes")
-USE_OF_NODES: Final[Any] = create_global_resource(
+NODE_METRICS: Final[Any] = create_global_resource(
     "metrics.k8s.io", "v1beta1", "NodeMetrics", "nodes"
 )
 
@@ -47,9 +47,9 @@ MOST_BREAKS: Final = 5
 
 NOT_FOUND: Final = 404
 
-ASK: Final = "; ask the cluster's administrator for a Role"
+ASK_ADMINISTRATOR: Final = "; ask the cluster's administrator for a Role"
 
-UNKNOWN: Final = "the cluster rejects your credentials (401): log in again"
+BAD_CREDENTIALS: Final = "the cluster rejects your credentials (401): log in again"
 
 
 class KubeApi:
@@ -86,7 +86,7 @@ class KubeApi:
 
     async def has_elastic_jobs(self) -> bool:
         """Whether the cluster serves the ElasticJob kind."""
-        with self._sentences("list its kinds"):
+        with self._as_sentences("list its kinds"):
             raw = self._client._client._client
             answer = await raw.get(f"/apis/{API_VERSION}")
             if answer.status_code == NOT_FOUND:
@@ -96,7 +96,7 @@ class KubeApi:
 
     async def get(self, kind: Any, name: str, namespace: str) -> Json | None:
         """An object, or None if it does not exist."""
-        with self._sentences(f"tell of {kind.__name__} {name}"):
+        with self._as_sentences(f"tell of {kind.__name__} {name}"):
             try:
                 found: Json = await self._client.get(kind, name, namespace=namespace)
             except ApiError as error:
@@ -112,7 +112,7 @@ class KubeApi:
     async def list_at(self, kind: Any, namespace: str = "", **selectors: Json) -> Listed:
         """As `list`, with the resource version of the list, from which `changes` can continue."""
         where = {"namespace": namespace} if namespace else {}
-        with self._sentences(f"list {kind.__name__}s"):
+        with self._as_sentences(f"list {kind.__name__}s"):
             listed = self._client.list(kind, **where, **selectors)
             return [one async for one in listed], str(listed.resourceVersion)
 
@@ -122,16 +122,16 @@ class KubeApi:
         """Changes of objects, each with its type ADDED, MODIFIED or DELETED. Begins with all
         existing objects, unless `after` gives the resource version to continue from."""
         more = {"resource_version": after} if after else {}
-        with self._sentences(f"watch {kind.__name__}s"):
+        with self._as_sentences(f"watch {kind.__name__}s"):
             async for change in self._client.watch(
-                kind, namespace=namespace, on_error=_should_retry, **more, **selectors
+                kind, namespace=namespace, on_error=_on_watch_error, **more, **selectors
             ):
                 yield change
 
-    async def create(self, body: Json, namespace: str, *, trial: bool = False) -> Json:
+    async def create(self, body: Json, namespace: str, *, dry_run: bool = False) -> Json:
         """Create an object; the server rejects unknown fields. `trial`: validate only."""
-        params = {"fieldValidation": "Strict", **({"dryRun": "All"} if trial else {})}
-        with self._sentences(f"make {body['kind']} {body['metadata']['name']}"):
+        params = {"fieldValidation": "Strict", **({"dryRun": "All"} if dry_run else {})}
+        with self._as_sentences(f"make {body['kind']} {body['metadata']['name']}"):
             made: Json = await self._client._client.request(
                 "post",
                 obj=kind_of(body["apiVersion"], body["kind"])(body),
@@ -142,7 +142,7 @@ class KubeApi:
 
     async def patch(self, kind: Any, name: str, namespace: str, change: Json) -> Json:
         """Merge a change into an object; `kind` may be a subresource."""
-        with self._sentences(f"change {kind.__name__} {name}"):
+        with self._as_sentences(f"change {kind.__name__} {name}"):
             made: Json = await self._client.patch(
                 kind, name, change, namespace=namespace, patch_type=PatchType.MERGE
             )
@@ -150,20 +150,20 @@ class KubeApi:
 
     async def delete(self, kind: Any, name: str, namespace: str) -> None:
         """Delete an object; the cluster then deletes what it owns."""
-        with self._sentences(f"delete {kind.__name__} {name}"):
+        with self._as_sentences(f"delete {kind.__name__} {name}"):
             await self._client.delete(
                 kind, name, namespace=namespace, cascade=CascadeType.BACKGROUND
             )
 
-    async def log(self, pod: str, namespace: str, **wish: Any) -> AsyncIterator[str]:
+    async def log(self, pod: str, namespace: str, **options: Any) -> AsyncIterator[str]:
         """Log lines of a pod's container; `wish`: arguments of `AsyncClient.log`."""
-        with self._sentences(f"give the log of pod {pod}"):
-            lines = self._client.log(pod, namespace=namespace, newlines=False, **wish)
+        with self._as_sentences(f"give the log of pod {pod}"):
+            lines = self._client.log(pod, namespace=namespace, newlines=False, **options)
             async for line in lines:
                 yield line
 
     @contextlib.contextmanager
-    def _sentences(self, what: str) -> Iterator[None]:
+    def _as_sentences(self, what: str) -> Iterator[None]:
         try:
             yield
         except ApiError as error:
@@ -171,8 +171,8 @@ class KubeApi:
         except httpx2.HTTPStatusError as error:
             code = error.response.status_code
             if code == 403:
-                raise Forbidden(f"you may not {what}{ASK}") from None
-            why = UNKNOWN if code == 401 else f"the cluster does not {what}: HTTP {code}"
+                raise Forbidden(f"you may not {what}{ASK_ADMINISTRATOR}") from None
+            why = BAD_CREDENTIALS if code == 401 else f"the cluster does not {what}: HTTP {code}"
             raise RequestFailed(why) from None
         except httpx2.HTTPError as error:
             why = str(error) or type(error).__name__
@@ -186,7 +186,7 @@ class KubeApi:
             raise RequestFailed(f"the kubeconfig's login failed: {why}") from None
 
 
-def _should_retry(error: Exception, count: int) -> OnErrorResult:
+def _on_watch_error(error: Exception, count: int) -> OnErrorResult:
     """What lightkube does after the watch has failed `count` times in a row: retry after `count`
     seconds, but raise the error after MOST_BREAKS failures or if the server refuses."""
     refused = isinstance(error, httpx2.HTTPStatusError) and error.response.status_code in (401, 403)
@@ -200,9 +200,9 @@ def _refusal(error: ApiError, what: str) -> RequestFailed:
     status, code = error.status, code_of(error)
     message = " ".join((status.message or "").split())[:600] or f"HTTP {code}"
     if code == 401:
-        return RequestFailed(UNKNOWN)
+        return RequestFailed(BAD_CREDENTIALS)
     if code == 403:
-        return Forbidden(f"you may not {what}: {message}{ASK}")
+        return Forbidden(f"you may not {what}: {message}{ASK_ADMINISTRATOR}")
     if code == 409 and status.reason == "AlreadyExists":
         return RequestFailed(f"{message}: choose another --name, or `elasticrun delete` that one")
     if code == 422 and status.details and status.details.causes:

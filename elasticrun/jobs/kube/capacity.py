@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from elasticrun.jobs.backend import Forbidden, RequestFailed
-from elasticrun.jobs.kube.api import EVERYWHERE, NODES, USE_OF_NODES, KubeApi
+from elasticrun.jobs.kube.api import EVERYWHERE, NODE_METRICS, NODES, KubeApi
 from elasticrun.jobs.operator.cluster import PODS
 from elasticrun.jobs.operator.crd import Json
 from elasticrun.jobs.rows import NodeRow
@@ -35,7 +35,7 @@ async def nodes(api: KubeApi) -> tuple[list[NodeRow], list[str]]:
     used: dict[str, Json] = {}
     try:
         used = {one["metadata"]["name"]: one.get("usage") or {}
-                for one in await api.list(USE_OF_NODES)}  # fmt: skip
+                for one in await api.list(NODE_METRICS)}  # fmt: skip
     except RequestFailed:
         notes.append("the usage is unknown: you cannot reach a metrics server")
     rows = [_row(body, requests, used.get(body["metadata"]["name"], {})) for body in bodies]

@@ -17,7 +17,9 @@ from elasticrun.jobs.operator.cluster import PODS
 from elasticrun.jobs.operator.objects import MASTER, volume_at
 
 
-async def on_node(api: KubeApi, job: ClusterJob, node: str, command: Sequence[str]) -> list[str]:
+async def node_command(
+    api: KubeApi, job: ClusterJob, node: str, command: Sequence[str]
+) -> list[str]:
     """The words that run a command in the pod of `node`, or if that is "" in the first one. Raises
     RequestFailed."""
     pods = await _running(api, job)
@@ -29,7 +31,7 @@ async def on_node(api: KubeApi, job: ClusterJob, node: str, command: Sequence[st
     return _in_pod(api, job, meant[-1] if node else meant[0], command, flags)
 
 
-async def by_master(
+async def master_command(
     api: KubeApi, job: ClusterJob, command: Sequence[str], *, node: str = "", terminal: bool = False
 ) -> list[str]:
     """The words that run a command in the pod of the job's master. `node`: a node of the job as the
@@ -51,7 +53,7 @@ async def by_master(
     return _in_pod(api, job, masters[-1], words, ["-it"] if terminal and _at_terminal() else [])
 
 
-async def by_volume_reader(
+async def volume_command(
     api: KubeApi, job: ClusterJob, path: str, command: Sequence[str]
 ) -> list[str] | None:
     """The words that run a command in any pod of elasticrun in the job's namespace that mounts the

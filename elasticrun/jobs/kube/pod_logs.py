@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from elasticrun.jobs.backend import RequestFailed
-from elasticrun.jobs.kube.acts import find_again, pods
+from elasticrun.jobs.kube.acts import pods, watch_job
 from elasticrun.jobs.kube.api import MOST_BREAKS, KubeApi
 from elasticrun.jobs.kube.observed import ClusterJob, ObservedPod, in_order, observe_pod
 from elasticrun.jobs.operator.cluster import PODS
 from elasticrun.jobs.operator.objects import MASTER
 
-LAST_WORDS: Final = 10.0
+STREAM_END_LIMIT: Final = 10.0
 """Seconds that the log streams of a finished job have to end by themselves."""
 
-LASTING: Final = 60.0
+STABLE_AFTER: Final = 60.0
 """Seconds after which the break of a stream no longer counts as a consecutive failure."""
 
 MOST_STREAMS: Final = 100
@@ -52,7 +52,7 @@ class PodLogQuery:
         return self.grep is None or self.grep.search(line) is not None
 
     @property
-    def several(self) -> bool:
+    def mixes_pods(self) -> bool:
         """Whether lines of several pods may be mixed."""
         return self.everything or (self.rank >= 0 and not (self.node or self.index))
 
@@ -61,7 +61,7 @@ class PodLogQuery:
         return all(pod.is_called(word) for word in (self.node, self.index) if word)
 
 
-Shown = Callable[[ObservedPod, str], None]
+ShowLine = Callable[[ObservedPod, str], None]
 """Receives each line with its pod."""
 
 
@@ -73,7 +73,7 @@ def selected_pods(found: Iterable[ObservedPod], query: PodLogQuery) -> list[Obse
         named = [pod for pod in started if query.selects(pod)]
         return named if query.node or query.everything else named[-1:]
     nodes = [pod for pod in started if pod.index != MASTER]
-    if query.several:
+    if query.mixes_pods:
         return nodes
     if not any(pod.is_active or pod.phase == "Succeeded" for pod in nodes):
         failed = [pod for pod in nodes if pod.has_failed]
@@ -86,7 +86,7 @@ def selected_pods(found: Iterable[ObservedPod], query: PodLogQuery) -> list[Obse
     return first[-1:]
 
 
-async def show(api: KubeApi, job: ClusterJob, query: PodLogQuery, shown: Shown) -> bool:
+async def show(api: KubeApi, job: ClusterJob, query: PodLogQuery, shown: ShowLine) -> bool:
     """Pass existing lines to `shown`; with `follow` also new ones, until the job is over or
     stopped. Returns False if no pod has started."""
     found = await pods(api, job)
@@ -99,8 +99,8 @@ async def show(api: KubeApi, job: ClusterJob, query: PodLogQuery, shown: Shown) 
     old = {pod.uid for pod in found if pod.started}
     try:
         return await _Follower(api, job, query, shown, old).run(there)
-    except ExceptionGroup as several:  # such as RequestFailed
-        raise several.exceptions[0] from None
+    except ExceptionGroup as errors:  # such as RequestFailed
+        raise errors.exceptions[0] from None
 
 
 async def _lines(
@@ -140,7 +140,7 @@ class _Follower:
     """Follows pods, one task each. `old`: the uids of pods that had started before."""
 
     def __init__(
-        self, api: KubeApi, job: ClusterJob, query: PodLogQuery, shown: Shown, old: set[str]
+        self, api: KubeApi, job: ClusterJob, query: PodLogQuery, shown: ShowLine, old: set[str]
     ) -> None:
         self._api, self._job, self._query, self._shown = api, job, query, shown
         self._seen = old  # uids, because a replacement pod may have the same name
@@ -156,7 +156,7 @@ class _Follower:
             watch.cancel()
             self._follow_new(await pods(self._api, self._job), group)
             if self._streams:
-                _, left = await asyncio.wait(self._streams, timeout=LAST_WORDS)
+                _, left = await asyncio.wait(self._streams, timeout=STREAM_END_LIMIT)
                 for one in left:
                     one.cancel()
         return bool(self._streams)
@@ -169,14 +169,14 @@ class _Follower:
 
     def _follow_new(self, found: Iterable[ObservedPod], group: asyncio.TaskGroup) -> None:
         """Follow the selected pods that are new, from their first line."""
-        wish = self._query
-        if not (wish.node or wish.index or wish.several):
-            wish = replace(wish, index="0")
+        query = self._query
+        if not (query.node or query.index or query.mixes_pods):
+            query = replace(query, index="0")
         new = [
             pod
             for pod in found
-            if pod.started and pod.uid not in self._seen and wish.selects(pod)
-            if wish.node or pod.index != MASTER
+            if pod.started and pod.uid not in self._seen and query.selects(pod)
+            if query.node or pod.index != MASTER
         ]
         self._seen |= {pod.uid for pod in new}
         self._follow(new, replace(self._query, tail=0), group)
@@ -204,11 +204,11 @@ class _Follower:
                 now = observe_pod(body) if body is not None else None
                 if now is None or now.uid != pod.uid or now.code is not None or not now.is_active:
                     return
-            breaks = 1 if clock() - began > LASTING else breaks + 1
+            breaks = 1 if clock() - began > STABLE_AFTER else breaks + 1
             query = replace(query, tail=0)
             await asyncio.sleep(breaks)
 
     async def _wait_until_over(self) -> None:
-        async for word, job in find_again(self._api, self._job):
+        async for word, job in watch_job(self._api, self._job):
             if word == "DELETED" or job.is_over or job.state == "stopped":
                 return

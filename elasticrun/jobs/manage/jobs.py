@@ -42,10 +42,10 @@ def main(verb: str, argv: Sequence[str]) -> int:
         text = "keep the run folder: only end the job"
         made.add_argument("--keep-files", action="store_true", help=text)
     ns = made.parse_args(argv)
-    return finished(lambda: _do(verb, ns), made.prog)
+    return exit_code_of(lambda: _run_verb(verb, ns), made.prog)
 
 
-def _do(verb: str, ns: argparse.Namespace) -> int:
+def _run_verb(verb: str, ns: argparse.Namespace) -> int:
     run = run_of(ns.job, "delete" if verb == "delete" else "")
     job, where, place = run.job(), str(run.place), backend_of(run, withdraw())
     if verb == "suspend":
@@ -76,10 +76,10 @@ def _delete(run: RunFolder, place: Backend, *, keep: bool) -> str:
     name = job.name if job is not None else run.path.name
     with claimed(runs_root(os.environ), name):  # blocks a concurrent resume
         place.terminate(run)
-        return _removed(run, name, keep=keep)
+        return _remove_folder(run, name, keep=keep)
 
 
-def _removed(run: RunFolder, name: str, *, keep: bool) -> str:
+def _remove_folder(run: RunFolder, name: str, *, keep: bool) -> str:
     if keep:
         return f"job {name} is ended; its run folder stays: {run.place}"
     if run.path.is_symlink():
@@ -114,7 +114,7 @@ def execute(argv: Sequence[str]) -> int:
         code = backend_of(run, withdraw()).execute(run, node, command)
         return code if code >= 0 else 128 - code  # killed by a signal: as a shell reports it
 
-    return finished(run_it, made.prog)
+    return exit_code_of(run_it, made.prog)
 
 
 def exec_parser(does: str, node: str) -> Parser:
@@ -143,7 +143,7 @@ def run_of(job: str, whole: str = "") -> RunFolder:
         raise RequestFailed(str(wrong)) from None
 
 
-def finished(do: Callable[[], int], prog: str = f"{PROG} submit") -> int:
+def exit_code_of(do: Callable[[], int], prog: str = f"{PROG} submit") -> int:
     """The exit code of `do`. If it fails, prints a sentence and returns 1; raises OSError only if
     it cannot write to standard output."""
     try:

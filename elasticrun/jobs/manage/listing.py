@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     if ns.output == "json":
         print(as_json(rows))
     elif rows:
-        print(*lines(TITLES, [shown(row) for row in rows], COLUMNS), sep="\n")
+        print(*lines(TITLES, [list_cells(row) for row in rows], COLUMNS), sep="\n")
         for row in rows:
             if (row.where, row.state) == ("k8s", "submitted") and row.reason:
                 print(f"{row.name}: {plain(row.reason)}")
@@ -96,7 +96,7 @@ def local_rows(token: str = "", files: Tls | None = None) -> tuple[list[JobRow],
         silent.append(f"the run folders cannot be read: {wrong}")
         folders = []
     with asyncio.Runner() as runner:
-        rows, unheard = _running(token, files, [*_masters_elsewhere(folders)], runner)
+        rows, unheard = _rows_from_masters(token, files, [*_masters_elsewhere(folders)], runner)
     live = {os.path.realpath(row.run) for row in rows if row.run}
     left = [folder for folder in folders if os.path.realpath(folder.path) not in live]
     rows += [row_of(folder, job) for folder in left if (job := folder.job())]
@@ -115,7 +115,7 @@ def _masters_elsewhere(folders: Iterable[RunFolder]) -> Iterator[MasterQuery]:
             yield MasterQuery(master.endpoint, master.reader, run=str(folder.path))
 
 
-def _running(
+def _rows_from_masters(
     token: str, files: Tls | None, away: Sequence[MasterQuery], runner: asyncio.Runner
 ) -> tuple[list[JobRow], list[str]]:
     """Rows from the masters' replies, and a sentence for each master on this host that does not
@@ -144,7 +144,7 @@ def has_ended(run: str) -> bool:
     return bool(run) and RunFolder(Path(run)).state() in ENDED
 
 
-def shown(row: JobRow) -> tuple[str, ...]:
+def list_cells(row: JobRow) -> tuple[str, ...]:
     """The cells of a table row."""
     return (
         row.name,
@@ -174,7 +174,7 @@ def ended_job_lines(folder: RunFolder, job: JobRecord, row: JobRow) -> list[str]
         "run folder": row.run,
         "to resume": resume if again else "",
     }
-    found = [*lines(TITLES, [shown(row)], COLUMNS), ""]
+    found = [*lines(TITLES, [list_cells(row)], COLUMNS), ""]
     found += [f"{name}: {text}" for name, text in fields.items() if text]
     if row.state in ("failed", "saved", "lost") and (error := folder.error(since=job.began)):
         found += ["", *error.rstrip("\n").split("\n")]
@@ -199,7 +199,7 @@ def prune(argv: Sequence[str]) -> int:
     ns = made.parse_args(argv)
     if not (ns.since or ns.jobs):
         raise UsageError("prune: give --since 7d, or the names of jobs", EXIT_USAGE)
-    since = span(ns.since, "--since") if ns.since else 0.0
+    since = parse_age(ns.since, "--since") if ns.since else 0.0
     try:
         root = index.runs_root(os.environ)
         named = [index.find(root, job, whole="prune") for job in ns.jobs]
@@ -254,7 +254,7 @@ def _selected(found: Sequence[RunFolder], jobs: Sequence[str]) -> list[Path] | N
     return [folder.path for folder in found] if jobs else None
 
 
-def span(text: str, flag: str) -> float:
+def parse_age(text: str, flag: str) -> float:
     """Seconds of `90s`, `30m`, `12h`, `7d`, `2w`. Raises UsageError."""
     found = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)([smhdw])", text)
     if found is None:

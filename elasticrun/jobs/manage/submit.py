@@ -46,22 +46,22 @@ from elasticrun.jobs.kubernetes import record_replaced
 from elasticrun.jobs.local import rendezvous_flags, starter_fields
 from elasticrun.jobs.manage import arena
 from elasticrun.jobs.manage.code import pinned
-from elasticrun.jobs.manage.jobs import finished
+from elasticrun.jobs.manage.jobs import exit_code_of
 from elasticrun.jobs.render import checks, slurm
 from elasticrun.jobs.render.checks import Invalid
 from elasticrun.jobs.rows import DoneRow, as_json
 from elasticrun.jobs.verbs import render, render_flags
 from elasticrun.wire.env import ON
 
-SAVES: Final = "--save-at-breakpoint"
+SAVE_FLAG: Final = "--save-at-breakpoint"
 """Every submitted job has this flag, so `elasticrun stop` saves before it ends a job."""
 
-TO_FILES: Final = "--redirects=3"
+REDIRECT_FLAG: Final = "--redirects=3"
 """Default: ranks print only to their own files, because nobody watches a terminal."""
 
-ORDER: Final = f"write `{PROG} submit [flags] -- train.py [its arguments]`"
+USAGE: Final = f"write `{PROG} submit [flags] -- train.py [its arguments]`"
 
-OF_HOSTS: Final = ("hosts", "hostfile", "ssh")
+HOSTS_FLAGS: Final = ("hosts", "hostfile", "ssh")
 """Launcher flags that `submit` accepts only with --on ssh."""
 
 Submitter = Callable[
@@ -75,7 +75,7 @@ def main(words: Sequence[str], notify: Callable[[str], None]) -> int:
     """Run `submit`. `notify` prints notes for the user. Returns the exit code. Raises
     UsageError."""
     try:
-        on, hosts = _place(render.split_at_dashes(words)[0])
+        on, hosts = _read_placement(render.split_at_dashes(words)[0])
         where = backends.choose_backend(on, os.environ, hosts=hosts)
         flags, program = render.split_at_dashes(arena.translate(words, where, notify))
         made = parser(where)
@@ -84,13 +84,13 @@ def main(words: Sequence[str], notify: Callable[[str], None]) -> int:
         if extra:
             _refuse(extra, made, where)
         if program and program[0].startswith("-"):
-            raise Invalid(f"{program[0]} comes after --, where the script belongs: {ORDER}")
+            raise Invalid(f"{program[0]} comes after --, where the script belongs: {USAGE}")
         if not program:
-            raise Invalid(f"nothing to run: put the script after --; {ORDER}")
+            raise Invalid(f"nothing to run: put the script after --; {USAGE}")
         if ns.rdzv_id and where != "slurm":
             raise Invalid("--rdzv-id: nodes of a submitted job find each other by its --name")
         submission = _SUBMISSIONS[where]
-        return finished(lambda: _submit(where, ns, program, submission, notify))
+        return exit_code_of(lambda: _submit(where, ns, program, submission, notify))
     except RunRefused as other:
         raise UsageError(str(other)) from None
     except (Invalid, UsageError, RequestFailed) as wrong:
@@ -114,7 +114,7 @@ def _refuse(extra: Sequence[str], made: Parser, where: str) -> None:
     render.refuse_extra(extra, made, where)
 
 
-def _place(flags: Sequence[str]) -> tuple[str, bool]:
+def _read_placement(flags: Sequence[str]) -> tuple[str, bool]:
     """The value of --on ("" if absent), and whether hosts are named. Read first, because the parser
     depends on both."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -154,7 +154,7 @@ def parser(where: str) -> Parser:
         text = "Create an Indexed Job even if the cluster has ElasticJobs."
         made.add_argument("--plain", action="store_true", help=text)
     elif where == "ssh":
-        rows = [flag for flag in FLAGS if flag.dest in OF_HOSTS]
+        rows = [flag for flag in FLAGS if flag.dest in HOSTS_FLAGS]
         add_group(made, "the hosts", rows, os.environ)
     if where == "k8s":
         made.set_defaults(fresh=False)  # a pod that starts later would start the job over
@@ -266,12 +266,12 @@ def _local_submission(
         checks.setting(key, value, "run folder", "export it for this command, or use --token-file")
     flags = render_flags.launcher_words(ns)
     flags += [f"--nproc-per-node={ns.nproc_per_node}"] if ns.nproc_per_node else []
-    flags += [TO_FILES] if _to_files(ns) else []
+    flags += [REDIRECT_FLAG] if _redirects_to_files(ns) else []
     known = Submission(
         name=ns.name,
         on="local",
         host=os.uname().nodename,
-        flags=tuple(dict.fromkeys((*flags, SAVES))),
+        flags=tuple(dict.fromkeys((*flags, SAVE_FLAG))),
         program=tuple(program),
         workdir=os.getcwd(),
         env=env,
@@ -306,8 +306,8 @@ def _hosts_submission(
     flags = render_flags.launcher_words(ns)
     flags += [f"--nproc-per-node={ns.nproc_per_node}"] if ns.nproc_per_node else []
     flags += [f"--nnodes={ns.nnodes}"] if ns.nnodes != "1" else []
-    flags += [f"--{dest}={value}" for dest in OF_HOSTS if (value := getattr(ns, dest))]
-    words = [*flags, f"--rdzv-id={ns.name}", SAVES, *program]
+    flags += [f"--{dest}={value}" for dest in HOSTS_FLAGS if (value := getattr(ns, dest))]
+    words = [*flags, f"--rdzv-id={ns.name}", SAVE_FLAG, *program]
     seen = {**environ, **render.env(ns)}
     plan = plan_of(words, FlagValues(get_args_parser(seen).parse_args(words), seen), seen)
     if not all(map(is_here, plan.hosts)) and not shared_folder(str(run.parent), os.environ):
@@ -316,7 +316,7 @@ def _hosts_submission(
         name=ns.name,
         on="ssh",
         host=os.uname().nodename,
-        flags=tuple(dict.fromkeys((*flags, SAVES))),
+        flags=tuple(dict.fromkeys((*flags, SAVE_FLAG))),
         program=tuple(program),
         workdir=os.getcwd(),
         env=render.env(ns),
@@ -328,7 +328,7 @@ def _hosts_submission(
     return known, backends.backend("ssh", environ)
 
 
-def _to_files(ns: argparse.Namespace) -> bool:
+def _redirects_to_files(ns: argparse.Namespace) -> bool:
     return not {"tee", "redirects", "logs_specs"} & set(ns.given)
 
 
@@ -361,8 +361,8 @@ def _slurm_submission(
     filled.save_at_breakpoint = True
     if "token_file" not in ns.given:
         filled.token_file, given["token_file"] = str(run / TOKEN), ""
-    if _to_files(ns):
-        filled.redirects, given["redirects"] = TO_FILES.partition("=")[2], ""
+    if _redirects_to_files(ns):
+        filled.redirects, given["redirects"] = REDIRECT_FLAG.partition("=")[2], ""
     filled.given = {**ns.given, **given}
     batch, notes = render.batch_of(filled, program)
     command = batch.launch

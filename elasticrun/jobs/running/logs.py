@@ -29,7 +29,7 @@ from elasticrun.config import EXIT_USAGE
 from elasticrun.host.log import columns_of, cut_to, open_line
 from elasticrun.host.runs import index
 from elasticrun.host.runs.layout import AGENTS, CONSOLE, ENDED, RunFolder
-from elasticrun.jobs.manage.listing import add_output, span
+from elasticrun.jobs.manage.listing import add_output, parse_age
 from elasticrun.jobs.running.attempts import AttemptTitles, RankFiles, attempt_ends, attempt_titles
 from elasticrun.jobs.running.master_lookup import JOB
 from elasticrun.wire.types import write_ranges
@@ -206,7 +206,7 @@ def _parse_query(argv: Sequence[str]) -> LogQuery:
         raise UsageError(
             f"--grep={ns.grep}: invalid regular expression: {wrong}", EXIT_USAGE
         ) from None
-    since = time.time() - span(ns.since, "--since") if ns.since else 0.0
+    since = time.time() - parse_age(ns.since, "--since") if ns.since else 0.0
     as_json = ns.output == "json"
     return LogQuery(ns.job, ns.follow, tail, ns.all, ns.rank, ns.node, since, as_json, grep)
 
