@@ -84,7 +84,7 @@ class Described(Exception):
         self.parser = parser
 
 
-ELSEWHERE: Final = {
+OTHER_TOOLS_FLAGS: Final = {
     **dict.fromkeys(("-n", "-np", "--np", "--gpus", "--num-gpus"), "--nproc-per-node"),
     **dict.fromkeys(("--num-processes", "--world-size"), "--nproc-per-node"),
     **dict.fromkeys(("--num-machines", "--nodes", "--num-nodes"), "--nnodes"),
@@ -108,8 +108,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**{"formatter_class": FlagHelp, **kwargs})
         self.bad_switches: list[str] = []
-        self.contract: set[str] = set()
-        self.newer: set[str] = set()
+        self.torchrun_dests: set[str] = set()
+        self.newer_dests: set[str] = set()
         self.all_help = "--help"
 
     def parse_args(  # type: ignore[override]
@@ -119,7 +119,7 @@ class Parser(argparse.ArgumentParser):
         if extra:
             names = [name for name in self._option_string_actions if "_" not in name]
             typed = extra[0].partition("=")[0].replace("_", "-")
-            known = ELSEWHERE.get(typed, "")
+            known = OTHER_TOOLS_FLAGS.get(typed, "")
             hint = f"; did you mean {known}?" if known in names else nearest(typed, names)
             self.error(f"unrecognized arguments: {' '.join(extra)}{hint}")
         return found
@@ -139,8 +139,10 @@ class Parser(argparse.ArgumentParser):
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         found: list[Any] = super()._get_option_tuples(option_string)
-        contract = [match for match in found if match[0].dest in self.contract | {"help"}]
-        meant = contract or [match for match in found if match[0].dest in self.newer]
+        torchrun_dests = [
+            match for match in found if match[0].dest in self.torchrun_dests | {"help"}
+        ]
+        meant = torchrun_dests or [match for match in found if match[0].dest in self.newer_dests]
         if len(meant) > 1 and len({match[0].dest for match in meant}) == 1:
             # torchrun rejects it too, because the two spellings are two flags to argparse.
             typed = option_string.partition("=")[0]
@@ -149,7 +151,7 @@ class Parser(argparse.ArgumentParser):
         return meant
 
 
-def leave_word(sentence: str) -> None:
+def write_last_word(sentence: str) -> None:
     """Write why this launch cannot begin to the file in $ELASTICRUN_LAST_WORDS, if set."""
     if LAST_WORDS in os.environ:  # late import: rarely needed
         from elasticrun.host.runs.last_word import LastWord, write
@@ -161,7 +163,7 @@ class LaunchParser(Parser):
     """The parser of the launcher itself: flags, the script, and the script's arguments."""
 
     def error(self, message: str) -> Any:
-        leave_word(message)
+        write_last_word(message)
         super().error(message)
 
     def parse_known_args(  # type: ignore[override]
@@ -185,7 +187,7 @@ class LaunchParser(Parser):
                 return at + 1
             if not self._is_flag(words[at]):
                 return at
-            at += 2 if self._takes_the_next(words[at]) else 1
+            at += 2 if self._takes_next_word(words[at]) else 1
         return len(words)
 
     def _is_flag(self, word: str) -> bool:
@@ -198,7 +200,7 @@ class LaunchParser(Parser):
             return True
         return " " not in word and not self._negative_number_matcher.match(word)
 
-    def _takes_the_next(self, word: str) -> bool:
+    def _takes_next_word(self, word: str) -> bool:
         """Whether the flag's value is the next word. For a flag that argparse rejects, the result
         does not matter."""
         known = self._option_string_actions
@@ -296,7 +298,7 @@ SPECIAL: Mapping[str, type[argparse.Action]] = {
 """Flags that act at once and exit, instead of storing a value."""
 
 
-def truth(text: str) -> bool:
+def parse_switch(text: str) -> bool:
     """The value of a switch in the environment: a number as in torchrun, or a word. Raises
     ValueError."""
     word = text.strip().lower()
@@ -339,12 +341,12 @@ def get_args_parser(environ: Mapping[str, str] | None = None) -> LaunchParser:
     return parser
 
 
-def in_torchruns_words(environ: Mapping[str, str]) -> dict[str, str]:
+def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The PET_ variables with which a torchrun that replaces this process sees the values of our
     ELASTICRUN_ variables."""
     rows = [(flag, flag.variable_in(environ)) for flag in FLAGS if flag.origin == TORCHRUN]
     return {
-        flag.variable: environ[name] if flag.kind else str(int(truth(environ[name])))
+        flag.variable: environ[name] if flag.kind else str(int(parse_switch(environ[name])))
         for flag, name in rows
         if name not in ("", flag.variable)
     }
@@ -375,9 +377,9 @@ def add_group(
             options["default"] = _default(flag, environ)
         group.add_argument(*flag.spellings, **options)
         if flag.origin == TORCHRUN:
-            parser.contract.add(flag.dest)
+            parser.torchrun_dests.add(flag.dest)
         elif flag.origin == NEWER:
-            parser.newer.add(flag.dest)
+            parser.newer_dests.add(flag.dest)
     return group
 
 
@@ -394,7 +396,7 @@ def _switch_default(parser: Parser, flag: Flag, environ: Mapping[str, str]) -> b
     name = flag.variable_in(environ)
     text = environ[name] if name else "0"
     try:
-        return truth(text)
+        return parse_switch(text)
     except ValueError:
         parser.bad_switches.append(
             f"environment variable {name}: {text!r} is not a switch; use 1 or 0"

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from elasticrun.cli import settings
-from elasticrun.cli.flags import PROG, get_args_parser, leave_word
+from elasticrun.cli.flags import PROG, get_args_parser, write_last_word
 from elasticrun.cli.settings import FlagValues, NoProgram, NotHere, NothingToDo, UsageError
 from elasticrun.cli.trust import GIT_SECRETS, notes, withdraw
 from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE, Launch, Place
@@ -84,10 +84,10 @@ def check_data(folders: Mapping[str, str]) -> None:
 
 READS: Final = ("stacks", "top", "events", "incidents")
 ORDERS: Final = ("stop", "restart", "exclude", "include", "scale")
-OF_A_SUBMITTED: Final = ("suspend", "resume", "delete")
+SUBMITTED_VERBS: Final = ("suspend", "resume", "delete")
 OF_CLUSTERS: Final = (
     *("list", "status", "logs", "exec"),
-    *OF_A_SUBMITTED,
+    *SUBMITTED_VERBS,
     *READS,
     *ORDERS,
 )
@@ -114,7 +114,7 @@ _AT: Final = {
     "operator": "jobs.verbs.operator",
     "completion": "jobs.verbs.completion",
     **dict.fromkeys(ORDERS, "jobs.running.orders"),
-    **dict.fromkeys(OF_A_SUBMITTED, "jobs.manage.jobs"),
+    **dict.fromkeys(SUBMITTED_VERBS, "jobs.manage.jobs"),
 }
 """The module of each verb, imported when it is used, and the function's name if it is not `main`.
 Outside `elasticrun/jobs`, only this table and calls of `_module` refer to modules of that
@@ -126,7 +126,7 @@ _WITH_NOTIFY: Final = ("submit", "render", "convert", "warm", "join")
 VERBS: Final = ("master", *_AT)
 """The verbs: as the first word, they are no script."""
 
-ELSEWHERE: Final = {
+OTHER_TOOLS_VERBS: Final = {
     **dict.fromkeys(("ls", "ps", "jobs", "queue"), "list"),
     **dict.fromkeys(("get", "describe", "info"), "status"),
     **dict.fromkeys(("cancel", "kill", "down"), "stop"),
@@ -139,12 +139,12 @@ ELSEWHERE: Final = {
 """Other tools' names for the verbs."""
 
 
-def meant(word: str) -> str:
+def verb_hint(word: str) -> str:
     """A hint that ends an error message, if the word is another tool's verb; else ""."""
-    return f"; did you mean {ELSEWHERE[word]}?" if word in ELSEWHERE else ""
+    return f"; did you mean {OTHER_TOOLS_VERBS[word]}?" if word in OTHER_TOOLS_VERBS else ""
 
 
-UNREAD: Final = 128 + 13
+SIGPIPE_EXIT: Final = 128 + 13
 """The exit code if the reader of standard output has exited, as a shell reports SIGPIPE (13)."""
 
 
@@ -153,21 +153,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     verb = verb_of(words)
     if os.getpid() == 1:
-        _be_mortal()
+        _handle_signals()
     try:
-        return _do(verb, words)
+        return _dispatch(verb, words)
     except UsageError as error:
         mistyped = isinstance(error, NoProgram) and not words[0].startswith("-")
-        hint = (meant(words[0]) or nearest(words[0], VERBS)) if mistyped else ""
+        hint = (verb_hint(words[0]) or nearest(words[0], VERBS)) if mistyped else ""
         notify(f"error: {error}{hint}")
         if not verb:
-            leave_word(f"{error}{hint}")
+            write_last_word(f"{error}{hint}")
         return EXIT_USAGE if hint else error.exit_code
     except KeyboardInterrupt:  # before the agent has installed its handler
         return 130
 
 
-def _do(verb: str, words: Sequence[str]) -> int:
+def _dispatch(verb: str, words: Sequence[str]) -> int:
     try:
         if verb == "master":
             return _master(words[1:])
@@ -175,12 +175,12 @@ def _do(verb: str, words: Sequence[str]) -> int:
             words = ["top", "nodes", *words[2:]]
         return _verb(verb, words[1:]) if verb else _launch(words)
     except SystemExit as end:  # argparse has printed help
-        if end.code or not (code := _printed(lambda: EXIT_OK)):
+        if end.code or not (code := _run_printing(lambda: EXIT_OK)):
             raise
         return code
 
 
-def _be_mortal() -> None:
+def _handle_signals() -> None:
     """Install signal handlers that raise SystemExit, until the agent installs its own, which may
     take seconds on a slow disk. Process 1 of a container needs them because the kernel ignores
     signals to it that have no handler; a process that fetches code, because it has to clean up."""
@@ -232,12 +232,12 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
     environ = withdraw(*(GIT_SECRETS if ns.git else ()))
     if ns.git:
         code = _module("jobs.manage.code")
-        _be_mortal()
+        _handle_signals()
         words = code.with_commit(words, ns, environ)
     if ns.srun:
         from elasticrun.cli.place import become_srun
 
-        return _printed(lambda: become_srun(words, ns.dry_run, environ, notify))
+        return _run_printing(lambda: become_srun(words, ns.dry_run, environ, notify))
     if ns.hosts or ns.hostfile:
         launching = _module("jobs.hosts.launching")
         launched: int = launching.launch(words, FlagValues(ns, environ), environ, notify)
@@ -250,14 +250,14 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
     except NothingToDo as why:
         notify(str(why))
         return EXIT_OK
-    done = _already(found.launch)
+    done = _already_succeeded(found.launch)
     if ns.dry_run:
         from elasticrun.cli.place import detect_place
         from elasticrun.cli.verbs.dry_run import show
 
         if done:
             notify(done)
-        return _printed(
+        return _run_printing(
             lambda: show(found, ns, environ, detect_place(FlagValues(ns, environ), machine))
         )
     if done:
@@ -266,18 +266,18 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
     check_data(settings.data(ns.data))
     if ns.git:
         code.enter(ns.git, environ, notify)
-    hint = _check(found.launch)
+    hint = _check_or_defer(found.launch)
     for note in (*found.notes, hint):
         if note:
             notify(note)
     if found.delegate:
-        return _leave_to_torchrun(found.delegate, words, ns)
+        return _exec_torchrun(found.delegate, words, ns)
     from elasticrun.agent.main import run
 
     return run(found.launch, found.place, found.identity)
 
 
-def _already(launch: Launch) -> str:
+def _already_succeeded(launch: Launch) -> str:
     """The message if this program has already succeeded in its run folder, else "". In a job of
     several nodes, a node that may host the master does not check: its master reports it to nodes
     that may lack the folder. Raises UsageError if another program has succeeded there."""
@@ -298,7 +298,7 @@ def _already(launch: Launch) -> str:
         raise UsageError(str(other)) from None
 
 
-def _check(launch: Launch) -> str:
+def _check_or_defer(launch: Launch) -> str:
     """Raise UsageError if the program cannot run, else return a hint or "". With several nodes,
     return the error and let the rank fail: then the job ends everywhere, instead of waiting for
     this node."""
@@ -310,14 +310,14 @@ def _check(launch: Launch) -> str:
         return str(error)
 
 
-def _leave_to_torchrun(plugin: str, words: Sequence[str], ns: argparse.Namespace) -> int:
+def _exec_torchrun(plugin: str, words: Sequence[str], ns: argparse.Namespace) -> int:
     """Replace this process with torchrun, which alone supports rendezvous plug-ins. Never returns;
     raises UsageError if torchrun cannot be started. The `--` prevents torchrun from parsing the
     script's words as abbreviated flags."""
-    from elasticrun.cli.flags import in_torchruns_words
+    from elasticrun.cli.flags import torchrun_variables
 
     notify(f"--rdzv-backend={plugin} is a torchrun plug-in: handing over to torchrun")
-    os.environ.update(in_torchruns_words(os.environ))
+    os.environ.update(torchrun_variables(os.environ))
     # -P, because the console script torchrun has no working directory on its path either
     command = [sys.executable, "-P", "-m", "torch.distributed.run"]
     ours = [word for word in words[: get_args_parser().script_at(words)] if word != "--"]
@@ -345,13 +345,13 @@ def _verb(verb: str, words: Sequence[str]) -> int:
     if verb in OF_CLUSTERS:
         words, run_there = _module("jobs.placing").resolve_verb(verb, words, notify)
         if run_there is not None:
-            return (_read if verb == "exec" else _printed)(run_there)
+            return (_run_piped if verb == "exec" else _run_printing)(run_there)
     run = _function_of(verb)
     if verb == "operator" or (verb == "join" and "--new" not in words):
         return run(words)
     if verb == "exec" or (verb == "warm" and "--list" not in words):
-        return _read(lambda: run(words))
-    return _printed(lambda: run(words))
+        return _run_piped(lambda: run(words))
+    return _run_printing(lambda: run(words))
 
 
 def _module(name: str) -> ModuleType:
@@ -369,7 +369,7 @@ def _function_of(verb: str) -> Callable[[Sequence[str]], int]:
     """The function that runs the verb; its argument is the verb's words."""
     module, _, name = _AT[verb].partition(":")
     does = getattr(_module(module), name or "main")
-    if verb in (*ORDERS, *OF_A_SUBMITTED):
+    if verb in (*ORDERS, *SUBMITTED_VERBS):
         return partial(does, verb)
     more: dict[str, Any] = {"notify": notify} if verb in _WITH_NOTIFY else {}
     more |= {"verbs": VERBS, "run": _verb} if verb == "completion" else {}
@@ -377,17 +377,17 @@ def _function_of(verb: str) -> Callable[[Sequence[str]], int]:
     return partial(does, **more)
 
 
-def _printed(show: Callable[[], int]) -> int:
+def _run_printing(show: Callable[[], int]) -> int:
     """Run a function whose only OSErrors are those of standard output, and return its exit code.
     Such an error becomes a UsageError; a reader that has exited is no error, as in `_read`."""
     try:
-        return _read(show)
+        return _run_piped(show)
     except OSError as error:
-        _write_nowhere()
+        _discard_stdout()
         raise UsageError(f"cannot write to standard output: {error.strerror}", 1) from None
 
 
-def _read(show: Callable[[], int]) -> int:
+def _run_piped(show: Callable[[], int]) -> int:
     """Run a function that writes to standard output, and return its exit code. A reader that has
     exited (`| head -1`) is no error: the exit code is then UNREAD."""
     try:
@@ -395,11 +395,11 @@ def _read(show: Callable[[], int]) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
     except BrokenPipeError:
-        _write_nowhere()
-        return UNREAD
+        _discard_stdout()
+        return SIGPIPE_EXIT
     return code
 
 
-def _write_nowhere() -> None:
+def _discard_stdout() -> None:
     """Redirect stdout to /dev/null, because the interpreter's flush at exit would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -21,7 +21,7 @@ from elasticrun.cli.detection.detect import detect
 from elasticrun.cli.detection.found import Found, Given, HostFacts, amount, number, port_of_name
 from elasticrun.cli.detection.slurm import PTY, step_of
 from elasticrun.cli.flags import get_args_parser
-from elasticrun.cli.rendezvous import ELASTIC_WORDS, MEETING_FLAGS
+from elasticrun.cli.rendezvous import ELASTIC_WORDS, RENDEZVOUS_FLAGS
 from elasticrun.cli.settings import NOT_DETECTED, DetectedPlace, UsageError
 from elasticrun.config import EXIT_OK, EXIT_USAGE
 from elasticrun.core.words import some
@@ -90,12 +90,12 @@ def srun_command(
     return ["srun", *options, *program, *passed_on, *words[script:]]
 
 
-PLACE_FLAGS: Final = (*MEETING_FLAGS, "node_rank", "auto_config")
+PLACE_FLAGS: Final = (*RENDEZVOUS_FLAGS, "node_rank", "auto_config")
 """Flags that name the rendezvous or the node rank. No scheduler overrides them: with any of them
 only torchrun's rules apply."""
 
 
-def settle(flags: FlagValues, machine: Machine, facts: HostFacts) -> DetectedPlace:
+def apply_scheduler(flags: FlagValues, machine: Machine, facts: HostFacts) -> DetectedPlace:
     """Detect the scheduler, and choose the values that it gives to flags. Raises UsageError for an
     invalid --nnodes."""
     found = detect(flags.environ, facts)
@@ -105,14 +105,14 @@ def settle(flags: FlagValues, machine: Machine, facts: HostFacts) -> DetectedPla
         return _dlrover(flags, found)
     if by := _rendezvous_flag(flags):
         return _beside_flags(flags, found, by)
-    if flags.explicitly("nnodes"):
+    if flags.is_given("nnodes"):
         return _of_some(flags, found)
     return _bare(flags, found, machine)
 
 
 def _rendezvous_flag(flags: FlagValues) -> str:
     """The first flag or variable that names the rendezvous, "" for none."""
-    return next((flags.source(dest) for dest in PLACE_FLAGS if flags.explicitly(dest)), "")
+    return next((flags.source(dest) for dest in PLACE_FLAGS if flags.is_given(dest)), "")
 
 
 def _bare(flags: FlagValues, found: Found, machine: Machine) -> DetectedPlace:
@@ -121,7 +121,7 @@ def _bare(flags: FlagValues, found: Found, machine: Machine) -> DetectedPlace:
     if found.why_alone or amount(found.nodes) <= 1 or found.nodes is None or found.host is None:
         return DetectedPlace(found, note=_alone(found))
     filled = {"nnodes": found.nodes, **_place(flags, found)}
-    if not flags.explicitly("nproc_per_node"):
+    if not flags.is_given("nproc_per_node"):
         devices = found.nproc or _visible(machine)
         if devices is not None:
             filled["nproc_per_node"] = devices
@@ -159,8 +159,8 @@ def _of_some(flags: FlagValues, found: Found) -> DetectedPlace:
 def _beside_flags(flags: FlagValues, found: Found, by: str) -> DetectedPlace:
     """The place if flags (the first is `by`) name the rendezvous. The scheduler's node rank is used
     only where a rank is a mere preference."""
-    elastic = flags.explicitly("rdzv_backend") and flags.text("rdzv_backend") in ELASTIC_WORDS
-    wish = elastic and flags.text("rdzv_endpoint") and not flags.explicitly("node_rank")
+    elastic = flags.is_given("rdzv_backend") and flags.text("rdzv_backend") in ELASTIC_WORDS
+    wish = elastic and flags.text("rdzv_endpoint") and not flags.is_given("node_rank")
     known = found.host is not None and found.node_rank is not None and not found.crowd
     several = found.nodes is None or amount(found.nodes) > 1
     filled = _rank(found) if wish and known and several else {}
@@ -172,12 +172,12 @@ def _dlrover(flags: FlagValues, found: Found) -> DetectedPlace:
     rank. `cli.rendezvous` applies the endpoint and the job id; they are only shown here."""
     filled: dict[str, Given] = {}
     shown: dict[str, Given] = {}
-    if found.host is not None and not any(map(flags.explicitly, MEETING_FLAGS)):
+    if found.host is not None and not any(map(flags.is_given, RENDEZVOUS_FLAGS)):
         shown["rdzv_endpoint"] = found.host
-        if found.job_id is not None and not flags.explicitly("rdzv_id"):
+        if found.job_id is not None and not flags.is_given("rdzv_id"):
             shown["rdzv_id"] = found.job_id
     if not _rendezvous_flag(flags):
-        if amount(found.nodes) > 0 and not flags.explicitly("nnodes"):
+        if amount(found.nodes) > 0 and not flags.is_given("nnodes"):
             assert found.nodes is not None
             filled["nnodes"] = found.nodes
         filled |= _rank(found)
@@ -191,7 +191,7 @@ def _place(flags: FlagValues, found: Found) -> dict[str, Given]:
     assert found.port is not None
     filled: dict[str, Given] = {"rdzv_backend": Given("c10d", found.family)}
     port = found.port
-    if flags.explicitly("rdzv_id"):
+    if flags.is_given("rdzv_id"):
         # Two jobs of the user in one step have different names, and so different ports.
         port = Given(str(port_of_name(flags.text("rdzv_id"))), flags.source("rdzv_id"))
     elif found.job_id is not None:
@@ -257,6 +257,8 @@ def explain(place: DetectedPlace) -> str:
 def detect_place(flags: FlagValues, machine: Machine) -> DetectedPlace:
     """As `settle`; NOT_DETECTED, without the import of detection, if there are no facts or no
     scheduler's variables. Raises UsageError for an invalid --nnodes."""
-    if machine.facts is None or not any(name.startswith(settings.MARKS) for name in flags.environ):
+    if machine.facts is None or not any(
+        name.startswith(settings.SCHEDULER_PREFIXES) for name in flags.environ
+    ):
         return NOT_DETECTED
-    return settle(flags, machine, machine.facts())
+    return apply_scheduler(flags, machine, machine.facts())

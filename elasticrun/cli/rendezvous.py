@@ -32,7 +32,7 @@ SHARED_VARIABLE: Final = "ELASTICRUN_SHARED"
 """The variable with colon-separated folders that machines share although statfs does not show
 it."""
 
-MEETING_FLAGS: Final = (
+RENDEZVOUS_FLAGS: Final = (
     "standalone",
     "rdzv_endpoint",
     "rdzv_backend",
@@ -49,10 +49,10 @@ _OF_ONE_NODE: Final = ("--node-id", "--local-addr")
 def is_unnamed(flags: FlagValues) -> bool:
     """Whether neither a flag nor a variable names the rendezvous or the node rank."""
     numbered = any(flags.environ.get(name, "").strip() for name in ("NODE_RANK", "WORKER_RANK"))
-    return not numbered and not any(map(flags.explicitly, (*MEETING_FLAGS, "node_rank")))
+    return not numbered and not any(map(flags.is_given, (*RENDEZVOUS_FLAGS, "node_rank")))
 
 
-def by_hand(place: Place) -> bool:
+def is_started_by_hand(place: Place) -> bool:
     """Whether nothing names the rendezvous. People then start the command on one machine after
     another, and a new machine should join at once."""
     return place.kind == "open" or bool(place.found)
@@ -61,7 +61,7 @@ def by_hand(place: Place) -> bool:
 def unnamed_fixed_size(flags: FlagValues, nodes: int) -> UsageError:
     """The error for a fixed number of nodes without a rendezvous, where each node would wait for
     the others forever."""
-    what = f"--nnodes={nodes}" if flags.explicitly("nnodes") else f"a job of {nodes} nodes"
+    what = f"--nnodes={nodes}" if flags.is_given("nnodes") else f"a job of {nodes} nodes"
     return UsageError(
         f"{what} needs a rendezvous, and no scheduler provides one: add "
         f"--rdzv-backend=c10d --rdzv-endpoint=HOST:{settings.C10D_PORT} with the name of one of "
@@ -76,7 +76,7 @@ def open_place(flags: FlagValues, machine: Machine) -> tuple[Place, str]:
     """The rendezvous without any setting, and a note for the user: if the working folder is on a
     network file system, a file beside the script or in that folder; else this node."""
     folder_here = working_folder()
-    named = flags.text("rdzv_id") if flags.explicitly("rdzv_id") else ""
+    named = flags.text("rdzv_id") if flags.is_given("rdzv_id") else ""
     kind = machine.shared(folder_here)
     if not kind:
         return Place(kind="open", port=config.FIRST_PORT), ""
@@ -114,7 +114,7 @@ def file_place(flags: FlagValues, conf: Mapping[str, str]) -> Place:
             config.EXIT_USAGE,
         )
     word = flags.text("rdzv_backend")
-    if flags.explicitly("rdzv_backend") and word not in ELASTIC_WORDS:
+    if flags.is_given("rdzv_backend") and word not in ELASTIC_WORDS:
         raise UsageError(
             f"--rdzv-endpoint={text} excludes --rdzv-backend={word}: leave the backend out",
             config.EXIT_USAGE,
@@ -147,13 +147,13 @@ def _plain(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.]+", "_", text).strip(".")
 
 
-def for_others(
+def join_command(
     words: Sequence[str], values: FlagValues, folder: str, grow: str = ""
 ) -> JoinCommand:
     """The command with which other nodes join, from this node's words and working directory.
     `grow`: the value of --grow to add; "": none."""
     tail = 1 + len(values.ns.training_script_args or ())
-    flags, program = without(words[:-tail], _OF_ONE_NODE), list(words[-tail:])
+    flags, program = without_flags(words[:-tail], _OF_ONE_NODE), list(words[-tail:])
     given: Mapping[str, str] = getattr(values.ns, "given", {})
     if "nnodes" not in given:
         flags.insert(0, f"--nnodes={values.text('nnodes')}")
@@ -162,13 +162,13 @@ def for_others(
     return JoinCommand((*flags, *program), len(flags), folder)
 
 
-def without(flags: Sequence[str], names: Collection[str]) -> list[str]:
+def without_flags(flags: Sequence[str], names: Collection[str]) -> list[str]:
     """The words without these flags and their values, in any spelling or abbreviation."""
     kept: list[str] = []
     drop = False
     for word in flags:
         name, equals, _ = word.partition("=")
-        meant = None if drop else _meant(name)
+        meant = None if drop else _find_flag(name)
         if meant is not None and meant.name in names:
             drop = not equals and meant.kind is not None
         elif drop:
@@ -178,7 +178,7 @@ def without(flags: Sequence[str], names: Collection[str]) -> list[str]:
     return kept
 
 
-def _meant(word: str) -> Flag | None:
+def _find_flag(word: str) -> Flag | None:
     """The flag with that spelling, or the only one that the word abbreviates; else None."""
     if not word.startswith("--"):
         return None
@@ -195,7 +195,7 @@ PLUGIN_GROUP: Final = "torchrun.handlers"
 """The entry-point group of rendezvous plug-ins, which torchrun alone supports."""
 
 
-class Meeting(NamedTuple):
+class RendezvousPlan(NamedTuple):
     """The rendezvous, the job id, the number of nodes, and the node rank."""
 
     place: Place
@@ -216,16 +216,16 @@ def fresh_id() -> str:
     return str(uuid.uuid4())
 
 
-def find_meeting(
+def resolve_rendezvous(
     flags: FlagValues, conf: Mapping[str, str], machine: Machine, *, bare: bool
-) -> Meeting:
+) -> RendezvousPlan:
     """All settings that depend on the rendezvous. `bare`: this is a command line and no scheduler
     was detected, so that several nodes need no rendezvous flag. Raises UsageError."""
     case = _Case(flags, conf)
     word = flags.text("rdzv_backend")
     if store := flags.text("master_store"):
         return case.etcd(store)
-    if flags.environ.get("DLROVER_MASTER_ADDR") and (stronger := _stronger(flags)):
+    if flags.environ.get("DLROVER_MASTER_ADDR") and (stronger := _overriding_flag(flags)):
         case.notes.append(f"DLROVER_MASTER_ADDR is not used: {stronger} names the rendezvous")
     if flags.switch("standalone"):
         return case.standalone()
@@ -242,7 +242,7 @@ def find_meeting(
     if word in ETCD_WORDS:
         return case.etcd_of_torchrun(word)
     if word in set(machine.entry_points(PLUGIN_GROUP)):
-        return case.meeting(Place("external"))._replace(delegate=word)
+        return case.plan(Place("external"))._replace(delegate=word)
     known = ", ".join(("static", *ELASTIC_WORDS))
     raise UsageError(
         f"--rdzv-backend={word} is not known: use one of {known}, or the name of an installed "
@@ -256,18 +256,18 @@ class _Case:
     def __init__(self, flags: FlagValues, conf: Mapping[str, str]) -> None:
         self.flags = flags
         self.conf = conf
-        self.low, self.high, self.notes = _how_many(flags)
+        self.low, self.high, self.notes = _node_limits(flags)
         self.endpoint = flags.text("rdzv_endpoint").strip()
 
-    def meeting(self, place: Place) -> Meeting:
+    def plan(self, place: Place) -> RendezvousPlan:
         """A meeting at this place, with the other settings from the flags. The node rank is a
         preference: -1 unless the user gave it."""
-        wish = self.flags.number("node_rank") if self.flags.explicitly("node_rank") else -1
+        wish = self.flags.number("node_rank") if self.flags.is_given("node_rank") else -1
         job_id, notes = self.flags.text("rdzv_id"), tuple(self.notes)
-        named = self.flags.explicitly("rdzv_id") and bool(job_id)
-        return Meeting(place, job_id, self.low, self.high, max(-1, wish), notes, named=named)
+        named = self.flags.is_given("rdzv_id") and bool(job_id)
+        return RendezvousPlan(place, job_id, self.low, self.high, max(-1, wish), notes, named=named)
 
-    def standalone(self) -> Meeting:
+    def standalone(self) -> RendezvousPlan:
         """One node, with the master on loopback. Its job id is unique unless the user gave one."""
         if self.low > 1:
             raise UsageError(
@@ -276,11 +276,11 @@ class _Case:
             )
         if self.high > 1:
             self.notes.append("--standalone: no other node can join, so there is one node")
-        found = self.meeting(Place("standalone", "127.0.0.1"))
+        found = self.plan(Place("standalone", "127.0.0.1"))
         job_id = fresh_id() if found.job_id in ("", "none") else found.job_id
         return found._replace(job_id=job_id, min_nodes=1, max_nodes=1)
 
-    def bare(self, machine: Machine) -> Meeting:
+    def bare(self, machine: Machine) -> RendezvousPlan:
         """Several nodes, for which nothing names the rendezvous."""
         if self.low == self.high:
             raise unnamed_fixed_size(self.flags, self.high)
@@ -288,9 +288,9 @@ class _Case:
         self.notes += [note] if note else []
         return self.shared(place)
 
-    def shared(self, place: Place) -> Meeting:
+    def shared(self, place: Place) -> RendezvousPlan:
         """A file, or this node: the first node chooses the job's id, and the others learn it."""
-        found = self.meeting(place)
+        found = self.plan(place)
         if found.named:
             return found
         return found._replace(job_id=f"{job_stem(self.flags)}-{fresh_id()[:8]}")
@@ -301,11 +301,11 @@ class _Case:
         return (
             self.low != self.high
             and bool(self.endpoint)
-            and not any(map(self.flags.explicitly, ("rdzv_backend", "node_rank")))
+            and not any(map(self.flags.is_given, ("rdzv_backend", "node_rank")))
             and _rank_variable(self.flags) < 0
         )
 
-    def static(self) -> Meeting:
+    def static(self) -> RendezvousPlan:
         """A known address, which node 0 has, and a fixed number of nodes."""
         flags, high = self.flags, self.high
         number = flags.value("master_port")
@@ -329,17 +329,17 @@ class _Case:
                 f"{high}; use --rdzv-endpoint with --rdzv-backend=c10d for a variable number"
             )
         rank = flags.number("node_rank")
-        if high > 1 and not flags.explicitly("node_rank"):
+        if high > 1 and not flags.is_given("node_rank"):
             rank = _rank_variable(flags, default=rank)
         if not 0 <= rank < high:
             raise UsageError(
                 f"--node-rank={rank}: with --nnodes={high} a node rank is a number from 0 to "
                 f"{high - 1}"
             )
-        found = self.meeting(Place("static", host, port))
+        found = self.plan(Place("static", host, port))
         return found._replace(min_nodes=high, node_rank=rank)
 
-    def elastic(self) -> Meeting:
+    def elastic(self) -> RendezvousPlan:
         """An endpoint: the node that it names starts the master."""
         if (store := self.conf.get("store_type", "tcp")) != "tcp":
             raise UsageError(
@@ -350,7 +350,7 @@ class _Case:
         host, port = "localhost", settings.C10D_PORT
         if self.endpoint:
             host, port = settings.endpoint(self.endpoint, settings.C10D_PORT, "--rdzv-endpoint")
-        elif any(map(self.flags.explicitly, ("master_addr", "master_port"))):
+        elif any(map(self.flags.is_given, ("master_addr", "master_port"))):
             self.notes.append(
                 "--master-addr and --master-port are only used with --rdzv-backend=static; nodes "
                 "meet "
@@ -364,9 +364,9 @@ class _Case:
                 f"--rdzv-endpoint={self.endpoint}: port 0 means any free port, which the other "
                 "nodes cannot know; give a port, or use --nnodes=1"
             )
-        return self.meeting(Place("elastic", host, port, is_host))
+        return self.plan(Place("elastic", host, port, is_host))
 
-    def etcd_of_torchrun(self, word: str) -> Meeting:
+    def etcd_of_torchrun(self, word: str) -> RendezvousPlan:
         """Under torchrun, nodes meet in etcd itself; here they look up the master's endpoint in
         it."""
         if not self.endpoint:
@@ -385,15 +385,15 @@ class _Case:
 
     def etcd(
         self, store: str, flag: str = "--master-store", given: str = "--master-store"
-    ) -> Meeting:
+    ) -> RendezvousPlan:
         """The nodes elect the master's host through etcd, whose URL came from `flag`."""
         try:
             place = parse_place(store)
         except PlaceError as wrong:
             raise UsageError(f"{flag}: {wrong}") from None
         port = self._port_beside_a_store() if flag == "--master-store" else 0
-        found = self.meeting(Place("etcd", place.servers[0].host, port))
-        if not self.flags.explicitly("rdzv_id") or not found.job_id:
+        found = self.plan(Place("etcd", place.servers[0].host, port))
+        if not self.flags.is_given("rdzv_id") or not found.job_id:
             raise UsageError(
                 f"{given} needs --rdzv-id=NAME, the same on all nodes and new for every run, "
                 "because "
@@ -409,7 +409,7 @@ class _Case:
             raise UsageError(
                 "--master-store cannot be combined with --standalone, where no other node can join"
             )
-        if flags.explicitly("rdzv_backend") and word not in ELASTIC_WORDS:
+        if flags.is_given("rdzv_backend") and word not in ELASTIC_WORDS:
             raise UsageError(
                 f"--master-store excludes --rdzv-backend={word}: leave the backend out"
             )
@@ -422,7 +422,7 @@ class _Case:
         )
         return port
 
-    def external(self, master: str) -> Meeting:
+    def external(self, master: str) -> RendezvousPlan:
         """A master that DLRover's operator starts, at this address."""
         host, port = settings.endpoint(master, None, "DLROVER_MASTER_ADDR")
         self.notes.append(
@@ -431,20 +431,20 @@ class _Case:
             "it"
         )
         flags = self.flags
-        found = self.meeting(Place("external", host, port))
-        if not flags.explicitly("rdzv_id"):
+        found = self.plan(Place("external", host, port))
+        if not flags.is_given("rdzv_id"):
             found = found._replace(job_id=flags.environ.get("ELASTIC_JOB_NAME") or found.job_id)
-        explicit = flags.explicitly("node_rank")
+        explicit = flags.is_given("node_rank")
         rank = flags.number("node_rank") if explicit else _rank_variable(flags)
         return found._replace(node_rank=rank)
 
 
-def _how_many(flags: FlagValues) -> tuple[int, int, list[str]]:
+def _node_limits(flags: FlagValues) -> tuple[int, int, list[str]]:
     """The minimum and maximum number of nodes, and notes. With --auto-config or DLRover's master,
     $NODE_NUM gives both, unless --nnodes does."""
     low, high = settings.nodes(flags.text("nnodes"))
     auto = flags.switch("auto_config")
-    if flags.explicitly("nnodes") or not (auto or _dlrover_master(flags)):
+    if flags.is_given("nnodes") or not (auto or _dlrover_master(flags)):
         return low, high, []
     text = flags.environ.get("NODE_NUM", "")
     if not text:
@@ -458,15 +458,15 @@ def _how_many(flags: FlagValues) -> tuple[int, int, list[str]]:
 
 def _dlrover_master(flags: FlagValues) -> str:
     """$DLROVER_MASTER_ADDR, unless a flag or a PET_ variable names the rendezvous."""
-    return "" if _stronger(flags) else flags.environ.get("DLROVER_MASTER_ADDR", "").strip()
+    return "" if _overriding_flag(flags) else flags.environ.get("DLROVER_MASTER_ADDR", "").strip()
 
 
-def _stronger(flags: FlagValues) -> str:
+def _overriding_flag(flags: FlagValues) -> str:
     """The flag or variable that names the rendezvous, "" if the user gave none."""
     if flags.switch("standalone"):
         return flags.source("standalone")
     for dest in ("rdzv_endpoint", "rdzv_backend", "master_addr", "master_port"):
-        if flags.explicitly(dest):
+        if flags.is_given(dest):
             return flags.source(dest)
     return ""
 

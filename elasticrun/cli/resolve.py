@@ -20,7 +20,7 @@ from elasticrun.cli import rendezvous, settings, table, trust
 from elasticrun.cli.detection.found import Machine
 from elasticrun.cli.detection.kubernetes import POD
 from elasticrun.cli.place import detect_place
-from elasticrun.cli.rendezvous import Meeting, find_meeting
+from elasticrun.cli.rendezvous import RendezvousPlan, resolve_rendezvous
 from elasticrun.cli.settings import FlagValues, NotHere, NothingToDo, UsageError
 from elasticrun.cli.table import TORCHRUN
 from elasticrun.config import (
@@ -128,35 +128,39 @@ def resolve(
     conf = conf_keys(flags)
     # Python callers provide no facts; for them torchrun's rules apply
     bare = machine.facts is not None and place.found is None
-    meeting = find_meeting(flags, conf, machine, bare=bare)
-    if meeting.delegate:
-        _only_torchrun_flags(flags, meeting.delegate)
-    notes += meeting.notes
-    notes += _conf_notes(conf, meeting.place.kind)
+    plan = resolve_rendezvous(flags, conf, machine, bare=bare)
+    if plan.delegate:
+        _only_torchrun_flags(flags, plan.delegate)
+    notes += plan.notes
+    notes += _conf_notes(conf, plan.place.kind)
     nproc = ranks_per_node(flags, machine, notes)
-    spec = job_spec(flags, conf, meeting, debugged=machine.debugged)
+    spec = job_spec(flags, conf, plan, debugged=machine.debugged)
     # with --git the ranks run in a folder other than the one in which the command was typed
     typed_in = rendezvous.working_folder() if command and flags.text("git") else ""
     ranks = program or _program(flags, machine, nproc, typed_in)
     notes += [_ONE_THREAD] if ranks.set_omp_threads else []
-    _choices(flags)
-    notes += [*health_notes(flags, spec.checks), *_nothing_yet(flags), *_unread(environ)]
+    _check_choices(flags)
+    notes += [
+        *health_notes(flags, spec.checks),
+        *_no_effect_notes(flags),
+        *_unknown_variables(environ),
+    ]
     token, tls = trust.token(flags), _tls(flags, typed_in)
-    if not meeting.delegate:
-        settings.name(meeting.job_id, "--rdzv-id")
-        notes += trust.notes(meeting.place, meeting.max_nodes, token, tls)
+    if not plan.delegate:
+        settings.name(plan.job_id, "--rdzv-id")
+        notes += trust.notes(plan.place, plan.max_nodes, token, tls)
     master = MasterPlan(
         status_port=settings.port(flags.number("status_port"), "--status-port"),
         on_event=flags.text("on_event"),
         sources=settings.sources(flags, conf),
-        store=meeting.store,
-        to_join=None if program else _to_join(flags, meeting, spec, command),
+        store=plan.store,
+        to_join=None if program else _join_command(flags, plan, spec, command),
         run=run_plan(flags, command, () if program else ranks.entry.words(), typed_in),
     )
-    launch = _launch(flags, meeting.node_rank, nproc, spec, ranks, master)
-    node_id = _node_id(flags, meeting)
-    identity = Identity(meeting.job_id, meeting.named, token, tls, node_id)
-    return Resolved(launch, meeting.place, identity, tuple(notes), meeting.delegate)
+    launch = _launch(flags, plan.node_rank, nproc, spec, ranks, master)
+    node_id = _node_id(flags, plan)
+    identity = Identity(plan.job_id, plan.named, token, tls, node_id)
+    return Resolved(launch, plan.place, identity, tuple(notes), plan.delegate)
 
 
 def _launch(
@@ -204,16 +208,16 @@ def _program(flags: FlagValues, machine: Machine, nproc: int, typed_in: str) -> 
     )
 
 
-def _to_join(
-    flags: FlagValues, meeting: Meeting, spec: JobSpec, command: Sequence[str]
+def _join_command(
+    flags: FlagValues, plan: RendezvousPlan, spec: JobSpec, command: Sequence[str]
 ) -> JoinCommand | None:
     """The command with which other nodes join, if a file or this node is the rendezvous."""
-    if meeting.place.kind not in ("file", "open") or not command:
+    if plan.place.kind not in ("file", "open") or not command:
         return None
     # nodes that meet through a file have the same command line, which implies the same --grow
-    grow = spec.grow if meeting.place.kind == "open" else ""
+    grow = spec.grow if plan.place.kind == "open" else ""
     typed = FlagValues(flags.ns, flags.environ)
-    return rendezvous.for_others(command[1:], typed, rendezvous.working_folder(), grow)
+    return rendezvous.join_command(command[1:], typed, rendezvous.working_folder(), grow)
 
 
 def _path(path: str, typed_in: str) -> str:
@@ -240,7 +244,7 @@ def run_plan(
     if shows != bool(logdir):
         raise UsageError("--tensorboard and --logdir DIR belong together: give both")
     stem = str(flags.ns.training_script).rstrip("/").rpartition("/")[2].removesuffix(".py")
-    own = flags.text("rdzv_id") if flags.explicitly("rdzv_id") else ""
+    own = flags.text("rdzv_id") if flags.is_given("rdzv_id") else ""
     on = {env.BY_SSH: "ssh", "SLURM_JOB_ID": "slurm", POD: "k8s"}
     return RunPlan(
         folder=_path(folder, typed_in),
@@ -264,11 +268,11 @@ def _commit(flags: FlagValues) -> str:
     return parse_source(flags.text("git")).ref
 
 
-def _node_id(flags: FlagValues, meeting: Meeting) -> str:
+def _node_id(flags: FlagValues, plan: RendezvousPlan) -> str:
     """The node's id. In a static job the node rank identifies a node across its restarts."""
-    static = meeting.place.kind == "static" and meeting.node_rank >= 0
+    static = plan.place.kind == "static" and plan.node_rank >= 0
     given = settings.name(flags.text("node_id"), "--node-id")
-    return given or (f"rank-{meeting.node_rank}" if static else "")
+    return given or (f"rank-{plan.node_rank}" if static else "")
 
 
 def conf_keys(flags: FlagValues) -> dict[str, str]:
@@ -278,33 +282,33 @@ def conf_keys(flags: FlagValues) -> dict[str, str]:
 
 
 def job_spec(
-    flags: FlagValues, conf: Mapping[str, str], meeting: Meeting, *, debugged: bool = False
+    flags: FlagValues, conf: Mapping[str, str], plan: RendezvousPlan, *, debugged: bool = False
 ) -> JobSpec:
     """The job's settings, without its id. `debugged`: a debugger may stop the ranks. Raises
     `UsageError`."""
     restarts = flags.number("max_restarts")
-    if not flags.explicitly("max_restarts") and meeting.min_nodes < meeting.max_nodes:
+    if not flags.is_given("max_restarts") and plan.min_nodes < plan.max_nodes:
         restarts = config.ELASTIC_RESTARTS
     if restarts < 0:
         raise UsageError(f"--max-restarts={restarts}: must not be negative")
     unit = flags.number("node_unit")
-    if not flags.explicitly("node_unit") and "node_unit" in conf:
+    if not flags.is_given("node_unit") and "node_unit" in conf:
         text = conf["node_unit"]
         unit = int(text) if text.isascii() and text.isdigit() else 0
-    if not 1 <= unit <= meeting.max_nodes:
+    if not 1 <= unit <= plan.max_nodes:
         raise UsageError(
             f"--node-unit={unit}: no multiple of it fits into at most "
-            f"{some(meeting.max_nodes, 'node')}"
+            f"{some(plan.max_nodes, 'node')}"
         )
     times = _times(conf, _TIMES)
-    if meeting.place.kind == "static" and "join_timeout" not in conf and "timeout" in conf:
+    if plan.place.kind == "static" and "join_timeout" not in conf and "timeout" in conf:
         times["join_timeout"] = settings.seconds(conf["timeout"], "--rdzv-conf: timeout")
     grace = _optional_time(flags, "restart_grace")
-    implied = not flags.explicitly("grow") and rendezvous.by_hand(meeting.place)
+    implied = not flags.is_given("grow") and rendezvous.is_started_by_hand(plan.place)
     return JobSpec(
         job_id="",
-        min_nodes=meeting.min_nodes,
-        max_nodes=meeting.max_nodes,
+        min_nodes=plan.min_nodes,
+        max_nodes=plan.max_nodes,
         node_unit=unit,
         max_restarts=restarts,
         restart_backoff=_time(flags, "restart_backoff"),
@@ -316,10 +320,10 @@ def job_spec(
         grow_cooldown=times["grow_cooldown"],
         restart_grace=shutdown_timeout(flags) if grace is None else grace,
         master_lost_timeout=times["master_lost_timeout"],
-        checks=checks(flags, conf, meeting.min_nodes),
+        checks=checks(flags, conf, plan.min_nodes),
         saves=_saves(flags),
         # with several nodes, all have to agree
-        watch=_watch(flags, debugged=debugged and meeting.max_nodes == 1),
+        watch=_watch(flags, debugged=debugged and plan.max_nodes == 1),
         scheduler_codes=flags.text("exit_codes") == "scheduler",
         nodes_return=POD in flags.environ,  # its controller recreates lost pods
     )
@@ -358,7 +362,7 @@ def ranks_per_node(flags: FlagValues, machine: Machine, notes: list[str]) -> int
     """The number of ranks that --nproc-per-node means on this machine. May add to `notes`. Raises
     `UsageError`."""
     text = flags.text("nproc_per_node").strip()
-    if flags.switch("auto_config") and not flags.explicitly("nproc_per_node"):
+    if flags.switch("auto_config") and not flags.is_given("nproc_per_node"):
         found = machine.accelerators("gpu")
         if found:
             return found
@@ -418,7 +422,7 @@ def _log_plan(flags: FlagValues, machine: Machine, typed_in: str) -> LogPlan:
     log_dir = flags.value("log_dir")
     if folder and log_dir is None:
         log_dir = f"{folder}/logs"
-        if not (flags.explicitly("redirects") or flags.explicitly("tee")):
+        if not (flags.is_given("redirects") or flags.is_given("tee")):
             tee_all = 3
     return LogPlan(
         log_dir=log_dir and _path(log_dir, typed_in),
@@ -467,7 +471,7 @@ def _time(flags: FlagValues, dest: str) -> float:
     return settings.seconds(str(flags.value(dest)), "--" + dest.replace("_", "-"), zero=True)
 
 
-def _choices(flags: FlagValues) -> None:
+def _check_choices(flags: FlagValues) -> None:
     """Raise UsageError for an invalid choice, which only another parser's namespace can contain."""
     for flag in table.FLAGS:
         if flag.choices:
@@ -492,18 +496,18 @@ def _conf_notes(conf: Mapping[str, str], kind: str) -> list[str]:
     return notes
 
 
-def _nothing_yet(flags: FlagValues) -> list[str]:
+def _no_effect_notes(flags: FlagValues) -> list[str]:
     """One note for each dlrover-run flag that is accepted but has no effect in this version."""
     notes = []
     defaults = {flag.dest: flag.default or False for flag in table.FLAGS}
-    for dest in table.NOTHING_YET:
+    for dest in table.NO_EFFECT:
         if flags.value(dest) != defaults[dest]:
             name = "--" + dest.replace("_", "-")
             notes.append(f"{name} is accepted, but has no effect in this version")
     return notes
 
 
-def _unread(environ: Mapping[str, str]) -> list[str]:
+def _unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """A note that names the variables with our prefix that nothing reads; [] without any."""
     begins = "ELASTICRUN_"
     known = {value for value in vars(env).values() if isinstance(value, str)}

@@ -257,7 +257,7 @@ def modules(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(words))
 
 
-MARKS: Final = (
+SCHEDULER_PREFIXES: Final = (
     "SLURM_JOB",
     "KUBERNETES_SERVICE_HOST",
     "JOB_COMPLETION_INDEX",
@@ -343,7 +343,7 @@ class FlagValues:
             return "the caller"  # a namespace from another parser
         return "default"
 
-    def explicitly(self, dest: str) -> bool:
+    def is_given(self, dest: str) -> bool:
         """Whether the value was given: by a flag or a variable, by another parser's namespace, or
         by the scheduler."""
         return self.source(dest) != "default"
@@ -388,7 +388,7 @@ def sources(flags: FlagValues, conf: Mapping[str, str]) -> dict[str, str]:
     for kind in (JobSpec, CheckSpec, SaveSpec, WatchSpec):
         for name in kind.__struct_fields__:
             dest = CALLED.get(name, name)
-            if dest in _BY_DEST and flags.explicitly(dest):
+            if dest in _BY_DEST and flags.is_given(dest):
                 found[name] = flags.source(dest)
             elif dest in conf:
                 found[name] = "--rdzv-conf"

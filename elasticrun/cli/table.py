@@ -431,5 +431,5 @@ FLAGS: Final = tuple(flag._replace(group=key) for key, rows in _ROWS.items() for
 TRUST: Final = tuple(flag for flag in FLAGS if flag.group == "trust")
 """Flags of every command that connects to a master, for jobs with a token or TLS."""
 
-NOTHING_YET: Final = ("auto_tunning", "membind_policy", "training_port", "ucp_device_type")
+NO_EFFECT: Final = ("auto_tunning", "membind_policy", "training_port", "ucp_device_type")
 """dlrover-run flags that are accepted and have no effect in this version."""

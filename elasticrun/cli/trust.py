@@ -32,12 +32,12 @@ def withdraw(*names: str) -> dict[str, str]:
     for name in (TOKEN_VARIABLE, *names):
         if name in os.environ:
             _withdrawn[name] = os.environ[name]
-            _blot(name)
+            _overwrite(name)
             del os.environ[name]
     return {**os.environ, **_withdrawn}
 
 
-def _blot(name: str) -> None:
+def _overwrite(name: str) -> None:
     """Overwrite a variable's value in memory, where the kernel reads it for /proc/<pid>/environ:
     `unsetenv` only drops the pointer."""
     import ctypes

@@ -11,7 +11,7 @@ import pytest
 from elasticrun.cli.detection.found import HostFacts, Machine
 from elasticrun.cli.devices import shared_folder
 from elasticrun.cli.flags import get_args_parser
-from elasticrun.cli.rendezvous import for_others
+from elasticrun.cli.rendezvous import join_command
 from elasticrun.cli.resolve import Resolved, resolve
 from elasticrun.cli.settings import FlagValues, UsageError
 from elasticrun.cli.verbs.dry_run import describe
@@ -196,7 +196,7 @@ def parts(command: JoinCommand) -> str:
 def test_the_command_for_other_nodes(words: str, environ: Mapping[str, str], shown: str) -> None:
     given = shlex.split(words)
     ns = get_args_parser(environ).parse_args(given)
-    assert parts(for_others(given, FlagValues(ns, environ), "/here")) == shown
+    assert parts(join_command(given, FlagValues(ns, environ), "/here")) == shown
 
 
 @pytest.mark.parametrize(
@@ -227,17 +227,17 @@ def test_what_is_of_this_node_alone_is_not_in_it(own: str) -> None:
     given = [*own.split(), "--nnodes=1:2", "--local-ranks-filter=0", "s.py", *own.split()]
     ns = get_args_parser(LOCAL).parse_args(given)
     shown = f"--nnodes=1:2 --local-ranks-filter=0 | s.py {own}"
-    assert parts(for_others(given, FlagValues(ns, LOCAL), "/here")) == shown
+    assert parts(join_command(given, FlagValues(ns, LOCAL), "/here")) == shown
 
 
 def test_it_says_when_newcomers_are_let_in_where_the_first_command_meant_it() -> None:
     """Else the master would say that the second node was started otherwise."""
     given = ["--nnodes=1:2", "s.py"]
     asked = FlagValues(get_args_parser(LOCAL).parse_args(given), LOCAL)
-    assert parts(for_others(given, asked, "/here", "now")) == "--nnodes=1:2 --grow=now | s.py"
+    assert parts(join_command(given, asked, "/here", "now")) == "--nnodes=1:2 --grow=now | s.py"
     given = ["--grow=auto", "--nnodes=1:2", "s.py"]
     asked = FlagValues(get_args_parser(LOCAL).parse_args(given), LOCAL)
-    assert parts(for_others(given, asked, "/here", "auto")) == "--grow=auto --nnodes=1:2 | s.py"
+    assert parts(join_command(given, asked, "/here", "auto")) == "--grow=auto --nnodes=1:2 | s.py"
 
 
 def test_folders_that_are_shared_although_statfs_does_not_say_so(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 from msgspec.structs import replace
 
 from elasticrun import __version__
-from elasticrun.cli.place import settle
+from elasticrun.cli.place import apply_scheduler
 from elasticrun.cli.settings import NOT_DETECTED, FlagValues
 from elasticrun.cli.verbs import doctor as own
 from elasticrun.cli.verbs.masters import MasterQuery, parse_endpoint
@@ -185,7 +185,7 @@ def test_the_nodes_of_a_scheduler_are_those_of_the_job(
     scheduler: dict[str, str], words: str, several: bool, ranks: int
 ) -> None:
     asked = FlagValues(own.parser(scheduler).parse_args(words.split()), scheduler)
-    place = settle(asked, machine(None), NOT_A_POD) if scheduler else NOT_DETECTED
+    place = apply_scheduler(asked, machine(None), NOT_A_POD) if scheduler else NOT_DETECTED
     subject = own._subject(FlagValues(asked.ns, scheduler, place.filled), place, "", None)
     assert (subject.several, subject.ranks) == (several, ranks)
 

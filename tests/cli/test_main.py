@@ -15,8 +15,8 @@ import pytest
 
 from elasticrun import __version__
 from elasticrun.cli.flags import get_args_parser
-from elasticrun.cli.main import UNREAD, VERBS, check_program, main, notify, verb_of
-from elasticrun.cli.rendezvous import Meeting
+from elasticrun.cli.main import SIGPIPE_EXIT, VERBS, check_program, main, notify, verb_of
+from elasticrun.cli.rendezvous import RendezvousPlan
 from elasticrun.cli.resolve import job_spec
 from elasticrun.cli.settings import FlagValues, UsageError
 from elasticrun.cli.table import FLAGS
@@ -196,7 +196,7 @@ def test_a_reader_that_has_gone_is_no_error(words: str, tmp_path: Path) -> None:
         )  # fmt: skip
     finally:
         os.close(writer)
-    assert (done.returncode, done.stderr) == (UNREAD, "")
+    assert (done.returncode, done.stderr) == (SIGPIPE_EXIT, "")
 
 
 def test_a_binary_is_no_script(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_the_master_takes_every_flag_of_the_jobs_spec() -> None:
             return super().value(dest)
 
     asked = Asked(get_args_parser({}).parse_args(["s.py"]), {})
-    job_spec(asked, {}, Meeting(Place("elastic"), "j", 1, 4, -1))
+    job_spec(asked, {}, RendezvousPlan(Place("elastic"), "j", 1, 4, -1))
     of_agents = {"shutdown_timeout", "auto_config"}  # defaults of flags that the master has
     assert read - of_agents <= set(JOB_FLAGS)
 

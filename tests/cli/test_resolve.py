@@ -15,7 +15,7 @@ from elasticrun.cli.detection.found import Given, Machine
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.resolve import Resolved, UsageError, resolve
 from elasticrun.cli.settings import FlagValues, sources
-from elasticrun.cli.table import NOTHING_YET
+from elasticrun.cli.table import NO_EFFECT
 from elasticrun.config import Identity, Launch, LogPlan, MasterPlan, Place, RunPlan, Tls
 from elasticrun.wire.messages import CheckSpec, JobSpec, SaveSpec
 from elasticrun.wire.types import EntryKind, Entrypoint
@@ -570,7 +570,7 @@ def test_ordinary_commands_have_no_notes(words: str) -> None:
 VALUES_THAT_DIFFER = {"membind_policy": "bind", "training_port": "61000", "ucp_device_type": "gpu"}
 
 
-@pytest.mark.parametrize("dest", NOTHING_YET)
+@pytest.mark.parametrize("dest", NO_EFFECT)
 def test_one_line_for_what_does_nothing_yet(dest: str) -> None:
     for name in ("--" + dest, "--" + dest.replace("_", "-")):
         found = made(f"{name} {VALUES_THAT_DIFFER.get(dest, '')}")
@@ -606,7 +606,7 @@ def asked(*words: str, environ: dict[str, str] | None = None, filled: str = "") 
 )
 def test_a_value_and_whose_it_is(given: FlagValues, value: str, source: str) -> None:
     assert (given.text("nnodes"), given.source("nnodes")) == (value, source)
-    assert given.explicitly("nnodes") is (source != "default")
+    assert given.is_given("nnodes") is (source != "default")
 
 
 def test_the_page_is_told_who_has_set_what() -> None:
@@ -639,7 +639,7 @@ def test_a_switch_of_another_maker(namespace: argparse.Namespace, on: bool, sour
 def test_a_namespace_without_our_flags() -> None:
     """What torch's own parser, or accelerate, would hand in: only torch's names."""
     ours = get_args_parser({}).parse_args(["--nnodes=2", "--node-rank=1", "s.py", "a"])
-    contract = get_args_parser({}).contract | {"training_script", "training_script_args"}
+    contract = get_args_parser({}).torchrun_dests | {"training_script", "training_script_args"}
     theirs = argparse.Namespace(**{k: v for k, v in vars(ours).items() if k in contract})
     environ = {"NODE_RANK": "0"}
     assert resolve(theirs, environ, machine()) == resolve(ours, environ, machine())

@@ -101,7 +101,9 @@ def parser(environ: Mapping[str, str]) -> Parser:
 
 def _master(flags: FlagValues, where: str) -> MasterQuery:
     try:
-        return masters.question(masters.parse_endpoint(where), trust.token(flags), trust.tls(flags))
+        return masters.query_with(
+            masters.parse_endpoint(where), trust.token(flags), trust.tls(flags)
+        )
     except NoStatus as wrong:
         raise UsageError(f"--rdzv-endpoint: {wrong}") from None
 
@@ -113,7 +115,7 @@ def _subject(
     from elasticrun.cli.resolve import ranks_per_node
 
     nproc = 0
-    if flags.explicitly("nproc_per_node"):
+    if flags.is_given("nproc_per_node"):
         nproc = ranks_per_node(flags, this_machine(flags.environ), [])
     nodes = _nodes(flags, place)
     alone = master is None or names_this_host_only(master.endpoint.host)
@@ -135,7 +137,7 @@ def _nodes(flags: FlagValues, place: DetectedPlace) -> int:
     allocated: a bare command in a batch script is a job of one node, but the checks should cover
     the other allocated nodes too."""
     _, nodes = settings.nodes(flags.text("nnodes"))
-    if flags.explicitly("nnodes") or flags.switch("standalone") or place.found is None:
+    if flags.is_given("nnodes") or flags.switch("standalone") or place.found is None:
         return nodes
     return max(nodes, amount(place.found.nodes))
 
@@ -150,8 +152,8 @@ def _place(flags: FlagValues) -> DetectedPlace:
 
 def _settings(flags: FlagValues, place: DetectedPlace) -> list[Setting]:
     """The settings that place this node; empty if neither the user nor a scheduler sets any."""
-    given = [dest for dest in _OTHERS if flags.explicitly(dest)]
-    if place.found is None and not given and not any(map(flags.explicitly, ALWAYS)):
+    given = [dest for dest in _OTHERS if flags.is_given(dest)]
+    if place.found is None and not given and not any(map(flags.is_given, ALWAYS)):
         return []
     return [setting(flags, dest) for dest in (*ALWAYS, *given)]
 

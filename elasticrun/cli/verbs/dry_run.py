@@ -53,7 +53,7 @@ def describe(
     lines = [f"{name:<22}{value}" for name, value in rows]
     lines += ["", *(f"note: {note}" for note in found.notes), ""] if found.notes else [""]
     settings = [
-        _counting(setting(flags, flag.dest), found, environ)
+        _in_effect(setting(flags, flag.dest), found, environ)
         for flag in FLAGS
         if flag.dest not in ("dry_run", "verbose", "version", "print_completion")
     ]
@@ -67,7 +67,7 @@ def describe(
     return "\n".join(lines) + "\n"
 
 
-def _counting(row: Setting, found: Resolved, environ: Mapping[str, str]) -> Setting:
+def _in_effect(row: Setting, found: Resolved, environ: Mapping[str, str]) -> Setting:
     """The row of a flag, with the value in effect and its source if something other than the flag
     has replaced its default."""
     launch, place, job_id = found.launch, found.place, found.identity.job_id

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from elasticrun.cli import settings, trust
 from elasticrun.cli.flags import PROG, Parser, add_group
-from elasticrun.cli.rendezvous import Meeting
+from elasticrun.cli.rendezvous import RendezvousPlan
 from elasticrun.cli.resolve import conf_keys, job_spec
 from elasticrun.cli.settings import FlagValues, UsageError
 from elasticrun.cli.table import FLAGS, TRUST
@@ -83,10 +83,10 @@ def configure(argv: Sequence[str], environ: dict[str, str]) -> MasterConfig:
     flags = FlagValues(ns, environ)
     job_id = settings.name(flags.text("rdzv_id"), "--rdzv-id")
     spec, conf = None, conf_keys(flags)
-    if any(flags.explicitly(dest) for dest in JOB_FLAGS):
+    if any(flags.is_given(dest) for dest in JOB_FLAGS):
         low, high = settings.nodes(flags.text("nnodes"))
-        meeting = Meeting(Place("elastic"), job_id, low, high, -1)
-        spec = job_spec(flags, conf, meeting)
+        plan = RendezvousPlan(Place("elastic"), job_id, low, high, -1)
+        spec = job_spec(flags, conf, plan)
         spec = structs.replace(spec, job_id=job_id)
     return MasterConfig(
         identity=Identity(job_id, token=trust.token(flags), tls=trust.tls(flags)),

@@ -58,7 +58,7 @@ def published_here() -> list[Published]:
         raise NoStatus(f"the user's folder cannot be read: {wrong}") from None
 
 
-def question(endpoint: Endpoint, token: str, files: Tls | None) -> MasterQuery:
+def query_with(endpoint: Endpoint, token: str, files: Tls | None) -> MasterQuery:
     """The query to a master, with the job's token, else with the reader token that one of this
     user's masters with this port published here. Sending a proof of that reader token to another
     job's master leaks nothing, because only the publishing master accepts it."""
@@ -72,7 +72,7 @@ def question(endpoint: Endpoint, token: str, files: Tls | None) -> MasterQuery:
     return MasterQuery(endpoint, "", files)
 
 
-def question_to(master: Published, token: str, files: Tls | None) -> MasterQuery:
+def query_to(master: Published, token: str, files: Tls | None) -> MasterQuery:
     """The query to one of this user's masters on this host."""
     given = master.reader or reader_token(token)
     return MasterQuery(master.endpoint, given, files if master.tls else None, master.run)
@@ -99,7 +99,7 @@ class NoReply(NamedTuple):
 
 
 def query_all(
-    questions: list[MasterQuery], runner: asyncio.Runner
+    queries: list[MasterQuery], runner: asyncio.Runner
 ) -> tuple[list[tuple[Endpoint, JobStatus]], list[NoReply]]:
     """Query all at once. Returns the endpoints and statuses of the masters that answer, and those
     that do not or refuse. Raises NoStatus for unusable TLS files."""
@@ -108,27 +108,27 @@ def query_all(
     from elasticrun.wire import auth
     from elasticrun.wire.rpc.channel import LinkError, get_status
 
-    async def ask_one(question: MasterQuery) -> JobStatus:
-        pem = None if question.files is None else auth.read_pem(question.files)
-        where = question.endpoint
+    async def ask_one(query: MasterQuery) -> JobStatus:
+        pem = None if query.files is None else auth.read_pem(query.files)
+        where = query.endpoint
         try:
             return await get_status(
-                where, ANSWER_LIMIT, token=question.reader, tls=pem, version=__version__
+                where, ANSWER_LIMIT, token=query.reader, tls=pem, version=__version__
             )
         except LinkError as error:
             if error.rejected:
                 raise
-            found, why = await probe(where, ANSWER_LIMIT, question.files)
+            found, why = await probe(where, ANSWER_LIMIT, query.files)
             if found is PortAnswer.INSECURE:
                 raise LinkError(why, rejected=True) from None
             raise
 
     async def ask_all() -> list[JobStatus | BaseException]:
-        return await asyncio.gather(*map(ask_one, questions), return_exceptions=True)
+        return await asyncio.gather(*map(ask_one, queries), return_exceptions=True)
 
     pages: list[tuple[Endpoint, JobStatus]] = []
     silent: list[NoReply] = []
-    for query, answer in zip(questions, runner.run(ask_all()), strict=True):
+    for query, answer in zip(queries, runner.run(ask_all()), strict=True):
         where = query.endpoint
         if isinstance(answer, LinkError):
             sentence = f"the master at {where} refuses to answer: {answer}"
@@ -147,6 +147,6 @@ def query_all(
 def unanswered(where: Endpoint, why: str, run: str = "") -> str:
     """A sentence saying that the master does not answer, what that means for the ranks, and what to
     run. `run`: the run folder of its job, "" if unknown."""
-    goes_on = "; its ranks may keep training without it" if run else ""
+    ranks_note = "; its ranks may keep training without it" if run else ""
     advice = f"to find out why, run here: elasticrun doctor --rdzv-endpoint={where}"
-    return f"the master at {where} does not answer ({why}){goes_on}; {advice}"
+    return f"the master at {where} does not answer ({why}){ranks_note}; {advice}"

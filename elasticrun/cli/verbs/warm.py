@@ -111,7 +111,7 @@ def _start(
     return EXIT_OK
 
 
-def _warm(folder: Path) -> Iterator[tuple[Path, spawning.Description]]:
+def _live_processes(folder: Path) -> Iterator[tuple[Path, spawning.Description]]:
     """The sockets of this user's warm processes that answer, with each process's description."""
     for path in sorted(folder.glob("warm-*.sock")):
         if path.is_socket() and (found := _describe(path)) is not None:
@@ -142,12 +142,12 @@ def _send(path: Path, word: spawning.ToWarm) -> spawning.FromWarm | None:
 
 def _list(folder: Path) -> int:
     rows = [("PID", "TORCH", "MODULES", "MEMORY", "JOBS", "ENDS IN", "WHERE")]
-    for path, found in _warm(folder):
+    for path, found in _live_processes(folder):
         ends = f"{found.left / 60:.0f} min" if found.left >= 90 else f"{found.left:.0f} s"
         rows.append((
             str(found.pid), found.torch, str(found.modules),
             _memory(found.pid), str(found.served), ends,
-            _where(path),
+            _usable_for(path),
         ))  # fmt: skip
     if len(rows) == 1:
         print("no warm process")
@@ -159,7 +159,7 @@ def _list(folder: Path) -> int:
     return EXIT_OK
 
 
-def _where(path: Path) -> str:
+def _usable_for(path: Path) -> str:
     """For which jobs from this shell the warm process at `path` is used, or why for none."""
     for one_rank, words in ((False, "here"), (True, "here, for jobs of one rank")):
         environ = _environ(one_rank=one_rank)
@@ -184,17 +184,17 @@ def _memory(pid: int) -> str:
 
 def _stop(folder: Path, notify: Callable[[str], None]) -> int:
     pids = []
-    for path, found in _warm(folder):
+    for path, found in _live_processes(folder):
         _send(path, spawning.Leave())
         pids.append(found.pid)
-    if left := [pid for pid in pids if not _ended(pid)]:
+    if left := [pid for pid in pids if not _await_exit(pid)]:
         notify(f"error: still there: {', '.join(map(str, left))}")
         return EXIT_FAILED
     notify(f"{len(pids)} ended" if pids else "no warm process")
     return EXIT_OK
 
 
-def _ended(pid: int) -> bool:
+def _await_exit(pid: int) -> bool:
     with contextlib.suppress(ProcessLookupError), open(os.pidfd_open(pid), "rb", 0) as pidfd:
         return bool(select.select([pidfd], [], [], ANSWER_LIMIT)[0])
     return True

@@ -18,7 +18,7 @@ from typing import Final
 from elasticrun import __version__
 from elasticrun.cli import trust
 from elasticrun.cli.flags import PROG, Parser, get_args_parser
-from elasticrun.cli.rendezvous import without
+from elasticrun.cli.rendezvous import without_flags
 from elasticrun.cli.settings import FlagValues, NotHere, UsageError
 from elasticrun.cli.verbs.masters import NoStatus, parse_endpoint
 from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE
@@ -89,7 +89,7 @@ def main(argv: Sequence[str], notify: Callable[[str], None], launch: Callable[..
     command, at = answer.command, answer.program_at
     known = any(word.startswith("--rdzv-id") for word in command[:at])
     ours = [f"--rdzv-endpoint={endpoint}", *([] if known else [f"--rdzv-id={answer.job_id}"])]
-    words = [*without(command[:at], TRUST_FLAGS), *flags, *ours, *command[at:]]
+    words = [*without_flags(command[:at], TRUST_FLAGS), *flags, *ours, *command[at:]]
     _change_folder(answer, words)
     os.environ.pop(trust.TOKEN_FILE_VARIABLE, None)  # of another job; it would take precedence
     os.environ[trust.TOKEN_VARIABLE] = answer.token  # `withdraw` removes it again

@@ -12,7 +12,7 @@ from typing import Final
 from elasticrun.cli import settings, trust
 from elasticrun.cli.detection.found import port_of_name
 from elasticrun.cli.flags import get_args_parser
-from elasticrun.cli.rendezvous import MEETING_FLAGS, fresh_id, job_stem, without
+from elasticrun.cli.rendezvous import RENDEZVOUS_FLAGS, fresh_id, job_stem, without_flags
 from elasticrun.cli.settings import FlagValues, NotHere, UsageError
 from elasticrun.config import EXIT_OK, EXIT_USAGE
 from elasticrun.jobs.hosts import fleet, hostfile, ssh
@@ -53,26 +53,26 @@ def plan_of(words: Sequence[str], flags: FlagValues, environ: Mapping[str, str])
     """What these words start on which host. Raises UsageError."""
     hosts = _hosts(flags)
     for dest in _OF_ONE_HOST:
-        if flags.explicitly(dest):
+        if flags.is_given(dest):
             raise UsageError(
                 f"{flags.source(dest)} is for one host: leave it out with --hosts", EXIT_USAGE
             )
-    given = flags.explicitly("nnodes")
+    given = flags.is_given("nnodes")
     low, high = settings.nodes(flags.text("nnodes") if given else str(len(hosts)))
     if len(hosts) < low:
         raise UsageError(
             f"--nnodes={flags.text('nnodes')} needs more hosts than the {len(hosts)} given",
             EXIT_USAGE,
         )
-    named = flags.explicitly("rdzv_id")
+    named = flags.is_given("rdzv_id")
     job = flags.text("rdzv_id") if named else f"{job_stem(flags)}-{fresh_id()[:8]}"
-    meets = not any(map(flags.explicitly, MEETING_FLAGS))
+    meets = not any(map(flags.is_given, RENDEZVOUS_FLAGS))
     common = [] if named else [f"--rdzv-id={job}"]
-    common += [] if named or flags.explicitly("name") else [f"--name={job_stem(flags)}"]
+    common += [] if named or flags.is_given("name") else [f"--name={job_stem(flags)}"]
     common += [] if given else [f"--nnodes={len(hosts)}"]
     at = get_args_parser().script_at(words)
-    behind = [*without(words[:at], _NOT_PASSED_ON), *words[at:]]
-    slots = not flags.explicitly("nproc_per_node")
+    behind = [*without_flags(words[:at], _NOT_PASSED_ON), *words[at:]]
+    slots = not flags.is_given("nproc_per_node")
     argv = []
     for number, host in enumerate(hosts):
         own = [f"--node-rank={number}"] if number < high else []

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from elasticrun.cli import settings
 from elasticrun.cli.flags import PROG, get_args_parser
-from elasticrun.cli.rendezvous import MEETING_FLAGS, without
+from elasticrun.cli.rendezvous import RENDEZVOUS_FLAGS, without_flags
 from elasticrun.jobs.convert.command import LAUNCHER, SHELLS
 from elasticrun.jobs.render.checks import Invalid
 
@@ -300,9 +300,9 @@ def _program(words: Sequence[str]) -> tuple[list[str], list[str]]:
         ours = get_args_parser({})
         at = 1 + ours.script_at(words[1:])
         settled = [
-            f"--{dest.replace('_', '-')}" for dest in (*MEETING_FLAGS, "nnodes", "node_rank")
+            f"--{dest.replace('_', '-')}" for dest in (*RENDEZVOUS_FLAGS, "nnodes", "node_rank")
         ]
-        return without(words[1:at], settled), ["--", *words[at:]]
+        return without_flags(words[1:at], settled), ["--", *words[at:]]
     if not re.fullmatch(_PYTHON, name):
         return ["--no-python"], ["--", *words]
     rest = words[2:] if words[1:2] == ["-u"] else words[1:]

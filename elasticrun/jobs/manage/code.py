@@ -9,7 +9,7 @@ from pathlib import Path
 
 from elasticrun.agent.workers import checkout
 from elasticrun.cli.flags import get_args_parser
-from elasticrun.cli.rendezvous import without
+from elasticrun.cli.rendezvous import without_flags
 from elasticrun.cli.settings import NotHere
 
 
@@ -28,7 +28,7 @@ def with_commit(
     commit and the job's record names it. Updates `ns` too. Raises NotHere."""
     ns.git = pinned(ns.git, environ)
     at = get_args_parser().script_at(words)
-    return [f"--git={ns.git}", *without(words[:at], ("--git",)), *words[at:]]
+    return [f"--git={ns.git}", *without_flags(words[:at], ("--git",)), *words[at:]]
 
 
 def enter(git: str, environ: Mapping[str, str], notify: Callable[[str], None]) -> None:

@@ -28,7 +28,7 @@ from elasticrun.cli.verbs.masters import (
     NoStatus,
     published_here,
     query_all,
-    question_to,
+    query_to,
 )
 from elasticrun.config import EXIT_USAGE, Tls
 from elasticrun.core.words import plain, some
@@ -123,13 +123,13 @@ def _rows_from_masters(
     nodes or be unreachable, so its backend or run folder provides the row."""
     try:
         masters = published_here()
-        queries = [question_to(one, token, files) for one in masters if one.process.is_local]
+        queries = [query_to(one, token, files) for one in masters if one.process.is_local]
         pages, unheard = query_all(queries, runner) if queries else ([], [])
     except NoStatus as wrong:
         return [], [str(wrong)]
     taken = {one.endpoint for one in queries}  # another host may use the same loopback address
     far = {one.endpoint: one for one in masters if one.endpoint not in taken}
-    others = [question_to(one, token, files) for one in far.values()]
+    others = [query_to(one, token, files) for one in far.values()]
     here = {os.path.realpath(one.run) for one in (*queries, *others) if one.run}
     away = [*others, *(one for one in away if os.path.realpath(one.run) not in here)]
     answers = query_all(away, runner)[0] if away else []

@@ -34,8 +34,8 @@ from elasticrun.cli.verbs.masters import (
     parse_endpoint,
     published_here,
     query_all,
-    question,
-    question_to,
+    query_to,
+    query_with,
 )
 from elasticrun.config import ETCD_CALL_LIMIT, Tls
 from elasticrun.core.words import nearest, plain, some
@@ -129,7 +129,7 @@ def _query_of(found: UserJob, token: str, files: Tls | None) -> MasterQuery | No
     """The query to the master of a job, here or elsewhere; None if the job has ended or no master
     is known."""
     if found.master:
-        return question_to(found.master, token, files)
+        return query_to(found.master, token, files)
     if found.run is not None and found.run.state() not in ENDED:
         with contextlib.suppress(NotAnswered):
             master = master_of(found.run)
@@ -195,7 +195,7 @@ def _local_queries(token: str, files: Tls | None) -> list[MasterQuery]:
                     "ended or run elsewhere"
                 )
         raise NoStatus(NO_JOBS)
-    return [question_to(master, token, files) for master in masters]
+    return [query_to(master, token, files) for master in masters]
 
 
 # ---------------------------------------------------------------- the page
@@ -311,7 +311,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     ns = _arguments(argv, variables)
     flags = FlagValues(ns, variables)
     store = flags.text("master_store")
-    if store and not ns.endpoint and not flags.explicitly("rdzv_id"):
+    if store and not ns.endpoint and not flags.is_given("rdzv_id"):
         raise UsageError("--master-store needs --rdzv-id")
     files, token = trust.tls(flags), trust.token(flags)
     here = not (ns.endpoint or store)
@@ -321,19 +321,19 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         ours = _query_of(found, token, files)
         with asyncio.Runner() as runner:  # grpc.aio does not support a second loop
             if ours:
-                questions = [ours]
+                queries = [ours]
             elif _show_run_folder(found.run, as_json=ns.json):
                 return 0
             elif "/" in ns.endpoint:
                 raise NoStatus(no_job(ns.endpoint))
             elif ns.endpoint:
-                questions = [question(parse_endpoint(ns.endpoint), token, files)]
+                queries = [query_with(parse_endpoint(ns.endpoint), token, files)]
             elif store:
                 where = runner.run(find_leader(store, flags.text("rdzv_id"), files))
-                questions = [question(where, token, files)]
+                queries = [query_with(where, token, files)]
             else:
-                questions = _local_queries(token, files)
-            answers, no_reply = query_all(questions, runner)
+                queries = _local_queries(token, files)
+            answers, no_reply = query_all(queries, runner)
     except (NoStatus, NotAnswered) as nothing:
         print(f"elasticrun status: {nothing}", file=sys.stderr)
         return 1
@@ -347,7 +347,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         print(f"elasticrun status: {sentence}", file=sys.stderr)
     if silent and found.run is not None and not ns.json:
         print(*_run_folder_lines(found.run), sep="\n")
-    runs = {str(one.endpoint): one.run for one in questions}
+    runs = {str(one.endpoint): one.run for one in queries}
     known = answers if ns.json or len(answers) == 1 else []  # several jobs get a table
     whole = [_job_page(where, page, runs[str(where)]) for where, page in known]
     if ns.json:

@@ -123,7 +123,7 @@ def read_launch(
     flags = FlagValues(get_args_parser({}).parse_args([*given, "script"]), {})
     ranks, notes = _ranks(ns.nproc_per_node, gpus)
     # the scheduler must also stop retrying a job that cannot succeed
-    codes = [] if flags.explicitly("exit_codes") else ["--exit-codes=scheduler"]
+    codes = [] if flags.is_given("exit_codes") else ["--exit-codes=scheduler"]
     launch = NodeCommand(
         script=program[0],
         args=tuple(program[1:]),
@@ -158,7 +158,7 @@ def _signal_flag(flags: FlagValues, signal: str) -> list[str]:
     handled = flags.text("signals_to_handle")
     if signal not in SIGNALS or name in settings.signals(handled):
         return []
-    if flags.explicitly("signals_to_handle"):
+    if flags.is_given("signals_to_handle"):
         raise Invalid(
             f"--signals-to-handle={handled}: add {name}, or nodes would not save and leave when "
             "the scheduler sends it"
