@@ -109,18 +109,18 @@ class Master:
 
     def _await_ready(self) -> None:
         end = time.monotonic() + 120
-        while "serving" not in self.said():
+        while "serving" not in self.log_text():
             if time.monotonic() > end or self.process.poll() is not None:
-                raise TookTooLong(f"the master does not serve: {self.said()[-1000:]}")
+                raise TookTooLong(f"the master does not serve: {self.log_text()[-1000:]}")
             time.sleep(0.02)
 
-    def said(self) -> str:
+    def log_text(self) -> str:
         """The master's log so far."""
         return self.log.read_text(errors="replace")
 
     def count(self, words: str) -> int:
         """The number of matches of this pattern in its log."""
-        return len(re.findall(words, self.said()))
+        return len(re.findall(words, self.log_text()))
 
     def cpu(self) -> float:
         """CPU seconds that the master has used."""
@@ -176,17 +176,17 @@ class Crowd:
             self.loads.append(Lines(str(HERE / "load.py"), *words))
             first += count
 
-    def tell(self, **command: Any) -> dict[str, Any]:
+    def send(self, **command: Any) -> dict[str, Any]:
         """Send all load processes a command. Returns their merged answers. Raises TookTooLong if
         the awaited event did not occur."""
         for load in self.loads:
             load.ask(command)
-        found = together([load.answer(2 * PATIENCE) for load in self.loads])
+        found = merge_tallies([load.answer(2 * PATIENCE) for load in self.loads])
         if found["late"]:
             raise TookTooLong(f"{command} of {self.nodes} sessions: {found}")
         return found
 
-    def tell_one(self, **command: Any) -> None:
+    def send_to_first(self, **command: Any) -> None:
         """Send only the first load process a command, and wait for its answer."""
         self.loads[0].ask(command)
         self.loads[0].answer(2 * PATIENCE)
@@ -201,7 +201,7 @@ class Crowd:
             load.end()
 
 
-def together(tallies: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def merge_tallies(tallies: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Merge tallies: the minimum of each `first_...`, the maximum of each `last_...`, the sum of
     each count."""
     made: dict[str, Any] = {}
@@ -231,7 +231,7 @@ def serving(
     try:
         crowd = Crowd(master.port, nodes, processes, heartbeat)
         try:
-            crowd.tell(do="tally")  # answered once the imports are done
+            crowd.send(do="tally")  # answered once the imports are done
             yield master, crowd
         finally:
             crowd.end()

@@ -86,7 +86,7 @@ NO_MASTER = "has none: its store lives and dies with an agent"
 NO_RECORD = "its store and its state are gone with the host"
 
 
-def comings(few: int) -> list[Row]:
+def join_rows(few: int) -> list[Row]:
     """The rows about nodes that join."""
     young = partial(rows.join, nnodes="2:3", age=2.0)
     room = partial(rows.join, nnodes="2:4", age=2.0)
@@ -116,7 +116,7 @@ def comings(few: int) -> list[Row]:
     ]
 
 
-def goings(few: int) -> list[Row]:
+def loss_rows(few: int) -> list[Row]:
     """The rows about nodes that are killed or fall silent."""
     lose = rows.lose_a_node
     silent = partial(lose, host=False, freeze=True)
@@ -155,7 +155,7 @@ def goings(few: int) -> list[Row]:
     ]
 
 
-def masters(few: int) -> list[Row]:
+def master_rows(few: int) -> list[Row]:
     """The rows about a master that is killed, alone or with its host."""
     found: dict[str, list[float]] = {}
 
@@ -177,7 +177,7 @@ def masters(few: int) -> list[Row]:
     ]
 
 
-def stalls(quick: bool) -> list[Row]:
+def stall_rows(quick: bool) -> list[Row]:
     """The rows about events that must cost nothing, and the number of rounds of a slow start."""
     made = [
         Row(
@@ -196,7 +196,7 @@ def stalls(quick: bool) -> list[Row]:
     return made
 
 
-def ranks(few: int) -> list[Row]:
+def rank_row(few: int) -> list[Row]:
     """The row about a rank that dies on one node of two."""
     take = launcher_rows.two_nodes
     name = "a rank dies on one node of two → first all_reduce of both"
@@ -254,7 +254,13 @@ def main() -> int:
     about = report.begin()
     print("| event → what | torchrun | elasticrun | wanted | |\n|---|---|---|---|---|")
     few = 1 if options.quick else 3
-    plan = [*comings(few), *goings(few), *ranks(few), *masters(few), *stalls(options.quick)]
+    plan = [
+        *join_rows(few),
+        *loss_rows(few),
+        *rank_row(few),
+        *master_rows(few),
+        *stall_rows(options.quick),
+    ]
     done = [row for row in plan if options.only.lower() in row.name.lower()]
     for row in done:
         if options.ours:

@@ -11,7 +11,7 @@ import contextlib
 import time
 from itertools import pairwise
 
-from nodes import FIRST_STEP_LIMIT, Nodes, answers, etcd, only_ours
+from nodes import FIRST_STEP_LIMIT, Nodes, await_answer, etcd, only_elasticrun
 from rows import last, warm_process
 from stage import ELASTICRUN, TORCHRUN, TookTooLong, job
 
@@ -42,7 +42,7 @@ def lose_a_node(launcher: str, *, host: bool, conf: str = "", freeze: bool = Fal
     found: list[float] = []
     for turn in range(1 if host or freeze or launcher == TORCHRUN else 2):
         with job(launcher) as run:
-            nodes = Nodes(run, "2:3", *only_ours(launcher, *((conf,) if conf else ())))
+            nodes = Nodes(run, "2:3", *only_elasticrun(launcher, *((conf,) if conf else ())))
             nodes.add(3)
             nodes.first_steps(3, 0.0, FIRST_STEP_LIMIT)
             nodes.settle()
@@ -59,7 +59,7 @@ def lose_a_node_with_setup(launcher: str, *, recovers: bool = False) -> list[flo
     step. `recovers`: a recoverable function keeps the setup."""
     more = {"BENCH_SETUP": "5", **({"BENCH_RECOVERS": "1"} if recovers else {})}
     with job(launcher) as run:
-        nodes = Nodes(run, "1:2", *only_ours(launcher), script="set_up.py", more=more)
+        nodes = Nodes(run, "1:2", *only_elasticrun(launcher), script="set_up.py", more=more)
         nodes.add(2)
         nodes.first_steps(2, 0.0, FIRST_STEP_LIMIT)
         nodes.settle()
@@ -71,7 +71,7 @@ def join(launcher: str, *, nnodes: str, age: float, flags: tuple[str, ...] = ())
     """A third node joins, `age` seconds after the first step at world size 2: from its command to
     the first step at world size 3. Under elasticrun the survivors must keep their ranks."""
     with job(launcher) as run:
-        nodes = Nodes(run, nnodes, *only_ours(launcher, *flags))
+        nodes = Nodes(run, nnodes, *only_elasticrun(launcher, *flags))
         nodes.add(2)
         before = {f.node: f.rank for f in nodes.first_steps(2, 0.0, FIRST_STEP_LIMIT)}
         nodes.settle(age)
@@ -95,7 +95,7 @@ def lose_the_master() -> dict[str, list[float]]:
         before = len(nodes.steps())
         killed = time.monotonic()
         nodes.master().kill()
-        back = answers(nodes.port, 30.0) - killed
+        back = await_answer(nodes.port, 30.0) - killed
         nodes.settle(2.0)
         steps = nodes.steps()
         pauses = [

@@ -134,7 +134,7 @@ def measure(launcher: str, fault: str, ranks: int, nodes: int) -> Row:
     right = bool(klass) and re.search(wanted.rank, said) is not None
     line = ""
     if f"{FAULTY.name}:" in said:
-        line = "right" if re.search(rf"\b{re.escape(here(fault))}\b", said) else "wrong"
+        line = "right" if re.search(rf"\b{re.escape(fault_location(fault))}\b", said) else "wrong"
     return Row(launcher, fault, ranks, nodes, klass, after, right, line, said)
 
 
@@ -160,7 +160,7 @@ def watch(run: Job, limit: float) -> tuple[str, float | None, str]:
     return "" if at else "not started", None, said.partition(AT)[2].strip()
 
 
-def here(fault: str) -> str:
+def fault_location(fault: str) -> str:
     """Where rank 1 executes this fault, such as "faulty.py:41 sleep"."""
     lines = FAULTY.read_text().splitlines()
     first = next((n for n, line in enumerate(lines) if line.startswith(f"def {fault}(")), 0)
@@ -168,7 +168,7 @@ def here(fault: str) -> str:
     return f"{FAULTY.name}:{number + 1} {fault}"
 
 
-def together(plan: Iterable[tuple[str, str, int, int]], at_once: int) -> list[Row]:
+def measure_all(plan: Iterable[tuple[str, str, int, int]], at_once: int) -> list[Row]:
     """Measure these, `at_once` at a time, and print their lines in order."""
     rows = []
     with ThreadPoolExecutor(at_once) as pool:
@@ -194,14 +194,14 @@ def main() -> int:
     sizes = [(ranks, nodes) for ranks in asked.ranks for nodes in asked.nodes]
     faults = sorted(asked.faults, key=lambda fault: FAULTS[fault].busy)
     quiet = [fault for fault in faults if not FAULTS[fault].busy]
-    rows = together([(ELASTICRUN, one, *size) for one in quiet for size in sizes], asked.at_once)
+    rows = measure_all([(ELASTICRUN, one, *size) for one in quiet for size in sizes], asked.at_once)
     busy = [fault for fault in faults if FAULTS[fault].busy]
-    rows += together([(ELASTICRUN, one, *size) for one in busy for size in sizes], 1)
+    rows += measure_all([(ELASTICRUN, one, *size) for one in busy for size in sizes], 1)
     theirs: list[Row] = []
     if asked.torchrun:
         print("\ntorchrun:")
         few = min(asked.ranks)
-        theirs = together([(TORCHRUN, one, few, 1) for one in faults], asked.at_once)
+        theirs = measure_all([(TORCHRUN, one, few, 1) for one in faults], asked.at_once)
     report.write("hangs", about, {"rows": [asdict(row) for row in rows + theirs]}, asked.json)
     print(Counter(row.klass or "none" for row in rows))
     return report.verdict([row.missed for row in rows if row.missed])

@@ -38,17 +38,17 @@ def measure(sessions: int, seconds: float, processes: int, heartbeat: float) -> 
     """One complete run; see the module docstring."""
     with serving(sessions, processes, heartbeat=heartbeat) as (master, crowd):
         busy = master.cpu()
-        crowd.tell(do="attach", every=processes / PER_SECOND)
+        crowd.send(do="attach", every=processes / PER_SECOND)
         attach = master.cpu() - busy
-        crowd.tell(do="join")
-        crowd.tell(do="started")
+        crowd.send(do="join")
+        crowd.send(do="started")
         time.sleep(SETTLE)
-        found = rest(master, crowd, seconds)
+        found = idle(master, crowd, seconds)
         found["attach"] = 1000 * attach / sessions
         busy = master.cpu()
-        crowd.tell(do="anew")
-        crowd.tell_one(do="fail")
-        again = crowd.tell(do="started")
+        crowd.send(do="anew")
+        crowd.send_to_first(do="fail")
+        again = crowd.send(do="started")
         found["broadcast"] = again["last_start"] - again["last_join"]
         found["all back"] = again["last_start"] - again["first_join"]
         found["round cpu"] = 1000 * (master.cpu() - busy) / sessions
@@ -57,15 +57,15 @@ def measure(sessions: int, seconds: float, processes: int, heartbeat: float) -> 
         return found
 
 
-def rest(master: Master, crowd: Crowd, seconds: float) -> dict[str, float]:
+def idle(master: Master, crowd: Crowd, seconds: float) -> dict[str, float]:
     """Let the sessions idle for some seconds. Returns the cost of that time, and what went
     wrong."""
-    before, carried = crowd.tell(do="tally"), wire(master.port)
+    before, carried = crowd.send(do="tally"), wire(master.port)
     suspects, deaths = (master.count(word) for word in ("is suspect", "is dead"))
     busy, load, began = master.cpu(), crowd.cpu(), time.monotonic()
     time.sleep(seconds)
     passed = time.monotonic() - began
-    after, now = crowd.tell(do="tally"), wire(master.port)
+    after, now = crowd.send(do="tally"), wire(master.port)
     found = {
         "cpu": 100 * (master.cpu() - busy) / passed,
         "load cpu": 100 * (crowd.cpu() - load) / passed,

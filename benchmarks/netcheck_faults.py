@@ -267,10 +267,10 @@ def double(count: int, kinds: Sequence[str] = KINDS) -> Iterator[tuple[Fault, Fa
 class Tally:
     """Counts over many checks of one size."""
 
-    planted: int = 0
+    injected: int = 0
     decidable: int = 0
     found: int = 0
-    wronged: int = 0  # good nodes that were convicted
+    misjudged: int = 0  # good nodes that were convicted
     # checks in which a decidable fault was not found, or a good node was convicted
     missed: list[tuple[int, tuple[Fault, ...]]] = field(default_factory=list)
     passes: list[int] = field(default_factory=list)
@@ -278,21 +278,21 @@ class Tally:
     def add(self, count: int, faults: tuple[Fault, ...]) -> None:
         """Inject these faults, run the check, and count the result."""
         outcome = check(count, Machines(faults))
-        told = outcome.failed | outcome.slow
+        reported = outcome.failed | outcome.slow
         must_be = {one.node for one in faults if decidable(count, one, faults)}
         slow = {one.node for one in faults if one.kind in SLOW}
-        wronged = (outcome.failed - guilty(faults)) | (outcome.slow - slow)
-        self.planted += len(faults)
+        misjudged = (outcome.failed - guilty(faults)) | (outcome.slow - slow)
+        self.injected += len(faults)
         self.decidable += len(must_be)
-        self.found += len(must_be & told)
-        self.wronged += len(wronged)
+        self.found += len(must_be & reported)
+        self.misjudged += len(misjudged)
         self.passes.append(outcome.passes)
-        if wronged or must_be - told:
+        if misjudged or must_be - reported:
             self.missed.append((count, faults))
 
     def row(self, *head: object) -> str:
         """The line of the table; `head`: its first cells."""
-        cells = [*head, self.planted, self.decidable, self.found, self.wronged]
+        cells = [*head, self.injected, self.decidable, self.found, self.misjudged]
         median = statistics.median_low(self.passes) if self.passes else "-"
         cells.append(f"{median}, {max(self.passes, default='-')}")
         return "| " + " | ".join(str(cell) for cell in cells) + " |"
@@ -338,21 +338,21 @@ def table(
 def links(count: int, most: int, chance: random.Random) -> tuple[str, int]:
     """Check single bad links. Returns the row, and how often a node was convicted or a probed bad
     link was not named."""
-    tried, named, wronged, passes = 0, 0, 0, []
+    tried, named, misjudged, passes = 0, 0, 0, []
     listed = sampled(single(count, "link"), most, chance)
     for (fault,) in listed:
         outcome = check(count, Machines((fault,)))
         ends = {fault.node, fault.other}
         groups = [group for one in outcome.groups for group in one]
-        told = [outcome.summary, *outcome.reasons.values()]
+        reported = [outcome.summary, *outcome.reasons.values()]
         tried += any(ends <= set(group.nodes) for group in groups)
-        named += any(fault.node in one and fault.other in one for one in told)
-        wronged += len(outcome.failed | outcome.slow)
+        named += any(fault.node in one and fault.other in one for one in reported)
+        misjudged += len(outcome.failed | outcome.slow)
         passes.append(outcome.passes)
-    cells = [count, len(listed), tried, named, wronged]
+    cells = [count, len(listed), tried, named, misjudged]
     worst = f"{statistics.median_low(passes)}, {max(passes)}"
     row = "| " + " | ".join(str(cell) for cell in [*cells, worst]) + " |"
-    return row, wronged + tried - named
+    return row, misjudged + tried - named
 
 
 def noisy(seeds: int) -> tuple[int, int]:
@@ -367,12 +367,12 @@ def noisy(seeds: int) -> tuple[int, int]:
 def restless(count: int, seeds: int) -> tuple[int, int]:
     """Run checks of this many `Restless` nodes. Returns in how many a node that takes ten times as
     long is found, and in how many a node is found slow although none is."""
-    found = wronged = 0
+    found = misjudged = 0
     for seed in range(seeds):
         faults = (Fault("slow-compute", "n1"),)
         found += "n1" in check(count, Restless(count, faults, 10.0, seed)).slow
-        wronged += bool(check(count, Restless(count, (), 1.0, seed)).slow)
-    return found, wronged
+        misjudged += bool(check(count, Restless(count, (), 1.0, seed)).slow)
+    return found, misjudged
 
 
 def random_pairs(count: int, most: int, chance: random.Random) -> Iterator[tuple[Fault, ...]]:
@@ -446,10 +446,10 @@ def main() -> int:
     print("Matmuls that vary by 30 %, and from pass to pass by a factor of two, for all nodes:")
     for count in (2, 3, 4, 8, 64):
         seeds = (4000 if count < 10 else 1000) // part
-        found, wronged = restless(count, seeds)
+        found, misjudged = restless(count, seeds)
         print(
             f"{count} nodes: one that is ten times as slow found in {found / seeds:.1%} of "
-            f"{seeds} checks; one called slow where none is in {wronged / seeds:.1%}"
+            f"{seeds} checks; one called slow where none is in {misjudged / seeds:.1%}"
         )
     return int(bad + slow > 0)
 

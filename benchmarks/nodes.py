@@ -143,7 +143,7 @@ def signal_all(victims: Sequence[psutil.Process], number: int) -> float:
     return began
 
 
-def answers(port: int, limit: float) -> float:
+def await_answer(port: int, limit: float) -> float:
     """Query the status of the master at this port every 10 ms. Returns the time of its first
     answer. Raises TookTooLong after `limit` seconds."""
     from elasticrun.wire.rpc.channel import LinkError, get_status
@@ -182,6 +182,6 @@ def etcd(folder: Path) -> Iterator[str]:
         process.wait()
 
 
-def only_ours(launcher: str, *flags: str) -> tuple[str, ...]:
+def only_elasticrun(launcher: str, *flags: str) -> tuple[str, ...]:
     """These flags for elasticrun; none for torchrun, which does not have them."""
     return flags if launcher == ELASTICRUN else ()

@@ -57,7 +57,7 @@ spec:
 """
 
 
-def measured(jobs: int, nodes: int, seconds: float, scratch: Path) -> dict[str, Any]:
+def measure(jobs: int, nodes: int, seconds: float, scratch: Path) -> dict[str, Any]:
     """Run the operator with this many jobs, each of `nodes` nodes, and measure for some seconds.
     Returns the figures."""
     cluster = StandIn(scratch, hollow=True)
@@ -69,7 +69,7 @@ def measured(jobs: int, nodes: int, seconds: float, scratch: Path) -> dict[str, 
     )
     program = OPERATOR.replace("NODES", str(nodes))
     environment = cluster.client(ACCOUNT).environment
-    life = subprocess.Popen([sys.executable, "-c", program], env=environment)
+    operator_process = subprocess.Popen([sys.executable, "-c", program], env=environment)
     try:
         kubectl("apply", "-f", "-", given="".join(job(f"j{i}", nodes) for i in range(jobs)))
 
@@ -80,18 +80,18 @@ def measured(jobs: int, nodes: int, seconds: float, scratch: Path) -> dict[str, 
         cluster.until("elasticjobs", trains, group="elasticrun.dev", limit=300)
         whole = time.monotonic() - began
         time.sleep(10)
-        process = psutil.Process(life.pid)
+        process = psutil.Process(operator_process.pid)
         before, asked = process.cpu_times(), sum(cluster.server.used.values())
         time.sleep(seconds)
         after = process.cpu_times()
         cpu = (after.user + after.system - before.user - before.system) / seconds
         rate = (sum(cluster.server.used.values()) - asked) / seconds
         rss = process.memory_info().rss / 2**20
-        gaps = [replaced(cluster, f"j{i}-1") for i in range(0, jobs, max(1, jobs // 20))]
+        gaps = [replacement_time(cluster, f"j{i}-1") for i in range(0, jobs, max(1, jobs // 20))]
     finally:
-        life.terminate()
+        operator_process.terminate()
         master.terminate()
-        life.wait()
+        operator_process.wait()
         master.wait()
         cluster.close()
     return {"jobs": jobs, "pods": jobs * nodes, "cpu": round(cpu, 3), "rss_mib": round(rss),
@@ -100,7 +100,7 @@ def measured(jobs: int, nodes: int, seconds: float, scratch: Path) -> dict[str, 
             "replaced_worst_s": round(max(gaps), 3)}  # fmt: skip
 
 
-def replaced(cluster: StandIn, index: str) -> float:
+def replacement_time(cluster: StandIn, index: str) -> float:
     """Kill the first pod of an index. Returns the seconds until it has a successor."""
 
     async def successor() -> None:
@@ -123,7 +123,7 @@ def main() -> int:
     options = parser.parse_args()
     about = report.begin()
     with tempfile.TemporaryDirectory() as scratch:
-        found = measured(options.jobs, options.nodes, options.seconds, Path(scratch))
+        found = measure(options.jobs, options.nodes, options.seconds, Path(scratch))
     for name, value in found.items():
         print(f"{name:20} {value}")
     report.write("operator-cost", about, found, options.json)

@@ -66,19 +66,19 @@ def without_agent(calls: int) -> float:
     return statistics.median(rounds)
 
 
-def _hear(ear: socket.socket) -> None:
-    while ear.recv(DATAGRAM_BYTES):
+def _drain(listener: socket.socket) -> None:
+    while listener.recv(DATAGRAM_BYTES):
         pass
 
 
 def below_listener(calls: int, ring: int) -> tuple[float, float, int]:
     """Run two ranks below a listener. Returns the CPU seconds of a call, those of a read of a
     flight recorder with `ring` entries, and the number of entries read."""
-    ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     name = mint_name()
-    ear.bind(address(name))
-    hears = threading.Thread(target=_hear, args=(ear,), daemon=True)
-    hears.start()
+    listener.bind(address(name))
+    drainer = threading.Thread(target=_drain, args=(listener,), daemon=True)
+    drainer.start()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -104,8 +104,8 @@ def below_listener(calls: int, ring: int) -> tuple[float, float, int]:
     words = ranks[0].communicate()[0].split()
     ranks[1].communicate()
     assert [rank.returncode for rank in ranks] == [0, 0]
-    ear.shutdown(socket.SHUT_RDWR)
-    hears.join()
+    listener.shutdown(socket.SHUT_RDWR)
+    drainer.join()
     return float(words[0]), float(words[1]), int(words[2])
 
 

@@ -31,7 +31,7 @@ LOAD_BAR = 0.3
 """Target: seconds for which a master may be away without harm."""
 
 
-def live(days: float, nodes: int) -> list[Facts]:
+def simulate(days: float, nodes: int) -> list[Facts]:
     """All versions of the facts of a simulated job of `nodes` nodes that runs for `days` days, with
     a failure about every hour."""
     chance = random.Random(4711)
@@ -58,7 +58,7 @@ def live(days: float, nodes: int) -> list[Facts]:
     return found
 
 
-async def written(folder: Path, versions: list[Facts]) -> list[float]:
+async def write_all(folder: Path, versions: list[Facts]) -> list[float]:
     """Write all versions to a store in `folder`. Returns for each the milliseconds until the orders
     that depend on it may be sent."""
     store = FileStore(folder)
@@ -74,7 +74,7 @@ async def written(folder: Path, versions: list[Facts]) -> list[float]:
     return took
 
 
-async def loaded(folder: Path) -> float:
+async def load_time(folder: Path) -> float:
     """Seconds until a restarted master has loaded its facts and its state machine has answered."""
     began = time.perf_counter()
     store = FileStore(folder)
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=16)
     asked = parser.parse_args()
     began = time.perf_counter()
-    versions = live(asked.days, asked.nodes)
+    versions = simulate(asked.days, asked.nodes)
     last = versions[-1]
     print(
         f"{asked.days:g} simulated days of {asked.nodes} nodes: {last.number} rounds, "
@@ -102,9 +102,9 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        took = sorted(asyncio.run(written(folder, versions)))
+        took = sorted(asyncio.run(write_all(folder, versions)))
         size = sum(path.stat().st_size for path in folder.iterdir())
-        loads = [asyncio.run(loaded(folder)) for _ in range(5)]
+        loads = [asyncio.run(load_time(folder)) for _ in range(5)]
     print(
         f"fact to order   p50 {statistics.median(took):7.2f} ms   "
         f"p99 {took[len(took) * 99 // 100]:7.2f} ms   max {took[-1]:7.2f} ms"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import report
-from crowd import HERE, Lines, cpu_of, serving, together, wire
+from crowd import HERE, Lines, cpu_of, merge_tallies, serving, wire
 from stage import TookTooLong, free_port
 
 DOCS = HERE.parent / "docs"
@@ -40,9 +40,9 @@ def ours(nodes: int, seconds: float) -> dict[str, float]:
     `seconds`. CPU in seconds, `steady` in percent of a core."""
     with serving(nodes, PROCESSES) as (master, crowd):
         busy, loads = master.cpu(), crowd.cpu()
-        attached = crowd.tell(do="attach", every=0.0)
-        crowd.tell(do="join")
-        done = crowd.tell(do="started")
+        attached = crowd.send(do="attach", every=0.0)
+        crowd.send(do="join")
+        done = crowd.send(do="started")
         used, clients = master.cpu() - busy, crowd.cpu() - loads
         carried = wire(master.port)
         time.sleep(2.0)  # until the last Running and the first heartbeats have been sent
@@ -84,7 +84,7 @@ def theirs(nodes: int, patience: float) -> dict[str, float]:
         began = time.monotonic()
         for one in loads:
             one.ask({"do": "join"})
-        done = together([one.answer(2 * patience) for one in loads])
+        done = merge_tallies([one.answer(2 * patience) for one in loads])
         used = [cpu_of(one.process.pid) - was for one, was in zip(everybody, before, strict=True)]
         if done["late"]:
             raise TookTooLong(f"not all of {nodes} within {patience:g} s {done['refused'] or ''}")

@@ -28,7 +28,7 @@ RESTART_LIMIT = 20.0
 NO_BACKOFF = ("--restart-backoff=0",)
 
 
-def own(launcher: str, *flags: str) -> tuple[str, ...]:
+def only_elasticrun(launcher: str, *flags: str) -> tuple[str, ...]:
     """These flags for elasticrun; none for torchrun, which does not have them."""
     return flags if launcher == ELASTICRUN else ()
 
@@ -68,7 +68,7 @@ def warm_start(launcher: str) -> list[float]:
         return [last(run.of("allreduce")) - run.began]
 
 
-def came_to(run: Job, life: int, ranks: int) -> bool:
+def has_reached(run: Job, life: int, ranks: int) -> bool:
     """Whether `ranks` ranks of this life, or of a later one, have completed their first
     all_reduce."""
     lives = [fact.life for fact in run.of("allreduce") if fact.life >= life]
@@ -82,7 +82,7 @@ def recoveries(run: Job, deaths: int, ranks: int, limit: float) -> list[float]:
     predecessor's death spans several lives and is no sample of a successful restart."""
     with contextlib.suppress(TookTooLong):
         for life in range(deaths + 1):
-            run.until(lambda life=life: came_to(run, life, ranks), limit)
+            run.until(lambda life=life: has_reached(run, life, ranks), limit)
     found = []
     for life in range(deaths):
         died, again = run.of("dies", life), run.of("allreduce", life + 1)
@@ -95,7 +95,7 @@ def restart(launcher: str) -> list[float]:
     """Seconds from the death of one of two ranks to the next life's first all_reduce, three times
     in one job."""
     with job(launcher) as run:
-        flags = ("--nproc-per-node=2", "--max-restarts=3", *own(launcher, *NO_BACKOFF))
+        flags = ("--nproc-per-node=2", "--max-restarts=3", *only_elasticrun(launcher, *NO_BACKOFF))
         run.start(*flags, script="steps.py", arguments=("3", "0.5"))
         return recoveries(run, 3, 2, RESTART_LIMIT)
 
@@ -104,7 +104,7 @@ def script_restart(launcher: str, script: str) -> list[float]:
     """The same for a script with many imports, after two seconds of training."""
     seconds = 2.0
     with job(launcher) as run:
-        flags = ("--nproc-per-node=2", "--max-restarts=1", *own(launcher, *NO_BACKOFF))
+        flags = ("--nproc-per-node=2", "--max-restarts=1", *only_elasticrun(launcher, *NO_BACKOFF))
         run.start(*flags, script=script, arguments=(str(seconds),))
         return recoveries(run, 1, 2, seconds + START_LIMIT)
 
@@ -118,7 +118,7 @@ def two_nodes(launcher: str) -> list[float]:
             run.start(
                 *("--nnodes=2", "--max-restarts=2", "--rdzv-backend=c10d", "--rdzv-id=bench"),
                 *(f"--rdzv-endpoint={endpoint}", "--local-addr=127.0.0.1"),
-                *own(launcher, *NO_BACKOFF),
+                *only_elasticrun(launcher, *NO_BACKOFF),
                 script="steps.py",
                 arguments=("2", "0.5"),
             )
@@ -214,7 +214,11 @@ def cycles(launcher: str, deaths: int, limit: float) -> dict[str, float]:
     hung, and what was left behind."""
     with job(launcher) as run:
         shm = set(os.listdir("/dev/shm"))
-        flags = ("--nproc-per-node=2", f"--max-restarts={deaths}", *own(launcher, *NO_BACKOFF))
+        flags = (
+            "--nproc-per-node=2",
+            f"--max-restarts={deaths}",
+            *only_elasticrun(launcher, *NO_BACKOFF),
+        )
         words = (str(deaths), "0.02")
         run.start(*flags, script="steps.py", arguments=words, own_store=False)
         agent = run.agents[0]
@@ -223,7 +227,7 @@ def cycles(launcher: str, deaths: int, limit: float) -> dict[str, float]:
         try:
             for life in range(deaths + 1):
                 rest = min(RESTART_LIMIT, max(0.1, end - time.monotonic()))
-                run.until(lambda life=life: came_to(run, life, 2), rest)
+                run.until(lambda life=life: has_reached(run, life, 2), rest)
                 if agent.poll() is None:
                     with contextlib.suppress(OSError):
                         descriptors[life] = len(os.listdir(f"/proc/{agent.pid}/fd"))

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
-from rows import NO_BACKOFF, own
+from rows import NO_BACKOFF, only_elasticrun
 from stage import ELASTICRUN, SCRIPTS, Job, TookTooLong, free_port, job
 
 from elasticrun.testing.processes import is_master
@@ -104,7 +104,11 @@ def from_disk(launcher: str, gib: float, count: int, deaths: int) -> list[float]
     disk."""
     with job(launcher) as run:
         words = (str(gib), str(count), str(deaths + 1))
-        flags = ("--nproc-per-node=1", f"--max-restarts={deaths}", *own(launcher, *NO_BACKOFF))
+        flags = (
+            "--nproc-per-node=1",
+            f"--max-restarts={deaths}",
+            *only_elasticrun(launcher, *NO_BACKOFF),
+        )
         run.start(*flags, script="snapshot_disk.py", arguments=words)
         _through(run, deaths)
         return recoveries(run, deaths)

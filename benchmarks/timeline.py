@@ -59,7 +59,7 @@ class Picture:
     whole: float
 
 
-def said(run: Job) -> list[tuple[float, str]]:
+def log_lines(run: Job) -> list[tuple[float, str]]:
     """The DEBUG lines of launcher and master, with their CLOCK_MONOTONIC times."""
     midnight = time.time() - time.time() % 86400
     apart = time.time() - time.monotonic()
@@ -83,7 +83,7 @@ def first(facts: list[Fact]) -> float:
     return min(fact.time for fact in facts)
 
 
-def born(pid: int) -> float:
+def started_at(pid: int) -> float:
     """The time at which a process was started, by CLOCK_MONOTONIC, with the kernel's resolution of
     0.01 s."""
     ticks = start_time(pid)
@@ -98,8 +98,8 @@ def start(run: Job, more: Mapping[str, str]) -> Picture:
     debug = {"LOGLEVEL": "DEBUG", **more}
     run.start("--nproc-per-node=2", script="steps.py", arguments=words, more=debug)
     run.until(lambda: len(run.of("allreduce")) == 2, rows.START_LIMIT)
-    master = next(born(p.pid) for p in run.processes() if rows.name_of(p) == "master")
-    lines = said(run)
+    master = next(started_at(p.pid) for p in run.processes() if rows.name_of(p) == "master")
+    lines = log_lines(run)
     ready = moment(lines, "ranks will be started by fork")
     serving = moment(lines, "serving job")
     begins = moment(lines, "round 1 begins")
@@ -133,7 +133,7 @@ def restart(run: Job) -> Picture:
     debug = {"LOGLEVEL": "DEBUG"}
     run.start(*flags, script="steps.py", arguments=("1", "0.5", "for-ever"), more=debug)
     run.until(lambda: len(run.of("allreduce", 1)) == 2, rows.START_LIMIT)
-    lines = said(run)
+    lines = log_lines(run)
     died = run.of("dies")[0].time
     heard, over = moment(lines, "killed by SIGKILL"), moment(lines, "round 1 is over")
     begins = moment(lines, "round 2 begins")

@@ -43,7 +43,7 @@ from elasticrun.wire.progress import (
 RANKS: Final = 2
 BAR: Final = 0.001
 OFTEN: Final = 100
-"""How many times as often as by an agent the ranks of `asked_often` are queried."""
+"""How many times as often as by an agent the ranks of `steps_with_queries` are queried."""
 
 WINDOW: Final = 0.25
 """Seconds of each period without queries, and of each period with them."""
@@ -86,7 +86,7 @@ def result(out: Path) -> Run:
     )
 
 
-def asked_often(run: Job, seconds: float) -> list[Step]:
+def steps_with_queries(run: Job, seconds: float) -> list[Step]:
     """The steps of ranks that are queried in every other window by this process, and by no agent.
     In the other windows the same queries go to a socket of this process, so that sending costs the
     same."""
@@ -95,7 +95,7 @@ def asked_often(run: Job, seconds: float) -> list[Step]:
     number = 0
     with bound_socket(mint_name()) as asker, bound_socket(mint_name()) as nobody:
         while run.agents[0].poll() is None:
-            asked = is_asked(time.monotonic())
+            asked = in_query_window(time.monotonic())
             for rank in range(RANKS):
                 number += 1
                 place = address(f"{name}-{rank}") if asked else nobody.getsockname()
@@ -106,7 +106,7 @@ def asked_often(run: Job, seconds: float) -> list[Step]:
     return result(out).steps
 
 
-def is_asked(at: float) -> bool:
+def in_query_window(at: float) -> bool:
     """Whether this moment is in a window with queries."""
     return int(at / WINDOW) % 2 == 1
 
@@ -144,7 +144,7 @@ def main() -> int:
                 flags = ("--on-hang=off",) if runs is off else ()
                 runs.append(train(run, options.seconds, *flags))
         with job(ELASTICRUN) as run:
-            steps = asked_often(run, options.seconds)
+            steps = steps_with_queries(run, options.seconds)
         often.append(slower_by_windows(steps) / OFTEN)
     answers = statistics.median(run.answers for run in on)
     ours = [statistics.median(run.ours for run in runs) for runs in (off, on)]

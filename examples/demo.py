@@ -53,7 +53,7 @@ class Broken(Exception):
 
 
 @dataclass
-class Story:
+class Observed:
     """What the job's output has shown so far. Times are of the monotonic clock, durations in
     seconds."""
 
@@ -65,7 +65,7 @@ class Story:
     hung_at: float = 0.0
     found_after: float = 0.0
     hang: str = ""
-    went_on: float = 0.0
+    hang_recovery: float = 0.0
     page: str = ""
     goodput: str = ""
     epochs: list[int] = field(default_factory=list)
@@ -128,23 +128,23 @@ def start(folder: Path, epochs: int, lines: Lines) -> list[Agent]:
         "--preload=torch._dynamo",  # otherwise each start imports it with DDP: one second
         f"--hang-limit={HANG_ENDS}",
         *(f"--log-dir={folder / 'logs'}", str(HERE / "digits.py")),
-        *(f"--folder={folder}", f"--epochs={epochs}", f"--mistake={mistake(epochs)}"),
+        *(f"--folder={folder}", f"--epochs={epochs}", f"--mistake={hang_epoch(epochs)}"),
     ]
     return [Agent(number, command, lines) for number in range(NODES)]
 
 
-def mistake(epochs: int) -> int:
+def hang_epoch(epochs: int) -> int:
     """The epoch after which rank 0 calls a collective that no other rank calls."""
     return 2 * epochs // 3
 
 
-class Show:
+class Display:
     """Reads the job's output, displays what it shows, and kills a rank on the way."""
 
     def __init__(self, console: Console, epochs: int) -> None:
         self.console = console
         self.epochs = epochs
-        self.story = Story()
+        self.observed = Observed()
         self.began = time.monotonic()
         self.progress = Progress(
             TextColumn("  training"),
@@ -154,92 +154,103 @@ class Show:
         )
         self.task: TaskID = self.progress.add_task("training", total=epochs, loss="")
 
-    def say(self, text: str) -> None:
+    def print_event(self, text: str) -> None:
         """Print a line with the time since the start."""
         passed = time.monotonic() - self.began
         self.progress.console.print(f"[dim]{passed:6.2f} s[/dim]  {text}", highlight=False)
 
-    def see(self, node: int, line: str) -> None:
+    def handle_line(self, node: int, line: str) -> None:
         """Process one line of an agent's output. Kills a rank once a third of the epochs is
         done."""
         now = time.monotonic()
         word, values = facts(line)
-        story = self.story
+        observed = self.observed
         if word == "start" and "pid" in values:
             rank, life = int(values["rank"]), int(values["life"])
-            story.ranks[life, rank] = int(values["pid"])
+            observed.ranks[life, rank] = int(values["pid"])
             epoch = int(values["epoch"])
             origin = f"from the checkpoint of epoch {epoch}" if epoch else "from nothing"
             if life and rank == 0:
-                story.resumed_at = epoch
+                observed.resumed_at = epoch
             colour = COLOURS[node % len(COLOURS)]
-            self.say(f"[{colour}]node {node}[/{colour}]  rank {rank} starts {origin}")
+            self.print_event(f"[{colour}]node {node}[/{colour}]  rank {rank} starts {origin}")
         elif word == "step" and values.get("life") == "1":
-            story.recovery = now - story.killed_at
-            self.say(f"[bold green]training goes on, {story.recovery:.2f} s after the kill[/]")
+            observed.recovery = now - observed.killed_at
+            self.print_event(
+                f"[bold green]training goes on, {observed.recovery:.2f} s after the kill[/]"
+            )
         elif word == "step" and values.get("life") == "2":
-            story.went_on = now - story.hung_at
-            self.say(f"[bold green]training goes on, {story.went_on:.1f} s after it stood still[/]")
+            observed.hang_recovery = now - observed.hung_at
+            self.print_event(
+                f"[bold green]training goes on, {observed.hang_recovery:.1f} s after it stood "
+                "still[/]"
+            )
         elif word == "epoch" and "number" in values:
             number = int(values["number"])
-            story.epochs.append(number)
+            observed.epochs.append(number)
             self.progress.update(self.task, completed=number, loss=f"loss {values['loss']}")
-            due = number >= self.epochs // 3 and (0, LAST_RANK) in story.ranks
-            if due and not story.killed_at:
+            due = number >= self.epochs // 3 and (0, LAST_RANK) in observed.ranks
+            if due and not observed.killed_at:
                 self.kill(number)
-            if number == mistake(self.epochs) and not story.hung_at:
-                story.hung_at = now
-                self.say("[bold red]rank 0 calls a barrier[/] that no other rank will come to")
-                self.say(
+            if number == hang_epoch(self.epochs) and not observed.hung_at:
+                observed.hung_at = now
+                self.print_event(
+                    "[bold red]rank 0 calls a barrier[/] that no other rank will come to"
+                )
+                self.print_event(
                     "[dim]waiting for elasticrun to find that out (about 10 s) and to restart the "
                     f"ranks ({HANG_ENDS} s after the last movement)[/]"
                 )
         elif word == "done" and "accuracy" in values:
-            story.accuracy = float(values["accuracy"])
+            observed.accuracy = float(values["accuracy"])
         elif line.startswith("elasticrun"):
-            self.hear(line)
+            self.handle_launcher_line(line)
 
-    def hear(self, line: str) -> None:
+    def handle_launcher_line(self, line: str) -> None:
         """Process a line of elasticrun itself. Both agents may print it; the first counts."""
-        story = self.story
+        observed = self.observed
         _, _, text = line.partition(": ")
-        if text.startswith("the job's page: ") and not story.page:
-            story.page = text.partition(": ")[2]
-            self.say(f"the job's page is at {story.page}")
-        elif text.startswith("hang (certain): ") and not story.hang:
-            story.found_after = time.monotonic() - story.hung_at
-            story.hang = text.partition(": ")[2].partition(";")[0]
-            self.say(f"[bold yellow]found after {story.found_after:.1f} s[/]: {story.hang}")
+        if text.startswith("the job's page: ") and not observed.page:
+            observed.page = text.partition(": ")[2]
+            self.print_event(f"the job's page is at {observed.page}")
+        elif text.startswith("hang (certain): ") and not observed.hang:
+            observed.found_after = time.monotonic() - observed.hung_at
+            observed.hang = text.partition(": ")[2].partition(";")[0]
+            self.print_event(
+                f"[bold yellow]found after {observed.found_after:.1f} s[/]: {observed.hang}"
+            )
         elif text.startswith(("goodput ", "uptime ")):
-            story.goodput = text
+            observed.goodput = text
 
     def kill(self, epoch: int) -> None:
         """Kill the last rank, which is not on rank 0's node, where the checkpoints are written."""
-        self.story.killed_in_epoch = epoch + 1
-        self.say(f"[bold red]kill -9 rank {LAST_RANK}[/], in the middle of epoch {epoch + 1}")
-        self.story.killed_at = time.monotonic()
-        with contextlib.suppress(ProcessLookupError):  # it has exited already; `judge` reports that
-            os.kill(self.story.ranks[0, LAST_RANK], signal.SIGKILL)
+        self.observed.killed_in_epoch = epoch + 1
+        self.print_event(
+            f"[bold red]kill -9 rank {LAST_RANK}[/], in the middle of epoch {epoch + 1}"
+        )
+        self.observed.killed_at = time.monotonic()
+        with contextlib.suppress(ProcessLookupError):  # it has exited already; `check` reports that
+            os.kill(self.observed.ranks[0, LAST_RANK], signal.SIGKILL)
 
 
-def judge(story: Story, agents: list[Agent], epochs: int) -> None:
+def check(observed: Observed, agents: list[Agent], epochs: int) -> None:
     """Wait for the agents to exit, and raise Broken for the first check that fails."""
     codes = [agent.process.wait() for agent in agents]
-    lives = {life for life, _ in story.ranks}
+    lives = {life for life, _ in observed.ranks}
     checks = [
-        (story.killed_at > 0, "no rank was killed: training never got that far"),
+        (observed.killed_at > 0, "no rank was killed: training never got that far"),
         (codes == [0] * NODES, f"the agents ended with {codes}, not with 0"),
-        (story.hung_at > 0, "no rank hung: training never got that far"),
+        (observed.hung_at > 0, "no rank hung: training never got that far"),
         (lives == {0, 1, 2}, f"there were {len(lives)} lives, not three"),
-        (story.recovery > 0, "training did not go on after the kill"),
-        ("barrier" in story.hang, "nobody said why the job stood still"),
-        (story.went_on > 0, "training did not go on after the hang"),
-        (story.goodput != "", "nobody said where the time went"),
-        (story.resumed_at > 0, "the last life did not start from a checkpoint"),
-        (story.epochs[-1:] == [epochs], "the last epoch was not reached"),
+        (observed.recovery > 0, "training did not go on after the kill"),
+        ("barrier" in observed.hang, "nobody said why the job stood still"),
+        (observed.hang_recovery > 0, "training did not go on after the hang"),
+        (observed.goodput != "", "nobody said where the time went"),
+        (observed.resumed_at > 0, "the last life did not start from a checkpoint"),
+        (observed.epochs[-1:] == [epochs], "the last epoch was not reached"),
         (
-            story.accuracy >= WANTED_ACCURACY,
-            f"accuracy {story.accuracy:.1%} is below {WANTED_ACCURACY:.0%}",
+            observed.accuracy >= WANTED_ACCURACY,
+            f"accuracy {observed.accuracy:.1%} is below {WANTED_ACCURACY:.0%}",
         ),
     ]
     for good, sentence in checks:
@@ -247,17 +258,17 @@ def judge(story: Story, agents: list[Agent], epochs: int) -> None:
             raise Broken(sentence)
 
 
-def result(story: Story, epochs: int, seconds: float) -> Panel:
+def result(observed: Observed, epochs: int, seconds: float) -> Panel:
     """The panel with the figures of this run."""
     table = Table.grid(padding=(0, 3))
     rows = (
-        ("test accuracy", f"[bold]{story.accuracy:.1%}[/] of 360 images never trained on"),
-        ("recovery", f"[bold]{story.recovery:.2f} s[/] from the kill to the next training step"),
-        ("work lost", f"a part of epoch {story.killed_in_epoch}; went on at its beginning"),
-        ("hang", f"found after [bold]{story.found_after:.1f} s[/]; 4 ranks started again"),
+        ("test accuracy", f"[bold]{observed.accuracy:.1%}[/] of 360 images never trained on"),
+        ("recovery", f"[bold]{observed.recovery:.2f} s[/] from the kill to the next training step"),
+        ("work lost", f"a part of epoch {observed.killed_in_epoch}; went on at its beginning"),
+        ("hang", f"found after [bold]{observed.found_after:.1f} s[/]; 4 ranks started again"),
         ("restarts", "2 of 3, on both nodes together"),
-        ("time", story.goodput),
-        ("page", f"{story.page} while it ran"),
+        ("time", observed.goodput),
+        ("page", f"{observed.page} while it ran"),
         ("in all", f"{seconds:.1f} s for {epochs} epochs, with three starts"),
     )
     for name, value in rows:
@@ -279,11 +290,13 @@ docs/snapshots.md has the five lines that keep your script's state in memory."""
 def run(console: Console, folder: Path, epochs: int) -> None:
     """Start the agents, follow their output, and check the result. Raises Broken."""
     lines: Lines = queue.Queue()
-    show = Show(console, epochs)
+    show = Display(console, epochs)
     agents = start(folder, epochs, lines)
     try:
         with show.progress:
-            show.say("[dim]waiting for both agents to import torch and to meet (5 to 20 s)[/]")
+            show.print_event(
+                "[dim]waiting for both agents to import torch and to meet (5 to 20 s)[/]"
+            )
             running = len(agents)
             while running:
                 rest = LIMIT - (time.monotonic() - show.began)
@@ -294,9 +307,9 @@ def run(console: Console, folder: Path, epochs: int) -> None:
                 if line is None:
                     running -= 1
                 else:
-                    show.see(node, line)
-        judge(show.story, agents, epochs)
-        console.print(result(show.story, epochs, time.monotonic() - show.began))
+                    show.handle_line(node, line)
+        check(show.observed, agents, epochs)
+        console.print(result(show.observed, epochs, time.monotonic() - show.began))
         console.print(NEXT, highlight=False)
     except Broken:
         for agent in agents:

@@ -61,7 +61,7 @@ def network() -> nn.Module:
     )
 
 
-def tell(text: str) -> None:
+def print_line(text: str) -> None:
     """Print a line in one write, so that the lines of several ranks do not get mixed."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
@@ -109,7 +109,7 @@ def train(folder: Path, epochs: int, mistake: int) -> None:
         optimizer.load_state_dict(state["optimizer"])
         first_epoch = state["epochs"]
     life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    tell(f"start rank={rank} pid={os.getpid()} life={life} epoch={first_epoch}")
+    print_line(f"start rank={rank} pid={os.getpid()} life={life} epoch={first_epoch}")
 
     sampler = DistributedSampler(train_set, shuffle=True, seed=0)
     loader = DataLoader(train_set, batch_size=64 // world_size, sampler=sampler)
@@ -124,13 +124,13 @@ def train(folder: Path, epochs: int, mistake: int) -> None:
             total += loss.detach()
             progress(epoch * len(loader) + step)
             if rank == 0 and step == 0 and epoch == first_epoch:
-                tell(f"step life={life} epoch={epoch}")
+                print_line(f"step life={life} epoch={epoch}")
         dist.all_reduce(total)
         if rank == 0:
             state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
             save({**state, "epochs": epoch + 1}, checkpoint)
             mean = float(total) / len(loader) / world_size
-            tell(f"epoch number={epoch + 1} of={epochs} loss={mean:.4f}")
+            print_line(f"epoch number={epoch + 1} of={epochs} loss={mean:.4f}")
             if epoch + 1 == mistake:
                 forget_the_others(folder)
     dist.barrier()

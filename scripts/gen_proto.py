@@ -44,7 +44,7 @@ def _message(name):
 '''
 
 
-def protoc_run(*arguments: str) -> None:
+def run_protoc(*arguments: str) -> None:
     """Run protoc in this process. Exits the script if protoc fails."""
     # Imported here so that --help works in an environment without the development tools.
     from grpc_tools import protoc
@@ -58,7 +58,7 @@ def module_text(source: Path, scratch: Path) -> str:
     from google.protobuf import descriptor_pb2
 
     described = scratch / "descriptor.bin"
-    protoc_run(f"--descriptor_set_out={described}", str(source))
+    run_protoc(f"--descriptor_set_out={described}", str(source))
     file = descriptor_pb2.FileDescriptorSet.FromString(described.read_bytes()).file[0]
     raw = file.SerializeToString(deterministic=True)
     blob = "\n".join(f"    {raw[at : at + 24]!r}" for at in range(0, len(raw), 24))
@@ -76,7 +76,7 @@ def generate() -> dict[str, str]:
         scratch = Path(folder)
         for source in sorted(PROTOS.rglob("*.proto")):
             made[f"{source.stem}_pb2.py"] = module_text(source, scratch)
-            protoc_run(
+            run_protoc(
                 f"--plugin=protoc-gen-mypy={plugin}", f"--mypy_out=quiet:{scratch}", str(source)
             )
         for stub in scratch.rglob("*_pb2.pyi"):

@@ -166,7 +166,7 @@ class Module:
     def folder(self) -> str:
         return self.path.parent.as_posix()
 
-    def named(self, node: ast.stmt | ast.expr, what: str) -> str:
+    def located(self, node: ast.stmt | ast.expr, what: str) -> str:
         return f"{self.path}:{node.lineno} {what}"
 
 
@@ -220,7 +220,7 @@ class House:
                 name = base.attr if isinstance(base, ast.Attribute) else getattr(base, "id", "")
                 homes = home.get(name, [])
                 if homes and module.name not in homes and not name.endswith(("Error", "Refused")):
-                    found.append(module.named(node, f"{node.name}({name})"))
+                    found.append(module.located(node, f"{node.name}({name})"))
         return Count(len(found), found)
 
     def crumbs(self) -> Count:
@@ -259,7 +259,7 @@ class House:
                 every = [*node.args.args, *node.args.kwonlyargs]
                 calls = [a for a in every if a.annotation and "Callable" in ast.dump(a.annotation)]
                 if len(calls) >= 2:
-                    found.append(module.named(node, f"{len(calls)} callables"))
+                    found.append(module.located(node, f"{len(calls)} callables"))
         return Count(len(found), found)
 
     def tasks_without_an_owner(self) -> Count:
@@ -271,7 +271,7 @@ class House:
             if agent and module.name != "elasticrun.agent.runtime":
                 name = getattr(node.func, "attr", getattr(node.func, "id", ""))
                 if name in ("create_task", "ensure_future"):
-                    found.append(module.named(node, name))
+                    found.append(module.located(node, name))
         return Count(len(found), found)
 
     def readers_of_proc_stat(self) -> Count:
@@ -286,7 +286,7 @@ class House:
             every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             number = sum(argument.arg not in ("self", "cls") for argument in every)
             if number > PARAMETERS:
-                found.append(module.named(node, f"{node.name} takes {number}"))
+                found.append(module.located(node, f"{node.name} takes {number}"))
         return Count(len(found), found)
 
     def books_by_node(self) -> Count:
@@ -301,7 +301,7 @@ class House:
                 book = f"{module.name.removeprefix('elasticrun.')}:{node.target.attr}"
                 by_text = kind.startswith(("dict[str,", "set[str]", "defaultdict[str,"))
                 if by_text and book not in NAMED_BOOKS:
-                    found.append(module.named(node, f"{ast.unparse(node.target)}: {kind}"))
+                    found.append(module.located(node, f"{ast.unparse(node.target)}: {kind}"))
         return Count(len(found), found)
 
     def retired_words(self) -> Count:
@@ -340,7 +340,7 @@ class House:
                 for node in module.nodes[kind]:
                     assert isinstance(node, ast.Call | ast.Compare)
                     if node.lineno not in foreign and _reads_text(node, prose):
-                        found[module.name].append(module.named(node, ast.unparse(node)[:80]))
+                        found[module.name].append(module.located(node, ast.unparse(node)[:80]))
         return Count(len(found), [where for every in found.values() for where in every])
 
     def callables_assigned_from_outside(self) -> Count:
@@ -357,7 +357,7 @@ class House:
             assert isinstance(node, ast.Attribute)
             stored = isinstance(node.ctx, ast.Store) and not _is_self(node.value)
             if stored and node.attr in called:
-                found.append(module.named(node, ast.unparse(node)))
+                found.append(module.located(node, ast.unparse(node)))
         return Count(len(found), found)
 
     def polled_mailboxes(self) -> Count:
@@ -367,7 +367,7 @@ class House:
             assert isinstance(node, ast.ClassDef)
             own = _attributes(node)
             found += [
-                module.named(node, f"{node.name}.{name}")
+                module.located(node, f"{node.name}.{name}")
                 for name in MAILBOXES.get(node.name, ())
                 if name in own
             ]
@@ -386,7 +386,7 @@ class House:
             whole = "RoundName" in fields.values() and parts >= 3
             repeats = bool(parts) and any(one in EMBEDS for one in fields.values())
             if node.name in ROUNDS or whole or repeats:
-                found.append(module.named(node, node.name))
+                found.append(module.located(node, node.name))
         return Count(len(found), found)
 
     def places_of_a_fact(self) -> Count:
@@ -448,22 +448,22 @@ class House:
             if called == "replace" and node.args:
                 what = getattr(node.args[0], "attr", getattr(node.args[0], "id", ""))
                 if what.strip("_") in ("config", "resolved", "launch"):
-                    found.append(module.named(node, ast.unparse(node)[:60]))
+                    found.append(module.located(node, ast.unparse(node)[:60]))
         return Count(len(found), found)
 
     def import_circles(self) -> Count:
         """Groups of modules that import each other in a cycle; type-only imports and imports in
         functions count."""
-        wants = {name: set[str]() for name in self.modules}
+        imports = {name: set[str]() for name in self.modules}
         for module, node in self._nodes(ast.ImportFrom, ast.Import):
             for alias in node.names:  # type: ignore[attr-defined]
                 base = getattr(node, "module", None)
                 whole = f"{base}.{alias.name}" if base else alias.name
                 target = whole if whole in self.modules else base or ""
                 if target in self.modules and target != module.name:
-                    wants[module.name].add(target)
-        reach = {name: _reachable(name, wants) for name in wants}
-        groups = {frozenset(b for b in reach[a] if a in reach[b]) for a in wants if a in reach[a]}
+                    imports[module.name].add(target)
+        reach = {name: _reachable(name, imports) for name in imports}
+        groups = {frozenset(b for b in reach[a] if a in reach[b]) for a in imports if a in reach[a]}
         found = sorted(", ".join(sorted(group)) for group in groups)
         return Count(len(found), found)
 
@@ -499,13 +499,13 @@ def _fields(node: ast.ClassDef) -> set[str]:
     }
 
 
-def _reachable(name: str, wants: dict[str, set[str]]) -> set[str]:
+def _reachable(name: str, imports: dict[str, set[str]]) -> set[str]:
     found: set[str] = set()
-    rest = list(wants[name])
+    rest = list(imports[name])
     while rest:
         if (one := rest.pop()) not in found:
             found.add(one)
-            rest += wants[one]
+            rest += imports[one]
     return found
 
 

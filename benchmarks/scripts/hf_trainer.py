@@ -39,7 +39,7 @@ class Line(nn.Module):
         return {"loss": nn.functional.mse_loss(out, labels), "logits": out}
 
 
-class Story(TrainerCallback):
+class FaultCallback(TrainerCallback):
     """Reports the first step. After argv[1] seconds, kills rank 1 in the first life, and ends
     training in the second."""
 
@@ -72,7 +72,7 @@ def main() -> None:
             disable_tqdm=True,
             logging_strategy="no",
         )
-        Trainer(Line(), arguments, train_dataset=Points(), callbacks=[Story()]).train()
+        Trainer(Line(), arguments, train_dataset=Points(), callbacks=[FaultCallback()]).train()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ class Line(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-class Story(lightning.Callback):
+class FaultCallback(lightning.Callback):
     """Reports the first step. After argv[1] seconds, kills rank 1 in the first life, and ends
     training in the second."""
 
@@ -59,7 +59,7 @@ def main() -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[Story()],
+        callbacks=[FaultCallback()],
     )
     data = TensorDataset(torch.rand(100_000, 8))
     trainer.fit(Line(), DataLoader(data, batch_size=4))

@@ -25,11 +25,11 @@ from elasticrun.training.monitor import monitor  # noqa: E402
 WARM_UP = 200
 """Warm-up steps, which do not count."""
 
-TOGETHER = 100
+AGREE_EVERY = 100
 """Steps after which the ranks agree on whether it is over."""
 
 
-def answering() -> set[str]:
+def answering_thread() -> set[str]:
     """The id of the thread that answers queries, which this starts if argv[3] is given; none
     without hang detection."""
     if len(sys.argv) <= 3:
@@ -45,7 +45,7 @@ def cpu(threads: set[str]) -> float:
     return sum(int(text.split()[0]) for text in texts) / 1e9
 
 
-def ours() -> float:
+def launcher_cpu() -> float:
     """CPU seconds of the agent, and of its children, such as the master and the fork server."""
     agent = psutil.Process(psutil.Process(os.getppid()).ppid())
     return sum(sum(one.cpu_times()[:2]) for one in (agent, *agent.children()))
@@ -53,7 +53,7 @@ def ours() -> float:
 
 def main() -> None:
     """Train, and write the results."""
-    threads = answering()
+    threads = answering_thread()
     dist.init_process_group("gloo")
     x, gradients = torch.randn(128, 128), torch.ones(100_000)
     steps: list[tuple[float, float]] = []
@@ -69,14 +69,19 @@ def main() -> None:
 
     train(WARM_UP)
     steps.clear()
-    used, others, began = cpu(threads), ours(), time.monotonic()
+    used, others, began = cpu(threads), launcher_cpu(), time.monotonic()
     over = torch.zeros(1)
     while not over:
-        train(TOGETHER)
+        train(AGREE_EVERY)
         over.fill_(time.monotonic() - began > float(sys.argv[1]))
         dist.all_reduce(over)
     wall = time.monotonic() - began
-    said = {"cpu": cpu(threads) - used, "ours": ours() - others, "wall": wall, "steps": steps}
+    said = {
+        "cpu": cpu(threads) - used,
+        "ours": launcher_cpu() - others,
+        "wall": wall,
+        "steps": steps,
+    }
     Path(f"{sys.argv[2]}-{os.environ['RANK']}").write_text(json.dumps(said))
     dist.destroy_process_group()
 

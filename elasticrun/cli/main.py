@@ -379,7 +379,7 @@ def _function_of(verb: str) -> Callable[[Sequence[str]], int]:
 
 def _run_printing(show: Callable[[], int]) -> int:
     """Run a function whose only OSErrors are those of standard output, and return its exit code.
-    Such an error becomes a UsageError; a reader that has exited is no error, as in `_read`."""
+    Such an error becomes a UsageError; a reader that has exited is no error, as in `_run_piped`."""
     try:
         return _run_piped(show)
     except OSError as error:

@@ -260,8 +260,8 @@ class _Case:
         self.endpoint = flags.text("rdzv_endpoint").strip()
 
     def plan(self, place: Place) -> RendezvousPlan:
-        """A meeting at this place, with the other settings from the flags. The node rank is a
-        preference: -1 unless the user gave it."""
+        """The plan for a rendezvous at this place, with the other settings from the flags. The node
+        rank is a preference: -1 unless the user gave it."""
         wish = self.flags.number("node_rank") if self.flags.is_given("node_rank") else -1
         job_id, notes = self.flags.text("rdzv_id"), tuple(self.notes)
         named = self.flags.is_given("rdzv_id") and bool(job_id)

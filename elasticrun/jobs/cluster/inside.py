@@ -89,7 +89,7 @@ def execute(words: Sequence[str]) -> int:
 
 
 def _run(ns: argparse.Namespace, make_command: MakeCommand, *, ours: bool = False) -> int:
-    """Find the job, have `worded` make the kubectl command, and run it. `ours`: as in
+    """Find the job, have `make_command` make the kubectl command, and run it. `ours`: as in
     `run_on_terminal`. Raises RequestFailed."""
     exact = known_run(ns) is not None
     # Late import: the client library is slow to import, and an optional extra.

@@ -91,7 +91,7 @@ async def create_job(
 ) -> ClusterJob:
     """Create the job, which is the last document, then the others with the job as their owner, so
     that they are deleted with it. If one of these fails, delete the job and raise RequestFailed.
-    `trial`: have the server validate everything, and create nothing."""
+    `dry_run`: have the server validate everything, and create nothing."""
     *others, last = documents
     made = await api.create(last, api.namespace, dry_run=dry_run)
     job = ClusterJob({**made, "kind": last["kind"]})

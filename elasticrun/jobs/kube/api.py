@@ -129,7 +129,7 @@ class KubeApi:
                 yield change
 
     async def create(self, body: Json, namespace: str, *, dry_run: bool = False) -> Json:
-        """Create an object; the server rejects unknown fields. `trial`: validate only."""
+        """Create an object; the server rejects unknown fields. `dry_run`: validate only."""
         params = {"fieldValidation": "Strict", **({"dryRun": "All"} if dry_run else {})}
         with self._as_sentences(f"make {body['kind']} {body['metadata']['name']}"):
             made: Json = await self._client._client.request(
@@ -156,7 +156,7 @@ class KubeApi:
             )
 
     async def log(self, pod: str, namespace: str, **options: Any) -> AsyncIterator[str]:
-        """Log lines of a pod's container; `wish`: arguments of `AsyncClient.log`."""
+        """Log lines of a pod's container; `options`: arguments of `AsyncClient.log`."""
         with self._as_sentences(f"give the log of pod {pod}"):
             lines = self._client.log(pod, namespace=namespace, newlines=False, **options)
             async for line in lines:

@@ -96,12 +96,12 @@ def local_rows(token: str = "", files: Tls | None = None) -> tuple[list[JobRow],
         silent.append(f"the run folders cannot be read: {wrong}")
         folders = []
     with asyncio.Runner() as runner:
-        rows, unheard = _rows_from_masters(token, files, [*_masters_elsewhere(folders)], runner)
+        rows, no_reply = _rows_from_masters(token, files, [*_masters_elsewhere(folders)], runner)
     live = {os.path.realpath(row.run) for row in rows if row.run}
     left = [folder for folder in folders if os.path.realpath(folder.path) not in live]
     rows += [row_of(folder, job) for folder in left if (job := folder.job())]
     rows.sort(key=lambda row: (row.state in ENDED, row.age))
-    return rows, [*silent, *unheard]
+    return rows, [*silent, *no_reply]
 
 
 def _masters_elsewhere(folders: Iterable[RunFolder]) -> Iterator[MasterQuery]:
@@ -124,7 +124,7 @@ def _rows_from_masters(
     try:
         masters = published_here()
         queries = [query_to(one, token, files) for one in masters if one.process.is_local]
-        pages, unheard = query_all(queries, runner) if queries else ([], [])
+        pages, no_reply = query_all(queries, runner) if queries else ([], [])
     except NoStatus as wrong:
         return [], [str(wrong)]
     taken = {one.endpoint for one in queries}  # another host may use the same loopback address
@@ -135,7 +135,7 @@ def _rows_from_masters(
     answers = query_all(away, runner)[0] if away else []
     pages += [(at, page) for at, page in answers if at not in far or page.job_id == far[at].job_id]
     folders = {one.endpoint: one.run for one in (*away, *queries)}
-    silent = [one.sentence for one in unheard if not has_ended(folders[one.where])]
+    silent = [one.sentence for one in no_reply if not has_ended(folders[one.where])]
     return [live_row(page, endpoint, folders[endpoint]) for endpoint, page in pages], silent
 
 

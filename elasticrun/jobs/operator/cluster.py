@@ -85,7 +85,7 @@ class Cluster:
         await self._client.close()
 
     async def _request(self, request: BasicRequest, *accepted: int) -> Json | None:
-        """The body of the answer; None if its status is in `fine`. Raises ApiError for other
+        """The body of the answer; None if its status is in `accepted`. Raises ApiError for other
         errors."""
         answer = await self._client.send(self._client.build_adapter_request(request))
         if answer.status_code in accepted:

@@ -395,7 +395,7 @@ def _print_new(
     unfinished: dict[Path, bytes],
     query: LogQuery,
 ) -> None:
-    """Print the complete lines that were added to one file; `held` keeps the unfinished one."""
+    """Print the complete lines that were added to one file; `unfinished` keeps the rest."""
     try:
         with path.open("rb") as file:
             file.seek(offsets.get(path, 0))

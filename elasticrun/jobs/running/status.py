@@ -150,7 +150,7 @@ def no_job(job: str) -> str:
 
 def _show_run_folder(folder: RunFolder | None, *, as_json: bool, no_reply: bool = False) -> bool:
     """Print what its run folder and backend know of a job without a known master. Returns whether
-    anything was printed. `unheard`: the job's master did not answer; then a job that should be
+    anything was printed. `no_reply`: the job's master did not answer; then a job that should be
     running is not printed."""
     from elasticrun.jobs.backends import updated_by_backends
     from elasticrun.jobs.manage.listing import ended_job_lines
