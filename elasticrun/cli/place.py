@@ -255,8 +255,8 @@ def explain(place: DetectedPlace) -> str:
 
 
 def detect_place(flags: FlagValues, machine: Machine) -> DetectedPlace:
-    """As `apply_scheduler`; NOT_DETECTED, without the import of detection, if there are no facts or no
-    scheduler's variables. Raises UsageError for an invalid --nnodes."""
+    """As `apply_scheduler`; NOT_DETECTED at once if there are no facts or no scheduler's variables.
+    Raises UsageError for an invalid --nnodes."""
     if machine.facts is None or not any(
         name.startswith(settings.SCHEDULER_PREFIXES) for name in flags.environ
     ):

@@ -124,7 +124,7 @@ def end_sentence(folder: RunFolder) -> str:
 
 
 def parser(verb: str, does: str) -> Parser:
-    """A parser for a verb's own arguments; `parse_flags` adds those that all verbs share, JOB last."""
+    """A parser for a verb's own arguments; `parse_flags` adds those of all verbs, JOB last."""
     return Parser(prog=f"{PROG} {verb}", description=does)
 
 
