@@ -1,4 +1,4 @@
-"""Short constructors of findings, and amounts in words."""
+"""Short constructors of findings, and their texts."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ GIB: Final = 1024 * MIB
 
 
 def ok(check: str, seen: str) -> Finding:
-    """A finding that requires nothing."""
+    """A finding without a problem."""
     return Finding(check, Level.OK, seen)
 
 
 def warning(check: str, seen: str, todo: str) -> Finding:
-    """A finding that may cause a problem for a job."""
+    """A finding about something that may cause a problem for a job."""
     return Finding(check, Level.WARNING, seen, todo)
 
 
 def failed(check: str, seen: str, todo: str) -> Finding:
-    """A finding that makes this machine unfit for ranks."""
+    """A finding about something that makes this machine unfit for ranks."""
     return Finding(check, Level.FAILED, seen, todo)
 
 
@@ -40,5 +40,5 @@ def as_line(finding: Finding) -> str:
 
 
 def failures(findings: Iterable[Finding]) -> list[Finding]:
-    """The findings that make this machine unfit for ranks."""
+    """The findings with level FAILED: this machine is unfit for ranks."""
     return [finding for finding in findings if finding.state is Level.FAILED]

@@ -38,8 +38,8 @@ MAX_REPORTED = 32
 """Maximum number of processes named in a report."""
 
 RECHECK_AFTER = 0.05
-"""Maximum seconds between scans of /proc in `kill_everything`. They do not only wait for SIGCHLD,
-because that of a killed process may have gone to its parent, which was exiting as well.
+"""Maximum seconds between scans of /proc in `kill_everything`, which cannot rely on SIGCHLD alone:
+that of a killed process may have gone to its parent, which was exiting as well.
 """
 
 
@@ -301,7 +301,7 @@ class Sweeper:
 
 def kill_everything(limit: float) -> tuple[int, ...]:
     """Kill and reap all descendants until none is left; returns the pids of those left after
-    `limit` seconds. Blocks SIGCHLD for good."""
+    `limit` seconds. Leaves SIGCHLD masked."""
     end = time.monotonic() + limit
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     while True:

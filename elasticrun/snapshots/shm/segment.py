@@ -74,7 +74,7 @@ def round_key(name: RoundName) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A committed slot."""
+    """A committed snapshot, as the record in its slot describes it."""
 
     slot: int
     term: int
