@@ -75,7 +75,7 @@ class Exits:
         """Register what these modules had registered, in the same order."""
         known = set(names)
         for name, function, words, more in self._kept:
-            if name in known and not _is_registered(function):
+            if name in known and not _mark_registered(function):
                 self.register(function, *words, **more)
 
     def _keep(self, function: Any, /, *words: Any, **more: Any) -> Any:
@@ -141,7 +141,7 @@ def _finalize() -> Any:
     return getattr(sys.modules.get("weakref"), "finalize", None)
 
 
-def _is_registered(function: Any) -> bool:
+def _mark_registered(function: Any) -> bool:
     """Mark the function of `weakref.finalize` as registered with atexit; returns whether it already
     was. False for any other function."""
     finalize = _finalize()

@@ -106,7 +106,7 @@ def new_claim(words: Mapping[str, Any]) -> Claim:
     return Claim(secrets.token_hex(8), {**words, "process": msgspec.to_builtins(ProcessId.own())})
 
 
-def died_here(claim: Claim) -> bool:
+def has_died_here(claim: Claim) -> bool:
     """Whether the claim's holder is known to have exited, so that nobody needs to wait for it. A
     holder from another boot does not count: it may run on another machine with the same host name,
     and two masters are worse than a wait."""
@@ -402,7 +402,7 @@ class Renewals:
     def is_stale(self, claim: Claim) -> bool:
         """Whether the holder has left, has died on this host, or has not renewed the claim for
         STALE_READS reads."""
-        return claim.left or died_here(claim) or self.same >= STALE_READS
+        return claim.left or has_died_here(claim) or self.same >= STALE_READS
 
 
 class ClaimRenewer:

@@ -69,7 +69,7 @@ class FolderClaim:
         self._file: ClaimFile | None = None
         self._renewer: ClaimRenewer | None = None
         self._renewals = Renewals()
-        self._why = ""  # why the folder is not ours, once that is certain
+        self._why_not_ours = ""  # why the folder is not ours, once that is certain
         self._once = Once(MOST_TERMS)
         self._tasks = Tasks(logger.error)
         self._checking: asyncio.Task[bool] | None = None
@@ -85,9 +85,9 @@ class FolderClaim:
         """Wait until this node may write a marker there. Raises NotOurs as soon as it is certain
         that it may not, and after PATIENCE at the latest."""
         end = asyncio.get_running_loop().time() + PATIENCE
-        while not await self._check(url):
-            if self._why or asyncio.get_running_loop().time() >= end:
-                raise NotOurs(self._why or f"the claim of {url} is unknown")
+        while not await self._claim(url):
+            if self._why_not_ours or asyncio.get_running_loop().time() >= end:
+                raise NotOurs(self._why_not_ours or f"the claim of {url} is unknown")
             await asyncio.sleep(READ_EVERY)
 
     async def close(self) -> None:
@@ -113,28 +113,28 @@ class FolderClaim:
 
     async def _hold(self, url: str) -> None:
         """Check until the folder is ours; log an obstacle as soon as it is known."""
-        while not await self._check(url):
-            if self._why:
-                self._once.log(f"no checkpoint is written: {self._why}")
+        while not await self._claim(url):
+            if self._why_not_ours:
+                self._once.log(f"no checkpoint is written: {self._why_not_ours}")
             await asyncio.sleep(READ_EVERY * random.uniform(1.0, 1.25))
 
-    async def _check(self, url: str) -> bool:
+    async def _claim(self, url: str) -> bool:
         """Claim the folder if that is possible; returns whether it is ours or needs no claim. Only
         one check runs at a time, and it is never cancelled: a claim that it takes has to be renewed
         even if the caller has gone."""
         while self._checking is not None and not self._checking.done():
             await asyncio.wait({self._checking})
-        self._checking = self._tasks.start(self._check_once(url), "checking a folder's claim")
+        self._checking = self._tasks.start(self._claim_once(url), "checking a folder's claim")
         return await asyncio.shield(self._checking)
 
-    async def _check_once(self, url: str) -> bool:
+    async def _claim_once(self, url: str) -> bool:
         path = _local(url)
         if path is None:
             words = f"{url} is not on a file system, so it cannot be claimed"
             self._once.log(words, logging.INFO)
             return True
         try:
-            return await self._check_path(path)
+            return await self._claim_path(path)
         except NotWritable as wrong:
             remedy = "use a folder that this node can write to"
             self._once.log(f"no checkpoint can be written: {wrong}; {remedy}")
@@ -143,10 +143,10 @@ class FolderClaim:
             self._once.log(f"checkpoints are written without a claim of their folder: {wrong}")
             return True
         except TimeoutError:
-            self._why = f"{path} has not answered for {FILE_LIMIT:g} s"
+            self._why_not_ours = f"{path} has not answered for {FILE_LIMIT:g} s"
             return False
 
-    async def _check_path(self, path: str) -> bool:
+    async def _claim_path(self, path: str) -> bool:
         if self._file is None or self._path != path:
             await self._leave(FILE_LIMIT)  # the ranks use another folder now
             self._path, self._renewals = path, Renewals()
@@ -158,19 +158,19 @@ class FolderClaim:
             self._renewals.observe(claim, took)
             if not self._renewals.is_stale(claim):
                 if self._renewals.renewed:
-                    self._why = (
+                    self._why_not_ours = (
                         f"{path} is claimed by job {claim.text('job')} on {claim.text('host')}, "
                         "which renews its claim: end that job, or use another folder"
                     )
                 return False
         elif claim is not None and term in _terms(claim):
-            self._why = (
+            self._why_not_ours = (
                 f"{path} is claimed by another master of this job, on {claim.text('host')}, "
                 "which has replaced this node's master"
             )
             return False
         elif claim is not None and file.mine is not None and claim.is_of(file.mine.holder, term):
-            self._why = ""
+            self._why_not_ours = ""
             return True
         return await self._take(file, claim, term)
 
@@ -189,7 +189,7 @@ class FolderClaim:
         }
         if not await on_disk(partial(file.take, new_claim(words), claim)):
             return False
-        self._why = ""
+        self._why_not_ours = ""
         self._renewer = ClaimRenewer(file)
         loop = asyncio.get_running_loop()
         self._renewer.attach(

@@ -282,7 +282,7 @@ class Link:
                 kept = True
                 self._welcomed(answer)
                 return session
-            return answer if session.proved else FailedDial(answer.reason, answer.exit_code)
+            return answer if session.is_proved else FailedDial(answer.reason, answer.exit_code)
         except Unproved as error:
             return FailedDial(str(error), code_of(Ending.REFUSED))
         except LinkError as error:

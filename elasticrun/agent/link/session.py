@@ -70,7 +70,7 @@ class Session:
         self.echo_limit = max(ECHO_LIMIT, interval / 2)
 
     @property
-    def proved(self) -> bool:
+    def is_proved(self) -> bool:
         """Whether the peer has proved to be the job's own master. True without a token: then
         nothing can be proved."""
         return self._stream.proved or not self._token
@@ -165,16 +165,16 @@ class Session:
             number += 1
             self.send(Beat(number))
             limit = self.echo_limit
-            if await self._echo_of(number, limit):
+            if await self._wait_for_echo(number, limit):
                 continue
             self.stale.set()
-            if not await self._echo_of(number, self._patience - self.beat_interval - limit):
+            if not await self._wait_for_echo(number, self._patience - self.beat_interval - limit):
                 self._on_silence(True)
-                await self._echo_of(number, None)
+                await self._wait_for_echo(number, None)
                 self._on_silence(False)
             self.stale.clear()
 
-    async def _echo_of(self, number: int, limit: float | None) -> bool:
+    async def _wait_for_echo(self, number: int, limit: float | None) -> bool:
         """Whether the echo of this heartbeat arrives within `limit` seconds."""
         try:
             async with asyncio.timeout(None if limit is None else max(0.0, limit)):

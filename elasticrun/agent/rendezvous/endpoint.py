@@ -24,7 +24,7 @@ from elasticrun.agent.rendezvous.place import (
     NotYet,
     SettledPlace,
     free_port,
-    resolve_again,
+    retry_delay,
     settle,
 )
 from elasticrun.agent.rendezvous.registry import VACANT, Leader, Lease, Vacant
@@ -129,7 +129,7 @@ class EndpointRegistry:
                     logger.warning("%s; trying again until it does", error)
             # No event announces a new name. Jittered, so that a job's pods do not ask at the same
             # time.
-            await asyncio.sleep(resolve_again(tries) * random.uniform(0.75, 1.25))
+            await asyncio.sleep(retry_delay(tries) * random.uniform(0.75, 1.25))
 
     def _was_killed(self) -> bool:
         """Whether a master of this job was killed at this port of this host."""

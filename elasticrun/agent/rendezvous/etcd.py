@@ -21,7 +21,7 @@ from typing import Final
 from elasticrun.agent.link.identity import offered_address
 from elasticrun.agent.link.master_process import InEtcd
 from elasticrun.agent.rendezvous.place import (
-    RESOLVE_AGAIN,
+    RESOLVE_RETRY,
     Bind,
     HostError,
     NotYet,
@@ -269,7 +269,7 @@ class EtcdRegistry:
                     if not warned:
                         warned = True
                         logger.warning("%s; trying again until it does", wrong)
-            await asyncio.sleep(RESOLVE_AGAIN)
+            await asyncio.sleep(RESOLVE_RETRY)
 
     def _route_to(self, server: Endpoint) -> tuple[str, str]:
         numbers = resolve(server.host, server.port)[0]

@@ -37,7 +37,7 @@ DIAL_LIMIT: Final = 2.0
 
 NONCE_BYTES: Final = 16
 
-RESOLVE_AGAIN: Final = 1.0
+RESOLVE_RETRY: Final = 1.0
 """Seconds before the first retry of a name that does not resolve: pods get their names late."""
 
 RESOLVE_CAP: Final = 5.0
@@ -219,9 +219,9 @@ def listen_proxy(where: Endpoint) -> socket.socket:
         raise HostError(f"cannot listen on the master port {where}: {text}") from None
 
 
-def resolve_again(tries: int) -> float:
+def retry_delay(tries: int) -> float:
     """Seconds before the next retry of a name that did not resolve, after `tries` tries."""
-    return float(min(RESOLVE_CAP, RESOLVE_AGAIN * 2.0 ** min(tries - 1, 10)))
+    return float(min(RESOLVE_CAP, RESOLVE_RETRY * 2.0 ** min(tries - 1, 10)))
 
 
 def own_address(given: str | None) -> str:

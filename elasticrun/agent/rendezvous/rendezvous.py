@@ -88,11 +88,11 @@ class NodeRendezvous:
         """Start or stop the search for a master, as an event of the link requires."""
         if isinstance(event, LinkLost):
             self._linked = False
-            if not self._idle and (self._search is None or self._search.done()):
+            if not self._is_idle and (self._search is None or self._search.done()):
                 self._start(self._run())
         elif isinstance(event, LinkBack):
             self._linked = True
-            if self._idle and self._reading is not None:
+            if self._is_idle and self._reading is not None:
                 self._reading.cancel()
                 self._reading = self._search = None
         elif isinstance(event, Ordered) and isinstance(event.order, End | Refused):
@@ -115,7 +115,7 @@ class NodeRendezvous:
     # ------------------------------------------------------------ the search
 
     @property
-    def _idle(self) -> bool:
+    def _is_idle(self) -> bool:
         """Whether there is nothing to learn from the registry now."""
         polls = not self._registry.pushes and self._master is None
         return self._over or (polls and self._linked is True)
@@ -128,7 +128,7 @@ class NodeRendezvous:
         try:
             if seen is not None:
                 await self._act(seen)
-            while not self._idle:
+            while not self._is_idle:
                 self._reading = self._search
                 seen = await self._registry.read(served=self._linked is not None)
                 self._reading = None

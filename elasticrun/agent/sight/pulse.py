@@ -37,17 +37,17 @@ class RankBeat:
     step: int = -1
     cpu: float = 0.0  # cores, since the last sample
     io: float = 0.0  # bytes per second
-    acts: bool = False  # the main thread of the rank or a descendant has done I/O
+    did_io: bool = False  # the main thread of the rank or a descendant has done I/O
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """Whether it is in an incomplete collective."""
         return any(row.entered > row.done for row in self.groups or ())
 
     @property
-    def works(self) -> bool:
+    def is_working(self) -> bool:
         """Whether it does any significant work."""
-        return self.acts or self.cpu >= BUSY_CPU or self.io >= BUSY_IO
+        return self.did_io or self.cpu >= BUSY_CPU or self.io >= BUSY_IO
 
 
 @dataclass(slots=True)
@@ -91,8 +91,8 @@ class QuietTracker:
         if self.seconds(now) < QUIET_AFTER:
             self._now = (False, 0, False)
         else:
-            waiting = sum(beat.waits for beat in beats.values())
-            self._now = (True, waiting, any(beat.works for beat in beats.values()))
+            waiting = sum(beat.is_waiting for beat in beats.values())
+            self._now = (True, waiting, any(beat.is_working for beat in beats.values()))
 
     def _moved(self, rank: int, beat: RankBeat, before: float) -> bool:
         """Record this rank's sample; returns whether the rank has made progress since `before`, the

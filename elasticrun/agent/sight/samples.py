@@ -60,12 +60,12 @@ class RankSample:
         return {**(_threads(self.answer) if self.answer is not None else {}), **self.outside}
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """Whether it reports that it is in a collective."""
         return self.answer is not None and any(at.entered > at.done for at in self.answer.groups)
 
     @property
-    def holds(self) -> bool:
+    def holds_lock(self) -> bool:
         """Whether C code holds the interpreter lock, because nothing else prevents its thread from
         answering."""
         return self.queried and self.answer is None and self.activity.may_answer
@@ -119,7 +119,7 @@ def stacks(
     missing: dict[str, list[int]] = {}
     for one in found:
         if "" not in one.threads:
-            missing.setdefault(_why(one), []).append(one.rank)
+            missing.setdefault(_why_missing(one), []).append(one.rank)
     words = [
         f"{'ranks' if len(ranks) > 1 else 'rank'} {write_ranges(ranks, pairs=True)} {why}"
         for why, ranks in missing.items()
@@ -141,7 +141,7 @@ def from_outside(found: Sequence[RankSample], limit: float) -> list[RankSample]:
         left = end - time.monotonic()
         if one.answer is None and left > 0:
             threads, unread = outside.stacks_of(one.pid, min(left, limit / 2))
-        if not one.waits and (left := end - time.monotonic()) > 0:
+        if not one.is_waiting and (left := end - time.monotonic()) > 0:
             threads = {**outside.stacks_below(one.pid, left), **threads}
         rows.append(replace(one, outside=threads, unread=unread))
     return sorted(rows, key=lambda one: one.rank)
@@ -158,10 +158,10 @@ def write_dump(parent: str, number: int, found: Sequence[RankSample]) -> str:
     return dump.write(parent, number, texts)
 
 
-def _why(one: RankSample) -> str:
+def _why_missing(one: RankSample) -> str:
     if not one.forked:
         return "started by exec: has no answering thread"
-    if one.holds:
+    if one.holds_lock:
         return "does not answer: C code holds its interpreter lock"
     if not one.queried:
         return "has not begun, or has ended"
@@ -215,7 +215,7 @@ def _seen(one: RankSample, groups: list[_Group]) -> m.RankSeen:
         kernel=_line(one.activity.kernel),
         place=place,
         library=library,
-        holds=one.holds,
+        holds=one.holds_lock,
         step=step,
         step_seconds=seconds,
         says=one.quiet_phase[0],

@@ -176,9 +176,9 @@ class LocalSight:
             for rank, pid in pids.items():
                 before, after = watched.seen.get(pid), seen[pid]
                 cpu, io = samples.rates(before, after, now - watched.sampled_at)
-                acts = before is not None and before.own != after.own
-                watched.beats[rank] = beat = RankBeat(cpu=cpu, io=io, acts=acts)
-                if before is None or beat.works:
+                did_io = before is not None and before.own != after.own
+                watched.beats[rank] = beat = RankBeat(cpu=cpu, io=io, did_io=did_io)
+                if before is None or beat.is_working:
                     watched.acted[rank] = now
             watched.seen, watched.sampled_at = seen, now
         return {rank: seen[pid] for rank, pid in pids.items()}

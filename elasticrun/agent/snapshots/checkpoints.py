@@ -144,7 +144,7 @@ class Persisting:
         answers = await asyncio.gather(*(self._store.savers.check(h, s) for h, s, _ in found))
         for answer, (_, _, rank) in zip(answers, found, strict=True):
             if not answer.ok:
-                self._shards.bad(order.round, order.step, rank, answer.reason)
+                self._shards.report_bad(order.round, order.step, rank, answer.reason)
                 raise CannotPersist(f"step {order.step} of rank {rank}: {answer.reason}")
 
     def _parts(self, order: Persist, found: list[tuple[Held, Snapshot, int]]) -> PersistParts:

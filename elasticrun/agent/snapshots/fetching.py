@@ -130,9 +130,9 @@ class Shards:
             return
         self._bad.add(rank)
         owner = self._given[rank][2] if rank in self._given else rank
-        self.bad(self.restore.round, self.restore.step, owner, reason)
+        self.report_bad(self.restore.round, self.restore.step, owner, reason)
 
-    def bad(self, round: RoundName, step: int, rank: int, reason: str) -> None:
+    def report_bad(self, round: RoundName, step: int, rank: int, reason: str) -> None:
         """A shard is corrupt or unavailable: withdraw it and notify the master."""
         logger.warning(
             "snapshot of step %d of rank %d is unusable: %s", step, rank, one_line(reason)
@@ -184,7 +184,7 @@ class Shards:
         held = await asyncio.shield(self._copies[order.holds])
         if isinstance(held, str):
             raise Absent(held)
-        snapshot = held.find_any()
+        snapshot = held.find_newest()
         if snapshot is None:
             raise Absent("the copy from another node was dropped")
         return held, snapshot, order.holds

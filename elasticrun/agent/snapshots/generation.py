@@ -97,7 +97,7 @@ class LocalRank:
     process: SnapshotProcess | None = None
     held: Held | None = None  # its segment in this generation
     awaiting_segment: Peer | None = None  # the peer that waits for NeedSegment's answer
-    waits: tuple[Peer, Held, int] | None = None  # until a slot is free (NONE) or a step is whole
+    waiting_for: tuple[Peer, Held, int] | None = None  # a free slot (NONE), or a step to be whole
     step: int | None = None  # last committed
     skipped: int = 0  # snapshots
     deferred_signals: tuple[int, ...] = ()  # signals that it defers
@@ -105,10 +105,10 @@ class LocalRank:
     is_cut_off: bool = False  # it still runs CUT_OFF_AFTER seconds after that
     failed: dict[int, str] = field(default_factory=dict)  # steps that it could not save, and why
 
-    def wait_is_over(self) -> bool:
+    def is_wait_over(self) -> bool:
         """Whether what this rank waits for has happened."""
-        assert self.waits is not None
-        _, held, whole = self.waits
+        assert self.waiting_for is not None
+        _, held, whole = self.waiting_for
         if whole != NONE:  # or a later step is requested
             return held.segment.watermark >= whole or held.segment.save_at > whole
         return held.segment.free_slot() is not None
@@ -120,7 +120,7 @@ class Generation:
     def __init__(self, nproc: int, start: Start | None = None) -> None:
         self.start = start
         self.ranks = [LocalRank() for _ in range(nproc)]
-        self.living = start is not None
+        self.may_write = start is not None
         """Whether its ranks may still write."""
         self.has_restored = False
         """Whether one of them has restored the snapshot that their Start named."""
@@ -147,7 +147,7 @@ class Generation:
         start = self.start
         if here.version != VERSION:
             return f"its segments are of version {here.version}, ours of {VERSION}"
-        if start is None or not self.living or not 0 <= here.local_rank < len(self.ranks):
+        if start is None or not self.may_write or not 0 <= here.local_rank < len(self.ranks):
             return "no such rank was started"
         if len(here.folder) > FOLDER_MOST or not 0 <= here.keep_last < 2**31 > here.keep_every >= 0:
             return "its folder or its number of checkpoints is invalid"
@@ -254,7 +254,7 @@ class Generation:
         None: no progress."""
         start = self.start
         restore = None if start is None else start.info.restore
-        if start is None or restore is None or self.living or not self.has_restored:
+        if start is None or restore is None or self.may_write or not self.has_restored:
             return None
         step = self.newest()
         return m.WentOn(start.round, step) if step > restore.step else None
@@ -268,18 +268,18 @@ class Generation:
         if held is None:
             peer.break_off("it waits for a slot, but has no segment")
             return
-        self.ranks[local_rank].waits = (peer, held, whole)
+        self.ranks[local_rank].waiting_for = (peer, held, whole)
         self.notify_waiting()
 
     def notify_waiting(self) -> None:
         """Notify ranks whose wait is over, because control pages have changed."""
         for rank in self.ranks:
-            if rank.waits is None:
+            if rank.waiting_for is None:
                 continue
-            peer, held, _ = rank.waits
+            peer, held, _ = rank.waiting_for
             closed = peer.closed or held.is_lost
-            if closed or rank.wait_is_over():
-                rank.waits = None
+            if closed or rank.is_wait_over():
+                rank.waiting_for = None
                 if not closed:
                     peer.send(s.RoomThere())
 

@@ -182,12 +182,12 @@ class Inventory:
     # ------------------------------------------------------------ all snapshots
 
     def holdings(
-        self, *, living: bool, ranks_without: Callable[[int], set[int]] = lambda step: set()
+        self, *, may_write: bool, ranks_without: Callable[[int], set[int]] = lambda step: set()
     ) -> tuple[m.Holding, ...]:
         """All that is held, the newest first.
 
-        `living`: ranks of the current generation may still write. `ranks_without`: the ranks that
-        could not save a step; the step is reported without them."""
+        `may_write`: ranks of the current generation may still write. `ranks_without`: the ranks
+        that could not save a step; the step is reported without them."""
         held = self._segments.held
         contents = self._contents(held)
         if self.present is not None:
@@ -204,7 +204,7 @@ class Inventory:
                 local_round is self.present and lacks <= ranks_without(step)
             )
             if partly and (
-                (living and local_round is self.present) or self._better(contents, key, step)
+                (may_write and local_round is self.present) or self._has_better(contents, key, step)
             ):
                 continue
             wanted = self._wanted.has(key, step)
@@ -255,7 +255,7 @@ class Inventory:
         for one in self._segments.held:
             segment = one.segment
             for snapshot in one.snapshots():
-                if restore is None or _newer(snapshot, restore):
+                if restore is None or _is_newer(snapshot, restore):
                     segment.withdraw(snapshot.slot)
             left = {snapshot.slot: snapshot for snapshot in one.snapshots()}
             for slot in range(segment.slots):
@@ -317,7 +317,9 @@ class Inventory:
                 )
         return found
 
-    def _better(self, contents: dict[tuple[bytes, int], list[int]], key: bytes, step: int) -> bool:
+    def _has_better(
+        self, contents: dict[tuple[bytes, int], list[int]], key: bytes, step: int
+    ) -> bool:
         """Whether all ranks hold another step of this round."""
         return any(k == key and s != step and 0 not in row for (k, s), row in contents.items())
 
@@ -354,7 +356,7 @@ def _fitting(held: list[m.Holding]) -> tuple[m.Holding, ...]:
     return tuple(found)
 
 
-def _newer(snapshot: Snapshot, restore: m.Restore) -> bool:
+def _is_newer(snapshot: Snapshot, restore: m.Restore) -> bool:
     """Whether it is newer than the snapshot to restore from, or from a discarded history."""
     name = restore.round
     if (snapshot.term, snapshot.number) == (name.term, name.number):
@@ -463,7 +465,7 @@ class HoldingsReport:
         """Report before any later message; `again`: even if nothing has changed."""
         self._due.cancel()
         report = self._router.holdings()
-        if self._nothing(report) or (report == self._sent and not again):
+        if self._has_nothing(report) or (report == self._sent and not again):
             return
         self._link.send(report)
         self._mark_sent(report)
@@ -475,14 +477,14 @@ class HoldingsReport:
     def _offer(self) -> None:
         self._due.cancel()
         report = self._router.holdings()
-        if self._closed or self._nothing(report) or report == self._sent:
+        if self._closed or self._has_nothing(report) or report == self._sent:
             return
         if self._link.offer(report):
             self._mark_sent(report)
         elif self._link.beat_interval:  # the link is busy; a new session gets a full report
             self._due.after(1 / REPORTS_PER_SECOND, self._offer)
 
-    def _nothing(self, report: m.Holdings) -> bool:
+    def _has_nothing(self, report: m.Holdings) -> bool:
         """Whether the report is empty, and no script of this job takes snapshots."""
         return self._sent is None and not report.held and report.saver is None
 

@@ -28,10 +28,10 @@ OUTBOX_MOST: Final = 1024
 SPARE: Final = 8
 """Connections beyond three per local rank: the saver, and ranks that reconnect."""
 
-FIRST_WORD: Final = 30.0
+INTRODUCTION_LIMIT: Final = 30.0
 """Seconds within which a peer must introduce itself."""
 
-REST: Final = 1.0
+ACCEPT_RETRY: Final = 1.0
 """Seconds without accepting after accept() has failed."""
 
 TEXT_MOST: Final = 500
@@ -60,7 +60,9 @@ class Peer:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._connection, self._read)
         self._timer = self._loop.call_later(
-            FIRST_WORD, self.break_off, f"it did not introduce itself within {FIRST_WORD:g} s"
+            INTRODUCTION_LIMIT,
+            self.break_off,
+            f"it did not introduce itself within {INTRODUCTION_LIMIT:g} s",
         )
 
     def send(self, message: ToPeer, fd: int = -1) -> None:
@@ -188,7 +190,7 @@ class PeerServer:
             logger.warning("cannot accept a snapshot connection: %s", error)
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._socket)
-            loop.call_later(REST, self._listen)
+            loop.call_later(ACCEPT_RETRY, self._listen)
             return
         channel.setblocking(False)
         pid = self._trusted(channel)

@@ -460,7 +460,7 @@ class Hashing:
         timer = self._timers.pop(held.key, None)
         if timer is not None:
             timer.cancel()
-        newest = held.find_any()
+        newest = held.find_newest()
         if newest is not None:
             self._hashed[held.key] = asyncio.get_running_loop().time()
             self._savers.hash(held, newest)

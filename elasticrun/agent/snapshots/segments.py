@@ -114,7 +114,7 @@ class Held:
         sizes = self.sizes
         if not self.segment.is_made_for(sizes.layout_length, sizes.slot_bytes, sizes.slots):
             return "another process has overwritten its control page"
-        newest = self.find_any()
+        newest = self.find_newest()
         if newest is not None and not self.segment.has_layout(newest.layout):
             return "another process has overwritten its layout"
         return ""
@@ -142,7 +142,7 @@ class Held:
                 return snapshot
         return None
 
-    def find_any(self) -> Snapshot | None:
+    def find_newest(self) -> Snapshot | None:
         """Its newest snapshot; None if it has none."""
         return next(reversed(self.snapshots()), None)
 

@@ -180,8 +180,8 @@ class LocalSnapshots:
 
     def ranks_gone(self, *, done: bool) -> None:
         """End the current generation, which can commit nothing more, and report what is here."""
-        if self._generation.living:
-            self._generation.living = False
+        if self._generation.may_write:
+            self._generation.may_write = False
             self._store.drop_damaged()
             self._wanted.add_pinned(self._generation.held())
             self._serve()
@@ -280,7 +280,7 @@ class LocalSnapshots:
     def _on_cut_off(self, generation: Generation, local_rank: int) -> None:
         """Handle a rank that lost its connection CUT_OFF_AFTER seconds ago and saves nothing any
         more, if it still runs."""
-        if generation is self._generation and generation.living:
+        if generation is self._generation and generation.may_write:
             generation.ranks[local_rank].is_cut_off = True
             for lone in generation.cut_off():
                 for step in sorted(generation.open_steps()):
@@ -480,7 +480,7 @@ class LocalSnapshots:
         """What this node holds."""
         generation = self._generation
         held = self._inventory.holdings(
-            living=generation.living, ranks_without=generation.ranks_without
+            may_write=generation.may_write, ranks_without=generation.ranks_without
         )
         saver = Endpoint(self._node.address, self.savers.port) if self.savers.port else None
         last, went_on = self._inventory.last(), generation.went_on()

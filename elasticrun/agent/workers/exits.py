@@ -79,7 +79,7 @@ class OomKills:
         self._counts = {file: count for file in self._files() if (count := _read(file)) is not None}
         self._rose_us = 0
 
-    def near(self, time_us: int) -> bool:
+    def has_risen_near(self, time_us: int) -> bool:
         """Read the counts again; returns whether one has increased since the last call, or did so
         near `time_us`, the time of the death to explain (microseconds since the epoch)."""
         for file in self._files():
@@ -154,7 +154,7 @@ def describe(bare: Failure, *, stopping: bool) -> Failure:
     handlers since."""
     code, reaped_us = bare.exitcode, bare.time_us
     found = read_error_file(bare.error_file)
-    oom = code == -signal.SIGKILL and not stopping and oom_watcher().near(reaped_us)
+    oom = code == -signal.SIGKILL and not stopping and oom_watcher().has_risen_near(reaped_us)
     message = found.message
     if not message:
         message = _without_file(code, bare.pid, oom)

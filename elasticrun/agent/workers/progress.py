@@ -85,7 +85,7 @@ class _Window:
     reports_own: bool = False  # has reported it in this round
 
     @property
-    def fresh(self) -> bool:
+    def is_fresh(self) -> bool:
         """Whether there is new data, including its own part if the rank reports that at all."""
         return self.owns > 0 if self.reports_own else self.steps > 0
 
@@ -371,7 +371,7 @@ class Progress:
         if self._start is None or now - self._sent_at < max(self._every, self._link.beat_interval):
             return
         late = now - self._new_since >= PATIENCE
-        fresh = [window for window in self._windows.values() if window.fresh]
+        fresh = [window for window in self._windows.values() if window.is_fresh]
         if not fresh or (len(fresh) < len(self._windows) and not late):
             return
         self._send(self._start, fresh, now)
@@ -392,6 +392,6 @@ class Progress:
         )
         if self._link.offer(report):
             self._sent_at, self._new_since = now, math.inf
-            self._windows = {rank: one for rank, one in self._windows.items() if one.fresh}
+            self._windows = {rank: one for rank, one in self._windows.items() if one.is_fresh}
             for window in self._windows.values():
                 window.clear()

@@ -282,7 +282,7 @@ class DeferredSignals:
                 self._signals.add(signum)
         return tuple(sorted(self._signals & requested))
 
-    def is_handler_installed(self) -> bool:
+    def stop_deferring_handled(self) -> bool:
         """Stop deferring signals for which the script has installed a handler since the last call;
         returns whether there were any."""
         taken = {one for one in self._signals if signal.getsignal(one) is not self._handler}
@@ -380,13 +380,13 @@ class Departure:
         """Note that training continues from this step."""
         self._last = step
 
-    def is_save_required(self, requested: int, step: int) -> bool:
+    def reach_step(self, requested: int, step: int) -> bool:
         """Note that training has reached this step; returns whether it must be saved, regardless of
         the schedule. A pending signal ends the process here if the required step is saved.
         `requested`: the segment's `save_at`."""
         before, self._last = self._last, step
         self._by_itself = False
-        if self._deferred.is_handler_installed():
+        if self._deferred.stop_deferring_handled():
             self._connection.send(PutsOff(self._deferred.signals))
         is_ahead = requested not in (NONE, self.answered)
         if is_ahead and requested <= step:

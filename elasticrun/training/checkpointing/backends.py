@@ -173,7 +173,7 @@ class AgentBackend(CheckpointBackend):
         self._taker.note_step(step)
 
     def is_save_requested(self, step: int) -> bool:
-        return self._departure.is_save_required(self._taker.requested_step, step)
+        return self._departure.reach_step(self._taker.requested_step, step)
 
     def report_requested_save(self, step: int, *, saved: bool) -> None:
         self._departure.report_save(step, saved=saved)

@@ -153,7 +153,7 @@ def _counted(recorder: FlightRecorder, number: str, row: Row) -> GroupAnswer:
     entered, started, done = (
         int(row.get(f"last_{what}_collective", -1)) for what in ("enqueued", "started", "completed")
     )
-    first = 1 if recorder.hooked else 0
+    first = 1 if recorder.is_hooked else 0
     key = f"{recorder.key}:{number}" if recorder.key else number
     return GroupAnswer(key, max(0, entered + first), started, max(0, done + first))
 

@@ -10,7 +10,7 @@ the backend that serves it:
   records into one recorder for each backend name. A hook that a script attaches itself under torch
   2.14 records into the default recorder.
 
-A hook numbers calls differently: see `FlightRecorder.hooked`.
+A hook numbers calls differently: see `FlightRecorder.is_hooked`.
 
 torch is looked up and never imported. Nothing is read before the script has made a process group,
 since the first read fixes the size of the ring.
@@ -67,7 +67,7 @@ class FlightRecorder:
     dump: Callable[[bool, bool], bytes]
 
     @property
-    def hooked(self) -> bool:
+    def is_hooked(self) -> bool:
         """Whether only a hook feeds it. Its counters then count every call of a group, including
         point-to-point ones, from 0; its entries number collectives from 1, as in the other
         recorders."""

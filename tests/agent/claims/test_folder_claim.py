@@ -20,7 +20,8 @@ def quick(monkeypatch) -> None:
     """A look takes what it takes; only the waits between looks and renewals are short."""
     monkeypatch.setattr(claim_file, "RENEW_EVERY", 0.02)
     monkeypatch.setattr(folder_claim, "READ_EVERY", 0.1)
-    monkeypatch.setattr(claim_file, "died_here", lambda claim: False)  # the others are elsewhere
+    # the others are elsewhere
+    monkeypatch.setattr(claim_file, "has_died_here", lambda claim: False)
 
 
 def claim(job: str = "one", term: Callable[[], int] = lambda: 1) -> FolderClaim:

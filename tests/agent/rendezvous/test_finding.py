@@ -37,7 +37,7 @@ def there(monkeypatch) -> There:
 
     monkeypatch.setattr(SharedFile, "_answers", answers)
     monkeypatch.setattr(shared_file, "READ_EVERY", 0.01)
-    monkeypatch.setattr(claim_file, "died_here", lambda claim: False)
+    monkeypatch.setattr(claim_file, "has_died_here", lambda claim: False)
     return state
 
 

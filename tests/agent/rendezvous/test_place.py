@@ -72,7 +72,7 @@ def test_an_address_at_which_somebody_else_answers_is_not_ours(monkeypatch) -> N
 
 
 def test_a_name_is_asked_for_more_and_more_rarely() -> None:
-    waits = [places.resolve_again(tries) for tries in range(1, 2000)]
+    waits = [places.retry_delay(tries) for tries in range(1, 2000)]
     assert waits[:4] == [1.0, 2.0, 4.0, 5.0]
     assert set(waits[3:]) == {5.0}
 

@@ -26,10 +26,10 @@ ADOPTED = {
 """Steps that each rank of the agent before had committed, and the rows that are told."""
 
 
-@pytest.mark.parametrize("living", [False, True])
+@pytest.mark.parametrize("may_write", [False, True])
 @pytest.mark.parametrize("case", ADOPTED)
-async def test_what_the_agent_before_held_is_told(shm: Path, case: str, living: bool) -> None:
-    """`living`: ranks of this agent's own round run already, which says nothing of older ones."""
+async def test_what_the_agent_before_held_is_told(shm: Path, case: str, may_write: bool) -> None:
+    """`may_write`: ranks of this agent's round run already, which says nothing of older ones."""
     steps, told = ADOPTED[case]
     async with using(shm) as segments:
         router = SimpleNamespace(tidy=lambda: None)
@@ -39,7 +39,7 @@ async def test_what_the_agent_before_held_is_told(shm: Path, case: str, living: 
             held = await segments.need(local_rank, SIZES, LAYOUT.content)
             for step in committed:
                 write(held, step)
-        rows = inventory.holdings(living=living)
+        rows = inventory.holdings(may_write=may_write)
         assert [(row.step, row.contents) for row in rows] == told
         assert {(row.round, row.first_rank, row.world_size) for row in rows} == {
             (LIFE.name, LIFE.first_rank, LIFE.info.world_size)

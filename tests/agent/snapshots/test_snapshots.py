@@ -496,7 +496,7 @@ async def test_peers_that_break_the_protocol_are_hung_up_on(node: Node, caplog) 
 
 
 async def test_who_says_nothing_is_hung_up_on(node: Node, monkeypatch) -> None:
-    monkeypatch.setattr(peers, "FIRST_WORD", 0.05)
+    monkeypatch.setattr(peers, "INTRODUCTION_LIMIT", 0.05)
     name, _ = read_place(node.snapshots.place(0))
     assert await (await node.call(Client, name)).hangs_up()
 

@@ -206,11 +206,11 @@ def test_the_kernels_count_explains_deaths_near_its_rise(tmp_path: Path) -> None
     events = tmp_path / "memory.events"
     events.write_text("low 0\noom 4\noom_kill 3\n")
     kills = OomKills(lambda: [tmp_path / "missing", events])
-    assert not kills.near(NEAR_US)
+    assert not kills.has_risen_near(NEAR_US)
     events.write_text("low 0\noom 5\noom_kill 5\n")
-    assert kills.near(2 * NEAR_US)
-    assert kills.near(2 * NEAR_US + 1000)
-    assert not kills.near(4 * NEAR_US)
+    assert kills.has_risen_near(2 * NEAR_US)
+    assert kills.has_risen_near(2 * NEAR_US + 1000)
+    assert not kills.has_risen_near(4 * NEAR_US)
 
 
 def test_the_count_of_a_cgroup_that_was_entered_later(tmp_path: Path) -> None:
@@ -221,12 +221,12 @@ def test_the_count_of_a_cgroup_that_was_entered_later(tmp_path: Path) -> None:
     own = [old, host]
     kills = OomKills(lambda: own)
     own[0] = new
-    assert not kills.near(NEAR_US), "the host's count is not new"
+    assert not kills.has_risen_near(NEAR_US), "the host's count is not new"
     new.write_text("oom_kill 0\n")
-    assert not kills.near(NEAR_US)
+    assert not kills.has_risen_near(NEAR_US)
     new.write_text("oom_kill 1\n")
-    assert kills.near(2 * NEAR_US)
-    assert not kills.near(4 * NEAR_US)
+    assert kills.has_risen_near(2 * NEAR_US)
+    assert not kills.has_risen_near(4 * NEAR_US)
 
 
 def test_on_cgroup_v2_the_groups_own_count_comes_first() -> None:
@@ -239,7 +239,7 @@ def test_on_cgroup_v2_the_groups_own_count_comes_first() -> None:
 
 def test_this_hosts_count_can_be_read_and_none_explains_nothing(tmp_path: Path) -> None:
     for kills in (OomKills(), OomKills(lambda: [tmp_path / "missing"])):
-        assert not kills.near(now_us())
+        assert not kills.has_risen_near(now_us())
 
 
 def test_oom_is_told(tmp_path: Path, monkeypatch) -> None:

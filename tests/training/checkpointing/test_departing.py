@@ -37,7 +37,7 @@ def rank(at: int) -> tuple[Departure, list[FromRank]]:
 
 def test_the_step_that_was_named_is_saved_once() -> None:
     one, said = rank(0)
-    assert [one.is_save_required(3, step) for step in range(1, 7)] == [
+    assert [one.reach_step(3, step) for step in range(1, 7)] == [
         False,
         False,
         True,
@@ -50,32 +50,30 @@ def test_a_script_that_calls_for_some_steps_saves_the_first_one_after_it() -> No
     """All ranks call for the same ones, so whoever has seen it late does the same."""
     early, _ = rank(0)
     late, said = rank(0)
-    asked = [early.is_save_required(13, 10), early.is_save_required(13, 20)]
-    assert (
-        asked == [late.is_save_required(NONE, 10), late.is_save_required(13, 20)] == [False, True]
-    )
+    asked = [early.reach_step(13, 10), early.reach_step(13, 20)]
+    assert asked == [late.reach_step(NONE, 10), late.reach_step(13, 20)] == [False, True]
     assert not said
 
 
 def test_a_rank_that_is_past_it_says_so_and_is_given_another() -> None:
     one, said = rank(0)
-    assert not one.is_save_required(NONE, 5)
-    assert not one.is_save_required(5, 6)
-    assert not one.is_save_required(5, 7)
+    assert not one.reach_step(NONE, 5)
+    assert not one.reach_step(5, 6)
+    assert not one.reach_step(5, 7)
     assert said == [StepMissed(5, 6)]
     assert [
-        one.is_save_required(9, 8),
-        one.is_save_required(9, 9),
-        one.is_save_required(9, 10),
+        one.reach_step(9, 8),
+        one.reach_step(9, 9),
+        one.reach_step(9, 10),
     ] == [False, True, False]
 
 
 def test_what_could_not_be_saved_counts_as_missed() -> None:
     one, said = rank(0)
-    assert one.is_save_required(1, 1)
+    assert one.reach_step(1, 1)
     one.report_save(1, saved=False)
     assert said == [StepMissed(1, 1)]
-    assert not one.is_save_required(1, 2)
+    assert not one.reach_step(1, 2)
 
 
 SCRIPT = """
@@ -90,7 +88,7 @@ agent_connection.STEP_REQUEST_LIMIT = agent_connection.REPEAT_WITHIN = 240.0
 rank = Departure(Line(), (15, 10), DeferredSignals())
 me = os.getpid()
 def step(number, asked=-1):
-    return rank.is_save_required(asked, number)
+    return rank.reach_step(asked, number)
 rank.resume_from(0)
 {body}
 print("went on", flush=True)
