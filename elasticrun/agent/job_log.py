@@ -27,7 +27,7 @@ from elasticrun.core.reasons import (
     text,
     unreachable_side,
 )
-from elasticrun.core.words import recovery_times, some
+from elasticrun.core.words import plural, recovery_times
 from elasticrun.core.worker.states import ENDINGS, GroupStatus, State
 from elasticrun.host.log import LEVELS, NOTICE, logger
 from elasticrun.wire.messages import Recovery, Start
@@ -85,7 +85,7 @@ class RoundLog:
         """Log the start of a round, before its ranks start. A restart is logged once its ranks
         run."""
         last, self._last = self._last, start
-        size = f"{some(start.group_world_size, 'node')}, world size {start.info.world_size}"
+        size = f"{plural(start.group_world_size, 'node')}, world size {start.info.world_size}"
         self._words, self._resumed = "", ""
         self._runs = self._trains = False
         self._again = last is not None
@@ -115,7 +115,7 @@ class RoundLog:
             parts = [recovery_times(-1.0, order.first_step)]
             parts += [self._resumed] if self._resumed else []
             if order.repeated > 0 or (self._resumed and order.repeated == 0):
-                parts.append(f"{some(order.repeated, 'step')} repeated")
+                parts.append(f"{plural(order.repeated, 'step')} repeated")
             self._log(", ".join(parts))
 
     def linked_again(self) -> None:

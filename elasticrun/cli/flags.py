@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Final
 
 from elasticrun.cli.table import EPILOG, FLAGS, GROUPS, HELP, NEWER, OURS, TORCHRUN, Flag
-from elasticrun.core.words import nearest
+from elasticrun.core.words import did_you_mean
 from elasticrun.wire.env import LAST_WORDS
 
 PROG = "elasticrun"
@@ -120,7 +120,7 @@ class Parser(argparse.ArgumentParser):
             names = [name for name in self._option_string_actions if "_" not in name]
             typed = extra[0].partition("=")[0].replace("_", "-")
             known = OTHER_TOOLS_FLAGS.get(typed, "")
-            hint = f"; did you mean {known}?" if known in names else nearest(typed, names)
+            hint = f"; did you mean {known}?" if known in names else did_you_mean(typed, names)
             self.error(f"unrecognized arguments: {' '.join(extra)}{hint}")
         return found
 

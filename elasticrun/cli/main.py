@@ -20,7 +20,7 @@ from elasticrun.cli.flags import PROG, get_args_parser, write_last_word
 from elasticrun.cli.settings import FlagValues, NoProgram, NotHere, NothingToDo, UsageError
 from elasticrun.cli.trust import GIT_SECRETS, notes, withdraw
 from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_USAGE, Launch, Place
-from elasticrun.core.words import nearest
+from elasticrun.core.words import did_you_mean
 from elasticrun.wire import debugger
 from elasticrun.wire.types import EntryKind, Entrypoint
 
@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _dispatch(verb, words)
     except UsageError as error:
         mistyped = isinstance(error, NoProgram) and not words[0].startswith("-")
-        hint = (verb_hint(words[0]) or nearest(words[0], VERBS)) if mistyped else ""
+        hint = (verb_hint(words[0]) or did_you_mean(words[0], VERBS)) if mistyped else ""
         notify(f"error: {error}{hint}")
         if not verb:
             write_last_word(f"{error}{hint}")

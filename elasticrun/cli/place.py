@@ -24,7 +24,7 @@ from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.rendezvous import ELASTIC_WORDS, RENDEZVOUS_FLAGS
 from elasticrun.cli.settings import NOT_DETECTED, DetectedPlace, UsageError
 from elasticrun.config import EXIT_OK, EXIT_USAGE
-from elasticrun.core.words import some
+from elasticrun.core.words import plural
 from elasticrun.wire.messages import MAX_NODES
 from elasticrun.wire.types import Endpoint
 
@@ -139,7 +139,7 @@ def _of_some(flags: FlagValues, found: Found) -> DetectedPlace:
     if found.host is not None:
         why = ""
         if found.nodes is not None and there < low:
-            has = f"there {'is' if there == 1 else 'are'} {some(there, 'node')}"
+            has = f"there {'is' if there == 1 else 'are'} {plural(there, 'node')}"
             why = f"{has} and --nnodes={flags.text('nnodes')} asks for more"
         elif found.crowd and high > there:
             why = f"--nnodes={flags.text('nnodes')} asks for more nodes than the {there} there are"

@@ -19,7 +19,7 @@ from elasticrun.cli import settings
 from elasticrun.cli.settings import FlagValues, UsageError
 from elasticrun.cli.table import FLAGS, Flag
 from elasticrun.config import JoinCommand, Place
-from elasticrun.core.words import some
+from elasticrun.core.words import plural
 from elasticrun.wire.rpc.etcd_place import PlaceError, parse_place
 
 if TYPE_CHECKING:
@@ -453,7 +453,7 @@ def _node_limits(flags: FlagValues) -> tuple[int, int, list[str]]:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise UsageError(f"NODE_NUM={text} is not a number of nodes; correct it or use --nnodes")
     number, _ = settings.nodes(text)
-    return number, number, [f"NODE_NUM={number}: this is a job of {some(number, 'node')}"]
+    return number, number, [f"NODE_NUM={number}: this is a job of {plural(number, 'node')}"]
 
 
 def _dlrover_master(flags: FlagValues) -> str:

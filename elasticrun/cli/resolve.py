@@ -33,7 +33,7 @@ from elasticrun.config import (
     RunPlan,
     Tls,
 )
-from elasticrun.core.words import nearest, some
+from elasticrun.core.words import did_you_mean, plural
 from elasticrun.host import accelerators
 from elasticrun.wire import env
 from elasticrun.wire.messages import CheckSpec, JobSpec, SaveSpec, WatchSpec
@@ -298,7 +298,7 @@ def job_spec(
     if not 1 <= unit <= plan.max_nodes:
         raise UsageError(
             f"--node-unit={unit}: no multiple of it fits into at most "
-            f"{some(plan.max_nodes, 'node')}"
+            f"{plural(plan.max_nodes, 'node')}"
         )
     times = _times(conf, _TIMES)
     if plan.place.kind == "static" and "join_timeout" not in conf and "timeout" in conf:
@@ -520,7 +520,8 @@ def _unknown_variables(environ: Mapping[str, str]) -> list[str]:
     shown = ", ".join(names[:MOST_UNREAD]) + (" ..." if len(names) > MOST_UNREAD else "")
     are = "is" if len(names) == 1 else "are"
     return [
-        f"{shown} in the environment {are} unknown and ignored{nearest(names[0], sorted(known))}"
+        f"{shown} in the environment {are} unknown and ignored"
+        f"{did_you_mean(names[0], sorted(known))}"
     ]
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import Struct, structs
 
-from elasticrun.core.words import names, some
+from elasticrun.core.words import names, plural
 from elasticrun.wire.messages import MAX_CODE, ReasonCode
 
 
@@ -548,7 +548,7 @@ def brief(reason: Reason | None) -> str:
 def short(reason: NodesNeeded | MoreMayJoin) -> str:
     """What the rendezvous waits for, as a clause after `waiting for nodes:` or `rendezvous X:`."""
     if isinstance(reason, NodesNeeded):
-        return f"{reason.here} of {some(reason.needed, 'node')}{_because(reason.why)}"
+        return f"{reason.here} of {plural(reason.needed, 'node')}{_because(reason.why)}"
     return text(reason)
 
 
@@ -647,7 +647,7 @@ def _pending(it: Pending) -> str:
 
 def _no_place(it: Spare) -> str:
     taken = f"nodes join {it.unit} at a time"
-    why = f"the round is full, with {some(it.full, 'node')}" if it.full else taken
+    why = f"the round is full, with {plural(it.full, 'node')}" if it.full else taken
     if it.silence:
         return f"{why}; replaces it when it leaves, or {it.silence:g} s after it is lost"
     return f"{why}; replaces a lost node"
@@ -662,7 +662,7 @@ def _first_to_fail(it: FirstToFail) -> str:
     if it.rounds == 1:
         return f"its ranks fail again: {text(it.first)}"
     alone = "its ranks changed in between" if it.moved else "no rank of another node did"
-    row = some(it.rounds, "round")
+    row = plural(it.rounds, "round")
     return f"its ranks were the first to fail in {row} in a row, and {alone}: {text(it.first)}"
 
 
@@ -696,7 +696,7 @@ def _because(why: Reason | None) -> str:
 
 def _too_few(it: TooFewNodes) -> str:
     limit = f"{it.limit:g} s, the join_timeout"
-    return f"only {it.here} of {some(it.needed, 'node')} for {limit}{_because(it.why)}"
+    return f"only {it.here} of {plural(it.needed, 'node')} for {limit}{_because(it.why)}"
 
 
 def no_restarts_left(most: int, window: float) -> str:
@@ -762,7 +762,7 @@ _TEXTS: Final[Mapping[type, Callable[[Any], str]]] = {
     ),
     MasterFull: lambda it: f"the master serves {it.most} nodes, which is its limit",
     Joined: lambda it: f"node{'s' * (len(it.nodes) > 1)} {names(it.nodes)} joined",
-    Scaled: lambda it: f"the job is scaled to {some(it.nodes, 'node')}",
+    Scaled: lambda it: f"the job is scaled to {plural(it.nodes, 'node')}",
     RanksStopped: _ranks_stopped,
     ByOperator: _by_operator,
     GivenUp: lambda it: (

@@ -10,7 +10,7 @@ MAX_NAMES = 4
 three and counts the rest."""
 
 
-def some(count: int, thing: str) -> str:
+def plural(count: int, thing: str) -> str:
     """`1 rank`, `2 ranks`."""
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
@@ -65,7 +65,7 @@ def index_of(word: str) -> str:
     return word if found is None else str(int(found[1]) + 1 if found[1] else 0)
 
 
-def nearest(word: str, names: Iterable[str]) -> str:
+def did_you_mean(word: str, names: Iterable[str]) -> str:
     """A clause that suggests the correction of a mistyped word; "" if no name is similar."""
     import difflib
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from elasticrun.core.words import nearest
+from elasticrun.core.words import did_you_mean
 from elasticrun.host.runs.index import NoRun, all_runs, find, runs_root
 from elasticrun.host.runs.layout import ENDED, RunFolder
 from elasticrun.jobs.backend import Backend, RequestFailed, submission
@@ -54,7 +54,7 @@ def backend_name(word: str, source: str = "--on") -> str:
     it is unknown."""
     word = "k8s" if word == "kubernetes" else word
     if word not in PLACES:
-        hint = nearest(word, PLACES)
+        hint = did_you_mean(word, PLACES)
         raise RequestFailed(f"{source}={word}: jobs are on one of {', '.join(PLACES)}{hint}")
     return word
 

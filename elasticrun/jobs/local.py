@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from elasticrun.core.words import names, some
+from elasticrun.core.words import names, plural
 from elasticrun.host.runs.layout import CONSOLE, ENDED, LAST_WORD, LocalAgent, RunFolder, RunResult
 from elasticrun.host.system.processes import ProcessId
 from elasticrun.jobs.backend import (
@@ -98,7 +98,7 @@ class LocalJobs:
         known, job = submission(run), run.job()
         if known.gpus and request.number > known.max_nodes:
             raise RequestFailed(
-                f"{some(known.max_nodes, 'node')} share all GPUs of this host: none is "
+                f"{plural(known.max_nodes, 'node')} share all GPUs of this host: none is "
                 "free for another node"
             )
         if request.number > 1 and known.max_nodes == 1 and run.state() != "succeeded":
@@ -110,7 +110,7 @@ class LocalJobs:
         if is_at_rest:
             answer = (
                 f"job {known.name} is {_listed_state(run)}: it will use at most "
-                f"{some(request.number, 'node')} when it resumes"
+                f"{plural(request.number, 'node')} when it resumes"
             )
         else:
             answer = send(request).reason
@@ -123,7 +123,7 @@ class LocalJobs:
         missing = request.number - len(living_agents(run))
         if known.port and missing > 0 and not is_at_rest:
             self._start_agents(run, known, missing)
-            answer += f"; {some(missing, 'agent')} more started here"
+            answer += f"; {plural(missing, 'agent')} more started here"
         return answer
 
     def suspend(self, run: RunFolder) -> str:

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
-from elasticrun.core.words import some
+from elasticrun.core.words import plural
 from elasticrun.host.runs.layout import ENDED, RunFolder, RunResult, replace_file
 from elasticrun.jobs.backend import RequestFailed, Submission, submission, write_submission
 from elasticrun.jobs.rows import JobRow
@@ -92,7 +92,7 @@ class SlurmJobs:
         known = submission(run)
         has = queued.nodes if (queued := self._queue().get(known.number)) else 0
         if 0 < has < request.number:
-            answer += f"; its allocation has {some(has, 'node')}, and Slurm adds no more"
+            answer += f"; its allocation has {plural(has, 'node')}, and Slurm adds no more"
         return answer
 
     def suspend(self, run: RunFolder) -> str:

@@ -205,7 +205,7 @@ Attempt = Annotated[str, OneLine(1, MAX_ATTEMPT)]
 # ---------------------------------------------------------------- ranks as ranges
 
 
-def runs(ranks: Iterable[int]) -> list[tuple[int, int]]:
+def spans_of(ranks: Iterable[int]) -> list[tuple[int, int]]:
     """First and last number of each run of consecutive numbers, ascending."""
     found: list[tuple[int, int]] = []
     for rank in sorted(set(ranks)):

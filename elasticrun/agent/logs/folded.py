@@ -11,7 +11,7 @@ from functools import lru_cache
 from elasticrun.agent.logs import masks
 from elasticrun.agent.logs.console import ConsoleWriter, Text
 from elasticrun.agent.logs.fold import Fold, FoldedLines, SharedLine
-from elasticrun.wire.types import runs
+from elasticrun.wire.types import spans_of
 
 MOST_OF_A_RANK = 8
 """Number of each rank's newest lines that `fold_texts` uses."""
@@ -131,4 +131,4 @@ def fold_texts(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
 
 def ranges(ranks: Iterable[int]) -> str:
     """Ranks as text, such as `0-5,7`."""
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs(ranks))
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans_of(ranks))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from elasticrun.core.words import index_of, names, nearest
+from elasticrun.core.words import did_you_mean, index_of, names
 from elasticrun.host.runs.layout import AGENTS, replace_file
 from elasticrun.host.system.processes import ProcessId
 from elasticrun.host.user_folder import user_folder
@@ -115,7 +115,7 @@ def find_run(known: Sequence[LoggedRun], word: str) -> LoggedRun | None:
 def no_node_message(word: str, known: Sequence[LoggedRun]) -> str:
     """The error sentence if no node matches."""
     found = sorted({one.node or one.host for one in known})
-    return f"there is no node {word}{nearest(word, found)}: there is {names(found)}"
+    return f"there is no node {word}{did_you_mean(word, found)}: there is {names(found)}"
 
 
 def runs(environ: Mapping[str, str]) -> list[LoggedRun]:

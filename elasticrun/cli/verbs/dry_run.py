@@ -11,7 +11,7 @@ from elasticrun.cli.resolve import Resolved
 from elasticrun.cli.settings import NOT_DETECTED, DetectedPlace, FlagValues, Setting, setting
 from elasticrun.cli.table import FLAGS
 from elasticrun.config import EXIT_OK, Launch
-from elasticrun.core.words import some
+from elasticrun.core.words import plural
 from elasticrun.wire.types import Endpoint, EntryKind
 
 
@@ -63,7 +63,7 @@ def describe(
         lines.append(f"{'setting':<28}{'value':<38}source")
         lines += [f"{name:<28}{value:<38}{source}" for name, value, source in shown]
     if usual and not ns.verbose:
-        lines.append(f"{some(len(usual), 'other setting')} at the default; -v shows them")
+        lines.append(f"{plural(len(usual), 'other setting')} at the default; -v shows them")
     return "\n".join(lines) + "\n"
 
 

@@ -200,7 +200,7 @@ def _explained(sets: list[frozenset[str]], proved: Collection[frozenset[str]]) -
     return False
 
 
-def doubt(groups: Iterable[FailedGroup], trials: Mapping[str, Trial]) -> None:
+def reset_doubtful(groups: Iterable[FailedGroup], trials: Mapping[str, Trial]) -> None:
     """Reset nodes that were good before this check, but failed in it with others that have since
     been shown to work."""
     for group in groups:

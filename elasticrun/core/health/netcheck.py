@@ -46,18 +46,18 @@ from elasticrun.core.health.groups import (
     Run,
     Standing,
     Trial,
-    doubt,
     first_pass,
     is_convicted,
     later_pass,
     others,
     overdue,
+    reset_doubtful,
     strongly_suspect,
     unexplained,
 )
 from elasticrun.core.health.speed import Paces
 from elasticrun.core.health.words import cut, duration, quoted, size, speed
-from elasticrun.core.words import names, some
+from elasticrun.core.words import names, plural
 from elasticrun.wire.messages import CheckSpec, Probed
 
 MAX_PASSES = 8
@@ -103,7 +103,7 @@ class Check:
         self._just_failed = []
         worked = [run.group.nodes for run in passed.runs if self._evaluate(run)]
         self._failed += self._just_failed
-        doubt(self._failed, self.trials)
+        reset_doubtful(self._failed, self.trials)
         for trial in self._open():
             if is_convicted(unexplained(trial, self.trials), self._proved):
                 self._convict(trial)
@@ -246,7 +246,7 @@ def _perf_result(run: Run, ranks: Mapping[str, int], floor: float) -> PerfResult
     (1e9) at the largest size, 0.0 for none."""
     nodes = run.group.nodes
     world = sum(ranks.get(node, 1) for node in nodes)
-    over = f"over {some(len(nodes), 'node')}, {some(world, 'rank')}"
+    over = f"over {plural(len(nodes), 'node')}, {plural(world, 'rank')}"
     bad = [(node, answer) for node, answer in run.answers.items() if not answer.ok]
     if bad:
         who = names([node for node, _ in bad])

@@ -34,7 +34,7 @@ from elasticrun.core.rounds.failures import Ending
 from elasticrun.core.rounds.rendezvous import Decision, Phase, Verb
 from elasticrun.core.rounds.round import lay_out, store_host
 from elasticrun.core.wishes import EndJob, Wish
-from elasticrun.core.words import some
+from elasticrun.core.words import plural
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
 
@@ -396,5 +396,5 @@ class HealthPolicy:
 def _partners(nodes: tuple[str, ...], at: int) -> str:
     """The other nodes of a group, in words of limited length."""
     if len(nodes) > 3:
-        return some(len(nodes) - 1, "other node")
+        return plural(len(nodes) - 1, "other node")
     return " and ".join(nodes[:at] + nodes[at + 1 :])

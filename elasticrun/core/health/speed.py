@@ -48,7 +48,7 @@ from statistics import median
 
 from elasticrun.core.health.groups import Rate, Trial
 from elasticrun.core.health.words import duration, size
-from elasticrun.core.words import names, some
+from elasticrun.core.words import names, plural
 from elasticrun.wire.messages import CheckSpec, Steps
 
 SPREADS = 5.0
@@ -392,7 +392,7 @@ class Stragglers:
         waiting = median(one.waiting() for one in others)
         theirs = "the other's" if len(others) == 1 else "the others'"
         they = "the other" if len(others) == 1 else "the others"
-        of = f" (median of {some(len(others), 'node')})" if len(others) > 1 else ""
+        of = f" (median of {plural(len(others), 'node')})" if len(others) > 1 else ""
         return (
             f"its own part of a step takes {pace.own():.3g} s, {theirs} {own:.3g} s{of}, "
             f"for {now - pace.slow_since:.0f} s; it waits "

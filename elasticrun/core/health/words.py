@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from elasticrun.core.health.groups import FailedGroup, ProbeFailure, Rate, Trial
-from elasticrun.core.words import names, some
+from elasticrun.core.words import names, plural
 from elasticrun.wire.messages import Probed
 from elasticrun.wire.types import MAX_TEXT
 
@@ -99,7 +99,7 @@ def waiting(number: int, groups: Sequence[Sequence[str]]) -> str:
     nodes = [node for group in groups for node in group]
     if number == 1:
         whom = f"{nodes[0]} is" if len(nodes) == 1 else f"{len(nodes)} nodes are"
-        where = f" in {some(len(groups), 'group')}" if len(nodes) > 1 else ""
+        where = f" in {plural(len(groups), 'group')}" if len(nodes) > 1 else ""
         return f"the network check probes: {whom} measured{where} before a round forms"
     listed = names(sorted(nodes))
     return f"the network check continues: pass {number} probes {listed} before a round forms"
@@ -126,9 +126,9 @@ def outcome(
     bad = {node for kind, node in found if kind != "slow"}
     rest = len(trials) - len(bad)
     if rest:
-        whom = "all passed" if not bad else f"{some(rest, 'node')} passed"
+        whom = "all passed" if not bad else f"{plural(rest, 'node')} passed"
         clauses.append(whom if len(trials) > 1 else "it passed")
-    head = f"network check of {some(len(trials), 'node')}"
+    head = f"network check of {plural(len(trials), 'node')}"
     took = f"{passes} {'pass' if passes == 1 else 'passes'}, {duration(seconds)}"
     return cut(f"{head} ({took}): {'; '.join(clauses)}")
 

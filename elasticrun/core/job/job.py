@@ -45,7 +45,7 @@ from elasticrun.core.reasons import (
     text_and_code,
 )
 from elasticrun.core.rounds.attribution import Cause
-from elasticrun.core.rounds.budget import Bill, Judgement
+from elasticrun.core.rounds.budget import Cost, Judgement
 from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.core.rounds.rendezvous import Decision, Phase, Verb
 from elasticrun.core.rounds.round import Stage, form_round
@@ -54,7 +54,7 @@ from elasticrun.core.sight.sight import Sight
 from elasticrun.core.snapshots.policy import SnapshotPolicy
 from elasticrun.core.snapshots.snapshots import Snapshots
 from elasticrun.core.wishes import EndJob, Fail, RecordSoon, Reopen, Wish
-from elasticrun.core.words import some
+from elasticrun.core.words import plural
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
 
@@ -303,7 +303,7 @@ class Job:
 
     def _leaving(self, node: str, report: m.Leaving) -> None:
         ctx, rdzv = self._ctx, self._ctx.rdzv
-        ran = rdzv.phase is Phase.RUNNING and self._saving.has_moved()
+        ran = rdzv.phase is Phase.RUNNING and self._saving.has_unsaved_progress()
         if rdzv.last.is_member(node) and (ran or not report.signal):
             self._left_a_round = True
         self._saving.note_left_behind()
@@ -370,11 +370,11 @@ class Job:
         if rdzv.phase is Phase.RUNNING and rdzv.last.is_member(node):
             verdict = ctx.restarts.verdict(self._member_problem(), now)
             reason = verdict.reason
-            if verdict.bill is Bill.NOTHING and rdzv.is_incomplete(now):
+            if verdict.cost is Cost.NOTHING and rdzv.is_incomplete(now):
                 # until all nodes have redialled, only what failed is known, not who is to blame
                 reason = ctx.restarts.verdict(None, now).reason
             self._last_failure = reason
-            if verdict.bill not in (Bill.HOPELESS, Bill.FINAL) and reason is not None:
+            if verdict.cost not in (Cost.HOPELESS, Cost.FINAL) and reason is not None:
                 self._reopen(reason)
 
     def _operate(self, request: m.Request) -> m.Reply:
@@ -583,13 +583,13 @@ class Job:
         )  # how an earlier round ended is unknown
         to_save = to_save or (last is not None and limit < len(last.seats))  # spare nodes may leave
         choice = self._saving.choose(trouble)
-        why, bill = trouble, ""
+        why, cost = trouble, ""
         if has_failed:
             why = trouble or restarts.verdict(None, now).reason
-            bill = restarts.settle(trouble, rdzv.formed_at, now)
-            ctx.note(bill)
+            cost = restarts.settle(trouble, rdzv.formed_at, now)
+            ctx.note(cost)
             self._last_failure = trouble or self._last_failure  # the suspicion is confirmed
-        self._sight.incidents.decided(why, bill)
+        self._sight.incidents.decided(why, cost)
         ctx.number += 1
         name = RoundName(ctx.term, ctx.number, ctx.mint())
         ready = [ctx.nodes[node] for node in rdzv.ready]
@@ -605,7 +605,7 @@ class Job:
         ctx.flaps.formed(round_.seats, now)
         restarts.new_round(nodes=len(round_.seats))
         self._reason, self._ends = None, None
-        size = f"{some(round_.info.world_size, 'rank')} on {some(len(round_.seats), 'node')}"
+        size = f"{plural(round_.info.world_size, 'rank')} on {plural(len(round_.seats), 'node')}"
         ctx.note(f"round {name.number} begins: {size}")
         self._recorder.record()
         self._saving.round_begins(round_)

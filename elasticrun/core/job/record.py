@@ -17,7 +17,7 @@ from elasticrun.core.rounds.rendezvous import Phase
 from elasticrun.core.rounds.round import Round, Stage, restored
 from elasticrun.core.sight.ledger import SlotLedger
 from elasticrun.core.snapshots.snapshots import Snapshots
-from elasticrun.core.words import some
+from elasticrun.core.words import plural
 
 RECORD_EVERY = 10.0
 """Seconds between records of the remaining time while the job waits, so a job whose masters keep
@@ -153,7 +153,7 @@ def _in_words(facts: Facts) -> str:
     rdzv = facts.rendezvous
     if rdzv.round is None:
         return "the record says that no round was formed yet"
-    what = f"round {rdzv.round.name} with {some(rdzv.round.world_size, 'rank')}"
+    what = f"round {rdzv.round.name} with {plural(rdzv.round.world_size, 'rank')}"
     if rdzv.over:
         return f"the record says that {what} is over: {rdzv.over}"
     return f"the record says that {what} runs"

@@ -13,7 +13,7 @@ from elasticrun.core.reasons import ByOperator, Excluded, text
 from elasticrun.core.rounds.failures import Ending
 from elasticrun.core.rounds.rendezvous import Phase
 from elasticrun.core.wishes import EndJob, RecordSoon, Reopen, Wish
-from elasticrun.core.words import names, some
+from elasticrun.core.words import names, plural
 from elasticrun.wire import messages as m
 
 
@@ -93,11 +93,11 @@ class OperatorRequests:
         if ctx.rdzv.last.completed and high < spec.max_nodes:
             raise RequestRejected("ranks have already exited with 0: the job is finishing")
         if high == spec.max_nodes:
-            return (f"the job already uses at most {some(high, 'node')}",)
-        by = text(_by(request, f"scaled to {some(high, 'node')}"))
+            return (f"the job already uses at most {plural(high, 'node')}",)
+        by = text(_by(request, f"scaled to {plural(high, 'node')}"))
         ctx.scale(low, high)
         ctx.note(f"the job is {by}", "warning")
-        done = f"the job now uses at most {some(high, 'node')}, and needs {low}"
+        done = f"the job now uses at most {plural(high, 'node')}, and needs {low}"
         return done, RecordSoon()
 
     def _exclude(self, request: m.Request) -> _Done:

@@ -33,7 +33,7 @@ from elasticrun.core.rounds.failures import Ending, code_of
 from elasticrun.core.rounds.rendezvous import SURVIVOR_SLACK, Phase
 from elasticrun.core.rounds.round import adopt, adopted_seat
 from elasticrun.core.snapshots.policy import SnapshotPolicy
-from elasticrun.core.words import some
+from elasticrun.core.words import plural
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
 
@@ -153,7 +153,7 @@ class Streams:
         ctx, rdzv, node, now = self._ctx, self._rdzv, hello.node, self._ctx.now
         current = ctx.round
         ctx.number = max(ctx.number, start.round.number)
-        if current is None or (current.inherited and current.is_older_than(start.round)):
+        if current is None or (current.is_inherited and current.is_older_than(start.round)):
             self._adopt(hello, start)
         elif start.round == current.name:
             if not rdzv.last.is_member(node) and not rdzv.is_whole:
@@ -176,7 +176,7 @@ class Streams:
         assert round_ is not None
         start = None if round_.is_adopted else round_.start(node)  # an adopted one runs already
         if self._rdzv.phase is Phase.RUNNING and start is not None:
-            if round_.inherited:
+            if round_.is_inherited:
                 self._rdzv.begins_now(self._ctx.now)
             self._ctx.send(session, start)
         else:
@@ -189,7 +189,7 @@ class Streams:
         ctx.restarts.new_round(adopted=True)
         self._saving.round_adopted(ctx.round)
         self._rdzv.adopt(ctx.round, ctx.now)
-        size = some(start.info.world_size, "rank")
+        size = plural(start.info.world_size, "rank")
         ctx.note(f"adopted round {start.round} with {size}, which is already running")
         self._adopt_member(hello, start)
         self._recorder.record()

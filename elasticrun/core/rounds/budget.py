@@ -53,7 +53,7 @@ MAX_AGES = 1024
 one window loses the older charges when its master dies."""
 
 
-class Bill(StrEnum):
+class Cost(StrEnum):
     """What the failures of a round cost."""
 
     NOTHING = "nothing"
@@ -67,7 +67,7 @@ class Bill(StrEnum):
 class Verdict:
     """What the failures of a round cost as far as known. `until`: when a DOUBT becomes HOPELESS."""
 
-    bill: Bill
+    cost: Cost
     reason: Reason | None
     until: float | None = None
 
@@ -200,20 +200,20 @@ class Window:
     def verdict(self, *, membership: Reason | None, restarts_left: int) -> Verdict:
         """What the failures cost. `membership`: which member is lost or suspect, None if none."""
         if self._final is not None:
-            return Verdict(Bill.FINAL, SaidFinal(self._final))
+            return Verdict(Cost.FINAL, SaidFinal(self._final))
         if self._first is None or self.excused or membership:
-            return Verdict(Bill.NOTHING, membership or self.excused)
+            return Verdict(Cost.NOTHING, membership or self.excused)
         kind, reason = self._first.failure.kind, self.reason
         assert reason is not None
         if kind is FailureKind.STOPPED:
-            return Verdict(Bill.NOTHING, reason)
+            return Verdict(Cost.NOTHING, reason)
         if kind is FailureKind.PEER_LOST and self._adopted:
-            return Verdict(Bill.NOTHING, FailedElsewhere(reason))
+            return Verdict(Cost.NOTHING, FailedElsewhere(reason))
         if restarts_left > 0:
-            return Verdict(Bill.CHARGE, reason)
+            return Verdict(Cost.CHARGE, reason)
         if kind is FailureKind.PEER_LOST and self.opened_at is not None:
-            return Verdict(Bill.DOUBT, reason, self.opened_at + self._doubt)
-        return Verdict(Bill.HOPELESS, reason)
+            return Verdict(Cost.DOUBT, reason, self.opened_at + self._doubt)
+        return Verdict(Cost.HOPELESS, reason)
 
     def _reason_of(self, node: str, failure: Failure) -> RankFailed:
         return reason_of(failure, "" if self._alone else node)
@@ -357,10 +357,10 @@ class Restarts:
         opened = self.window.opened_at
         assert opened is not None
         verdict = self.verdict(membership, now)
-        if verdict.bill is Bill.FINAL:
+        if verdict.cost is Cost.FINAL:
             return Judgement(end=verdict.reason, code=code_of(Ending.FINAL))
         late = verdict.until is not None and now >= verdict.until
-        if verdict.bill is Bill.HOPELESS or (verdict.bill is Bill.DOUBT and late):
+        if verdict.cost is Cost.HOPELESS or (verdict.cost is Cost.DOUBT and late):
             cause = self.window.cause
             pattern = self.attribution.in_words(cause, self._nodes) if cause else ""
             assert self.window.reason is not None
@@ -368,9 +368,9 @@ class Restarts:
             root = root_cause(self.window.failures)
             own = self._scheduler_codes and root is not None and is_script_fault(root)
             return Judgement(end=end, code=code_of(Ending.SPENT if own else Ending.RANK))
-        if verdict.bill is Bill.DOUBT and verdict.until is not None:
+        if verdict.cost is Cost.DOUBT and verdict.until is not None:
             return Judgement(reason=PeerLost(alone=self._nodes == 1), until=verdict.until)
-        if verdict.bill is Bill.CHARGE:
+        if verdict.cost is Cost.CHARGE:
             wait = self.budget.delay(opened - formed_at)
             if now < opened + wait:
                 return Judgement(reason=RestartDelayed(wait), until=opened + wait)
@@ -381,7 +381,7 @@ class Restarts:
         opened = self.window.opened_at
         assert opened is not None
         verdict = self.verdict(membership, now)
-        if verdict.bill is not Bill.CHARGE:
+        if verdict.cost is not Cost.CHARGE:
             return f"no restart is charged: {text(verdict.reason)}"
         cause = self.window.cause
         if cause is not None:

@@ -82,7 +82,7 @@ class Round:
     members: dict[str, Seat]  # by node
     last_word: float = 0.0  # latest message of a departed member; at least the round's start
     is_adopted: bool = False  # its places are those that nodes have reported so far
-    inherited: bool = False  # another master formed it
+    is_inherited: bool = False  # another master formed it
     why_stopped: Reason | None = None
     name: RoundName = field(init=False)
     seats: dict[str, int] = field(init=False)  # node -> group rank
@@ -178,14 +178,14 @@ def restored(facts: RendezvousFacts) -> Round | None:
         facts.store_node,
         members,
         is_adopted=facts.adopted,
-        inherited=True,
+        is_inherited=True,
         why_stopped=read(facts.over, facts.over_code),
     )
 
 
 def adopt(start: Start) -> Round:
     """A round that another master formed, as its first node reports it; it has no members yet."""
-    return Round(start.info, start.store, "", {}, is_adopted=True, inherited=True)
+    return Round(start.info, start.store, "", {}, is_adopted=True, is_inherited=True)
 
 
 def adopted_seat(hello: Hello, start: Start) -> Seat:

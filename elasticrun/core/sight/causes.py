@@ -22,7 +22,7 @@ from elasticrun.core.reasons import (
     text,
 )
 from elasticrun.core.rounds.failures import ended_before, what_happened
-from elasticrun.core.words import some
+from elasticrun.core.words import plural
 from elasticrun.wire.messages import Failure, FailureKind
 from elasticrun.wire.types import write_ranges
 
@@ -73,7 +73,7 @@ def followers(ctx: JobContext, origin: Origin) -> str:
         for what, ranks in list(kinds.items())[:MAX_KINDS]
     ]
     more = len(kinds) - MAX_KINDS
-    return "; ".join(clauses) + (f"; {some(more, 'other end')}" if more > 0 else "")
+    return "; ".join(clauses) + (f"; {plural(more, 'other end')}" if more > 0 else "")
 
 
 def node_of(ctx: JobContext, rank: int) -> str:

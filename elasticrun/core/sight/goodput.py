@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from elasticrun.core.persisted import LedgerEnd
 from elasticrun.core.sight.picture import Goodput, LedgerRow
-from elasticrun.core.words import some, span
+from elasticrun.core.words import plural, span
 from elasticrun.wire.messages import JobSpec
 
 MICROS = 1_000_000
@@ -130,12 +130,12 @@ def _lost(found: Account, price: float) -> Iterator[str]:
     if ends > found.ended or any(down.values()):
         by_cost = sorted(down.items(), key=lambda one: (-one[1], one[0]))
         each = ", ".join(f"{_named(found, cause)} {span(spent)}" for cause, spent in by_cost)
-        again = [some(ends - found.ended, "interruption")] if ends > found.ended else []
+        again = [plural(ends - found.ended, "interruption")] if ends > found.ended else []
         which = " and ".join([*again, *(["the end"] if found.ended or not again else [])])
         cost = f"{which} cost {span(sum(down.values()))}"
         yield f"{cost} ({each})" if each else cost
     if steps := sum(one.steps for one in found.ends):
-        yield f"{some(steps, 'step')} repeated"
+        yield f"{plural(steps, 'step')} repeated"
     spent = {word: found.of(kind) for kind, word in KINDS}
     for (_, cause), micros in _most_expensive(found, "wait"):
         spent[f"waits for {cause}"] = micros

@@ -20,7 +20,7 @@ from elasticrun.core.reasons import Reason, failure_in, read, text
 from elasticrun.core.sight.causes import Origin, followers, origin_of
 from elasticrun.core.sight.hangs.watch import LastState
 from elasticrun.core.sight.picture import IncidentRow, PhaseRow, StackRow, VerdictRow
-from elasticrun.core.words import recovery_times, some
+from elasticrun.core.words import plural, recovery_times
 from elasticrun.wire import messages as m
 
 MAX_INCIDENTS = 200
@@ -67,7 +67,7 @@ class _Open:
     ended: bool = False  # the job ended
     moves: bool = False  # training continues
 
-    def to(self, phase: str, now: float) -> None:
+    def begin_phase(self, phase: str, now: float) -> None:
         """End the current phase of recovery and begin this one."""
         self.spent[self.phase] = self.spent.get(self.phase, 0.0) + now - self.since
         self.phase, self.since = phase, now
@@ -123,7 +123,7 @@ class Incidents:
         self._steps_reported = False
         self._known_out = self._kept_out()
         last = ctx.round
-        over = last is not None and last.inherited and not (self._ended or ctx.rdzv.succeeded)
+        over = last is not None and last.is_inherited and not (self._ended or ctx.rdzv.succeeded)
         if over and last is not None and last.why_stopped is not None:
             ctx.incidents = max(0, ctx.incidents - 1)  # the previous master has counted it
             why = last.why_stopped
@@ -156,11 +156,11 @@ class Incidents:
         elif isinstance(report, m.Stopped) and one.phase == "stop":
             one.awaited.discard(node)
             if not one.awaited:
-                one.to("gather", now)
+                one.begin_phase("gather", now)
         elif isinstance(report, m.Running | m.Finished) and one.phase == "spawn":
             one.awaited.discard(node)
             if not one.awaited:
-                one.to("warm", now)
+                one.begin_phase("warm", now)
                 row = one.row(now, over=False)
                 self._file(row)
                 self._send(m.Recovery(report.round, row.restarted))
@@ -178,7 +178,7 @@ class Incidents:
         if len(one.followed) < MAX_FOLLOWED:
             one.followed.append(text(reason))
         one.awaited = self._members()
-        one.to("stop", ctx.now)
+        one.begin_phase("stop", ctx.now)
 
     def decided(self, reason: Reason | None, decision: str) -> None:
         """The next round is about to form, so the cause of the last round's end is now certain.
@@ -207,7 +207,7 @@ class Incidents:
             restore = round_.info.restore
             one.restored = -1 if restore is None else restore.step
             one.awaited = set(round_.members)
-            one.to("spawn", self._ctx.now)
+            one.begin_phase("spawn", self._ctx.now)
         self._known_out = out
 
     def settle(self, last_state: Callable[[], LastState]) -> None:
@@ -217,7 +217,7 @@ class Incidents:
         if ctx.outcome is not None:
             self._job_ended(ctx.outcome, last_state)
         elif one is not None and one.phase == "stop" and not ctx.rdzv.awaits_survivors:
-            one.to("gather", ctx.now)
+            one.begin_phase("gather", ctx.now)
 
     def downtime(self) -> Mapping[str, float]:
         """Seconds without training so far, by cause. An open incident counts only until all ranks
@@ -295,7 +295,7 @@ class Incidents:
         self._rows.append((one.began, row))
         self._open = None
         if moves and one.is_first_reported:
-            lost = f", {some(row.steps_lost, 'step')} repeated" if row.steps_lost else ""
+            lost = f", {plural(row.steps_lost, 'step')} repeated" if row.steps_lost else ""
             back = recovery_times(row.restarted, row.first_step)
             ctx.note(f"incident {row.number}: {row.sentence}; {back}{lost}")
         self._file(row)

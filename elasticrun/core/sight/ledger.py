@@ -131,7 +131,7 @@ class SlotLedger:
         if not self._is_first_known:
             self._is_first_known = True
             if 0 <= first < self._newest:
-                self._redo(self._newest - first)
+                self._book_repeated(self._newest - first)
                 self._newest = first
         self._first_progress(report.steps * report.seconds)
         if self._key == MOVING:
@@ -188,7 +188,7 @@ class SlotLedger:
         self._shift(self._key, MOVING, useful)
         self._key, self._live = MOVING, useful
 
-    def _redo(self, steps: int) -> None:
+    def _book_repeated(self, steps: int) -> None:
         """`steps` steps are repeated: move their time out of STEP."""
         steps = min(steps, self._done)
         if steps > 0:

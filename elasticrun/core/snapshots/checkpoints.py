@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from elasticrun.core.snapshots.choice import RestorePoints
 from elasticrun.core.snapshots.ledger import Ledger
 from elasticrun.core.snapshots.types import Key, Outbox, key_of, sort_key
-from elasticrun.core.words import some
+from elasticrun.core.words import plural
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
 
@@ -352,7 +352,7 @@ class Checkpoints:
         if self.written is not None:
             parts.append(f"step {self.written.step} is the newest checkpoint")
         if self._attempt is not None:
-            done = f"{len(self._attempt.written)} of {some(len(self._attempt.parts), 'node')}"
+            done = f"{len(self._attempt.written)} of {plural(len(self._attempt.parts), 'node')}"
             parts.append(f"step {self._attempt.plan.key[1]} is being saved ({done} done)")
         elif self._plan is not None:
             why = "no saver is ready" if self._no_saver else "the last attempt failed"
@@ -477,7 +477,7 @@ class Checkpoints:
         self._retry = RetryState()  # writing works
         if self._missing is not None and sort_key(self._missing[0]) <= sort_key(attempt.plan.key):
             self._missing = None
-        parts = some(attempt.writers, "part")
+        parts = plural(attempt.writers, "part")
         size = in_size(sum(attempt.written.values()))
         took = f"{now - attempt.began:.1f} s"
         self._outbox.log(f"the checkpoint of step {step} is written: {parts}, {size} in {took}")

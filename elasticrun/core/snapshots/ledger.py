@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from elasticrun.wire.messages import Holding
-from elasticrun.wire.types import RoundName, runs
+from elasticrun.wire.types import RoundName, spans_of
 
 MAX_STEP = 2**63
 """Greater than any step."""
@@ -361,7 +361,7 @@ class Ledger:
 
 def in_spans(ranks: Iterable[int]) -> str:
     """`rank 3`, `ranks 0-3 and 8`; a few spans, and whether there are more."""
-    spans = runs(ranks)
+    spans = spans_of(ranks)
     words = [str(low) if low == high else f"{low}-{high}" for low, high in spans[:MAX_SPANS]]
     more = " and more" if len(spans) > MAX_SPANS else ""
     alone = len(spans) == 1 and spans[0][0] == spans[0][1]

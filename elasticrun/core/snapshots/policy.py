@@ -45,21 +45,21 @@ class SnapshotPolicy:
 
     def on_report(self, node: str, report: m.SaveReport) -> bool:
         """Process a report. Always returns True, because `pursue` decides what follows."""
-        now, saves = self._ctx.now, self._snapshots
+        now, snapshots = self._ctx.now, self._snapshots
         if isinstance(report, m.Holdings):
-            saves.on_holdings(node, report, now)
+            snapshots.on_holdings(node, report, now)
         elif isinstance(report, m.WhereIs):
-            saves.points.locate(node, report)
+            snapshots.points.locate(node, report)
         elif isinstance(report, m.Persisted):
-            before = saves.checkpoints.written
-            saves.persisted(node, report, now)
-            if saves.checkpoints.written != before:
+            before = snapshots.checkpoints.written
+            snapshots.persisted(node, report, now)
+            if snapshots.checkpoints.written != before:
                 self._wishes.append(RecordSoon())
         elif isinstance(report, m.NotReplicated):
-            saves.not_replicated(node, report, now)
+            snapshots.not_replicated(node, report, now)
         elif isinstance(report, m.Departing | m.Missed):
             self._departing(node, report)
-        elif saves.points.shard_bad(node, report):
+        elif snapshots.points.shard_bad(node, report):
             self._wishes.append(Reopen(SnapshotUnusable(report.step)))
         self._send()
         return True
@@ -99,10 +99,10 @@ class SnapshotPolicy:
     def choose(self, trouble: Reason | None) -> Choice:
         """Choose and log what the round that forms now restores. `trouble`: which member is
         lost."""
-        saves, note = self._snapshots, self._ctx.note
+        snapshots, note = self._snapshots, self._ctx.note
         if self._ctx.restarts.window.failed_by_itself and not trouble:
-            saves.points.failed_by_itself()
-        choice = saves.points.choose()
+            snapshots.points.failed_by_itself()
+        choice = snapshots.points.choose()
         self._send()
         if choice.why:
             note(choice.why, "warning")
@@ -111,14 +111,16 @@ class SnapshotPolicy:
             note(f"ranks resume from step {choice.skip.all_but} in {where}: --restore-step")
         elif choice.skip.memory and choice.restore is not None:
             step = choice.restore.step
-            else_ = f"unless storage has a checkpoint below step {saves.points.rewound_from}"
+            else_ = f"unless storage has a checkpoint below step {snapshots.points.rewound_from}"
             note(f"ranks try step {step} in memory again, {else_}", "warning")
         elif choice.restore is not None:
             step, newest = choice.restore.step, self.newest_step
             also = f"; step {newest} was the newest reported" if newest > step else ""
-            left = ", left by earlier agents" if saves.points.knows_round_from_agents else ""
+            left = ", left by earlier agents" if snapshots.points.knows_round_from_agents else ""
             note(f"ranks resume from step {step} in memory{left}{also}")
-        elif (round_ := self._ctx.round) and (saves.points.watermark >= 0 or round_.info.restore):
+        elif (round_ := self._ctx.round) and (
+            snapshots.points.watermark >= 0 or round_.info.restore
+        ):
             nothing = "nothing in memory can be restored: ranks load the newest checkpoint"
             note(nothing, "warning")
         self.newest_step = -1
@@ -185,7 +187,7 @@ class SnapshotPolicy:
             key = key_of(newest)
             self._left_behind = max(self._left_behind or key, key, key=sort_key)
 
-    def has_moved(self) -> bool:
+    def has_unsaved_progress(self) -> bool:
         """Whether ranks of the current round may be past the newest whole step, or were ordered to
         save."""
         newest = self._snapshots.points.choose().restore
@@ -200,10 +202,10 @@ class SnapshotPolicy:
     def hold(self, exit_code: int) -> Decision | None:
         """The job is ending: start the last write if there is one. Return what to wait for; None if
         the job can end now, after abandoning an unfinished write."""
-        saves, now = self._snapshots.checkpoints, self._ctx.now
+        checkpoints, now = self._snapshots.checkpoints, self._ctx.now
         if self._ends_since is None:
             self._ends_since = now
-            saves.hurry(now)
+            checkpoints.hurry(now)
             self._send()
         stopped = self._ends_since + self._ctx.spec.restart_grace + SURVIVOR_SLACK
         if self.is_to_be_saved(exit_code) and not self._is_last_saved:
@@ -213,12 +215,12 @@ class SnapshotPolicy:
             self._save_by = now + self._ctx.spec.saves.limit
             newest = self._snapshots.points.choose().restore
             assert newest is not None
-            saves.save(newest, now)
+            checkpoints.save(newest, now)
             self._send()
         until = self._save_by or self._ends_since + self._ctx.spec.saves.limit
-        if saves.busy and now < until:
-            return Decision(Verb.WAIT, LastSave(saves.busy), until)
-        saves.abandon("it was not written before the job had to end")
+        if checkpoints.busy and now < until:
+            return Decision(Verb.WAIT, LastSave(checkpoints.busy), until)
+        checkpoints.abandon("it was not written before the job had to end")
         self._send()
         return None
 

@@ -19,7 +19,7 @@ from elasticrun.core.snapshots.checkpoints import Checkpoints
 from elasticrun.core.snapshots.choice import RestorePoints
 from elasticrun.core.snapshots.replication import Replicas
 from elasticrun.core.snapshots.types import Key, Outbox
-from elasticrun.core.words import some
+from elasticrun.core.words import plural
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
 
@@ -165,7 +165,7 @@ class Snapshots:
             parts.append(f"step {newest.step} is complete in memory{where}")
         parts += self.checkpoints.status()
         if skipped := self.points.skipped():
-            parts.append(f"{some(skipped, 'snapshot')} skipped in this round: no slot was free")
+            parts.append(f"{plural(skipped, 'snapshot')} skipped in this round: no slot was free")
         parts.append(self.departures.status())
         return "; ".join(filter(None, parts))
 
@@ -273,5 +273,5 @@ class Departures:
 
     def _reason(self) -> str:
         nodes = list(self._nodes)
-        more = f" and {some(len(nodes) - 1, 'node')} more" if len(nodes) > 1 else ""
+        more = f" and {plural(len(nodes) - 1, 'node')} more" if len(nodes) > 1 else ""
         return f"node {nodes[0]}{more} must leave" if nodes else "a node must leave"

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Generic, NamedTuple, TypeVar
 
-from elasticrun.core.words import nearest
+from elasticrun.core.words import did_you_mean
 from elasticrun.host.runs.layout import ENDED, JOB, RunFolder
 from elasticrun.host.system.processes import home
 from elasticrun.wire import env
@@ -124,7 +124,7 @@ def find(root: Path, wanted: str, *, whole: str = "", newest: bool = False) -> R
     if (folder := pick(wanted, runs, whole=whole, newest=newest)) is not None:
         return folder
     known = {one.names[-1] for one in runs}
-    hint = nearest(wanted, known) or (f"; there is {first_of(known)}" if known else "")
+    hint = did_you_mean(wanted, known) or (f"; there is {first_of(known)}" if known else "")
     raise NoRun(f"no job {wanted} has a run folder in {root}{hint}")
 
 

@@ -21,7 +21,7 @@ from elasticrun.cli.flags import PROG, Parser
 from elasticrun.cli.settings import UsageError
 from elasticrun.cli.verbs.columns import duration, lines
 from elasticrun.config import EXIT_OK, EXIT_USAGE
-from elasticrun.core.words import plain, some
+from elasticrun.core.words import plain, plural
 from elasticrun.host.runs.index import prune
 from elasticrun.host.runs.layout import RunFolder
 from elasticrun.jobs.backend import Forbidden, JobMissing, RequestFailed
@@ -284,7 +284,7 @@ async def _top(api: KubeApi, ns: argparse.Namespace) -> int:
     print(*lines(titles, table, COLUMNS), sep="\n")
     has, taken = sum(row.gpus for row in rows), sum(max(0, row.gpus_taken) for row in rows)
     if has:
-        print(f"{some(len(rows), 'node')}, {taken} of {has} GPUs taken")
+        print(f"{plural(len(rows), 'node')}, {taken} of {has} GPUs taken")
     return EXIT_OK
 
 

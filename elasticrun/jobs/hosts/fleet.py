@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from elasticrun.config import EXIT_BAD_NODE, EXIT_FAILED
-from elasticrun.core.words import some
+from elasticrun.core.words import plural
 from elasticrun.host.log import columns_of, cut_to, open_line
 from elasticrun.host.system.network import routed_address
 from elasticrun.jobs.hosts.far import STREAMS
@@ -145,7 +145,9 @@ class Fleet:
         elif not self._failed and not self.signals:
             self._failed = True
             need = (
-                f"the job needs {some(least, 'host')}" if left < least else "the others meet there"
+                f"the job needs {plural(least, 'host')}"
+                if left < least
+                else "the others meet there"
             )
             self.notify(f"{member.name} cannot be used: {why}; {need}, so it ends")
             self._cancel_unstarted()

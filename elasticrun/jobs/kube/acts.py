@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final
 
-from elasticrun.core.words import nearest
+from elasticrun.core.words import did_you_mean
 from elasticrun.host.runs.index import first_of
 from elasticrun.jobs.backend import Forbidden, JobMissing, RequestFailed
 from elasticrun.jobs.kube.api import ELASTIC_JOBS, INDEXED_JOBS, KubeApi
@@ -65,7 +65,7 @@ async def find(api: KubeApi, name: str, *, exact: bool = False) -> ClusterJob:
     shown = first_of(names)
     if meant:
         raise RequestFailed(f"several jobs are in namespace {api.namespace}: {shown}; name one")
-    hint = nearest(name, names) or (f"; there is {shown}" if shown else "")
+    hint = did_you_mean(name, names) or (f"; there is {shown}" if shown else "")
     raise JobMissing(f"no job {name or 'of elasticrun'} is in namespace {api.namespace}{hint}")
 
 

@@ -19,7 +19,7 @@ from lightkube.config.models import NameValue, User
 from lightkube.core.exceptions import ConfigError
 from msgspec.structs import replace
 
-from elasticrun.core.words import nearest
+from elasticrun.core.words import did_you_mean
 from elasticrun.jobs.backend import RequestFailed
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ def settings(context: str = "") -> SingleConfig:
     files = list(map(_read, paths))
     name = context or next((one.current_context for one in files if one.current_context), "")
     there = [one for file in files for one in file.contexts]
-    has = nearest(name, there) or f"; it has {', '.join(there[:8]) or 'none'}"
+    has = did_you_mean(name, there) or f"; it has {', '.join(there[:8]) or 'none'}"
     if not name:
         raise RequestFailed(
             f"the kubeconfig {given} has no current context: choose one with --context{has}"

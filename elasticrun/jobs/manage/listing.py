@@ -31,7 +31,7 @@ from elasticrun.cli.verbs.masters import (
     query_to,
 )
 from elasticrun.config import EXIT_USAGE, Tls
-from elasticrun.core.words import plain, some
+from elasticrun.core.words import plain, plural
 from elasticrun.host.runs import index
 from elasticrun.host.runs.layout import ENDED, JobRecord, RunFolder
 from elasticrun.jobs.backend import RequestFailed, command_line, submission, was_submitted
@@ -218,7 +218,7 @@ def prune(argv: Sequence[str]) -> int:
         print(f"{stays} is no longer listed, but stays" if stays else f"removed {name}")
         if name in stay:
             print(f"  its objects in the cluster stay until `{stay[name]}`")
-    print(f"{some(len(removed) - len(placed), 'run folder')} removed from {root}")
+    print(f"{plural(len(removed) - len(placed), 'run folder')} removed from {root}")
     return 0
 
 

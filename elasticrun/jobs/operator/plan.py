@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from elasticrun.core.words import some
+from elasticrun.core.words import plural
 from elasticrun.jobs.operator import objects
 from elasticrun.jobs.operator.crd import ElasticStatus, Json
 from elasticrun.jobs.operator.objects import (
@@ -145,8 +145,8 @@ def _job_end(view: JobView) -> JobEnd | None:
         worst = max(view.counted_failures, key=lambda pod: pod.ended)
         return JobEnd(
             "Failed", "BackoffLimitExceeded",
-            view.unattached_hint or f"{some(failed, 'pod')} failed, and runPolicy.backoffLimit is "
-            f"{limit}; the last of them: {pod_outcome(worst)}",
+            view.unattached_hint or f"{plural(failed, 'pod')} failed, and runPolicy.backoffLimit "
+            f"is {limit}; the last of them: {pod_outcome(worst)}",
         )  # fmt: skip
     return None
 
@@ -336,7 +336,7 @@ def _remove_surplus(view: JobView, *, resized: bool) -> list[Order]:
     settled = view.is_training and len(hosts) <= view.job.spec.nodes
     replaced = settled and all(index in there for index in range(needed))
     going = [p for p in over if replaced or objects.host_name(view.job, p.index) not in hosts]
-    return _remove(going, "Scaled", f"the job now has {some(view.job.spec.nodes, 'node')}")
+    return _remove(going, "Scaled", f"the job now has {plural(view.job.spec.nodes, 'node')}")
 
 
 def _delete_old_failures(view: JobView) -> list[Order]:

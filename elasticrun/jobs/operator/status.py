@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from elasticrun.config import EXIT_BAD_NODE
-from elasticrun.core.words import some
+from elasticrun.core.words import plural
 from elasticrun.jobs.operator.crd import CONDITIONS, ElasticStatus, JobCondition, Json
 from elasticrun.jobs.operator.objects import format_time, parse_time
 from elasticrun.jobs.operator.view import AVOIDED_FOR, GAVE_UP, PAUSE, JobEnd, JobView, pod_outcome
@@ -113,7 +113,7 @@ def _scheduled(view: JobView, *, suspended: bool, gives_up: bool) -> Truth:
         return False, "Suspended", "spec.suspend is set"
     if gives_up or view.pause_left:
         limit = spec.run_policy.pending_timeout_seconds
-        least = some(spec.least, "pod")
+        least = plural(spec.least, "pod")
         return False, GAVE_UP, (
             f"{least} could not be placed in {limit} s (runPolicy.pendingTimeoutSeconds): all were "
             f"deleted, and are created again after {PAUSE:g} s"
@@ -129,7 +129,7 @@ def _scheduled(view: JobView, *, suspended: bool, gives_up: bool) -> Truth:
         )
     enough = count >= spec.least
     reason = "Placed" if enough else "Waiting"
-    return enough, reason, f"{count} of {some(spec.nodes + spec.spares, 'pod')} {run}{why}"
+    return enough, reason, f"{count} of {plural(spec.nodes + spec.spares, 'pod')} {run}{why}"
 
 
 def _reachable(view: JobView, *, over: bool) -> Truth:
@@ -149,13 +149,13 @@ def _reachable(view: JobView, *, over: bool) -> Truth:
 def _training(view: JobView, training: bool) -> Truth:
     master = view.observed.master
     if training and master is None:
-        count = some(len(view.running), "pod")
+        count = plural(len(view.running), "pod")
         return True, "Unasked", f"{count} run; only their master knows their activity"
     if training and master is not None:
         placed = sum(one.group_rank >= 0 for one in master.nodes)
         number = f"round {master.round.number}, " if master.round else ""
-        size = some(master.world_size, "rank")
-        return True, "Round", f"{number}{size} on {some(placed, 'node')}"
+        size = plural(master.world_size, "rank")
+        return True, "Round", f"{number}{size} on {plural(placed, 'node')}"
     if view.unattached_hint:
         return False, "PodsFail", view.unattached_hint
     if master is not None and (master.outcome or master.reason):
@@ -172,7 +172,7 @@ def _recovering(view: JobView, recovering: bool) -> Truth:
         newest = {pod.index: pod for pod in view.nodes if pod.index < view.job.spec.nodes}
         ended = [pod for pod in newest.values() if pod.code == EXIT_BAD_NODE]
         why = f"; {pod_outcome(ended[0])}" if ended else ""
-        return True, "PodsLost", f"{some(missing, 'pod')} of {view.job.spec.nodes} missing{why}"
+        return True, "PodsLost", f"{plural(missing, 'pod')} of {view.job.spec.nodes} missing{why}"
     return True, "Restarting", (master.last_failure if master else "") or "the ranks are restarting"
 
 

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from elasticrun.core.nodes.admission import ASKED
 from elasticrun.core.reasons import failure_in, read
-from elasticrun.core.words import some
+from elasticrun.core.words import plural
 from elasticrun.host.runs.layout import RunResult
 from elasticrun.jobs.operator import objects
 from elasticrun.jobs.operator.crd import AvoidedNode
@@ -131,7 +131,7 @@ class JobView:
             return ""
         if any(one.last_word is not None for one in self.nodes):
             return ""
-        what = f"{some(len(failed), 'pod')} failed" if failed else "pods ended with 0"
+        what = f"{plural(len(failed), 'pod')} failed" if failed else "pods ended with 0"
         last = f" {pod_outcome(failed[-1])}" if failed else ""
         question = "does the template's first container run elasticrun?"
         return (

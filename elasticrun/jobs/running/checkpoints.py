@@ -22,7 +22,7 @@ from elasticrun.cli.flags import PROG, Parser
 from elasticrun.cli.settings import UsageError
 from elasticrun.cli.verbs.columns import lines
 from elasticrun.config import EXIT_USAGE
-from elasticrun.core.words import plain, some
+from elasticrun.core.words import plain, plural
 from elasticrun.host.doctor.verdict import amount
 from elasticrun.host.runs import index
 from elasticrun.host.runs.layout import CHECKPOINTS, RunFolder
@@ -260,7 +260,7 @@ def _prune(folder: Folder, ns: argparse.Namespace) -> int:
     else:
         for step in done.removed:
             print(f"removed step {step}: {amount(sizes.get(step, 0))}")
-        summary = f"{some(len(done.removed), 'checkpoint')} removed from {folder.url}; kept: "
+        summary = f"{plural(len(done.removed), 'checkpoint')} removed from {folder.url}; kept: "
         print(summary + ", ".join(map(str, kept)))
     for remark in done.remarks:
         print(f"{PROG} ckpt: {remark}", file=sys.stderr)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from elasticrun.core.sight.picture import EventRow, Picture, StackRow
-from elasticrun.core.words import plain, some
+from elasticrun.core.words import plain, plural
 from elasticrun.jobs.connection import JobConnection, NotAnswered
 from elasticrun.jobs.rows import as_json
 from elasticrun.jobs.running.master_lookup import (
@@ -60,7 +60,7 @@ def stacks(argv: Sequence[str]) -> int:
         if is_off(picture):
             why = "the ranks are not watched (--on-hang=off)"
         elif 0 < size <= ns.rank:
-            why = f"the job has {some(size, 'rank')}, from 0 on"
+            why = f"the job has {plural(size, 'rank')}, from 0 on"
         print(f"{made.prog}: no stack {of} was obtained{why and f': {why}'}", file=sys.stderr)
         return 1
 
@@ -88,7 +88,7 @@ def stack_lines(picture: Picture, groups: Sequence[StackRow]) -> list[str]:
     for group in groups:
         thread = f", {group.thread}" if group.thread else ""
         one = f"rank {group.ranks}" if group.count == 1 else f"ranks {group.ranks}"
-        count = "" if group.count == 1 else f" ({some(group.count, 'rank')})"
+        count = "" if group.count == 1 else f" ({plural(group.count, 'rank')})"
         lines.append(f"{one}{thread}{count}")
         lines += [f"  {frame}" for frame in group.text.splitlines()]
         lines.append("")

@@ -38,7 +38,7 @@ from elasticrun.cli.verbs.masters import (
     query_with,
 )
 from elasticrun.config import ETCD_CALL_LIMIT, Tls
-from elasticrun.core.words import nearest, plain, some
+from elasticrun.core.words import did_you_mean, plain, plural
 from elasticrun.host.runs import index
 from elasticrun.host.runs.layout import ENDED, RunFolder
 from elasticrun.jobs.connection import NotAnswered, UserJob, find_job, master_of
@@ -144,7 +144,7 @@ def no_job(job: str) -> str:
         runs = index.all_runs(index.runs_root(os.environ))
         known = [one.name for run in runs if (one := run.job())]
         known += [name for one in published_here() for name in (one.name, one.job_id)]
-    hint = nearest(job, sorted({*known} - {""}))
+    hint = did_you_mean(job, sorted({*known} - {""}))
     return f"there is no job {job} here{hint} (for a master elsewhere, give its host:port)"
 
 
@@ -241,8 +241,10 @@ def _lines(page: JobStatus) -> list[str]:
     placed = sum(node.group_rank >= 0 for node in page.nodes)
     number = f"round {page.round.number}" if page.round else "no round yet"
     lines = [
-        f"{number}, {some(page.world_size, 'rank')} on {some(placed, 'node')} (wanted: {nodes})",
-        f"{some(page.restart_count, 'restart')}, {page.restarts_left} of {page.max_restarts} left",
+        f"{number}, {plural(page.world_size, 'rank')} on {plural(placed, 'node')} "
+        f"(wanted: {nodes})",
+        f"{plural(page.restart_count, 'restart')}, "
+        f"{page.restarts_left} of {page.max_restarts} left",
     ]
     more = {
         "waits: ": page.reason,

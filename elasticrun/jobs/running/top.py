@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from elasticrun.cli.verbs.columns import duration, width
 from elasticrun.core.sight.picture import Picture, RankRow
-from elasticrun.core.words import some
+from elasticrun.core.words import plural
 from elasticrun.jobs.connection import JobConnection, NotAnswered
 from elasticrun.jobs.rows import as_json, state_of
 from elasticrun.jobs.running.master_lookup import parser, run
@@ -127,7 +127,7 @@ def head(picture: Picture) -> list[str]:
     words = [
         f"{name_of(status.job_id, '', status.name) or 'job'}: {state_of(status)}",
         f"round {status.round.number}" if status.round else "no round yet",
-        some(status.world_size, "rank"),
+        plural(status.world_size, "rank"),
         f"step {step}" if step >= 0 else "",
         f"{status.restart_count} of {status.max_restarts} restarts",
         duration(status.age),
@@ -194,7 +194,7 @@ def _ranks(group: Sequence[RankRow]) -> str:
 
 def _nodes(group: Sequence[RankRow]) -> str:
     names = list(dict.fromkeys(row.node for row in group))
-    return ",".join(names) if len(names) <= MOST_NODES else some(len(names), "node")
+    return ",".join(names) if len(names) <= MOST_NODES else plural(len(names), "node")
 
 
 def _steps(group: Sequence[RankRow]) -> str:

@@ -24,7 +24,7 @@ from elasticrun.cli.resolve import resolve, shutdown_timeout
 from elasticrun.cli.settings import FlagValues, UsageError
 from elasticrun.cli.table import FLAGS
 from elasticrun.config import EXIT_OK, EXIT_USAGE
-from elasticrun.core.words import nearest
+from elasticrun.core.words import did_you_mean
 from elasticrun.jobs.manage import arena
 from elasticrun.jobs.manage.code import pinned
 from elasticrun.jobs.render import checks, grammar, pods, slurm, text
@@ -270,7 +270,7 @@ def refuse_extra(extra: Sequence[str], made: Parser, where: str) -> None:
     if any(word in flag.spellings for flag in FLAGS if flag.dest in render_flags.SETTLED):
         raise Invalid(f"{word}: what is printed settles that; leave it out")
     known = (*made._option_string_actions, *arena.known_flags(where))
-    hint = nearest(word.replace("_", "-"), [name for name in known if "_" not in name])
+    hint = did_you_mean(word.replace("_", "-"), [name for name in known if "_" not in name])
     raise Invalid(
         f"{word} is no flag of this verb nor of the launcher"
         + (hint or "; what is meant for the script stands behind --")

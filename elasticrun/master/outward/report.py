@@ -11,7 +11,7 @@ from typing import Final
 from elasticrun.core.rounds.failures import SIGKILL, SIGNALS, is_self_inflicted
 from elasticrun.core.sight.causes import FAILURES
 from elasticrun.core.sight.picture import IncidentRow
-from elasticrun.core.words import plain, recovery_times, some, span
+from elasticrun.core.words import plain, plural, recovery_times, span
 from elasticrun.wire.messages import Failure, FailureKind
 
 PHASES: Final = {
@@ -211,7 +211,7 @@ def _timeline(row: IncidentRow) -> Iterator[str]:
 
 def _cost(row: IncidentRow) -> Iterator[str]:
     hours = row.slot_seconds / 3600.0
-    steps = some(row.steps_lost, "step")
+    steps = plural(row.steps_lost, "step")
     money = f", cost {row.cost:.2f}" if row.cost else ""
     yield f"**Cost**: {hours:.3g} slot-hours ({row.slot_seconds:.1f} slot-seconds){money}" + (
         f", and {steps} repeated." if row.steps_lost else "."

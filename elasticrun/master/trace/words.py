@@ -28,7 +28,7 @@ from elasticrun.core.events import (
 )
 from elasticrun.core.persisted import Facts
 from elasticrun.core.sight.picture import IncidentRow
-from elasticrun.core.words import some
+from elasticrun.core.words import plural
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import plain, typed
 
@@ -257,8 +257,8 @@ def facts_in_words(facts: Facts) -> str:
     words = ["no round", f"restarts {facts.restarts.count}"]
     if (last := facts.rendezvous.round) is not None:
         over = " (over)" if facts.rendezvous.over else ""
-        nodes = some(len(facts.rendezvous.seats), "node")
-        words[0] = f"round {last.name}{over}, {some(last.world_size, 'rank')} on {nodes}"
+        nodes = plural(len(facts.rendezvous.seats), "node")
+        words[0] = f"round {last.name}{over}, {plural(last.world_size, 'rank')} on {nodes}"
     if left_out := facts.membership.left_out:
         words.append(f"{len(left_out)} left out")
     if excluded := facts.exclusions.excluded:

@@ -6,7 +6,7 @@ import pytest
 
 from elasticrun.core.reasons import Joined, NodeLost, Said, Silent, text
 from elasticrun.core.rounds.attribution import Attribution
-from elasticrun.core.rounds.budget import Bill, Budget, Window
+from elasticrun.core.rounds.budget import Budget, Cost, Window
 from elasticrun.core.rounds.failures import (
     CONTRACT,
     Ending,
@@ -176,7 +176,7 @@ def test_a_final_word_ends_the_job_whatever_else_failed(restarts: int, excuse: S
     window.add("b", [failure(1, FailureKind.FINAL, 93)], 11.0)
     for membership in (None, NodeLost("c", Silent())):
         verdict = window.verdict(membership=membership, restarts_left=restarts)
-        assert verdict.bill is Bill.FINAL
+        assert verdict.cost is Cost.FINAL
         assert "rank 1 on node b: exit code 93" in text(verdict.reason)
 
 
@@ -200,15 +200,15 @@ def test_lists_are_bounded_and_keep_the_cause() -> None:
 
 def test_window_bills() -> None:
     window = Window(doubt=5.0)
-    assert window.verdict(membership=None, restarts_left=0).bill is Bill.NOTHING
+    assert window.verdict(membership=None, restarts_left=0).cost is Cost.NOTHING
     assert window.add("a", [failure(0, FailureKind.PEER_LOST)], now=10.0)
     assert not window.add("a", [failure(0, FailureKind.PEER_LOST)], now=11.0), "heard before"
     doubt = window.verdict(membership=None, restarts_left=0)
-    assert (doubt.bill, doubt.until) == (Bill.DOUBT, 15.0)
-    assert window.verdict(membership=None, restarts_left=1).bill is Bill.CHARGE
-    assert window.verdict(membership=NodeLost("b", Silent()), restarts_left=0).bill is Bill.NOTHING
+    assert (doubt.cost, doubt.until) == (Cost.DOUBT, 15.0)
+    assert window.verdict(membership=None, restarts_left=1).cost is Cost.CHARGE
+    assert window.verdict(membership=NodeLost("b", Silent()), restarts_left=0).cost is Cost.NOTHING
     window.add("b", [failure(1, FailureKind.SCRIPT)], now=12.0)
-    assert window.verdict(membership=None, restarts_left=0).bill is Bill.HOPELESS
+    assert window.verdict(membership=None, restarts_left=0).cost is Cost.HOPELESS
     assert window.opened_at == 10.0
     assert window.failures[0].rank == 1
 
@@ -217,11 +217,11 @@ def test_an_excuse_holds_only_if_it_came_first() -> None:
     window = Window(doubt=5.0)
     window.excuse(Joined(("new",)))
     window.add("a", [failure(0, FailureKind.SCRIPT)], now=1.0)
-    assert window.verdict(membership=None, restarts_left=0).bill is Bill.NOTHING
+    assert window.verdict(membership=None, restarts_left=0).cost is Cost.NOTHING
     window = Window(doubt=5.0)
     window.add("a", [failure(0, FailureKind.SCRIPT)], now=1.0)
     window.excuse(Joined(("new",)))
-    assert window.verdict(membership=None, restarts_left=0).bill is Bill.HOPELESS
+    assert window.verdict(membership=None, restarts_left=0).cost is Cost.HOPELESS
 
 
 @pytest.mark.parametrize("innocent", [True, False])
@@ -231,7 +231,7 @@ def test_a_hang_is_charged_and_blamed_on_a_node_only_where_it_is_the_nodes(innoc
     window = Window(doubt=5.0)
     assert window.add("b", [hung], 1.0, innocent=innocent)
     verdict = window.verdict(membership=None, restarts_left=1)
-    assert (verdict.bill, text(verdict.reason)) == (Bill.CHARGE, said)
+    assert (verdict.cost, text(verdict.reason)) == (Cost.CHARGE, said)
     assert window.cause is not None
     assert window.cause.innocent == innocent
     told = Attribution().in_words(window.cause, 2)
@@ -253,7 +253,7 @@ def test_a_cause_that_comes_after_a_flood_of_echoes_is_not_lost() -> None:
     assert not window.add("b", [failure(4000, FailureKind.PEER_LOST)], now=2.0), "full"
     assert window.add("b", [failure(5000, FailureKind.SCRIPT)], now=2.0)
     assert window.failures[0].rank == 5000
-    assert window.verdict(membership=None, restarts_left=0).bill is Bill.HOPELESS
+    assert window.verdict(membership=None, restarts_left=0).cost is Cost.HOPELESS
 
 
 # ---------------------------------------------------------------- restarts

@@ -20,7 +20,7 @@ FULL_DISK = Path(__file__).parent / "scripts" / "full_disk.py"
 SIZES = (0, 1, 4096, 4097, 3 * 4096 + 7, PIECE + 4096 + 1)
 
 
-def some(size: int) -> memoryview:
+def plural(size: int) -> memoryview:
     """Bytes in memory that begins at a page."""
     memory = mmap.mmap(-1, max(size, 1))
     memory[:size] = (os.urandom(4096) * (size // 4096 + 1))[:size]
@@ -52,7 +52,7 @@ def written(folder: Folder, data: memoryview, name: str = "data") -> Path:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("calls", [Calls, Poor, LateDirect])
 def test_a_file_is_what_was_written(tmp_path: Path, calls: type[Calls], size: int) -> None:
-    data = some(size)
+    data = plural(size)
     path = written(Folder(str(tmp_path / "a" / "b"), calls=calls()), data)
     assert (path / "data").read_bytes() == bytes(data)
     assert (path / ".metadata").read_bytes() == b"marker"
@@ -60,7 +60,7 @@ def test_a_file_is_what_was_written(tmp_path: Path, calls: type[Calls], size: in
 
 
 def test_in_pieces_that_are_no_pages(tmp_path: Path) -> None:
-    folder, data = Folder(str(tmp_path)), some(5 * 4096)
+    folder, data = Folder(str(tmp_path)), plural(5 * 4096)
     sink = begun(folder, len(data))
     for at, end in ((0, 4096), (4096, 5000), (5000, 5001), (5001, len(data))):
         sink.write(data[at:end])
@@ -79,8 +79,8 @@ def test_a_folder_that_another_node_found_empty_is_made_again(tmp_path: Path) ->
 
 def test_one_sentence_for_each_refusal(tmp_path: Path) -> None:
     folder = Folder(str(tmp_path), calls=Poor())
-    written(folder, some(4096))
-    written(folder, some(4096), "again")
+    written(folder, plural(4096))
+    written(folder, plural(4096), "again")
     said = folder.take_remarks()
     assert [word for line in said for word in ("O_DIRECT", "fallocate", "rename") if word in line]
     assert len(said) == 3
@@ -88,7 +88,7 @@ def test_one_sentence_for_each_refusal(tmp_path: Path) -> None:
 
 
 def test_a_bucket_is_written_as_a_bucket(tmp_path: Path) -> None:
-    (folder, _), data = bucket(tmp_path), some(10_000)
+    (folder, _), data = bucket(tmp_path), plural(10_000)
     sink = begun(folder, len(data))
     sink.write(data[:9000])
     assert os.listdir(folder.path(7)) == []

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-from elasticrun.core.words import Lasting, render_lasting, some
+from elasticrun.core.words import Lasting, plural, render_lasting
 from elasticrun.wire.messages import Being, GroupSeen, Position, RankSeen
 from elasticrun.wire.types import read_ranges, write_ranges
 
@@ -447,7 +447,7 @@ def _circle(scene: Scene) -> Impasse | None:
         after = ring[(number + 1) % len(ring)]
         who = f"rank {one}" if number else scene.name(one)
         clauses.append(f"{who} waits for rank {after} in {scene.call(one)}{scene.at(one)}")
-    rest = f", and so on over {some(len(ring), 'rank')}" if len(ring) > EDGES_NAMED else ""
+    rest = f", and so on over {plural(len(ring), 'rank')}" if len(ring) > EDGES_NAMED else ""
     seen = [scene.ranks[one].seen for one in ring]
     works = any(is_busy(one) for one in seen)
     counted = any(at.started >= 0 for one in seen for at in one.at)  # waiting for a device spins
@@ -475,7 +475,7 @@ def _fabric(scene: Scene) -> Impasse | None:
         inside = sorted(rank for rank, at in group.at.items() if at.is_in)
         nodes = sorted({scene.ranks[rank].node for rank in group.at})
         first = scene.ranks[inside[0]]
-        where = f"on {some(len(nodes), 'node')}"
+        where = f"on {plural(len(nodes), 'node')}"
         return Impasse(
             Klass.STRONG,
             "fabric",
@@ -547,7 +547,7 @@ def _still(scene: Scene) -> Impasse | None:
     where: Lasting = (who, *since, at) if first.seen.place else ()
     what = "and none waits for another"
     if inside:
-        what = f"and {some(inside, 'rank')} may wait in torch.distributed for another"
+        what = f"and {plural(inside, 'rank')} may wait in torch.distributed for another"
     return Impasse(
         Klass.STILL,
         "still",
