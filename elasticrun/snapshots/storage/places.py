@@ -77,8 +77,7 @@ class StoragePlace(Protocol):
         """Remove a file; a no-op if it does not exist."""
 
     def remove(self, name: str, *, last: str = "") -> None:
-        """Remove a folder with its content. `last`: the file to remove last; ignored where fsspec
-        removes the folder by one call."""
+        """Remove a folder with its content. `last`: the file to remove last."""
 
     def remove_empty(self, name: str) -> None:
         """Remove a folder if it is empty."""
@@ -342,7 +341,11 @@ class UrlPlace:
             self._call(name, "removed", self._fs.rm_file)
 
     def remove(self, name: str, *, last: str = "") -> None:
+        files = [one.name for one in self.entries(name) if not one.folder and one.name != last]
         with suppress(FileNotFoundError):
+            if last and files:
+                paths = [self._path(f"{name}/{one}") for one in files]
+                self._call(name, "removed", lambda _: self._fs.rm(paths))
             self._call(name, "removed", lambda path: self._fs.rm(path, recursive=True))
 
     def remove_empty(self, name: str) -> None:

@@ -8,13 +8,14 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 import xxhash
 
 from elasticrun.snapshots.storage import manifest as manifests
-from elasticrun.snapshots.storage.folder import Folder
+from elasticrun.snapshots.storage.folder import REMOVED, Folder
 from elasticrun.snapshots.storage.manifest import FileEntry, Manifest
 from elasticrun.snapshots.storage.retention import clear_earlier, sweep
 from elasticrun.snapshots.storage.writing import StorageError
@@ -126,6 +127,28 @@ def test_a_removal_that_was_cut_off_is_known_and_finished(tmp_path: Path, most: 
         assert folder.verify(5).endswith("is being removed, or its removal was cut off")
         assert sweep(folder, keep_last=9, keep_every=0).removed == (5,)
         assert folder.files(5) == {}
+
+
+def test_the_same_in_an_object_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = fsspec.filesystem("memory")
+    folder = Folder("memory://" + str(tmp_path))
+    save(folder, 3)
+    remove = type(store).rm
+
+    def cut_off(self: Any, path: Any, recursive: bool = False, **how: Any) -> None:
+        if recursive:
+            raise OSError("the process was killed")
+        remove(self, path, **how)
+
+    monkeypatch.setattr(type(store), "rm", cut_off)
+    with pytest.raises(StorageError):
+        folder.remove(3)
+    assert list(folder.files(3)) == [REMOVED]
+    assert [one.removed for one in folder.survey()] == [True]
+    monkeypatch.undo()
+    folder.remove(3)
+    assert folder.survey() == []
+    store.store.clear()
 
 
 def test_what_is_written_anew_is_not_being_removed(tmp_path: Path) -> None:
