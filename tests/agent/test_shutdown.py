@@ -22,7 +22,7 @@ from elasticrun.agent.workers.exits import describe
 from elasticrun.config import EXIT_FAILED, EXIT_SAVED, LogPlan
 from elasticrun.core.events import Exit
 from elasticrun.host.log import NOTICE
-from elasticrun.master.main import _anyway
+from elasticrun.master.main import _attempt
 from elasticrun.wire.messages import Failure, FailureKind
 from tests.agent.configs import node_context
 
@@ -104,8 +104,8 @@ async def test_the_master_takes_every_step_of_its_end_too(caplog) -> None:
     async def broken() -> None:
         raise OSError("the disk is gone")
 
-    await _anyway("the first", broken)
-    await _anyway("the second", lambda: done.append("sound"))
+    await _attempt("the first", broken)
+    await _attempt("the second", lambda: done.append("sound"))
     assert done == ["sound"]
     assert "the first failed" in caplog.text
 

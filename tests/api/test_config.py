@@ -16,7 +16,7 @@ from elasticrun import errors
 from elasticrun.cli.resolve import Resolved
 from elasticrun.config import CalledLaunch, Caller, LogPlan
 from elasticrun.core.events import Exit
-from elasticrun.launcher import LaunchConfig, elastic_launch, entry_of, raise_for, resolved
+from elasticrun.launcher import LaunchConfig, elastic_launch, entry_of, raise_for, resolve_config
 from elasticrun.wire.messages import Failure, FailureKind
 from elasticrun.wire.types import EntryKind, dumps, loads
 from tests.api import functions
@@ -61,7 +61,7 @@ def test_unknown_fields_are_ignored_and_named(caplog) -> None:
 
 
 def configured(**more: Any) -> Resolved:
-    return resolved(one_node(**more), functions.echo, [])
+    return resolve_config(one_node(**more), functions.echo, [])
 
 
 def test_the_default_backend_on_one_node_needs_no_endpoint() -> None:
@@ -121,7 +121,7 @@ def test_a_configuration_survives_its_journey() -> None:
     plan = LogPlan(
         log_dir=None, redirects={3: 1}, local_ranks_filter=(1, 2), stdout_filters=("a,b",)
     )
-    made = resolved(one_node(start_method="fork"), sys.executable, ["-u", "s.py"])
+    made = resolve_config(one_node(start_method="fork"), sys.executable, ["-u", "s.py"])
     launch = dataclasses.replace(made.launch, logs=plan, local_addr=None)
     called = CalledLaunch(launch, made.place, made.identity, Caller((3, 4), {"A": "ü"}))
     assert loads(dumps(called), CalledLaunch) == called
