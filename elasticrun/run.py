@@ -51,7 +51,7 @@ __all__ = [
 
 
 def get_args_parser() -> argparse.ArgumentParser:
-    """An argparse parser with every flag of torchrun and ours."""
+    """An argparse parser with every flag of torchrun and of elasticrun."""
     return flags.get_args_parser()
 
 

@@ -180,7 +180,7 @@ class JobSpec(Struct, frozen=True):
     join_timeout: float
     last_call_timeout: float
     heartbeat_timeout: float  # silence after which a disconnected node is dead
-    grow: Annotated[str, OneOf("auto", "now")]  # "auto" or "now"
+    grow: Annotated[str, OneOf("auto", "now")]
     grow_cooldown: float
     restart_grace: float  # time for a rank to exit when its group is restarted
     master_lost_timeout: float
@@ -333,12 +333,12 @@ class Hello(Struct, frozen=True):
     local_world_size: LocalRanks
     role: NameOrEmpty
     spec: JobSpec
-    attached: Start | None  # the last one that it received; None: none yet
+    attached: Start | None  # the last Start that this agent received; None: none yet
     last_term: int = 0  # of the last master that this agent obeyed, 0: none yet
 
 
 class Join(Struct, frozen=True):
-    """No rank of an earlier round runs here, so this node can be included. `store` is ready."""
+    """No rank of an earlier round runs here, so a round can include this node. `store` is ready."""
 
     store: Endpoint
 
@@ -367,7 +367,8 @@ class Stopping(Struct, frozen=True):
 
 
 class Stopped(Struct, frozen=True):
-    """Every process of `round` on this node has been reaped, so the round passes its fence."""
+    """Every process of `round` on this node has been reaped. One such report lifts the fence of the
+    round (`core/rounds/rendezvous.py`)."""
 
     round: RoundName
     newest: StepOrNone = -1  # as in RanksFailed
@@ -387,8 +388,9 @@ class Leaving(Struct, frozen=True):
 
 
 class Departing(Struct, frozen=True):
-    """Report: this node has received a termination signal and leaves, as soon as a step that all
-    ranks save is written, or its grace period is over. Answer: SaveAt to all nodes of the round."""
+    """Report: this node has received a termination signal. It leaves as soon as a step that all
+    ranks save is written, or when its grace period is over. Answer: SaveAt to all nodes of the
+    round."""
 
     round: RoundName
     reason: str
@@ -632,7 +634,7 @@ class Request(Struct, frozen=True):
 
 class Holding(Struct, frozen=True):
     """One snapshot on one node. All local ranks of that round have committed it, or those whose
-    content is not 0. `replica`: it is of another node's ranks, copied from there."""
+    content is not 0. `replica`: a copy of what ranks of another node have saved."""
 
     round: RoundName
     step: int
@@ -754,7 +756,7 @@ class Welcome(Struct, frozen=True):
 
 
 class Refused(Struct, frozen=True):
-    """The answer to a Hello that is refused: the agent exits with `exit_code` and the sentence."""
+    """The answer to a Hello that is refused: the agent logs `reason` and exits with `exit_code`."""
 
     reason: str
     exit_code: ExitCode
@@ -762,7 +764,7 @@ class Refused(Struct, frozen=True):
 
 
 class Wait(Struct, frozen=True):
-    """Nothing to do yet, and why; sent once per change of the sentence."""
+    """Nothing to do yet, and why; sent when the reason changes."""
 
     reason: str
     left: float = 0.0  # seconds after which the wait ends at the latest; 0: unlimited
@@ -770,8 +772,9 @@ class Wait(Struct, frozen=True):
 
 
 class Start(Struct, frozen=True):
-    """This node's place in a new round, and no other node's, so that its size does not depend on
-    the number of nodes. The node reports it to a new master, which may not know the round."""
+    """This node's place in a new round, and no other node's, so that the size of this message does
+    not depend on the number of nodes. The node reports it to a new master, which may not know the
+    round."""
 
     info: RoundInfo
     group_rank: Rank
@@ -923,12 +926,12 @@ class Persist(Struct, frozen=True):
     world_size: WorldSize
     ranks: Ranks  # ranks of that round, held here, that write a part
     shared: Ranks  # those that also write their shared items
-    writers: WorldSize  # parts of all nodes, one per rank
+    writers: WorldSize  # number of ranks of all nodes that write a part
     coordinates: bool
-    coordinator: Endpoint | None  # its saver, if this node does not coordinate
+    coordinator: Endpoint | None  # the coordinator's saver, if that is another node
     reason: Annotated[str, OneOf("periodic", "breakpoint", "asked")]
     limit: Limit  # seconds until the attempt is given up
-    rewound_from: StepOrNone = -1  # training was rewound from it after the newest checkpoint
+    rewound_from: StepOrNone = -1  # training was rewound to below this step; -1: it was not
 
     def agree(self, where: str) -> None:
         if not self.ranks or max(self.ranks) >= self.world_size:

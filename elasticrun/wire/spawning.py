@@ -52,7 +52,7 @@ class SpawnRank:
     error_file: str  # file for an uncaught exception, "" for none
     numa: str = ""  # mode of --numa-binding, "" for the spawner's first mask
     numa_may_fail: bool = False  # run unbound if torch finds no cores
-    monitor: str = ""  # socket on which a forked rank is asked (wire.progress); "": none
+    monitor: str = ""  # socket on which a forked rank answers (wire.progress); "": none
 
 
 def command(entry: Entrypoint, python: str = "") -> list[str]:
@@ -140,8 +140,9 @@ class SendSignal:
 
 @dataclass(frozen=True, slots=True)
 class SweepOrder:
-    """These ranks have exited: remove what they left behind. SIGKILL to their groups at once;
-    SIGTERM to descendants in other sessions, SIGKILL after `grace` seconds. Answer: Swept.
+    """These ranks have exited: end the processes that they left behind. Their process groups get
+    SIGKILL at once; descendants in other sessions get SIGTERM, and SIGKILL after `grace` seconds.
+    Answer: Swept.
 
     With `linger`, all descendants may continue for that many seconds, and then all get SIGTERM; if
     there are any to report, a Lingering precedes the Swept."""
@@ -166,9 +167,9 @@ class Quit:
 
 @dataclass(frozen=True, slots=True)
 class Keepalive:
-    """The agent's loop is alive. After the first one, `limit` seconds without another end every
-    rank: a stopped agent must not leave ranks of an old round running, because the next round may
-    write the same checkpoints."""
+    """The agent's loop is alive. If no Keepalive follows within `limit` seconds, the spawner kills
+    every rank: a stopped agent must not leave ranks of an old round running, because the next round
+    may write the same checkpoints."""
 
     on_wire: ClassVar = "Pet"
     limit: float
@@ -204,7 +205,7 @@ class SpawnerReady:
 
 @dataclass(frozen=True, slots=True)
 class Spawned:
-    """The rank or store host runs. `forked`: it runs our code first; False if it was exec'd."""
+    """The process of `key` runs. `forked`: it runs our code first; False if it was exec'd."""
 
     key: int
     pid: int

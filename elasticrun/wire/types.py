@@ -14,8 +14,8 @@ is not exactly such a record raises ValueError with a sentence: no code guesses 
 have meant. `strict` is for data from other processes: no text with a NUL, no number that no field
 can have.
 
-Ranks and the fork server import this module: it handles structs without importing msgspec, and
-contains nothing that costs them anything.
+Ranks and the fork server import this module, so it imports nothing that loads slowly: it handles
+structs without importing msgspec.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Which nodes are slow: by the measurements of the network check, and by the step times in
-training.
+"""Which nodes are slow, according to the measurements of the network check and to the step times
+in training.
 
 *Compared with the others.* A figure is compared with the others' median, and with the median of
 their absolute deviations from it (MAD). A rule over all figures together cannot work for two or
@@ -115,7 +115,7 @@ class Paces:
     ratio: float
     compute: dict[str, float]  # seconds of a matmul: the first of this check, or of an earlier one
     rates: Mapping[str, Rate]  # from earlier checks
-    again: dict[str, bool] = field(default_factory=dict)  # to measure again -> alone is enough
+    again: dict[str, bool] = field(default_factory=dict)  # to measure again; True: alone suffices
     slow: dict[str, str] = field(default_factory=dict)  # slow twice, with the evidence
     _doubted: dict[str, bool] = field(default_factory=dict)  # matmul was an outlier once
 

@@ -94,7 +94,7 @@ SLOW_START = 10.0
 """After this many seconds, the status shows that a node's ranks have not all started."""
 
 REJOIN_WAIT = 30.0
-"""How long a survivor without ranks may take to offer a store again: a fork server that died must
+"""Seconds that a survivor without ranks may take to offer a store again: a new fork server must
 import torch again, which takes up to 20 s from a cluster's file system."""
 
 FENCE_SLACK = 5.0
@@ -154,7 +154,7 @@ class Rendezvous:
         self._recount = False  # check again whether there are enough nodes
         self.formed_at = 0.0
         """When the last round formed; 0.0 if there was none."""
-        self._short_since: float | None = now
+        self._short_since: float | None = now  # since when too few nodes have been ready
         self._count = ShownCount()
 
     def _set_size(self, spec: JobSpec) -> None:
@@ -317,8 +317,8 @@ class Rendezvous:
         self.leaving(node, now, how)
 
     def node_gone(self, node: str, how: Fate, *, last_word: float, replaced: bool = False) -> None:
-        """The node is dead or has left, and its agent has exited. `last_word`: when it last sent
-        anything. `replaced`: a newer incarnation has attached: its ranks are dead."""
+        """The node is dead, or leaves with no rank alive. `last_word`: when it last sent anything.
+        `replaced`: a newer incarnation has attached, so the ranks of this one are dead."""
         last = self.last
         if node in last.unseen:
             del last.unseen[node]
@@ -388,7 +388,7 @@ class Rendezvous:
             last.broken = last.broken or RanksStopped(node, over=False)
 
     def stopped(self, node: str, now: float) -> None:
-        """No process of this member's ranks is left."""
+        """No process of this node's ranks is left."""
         last = self.last
         last.fenced = last.fenced or node in last.stages
         if not self.last.is_member(node):

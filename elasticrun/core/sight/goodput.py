@@ -19,8 +19,8 @@ MIN_SAVED = 0.005
 """Advice is given only if it would have saved at least this share of all slots' time."""
 
 MIN_WALL = 600 * MICROS
-"""Microseconds that a job must run before it gets advice. A job that ran this long always logs its
-last line."""
+"""Microseconds that a job must run before it gets advice. A job that ran this long logs its goodput
+at the end even if no round was lost."""
 
 MIN_LOSS = 50_000
 """Losses below this many microseconds of the whole job's time are not mentioned."""
@@ -41,7 +41,8 @@ PLANNED = ("scaled", "operator")
 """Causes that are not failures."""
 
 PLACE_LIMIT = 300 * MICROS
-"""Microseconds for which even --on-hang=restart does not restart an idle rank."""
+"""Microseconds for which --on-hang=restart usually waits before it ends a round that hangs
+(`stillness.DEFAULT_LIMIT`)."""
 
 HANGING = "hanging"
 """Display name of time in hangs; hangs that are part of incidents are subtracted."""
@@ -69,7 +70,7 @@ class Account:
     ends: tuple[LedgerEnd, ...]
     saves: int  # number of saves, summed over all slots
     steps_reported: bool  # whether steps are reported
-    recoveries: tuple[float, ...] = ()  # seconds from running again to training, by restart
+    recoveries: tuple[float, ...] = ()  # for each restart, seconds from running to training
     ended: bool = False  # the last of `ends` ended the job: no round followed
     downtime: Mapping[str, float] = field(default_factory=dict)
     """Seconds without training, by cause, as incidents count them."""

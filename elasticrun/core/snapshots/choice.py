@@ -82,7 +82,7 @@ class RestorePoints:
         self.rewound_from = restore_step + 1 if restore_step >= 0 else -1  # as Skip.storage_from
         self.watermark = -1  # of the current round; -1: none yet
         self.ledgers: list[Ledger] = []  # of the current round and the previous one
-        self.reports: dict[str, m.Holdings] = {}  # the last report of each living node
+        self.reports: dict[str, m.Holdings] = {}  # the last report of each connected node
         self.leaving: dict[str, Key | None] = {}  # nodes that are leaving, and what each stays for
         self.away: dict[str, None] = {}
         """Nodes that may come back with their snapshots."""
@@ -123,7 +123,7 @@ class RestorePoints:
                 self.rewound_from = last.skip.storage_from
             self._set_rounds(last)
         elif known.name == last.name and last.skip.storage_from < 0 and self.restore_step < 0:
-            self.rewound_from = -1  # a checkpoint committed since then shows that
+            self.rewound_from = -1  # a checkpoint committed since then has ended the rewind
 
     def begin_round(self, info: m.RoundInfo) -> None:
         """A round was formed, adopted or read from the record."""
@@ -157,13 +157,14 @@ class RestorePoints:
         self.away.update(dict.fromkeys(nodes))
 
     def has_reported_all(self, node: str) -> None:
-        """The node has sent a report that follows its inventory, so no inventory will follow."""
+        """Stop expecting an inventory from this node: it has sent a report that always comes after
+        one."""
         if node in self.away:
             del self.away[node]
             self.answer()
 
     def on_holdings(self, node: str, report: m.Holdings) -> None:
-        """Process the inventory report of a living node."""
+        """Process the inventory report of a connected node."""
         self.reports[node] = report
         self.away.pop(node, None)
         self._note_earlier_round(report.last)
@@ -389,8 +390,8 @@ class RestorePoints:
         return True
 
     def locate(self, node: str, question: m.WhereIs) -> None:
-        """Answer `node` which other node has a shard: at once, or once a saver is ready, or once no
-        node can return with the shard (the requesting node has a time limit)."""
+        """Tell `node` which other node has a shard: at once, or once that node's saver is ready, or
+        once no node can return with the shard (the requesting node has a time limit)."""
         if len(self._waiting) < MAX_WAITING:
             self._waiting[node, question] = None
             self.answer()

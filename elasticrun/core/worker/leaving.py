@@ -285,7 +285,8 @@ class Draining:
 
     def has_saved(self) -> bool:
         """Whether the step that the ranks must save before they leave is in storage. If the signal
-        arrived between two rounds or while the ranks started: whether all that they had is."""
+        arrived between two rounds or while the ranks started: whether the newest step held here
+        is."""
         step = self._requested if self._held_step is None else self._held_step
         return 0 <= step <= self._written
 

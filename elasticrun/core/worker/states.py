@@ -17,7 +17,7 @@ class State(StrEnum):
     """What this node is doing, in the order of its lifecycle."""
 
     PREPARING = "preparing"  # no rank is alive here; the store to offer is not ready yet
-    JOINED = "joined"  # no rank is alive here; the master knows, and has our store
+    JOINED = "joined"  # no rank is alive here; the master knows this, and where our store listens
     PROBING = "probing"  # no rank is alive here; this machine and its links are being probed
     STARTING = "starting"  # ranks were ordered; not all of them run yet
     RUNNING = "running"  # every rank was started; at least one still runs
@@ -26,7 +26,7 @@ class State(StrEnum):
     FINISHED = "finished"  # every rank exited with 0; the job may still need this node
     ENDING = "ending"  # ranks are being stopped; then the agent exits
     CLEARING = "clearing"  # every rank has exited; after the sweep the agent exits
-    HOLDING = "holding"  # as before its exit, but a snapshot of this node is still being written
+    HOLDING = "holding"  # ready to exit, but a snapshot of this node is still being written
     OVER = "over"  # the agent must exit
 
 

@@ -5,9 +5,10 @@ default that could end a job; the comment above it says what goes wrong without 
 it.
 
 An agent uses `open_channel`, then `attend` for its stream (`Attendance`), whose `enter` proves the
-job's token and sends Hello. A reader uses `get_status`, `reach_me`, `ask_for`; the master
-`make_server`, `listen`. Bytes are decoded here or, in the master, by the handler itself, so that an
-invalid message becomes a sentence for its sender and never an exception inside gRPC.
+job's token and sends Hello. Other clients call `get_status`, `reach_me`, `ask_for` or
+`ask_to_join`; the master calls `make_server` and `listen`. Bytes are decoded here or, in the
+master, by the handler itself, so that an invalid message becomes a sentence for its sender and
+never an exception inside gRPC.
 """
 
 from __future__ import annotations
@@ -62,11 +63,11 @@ _PREFIX: Final = re.compile(
 
 
 def in_words(code: str, details: str | None) -> str:
-    """An explanation of at most MAX_WORDS characters. `code`: the name of the status, if gRPC gives
-    no details."""
+    """An explanation of at most MAX_WORDS characters. `code`: the name of the status, used if gRPC
+    gives no details."""
     text = " ".join((details or "").split()) or code.lower().replace("_", " ")
-    # "failed to connect to all addresses; last error: UNKNOWN: ipv4:...: Failed to connect to
-    # remote host: Connection refused" says the same three times
+    # e.g. "failed to connect to all addresses; last error: UNKNOWN: ipv4:...: Failed to connect to
+    # remote host: Connection refused", of which only the end is informative
     text = _PREFIX.sub("", text.rpartition("remote host: ")[2])
     if "address lookup failed" in text:
         text = "the name server does not know this host"
@@ -129,8 +130,9 @@ SERVER_OPTIONS: Final[Mapping[str, int]] = {
 
 
 def server_options(silence: float) -> Mapping[str, int]:
-    """SERVER_OPTIONS for a master that must notice a silent node after `silence` seconds: below the
-    usual five it pings proportionally faster; above, noticing earlier does no harm."""
+    """SERVER_OPTIONS for a master that must notice a silent node within `silence` seconds. Below
+    the usual five, it pings proportionally faster, at most ten times as fast. Above, it keeps the
+    usual interval: noticing earlier does no harm."""
     share = min(1.0, max(0.1, silence / 5.0))
     every, answer = round(1000 * share), round(4000 * share)
     return {
@@ -199,8 +201,9 @@ def open_channel(
 class Attendance:
     """An agent's stream to the master: Reports out, Orders in.
 
-    One task may send while another receives. Cancelling a task inside either cancels the stream. Do
-    so before the channel is closed: grpc never wakes a send whose stream was never established.
+    One task may send while another receives. Cancelling a task that is in `send` or `receive`
+    cancels the stream. Do so before the channel is closed: grpc never wakes a send whose stream was
+    never established.
     """
 
     def __init__(self, call: Any) -> None:
@@ -322,8 +325,9 @@ async def ask_for(
     tls: Pem | None = None,
     name: str = "",
 ) -> Reply:
-    """Make the master at `endpoint` inspect the ranks or, as an operator, do something; `token` is
-    that of the role (`auth.reader_token`, `auth.operator_token`). Raises LinkError as above."""
+    """Send a reader's or an operator's request to the master at `endpoint` and return its reply.
+    `token` is that of the role (`auth.reader_token`, `auth.operator_token`). Raises LinkError like
+    `get_status`."""
     method = OPERATE if role is Role.OPERATOR else ASK_FOR
     client = AuthClient(token, request.verb, role)
     return await _ask(method, client, request, Reply, endpoint, timeout, tls, name)
@@ -333,7 +337,8 @@ async def ask_to_join(
     endpoint: Endpoint, timeout: float, client: AuthClient, *, tls: Pem | None = None
 ) -> Reply:
     """Get what the master at `endpoint` gives to the holder of a join code (see
-    `AuthClient.with_code`); the body is sealed (`wire.auth`). Raises LinkError as above."""
+    `AuthClient.with_code`); the body is sealed (`wire.auth`). Raises LinkError like
+    `get_status`."""
     return await _ask(JOIN, client, Request("join"), Reply, endpoint, timeout, tls, "")
 
 
@@ -347,8 +352,8 @@ async def _ask(
     tls: Pem | None,
     name: str,
 ) -> A:
-    """The answer to a reader, after both sides have proved the token. `request`: what to send after
-    the proof, if anything. Raises LinkError, also for a refusal."""
+    """Call `method` and return its answer, after both sides have proved the token. `request`: what
+    to send after the proof, if anything. Raises LinkError, also for a refusal."""
     options = {**CLIENT_OPTIONS, "grpc.max_receive_message_length": MAX_STATUS_BYTES}
     async with open_channel(endpoint, options, tls=tls, name=name) as channel:
         call = channel.stream_stream(method)(timeout=timeout, wait_for_ready=False)
@@ -383,7 +388,8 @@ async def _ask(
 
 
 async def _answer(call: Any) -> Any:
-    """The next answer to a reader. Raises WireError or AioRpcError."""
+    """The next answer to a client that is not an agent. Raises WireError, AioRpcError, or LinkError
+    if the stream has ended."""
     data = await call.read()
     if data is grpc.aio.EOF:
         raise _link_error(await call.code(), await call.details())
@@ -469,7 +475,8 @@ def listen(server: Any, host: str, port: int, tls: Pem | None = None) -> int:
 
 
 def _why_not(where: Endpoint) -> ListenError:
-    """gRPC only says that it failed; bind the port again ourselves to learn the reason."""
+    """The reason why the port cannot be bound. gRPC only says that it failed, so bind it again here
+    to find out."""
     try:
         found = socket.getaddrinfo(where.host, where.port, type=socket.SOCK_STREAM)
         family, kind, proto, _, address = found[0]

@@ -28,7 +28,8 @@ CALL_LIMIT: Final = 2.0
 
 BACKOFF_FIRST: Final = 0.1
 BACKOFF_MOST: Final = 1.0
-"""Seconds between rounds over all servers while none answers, doubled each time and jittered."""
+"""Seconds before servers are tried again when none has answered: doubled each time, and
+jittered."""
 
 OPTIONS: Final[Mapping[str, int]] = {
     "grpc.enable_http_proxy": 0,
@@ -144,7 +145,7 @@ class Etcd:
         self._options = tuple(options.items())
         self._credentials = _credentials(ca, cert, key) if place.secure else None
         self._channels: dict[Endpoint, Any] = {}
-        self._first = 0
+        self._first = 0  # index of the server to try first, modulo their number
 
     async def close(self) -> None:
         """Close all connections; calls in progress end."""
@@ -273,8 +274,8 @@ class Etcd:
     async def _ask(
         self, method: str, request: Any, answer: type[Any], limit: float | None = None
     ) -> Any:
-        """Call each server once, starting with the last one that answered. Raises the last
-        error."""
+        """Call the servers in turn until one answers, starting with the one that was used last.
+        Raises EtcdRefused at once, or the error of the last server if all were silent."""
         error: EtcdError | None = None
         for _ in self.place.servers:
             ask = self._channel().unary_unary(

@@ -9,7 +9,8 @@ lead/outcome    how the job ended (messages.End), for OUTCOME_TTL seconds
 record          the facts of the job: what the next master loads
 terms           what is added to a revision to make a term: 0 (no key), or, in an etcd that has lost
                 its history while the job ran, the highest term that was known then
-crashes         how many masters in a row have failed on these facts, for a minute each
+crashes         how many masters in a row have failed on these facts; expires a minute after the
+                last failure
 
 Agents watch only `lead/`, which is small; the record grows with the number of nodes.
 """

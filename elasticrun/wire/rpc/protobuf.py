@@ -3,7 +3,8 @@
 The annotations in `messages.py` determine how a field is read and written, and its bound; the kinds
 of an envelope come from the proto file. Bytes that are not a message of ours, or whose fields
 violate a bound, raise `WireError` with a sentence. Sent data fits into one message: texts are cut
-to their bound, and texts of failures are shortened until it has at most MAX_MESSAGE_BYTES.
+to their bound, failures beyond MAX_FAILURES are dropped, and the texts of the others are shortened
+until the message has at most MAX_MESSAGE_BYTES.
 """
 
 from __future__ import annotations
@@ -219,7 +220,8 @@ def _to_wire(envelope: Callable[[], Any], value: Any, what: str) -> bytes:
 
 
 def _fitting(envelope: Callable[[], Any], value: Any, what: str) -> bytes:
-    """Encode; shorten the texts of failures until the message is within its bound."""
+    """Encode a message. Drop failures beyond MAX_FAILURES, and shorten the texts of the others
+    until the message is within its bound. Raises WireError if it still is not."""
     failures = getattr(value, "failures", ())
     if len(failures) > m.MAX_FAILURES:
         failures = failures[: m.MAX_FAILURES]

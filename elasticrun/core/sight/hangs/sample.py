@@ -26,7 +26,7 @@ OWN_LINE: Final = re.compile(r"^\S+:\d+ .+$", re.MULTILINE)
 """A line of a stack in the user's own source; lines of libraries have no line numbers."""
 
 SLOW_STEP: Final = 5.0
-"""Seconds without movement after which a rank may be shown as waiting."""
+"""Seconds without movement after which a rank may be shown as waiting or busy."""
 
 
 @dataclass(slots=True)
@@ -103,7 +103,7 @@ class Sample:
         return (folders[nodes[0]], nodes[0]) if nodes else ("", "")
 
     def missing(self) -> str:
-        """Which stacks are missing, and why."""
+        """Which stacks are missing, and why; "" if none."""
         reported = [one.stacks.missing for one in self.answers.values() if one.stacks]
         silent = [node for node, one in self.answers.items() if one.stacks is None]
         parts = [text for text in reported if text]
