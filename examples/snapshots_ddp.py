@@ -1,8 +1,8 @@
 """DDP with snapshots: a failure costs the steps since the last snapshot, at most ten.
 
 This is `ddp.py` with five lines changed. Every tenth step it copies its state to shared memory,
-from which it resumes immediately after a failure. Every hundredth step is written to `runs/ddp`;
-with `--save-at-breakpoint` so is the last snapshot before a failure. Under torchrun the same lines
+from which it resumes immediately after a failure. It writes every hundredth step to `runs/ddp`, and
+with `--save-at-breakpoint` also the last snapshot before a failure. Under torchrun the same lines
 save every hundredth step, with torch's own asynchronous save.
 
     elasticrun --nproc-per-node=2 --max-restarts=3 --save-at-breakpoint \

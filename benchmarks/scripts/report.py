@@ -14,7 +14,8 @@ _socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
 
 
 def report(event: str) -> None:
-    """Send `event` with the time, this rank, its life, world size and node."""
+    """Send `event` with the time, and this rank's number, pid, attempt (`life`), node and world
+    size."""
     fact = {
         "event": event,
         "rank": int(os.environ["RANK"]),

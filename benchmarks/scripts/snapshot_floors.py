@@ -44,8 +44,8 @@ def note(found: Samples, name: str, value: float) -> None:
 
 
 def memory(state: State, shared: Shared, samples: int, found: Samples) -> None:
-    """Measure copies between private and shared memory, both warm, and through a fresh mapping.
-    Also the time that the kernel takes to provide the same amount of private memory, which every
+    """Measure copies between private and shared memory, both warm, and a copy from a fresh mapping.
+    Also measure how long the kernel takes to provide the same amount of private memory, which every
     new process needs."""
     tensors = state.tensors()
     for _ in range(samples):

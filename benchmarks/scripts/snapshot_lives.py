@@ -39,7 +39,7 @@ LIFE = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
 
 def figure(name: str, seconds: float) -> None:
-    """Write one sample to $BENCH_STEPS/figures."""
+    """Append one sample to $BENCH_STEPS/figures."""
     line = json.dumps({"name": name, "life": LIFE, "seconds": seconds}) + "\n"
     with (Path(os.environ["BENCH_STEPS"]) / "figures").open("a") as file:
         file.write(line)
@@ -53,7 +53,7 @@ def train(state: State, step: int) -> None:
 
 
 def at(state: State) -> int:
-    """The step that the state is of."""
+    """The step at which `train` last changed the state."""
     return int(state.weights[0][-1].item())
 
 

@@ -124,7 +124,7 @@ _WITH_NOTIFY: Final = ("submit", "render", "convert", "warm", "join")
 """Verbs whose functions take `notify`, which prints a line for the user."""
 
 VERBS: Final = ("master", *_AT)
-"""The verbs: as the first word, they are no script."""
+"""All verbs. A verb as the first word is not the name of a script, unless `verb_of` finds one."""
 
 OTHER_TOOLS_VERBS: Final = {
     **dict.fromkeys(("ls", "ps", "jobs", "queue"), "list"),
@@ -389,7 +389,7 @@ def _run_printing(show: Callable[[], int]) -> int:
 
 def _run_piped(show: Callable[[], int]) -> int:
     """Run a function that writes to standard output, and return its exit code. A reader that has
-    exited (`| head -1`) is no error: the exit code is then UNREAD."""
+    exited (`| head -1`) is no error: the exit code is then SIGPIPE_EXIT."""
     try:
         code = show()
         if sys.stdout is not None:

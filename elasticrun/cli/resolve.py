@@ -1,5 +1,5 @@
-"""Resolves flags and environment to `Launch`, `Place` and `Identity`. Pure: facts about the machine
-are in `Machine`.
+"""Resolves flags and environment to `Launch`, `Place` and `Identity`. Facts about the machine come
+from `Machine`.
 
 Variables inherited from an outer launcher (RANK, WORLD_SIZE, MASTER_ADDR, ...) are not read here;
 if a Kubernetes operator uses them for its nodes, `detection` handles that.
@@ -322,7 +322,7 @@ def job_spec(
         master_lost_timeout=times["master_lost_timeout"],
         checks=checks(flags, conf, plan.min_nodes),
         saves=_saves(flags),
-        # with several nodes, all have to agree
+        # the specs of all nodes must be equal, so one node's debugger must not change its spec
         watch=_watch(flags, debugged=debugged and plan.max_nodes == 1),
         scheduler_codes=flags.text("exit_codes") == "scheduler",
         nodes_return=POD in flags.environ,  # its controller recreates lost pods
@@ -497,7 +497,7 @@ def _conf_notes(conf: Mapping[str, str], kind: str) -> list[str]:
 
 
 def _no_effect_notes(flags: FlagValues) -> list[str]:
-    """One note for each dlrover-run flag that is accepted but has no effect in this version."""
+    """One note for each dlrover-run flag that has been set but has no effect in this version."""
     notes = []
     defaults = {flag.dest: flag.default or False for flag in table.FLAGS}
     for dest in table.NO_EFFECT:
@@ -567,8 +567,8 @@ def precheck(flags: FlagValues) -> int:
 
 
 def accelerator(flags: FlagValues) -> str:
-    """The value of --accelerator as a name that `accelerators.of` accepts; "" if the accelerator is
-    to be detected. Raises `UsageError`."""
+    """The name in `accelerators.NAMES` that --accelerator means; "" if the accelerator is to be
+    detected. Raises `UsageError`."""
     word = flags.text("accelerator")
     if not word or word in accelerators.UNSUPPORTED:
         return ""

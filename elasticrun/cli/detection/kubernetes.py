@@ -1,8 +1,9 @@
 """Pods, with and without an operator for PyTorch.
 
 PyTorchJob (training-operator, also through Arena), Kubeflow Trainer and Volcano's PyTorch plugin
-set torch's variables. Newer ones set PET_*, which torchrun reads; they mean the same here. In these
-pods RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT count *nodes*; ranks never get these values.
+set torch's variables. Newer versions also set PET_*, the defaults of flags, here as in torchrun.
+In these pods RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT count *nodes*; ranks never get these
+values.
 Without such an operator: LeaderWorkerSet, Volcano, Indexed Job (alone or in a JobSet), StatefulSet.
 
 An Indexed Job and a StatefulSet give their pods only an index; the user must give the number of

@@ -111,7 +111,8 @@ def configure(argv: Sequence[str], environ: dict[str, str]) -> MasterConfig:
 
 
 def state_dir(text: str) -> str:
-    """The folder of the record, created and checked. Raises `UsageError`."""
+    """The absolute path of the record's folder, created and checked; "" for "". Raises
+    `UsageError`."""
     if not text:
         return ""
     folder = Path(text).absolute()
