@@ -292,7 +292,9 @@ async def _top(api: KubeApi, ns: argparse.Namespace) -> int:
 
 
 def scale_plan_words(words: Sequence[str], notify: Callable[[str], None]) -> list[str]:
-    """The words of `scale`, with -f replaced by the contents of its file. Raises UsageError."""
+    """The words of `scale`, with `-f FILE` replaced by the job and the number of nodes in the
+    ScalePlan in that file ("-": standard input). `notify` prints what is ignored. Raises
+    UsageError."""
     made = Parser(prog=f"{PROG} scale", add_help=False)
     made.add_argument("-f", "--file", required=True)
     ns, rest = made.parse_known_args(list(words))

@@ -20,8 +20,8 @@ from elasticrun.jobs.operator.objects import MASTER, volume_at
 async def node_command(
     api: KubeApi, job: ClusterJob, node: str, command: Sequence[str]
 ) -> list[str]:
-    """The words that run a command in the pod of `node`, or if that is "" in the first one. Raises
-    RequestFailed."""
+    """The words that run a command in the pod of `node`, or if that is "" in the first running pod
+    other than the master's. Raises RequestFailed."""
     pods = await _running(api, job)
     meant = [pod for pod in pods if (pod.is_called(node) if node else pod.index != MASTER)]
     if not meant:

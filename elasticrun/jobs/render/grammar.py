@@ -1,4 +1,4 @@
-"""Parses words of a command line that have their own grammar."""
+"""Parses words of a command line that have their own grammar. The functions raise `Invalid`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DURATION = re.compile(
 
 
 def pairs(items: Iterable[str], flag: str) -> dict[str, str]:
-    """Parse `KEY=VALUE` items; the value may be empty and contain equals signs."""
+    """Parse `KEY=VALUE` items; the value may be empty or contain equals signs."""
     found: dict[str, str] = {}
     for item in items:
         key, equals, value = item.partition("=")

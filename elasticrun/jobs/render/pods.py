@@ -1,7 +1,7 @@
 """Kubernetes documents: an Indexed Job (`render k8s`) or a JobSet with one, its headless Service,
 and the additions for a gang scheduler or a resize.
 
-One container per pod runs the launcher. All kinds share one contract for its exit codes. A gang is
+One container per pod runs the launcher. A Job and a JobSet treat its exit codes alike. A gang is
 the minimum number of nodes: the scheduler places all their pods or none. Without a gang, too, no
 rank starts before that many nodes have joined, but the placed pods hold their devices while they
 wait.
@@ -24,8 +24,8 @@ FINAL_CODES: Final = (EXIT_USAGE, EXIT_FINAL)
 """Codes that end the whole job: a new pod would fail in the same way."""
 
 UNCOUNTED_CODES: Final = (EXIT_BAD_NODE, EXIT_SAVED)
-"""Codes that are not the job's fault: of a bad node, and of a node that saved and left. The pod is
-replaced without counting as a failure."""
+"""Codes of failures that the job did not cause: of a bad node, and of a node that saved and left.
+The pod is replaced without counting as a failure."""
 
 
 def failure_rules() -> list[dict[str, Any]]:
@@ -263,7 +263,8 @@ def remarks(settings: PodSettings) -> dict[tuple[str, str], str]:
 
 
 def lifetime(settings: PodSettings) -> dict[str, Any]:
-    """Whether it starts suspended, and when it is removed; for a Job or a JobSet."""
+    """The fields of a Job or a JobSet that make it start suspended, and that have it deleted after
+    its end."""
     return without_empty(
         {"suspend": settings.suspend or None, "ttlSecondsAfterFinished": settings.ttl}
     )
@@ -310,7 +311,7 @@ def rbac_objects(settings: PodSettings, job: str) -> list[dict[str, Any]]:
 
 
 REPLICATED_JOB: Final = "node"
-"""The one replicated job; its only Job is NAME-node-0."""
+"""The name of the only replicated job; its only Job is NAME-node-0."""
 
 POD_SUFFIX: Final = len("-abcde")
 """Length of a pod name's random suffix, which a JobSet includes when it checks its own name."""
