@@ -248,8 +248,8 @@ class EtcdStore:
 
     def _extend(self, since: float) -> None:
         """Extend the leadership until LEADER_TTL after `since`, when the newest confirmed renewal
-        was sent. If that has passed, give it up."""
-        # a lease that has expired here is not extended: another master may lead meanwhile
+        was sent. If that time has passed, give the leadership up."""
+        # a lease that has expired here is not extended: another master may already lead
         self._check_lease()
         if self.lost.done():
             return
@@ -299,8 +299,8 @@ class EtcdStore:
             self._extend(since)
 
     async def _raise_terms(self, term: int) -> None:
-        """An agent has obeyed a higher term, although only this master leads: make all later
-        masters start above that term."""
+        """An agent has obeyed `term`, not below ours, although only this master leads: make all
+        later masters start above it, and give up the leadership."""
         ours = (etcd.created_at(self._keys.master, self._revision),)
         then = (etcd.put(self._keys.terms, str(term).encode(), self._record_lease),)
         try:

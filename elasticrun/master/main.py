@@ -160,7 +160,8 @@ def _name_process(job_id: str) -> None:
 
 
 class Lifetime:
-    """Decides when the master ends: owns the one timer that may end it, and the future `done`.
+    """Decides when the master ends: owns the one timer that may end it, and the future `done`. The
+    master ends for one of four reasons:
 
     over       the job has ended and every agent has disconnected, or `linger` seconds after the
                job's end; always the latter if an agent's stream broke, because it may reconnect

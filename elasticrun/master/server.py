@@ -500,7 +500,7 @@ class Listening:
     def silence(self, last: float, streams: int) -> float:
         """Seconds for which a stream, whose last message arrived at `last`, was silent while this
         process was listening. The part that a longer heartbeat interval explains does not count;
-        `streams`: their number, which determines the interval."""
+        `streams`: the number of attached streams, which determines the interval."""
         now = self._clock()
         if now - self._last > MAX_GAP:
             return 0.0

@@ -157,7 +157,7 @@ class Outward:
             self._notifier.put("end", exit_code=end.exit_code, reason=end.reason)
 
     def close(self) -> None:
-        """Write the last words, wait for pending work (END_LIMIT each) and stop. Blocks;
+        """Write the last-words file, wait for pending work (END_LIMIT each) and stop. Blocks;
         idempotent."""
         result, self._result = self._result, None
         if self._config.last_words and result is not None:

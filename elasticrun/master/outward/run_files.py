@@ -84,7 +84,7 @@ class RunFiles:
         self._enqueue(partial(self._write_tensorboard, url))
 
     def noted(self, note: Note) -> None:
-        """Write an event."""
+        """Write a note to `events.jsonl`."""
         self._enqueue(partial(self._write_note, note, time.time()))
 
     def metrics(self, report: Metrics) -> None:
