@@ -30,9 +30,9 @@ from elasticrun.agent.warm import leave_behind
 from elasticrun.config import EXIT_FAILED, EXIT_USAGE, Caller, Identity, Launch, Place
 from elasticrun.host import log
 from elasticrun.host.runs.last_word import LastWord, write
-from elasticrun.host.system.network import no_loopback
+from elasticrun.host.system.network import loopback_problem
 from elasticrun.host.system.processes import become_subreaper
-from elasticrun.host.system.sandbox import refused
+from elasticrun.host.system.sandbox import launcher_problem
 from elasticrun.wire import debugger
 from elasticrun.wire.spawning import ignored_signals, is_kept_ignored
 
@@ -123,7 +123,7 @@ def _why_impossible(identity: Identity) -> Exit | None:
         return Exit(EXIT_USAGE, wrong, (), 0)
     if wrong := fault_error():
         return Exit(EXIT_USAGE, wrong, (), 0)
-    if wrong := refused() or no_loopback():
+    if wrong := launcher_problem() or loopback_problem():
         return Exit(EXIT_FAILED, wrong, (), 0)
     return None
 

@@ -85,7 +85,9 @@ class OpenLine:
         self._broken: dict[object, bytes] = {}
         """Unterminated lines that other writers have terminated, by owner."""
 
-    def then(self, owner: object, data: bytes, *, ends: bool = True, columns: int = 0) -> bytes:
+    def bytes_to_write(
+        self, owner: object, data: bytes, *, ends: bool = True, columns: int = 0
+    ) -> bytes:
         """The bytes to write so that `data`, the complete line of `owner` so far, is shown next.
 
         `ends`: `data` ends with a line break. `columns`: the width of a terminal, on which a
@@ -193,7 +195,7 @@ class StderrWriter:
             if self._dropped:
                 item = b"elasticrun: %d lines were dropped\n" % self._dropped + item
                 self._dropped = 0
-            item = open_line(self._fd).then(self, item)
+            item = open_line(self._fd).bytes_to_write(self, item)
             try:
                 while item:
                     item = item[os.write(self._fd, item) :]

@@ -3,9 +3,9 @@
 The folder lists running masters as small files: a master writes one when it serves and removes it
 when it exits; `elasticrun status` without an endpoint reads them. A file whose process has exited
 shows that the master was killed, which agents on its host use (`agent.rendezvous`): every reader,
-including `status`, marks such a file as dead and leaves it for DEAD_KEPT more seconds. The folder
-may be shared with other hosts and PID namespaces, whose processes are not visible here: their files
-count as alive while their masters renew them. Jobs run without any of this.
+including `status`, marks such a file as dead and leaves it for DEAD_FILE_LIFE more seconds. The
+folder may be shared with other hosts and PID namespaces, whose processes are not visible here:
+their files count as alive while their masters renew them. Jobs run without any of this.
 
 A record is on a local disk. The folder of a hosted master belongs to the launch of its agent. Agent
 and master hold a shared lock on it as long as they live; the last one to exit removes it. A folder
@@ -44,12 +44,12 @@ MAX_FILE_BYTES: Final = 16 * 1024
 MAX_FILES: Final = 4096
 """Maximum number of files read; no user has that many jobs on one host."""
 
-DEAD_KEPT: Final = 600.0
+DEAD_FILE_LIFE: Final = 600.0
 """Seconds for which a file is kept after its master was first found dead: by then even an agent on
 a busy host has noticed. A jump of the host's clock changes that time.
 """
 
-RENEWED: Final = 60.0
+RENEW_INTERVAL: Final = 60.0
 """Seconds between renewals of a file by its master: it sets the mtime, or rewrites a missing
 file."""
 
@@ -137,7 +137,7 @@ def _name(process: ProcessId) -> str:
 
 def published(folder: Path) -> list[Published]:
     """The running masters, those of this host and PID namespace first, ordered by job id. Marks
-    files of dead masters, and removes those that were marked DEAD_KEPT seconds ago."""
+    files of dead masters, and removes those that were marked DEAD_FILE_LIFE seconds ago."""
     living = []
     for path in _files(folder, LIVING):
         if (master := _read(path)) and _is_live(path, master):
@@ -149,7 +149,7 @@ def published(folder: Path) -> list[Published]:
     now = time.time()
     for path in _files(folder, DEAD):
         with contextlib.suppress(OSError):
-            if now - path.stat().st_mtime > DEAD_KEPT:
+            if now - path.stat().st_mtime > DEAD_FILE_LIFE:
                 path.unlink()
     return sorted(living, key=lambda one: (not one.process.is_local, one.job_id, one.pid))
 

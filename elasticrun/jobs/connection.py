@@ -160,7 +160,7 @@ def _named_job(master: Published | None, run: RunFolder | None = None) -> index.
         run = RunFolder(Path(master.run))
     job = UserJob(master, run)
     if run is not None and run.job() is not None:
-        one = index.named(run, job)
+        one = index.to_named_job(run, job)
         return one._replace(is_live=True) if master else one
     assert master is not None
     name = master.name or master.job_id

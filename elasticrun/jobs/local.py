@@ -352,7 +352,7 @@ def _await_master_exit(run: RunFolder) -> None:
     """Wait until the job's master, which may outlive its launchers, releases the run folder: no
     other master may start earlier. Raises RequestFailed after END_LIMIT seconds."""
     end = time.monotonic() + END_LIMIT
-    while run.is_held():
+    while run.is_locked():
         if time.monotonic() > end:
             raise RequestFailed(
                 f"a master of job {_job_name(run)} still runs in {run.path}: stop it first"

@@ -145,7 +145,7 @@ class Loop:
         store: FactStore | None = None,
         tracer: TraceWriter | None = None,
         listeners: Listeners = Listeners(),
-        page: Readers | None = None,
+        readers: Readers | None = None,
     ) -> None:
         self._job = job
         self._job_id = job_id
@@ -166,7 +166,7 @@ class Loop:
         self._picture = _Cached[Picture](clock)
         self._requests: dict[int, asyncio.Future[m.Reply]] = {}
         self._request_numbers = itertools.count(1)
-        self.page = Readers() if page is None else page
+        self.readers = Readers() if readers is None else readers
         """Creates the link to the job's page that each Welcome carries."""
         self.sources: Mapping[str, str] = {}
         """For each setting, where its value came from, for people."""
@@ -389,10 +389,10 @@ class Loop:
             case events.JobOver():
                 self._listeners.on_over(effect, self.last_picture())
             case events.Filed():
-                self.figures.filed(effect.incident)
+                self.figures.on_filed(effect.incident)
                 self._listeners.on_filed(effect.incident)
             case events.Judged():
-                self.figures.judged(effect.verdict.klass, over=effect.over)
+                self.figures.on_judged(effect.verdict.klass, over=effect.over)
                 self._listeners.on_judged(effect.verdict, effect.over)
             case events.FoundSlow():
                 self._listeners.on_slow(effect)
@@ -410,11 +410,11 @@ class Loop:
             return  # checked here: the process may have been suspended since the decision
         if isinstance(order, m.Welcome) and not order.status_url:
             clock_us = time.time_ns() // 1000  # for the agent's checkup, which compares clocks
-            order = replace(order, status_url=self.page.link(), clock_us=clock_us)
+            order = replace(order, status_url=self.readers.link(), clock_us=clock_us)
         elif isinstance(order, m.Start):
             if not self.figures.rounds:
                 self._listeners.on_formed()
-            self.figures.started(order.round, order.group_world_size)
+            self.figures.on_start(order.round, order.group_world_size)
         try:
             data = protobuf.order_to_wire(order)
         except WireError as wrong:
@@ -529,15 +529,15 @@ class Figures:
         self.probes = 0
         """Answers to probes, one per node and pass of the network check."""
 
-    def filed(self, row: IncidentRow) -> None:
+    def on_filed(self, row: IncidentRow) -> None:
         """Count an incident, once it is over: only then is its cause final."""
         self.incidents[row.cause] += row.over
 
-    def judged(self, klass: str, *, over: bool) -> None:
+    def on_judged(self, klass: str, *, over: bool) -> None:
         """Count a verdict when it is reported, not when it is over."""
         self.verdicts[klass] += not over
 
-    def started(self, name: RoundName, nodes: int = 0) -> None:
+    def on_start(self, name: RoundName, nodes: int = 0) -> None:
         """Count a round at its first Start; `nodes`: the number of its nodes."""
         self.nodes = nodes
         if name != self._round:

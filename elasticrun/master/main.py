@@ -54,7 +54,12 @@ from elasticrun.host import log, user_folder
 from elasticrun.host.runs.opening import RunRefused
 from elasticrun.host.system import title
 from elasticrun.host.system.processes import ProcessId, set_name
-from elasticrun.host.system.sandbox import NoThread, raise_file_limit, refused, start_thread
+from elasticrun.host.system.sandbox import (
+    NoThread,
+    launcher_problem,
+    raise_file_limit,
+    start_thread,
+)
 from elasticrun.master.joining import Joining
 from elasticrun.master.loop import Listeners, Loop, RecordStuck, StateMachineFault
 from elasticrun.master.outward.outward import Outward
@@ -105,7 +110,7 @@ def main(config: MasterConfig, *, hosted: bool = False) -> int:
     _name_process(config.spec.job_id if hosted and config.spec else "")
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
-    if why := refused():
+    if why := launcher_problem():
         return _failed(config, why, EXIT_FAILED)
     try:
         return asyncio.run(Master(config, hosted=hosted).run())
@@ -223,7 +228,7 @@ class Lifetime:
         whole of `linger`, or `late` seconds if that is longer. A master started by hand serves them
         until a user ends it."""
         self._began_over = True
-        self.outward.mute()
+        self.outward.close_files()
         self._linger = max(self._linger, late)
         if self._hosted:
             self._start_linger(outcome)
@@ -386,7 +391,7 @@ class Master:
             store=store,
             tracer=tracer,
             listeners=listeners,
-            page=readers,
+            readers=readers,
         )
         loop.name, loop.sources = outward.job_name, config.launch.sources
         return loop
@@ -430,7 +435,7 @@ class Master:
                 self._build_job(facts).step(Tick(), time.monotonic())
             except Exception as fault:
                 logger.error("a bug: %s while reading the record", fault, exc_info=fault)
-                await records.distrust(f"this master cannot load it ({fault!r})")
+                await records.discard(f"this master cannot load it ({fault!r})")
                 facts = None
         replaces = self._config.replaces
         if done := await lifetime.outward.open(is_successor=facts is not None or bool(replaces)):
@@ -512,7 +517,7 @@ class Listing:
             job_id=config.identity.job_id,
             host=reachable(config.host),
             port=port,
-            status_url=loop.page.link().partition("?")[0],
+            status_url=loop.readers.link().partition("?")[0],
             process=ProcessId.own(),
             reader=reader_token(config.identity.token),
             operator=operator,
@@ -540,7 +545,7 @@ class Listing:
             self._adopt_start_time(folder)
             user_folder.published(folder)  # also removes files of killed masters
             self._path = user_folder.publish(folder, self._entry)
-        while not self._over.wait(user_folder.RENEWED):
+        while not self._over.wait(user_folder.RENEW_INTERVAL):
             if self._path is not None:
                 with contextlib.suppress(OSError):
                     user_folder.renew(self._path, self._entry)

@@ -96,7 +96,7 @@ class Records:
         )
         return replace(facts, outcome=replace(facts.outcome, reason=reason, code=None))
 
-    async def distrust(self, why: str) -> None:
+    async def discard(self, why: str) -> None:
         """Discard the loaded record. A file is set aside at once; a record in etcd stays until the
         next write replaces it."""
         if isinstance(self.store, FileStore):

@@ -33,7 +33,7 @@ from elasticrun.testing import processes
 
 NETNS: Final = Path("/run/netns")
 NETWORK: Final = "192.0.2."
-MOST_HOSTS: Final = 250
+MAX_HOSTS: Final = 250
 COMMAND_LIMIT: Final = 120.0
 """Timeout in seconds of one `ip` command; it takes milliseconds."""
 
@@ -149,8 +149,8 @@ class Lab:
     def add(self, name: str) -> Host:
         """Add a host, at the next address."""
         number = next(self._numbers)
-        if number > MOST_HOSTS:
-            raise LabError(f"a lab has {MOST_HOSTS} hosts at most")
+        if number > MAX_HOSTS:
+            raise LabError(f"a lab has {MAX_HOSTS} hosts at most")
         host = Host(name, number, f"{self._prefix}{number}")
         self.hosts[name] = host
         _ip("netns", "add", host.namespace)

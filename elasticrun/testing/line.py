@@ -38,10 +38,10 @@ TUNSETIFF: Final = 0x4004_54CA
 IFF_TAP_NO_PI: Final = 0x1002
 TUN: Final = "/dev/net/tun"
 FRAME: Final = 65536
-MOST_HELD: Final = 20_000
+MAX_FRAMES: Final = 20_000
 """Maximum number of frames in flight; more are dropped, as in a router with a full buffer."""
 
-MOST_BEHIND: Final = 0.2
+MAX_BACKLOG_SECONDS: Final = 0.2
 """Maximum seconds that a frame may wait on a line with a limited rate; later frames are dropped,
 which makes senders slow down."""
 
@@ -88,7 +88,7 @@ class HostLine:
         if self.rate <= 0:
             return now
         free = max(now, self.free[outward])
-        if free - now > MOST_BEHIND:
+        if free - now > MAX_BACKLOG_SECONDS:
             return None
         self.free[outward] = free + size / self.rate
         return self.free[outward]
@@ -147,7 +147,7 @@ class Relay:
         except OSError:  # the device is not up yet, or has no data
             return
         now = time.monotonic()
-        if len(self._due) >= MOST_HELD or not line.passes(frame, outward, now, self._chance):
+        if len(self._due) >= MAX_FRAMES or not line.passes(frame, outward, now, self._chance):
             return
         passed = line.passing_time(len(frame), outward, now)
         if passed is not None:

@@ -35,7 +35,7 @@ STEP_NODE: Final = "ELASTICRUN_STEP_NODE"
 MAX_LINE: Final = 4096
 """Maximum bytes of a line; a longer line is an error."""
 
-MOST_SHOWN: Final = 10
+MAX_SHOWN: Final = 10
 """Maximum number of steps that a sentence names."""
 
 
@@ -257,8 +257,8 @@ def gap(found: Sequence[World]) -> str:
     done = frozenset().union(*(world.whole for world in found))
     steps = range(min(world.first for world in found), max(world.last for world in found))
     if missing := [step for step in steps if step not in done]:
-        more = " ..." if len(missing) > MOST_SHOWN else ""
-        named = ", ".join(map(str, missing[:MOST_SHOWN]))
+        more = " ..." if len(missing) > MAX_SHOWN else ""
+        named = ", ".join(map(str, missing[:MAX_SHOWN]))
         return f"no whole world completed step {named}{more}; {story(found)}"
     return ""
 

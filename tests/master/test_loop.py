@@ -228,7 +228,7 @@ def test_the_step_its_age_and_the_jobs() -> None:
     page = figures.shown(status())
     assert (page.step, page.step_age, page.age) == (40, 3.0, 3.0)
     again = replace(ROUND, number=2)
-    figures.started(again)
+    figures.on_start(again)
     figures.on_report(structs.replace(report, step=50))  # of a round that is over
     assert figures.shown(status()).step == 40
     figures.on_report(structs.replace(report, round=again, step=30))  # back to a snapshot
@@ -238,7 +238,7 @@ def test_the_step_its_age_and_the_jobs() -> None:
 
 def test_a_snapshot_in_memory_tells_the_step_too() -> None:
     figures = Figures(lambda: 0.0)
-    figures.started(ROUND, nodes=2)
+    figures.on_start(ROUND, nodes=2)
     assert figures.nodes == 2
     old = Holding(replace(ROUND, number=9), 90, 0, 2, (1, 1), wanted=False)
     held = tuple(structs.replace(old, round=ROUND, step=step) for step in (20, 30))

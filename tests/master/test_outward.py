@@ -263,7 +263,7 @@ def test_the_columns_of_progress_grow(tmp_path: Path) -> None:
 
 
 def test_a_long_progress_is_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appended, "MOST_PROGRESS", 2000)
+    monkeypatch.setattr(appended, "MAX_PROGRESS_BYTES", 2000)
     file = ProgressFile(tmp_path / "progress.csv")
     for step in range(400):
         file.add([ProgressRow(1.0, 1, step, {"loss": "0.5"})])

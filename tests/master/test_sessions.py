@@ -60,7 +60,7 @@ async def _raw(served: Served, *messages: bytes) -> Any:
 
 async def test_an_agent_is_welcomed_and_echoed() -> None:
     async with serving() as served:
-        served.loop.page.set_address("127.0.0.1", 9)
+        served.loop.readers.set_address("127.0.0.1", 9)
         before = time.time_ns() // 1000
         async with served.stream() as stream:
             welcome = await enter(stream, hello())

@@ -16,7 +16,7 @@ import pytest
 from elasticrun.host import user_folder
 from elasticrun.host.system.processes import ProcessId
 from elasticrun.host.user_folder import (
-    DEAD_KEPT,
+    DEAD_FILE_LIFE,
     PREFIX,
     Published,
     Unusable,
@@ -69,7 +69,7 @@ def test_who_lists_the_masters_hides_no_kill_from_a_slow_agent(
     assert was_killed(tmp_path, "job", 29400)
     assert began_before(tmp_path, "job", 29400) == 5.0
     for path in tmp_path.iterdir():
-        long_ago = path.stat().st_mtime - 2 * DEAD_KEPT
+        long_ago = path.stat().st_mtime - 2 * DEAD_FILE_LIFE
         os.utime(path, (long_ago, long_ago))
     assert published(tmp_path) == []
     assert not was_killed(tmp_path, "job", 29400)

@@ -294,14 +294,14 @@ class ConsoleWriter:
             if kind is Text.BAR:
                 text = cut_to(text, columns)
             owner, ends = source.owner if source is not None else self, kind is Text.LINE
-            chunk.append(self._open_line.then(owner, text, ends=ends, columns=columns))
+            chunk.append(self._open_line.bytes_to_write(owner, text, ends=ends, columns=columns))
         self._bytes -= size
         return b"".join(chunk)
 
     def _end_line(self) -> None:
         """End an open line, so that the next writer starts on a new one."""
         with contextlib.suppress(OSError):
-            self._write(self._open_line.then(self, b""))
+            self._write(self._open_line.bytes_to_write(self, b""))
 
     def _write(self, chunk: bytes) -> None:
         rest = memoryview(chunk)

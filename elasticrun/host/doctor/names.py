@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 CHECK: Final = "host name"
 REVERSE: Final = "reverse name"
-TWICE: Final = "host name in the job"
+DUPLICATE: Final = "host name in the job"
 
 SLOW: Final = 2.0
 """Seconds that a lookup may take; several libraries query the name server while a rank starts."""
@@ -94,10 +94,10 @@ def duplicate_name(page: JobStatus, names: Iterable[str]) -> list[Finding]:
     }
     others = [address for address in list(same)[:MAX_SAME] if _is_elsewhere(address)]
     if not others:
-        return [ok(TWICE, f"no other host of job {page.job_id!r} has this host's name")]
+        return [ok(DUPLICATE, f"no other host of job {page.job_id!r} has this host's name")]
     seen = f"{same[others[0]]} is also the name of the host at {others[0]}"
     todo = "give every host a unique name: logs and gloo cannot distinguish them"
-    return [warning(TWICE, seen, todo)]
+    return [warning(DUPLICATE, seen, todo)]
 
 
 def _is_elsewhere(address: str) -> bool:

@@ -41,7 +41,7 @@ def claimed(root: Path, name: str) -> Iterator[None]:
     try:
         own.symlink_to(whose)
     except FileExistsError:
-        raise _taken_sentence(name) from None
+        raise _claimed_error(name) from None
     except OSError:
         yield
         return
@@ -71,8 +71,8 @@ def _refuse_others(claims: dict[int, Path], name: str) -> None:
             if alive is None:
                 alive = time.time() - path.lstat().st_mtime < FAR_LIMIT
             if alive:
-                raise _taken_sentence(name, f" (process {pid} of {host})")
+                raise _claimed_error(name, f" (process {pid} of {host})")
 
 
-def _taken_sentence(name: str, whose: str = "") -> Claimed:
+def _claimed_error(name: str, whose: str = "") -> Claimed:
     return Claimed(f"another elasticrun{whose} is changing job {name} right now")

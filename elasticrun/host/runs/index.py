@@ -23,13 +23,13 @@ from elasticrun.wire import env
 MAX_RUNS: Final = 4096
 """Maximum number of folders that are read: the newest."""
 
-MOST_ENDED: Final = 200
+MAX_ENDED: Final = 200
 """Maximum number of folders of ended jobs that are kept; a new job displaces the oldest."""
 
 MAX_NAME_CHARS: Final = 64
 """Maximum characters of a job's name in the name of its folder."""
 
-MOST_NAMED: Final = 8
+MAX_LISTED: Final = 8
 """Maximum number of jobs listed in a sentence."""
 
 FINISHED: Final = tuple(state for state in ENDED if state != "saved")
@@ -59,7 +59,7 @@ class NamedJob(NamedTuple, Generic[T]):
     label: str  # distinguishes it from others of the same name
 
 
-def named(folder: RunFolder, job: T) -> NamedJob[T]:
+def to_named_job(folder: RunFolder, job: T) -> NamedJob[T]:
     """The names of a run folder's job, with `job` to represent it."""
     record, state = folder.job(), "suspended" if folder.is_suspended() else folder.state()
     began = time.strftime(" since %F %H:%M", time.localtime(record.began)) if record else ""
@@ -114,7 +114,7 @@ def all_runs(root: Path) -> list[RunFolder]:
 def find(root: Path, wanted: str, *, whole: str = "", newest: bool = False) -> RunFolder:
     """The run folder that `wanted` names: a path, or a name as in `pick`. Raises NoRun or
     OSError."""
-    runs = [named(folder, folder) for folder in all_runs(root)]
+    runs = [to_named_job(folder, folder) for folder in all_runs(root)]
     if is_folder(wanted, [one.names for one in runs]):
         at = Path(wanted).resolve()
         listed = next((one.job for one in runs if one.job.path.resolve() == at), None)
@@ -124,7 +124,7 @@ def find(root: Path, wanted: str, *, whole: str = "", newest: bool = False) -> R
     if (folder := pick(wanted, runs, whole=whole, newest=newest)) is not None:
         return folder
     known = {one.names[-1] for one in runs}
-    hint = did_you_mean(wanted, known) or (f"; there is {first_of(known)}" if known else "")
+    hint = did_you_mean(wanted, known) or (f"; there is {first_names(known)}" if known else "")
     raise NoRun(f"no job {wanted} has a run folder in {root}{hint}")
 
 
@@ -152,9 +152,9 @@ def pick(
         called = {one.names[-1] for one in meant}
         if whole and meant:
             raise NoRun(f"{whole} needs the full name or the id; "
-                        f"there is {first_of(called)}")  # fmt: skip
+                        f"there is {first_names(called)}")  # fmt: skip
         if len({one.stem for one in meant}) > 1:
-            raise NoRun(f"several jobs match {wanted}: {first_of(called)}; name one")
+            raise NoRun(f"several jobs match {wanted}: {first_names(called)}; name one")
     if len(meant) < 2:
         return meant[0].job if meant else None
     live = [one for one in meant if one.is_live]
@@ -163,7 +163,7 @@ def pick(
     if newest and not live:
         return meant[0].job
     labels = [one.label for one in (live if live and not whole else meant)]
-    shown = ", ".join(labels[:MOST_NAMED]) + (", ..." if len(labels) > MOST_NAMED else "")
+    shown = ", ".join(labels[:MAX_LISTED]) + (", ..." if len(labels) > MAX_LISTED else "")
     raise SeveralRuns(f"{len(labels)} jobs are called {wanted}: {shown}; give the id of one")
 
 
@@ -186,14 +186,14 @@ def prune(root: Path, since: float, only: Collection[Path] | None = None) -> dic
 
 
 def keep_newest(root: Path) -> None:
-    """Remove the oldest folders of ended jobs beyond MOST_ENDED. Raises OSError."""
+    """Remove the oldest folders of ended jobs beyond MAX_ENDED. Raises OSError."""
     paths = _paths(root)
-    if len(paths) <= MOST_ENDED:
+    if len(paths) <= MAX_ENDED:
         return
     runs = [(path, RunFolder(path)) for path in paths]
     ours = [(path, run) for path, run in runs if path.is_symlink() or run.job() is not None]
     ended = [path for path, run in ours if run.state() in FINISHED]
-    for path in ended[MOST_ENDED:]:
+    for path in ended[MAX_ENDED:]:
         with contextlib.suppress(OSError):  # continue with the others
             _remove(path)
 
@@ -231,7 +231,7 @@ def _ended(folder: RunFolder) -> float:
     return 0.0
 
 
-def first_of(names: Iterable[str]) -> str:
-    """The first MOST_NAMED names in alphabetical order, for a sentence."""
+def first_names(names: Iterable[str]) -> str:
+    """The first MAX_LISTED names in alphabetical order, for a sentence."""
     known = sorted(names)
-    return ", ".join(known[:MOST_NAMED]) + (", ..." if len(known) > MOST_NAMED else "")
+    return ", ".join(known[:MAX_LISTED]) + (", ..." if len(known) > MAX_LISTED else "")

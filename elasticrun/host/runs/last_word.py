@@ -14,10 +14,10 @@ from msgspec.structs import replace
 from elasticrun.wire import env
 from elasticrun.wire.messages import ReasonCode
 
-MOST = 4096
+MAX_FILE_BYTES = 4096
 """Maximum bytes of a termination message that Kubernetes keeps."""
 
-MOST_TEXT = 600
+MAX_TEXT_CHARS = 600
 """Number of characters to which the text is truncated if the file would be too long."""
 
 
@@ -35,8 +35,8 @@ def write(word: LastWord) -> None:
     """Write the file that the environment names, if any; ignores errors."""
     if path := os.environ.get(env.LAST_WORDS, ""):
         data = msgspec.json.encode(word)
-        if len(data) > MOST:
-            data = msgspec.json.encode(replace(word, text=word.text[:MOST_TEXT], reason=None))
+        if len(data) > MAX_FILE_BYTES:
+            data = msgspec.json.encode(replace(word, text=word.text[:MAX_TEXT_CHARS], reason=None))
         with contextlib.suppress(OSError):
             Path(path).write_bytes(data)
 

@@ -234,7 +234,7 @@ class RunFolder:
         """The job's result; None if it has not ended, or ended without writing one."""
         return self._read(RESULT, RunResult)
 
-    def is_held(self) -> bool:
+    def is_locked(self) -> bool:
         """Whether a master of the job is alive, as far as the file system knows. It may outlive the
         launcher."""
         with contextlib.suppress(OSError), open(self.path / LOCK, "rb") as file:
@@ -255,7 +255,7 @@ class RunFolder:
         if not job.pid:
             gone = self._are_agents_gone(job)
             return "submitted" if not gone else "lost" if self._last_word(job) is None else "failed"
-        if job.is_alive() is False and not self.is_held():
+        if job.is_alive() is False and not self.is_locked():
             return "lost"
         return "running" if job.formed else "waiting"
 

@@ -24,7 +24,7 @@ from elasticrun.wire.types import EntryKind
 FILES: Final = (EntryKind.SCRIPT, EntryKind.RUN_PATH)
 """Kinds of programs whose target is a file, whose path may be written in several ways."""
 
-MOST_SHOWN: Final = 200
+MAX_WORD_CHARS: Final = 200
 """Maximum characters of a word in a difference."""
 
 
@@ -110,7 +110,7 @@ def _argument(word: str | None) -> str:
 
 
 def _short(text: str) -> str:
-    return plain(text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}...")
+    return plain(text if len(text) <= MAX_WORD_CHARS else f"{text[:MAX_WORD_CHARS]}...")
 
 
 def open_new(root: Path, job: JobRecord, launch: str, stem: str = "") -> OpenRun:

@@ -38,7 +38,7 @@ def routed_address() -> str:
     return ""
 
 
-def no_loopback() -> str:
+def loopback_problem() -> str:
     """A sentence if 127.0.0.1, on which every job depends, is unreachable; else "". In a network
     namespace the loopback interface may be down."""
     try:

@@ -43,7 +43,7 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def refused() -> str:
+def launcher_problem() -> str:
     """Why this process cannot act as a launcher (it may not send signals or start threads), as a
     sentence; "" if it can."""
     try:

@@ -365,7 +365,7 @@ class Screen:
         text, columns = b"[%s] %s" % (os.fsencode(of[0]), shown), columns_of(fd)
         if not ends and b"\r" in line:
             text = cut_to(text, columns)
-        text = open_line(fd).then(of, text + b"\n" * ends, ends=ends, columns=columns)
+        text = open_line(fd).bytes_to_write(of, text + b"\n" * ends, ends=ends, columns=columns)
         try:
             while text:
                 text = text[os.write(fd, text) :]

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final
 
 from elasticrun.core.words import did_you_mean
-from elasticrun.host.runs.index import first_of
+from elasticrun.host.runs.index import first_names
 from elasticrun.jobs.backend import Forbidden, JobMissing, RequestFailed
 from elasticrun.jobs.kube.api import ELASTIC_JOBS, INDEXED_JOBS, KubeApi
 from elasticrun.jobs.kube.observed import OURS, STOPPED, ClusterJob, ObservedPod, in_order
@@ -62,7 +62,7 @@ async def find(api: KubeApi, name: str, *, exact: bool = False) -> ClusterJob:
     meant = [job for job in known if job.name.startswith(name) and not exact]
     if len(meant) == 1:
         return meant[0]
-    shown = first_of(names)
+    shown = first_names(names)
     if meant:
         raise RequestFailed(f"several jobs are in namespace {api.namespace}: {shown}; name one")
     hint = did_you_mean(name, names) or (f"; there is {shown}" if shown else "")

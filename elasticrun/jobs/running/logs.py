@@ -104,7 +104,7 @@ class LogQuery:
     def put(self, path: Path, text: bytes, *, ends: bool = True) -> None:
         """Write to standard output, after ending an unfinished line of another file there. `ends`:
         whether `text` ends a line."""
-        text = open_line(1).then(path, text, ends=ends, columns=columns_of(1))
+        text = open_line(1).bytes_to_write(path, text, ends=ends, columns=columns_of(1))
         sys.stdout.buffer.write(text)
 
 

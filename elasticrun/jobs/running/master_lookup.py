@@ -91,7 +91,7 @@ def _only_master(here: Sequence[Published]) -> Published:
         return here[0]
     if not here:
         raise NotAnswered("no job of yours runs on this host: give the master's host:port")
-    shown = index.first_of(name_of(one.job_id, str(one.endpoint), one.name) for one in here)
+    shown = index.first_names(name_of(one.job_id, str(one.endpoint), one.name) for one in here)
     raise NotAnswered(f"several jobs match: {shown}; name one, or give its host:port")
 
 

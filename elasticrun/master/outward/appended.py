@@ -16,7 +16,7 @@ from typing import Final
 from elasticrun.host.runs.layout import replace_file
 from elasticrun.wire.messages import MAX_METRICS
 
-MOST_PROGRESS: Final = 16 * 1024 * 1024
+MAX_PROGRESS_BYTES: Final = 16 * 1024 * 1024
 """Size in bytes of `progress.csv` beyond which every second row is removed, so that the remaining
 rows still cover the whole run."""
 
@@ -86,7 +86,7 @@ class ProgressFile:
             + [row.values.get(name, "") for name in self._columns[len(FIXED_COLUMNS) :]]
             for row in rows
         )
-        if append(self._path, lines) > MOST_PROGRESS:
+        if append(self._path, lines) > MAX_PROGRESS_BYTES:
             head, *left = self._path.read_bytes().splitlines(keepends=True)
             replace_file(self._path, b"".join([head, *left[1::2]]))
         return next(iter(new[room:]), "")

@@ -98,7 +98,7 @@ class Outward:
         """The job's name for people."""
         return self._run.job.name if self._run is not None else name_of(self._config)
 
-    def mute(self) -> None:
+    def close_files(self) -> None:
         """The job had already ended: write nothing into the run folder from now on."""
         self._files.close(0.0)
 

@@ -35,7 +35,7 @@ from elasticrun.wire.messages import MAX_METRIC_ROWS, MAX_METRICS, Metrics
 MAX_QUEUED: Final = 1024
 """Maximum number of queued writes; further ones are dropped."""
 
-MOST_EVENTS: Final = 16 * 1024 * 1024
+MAX_EVENTS_BYTES: Final = 16 * 1024 * 1024
 """Size in bytes of `events.jsonl` beyond which its older half is removed."""
 
 logger = logging.getLogger("elasticrun")
@@ -167,7 +167,7 @@ class RunFiles:
 
     def _write_note(self, note: Note, now: float) -> None:
         if self._events is None:
-            self._events = Appended(self._open().folder.path / layout.EVENTS, MOST_EVENTS)
+            self._events = Appended(self._open().folder.path / layout.EVENTS, MAX_EVENTS_BYTES)
         row = KeptEvent(note.number, now, note.level, note.text)
         self._events.add(msgspec.json.encode(row) + b"\n")
 

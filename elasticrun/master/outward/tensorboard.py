@@ -23,7 +23,7 @@ from elasticrun.host.system.processes import die_with_parent
 from elasticrun.host.system.sandbox import start_thread
 
 _URL: Final = re.compile(r"http://\S+/")
-MOST_LINE: Final = 4096
+MAX_LINE_CHARS: Final = 4096
 
 logger = logging.getLogger("elasticrun")
 
@@ -76,7 +76,7 @@ class TensorBoard:
         assert self._process is not None
         process, last, url = self._process, "", ""
         assert process.stderr is not None
-        while line := process.stderr.readline(MOST_LINE):
+        while line := process.stderr.readline(MAX_LINE_CHARS):
             last = line.strip() or last
             if not url and (found := _URL.search(line)):
                 url = found[0]

@@ -14,7 +14,7 @@ from elasticrun.wire import messages as m
 BEFORE: Final = ("detect", "left")
 """Phases that are over when an incident is filed."""
 
-MOST: Final = 100_000
+MAX_SPANS: Final = 100_000
 """Maximum number of spans, and of incidents; later ones are left out."""
 
 ROUNDS, INCIDENTS, PHASES, HANGS = 1, 2, 3, 4
@@ -80,7 +80,7 @@ class ChromeTrace:
 
     def _filed(self, row: IncidentRow, now: float) -> None:
         """An incident was filed or updated."""
-        if row.number not in self._incidents and len(self._incidents) >= MOST:
+        if row.number not in self._incidents and len(self._incidents) >= MAX_SPANS:
             return
         noticed, _ = self._incidents.get(row.number, (now - row.age, row))
         self._incidents[row.number] = (noticed, row)
@@ -97,7 +97,7 @@ class ChromeTrace:
             at += phase.seconds
 
     def _span(self, row: int, name: str, at: float, seconds: float, about: dict[str, Any]) -> None:
-        if len(self._events) < MOST:
+        if len(self._events) < MAX_SPANS:
             start = round(max(0.0, at - (self._began or 0.0)) * 1e6)
             span = {"ph": "X", "pid": 0, "tid": row, "ts": start, "dur": round(seconds * 1e6)}
             self._events.append({**span, "name": name, "args": about})

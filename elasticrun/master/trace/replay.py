@@ -5,7 +5,7 @@ middle of a master's run, its head is used only if the file before it is missing
 
 `replay` feeds it to the state machine. That is deterministic (time and nonces are arguments, and
 both are in the trace), so its output must equal the recorded one. If it differs, the trace is of
-another version, or there is a bug; the first MOST_DIFFERENCES differences are shown.
+another version, or there is a bug; the first MAX_DIFFERENCES differences are shown.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ MAX_LINE: Final = 64 * 1024 * 1024
 CAUSE_WIDTH: Final = 38
 """Columns for the text of an event; a longer one gets a line of its own."""
 
-MOST_NAMED: Final = 4
+MAX_NAMED: Final = 4
 """Maximum number of nodes named for orders of the same kind; of the others only the number is
 shown."""
 
-MOST_DIFFERENCES: Final = 10
+MAX_DIFFERENCES: Final = 10
 """Maximum number of differences shown; later ones usually follow from the first."""
 
 _ROUND_NAME: Final = re.compile(r" \(\d+/[0-9a-f?]+\)")  # term and nonce, after a round's number
@@ -361,7 +361,7 @@ class _Player:
             sends = [effect for effect in same if isinstance(effect, events.Send)]
             if kind is m.Welcome:
                 continue
-            if len(sends) > MOST_NAMED:
+            if len(sends) > MAX_NAMED:
                 yield self._sends_in_short(sends)
                 continue
             for effect in same:
@@ -389,7 +389,7 @@ class _Player:
         return f"-> {self._names(sessions)}: {type(order).__name__}{number}, each its own"
 
     def _names(self, sessions: tuple[int, ...]) -> str:
-        return words.listed([self._name(session) for session in sessions], MOST_NAMED)
+        return words.listed([self._name(session) for session in sessions], MAX_NAMED)
 
     def _name(self, session: int) -> str:
         return self._nodes.get(session, f"session {session}")
@@ -404,7 +404,7 @@ class _Player:
             self._uncounted = True
             return
         self._differences += 1
-        if self._differences > MOST_DIFFERENCES:
+        if self._differences > MAX_DIFFERENCES:
             return
         self._print(step.at - (self._origin or 0.0), self._cause(step.event), ["DIFFERS:"])
         if raised != step.raised:

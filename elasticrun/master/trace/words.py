@@ -38,7 +38,7 @@ TRACE_VERSION: Final = 3
 MAX_EVENT: Final = 16 * 1024 * 1024
 """Maximum bytes of an unpacked event."""
 
-MOST_NAMED: Final = 8
+MAX_NAMED: Final = 8
 """Maximum number of sessions or ranks named in a line; of the others only the number is shown."""
 
 _EVENTS: Final[dict[str, type]] = {kind.__name__: kind for kind in typing.get_args(JobEvent)}
@@ -102,7 +102,7 @@ def effect_in_words(effect: JobEffect) -> str:
     the same line."""
     match effect:
         case Send():
-            sessions = listed(effect.sessions, MOST_NAMED, ",")
+            sessions = listed(effect.sessions, MAX_NAMED, ",")
             return f"tell {sessions}: {in_words(effect.order)}"
         case Hangup():
             return f"hang up {effect.session}"
@@ -249,7 +249,7 @@ def listed(items: Sequence[object], most: int, between: str = ", ") -> str:
 
 
 def _numbers(ranks: tuple[int, ...]) -> str:
-    return listed(ranks, MOST_NAMED) or "none"
+    return listed(ranks, MAX_NAMED) or "none"
 
 
 def facts_in_words(facts: Facts) -> str:

@@ -67,7 +67,7 @@ AUTH_LIMIT: Final = 5.0
 STALL_LIMIT: Final = 30.0
 """Seconds without a byte after which the other side counts as dead."""
 
-SLOWEST: Final = 4 * 1024 * 1024
+MIN_RATE: Final = 4 * 1024 * 1024
 """Minimum bytes per second: a slower transfer is aborted."""
 
 CHUNK: Final = 4 * 1024 * 1024
@@ -235,7 +235,7 @@ class PeerLink:
 
     def restart_limit(self, nbytes: int) -> None:
         """Restart the time limit, long enough to transfer this many bytes."""
-        self._end = time.monotonic() + STALL_LIMIT + nbytes / SLOWEST
+        self._end = time.monotonic() + STALL_LIMIT + nbytes / MIN_RATE
 
     def send(self, data: bytes | memoryview) -> None:
         view = memoryview(data)

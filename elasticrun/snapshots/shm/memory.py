@@ -91,7 +91,7 @@ def c_library() -> Any:
 
 MADV_COLLAPSE: Final = 25
 
-MOST_FAILED: Final = 16
+MAX_FAILURES: Final = 16
 """Number of consecutive failures before giving up: memory is then fragmented, and the kernel needs
 milliseconds per stretch to find that out.
 """
@@ -121,7 +121,7 @@ def allocate_huge_pages(fd: int, nbytes: int) -> str:
             continue
         number = ctypes.get_errno()
         why, failed = why or os.strerror(number), failed + 1
-        if failed == MOST_FAILED or number not in (errno.EAGAIN, errno.EBUSY):
+        if failed == MAX_FAILURES or number not in (errno.EAGAIN, errno.EBUSY):
             break
     return "" if made else why
 

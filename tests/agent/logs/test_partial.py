@@ -151,6 +151,6 @@ def test_what_the_launcher_says_begins_on_a_line_of_its_own(job: Make) -> None:
 
 def test_a_line_longer_than_the_terminal_is_not_written_over() -> None:
     line = OpenLine()
-    assert line.then(1, b"x" * 100, ends=False, columns=80) == b"x" * 100
-    assert line.then(1, b"y", ends=False, columns=80) == b"\ny"
-    assert line.then(1, b"z\n", columns=80) == b"\rz\x1b[K\n"
+    assert line.bytes_to_write(1, b"x" * 100, ends=False, columns=80) == b"x" * 100
+    assert line.bytes_to_write(1, b"y", ends=False, columns=80) == b"\ny"
+    assert line.bytes_to_write(1, b"z\n", columns=80) == b"\rz\x1b[K\n"

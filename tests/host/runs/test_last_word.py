@@ -12,7 +12,7 @@ import pytest
 
 from elasticrun.core import reasons
 from elasticrun.core.reasons import NoRestartsLeft, RankFailed, Said
-from elasticrun.host.runs.last_word import MOST, LastWord, read, write
+from elasticrun.host.runs.last_word import MAX_FILE_BYTES, LastWord, read, write
 from elasticrun.wire import env
 from tests.harness import warm_server
 
@@ -26,8 +26,8 @@ def test_what_is_left_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     write(word)
     assert read(file.read_text()) == word
     assert reasons.read(word.text, word.reason) == why
-    write(LastWord("x" * 2 * MOST, reason=reasons.code(why)))
-    assert len(file.read_bytes()) < MOST
+    write(LastWord("x" * 2 * MAX_FILE_BYTES, reason=reasons.code(why)))
+    assert len(file.read_bytes()) < MAX_FILE_BYTES
     assert reasons.read(*_of(file)) == Said(read_text(file))
     for other in ("", "elasticrun: error: no such file", '{"state":"succeeded"}', "{"):
         assert read(other) is None, "a log line, a job's result, half a word"

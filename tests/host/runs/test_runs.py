@@ -255,7 +255,7 @@ def test_what_goes(tmp_path: Path) -> None:
 
 
 def test_no_more_ended_ones_than_a_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index, "MOST_ENDED", 2)
+    monkeypatch.setattr(index, "MAX_ENDED", 2)
     runs = [_run(tmp_path, f"job{at}", "failed", began=float(at)) for at in range(4)]
     running = _run(tmp_path, "running")
     foreign = make_run(tmp_path, "no-job-yet", "0" * 8)
