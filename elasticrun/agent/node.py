@@ -297,7 +297,7 @@ class NodeAgent:
 
     def _master_found(self) -> None:
         """Called when the master's address is known, and whenever a master starts to serve there:
-        take over our own address, which depends on it, and connect."""
+        update our own address, which depends on it, and connect."""
         self._shared.address = self._rendezvous.address
         self._stores.on_address()
         if self._shared.link.start():

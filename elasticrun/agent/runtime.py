@@ -169,10 +169,8 @@ def keep_sending(loop: asyncio.AbstractEventLoop, connection: Connection) -> Non
 
 
 class Tasks:
-    """Owns tasks that nobody awaits, and handles their failures.
-
-    `fatal(sentence)` ends the node, because a caller would wait forever for the failed task's
-    result."""
+    """Owns tasks that nobody awaits. A failure goes to `fatal(sentence)`, which ends the node where
+    somebody would wait forever for the task's result, and only logs it elsewhere."""
 
     def __init__(self, fatal: Callable[[str], object]) -> None:
         self._fatal = fatal
@@ -185,8 +183,7 @@ class Tasks:
         *,
         on_failure: Callable[[str], object] | None = None,
     ) -> asyncio.Task[T]:
-        """Start a task. If it fails, the node ends; with `on_failure`, that gets the sentence
-        instead, for tasks that the node can do without."""
+        """Start a task. If it fails, `on_failure`, or else `fatal`, gets the sentence."""
         task = asyncio.get_running_loop().create_task(work, name=what)
         self._running.add(task)
         task.add_done_callback(self._running.discard)

@@ -76,7 +76,7 @@ LEAST: Final = 1.0
 """Seconds that a step always gets, even when the steps before it have used up the limit."""
 
 SHOW_PATIENCE: Final = 5.0
-"""Seconds without a reader, or without a response of the disk, until output is dropped."""
+"""Seconds without a reader, or without a response from the disk, until output is dropped."""
 
 SHOW_LIMIT: Final = 10.0
 """Seconds for showing output after a death signal."""
@@ -176,7 +176,8 @@ async def print_outcome(
     ran: bool,
     folder: str = "",
 ) -> None:
-    """Print the outcome, and write the launcher's own error file if one is configured.
+    """Print the outcome. After a failure, also write the launcher's own error file and its last
+    word, where configured.
 
     `limit`: seconds for a frozen terminal. `ran`: ranks were started here. `folder`: where
     checkpoints are, "" if unknown."""
@@ -307,7 +308,8 @@ class ShutdownSteps:
 
     async def output(self, output: RankOutput, *, hurried: bool) -> None:
         """Show the ranks' output as long as somebody reads it. After a death signal (`hurried`: it
-        has already arrived) this takes SHOW_LIMIT seconds at most."""
+        has already arrived) the output gets SHOW_LIMIT seconds at most, and a disk that does not
+        respond SHOW_PATIENCE more."""
         work = in_thread(lambda: output.close(SHOW_PATIENCE), name="show")
         showing = awaited(work, "showing output")
         if not hurried:

@@ -393,7 +393,8 @@ def may_remove(path: Path) -> bool:
 
 
 def find(environ: Mapping[str, str]) -> Path | None:
-    """The socket of a warm process that may serve us; None if warm processes are disabled."""
+    """The path of a warm process's socket that may serve us, which may not exist; None if warm
+    processes are disabled."""
     named = environ.get(env.WARM_SERVER, "")
     if named == OFF:
         return None

@@ -183,7 +183,8 @@ def fail(page: Page, reason: str) -> NoReturn:
 
 
 def _settle(inherited: Inherited, order: SpawnRank, page: Page) -> None:
-    """Set session, parent-death signal, log files and cores: the same for fork and exec."""
+    """Set session, parent-death signal, log files and cores: the same for fork and exec. Ends the
+    child if one fails."""
     page.adopt()
     processes.die_with_parent(signal.SIGKILL)
     if os.getppid() != inherited.server:

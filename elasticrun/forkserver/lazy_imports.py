@@ -412,7 +412,8 @@ class HiddenModules:
         _set_filters(self.baseline.filters)
 
     def restore(self, name: str) -> Any:
-        """Put `name` and its dependencies into sys.modules and return the module. None if it is
+        """Put `name` and its dependencies into sys.modules and return the module; or exec this
+        rank, if the import would now differ. None if it is
         neither hidden nor imported: another thread has imported the last root."""
         with self._lock:
             return self._restore(name) if name in self.modules else sys.modules.get(name)

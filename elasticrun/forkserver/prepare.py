@@ -229,7 +229,8 @@ def _about_torch(verdict: str) -> str:
 
 
 def _imports(prepared: Prepared, configure: Configure, refused: list[str], *, alone: bool) -> str:
-    """Import torch and, unless ranks will be exec'd, the modules of --preload."""
+    """Import torch and, unless ranks will be exec'd (`alone`), the modules of --preload. Returns
+    why torch cannot be shared, or an empty string. Raises Poisoned."""
     try:
         if not prepared.hidden.roots:  # else a warm process has imported it
             prepared.preloader.import_torch()

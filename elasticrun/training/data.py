@@ -137,7 +137,8 @@ class ElasticBatchSampler:
         return indices
 
     def __iter__(self) -> Iterator[list[int]]:
-        """This rank's micro-batches of one pass."""
+        """This rank's micro-batches of one pass. At its end, the position moves to the next
+        pass."""
         end = self._end()
         for step in range(self._step, end):
             indices = self.global_indices(step)

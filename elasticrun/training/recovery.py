@@ -74,7 +74,7 @@ T = TypeVar("T")
 
 
 class RoundOver(BaseException):
-    """Raised in a recoverable function whose round has ended. Let it pass."""
+    """Raised in a recoverable function whose round has ended. Do not catch it."""
 
 
 @dataclass(slots=True)

@@ -348,7 +348,8 @@ class MasterHost:
         return self._master is not None and "port" in self._answer
 
     def start(self, first: MasterProcess | None = None) -> None:
-        """Start a master, or adopt one that was already started (and is watched)."""
+        """Start a master, or adopt one that was already started (and is watched). A failed start is
+        retried."""
         self._timer = None
         if first is not None:
             self._record = first.record
@@ -379,7 +380,7 @@ class MasterHost:
     async def close(self, *, job_over: bool) -> None:
         """Close the lifeline and wait briefly for the master to exit. It is killed at once if it
         does not serve yet, and after the wait if no other node can need it; otherwise it may keep
-        running for other nodes."""
+        running for other nodes. The record is removed unless a master still runs."""
         await self.close_within(OVER_LIMIT if job_over else LEAVE_LIMIT)
 
     async def close_within(self, limit: float) -> None:

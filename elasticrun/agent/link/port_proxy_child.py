@@ -174,7 +174,8 @@ class Proxy:
                     self._retarget(target, message[target])
 
     def _retarget(self, target: str, new: object) -> None:
-        """Set a new address for the master or the store."""
+        """Set a new address for the master or the store. Connections to the old one are closed;
+        those that wait for one are connected."""
         if new == self._targets[target]:
             return
         where: Address | None = None

@@ -1,8 +1,9 @@
 """The output of ranks: torchrun's tree of log files, and the console copy of tee'd streams.
 
 `<log_dir>/<run_id>_<8 random>/attempt_<N>/<local_rank>/{stdout.log,stderr.log,error.json}`. Ranks
-write their files themselves (the spawner opens them), so this module does not delay them. Earlier
-attempts are never removed: the user wants to read what ranks printed before they failed.
+write their files themselves (the spawner opens them), so this module does not delay them. A new
+attempt does not remove the files of earlier ones: the user wants to read what ranks printed before
+they failed.
 
 A run without --log-dir gets a folder under $TMPDIR, in which its agent holds a file lock as long as
 it runs. Folders without the lock file belong to torchrun or were kept on purpose, and are never
@@ -129,7 +130,7 @@ class LogFolder:
 
     def leave(self, superfluous: Iterable[str]) -> None:
         """At the end of the run: remove the files with these names and all folders that are empty
-        then, and release the lock. All other files are kept."""
+        then, and release and remove the lock. All other files are kept, also by later sweeps."""
         names = {LOCK, LOCK + ".new", *superfluous}
         for folder, _, files in os.walk(self.path, topdown=False):
             for file in files:
@@ -245,8 +246,8 @@ class RankOutput:
 
     @property
     def is_kept(self) -> bool:
-        """Whether `run_dir` still exists after the job: the user named it, or it has output of a
-        rank."""
+        """Whether `run_dir` still exists after a failed job: the user named it, or it has output of
+        a rank."""
         return self.has_files or (bool(self._run_dir) and self._plan.log_dir is not None)
 
     def prepare(self) -> None:
@@ -282,8 +283,8 @@ class RankOutput:
     def open_attempt(self, attempt: int, envs: Mapping[int, dict[str, str]]) -> dict[int, RankLogs]:
         """Create the files of one attempt of all local ranks, and follow the tee'd ones.
 
-        `envs` are the ranks' variables by local rank. Prefixes and plug-ins read them, and each
-        gets its TORCHELASTIC_ERROR_FILE here, as under torchrun. Raises LogsUnusable.
+        `envs` are the ranks' variables by local rank. Prefixes and plug-ins read them.
+        TORCHELASTIC_ERROR_FILE is added to each rank's, as under torchrun. Raises LogsUnusable.
         """
         self.prepare()
         try:

@@ -103,7 +103,8 @@ class EtcdRegistry:
         return self._seen()
 
     async def take(self) -> Lease | None:
-        """Take the candidate key, unless anything changes before it is this agent's turn."""
+        """Take the candidate key; None if anything changes before it is this agent's turn. Raises
+        HostError if etcd refuses."""
         wait = random.uniform(*CANDIDATE_AFTER)
         if not self._led:
             wait += CANDIDATE_TTL  # other agents go first

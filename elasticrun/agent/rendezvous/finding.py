@@ -83,7 +83,7 @@ async def _find(launch: Launch, where: Place, identity: Identity) -> FoundJob:
 
 async def _look_up(launch: Launch, where: Place, identity: Identity) -> FoundJob:
     """The file's job, once its master answers or the file is ours. Raises HostError after
-    join_timeout."""
+    join_timeout, and ClaimError if the file cannot be used."""
     registry, limit = SharedFile(launch, where, identity), launch.spec.join_timeout
     seen: Leader | Lease | None = None
     try:

@@ -198,7 +198,8 @@ class SharedFile:
     # ------------------------------------------------------------ following a claim
 
     async def _follow(self, followed: Claim) -> Leader | Vacant | None:
-        """Another master, to which the file has moved; Vacant once nobody holds the claim."""
+        """Another master, to which the file has moved; Vacant once the claim is stale and its
+        master does not answer; None to look again."""
         try:
             claim, took = await self._timed()
         except ClaimError as wrong:

@@ -140,7 +140,8 @@ class Persisting:
         return found
 
     async def _compare(self, order: Persist, found: list[tuple[Held, Snapshot, int]]) -> None:
-        """Compare the snapshots with the hashes from their commit. Raises CannotPersist."""
+        """Compare the snapshots with the hashes from their commit. Withdraws a corrupt one and
+        raises CannotPersist."""
         answers = await asyncio.gather(*(self._store.savers.check(h, s) for h, s, _ in found))
         for answer, (_, _, rank) in zip(answers, found, strict=True):
             if not answer.ok:

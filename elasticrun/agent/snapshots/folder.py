@@ -102,7 +102,8 @@ class LocalRound:
 
 
 class SegmentFolder:
-    """One node's folder, locked. Created by `take`."""
+    """One node's folder, locked. Created by `take`. Content from before the last reboot is
+    removed."""
 
     def __init__(self, path: str, lock: int, prefix: str) -> None:
         self.path = path

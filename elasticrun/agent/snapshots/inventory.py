@@ -3,9 +3,9 @@
 It is read from the segments themselves. A message over a socket may be lost with its rank; a commit
 cannot. Each report contains the whole inventory, and reports are rate-limited.
 
-While ranks run, a step counts once all of them have committed it. After they have exited, a step
-that only some have committed also counts, unless all of them have another step of the same round:
-rank-local state (random numbers, the data loader) exists nowhere else.
+While ranks run, a step counts once all local ranks have committed it. After they have exited, a
+step that only some have committed also counts, unless all of them have another step of the same
+round: rank-local state (random numbers, the data loader) exists nowhere else.
 
 A slot has one pin word, possibly for several reasons: the current ranks restore from it, it is
 being written to storage, or the ranks have requested that.
@@ -186,8 +186,8 @@ class Inventory:
     ) -> tuple[m.Holding, ...]:
         """All that is held, the newest first.
 
-        `may_write`: ranks of the current generation may still write. `ranks_without`: the ranks
-        that could not save a step; the step is reported without them."""
+        `may_write`: ranks of the current generation may still write. `ranks_without`: the local
+        ranks that could not save a step; the step is reported without them."""
         held = self._segments.held
         contents = self._contents(held)
         if self.present is not None:
@@ -221,7 +221,8 @@ class Inventory:
         return max((step for (k, step), row in rows if k == key and 0 not in row), default=-1)
 
     def has_whole(self, held: Held, watermark: int) -> bool:
-        """Whether it contains a step of the current generation that is complete in the job."""
+        """Whether this segment contains a step of the current generation that is complete in the
+        job."""
         present = self.present
         return present is not None and any(
             one.round == present.key and one.step <= watermark for one in held.snapshots()
@@ -320,7 +321,7 @@ class Inventory:
     def _has_better(
         self, contents: dict[tuple[bytes, int], list[int]], key: bytes, step: int
     ) -> bool:
-        """Whether all ranks hold another step of this round."""
+        """Whether all local ranks hold another step of this round."""
         return any(k == key and s != step and 0 not in row for (k, s), row in contents.items())
 
 
@@ -370,8 +371,8 @@ may lose an attempt, which would block slots forever."""
 
 
 class WantedSnapshots:
-    """Snapshots that the ranks want written to storage, kept until the master reports the end.
-    `limit`: seconds that one attempt may take."""
+    """Snapshots that the ranks want written to storage, kept until the master reports the end, or
+    for KEEP_FACTOR times `limit`, the seconds that one attempt may take."""
 
     def __init__(self, segments: Segments, limit: float, router: Router) -> None:
         self._segments = segments

@@ -123,14 +123,15 @@ class Savers:
 
     def replace_old(self) -> None:
         """Between two generations of ranks: end a saver whose spawner is being replaced, so that
-        the spawner can exit too."""
+        the spawner can exit too. Does nothing while answers are pending."""
         if self._child is not None and not self._answers and self._spawners.is_old(self._child):
             self._starts.clear()  # it did not crash
             if self._peer is not None:
                 self._peer.close()
 
     async def wait_connected(self) -> None:
-        """Wait until a saver is connected. Raises SaverGone."""
+        """Wait until a saver is connected. One that has not connected within START_LIMIT is killed.
+        Raises SaverGone."""
         self.ensure()
         if self._peer is not None:
             return
@@ -244,7 +245,7 @@ class Savers:
                 self._kill()
 
     def on_child_message(self, child: Child, message: FromSpawner) -> None:
-        """Handle that the saver's process has started, could not start, or has exited."""
+        """Handle a report: the saver's process has started, could not start, or has exited."""
         if isinstance(message, Spawned):
             self._pid = message.pid
         if not isinstance(message, Exited | SpawnFailed):
@@ -263,7 +264,7 @@ class Savers:
             self._start()
 
     def lost(self, child: Child) -> None:
-        """Handle that the saver's spawner has died, and the saver with it."""
+        """Handle the death of the saver's spawner, and of the saver with it."""
         self._child = None
         if self._starts:
             self._starts.pop()

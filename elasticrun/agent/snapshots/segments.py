@@ -203,7 +203,8 @@ class Segments:
         self.held: list[Held] = []
 
     async def open(self, node: str) -> list[LocalRound]:
-        """Adopt what a killed agent of this node has left; returns the rounds of its snapshots. If
+        """Adopt what a killed agent of this node has left, and remove other jobs' expired folders;
+        returns the rounds of the adopted snapshots. If
         there is no folder, one is created when it is needed."""
         self._node = node
         try:
@@ -407,7 +408,8 @@ class Segments:
         return held
 
     async def _fits_in_folder(self, need: int) -> bool:
-        """Whether the memory fits into the folder; False: use anonymous memory. Raises NoMemory.
+        """Whether the memory fits into the folder; False: use anonymous memory. Removes the orphans
+        of other jobs if it does not fit otherwise. Raises NoMemory.
 
         Concurrent allocations may or may not be counted in the free space yet, so before a refusal
         this waits until they are complete."""
@@ -464,7 +466,8 @@ class Segments:
     # ------------------------------------------------------------ adoption
 
     def _adopt(self, node: str) -> tuple[float | None, Adopted | None]:
-        """Seconds until the next scan of other jobs' folders, and what this node can adopt."""
+        """Remove other jobs' expired folders, and files of ours that cannot be adopted. Returns the
+        seconds until the next scan of other jobs' folders, and what this node can adopt."""
         due = self._orphans.remove_expired().due
         folder = take(self._base, self._job_id, node, make=False)
         if folder is None:
@@ -484,7 +487,8 @@ class Segments:
         return due, Adopted(folder, found, rounds)
 
     def _adopted(self, file: SegmentFile) -> Held | None:
-        """Map a file that a killed agent has left; None if it is not a segment with snapshots."""
+        """Map a file that a killed agent has left, and unpin its slots; None if it is not a segment
+        with snapshots."""
         try:
             fd = os.open(file.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:

@@ -266,7 +266,7 @@ class LocalSnapshots:
             self._on_rank_message(peer, local_rank, message)
 
     def lost(self, peer: Peer) -> None:
-        """Handle that the connection of an introduced peer has closed."""
+        """Handle the closed connection of an introduced peer."""
         if isinstance(peer.here, s.RecoverableHere):
             self._recoverables.lost(peer)
         elif isinstance(peer.here, s.SaverHere):
@@ -457,7 +457,7 @@ class LocalSnapshots:
         return self._node.address if self._several else ""
 
     def saver_ready(self) -> None:
-        """A saver is ready, and has no segments open yet."""
+        """Have a new saver, which has no segments open yet, serve and hash what is here."""
         self._shards.compare()
         self._serve()
         for held in self._segments.held:
@@ -465,7 +465,7 @@ class LocalSnapshots:
         self._report.now()
 
     def saver_lost(self) -> None:
-        """The saver has exited."""
+        """Handle the saver's exit: start another one if a rank is connected."""
         if any(rank.peer is not None for rank in self._generation.ranks):
             self.savers.ensure()
         self._report.changed()

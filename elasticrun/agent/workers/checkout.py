@@ -188,7 +188,8 @@ def _prepare_folder(
 
 
 def _fetch(source: GitSource, folder: Path, environ: Mapping[str, str]) -> None:
-    """Fetch only this commit if the server permits it, else everything."""
+    """Fetch only this commit if the server permits it, else everything; then check it out. Raises
+    GitError."""
     try:
         _git(source, environ, "fetch", "-q", "--depth=1", "origin", source.ref, cwd=folder)
     except GitError:

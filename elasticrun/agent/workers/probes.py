@@ -90,8 +90,8 @@ class Probing:
     # ------------------------------------------------------------ orders
 
     def run(self, order: Probe) -> None:
-        """Run a probe. ProbeEnded follows after `order.limit` seconds at the latest, plus the time
-        to kill and reap."""
+        """Run a probe, and kill the current one without a report. ProbeEnded follows after
+        `order.limit` seconds at the latest, plus the time to kill and reap."""
         self.call_off()
         probing = _RunningProbe(order, PROBE_LOAD_CPU, time.monotonic())
         self._current = probing
@@ -114,8 +114,8 @@ class Probing:
     # ------------------------------------------------------------ reports
 
     def on_child_message(self, child: Child, message: spawning.FromSpawner) -> None:
-        """Handle that a probe process enters a phase, has finished, or is reaped; the last exit
-        completes the order."""
+        """Handle a report about a probe process: it has entered a phase, finished, been reaped, or
+        could not be started. The last exit completes the order."""
         probing = self._children[child]
         local_rank = probing.children[child]
         if isinstance(message, spawning.Exited | spawning.SpawnFailed):
@@ -127,7 +127,7 @@ class Probing:
                 self._failed(probing, local_rank, self._clause(probing, local_rank, why))
             self._check_done(probing)
         elif isinstance(message, spawning.ProbeSaid) and not probing.over:
-            with contextlib.suppress(ValueError):  # no phase of ours
+            with contextlib.suppress(ValueError):  # an unknown phase
                 probing.phases[local_rank] = ProbePhase(message.phase)
             if message.done:
                 probing.results.setdefault(local_rank, self._result(probing, local_rank, message))
@@ -261,7 +261,7 @@ class Probing:
     def _combine(self, probing: _RunningProbe) -> Probed:
         order, load = probing.order, probing.load
         results = list(probing.results.values())
-        worst = max(results, key=lambda result: result.weight)  # of several, the first
+        worst = max(results, key=lambda result: result.weight)  # the first of equals
         times = zip(*(result.transfers for result in results), strict=False)
         sizes = load.perf_sizes if order.perf else (load.size,)
         return Probed(

@@ -160,7 +160,7 @@ class _Attempt:
     monitors: Mapping[int, str] = field(default_factory=dict)
     logs: Mapping[int, RankLogs] = field(default_factory=dict)
     signalled: dict[int, int] = field(default_factory=dict)  # local rank -> last signal sent
-    is_started: bool = False  # its ranks were ordered from the spawner
+    is_started: bool = False  # its ranks were requested from the spawner
     called_off: bool = False  # stopped before its ranks were started
     kept: frozenset[int] = frozenset()  # local ranks still in their process of the last attempt
 
@@ -239,7 +239,8 @@ class Ranks:
         monitors: Mapping[int, str],
     ) -> None:
         """Start all local ranks of a round, each with its `own` variables; RankSpawned or
-        RankExited follows for each. `monitors`: the addresses at which forked ranks answer
+        RankExited follows for each. Kept ranks enter the round in their process. `monitors`: the
+        addresses at which forked ranks answer
         queries."""
         attempt = _Attempt(effect.start, effect.attempt, monitors=monitors)
         if effect.kept and self._attempt is not None:
@@ -302,7 +303,8 @@ class Ranks:
                 child.signal(signal.SIGKILL, alone=True)
 
     def call_off(self) -> None:
-        """Cancel the ranks that were requested and have not started yet."""
+        """Cancel the ranks that were requested and have not started yet; each is reported as
+        exited."""
         attempt = self._attempt
         if attempt is None or attempt.is_started or attempt.called_off:
             return
@@ -347,7 +349,7 @@ class Ranks:
     # ------------------------------------------------------------ reports
 
     def on_child_message(self, child: Child, message: spawning.FromSpawner) -> None:
-        """Handle that a rank has started, exited, or failed to start, or that all were swept."""
+        """Handle a report: a rank has started, exited or failed to start, or all were swept."""
         attempt = self._attempt
         if isinstance(message, spawning.Swept):
             self._swept(message)

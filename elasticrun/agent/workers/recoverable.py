@@ -114,7 +114,7 @@ class Recoverables:
                 self._node.deliver(fx.RankLeft(local_rank))
 
     def lost(self, peer: RecoverablePeer) -> None:
-        """Handle that a connection has closed."""
+        """Handle a closed connection."""
         if (local_rank := self._local_rank(peer)) is not None:
             self.forget(local_rank)
             self.lost_us[local_rank] = time.time_ns() // 1000

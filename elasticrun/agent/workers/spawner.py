@@ -141,7 +141,8 @@ class Spawner:
                 self.process.kill()
 
     def close(self, reason: str) -> None:
-        """Close the connection: its process has exited or violates the protocol."""
+        """Close the connection: its process has exited, does not answer, or violates the
+        protocol."""
         if self.ended.is_set():
             return
         self.ended.set()
@@ -232,8 +233,8 @@ class Spawners:
         order: spawning.SpawnRank | spawning.SpawnStore | spawning.SpawnProbe | spawning.SpawnSaver,
         owner: Owner,
     ) -> Child:
-        """Order a process from the newest spawner that is ready. The key in the order is set
-        here."""
+        """Order a process from the current spawner, or from its replacement if that is ready. The
+        key in the order is set here."""
         self._switch()
         child = Child(next(self._keys), owner, self._current)
         self._current.children[child.key] = child

@@ -96,7 +96,8 @@ class Stores:
         self._once = Once()
 
     def prepare(self) -> None:
-        """Start a store host on its own port; StoreReady follows when it listens. The endpoint
+        """Start a store host on its own port; StoreReady follows when it listens. A failed start is
+        retried; MAX_TRIES failures in a row end the node. The endpoint
         contains our address, so this waits until the address is known (`on_address`)."""
         self._retry.cancel()  # otherwise there would be two
         self._is_requested = not self._node.address

@@ -275,7 +275,7 @@ KINDS: Final[Mapping[type, type[Helper]]] = {
 
 def environment(first: Mapping[bytes, bytes], order: SpawnRank | Order) -> dict[bytes, bytes]:
     """The child's variables: the spawner's first environment, minus `unset`, plus `env`, in that
-    order."""
+    order. A store host gets the first environment unchanged; a saver also gets ONE_THREAD."""
     environ = dict(first)
     if isinstance(order, SpawnStore):
         return environ

@@ -212,13 +212,14 @@ class SaveCosts:
             self._socket = None
 
     def restored(self, seconds: float) -> None:
-        """Add the duration of a restore."""
+        """Add the duration of a restore, and report it at once."""
         self._restored += seconds
         self._send_at = 0.0
         self._send_report()
 
     def saved(self, seconds: float, *, taken: bool) -> None:
-        """Add the duration for which a save, or the attempt, has blocked the script."""
+        """Add the duration for which a save, or the attempt, has blocked the script. `taken`: a
+        snapshot was taken."""
         self._saves += taken
         self._saved += seconds
         self._send_report()
@@ -312,7 +313,8 @@ class DeferredSignals:
         os.kill(os.getpid(), signum)
 
     def restore(self) -> None:
-        """Restore the previous dispositions."""
+        """Stop deferring: set the default actions again, unless the script has installed handlers.
+        Does nothing outside the main thread."""
         if not _is_main_thread():
             return
         for signum in self._signals:
@@ -403,8 +405,8 @@ class Departure:
         return self._by_itself
 
     def report_save(self, step: int, *, saved: bool) -> None:
-        """Report that the requested step was saved, or failed; after a failure the agent requests
-        another."""
+        """Record whether the step was saved. A failure of a requested one is reported, and the
+        agent requests another step."""
         self._is_saved = saved
         if not saved and not self._by_itself:
             self._connection.send(StepMissed(self.answered, step))
@@ -419,7 +421,8 @@ class Departure:
         self._deferred.deliver()
 
     def close(self) -> None:
-        """Restore the signals, because training is over; a pending one takes effect."""
+        """Restore the signals, because training is over; a pending one takes effect. Does nothing
+        if a newer Departure uses them."""
         if self._deferred.holder is not self:
             return
         if self._deferred.signals:

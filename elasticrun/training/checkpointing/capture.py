@@ -139,8 +139,9 @@ class SnapshotTaker:
                 return
 
     def take(self, step: int, *, persist: bool, wait: float) -> bool:
-        """Take a snapshot; False if no slot became free within `wait` seconds. `persist`: the
-        snapshot will be written to storage. Raises StateError, AgentConnectionError, or what a
+        """Take a snapshot; False if no slot became free within `wait` seconds. `persist`: also pin
+        it, because it will be written to storage. Raises StateError, AgentConnectionError, or what
+        a
         Stateful raises; then no snapshot exists."""
         plan, values, mapped, layout = self._planned()
         segment = mapped.segment

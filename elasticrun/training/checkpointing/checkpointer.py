@@ -437,7 +437,8 @@ class Checkpointer:
             self._backend.remark(text)
 
     def close(self) -> None:
-        """Release the memory, and wait for torch's save in progress. Snapshots stay in memory."""
+        """Wait for torch's save in progress and release this process's resources; snapshots stay in
+        the agent's memory. A pending signal that was deferred ends the process here."""
         self._is_closed = True
         if self._backend is not None:
             self._guarded(self._backend.close)

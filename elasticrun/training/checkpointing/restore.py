@@ -170,8 +170,8 @@ class MemoryRestore:
         self.kept: MappedSegment | None = None  # this rank's own mapped segment; the caller owns it
 
     def run(self, world_size: int) -> None:
-        """Restore the state. Raises BadShard or AgentConnectionError, and RuntimeError if this
-        process cannot map the memory."""
+        """Restore the state. Raises BadShard or AgentConnectionError, RuntimeError if this process
+        cannot map the memory, and NotAllowed for a value that `weights_only` excludes."""
         same = self._resume.world_size == world_size
         ranks = self._resume.world_size
         order = fetch_order(self._state.rank, world_size, ranks, here=self._resume.same)

@@ -142,8 +142,8 @@ def within_limit(
 class RankExchange:
     """Communication between ranks without a collective: keys under a prefix that is unique to
     this incarnation of the ranks. They are in the store of the default process group, or else in
-    torch's store at MASTER_ADDR:MASTER_PORT, which every launcher provides. A single rank needs
-    no store."""
+    torch's store at MASTER_ADDR:MASTER_PORT, which every launcher provides. A single rank needs no
+    store. Every method raises ExchangeError if the store fails."""
 
     def __init__(self, prefix: str, world_size: int) -> None:
         self._prefix = prefix
@@ -164,7 +164,7 @@ class RankExchange:
             raise ExchangeError(f"{key} cannot be sent to the other ranks ({error})") from error
 
     def wait_for(self, key: str, limit: float = LIMIT, who: str = "rank 0 has") -> str:
-        """Wait for rank 0's text under this key, at most `limit` seconds."""
+        """Wait for rank 0's text under this key. Raises ExchangeError after `limit` seconds."""
         try:
             store, name = self._connected_store(), f"{self._prefix}/{key}"
             store.wait([name], timedelta(seconds=limit))
@@ -297,7 +297,8 @@ class StoredCheckpoint:
         ) from error
 
     def load(self, state: TrainingState) -> None:
-        """Load after `fault`. Raises CorruptError, UnreadableError, StateError or StorageError."""
+        """Load the checkpoint; call `fault` first. Raises CorruptError, UnreadableError, StateError
+        or StorageError."""
         saved, ranks = self._saved
         mine = own_key(self._setting.rank)
         own = ranks == self._setting.world_size and any(
@@ -386,7 +387,8 @@ class RestoreChoice:
 
     def restore(self, state: TrainingState) -> tuple[str, int]:
         """Choose, and load a checkpoint if it is in storage; what is in memory is not loaded here.
-        Return the source ("memory", "storage", "nothing") and the step. Raises CorruptError,
+        A corrupt checkpoint is marked, and the choice is repeated. Return the source ("memory",
+        "storage", "nothing") and the step. Raises CorruptError,
         NotAgreed, StepNotAvailable, and what `StoredCheckpoint` raises."""
         for self._round in range(MAX_CORRUPT):
             source, step = self._choose()

@@ -107,7 +107,7 @@ class RandomPart:
         self._saved = values[()]
 
     def put_back(self) -> None:
-        """Make the restored states current; a no-op if none were restored."""
+        """Set the random generators to the restored states; a no-op if none were restored."""
         if self._saved is None:
             return
         sections = list(_split(self._saved))
@@ -357,7 +357,7 @@ class TrainingState:
             sampler.set_step(step)
 
     def put_back_rng(self) -> None:
-        """Make the restored random states current."""
+        """Set the random generators to the restored states, if there are any."""
         if self._rng is not None:
             self._rng.put_back()
 
@@ -376,7 +376,8 @@ class TrainingState:
             raise StateError(str(error)) from None
 
     def _check_values_loadable(self, flat: Flat) -> None:
-        """Check once for each name and type whether opaque values can be loaded again."""
+        """Check once for each name and type whether opaque values can be loaded again. Raises
+        StateError."""
         for fqn, value in flat.values.items() if self.weights_only else ():
             if type(value) in _VOUCHED or (fqn, type(value)) in self._vouched:
                 continue
@@ -499,7 +500,8 @@ class TrainingState:
         return found
 
     def targets(self, saved: Mapping[str, Item], own: bool) -> dict[str, torch.Tensor]:
-        """A tensor to fill for each saved tensor, by name; changes nothing yet. `own`: include this
+        """A tensor to fill for each saved tensor, by name; changes no state yet. `own`: include
+        this
         rank's per-rank state. Raises StateError."""
         found: dict[str, torch.Tensor] = {}
         for prefix, part, below in self._restored(saved, own):
