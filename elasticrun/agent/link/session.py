@@ -175,7 +175,8 @@ class Session:
             self.stale.clear()
 
     async def _wait_for_echo(self, number: int, limit: float | None) -> bool:
-        """Whether the echo of this heartbeat arrives within `limit` seconds."""
+        """Wait for the echo of this heartbeat, `limit` seconds at most (None: no limit); returns
+        whether it has arrived."""
         try:
             async with asyncio.timeout(None if limit is None else max(0.0, limit)):
                 while self._echoed < number:

@@ -81,7 +81,8 @@ class LogNotes:
         self._run = LoggedRun(job_id, "", ProcessId.own(), time.time())
 
     def add(self, folder: str, attempt: int, ranks: Mapping[int, int]) -> None:
-        """Record an attempt whose files are in this folder. Raises OSError."""
+        """Record an attempt whose files are in this folder, and forget the oldest runs. Raises
+        OSError."""
         path, name = os.path.split(os.path.abspath(folder))
         entry = LoggedAttempt(name, attempt, time.time(), dict(ranks))
         entries = (*self._run.lives, entry)[-MAX_ATTEMPTS:]

@@ -35,7 +35,8 @@ class Invitation:
         self._given = given
 
     async def show(self, endpoint: Endpoint, record: LaunchFolder | None) -> None:
-        """Print how others join the master there. The token itself is never printed."""
+        """Print how others join the master there. The token itself is never printed: users copy it
+        from a private file in the folder of `record`."""
         launch, identity = self._node.launch, self._node.identity
         spec, target, to_join = launch.spec, launch.entry.target, launch.master.to_join
         by_api = JoinCommand((f"--nnodes={spec.min_nodes}:{spec.max_nodes}", target), 1, "")
