@@ -201,8 +201,8 @@ def fault_environment(node: str) -> dict[str, str]:
     logger.warning("%s=%s: this job injects faults", env.FAULT, text)
     here = env.faults_of_node(text, node)
     for fault in here:
-        logger.warning("fault injected in this node (%s): %s", node, fault.words)
-    return {env.NODE_FAULT: env.own_fault_words(here)} if here else {}
+        logger.warning("fault injected in this node (%s): %s", node, fault.text)
+    return {env.NODE_FAULT: env.write_own_faults(here)} if here else {}
 
 
 def _existing_children() -> frozenset[int]:

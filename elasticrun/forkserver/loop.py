@@ -77,7 +77,7 @@ class Conversation:
         except FrameError as error:
             raise AgentLost(str(error)) from None
         except ConnectionError:
-            cut = "the agent's last frame is truncated" if self.connection.cut else ""
+            cut = "the agent's last frame is truncated" if self.connection.is_cut else ""
             raise AgentLost(cut) from None
 
     def send(self, report: FromSpawner) -> None:

@@ -322,7 +322,7 @@ class Master:
             return serve(servicer, context)  # `servicer` is set before the server starts
 
         handlers = (partial(served, serve=method) for method in METHODS)
-        server = make_server(*handlers, most=MAX_CALLS, options=server_options(silence))
+        server = make_server(*handlers, max_calls=MAX_CALLS, options=server_options(silence))
         pem = (
             auth.read_pem(config.identity.tls, serving=True)
             if config.identity.tls is not None

@@ -205,7 +205,7 @@ class Servicer:
             await self._handshake(context, auth, encode)
             await serve(context, auth)
         except Denied as denied:
-            self._refusals.add(denied.word)
+            self._refusals.add(denied.log_text)
             order = m.Refused(reason=str(denied), exit_code=code_of(Ending.REFUSED))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(context.write(encode(order)), FLUSH_LIMIT)

@@ -292,7 +292,7 @@ def _connect() -> ProgressReporter | None:
     if not place:
         return None
     planted = os.environ.get(env.NODE_FAULT)
-    return ProgressReporter(place, env.slowness(env.own_faults(planted)) if planted else 1.0)
+    return ProgressReporter(place, env.slowness(env.read_own_faults(planted)) if planted else 1.0)
 
 
 _quiet_blocks: list[tuple[str, float]] = []

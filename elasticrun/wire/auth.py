@@ -88,11 +88,11 @@ OTHER_JOB: Final = "the master here serves another job: check the endpoint and -
 class Denied(Exception):
     """One side refuses the other; the text is the sentence for the refused side.
 
-    `word`: what the refusing side may log about it; a fixed text, with nothing from the peer."""
+    `log_text`: what the refusing side may log about it; fixed, with nothing from the peer."""
 
-    def __init__(self, sentence: str, word: str = "") -> None:
+    def __init__(self, sentence: str, log_text: str = "") -> None:
         super().__init__(sentence)
-        self.word = word
+        self.log_text = log_text
 
 
 class OutOfTurn(Exception):
@@ -132,7 +132,7 @@ def prove(token: str, side: Side, exchange: Exchange) -> bytes:
     return hmac.digest(token.encode(), side.value.encode() + message, "sha256")
 
 
-def is_right(token: str, side: Side, exchange: Exchange, shown: bytes) -> bool:
+def is_valid_proof(token: str, side: Side, exchange: Exchange, shown: bytes) -> bool:
     """Whether `shown` is the proof of `side`. The time taken does not depend on how much is
     right."""
     return hmac.compare_digest(prove(token, side, exchange), shown)
@@ -163,7 +163,7 @@ def page_key(operator: str, now: float) -> str:
     return f"{body}.{_seal(operator, body)}"
 
 
-def key_until(operator: str, key: str) -> float:
+def key_expiry(operator: str, key: str) -> float:
     """The end of this key's validity, in seconds since 1970; 0.0 if it is not a key of this job."""
     body, _, seal = key.rpartition(".")
     if not hmac.compare_digest(_seal(operator, body).encode(), seal.encode()):
@@ -329,7 +329,7 @@ class AuthClient:
         is_joiner = self.knock.role is Role.JOINER
         if self._token and not challenge.proof:
             raise Denied(NO_CODES if is_joiner else MASTER_HAS_NONE)
-        if not is_right(self._token, Side.MASTER, exchange, challenge.proof):
+        if not is_valid_proof(self._token, Side.MASTER, exchange, challenge.proof):
             raise Denied(CODE_WRONG if is_joiner else MASTER_WRONG)
         self.nonces = exchange.peer_nonce + exchange.master_nonce
         return Proof(prove(self._token, Side.PEER, exchange))
@@ -396,9 +396,9 @@ class AuthServer:
             case _State.KNOCK, Knock():
                 return self._knocked(report)
             case _State.PROOF, Proof():
-                if not is_right(self._token, Side.PEER, self._exchange, report.proof):
-                    word = "somebody with another token than the job's was refused"
-                    raise Denied(PEER_WRONG, word)
+                if not is_valid_proof(self._token, Side.PEER, self._exchange, report.proof):
+                    log_text = "somebody with another token than the job's was refused"
+                    raise Denied(PEER_WRONG, log_text)
                 self._state = _State.HELLO if self._role is Role.AGENT else _State.DONE
             case _State.HELLO, Hello():
                 identity = (report.spec.job_id, report.node, report.incarnation)

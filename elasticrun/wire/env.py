@@ -17,7 +17,7 @@ slow=3x                           its matmuls and all_reduces take three times a
                                   `elasticrun.training`
 
 Faults are for tests, and for people who want to see the consequences; the agent logs them
-prominently. A rank or a probe gets the faults of its own node (`own_fault_words`), without the
+prominently. A rank or a probe gets the faults of its own node (`write_own_faults`), without the
 node.
 """
 
@@ -203,7 +203,7 @@ class Fault:
     node: str
 
     @property
-    def words(self) -> str:
+    def text(self) -> str:
         """The fault as text, without the node."""
         return f"{self.kind}={self.value}"
 
@@ -222,7 +222,7 @@ def read_faults(text: str) -> tuple[Fault, ...]:
         what, at, node = part.rpartition("@")
         if not at or not node.strip():
             raise BadFault(f"{FAULT}: {part[:60]!r} names no node: it is written name[=value]@node")
-        found.append(_one(what, part, node.strip()))
+        found.append(_read_fault(what, part, node.strip()))
     return tuple(found)
 
 
@@ -231,19 +231,19 @@ def faults_of_node(text: str, node: str) -> tuple[Fault, ...]:
     return tuple(fault for fault in read_faults(text) if fault.node in (node, EVERY_NODE))
 
 
-def own_fault_words(faults: Iterable[Fault]) -> str:
+def write_own_faults(faults: Iterable[Fault]) -> str:
     """The text for processes of the node with these faults (`wire.env.NODE_FAULT`, and
     `ProbePlan.fault`); "" for none."""
-    return ",".join(fault.words for fault in faults)
+    return ",".join(fault.text for fault in faults)
 
 
-def own_faults(text: str) -> tuple[Fault, ...]:
-    """The inverse of `own_fault_words`; the faults have no node. Ignores invalid parts: a training
+def read_own_faults(text: str) -> tuple[Fault, ...]:
+    """The inverse of `write_own_faults`; the faults have no node. Ignores invalid parts: a training
     script must not fail because of them."""
     found = []
     for part in text.split(",")[:MAX_FAULTS]:
         with suppress(BadFault):
-            found.append(_one(part, part, ""))
+            found.append(_read_fault(part, part, ""))
     return tuple(found)
 
 
@@ -257,7 +257,7 @@ def slowness(faults: Iterable[Fault]) -> float:
     return _factor(fault_value(faults, FaultKind.SLOW)) or 1.0
 
 
-def _one(what: str, part: str, node: str) -> Fault:
+def _read_fault(what: str, part: str, node: str) -> Fault:
     name, equals, value = (word.strip() for word in what.partition("="))
     try:
         kind = FaultKind(name)

@@ -54,12 +54,12 @@ def encode(message: DataclassInstance) -> bytes:
     return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
 
 
-def length_of(prefix: bytes | bytearray, most: int = MAX_FRAME_BYTES) -> int:
+def length_of(prefix: bytes | bytearray, limit: int = MAX_FRAME_BYTES) -> int:
     """Number of bytes that follow the first LENGTH_BYTES of a frame. Raises FrameError if it is
-    more than `most`."""
+    more than `limit`."""
     length = int.from_bytes(prefix[:LENGTH_BYTES], "big")
-    if length > most:
-        raise FrameError(f"a frame claims {length} bytes; at most {most} are allowed")
+    if length > limit:
+        raise FrameError(f"a frame claims {length} bytes; at most {limit} are allowed")
     return length
 
 
@@ -115,7 +115,7 @@ class FrameBuffer:
             yield decode(payload, self._types)
 
     @property
-    def pending(self) -> int:
+    def pending_bytes(self) -> int:
         """Number of bytes of an incomplete frame; if not 0 at EOF, a frame was cut off."""
         return len(self._bytes)
 
@@ -157,28 +157,28 @@ class Connection:
         sock: socket.socket,
         union: Any,
         *,
-        most_bytes: int = MAX_UNSENT,
-        most_messages: int = 0,
-        descriptors: int = 0,
+        max_bytes: int = MAX_UNSENT,
+        max_messages: int = 0,
+        max_descriptors: int = 0,
     ) -> None:
-        """`union`: the expected messages. `most_bytes`, `most_messages`: limits of what may wait
-        for the peer to read, 0: unlimited. `descriptors`: maximum per read; if none are expected,
-        the kernel closes those that arrive."""
+        """`union`: the expected messages. `max_bytes`, `max_messages`: limits of what may wait
+        for the peer to read, 0: unlimited. `max_descriptors`: per read; if none are expected, the
+        kernel closes those that arrive."""
         sock.setblocking(False)
         self._socket = sock
         self._frames = FrameBuffer(union)
-        self._most_bytes, self._most_messages = most_bytes, most_messages
-        self._most_descriptors = descriptors
+        self._max_bytes, self._max_messages = max_bytes, max_messages
+        self._max_descriptors = max_descriptors
         self._outbox: deque[tuple[bytes, int]] = deque()
         self._descriptors: deque[int] = deque()
         self.unsent = 0
         """Bytes that wait for the peer to read."""
 
     @property
-    def cut(self) -> bool:
+    def is_cut(self) -> bool:
         """Whether an incomplete frame has been received: if the peer has exited, it did so in the
         middle of a message."""
-        return self._frames.pending > 0
+        return self._frames.pending_bytes > 0
 
     def fileno(self) -> int:
         """The socket's descriptor; -1 once closed, so remove it from an event loop before that."""
@@ -191,7 +191,7 @@ class Connection:
         self._outbox.append((data, os.dup(descriptor) if descriptor >= 0 else -1))
         self.unsent += len(data)
         self.flush()
-        if self.unsent > self._most_bytes > 0 or len(self._outbox) > self._most_messages > 0:
+        if self.unsent > self._max_bytes > 0 or len(self._outbox) > self._max_messages > 0:
             raise NotRead("it does not read its messages")
 
     def flush(self) -> None:
@@ -240,15 +240,15 @@ class Connection:
         assert found is not None
         return found
 
-    def descriptor(self) -> int | None:
+    def take_descriptor(self) -> int | None:
         """The next received descriptor, owned by the caller; None if there is none."""
         return self._descriptors.popleft() if self._descriptors else None
 
     def _read(self) -> bytes:
-        if not self._most_descriptors:
+        if not self._max_descriptors:
             return self._socket.recv(READ_BYTES)
-        most = self._most_descriptors
-        data, descriptors, flags, _ = socket.recv_fds(self._socket, READ_BYTES, most)
+        limit = self._max_descriptors
+        data, descriptors, flags, _ = socket.recv_fds(self._socket, READ_BYTES, limit)
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
             self._descriptors.append(descriptor)

@@ -7,7 +7,7 @@ contains a list (`Holdings`) replaces the previous one. All durations are relati
 floats; no message carries a clock reading that the receiver compares with its own clock
 (`Failure.time_us` is only for people). A snapshot is identified by (round, step).
 
-Annotations say which values a field may have (`wire/types.py`); a message's `agree` checks
+Annotations say which values a field may have (`wire/types.py`); a message's `validate` checks
 combinations of fields. `wire/rpc/protobuf.py` checks both in both directions.
 """
 
@@ -190,7 +190,7 @@ class JobSpec(Struct, frozen=True):
     scheduler_codes: bool = False  # --exit-codes=scheduler (core.rounds.failures.CONTRACT)
     nodes_return: bool = False  # lost nodes are replaced by a controller, like pods in Kubernetes
 
-    def agree(self, where: str) -> None:
+    def validate(self, where: str) -> None:
         if self.min_nodes > self.max_nodes:
             raise WireError(f"{where}: min_nodes {self.min_nodes} > max_nodes {self.max_nodes}")
 
@@ -264,7 +264,7 @@ class RoundInfo(Struct, frozen=True):
         return replace(self, skip=skip)
 
 
-def _agree_on_place(value: Start | Probe, world_size: int, where: str) -> None:
+def _validate_place(value: Start | Probe, world_size: int, where: str) -> None:
     if value.group_rank >= value.group_world_size or value.first_rank >= world_size:
         raise WireError(
             f"{where}: node {value.group_rank} of {value.group_world_size} with first rank "
@@ -645,7 +645,7 @@ class Holding(Struct, frozen=True):
     replica: bool = False
     own: bool = False  # its ranks have state that no other rank has (per_rank)
 
-    def agree(self, where: str) -> None:
+    def validate(self, where: str) -> None:
         if not 1 <= len(self.contents) <= self.world_size - self.first_rank:
             raise WireError(
                 f"{where}: {len(self.contents)} ranks from rank {self.first_rank} on of "
@@ -675,7 +675,7 @@ class Holdings(Struct, frozen=True):
     went_on: WentOn | None = None
     skipped: Count = 0
 
-    def agree(self, where: str) -> None:
+    def validate(self, where: str) -> None:
         if (listed := sum(len(holding.contents) for holding in self.held)) > MAX_CONTENTS:
             raise WireError(f"{where} lists {listed} ranks, more than {MAX_CONTENTS}")
 
@@ -789,8 +789,8 @@ class Start(Struct, frozen=True):
     def round(self) -> RoundName:
         return self.info.name
 
-    def agree(self, where: str) -> None:
-        _agree_on_place(self, self.info.world_size, where)
+    def validate(self, where: str) -> None:
+        _validate_place(self, self.info.world_size, where)
 
 
 class Stop(Struct, frozen=True):
@@ -833,8 +833,8 @@ class Probe(Struct, frozen=True):
     store: Endpoint  # offered in a Join by one of the group's nodes
     limit: float  # seconds after which the probe is killed and counts as failed
 
-    def agree(self, where: str) -> None:
-        _agree_on_place(self, self.world_size, where)
+    def validate(self, where: str) -> None:
+        _validate_place(self, self.world_size, where)
 
 
 class Inspect(Struct, frozen=True):
@@ -909,7 +909,7 @@ class Replicate(Struct, frozen=True):
     contents: ContentsHeld  # of these ranks
     saver: Endpoint
 
-    def agree(self, where: str) -> None:
+    def validate(self, where: str) -> None:
         if not self.ranks or max(self.ranks) >= self.world_size:
             raise WireError(f"{where}: no rank, or one beyond {self.world_size}, is copied")
         if len(self.contents) != len(self.ranks):
@@ -933,7 +933,7 @@ class Persist(Struct, frozen=True):
     limit: Limit  # seconds until the attempt is given up
     rewound_from: StepOrNone = -1  # training was rewound to below this step; -1: it was not
 
-    def agree(self, where: str) -> None:
+    def validate(self, where: str) -> None:
         if not self.ranks or max(self.ranks) >= self.world_size:
             raise WireError(f"{where}: no rank, or one beyond {self.world_size}, would write")
         if not set(self.shared) <= set(self.ranks) or len(self.ranks) > self.writers:

@@ -162,14 +162,16 @@ def decode(datagram: bytes) -> RankDatagram | None:
     if datagram[:1] == b"{":
         return _rows(datagram)
     if len(datagram) == _QUIET.size:
-        version, local_rank, seconds, word = _QUIET.unpack(datagram)
-        what = word.rstrip(b"\0").decode(errors="ignore")
-        true = version == VERSION and 0.0 <= seconds <= MAX_QUIET_SECONDS and what.isprintable()
-        return RankQuiet(local_rank, what, seconds) if true else None
+        version, local_rank, seconds, text = _QUIET.unpack(datagram)
+        what = text.rstrip(b"\0").decode(errors="ignore")
+        is_valid = version == VERSION and 0.0 <= seconds <= MAX_QUIET_SECONDS and what.isprintable()
+        return RankQuiet(local_rank, what, seconds) if is_valid else None
     if len(datagram) == _COSTS.size:
         version, local_rank, saves, step, *spent = _COSTS.unpack(datagram)
-        true = version == VERSION and step >= -1 and all(0.0 <= one <= MAX_SECONDS for one in spent)
-        return RankCosts(local_rank, step, saves, *spent) if true else None
+        is_valid = (
+            version == VERSION and step >= -1 and all(0.0 <= one <= MAX_SECONDS for one in spent)
+        )
+        return RankCosts(local_rank, step, saves, *spent) if is_valid else None
     if len(datagram) != _LAYOUT.size:
         return None
     version, knows, local_rank, steps, step, seconds, own, waited = _LAYOUT.unpack(datagram)
@@ -193,7 +195,7 @@ def _rows(datagram: bytes) -> RankRows | None:
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
     known = len(rows.names)
-    sound = (
+    is_valid = (
         known <= MAX_COLUMNS
         and len(rows.rows) <= MAX_ROWS
         and rows.local_rank >= 0
@@ -204,7 +206,7 @@ def _rows(datagram: bytes) -> RankRows | None:
             for step, at, values in rows.rows
         )
     )
-    return rows if sound else None
+    return rows if is_valid else None
 
 
 def is_column(name: str) -> bool:

@@ -157,7 +157,7 @@ def test_a_master_of_another_version(world: World) -> None:
         async def status(_: object) -> bytes:
             return b""
 
-        server = channel.make_server(attend, status, most=4)
+        server = channel.make_server(attend, status, max_calls=4)
         port = channel.listen(server, "127.0.0.1", 0)
         await server.start()
         words = (f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=x", "--rdzv-conf=is_host=0")

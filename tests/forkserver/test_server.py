@@ -483,4 +483,4 @@ def test_what_is_encoded_is_decoded_in_any_pieces(message: object, size: int) ->
     buffer = FrameBuffer(sp.ToSpawner)
     heard = [m for i in range(0, len(data), size) for m in buffer.feed(data[i : i + size])]
     assert heard == [message, message]
-    assert buffer.pending == 0
+    assert buffer.pending_bytes == 0

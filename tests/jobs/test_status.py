@@ -180,7 +180,7 @@ async def test_without_an_endpoint_the_user_folder_is_asked(home: Path) -> None:
         assert (code, err) == (0, "")
         assert "round 1" in out
         link = out.splitlines()[-1].removeprefix("page: http://127.0.0.1:9/?key=")
-        assert auth.key_until("its key", link) > time.time()
+        assert auth.key_expiry("its key", link) > time.time()
         assert not stale.exists()
         (kept,) = folder.glob("master-*")
         assert kept.name.startswith(f"master-{os.getpid()}-{start_time(os.getpid())}-")

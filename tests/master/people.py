@@ -239,7 +239,7 @@ async def serving(
         servicer = Servicer(loop, "job", **options)
         methods = (servicer.attend, servicer.status, servicer.reach)
         more = (servicer.ask_for, servicer.operate, servicer.join)
-        made = make_server(*methods, *more, most=MAX_CALLS, options=transport)
+        made = make_server(*methods, *more, max_calls=MAX_CALLS, options=transport)
         port = listen(made, "127.0.0.1", port, tls)
         await made.start()
         turning = asyncio.ensure_future(loop.run())

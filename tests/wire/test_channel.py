@@ -18,7 +18,7 @@ import pytest
 
 from elasticrun.wire import auth, messages as m
 from elasticrun.wire.rpc import channel as c, protobuf
-from elasticrun.wire.rpc.channel import MAX_WORDS, in_words
+from elasticrun.wire.rpc.channel import MAX_EXPLANATION, in_words
 from elasticrun.wire.types import Endpoint
 from tests import aio
 from tests.harness import free_port
@@ -41,7 +41,7 @@ class Master:
     def __init__(self, options: Mapping[str, int] = UNHURRIED, port: int = 0) -> None:
         self.attached = asyncio.Event()
         self.ended = asyncio.Event()
-        self.server = c.make_server(self._attend, self._status, most=100, options=options)
+        self.server = c.make_server(self._attend, self._status, max_calls=100, options=options)
         self.port = c.listen(self.server, "127.0.0.1", port)
         self.endpoint = Endpoint("127.0.0.1", self.port)
 
@@ -122,7 +122,7 @@ async def test_two_servers_cannot_share_a_port() -> None:
 
 
 async def test_an_address_that_is_not_ours_is_a_sentence() -> None:
-    server = c.make_server(Master._attend, Master._status, most=1)
+    server = c.make_server(Master._attend, Master._status, max_calls=1)
     with pytest.raises(c.ListenError, match=r"192\.0\.2\.1:0") as refused:
         c.listen(server, "192.0.2.1", 0)
     assert not refused.value.taken
@@ -283,7 +283,7 @@ async def test_a_status_reply_may_be_longer_than_a_message() -> None:
     async def status(context: Any) -> None:
         await show(context, wide)
 
-    server = c.make_server(attend, status, most=1, options=UNHURRIED)
+    server = c.make_server(attend, status, max_calls=1, options=UNHURRIED)
     port = c.listen(server, "127.0.0.1", 0)
     await server.start()
     assert await c.get_status(Endpoint("localhost", port), LIMIT) == wide
@@ -311,7 +311,7 @@ async def test_an_order_over_the_bound_is_refused_by_the_agent(names: tuple[str,
     async def attend(context: Any) -> None:
         await context.write(b"\0" * (m.MAX_MESSAGE_BYTES + 1))
 
-    server = c.make_server(attend, attend, most=1, options=UNHURRIED)
+    server = c.make_server(attend, attend, max_calls=1, options=UNHURRIED)
     port = c.listen(server, "127.0.0.1", 0)
     await server.start()
     options = without(c.CLIENT_OPTIONS, *names)
@@ -462,11 +462,11 @@ assert dict(os.environ) == before, set(os.environ) ^ set(before)
 
 async def main():
     async def nothing(context): ...
-    server = c.make_server(nothing, nothing, most=1)
+    server = c.make_server(nothing, nothing, max_calls=1)
     port = c.listen(server, "127.0.0.1", 0)
     await server.start()
     try:
-        c.listen(c.make_server(nothing, nothing, most=1), "127.0.0.1", port)
+        c.listen(c.make_server(nothing, nothing, max_calls=1), "127.0.0.1", port)
     except c.ListenError:
         pass
     os.waitpid(os.posix_spawn(sys.executable, [sys.executable, "-S", "-c", ""], os.environ), 0)
@@ -524,7 +524,7 @@ def test_a_users_own_grpc_settings_stand() -> None:
         ("two\n lines", "two lines"),
         ("", "unavailable"),
         (None, "unavailable"),
-        ("x" * 1000, "x" * MAX_WORDS),
+        ("x" * 1000, "x" * MAX_EXPLANATION),
     ],
 )
 def test_what_an_operator_reads(details: str | None, said: str) -> None:

@@ -18,7 +18,7 @@ CLOSED = SegmentClosed(7)
 @pytest.fixture
 def pair() -> Iterator[tuple[Connection, socket.socket]]:
     ours, theirs = socket.socketpair()
-    connection = Connection(ours, ToSaver, descriptors=2)
+    connection = Connection(ours, ToSaver, max_descriptors=2)
     yield connection, theirs
     connection.close()
     theirs.close()
@@ -62,7 +62,7 @@ def test_the_end_is_told_once_all_is_read(pair: tuple[Connection, socket.socket]
         connection.receive()
 
 
-@pytest.mark.parametrize("bound", [{"most_bytes": 10_000}, {"most_messages": 3}], ids=str)
+@pytest.mark.parametrize("bound", [{"max_bytes": 10_000}, {"max_messages": 3}], ids=str)
 def test_a_peer_that_does_not_read_is_given_up(bound: dict[str, int]) -> None:
     ours, theirs = socket.socketpair()
     before = open_descriptors()
@@ -100,13 +100,13 @@ def test_a_descriptor_comes_with_its_message(pair: tuple[Connection, socket.sock
     sender.send(SegmentOpen(1, 2), write)
     os.close(write)
     assert list(connection.receive() or ()) == [SegmentOpen(1, 2)]
-    here = connection.descriptor()
+    here = connection.take_descriptor()
     assert not os.get_inheritable(here)
     os.write(here, b"x")
     assert os.read(read, 1) == b"x"
     os.close(here)
     os.close(read)
-    assert connection.descriptor() is None
+    assert connection.take_descriptor() is None
 
 
 def test_descriptors_without_room_end_it(pair: tuple[Connection, socket.socket]) -> None:

@@ -23,16 +23,16 @@ def test_a_list_is_read_with_its_defaults() -> None:
 
 def test_a_node_has_its_own_and_those_of_every_node() -> None:
     text = "slow=2x@*,probe-fail=compute@rank-1,probe-hang@rank-10"
-    assert env.own_fault_words(env.faults_of_node(text, "rank-1")) == "slow=2x,probe-fail=compute"
-    assert env.own_fault_words(env.faults_of_node(text, "n7")) == "slow=2x"
+    assert env.write_own_faults(env.faults_of_node(text, "rank-1")) == "slow=2x,probe-fail=compute"
+    assert env.write_own_faults(env.faults_of_node(text, "n7")) == "slow=2x"
 
 
 def test_what_a_process_is_told_reads_back() -> None:
-    there = env.own_faults("probe-hang=compute,slow=2.5x")
+    there = env.read_own_faults("probe-hang=compute,slow=2.5x")
     assert env.fault_value(there, FaultKind.PROBE_HANG) == "compute"
     assert env.fault_value(there, FaultKind.PROBE_FAIL) == ""
     assert env.slowness(there) == 2.5
-    assert env.slowness(env.own_faults("")) == 1.0
+    assert env.slowness(env.read_own_faults("")) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -63,9 +63,9 @@ def test_what_cannot_be_read_is_one_sentence(text: str, words: str) -> None:
 
 @given(st.text(max_size=200))
 def test_whatever_a_process_finds_in_its_environment_is_read_or_left(text: str) -> None:
-    for fault in env.own_faults(text):
+    for fault in env.read_own_faults(text):
         assert isinstance(fault, Fault)
-        assert env.own_faults(fault.words) == (fault,)
+        assert env.read_own_faults(fault.text) == (fault,)
 
 
 @given(st.text(max_size=200))
@@ -75,5 +75,5 @@ def test_whatever_the_operator_writes_is_read_or_refused(text: str) -> None:
     except BadFault:
         return
     assert all(fault.node.strip() for fault in found)
-    again = ",".join(f"{fault.words}@{fault.node}" for fault in found)
+    again = ",".join(f"{fault.text}@{fault.node}" for fault in found)
     assert env.read_faults(again) == found

@@ -177,8 +177,8 @@ def test_a_proof_gotten_from_one_session_opens_no_other() -> None:
 def test_everything_that_was_said_is_in_the_proof(change: dict[str, Any], side: auth.Side) -> None:
     said = auth.Exchange(JOB, m.Role.AGENT, NODE, LIFE, b"a" * 32, b"b" * 32, 7)
     shown = auth.prove(TOKEN, side, said)
-    assert auth.is_right(TOKEN, side, said, shown)
-    assert not auth.is_right(TOKEN, side, dataclasses.replace(said, **change), shown)
+    assert auth.is_valid_proof(TOKEN, side, said, shown)
+    assert not auth.is_valid_proof(TOKEN, side, dataclasses.replace(said, **change), shown)
 
 
 def test_words_do_not_run_together() -> None:

@@ -115,7 +115,7 @@ class EtcdRegistry:
             etcd.created_at(self._keys.candidate, 0),
             etcd.created_at(self._keys.master, 0 if item is None else item.created),
         )
-        pause = etcd.BACKOFF_FIRST
+        pause = etcd.FIRST_BACKOFF
         while True:
             try:
                 self._candidacy = await self._client.grant(CANDIDATE_TTL)
@@ -126,7 +126,7 @@ class EtcdRegistry:
                 return None  # the change that we have not seen yet will arrive
             except etcd.EtcdSilent:
                 await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-                pause = min(etcd.BACKOFF_MOST, 2 * pause)
+                pause = min(etcd.MAX_BACKOFF, 2 * pause)
             except etcd.EtcdRefused as refused:
                 raise HostError(str(refused)) from None
         self._hosts, self._led = True, False

@@ -55,7 +55,7 @@ class Peer:
         self.here: Introduction | None = None
         """Its introduction; None until it has arrived."""
         self.closed = False
-        self._connection = Connection(channel, FromPeer, most_messages=OUTBOX_MOST)
+        self._connection = Connection(channel, FromPeer, max_messages=OUTBOX_MOST)
         self._server = server
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._connection, self._read)

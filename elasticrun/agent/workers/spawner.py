@@ -104,7 +104,7 @@ class Spawner:
         self._loop = asyncio.get_running_loop()
         # Orders may wait while torch is imported; a spawner that never answers is replaced
         # (`expect_answer`).
-        self._connection = Connection(process.channel, spawning.FromSpawner, most_bytes=0)
+        self._connection = Connection(process.channel, spawning.FromSpawner, max_bytes=0)
         self._loop.add_reader(self._connection, self._read)
 
     def send(self, message: spawning.ToSpawner) -> None:

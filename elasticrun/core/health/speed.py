@@ -367,7 +367,7 @@ class Stragglers:
         found = outliers([pace.own() for _, pace in warm], self._ratio)
         for index, (node, pace) in enumerate(warm):
             outlier = found.get(index)
-            if outlier is None or not self._costs(pace, outlier.value - outlier.median):
+            if outlier is None or not self._is_costly(pace, outlier.value - outlier.median):
                 pace.judgements = 0
                 continue
             if gap > max(PATIENCE, 2.0 * pace.covered()):
@@ -382,7 +382,7 @@ class Stragglers:
                 usual = max(0.0, pace.seconds() - outlier.value + outlier.median)
                 self._suspects.append(Slowness(node, self._evidence(pace, others, now), usual))
 
-    def _costs(self, pace: _Pace, excess: float) -> bool:
+    def _is_costly(self, pace: _Pace, excess: float) -> bool:
         """Whether a node with so much more work than the others costs the job something."""
         return excess * self._ratio >= MIN_COST * (self._ratio - 1.0) * pace.seconds()
 

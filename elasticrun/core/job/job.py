@@ -281,7 +281,7 @@ class Job:
         """Process a report; return whether it may change a decision."""
         is_news = node in self._snapshots.points.away and isinstance(report, _AFTER_HOLDINGS)
         if is_news:
-            self._snapshots.points.has_reported_all(node)
+            self._snapshots.points.stop_expecting(node)
         health = self._ctx.nodes[node].health
         if health is Health.LEFT and isinstance(report, m.Join | m.Probed | m.Steps):
             return True  # an excluded node that has not processed its exclusion yet

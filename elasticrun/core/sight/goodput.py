@@ -40,7 +40,7 @@ WITH_MEMORY = ("node_lost", "node_slow", "preempted")
 PLANNED = ("scaled", "operator")
 """Causes that are not failures."""
 
-PLACE_LIMIT = 300 * MICROS
+DEFAULT_HANG_LIMIT = 300 * MICROS
 """Microseconds for which --on-hang=restart usually waits before it ends a round that hangs
 (`stillness.DEFAULT_LIMIT`)."""
 
@@ -195,7 +195,7 @@ def _savings(found: Account, spec: JobSpec) -> Iterator[tuple[int, str]]:
     if spec.watch.on_hang in ("tell", "off"):
         yield book.get(("hang", "certain"), 0), "--on-hang=auto"
     if spec.watch.on_hang != "restart":  # it also waits before it restarts
-        yield found.of("hang") - PLACE_LIMIT * found.total // found.wall, "--on-hang=restart"
+        yield found.of("hang") - DEFAULT_HANG_LIMIT * found.total // found.wall, "--on-hang=restart"
 
 
 def _by_imports(found: Account) -> Iterator[tuple[int, str]]:

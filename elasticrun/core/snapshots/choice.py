@@ -156,7 +156,7 @@ class RestorePoints:
         """Expect these nodes to report what they hold."""
         self.away.update(dict.fromkeys(nodes))
 
-    def has_reported_all(self, node: str) -> None:
+    def stop_expecting(self, node: str) -> None:
         """Stop expecting an inventory from this node: it has sent a report that always comes after
         one."""
         if node in self.away:
@@ -262,17 +262,17 @@ class RestorePoints:
         choice, requested = self._newest(), self.restore_step
         if requested >= 0 and (choice.restore is None or not self._has_obeyed):
             return Choice(
-                self._whole(requested, self._dropped),
+                self._find_whole(requested, self._dropped),
                 skip=Skip(self.rewound_from, all_but=requested),
             )
         if choice.restore is not None:
             return choice
         suspects = sorted((key[1] for key in self.rejected if self._is_suspect(key)), reverse=True)
-        last = (self._whole(step, self._dropped) for step in suspects)
-        found = next((one for one in last if one is not None), None)
+        candidates = (self._find_whole(step, self._dropped) for step in suspects)
+        found = next((one for one in candidates if one is not None), None)
         return Choice(found, choice.why, Skip(self.rewound_from, memory=found is not None))
 
-    def _whole(self, step: int, without: Container[Key]) -> m.Restore | None:
+    def _find_whole(self, step: int, without: Container[Key]) -> m.Restore | None:
         """This step, from the newest round in which it is whole in memory; None if there is
         none."""
         for ledger in self.ledgers:
@@ -360,7 +360,7 @@ class RestorePoints:
         if (
             named is None
             and ledger is self.ledgers[0]
-            and self._is_failed_save(node, ledger, report)
+            and self._note_failed_save(node, ledger, report)
         ):
             return False
         spoilt = ledger.spoil(node, report.step, report.rank)
@@ -372,7 +372,7 @@ class RestorePoints:
         self._outbox.log(f"{what}: {report.reason} (node {node})", "warning")
         return self._restored is not None and key_of(self._restored) == key
 
-    def _is_failed_save(self, node: str, ledger: Ledger, report: m.ShardBad) -> bool:
+    def _note_failed_save(self, node: str, ledger: Ledger, report: m.ShardBad) -> bool:
         """Whether the report is from a rank of the running round that could not save a step: then
         its node holds nothing of that rank at that step. Records that, and logs each reason of a
         rank once."""

@@ -555,7 +555,7 @@ class WorkerGroup:
 
     def _job_ended(self, order: m.End, now: float) -> None:
         if order.exit_code == code_of(Ending.SAVED):
-            self._leaving.ends_as_saved(order.saved)
+            self._leaving.mark_outcome_saved(order.saved)
         if order.goodput:
             self._ctx.note(order.goodput, "notice")
         end = (read(order.reason, order.code), order.failures, order.saved)

@@ -126,7 +126,7 @@ class Draining:
         if order.ok and (present or self._held_step is not None):
             self._written = max(self._written, order.step)
             if self.has_saved():
-                self.ends_as_saved(self._written)
+                self.mark_outcome_saved(self._written)
         start = ctx.start
         if order.ok and start is not None:
             ctx.start = replace(start, info=start.info.committed(order.step))
@@ -290,7 +290,7 @@ class Draining:
         step = self._requested if self._held_step is None else self._held_step
         return 0 <= step <= self._written
 
-    def ends_as_saved(self, step: int) -> None:
+    def mark_outcome_saved(self, step: int) -> None:
         """`step` is in storage: if this node leaves because of a signal, its exit code says so."""
         ctx = self._ctx
         if ctx.outcome is not None and ctx.outcome.signum:

@@ -57,7 +57,7 @@ class FunctionSpawner:
         """Signal handlers that forked ranks restore (see `signals_passed_on`)."""
         self._fork_guard = ForkGuard()
         ours, self.agents_end = socket.socketpair()
-        self._connection = Connection(ours, spawning.ToSpawner, most_bytes=MAX_UNSENT)
+        self._connection = Connection(ours, spawning.ToSpawner, max_bytes=MAX_UNSENT)
         self._selector = selectors.DefaultSelector()
         self._ranks: dict[int, FunctionRank] = {}
         fork = self._fork if start_method == "fork" else None

@@ -98,7 +98,7 @@ class _Probe:
         self._plan = plan
         self._send = send
         self._end = time.monotonic() + plan.limit
-        planted = env.own_faults(plan.fault)
+        planted = env.read_own_faults(plan.fault)
         self._fail = env.fault_value(planted, FaultKind.PROBE_FAIL)
         self._hang = env.fault_value(planted, FaultKind.PROBE_HANG)
         self._slow = env.slowness(planted)

@@ -16,7 +16,7 @@ import time
 from typing import Any, Final
 from urllib.parse import parse_qs
 
-from elasticrun.wire.auth import PAGE_KEY_LIFE, key_until, page_key
+from elasticrun.wire.auth import PAGE_KEY_LIFE, key_expiry, page_key
 from elasticrun.wire.types import Endpoint
 
 MAX_SPENT: Final = 1024
@@ -75,7 +75,7 @@ class Readers:
 
     def _redeem(self, key: str) -> bool:
         now = time.time()
-        until = key_until(self._secret, key)
+        until = key_expiry(self._secret, key)
         self._spent = {one: end for one, end in self._spent.items() if end > now}
         fresh = until > now and until - PAGE_KEY_LIFE >= self._began
         if not fresh or key in self._spent or len(self._spent) >= MAX_SPENT:

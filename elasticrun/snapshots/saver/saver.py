@@ -60,7 +60,7 @@ class Saver:
         remark: str,
     ) -> None:
         self._order = order
-        self._agent = Connection(agent, m.ToSaver, descriptors=MAX_DESCRIPTORS)
+        self._agent = Connection(agent, m.ToSaver, max_descriptors=MAX_DESCRIPTORS)
         self._remark = remark
         self._wake_read_fd, self._wake_write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._inbox = Inbox(self._wake_loop)
@@ -143,7 +143,7 @@ class Saver:
             ) from None
         except HungUp:
             raise AgentConnectionLost(
-                "the agent's last frame is truncated" if self._agent.cut else ""
+                "the agent's last frame is truncated" if self._agent.is_cut else ""
             ) from None
         except OSError:
             raise AgentConnectionLost("") from None
@@ -155,7 +155,7 @@ class Saver:
 
     def _descriptor(self) -> int:
         """The descriptor that came with the current message."""
-        descriptor = self._agent.descriptor()
+        descriptor = self._agent.take_descriptor()
         if descriptor is None:
             raise AgentConnectionLost("a message came without its descriptor")
         return descriptor

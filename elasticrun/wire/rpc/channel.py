@@ -43,7 +43,7 @@ from elasticrun.wire.types import Endpoint, WireError
 
 A = TypeVar("A")
 
-MAX_WORDS: Final = 400
+MAX_EXPLANATION: Final = 400
 """Maximum characters of an explanation of an error."""
 
 _PLAIN: Final = {
@@ -63,15 +63,15 @@ _PREFIX: Final = re.compile(
 
 
 def in_words(code: str, details: str | None) -> str:
-    """An explanation of at most MAX_WORDS characters. `code`: the name of the status, used if gRPC
-    gives no details."""
+    """An explanation of at most MAX_EXPLANATION characters. `code`: the name of the status, used if
+    gRPC gives no details."""
     text = " ".join((details or "").split()) or code.lower().replace("_", " ")
     # e.g. "failed to connect to all addresses; last error: UNKNOWN: ipv4:...: Failed to connect to
     # remote host: Connection refused", of which only the end is informative
     text = _PREFIX.sub("", text.rpartition("remote host: ")[2])
     if "address lookup failed" in text:
         text = "the name server does not know this host"
-    return _PLAIN.get(text, text)[:MAX_WORDS]
+    return _PLAIN.get(text, text)[:MAX_EXPLANATION]
 
 
 def _import_grpc() -> Any:
@@ -430,10 +430,10 @@ def make_server(
     operate: Serve | None = None,
     join: Serve | None = None,
     *,
-    most: int,
+    max_calls: int,
     options: Mapping[str, int] = SERVER_OPTIONS,
 ) -> Any:
-    """A grpc.aio server with the methods of JobMaster; `most` calls are served at a time."""
+    """A grpc.aio server with the methods of JobMaster; `max_calls` calls are served at a time."""
 
     def handler(serve: Serve) -> Any:
         async def on_stream(_requests: Any, context: Any) -> None:
@@ -441,7 +441,7 @@ def make_server(
 
         return grpc.stream_stream_rpc_method_handler(on_stream)
 
-    made = grpc.aio.server(options=tuple(options.items()), maximum_concurrent_rpcs=most)
+    made = grpc.aio.server(options=tuple(options.items()), maximum_concurrent_rpcs=max_calls)
     methods = {
         "Attend": attend,
         "GetStatus": status,

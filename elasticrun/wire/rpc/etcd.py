@@ -26,8 +26,8 @@ from elasticrun.wire.types import Endpoint
 CALL_LIMIT: Final = 2.0
 """Seconds for one server to answer before the next one is tried."""
 
-BACKOFF_FIRST: Final = 0.1
-BACKOFF_MOST: Final = 1.0
+FIRST_BACKOFF: Final = 0.1
+MAX_BACKOFF: Final = 1.0
 """Seconds before servers are tried again when none has answered: doubled each time, and
 jittered."""
 
@@ -204,7 +204,7 @@ class Etcd:
         Never fails when etcd is unavailable: `trouble(sentence)` is called when no server answers
         and `trouble("")` when one answers again. Changes in between are caught up by a new read, so
         quick changes may appear as one. Raises EtcdRefused."""
-        pause = BACKOFF_FIRST
+        pause = FIRST_BACKOFF
         while True:
             try:
                 answer = await self.read(prefix)
@@ -212,7 +212,7 @@ class Etcd:
                 there = {item.key: item for item in answer.items}
                 yield dict(there)
                 async for events in self._watch(prefix, answer.revision + 1):
-                    pause = BACKOFF_FIRST
+                    pause = FIRST_BACKOFF
                     for event in events:
                         item = _item(event.kv)
                         there[item.key] = item
@@ -223,7 +223,7 @@ class Etcd:
             except EtcdSilent as silent:
                 trouble(str(silent))
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(BACKOFF_MOST, 2 * pause)
+            pause = min(MAX_BACKOFF, 2 * pause)
 
     async def _watch(self, prefix: str, revision: int) -> AsyncIterator[list[Any]]:
         """Changes from `revision` on, while one server sends them; the first list is empty and

@@ -117,6 +117,6 @@ def leader_from_bytes(data: bytes) -> LeaderKey | None:
         leader = loads(data, LeaderKey)
     except ValueError:
         return None
-    words = (leader.host, leader.holder, leader.nonce)
-    right = all(word.isprintable() for word in words) and bool(leader.host)
-    return leader if right and 0 < leader.port < 65536 else None
+    texts = (leader.host, leader.holder, leader.nonce)
+    is_valid = all(word.isprintable() for word in texts) and bool(leader.host)
+    return leader if is_valid and 0 < leader.port < 65536 else None

@@ -155,15 +155,15 @@ def _load(of: type, message: Any, where: str) -> Any:
     made = of(
         **{name: rule.load(f"{where}.{name}", message, name) for name, rule in rules(of).items()}
     )
-    if hasattr(of, "agree"):
-        made.agree(where)
+    if hasattr(of, "validate"):
+        made.validate(where)
     return made
 
 
 def _store(value: Any, message: Any, where: str) -> None:
     """Fill a protobuf message from a record; WireError names the field, below `where`."""
-    if hasattr(value, "agree"):
-        value.agree(where)
+    if hasattr(value, "validate"):
+        value.validate(where)
     kind: type = type(value)
     for name, rule in rules(kind).items():
         rule.store(f"{where}.{name}", message, name, getattr(value, name))

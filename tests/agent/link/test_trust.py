@@ -94,7 +94,7 @@ async def _impostor(port: int, answer: m.Order, tries: int) -> list[m.Report]:
             if len(said) >= tries:
                 enough.set()
 
-    server = c.make_server(attend, attend, most=100)
+    server = c.make_server(attend, attend, max_calls=100)
     c.listen(server, "127.0.0.1", port)
     await server.start()
     await asyncio.wait_for(enough.wait(), LIMIT)
@@ -135,7 +135,7 @@ async def test_a_page_that_comes_without_a_proof_is_not_shown(page: m.JobStatus 
         challenge = m.Challenge(m.PROTOCOL_VERSION, "1", 1, b"n" * 32, b"x" * 32)
         await context.write(protobuf.answer_to_wire(page or challenge))
 
-    server = c.make_server(show, show, most=4)
+    server = c.make_server(show, show, max_calls=4)
     port = c.listen(server, "127.0.0.1", 0)
     await server.start()
     with pytest.raises(c.Unproved):

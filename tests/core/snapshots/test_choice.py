@@ -199,9 +199,9 @@ def test_who_comes_back_without_it_is_not_waited_for() -> None:
     saves.forget("b", 1.0)
     saves.points.locate("a", m.WhereIs(R1, 100, 1))
     saves.taken()
-    saves.points.has_reported_all("c")
+    saves.points.stop_expecting("c")
     assert saves.taken() == [], "it is b that may have it"
-    saves.points.has_reported_all("b")
+    saves.points.stop_expecting("b")
     order = saves.last()
     assert (order.saver, order.reason) == (None, "no node holds it now")
 

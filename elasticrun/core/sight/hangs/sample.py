@@ -59,7 +59,7 @@ class Sample:
         self._ended = tuple(ended)
         self._last_lines: list[m.StackGroup] = []
         self._lines: dict[int, dict[str, str]] = {}  # of the requested ranks
-        self._not_whole = set(self.answers)  # nodes that have not reported all of their ranks
+        self._incomplete = set(self.answers)  # nodes that have not reported all of their ranks
         self._no_stacks = set(self.answers) if order.stacks else set[str]()
 
     def take(self, node: str, report: m.Inspected | m.Stacks) -> None:
@@ -74,18 +74,18 @@ class Sample:
             return
         answer.seen += [Sighting(node, seen, report.groups) for seen in report.ranks]
         if not report.left:
-            self._not_whole.discard(node)
+            self._incomplete.discard(node)
             self._last_lines += report.said
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all ranks of all nodes are reported."""
-        return not self._not_whole
+        return not self._incomplete
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         """Whether nothing is missing."""
-        return self.whole and not self._no_stacks
+        return self.is_complete and not self._no_stacks
 
     @property
     def sightings(self) -> list[Sighting]:

@@ -78,7 +78,12 @@ class Samples:
         """The number of a sample for a user: the running one, a recent one, or a new one that this
         starts; 0 if no round runs."""
         found, last = self.under_way, self.last
-        if found is None and last is not None and last.whole and self._ctx.now - last.at < FRESH:
+        if (
+            found is None
+            and last is not None
+            and last.is_complete
+            and self._ctx.now - last.at < FRESH
+        ):
             found = last
         if found is not None and (found.order.stacks or not stacks):
             return found.order.number
@@ -93,12 +98,12 @@ class Samples:
         if sample is None or report.number != sample.order.number:
             return False
         sample.take(node, report)
-        return sample.done
+        return sample.is_done
 
     def take_finished(self) -> Sample | None:
         """End and return the running sample if it is complete or its time is over; else None."""
         sample = self.under_way
-        if sample is None or not (sample.done or self._ctx.now >= sample.until):
+        if sample is None or not (sample.is_done or self._ctx.now >= sample.until):
             return None
         self.under_way, self.last = None, sample
         if sample.order.stacks:

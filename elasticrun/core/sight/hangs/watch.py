@@ -367,7 +367,9 @@ class Watch:
             return ()
         if sample.order.dump:
             still.dump.written = sample
-        all_seen = sample.whole and round_ is not None and len(sightings) == round_.info.world_size
+        all_seen = (
+            sample.is_complete and round_ is not None and len(sightings) == round_.info.world_size
+        )
         if not still.members or not all_seen or self._ctx.spec.watch.on_hang == "off":
             still.belief = Unjudged()
             return ()
