@@ -243,9 +243,8 @@ NETWORK_FILE_SYSTEMS: Final[Mapping[int, str]] = {
     0xBACBACBC: "VMware's shared folders",
     0x786F4256: "VirtualBox's shared folders",
 }
-"""f_type of statfs(2), from its manual page, <linux/magic.h> and the clients' sources. SQLite's
-write-ahead log needs shared memory between its users, which none of these provide across hosts;
-what is behind FUSE is unknown.
+"""Names of network file systems by their f_type of statfs(2), from its manual page, <linux/magic.h>
+and the clients' sources. A record could be torn there; what is behind FUSE is unknown.
 """
 
 

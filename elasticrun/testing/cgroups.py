@@ -99,7 +99,7 @@ class Group:
                     (folder / "cgroup.procs").write_text(str(pid))
 
     def prefix(self) -> list[str]:
-        """The words that run the command after them in this group, by exec."""
+        """Words to put before a command, to run it in this group (they exec it)."""
         files = [str(folder / "cgroup.procs") for folder in folders(self.name)]
         return ["sh", "-c", ENTER, "sh", str(len(files)), *files]
 

@@ -183,7 +183,7 @@ class Lab:
         return self._keeper.pid
 
     def prefix(self, name: str) -> list[str]:
-        """The words that run the command after them on this host, by exec."""
+        """Words to put before a command, to run it on this host (they exec it)."""
         host = self.hosts[name]
         enter = ["nsenter", f"--net={host.netns}", "unshare", "--mount", "--uts"]
         return [*enter, "sh", "-c", ENTER, "sh", str(self._table), host.names[-1]]
@@ -230,7 +230,8 @@ class Lab:
         self._send_command({"host": self._on_line(name).number, "rate": rate})
 
     def flap(self, name: str, down: float, up: float) -> None:
-        """Alternate the link of a host: down for `down` seconds, up for `up` seconds."""
+        """Toggle the link of a host again and again: down for `down` seconds, up for `up`
+        seconds."""
         self._send_command({"host": self._on_line(name).number, "down": down, "up": up})
 
     # ------------------------------------------------------------ lines

@@ -591,7 +591,8 @@ class ElasticJob:
         return self._on_cable(where, Lab.slow, megabits * 1e6 / 8)
 
     def flap(self, where: Where, *, down: float, up: float) -> float:
-        """Alternate the link of a host: down for `down` seconds, up for `up` seconds."""
+        """Toggle the link of a host again and again: down for `down` seconds, up for `up`
+        seconds."""
         return self._on_cable(where, Lab.flap, down, up)
 
     def _on_cable(self, where: Where, apply_fault: Callable[..., None], *how: object) -> float:

@@ -1,4 +1,4 @@
-"""Checks the space in folders that a job writes to."""
+"""Checks the folders that a job writes to (permission, space), and its data folders."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def examine(folder: JobFolder) -> list[Finding]:
 
 
 def examine_data(name: str, path: str) -> list[Finding]:
-    """Whether a folder of --data is readable here, and whether other nodes see it. Blocks as long
-    as the file system does."""
+    """Whether a folder of --data is readable here, and whether it is on a network file system.
+    Blocks as long as the file system does."""
     check, todo = f"data, {name}", "mount it on this host, or use another folder (--data)"
     if not os.path.isdir(path):
         return [failed(check, f"there is no folder {path}", todo)]

@@ -1,4 +1,4 @@
-"""inotify(7): waits until another process writes a file.
+"""Notifications from the kernel (inotify(7)) that another process has written a file.
 
 The standard library has no inotify, and the usual small package runs `ldconfig` and a compiler to
 find libc, which would start processes inside the agent. Two system calls are all that is needed.

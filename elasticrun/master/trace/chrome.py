@@ -79,7 +79,7 @@ class ChromeTrace:
             self._hang = None
 
     def _filed(self, row: IncidentRow, now: float) -> None:
-        """An incident was filed or updated."""
+        """Add or update an incident, and end the round that it interrupted."""
         if row.number not in self._incidents and len(self._incidents) >= MAX_SPANS:
             return
         noticed, _ = self._incidents.get(row.number, (now - row.age, row))

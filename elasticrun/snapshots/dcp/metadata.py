@@ -276,4 +276,4 @@ class _InMemory(FileSystemWriter):
         return False
 
     def rename(self, path: Any, new_path: Any) -> None:
-        """The file has no name in memory."""
+        """A no-op: the file has no name in memory."""

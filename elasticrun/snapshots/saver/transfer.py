@@ -180,7 +180,7 @@ def read(payload: bytes, types: dict[str, type], *wanted: type) -> Any:
 
 
 def prove(secret: str, side: str, client: str, host: str, request: bytes = b"") -> str:
-    """The proof of this side ("host" or "client") for these nonces; "" without a secret. `request`:
+    """The proof of `side` ("host" or "client") for these nonces; "" without a secret. `request`:
     the payload of a client's Get or Put."""
     if not secret:
         return ""
