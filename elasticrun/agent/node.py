@@ -320,7 +320,7 @@ class NodeAgent:
     def _signalled(self, signum: int, death: bool) -> None:
         if death:
             logger.info("Received %d death signal, shutting down workers", signum)
-            self._shutdown.signalled()
+            self._shutdown.note_death_signal()
         if self._shutdown.has_begun:
             if death:
                 self._shutdown.hurry()
@@ -450,23 +450,23 @@ class NodeAgent:
         signalled = outcome is None or outcome.signum != 0
         steps, launch = self._shutdown, self._shared.launch
         steps.start()
-        steps.now("closing the saver", self._snapshots.close)
-        steps.now("closing the log of waits", self._messages.close)
-        steps.now("closing the checkup", self._checkup.close)
+        steps.run_now("closing the saver", self._snapshots.close)
+        steps.run_now("closing the log of waits", self._messages.close)
+        steps.run_now("closing the checkup", self._checkup.close)
         self._tasks.close()
         self._reports.close()
         if outcome is not None:
             grace = launch.shutdown_timeout
-            grace = steps.left(grace) / 2 if signalled else grace
+            grace = steps.time_for(grace) / 2 if signalled else grace
             well = outcome.code == EXIT_OK and not signalled
             linger = launch.child_exit_timeout if well else 0.0
-            ended = steps.descendants(self._ranks, grace, linger)
-            await steps.step("ending the ranks' processes", ended, None)
+            ended = steps.end_descendants(self._ranks, grace, linger)
+            await steps.run_step("ending the ranks' processes", ended, None)
             if not signalled:
                 steps.start()
         goodbye = awaited(self._shared.link.close(GOODBYE), "goodbye")
         await self._end_processes()
-        await steps.step("closing the link to the master", goodbye, GOODBYE + 1.0)
+        await steps.run_step("closing the link to the master", goodbye, GOODBYE + 1.0)
         job_over = not signalled
         snapshots = self._snapshots.release(job_over=job_over)
         for what, work, limit in (
@@ -474,44 +474,48 @@ class NodeAgent:
             ("leaving the rendezvous", self._rendezvous.close(job_over=job_over), LEAVE_LIMIT),
             ("releasing this node's id", in_thread(self._shared.release_slot), 1.0),
         ):
-            await steps.step(what, work, limit)
+            await steps.run_step(what, work, limit)
         # This takes as long as somebody reads; nothing else waits for it.
-        await steps.step("showing output", steps.output(self._output, hurried=signalled), None)
+        await steps.run_step(
+            "showing output", steps.show_output(self._output, hurried=signalled), None
+        )
         if not signalled:
             steps.start()
         well = outcome is not None and outcome.code == EXIT_OK
         tidying = in_thread(lambda: self._output.tidy(ended_well=well), name="tidy")
-        await steps.step("removing log folders", tidying, 2.0)
+        await steps.run_step("removing log folders", tidying, 2.0)
         if outcome is not None:
-            await steps.step("the last events", self._write_last_events(outcome), 5.0)
+            await steps.run_step("the last events", self._write_last_events(outcome), 5.0)
             words = shutdown.print_outcome(
-                *(self._shared, outcome, steps.left(shutdown.PRINT_LIMIT)),
+                *(self._shared, outcome, steps.time_for(shutdown.PRINT_LIMIT)),
                 ran=self._ranks.start is not None,
                 folder=self._snapshots.folder,
             )
-            await steps.step("the last words", words, None)
+            await steps.run_step("the last words", words, None)
 
     async def _end_processes(self) -> None:
         steps = self._shutdown
-        await steps.step(
-            "stopping the fork server", self._spawners.close(steps.left(QUIT_LIMIT)), QUIT_LIMIT + 1
+        await steps.run_step(
+            "stopping the fork server",
+            self._spawners.close(steps.time_for(QUIT_LIMIT)),
+            QUIT_LIMIT + 1,
         )
         if self._spawners.is_caller:
             pids = self._ranks.pids.values()
-            await steps.step(
+            await steps.run_step(
                 "ending the ranks",
                 end_callers_ranks(self._shared.variables.get(env.CALLER, ""), pids, QUIT_LIMIT),
                 QUIT_LIMIT + 1,
             )
-        await steps.step("killing leftover processes", self._kill_the_rest(), QUIT_LIMIT + 1)
-        steps.now("closing the ranks", self._ranks.close)
+        await steps.run_step("killing leftover processes", self._kill_the_rest(), QUIT_LIMIT + 1)
+        steps.run_now("closing the ranks", self._ranks.close)
         for part in self._shared.parts:
-            steps.now("closing what follows the ranks", part.close)
-        steps.now("closing the probes", self._probing.close)
-        steps.now("closing the stores", self._stores.close)
+            steps.run_now("closing what follows the ranks", part.close)
+        steps.run_now("closing the probes", self._probing.close)
+        steps.run_now("closing the stores", self._stores.close)
 
     async def _kill_the_rest(self) -> None:
-        limit = self._shutdown.left(QUIT_LIMIT)
+        limit = self._shutdown.time_for(QUIT_LIMIT)
         stuck = await self._shared.reaper.sweep(limit=limit)
         if stuck:
             logger.error(
@@ -520,4 +524,4 @@ class NodeAgent:
 
     async def _write_last_events(self, outcome: fx.Exit) -> None:
         ranks = dict(self._ranks.pids)
-        await shutdown.events(self._events, self._ranks.start, ranks, outcome)
+        await shutdown.write_last_events(self._events, self._ranks.start, ranks, outcome)

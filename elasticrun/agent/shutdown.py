@@ -59,20 +59,20 @@ PRINT_LIMIT: Final = 20.0
 EVENTS_LIMIT: Final = 2.0
 """Seconds for writing the last events, which quote error files."""
 
-BOUND: Final = 20.0
+TOTAL_LIMIT: Final = 20.0
 """Seconds for all steps together. Waits for others are excluded: processes left by finished ranks
 get their grace period, and output is shown as long as somebody reads it. After a death signal
 nothing is excluded, because the sender will SIGKILL us (Kubernetes after 30 s in all)."""
 
 KILLED_AFTER: Final = 29.0
-"""Seconds after a death signal by which shutdown should be complete, unless SIGNALLED_BOUND allows
+"""Seconds after a death signal by which shutdown should be complete, unless SIGNALLED_LIMIT allows
 more."""
 
-SIGNALLED_BOUND: Final = 4.0
+SIGNALLED_LIMIT: Final = 4.0
 """Minimum seconds for shutdown after a death signal. A user who gives ranks a longer grace period
 has to let the sender of the signal wait this much longer before it kills the agent."""
 
-LEAST: Final = 1.0
+LEAST_STEP_TIME: Final = 1.0
 """Seconds that a step always gets, even when the steps before it have used up the limit."""
 
 SHOW_PATIENCE: Final = 5.0
@@ -102,7 +102,9 @@ def format_failures(name: str, failures: Sequence[Failure], root: Failure) -> st
     place = shown.index(root)
     others = blocks[:place] + blocks[place + 1 :]
     if alike:
-        others.append(f"  {ranks(sorted(f.rank for f in alike))}: same exception as the root cause")
+        others.append(
+            f"  {name_ranks(sorted(f.rank for f in alike))}: same exception as the root cause"
+        )
     return "\n".join(
         (
             "",
@@ -119,7 +121,7 @@ def format_failures(name: str, failures: Sequence[Failure], root: Failure) -> st
     )
 
 
-def ranks(numbers: Sequence[int]) -> str:
+def name_ranks(numbers: Sequence[int]) -> str:
     """`rank 1`, `ranks 1 and 2`, `ranks 1, 2 and 5`."""
     *most, last = map(str, numbers)
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
@@ -149,7 +151,7 @@ def _block(index: int, failure: Failure) -> str:
     )
 
 
-async def events(
+async def write_last_events(
     log: EventLog, start: Start | None, pids: Mapping[int, int], outcome: Exit
 ) -> None:
     """Write the agent's last events: one for each rank of its last round and one for the agent."""
@@ -157,7 +159,7 @@ async def events(
     ok, now_ms, seconds = outcome.code == EXIT_OK, time.time_ns() // 10**6, log.seconds
     # torchrun reports a failed agent when its run raises anything but a ChildFailedError
     its_own = bool(outcome.signum) or not (ok or outcome.failures)
-    why = sentence(outcome) if its_own else ""
+    why = outcome_sentence(outcome) if its_own else ""
 
     def record() -> None:
         log.ended(
@@ -206,11 +208,11 @@ async def print_outcome(
             logger.error("%s", HOW_TO_RESTART)
     elif not node.called:
         fine = outcome.code == EXIT_SAVED
-        log_last_word(sentence(outcome, folder), NOTICE if fine else logging.ERROR)
+        log_last_word(outcome_sentence(outcome, folder), NOTICE if fine else logging.ERROR)
     await in_thread(lambda: writer.flush(limit), name="flush")
 
 
-def sentence(outcome: Exit, folder: str = "") -> str:
+def outcome_sentence(outcome: Exit, folder: str = "") -> str:
     """The reason in one sentence, for an end that no rank caused; `folder`: where checkpoints
     are."""
     if outcome.signum:
@@ -229,7 +231,7 @@ def last_word_of(outcome: Exit) -> LastWord:
     """The outcome as a record that programs read."""
     code = code_of_reason(outcome.why)
     if not outcome.failures:
-        return LastWord(sentence(outcome), reason=code)
+        return LastWord(outcome_sentence(outcome), reason=code)
     root = outcome.failures[0]
     own = next(filter(str.strip, reversed(root.traceback.splitlines())), "") or root.message
     message = own.strip() or what_happened(root)
@@ -242,7 +244,7 @@ def _error_file(outcome: Exit) -> None:
         write_own(outcome.failures[0], os.environ)
     else:
         kind = "SignalException" if outcome.signum else "RuntimeError"
-        write_own_words(kind, sentence(outcome), time.time_ns() // 1000, os.environ)
+        write_own_words(kind, outcome_sentence(outcome), time.time_ns() // 1000, os.environ)
 
 
 class ShutdownSteps:
@@ -259,7 +261,7 @@ class ShutdownSteps:
         """Whether shutdown has begun."""
         return self._until < math.inf
 
-    def signalled(self) -> None:
+    def note_death_signal(self) -> None:
         """Note when the first death signal arrived; later ones do not count."""
         if self._signalled is None:
             self._signalled = time.monotonic()
@@ -273,27 +275,27 @@ class ShutdownSteps:
     def start(self) -> None:
         """Start the time limit, or restart it."""
         now = time.monotonic()
-        self._until = now + BOUND
+        self._until = now + TOTAL_LIMIT
         if self._signalled is not None:
             self._until = min(
-                self._until, max(now + SIGNALLED_BOUND, self._signalled + KILLED_AFTER)
+                self._until, max(now + SIGNALLED_LIMIT, self._signalled + KILLED_AFTER)
             )
 
-    def left(self, limit: float) -> float:
-        """Seconds that a step with this limit may still take; at least LEAST, or `limit` if that is
-        less."""
-        return min(limit, max(LEAST, self._until - time.monotonic()))
+    def time_for(self, limit: float) -> float:
+        """Seconds that a step with this limit may still take; at least LEAST_STEP_TIME, or `limit`
+        if that is less."""
+        return min(limit, max(LEAST_STEP_TIME, self._until - time.monotonic()))
 
-    def now(self, what: str, work: Callable[[], object]) -> None:
+    def run_now(self, what: str, work: Callable[[], object]) -> None:
         """Run a step that does not wait."""
         try:
             work()
         except Exception:
             logger.exception("%s failed", what)
 
-    async def step(self, what: str, work: Awaitable[object], limit: float | None) -> None:
+    async def run_step(self, what: str, work: Awaitable[object], limit: float | None) -> None:
         """Run a step with `limit` seconds at most; None: it has its own limit."""
-        limit = None if limit is None else self.left(limit)
+        limit = None if limit is None else self.time_for(limit)
         try:
             await asyncio.wait_for(work, limit)
         except TimeoutError:
@@ -301,12 +303,12 @@ class ShutdownSteps:
         except Exception:
             logger.exception("%s failed", what)
 
-    async def descendants(self, ranks: Ranks, grace: float, linger: float) -> None:
+    async def end_descendants(self, ranks: Ranks, grace: float, linger: float) -> None:
         """Processes left by finished ranks may run for `linger` seconds; then they get SIGTERM, and
         SIGKILL `grace` seconds later. `hurry` ends the wait."""
         await self._until_hurried(ranks.clear(grace, linger), linger + grace + 1.0)
 
-    async def output(self, output: RankOutput, *, hurried: bool) -> None:
+    async def show_output(self, output: RankOutput, *, hurried: bool) -> None:
         """Show the ranks' output as long as somebody reads it. After a death signal (`hurried`: it
         has already arrived) the output gets SHOW_LIMIT seconds at most, and a disk that does not
         respond SHOW_PATIENCE more."""
@@ -315,7 +317,7 @@ class ShutdownSteps:
         if not hurried:
             await self._until_hurried(asyncio.shield(showing), None)
         if not showing.done():
-            limit = self.left(SHOW_LIMIT) if hurried else SHOW_LIMIT
+            limit = self.time_for(SHOW_LIMIT) if hurried else SHOW_LIMIT
             output.hurry(limit)
             await asyncio.wait({showing}, timeout=limit + SHOW_PATIENCE)
         if not showing.done():

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from elasticrun.agent import job_log
 from elasticrun.agent.job_log import NOTHING, OperatorMessages, RoundLog, directed
-from elasticrun.agent.shutdown import sentence
+from elasticrun.agent.shutdown import outcome_sentence
 from elasticrun.config import EXIT_FAILED, EXIT_SAVED
 from elasticrun.core.events import Exit, Note
 from elasticrun.core.reasons import (
@@ -272,9 +272,12 @@ def test_who_is_told_to_leave_reads_what_was_saved_and_how_to_go_on() -> None:
     saved = Exit(EXIT_SAVED, "received SIGINT", (), 2, 1180)
     ended = "ended by SIGINT (2); the ranks have been shut down"
     again = "run the same command again to continue from it"
-    assert sentence(saved, "/ckpt") == f"{ended}; step 1180 is saved in /ckpt: {again}"
-    assert sentence(structs.replace(saved, saved=-1)) == f"{ended}; the last step is saved: {again}"
-    assert sentence(structs.replace(saved, code=EXIT_FAILED, saved=-1), "/ckpt") == ended
+    assert outcome_sentence(saved, "/ckpt") == f"{ended}; step 1180 is saved in /ckpt: {again}"
+    assert (
+        outcome_sentence(structs.replace(saved, saved=-1))
+        == f"{ended}; the last step is saved: {again}"
+    )
+    assert outcome_sentence(structs.replace(saved, code=EXIT_FAILED, saved=-1), "/ckpt") == ended
 
 
 def test_a_master_that_does_not_answer() -> None:
@@ -284,7 +287,7 @@ def test_a_master_that_does_not_answer() -> None:
     )
     lost = ending(EXIT_FAILED, NoMasterFor(600.0))
     assert lost.reason == "no master answered for 600 s"
-    assert sentence(lost) == f"{lost.reason}; to find out why, run here: elasticrun doctor"
+    assert outcome_sentence(lost) == f"{lost.reason}; to find out why, run here: elasticrun doctor"
 
     luck = RankFailed(3, "b", "ValueError: bad luck")
     assert directed(text(luck), unreachable_side(luck)) == BAD_LUCK, "other ends name no doctor"

@@ -41,10 +41,10 @@ async def test_a_step_that_fails_or_is_late_is_told_and_the_next_is_done(caplog)
 
     end = ShutdownSteps()
     end.start()
-    end.now("the first", defect)
-    await end.step("the second", broken(), 5.0)
-    await end.step("the third", asyncio.Event().wait(), 0.01)
-    await end.step("the fourth", sound(), 5.0)
+    end.run_now("the first", defect)
+    await end.run_step("the second", broken(), 5.0)
+    await end.run_step("the third", asyncio.Event().wait(), 0.01)
+    await end.run_step("the fourth", sound(), 5.0)
     assert done == ["sound"]
     for told in ("the first failed", "the second failed", "the third did not finish within 0.01 s"):
         assert told in caplog.text
@@ -54,11 +54,11 @@ def test_the_steps_have_one_bound_and_each_its_least(monkeypatch) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     end = ShutdownSteps()
-    assert end.left(1e6) == 1e6
+    assert end.time_for(1e6) == 1e6
     end.start()
-    assert (end.left(3.0), end.left(1e6)) == (3.0, shutdown.BOUND)
-    now += shutdown.BOUND
-    assert (end.left(0.5), end.left(1e6)) == (0.5, shutdown.LEAST)
+    assert (end.time_for(3.0), end.time_for(1e6)) == (3.0, shutdown.TOTAL_LIMIT)
+    now += shutdown.TOTAL_LIMIT
+    assert (end.time_for(0.5), end.time_for(1e6)) == (0.5, shutdown.LEAST_STEP_TIME)
 
 
 @pytest.mark.parametrize(("took", "bound"), [(1.0, 20.0), (15.0, 14.0), (26.0, 4.0), (90.0, 4.0)])
@@ -66,12 +66,12 @@ def test_what_ranks_took_of_a_pods_grace_is_gone(took: float, bound: float, monk
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     end = ShutdownSteps()
-    end.signalled()
+    end.note_death_signal()
     now += took / 2
-    end.signalled()  # a second one does not put the end off
+    end.note_death_signal()  # a second one does not put the end off
     now += took / 2
     end.start()
-    assert end.left(1e6) == bound
+    assert end.time_for(1e6) == bound
 
 
 async def test_output_is_shown_until_a_death_signal(tmp_path: Path, monkeypatch, caplog) -> None:
@@ -86,7 +86,7 @@ async def test_output_is_shown_until_a_death_signal(tmp_path: Path, monkeypatch,
 
     end = ShutdownSteps()
     end._until = 0.0
-    showing = asyncio.create_task(end.output(output, hurried=False))
+    showing = asyncio.create_task(end.show_output(output, hurried=False))
     done, _ = await asyncio.wait({showing}, timeout=0.5)
     assert not done  # the bound of the other steps is over, and does not count here
     hurried_at = time.monotonic()
@@ -225,4 +225,4 @@ async def test_an_end_that_has_saved_is_no_error(code: int, level: int, monkeypa
     node = node_context(writer=SimpleNamespace(flush=lambda limit: True))
     outcome = Exit(code, "received SIGINT", (), 2, 7)
     await shutdown.print_outcome(node, outcome, 1.0, ran=True)
-    assert said == [(shutdown.sentence(outcome), level)]
+    assert said == [(shutdown.outcome_sentence(outcome), level)]

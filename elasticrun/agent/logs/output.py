@@ -44,7 +44,7 @@ KEPT_FOR: Final = 24 * 3600.0
 """Seconds after its last line for which a killed run's output is kept. The next run would remove it
 otherwise, and a scheduler starts that run before anybody has read the output."""
 
-MOST: Final = 4096
+MAX_SWEPT: Final = 4096
 """Maximum number of entries of the temporary folder that a sweep examines."""
 
 STDOUT = 1
@@ -148,7 +148,7 @@ def sweep(now: float | None = None) -> None:
     seconds after their last line."""
     now = time.time() if now is None else now
     with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
-        for _, entry in zip(range(MOST), entries, strict=False):
+        for _, entry in zip(range(MAX_SWEPT), entries, strict=False):
             if entry.name.startswith(PREFIX):
                 with contextlib.suppress(OSError):
                     _sweep_one(entry, now)

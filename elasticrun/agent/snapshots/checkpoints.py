@@ -41,7 +41,7 @@ class _Attempt:
         """The name under which slots are pinned."""
         return f"attempt {self.order.attempt}"
 
-    def failed(self, reason: str) -> Persisted:
+    def failure_report(self, reason: str) -> Persisted:
         """The report that the attempt, or its marker, has failed."""
         return Persisted(self.order.attempt, False, self.committing, reason, 0, 0.0)
 
@@ -68,7 +68,7 @@ class Persisting:
             self._resend(known)
             return
         attempt = self._attempts[order.attempt] = _Attempt(order)
-        attempt.timer.after(order.limit, self._late, attempt)
+        attempt.timer.after(order.limit, self._on_limit, attempt)
         attempt.tasks.start(self._write(attempt), attempt.name)
 
     def commit(self, order: CommitCheckpoint) -> None:
@@ -126,7 +126,7 @@ class Persisting:
                 await self._claim.verify(present.folder)
             done = await self._store.savers.commit(order.attempt, order.writers)
         except (SaverGone, NotOurs) as error:
-            self._report(attempt, attempt.failed(str(error)))
+            self._report(attempt, attempt.failure_report(str(error)))
             return
         self._report(attempt, Persisted(order.attempt, done.ok, True, done.reason, 0, 0.0))
 
@@ -202,7 +202,7 @@ class Persisting:
         attempt.results.append(report)
         self._store.link.send(report)
 
-    def _late(self, attempt: _Attempt) -> None:
+    def _on_limit(self, attempt: _Attempt) -> None:
         """Give an attempt up: its time limit has passed, and no master has ended it."""
         in_storage = any(report.ok and report.committed for report in attempt.results)
         self._close(attempt, ok=in_storage)
@@ -210,7 +210,7 @@ class Persisting:
             why = f"it was not written within {attempt.order.limit:g} s"
             if any(report.ok for report in attempt.results):
                 why = f"no master has ended it within {attempt.order.limit:g} s"
-            self._report(attempt, attempt.failed(why))
+            self._report(attempt, attempt.failure_report(why))
 
     def _close(self, attempt: _Attempt, *, ok: bool) -> None:
         self._attempts.pop(attempt.order.attempt, None)

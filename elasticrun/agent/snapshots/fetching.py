@@ -344,12 +344,12 @@ class Replicator:
             one
             for one in held
             if (_newest(one) < newest[one.replica] or one.replica not in self._ranks)
-            and not one.pinned()
+            and not one.is_pinned()
         ]
         for one in unneeded:
             self._store.drop(one)
         if unneeded:
-            self._store.report.changed()
+            self._store.report.send_soon()
 
     # ------------------------------------------------------------ one order
 
@@ -371,7 +371,7 @@ class Replicator:
         reason = next(filter(None, reasons), "")
         if reason and self._is_known(order.round, order.step):
             self._store.link.send(m.NotReplicated(order.round, order.step, reason[:MAX_REASON]))
-        self._store.report.changed()
+        self._store.report.send_soon()
 
     async def _copy_one(self, order: m.Replicate, rank: int, content: int) -> str:
         """Copy one rank's snapshot; returns why that failed, "" if it is here."""
@@ -402,7 +402,7 @@ class Replicator:
         if done.ok and not self._is_known(order.round, order.step):
             held.segment.withdraw(slot)  # left over from before a rewind
         held.written = held.written or done.ok
-        self._store.report.changed()
+        self._store.report.send_soon()
         return "" if done.ok else done.reason
 
     def _is_known(self, name: RoundName, step: int) -> bool:

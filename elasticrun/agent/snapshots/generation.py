@@ -141,7 +141,7 @@ class Generation:
 
     # ------------------------------------------------------------ introductions
 
-    def refusal(self, here: s.RankHere, pid: int) -> str:
+    def why_refused(self, here: s.RankHere, pid: int) -> str:
         """Why this process is rejected, in a clause; "" if it may take snapshots for one of our
         ranks. It then becomes that rank's process."""
         start = self.start
@@ -382,7 +382,7 @@ class Drain:
         fresh = all(one.held is None for one in self.generation.ranks)
         return Signalled(signum, name, death, step, self.margin(), held, fresh)
 
-    def ask(self, order: m.SaveAt) -> None:
+    def request_save(self, order: m.SaveAt) -> None:
         """Ask all ranks to save their first step from this one on. A repeated order is answered
         again if the step was missed, because the master may not know that."""
         start = self.generation.start

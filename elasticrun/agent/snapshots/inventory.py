@@ -281,7 +281,7 @@ class Inventory:
             now = current[one.local_rank] if one.local_rank >= 0 and not beyond else None
             if now is None and not beyond:
                 continue  # its rank has not asked for one yet
-            if now is one or one.pinned():
+            if now is one or one.is_pinned():
                 continue
             heirs = [heir for heir in current if heir is not None] if now is None else [now]
             if not one.snapshots() or any(self.has_whole(heir, watermark) for heir in heirs):
@@ -436,8 +436,8 @@ def _pin(round: bytes, step: int) -> str:
 REPORTS_PER_SECOND: Final = 50.0
 """Maximum rate at which a master receives reports from all nodes of a round."""
 
-ALONE: Final = 1.0
-"""Seconds between reports of a round's only node: it detects complete steps itself, and `now`
+ALONE_EVERY: Final = 1.0
+"""Seconds between reports of a round's only node: it detects complete steps itself, and `send_now`
 reports urgent changes."""
 
 
@@ -452,17 +452,17 @@ class HoldingsReport:
         self._due = Timer()
         self._closed = False
 
-    def changed(self) -> None:
+    def send_soon(self) -> None:
         """Report soon; several changes within a short time make one report."""
         loop = asyncio.get_running_loop()
         nodes = self._router.nodes()
-        due = self._sent_at + (nodes / REPORTS_PER_SECOND if nodes > 1 else ALONE)
+        due = self._sent_at + (nodes / REPORTS_PER_SECOND if nodes > 1 else ALONE_EVERY)
         if due <= loop.time():
             self._offer()
         elif not self._due.is_set and not self._closed:
             self._due.after(due - loop.time(), self._offer)
 
-    def now(self, *, again: bool = False) -> None:
+    def send_now(self, *, again: bool = False) -> None:
         """Report before any later message; `again`: even if nothing has changed."""
         self._due.cancel()
         report = self._router.holdings()

@@ -448,15 +448,15 @@ class Hashing:
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._hashed: dict[int, float] = {}  # time on the loop's clock
 
-    def soon(self, held: Held) -> None:
+    def hash_soon(self, held: Held) -> None:
         """Schedule hashing after a commit in this segment."""
         if held.key not in self._timers:
             loop = asyncio.get_running_loop()
             last = self._hashed.get(held.key, -APART)
             at = max(loop.time() + HASH_AFTER, last + APART)
-            self._timers[held.key] = loop.call_at(at, self.now, held)
+            self._timers[held.key] = loop.call_at(at, self.hash_now, held)
 
-    def now(self, held: Held) -> None:
+    def hash_now(self, held: Held) -> None:
         """Request the hash of the segment's newest snapshot now."""
         timer = self._timers.pop(held.key, None)
         if timer is not None:

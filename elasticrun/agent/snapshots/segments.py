@@ -158,7 +158,7 @@ class Held:
                 reasons.discard(reason)
                 self.segment.pin(slot, bool(reasons))
 
-    def pinned(self) -> bool:
+    def is_pinned(self) -> bool:
         return any(self.pins.values())
 
 

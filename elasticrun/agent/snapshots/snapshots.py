@@ -173,7 +173,7 @@ class LocalSnapshots:
             NONE if start.info.restore is None else start.info.restore.step
         )
         self._shards.start(start)
-        self._report.changed()
+        self._report.send_soon()
 
     def ranks_stopping(self) -> None:
         """No-op: ranks may still commit."""
@@ -185,14 +185,14 @@ class LocalSnapshots:
             self._store.drop_damaged()
             self._wanted.add_pinned(self._generation.held())
             self._serve()
-        self._report.now(again=True)
+        self._report.send_now(again=True)
 
     def attached(self) -> None:
         """Report everything again after a (re)connection: the master may know nothing of this
         node."""
         if self._segments.held and self._several:
             self.savers.ensure()  # other nodes may have to fetch from here
-        self._report.now(again=True)
+        self._report.send_now(again=True)
         self._persisting.resend()
         self._shards.ask_again()
 
@@ -208,7 +208,7 @@ class LocalSnapshots:
         elif isinstance(order, m.Persist):
             self._persisting.start(order)
         elif isinstance(order, m.SaveAt):
-            self.drain.ask(order)
+            self.drain.request_save(order)
         elif isinstance(order, m.CommitCheckpoint):
             self._persisting.commit(order)
         elif isinstance(order, m.PersistOver):
@@ -285,11 +285,11 @@ class LocalSnapshots:
             for lone in generation.cut_off():
                 for step in sorted(generation.open_steps()):
                     self._report_missing(lone, step, BROKEN)
-            self._report.changed()
+            self._report.send_soon()
 
     def _rank_here(self, peer: Peer, here: s.RankHere) -> None:
         generation = self._generation
-        why, start = generation.refusal(here, peer.pid), generation.start
+        why, start = generation.why_refused(here, peer.pid), generation.start
         if start is None or why:
             peer.break_off(why)
             return
@@ -341,7 +341,7 @@ class LocalSnapshots:
             self.drain.missed(message)
         elif isinstance(message, s.Skipped):
             rank.skipped = message.count
-            self._report.changed()
+            self._report.send_soon()
         elif isinstance(message, s.Remark):
             self.remark(f"local rank {local_rank}: {message.text}")
         elif isinstance(message, s.Restored):
@@ -394,7 +394,7 @@ class LocalSnapshots:
         current = [rank.held for rank in self._generation.ranks]
         for held in self._inventory.prunable(current, self._generation.watermark):
             self._store.drop(held)
-        self._report.changed()
+        self._report.send_soon()
 
     # ------------------------------------------------------------ commits
 
@@ -418,16 +418,16 @@ class LocalSnapshots:
             given = [rank.held for rank in generation.ranks if rank.held is not None]
             # A dropped segment holds no step.
             self._give_up(self._inventory.abandoned_step(given, mark))
-        self._hashing.soon(held)
+        self._hashing.hash_soon(held)
         if self._replicas.enabled and self._several:
             rank = start.first_rank + local_rank
             self.savers.serve(held, snapshot, start.round, rank)
         for lone in generation.cut_off():
             self._report_missing(lone, snapshot.step, BROKEN)
         if message.persist:
-            self._report.now()
+            self._report.send_now()
         else:
-            self._report.changed()
+            self._report.send_soon()
 
     def _save_failed(self, local_rank: int, message: s.SaveFailed) -> None:
         start = self._generation.start
@@ -437,7 +437,7 @@ class LocalSnapshots:
             key = round_key(start.round)
             self._wanted.add(key, message.step, self._generation.held())
         self._report_missing(local_rank, message.step, one_line(message.reason))
-        self._report.now()
+        self._report.send_now()
 
     def _report_missing(self, local_rank: int, step: int, reason: str) -> None:
         """Report that a local rank will never have this step, so that no rank waits for it."""
@@ -461,14 +461,14 @@ class LocalSnapshots:
         self._shards.compare()
         self._serve()
         for held in self._segments.held:
-            self._hashing.now(held)
-        self._report.now()
+            self._hashing.hash_now(held)
+        self._report.send_now()
 
     def saver_lost(self) -> None:
         """Handle the saver's exit: start another one if a rank is connected."""
         if any(rank.peer is not None for rank in self._generation.ranks):
             self.savers.ensure()
-        self._report.changed()
+        self._report.send_soon()
 
     def remark(self, text: str, level: int = logging.WARNING) -> None:
         """Log a sentence of a rank or the saver, once per generation."""

@@ -84,7 +84,7 @@ class EventLog:
             self._waiting_since = time.monotonic()
 
     def close(self) -> None:
-        """No-op: the last events are written at the very end (`shutdown.events`)."""
+        """No-op: the last events are written at the very end (`shutdown.write_last_events`)."""
 
     # ------------------------------------------------------------ the events
 

@@ -124,7 +124,7 @@ class Probing:
             if not probing.over:
                 ended = "it ended without a result"
                 why = ended if isinstance(message, spawning.Exited) else message.reason
-                self._failed(probing, local_rank, self._clause(probing, local_rank, why))
+                self._add_failure(probing, local_rank, self._clause(probing, local_rank, why))
             self._check_done(probing)
         elif isinstance(message, spawning.ProbeSaid) and not probing.over:
             with contextlib.suppress(ValueError):  # an unknown phase
@@ -147,7 +147,7 @@ class Probing:
         except Exception as error:  # BadEnvironment, or any error of a vendor's tool
             why = str(error) or type(error).__name__
             for rank in ranks:
-                self._failed(probing, rank, self._clause(probing, rank, why))
+                self._add_failure(probing, rank, self._clause(probing, rank, why))
             probing.started = True
             self._check_done(probing)
             return
@@ -201,7 +201,7 @@ class Probing:
         limit = probing.order.limit
         for local_rank in range(self._launch.nproc_per_node):
             hung = f"{self._where(local_rank)}hung: no end within its limit of {limit:g} s"
-            self._failed(probing, local_rank, hung)
+            self._add_failure(probing, local_rank, hung)
         probing.started = True
         self._kill(probing)
         self._check_done(probing)
@@ -244,7 +244,7 @@ class Probing:
             message.timed,
         )
 
-    def _failed(self, probing: _RunningProbe, local_rank: int, reason: str) -> None:
+    def _add_failure(self, probing: _RunningProbe, local_rank: int, reason: str) -> None:
         phase = probing.phase(local_rank)
         failed = _Result(False, phase, phase in OWN_PHASES, False, reason)
         probing.results.setdefault(local_rank, failed)

@@ -29,7 +29,7 @@ START_LIMITS: Final = {True: 30.0, False: 300.0}
 """Seconds from the start of a store host, forked or not, until it must listen (one started by exec
 imports torch first). No node can join without one, so one that hangs is replaced."""
 
-HELD_MOST: Final = 64
+MAX_RESERVED: Final = 64
 """Maximum number of reserved ports; beyond it the oldest is released."""
 
 RETRY: Final = 1.0
@@ -160,7 +160,7 @@ class Stores:
             return
         self._held.append(store.held)
         asyncio.get_running_loop().call_later(self._hold, self._release_port, store.held)
-        while len(self._held) > HELD_MOST:
+        while len(self._held) > MAX_RESERVED:
             self._held.popleft().close()
 
     def close(self) -> None:

@@ -170,11 +170,13 @@ class Checkpointer:
             persist_every_seconds = None  # the other option overrides the default
         persists = interval_of("persist_every", persist_every_steps, persist_every_seconds)
         flags = {"verify": verify, "strict_save": strict_save, "rng": rng}
-        _check(keep, slots, on_busy, replicas, {**flags, "weights_only": weights_only})
+        _refuse_invalid_options(
+            keep, slots, on_busy, replicas, {**flags, "weights_only": weights_only}
+        )
         if not state:
             raise ValueError("there is no state: pass it by name, as in Checkpointer(..., model=m)")
         rank, world_size = rank_and_world_size()
-        wanted, least = _slots(slots, persists, replicas)
+        wanted, least = _slots_to_request(slots, persists, replicas)
         keep = keep or Keep()
         url = os.fspath(_default_folder() if folder is None else folder)
         url = url if "://" in url else os.path.abspath(os.path.expanduser(url))
@@ -342,7 +344,7 @@ class Checkpointer:
         """Training has completed step `number`: take a snapshot if one is due. `healthy=False` (for
         example, the loss is NaN) skips it; all ranks must pass the same. Raises ValueError for an
         invalid number, and StateError at the first step for state that cannot be saved."""
-        number = _step(number)
+        number = _valid_step(number)
         backend, schedule = self._ensure_started(number)
         if number < self._last:  # e.g. counted per epoch: such steps are never due
             self._remark_once(
@@ -372,7 +374,7 @@ class Checkpointer:
         """Take a snapshot of step `number` and have it written to storage, regardless of the
         schedule. Return False if it could not be taken. Call it on every rank at the same step.
         Raises ValueError for an invalid number."""
-        number = _step(number)
+        number = _valid_step(number)
         backend, _ = self._ensure_started(number)
         return self._try_save(backend, DueSnapshot(number, True), BUSY_LIMIT)
 
@@ -559,7 +561,7 @@ def _refuse_invalid_state(given: Mapping[str, Any]) -> None:
         raise StateError(f"{name} {why}")
 
 
-def _check(
+def _refuse_invalid_options(
     keep: object, slots: object, on_busy: object, replicas: object, flags: Mapping[str, object]
 ) -> None:
     """Raise ValueError for invalid options."""
@@ -576,7 +578,7 @@ def _check(
         raise ValueError(f"keep is {keep!r}; it must be a Keep, as in keep=Keep(last=3)")
 
 
-def _slots(
+def _slots_to_request(
     slots: Literal["auto"] | int, persist_every: float | int | None, replicas: int
 ) -> tuple[int, int]:
     """Number of slots to request, and the minimum that is acceptable; 0: no fewer."""
@@ -585,7 +587,7 @@ def _slots(
     return (3, MIN_SLOTS) if persist_every is not None or replicas else (MIN_SLOTS, 0)
 
 
-def _step(number: int) -> int:
+def _valid_step(number: int) -> int:
     """The number of a step. Raises ValueError."""
     try:
         found = operator.index(number)

@@ -114,9 +114,9 @@ def test_the_pace_is_known_before_the_first_snapshot(monkeypatch) -> None:
 
 def test_every_segment_is_told_and_later_ones_too() -> None:
     drain, generation, _ = made()
-    drain.ask(m.SaveAt(OTHER, 9, "node a must leave"))
+    drain.request_save(m.SaveAt(OTHER, 9, "node a must leave"))
     assert page(generation, 0).save_at == NONE
-    drain.ask(m.SaveAt(ROUND, 9, "node a must leave"))
+    drain.request_save(m.SaveAt(ROUND, 9, "node a must leave"))
     assert [page(generation, rank).save_at for rank in (0, 1)] == [9, 9]
     late = held(1)
     drain.show(1, late)
@@ -139,10 +139,10 @@ def test_an_order_that_comes_again_is_answered_again() -> None:
     """The master has died meanwhile, or the word was lost with its stream."""
     drain, _, said = made()
     order = m.SaveAt(ROUND, 9, "node a must leave")
-    drain.ask(order)
+    drain.request_save(order)
     drain.missed(s.StepMissed(9, 10))
-    drain.ask(m.SaveAt(ROUND, 12, "node a must leave"))
-    drain.ask(order)
+    drain.request_save(m.SaveAt(ROUND, 12, "node a must leave"))
+    drain.request_save(order)
     assert said == [m.Missed(ROUND, 9, 10)] * 2
 
 

@@ -111,7 +111,7 @@ async def test_the_agent_fails_where_torchruns_run_raises(
     start: Start | None, outcome: Exit, states: list[str], why: str | None
 ) -> None:
     lines: list[str] = []
-    await shutdown.events(log(lines), start, {0: 10, 1: 11}, outcome)
+    await shutdown.write_last_events(log(lines), start, {0: 10, 1: 11}, outcome)
     told = [json.loads(line)["metadata"] for line in lines]
     assert [one["state"] for one in told] == (states if start else states[-1:])
     assert told[-1]["raw_error"] == why
