@@ -266,7 +266,7 @@ def test_a_node_that_is_there_twice(world: World) -> None:
     (twin,) = agents(world, ELASTICRUN, 1, "2", port, first=1, static=True)
     jobs += agents(world, ELASTICRUN, 1, "2", port, "--node-id=pod-2", first=1, static=True)
     assert twin.wait() == 1
-    assert "node rank-1 is held by another agent" in twin.stderr
+    assert "node rank-1 belongs to another agent" in twin.stderr
     assert "Traceback" not in twin.stderr
     jobs[-1].until_text("spare")
     assert allreduce(world, peers) == [2, 2]

@@ -148,7 +148,7 @@ def test_a_full_disk(training: Training) -> None:
     finally:
         end(job)
     assert starts(training.out, 0) == [0]
-    assert "it is tried again in" in said.read_text()
+    assert "; retrying in" in said.read_text()
 
 
 @further(
@@ -183,7 +183,7 @@ def test_storage_hangs_while_a_rank_dies(training: Training) -> None:
     finally:
         end(job)
     assert [training.starts(rank) for rank in range(2)] == [[0, 3]] * 2
-    assert "step 3 is taken from memory, storage was not looked at" in said.read_text()
+    assert "step 3 is restored from memory; storage was not queried" in said.read_text()
     assert training.checkpoints()[-1] == STEPS
     training.is_as_if_nothing_happened()
 
