@@ -27,7 +27,7 @@ SETTLE = 15.0
 """Seconds after the last Start within which every session has sent a heartbeat and received its
 interval."""
 
-MOST_CPU = 40.0
+MAX_CPU = 40.0
 """Target: percent of one core that an idle master may use with 5,000 sessions."""
 
 BROADCAST = 1.0
@@ -82,7 +82,7 @@ def idle(master: Master, crowd: Crowd, seconds: float) -> dict[str, float]:
 
 
 ROWS = (
-    ("cpu", "CPU of the master at rest", "{:.1f} % of a core", MOST_CPU),
+    ("cpu", "CPU of the master at rest", "{:.1f} % of a core", MAX_CPU),
     ("broadcast", "last Join said → last Start received", "{:.2f} s", BROADCAST),
     ("all back", "first Join said → last Start received", "{:.2f} s", None),
     ("dead", "nodes taken for dead", "{:.0f}", 0.0),

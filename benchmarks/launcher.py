@@ -132,7 +132,7 @@ def speed_rows(quick: bool) -> list[tuple[Row, int, Callable[[str], list[float]]
 
 def processor_rows(seconds: float) -> list[Row]:
     """Measure the CPU use of agent, master and all launcher processes: one row each, printed."""
-    used = {launcher: rows.processor(launcher, seconds) for launcher in (TORCHRUN, ELASTICRUN)}
+    used = {launcher: rows.cpu_percent(launcher, seconds) for launcher in (TORCHRUN, ELASTICRUN)}
     found = []
     for name in ("agent", "master", "all"):
         row = Row(f"CPU of {name} while training runs", "%", Bar(None if name == "all" else 0.5))
@@ -155,7 +155,7 @@ def cycle_report(quick: bool) -> dict[str, dict[str, float]]:
     return found
 
 
-def clean(found: dict[str, float]) -> bool:
+def is_clean(found: dict[str, float]) -> bool:
     """Whether every crash was followed by a successful restart, and nothing was left behind."""
     wrong = ("wasted", "hangs", "exit code", "processes left", "shm left", "files left")
     grown = found["descriptors grown by"]
@@ -189,7 +189,7 @@ def main() -> int:
     ]
     report.write("launcher", about, {"rows": table, "cycles": cycles}, options.json)
     missed = [row.name for row in done if row.verdict() not in ("yes", "")]
-    if cycles and not clean(cycles[ELASTICRUN]):
+    if cycles and not is_clean(cycles[ELASTICRUN]):
         missed.append("crash and restart")
     return report.verdict(missed)
 

@@ -308,7 +308,7 @@ def sampled(
 
 SIZES = (1, 2, 3, 4, 5, 8, 16, 32, 64, 1000)
 
-MOST_SINGLE = 1500
+MAX_SINGLE = 1500
 """Maximum number of checks per row of the table of single faults; beyond it, a random sample."""
 
 NODES_OF_DOUBLES = 40_000
@@ -419,7 +419,7 @@ def main() -> int:
     print(HEAD)
     for count in SIZES:
         kinds = [single(count, kind) for kind in KINDS if kind != "link"]
-        most = (MOST_SINGLE if count < 1000 else 60) // part
+        most = (MAX_SINGLE if count < 1000 else 60) // part
         row, tally = table(count, itertools.chain(*kinds), most, chance)
         print(row, flush=True)
         bad += len(tally.missed)

@@ -147,14 +147,14 @@ def recoveries_two_nodes(run: Job) -> list[float]:
 def resident(launcher: str) -> list[float]:
     """RSS in MB of the launcher while its two ranks train."""
     with job(launcher) as run:
-        training(run)
+        start_training(run)
         return [psutil.Process(run.agents[0].pid).memory_info().rss / 1e6]
 
 
 def proportional(launcher: str) -> list[float]:
     """PSS in MB of all processes of a job of two ranks."""
     with job(launcher) as run:
-        training(run)
+        start_training(run)
         return [sum(pss(process.pid) for process in run.processes()) / 1e6]
 
 
@@ -165,18 +165,18 @@ def pss(pid: int) -> int:
     return sum(int(line.split()[1]) * 1024 for line in text.splitlines() if line[:4] == "Pss:")
 
 
-def training(run: Job, settle: float = 3.0) -> None:
+def start_training(run: Job, settle: float = 3.0) -> None:
     """Start a job of two ranks, and let it train for `settle` seconds."""
     run.start("--nproc-per-node=2", script="steps.py", arguments=("0", "0", "for-ever"))
     run.until(lambda: len(run.of("allreduce")) == 2, START_LIMIT)
     time.sleep(settle)
 
 
-def processor(launcher: str, seconds: float) -> dict[str, list[float]]:
+def cpu_percent(launcher: str, seconds: float) -> dict[str, list[float]]:
     """Percent of one core that the launcher's processes use while two ranks train, by kind (agent,
     master, fork server, other, all)."""
     with job(launcher) as run:
-        training(run)
+        start_training(run)
         ranks = {fact.pid for fact in run.of("allreduce")}
         watched = [p for p in run.processes() if p.pid not in ranks]
         before = {p.pid: cpu_seconds(p.pid) for p in watched}

@@ -75,7 +75,7 @@ def lives(gib: float, count: int, samples: int, pairs: int) -> Samples:
         words = (str(gib), str(count), str(samples), str(deaths + 1))
         flags = ("--nproc-per-node=1", f"--max-restarts={deaths}", *NO_BACKOFF)
         run.start(*flags, script="snapshot_lives.py", arguments=words)
-        _through(run, deaths)
+        _await_lives(run, deaths)
         rows = figures(run)
         return {**by_name(rows), **_breakdown(run, deaths)}
 
@@ -110,21 +110,21 @@ def from_disk(launcher: str, gib: float, count: int, deaths: int) -> list[float]
             *only_elasticrun(launcher, *NO_BACKOFF),
         )
         run.start(*flags, script="snapshot_disk.py", arguments=words)
-        _through(run, deaths)
+        _await_lives(run, deaths)
         return recoveries(run, deaths)
 
 
-def _through(run: Job, deaths: int) -> None:
+def _await_lives(run: Job, deaths: int) -> None:
     """Wait until every life has completed its first step, and the job has succeeded. Raises
     TookTooLong."""
     for life in range(deaths + 1):
         run.until(lambda life=life: bool(run.of("again", life)), LIMIT)
         if not run.of("again", life):
             raise TookTooLong(f"{run.launcher}: life {life} never trained\n{run.console()}")
-    _end(run)
+    _await_end(run)
 
 
-def _end(run: Job) -> None:
+def _await_end(run: Job) -> None:
     agent = run.agents[0]
     run.until(lambda: agent.poll() is not None, LIMIT)
     if agent.wait(LIMIT):
@@ -148,8 +148,8 @@ def persists(gib: float, count: int, samples: int) -> Samples:
             run.until(lambda number=number: len(run.of("ready")) > number, LIMIT)
             if len(run.of("ready")) <= number:
                 raise TookTooLong(f"no checkpoint was written\n{run.console()}")
-            used.append(processor(run, {fact.pid for fact in run.facts}))
-        _end(run)
+            used.append(cpu_seconds_by_kind(run, {fact.pid for fact in run.facts}))
+        _await_end(run)
         found = by_name(figures(run))
         for before, after in list(itertools.pairwise(used))[1:]:
             spent = {kind: after[kind] - before.get(kind, 0.0) for kind in after}
@@ -159,7 +159,7 @@ def persists(gib: float, count: int, samples: int) -> Samples:
         return found
 
 
-def processor(run: Job, ranks: set[int]) -> dict[str, float]:
+def cpu_seconds_by_kind(run: Job, ranks: set[int]) -> dict[str, float]:
     """CPU seconds so far of the job's processes except the ranks, by kind."""
     found: dict[str, float] = {}
     for process in run.processes():
@@ -185,5 +185,5 @@ def training(pairs: int, steps: int) -> list[dict[str, float | str]]:
     with job(ELASTICRUN) as run:
         words = (str(pairs), str(steps))
         run.start("--nproc-per-node=2", script="snapshot_training.py", arguments=words)
-        _end(run)
+        _await_end(run)
         return figures(run)

@@ -73,7 +73,7 @@ def log_lines(run: Job) -> list[tuple[float, str]]:
     return found
 
 
-def moment(lines: list[tuple[float, str]], words: str) -> float:
+def first_time(lines: list[tuple[float, str]], words: str) -> float:
     """The time of the first line that contains these words."""
     return next(at for at, text in lines if words in text)
 
@@ -100,21 +100,21 @@ def start(run: Job, more: Mapping[str, str]) -> Picture:
     run.until(lambda: len(run.of("allreduce")) == 2, rows.START_LIMIT)
     master = next(started_at(p.pid) for p in run.processes() if rows.name_of(p) == "master")
     lines = log_lines(run)
-    ready = moment(lines, "ranks will be started by fork")
-    serving = moment(lines, "serving job")
-    begins = moment(lines, "round 1 begins")
+    ready = first_time(lines, "ranks will be started by fork")
+    serving = first_time(lines, "serving job")
+    begins = first_time(lines, "round 1 begins")
     spans = [
         Span("launcher", "Python, command line", run.began, master),
-        Span("launcher", "imports grpc and the agent", master, moment(lines, "log directory")),
+        Span("launcher", "imports grpc and the agent", master, first_time(lines, "log directory")),
         Span("job master", "Python, imports, listens", master, serving),
         Span("fork server", "warm or imports torch", master, ready),
         Span("job master", "nodes join", serving, begins),
-        *of_ranks(run, begins, 0),
+        *rank_spans(run, begins, 0),
     ]
     return picture(spans, run.began, rows.last(run.of("allreduce")))
 
 
-def of_ranks(run: Job, begins: float, life: int) -> list[Span]:
+def rank_spans(run: Job, begins: float, life: int) -> list[Span]:
     """The spans from the beginning of a round to the first all_reduce of its ranks."""
     script, imported = first(run.of("begins", life)), rows.last(run.of("imported", life))
     grouped = rows.last(run.of("grouped", life))
@@ -135,13 +135,13 @@ def restart(run: Job) -> Picture:
     run.until(lambda: len(run.of("allreduce", 1)) == 2, rows.START_LIMIT)
     lines = log_lines(run)
     died = run.of("dies")[0].time
-    heard, over = moment(lines, "killed by SIGKILL"), moment(lines, "round 1 is over")
-    begins = moment(lines, "round 2 begins")
+    heard, over = first_time(lines, "killed by SIGKILL"), first_time(lines, "round 1 is over")
+    begins = first_time(lines, "round 2 begins")
     spans = [
         Span("fork server", "reaps it and tells", died, heard),
         Span("launcher", "stops the other rank", heard, begins),
         Span("job master", "decides", over, begins),
-        *of_ranks(run, begins, 1),
+        *rank_spans(run, begins, 1),
     ]
     return picture(spans, died, rows.last(run.of("allreduce", 1)))
 
@@ -152,13 +152,13 @@ def picture(spans: list[Span], began: float, ended: float) -> Picture:
     return Picture(tuple(moved), ended - began)
 
 
-def cold() -> Picture:
+def cold_start_picture() -> Picture:
     """The picture of a start without a warm process."""
     with job(ELASTICRUN) as run:
         return start(run, {})
 
 
-def from_warm() -> Picture:
+def warm_start_picture() -> Picture:
     """The picture of a start from a warm process."""
     with job(ELASTICRUN) as run:
         place = run.folder / "warm.sock"
@@ -170,16 +170,16 @@ def from_warm() -> Picture:
             os.kill(pid, signal.SIGKILL)
 
 
-def again() -> Picture:
+def restart_picture() -> Picture:
     """The picture of a restart."""
     with job(ELASTICRUN) as run:
         return restart(run)
 
 
 PICTURES: dict[str, tuple[Callable[[], Picture], Callable[[str], list[float]]]] = {
-    "cold start": (cold, rows.cold_start),
-    "start from a warm process": (from_warm, rows.cold_start),
-    "a rank dies": (again, rows.restart),
+    "cold start": (cold_start_picture, rows.cold_start),
+    "start from a warm process": (warm_start_picture, rows.cold_start),
+    "a rank dies": (restart_picture, rows.restart),
 }
 
 

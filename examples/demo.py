@@ -35,7 +35,7 @@ NODES = 2
 RANKS_PER_NODE = 2
 LAST_RANK = NODES * RANKS_PER_NODE - 1
 WANTED_ACCURACY = 0.95
-HANG_ENDS = 15
+HANG_LIMIT = 15
 """--hang-limit: seconds after which ranks that wait are restarted. Without it, a certain hang is
 ended after 30 s."""
 
@@ -126,7 +126,7 @@ def start(folder: Path, epochs: int, lines: Lines) -> list[Agent]:
         *(f"--nnodes={NODES}", f"--nproc-per-node={RANKS_PER_NODE}", "--max-restarts=3"),
         *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=demo"),
         "--preload=torch._dynamo",  # otherwise each start imports it with DDP: one second
-        f"--hang-limit={HANG_ENDS}",
+        f"--hang-limit={HANG_LIMIT}",
         *(f"--log-dir={folder / 'logs'}", str(HERE / "digits.py")),
         *(f"--folder={folder}", f"--epochs={epochs}", f"--mistake={hang_epoch(epochs)}"),
     ]
@@ -199,7 +199,7 @@ class Display:
                 )
                 self.print_event(
                     "[dim]waiting for elasticrun to find that out (about 10 s) and to restart the "
-                    f"ranks ({HANG_ENDS} s after the last movement)[/]"
+                    f"ranks ({HANG_LIMIT} s after the last movement)[/]"
                 )
         elif word == "done" and "accuracy" in values:
             observed.accuracy = float(values["accuracy"])

@@ -29,7 +29,7 @@ except ImportError:
         """No-op without elasticrun."""
 
 
-TEST_PART = 360
+TEST_COUNT = 360
 """Images kept out of training, of the 1797 in the data set: every fifth one."""
 
 
@@ -85,7 +85,7 @@ def accuracy(model: nn.Module, test: TensorDataset) -> float:
     return float(right)
 
 
-def forget_the_others(folder: Path) -> None:
+def call_barrier_alone(folder: Path) -> None:
     """A common mistake, made here on purpose, once per folder: a collective that only one rank
     calls. It then waits forever."""
     once = folder / "forgot"
@@ -132,11 +132,11 @@ def train(folder: Path, epochs: int, mistake: int) -> None:
             mean = float(total) / len(loader) / world_size
             print_line(f"epoch number={epoch + 1} of={epochs} loss={mean:.4f}")
             if epoch + 1 == mistake:
-                forget_the_others(folder)
+                call_barrier_alone(folder)
     dist.barrier()
     if rank == 0:
         print(
-            f"done accuracy={accuracy(model.module, test_set):.4f} images={TEST_PART}", flush=True
+            f"done accuracy={accuracy(model.module, test_set):.4f} images={TEST_COUNT}", flush=True
         )
 
 

@@ -32,18 +32,18 @@ PAUSE = 0.1
 Samples = dict[str, list[float]]
 
 
-def processor() -> float:
+def cpu_seconds() -> float:
     """CPU seconds that this process has used."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
-def note(found: Samples, name: str, value: float) -> None:
+def add_sample(found: Samples, name: str, value: float) -> None:
     """Add a sample."""
     found.setdefault(name, []).append(value)
 
 
-def memory(state: State, shared: Shared, samples: int, found: Samples) -> None:
+def measure_memory(state: State, shared: Shared, samples: int, found: Samples) -> None:
     """Measure copies between private and shared memory, both warm, and a copy from a fresh mapping.
     Also measure how long the kernel takes to provide the same amount of private memory, which every
     new process needs."""
@@ -52,51 +52,51 @@ def memory(state: State, shared: Shared, samples: int, found: Samples) -> None:
         time.sleep(PAUSE)
         untouched = [torch.empty_like(tensor) for tensor in tensors]
         touch = timed(lambda untouched=untouched: torch._foreach_zero_(untouched))
-        note(found, "first touch", touch)
+        add_sample(found, "first touch", touch)
         del untouched
-        note(found, "memcpy", timed(lambda: shared.take(tensors)))
-        note(found, "memcpy back", timed(lambda: shared.give(tensors)))
+        add_sample(found, "memcpy", timed(lambda: shared.take(tensors)))
+        add_sample(found, "memcpy back", timed(lambda: shared.give(tensors)))
         fresh = shared.mapped(tensors)
         again = timed(lambda fresh=fresh: torch._foreach_copy_(tensors, fresh))
-        note(found, "memcpy back, fresh mapping", again)
+        add_sample(found, "memcpy back, fresh mapping", again)
         del fresh
 
 
-def direct(shared: Shared, folder: Path, samples: int, found: Samples) -> None:
+def measure_direct_write(shared: Shared, folder: Path, samples: int, found: Samples) -> None:
     """Measure a plain O_DIRECT write of the same bytes, with fsync, to a new file each time."""
     view = memoryview(mmap.mmap(shared.descriptor, shared.nbytes, mmap.MAP_SHARED, mmap.PROT_READ))
     path = folder / "direct"
     for _ in range(samples):
-        used, began = processor(), time.perf_counter()
+        used, began = cpu_seconds(), time.perf_counter()
         target = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_DIRECT)
         os.posix_fallocate(target, 0, shared.nbytes)
         for at in range(0, shared.nbytes, BLOCK):
             os.pwrite(target, view[at : at + BLOCK], at)
         os.fsync(target)
         os.close(target)
-        note(found, "O_DIRECT", time.perf_counter() - began)
-        note(found, "O_DIRECT cpu", processor() - used)
+        add_sample(found, "O_DIRECT", time.perf_counter() - began)
+        add_sample(found, "O_DIRECT cpu", cpu_seconds() - used)
         path.unlink()
         time.sleep(PAUSE)
 
 
-def plain_dcp(state: State, folder: Path, samples: int, found: Samples) -> None:
+def measure_dcp_save(state: State, folder: Path, samples: int, found: Samples) -> None:
     """Measure torch's synchronous save with fsync, and its load into existing tensors."""
     path = folder / "dcp"
     contents = {"model": state.state_dict()}
     for _ in range(samples):
         shutil.rmtree(path, ignore_errors=True)
         writer = dcp.FileSystemWriter(path, sync_files=True, thread_count=1)
-        used, began = processor(), time.perf_counter()
+        used, began = cpu_seconds(), time.perf_counter()
         dcp.save(contents, storage_writer=writer, no_dist=True)
-        note(found, "dcp.save", time.perf_counter() - began)
-        note(found, "dcp.save cpu", processor() - used)
+        add_sample(found, "dcp.save", time.perf_counter() - began)
+        add_sample(found, "dcp.save cpu", cpu_seconds() - used)
         load = timed(lambda: dcp.load(contents, checkpoint_id=path, no_dist=True))
-        note(found, "dcp.load", load)
+        add_sample(found, "dcp.load", load)
     shutil.rmtree(path, ignore_errors=True)
 
 
-def asynchronous(state: State, folder: Path, samples: int, found: Samples) -> None:
+def measure_async_save(state: State, folder: Path, samples: int, found: Samples) -> None:
     """Measure how long torch's asynchronous save blocks training: with its shared-memory stager and
     a writer process, and with its defaults."""
     options = StagingOptions(
@@ -119,7 +119,7 @@ def asynchronous(state: State, folder: Path, samples: int, found: Samples) -> No
             began = time.perf_counter()
             saved = dcp.async_save(contents, checkpoint_id=path, **way)
             stall = time.perf_counter() - began
-            note(found, name if number else f"{name}, first", stall)
+            add_sample(found, name if number else f"{name}, first", stall)
             getattr(saved, "upload_completion", saved).result()
             shutil.rmtree(path, ignore_errors=True)
             time.sleep(PAUSE)
@@ -134,13 +134,13 @@ def main() -> None:
     state.fill(1.5)
     found: Samples = {}
     shared = Shared(state.tensors())
-    memory(state, shared, samples, found)
-    direct(shared, folder, samples, found)
+    measure_memory(state, shared, samples, found)
+    measure_direct_write(shared, folder, samples, found)
     del shared
-    plain_dcp(state, folder, samples, found)
+    measure_dcp_save(state, folder, samples, found)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[5]}
     dist.init_process_group("gloo", rank=0, world_size=1)
-    asynchronous(state, folder, samples, found)
+    measure_async_save(state, folder, samples, found)
     print(json.dumps(found))
     dist.destroy_process_group()
 

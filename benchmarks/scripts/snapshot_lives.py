@@ -38,7 +38,7 @@ PAUSE = 0.5
 LIFE = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
 
-def figure(name: str, seconds: float) -> None:
+def write_figure(name: str, seconds: float) -> None:
     """Append one sample to $BENCH_STEPS/figures."""
     line = json.dumps({"name": name, "life": LIFE, "seconds": seconds}) + "\n"
     with (Path(os.environ["BENCH_STEPS"]) / "figures").open("a") as file:
@@ -52,7 +52,7 @@ def train(state: State, step: int) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def at(state: State) -> int:
+def step_of(state: State) -> int:
     """The step at which `train` last changed the state."""
     return int(state.weights[0][-1].item())
 
@@ -76,28 +76,30 @@ def main() -> None:
     if LIFE == 0:
         state.fill(0.0)
     else:
-        figure("restore" if touched else "restore, untouched", restored)
-        assert at(state) == start > 0, f"restored step {start}, but the state is of {at(state)}"
+        write_figure("restore" if touched else "restore, untouched", restored)
+        assert step_of(state) == start > 0, (
+            f"restored step {start}, but the state is of {step_of(state)}"
+        )
     step = start + 1
     train(state, step)
     report("again")
     name = "first" if LIFE == 0 else "first after restart"
     stall = timed(lambda: checkpointer.step(step))
-    figure(name if checkpointer.stats.snapshots else f"{name}: skipped", stall)
+    write_figure(name if checkpointer.stats.snapshots else f"{name}: skipped", stall)
     tensors = state.tensors()
     shared = Shared(tensors) if LIFE == 0 else None
     for _ in range(samples if shared else 2):
         time.sleep(PAUSE)
         if shared:
-            figure("memcpy", timed(lambda: shared.take(tensors)))
-            figure("memcpy back", timed(lambda: shared.give(tensors)))
+            write_figure("memcpy", timed(lambda: shared.take(tensors)))
+            write_figure("memcpy back", timed(lambda: shared.give(tensors)))
         step += 1
         train(state, step)
         before = checkpointer.stats.snapshots
         stall = timed(lambda step=step: checkpointer.step(step))
-        figure("stall" if checkpointer.stats.snapshots > before else "skipped", stall)
+        write_figure("stall" if checkpointer.stats.snapshots > before else "skipped", stall)
     if lives - 1 > LIFE:
-        figure("last step", float(step))
+        write_figure("last step", float(step))
         report("dies")
         os.kill(os.getpid(), signal.SIGKILL)
     checkpointer.close()

@@ -82,18 +82,18 @@ def check_data(folders: Mapping[str, str]) -> None:
         raise NotHere(f"--data={name}:{path}: {path} {what} on this host ({os.uname().nodename})")
 
 
-READS: Final = ("stacks", "top", "events", "incidents")
-ORDERS: Final = ("stop", "restart", "exclude", "include", "scale")
+READ_VERBS: Final = ("stacks", "top", "events", "incidents")
+ORDER_VERBS: Final = ("stop", "restart", "exclude", "include", "scale")
 SUBMITTED_VERBS: Final = ("suspend", "resume", "delete")
-OF_CLUSTERS: Final = (
+CLUSTER_VERBS: Final = (
     *("list", "status", "logs", "exec"),
     *SUBMITTED_VERBS,
-    *READS,
-    *ORDERS,
+    *READ_VERBS,
+    *ORDER_VERBS,
 )
 """Verbs that also work for jobs in Kubernetes."""
 
-_AT: Final = {
+_VERB_MODULES: Final = {
     "doctor": "cli.verbs.doctor",
     "replay": "cli.verbs.replay",
     "warm": "cli.verbs.warm",
@@ -113,7 +113,7 @@ _AT: Final = {
     "convert": "jobs.verbs.convert",
     "operator": "jobs.verbs.operator",
     "completion": "jobs.verbs.completion",
-    **dict.fromkeys(ORDERS, "jobs.running.orders"),
+    **dict.fromkeys(ORDER_VERBS, "jobs.running.orders"),
     **dict.fromkeys(SUBMITTED_VERBS, "jobs.manage.jobs"),
 }
 """The module of each verb, imported when it is used, and the function's name if it is not `main`.
@@ -123,7 +123,7 @@ folder."""
 _WITH_NOTIFY: Final = ("submit", "render", "convert", "warm", "join")
 """Verbs whose functions take `notify`, which prints a line for the user."""
 
-VERBS: Final = ("master", *_AT)
+VERBS: Final = ("master", *_VERB_MODULES)
 """All verbs. A verb as the first word is not the name of a script, unless `verb_of` finds one."""
 
 OTHER_TOOLS_VERBS: Final = {
@@ -342,7 +342,7 @@ def _master(words: Sequence[str]) -> int:
 
 def _verb(verb: str, words: Sequence[str]) -> int:
     """Run a verb, on this host or for a cluster. Returns the exit code."""
-    if verb in OF_CLUSTERS:
+    if verb in CLUSTER_VERBS:
         words, run_there = _module("jobs.placing").resolve_verb(verb, words, notify)
         if run_there is not None:
             return (_run_piped if verb == "exec" else _run_printing)(run_there)
@@ -367,9 +367,9 @@ def _module(name: str) -> ModuleType:
 
 def _function_of(verb: str) -> Callable[[Sequence[str]], int]:
     """The function that runs the verb; its argument is the verb's words."""
-    module, _, name = _AT[verb].partition(":")
+    module, _, name = _VERB_MODULES[verb].partition(":")
     does = getattr(_module(module), name or "main")
-    if verb in (*ORDERS, *SUBMITTED_VERBS):
+    if verb in (*ORDER_VERBS, *SUBMITTED_VERBS):
         return partial(does, verb)
     more: dict[str, Any] = {"notify": notify} if verb in _WITH_NOTIFY else {}
     more |= {"verbs": VERBS, "run": _verb} if verb == "completion" else {}

@@ -39,7 +39,7 @@ OPTIONS: Final = ("--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0", "-
 NOT_PASSED_ON: Final = ("--srun", "--dry-run", "--dry_run")
 """Flags that are removed from the command of srun's tasks."""
 
-_OF_A_SHELL: Final = (PTY, "SLURM_PTY_WIN_COL", "SLURM_PTY_WIN_ROW")
+_SHELL_VARIABLES: Final = (PTY, "SLURM_PTY_WIN_COL", "SLURM_PTY_WIN_ROW")
 """Variables that `srun --pty` leaves in a shell; they do not describe a step started from it."""
 
 
@@ -54,7 +54,7 @@ def become_srun(
         print(shlex.join(command))
         return EXIT_OK
     notify(f"--srun: {shlex.join(command)}")
-    variables = {name: value for name, value in environ.items() if name not in _OF_A_SHELL}
+    variables = {name: value for name, value in environ.items() if name not in _SHELL_VARIABLES}
     try:
         os.execvpe(command[0], command, variables)
     except OSError as error:
@@ -104,10 +104,10 @@ def apply_scheduler(flags: FlagValues, machine: Machine, facts: HostFacts) -> De
     if found.external:
         return _dlrover(flags, found)
     if by := _rendezvous_flag(flags):
-        return _beside_flags(flags, found, by)
+        return _with_rendezvous_flags(flags, found, by)
     if flags.is_given("nnodes"):
-        return _of_some(flags, found)
-    return _bare(flags, found, machine)
+        return _with_nnodes(flags, found)
+    return _without_place_flags(flags, found, machine)
 
 
 def _rendezvous_flag(flags: FlagValues) -> str:
@@ -115,25 +115,25 @@ def _rendezvous_flag(flags: FlagValues) -> str:
     return next((flags.source(dest) for dest in PLACE_FLAGS if flags.is_given(dest)), "")
 
 
-def _bare(flags: FlagValues, found: Found, machine: Machine) -> DetectedPlace:
+def _without_place_flags(flags: FlagValues, found: Found, machine: Machine) -> DetectedPlace:
     """The place if neither the number of nodes nor the rendezvous is given: the scheduler gives
     both, unless the command is for this node alone."""
     if found.why_alone or amount(found.nodes) <= 1 or found.nodes is None or found.host is None:
-        return DetectedPlace(found, note=_alone(found))
+        return DetectedPlace(found, note=_unused_sentence(found))
     filled = {"nnodes": found.nodes, **_place(flags, found)}
     if not flags.is_given("nproc_per_node"):
-        devices = found.nproc or _visible(machine)
+        devices = found.nproc or _gpu_count(machine)
         if devices is not None:
             filled["nproc_per_node"] = devices
-    return DetectedPlace(found, filled, note=_used(found, filled))
+    return DetectedPlace(found, filled, note=_filled_sentence(found, filled))
 
 
-def _of_some(flags: FlagValues, found: Found) -> DetectedPlace:
+def _with_nnodes(flags: FlagValues, found: Found) -> DetectedPlace:
     """The place if only --nnodes is given: the scheduler gives the node rank and the rendezvous.
     Extra nodes are spares."""
     low, high = settings.nodes(flags.text("nnodes"))
     if high == 1:
-        return DetectedPlace(found, note=_again(found))
+        return DetectedPlace(found, note=_attempt_sentence(found))
     there = amount(found.nodes)
     why = found.why_alone
     if found.host is not None:
@@ -153,10 +153,10 @@ def _of_some(flags: FlagValues, found: Found) -> DetectedPlace:
         idle = f"{found.seen}: {idle}; srun --ntasks-per-node=1 would not start it"
         return DetectedPlace(found, idle=idle)
     filled = _place(flags, found)
-    return DetectedPlace(found, filled, note=_used(found, filled))
+    return DetectedPlace(found, filled, note=_filled_sentence(found, filled))
 
 
-def _beside_flags(flags: FlagValues, found: Found, by: str) -> DetectedPlace:
+def _with_rendezvous_flags(flags: FlagValues, found: Found, by: str) -> DetectedPlace:
     """The place if flags (the first is `by`) name the rendezvous. The scheduler's node rank is used
     only where a rank is a mere preference."""
     elastic = flags.is_given("rdzv_backend") and flags.text("rdzv_backend") in ELASTIC_WORDS
@@ -164,7 +164,7 @@ def _beside_flags(flags: FlagValues, found: Found, by: str) -> DetectedPlace:
     known = found.host is not None and found.node_rank is not None and not found.crowd
     several = found.nodes is None or amount(found.nodes) > 1
     filled = _rank(found) if wish and known and several else {}
-    return DetectedPlace(found, filled, note=_again(found), by=by)
+    return DetectedPlace(found, filled, note=_attempt_sentence(found), by=by)
 
 
 def _dlrover(flags: FlagValues, found: Found) -> DetectedPlace:
@@ -181,7 +181,7 @@ def _dlrover(flags: FlagValues, found: Found) -> DetectedPlace:
             assert found.nodes is not None
             filled["nnodes"] = found.nodes
         filled |= _rank(found)
-    note = _used(found, filled) if "nnodes" in filled else ""
+    note = _filled_sentence(found, filled) if "nnodes" in filled else ""
     return DetectedPlace(found, filled, note=note, shown=shown)
 
 
@@ -207,7 +207,7 @@ def _rank(found: Found) -> dict[str, Given]:
     return {"node_rank": found.node_rank}
 
 
-def _visible(machine: Machine) -> Given | None:
+def _gpu_count(machine: Machine) -> Given | None:
     """The number of GPUs here, if the scheduler does not count them; None without any."""
     count = machine.accelerators("gpu") or 0
     return Given(str(count), "GPUs seen here") if count else None
@@ -216,28 +216,28 @@ def _visible(machine: Machine) -> Given | None:
 # ---------------------------------------------------------------- sentences
 
 
-def _used(found: Found, filled: Mapping[str, Given]) -> str:
+def _filled_sentence(found: Found, filled: Mapping[str, Given]) -> str:
     flags = " ".join(f"--{dest.replace('_', '-')}={one.value}" for dest, one in filled.items())
-    return f"{_seen(found)}, so this equals {flags}"
+    return f"{_place_sentence(found)}, so this equals {flags}"
 
 
-def _alone(found: Found) -> str:
+def _unused_sentence(found: Found) -> str:
     """The sentence for a detected place that is not used: why, and which flag would use it."""
     if not found.why_alone:
-        return _again(found)
+        return _attempt_sentence(found)
     use = "use --nnodes and --rdzv-endpoint for one job on several nodes"
     if found.use:
         use = f"use {found.use} for one job on all nodes"
         if found.crowd:
             use += ", with one agent on each"
-    return f"{_seen(found)}: {found.why_alone}, so this is a job of one node; {use}"
+    return f"{_place_sentence(found)}: {found.why_alone}, so this is a job of one node; {use}"
 
 
-def _again(found: Found) -> str:
-    return _seen(found) if found.attempt > 1 else ""
+def _attempt_sentence(found: Found) -> str:
+    return _place_sentence(found) if found.attempt > 1 else ""
 
 
-def _seen(found: Found) -> str:
+def _place_sentence(found: Found) -> str:
     """This process's place, and from the second attempt on the scheduler's attempt number."""
     again = f", attempt {found.attempt} ({found.attempt_source})" if found.attempt > 1 else ""
     return f"{found.seen}{again}"

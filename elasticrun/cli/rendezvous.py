@@ -42,7 +42,7 @@ RENDEZVOUS_FLAGS: Final = (
 )
 """Flags that name the rendezvous."""
 
-_OF_ONE_NODE: Final = ("--node-id", "--local-addr")
+_NODE_FLAGS: Final = ("--node-id", "--local-addr")
 """Flags whose values differ on each node."""
 
 
@@ -90,7 +90,7 @@ def open_place(flags: FlagValues, machine: Machine) -> tuple[Place, str]:
     stem = job_stem(flags)
     parts = json.dumps([machine.user, os.path.basename(script), args, named])
     digest = hashlib.sha256(parts.encode(errors="surrogateescape")).hexdigest()[:12]
-    path = os.path.join(folder, f".elasticrun-{_plain(machine.user)}-{stem}-{digest}")
+    path = os.path.join(folder, f".elasticrun-{_as_file_name(machine.user)}-{stem}-{digest}")
     found = f"this folder is on {kind}"
     note = (
         f"{found}: all machines on which you start this command find each other by {path}; "
@@ -140,10 +140,10 @@ def job_stem(flags: FlagValues) -> str:
     name = str(flags.ns.training_script)
     if not flags.switch("module"):
         name = os.path.basename(name.rstrip("/"))
-    return _plain(name.removesuffix(".py"))[:40] or "job"
+    return _as_file_name(name.removesuffix(".py"))[:40] or "job"
 
 
-def _plain(text: str) -> str:
+def _as_file_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.]+", "_", text).strip(".")
 
 
@@ -153,7 +153,7 @@ def join_command(
     """The command with which other nodes join, from this node's words and working directory.
     `grow`: the value of --grow to add; "": none."""
     tail = 1 + len(values.ns.training_script_args or ())
-    flags, program = without_flags(words[:-tail], _OF_ONE_NODE), list(words[-tail:])
+    flags, program = without_flags(words[:-tail], _NODE_FLAGS), list(words[-tail:])
     given: Mapping[str, str] = getattr(values.ns, "given", {})
     if "nnodes" not in given:
         flags.insert(0, f"--nnodes={values.text('nnodes')}")

@@ -74,10 +74,10 @@ _WITHOUT_EFFECT: Final = (
     "protocol",
 )
 
-MOST_UNREAD: Final = 5
+MAX_UNKNOWN_LISTED: Final = 5
 """Maximum number of unknown variables listed in a note."""
 
-_OF_OTHERS: Final = re.compile(
+_FOREIGN_VARIABLES: Final = re.compile(
     r"ELASTICRUN_(JOB_UID$|(TEST|STEP|LAB|REWRITE)(_|$)|(.*_)?SERVICE_(HOST|PORT)|(.*_)?PORT(_\d|$))"
 )
 """Variables set by manifests and tests, or by Kubernetes in every pod if a Service has our name."""
@@ -130,7 +130,7 @@ def resolve(
     bare = machine.facts is not None and place.found is None
     plan = resolve_rendezvous(flags, conf, machine, bare=bare)
     if plan.delegate:
-        _only_torchrun_flags(flags, plan.delegate)
+        _require_torchrun_flags(flags, plan.delegate)
     notes += plan.notes
     notes += _conf_notes(conf, plan.place.kind)
     nproc = ranks_per_node(flags, machine, notes)
@@ -143,7 +143,7 @@ def resolve(
     notes += [
         *health_notes(flags, spec.checks),
         *_no_effect_notes(flags),
-        *_unknown_variables(environ),
+        *_unknown_variable_notes(environ),
     ]
     token, tls = trust.token(flags), _tls(flags, typed_in)
     if not plan.delegate:
@@ -370,13 +370,13 @@ def ranks_per_node(flags: FlagValues, machine: Machine, notes: list[str]) -> int
     try:
         number = int(text)
     except ValueError:
-        return _devices(text, machine)
+        return _device_count(text, machine)
     if number < 1:
         raise UsageError(f"--nproc-per-node={number}: a node needs at least one rank")
     return number
 
 
-def _devices(word: str, machine: Machine) -> int:
+def _device_count(word: str, machine: Machine) -> int:
     if word == "cpu":
         return machine.cores()
     found = machine.accelerators(word)
@@ -507,17 +507,19 @@ def _no_effect_notes(flags: FlagValues) -> list[str]:
     return notes
 
 
-def _unknown_variables(environ: Mapping[str, str]) -> list[str]:
+def _unknown_variable_notes(environ: Mapping[str, str]) -> list[str]:
     """A note that names the variables with our prefix that nothing reads; [] without any."""
     begins = "ELASTICRUN_"
     known = {value for value in vars(env).values() if isinstance(value, str)}
     known |= {f"{begins}{flag.dest.upper()}" for flag in table.FLAGS if flag.env == "*"}
     known |= {flag.variable for flag in table.FLAGS} | {trust.TOKEN_VARIABLE, *trust.GIT_SECRETS}
     names = sorted(n for n in environ if n.startswith(begins) and n not in known)
-    names = [name for name in names if not _OF_OTHERS.match(name)]
+    names = [name for name in names if not _FOREIGN_VARIABLES.match(name)]
     if not names:
         return []
-    shown = ", ".join(names[:MOST_UNREAD]) + (" ..." if len(names) > MOST_UNREAD else "")
+    shown = ", ".join(names[:MAX_UNKNOWN_LISTED]) + (
+        " ..." if len(names) > MAX_UNKNOWN_LISTED else ""
+    )
     are = "is" if len(names) == 1 else "are"
     return [
         f"{shown} in the environment {are} unknown and ignored"
@@ -525,7 +527,7 @@ def _unknown_variables(environ: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _only_torchrun_flags(flags: FlagValues, plugin: str) -> None:
+def _require_torchrun_flags(flags: FlagValues, plugin: str) -> None:
     """Raise UsageError for a flag that torchrun lacks, because torchrun runs a plug-in's job."""
     given: Mapping[str, str] = getattr(flags.ns, "given", {})
     contract = {flag.dest for flag in table.FLAGS if flag.origin == TORCHRUN}
@@ -579,23 +581,23 @@ def accelerator(flags: FlagValues) -> str:
     return name
 
 
-def health_notes(flags: FlagValues, found: CheckSpec) -> list[str]:
+def health_notes(flags: FlagValues, spec: CheckSpec) -> list[str]:
     """Notes about health settings without effect, and about what --auto-config has enabled."""
-    found_notes = []
+    notes = []
     word = flags.text("accelerator")
     if word in accelerators.UNSUPPORTED:
-        found_notes.append(
+        notes.append(
             f"--accelerator={word} is not supported: probes use the detected accelerator "
             f"({', '.join(accelerators.NAMES)})"
         )
-    if found.perf_floor and not found.perf:
-        found_notes.append("--comm-perf-threshold has no effect without --comm-perf-test")
-    if found.network and not flags.switch("network_check") and not flags.number("precheck"):
-        found_notes.append(
+    if spec.perf_floor and not spec.perf:
+        notes.append("--comm-perf-threshold has no effect without --comm-perf-test")
+    if spec.network and not flags.switch("network_check") and not flags.number("precheck"):
+        notes.append(
             f"--auto-config: the network is checked before training, because there are at least "
             f"{AUTO_CHECK_NODES} nodes"
         )
-    return found_notes
+    return notes
 
 
 def _number(flags: FlagValues, dest: str, expects: str, fits: Callable[[float], bool]) -> float:

@@ -53,7 +53,7 @@ def token(flags: FlagValues) -> str:
     UsageError."""
     path = _file(flags, "token_file")
     if not path:
-        return _checked(flags.environ.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE)
+        return _checked_token(flags.environ.get(TOKEN_VARIABLE, ""), TOKEN_VARIABLE)
     try:
         with Path(path).open(encoding="utf-8") as file:
             text = file.read(MAX_TOKEN + 2).strip()
@@ -62,10 +62,10 @@ def token(flags: FlagValues) -> str:
         raise NotHere(f"--token-file={path} cannot be read: {why}") from None
     if not text:
         raise UsageError(f"--token-file={path} is empty: write the job's secret into it")
-    return _checked(text, f"--token-file={path}")
+    return _checked_token(text, f"--token-file={path}")
 
 
-def _checked(text: str, where: str) -> str:
+def _checked_token(text: str, where: str) -> str:
     if len(text) > MAX_TOKEN:
         raise UsageError(f"{where}: a secret has at most {MAX_TOKEN} characters")
     try:

@@ -91,7 +91,7 @@ def test_ended_and_lost_jobs_are_listed(root: Path, capsys: pytest.CaptureFixtur
 def test_the_newest_ended_ones_where_not_all_are_asked_for(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listing, "MOST_ENDED", 1)
+    monkeypatch.setattr(listing, "MAX_ENDED", 1)
     _several(root)
     for words, count in (([], 1), (["-A"], 3)):
         assert listing.main(words) == 0

@@ -33,7 +33,7 @@ from elasticrun.cli.detection.found import (
 POD: Final = "KUBERNETES_SERVICE_HOST"
 """A variable that the kubelet sets in every pod."""
 
-_HERE: Final = ("localhost", "127.0.0.1")
+_LOOPBACK: Final = ("localhost", "127.0.0.1")
 _NAME = re.compile(r"[A-Za-z0-9_.:-]+\Z")
 
 
@@ -69,7 +69,7 @@ def node_level(
     if rank is None or size is None or master is None or not _NAME.match(master.value):
         return None
     host, name = master, Given(master.value.partition(".")[0], master.source)
-    if amount(size) > 1 and master.value in _HERE:
+    if amount(size) > 1 and master.value in _LOOPBACK:
         # Some operators give pod 0 this address; the other pods use its name.
         if amount(rank) != 0 or not facts.fqdn:
             return None
@@ -99,11 +99,11 @@ def leader_worker_set(environ: Mapping[str, str], facts: HostFacts) -> Found | N
     size, index = number(environ, "LWS_GROUP_SIZE"), number(environ, "LWS_WORKER_INDEX")
     seen = f"a pod of the LeaderWorkerSet group of {leader.value}"
     found = Found("LeaderWorkerSet", seen, nodes=size, node_rank=index)
-    found = _named(found, leader, leader.value)
+    found = _with_first_pod(found, leader, leader.value)
     if size is None:
         why = not_a_number(environ, "LWS_GROUP_SIZE")
         return replace(found, why_alone=why, use="--nnodes=N")
-    return _of_all(found, facts)
+    return _for_all_pods(found, facts)
 
 
 def volcano(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
@@ -128,7 +128,9 @@ def volcano(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
     found = Found("Volcano", seen, nodes=size, node_rank=index)
     if first is None:
         return replace(found, why_alone=f"{tasks[0]} is empty")
-    return _of_all(_named(found, first, _numbered(first.value.partition(".")[0])[0]), facts)
+    return _for_all_pods(
+        _with_first_pod(found, first, _numbered(first.value.partition(".")[0])[0]), facts
+    )
 
 
 def indexed_job(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
@@ -171,16 +173,16 @@ def stateful_set(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
 def _by_index(found: Found, domain: str, first: str, name: str) -> Found:
     if not domain:
         return replace(found, why_alone=NO_SUBDOMAIN)
-    found = _named(found, Given(f"{first}.{domain}", "the host name"), name)
+    found = _with_first_pod(found, Given(f"{first}.{domain}", "the host name"), name)
     return replace(found, why_alone="their number is unknown", use="--nnodes=N")
 
 
-def _named(found: Found, host: Given, name: str) -> Found:
+def _with_first_pod(found: Found, host: Given, name: str) -> Found:
     port = Given(str(port_of_name(name)), "the job's name")
     return replace(found, host=host, port=port, job_id=Given(name, host.source))
 
 
-def _of_all(found: Found, facts: HostFacts) -> Found:
+def _for_all_pods(found: Found, facts: HostFacts) -> Found:
     """`found`, with what a bare command means if there are several nodes: a job of all of them, or
     why not."""
     count = amount(found.nodes)

@@ -53,7 +53,7 @@ DOES: Final = {
     "top": "Show the nodes of a cluster: capacity, requests of pods, usage.",
 }
 
-MOST_EVENTS: Final = 10
+MAX_EVENTS: Final = 10
 
 
 def main(verb: str, words: Sequence[str]) -> int:
@@ -197,13 +197,13 @@ async def _status(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> int:
         page: Json = asdict(page_of(job.row(now)))
         page |= {"kind": job.body["kind"], "namespace": job.namespace}
         page |= {"conditions": job.conditions, "pods": [_pod_record(pod) for pod in pods]}
-        page["events"] = [_event_record(one) for one in events[-MOST_EVENTS:]]
+        page["events"] = [_event_record(one) for one in events[-MAX_EVENTS:]]
         print(as_json(page))
         return EXIT_OK
     print(*map(plain, _page(job, pods, now)), sep="\n")
     if events or hidden:
         print("", "last events:" if events else f"events: {hidden}", sep="\n")
-    for one in events[-MOST_EVENTS:]:
+    for one in events[-MAX_EVENTS:]:
         print(f"  {duration(max(0.0, now - _when(one))):>6} ago  {one.get('reason', '')}: "
               f"{plain(' '.join(str(one.get('message', '')).split()))}")  # fmt: skip
     return EXIT_OK

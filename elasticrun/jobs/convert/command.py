@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 SHELLS: Final = ("sh", "bash", "dash", "zsh")
 
-SETTLED: Final = (
+FIXED_FLAGS: Final = (
     "nnodes", "node-rank", "group-rank", "master-addr", "master-port", "rdzv-backend",
     "rdzv-endpoint", "rdzv-id", "standalone", "local-addr", "use-env",
 )  # fmt: skip
@@ -39,7 +39,7 @@ _SCRIPT = re.compile(
 """Python with a script or a module, as in jobs whose operator starts the ranks itself."""
 
 _FLAG = re.compile(
-    rf"\s--(?P<name>{'|'.join(name.replace('-', '[-_]') for name in SETTLED)})"
+    rf"\s--(?P<name>{'|'.join(name.replace('-', '[-_]') for name in FIXED_FLAGS)})"
     r"(?:(?=\s|$)|=(?:\"[^\"]*\"|'[^']*'|\S+))"
 )
 
@@ -121,7 +121,7 @@ def _convert_words(words: Sequence[str], extra: _Extra) -> Converted | None:
     own = iter(rest[:script])
     for word in own:
         flag, equals, _ = word.partition("=")
-        if flag[:2] != "--" or flag[2:].replace("_", "-") not in SETTLED:
+        if flag[:2] != "--" or flag[2:].replace("_", "-") not in FIXED_FLAGS:
             kept.append(word)
             continue
         valued = not equals and flag[2:].replace("_", "-") not in SWITCHES
@@ -163,12 +163,12 @@ def _convert_text(text: str, extra: _Extra) -> tuple[str, tuple[str, ...] | None
     if len(found) != 1:
         return text, None
     before, rest = text[: found[0].start()], text[found[0].end() :]
-    rest, dropped = _without_settled(rest)
+    rest, dropped = _without_fixed_flags(rest)
     added = _flags_to_add(extra, rest[: _flags_end(rest)] + " ")
     return " ".join([f"{before}elasticrun", *added]) + rest, dropped
 
 
-def _without_settled(rest: str) -> tuple[str, tuple[str, ...]]:
+def _without_fixed_flags(rest: str) -> tuple[str, tuple[str, ...]]:
     """Remove SETTLED flags before the script; later flags are the script's. Returns the text and
     the removed flags."""
     dropped = []

@@ -15,7 +15,7 @@ MAX_BYTES: Final = 1024 * 1024
 MAX_VALUES: Final = 50_000
 """Maximum number of values in a document; an alias counts each time it is used."""
 
-_CALLED: Final[Mapping[type, str]] = {
+_TYPE_NAMES: Final[Mapping[type, str]] = {
     str: "text", int: "a whole number", bool: "true or false", dict: "a mapping", list: "a list",
 }  # fmt: skip
 
@@ -71,7 +71,7 @@ class Fields:
         if value is None:
             return default
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise self.error(name, f"{value!r} is not {_CALLED[kind]}")
+            raise self.error(name, f"{value!r} is not {_TYPE_NAMES[kind]}")
         return value
 
     def number(self, name: str, default: int, least: int = 0) -> int:

@@ -18,7 +18,7 @@ GPUS: Final = re.compile(r"(nvidia\.com/(gpu|mig-.*)|amd\.com/gpu|huawei\.com/As
 """Names of resources that Slurm counts as GPUs."""
 
 
-NOT_THERE: Final = {
+UNSUPPORTED_FIELDS: Final = {
     "image": "install its content on the nodes, or use a container plugin of the cluster",
     "volumeMounts": "paths are those of the nodes",
     "workingDir": "set a folder of the nodes with #SBATCH --chdir",
@@ -79,7 +79,7 @@ def slurm_words(job: ForeignJob, document: Document) -> list[str]:
     for name in sorted(
         set(main) - {"name", "command", "args", "env", "resources", "imagePullPolicy"}
     ):
-        why = NOT_THERE.get(name, "Slurm nodes have no equivalent")
+        why = UNSUPPORTED_FIELDS.get(name, "Slurm nodes have no equivalent")
         document.note(f"{path}.{name}", f"left out: {why}")
     others = sorted(set(pod) - {"containers", "volumes"})
     others += ["side containers"] if len(pod["containers"]) > 1 else []

@@ -41,7 +41,7 @@ GREETING: Final = f"elasticrun-far 1 {__version__}"
 """The first line of our output; earlier lines come from a shell profile."""
 
 STREAMS: Final = ("out", "err")
-MOST_ORDER: Final = 4 * 1024 * 1024
+MAX_ORDER: Final = 4 * 1024 * 1024
 """Maximum bytes of a line on stdin: command line, variables and token."""
 CHUNK: Final = 64 * 1024
 ORDER_LIMIT: Final = 180.0
@@ -88,7 +88,7 @@ class _Lines:
         """Read the available data."""
         data = os.read(self.fd, CHUNK)
         self._rest += data
-        self.open = bool(data) and len(self._rest) <= MOST_ORDER
+        self.open = bool(data) and len(self._rest) <= MAX_ORDER
 
     def pop(self) -> dict[str, Any] | None:
         """The next whole line, or None if there is none yet."""

@@ -40,7 +40,7 @@ TOO_FEW_LIMIT: Final = 30.0
 SHOW_AFTER: Final = 0.3
 """Seconds after which an unfinished line is shown."""
 
-MOST_LINE: Final = 64 * 1024
+MAX_LINE: Final = 64 * 1024
 
 _KILLED: Final = 128 + signal.SIGKILL
 
@@ -335,7 +335,7 @@ class Screen:
         progress bar, print the newest."""
         of = (name, stream)
         *lines, rest = (self._rest.pop(of, b"") + data).split(b"\n")
-        if len(rest) > MOST_LINE:
+        if len(rest) > MAX_LINE:
             lines, rest = [*lines, rest], b""
         for line in lines:
             self._write(of, line, ends=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-MOST_CHARS: Final = 1024 * 1024
+MAX_CHARS: Final = 1024 * 1024
 """Maximum characters of a host file."""
 
 _WORD = re.compile(
@@ -51,9 +51,9 @@ def parse_hosts(text: str) -> tuple[NamedHost, ...]:
 
 def parse_hostfile(text: str, path: str) -> tuple[NamedHost, ...]:
     """The hosts of a host file, one per line; `#` begins a comment. Raises HostsError."""
-    if len(text) > MOST_CHARS:
+    if len(text) > MAX_CHARS:
         raise HostsError(
-            f"{path} has more than {MOST_CHARS} characters: this is not a list of hosts"
+            f"{path} has more than {MAX_CHARS} characters: this is not a list of hosts"
         )
     found = []
     for number, line in enumerate(text.splitlines(), start=1):

@@ -111,7 +111,7 @@ def _hosts(flags: FlagValues) -> tuple[hostfile.NamedHost, ...]:
             found = hostfile.parse_hosts(text)
         else:
             with open(path, encoding="utf-8") as file:
-                found = hostfile.parse_hostfile(file.read(hostfile.MOST_CHARS + 1), path)
+                found = hostfile.parse_hostfile(file.read(hostfile.MAX_CHARS + 1), path)
     except hostfile.HostsError as wrong:
         raise UsageError(str(wrong), EXIT_USAGE) from None
     except (OSError, UnicodeDecodeError) as wrong:

@@ -32,7 +32,7 @@ SSH_OPTIONS: Final = (
 )
 GREETING_LIMIT: Final = 60.0
 """Seconds for Python to start there, on a slow disk."""
-MOST_NOISE: Final = 1000
+MAX_NOISE: Final = 1000
 """Maximum number of lines that a shell profile may print before the greeting."""
 CLOSE_LIMIT: Final = 5.0
 
@@ -116,7 +116,7 @@ class SshConnection:
         await self._close()
 
     async def _read_greeting(self) -> None:
-        for _ in range(MOST_NOISE):
+        for _ in range(MAX_NOISE):
             line = (await self._line()).decode(errors="replace").strip()
             if line == GREETING:
                 self._has_greeted = True

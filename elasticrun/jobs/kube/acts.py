@@ -12,7 +12,7 @@ from elasticrun.core.words import did_you_mean
 from elasticrun.host.runs.index import first_names
 from elasticrun.jobs.backend import Forbidden, JobMissing, RequestFailed
 from elasticrun.jobs.kube.api import ELASTIC_JOBS, INDEXED_JOBS, KubeApi
-from elasticrun.jobs.kube.observed import OURS, STOPPED, ClusterJob, ObservedPod, in_order
+from elasticrun.jobs.kube.observed import MANAGED_LABEL, STOPPED, ClusterJob, ObservedPod, in_order
 from elasticrun.jobs.operator.cluster import PODS
 from elasticrun.jobs.operator.crd import Json
 from elasticrun.jobs.operator.objects import format_time
@@ -38,7 +38,7 @@ async def jobs(api: KubeApi, namespace: str = "") -> tuple[list[ClusterJob], lis
         kinds.insert(0, ELASTIC_JOBS)
     refused: list[Forbidden] = []
     for kind in kinds:
-        mine = {} if kind is ELASTIC_JOBS else {"labels": OURS}
+        mine = {} if kind is ELASTIC_JOBS else {"labels": MANAGED_LABEL}
         try:
             bodies = await api.list(kind, where, **mine)
         except Forbidden as why:

@@ -42,7 +42,7 @@ Listed = tuple[list[Json], str]
 CALL_LIMIT: Final = 15.0
 """Timeout of a call in seconds."""
 
-MOST_BREAKS: Final = 5
+MAX_BREAKS: Final = 5
 """Consecutive failures after which a watch or a pod's log is abandoned."""
 
 NOT_FOUND: Final = 404
@@ -190,7 +190,7 @@ def _on_watch_error(error: Exception, count: int) -> OnErrorResult:
     """What lightkube does after the watch has failed `count` times in a row: retry after `count`
     seconds, but raise the error after MOST_BREAKS failures or if the server refuses."""
     refused = isinstance(error, httpx2.HTTPStatusError) and error.response.status_code in (401, 403)
-    if refused or count > MOST_BREAKS:
+    if refused or count > MAX_BREAKS:
         return OnErrorResult(OnErrorAction.RAISE)
     return OnErrorResult(OnErrorAction.RETRY, sleep=float(count))
 

@@ -12,7 +12,7 @@ from elasticrun.core.words import names
 from elasticrun.jobs.backend import RequestFailed
 from elasticrun.jobs.kube import acts
 from elasticrun.jobs.kube.api import KubeApi
-from elasticrun.jobs.kube.observed import OURS, ClusterJob, ObservedPod, observe_pod
+from elasticrun.jobs.kube.observed import MANAGED_LABEL, ClusterJob, ObservedPod, observe_pod
 from elasticrun.jobs.operator.cluster import PODS
 from elasticrun.jobs.operator.objects import MASTER, volume_at
 
@@ -61,7 +61,7 @@ async def volume_command(
     there = job.volume_at(path) or {}
     if not there or "hostPath" in there:  # a hostPath differs on each node
         return None
-    for body in await api.list(PODS, job.namespace, labels=OURS):
+    for body in await api.list(PODS, job.namespace, labels=MANAGED_LABEL):
         pod = observe_pod(body)
         if pod.phase == "Running" and volume_at(body["spec"], path) == there:
             return _in_pod(api, job, pod, command, [])

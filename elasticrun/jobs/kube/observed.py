@@ -31,7 +31,7 @@ from elasticrun.jobs.rows import JobRow
 STOPPED: Final = f"{GROUP}/stopped"
 """Annotation of a job that a user has stopped: suspended, but not meant to be resumed."""
 
-OURS: Final = {"app.kubernetes.io/managed-by": "elasticrun"}
+MANAGED_LABEL: Final = {"app.kubernetes.io/managed-by": "elasticrun"}
 """Label of this program's objects: Indexed Jobs, and pods of either kind."""
 
 POD_INDEX: Final = "batch.kubernetes.io/job-completion-index"

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from elasticrun.jobs.backend import RequestFailed
 from elasticrun.jobs.kube.acts import pods, watch_job
-from elasticrun.jobs.kube.api import MOST_BREAKS, KubeApi
+from elasticrun.jobs.kube.api import MAX_BREAKS, KubeApi
 from elasticrun.jobs.kube.observed import ClusterJob, ObservedPod, in_order, observe_pod
 from elasticrun.jobs.operator.cluster import PODS
 from elasticrun.jobs.operator.objects import MASTER
@@ -25,7 +25,7 @@ STREAM_END_LIMIT: Final = 10.0
 STABLE_AFTER: Final = 60.0
 """Seconds after which the break of a stream no longer counts as a consecutive failure."""
 
-MOST_STREAMS: Final = 100
+MAX_STREAMS: Final = 100
 """Maximum number of pods that are followed at once."""
 
 
@@ -185,14 +185,14 @@ class _Follower:
         self, these: Iterable[ObservedPod], query: PodLogQuery, group: asyncio.TaskGroup
     ) -> None:
         for pod in these:
-            if sum(not one.done() for one in self._streams) < MOST_STREAMS:
+            if sum(not one.done() for one in self._streams) < MAX_STREAMS:
                 self._streams.append(group.create_task(self._stream(pod, query)))
 
     async def _stream(self, pod: ObservedPod, query: PodLogQuery) -> None:
         """Follow a pod until its container ends. A stream that breaks earlier is restarted, until
         it has broken more than MOST_BREAKS times in a row."""
         clock, last, breaks = asyncio.get_running_loop().time, "", 0
-        while breaks <= MOST_BREAKS:
+        while breaks <= MAX_BREAKS:
             before, began = last, clock()
             with contextlib.suppress(RequestFailed):
                 async for stamp, line in _lines(self._api, self._job, pod, query, follow=True):

@@ -42,7 +42,7 @@ from elasticrun.jobs.rows import SUSPENDED, JobRow, as_json, live_row, row_of
 
 TITLES: Final = ("NAME", "ID", "STATE", "NODES", "STEP", "RESTARTS", "AGE", "WHERE")
 
-MOST_ENDED: Final = 20
+MAX_ENDED: Final = 20
 """Number of newest ended jobs that are listed without --all."""
 
 COLUMNS: Final = 80
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     """Run `elasticrun list`. Returns 1 if a master on this host does not answer. Raises UsageError
     for unreadable TLS or token files."""
     made = Parser(prog=f"{PROG} list", description="List your jobs: running, ended, or lost.")
-    text = f"also list ended jobs beyond the newest {MOST_ENDED}"
+    text = f"also list ended jobs beyond the newest {MAX_ENDED}"
     made.add_argument("-A", "--all", action="store_true", help=text)
     add_output(made)
     variables = trust.withdraw()
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     rows, silent = local_rows(trust.token(flags), trust.tls(flags))
     rows = updated_by_backends(rows, variables)
     if not ns.all:
-        over = [row for row in rows if row.state in ENDED][MOST_ENDED:]
+        over = [row for row in rows if row.state in ENDED][MAX_ENDED:]
         rows = [row for row in rows if row not in over]
     for sentence in silent:
         print(f"{made.prog}: {sentence}", file=sys.stderr)

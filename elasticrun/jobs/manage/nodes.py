@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     rows = host_rows(pictures, _this_host())
     for sentence in silent:
         print(f"{made.prog}: {sentence}", file=sys.stderr)
-    drawn = [] if ns.output == "json" else lines(TITLES, [_shown(row) for row in rows], COLUMNS)
+    drawn = [] if ns.output == "json" else lines(TITLES, [_cells(row) for row in rows], COLUMNS)
     print("\n".join(drawn) or as_json(rows))
     return 1 if silent else 0
 
@@ -124,7 +124,7 @@ def _this_host() -> HostRow:
     )
 
 
-def _shown(row: HostRow) -> tuple[str, ...]:
+def _cells(row: HostRow) -> tuple[str, ...]:
     def of(part: str, whole: str, known: int) -> str:
         return f"{part}/{whole}" if known >= 0 else part
 

@@ -52,7 +52,7 @@ UNREACHABLE_RETRY: Final = 5.0
 WATCH_SILENCE: Final = 90.0
 """Seconds without an event or a bookmark after which a watch counts as dead."""
 
-MOST_PASSES: Final = 64
+MAX_PASSES: Final = 64
 """Maximum number of concurrent passes."""
 
 FIRST_RETRY: Final = 0.2
@@ -127,7 +127,7 @@ class Controller:
     # ------------------------------------------------------------ the queue
 
     def _ready(self) -> list[api.Key]:
-        now, room = _clock(), MOST_PASSES - len(self._busy)
+        now, room = _clock(), MAX_PASSES - len(self._busy)
         ready = [key for key, due in self._due.items() if due <= now and key not in self._busy]
         for key in ready[:room]:
             del self._due[key]

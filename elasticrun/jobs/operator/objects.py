@@ -166,12 +166,12 @@ def read(pod: Json) -> OwnedPod | None:
         disrupted=conditions.get("DisruptionTarget", {}).get("status") == "True",
         no_memory=ended.get("reason") == "OOMKilled",
         single=sizes == ["1:1"],
-        waits=_why(state.get("waiting") or {}, conditions.get("PodScheduled", {})),
+        waits=_waiting_reason(state.get("waiting") or {}, conditions.get("PodScheduled", {})),
         message=ended.get("message") or "",
     )
 
 
-def _why(waiting: Json, scheduled: Json) -> str:
+def _waiting_reason(waiting: Json, scheduled: Json) -> str:
     if scheduled.get("status") == "False" and scheduled.get("message"):
         return str(scheduled["message"])
     reason, message = waiting.get("reason") or "", waiting.get("message") or ""
@@ -258,7 +258,7 @@ def _metadata(job: JobObject, name: str, **labels: str) -> Json:
     }
 
 
-def _owned(job: JobObject, kind: str, name: str, **body: Json) -> Json:
+def _core_object(job: JobObject, kind: str, name: str, **body: Json) -> Json:
     return {"apiVersion": "v1", "kind": kind, "metadata": _metadata(job, name), **body}
 
 
@@ -270,12 +270,12 @@ def common_objects(job: JobObject, version: tuple[int, int]) -> list[Json]:
         "selector": {JOB: job.name},
         "ports": [{"name": MASTER, "port": MASTER_PORT}],
     }
-    return [_owned(job, "Service", job.name, spec=spec), *_gang(job, version).documents]
+    return [_core_object(job, "Service", job.name, spec=spec), *_gang(job, version).documents]
 
 
 def secret(job: JobObject, token: str) -> Json:
     """The Secret with the job's token."""
-    return _owned(job, "Secret", job.secret, stringData={"token": token})
+    return _core_object(job, "Secret", job.secret, stringData={"token": token})
 
 
 def _gang(job: JobObject, version: tuple[int, int]) -> rendered.Gang:
@@ -360,7 +360,7 @@ def node_pod(
     container["env"] = _env(container.get("env") or [], ours, defaults)
     _shared_memory(spec, container)
     if avoided:
-        _keep_away(spec, avoided)
+        _avoid_nodes(spec, avoided)
     given = template.get("metadata") or {}
     metadata = _metadata(job, pod_name(job, index, attempt))
     metadata["labels"] = {**(given.get("labels") or {}), **metadata["labels"], **gang.pod_labels}
@@ -381,7 +381,7 @@ def _shared_memory(spec: Json, container: Json) -> None:
     )
 
 
-def _keep_away(spec: Json, nodes: list[str]) -> None:
+def _avoid_nodes(spec: Json, nodes: list[str]) -> None:
     """Exclude the nodes in every node selector term, because the terms are alternatives. Each
     requirement names one node, as the API demands, and by metadata.name, because on some clouds the
     label kubernetes.io/hostname differs from the name."""
@@ -415,7 +415,7 @@ def named_run_dir(container: Json) -> str:
 def volume_at(spec: Json, path: str) -> Json | None:
     """What identifies the persistent volume that contains `path` in a pod's first container: its
     mount path, subpath and source. None if the path is not on one."""
-    found = _mounted(spec, path)
+    found = _mount_and_volume(spec, path)
     if found is None:
         return None
     mount, volume = found
@@ -423,7 +423,7 @@ def volume_at(spec: Json, path: str) -> Json | None:
     return {"at": mount["mountPath"], "sub": mount.get("subPath"), **source}
 
 
-def _mounted(spec: Json, path: str) -> tuple[Json, Json] | None:
+def _mount_and_volume(spec: Json, path: str) -> tuple[Json, Json] | None:
     """The mount in a pod's first container that contains `path`, and its volume; None if there is
     none or it is an emptyDir."""
     first: Json = next(iter(spec.get("containers") or ()), {})
@@ -437,13 +437,13 @@ def _mounted(spec: Json, path: str) -> tuple[Json, Json] | None:
     return (mount, volume) if len(volume) > 1 and "emptyDir" not in volume else None
 
 
-_OF_THE_TEMPLATE: Final = (
+_COPIED_POD_FIELDS: Final = (
     "nodeSelector", "tolerations", "imagePullSecrets", "securityContext", "priorityClassName",
 )  # fmt: skip
 """Fields of the template's pod spec that the master's pod copies."""
 
 
-_OF_ITS_CONTAINER: Final = ("image", "imagePullPolicy", "securityContext")
+_COPIED_CONTAINER_FIELDS: Final = ("image", "imagePullPolicy", "securityContext")
 
 
 def master_pod(job: JobObject, attempt: int) -> Json:
@@ -454,7 +454,7 @@ def master_pod(job: JobObject, attempt: int) -> Json:
     its_address = {"fieldRef": {"fieldPath": "status.podIP"}}
     container = {
         "name": MASTER,
-        **{key: first[key] for key in _OF_ITS_CONTAINER if key in first},
+        **{key: first[key] for key in _COPIED_CONTAINER_FIELDS if key in first},
         "command": ["elasticrun", MASTER],
         "args": ["--host=$(POD_IP)", f"--port={MASTER_PORT}", f"--rdzv-id={job.run_id}"],
         "env": [
@@ -468,7 +468,7 @@ def master_pod(job: JobObject, attempt: int) -> Json:
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
     spec: dict[str, Any] = {
-        **{key: template[key] for key in _OF_THE_TEMPLATE if key in template},
+        **{key: template[key] for key in _COPIED_POD_FIELDS if key in template},
         "hostname": host_name(job, MASTER_INDEX),
         "subdomain": job.name,
         "restartPolicy": "Never",
@@ -477,7 +477,7 @@ def master_pod(job: JobObject, attempt: int) -> Json:
         "containers": [container],
     }
     folder = named_run_dir(first)
-    if found := _mounted(template, folder):
+    if found := _mount_and_volume(template, folder):
         container["args"].append(f"--run-dir={folder}")
         first_of_all = attempt == 0 and job.status.restarts is None  # later attempts resume in it
         if first_of_all and "--fresh" in own_words(command_words(first)):

@@ -28,7 +28,7 @@ PAUSE: Final = 60.0
 AVOIDED_FOR: Final = 3600.0
 """Seconds for which a node is avoided, as long as an exclusion by the master lasts by default."""
 
-MOST_AVOIDED: Final = 50
+MAX_AVOIDED: Final = 50
 
 GAVE_UP: Final = "GaveUp"
 """Reason of the Scheduled condition after all pods were deleted because too few could be placed."""
@@ -164,7 +164,7 @@ class JobView:
             if node and node not in known and self.now - since < AVOIDED_FOR:
                 known[node] = AvoidedNode(node, reason, format_time(since or self.now), kind)
         fresh = [one for one in known.values() if self.now - parse_time(one.since) < AVOIDED_FOR]
-        return tuple(sorted(fresh, key=lambda one: (one.since, one.node))[-MOST_AVOIDED:])
+        return tuple(sorted(fresh, key=lambda one: (one.since, one.node))[-MAX_AVOIDED:])
 
     @property
     def has_run_ended(self) -> bool:

@@ -26,7 +26,7 @@ OLDEST: Final = (1, 29)
 NEWEST: Final = (1, 37)
 """Versions of Kubernetes whose schemas the output was checked against."""
 
-ASSUMED: Final = (1, 31)
+DEFAULT_VERSION: Final = (1, 31)
 """Version assumed if the user gives none: the first that enables all fields in use by default."""
 
 JOB_UID: Final = "ELASTICRUN_JOB_UID"
@@ -35,7 +35,7 @@ JOB_UID: Final = "ELASTICRUN_JOB_UID"
 INDEX: Final = "JOB_COMPLETION_INDEX"
 """Variable that the Job's controller sets in each pod."""
 
-_OF_A_CONTROLLER = re.compile(
+_RESERVED_LABEL = re.compile(
     r"(batch\.kubernetes\.io/|jobset\.sigs\.k8s\.io/|(job-name|controller-uid)$)"
 )
 """Labels that Kubernetes refuses or overwrites if others set them."""
@@ -158,7 +158,7 @@ class PodSettings:
     retries: int = 0
     backoff_limit: int | None = None  # None: derived from `retries`
     rbac: bool = False
-    version: tuple[int, int] = ASSUMED
+    version: tuple[int, int] = DEFAULT_VERSION
 
     def __post_init__(self) -> None:
         _check_names(self)
@@ -209,7 +209,7 @@ def _check_names(settings: PodSettings) -> None:
             raise Invalid(f"--env {key}: Kubernetes sets it in pods; choose another name")
     for key, value in settings.labels.items():
         checks.label_value(value, f"--label {checks.label_key(key, '--label')}")
-        if _OF_A_CONTROLLER.match(key):
+        if _RESERVED_LABEL.match(key):
             raise Invalid(f"--label {key}: the controller sets it; choose another key")
     for key, value in settings.annotations.items():
         checks.plain(value, f"--annotation {checks.label_key(key, '--annotation')}")

@@ -35,14 +35,14 @@ _OPTION = re.compile(r"([a-z][a-z0-9-]+)(=[^\s\"'\\#]+)?")
 RESOLUTION: Final = 60
 """Slurm may send the signal this many seconds early."""
 
-_BY_A_FLAG: Final = {
+_OUR_FLAGS: Final = {
     "chdir": "--working-dir", "job-name": "--name", "nodes": "--nnodes and --spares",
     **{name: f"--{name}" for name in (
         "account", "array", "cpus-per-task", "exclusive", "gpus-per-node", "mem", "output",
         "partition", "qos", "requeue", "signal", "time",
     )},
 }  # fmt: skip
-_SETTLED: Final = (
+_FIXED_OPTIONS: Final = (
     "no-kill", "no-requeue", "ntasks", "ntasks-per-node", "open-mode", "tasks-per-node", "wrap",
 )  # fmt: skip
 """Options of sbatch that the script already contains or must not contain."""
@@ -140,9 +140,9 @@ def _check_option(option: str) -> None:
             f"--sbatch {option!r}: write an option of sbatch as NAME or NAME=VALUE, like "
             "constraint=h100, without spaces and quotes"
         )
-    if match[1] in _BY_A_FLAG:
-        raise Invalid(f"--sbatch {option}: use {_BY_A_FLAG[match[1]]}, which is checked")
-    if match[1] in _SETTLED:
+    if match[1] in _OUR_FLAGS:
+        raise Invalid(f"--sbatch {option}: use {_OUR_FLAGS[match[1]]}, which is checked")
+    if match[1] in _FIXED_OPTIONS:
         raise Invalid(f"--sbatch {option}: the script already sets --{match[1]}")
 
 

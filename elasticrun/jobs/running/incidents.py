@@ -25,7 +25,7 @@ from elasticrun.jobs.running.master_lookup import add_connection, ended_run, fin
 from elasticrun.master.outward.report import page, table
 from elasticrun.master.outward.run_files import read
 
-MOST_DIGITS: Final = 4
+MAX_DIGITS: Final = 4
 """Digits up to which a single number means an incident and not a job."""
 
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     job, number = job_and_number(ns.words)
     try:
         rows, now = _rows(job, FlagValues(ns, variables))
-        print(_shown(rows, number, now, as_text=ns.output == "text"), end="")
+        print(_output_text(rows, number, now, as_text=ns.output == "text"), end="")
     except NotAnswered as why:
         print(f"{made.prog}: {why}", file=sys.stderr)
         return 1
@@ -57,7 +57,7 @@ def job_and_number(words: Sequence[str]) -> tuple[str, int]:
     """The meaning of `[JOB] [N]`: the job ("": the only one) and the incident (0: all)."""
     if len(words) == 2:
         return words[0], int(words[1])
-    if words and words[0].isdecimal() and len(words[0]) <= MOST_DIGITS:
+    if words and words[0].isdecimal() and len(words[0]) <= MAX_DIGITS:
         return "", int(words[0])
     return (words[0] if words else ""), 0
 
@@ -83,7 +83,7 @@ def _rows(job: str, flags: FlagValues) -> tuple[Sequence[IncidentRow], str]:
     return [*earlier, *picture.incidents], held
 
 
-def _shown(rows: Sequence[IncidentRow], number: int, now: str, *, as_text: bool) -> str:
+def _output_text(rows: Sequence[IncidentRow], number: int, now: str, *, as_text: bool) -> str:
     if not number:
         columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
         return table(rows, columns, now) if as_text else as_json(list(rows)) + "\n"

@@ -23,7 +23,7 @@ from elasticrun.jobs.running.master_lookup import (
     run,
     with_master,
 )
-from elasticrun.jobs.running.top import is_off
+from elasticrun.jobs.running.top import is_hang_watch_off
 from elasticrun.wire.messages import MAX_RANKS
 from elasticrun.wire.types import read_ranges
 
@@ -57,7 +57,7 @@ def stacks(argv: Sequence[str]) -> int:
             return 0
         of, size = "of any rank" if ns.rank < 0 else f"of rank {ns.rank}", picture.status.world_size
         why = picture.stacks_missing or picture.status.outcome or picture.status.reason
-        if is_off(picture):
+        if is_hang_watch_off(picture):
             why = "the ranks are not watched (--on-hang=off)"
         elif 0 < size <= ns.rank:
             why = f"the job has {plural(size, 'rank')}, from 0 on"

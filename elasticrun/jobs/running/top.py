@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 EVERY: Final = 2.0
 """Seconds between two refreshes."""
 
-MOST_ALONE: Final = 16
+MAX_UNGROUPED: Final = 16
 """Maximum number of ranks that each get their own line."""
 
-MOST_NODES: Final = 3
+MAX_NODES: Final = 3
 """Maximum number of nodes that a line names."""
 
-CALM: Final = ("stepping", "waiting", "ended")
+UNSUSPICIOUS_STATES: Final = ("stepping", "waiting", "ended")
 """States listed last, in this order: they are normal, or caused by another rank's state."""
 
 OPTIONAL_COLUMNS: Final = ("GPU", "MEMORY", "CPU", "STEP TIME", "STEP", "NODE")
@@ -103,11 +103,14 @@ def page(picture: Picture, columns: int) -> list[str]:
         lines += ["", *table(picture.ranks, columns)]
     elif not picture.status.outcome:
         off = "the ranks are not watched (--on-hang=off)"
-        lines += ["", off if is_off(picture) else "the ranks have not been inspected yet"]
+        lines += [
+            "",
+            off if is_hang_watch_off(picture) else "the ranks have not been inspected yet",
+        ]
     return lines
 
 
-def is_off(picture: Picture) -> bool:
+def is_hang_watch_off(picture: Picture) -> bool:
     """Whether the job was started with --on-hang=off."""
     return any((one.name, one.value) == ("on_hang", '"off"') for one in picture.settings)
 
@@ -155,7 +158,7 @@ def head(picture: Picture) -> list[str]:
 def table(rows: Sequence[RankRow], columns: int) -> list[str]:
     """The table of ranks. If there are more than MOST_ALONE, those in the same state share a line,
     anomalous states first."""
-    groups = group_ranks(rows) if len(rows) > MOST_ALONE else [[row] for row in rows]
+    groups = group_ranks(rows) if len(rows) > MAX_UNGROUPED else [[row] for row in rows]
     drawn = [[cell(group) for cell in CELLS.values()] for group in groups]
     titles = list(CELLS)
     shown = [at for at in range(len(titles)) if any(line[at] not in ("", "-") for line in drawn)]
@@ -180,7 +183,7 @@ def group_ranks(rows: Sequence[RankRow]) -> list[list[RankRow]]:
 
     def turn(group: list[RankRow]) -> tuple[int, int, int]:
         state = group[0].state
-        calm = CALM.index(state) + 1 if state in CALM else 0
+        calm = UNSUSPICIOUS_STATES.index(state) + 1 if state in UNSUSPICIOUS_STATES else 0
         return (calm, len(group), group[0].rank)
 
     return sorted(groups.values(), key=turn)
@@ -194,7 +197,7 @@ def _ranks(group: Sequence[RankRow]) -> str:
 
 def _nodes(group: Sequence[RankRow]) -> str:
     names = list(dict.fromkeys(row.node for row in group))
-    return ",".join(names) if len(names) <= MOST_NODES else plural(len(names), "node")
+    return ",".join(names) if len(names) <= MAX_NODES else plural(len(names), "node")
 
 
 def _steps(group: Sequence[RankRow]) -> str:

@@ -267,7 +267,7 @@ def refuse_extra(extra: Sequence[str], made: Parser, where: str) -> None:
         raise Invalid(
             f"{word}: the script and its arguments stand behind --, as in `... -- {word} --lr 3e-4`"
         )
-    if any(word in flag.spellings for flag in FLAGS if flag.dest in render_flags.SETTLED):
+    if any(word in flag.spellings for flag in FLAGS if flag.dest in render_flags.FIXED_FLAGS):
         raise Invalid(f"{word}: what is printed settles that; leave it out")
     known = (*made._option_string_actions, *arena.known_flags(where))
     hint = did_you_mean(word.replace("_", "-"), [name for name in known if "_" not in name])
@@ -285,19 +285,21 @@ def env(ns: argparse.Namespace) -> dict[str, str]:
         for flag in FLAGS:
             if flag.variable_in({key: "1"}) != key:
                 continue
-            if flag.dest in render_flags.SETTLED:
+            if flag.dest in render_flags.FIXED_FLAGS:
                 raise Invalid(f"--env {key}: what is printed settles {flag.name}; leave it out")
             raise Invalid(f"--env {key}: say it by {flag.name}, which is checked")
     return found
 
 
-def _same(ns: argparse.Namespace, kind: type[PodSettings | BatchSettings]) -> dict[str, Any]:
+def _matching_fields(
+    ns: argparse.Namespace, kind: type[PodSettings | BatchSettings]
+) -> dict[str, Any]:
     """The values of those flags that have the name of a field of `kind`."""
     names = {one.name for one in dataclasses.fields(kind)}
     return {name: value for name, value in vars(ns).items() if name in names}
 
 
-def _claims(data: str) -> list[str]:
+def _claim_volumes(data: str) -> list[str]:
     """The value of --data as volumes: one claim per name."""
     return [f"{name}=pvc:{name}:{path}" for name, path in settings.data(data).items()]
 
@@ -306,11 +308,11 @@ def _pods(ns: argparse.Namespace, launch: NodeCommand) -> PodSettings:
     secret, _, key = ns.token_secret.partition(":")
     if secret and has_flag(launch, "--token-file"):
         raise Invalid("--token-secret and --token-file: the job has one token, so give one of them")
-    fields = _same(ns, PodSettings) | {
+    fields = _matching_fields(ns, PodSettings) | {
         "launch": launch,
         "gpus": _gpus(ns, launch.nproc_per_node),
         "gpu_resource": ns.gpu_resource or "nvidia.com/gpu",
-        "volumes": tuple(map(grammar.volume, [*ns.volume, *_claims(ns.data)])),
+        "volumes": tuple(map(grammar.volume, [*ns.volume, *_claim_volumes(ns.data)])),
         "env": env(ns),
         "token_secret": secret,
         "token_key": key or "token",
@@ -351,7 +353,7 @@ def _signal(ns: argparse.Namespace) -> tuple[str, int]:
 
 def _batch(ns: argparse.Namespace, launch: NodeCommand) -> BatchSettings:
     signal, lead = _signal(ns)
-    fields = _same(ns, BatchSettings) | {
+    fields = _matching_fields(ns, BatchSettings) | {
         "launch": launch,
         "time_seconds": grammar.duration(ns.time, "--time") if ns.time else 0,
         "memory": ns.mem,

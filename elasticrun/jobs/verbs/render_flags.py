@@ -9,19 +9,19 @@ from typing import Any, Final
 from elasticrun.cli.flags import PROG, Parser, Store, add_group
 from elasticrun.cli.table import FLAGS, GROUPS, Flag
 from elasticrun.jobs.render.grammar import VOLUME_FORM
-from elasticrun.jobs.render.settings import ASSUMED, GANGS, MASTER_PORT
+from elasticrun.jobs.render.settings import DEFAULT_VERSION, GANGS, MASTER_PORT
 
 OWN_FLAGS: Final = ("nnodes", "nproc_per_node", "rdzv_id", "name")
 """Launcher flags that the verb defines itself."""
 
-SETTLED: Final = (
+FIXED_FLAGS: Final = (
     "standalone", "auto_config", "rdzv_backend", "rdzv_endpoint", "master_addr", "master_port",
     "node_rank", "node_id", "local_addr", "srun", "hosts", "hostfile", "ssh",
     "dry_run", "version", "print_completion",
 )  # fmt: skip
 """Flags whose value is fixed in the output, or that have no meaning there."""
 
-PASSED_ON: Final = tuple(flag for flag in FLAGS if flag.dest not in (*OWN_FLAGS, *SETTLED))
+PASSED_ON: Final = tuple(flag for flag in FLAGS if flag.dest not in (*OWN_FLAGS, *FIXED_FLAGS))
 
 RETRIES: Final = "How often the whole job is retried after an end that a retry may fix (code 1)."
 
@@ -199,7 +199,9 @@ def _where(target: Parser) -> None:
     )  # fmt: skip
     _text(group, "--queue", "NAME", "Queue of kueue or volcano.")
     _text(group, "--scheduler", "NAME", "Name of the gang's scheduler, if it differs.")
-    _text(group, "--k8s-version", "X.Y", "Version of the cluster.", "{}.{}".format(*ASSUMED))
+    _text(
+        group, "--k8s-version", "X.Y", "Version of the cluster.", "{}.{}".format(*DEFAULT_VERSION)
+    )
 
 
 def _lifetime(target: Parser) -> None:
