@@ -81,7 +81,7 @@ class RoundLog:
         self._runs = self._trains = False  # already logged for this round
         self._resumed = ""  # where a rank resumed, if not logged yet
 
-    def starts(self, start: Start) -> None:
+    def log_start(self, start: Start) -> None:
         """Log the start of a round, before its ranks start. A restart is logged once its ranks
         run."""
         last, self._last = self._last, start
@@ -203,7 +203,7 @@ class OperatorMessages:
     # ------------------------------------------------------------ the lifecycle of ranks
 
     def round_began(self, start: Start) -> None:
-        self._rounds.starts(start)
+        self._rounds.log_start(start)
 
     def ranks_stopping(self) -> None:
         """No-op: the state machine's note gives the reason."""

@@ -134,9 +134,9 @@ def _find_job(
     """Find the job and its master if the user has not named the master's host; else None."""
     if place.kind not in ("file", "open"):
         return None
-    from elasticrun.agent.rendezvous.finding import find
+    from elasticrun.agent.rendezvous.finding import find_job
 
-    return _runner().run(find(launch, place, identity, inbox))
+    return _runner().run(find_job(launch, place, identity, inbox))
 
 
 @cache

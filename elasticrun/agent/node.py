@@ -89,7 +89,7 @@ def rendezvous_of(
     node: NodeContext, on_master: Callable[[], None], found: FoundJob | None
 ) -> NodeRendezvous:
     """The rendezvous of this job. `on_master` is called when the master's address is known, and
-    whenever a master starts to serve there. `found`: the result of `finding.find`, if any."""
+    whenever a master starts to serve there. `found`: the result of `finding.find_job`, if any."""
     if found is None:
         return NodeRendezvous(node, on_master, _registry(node))
     invitation = None

@@ -162,7 +162,7 @@ async def write_last_events(
     why = outcome_sentence(outcome) if its_own else ""
 
     def record() -> None:
-        log.ended(
+        log.write_ended(
             *(start, pids, own), succeeded=ok, run_seconds=seconds, now_ms=now_ms, agent_failure=why
         )
 

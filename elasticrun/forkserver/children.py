@@ -123,7 +123,7 @@ class Children:
                               "torch was imported with"))  # fmt: skip
             return "environment"
         if not self._stale:
-            self._stale = self._prepared.hidden.stale()
+            self._stale = self._prepared.hidden.stale_file()
             if self._stale:
                 self._report(Stale(f"{self._stale} has changed since it was imported"))
         return self._stale

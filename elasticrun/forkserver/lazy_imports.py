@@ -284,7 +284,7 @@ class HiddenModules:
 
     # ------------------------------------------------------------ in the server
 
-    def stale(self) -> str:
+    def stale_file(self) -> str:
         """The first file that has changed since it was imported; empty if none."""
         return next((path for path, then in self.files.items() if mtime(path) != then), "")
 
@@ -509,7 +509,7 @@ class HiddenModules:
                 if vars(self._restored_modules[name]).get(each) is not value:
                     yield f"{name}.{each} was replaced {before}"
         yield self._logging_differs(before)
-        if path := self.stale():
+        if path := self.stale_file():
             yield f"{path} has changed since it was imported"
 
     def _logging_differs(self, before: str) -> str:

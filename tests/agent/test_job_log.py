@@ -51,12 +51,12 @@ class Told:
         self.lines: list[str] = []
         self.log = RoundLog(most=3, several=several, log=self.lines.append)
         if first is not None:
-            self.log.starts(first)
+            self.log.log_start(first)
 
     def restart(self, start: Start, *, step: int | None = None, repeated: int = -1) -> list[str]:
         """Ranks run again after 0.41 s and train after 1.2 s; the lines of that."""
         self.lines.clear()
-        self.log.starts(start)
+        self.log.log_start(start)
         self.recovers(start)
         if step is not None:
             for _ in range(2):  # ranks
@@ -88,7 +88,7 @@ def test_a_join() -> None:
         "first step after 1.20 s",
     ]
     newcomer = Told(first=None)
-    newcomer.log.starts(both)
+    newcomer.log.log_start(both)
     newcomer.recovers(both)
     newcomer.log.resumed(230, "memory")
     newcomer.recovers(both, 1.2, 3)
@@ -134,7 +134,7 @@ def test_a_restart_whose_master_dies_is_told_without_figures() -> None:
     told.log.linked_again()
     again = after(FIRST, restart_count=1, why=BAD_LUCK)
     told.lines.clear()
-    told.log.starts(again)
+    told.log.log_start(again)
     told.log.linked_again()
     told.log.linked_again()
     assert told.lines == [f"restarted: restart 1 of 3 ({BAD_LUCK})"]
@@ -144,7 +144,7 @@ def test_ranks_that_die_before_they_train_have_no_first_step() -> None:
     again = after(FIRST, restart_count=1, why="rank 0: exit code 7")
     told = Told()
     told.lines.clear()
-    told.log.starts(again)
+    told.log.log_start(again)
     told.recovers(again)
     told.log.resumed(5, "memory")
     assert told.lines == ["restarted in 0.41 s: restart 1 of 3 (rank 0: exit code 7)"]

@@ -175,14 +175,14 @@ class ClaimFile:
         for _ in range(MAX_CHAIN):
             if found is None:
                 return None
-            path = self._after(found)
+            path = self._successor_path(found)
             later = self._read(path)
             if later is None:
                 return found
             found = later
         raise ClaimError(f"{self.path} was taken over repeatedly: remove it and {path}")
 
-    def _after(self, claim: Claim) -> str:
+    def _successor_path(self, claim: Claim) -> str:
         return f"{self.path}.after.{claim.holder}"
 
     def _read(self, path: str) -> Claim | None:
@@ -231,12 +231,12 @@ class ClaimFile:
         another process was faster, or if `instead` is no longer valid."""
         body = json.dumps({"holder": claim.holder, "words": dict(claim.words)}) + "\n"
         data = (body + _line(0, _KEPT)).encode()
-        name = self.path if instead is None else self._after(instead)
+        name = self.path if instead is None else self._successor_path(instead)
         draft, fd = self._draft(data)
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, fd)
             try:
-                linked = self._linked(draft, fd, name)
+                linked = self._publish_draft(draft, fd, name)
             finally:
                 self._discard(draft)
             if not linked or (instead is not None and not self._replace(name, claim, instead)):
@@ -302,7 +302,7 @@ class ClaimFile:
         with contextlib.suppress(OSError):
             self._files.unlink(path)
 
-    def _linked(self, draft: str, fd: int, name: str) -> bool:
+    def _publish_draft(self, draft: str, fd: int, name: str) -> bool:
         try:
             self._files.link(draft, name)
             return True

@@ -91,13 +91,13 @@ def take_slot(folder: str, job_id: str) -> Slot:
         except OSError:
             os.close(fd)
             raise
-        if _still_there(path, fd):
+        if _is_still_there(path, fd):
             return Slot(number, path, fd)
         os.close(fd)  # its last holder unlinked it between our open and our lock
     raise OSError(f"more than {MAX_SLOTS} agents of job {job_id} on this host")
 
 
-def _still_there(path: str, fd: int) -> bool:
+def _is_still_there(path: str, fd: int) -> bool:
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
     except FileNotFoundError:

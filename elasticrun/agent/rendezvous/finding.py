@@ -39,7 +39,9 @@ class FoundJob:
             self.registry.close()
 
 
-async def find(launch: Launch, place: Place, identity: Identity, inbox: SignalInbox) -> FoundJob:
+async def find_job(
+    launch: Launch, place: Place, identity: Identity, inbox: SignalInbox
+) -> FoundJob:
     """Find the job at this place. After an error or a death signal, which ends the search, the
     result's registry ends the node. The inbox delivers the caught signals again to the next
     `attach`."""

@@ -136,7 +136,7 @@ class NodeRendezvous:
         except HostError as wrong:
             self._node.fatal(str(wrong))
 
-    async def _moved(self, lease: Lease, why: str) -> None:
+    async def _move_master(self, lease: Lease, why: str) -> None:
         """Our master no longer serves there, for this reason: act on the registry's answer."""
         try:
             seen = await self._registry.move(lease, why)
@@ -208,7 +208,7 @@ class NodeRendezvous:
             self._search.cancel()
         self._reading = None
         if lease is not None and not self._over:
-            self._start(self._moved(lease, sentence))
+            self._start(self._move_master(lease, sentence))
 
     def _kill_deposed(self) -> None:
         """Kill our master, which has lost the lease."""

@@ -143,7 +143,7 @@ class SharedFile:
             return None
         self._check(claim)
         where, host = place_of(claim), claim.text("host")
-        if await self._answers(claim):
+        if await self._master_answers(claim):
             self._check_job(claim)
             logger.info("joined job %s at %s, the address in %s", claim.text("job"), where, path)
             self.identity = inherit(self._given, claim)
@@ -214,7 +214,7 @@ class SharedFile:
         if self._where.is_host is False or not self._renewals.is_stale(claim):
             return None
         self._replaced = claim
-        return None if await self._answers(claim) else VACANT
+        return None if await self._master_answers(claim) else VACANT
 
     def _switch_to(self, claim: Claim) -> Leader | None:
         """Follow this claim and return its master; None, with a warning, if it is of another
@@ -234,7 +234,7 @@ class SharedFile:
         before, self._last_news = self._last_news, sentence
         return sentence != before
 
-    async def _answers(self, claim: Claim) -> bool:
+    async def _master_answers(self, claim: Claim) -> bool:
         """Whether this job's master answers at the claim's address and authenticates itself. Raises
         HostError if our TLS files cannot be used."""
         token = auth.reader_token(self._given.token or claim.text("token"))

@@ -83,7 +83,7 @@ class QuietTracker:
             for known in self._ranks.values():
                 known.moved += lost
         before, self._sampled_at = self._sampled_at, now
-        moved = [rank for rank, beat in beats.items() if self._moved(rank, beat, before)]
+        moved = [rank for rank, beat in beats.items() if self._record_sample(rank, beat, before)]
         self._counted = self._counted or any(beat.groups for beat in beats.values())
         if moved and not self._moves:
             self._moves = self._send_first = True
@@ -94,7 +94,7 @@ class QuietTracker:
             waiting = sum(beat.is_waiting for beat in beats.values())
             self._now = (True, waiting, any(beat.is_working for beat in beats.values()))
 
-    def _moved(self, rank: int, beat: RankBeat, before: float) -> bool:
+    def _record_sample(self, rank: int, beat: RankBeat, before: float) -> bool:
         """Record this rank's sample; returns whether the rank has made progress since `before`, the
         time of the last sample.
 

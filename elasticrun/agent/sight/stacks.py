@@ -99,7 +99,7 @@ def group_stacks(
         for name, frames in threads.items():
             thread = "" if name in MAIN else name
             text = "\n".join(_lines(frames))
-            if text and not (thread and _idles(frames)):
+            if text and not (thread and _is_idle(frames)):
                 found.setdefault((_masked(thread), text), []).append((rank, thread))
     groups = [_group(*what, who) for what, who in found.items()]
     groups.sort(key=lambda group: (group.thread != "", group.count, group.key))
@@ -124,13 +124,13 @@ def _lines(frames: Sequence[Frame]) -> list[str]:
     """The shown lines of a stack; stacks with the same lines are equal."""
     shown = list(frames[_first(frames) :])
     while shown and (
-        _ours(shown[-1][0]) or _module(shown[-1][0]) == "runpy"
+        _is_ours(shown[-1][0]) or _module(shown[-1][0]) == "runpy"
     ):  # the script's caller
         shown.pop()
     lines: list[str] = []
     room = MAX_TEXT
     for frame in shown:
-        if _module(frame[0]) in _WRAPPERS or _ours(frame[0]):
+        if _module(frame[0]) in _WRAPPERS or _is_ours(frame[0]):
             continue
         line = _cut(_line(frame), MAX_LINE)
         room -= len(line) + 1
@@ -145,11 +145,11 @@ def _first(frames: Sequence[Frame]) -> int:
     one."""
     own = _own(frames)
     below = range(len(frames) if own is None else own)
-    calls = [at for at in below if _of_collectives(frames[at])]
+    calls = [at for at in below if _is_collective_call(frames[at])]
     return max(calls, default=0)
 
 
-def _of_collectives(frame: Frame) -> bool:
+def _is_collective_call(frame: Frame) -> bool:
     module = _module(frame[0])
     return module.startswith("torch.distributed.") and module not in _WRAPPERS
 
@@ -158,7 +158,7 @@ def _own(frames: Sequence[Frame]) -> int | None:
     """Index of the innermost frame of the user's source. For training code that is installed as a
     package, a frame of that package, if the outermost frame belongs to it."""
     for at, (file, _, _) in enumerate(frames):
-        if not _module(file) and not _ours(file):
+        if not _module(file) and not _is_ours(file):
             return at
     tops = [_top(file) for file, _, _ in frames]
     outermost = next((top for top in reversed(tops) if top), "")
@@ -168,7 +168,7 @@ def _own(frames: Sequence[Frame]) -> int | None:
 def _top(file: str) -> str:
     """The installed package of a file; "" if none."""
     found = _PACKAGES.search(file)
-    return found[1].split("/")[0].removesuffix(".py") if found and not _ours(file) else ""
+    return found[1].split("/")[0].removesuffix(".py") if found and not _is_ours(file) else ""
 
 
 def _library(below: Sequence[Frame]) -> str:
@@ -189,7 +189,7 @@ def _library(below: Sequence[Frame]) -> str:
     return _cut(_printable(".".join(name.split(".")[:2])), MAX_NAME)
 
 
-def _idles(frames: Sequence[Frame]) -> bool:
+def _is_idle(frames: Sequence[Frame]) -> bool:
     return _own(frames) is None and _module(frames[0][0]) in _IDLE
 
 
@@ -210,7 +210,7 @@ def _module(file: str) -> str:
         return "torch._inductor"
     if file.startswith("<"):
         return "" if file.startswith(_TYPED) else "generated"
-    if _ours(file):
+    if _is_ours(file):
         return ""
     inside = _PACKAGES.search(file) or _ANY_STANDARD.search(file)
     path = inside[1] if inside else _standard_path(file)
@@ -227,7 +227,7 @@ def _standard_path(file: str) -> str:
     return file[len(found) :] if found else ""
 
 
-def _ours(file: str) -> bool:
+def _is_ours(file: str) -> bool:
     return file.startswith(_OURS)
 
 

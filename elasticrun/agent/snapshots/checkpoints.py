@@ -83,7 +83,7 @@ class Persisting:
         else:
             self._resend(attempt, committed=True)
 
-    def over(self, order: PersistOver) -> None:
+    def end(self, order: PersistOver) -> None:
         """Close an attempt that was committed or given up."""
         attempt = self._attempts.get(order.attempt)
         if attempt is not None:

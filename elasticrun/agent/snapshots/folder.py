@@ -164,7 +164,7 @@ class SegmentFolder:
 def take(base: str, job_id: str, node: str, *, make: bool) -> SegmentFolder | None:
     """Lock the folder of this node. Without `make`, only an existing folder of an earlier agent;
     None if there is none. Skips a path that belongs to another user. Raises OSError."""
-    ours = _ours(job_id)
+    ours = _job_prefix(job_id)
     taken: list[NotOurFolder] = []
     for number in range(MOST_ALIKE):
         path = os.path.join(base, f"{ours}{_hash(node)}.{number}")
@@ -196,7 +196,7 @@ def clean(base: str, job_id: str, grace: float, now: float) -> Cleaned:
     """Remove the folders of killed agents of this user's other jobs that were marked at least
     `grace` seconds ago, and mark those that are not marked yet. `now`: by the clock of the file
     system."""
-    mine, ours = f"elasticrun-{os.getuid()}-", _ours(job_id)
+    mine, ours = f"elasticrun-{os.getuid()}-", _job_prefix(job_id)
     waits: list[float] = []
 
     def is_over(path: str, lock: int) -> bool:
@@ -333,7 +333,7 @@ def _check_numbers(row: dict[str, Any]) -> None:
             raise ValueError(f"{name} is {value}")
 
 
-def _ours(job_id: str) -> str:
+def _job_prefix(job_id: str) -> str:
     return f"elasticrun-{os.getuid()}-{_hash(job_id)}-"
 
 

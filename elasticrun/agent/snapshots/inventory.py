@@ -388,7 +388,7 @@ class WantedSnapshots:
         return (round, step) in self._timers
 
     def add(self, round: bytes, step: int, current: Iterable[Held]) -> None:
-        """Pin each of these segments' snapshot of this step until `over` or a timeout."""
+        """Pin each of these segments' snapshot of this step until `end` or a timeout."""
         name = (round, step)
         if name not in self._timers:
             loop = asyncio.get_running_loop()
@@ -410,7 +410,7 @@ class WantedSnapshots:
         name = (snapshot.round, snapshot.step)
         return {_pin(*name)} if name in self._timers else set()
 
-    def over(self, round: bytes, step: int) -> None:
+    def end(self, round: bytes, step: int) -> None:
         """Remove the pins of a snapshot that was written, or will not be."""
         timer = self._timers.pop((round, step), None)
         if timer is not None:
@@ -425,7 +425,7 @@ class WantedSnapshots:
     def _expire(self, round: bytes, step: int) -> None:
         text = "step %d was not written to storage; its snapshot is no longer kept for that"
         logger.warning(text, step)
-        self.over(round, step)
+        self.end(round, step)
         self._router.tidy()
 
 
@@ -513,7 +513,7 @@ class SnapshotStore:
         """Drop segments that another process has damaged; their snapshots are lost, and they are
         never reused. Call while no rank of this node may be writing."""
         for held in list(self.segments.held):
-            if why := held.damage():
+            if why := held.why_damaged():
                 lost = f"the snapshots of {held.owner} in this node's memory are lost"
                 logger.warning("%s: %s; allocating new memory for the next snapshots", lost, why)
                 self.drop(held)

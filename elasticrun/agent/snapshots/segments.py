@@ -67,7 +67,7 @@ class Sizes:
     def nbytes(self) -> int:
         return segment_bytes(self.layout_length, self.slot_bytes, self.slots)
 
-    def wrong(self) -> str:
+    def why_invalid(self) -> str:
         """Why these sizes are invalid; "" if they are valid."""
         if not MIN_SLOTS <= self.slots <= MAX_SLOTS:
             return f"a segment has {MIN_SLOTS} to {MAX_SLOTS} slots, not {self.slots}"
@@ -107,7 +107,7 @@ class Held:
         """Whether it must not be touched."""
         return self.released or self.is_cut
 
-    def damage(self) -> str:
+    def why_damaged(self) -> str:
         """Why it cannot be lent again, in a clause; "" if it is intact."""
         if self.is_cut:
             return "another process has truncated its file"
@@ -248,15 +248,17 @@ class Segments:
         """A number that no segment has used."""
         return next(self._keys)
 
-    async def need(self, local_rank: int, sizes: Sizes, content: int, least: int = 0) -> Held:
+    async def segment_for(
+        self, local_rank: int, sizes: Sizes, content: int, least: int = 0
+    ) -> Held:
         """The segment of this local rank for this layout: its previous one, or a new one. If memory
         is short, one with `least` slots (0: no fewer). Raises NoMemory."""
         fewer = replace(sizes, slots=least) if 0 < least < sizes.slots else sizes
-        if wrong := sizes.wrong() or fewer.wrong():
+        if wrong := sizes.why_invalid() or fewer.why_invalid():
             raise NoMemory(wrong)
         for held in self.held:
             mine = held.local_rank == local_rank and held.sizes in (sizes, fewer)
-            if mine and not held.damage():
+            if mine and not held.why_damaged():
                 held.content = content
                 return held
         try:
@@ -276,7 +278,7 @@ class Segments:
     async def copy_of(self, layout_length: int, slot_bytes: int) -> Held:
         """Memory for a snapshot from another node; only slot 0 has pages. Raises NoMemory."""
         sizes = Sizes(0, layout_length, slot_bytes, MIN_SLOTS)
-        if wrong := sizes.wrong():
+        if wrong := sizes.why_invalid():
             raise NoMemory(wrong)
         one = sizes.nbytes - (PAGE + slot_bytes)
         return await self._make(-1, sizes, 0, one)
@@ -284,10 +286,10 @@ class Segments:
     async def replica_of(self, rank: int, sizes: Sizes, content: int) -> Held:
         """The segment that replicates this rank of another node: its previous one for this layout,
         or a new one. Raises NoMemory."""
-        if wrong := sizes.wrong():
+        if wrong := sizes.why_invalid():
             raise NoMemory(wrong)
         for held in self.held:
-            if held.replica == rank and held.sizes == sizes and not held.damage():
+            if held.replica == rank and held.sizes == sizes and not held.why_damaged():
                 held.content = content
                 return held
         slots = f"{sizes.slots} x {size_text(sizes.slot_bytes)}"

@@ -237,9 +237,9 @@ class LocalSnapshots:
     def _over(self, order: m.PersistOver) -> None:
         """Handle the end of an attempt. A failed one may be repeated, so its wanted snapshot is
         kept."""
-        self._persisting.over(order)
+        self._persisting.end(order)
         if order.ok or not order.attempt:
-            self._wanted.over(round_key(order.round), order.step)
+            self._wanted.end(round_key(order.round), order.step)
         if order.ok and self._inventory.committed(order.step):
             self._note()
         self.tidy()
@@ -375,7 +375,9 @@ class LocalSnapshots:
         self.tidy()
 
     async def _lend(self, peer: Peer, local_rank: int, need: s.NeedSegment) -> None:
-        held = await self._segments.need(local_rank, sizes_of(need), need.content, need.least)
+        held = await self._segments.segment_for(
+            local_rank, sizes_of(need), need.content, need.least
+        )
         if not peer.closed:  # immediately, so that nobody prunes it meanwhile
             self._generation.ranks[local_rank].held = held
         await self._segments.note(self._inventory.rounds())

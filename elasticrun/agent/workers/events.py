@@ -73,7 +73,7 @@ class EventLog:
 
     def round_began(self, start: Start) -> None:
         waited = time.monotonic() - self._waiting_since
-        self.rendezvous(start, waited, time.time_ns() // 10**6)
+        self.write_rendezvous(start, waited, time.time_ns() // 10**6)
 
     def ranks_stopping(self) -> None:
         """No-op: torch's agent has no such event."""
@@ -88,17 +88,17 @@ class EventLog:
 
     # ------------------------------------------------------------ the events
 
-    def rendezvous(self, start: Start, waited_seconds: float, now_ms: int) -> None:
+    def write_rendezvous(self, start: Start, waited_seconds: float, now_ms: int) -> None:
         """Write that a round has formed, for which this node has waited."""
         self._write_event("RENDEZVOUS", "AGENT", start, now_ms, duration_ms=waited_seconds * 1000)
         self._write_event("ASSIGN_WORKER_RANKS", "AGENT", start, now_ms, duration_ms=0.0)
 
-    def started(self, start: Start, pids: Mapping[int, int], now_ms: int) -> None:
+    def write_started(self, start: Start, pids: Mapping[int, int], now_ms: int) -> None:
         """Write that the local ranks of a round have started; pids by local rank."""
         for local_rank, pid in sorted(pids.items()):
             self._worker("START", start, local_rank, pid, now_ms)
 
-    def ended(
+    def write_ended(
         self,
         start: Start | None,
         pids: Mapping[int, int],

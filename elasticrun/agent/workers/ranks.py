@@ -364,7 +364,7 @@ class Ranks:
                 attempt.forked.add(local_rank)
             self._node.deliver(RankSpawned(local_rank, message.pid))
             if self._events is not None and len(attempt.pids) == self._launch.nproc_per_node:
-                self._events.started(attempt.start, attempt.pids, time.time_ns() // 10**6)
+                self._events.write_started(attempt.start, attempt.pids, time.time_ns() // 10**6)
         elif isinstance(message, spawning.Execed):
             attempt.forked.discard(attempt.children[child])
         elif isinstance(message, spawning.SpawnFailed):

@@ -271,7 +271,7 @@ class Keeper:
     def _grant(self, client: _Client, ask: Ask) -> bool:
         """Check the client; returns whether it is served once its descriptors arrive. If our
         imports are outdated, this process exits."""
-        if stale := self.stock.hidden.stale():
+        if stale := self.stock.hidden.stale_file():
             self._send(client.conn, Declined(f"{stale} has changed since it was imported"))
             self._leave()
         if reason := self._why_declined(client.conn, ask):

@@ -120,7 +120,7 @@ def variables_that_differ(
     """Like `difference`, for variables that an import has read, or that a library reads when it is
     loaded. `reads`: names that Python code has read, and the file that read them."""
     both = ((n, theirs.get(n), mine.get(n)) for n in sorted(mine.keys() | theirs.keys()))
-    return _describe((n, here, v) for n, here, v in both if here != v and _counts(n, reads))
+    return _describe((n, here, v) for n, here, v in both if here != v and _is_relevant(n, reads))
 
 
 def _describe(found: Iterable[tuple[str, str | None, str | None]]) -> str:
@@ -130,7 +130,7 @@ def _describe(found: Iterable[tuple[str, str | None, str | None]]) -> str:
     )
 
 
-def _counts(name: str, reads: Mapping[str, str]) -> bool:
+def _is_relevant(name: str, reads: Mapping[str, str]) -> bool:
     if name.startswith(LAUNCHERS_OWN):
         return False
     return (

@@ -211,13 +211,13 @@ class SaveCosts:
             self._socket.close()
             self._socket = None
 
-    def restored(self, seconds: float) -> None:
+    def add_restore(self, seconds: float) -> None:
         """Add the duration of a restore, and report it at once."""
         self._restored += seconds
         self._send_at = 0.0
         self._send_report()
 
-    def saved(self, seconds: float, *, taken: bool) -> None:
+    def add_save(self, seconds: float, *, taken: bool) -> None:
         """Add the duration for which a save, or the attempt, has blocked the script. `taken`: a
         snapshot was taken."""
         self._saves += taken

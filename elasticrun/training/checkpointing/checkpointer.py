@@ -250,7 +250,7 @@ class Checkpointer:
         self._state.put_back_rng()
         for text in dict.fromkeys(self._state.remarks):
             backend.remark(text)
-        costs.restored(time.monotonic() - began)
+        costs.add_restore(time.monotonic() - began)
         return step
 
     def _check_options_agree(self, exchange: RankExchange) -> None:
@@ -381,7 +381,7 @@ class Checkpointer:
     def _try_save(self, backend: CheckpointBackend, due: DueSnapshot, wait: float) -> bool:
         began = time.monotonic()
         took = self._guarded(lambda: backend.save(due.step, due.persist, wait))
-        costs.saved(time.monotonic() - began, taken=bool(took))
+        costs.add_save(time.monotonic() - began, taken=bool(took))
         if took is None:
             error = self.stats.error
             with contextlib.suppress(

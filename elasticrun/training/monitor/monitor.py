@@ -153,7 +153,7 @@ class _Monitor:
 
     def start_thread(self) -> None:
         """Start the thread, unless it runs already or must not run."""
-        if self._stopped() or not self._running.acquire(blocking=False):
+        if self._must_stop() or not self._running.acquire(blocking=False):
             return
         try:
             _thread.start_new_thread(self._run, ())
@@ -180,7 +180,7 @@ class _Monitor:
 
     # ------------------------------------------------------------ in our thread
 
-    def _stopped(self) -> bool:
+    def _must_stop(self) -> bool:
         return self._over or bool(self._forking) or os.getpid() != self._pid
 
     def _run(self) -> None:
@@ -194,11 +194,11 @@ class _Monitor:
             finally:
                 self._running.release()
             # a fork that did not wait for us is over, and `resume` found this thread still running
-            if self._stopped() or not self._running.acquire(blocking=False):
+            if self._must_stop() or not self._running.acquire(blocking=False):
                 return
 
     def _serve(self) -> None:
-        while not self._stopped():
+        while not self._must_stop():
             if _inode(self._listener) != self._mine:
                 self._over = True  # a daemon that closes all descriptors has reused the number
                 return

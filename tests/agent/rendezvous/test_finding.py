@@ -17,7 +17,7 @@ import pytest
 from elasticrun.agent.boot import SignalInbox
 from elasticrun.agent.claims import claim_file
 from elasticrun.agent.rendezvous import shared_file
-from elasticrun.agent.rendezvous.finding import FoundJob, find
+from elasticrun.agent.rendezvous.finding import FoundJob, find_job
 from elasticrun.agent.rendezvous.place import MOST_PORTS, HostError, free_port
 from elasticrun.agent.rendezvous.registry import Leader, Lease, NoRegistry
 from elasticrun.agent.rendezvous.shared_file import SharedFile
@@ -35,7 +35,7 @@ def there(monkeypatch) -> There:
     async def answers(registry: SharedFile, claim: claim_file.Claim) -> bool:
         return state["answers"]
 
-    monkeypatch.setattr(SharedFile, "_answers", answers)
+    monkeypatch.setattr(SharedFile, "_master_answers", answers)
     monkeypatch.setattr(shared_file, "READ_EVERY", 0.01)
     monkeypatch.setattr(claim_file, "has_died_here", lambda claim: False)
     return state
@@ -57,7 +57,7 @@ def look() -> Iterator[Look]:
     with contextlib.ExitStack() as ends:
 
         def found(place: Place, identity: Identity) -> FoundJob:
-            one = asyncio.run(find(LAUNCH, place, identity, SignalInbox([])))
+            one = asyncio.run(find_job(LAUNCH, place, identity, SignalInbox([])))
             ends.callback(one.close)
             return one
 
@@ -148,7 +148,7 @@ def test_a_death_signal_ends_the_search_and_is_heard_again(tmp_path: Path) -> No
 
         async def run() -> FoundJob:
             place = at(tmp_path / "a", is_host=False)
-            searching = asyncio.create_task(find(LAUNCH, place, MINE, inbox))
+            searching = asyncio.create_task(find_job(LAUNCH, place, MINE, inbox))
             os.kill(os.getpid(), 15)
             return await searching
 

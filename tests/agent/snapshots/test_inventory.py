@@ -36,7 +36,7 @@ async def test_what_the_agent_before_held_is_told(shm: Path, case: str, may_writ
         inventory = Inventory(segments, WantedSnapshots(segments, LIMIT, router), 2)
         inventory.adopt([LIFE])
         for local_rank, committed in enumerate(steps):
-            held = await segments.need(local_rank, SIZES, LAYOUT.content)
+            held = await segments.segment_for(local_rank, SIZES, LAYOUT.content)
             for step in committed:
                 write(held, step)
         rows = inventory.holdings(may_write=may_write)

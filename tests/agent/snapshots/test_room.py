@@ -93,11 +93,11 @@ async def test_fewer_slots_do_where_there_is_no_more_room(shm: Path, monkeypatch
     segments = Segments("a-job", 2, {"ELASTICRUN_SHM_DIR": str(shm)})
     await segments.open("node-a")
     with pytest.raises(NoMemory):
-        await segments.need(0, SIZES, 1)
-    held = await segments.need(0, SIZES, 1, least=2)
+        await segments.segment_for(0, SIZES, 1)
+    held = await segments.segment_for(0, SIZES, 1, least=2)
     assert held.segment.slots == 2
     assert "there is memory for only 2 snapshots of a rank" in caplog.text
-    assert await segments.need(0, SIZES, 1, least=2) is held  # and another life is given it
+    assert await segments.segment_for(0, SIZES, 1, least=2) is held  # and another life is given it
     await segments.close(job_over=True)
 
 

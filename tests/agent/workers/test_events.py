@@ -30,9 +30,11 @@ def log(lines: list[str], handler: str = "console", level: str = "") -> EventLog
 
 
 def say_all(events: EventLog, failures: list[Failure]) -> None:
-    events.rendezvous(START, 0.25, 1)
-    events.started(START, {0: 10, 1: 11}, 2)
-    events.ended(START, {0: 10, 1: 11}, failures, succeeded=not failures, run_seconds=1.5, now_ms=3)
+    events.write_rendezvous(START, 0.25, 1)
+    events.write_started(START, {0: 10, 1: 11}, 2)
+    events.write_ended(
+        START, {0: 10, 1: 11}, failures, succeeded=not failures, run_seconds=1.5, now_ms=3
+    )
 
 
 def shape(value: Any) -> Any:

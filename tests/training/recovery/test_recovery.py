@@ -341,10 +341,10 @@ def test_each_round_counts_the_cost_of_its_own_saves(monkeypatch: pytest.MonkeyP
         name = mint_name()
         hears.bind(address(name))
         monkeypatch.setenv(env.PROGRESS, place(name, 0))
-        costs.saved(3.0, taken=True)
+        costs.add_save(3.0, taken=True)
         costs.note_step(7)
         costs.begin_round()
         assert costs.newest_step == -1
-        costs.restored(2.0)
+        costs.add_restore(2.0)
         found = [decode(hears.recv(65536)) for _ in range(2)]
     assert found == [RankCosts(0, -1, 1, 3.0, 0.0), RankCosts(0, -1, 0, 0.0, 2.0)]
