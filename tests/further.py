@@ -9,6 +9,7 @@ tests of the same rule that `make test` has. `test_further.py` looks whether the
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -21,6 +22,13 @@ def further(*covered_by: str, why: str = "") -> pytest.MarkDecorator:
     `room/test_file` where a whole file is of that rule; `why`, where nothing needs to cover it."""
     assert covered_by or why
     return pytest.mark.soak(*covered_by)
+
+
+def fresh_seeds(count: int, batch: int) -> range:
+    """The first seed of each batch of `count` seeds that no soak of another day runs, so that few
+    seeds at a time find what many at once would. A test names the seed that fails."""
+    first = datetime.now(UTC).toordinal() * count
+    return range(first, first + count, batch)
 
 
 def cases(

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from elasticrun.core.rounds import rendezvous, takeover
-from tests.further import cases, further
+from tests.further import cases, fresh_seeds, further
 from tests.simulator.chaos import Chaos, Findings
 from tests.simulator.script import read, run
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 SEEDS = 240
 CHECKED_SEEDS = 80
-MANY_SEEDS = 8000
+FRESH_SEEDS = 1500
 BATCH = 20
 
 
@@ -55,17 +55,17 @@ def test_invariants_hold_with_the_network_check(first: int) -> None:
 
 
 @further("test_invariants_hold_with_the_network_check")
-@pytest.mark.parametrize("first", range(CHECKED_SEEDS, CHECKED_SEEDS + MANY_SEEDS // 4, 500))
-def test_invariants_hold_with_the_network_check_for_thousands(first: int) -> None:
-    for seed in range(first, first + 500):
+@pytest.mark.parametrize("first", fresh_seeds(FRESH_SEEDS // 3, 125))
+def test_invariants_hold_with_the_network_check_for_fresh_seeds(first: int) -> None:
+    for seed in range(first, first + 125):
         findings = Chaos(seed, duration=120.0, checks=True).run()
         assert not findings.faults, in_words(findings)
 
 
 @further("test_invariants_hold")
-@pytest.mark.parametrize("first", range(SEEDS, SEEDS + MANY_SEEDS, 1000))
-def test_invariants_hold_for_thousands(first: int) -> None:
-    for seed in range(first, first + 1000):
+@pytest.mark.parametrize("first", fresh_seeds(FRESH_SEEDS, 250))
+def test_invariants_hold_for_fresh_seeds(first: int) -> None:
+    for seed in range(first, first + 250):
         findings = Chaos(seed, duration=120.0).run()
         assert not findings.faults, in_words(findings)
 
