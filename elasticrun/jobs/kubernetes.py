@@ -29,7 +29,7 @@ LIST_LIMIT: Final = 5.0
 
 
 class KubernetesJobs:
-    """The clusters of the kubeconfig; each job's run folder records which one."""
+    """Jobs in the clusters of the kubeconfig; each job's run folder records its cluster."""
 
     def submit(self, run: RunFolder, submission: Submission) -> str:
         """Create the objects in `submission.script`. The submission is recorded without them."""

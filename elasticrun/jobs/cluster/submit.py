@@ -55,7 +55,8 @@ async def _checked(
     ns: argparse.Namespace, program: Sequence[str]
 ) -> tuple[list[dict[str, Any]], tuple[str, str], list[str]]:
     """Make the objects and have the API server validate them. Returns the objects, the job's last;
-    the context and the namespace; notes for the user."""
+    the context and the namespace; notes for the user. If one of the objects is a Secret with a
+    token, sets `ns.token_secret` to its name."""
     from elasticrun.jobs.kube import acts
     from elasticrun.jobs.kube.api import KubeApi
 

@@ -169,7 +169,7 @@ def _convert_text(text: str, extra: _Extra) -> tuple[str, tuple[str, ...] | None
 
 
 def _without_fixed_flags(rest: str) -> tuple[str, tuple[str, ...]]:
-    """Remove SETTLED flags before the script; later flags are the script's. Returns the text and
+    """Remove FIXED_FLAGS before the script; later flags are the script's. Returns the text and
     the removed flags."""
     dropped = []
     end = _flags_end(rest)

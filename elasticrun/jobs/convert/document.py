@@ -1,7 +1,7 @@
 """A YAML document in which every field is read once, left out with a reason, or refused.
 
-`Fields` is one of its mappings. A field that is left when `close` is called does not exist in the
-source kind, or only in a newer version of it.
+`Fields` is one of its mappings. A field that has not been taken when `close` is called does not
+exist in the source kind, or exists only in a newer version of it.
 """
 
 from __future__ import annotations

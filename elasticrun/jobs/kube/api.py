@@ -188,7 +188,7 @@ class KubeApi:
 
 def _on_watch_error(error: Exception, count: int) -> OnErrorResult:
     """What lightkube does after the watch has failed `count` times in a row: retry after `count`
-    seconds, but raise the error after MOST_BREAKS failures or if the server refuses."""
+    seconds, but raise the error after MAX_BREAKS failures or if the server refuses."""
     refused = isinstance(error, httpx2.HTTPStatusError) and error.response.status_code in (401, 403)
     if refused or count > MAX_BREAKS:
         return OnErrorResult(OnErrorAction.RAISE)

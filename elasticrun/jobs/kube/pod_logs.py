@@ -190,7 +190,7 @@ class _Follower:
 
     async def _stream(self, pod: ObservedPod, query: PodLogQuery) -> None:
         """Follow a pod until its container ends. A stream that breaks earlier is restarted, until
-        it has broken more than MOST_BREAKS times in a row."""
+        it has broken more than MAX_BREAKS times in a row."""
         clock, last, breaks = asyncio.get_running_loop().time, "", 0
         while breaks <= MAX_BREAKS:
             before, began = last, clock()

@@ -130,7 +130,7 @@ def translate(words: Sequence[str], where: str, notify: Callable[[str], None]) -
 
 
 def known_flags(where: str) -> list[str]:
-    """Arena's flags that have a meaning at this target."""
+    """Arena's flags that are translated for this target, or ignored with a note."""
     place = _place(where)
     return [*SPECIAL, *(name for name, row in ROWS.items() if place in row.words or row.note)]
 
@@ -192,8 +192,8 @@ class _Translation:
         return self._flags.pop(0)
 
     def _optional(self, value: str, equals: str, row: Row) -> str:
-        """The value of a flag that can stand alone. As a separate word it is only `true` or
-        `false`, or any word if the flag's default is another word."""
+        """The value of a flag that can stand alone. The next word is its value if it is `true` or
+        `false`, or if the flag is not a switch and the word is not a flag."""
         following = self._flags[0] if self._flags and not equals else "-"
         if following in ("true", "false") or not (row.alone == "true" or following.startswith("-")):
             value = self._flags.pop(0)

@@ -156,8 +156,8 @@ def head(picture: Picture) -> list[str]:
 
 
 def table(rows: Sequence[RankRow], columns: int) -> list[str]:
-    """The table of ranks. If there are more than MOST_ALONE, those in the same state share a line,
-    anomalous states first."""
+    """The table of ranks. If there are more than MAX_UNGROUPED, those in the same state share a
+    line, anomalous states first."""
     groups = group_ranks(rows) if len(rows) > MAX_UNGROUPED else [[row] for row in rows]
     drawn = [[cell(group) for cell in CELLS.values()] for group in groups]
     titles = list(CELLS)
