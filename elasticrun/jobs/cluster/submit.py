@@ -25,7 +25,7 @@ def kubernetes_submission(
     API server has validated all of them. Raises UsageError, Invalid, RequestFailed."""
     filled = argparse.Namespace(**{**vars(ns), "save_at_breakpoint": True})
     filled.given = {**ns.given, "save_at_breakpoint": ""}
-    documents, where, notes = asyncio.run(_checked(filled, program))
+    documents, where, notes = asyncio.run(_validated_objects(filled, program))
     for note in notes:
         notify(note)
     low, high = settings.nodes(ns.nnodes)
@@ -51,7 +51,7 @@ NO_TENSORBOARD: Final = (
 )
 
 
-async def _checked(
+async def _validated_objects(
     ns: argparse.Namespace, program: Sequence[str]
 ) -> tuple[list[dict[str, Any]], tuple[str, str], list[str]]:
     """Make the objects and have the API server validate them. Returns the objects, the job's last;

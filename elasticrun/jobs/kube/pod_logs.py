@@ -86,19 +86,19 @@ def selected_pods(found: Iterable[ObservedPod], query: PodLogQuery) -> list[Obse
     return first[-1:]
 
 
-async def show(api: KubeApi, job: ClusterJob, query: PodLogQuery, shown: ShowLine) -> bool:
-    """Pass existing lines to `shown`; with `follow` also new ones, until the job is over or
+async def show(api: KubeApi, job: ClusterJob, query: PodLogQuery, show_line: ShowLine) -> bool:
+    """Pass existing lines to `show_line`; with `follow` also new ones, until the job is over or
     stopped. Returns False if no pod has started."""
     found = await pods(api, job)
     there = selected_pods(found, query)
     if not query.follow or job.is_over:
         for pod in there:
             async for _, line in _lines(api, job, pod, query):
-                shown(pod, line)
+                show_line(pod, line)
         return bool(there)
     old = {pod.uid for pod in found if pod.started}
     try:
-        return await _Follower(api, job, query, shown, old).run(there)
+        return await _Follower(api, job, query, show_line, old).run(there)
     except ExceptionGroup as errors:  # such as RequestFailed
         raise errors.exceptions[0] from None
 
@@ -140,9 +140,9 @@ class _Follower:
     """Follows pods, one task each. `old`: the uids of pods that had started before."""
 
     def __init__(
-        self, api: KubeApi, job: ClusterJob, query: PodLogQuery, shown: ShowLine, old: set[str]
+        self, api: KubeApi, job: ClusterJob, query: PodLogQuery, show_line: ShowLine, old: set[str]
     ) -> None:
-        self._api, self._job, self._query, self._shown = api, job, query, shown
+        self._api, self._job, self._query, self._show_line = api, job, query, show_line
         self._seen = old  # uids, because a replacement pod may have the same name
         self._streams: list[asyncio.Task[None]] = []
 
@@ -198,7 +198,7 @@ class _Follower:
                 async for stamp, line in _lines(self._api, self._job, pod, query, follow=True):
                     if not before or stamp > before:
                         last = max(last, stamp)
-                        self._shown(pod, line)
+                        self._show_line(pod, line)
             with contextlib.suppress(RequestFailed):
                 body = await self._api.get(PODS, pod.name, self._job.namespace)
                 now = observe_pod(body) if body is not None else None

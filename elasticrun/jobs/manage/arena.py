@@ -25,7 +25,7 @@ EVERYWHERE: Final = (PODS, SLURM, LOCAL)
 KINDS: Final = ("pytorch", "pytorchjob", "py")
 """Arena's names for this kind of job; accepted before, between and after the flags."""
 
-OTHERS: Final = (
+OTHER_KINDS: Final = (
     *("tf", "tfjob", "mpi", "mpijob", "horovod", "horovodjob", "et", "etjob", "ray", "rayjob"),
     *("spark", "sparkjob", "volcano", "volcanojob", "deepspeed", "deepspeedjob"),
 )
@@ -47,12 +47,12 @@ class Row(NamedTuple):
     alone: str = ""
 
 
-def _pods(*words: str, **more: str) -> Row:
+def _only_pods(*words: str, **more: str) -> Row:
     """A flag that only pods support."""
     return Row({PODS: words}, **more)
 
 
-def _all(*words: str) -> Row:
+def _everywhere(*words: str) -> Row:
     return Row(dict.fromkeys(EVERYWHERE, words))
 
 
@@ -60,51 +60,51 @@ _IGNORED: Final = ("--image-pull-policy", "--tensorboard-image", "--loglevel", "
                    "--config", "--sync-image", "--shell")  # fmt: skip
 
 ROWS: Final[Mapping[str, Row]] = {
-    "--workers": _all("--nodes={value}"),
+    "--workers": _everywhere("--nodes={value}"),
     "--gpus": Row({PODS: ("--gpus={value}",), SLURM: ("--gpus-per-node={value}",),
                    LOCAL: ("--nproc-per-node={value}",)}),
     "--cpu": Row({PODS: ("--cpu={value}",), SLURM: ("--cpus-per-task={value}",)}),
     "--memory": Row({PODS: ("--memory={value}",), SLURM: ("--mem={mem}",)}),
-    "--device": _pods("--gpu-resource={key}", "--gpus={count}"),
-    "--rdma": _pods("--rdma={value}", alone="rdma/hca"),
+    "--device": _only_pods("--gpu-resource={key}", "--gpus={count}"),
+    "--rdma": _only_pods("--rdma={value}", alone="rdma/hca"),
     "--share-memory": Row({PODS: ("--shm={value}",)}, "the ranks use the host's /dev/shm here"),
-    "--working-dir": _all("--working-dir={value}"),
-    "--data": _all("--data={value}"),
+    "--working-dir": _everywhere("--working-dir={value}"),
+    "--data": _everywhere("--data={value}"),
     "--data-dir": Row({PODS: ("--volume=dir{number}=host:{host}:{mount}",),
                        SLURM: ("--data=dir{number}:{host}",),
                        LOCAL: ("--data=dir{number}:{host}",)}),
-    "--host-network": _pods("--host-network", alone="true"),
+    "--host-network": _only_pods("--host-network", alone="true"),
     "--tensorboard": Row(dict.fromkeys(EVERYWHERE, ("--tensorboard",)), alone="true"),
-    "--gang": _pods("--gang={value}", alone="coscheduling"),
-    "--toleration": _pods("--toleration={taint}"),
+    "--gang": _only_pods("--gang={value}", alone="coscheduling"),
+    "--toleration": _only_pods("--toleration={taint}"),
     "--running-timeout": Row({PODS: ("--deadline={seconds}",), SLURM: ("--time={minutes}",)}),
     "--ttl-after-finished": Row({PODS: ("--ttl={seconds}",)},
                                 "`elasticrun prune --since` removes ended jobs"),
     "--clean-task-policy": Row({}, "nodes end with their job, and pods that have ended stay until "
                                    "--ttl-after-finished"),
-    "--job-backoff-limit": _pods("--backoff-limit={value}"),
+    "--job-backoff-limit": _only_pods("--backoff-limit={value}"),
     "--retry": Row({PODS: ("--retries={value}",), SLURM: ("--retries={value}",)}),
-    **{name: _pods(name + "={value}") for name in (
+    **{name: _only_pods(name + "={value}") for name in (
         "--image", "--namespace", "--priority", "--selector", "--label", "--annotation",
         "--image-pull-secret", "--scheduler", "--service-account")},
     **{name: Row({}, "not needed here") for name in _IGNORED},
 }  # fmt: skip
 
-SHORT: Final = {"-e": "--env", "-l": "--label", "-a": "--annotation", "-n": "--namespace",
+SHORT_FLAGS: Final = {"-e": "--env", "-l": "--label", "-a": "--annotation", "-n": "--namespace",
                 "-d": "--data", "-p": "--priority"}  # fmt: skip
 
-SPECIAL: Final = ("--env", "--git", "--sync-source", "--sync-mode", "--config-file")
+SPECIAL_FLAGS: Final = ("--env", "--git", "--sync-source", "--sync-mode", "--config-file")
 """Flags whose translation needs code."""
 
-ROOT: Final = "/root"
+CODE_PARENT: Final = "/root"
 """Arena's default --working-dir; it puts code below this folder."""
 
 _TIME: Final = re.compile(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?\Z")
 _SHELL: Final = re.compile(r"[;&|<>`$]|\n")
 _PYTHON: Final = r"python[\d.]*"
-_BARE: Final = re.compile(rf"{_PYTHON}|{'|'.join(LAUNCHERS)}")
+_PROGRAM_NAMES: Final = re.compile(rf"{_PYTHON}|{'|'.join(LAUNCHERS)}")
 _MODULES: Final = re.compile(r"(-u )?-m torch\.distributed\.(run|launch)(?= |\Z)")
-_REF: Final = re.compile(r"(GIT_SYNC_(?:BRANCH|REV))=(.*)\Z")
+_GIT_REF: Final = re.compile(r"(GIT_SYNC_(?:BRANCH|REV))=(.*)\Z")
 
 
 def translate(words: Sequence[str], where: str, notify: Callable[[str], None]) -> list[str]:
@@ -115,15 +115,17 @@ def translate(words: Sequence[str], where: str, notify: Callable[[str], None]) -
     at = words.index("--") if "--" in words else len(words)
     flags, behind = words[:at], words[at:]
     for before, word in itertools.pairwise(["", *flags]):
-        if word in (*KINDS, *OTHERS) and (before[:1] != "-" or "=" in before):  # not a flag's value
-            if word in OTHERS:
+        if word in (*KINDS, *OTHER_KINDS) and (
+            before[:1] != "-" or "=" in before
+        ):  # not a flag's value
+            if word in OTHER_KINDS:
                 raise Invalid(f"{word}: {PROG} runs only Arena jobs of the kind {KINDS[0]}")
             flags.remove(word)
             break
     if not behind and flags and " " in flags[-1].strip() and not flags[-1].startswith("-"):
         more, behind = _command(flags.pop())
         flags += more
-    elif _BARE.fullmatch("".join(behind[1:2])) and "--no-python" not in flags:
+    elif _PROGRAM_NAMES.fullmatch("".join(behind[1:2])) and "--no-python" not in flags:
         more, behind = _program(behind[1:])
         flags += more
     return [*_Translation(flags, _place(where), notify).translate(), *behind]
@@ -132,7 +134,7 @@ def translate(words: Sequence[str], where: str, notify: Callable[[str], None]) -
 def known_flags(where: str) -> list[str]:
     """Arena's flags that are translated for this target, or ignored with a note."""
     place = _place(where)
-    return [*SPECIAL, *(name for name, row in ROWS.items() if place in row.words or row.note)]
+    return [*SPECIAL_FLAGS, *(name for name, row in ROWS.items() if place in row.words or row.note)]
 
 
 def _place(where: str) -> str:
@@ -146,7 +148,7 @@ class _Translation:
         self._flags = flags
         self._place = place
         self._notify = notify
-        self._ranks_said = any(re.match(r"--nproc[-_]per[-_]node\b", word) for word in flags)
+        self._has_rank_count = any(re.match(r"--nproc[-_]per[-_]node\b", word) for word in flags)
         self._git = ""
         self._refs: dict[str, str] = {}
         self._seen: set[str] = set()
@@ -157,20 +159,20 @@ class _Translation:
         while self._flags:
             word = self._flags.pop(0)
             name, equals, value = word.partition("=")
-            name = SHORT.get(name, _canonical_name(name) if name.startswith("--") else name)
-            if name not in ROWS and name not in SPECIAL:
+            name = SHORT_FLAGS.get(name, _canonical_name(name) if name.startswith("--") else name)
+            if name not in ROWS and name not in SPECIAL_FLAGS:
                 done.append(word)
                 continue
             self._seen.add(name)
             row = ROWS.get(name, Row())
             if row.alone:
-                value = self._optional(value, equals, row)
+                value = self._optional_value(value, equals, row)
             elif not equals:
-                value = self._next(name)
+                value = self._next_word(name)
             done += self._translate(name, value, row)
-        return done + self._at_the_end()
+        return done + self._combined_words()
 
-    def _at_the_end(self) -> list[str]:
+    def _combined_words(self) -> list[str]:
         """Words that depend on several flags together."""
         if not self._git:
             if "--sync-mode" in self._seen:
@@ -181,17 +183,18 @@ class _Translation:
         of_arena = "--sync-source" in self._seen and "--working-dir" not in self._seen
         if of_arena and self._place == PODS:
             self._notify(
-                f"the code goes below {ROOT}, as in Arena; use --working-dir for another folder"
+                f"the code goes below {CODE_PARENT}, as in Arena; use --working-dir for another "
+                "folder"
             )
-            done.append(f"--working-dir={ROOT}")
+            done.append(f"--working-dir={CODE_PARENT}")
         return done
 
-    def _next(self, name: str) -> str:
+    def _next_word(self, name: str) -> str:
         if not self._flags:
             raise Invalid(f"{name} needs a value")
         return self._flags.pop(0)
 
-    def _optional(self, value: str, equals: str, row: Row) -> str:
+    def _optional_value(self, value: str, equals: str, row: Row) -> str:
         """The value of a flag that can stand alone. The next word is its value if it is `true` or
         `false`, or if the flag is not a switch and the word is not a flag."""
         following = self._flags[0] if self._flags and not equals else "-"
@@ -200,7 +203,7 @@ class _Translation:
         return row.alone if value in ("", "true") else value
 
     def _translate(self, name: str, value: str, row: Row) -> list[str]:
-        if name == "--env" and (found := _REF.match(value)):
+        if name == "--env" and (found := _GIT_REF.match(value)):
             self._refs[found[1]] = found[2]
             return []
         if name == "--env":
@@ -216,7 +219,7 @@ class _Translation:
             raise Invalid(_config_file(value) if self._place == PODS else _unsupported(name, row))
         if value == "false" and row.alone:
             return []
-        if self._place == LOCAL and name == "--gpus" and (self._ranks_said or value == "0"):
+        if self._place == LOCAL and name == "--gpus" and (self._has_rank_count or value == "0"):
             return []
         if name == "--workers":
             settings.nodes(value, name)
@@ -299,10 +302,10 @@ def _program(words: Sequence[str]) -> tuple[list[str], list[str]]:
     if name in LAUNCHERS:
         ours = get_args_parser({})
         at = 1 + ours.script_at(words[1:])
-        settled = [
+        rendezvous_flags = [
             f"--{dest.replace('_', '-')}" for dest in (*RENDEZVOUS_FLAGS, "nnodes", "node_rank")
         ]
-        return without_flags(words[1:at], settled), ["--", *words[at:]]
+        return without_flags(words[1:at], rendezvous_flags), ["--", *words[at:]]
     if not re.fullmatch(_PYTHON, name):
         return ["--no-python"], ["--", *words]
     rest = words[2:] if words[1:2] == ["-u"] else words[1:]

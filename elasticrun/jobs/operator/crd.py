@@ -25,10 +25,10 @@ OPERATOR: Final = "elasticrun-operator"
 """Name of the operator's own objects (service account, Secret, Lease) and the source of its
 Events."""
 
-LONGEST_NAME: Final = 50
+MAX_NAME_LENGTH: Final = 50
 """Maximum length of a job's name: pods' host names and the job's objects contain it."""
 
-Many = Annotated[int, Meta(ge=1, le=10_000)]
+NodeCount = Annotated[int, Meta(ge=1, le=10_000)]
 Seconds = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
 
@@ -92,13 +92,15 @@ class ElasticSpec(Struct, frozen=True, rename="camel"):
         Json,
         _about("Template of every pod. Its first container runs elasticrun; its exit code counts."),
     ]
-    nodes: Annotated[Many, _about("Number of nodes; `kubectl scale` changes it live.")] = 1
-    min_nodes: Annotated[Many | None, _about("Minimum number of nodes. Default: nodes.")] = None
+    nodes: Annotated[NodeCount, _about("Number of nodes; `kubectl scale` changes it live.")] = 1
+    min_nodes: Annotated[NodeCount | None, _about("Minimum number of nodes. Default: nodes.")] = (
+        None
+    )
     spares: Annotated[
         Annotated[int, Meta(ge=0, le=1000)],
         _about("Additional pods that replace lost ones."),
     ] = 0
-    node_unit: Annotated[Many, _about("Rounds have a multiple of this many nodes.")] = 1
+    node_unit: Annotated[NodeCount, _about("Rounds have a multiple of this many nodes.")] = 1
     suspend: Annotated[bool, _about("Save a step and delete all pods until this is unset.")] = False
     run_policy: Annotated[RunPolicy, _about("How the job ends, and what remains of it.")] = (
         RunPolicy()
@@ -230,10 +232,10 @@ _RULES: Final = (
 )
 
 _NAME_RULE: Final = (
-    f"self.metadata.name.size() <= {LONGEST_NAME} && "
+    f"self.metadata.name.size() <= {MAX_NAME_LENGTH} && "
     "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
-    f"the name of an ElasticJob has {LONGEST_NAME} characters at most: lower case letters, digits "
-    "and dashes, with a letter first",
+    f"the name of an ElasticJob has {MAX_NAME_LENGTH} characters at most: lower case letters, "
+    "digits and dashes, with a letter first",
 )
 
 
