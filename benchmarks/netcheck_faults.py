@@ -193,10 +193,10 @@ def drive(
         for node, answer in said:
             netcheck.answered(node, answer, now)
             groups += netcheck.proceed(now)
-        while not groups and netcheck.busy:
+        while not groups and netcheck.is_busy:
             now = max(now, netcheck.next_deadline() or now)
             groups += netcheck.proceed(now)
-        for verdict in netcheck.verdicts():
+        for verdict in netcheck.take_verdicts():
             getattr(outcome, verdict.kind).add(verdict.node)
             outcome.reasons[verdict.node] = verdict.reason
     outcome.summary = netcheck.summary()

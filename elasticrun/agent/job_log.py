@@ -23,9 +23,9 @@ from elasticrun.core.reasons import (
     Said,
     Unreachable,
     read,
-    short,
     text,
     unreachable_side,
+    what_it_awaits,
 )
 from elasticrun.core.words import plural, recovery_times
 from elasticrun.core.worker.states import ENDINGS, GroupStatus, State
@@ -277,5 +277,5 @@ def in_words(status: GroupStatus, place: str, now: float) -> str:
         return f"{status.reason}: waiting for the ranks to end{limit}"
     reason = status.reason
     if isinstance(status.why, NodesNeeded | MoreMayJoin):
-        reason = f"rendezvous {place}: {short(status.why)}"
+        reason = f"rendezvous {place}: {what_it_awaits(status.why)}"
     return f"{reason}, {left:.0f} s left" if left > 0 else reason

@@ -508,10 +508,10 @@ _QUOTING: Final = (
     Said, Leaves, Excluded, HasLeft, BackedOff, FirstToFail, Unfit, Checking, LastSave, Banned,
     BeingProbed, NoMaster, MasterUnmet, Stuck,
 )  # fmt: skip
-"""Types whose text is mostly quoted: `brief` omits them entirely."""
+"""Types whose text is mostly quoted: `text_without_evidence` omits them entirely."""
 
 
-def brief(reason: Reason | None) -> str:
+def text_without_evidence(reason: Reason | None) -> str:
     """Like `text`, without evidence and without words of a rank, a person or an agent."""
     match reason:
         case RankFailed(hung=True):
@@ -519,15 +519,15 @@ def brief(reason: Reason | None) -> str:
         case RankFailed():
             return f"rank {reason.rank}{f' on node {reason.node}' if reason.node else ''}"
         case SaidFinal() | NoRestartsLeft() | FailedElsewhere():
-            return brief(reason.first)
+            return text_without_evidence(reason.first)
         case ByOperator():
             return text(structs.replace(reason, why=""))
         case TooFewNodes():
             return text(structs.replace(reason, why=None))
         case Saved():
-            return f"{brief(reason.why)}; step {reason.step} is saved"
+            return f"{text_without_evidence(reason.why)}; step {reason.step} is saved"
         case NotSaved():
-            return brief(reason.why)
+            return text_without_evidence(reason.why)
         case NodeLost(node=node, how=HasLeft()):
             return f"node {node} left"
         case NodeLost(node=node, how=BackedOff()):
@@ -535,7 +535,7 @@ def brief(reason: Reason | None) -> str:
         case NodeLost(node=node, how=Leaves() | Excluded()):
             return f"node {node} is gone"
         case Then():
-            return brief(reason.first)
+            return text_without_evidence(reason.first)
         case NodeExcluded():
             return f"node {reason.node} is excluded"
         case NodesNeeded():
@@ -545,7 +545,7 @@ def brief(reason: Reason | None) -> str:
     return text(reason)
 
 
-def short(reason: NodesNeeded | MoreMayJoin) -> str:
+def what_it_awaits(reason: NodesNeeded | MoreMayJoin) -> str:
     """What the rendezvous waits for, as a clause after `waiting for nodes:` or `rendezvous X:`."""
     if isinstance(reason, NodesNeeded):
         return f"{reason.here} of {plural(reason.needed, 'node')}{_because(reason.why)}"
@@ -787,7 +787,7 @@ _TEXTS: Final[Mapping[type, Callable[[Any], str]]] = {
         "nodes are lost one after another: the next round waits until no more are lost"
     ),
     MoreMayJoin: lambda it: f"last call: up to {it.most} nodes may join",
-    NodesNeeded: lambda it: f"waiting for nodes: {short(it)}",
+    NodesNeeded: lambda it: f"waiting for nodes: {what_it_awaits(it)}",
     PeerLost: _peer_lost,
     RestartDelayed: lambda it: (
         f"ranks fail soon after they start: the next restart waits {it.seconds:g} s"

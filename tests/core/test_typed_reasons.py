@@ -25,7 +25,6 @@ from elasticrun.core.reasons import (
     Saved,
     Then,
     TooFewNodes,
-    brief,
     code,
     exclusion_in,
     failure_in,
@@ -33,6 +32,7 @@ from elasticrun.core.reasons import (
     read,
     text,
     text_and_code,
+    text_without_evidence,
     unreachable_side,
 )
 from elasticrun.wire.messages import MAX_CODE, ReasonCode
@@ -92,7 +92,7 @@ def test_what_is_too_long_to_be_told_is_told_as_text() -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_a_stranger_reads_nothing_that_a_rank_has_said(kind: type) -> None:
-    assert SECRET not in brief(made(kind))
+    assert SECRET not in text_without_evidence(made(kind))
 
 
 def test_what_is_asked_of_a_reason() -> None:
@@ -109,7 +109,7 @@ def test_what_is_asked_of_a_reason() -> None:
     assert not is_by_operator(over)
     banned = Banned(Excluded("asked", "asked by me"), 60.0)
     assert exclusion_in(Then(banned, Leaves("received SIGTERM", 15))) == banned
-    assert brief(NodeLost("b", HasLeft(Leaves(SECRET)))) == "node b left"
+    assert text_without_evidence(NodeLost("b", HasLeft(Leaves(SECRET)))) == "node b left"
 
 
 def test_kinds_are_names_that_last() -> None:

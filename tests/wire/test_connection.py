@@ -34,10 +34,10 @@ def test_messages_come_whole_and_in_order(pair: tuple[Connection, socket.socket]
     both = encode(CLOSED) + encode(SegmentClosed(8))
     peer.sendall(both[:-3])
     assert list(connection.receive() or ()) == [CLOSED]
-    assert connection.cut
+    assert connection.is_cut
     peer.sendall(both[-3:])
     assert list(connection.wait()) == [SegmentClosed(8)]
-    assert not connection.cut
+    assert not connection.is_cut
 
 
 def test_what_is_no_message_is_told_after_those_before_it(

@@ -11,7 +11,7 @@ from elasticrun.wire.env import BadFault, Fault, FaultKind
 
 def test_a_list_is_read_with_its_defaults() -> None:
     text = "probe-fail@n0, probe-fail=wrong@n1,probe-hang@n2,probe-hang=meet@n3,slow=3x@*"
-    assert [(f.words, f.node) for f in env.read_faults(text)] == [
+    assert [(f.text, f.node) for f in env.read_faults(text)] == [
         ("probe-fail=comm", "n0"),
         ("probe-fail=wrong", "n1"),
         ("probe-hang=comm", "n2"),

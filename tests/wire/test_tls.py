@@ -137,7 +137,7 @@ async def test_the_port_is_one_masters_over_tls_too(files: Mapping[str, Tls]) ->
     pem = raw(files["good"])
     async with serving(tls=pem) as served:
         for other in (pem, None):
-            server = c.make_server(served.servicer.attend, served.servicer.status, most=1)
+            server = c.make_server(served.servicer.attend, served.servicer.status, max_calls=1)
             with pytest.raises(c.ListenError, match="another process listens") as refused:
                 c.listen(server, "127.0.0.1", served.endpoint.port, other)
             assert refused.value.taken

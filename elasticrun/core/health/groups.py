@@ -86,7 +86,7 @@ class Rate(Struct, frozen=True):
         return self.seconds / self.traffic
 
     @property
-    def bus(self) -> float:
+    def bus_bandwidth(self) -> float:
         """Bus bandwidth, in bytes per second."""
         return self.traffic / self.seconds
 
@@ -134,7 +134,7 @@ class Trial:
     last_rate: Rate | None = None  # of the last all_reduce, even if only among its own ranks
 
     @property
-    def suspect(self) -> bool:
+    def is_suspect(self) -> bool:
         """Whether it failed, alone or in a group, and has not been cleared since."""
         return not self.good and (self.broken or any(one.partners for one in self.failures))
 
@@ -156,7 +156,7 @@ class Trial:
             return
         self.good = self.fresh = True
         self.failures = [one for one in self.failures if not one.partners]
-        self._met(partners)
+        self._add_partners(partners)
 
     def failed(self, failure: ProbeFailure) -> None:
         """Add a failure, alone or in a group."""
@@ -164,15 +164,15 @@ class Trial:
         if not failure.partners:
             self.good = self.fresh = self.alone = False
             self.broken = True
-        self._met(failure.partners)
+        self._add_partners(failure.partners)
 
-    def _met(self, partners: Sequence[str]) -> None:
+    def _add_partners(self, partners: Sequence[str]) -> None:
         self.seen.update(partners)
         if len(partners) == 1:
             self.met.add(partners[0])
 
 
-def unexplained(trial: Trial, trials: Mapping[str, Trial]) -> list[ProbeFailure]:
+def unexplained_failures(trial: Trial, trials: Mapping[str, Trial]) -> list[ProbeFailure]:
     """The failures of a node that no partner explains, because all partners work with others."""
     return [one for one in trial.failures if all(trials[it].good for it in one.partners)]
 
@@ -180,18 +180,20 @@ def unexplained(trial: Trial, trials: Mapping[str, Trial]) -> list[ProbeFailure]
 def is_convicted(failures: Sequence[ProbeFailure], proved: Collection[frozenset[str]]) -> bool:
     """Whether these failures, none of them explained by a partner, leave no innocent explanation.
     `proved`: pairs of nodes that have worked with each other."""
-    return len(failures) > 1 and not _explained([frozenset(f.partners) for f in failures], proved)
+    return len(failures) > 1 and not _is_explained(
+        [frozenset(f.partners) for f in failures], proved
+    )
 
 
 def strongly_suspect(trial: Trial, trials: Mapping[str, Trial]) -> bool:
     """For when nothing more can be tried: whether no partner took part in all failures of a node,
     and in one of these failures all partners work with others."""
     sets = [frozenset(one.partners) for one in trial.failures]
-    works = any(one.partners for one in unexplained(trial, trials))
+    works = any(one.partners for one in unexplained_failures(trial, trials))
     return works and len(sets) > 1 and not frozenset.intersection(*sets)
 
 
-def _explained(sets: list[frozenset[str]], proved: Collection[frozenset[str]]) -> bool:
+def _is_explained(sets: list[frozenset[str]], proved: Collection[frozenset[str]]) -> bool:
     """Whether one bad link of the node and one between two others explain all these failures."""
     for partner in ("", *frozenset[str]().union(*sets)):
         rest = {one for one in sets if partner not in one}
@@ -240,23 +242,23 @@ def later_pass(
     `failed`: groups that failed in the previous pass. `slow`: nodes to measure again -> whether
     alone is enough."""
     open_ = [one for one in trials.values() if not one.good and not one.out]
-    seekers = _seekers(open_, failed)
+    units = _units_to_probe(open_, failed)
     good = [one for one in trials.values() if one.good and not one.out and one.node not in slow]
     free = OrderedDict((one.node, one) for one in _fastest_first(good))
     groups: list[Nodes] = []
     left: list[Trial] = []
-    for unit in seekers:
-        partner = _unmet(unit, free)
+    for unit in units:
+        partner = _choose_partner(unit, free)
         if partner is None:
             left.extend(unit)
         else:
             del free[partner]
             groups.append((partner, *(one.node for one in unit)))
-    groups.extend(_among_themselves(left, helped=bool(good)))
+    groups.extend(_group_without_good(left, helped=bool(good)))
     for node in [node for node, one in free.items() if one.is_found_slow]:
         del free[node]
     for node, alone_will_do in slow.items():
-        partner = _unmet([trials[node]], free)
+        partner = _choose_partner([trials[node]], free)
         if partner is not None:
             del free[partner]
             groups.append((partner, node))
@@ -278,11 +280,11 @@ def _reference_groups(free: Iterable[str], trials: Mapping[str, Trial], count: i
     return [(node,) for node in idle[first : first + count]]
 
 
-def _seekers(open_: Sequence[Trial], failed: Iterable[FailedGroup]) -> list[list[Trial]]:
+def _units_to_probe(open_: Sequence[Trial], failed: Iterable[FailedGroup]) -> list[list[Trial]]:
     """Units of nodes that need a good partner, the most urgent first: suspects, slowest first; then
     nodes held up by another's failure; then nodes that failed alone, for which a probe alone is
     also enough."""
-    joint = {one.node: one for one in open_ if one.suspect and not one.broken}
+    joint = {one.node: one for one in open_ if one.is_suspect and not one.broken}
     units: list[list[Trial]] = []
     for group in failed:
         if len(group.nodes) == 3 and all(node in joint for node in group.nodes):
@@ -290,16 +292,18 @@ def _seekers(open_: Sequence[Trial], failed: Iterable[FailedGroup]) -> list[list
             units += [[first], others]
     units += [[one] for one in joint.values()]
     units.sort(key=lambda unit: -max(one.pace for one in unit))
-    units += [[one] for one in open_ if not one.suspect]
+    units += [[one] for one in open_ if not one.is_suspect]
     units += [[one] for one in open_ if one.broken]
     return units
 
 
-def _among_themselves(left: Sequence[Trial], *, helped: bool) -> list[Nodes]:
+def _group_without_good(left: Sequence[Trial], *, helped: bool) -> list[Nodes]:
     """Groups of the nodes for which no good partner was left; `helped`: whether a later pass will
     have good partners for them."""
-    held_up = [one for one in left if not one.suspect]
-    joint = sorted((one for one in left if one.suspect and not one.broken), key=lambda t: t.place)
+    held_up = [one for one in left if not one.is_suspect]
+    joint = sorted(
+        (one for one in left if one.is_suspect and not one.broken), key=lambda t: t.place
+    )
     pairs = _cross_pairs(held_up) + _cross_pairs(joint)
     paired = {one.node for pair in pairs for one in pair}
     rest = [one for one in (*held_up, *joint) if one.node not in paired]
@@ -319,7 +323,7 @@ def _cross_pairs(nodes: Sequence[Trial]) -> list[tuple[Trial, Trial]]:
     pairs: list[tuple[Trial, Trial]] = []
     rest: list[Trial] = []
     for one in nodes[:half]:
-        other = _unmet([one], free)
+        other = _choose_partner([one], free)
         if other is None:
             rest.append(one)
         else:
@@ -334,7 +338,7 @@ def _cross_pairs(nodes: Sequence[Trial]) -> list[tuple[Trial, Trial]]:
     return pairs
 
 
-def _unmet(unit: Sequence[Trial], free: Collection[str]) -> str | None:
+def _choose_partner(unit: Sequence[Trial], free: Collection[str]) -> str | None:
     """The first of `free` that was in no group with any of these; else one that was, but only in a
     group of three. O(passes), because a node meets few others in a pass."""
     seen = {node for one in unit for node in one.seen}

@@ -53,7 +53,7 @@ from elasticrun.core.health.groups import (
     overdue,
     reset_doubtful,
     strongly_suspect,
-    unexplained,
+    unexplained_failures,
 )
 from elasticrun.core.health.speed import Paces
 from elasticrun.core.health.words import cut, duration, quoted, size, speed
@@ -105,7 +105,7 @@ class Check:
         self._failed += self._just_failed
         reset_doubtful(self._failed, self.trials)
         for trial in self._open():
-            if is_convicted(unexplained(trial, self.trials), self._proved):
+            if is_convicted(unexplained_failures(trial, self.trials), self._proved):
                 self._convict(trial)
         answers = [answer for run in passed.runs for answer in run.answers.items()]
         computed = {node: answer.compute for node, answer in answers if answer.compute > 0}
@@ -128,7 +128,7 @@ class Check:
         if len(present) == 1 and present[0].alone:
             return []
         for trial in left:
-            self._add_verdict("unresolved", trial.node, words.unresolved(trial, self.trials))
+            self._add_verdict("unresolved", trial.node, words.why_unresolved(trial, self.trials))
         return [trial.node for trial in left]
 
     def lost(self, node: str) -> None:
@@ -147,7 +147,7 @@ class Check:
     def summary(self, now: float) -> str:
         """What the check found, as a sentence."""
         took = now - self._began
-        return words.outcome(self.trials, self._found, self._failed, self.passes, took)
+        return words.describe_outcome(self.trials, self._found, self._failed, self.passes, took)
 
     # ------------------------------------------------------------ helpers
 
@@ -212,7 +212,7 @@ class Check:
 
     def _convict(self, trial: Trial) -> None:
         trial.out = True
-        self._add_verdict("failed", trial.node, words.failed(trial, self.trials))
+        self._add_verdict("failed", trial.node, words.why_convicted(trial, self.trials))
 
     def _add_verdict(self, kind: str, node: str, reason: str) -> None:
         self._found.append((kind, node))
@@ -262,11 +262,12 @@ def _perf_result(run: Run, ranks: Mapping[str, int], floor: float) -> PerfResult
     lines = tuple(f"all_reduce of {_line(rate)}, {over}" for _, rate in slowest)
     node, last = slowest[-1]
     sentence = cut(f"comm perf test {over}: all_reduce of {_line(last)}")
-    if floor <= 0 or last.bus >= floor * 1e9:
+    if floor <= 0 or last.bus_bandwidth >= floor * 1e9:
         return PerfResult(lines, sentence)
     why = f"below the required {floor:g} GB/s (slowest on {node})"
     sentence_below = (
-        f"comm perf test {over}: bus bandwidth {speed(last.bus)} at {size(last.size)}, {why}"
+        f"comm perf test {over}: bus bandwidth {speed(last.bus_bandwidth)} "
+        f"at {size(last.size)}, {why}"
     )
     return PerfResult(lines, cut(sentence_below), cut(sentence_below))
 
@@ -288,7 +289,7 @@ def _line(rate: Rate) -> str:
     plain = speed(rate.size / rate.seconds)
     return (
         f"{size(rate.size)}: {duration(rate.seconds)}, algorithm bandwidth {plain}, "
-        f"bus bandwidth {speed(rate.bus)}"
+        f"bus bandwidth {speed(rate.bus_bandwidth)}"
     )
 
 
@@ -357,7 +358,7 @@ class NetCheck:
         """Whether some of these nodes must be probed before they form a round: a node that is not
         GOOD (for a single node: UNKNOWN) and not undecidable, or the perf test is due. False while
         busy."""
-        if self.busy or not ready:
+        if self.is_busy or not ready:
             return False
         if self._to_probe(ready):
             return True
@@ -387,7 +388,7 @@ class NetCheck:
     # ------------------------------------------------------------ a check
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether a check started by `start` is running (the probe of a pending node does not
         count)."""
         return self._pass is not None
@@ -480,7 +481,7 @@ class NetCheck:
                 groups.extend(self._next(self._pass, now))
         return tuple(groups)
 
-    def verdicts(self) -> tuple[NodeVerdict, ...]:
+    def take_verdicts(self) -> tuple[NodeVerdict, ...]:
         """Return and remove the new verdicts; the caller excludes the nodes."""
         found, self._verdicts = self._verdicts, []
         return tuple(found)
@@ -488,13 +489,13 @@ class NetCheck:
     def reason(self) -> str:
         """Why the round waits, for agents and the status page. It does not count answers, so a
         thousand answers are not a thousand messages. "" if not busy."""
-        return self._reason if self.busy else ""
+        return self._reason if self.is_busy else ""
 
     def summary(self) -> str:
         """What the last finished check found, as a sentence; "" if there was none."""
         return "; ".join(filter(None, (self._summary, self.perf.sentence)))
 
-    def news(self) -> str:
+    def take_news(self) -> str:
         """Return the part of the summary that is new since the last call; "" if none."""
         news, self._news = self._news, ""
         return news
@@ -527,7 +528,7 @@ class NetCheck:
         named = tuple(ProbeGroup(self._mint(), nodes, perf) for nodes in groups)
         self._pass = Pass(named, now, self._checks.probe_limit)
         if self._check is not None and not perf:
-            self._reason = words.waiting(self._check.passes, groups)
+            self._reason = words.wait_reason(self._check.passes, groups)
         return named
 
     def _perf_over(self, over: Pass) -> None:
@@ -563,7 +564,7 @@ class NetCheck:
                     known.trouble = ""
             elif trial.alone:
                 known.standing = Standing.ALONE
-            elif trial.suspect or known.standing is Standing.GOOD:
+            elif trial.is_suspect or known.standing is Standing.GOOD:
                 known.standing = Standing.UNKNOWN
 
     def _lone_probe_answered(self, node: str, answer: Probed) -> None:
@@ -589,7 +590,7 @@ class NetCheck:
         known = self._of(node)
         if answer.compute > 0:
             known.compute, known.flops = answer.compute, answer.flops
-        known.trouble = "" if answer.ok else words.trouble(others(nodes, node), answer)
+        known.trouble = "" if answer.ok else words.describe_trouble(others(nodes, node), answer)
 
     def _to_probe(self, ready: Sequence[str]) -> bool:
         if not self._checks.network or not ready:

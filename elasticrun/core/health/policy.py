@@ -108,7 +108,7 @@ class HealthPolicy:
         check = self._netcheck
         if check is None:
             return None
-        if not check.busy:
+        if not check.is_busy:
             self._doubt_the_cause()
             ready = self._in_order()
             if not check.needs_probing(ready):
@@ -267,19 +267,19 @@ class HealthPolicy:
             groups = check.proceed(time)
             failure = check.perf.failure
             self._send_probes(groups)
-            self._judge(check.verdicts())
+            self._judge(check.take_verdicts())
             if not groups and not self._has_changed:
                 break
         else:
             raise RuntimeError("the network check does not settle")
         self._admit_probed()
-        if self._is_checking and not check.busy:
+        if self._is_checking and not check.is_busy:
             self._is_checking = False
             # a warning, because a user who enabled it by a flag should see the result
             for line in check.perf.lines[:-1] if not self._is_perf_logged else ():
                 self._is_perf_logged = True  # the last and largest is in the summary
                 self._ctx.note(line, "warning")
-            self._ctx.note(check.news(), "warning")
+            self._ctx.note(check.take_news(), "warning")
         return (EndJob(Ending.BELOW_FLOOR, Unfit(failure)),) if failure else ()
 
     def _send_probes(self, groups: tuple[ProbeGroup, ...]) -> None:

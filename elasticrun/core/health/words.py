@@ -51,29 +51,29 @@ def quoted(reason: str) -> str:
     return reason if len(reason) <= MAX_QUOTED else f"{reason[: MAX_QUOTED - 3]}..."
 
 
-def failed(trial: Trial, trials: Mapping[str, Trial]) -> str:
+def why_convicted(trial: Trial, trials: Mapping[str, Trial]) -> str:
     """The sentence that says why a node is convicted."""
     strongest = sorted(trial.failures, key=lambda one: _weight(one, trials))[:MAX_LISTED]
-    clauses = [happened(one, trials) for one in strongest]
+    clauses = [describe_failure(one, trials) for one in strongest]
     if len(set(clauses)) == 1:
         return cut(f"{trial.node} failed the network check twice {clauses[0]}")
     return cut(f"{trial.node} failed the network check: {', and '.join(clauses)}")
 
 
-def unresolved(trial: Trial, trials: Mapping[str, Trial]) -> str:
+def why_unresolved(trial: Trial, trials: Mapping[str, Trial]) -> str:
     """The sentence that says why a node has not passed, and what would show whether it is at
     fault."""
     joint = [one for one in trial.failures if one.partners]
     if not joint:
         own = trial.failures[-1:]
-        what = f"failed {happened(own[0], trials)}" if own else "could not be fully probed"
+        what = f"failed {describe_failure(own[0], trials)}" if own else "could not be fully probed"
         why = "" if own or not trial.held_up else f" ({quoted(trial.held_up)})"
         return cut(f"{trial.node} {what}{why}, and the check ended before it passed a probe")
     widest = max(joint, key=lambda one: len(one.partners))
     if _works(widest, trials):
         return cut(
-            f"{trial.node} failed {happened(widest, trials)}; another node would show whether "
-            f"it or its link to {names(widest.partners)} is at fault"
+            f"{trial.node} failed {describe_failure(widest, trials)}; another node would show "
+            f"whether it or its link to {names(widest.partners)} is at fault"
         )
     group = sorted((trial.node, *widest.partners), key=lambda node: trials[node].place)
     helper = "a third node" if len(trials) == 2 else "another node"
@@ -83,7 +83,7 @@ def unresolved(trial: Trial, trials: Mapping[str, Trial]) -> str:
     )
 
 
-def happened(failure: ProbeFailure, trials: Mapping[str, Trial]) -> str:
+def describe_failure(failure: ProbeFailure, trials: Mapping[str, Trial]) -> str:
     """One failure: in which phase, with which partners, and what the node reported."""
     if not failure.partners:
         return f"by itself in {failure.phase} ({quoted(failure.reason)})"
@@ -93,7 +93,7 @@ def happened(failure: ProbeFailure, trials: Mapping[str, Trial]) -> str:
     return f"in {failure.phase} with {names(failure.partners)}{known} ({why})"
 
 
-def waiting(number: int, groups: Sequence[Sequence[str]]) -> str:
+def wait_reason(number: int, groups: Sequence[Sequence[str]]) -> str:
     """Why the round waits while a pass runs. The text does not count answers, so it does not
     change."""
     nodes = [node for group in groups for node in group]
@@ -105,7 +105,7 @@ def waiting(number: int, groups: Sequence[Sequence[str]]) -> str:
     return f"the network check continues: pass {number} probes {listed} before a round forms"
 
 
-def outcome(
+def describe_outcome(
     trials: Mapping[str, Trial],
     found: Sequence[tuple[str, str]],
     groups: Iterable[FailedGroup],
@@ -145,7 +145,7 @@ def health(compute: float, flops: float, rate: Rate | None) -> str:
     return ", ".join(parts)
 
 
-def trouble(partners: Sequence[str], answer: Probed) -> str:
+def describe_trouble(partners: Sequence[str], answer: Probed) -> str:
     """What went wrong in the last probe of a node."""
     what = "was not fully probed" if answer.excused else f"failed in {answer.phase}"
     whom = f" with {names(partners)}" if partners else ""

@@ -634,7 +634,7 @@ class Job:
         if held is not None:
             self._wait(held, None)
             return
-        if owed := self._snapshots.checkpoints.missing:
+        if owed := self._snapshots.checkpoints.why_missing:
             ctx.note(owed, "error")
             if exit_code == EXIT_OK:
                 exit_code, reason = code_of(Ending.UNSAVED), NotSaved(reason, owed)

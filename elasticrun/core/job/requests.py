@@ -60,7 +60,7 @@ class OperatorRequests:
         raise RequestRejected(f"{request.verb}: not possible for a running job")
 
     def _stop(self, request: m.Request) -> _Done:
-        self._stop_reason = why = _by(request, "stopped")
+        self._stop_reason = why = _operator_reason(request, "stopped")
         self._ctx.note(f"the job is {text(why)}", "warning")
         return f"the job ends: {text(why)}", EndJob(Ending.LEFT, why)
 
@@ -68,7 +68,7 @@ class OperatorRequests:
         ctx = self._ctx
         if ctx.rdzv.phase is not Phase.RUNNING or ctx.round is None:
             raise RequestRejected("no round is running, so there is nothing to restart")
-        why = _by(request, "restarted")
+        why = _operator_reason(request, "restarted")
         ctx.note(f"round {ctx.round.name.number} is {text(why)}", "warning")
         done = f"the ranks are stopped and restarted (no restart used): {text(why)}"
         return done, Reopen(why)
@@ -94,7 +94,7 @@ class OperatorRequests:
             raise RequestRejected("ranks have already exited with 0: the job is finishing")
         if high == spec.max_nodes:
             return (f"the job already uses at most {plural(high, 'node')}",)
-        by = text(_by(request, f"scaled to {plural(high, 'node')}"))
+        by = text(_operator_reason(request, f"scaled to {plural(high, 'node')}"))
         ctx.scale(low, high)
         ctx.note(f"the job is {by}", "warning")
         done = f"the job now uses at most {plural(high, 'node')}, and needs {low}"
@@ -105,10 +105,10 @@ class OperatorRequests:
         present = {node: ctx.nodes[node].host for node in ctx.membership.present}
         node = _find(request.node, present)
         if node is None:
-            raise RequestRejected(f"the job has no node {request.node}{_known(list(present))}")
+            raise RequestRejected(f"the job has no node {request.node}{_list_known(list(present))}")
         if len(present) == 1:
             raise RequestRejected(f"{node} is the job's only node: elasticrun stop ends the job")
-        self._streams.exclude([(node, Excluded(ASKED, text(_by(request, "asked"))))])
+        self._streams.exclude([(node, Excluded(ASKED, text(_operator_reason(request, "asked"))))])
         low, left = ctx.spec.min_nodes, len(present) - 1
         waits = f"; {left} of {low} nodes are left, so the job waits for more" if left < low else ""
         return (f"node {node} is excluded for {ctx.spec.checks.exclude_for:g} s{waits}",)
@@ -119,9 +119,9 @@ class OperatorRequests:
         held = {node: ctx.nodes[node].host for node in ctx.rdzv.backing_off if node in ctx.nodes}
         node = _find(request.node, {**held, **out})
         if node is None:
-            known = _known([*out, *held], "excluded: ")
+            known = _list_known([*out, *held], "excluded: ")
             raise RequestRejected(f"node {request.node} is not excluded{known}")
-        by = text(_by(request, "included again"))
+        by = text(_operator_reason(request, "included again"))
         ctx.exclusions.lift(node)
         if node in ctx.rdzv.backing_off:
             ctx.rdzv.backing_off.put(node, now, by)
@@ -140,9 +140,9 @@ def _find(name: str, hosts: dict[str, str]) -> str | None:
     return named[0] if named else None
 
 
-def _known(nodes: list[str], word: str = "it has ") -> str:
+def _list_known(nodes: list[str], word: str = "it has ") -> str:
     return f"; {word}{names(sorted(nodes))}" if nodes else ""
 
 
-def _by(request: m.Request, done: str) -> ByOperator:
+def _operator_reason(request: m.Request, done: str) -> ByOperator:
     return ByOperator(done, request.who, request.reason)

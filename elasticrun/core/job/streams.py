@@ -110,7 +110,7 @@ class Streams:
             fate = Replaced()
             if admission.superseded:
                 self._end_stay(node, admission.silent_since)
-                self._rdzv.node_gone(node, fate, last_word=self._ctx.now, replaced=True)
+                self._rdzv.node_gone(node, fate, last_heard=self._ctx.now, replaced=True)
             else:  # no rank of the earlier incarnation is alive
                 last = self._rdzv.last
                 last.fenced = last.fenced or node in last.away
@@ -216,7 +216,7 @@ class Streams:
         if member.health is Health.LEFT:
             why = text(member.reason)
             how = member.reason if isinstance(member.reason, Leaves | Excluded) else Leaves(why)
-            self._rdzv.node_gone(node, how, last_word=now)
+            self._rdzv.node_gone(node, how, last_heard=now)
             self.health.node_gone(node, why)
             self._saving.node_gone(node, f"has left: {why}")
             self._recorder.record_soon()
@@ -240,7 +240,7 @@ class Streams:
             ctx.note(f"node {node} {reason}", "error" if needed else "warning", on_nodes=needed)
             last_heard = self._nodes[node].last_heard
             self._end_stay(node, death.since)
-            rdzv.node_gone(node, how, last_word=last_heard)
+            rdzv.node_gone(node, how, last_heard=last_heard)
             self.health.node_gone(node, reason)
             self._saving.node_gone(node, reason)
             self._recorder.record_soon()

@@ -61,7 +61,7 @@ def job_status(
             return text(node.reason)
         sent = node.sent_reason
         return (
-            ctx.membership.sluggish(node, now)
+            ctx.membership.why_sluggish(node, now)
             or rdzv.reason_of(node.id, now)
             or (f"{sent}{rest}" if sent and sent == waits_for else sent)
         )

@@ -169,7 +169,7 @@ class Membership:
         """Interval of the agents' beats, in seconds."""
         return beat_interval(len(self.sessions))
 
-    def sluggish(self, node: Node, now: float) -> str:
+    def why_sluggish(self, node: Node, now: float) -> str:
         """A clause that says that a connected node misses its beats; "" if it does not."""
         silent = now - node.last_heard
         if node.session is None or silent < SLUGGISH_BEATS * self.beat_interval():

@@ -116,7 +116,7 @@ class Window:
         found = cause_first([one.failure for one in self._reports.values()])
         if not self._ended or self._first is None:
             return found
-        return (self._explained(self._first), *found[1:])
+        return (self._with_ended_ranks(self._first), *found[1:])
 
     def excuse(self, reason: Reason | None) -> None:
         """The round is ending for another reason: failures from now on are echoes. No-op after the
@@ -161,7 +161,7 @@ class Window:
             report = _Report(node, failure, by_itself, innocent)
             self._reports[failure.rank] = report
             if is_cause:
-                whole = self._explained(report) if self._ended else failure
+                whole = self._with_ended_ranks(report) if self._ended else failure
                 self._first, self.reason = report, self._reason_of(node, whole)
         if len(self._reports) == before:
             return False
@@ -174,9 +174,9 @@ class Window:
         ranks of other nodes lose their connection to them."""
         self._ended.update(dict.fromkeys(ranks, node))
         if self._first is not None:
-            self.reason = self._reason_of(self._first.node, self._explained(self._first))
+            self.reason = self._reason_of(self._first.node, self._with_ended_ranks(self._first))
 
-    def _explained(self, report: _Report) -> Failure:
+    def _with_ended_ranks(self, report: _Report) -> Failure:
         """The failure. A peer loss also names the ranks of other nodes that had exited with 0 (its
         own agent has named those of its node)."""
         if report.failure.kind is not FailureKind.PEER_LOST:

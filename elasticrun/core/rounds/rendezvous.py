@@ -305,7 +305,7 @@ class Rendezvous:
         """The node announces that it leaves; its ranks may be alive until it reports `Stopped`."""
         over = (Stage.STOPPED, Stage.FINISHED)
         if not self.last.is_member(node) or self.last.stages[node] in over:
-            self.node_gone(node, HasLeft(why), last_word=now)
+            self.node_gone(node, HasLeft(why), last_heard=now)
         elif node not in self.last.leaving:
             self.last.leaving.add(node)
             self._note_loss(node, HasLeft(why))
@@ -316,8 +316,8 @@ class Rendezvous:
         self._last_exclusion = NodeExcluded(node, how)
         self.leaving(node, now, how)
 
-    def node_gone(self, node: str, how: Fate, *, last_word: float, replaced: bool = False) -> None:
-        """The node is dead, or leaves with no rank alive. `last_word`: when it last sent anything.
+    def node_gone(self, node: str, how: Fate, *, last_heard: float, replaced: bool = False) -> None:
+        """The node is dead, or leaves with no rank alive. `last_heard`: when it last sent anything.
         `replaced`: a newer incarnation has attached, so the ranks of this one are dead."""
         last = self.last
         if node in last.unseen:
@@ -333,7 +333,7 @@ class Rendezvous:
             last.away[node] = None
             over = last.stages[node] in (Stage.STOPPED, Stage.FINISHED)
             last.fenced = last.fenced or replaced or over
-            last.last_word = max(last.last_word, last_word)
+            last.last_heard = max(last.last_heard, last_heard)
 
     def _drop_pending(self, node: str) -> None:
         self._announced.pop(node, None)
@@ -418,7 +418,7 @@ class Rendezvous:
 
     def _start_round(self, round_: Round, now: float) -> None:
         self.phase = Phase.RUNNING
-        self.last, round_.last_word = round_, now
+        self.last, round_.last_heard = round_, now
         self.takeover.round_began()
         self._awaited.clear()
         self._last_exclusion = None
@@ -470,7 +470,7 @@ class Rendezvous:
             done=tuple(node for node in last.away if node in last.completed),
             waiting=() if running else tuple(n for n in self.ready if not last.is_member(n)),
             fenced=last.fenced,
-            silent=now - last.last_word,
+            silent=now - last.last_heard,
             starved=0.0 if since is None or running else now - since,
             blind=self.takeover.expected_until is not None,
         )
@@ -492,7 +492,7 @@ class Rendezvous:
         missing = round_.unreported()
         self.takeover.round_taken(round_.info.world_size, missing, now)
         if self.last.unseen or missing:  # the last master may have heard from them until its end
-            self.last.last_word = now
+            self.last.last_heard = now
         self._recount = bool(self.last.lost)
         if facts.over:
             self.phase = Phase.GATHERING
@@ -524,7 +524,7 @@ class Rendezvous:
     def adopt_member(self, seat: Seat, now: float) -> None:
         """A node of the adopted round has reported its place."""
         self.takeover.elsewhere.pop(node := seat.node, None)
-        if self.last.seat(seat):
+        if self.last.add_seat(seat):
             self.takeover.ranks_heard(seat.ranks, now)
             if self.phase is Phase.GATHERING:
                 self._awaited.arm(node, now + self._stop_time)
@@ -621,7 +621,7 @@ class Rendezvous:
             return Decision(Verb.WAIT, MasterIsNew("may_run"), expected)
         if (until := self._awaited.next()) is not None:
             return Decision(Verb.WAIT, Survivors(alone=len(last.stages) == 1), until)
-        fence = 0.0 if last.fenced or not last.stages else last.last_word + self._fence_seconds()
+        fence = 0.0 if last.fenced or not last.stages else last.last_heard + self._fence_seconds()
         if now < fence:
             return Decision(Verb.WAIT, Fence(self._fence_seconds()), fence)
         if self.backing_off:

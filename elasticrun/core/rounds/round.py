@@ -23,7 +23,7 @@ from elasticrun.wire.messages import Hello, RoundInfo, Start
 from elasticrun.wire.types import Endpoint, RoundName
 
 
-def choose(ready: Sequence[Node], limit: int, previous: Mapping[str, int]) -> list[Node]:
+def choose_nodes(ready: Sequence[Node], limit: int, previous: Mapping[str, int]) -> list[Node]:
     """The `limit` ready nodes that take part: members of the last round first, then nodes whose
     given node rank fits a round of that size, then by order of first join."""
 
@@ -80,7 +80,7 @@ class Round:
     store: Endpoint | None  # None: no round was formed yet
     store_node: str
     members: dict[str, Seat]  # by node
-    last_word: float = 0.0  # latest message of a departed member; at least the round's start
+    last_heard: float = 0.0  # latest message of a departed member; at least the round's start
     is_adopted: bool = False  # its places are those that nodes have reported so far
     is_inherited: bool = False  # another master formed it
     why_stopped: Reason | None = None
@@ -107,7 +107,7 @@ class Round:
         self.away = dict.fromkeys(facts.gone)
         self.unseen = {node: None for node in self.stages if node not in self.away}
         self.completed, self.disconnected = set(facts.done), set(self.unseen)
-        self.fenced, self.last_word = facts.fenced, at - facts.silent
+        self.fenced, self.last_heard = facts.fenced, at - facts.silent
         if (lost := read(facts.lost, facts.lost_code)) is not None:
             self.lost.append(lost)
 
@@ -119,7 +119,7 @@ class Round:
         """Whether `name` is a later round."""
         return (name.term, name.number) > (self.name.term, self.name.number)
 
-    def seat(self, seat: Seat) -> bool:
+    def add_seat(self, seat: Seat) -> bool:
         """Add the place that a member of an adopted round reports. Return whether the member is
         new."""
         self.members[seat.node] = seat
@@ -204,7 +204,7 @@ def adopted_seat(hello: Hello, start: Start) -> Seat:
 def form_round(info: RoundInfo, ready: Sequence[Node], limit: int, previous: Round | None) -> Round:
     """A new round of up to `limit` ready nodes, with their places; sets the world size."""
     before = previous.seats if previous else {}
-    places = lay_out(choose(ready, limit, before), before)
+    places = lay_out(choose_nodes(ready, limit, before), before)
     host, hellos = store_host(places), [one.hello for one in places]
     role_sizes: Counter[str] = Counter()
     for hello in hellos:

@@ -277,7 +277,7 @@ class Checkpoints:
             if attempt.committing:
                 self._outbox.send(m.CommitCheckpoint(attempt.name), attempt.coordinator)
 
-    def hurry(self, now: float) -> None:
+    def retry_now(self, now: float) -> None:
         """The job is ending: retry a failed attempt without delay, and plan an abandoned snapshot
         again if it is still whole."""
         self._retry.not_before = now
@@ -306,7 +306,7 @@ class Checkpoints:
             self._missing = (key, why)
 
     @property
-    def missing(self) -> str:
+    def why_missing(self) -> str:
         """The last wanted checkpoint that is not in storage, and why, as a clause; "" if it is."""
         if self._missing is None:
             return ""
@@ -314,7 +314,7 @@ class Checkpoints:
         return f"step {step} was not written to storage: {why}"
 
     @property
-    def busy(self) -> str:
+    def activity(self) -> str:
         """What is being written or about to be, as a clause; "" if nothing."""
         if self._plan is not None:
             return f"step {self._plan.key[1]} is being saved"
@@ -478,7 +478,7 @@ class Checkpoints:
         if self._missing is not None and sort_key(self._missing[0]) <= sort_key(attempt.plan.key):
             self._missing = None
         parts = plural(attempt.writers, "part")
-        size = in_size(sum(attempt.written.values()))
+        size = format_size(sum(attempt.written.values()))
         took = f"{now - attempt.began:.1f} s"
         self._outbox.log(f"the checkpoint of step {step} is written: {parts}, {size} in {took}")
         self._plan = None
@@ -533,7 +533,7 @@ def divide(ledger: Ledger, step: int) -> dict[str, Share]:
     rank, one of them writes it, preferably the rank's own node over one with a replica."""
     of: dict[int, tuple[str, int]] = {}
     snap = ledger.snaps[step]
-    for node, contents in [*snap.without_copies(), *snap.held.items()]:
+    for node, contents in [*snap.own_contents(), *snap.held.items()]:
         for rank, content in contents.items():
             of.setdefault(rank, (node, content))
     ranks: dict[str, list[int]] = {}
@@ -548,7 +548,7 @@ def divide(ledger: Ledger, step: int) -> dict[str, Share]:
     return {node: Share(tuple(own), tuple(shared.get(node, ()))) for node, own in ranks.items()}
 
 
-def in_size(nbytes: int) -> str:
+def format_size(nbytes: int) -> str:
     """`1.2 GiB`, `300 MiB`, `12 KiB`."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= size:

@@ -150,7 +150,7 @@ class RestorePoints:
         self._failures.clear()
         self._waiting.clear()
         for node in self.reports:
-            self._count(node)
+            self._update_ledgers(node)
 
     def expect(self, nodes: Iterable[str]) -> None:
         """Expect these nodes to report what they hold."""
@@ -171,13 +171,13 @@ class RestorePoints:
         went_on = report.went_on
         if went_on is not None and self.ledgers and went_on.round == self.ledgers[0].name:
             self._reached = max(self._reached, went_on.step)
-        self._count(node)
+        self._update_ledgers(node)
 
     def forget(self, node: str, *, for_good: bool) -> None:
         """This node's snapshots do not count, for now or `for_good`."""
         self.reports.pop(node, None)
         self.away[node] = None
-        self._count(node)
+        self._update_ledgers(node)
         if for_good:
             del self.away[node]
             self.leaving.pop(node, None)
@@ -188,16 +188,16 @@ class RestorePoints:
         """These nodes are leaving: each counts only for the snapshot that it stays for."""
         self.leaving.update(kept)
         for node in kept:
-            self._count(node)
+            self._update_ledgers(node)
 
     def stay_no_longer(self, nodes: Iterable[str]) -> None:
         """The attempts for which these nodes may have stayed are over."""
         for node in nodes:
             if node in self.leaving:
                 self.leaving[node] = None
-                self._count(node)
+                self._update_ledgers(node)
 
-    def _count(self, node: str) -> None:
+    def _update_ledgers(self, node: str) -> None:
         """Update the ledgers with what a node reported."""
         report = self.reports.get(node)
         held = report.held if report is not None else ()
@@ -207,7 +207,7 @@ class RestorePoints:
                 kept = self.leaving[node]
                 ledger.keep_only(node, kept[1] if kept and kept[0] == ledger.name else None)
 
-    def skipped(self) -> int:
+    def count_skipped(self) -> int:
         """How many snapshots the ranks of the current round have skipped: the maximum over the
         ranks."""
         name = self.ledgers[0].name if self.ledgers else None
@@ -230,26 +230,26 @@ class RestorePoints:
             if newest > self.watermark:
                 self.watermark = newest
                 self._has_obeyed = True
-                self._outbox.send(self._mark(), *self.reports)
+                self._outbox.send(self._watermark_order(), *self.reports)
             elif ledger.failed and (
                 (never := ledger.newest_never_whole(max(self.watermark, ledger.given_up[1]))) >= 0
             ):
                 ledger.give_up(self.watermark, never)
-                self._outbox.send(self._mark(), *self.reports)
+                self._outbox.send(self._watermark_order(), *self.reports)
             elif whole and whole[0] > self.watermark:
                 continue  # it waits for replicas: giving up now would drop it too
             elif ledger.passed > max(self.watermark, ledger.given_up[1]) and ledger.is_all_reported(
                 self.reports
             ):
                 ledger.give_up(self.watermark)
-                self._outbox.send(self._mark(), *self.reports)
+                self._outbox.send(self._watermark_order(), *self.reports)
 
     def send_watermark(self, node: str) -> None:
         """Send the watermark to a member of the current round that may not have received it."""
-        if self.ledgers and self._mark() != m.Watermark(self.ledgers[0].name, -1):
-            self._outbox.send(self._mark(), node)
+        if self.ledgers and self._watermark_order() != m.Watermark(self.ledgers[0].name, -1):
+            self._outbox.send(self._watermark_order(), node)
 
-    def _mark(self) -> m.Watermark:
+    def _watermark_order(self) -> m.Watermark:
         """The watermark of the current round and the steps that are given up, as a message."""
         ledger = self.ledgers[0]
         above, upto = ledger.given_up
@@ -301,12 +301,12 @@ class RestorePoints:
                 lacks = ledger.why_not_whole(known)
                 why = f"step {known} cannot be restored from memory: {lacks}"
             if whole:
-                step, less = self._with_own(ledger, whole)
+                step, less = self._prefer_own_state(ledger, whole)
                 found = m.Restore(ledger.name, step, ledger.world_size)
                 return Choice(found, why or less, Skip(self.rewound_from))
         return Choice(None, why, Skip(self.rewound_from))
 
-    def _with_own(self, ledger: Ledger, whole: list[int]) -> tuple[int, str]:
+    def _prefer_own_state(self, ledger: Ledger, whole: list[int]) -> tuple[int, str]:
         """Which of the whole steps (newest first) to restore. If not the first, also why not: the
         first lacks `per_rank` state that living ranks have at the restored one."""
         own = {
@@ -410,7 +410,7 @@ class RestorePoints:
         """The answer to a request at present, and whether a better one may follow."""
         key = (question.round, question.step)
         ledger = self.ledger(question.round)
-        places = ledger.find(question.step, question.rank) if ledger is not None else []
+        places = ledger.find_places(question.step, question.rank) if ledger is not None else []
         others = [place for place in places if place[0] != node]
         for holder, rank in others:
             report = self.reports.get(holder)

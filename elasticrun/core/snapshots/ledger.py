@@ -65,12 +65,12 @@ class Snap:
             if not self.need[old]:
                 del self.need[old]
                 self.missing -= not self.holders.get(old)
-                self.lone -= self._is_lone(old)
+                self.lone -= self._has_one_holder(old)
         self.expected[rank] = content
         self.need[content] += 1
         if self.need[content] == 1:
             self.missing += not self.holders.get(content)
-            self.lone += self._is_lone(content)
+            self.lone += self._has_one_holder(content)
 
     def put(
         self,
@@ -87,10 +87,10 @@ class Snap:
             self.expect(rank, content)
             places = self.holders.setdefault(content, {})
             self.missing -= not places
-            self.lone -= self._is_lone(content)
+            self.lone -= self._has_one_holder(content)
             places[node, rank] = None
             self.homes.setdefault(content, Counter())[node] += 1
-            self.lone += self._is_lone(content)
+            self.lone += self._has_one_holder(content)
         self.held[node] = contents
         self.ranks += len(contents) - len(copies)
         if copies:
@@ -105,7 +105,7 @@ class Snap:
         for rank, content in self.held.pop(node, {}).items():
             self.ranks -= 1
             places, homes = self.holders[content], self.homes[content]
-            lone = self._is_lone(content)
+            lone = self._has_one_holder(content)
             del places[node, rank]
             homes[node] -= 1
             if not homes[node]:
@@ -114,26 +114,26 @@ class Snap:
                 del self.holders[content], self.homes[content]
                 self.missing += bool(self.need.get(content))
             if self.need.get(content):
-                self.lone += self._is_lone(content) - lone
+                self.lone += self._has_one_holder(content) - lone
 
-    def _is_lone(self, content: int) -> bool:
+    def _has_one_holder(self, content: int) -> bool:
         return len(self.homes.get(content, ())) == 1
 
-    def lacks(self) -> Iterator[int]:
+    def missing_ranks(self) -> Iterator[int]:
         """Ranks whose content is known but has no holder; O(ranks)."""
         return (rank for rank, one in self.expected.items() if not self.holders.get(one))
 
-    def lonely(self) -> dict[str, dict[int, int]]:
+    def sole_copies(self) -> dict[str, dict[int, int]]:
         """Needed contents that only one node holds, by node, each with a rank there that has it;
         O(ranks)."""
         found: dict[str, dict[int, int]] = {}
         for content, places in self.holders.items():
-            if self.need.get(content) and self._is_lone(content):
+            if self.need.get(content) and self._has_one_holder(content):
                 node, rank = next(iter(places))
                 found.setdefault(node, {})[content] = rank
         return found
 
-    def without_copies(self) -> Iterator[tuple[str, dict[int, int]]]:
+    def own_contents(self) -> Iterator[tuple[str, dict[int, int]]]:
         """Each node with what it holds of its own ranks; O(ranks)."""
         for node, contents in self.held.items():
             copies = self.copies.get(node, ())
@@ -169,7 +169,7 @@ class Ledger:
         """Whether this step is whole, and would remain so after the loss of any one node."""
         return self.is_whole(step) and not self.snaps[step].lone
 
-    def lone(self, step: int) -> int:
+    def count_single_copies(self, step: int) -> int:
         """Number of contents of this step that only one node holds."""
         snap = self.snaps.get(step)
         return snap.lone if snap is not None else 0
@@ -220,7 +220,7 @@ class Ledger:
                 now[one.step] = (*now.get(one.step, ()), one)
         before = self._reported.pop(node, {})
         for step in before.keys() - now.keys():
-            self._take(node, step)
+            self._remove_holdings(node, step)
         for step, holdings in now.items():
             if before.get(step) != holdings:
                 self._put(node, holdings)
@@ -283,7 +283,7 @@ class Ledger:
             for content in snap.held.get(node, {}).values()
         )
 
-    def find(self, step: int, rank: int) -> list[Place]:
+    def find_places(self, step: int, rank: int) -> list[Place]:
         """The places that hold this rank's shard at this step, or one with the same content: the
         rank's own place first."""
         snap = self.snaps.get(step)
@@ -299,7 +299,7 @@ class Ledger:
         if snap is None or not snap.held:
             return "no node holds it"
         lost: dict[str, list[int]] = {}
-        for rank in snap.lacks():
+        for rank in snap.missing_ranks():
             lost.setdefault(self._home.get(rank, ""), []).append(rank)
         if lost:
             node = min(lost, key=lambda one: lost[one][0])
@@ -331,7 +331,7 @@ class Ledger:
             for rank, content in enumerate(one.contents, one.first_rank):
                 if not content or rank in contents:
                     continue
-                self._learn(rank, content)
+                self._set_content(rank, content)
                 if not one.replica:
                     self._home[rank] = node
                 if (step, node, rank) in self._bad:
@@ -343,7 +343,7 @@ class Ledger:
         wanted = any(one.wanted for one in holdings)
         snap.put(node, contents, wanted=wanted, copies=frozenset(copies))
 
-    def _learn(self, rank: int, content: int) -> None:
+    def _set_content(self, rank: int, content: int) -> None:
         """Record the content that the rank has."""
         if rank not in self._last:
             for other in self.snaps.values():
@@ -351,7 +351,7 @@ class Ledger:
                     other.expect(rank, content)
         self._last[rank] = content
 
-    def _take(self, node: str, step: int) -> None:
+    def _remove_holdings(self, node: str, step: int) -> None:
         snap = self.snaps.get(step)
         if snap is not None:
             snap.remove(node)

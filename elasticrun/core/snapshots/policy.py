@@ -205,7 +205,7 @@ class SnapshotPolicy:
         checkpoints, now = self._snapshots.checkpoints, self._ctx.now
         if self._ends_since is None:
             self._ends_since = now
-            checkpoints.hurry(now)
+            checkpoints.retry_now(now)
             self._send()
         stopped = self._ends_since + self._ctx.spec.restart_grace + SURVIVOR_SLACK
         if self.is_to_be_saved(exit_code) and not self._is_last_saved:
@@ -218,8 +218,8 @@ class SnapshotPolicy:
             checkpoints.save(newest, now)
             self._send()
         until = self._save_by or self._ends_since + self._ctx.spec.saves.limit
-        if checkpoints.busy and now < until:
-            return Decision(Verb.WAIT, LastSave(checkpoints.busy), until)
+        if checkpoints.activity and now < until:
+            return Decision(Verb.WAIT, LastSave(checkpoints.activity), until)
         checkpoints.abandon("it was not written before the job had to end")
         self._send()
         return None

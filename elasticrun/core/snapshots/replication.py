@@ -127,7 +127,7 @@ class Replicas:
         for ledger in ledgers:
             self._check_pairing(ledger, now)
         for ledger in ledgers:
-            step = _newest(ledger)
+            step = _newest_whole(ledger)
             if step >= 0:
                 if self._is_due(ledger, step, living, now):
                     self._due = None
@@ -175,8 +175,8 @@ class Replicas:
         elif now >= pairing.deadline:
             self._give_up(pairing, f"it took longer than {self._limit:g} s")
         else:
-            lone, pairing.lone = pairing.lone, ledger.lone(step)
-            if pairing.lone > lone or (not ledger.is_whole(step) and _newest(ledger) > step):
+            lone, pairing.lone = pairing.lone, ledger.count_single_copies(step)
+            if pairing.lone > lone or (not ledger.is_whole(step) and _newest_whole(ledger) > step):
                 self._pairing = None  # a node has lost something of it: start again
 
     def _is_due(self, ledger: Ledger, step: int, living: Collection[str], now: float) -> bool:
@@ -200,9 +200,9 @@ class Replicas:
         """Start pairing this step with these nodes; give it up if no node can make a copy."""
         ring = sorted(self._seats, key=lambda node: self._seats[node])
         key, end = (ledger.name, step), now + self._limit
-        pairing = Pairing(key, ledger.world_size, end, [], [], ledger.lone(step))
-        for source, contents in ledger.snaps[step].lonely().items():
-            node = _after(ring, source, able)
+        pairing = Pairing(key, ledger.world_size, end, [], [], ledger.count_single_copies(step))
+        for source, contents in ledger.snaps[step].sole_copies().items():
+            node = _next_in_ring(ring, source, able)
             if node is None:
                 self._give_up(pairing, f"no node other than {source} can copy its snapshots")
                 return
@@ -233,12 +233,12 @@ class Replicas:
             self._outbox.log(f"{what}; retrying with the next one", "warning")
 
 
-def _after(ring: list[str], source: str, able: Collection[str]) -> str | None:
+def _next_in_ring(ring: list[str], source: str, able: Collection[str]) -> str | None:
     """The node after `source` in the ring that is able to copy; None if there is none."""
     at = ring.index(source) + 1 if source in ring else 0
     return next((n for n in ring[at:] + ring[:at] if n in able and n != source), None)
 
 
-def _newest(ledger: Ledger) -> int:
+def _newest_whole(ledger: Ledger) -> int:
     """The newest whole step of a round; -1: there is none."""
     return next((step for step in ledger.steps() if ledger.is_whole(step)), -1)

@@ -164,7 +164,7 @@ class Snapshots:
             where = ", on two nodes" if paired else ""
             parts.append(f"step {newest.step} is complete in memory{where}")
         parts += self.checkpoints.status()
-        if skipped := self.points.skipped():
+        if skipped := self.points.count_skipped():
             parts.append(f"{plural(skipped, 'snapshot')} skipped in this round: no slot was free")
         parts.append(self.departures.status())
         return "; ".join(filter(None, parts))

@@ -57,5 +57,5 @@ class GroupContext:
         self.out.append(fx.Note(line, level, why=why))
 
     def signal(self, signum: int) -> None:
-        if targets := self.ranks.targets(signum):
+        if targets := self.ranks.record_signal(signum):
             self.out.append(fx.SignalRanks(targets, signum))

@@ -406,7 +406,7 @@ class WorkerGroup:
         ctx.ranks.spawned(event.local_rank, event.pid)
         if event.local_rank in ctx.ranks.live and event.local_rank not in ctx.ranks.recalled:
             signum = SIGKILL if "stuck" in ctx.deadlines else SIGTERM
-            ctx.ranks.targets(signum)
+            ctx.ranks.record_signal(signum)
             ctx.out.append(fx.SignalRanks((event.local_rank,), signum))
 
     def _exited(self, event: fx.RankExited, now: float) -> None:
@@ -603,9 +603,9 @@ class WorkerGroup:
         ctx = self._ctx
         ctx.deadlines.clear()
         ctx.state = State.OVER
-        ctx.out.append(self._with_own(outcome))
+        ctx.out.append(self._add_like_failures(outcome))
 
-    def _with_own(self, outcome: fx.Exit) -> fx.Exit:
+    def _add_like_failures(self, outcome: fx.Exit) -> fx.Exit:
         """Add ranks of this node that failed in the same way as the first failure, but which the
         master had not heard of when it ended the job."""
         failures = outcome.failures

@@ -68,7 +68,7 @@ class LocalRanks:
     def signalled(self, signum: int, now: float) -> None:
         self._received[signum] = now
 
-    def targets(self, signum: int) -> tuple[int, ...]:
+    def record_signal(self, signum: int) -> tuple[int, ...]:
         """Record that this signal is sent, and return the ranks that can receive it now."""
         self._note_ended()
         self._sent.add(signum)

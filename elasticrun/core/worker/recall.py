@@ -61,7 +61,7 @@ class Recall:
         ctx.deadlines.disarm("recall")
         if ctx.ranks.recalled:
             ctx.ranks.recalled.clear()
-            self._kill_by(now + grace)
+            self._arm_kill(now + grace)
 
     def expired(self) -> None:
         """The time limit of the recall is over: send SIGTERM to the recalled ranks."""
@@ -79,9 +79,9 @@ class Recall:
         ctx = self._ctx
         if "recall" in ctx.deadlines and not ctx.ranks.recalled:
             ctx.deadlines.disarm("recall")
-            self._kill_by(self._kill_at)
+            self._arm_kill(self._kill_at)
 
-    def _kill_by(self, when: float) -> None:
+    def _arm_kill(self, when: float) -> None:
         kill = self._ctx.deadlines.when("kill")
         if kill is not None and when < kill:
             self._ctx.deadlines.arm("kill", when)

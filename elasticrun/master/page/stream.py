@@ -18,7 +18,7 @@ import msgspec
 from msgspec.structs import asdict, replace
 
 from elasticrun import __version__
-from elasticrun.core.reasons import brief, read
+from elasticrun.core.reasons import read, text_without_evidence
 from elasticrun.core.sight.picture import IncidentRow, Picture, RankRow, without_words
 from elasticrun.master.loop import Loop
 from elasticrun.master.outward.report import WORDS
@@ -273,8 +273,8 @@ def status_for_strangers(status: JobStatus) -> JobStatus:
     return replace(
         status,
         verdict="ranks are hanging" if status.verdict else "",
-        last_failure=brief(read(status.last_failure, status.failed)),
-        outcome=brief(read(status.outcome, status.ended)),
+        last_failure=text_without_evidence(read(status.last_failure, status.failed)),
+        outcome=text_without_evidence(read(status.outcome, status.ended)),
         failed=None,
         ended=None,
     )

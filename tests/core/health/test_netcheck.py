@@ -296,7 +296,7 @@ def test_without_the_flag_nothing_is_wanted() -> None:
     netcheck = fresh(CheckSpec())
     assert not netcheck.needs_probing(names(4))
     assert netcheck.start(names(4), 0.0) == ()
-    assert not netcheck.busy
+    assert not netcheck.is_busy
     assert netcheck.next_deadline() is None
 
 
@@ -397,8 +397,8 @@ def test_a_failure_that_passes_the_second_time_convicts_nobody() -> None:
     more = [one for group in groups for one in answer(netcheck, group, Machines(()), 2.0)]
     assert [set(group.nodes) for group in more] == [{"n0", "n1"}], "they have not met yet"
     answer(netcheck, more[0], Machines(()), 3.0)
-    assert not netcheck.busy
-    assert netcheck.verdicts() == ()
+    assert not netcheck.is_busy
+    assert netcheck.take_verdicts() == ()
     assert netcheck.standing("n1") is Standing.GOOD
 
 
@@ -426,7 +426,7 @@ def test_a_node_that_is_suspected_after_it_passed_alone_is_probed_alone_again() 
     assert last.nodes == ("n0",)
     assert netcheck.standing("n0") is Standing.UNKNOWN
     answer(netcheck, last, machines, 4.0)
-    assert not netcheck.busy
+    assert not netcheck.is_busy
     assert netcheck.standing("n0") is Standing.ALONE
 
 
@@ -443,8 +443,8 @@ def test_a_lost_node_drops_out_and_its_partner_is_not_awaited() -> None:
     (again,) = netcheck.proceed(2.0)
     assert again.nodes in (("n2", "n1"), ("n3", "n1"))
     answer(netcheck, again, Machines(()), 3.0)
-    assert not netcheck.busy
-    assert netcheck.verdicts() == ()
+    assert not netcheck.is_busy
+    assert netcheck.take_verdicts() == ()
     assert netcheck.standing("n1") is Standing.GOOD
     assert "n0 was lost; 3 nodes passed" in netcheck.summary()
 
@@ -455,9 +455,9 @@ def test_all_lost_ends_the_check() -> None:
     for node in names(3):
         netcheck.lost(node, "the network is down", 1.0)
     assert netcheck.proceed(1.0) == ()
-    assert not netcheck.busy
+    assert not netcheck.is_busy
     assert netcheck.next_deadline() is None
-    assert netcheck.verdicts() == ()
+    assert netcheck.take_verdicts() == ()
 
 
 def test_answers_of_others_are_ignored() -> None:
@@ -501,7 +501,7 @@ def test_partners_of_a_probe_that_died_are_not_awaited_to_their_limit() -> None:
     assert {node for group in again for node in group.nodes} == set(names(4))
     for group in again:
         answer(netcheck, group, Machines((Fault("compute", "n0"),)), 4.0)
-    assert [verdict.node for verdict in netcheck.verdicts()] == ["n0"]
+    assert [verdict.node for verdict in netcheck.take_verdicts()] == ["n0"]
     assert [netcheck.standing(node) for node in names(4)[1:]] == [Standing.GOOD] * 3
 
 
@@ -518,7 +518,7 @@ def test_groups_that_are_excused_for_ever_end_with_a_sentence() -> None:
                 netcheck.answered(node, said, 1.0)
         groups = netcheck.proceed(1.0)
     assert passes <= MAX_PASSES
-    kinds = {verdict.kind for verdict in netcheck.verdicts()}
+    kinds = {verdict.kind for verdict in netcheck.take_verdicts()}
     assert kinds <= {"unresolved", "failed"}
     assert not netcheck.needs_probing(names(2))
 
@@ -528,11 +528,11 @@ def test_verdicts_are_told_once() -> None:
     groups = netcheck.start(["n0"], 0.0)
     machines = Machines((Fault("compute", "n0"),))
     (group,) = answer(netcheck, groups[0], machines, 1.0)
-    assert netcheck.verdicts() == ()
+    assert netcheck.take_verdicts() == ()
     answer(netcheck, group, machines, 2.0)
-    (verdict,) = netcheck.verdicts()
+    (verdict,) = netcheck.take_verdicts()
     assert (verdict.node, verdict.kind) == ("n0", "failed")
-    assert netcheck.verdicts() == ()
+    assert netcheck.take_verdicts() == ()
 
 
 def test_a_slow_newcomer_is_judged_by_what_is_known_of_the_others() -> None:
@@ -584,7 +584,7 @@ def test_a_good_newcomer_at_the_door() -> None:
     netcheck = fresh()
     group = netcheck.probe_pending("n9", 0.0)
     assert group.nodes == ("n9",)
-    assert not netcheck.busy
+    assert not netcheck.is_busy
     assert netcheck.probe_pending("n9", 1.0) is group
     assert netcheck.group_of("n9") is group
     assert netcheck.next_deadline() == SPEC.probe_limit + PROBE_ANSWER_SLACK
@@ -600,7 +600,7 @@ def test_both_failures_of_a_newcomer_are_named() -> None:
     netcheck = fresh()
     (again,) = hear(netcheck, failing(netcheck.probe_pending("n9", 0.0), "no memory"), 1.0)
     assert hear(netcheck, failing(again, "too hot"), 2.0) == ()
-    (verdict,) = netcheck.verdicts()
+    (verdict,) = netcheck.take_verdicts()
     assert "no memory" in verdict.reason
     assert "too hot" in verdict.reason
 
@@ -621,7 +621,7 @@ def test_a_bad_newcomer_at_the_door(kind: str) -> None:
     assert again[0].check != group.check
     hear(netcheck, machines.probe(again[0]), now)
     assert netcheck.proceed(netcheck.next_deadline() or now) == ()
-    (verdict,) = netcheck.verdicts()
+    (verdict,) = netcheck.take_verdicts()
     assert (verdict.node, verdict.kind) == ("n9", "failed")
     assert verdict.reason.startswith("n9 failed its own probes twice: in ")
     assert verdict.reason.count(", and in ") == 1
@@ -641,7 +641,7 @@ def test_one_answer_at_the_door_is_counted_once() -> None:
     (again,) = hear(netcheck, failing(group), 1.0)
     assert hear(netcheck, failing(group), 1.0) == (), "of the probe before"
     assert netcheck.group_of("n9") is again
-    assert hear(netcheck, healthy(again), 2.0) == netcheck.verdicts() == ()
+    assert hear(netcheck, healthy(again), 2.0) == netcheck.take_verdicts() == ()
     assert netcheck.standing("n9") is Standing.ALONE
 
 
@@ -655,7 +655,7 @@ def test_a_newcomer_that_goes_or_is_checked_with_others_leaves_the_door() -> Non
     assert (netcheck.group_of("n8"), netcheck.next_deadline()) == (None, None)
     group = netcheck.probe_pending("n8", 1.0)
     assert [one.nodes for one in hear(netcheck, failing(group), 1.0)] == [("n8",)]
-    assert netcheck.verdicts() == (), "it is new here: nothing is held against it"
+    assert netcheck.take_verdicts() == (), "it is new here: nothing is held against it"
     group = netcheck.probe_pending("n9", 0.0)
     groups = netcheck.start(["n0", "n9"], 2.0)
     assert netcheck.group_of("n9") is groups[0]
@@ -726,7 +726,7 @@ def test_a_failed_perf_test_convicts_nobody(floor: float) -> None:
     due = netcheck.next_deadline()
     assert due is not None
     assert netcheck.proceed(due) == ()
-    assert netcheck.verdicts() == ()
+    assert netcheck.take_verdicts() == ()
     assert "failed on n1 and n2 in start (did not answer within 70 s" in netcheck.summary()
     assert bool(netcheck.perf.failure) == bool(floor)
     assert not netcheck.needs_probing(names(3))
@@ -737,7 +737,7 @@ def test_a_perf_test_that_lost_a_node_is_made_again() -> None:
     netcheck.start(names(3), 0.0)
     netcheck.lost("n1", "its agent has gone", 1.0)
     assert netcheck.proceed(1.0) == ()
-    assert not netcheck.busy
+    assert not netcheck.is_busy
     assert netcheck.summary() == "the comm perf test was not finished because n1 was lost"
     assert netcheck.perf.failure == ""
     assert netcheck.needs_probing(["n0", "n2"])
@@ -780,13 +780,13 @@ def test_a_check_costs_each_answer_no_more_in_a_larger_crowd() -> None:
 def test_what_a_check_found_is_news_once() -> None:
     netcheck = fresh(PERF)
     drive(netcheck, names(2), Machines(()), 0.0)
-    assert netcheck.news().startswith("network check of 2 nodes")
-    assert netcheck.news() == ""
+    assert netcheck.take_news().startswith("network check of 2 nodes")
+    assert netcheck.take_news() == ""
     (group,) = netcheck.start(names(2), 10.0, dict.fromkeys(names(2), 1))
     hear(netcheck, measured(group), 11.0)
-    assert netcheck.news().startswith("comm perf test over 2 nodes")
+    assert netcheck.take_news().startswith("comm perf test over 2 nodes")
     netcheck.forget("n1")
     netcheck.start(names(2), 20.0)
     netcheck.lost("n1", "gone", 20.0)
     netcheck.proceed(20.0)
-    assert "comm perf test" not in netcheck.news()
+    assert "comm perf test" not in netcheck.take_news()

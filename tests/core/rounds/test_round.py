@@ -12,7 +12,7 @@ from elasticrun.core.rounds.round import (
     Round,
     adopt,
     adopted_seat,
-    choose,
+    choose_nodes,
     form_round,
     lay_out,
     store_host,
@@ -78,7 +78,7 @@ def test_a_survivor_beyond_the_smaller_world_moves_into_the_gap() -> None:
 
 def test_members_are_chosen_before_those_who_come_later() -> None:
     crowd = [node("late", 5), node("old", 9), node("early", 1), node("ranked", 7, rank=1)]
-    assert [one.id for one in choose(crowd, 3, {"old": 0})] == ["old", "ranked", "early"]
+    assert [one.id for one in choose_nodes(crowd, 3, {"old": 0})] == ["old", "ranked", "early"]
 
 
 def test_the_store_is_where_others_can_dial_it() -> None:
@@ -119,7 +119,7 @@ def test_who_has_no_place_is_told_none() -> None:
 def test_an_adopted_round_knows_the_places_that_were_reported() -> None:
     first, second = of(A, B).start("a"), of(A, B).start("b")
     adopted = adopt(first)
-    adopted.seat(adopted_seat(hello("b", incarnation="two", local_world_size=1), second))
+    adopted.add_seat(adopted_seat(hello("b", incarnation="two", local_world_size=1), second))
     assert adopted.info == first.info
     assert adopted.seats == {"b": 1}
     assert adopted.members["b"] == B

@@ -32,7 +32,7 @@ def test_stacks_of_all_nodes_come_together_the_rarest_first() -> None:
     assert call.lines_of(6) == {"": "train.py:1 load"}
     assert call.missing() == "rank 7: no; no answer from c"
     assert call.folder("a") == call.folder("b") == ("logs/hang-1", "a")
-    assert not call.done
+    assert not call.is_done
 
 
 def test_what_ranks_have_written_comes_together_in_its_order() -> None:

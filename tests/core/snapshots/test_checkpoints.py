@@ -22,7 +22,7 @@ def test_a_checkpoint_is_written_and_over() -> None:
     saves = Saves()
     saves.both(100, wanted=100)
     assert saves.taken() == [("ab", "Watermark"), ("a", "Persist"), ("b", "Persist")]
-    assert saves.checkpoints.busy == "step 100 is being saved"
+    assert saves.checkpoints.activity == "step 100 is being saved"
     saves.does("try1", marks=False)
     assert saves.taken() == [("a", "CommitCheckpoint")]
     saves.does("another")
@@ -34,7 +34,7 @@ def test_a_checkpoint_is_written_and_over() -> None:
     assert saves.taken() == [("ab", "PersistOver")]
     saves.both(100, now=4.0, wanted=100)
     assert saves.taken() == [("a", "PersistOver"), ("b", "PersistOver")], "it had not read it yet"
-    assert not saves.checkpoints.busy
+    assert not saves.checkpoints.activity
 
 
 def test_every_rank_writes_its_own_and_one_of_each_content_the_shared() -> None:
@@ -53,7 +53,7 @@ def test_a_step_that_some_lack_waits_for_them_a_while() -> None:
     saves.holds("a", 90, 100, wanted=100, content=7, now=1.0)
     saves.proceed(1.0)
     assert not any(name == "Persist" for _, name in saves.taken())
-    assert saves.checkpoints.busy
+    assert saves.checkpoints.activity
     assert saves.next_deadline() == 1.0 + WAIT_FOR_ALL
     saves.proceed(1.0 + WAIT_FOR_ALL)
     assert saves.taken() == [("a", "Persist")]
@@ -90,7 +90,7 @@ def test_failed_attempts_are_made_again_later_and_later_until_they_are_given_up(
             saves.proceed(now)
     assert waits == [1.0, 2.0, 4.0, 8.0]
     assert "5 attempts have failed in a row: this one is given up" in saves.says()
-    assert not saves.checkpoints.busy
+    assert not saves.checkpoints.activity
     assert saves.taken()[-2:] == [("a", "PersistOver"), ("b", "PersistOver")], "no longer wanted"
     saves.both(100, now=99.0, wanted=100)
     assert "Persist" not in dict(map(reversed, saves.taken())), "and not begun again"
@@ -136,7 +136,7 @@ def test_an_attempt_that_hangs_is_over_at_its_limit() -> None:
     assert saves.next_deadline() == 10.0
     saves.overslept(3.0)
     saves.proceed(10.0)
-    assert saves.checkpoints.busy, "nobody listened for three seconds of it"
+    assert saves.checkpoints.activity, "nobody listened for three seconds of it"
     saves.taken()
     saves.proceed(13.0)
     assert saves.taken() == [("ab", "PersistOver")]
@@ -263,12 +263,14 @@ def test_what_agents_withdraw_is_no_longer_written() -> None:
     saves.taken()
     saves.begin_round(m.RoundInfo(R2, 2, restore=m.Restore(R1, 90, 2)))
     assert ("ab", "PersistOver") in saves.taken()
-    assert not saves.checkpoints.busy
+    assert not saves.checkpoints.activity
     saves = Saves()
     saves.both(90, 100, wanted=90)
     saves.taken()
     saves.begin_round(m.RoundInfo(R2, 2, restore=m.Restore(R1, 100, 2)))
-    assert saves.checkpoints.busy == "step 90 is being saved", "an older one is as good as before"
+    assert saves.checkpoints.activity == "step 90 is being saved", (
+        "an older one is as good as before"
+    )
 
 
 def test_the_page_says_what_there_is() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from msgspec.structs import replace
 
-from elasticrun.core.snapshots.checkpoints import divide, in_size
+from elasticrun.core.snapshots.checkpoints import divide, format_size
 from elasticrun.core.snapshots.ledger import Ledger, in_spans
 from elasticrun.wire.messages import Holding
 from elasticrun.wire.types import RoundName
@@ -105,7 +105,7 @@ def test_who_has_what_is_what_was_said_last(story: list[tuple[str, list[Holding]
             assert snap.missing == len(needed - have)
             lone = {content for content in needed & have if len(places[content]) == 1}
             assert snap.lone == len(lone)
-            assert {c for row in snap.lonely().values() for c in row} == lone
+            assert {c for row in snap.sole_copies().values() for c in row} == lone
             assert set(snap.need) == needed
             assert snap.ranks == len(truth.held(step))
             assert set(snap.expected) == truth.heard_of
@@ -175,15 +175,15 @@ def test_a_bad_shard_counts_as_absent_for_good() -> None:
     copies.update("c", [held("c", 100, 7, 7)])
     copies.spoil("c", 100, 4)
     assert copies.is_whole(100), "others have the same"
-    assert ("c", 4) not in copies.find(100, 4)
+    assert ("c", 4) not in copies.find_places(100, 4)
 
 
 def test_a_shard_is_asked_of_its_own_rank_first() -> None:
     ledger = ddp("a", "b", "c")
-    assert ledger.find(100, 3)[0] == ("b", 3)
+    assert ledger.find_places(100, 3)[0] == ("b", 3)
     ledger.update("b", ())
-    assert ledger.find(100, 3)[0] == ("a", 0)
-    assert ledger.find(110, 3) == []
+    assert ledger.find_places(100, 3)[0] == ("a", 0)
+    assert ledger.find_places(110, 3) == []
 
 
 def test_one_rank_of_each_content_writes_what_is_shared() -> None:
@@ -214,4 +214,4 @@ def test_ranks_in_words(ranks: Any, said: str) -> None:
 
 def test_sizes_in_words() -> None:
     sizes = (12, 5 << 10, 300 << 20, int(1.25 * 2**30))
-    assert [in_size(size) for size in sizes] == ["12 B", "5 KiB", "300 MiB", "1.25 GiB"]
+    assert [format_size(size) for size in sizes] == ["12 B", "5 KiB", "300 MiB", "1.25 GiB"]

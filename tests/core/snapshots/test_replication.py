@@ -255,7 +255,7 @@ def test_a_replica_is_no_rank_of_its_own() -> None:
     assert ledger.is_full(10)
     assert divide(ledger, 10)["a"].ranks == (0, 1)
     assert divide(ledger, 10)["b"].ranks == (2, 3)
-    assert ledger.find(10, 1)[0] == ("a", 1)
+    assert ledger.find_places(10, 1)[0] == ("a", 1)
     assert not ledger.needs(10, ["a"])
     assert ledger.needs(10, ["b"])
     assert ledger.spoil("b", 10, 0)

@@ -139,7 +139,7 @@ class _Group:
     unbegun: int = -1  # the rank whose device is behind, if all have entered; -1: none
     unbegun_at: int = 0  # number of collectives that this device has started
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """Compute the last member and the last device. Call once all positions are set."""
         self.laggard = min(self.at, key=lambda rank: (self.at[rank].entered, rank), default=-1)
         self.least = self.at[self.laggard].entered if self.at else 0
@@ -290,14 +290,16 @@ def is_paired(call: str) -> bool:
 
 def judge(scene: Scene) -> Impasse | None:
     """What blocks the job; None if that cannot be recognised."""
-    sure = _mismatch(scene) or _odd_ones(scene) or _circle(scene)
-    return sure or _mark_declared(scene, _fabric(scene) or _halted(scene) or _still(scene))
+    sure = _find_mismatch(scene) or _find_awaited(scene) or _find_cycle(scene)
+    return sure or _mark_declared(
+        scene, _find_stuck_call(scene) or _find_halted(scene) or _find_still(scene)
+    )
 
 
 # ---------------------------------------------------------------- verdicts
 
 
-def _mismatch(scene: Scene) -> Impasse | None:
+def _find_mismatch(scene: Scene) -> Impasse | None:
     """Ranks are in different collectives as the same number of one group."""
     for group in scene.groups:
         calls: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -348,7 +350,7 @@ def _describe_mismatch(
     )
 
 
-def _odd_ones(scene: Scene) -> Impasse | None:
+def _find_awaited(scene: Scene) -> Impasse | None:
     """The ranks that others wait for and that wait for nobody, classified by what they do."""
     odd = scene.odd
     if not odd:
@@ -426,7 +428,7 @@ def _class_of(scene: Scene, rank: int) -> _Doing:
     return _Doing(Klass.STRONG, "idle", f"{silent}is idle{place}", span)
 
 
-def _circle(scene: Scene) -> Impasse | None:
+def _find_cycle(scene: Scene) -> Impasse | None:
     """Every awaited rank waits too, so the chain closes into a cycle."""
     start = min(scene.waiting, default=-1)
     if start < 0:
@@ -466,7 +468,7 @@ def _circle(scene: Scene) -> Impasse | None:
     )
 
 
-def _fabric(scene: Scene) -> Impasse | None:
+def _find_stuck_call(scene: Scene) -> Impasse | None:
     """All members are in a collective, and it does not end."""
     for group in scene.groups:
         number = group.top
@@ -497,7 +499,7 @@ def _fabric(scene: Scene) -> Impasse | None:
     return None
 
 
-def _halted(scene: Scene) -> Impasse | None:
+def _find_halted(scene: Scene) -> Impasse | None:
     """No rank reports what it waits for (ranks started by exec cannot), but the kernel shows why
     some are halted. A rank in uninterruptible sleep may only be reading, unless all are idle."""
     idle = not any(is_busy(one.seen) for one in scene.ranks.values())
@@ -526,7 +528,7 @@ def _halted(scene: Scene) -> Impasse | None:
     )
 
 
-def _still(scene: Scene) -> Impasse | None:
+def _find_still(scene: Scene) -> Impasse | None:
     """No rank is in a known collective, and none does anything. If torch counts no collectives (its
     recorder is off, or does not know the backend), the stacks show which ranks are in one, and so
     which may be the odd one."""
@@ -609,7 +611,7 @@ def _gather(ranks: Mapping[int, Sighting]) -> list[_Group]:
             group.whole = group.whole and absent is not None
             if absent is not None:
                 group.at[rank] = absent
-        group.close()
+        group.finish()
     return [group for _, group in sorted(groups.items())]
 
 
