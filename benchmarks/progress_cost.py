@@ -72,8 +72,8 @@ def _drain(listener: socket.socket) -> None:
 
 
 def below_listener(calls: int, ring: int) -> tuple[float, float, int]:
-    """Run two ranks below a listener. Returns the CPU seconds of a call, those of a read of a
-    flight recorder with `ring` entries, and the number of entries read."""
+    """Run two ranks with a listener in place of the agent. Returns the CPU seconds of a call, those
+    of a read of a flight recorder with `ring` entries, and the number of entries read."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     name = mint_name()
     listener.bind(address(name))

@@ -24,10 +24,10 @@ def add_cluster(made: Parser) -> None:
 
 
 def known_run(ns: argparse.Namespace, whole: str = "") -> RunFolder | None:
-    """The run folder of the named job, unless the flags select another cluster or namespace; `ns`
-    then gets its name, namespace and context. `whole`: the verb, if it does not accept the
-    beginning of a name. Raises RequestFailed if run folders of several jobs have the name and no
-    namespace is given."""
+    """The run folder of the named job; None if there is none, or if the flags select another
+    cluster or namespace. If it is found, `ns` gets the job's name, namespace and context. `whole`:
+    the verb, if it does not accept the beginning of a name. Raises RequestFailed if run folders of
+    several jobs have the name and no namespace is given."""
     try:
         if not ns.job:
             return None

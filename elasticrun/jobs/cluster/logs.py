@@ -119,7 +119,8 @@ def _query(ns: argparse.Namespace) -> PodLogQuery:
 
 def _for_rank(job: ClusterJob, query: PodLogQuery) -> PodLogQuery:
     """The query for one rank, as the index of its node and its number there, which prefixes its
-    lines. Raises RequestFailed if the job has no such rank."""
+    lines. If the job's command does not determine the node, print a note and return the query
+    unchanged. Raises RequestFailed if the job has no such rank."""
     if query.rank < 0:
         return query
     ranks = job.ranks_per_node

@@ -30,7 +30,7 @@ _SIMPLE: Final = re.compile(r"\s*(?:exec\s+)?elasticrun(?:\\\n|[^\n;&|<>`$()])*\
 
 
 def elastic_job(job: ForeignJob) -> dict[str, Any]:
-    """The ElasticJob."""
+    """Build the ElasticJob."""
     meta: dict[str, Any] = {"name": job.name}
     for name, value in (("namespace", job.namespace), ("labels", job.labels),
                         ("annotations", job.annotations)):  # fmt: skip
@@ -52,8 +52,8 @@ def elastic_job(job: ForeignJob) -> dict[str, Any]:
 
 
 def slurm_words(job: ForeignJob, document: Document) -> list[str]:
-    """The words after `elasticrun render slurm`. Raises NotConvertible unless the container's
-    command is a single elasticrun."""
+    """The words after `elasticrun render slurm`. Adds notes to `document` about what is left out.
+    Raises NotConvertible unless the container's command is a single elasticrun command."""
     pod = job.template["spec"]
     main = pod["containers"][0]
     words, path = [*main.get("command", ()), *main.get("args", ())], "spec.template.spec.containers"

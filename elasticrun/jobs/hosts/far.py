@@ -47,7 +47,7 @@ CHUNK: Final = 64 * 1024
 ORDER_LIMIT: Final = 180.0
 """Seconds to wait for the order: the other side must first choose the host of the rendezvous."""
 BEGIN_LIMIT: Final = 30.0
-"""Seconds within which another connection must have started the agent."""
+"""Seconds within which the agent must have been started, by this connection or an earlier one."""
 POLL_EVERY: Final = 0.5
 """Seconds between polls if inotify is not available."""
 HOLDER_EVERY: Final = 10.0
