@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from elasticrun.testing.job import ElasticJob
-from elasticrun.testing.steps import World, story
+from elasticrun.testing.steps import World, describe_worlds
 from tests.harness import SCRIPTS, await_true, shm_entries, shm_since
 
 
@@ -68,7 +68,7 @@ class Counting:
         """Wait until this very world has done so many more steps than now, and no other began."""
         last = next(w.last for w in self.job.worlds() if w.round == world.round)
         self.job.wait_for_world(round=world.round, step=last + steps)
-        assert self.job.worlds()[-1].round == world.round, story(self.job.worlds())
+        assert self.job.worlds()[-1].round == world.round, describe_worlds(self.job.worlds())
 
     def finish(self, *codes: int) -> list[World]:
         """Let the script end: every node that the test has not killed ends with 0, or the nodes end

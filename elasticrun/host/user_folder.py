@@ -289,7 +289,7 @@ class LaunchFolder:
         self.release()
 
 
-def make(environ: Mapping[str, str]) -> LaunchFolder:
+def make_launch_folder(environ: Mapping[str, str]) -> LaunchFolder:
     """Make and lock a private folder for a launch: in the user's folder or, if that is full or not
     on a local disk, in $TMPDIR or shared memory. Raises Unusable if there is no such place."""
     reasons = []
@@ -302,7 +302,7 @@ def make(environ: Mapping[str, str]) -> LaunchFolder:
     raise Unusable("; ".join(reasons) or "this user has no folder on this host")
 
 
-def sweep(environ: Mapping[str, str]) -> int:
+def sweep_launch_folders(environ: Mapping[str, str]) -> int:
     """Remove folders of launches that nobody has locked; returns how many."""
     swept = 0
     for place in _places(environ):

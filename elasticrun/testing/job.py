@@ -258,7 +258,7 @@ class ElasticJob:
 
     # ------------------------------------------------------------ finding nodes
 
-    def _everybody(self) -> list[JobNode]:
+    def _all_nodes(self) -> list[JobNode]:
         return [*self.nodes, *filter(None, [self.master_node])]
 
     def _over(self) -> bool:
@@ -325,7 +325,7 @@ class ElasticJob:
                 size = "" if world_size is None else f" of {world_size} ranks"
                 what = "a step" if step is None else f"step {step}"
                 expected = f"a world{size} all of which completed {what}"
-                raise self._failed(expected, over, deadline, steps.story(found))
+                raise self._failed(expected, over, deadline, steps.describe_worlds(found))
             self._step_watch.wait(deadline.left())
             time.sleep(min(ASK_SPACING, deadline.left()))
 
@@ -612,7 +612,7 @@ class ElasticJob:
         steps."""
         shown = [
             (f"{title}: {n.name}, which {n.outcome()}", n.tail() or "(nothing yet)")
-            for n in self._everybody()
+            for n in self._all_nodes()
         ]
         steps = "\n".join(map(str, self.steps()[-10:]))
         return [*shown, (f"{title}: the last steps", steps)] if steps else shown
@@ -633,7 +633,7 @@ class ElasticJob:
         """Sentences about processes that outlived their agents, where these ended by themselves or
         by `kill_agent`. Waits LEFTOVER_LIMIT for them to end."""
         sentences = []
-        masters = self._has_master_ended()
+        masters = self._should_master_be_gone()
         for node in self.nodes:
             if node.exit_code is None or node.frozen:
                 continue
@@ -643,7 +643,7 @@ class ElasticJob:
                 sentences.append(f"{node.name} has ended, but left processes: {words}")
         return sentences
 
-    def _has_master_ended(self) -> bool:
+    def _should_master_be_gone(self) -> bool:
         """Whether the job's master should have exited: all agents have ended, and either all of
         them by themselves, or those that the test did not kill with success. Otherwise the master
         may still wait for others."""
@@ -654,7 +654,7 @@ class ElasticJob:
 
     def _remove(self) -> None:
         try:
-            for node in self._everybody():
+            for node in self._all_nodes():
                 node.kill(masters=True)
                 if node.group is not None:
                     node.group.close()

@@ -181,7 +181,7 @@ class JobNode:
         return f"died of signal {-code}" if code < 0 else f"failed with exit code {code}"
 
 
-_used: Final[set[int]] = set()
+_handed_out: Final[set[int]] = set()
 """Ports that `free_port` has already returned."""
 
 
@@ -263,14 +263,14 @@ def free_port() -> int:
         given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError):
         given = first  # not Linux: any port
-    choice = [port for port in range(first + which, given, of) if port not in _used]
+    choice = [port for port in range(first + which, given, of) if port not in _handed_out]
     for _ in range(PORT_TRIES if choice else 0):
         with socket.socket() as probe:
             try:
                 probe.bind((LOOPBACK, port := secrets.choice(choice)))
             except OSError:
                 continue
-            _used.add(port)
+            _handed_out.add(port)
             return port
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))

@@ -259,11 +259,11 @@ def gap(found: Sequence[World]) -> str:
     if missing := [step for step in steps if step not in done]:
         more = " ..." if len(missing) > MAX_SHOWN else ""
         named = ", ".join(map(str, missing[:MAX_SHOWN]))
-        return f"no whole world completed step {named}{more}; {story(found)}"
+        return f"no whole world completed step {named}{more}; {describe_worlds(found)}"
     return ""
 
 
-def story(found: Sequence[World]) -> str:
+def describe_worlds(found: Sequence[World]) -> str:
     """A short description of the worlds, for the message of a failed test."""
     if not found:
         return "no rank has completed a step"

@@ -114,7 +114,7 @@ def test_a_record_on_a_disk_that_does_not_answer(monkeypatch, caplog) -> None:
         go.wait(LIMIT)
         raise OSError("gone")
 
-    monkeypatch.setattr(user_folder, "make", make)
+    monkeypatch.setattr(user_folder, "make_launch_folder", make)
     monkeypatch.setattr(master_process, "RECORD_WAIT", 0.01)
     assert master_process.new_record() is None
     go.set()

@@ -22,11 +22,11 @@ from elasticrun.host.user_folder import (
     Unusable,
     began_before,
     lock_folder,
-    make,
+    make_launch_folder,
     prepare_folder,
     publish,
     published,
-    sweep,
+    sweep_launch_folders,
     was_killed,
 )
 
@@ -117,7 +117,7 @@ def _remote(monkeypatch: pytest.MonkeyPatch, *folders: str) -> None:
 
 
 def test_a_launch_has_a_private_folder_until_it_is_removed(environ: dict[str, str]) -> None:
-    first, second = make(environ), make(environ)
+    first, second = make_launch_folder(environ), make_launch_folder(environ)
     assert first.path != second.path
     assert first.path.parent == Path(environ["XDG_RUNTIME_DIR"]) / "elasticrun"
     assert first.path.stat().st_mode & 0o777 == 0o700
@@ -129,21 +129,25 @@ def test_a_launch_has_a_private_folder_until_it_is_removed(environ: dict[str, st
 
 
 def test_a_sweep_removes_what_nobody_holds(environ: dict[str, str]) -> None:
-    held, left, shared = make(environ), make(environ), make(environ)
+    held, left, shared = (
+        make_launch_folder(environ),
+        make_launch_folder(environ),
+        make_launch_folder(environ),
+    )
     other = lock_folder(shared.path)
     left.release()
     shared.release()
-    assert sweep(environ) == 1
+    assert sweep_launch_folders(environ) == 1
     assert (held.path.exists(), left.path.exists(), shared.path.exists()) == (True, False, True)
     os.close(other)
-    assert sweep(environ) == 1
+    assert sweep_launch_folders(environ) == 1
     held.remove()
 
 
 HOLDER = """
 import os, sys
-from elasticrun.host.user_folder import make
-print(make(dict(os.environ)).path, flush=True)
+from elasticrun.host.user_folder import make_launch_folder
+print(make_launch_folder(dict(os.environ)).path, flush=True)
 sys.stdin.read()
 """
 
@@ -157,10 +161,10 @@ def test_a_killed_owner_holds_nothing(environ: dict[str, str]) -> None:
         text=True,
     ) as owner:
         path = Path(owner.stdout.readline().strip())
-        assert sweep(environ) == 0
+        assert sweep_launch_folders(environ) == 0
         assert path.exists()
         owner.kill()
-    assert sweep(environ) == 1
+    assert sweep_launch_folders(environ) == 1
     assert not path.exists()
 
 
@@ -172,7 +176,7 @@ def test_a_sweep_touches_nothing_else(environ: dict[str, str], tmp_path: Path) -
     (shared / f"{PREFIX}link").symlink_to(target)
     (shared / f"{PREFIX}file").write_text("x")
     (shared / "another").mkdir()
-    assert sweep(environ) == 0
+    assert sweep_launch_folders(environ) == 0
     assert (target / "precious").exists()
     assert len(list(shared.iterdir())) == 3
 
@@ -181,17 +185,17 @@ def test_a_network_file_system_is_passed_over(
     environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     _remote(monkeypatch, "run")
-    fallback = make(environ)
+    fallback = make_launch_folder(environ)
     assert fallback.path.parent == tmp_path / "scratch"
     assert fallback.path.stat().st_mode & 0o777 == 0o700
     fallback.remove()
     _remote(monkeypatch, "run", "scratch")
-    last = make(environ)
+    last = make_launch_folder(environ)
     assert last.path.parent == tmp_path / "shm"
     last.remove()
     _remote(monkeypatch, "run", "scratch", "shm")
     with pytest.raises(Unusable, match=r"network file system \(NFS\)"):
-        make(environ)
+        make_launch_folder(environ)
 
 
 def test_a_user_without_a_home_has_a_record_too(
@@ -201,7 +205,7 @@ def test_a_user_without_a_home_has_a_record_too(
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", nobody)
-    made = make({})
+    made = make_launch_folder({})
     assert made.path.parent == tmp_path / "scratch"
     made.remove()
 

@@ -114,7 +114,7 @@ def new_record() -> LaunchFolder | None:
 
     def work() -> None:
         try:
-            folder = user_folder.make(os.environ)
+            folder = user_folder.make_launch_folder(os.environ)
         except OSError as wrong:
             made.append(wrong)
             return
@@ -141,7 +141,7 @@ def sweep_records() -> None:
     """Remove, in a thread, the records of launches that were killed together with their masters."""
     environ = dict(os.environ)
     with contextlib.suppress(NoThread):  # the next launch does it
-        start_thread(user_folder.sweep, "sweep", (environ,))
+        start_thread(user_folder.sweep_launch_folders, "sweep", (environ,))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from elasticrun.host.accelerators.base import Accelerator, enough, in_use, installed
+from elasticrun.host.accelerators.base import Accelerator, count_finding, installed, memory_finding
 from elasticrun.host.accelerators.child_output import NoAnswer, output_of
 from elasticrun.wire.types import Finding, Level
 
@@ -73,7 +73,7 @@ class Ascend(Accelerator):
         found = len(visible(listed, self._devices()))
         version = installed("torch_npu")
         more = f"torch_npu {version}" if version else "torch_npu is not installed"
-        number = enough("NPU count", "NPU", found, wanted, more, self.visible_variable)
+        number = count_finding("NPU count", "NPU", found, wanted, more, self.visible_variable)
         tool = shutil.which("npu-smi", path=environ.get("PATH"))
         try:
             if tool is None:
@@ -154,4 +154,4 @@ def _health(chip: _Chip) -> Finding | None:
 
 def _memory(chip: _Chip) -> Finding | None:
     held = [(pid, amount * 2**20) for pid, amount in chip.processes]
-    return in_use("NPU memory", chip.title, chip.used * 2**20, chip.total * 2**20, held)
+    return memory_finding("NPU memory", chip.title, chip.used * 2**20, chip.total * 2**20, held)

@@ -105,7 +105,7 @@ class Accelerator(ABC):
         return ()
 
 
-def enough(
+def count_finding(
     check: str, noun: str, found: int, wanted: int, more: str = "", variable: str = ""
 ) -> Finding:
     """The finding on the number of devices: `found` are visible, `wanted` are needed."""
@@ -122,7 +122,7 @@ def enough(
     return Finding(check, Level.FAILED, seen, todo)
 
 
-def in_use(
+def memory_finding(
     check: str, device: str, used: int, total: int, processes: Sequence[tuple[int, int | None]]
 ) -> Finding | None:
     """The finding on memory (bytes) that other processes hold on a device; None if they hold little

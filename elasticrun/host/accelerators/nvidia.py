@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from elasticrun.host.accelerators.base import Accelerator, Load, enough, in_use
+from elasticrun.host.accelerators.base import Accelerator, Load, count_finding, memory_finding
 from elasticrun.host.accelerators.child_output import NoAnswer, json_of
 from elasticrun.wire.types import Finding, Level
 
@@ -74,12 +74,12 @@ class Nvidia(Accelerator):
         listed = environ.get(self.visible_variable)
         ours = visible(listed, [gpu.uuid for gpu in gpus])
         seen = gpus if ours is None else [gpus[index] for index in ours]
-        findings = [_number(seen, wanted, driver, counted=ours is not None)]
+        findings = [_count(seen, wanted, driver, counted=ours is not None)]
         answering = [gpu for gpu in seen if not gpu.error]
         for name, judge, fine in _CHECKS if answering else ():
             bad = [found for gpu in answering if (found := judge(gpu)) is not None]
             findings += bad or [Finding(name, Level.OK, fine)]
-        return (*findings, *(_silent(gpu) for gpu in seen if gpu.error))
+        return (*findings, *(_unanswered(gpu) for gpu in seen if gpu.error))
 
 
 def has_driver() -> bool:
@@ -168,14 +168,14 @@ def _gpus(answer: Mapping[str, Any]) -> list[_Gpu]:
         raise NoAnswer("it sent an unexpected answer") from None
 
 
-def _number(seen: Sequence[_Gpu], wanted: int, driver: str, *, counted: bool) -> Finding:
+def _count(seen: Sequence[_Gpu], wanted: int, driver: str, *, counted: bool) -> Finding:
     names = ", ".join(sorted({gpu.name for gpu in seen if gpu.name}))
     more = "; ".join(part for part in (names, f"driver {driver}" if driver else "") if part)
     if not counted or any(gpu.mig for gpu in seen):
         sentence = f"GPUs are partitioned by MIG, and only CUDA counts the instances ({more})"
         return Finding("GPU count", Level.OK, sentence)
     usable = sum(not gpu.error for gpu in seen)
-    return enough("GPU count", "GPU", usable, wanted, more, Nvidia.visible_variable)
+    return count_finding("GPU count", "GPU", usable, wanted, more, Nvidia.visible_variable)
 
 
 def _not_queried(why: str) -> Finding:
@@ -191,14 +191,14 @@ def _not_queried(why: str) -> Finding:
     return Finding("GPU count", Level.FAILED, seen, todo)
 
 
-def _silent(gpu: _Gpu) -> Finding:
+def _unanswered(gpu: _Gpu) -> Finding:
     todo = "look for Xid messages in the kernel log; reset the GPU or reboot"
     seen = f"{gpu.title} does not answer: {gpu.error}"
     return Finding("GPU count", Level.FAILED, seen, todo)
 
 
 def _memory(gpu: _Gpu) -> Finding | None:
-    return in_use("GPU memory", gpu.title, gpu.used, gpu.total, gpu.processes)
+    return memory_finding("GPU memory", gpu.title, gpu.used, gpu.total, gpu.processes)
 
 
 def _ecc(gpu: _Gpu) -> Finding | None:

@@ -18,7 +18,7 @@ from elasticrun.wire.types import Finding
 
 CORES: Final = "cores"
 
-LONGEST_PATH: Final = 64
+MAX_CGROUP_DEPTH: Final = 64
 """Maximum number of nested cgroups that are followed."""
 
 
@@ -71,7 +71,7 @@ def _folders(text: str, root: Path) -> Iterator[Path]:
             places = [base / "cpu", base / controllers]
         else:
             continue
-        parts = [part for part in path.split("/") if part and part != ".."][:LONGEST_PATH]
+        parts = [part for part in path.split("/") if part and part != ".."][:MAX_CGROUP_DEPTH]
         for place in places:
             # In a container without a cgroup namespace, the path is the host's, but `place` is this
             # cgroup's folder.

@@ -80,7 +80,7 @@ class ProgressFile:
         new = [name for name in names if name not in self._columns]
         room = MAX_METRICS + len(FIXED_COLUMNS) - len(self._columns or FIXED_COLUMNS)
         if new[:room] or not self._columns:
-            self._widen([*(self._columns or FIXED_COLUMNS), *new[:room]])
+            self._add_columns([*(self._columns or FIXED_COLUMNS), *new[:room]])
         lines = _csv(
             [f"{row.time:.3f}", row.round, row.step]
             + [row.values.get(name, "") for name in self._columns[len(FIXED_COLUMNS) :]]
@@ -91,7 +91,7 @@ class ProgressFile:
             replace_file(self._path, b"".join([head, *left[1::2]]))
         return next(iter(new[room:]), "")
 
-    def _widen(self, columns: list[str]) -> None:
+    def _add_columns(self, columns: list[str]) -> None:
         data = self._path.read_bytes() if self._columns else b""
         left = data[data.find(b"\n") + 1 :]
         more = b"," * (len(columns) - len(self._columns or FIXED_COLUMNS))

@@ -36,7 +36,7 @@ SMALL: Final = 1 << 20
 """A blank tensor of fewer bytes is allocated as usual."""
 
 
-class _Holed:
+class _FileWithHole:
     """A write-only file in memory: what is written before and after one skipped stretch, and the
     length of the stretch."""
 
@@ -89,7 +89,7 @@ def envelope(dtype: str, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
     skip = getattr(torch.serialization, "skip_data", None)
     if skip is None:
         return b"", b""
-    holed = _Holed()
+    holed = _FileWithHole()
     try:
         tensor = _blank(getattr(torch, dtype), sizes)
         with skip():

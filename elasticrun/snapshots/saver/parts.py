@@ -229,7 +229,7 @@ def commit(
     found = folder.survey()
     line = timeline_for(found, step, order.rewound_from)
     newer = _newer(found, line, step)
-    if wrong := _of_another_job(folder, newer, order):
+    if wrong := _conflict_with_other_job(folder, newer, order):
         raise PersistError(f"step {step} was not committed: {wrong}")
     if newer and newer[-1] > step:
         folder.remark(  # does not name our `step`, so that it is reported only once
@@ -259,7 +259,7 @@ def _newer(found: Sequence[ListedCheckpoint], line: Timeline, step: int) -> list
     return sorted({one for one in restorable_steps(found) if one >= step} - lost)
 
 
-def _of_another_job(folder: Folder, steps: Sequence[int], order: PersistParts) -> str:
+def _conflict_with_other_job(folder: Folder, steps: Sequence[int], order: PersistParts) -> str:
     """An error message if one of these steps is later than the step that this job's ranks restored
     and was written by another job; else "". The ranks restored the newest checkpoint, so that job
     has written it since, and it must not be replaced."""

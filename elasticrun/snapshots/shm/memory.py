@@ -171,7 +171,7 @@ def available_memory() -> tuple[int, str]:
             if line.startswith("MemAvailable:"):
                 room = max(0, int(line.split()[1]) * 1024 - RESERVE)
     for folder in _cgroup_folders():
-        left = _left_in(folder)
+        left = _bytes_left_in(folder)
         if left is not None and left < room:
             room, bound = left, f"the cgroup {folder}"
     return room, bound
@@ -193,7 +193,7 @@ def _cgroup_folders() -> list[Path]:
     return found
 
 
-def _left_in(folder: Path) -> int | None:
+def _bytes_left_in(folder: Path) -> int | None:
     """Bytes left below the limit of one cgroup; reclaimable memory counts as free. None: it has no
     limit."""
     for limit, used in (

@@ -82,7 +82,7 @@ class Folder:
     def shows_others(self) -> bool:
         """Whether files written by other nodes are visible here at once; on mounted buckets they
         are not."""
-        return self._place.fresh
+        return self._place.is_consistent
 
     def path(self, step: int) -> str:
         """The path or URL of a checkpoint, for torch's readers (`checkpoint_id`)."""

@@ -52,7 +52,7 @@ class StoragePlace(Protocol):
     """Why checkpoints must not be stored there, as a sentence; "" if they may."""
 
     @property
-    def fresh(self) -> bool:
+    def is_consistent(self) -> bool:
         """Whether a listing shows at once what other nodes have written."""
 
     def full(self, name: str) -> str: ...
@@ -113,7 +113,7 @@ class LocalPlace:
         return self._known
 
     @property
-    def fresh(self) -> bool:
+    def is_consistent(self) -> bool:
         return self._features.fsync
 
     def full(self, name: str) -> str:
@@ -252,7 +252,7 @@ class UrlPlace:
     The constructor only checks that the protocol's package is installed, because creating a file
     system may request credentials from a server."""
 
-    fresh = True
+    is_consistent = True
 
     def __init__(self, url: str) -> None:
         import fsspec  # type: ignore[import-untyped]

@@ -129,7 +129,7 @@ class Features:
     fsync: bool = True
     remarks: list[str] = field(default_factory=list)
 
-    def without(self, feature: str, path: str, error: OSError, instead: str) -> None:
+    def disable(self, feature: str, path: str, error: OSError, instead: str) -> None:
         """Turn off a feature that the file system has refused with `error`, and add a remark;
         `instead`: the consequence. Any other error is raised."""
         if error.errno not in REFUSED:
@@ -168,22 +168,22 @@ class FileSink:
                 try:
                     self._fd = self._calls.open(path, flags | os.O_DIRECT)
                 except OSError as error:
-                    self._no_direct(error)
+                    self._disable_direct(error)
             if self._fd < 0:
                 self._fd = self._calls.open(path, flags)
             if features.fallocate and size:
                 try:
                     self._calls.fallocate(self._fd, size)
                 except OSError as error:
-                    features.without("fallocate", path, error, "a full disk is detected late")
+                    features.disable("fallocate", path, error, "a full disk is detected late")
         except FileExistsError:
             raise
         except OSError as error:
             self._fail(error)
 
-    def _no_direct(self, error: OSError) -> None:
+    def _disable_direct(self, error: OSError) -> None:
         instead = "files are written through the page cache"
-        self._features.without("direct", self._path, error, instead)
+        self._features.disable("direct", self._path, error, instead)
         self._direct = False
 
     def write(self, data: memoryview) -> None:
@@ -192,30 +192,30 @@ class FileSink:
         at = 0
         try:
             while at < len(data):
-                took = self._some(data[at : at + PIECE])
+                took = self._write_some(data[at : at + PIECE])
                 if took < 1:  # would loop forever
                     raise OSError(errno.EIO, "a write accepted no bytes")
                 at += took
         except OSError as error:
             self._fail(error)
 
-    def _some(self, piece: memoryview) -> int:
+    def _write_some(self, piece: memoryview) -> int:
         whole = len(piece) // PAGE * PAGE
         if self._direct and (self._at % PAGE or not whole):
             self._calls.cached(self._fd)  # the unaligned end of a file
             self._direct = False
         try:
-            took = self._put(piece[:whole] if self._direct else piece)
+            took = self._write_once(piece[:whole] if self._direct else piece)
         except OSError as error:
             if not self._direct:
                 raise
-            self._no_direct(error)
+            self._disable_direct(error)
             self._calls.cached(self._fd)
-            took = self._put(piece)
+            took = self._write_once(piece)
         self._at += took
         return took
 
-    def _put(self, piece: memoryview) -> int:
+    def _write_once(self, piece: memoryview) -> int:
         if self._features.fsync:
             return self._calls.pwrite(self._fd, piece, self._at)
         return self._calls.write(self._fd, piece)
@@ -266,7 +266,7 @@ def write_small(features: Features, path: str, data: bytes) -> None:
                 os.unlink(draft)
             if error.errno not in REFUSED:
                 raise StorageError(sentence(error, path, "written")) from error
-            features.without("rename", path, error, "small files are overwritten in place")
+            features.disable("rename", path, error, "small files are overwritten in place")
     _write_all(features, path, data, _NEW)
     sync_folder(features, os.path.dirname(path))
 

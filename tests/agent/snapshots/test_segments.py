@@ -357,10 +357,10 @@ def test_a_cgroup_has_what_its_page_cache_could_give_back(tmp_path: Path) -> Non
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("900\n")
     (tmp_path / "memory.stat").write_text("anon 400\nfile 500\nshmem 200\n")
-    assert memory._left_in(tmp_path) == 400
+    assert memory._bytes_left_in(tmp_path) == 400
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory._left_in(tmp_path) is None
-    assert memory._left_in(tmp_path / "none") is None
+    assert memory._bytes_left_in(tmp_path) is None
+    assert memory._bytes_left_in(tmp_path / "none") is None
 
 
 def test_pages_are_made_warm_without_stopping_others() -> None:
