@@ -30,7 +30,7 @@ from tests.master.pictures import OPTIONS, healthy, hung, served
 BAR = 50.0
 
 
-def changed(picture: Picture, number: int) -> Picture:
+def one_second_later(picture: Picture, number: int) -> Picture:
     """The picture one second later: every rank has another step, CPU and memory."""
     ranks = tuple(
         replace(row, step=row.step + number, cpu=random.random(), rss=row.rss + number)
@@ -54,7 +54,7 @@ async def measure(seconds: int, slower: float) -> tuple[float, float, int]:
         await page.goto(url)
         for number in range(seconds):
             await asyncio.sleep(1.0)
-            brain.whole = changed(held if number // 3 % 2 else well, number)
+            brain.whole = one_second_later(held if number // 3 % 2 else well, number)
         trace = json.loads(await browser.stop_tracing())["traceEvents"]
         await browser.close()
     mains = {

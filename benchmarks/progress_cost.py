@@ -23,7 +23,7 @@ from elasticrun.training.recorder import SMALL_RING
 from elasticrun.wire.env import FLIGHT_RECORDER_SIZE, PROGRESS
 from elasticrun.wire.progress import DATAGRAM_BYTES, address, mint_name, place
 
-LOOKS = 20
+SAMPLES = 20
 """Number of reads; the median is reported."""
 
 RANK = """
@@ -71,7 +71,7 @@ def _drain(listener: socket.socket) -> None:
         pass
 
 
-def below_listener(calls: int, ring: int) -> tuple[float, float, int]:
+def with_listener(calls: int, ring: int) -> tuple[float, float, int]:
     """Run two ranks with a listener in place of the agent. Returns the CPU seconds of a call, those
     of a read of a flight recorder with `ring` entries, and the number of entries read."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -84,7 +84,7 @@ def below_listener(calls: int, ring: int) -> tuple[float, float, int]:
         port = str(probe.getsockname()[1])
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, str(calls), str(LOOKS)],
+            [sys.executable, "-c", RANK, str(calls), str(SAMPLES)],
             stdout=subprocess.PIPE,
             text=True,
             env={
@@ -116,7 +116,7 @@ def main() -> None:
     print("| what | cost |\n|---|---|")
     print(f"| a call without an agent | {without_agent(calls) * 1e6:.2f} µs |")
     for ring in (int(SMALL_RING), 2000):
-        each, look, held = below_listener(calls, ring)
+        each, look, held = with_listener(calls, ring)
         print(f"| a call below an agent, ring of {ring} | {each * 1e6:.2f} µs |")
         print(f"| a look at {held} entries | {look * 1e3:.1f} ms |")
 

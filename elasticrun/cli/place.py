@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 from elasticrun.cli import settings
 from elasticrun.cli.detection.detect import detect
-from elasticrun.cli.detection.found import Found, Given, HostFacts, amount, number, port_of_name
+from elasticrun.cli.detection.found import Found, Given, HostFacts, as_int, number, port_of_name
 from elasticrun.cli.detection.slurm import PTY, step_of
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.rendezvous import ELASTIC_WORDS, RENDEZVOUS_FLAGS
@@ -79,7 +79,7 @@ def srun_command(
             "--srun out",
             EXIT_USAGE,
         )
-    count = amount(nodes)
+    count = as_int(nodes)
     # A batch script's own number of tasks would override one task per node.
     options = [f"--nodes={count}", f"--ntasks={count}", *OPTIONS]
     if environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID"):
@@ -118,7 +118,7 @@ def _rendezvous_flag(flags: FlagValues) -> str:
 def _without_place_flags(flags: FlagValues, found: Found, machine: Machine) -> DetectedPlace:
     """The place if neither the number of nodes nor the rendezvous is given: the scheduler gives
     both, unless the command is for this node alone."""
-    if found.why_alone or amount(found.nodes) <= 1 or found.nodes is None or found.host is None:
+    if found.why_alone or as_int(found.nodes) <= 1 or found.nodes is None or found.host is None:
         return DetectedPlace(found, note=_unused_sentence(found))
     filled = {"nnodes": found.nodes, **_place(flags, found)}
     if not flags.is_given("nproc_per_node"):
@@ -134,7 +134,7 @@ def _with_nnodes(flags: FlagValues, found: Found) -> DetectedPlace:
     low, high = settings.nodes(flags.text("nnodes"))
     if high == 1:
         return DetectedPlace(found, note=_attempt_sentence(found))
-    there = amount(found.nodes)
+    there = as_int(found.nodes)
     why = found.why_alone
     if found.host is not None:
         why = ""
@@ -162,7 +162,7 @@ def _with_rendezvous_flags(flags: FlagValues, found: Found, by: str) -> Detected
     elastic = flags.is_given("rdzv_backend") and flags.text("rdzv_backend") in ELASTIC_WORDS
     wish = elastic and flags.text("rdzv_endpoint") and not flags.is_given("node_rank")
     known = found.host is not None and found.node_rank is not None and not found.crowd
-    several = found.nodes is None or amount(found.nodes) > 1
+    several = found.nodes is None or as_int(found.nodes) > 1
     filled = _rank(found) if wish and known and several else {}
     return DetectedPlace(found, filled, note=_attempt_sentence(found), by=by)
 
@@ -177,7 +177,7 @@ def _dlrover(flags: FlagValues, found: Found) -> DetectedPlace:
         if found.job_id is not None and not flags.is_given("rdzv_id"):
             shown["rdzv_id"] = found.job_id
     if not _rendezvous_flag(flags):
-        if amount(found.nodes) > 0 and not flags.is_given("nnodes"):
+        if as_int(found.nodes) > 0 and not flags.is_given("nnodes"):
             assert found.nodes is not None
             filled["nnodes"] = found.nodes
         filled |= _rank(found)
@@ -202,7 +202,7 @@ def _place(flags: FlagValues, found: Found) -> dict[str, Given]:
 
 
 def _rank(found: Found) -> dict[str, Given]:
-    if found.node_rank is None or amount(found.node_rank) >= MAX_NODES:
+    if found.node_rank is None or as_int(found.node_rank) >= MAX_NODES:
         return {}
     return {"node_rank": found.node_rank}
 

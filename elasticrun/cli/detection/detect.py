@@ -12,7 +12,7 @@ from elasticrun.cli.detection.found import (
     Found,
     Given,
     HostFacts,
-    amount,
+    as_int,
     number,
     port_of_name,
     text,
@@ -46,13 +46,13 @@ def skypilot(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
     nodes = number(environ, "SKYPILOT_NUM_NODES") or Given(str(len(each)), addresses.source)
     task = text(environ, "SKYPILOT_TASK_ID") or Given(f"sky-{each[0]}", addresses.source)
     devices = number(environ, "SKYPILOT_NUM_GPUS_PER_NODE")
-    count = amount(nodes)
+    count = as_int(nodes)
     found = Found(
         "SkyPilot",
         f"node {rank.value} of {count} of SkyPilot task {task.value}",
         nodes=nodes,
         node_rank=rank,
-        nproc=devices if amount(devices) else None,
+        nproc=devices if as_int(devices) else None,
         job_id=task,
     )
     if count <= 1:
@@ -89,6 +89,6 @@ def detect(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
     found = next(filter(None, (family(environ, facts) for family in ORDER)), None)
     if found is None or INSIDE not in environ or found.external:
         return found
-    several = found.why_alone or amount(found.nodes) > 1
+    several = found.why_alone or as_int(found.nodes) > 1
     why = "a rank of another job started this process" if several else ""
     return replace(found, why_alone=why, host=None, use="")

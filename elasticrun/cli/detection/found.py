@@ -92,7 +92,7 @@ def number(environ: Mapping[str, str], *names: str) -> Given | None:
     return None
 
 
-def amount(given: Given | None) -> int:
+def as_int(given: Given | None) -> int:
     """The number; 0 for None."""
     return int(given.value) if given is not None else 0
 

@@ -23,7 +23,7 @@ from elasticrun.cli.detection.found import (
     Found,
     Given,
     HostFacts,
-    amount,
+    as_int,
     not_a_number,
     number,
     port_of_name,
@@ -69,19 +69,19 @@ def node_level(
     if rank is None or size is None or master is None or not _NAME.match(master.value):
         return None
     host, name = master, Given(master.value.partition(".")[0], master.source)
-    if amount(size) > 1 and master.value in _LOOPBACK:
+    if as_int(size) > 1 and master.value in _LOOPBACK:
         # Some operators give pod 0 this address; the other pods use its name.
-        if amount(rank) != 0 or not facts.fqdn:
+        if as_int(rank) != 0 or not facts.fqdn:
             return None
         host = Given(facts.fqdn, "the host name")
         name = Given(facts.hostname, "the host name")
     port = number(environ, "MASTER_PORT")
-    if port is None or not 0 < amount(port) < 65536:
+    if port is None or not 0 < as_int(port) < 65536:
         port = Given(str(port_of_name(name.value)), name.source)
     found = Found(family, seen, nodes=size, node_rank=rank)
-    if amount(size) <= 1:
+    if as_int(size) <= 1:
         return found
-    use, why = f"--nnodes={amount(size)}", TERMINAL if facts.terminal else ""
+    use, why = f"--nnodes={as_int(size)}", TERMINAL if facts.terminal else ""
     return replace(found, job_id=name, host=host, port=port, why_alone=why, use=use)
 
 
@@ -147,7 +147,7 @@ def indexed_job(environ: Mapping[str, str], facts: HostFacts) -> Found | None:
         # SET-REPLICATEDJOB-JOBINDEX-PODINDEX, with the set's name as the subdomain.
         family, first, stem = "JobSet", f"{parent}-0-0", parent
     found = Found(family, f"pod {index.value} of the {family} {stem}", node_rank=index)
-    if own != amount(index):
+    if own != as_int(index):
         # In the host's network a pod has the host's name.
         seen = f"pod {index.value} of an Indexed Job"
         why = f"its host name {facts.hostname} is not the pod's, and pod 0's is unknown"
@@ -185,7 +185,7 @@ def _with_first_pod(found: Found, host: Given, name: str) -> Found:
 def _for_all_pods(found: Found, facts: HostFacts) -> Found:
     """`found`, with what a bare command means if there are several nodes: a job of all of them, or
     why not."""
-    count = amount(found.nodes)
+    count = as_int(found.nodes)
     if count <= 1:
         return found
     found = replace(found, use=f"--nnodes={count}")

@@ -20,7 +20,7 @@ from elasticrun.cli.detection.found import (
     Found,
     Given,
     HostFacts,
-    amount,
+    as_int,
     not_a_number,
     number,
     port_of_number,
@@ -126,18 +126,18 @@ def step_of(environ: Mapping[str, str]) -> int | None:
     """The number of the srun step that this process is a task of; None in a batch script and in
     salloc."""
     step = number(environ, "SLURM_STEP_ID", "SLURM_STEPID")
-    if step is None or amount(step) >= OWN_STEPS:
+    if step is None or as_int(step) >= OWN_STEPS:
         return None
-    return amount(step) if number(environ, "SLURM_PROCID") is not None else None
+    return as_int(step) if number(environ, "SLURM_PROCID") is not None else None
 
 
 def _outside(environ: Mapping[str, str], job: Given) -> Found:
     nodes = number(environ, "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
     inside = environ.get("SLURM_STEP_ID")
     where = "an interactive step" if inside else "the batch script or salloc"
-    found = _first(environ, job, f"{where} of Slurm job {job.value}")
-    if amount(nodes) > 1:
-        rest = "node" if amount(nodes) == 2 else f"{amount(nodes) - 1} nodes"
+    found = _with_first_host(environ, job, f"{where} of Slurm job {job.value}")
+    if as_int(nodes) > 1:
+        rest = "node" if as_int(nodes) == 2 else f"{as_int(nodes) - 1} nodes"
         why = f"nothing has been started on the other {rest}"
         return replace(found, nodes=nodes, why_alone=why, use="--srun")
     count = "SLURM_JOB_NUM_NODES"
@@ -149,30 +149,30 @@ def _outside(environ: Mapping[str, str], job: Given) -> Found:
 def _task(environ: Mapping[str, str], facts: HostFacts, job: Given, step: int) -> Found:
     name = f"{job.value}.{step}"
     nodes = number(environ, "SLURM_STEP_NUM_NODES")
-    tasks = amount(number(environ, "SLURM_STEP_NUM_TASKS"))
+    tasks = as_int(number(environ, "SLURM_STEP_NUM_TASKS"))
     rank = number(environ, "SLURM_NODEID")
-    place = amount(number(environ, "SLURM_PROCID"))
+    place = as_int(number(environ, "SLURM_PROCID"))
     found = replace(
-        _first(environ, job, f"task {place} of {tasks} in Slurm step {name}"),
+        _with_first_host(environ, job, f"task {place} of {tasks} in Slurm step {name}"),
         nodes=nodes,
         node_rank=rank,
         job_id=_job_id(environ, job, step),
         port=Given(str(port_of_number(int(job.value), step)), job.source),
         nproc=_devices(environ),
     )
-    count = amount(nodes)
+    count = as_int(nodes)
     if nodes is None:
         return replace(found, why_alone=not_a_number(environ, "SLURM_STEP_NUM_NODES"))
     if count <= 1:
         return found
-    if amount(number(environ, "SLURM_HET_SIZE")) > 1:
+    if as_int(number(environ, "SLURM_HET_SIZE")) > 1:
         return replace(found, why_alone="heterogeneous jobs are not supported")
     host, wrong = _first_host(environ, count)
     if host is None or rank is None:
         return replace(found, why_alone=wrong or not_a_number(environ, "SLURM_NODEID"))
     found = replace(found, host=host, use=f"--nnodes={count}")
     if tasks > count:
-        second = amount(number(environ, "SLURM_LOCALID")) > 0
+        second = as_int(number(environ, "SLURM_LOCALID")) > 0
         why = f"it has {tasks} tasks on {count} nodes"
         return replace(found, crowd=True, second=second, why_alone=why)
     if tasks < count:
@@ -182,7 +182,7 @@ def _task(environ: Mapping[str, str], facts: HostFacts, job: Given, step: int) -
     return found
 
 
-def _first(environ: Mapping[str, str], job: Given, seen: str) -> Found:
+def _with_first_host(environ: Mapping[str, str], job: Given, seen: str) -> Found:
     """The values that are the same inside and outside a step. SLURM_RESTART_COUNT is not set before
     the first requeue."""
     again = number(environ, "SLURM_RESTART_COUNT")
@@ -190,7 +190,7 @@ def _first(environ: Mapping[str, str], job: Given, seen: str) -> Found:
         FAMILY,
         seen,
         job_id=job,
-        attempt=amount(again) + 1,
+        attempt=as_int(again) + 1,
         attempt_source=again.source if again is not None else "",
     )
 
@@ -230,10 +230,10 @@ def _devices(environ: Mapping[str, str]) -> Given | None:
     """The number of GPUs of this node, or of those that this task sees, if fewer; None if Slurm
     counts none."""
     devices = number(environ, "SLURM_GPUS_ON_NODE")
-    if devices is None or not amount(devices):
+    if devices is None or not as_int(devices):
         return None
     for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"):
         listed = [one for one in environ.get(name, "").split(",") if one.strip()]
-        if listed and len(listed) < amount(devices):
+        if listed and len(listed) < as_int(devices):
             return Given(str(len(listed)), f"${name}")
     return devices

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from elasticrun import __version__
 from elasticrun.cli import resolve, settings, trust
-from elasticrun.cli.detection.found import amount
+from elasticrun.cli.detection.found import as_int
 from elasticrun.cli.flags import Parser, add_group
 from elasticrun.cli.place import PLACE_FLAGS, detect_place, explain
 from elasticrun.cli.settings import DetectedPlace, FlagValues, Setting, UsageError, setting
@@ -139,7 +139,7 @@ def _nodes(flags: FlagValues, place: DetectedPlace) -> int:
     _, nodes = settings.nodes(flags.text("nnodes"))
     if flags.is_given("nnodes") or flags.switch("standalone") or place.found is None:
         return nodes
-    return max(nodes, amount(place.found.nodes))
+    return max(nodes, as_int(place.found.nodes))
 
 
 def _place(flags: FlagValues) -> DetectedPlace:

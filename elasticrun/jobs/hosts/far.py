@@ -114,7 +114,7 @@ class _AgentSession:
     def __init__(self, order: dict[str, Any], stdin: _Lines) -> None:
         self._order = order
         self._stdin = stdin
-        self._folder = _home(os.environ) / str(order["id"])
+        self._folder = _hosts_folder(os.environ) / str(order["id"])
         self._files: dict[str, IO[bytes]] = {}
 
     def run(self) -> int:
@@ -215,7 +215,7 @@ def _claim(folder: Path) -> bool:
     return True
 
 
-def _home(environ: Mapping[str, str]) -> Path:
+def _hosts_folder(environ: Mapping[str, str]) -> Path:
     state = environ.get("XDG_STATE_HOME", "")
     base = Path(state) if state.startswith("/") else home() / ".local/state"
     folder = base / "elasticrun" / "hosts"
