@@ -54,7 +54,7 @@ class Streams:
         self._membership, self._rdzv, self._nodes = ctx.membership, ctx.rdzv, ctx.nodes
         self.health = HealthPolicy(ctx, self.exclude)
         self.hold_reason: CutOff | None = None
-        """Why silence is ignored at present; None: it is not."""
+        """Why silent nodes are not declared dead at present; None: they are."""
 
     # ------------------------------------------------------------ attached
 
@@ -171,7 +171,8 @@ class Streams:
 
     def _repeat_start(self, session: int, node: str) -> None:
         """The node has a place in our round but has not received it: its Start was lost, or the
-        previous master died between the record of the round and the order."""
+        previous master died between the record of the round and the order. Send Start again. If
+        the round has ended, note instead that no rank of it runs there."""
         round_ = self._ctx.round
         assert round_ is not None
         start = None if round_.is_adopted else round_.start(node)  # an adopted one runs already

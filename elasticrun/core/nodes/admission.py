@@ -153,8 +153,8 @@ class FlapHistory:
         self._since.update(dict.fromkeys(nodes, -math.inf))
 
     def lost(self, node: str, at: float, now: float) -> None:
-        """The incarnation of this node that had a place died at `at`; the master declares it at
-        `now`."""
+        """The incarnation of this node that had a place died at `at`, and was declared dead at
+        `now`. Count that if its stay was shorter than RESTART_HEALTHY_AFTER."""
         since = self._since.pop(node, -math.inf)
         if at - since >= RESTART_HEALTHY_AFTER:
             return

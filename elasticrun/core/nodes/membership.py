@@ -89,7 +89,7 @@ class MassSilence:
         return self.until if now < self.until else None
 
     def overslept(self, by: float) -> None:
-        """The master was not listening for `by` seconds: they do not count."""
+        """The master was not listening for `by` seconds: a hold lasts that much longer."""
         if self.until is not None:
             self.until += by
 
@@ -264,6 +264,7 @@ class Membership:
         return node.id
 
     def _patience(self, node: Node) -> float:
+        """Seconds from the break of the node's stream until it is declared dead."""
         confirm = min(REDIAL_GRACE, self._timeout)
         if node.corroborated:
             closed = node.quiet < STOPPED_AFTER  # its kernel closed it: no ping was missed
@@ -299,8 +300,9 @@ class Membership:
         self.mass_silence.overslept(by + beat)
 
     def due(self, now: float, concerned: Callable[[str], bool], size: int) -> list[Death]:
-        """Declare dead and return the nodes whose deadline has passed. `concerned` tests for
-        members of the round, `size` is their number; the rule of mass silence applies to them."""
+        """Declare dead and return the nodes whose deadline has passed. While most members of the
+        round are silent (`MassSilence`), that applies only to corroborated nodes. `concerned` tests
+        for members, `size` is their number."""
         due = self._deadlines.pop_due(now)
         if not due:
             return []
@@ -344,9 +346,9 @@ class Membership:
         return known
 
     def redial_time(self, nodes: int) -> float:
-        """Seconds within which `nodes` living agents have dialled a new master. They try once a
-        second: the silence limit, or the time it takes to process that many, at most
-        REATTACH_GRACE."""
+        """Seconds within which `nodes` living agents have redialled a new master: the heartbeat
+        timeout (they try once a second), or the time that it takes to process so many if that is
+        longer, at most REATTACH_GRACE."""
         return min(REATTACH_GRACE, max(self._timeout, nodes / BEATS_PER_SECOND))
 
     def expect(self, node: str, incarnation: str, now: float, *, redial: float) -> None:

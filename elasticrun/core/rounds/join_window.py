@@ -160,16 +160,14 @@ class JoinWindow:
         # the series continues across the rounds that new nodes cause, so nodes that return one
         # after another are admitted together and not by a round each
         self._call = LastCall(spec.last_call_timeout, horizon=SERIES)
-        # twice: unlike last call, this wait costs the present nodes nothing because they keep
-        # training
-        self._starts = Debounce(
-            2.0 * spec.last_call_timeout
-        )  # of nodes, up to the job's second round
-        self._returns = Debounce(STORM_QUIET)  # the same after the first round
-        self._appeared = 0
+        # starts of nodes, up to the job's second round. Twice the timeout, because unlike last call
+        # this wait costs the present nodes nothing: they keep training
+        self._starts = Debounce(2.0 * spec.last_call_timeout)
+        self._returns = Debounce(STORM_QUIET)  # returns of nodes, after the first round
+        self._appeared = 0  # number of the last of these events, which makes each one different
         self._running = False  # a round has formed
         self._starting = False  # the current round is the job's first
-        self._is_spread_out = False  # the nodes of the first round arrive far apart
+        self._is_spread_out = False  # the nodes of the first round have arrived far apart
         self._formed_at = 0.0
         self._flapping: dict[str, None] = {}  # appeared and left again since the round formed
         self._opened: float | None = None  # when the first of the pending nodes joined

@@ -77,7 +77,7 @@ class Replicas:
         self._given_up.clear()
 
     def on_holdings(self, node: str, report: m.Holdings) -> None:
-        """Note whether the ranks of a living node want replicas."""
+        """Note whether the ranks of a connected node want replicas."""
         if report.replicas:
             self._wanting[node] = None
         else:
@@ -119,8 +119,8 @@ class Replicas:
         now: float,
     ) -> None:
         """End copies that are done or late, and start those that are due. `ledgers`: of the current
-        round, and of the previous one; `living`: the last report of each node; `going`: nodes that
-        are leaving."""
+        round, and of the previous one; `living`: the last report of each connected node; `going`:
+        nodes that are leaving."""
         if not self._applies():
             self._pairing = None
             return

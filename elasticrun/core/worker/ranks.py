@@ -35,7 +35,7 @@ class LocalRanks:
         self.failures: dict[int, Failure] = {}
         """By local rank, in the order in which they were reaped."""
         self.ended: tuple[int, ...] = ()
-        """Local ranks that exited with 0 before any was signalled."""
+        """Local ranks that exited with 0 before any was signalled or recalled."""
         self.armed: set[int] = set()
         """Local ranks that can be recalled (`recall`)."""
         self.failing: set[int] = set()
@@ -76,7 +76,8 @@ class LocalRanks:
         return tuple(rank for rank, pid in some if pid and rank not in self.recalled)
 
     def recall(self) -> tuple[int, ...]:
-        """Mark the armed ranks that are alive as recalled, and return them."""
+        """Mark the living ranks that are armed or failing as recalled. Return those that must be
+        recalled: a failing one leaves by itself."""
         self._note_ended()
         self.recalled = (self.armed | self.failing) & self.live.keys()
         return tuple(sorted(self.recalled - self.failing))
@@ -115,7 +116,7 @@ class LocalRanks:
         return failure
 
     def _exited_with_0(self) -> tuple[int, ...]:
-        """Local ranks that have been reaped and have not failed."""
+        """Local ranks that have been reaped and neither failed nor are kept."""
         others = self.live.keys() | self.failures.keys() | self.kept.keys()
         return tuple(sorted(set(self.pids) - others))
 

@@ -7,8 +7,8 @@ the next round starts in it.
 
 In doubt, a rank is treated like any other. A recalled rank that has not left within the time limit
 gets SIGTERM. The limit is RECALL_LIMIT at first, and then LEARNT_FACTOR times what the slowest rank
-of this node has taken. An exception that is not the loss of a peer is the rank's own failure. A
-node that ends signals its kept ranks.
+of this node has taken, from MIN_RECALL_LIMIT to RECALL_LIMIT. An exception that is not the loss of
+a peer is the rank's own failure. A node that ends signals its kept ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Recall:
         self._limit = RECALL_LIMIT  # seconds, of the current recall
         self._began = 0.0  # when the current recall began
         self._slowest = 0.0  # seconds that a rank has taken to leave; 0: none has left yet
-        self._kill_at = 0.0  # when ranks that were signalled at once are killed
+        self._kill_at = 0.0  # when ranks that were signalled instead of recalled are killed
 
     # ------------------------------------------------------------ what the group orders
 
