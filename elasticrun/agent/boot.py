@@ -198,7 +198,7 @@ def fault_environment(node: str) -> dict[str, str]:
     text = os.environ.get(env.FAULT, "")
     if not text:
         return {}
-    logger.warning("%s=%s: this job injects faults", env.FAULT, text)
+    logger.warning("%s=%s is set: faults are injected into this job", env.FAULT, text)
     here = env.faults_of_node(text, node)
     for fault in here:
         logger.warning("fault injected in this node (%s): %s", node, fault.text)

@@ -273,8 +273,8 @@ def in_words(status: GroupStatus, place: str, now: float) -> str:
         limit = f"in {max(left, 0):.0f} s at most; a second signal ends it at once"
         return f"{lost if status.master_lost else status.reason}, {limit}"
     if status.state in _ENDS:
-        limit = f"; killed in {left:.0f} s" if left > 0 else ""
-        return f"{status.reason}: waiting for the ranks to end{limit}"
+        limit = f"; they are killed in {left:.0f} s" if left > 0 else ""
+        return f"{status.reason}: waiting for the ranks to exit{limit}"
     reason = status.reason
     if isinstance(status.why, NodesNeeded | MoreMayJoin):
         reason = f"rendezvous {place}: {what_it_awaits(status.why)}"

@@ -284,7 +284,7 @@ class NodeAgent:
                 late=NodeId.release,
             )
         except TimeoutError as error:
-            why = str(error) or f"no answer of the disk for {SLOT_LIMIT:g} s"
+            why = str(error) or f"the disk has not answered for {SLOT_LIMIT:g} s"
             found = temporary_id(why, os.environ)
         shared.identity, shared.slot = replace(shared.identity, node_id=found.text), found.slot
         if found.note:

@@ -383,7 +383,7 @@ class AgentLoop:
             # A bug of ours, never the result of bad input. The state machine may now be wrong, so
             # its effects are dropped.
             logger.exception("a bug in elasticrun: %s", error)
-            self._end_after_defect(f"{type(event).__name__} was not understood", error)
+            self._end_after_defect(f"{type(event).__name__} could not be handled", error)
             return
         for effect in effects:
             if isinstance(effect, fx.Exit):

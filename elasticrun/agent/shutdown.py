@@ -201,7 +201,7 @@ async def print_outcome(
         if outcome.reason:
             logger.error("%s", directed(outcome.reason, unreachable_side(outcome.why)))
         if outcome.code == EXIT_FINAL and root.kind is not FailureKind.FINAL:  # it says so itself
-            logger.error("exit code 93: a retry cannot help")
+            logger.error("exit code 93: do not retry this job")
         by_default = not (node.called or launch.spec.max_restarts)
         set_by_user = "max_restarts" in launch.master.sources
         if by_default and outcome.code == EXIT_FAILED and not set_by_user:

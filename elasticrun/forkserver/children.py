@@ -119,8 +119,8 @@ class Children:
         if order.entry.target in self._exec_next:
             return "told already"
         if others := self._differing(order):
-            self._report(Notice(f"ranks are started by exec: {', '.join(others)} differ from what "
-                              "torch was imported with"))  # fmt: skip
+            self._report(Notice(f"ranks are started by exec: {', '.join(others)} changed since "
+                              "torch was imported"))  # fmt: skip
             return "environment"
         if not self._stale:
             self._stale = self._prepared.hidden.stale_file()

@@ -164,8 +164,8 @@ class Server:
         for pid, status in sweep.reap_all():
             self._children.reaped(pid, os.waitstatus_to_exitcode(status))
         if self._stopped.check(self._children.stores(), time.monotonic()):
-            stood = f"a store host was stopped (SIGSTOP) for {STOPPED_LIMIT:g} s"
-            self._talk.send(Notice(f"{stood} and is woken: ranks may wait for it"))
+            stood = f"a store host that was stopped (SIGSTOP) for {STOPPED_LIMIT:g} s"
+            self._talk.send(Notice(f"{stood} is continued: ranks may wait for it"))
         for event in self._sweeper.advance(self._children.living(), time.monotonic()):
             if isinstance(event, sweep.SweepLeftovers):
                 commands = tuple(map(processes.command, event.pids))
@@ -197,7 +197,7 @@ class Server:
             case Quit():
                 self._exit("", 0)
             case _:
-                raise AgentLost(f"a {type(order).__name__} message came in mid-conversation")
+                raise AgentLost(f"unexpected {type(order).__name__} message")
 
     def _in_child(self) -> None:
         """In a fresh fork: close everything that belongs to the server."""

@@ -320,7 +320,7 @@ def customized(environ: Mapping[str, str]) -> str:
         for name in names:
             path = os.path.join(folder, name)
             if any(not _is_inert(line, environ) for line in _code_lines(path)):
-                return f"{path} runs code at each start of Python, which is to see each rank"
+                return f"{path} runs code at each start of Python, and must run in each rank"
     return ""
 
 

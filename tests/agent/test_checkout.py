@@ -219,7 +219,7 @@ def test_a_submodule_elsewhere_hears_no_password(origin: Origin, tmp_path: Path)
         (tmp_path / "elsewhere/train").rename(tmp_path / "served/more")
         check_out(GitSource(origin.url, origin.first), tmp_path, variables())
         for _ in range(2):
-            with pytest.raises(GitError, match="are for the host of the URL alone"):
+            with pytest.raises(GitError, match="are sent only to the URL's host"):
                 check_out(GitSource(origin.url, wrong), tmp_path, variables())
     finally:
         stranger.close()

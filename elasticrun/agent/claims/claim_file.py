@@ -205,7 +205,7 @@ class ClaimFile:
             return Claim(holder, dict(words), int(count), word == _LEFT)
         except (ValueError, KeyError, TypeError):
             raise ClaimError(
-                f"{path} is not a claim of elasticrun: remove it, or use another file"
+                f"{path} is not an elasticrun claim file: remove it, or use another path"
             ) from None
 
     def _check_private(self, path: str, found: os.stat_result) -> None:
@@ -314,8 +314,8 @@ class ClaimFile:
             return False  # whoever removed the claim also removed our draft
         except OSError as error:
             raise ClaimError(
-                f"the file system of {self.path} has no hard links ({error.strerror}), by which "
-                "machines claim a file: use --rdzv-endpoint=HOST:PORT"
+                f"the file system of {self.path} does not support hard links ({error.strerror}), "
+                "which claims need: use --rdzv-endpoint=HOST:PORT"
             ) from None
 
     # ------------------------------------------------------------ holding

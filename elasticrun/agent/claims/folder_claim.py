@@ -204,7 +204,7 @@ class FolderClaim:
         if other.words.get("job") != self._job_id:
             self._once.log(
                 f"{self._path} was taken over by job {other.text('job')} on {other.text('host')}, "
-                "which has seen no renewal of this job's claim"
+                "because this job's claim was not renewed in time"
             )
 
 

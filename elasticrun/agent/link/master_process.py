@@ -342,11 +342,6 @@ class MasterHost:
         """Whether a master process exists that has not been reaped."""
         return self._master is not None
 
-    @property
-    def serves(self) -> bool:
-        """Whether a master runs here and has reported that it serves."""
-        return self._master is not None and "port" in self._answer
-
     def start(self, first: MasterProcess | None = None) -> None:
         """Start a master, or adopt one that was already started (and is watched). A failed start is
         retried."""

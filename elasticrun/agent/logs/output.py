@@ -341,7 +341,7 @@ class RankOutput:
         for stream, reader in self._readers.items():
             console = self._consoles[stream]
             if not reader.join(timeout, console):
-                logger.warning("the rest of the log files was not read: the disk does not respond")
+                logger.warning("the log files were not fully read: the disk does not respond")
             console.close(timeout)
             with self._order:
                 self._stderr_shown = True
@@ -498,7 +498,7 @@ def _fresh_folder(path: str) -> str:
             candidate = f"{path}.{number}"
         else:
             return candidate
-    raise OSError(f"{path} exists a million times")
+    raise OSError(f"no free name for {path}")
 
 
 def _one_line(error: BaseException) -> str:

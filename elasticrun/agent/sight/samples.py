@@ -164,7 +164,7 @@ def _why_missing(one: RankSample) -> str:
     if one.holds_lock:
         return "does not answer: C code holds its interpreter lock"
     if not one.queried:
-        return "has not begun, or has ended"
+        return "has not started, or has exited"
     return f"does not answer: {one.activity.being}"
 
 

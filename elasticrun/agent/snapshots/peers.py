@@ -81,9 +81,7 @@ class Peer:
         """Close the connection and log the reason."""
         if not self.closed:
             who = "a process" if self.here is None else _named(self.here)
-            logger.warning(
-                "snapshot messages of %s (pid %d) are no longer read: %s", who, self.pid, why
-            )
+            logger.warning("closed the snapshot connection of %s (pid %d): %s", who, self.pid, why)
             self.close()
 
     def close(self) -> None:

@@ -305,7 +305,7 @@ class LocalSnapshots:
         rank = generation.ranks[here.local_rank]
         before, rank.peer = rank.peer, peer
         if before is not None:
-            before.break_off("a newer Checkpointer of that rank has replaced it")
+            before.break_off("a newer Checkpointer of the same rank replaces it")
         self.folder = here.folder
         if here.rank == 0:
             self._claim.start(here.folder)

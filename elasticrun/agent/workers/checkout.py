@@ -295,7 +295,7 @@ def _why(source: GitSource, stderr: str, secrets: list[str]) -> str:
     message = message.replace(secrets[1] or "\0", "***")[:300]
     user, password = GIT_USERNAMES[1], GIT_PASSWORDS[1]
     if any(secrets) and "could not read" in message:
-        message += f"; {user} and {password} are for the host of the URL alone"
+        message += f"; {user} and {password} are sent only to the URL's host"
     elif "Authentication failed" in message or "could not read" in message:
         message += (
             f"; {'look at' if any(secrets) else 'set'} {user} and {password} where the job is "

@@ -317,7 +317,7 @@ class Spawners:
             spawner.expect_answer()
             return
         except OSError as error:
-            what = "a fork server that stands still is not noticed by the death of a rank"
+            what = "a stuck fork server cannot be detected when a rank dies"
             self._once.log(f"{what}: no pidfd ({error.strerror})")
             return
         self._pidfds[born.key] = pidfd
@@ -385,7 +385,9 @@ class Spawners:
         if spawner is self._next:
             self._next = None
             if not self._closing:
-                self._once.log(f"the second fork server failed ({reason}); the first one stays")
+                self._once.log(
+                    f"the replacement fork server failed ({reason}); the current one stays"
+                )
         if self._closing or spawner.is_quitting:
             return
         if self.is_caller:

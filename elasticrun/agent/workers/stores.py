@@ -174,7 +174,7 @@ class Stores:
 
     def _on_start_limit(self, child: Child, limit: float) -> None:
         if not self._stores[child].released:  # its exit event causes another try
-            logger.warning("a store host does not listen %g s after its start; killing it", limit)
+            logger.warning("a store host is not listening %g s after its start; killing it", limit)
             child.send(spawning.CloseStore(child.key))
 
     def _release_port(self, held: socket.socket) -> None:
