@@ -185,11 +185,11 @@ LEAVES = replace(
         (replace(ALONE, reason=SPARE, why=Said(SPARE), wait_ends=None), SPARE),
         (
             replace(ALONE, state=State.ENDING, reason="received SIGTERM", wait_ends=135.0),
-            "received SIGTERM: waiting for the ranks to end; killed in 28 s",
+            "received SIGTERM: waiting for the ranks to exit; they are killed in 28 s",
         ),
         (
             replace(ALONE, state=State.STOPPING, reason="node c joined", wait_ends=None),
-            "node c joined: waiting for the ranks to end",
+            "node c joined: waiting for the ranks to exit",
         ),
         (LEAVES, f"{LEAVES.reason}, in 24 s at most; a second signal ends it at once"),
         (

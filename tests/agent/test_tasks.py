@@ -101,7 +101,7 @@ def test_a_place_of_a_node_that_does_not_answer(monkeypatch, caplog) -> None:
         return one._shared.identity.node_id
 
     assert re.search("-[0-9a-f]{8}$", asyncio.run(body()))
-    assert "no user folder (no answer of the disk" in caplog.text
+    assert "no user folder (the disk has not answered" in caplog.text
     go.set()
     assert released.wait(LIMIT)
 
@@ -202,7 +202,7 @@ def end_of(brain: Brain, perform: Callable[[fx.AgentEffect], None]) -> fx.Exit:
 def test_a_brain_that_fails_ends_the_node() -> None:
     outcome = end_of(Brain(KeyError("a fact")), lambda effect: None)
     assert outcome.code == EXIT_FAILED
-    assert outcome.reason.startswith("a bug in elasticrun, please report it: Tick was not")
+    assert outcome.reason.startswith("a bug in elasticrun, please report it: Tick could not")
     assert isinstance(fx.Tick(), fx.Tick)
 
 

@@ -135,8 +135,8 @@ def test_a_stopped_store_host_is_woken(server: Driver) -> None:
         server.tell(sp.SpawnStore(key, port))
         pid = server.wait(sp.StoreListening, lambda m: m.key == key).pid
         os.kill(pid, signal.SIGSTOP)
-        said = server.wait(sp.Notice, lambda m: "a store host was stopped" in m.text)
-        assert said.text.endswith("and is woken: ranks may wait for it")
+        said = server.wait(sp.Notice, lambda m: "a store host that was stopped" in m.text)
+        assert said.text.endswith("is continued: ranks may wait for it")
         await_true(lambda: state(pid) != "T", "store that goes on")
         server.tell(sp.CloseStore(key))
         server.exited(key)

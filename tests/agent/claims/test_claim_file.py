@@ -222,9 +222,9 @@ def test_a_keeper_renews_and_tells_whoever_attaches_later(path: str, monkeypatch
 @pytest.mark.parametrize(
     ("text", "mode", "sentence"),
     [
-        ("{}", 0o600, "is not a claim"),
-        ("", 0o600, "is not a claim"),
-        ("x" * 100, 0o600, "is not a claim"),
+        ("{}", 0o600, "is not an elasticrun claim"),
+        ("", 0o600, "is not an elasticrun claim"),
+        ("x" * 100, 0o600, "is not an elasticrun claim"),
         ('{"holder": "0000000000000000", "words": {}}\nrenewed 000000000000 kept\n', 0o644,
          "can be read or written by others"),
     ],
@@ -251,7 +251,7 @@ def test_a_file_system_without_hard_links_says_so(path: str, tmp_path: Path) -> 
         def link(self, path: str, name: str) -> None:
             raise OSError(errno.EPERM, "Operation not permitted")
 
-    with pytest.raises(ClaimError, match="has no hard links"):
+    with pytest.raises(ClaimError, match="does not support hard links"):
         ClaimFile(path, files=Bucket()).take(new_claim({}))
     assert list(tmp_path.iterdir()) == []
 

@@ -137,7 +137,7 @@ def test_a_file_that_nobody_named_is_done_without(monkeypatch, file: Path, look:
     begun = look(at(file, found="this folder is on FUSE"), MINE)
     assert begun.place.kind == "open"
     assert begun.registry is None
-    assert "has no hard links" in refusal(look(at(file), MINE))
+    assert "does not support hard links" in refusal(look(at(file), MINE))
 
 
 @pytest.mark.slow

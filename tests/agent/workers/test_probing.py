@@ -322,7 +322,7 @@ def probing_agent(world: World, fault: str) -> Launched:
 @pytest.mark.slow
 def test_faults_are_loud_and_a_killed_agent_leaves_no_probe(world: World) -> None:
     job = probing_agent(world, "probe-hang=compute@n0,slow=2x@n1")
-    job.until_text("ELASTICRUN_FAULT=probe-hang=compute@n0,slow=2x@n1: this job injects faults")
+    job.until_text("=probe-hang=compute@n0,slow=2x@n1 is set: faults are injected into this job")
     job.until_text("fault injected in this node (n0): probe-hang=compute")
     job.until_text("this machine is being probed")
     job.process.kill()

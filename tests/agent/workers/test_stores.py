@@ -98,7 +98,7 @@ def test_a_store_host_that_hangs_is_replaced(fake_torch: Path, caplog) -> None:
     assert ended.exists()
     (ready,) = node.events
     assert isinstance(ready, StoreReady)
-    assert "a store host does not listen 0.2 s after its start; killing it" in caplog.text
+    assert "a store host is not listening 0.2 s after its start; killing it" in caplog.text
 
 
 def test_where_none_can_be_started_the_agent_ends(fake_torch: Path, monkeypatch) -> None:
