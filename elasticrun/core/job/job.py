@@ -513,7 +513,7 @@ class Job:
             self._send_wait_reason(cause.node)
             return True
         last = ctx.restarts.window.cause
-        innocent = attribution.cleared(last, now) if last and not self._member_problem() else ""
+        innocent = attribution.clear_node(last, now) if last and not self._member_problem() else ""
         if last is not None and innocent:
             if innocent in rdzv.backing_off:
                 rdzv.backing_off.put(innocent, now, "acquitted")

@@ -74,7 +74,7 @@ def job_status(
         round=ctx.round.name if ctx.round else None,
         world_size=ctx.round.info.world_size if ctx.round else 0,
         restart_count=budget.count,
-        restarts_left=budget.left(now),
+        restarts_left=budget.remaining(now),
         max_restarts=spec.max_restarts,
         min_nodes=spec.min_nodes,
         max_nodes=spec.max_nodes,

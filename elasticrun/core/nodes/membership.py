@@ -93,7 +93,7 @@ class MassSilence:
         if self.until is not None:
             self.until += by
 
-    def settled(self, node: str) -> None:
+    def remove(self, node: str) -> None:
         """The node is reachable again, or has left. If no node is silent any more, the hold ends.
         O(1)."""
         if self.until is not None:
@@ -113,7 +113,7 @@ class MassSilence:
 SLUGGISH_BEATS = 5.0
 """A node is shown as sluggish after this many missed beats."""
 
-MAX_LEFT_OUT = 1000
+MAX_SILENT_NODES = 1000
 """Maximum number of nodes whose deaths by silence are recorded: the newest."""
 
 MAX_SUPERSEDED = 100_000
@@ -226,7 +226,7 @@ class Membership:
         self.moved.add(node.id)
         self.present[node.id] = None
         self.suspects.pop(node.id, None)
-        self.mass_silence.settled(node.id)
+        self.mass_silence.remove(node.id)
         self._deadlines.arm(node.id, now + SLUGGISH_DEAD)
         if len(self.present) == 2:  # a node that fell silent is no longer the only one
             for first in map(self._nodes.__getitem__, self.suspects):
@@ -243,7 +243,7 @@ class Membership:
         if node.health is Health.ALIVE:
             self._deadlines.arm(node.id, now + SLUGGISH_DEAD)
         if self.mass_silence.until is not None:
-            self.mass_silence.settled(node.id)
+            self.mass_silence.remove(node.id)
         return node.id
 
     def detached(self, event: Detached, now: float, *, corroborated: bool) -> str | None:
@@ -291,7 +291,7 @@ class Membership:
         self.suspects.pop(node, None)
         self.present.pop(node, None)
         self.moved.add(node)
-        self.mass_silence.settled(node)
+        self.mass_silence.remove(node)
 
     def overslept(self, by: float, beat: float) -> None:
         """The master was not listening for `by` seconds: deadlines move by that and one more
@@ -368,14 +368,14 @@ class Membership:
         self._past = {one.node: Deaths.from_fact(one, at) for one in facts.left_out}
 
     def facts(self, now: float) -> MembershipFacts:
-        """The newest MAX_LEFT_OUT nodes whose silences still matter, the newest last."""
+        """The newest MAX_SILENT_NODES nodes whose silences still matter, the newest last."""
         found = [
             *self._past.items(),
             *((one.id, one.silences) for one in self._nodes.values()),
         ]
         found = [one for one in found if one[1].times and one[1].still_count(now)]
         found.sort(key=lambda one: one[1].times[-1])
-        newest = found[-MAX_LEFT_OUT:]
+        newest = found[-MAX_SILENT_NODES:]
         return MembershipFacts(tuple(silences.fact(node, now) for node, silences in newest))
 
     def _recalled(self, node: str) -> Deaths:

@@ -91,11 +91,11 @@ class Attribution:
             return None
         return FirstToFail(len(row), moved, cause.what)
 
-    def settled(self, cause: Cause) -> None:
+    def add_cause(self, cause: Cause) -> None:
         """Record that a round ended because of `cause`, without putting a node in backoff."""
         self._trail.append(cause)
 
-    def cleared(self, cause: Cause, now: float) -> str:
+    def clear_node(self, cause: Cause, now: float) -> str:
         """Clear a node that is in backoff for what `cause` shows to be the script's fault: forget
         its record and return its id; it may be admitted. "" if there is none."""
         for node, record in self._records.items():

@@ -265,18 +265,18 @@ class Budget:
         MAX_AGES. Empty without a window."""
         if self._window <= 0:
             return ()
-        self.left(now)
+        self.remaining(now)
         return tuple(now - when for when in self._charges)[-MAX_AGES:]
 
-    def none_left(self) -> str:
+    def exhausted_clause(self) -> str:
         """The clause that says that the budget is spent."""
         return no_restarts_left(self._max, self._window)
 
-    def spent(self, first: RankFailed, pattern: str) -> NoRestartsLeft:
+    def exhausted_reason(self, first: RankFailed, pattern: str) -> NoRestartsLeft:
         """The reason for the job's end: the budget is spent at this failure."""
         return NoRestartsLeft(first, self._max, self._window, pattern)
 
-    def left(self, now: float) -> int:
+    def remaining(self, now: float) -> int:
         """Number of restarts that may still be charged."""
         while self._window > 0 and self._charges and self._charges[0] <= now - self._window:
             self._charges.popleft()
@@ -349,7 +349,7 @@ class Restarts:
 
     def verdict(self, membership: Reason | None, now: float) -> Verdict:
         """The cost at present; `membership` says which member is lost or suspect."""
-        return self.window.verdict(membership=membership, restarts_left=self.budget.left(now))
+        return self.window.verdict(membership=membership, restarts_left=self.budget.remaining(now))
 
     def judge(self, membership: Reason | None, formed_at: float, now: float) -> Judgement | None:
         """Ranks have failed: return whether that ends the job or delays the next round; None if
@@ -364,7 +364,7 @@ class Restarts:
             cause = self.window.cause
             pattern = self.attribution.in_words(cause, self._nodes) if cause else ""
             assert self.window.reason is not None
-            end = self.budget.spent(self.window.reason, pattern)
+            end = self.budget.exhausted_reason(self.window.reason, pattern)
             root = root_cause(self.window.failures)
             own = self._scheduler_codes and root is not None and is_script_fault(root)
             return Judgement(end=end, code=code_of(Ending.SPENT if own else Ending.RANK))
@@ -385,6 +385,9 @@ class Restarts:
             return f"no restart is charged: {text(verdict.reason)}"
         cause = self.window.cause
         if cause is not None:
-            self.attribution.settled(cause)
+            self.attribution.add_cause(cause)
         self.budget.charge(now, opened - formed_at)
-        return f"restart {self.budget.count}: {text(verdict.reason)}; {self.budget.left(now)} left"
+        return (
+            f"restart {self.budget.count}: {text(verdict.reason)}; "
+            f"{self.budget.remaining(now)} left"
+        )

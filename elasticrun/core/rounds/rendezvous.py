@@ -669,7 +669,7 @@ class Rendezvous:
 
     def _stopped_by(self) -> float:
         """When nodes that this master has never heard from have stopped their ranks."""
-        return self.takeover.at + self._fence_seconds()
+        return self.takeover.taken_at + self._fence_seconds()
 
     def _end_backoffs_if_needed(self, now: float) -> None:
         """End all backoffs if the job cannot continue without these nodes."""

@@ -33,7 +33,7 @@ class Takeover:
     def __init__(self, now: float) -> None:
         self.grace_until = now
         """Until when nodes of the previous master may still redial."""
-        self.at = now
+        self.taken_at = now
         """When another master's round was taken over."""
         self.expected_until: float | None = None
         """Until when to wait for a round that no agent has reported; None: none is expected."""
@@ -62,7 +62,7 @@ class Takeover:
         """A round with `ranks` ranks was restored or adopted; `unseen_ranks` of them are
         missing."""
         self.ranks, self.unseen_ranks = ranks, unseen_ranks
-        self.at, self.grace_until = now, now + REATTACH_GRACE
+        self.taken_at, self.grace_until = now, now + REATTACH_GRACE
 
     def grant(self, now: float) -> None:
         """Extend the grace period for redialling to at least REATTACH_GRACE from now."""

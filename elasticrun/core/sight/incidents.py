@@ -65,7 +65,7 @@ class _Open:
     stacks: tuple[StackRow, ...] = ()
     verdict: VerdictRow | None = None
     ended: bool = False  # the job ended
-    moves: bool = False  # training continues
+    is_training: bool = False  # training continues
 
     def begin_phase(self, phase: str, now: float) -> None:
         """End the current phase of recovery and begin this one."""
@@ -76,7 +76,7 @@ class _Open:
         spent, restarted = dict(self.spent), -1.0
         if self.phase:
             spent[self.phase] = spent.get(self.phase, 0.0) + now - self.since
-        if self.moves or self.phase in ("warm", ""):
+        if self.is_training or self.phase in ("warm", ""):
             restarted = sum(took for name, took in spent.items() if name not in RUNNING_PHASES)
         verdict = self.verdict if self.origin.cause != "hang" else None
         return IncidentRow(
@@ -105,7 +105,7 @@ class _Open:
             hang="" if verdict is None else f"{verdict.klass}: {verdict.sentence}",
             verdict=self.verdict,
             restarted=restarted,
-            first_step=sum(spent.values()) if self.moves else -1.0,
+            first_step=sum(spent.values()) if self.is_training else -1.0,
         )
 
 
@@ -170,7 +170,7 @@ class Incidents:
         incident."""
         ctx, one = self._ctx, self._open
         if one is not None and one.phase == "warm":
-            self._close(moves=False)
+            self._close(is_training=False)
             one = None
         if one is None:
             self._start_record(origin, last_state)
@@ -274,27 +274,28 @@ class Incidents:
         last = self._ctx.rdzv.last
         return {node for node in last.stages if node not in last.away}
 
-    def _close(self, *, moves: bool, trained: float = 0.0) -> None:
-        """Close the incident. `moves`: training continues, since `trained` seconds ago. If False,
-        the next incident or the end of the job came before any report that training continues."""
+    def _close(self, *, is_training: bool, trained: float = 0.0) -> None:
+        """Close the incident. `is_training`: training continues, since `trained` seconds ago. If
+        False, the next incident or the end of the job came before any report that training
+        continues."""
         ctx, one = self._ctx, self._open
         assert one is not None
-        if one.phase == "warm" and not moves:
+        if one.phase == "warm" and not is_training:
             one.spent.setdefault("warm", 0.0)  # how long it took is unknown
             one.phase = ""
         if one.newest >= 0 and one.restored >= 0 and not one.steps_lost:
             one.steps_lost = max(0, one.newest - one.restored)
         one.since += trained
-        one.moves = moves
+        one.is_training = is_training
         row = one.row(ctx.now, over=True)
         ctx.downtime[row.cause] += sum(phase.seconds for phase in row.phases)
-        if moves and ctx.round is not None:
+        if is_training and ctx.round is not None:
             repeated = row.steps_lost if one.newest >= 0 and self._steps_reported else -1
             self._send(m.Recovery(ctx.round.name, row.restarted, row.first_step, repeated))
             ctx.recoveries.extend(phase.seconds for phase in row.phases if phase.name == "warm")
         self._rows.append((one.began, row))
         self._open = None
-        if moves and one.is_first_reported:
+        if is_training and one.is_first_reported:
             lost = f", {plural(row.steps_lost, 'step')} repeated" if row.steps_lost else ""
             back = recovery_times(row.restarted, row.first_step)
             ctx.note(f"incident {row.number}: {row.sentence}; {back}{lost}")
@@ -322,7 +323,7 @@ class Incidents:
         one.decision = f"{one.decision}; {end}" if one.decision else end
         one.ended = outcome.exit_code != EXIT_OK
         one.newest = max(one.newest, self._ctx.newest)
-        self._close(moves=False)
+        self._close(is_training=False)
 
     def _send(self, order: m.Recovery) -> None:
         """Send an order to the members of the round."""
@@ -346,7 +347,7 @@ class Incidents:
         if one is not None and report.first > 0.0 and one.phase in ("spawn", "warm"):
             one.is_first_reported = True
             if not self._steps_reported:
-                self._close(moves=True)
+                self._close(is_training=True)
 
     def _stepped(self, node: str, report: m.Steps) -> None:
         self._steps_reported = True
@@ -362,4 +363,4 @@ class Incidents:
                 one.spent["restore"] = min(each, self._ctx.now - one.since)
                 one.since += one.spent["restore"]
             trained = min(report.steps * report.seconds, self._ctx.now - one.since)
-            self._close(moves=True, trained=trained)
+            self._close(is_training=True, trained=trained)

@@ -64,7 +64,7 @@ class Replicas:
         self._pairing: Pairing | None = None
         self._due: tuple[Key, float] | None = None  # the step to pair next, and since when
         self._given_up: dict[RoundName, int] = {}  # steps up to these count without replicas
-        self._trouble = self._worked = False
+        self._is_failing = self._has_worked = False
 
     # ------------------------------------------------------------ nodes and rounds
 
@@ -115,11 +115,11 @@ class Replicas:
         self,
         ledgers: list[Ledger],
         living: Mapping[str, m.Holdings],
-        going: Collection[str],
+        leaving: Collection[str],
         now: float,
     ) -> None:
         """End copies that are done or late, and start those that are due. `ledgers`: of the current
-        round, and of the previous one; `living`: the last report of each connected node; `going`:
+        round, and of the previous one; `living`: the last report of each connected node; `leaving`:
         nodes that are leaving."""
         if not self._applies():
             self._pairing = None
@@ -131,7 +131,7 @@ class Replicas:
             if step >= 0:
                 if self._is_due(ledger, step, living, now):
                     self._due = None
-                    able = {node for node in self._seats if node not in going}
+                    able = {node for node in self._seats if node not in leaving}
                     self._start_pairing(ledger, step, able, now)
                 break  # older rounds are no longer needed
         else:
@@ -169,8 +169,8 @@ class Replicas:
         step = pairing.key[1]
         if ledger.is_paired(step):
             self._pairing = None
-            if self._trouble or not self._worked:
-                self._trouble, self._worked = False, True
+            if self._is_failing or not self._has_worked:
+                self._is_failing, self._has_worked = False, True
                 self._outbox.log(f"every part of step {step} is in the memory of two nodes")
         elif now >= pairing.deadline:
             self._give_up(pairing, f"it took longer than {self._limit:g} s")
@@ -227,8 +227,8 @@ class Replicas:
         name, step = pairing.key
         self._given_up[name] = step
         self._pairing = None
-        if not self._trouble:
-            self._trouble = True
+        if not self._is_failing:
+            self._is_failing = True
             what = f"step {step} is not in the memory of two nodes: {reason}"
             self._outbox.log(f"{what}; retrying with the next one", "warning")
 

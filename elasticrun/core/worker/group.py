@@ -550,7 +550,7 @@ class WorkerGroup:
 
     def _end_ranks(self, signum: int, grace: float, now: float) -> None:
         """The node ends: stop every rank, kept ones too."""
-        self._ctx.ranks.end_kept()
+        self._ctx.ranks.count_kept_as_live()
         self._begin_stop(State.ENDING, signum, grace, now)
 
     def _job_ended(self, order: m.End, now: float) -> None:

@@ -90,7 +90,7 @@ class LocalRanks:
         self.kept[local_rank] = self.live.pop(local_rank)
         return True
 
-    def end_kept(self) -> None:
+    def count_kept_as_live(self) -> None:
         """The node ends: count kept ranks as alive, so they are stopped like any other."""
         self.live |= self.kept
         self.kept.clear()

@@ -277,7 +277,7 @@ def test_who_falls_silent_during_the_hold_is_held_too() -> None:
 def test_it_is_over_when_enough_are_heard_again() -> None:
     rule = MassSilence()
     rule.holds_until("abc", 4, 10.0)
-    rule.settled("a")
+    rule.remove("a")
     assert rule.holds_until("bc", 4, 20.0) is None
     assert not rule.reason()
 
@@ -286,8 +286,8 @@ def test_it_is_over_when_the_last_is_heard_again_or_has_gone() -> None:
     rule = MassSilence()
     rule.holds_until("abc", 4, 10.0)
     for node in "ab":
-        rule.settled(node)
+        rule.remove(node)
         assert rule.reason()
-    rule.settled("c")
+    rule.remove("c")
     assert not rule.reason()
     assert rule.holds_until("abc", 4, 500.0) == 500.0 + MASS_SILENCE_HOLD, "counted anew"

@@ -16,7 +16,7 @@ def cause(node: str, rank: int = 3, *, first: int = 2, others: bool = False) -> 
 def after(*causes: Cause) -> Attribution:
     past = Attribution(3)
     for one in causes:
-        past.settled(one)
+        past.add_cause(one)
     return past
 
 
@@ -47,11 +47,11 @@ def test_it_waits_longer_each_time_and_is_on_probation_when_it_is_back() -> None
     assert past.back_off(cause("b"), 100.0) == 120.0
     assert past.backoff_until("b", 110.0) == 220.0
     assert past.backoff_until("b", 500.0) == 500.0
-    past.settled(cause("c", 0))
+    past.add_cause(cause("c", 0))
     assert "fail again" in text(past.why_suspect(cause("b"), 500.0))
     assert past.back_off(cause("b"), 500.0) == 240.0
     late = 740.0 + PROBATION + 1.0
-    past.settled(cause("c", 0))
+    past.add_cause(cause("c", 0))
     assert not past.why_suspect(cause("b"), late), "an hour later its record is clean"
     for _ in range(8):
         past.back_off(cause("b"), late)
@@ -61,10 +61,10 @@ def test_it_waits_longer_each_time_and_is_on_probation_when_it_is_back() -> None
 def test_the_same_rank_elsewhere_acquits_it() -> None:
     past = after(cause("b"), cause("b"))
     past.back_off(cause("b", 3), 100.0)
-    assert past.cleared(cause("c", 1), 130.0) == ""
-    assert past.cleared(cause("b", 3), 130.0) == ""
-    assert past.cleared(cause("c", 3), 130.0) == "b"
-    assert past.cleared(cause("c", 3), 130.0) == "", "once"
+    assert past.clear_node(cause("c", 1), 130.0) == ""
+    assert past.clear_node(cause("b", 3), 130.0) == ""
+    assert past.clear_node(cause("c", 3), 130.0) == "b"
+    assert past.clear_node(cause("c", 3), 130.0) == "", "once"
     assert past.backoff_until("b", 130.0) == 130.0
 
 
@@ -75,7 +75,7 @@ def test_the_node_that_got_the_rank_is_not_left_out_in_its_turn() -> None:
     past.back_off(cause("b", 3), 100.0)
     for count in range(5):
         assert not past.why_suspect(cause("c", 3), 101.0 + count)
-        past.settled(cause("c", 3))
+        past.add_cause(cause("c", 3))
     again = after(cause("b", 3), cause("c", 3), cause("c", 3))
     assert again.why_suspect(cause("c", 3), 100.0)
 
@@ -96,13 +96,13 @@ def test_what_the_rounds_say_together() -> None:
 def test_a_successor_counts_on() -> None:
     past = after(cause("b"))
     past.back_off(cause("x", 9), 0.0)
-    past.settled(cause("b"))
-    past.settled(cause("b"))
+    past.add_cause(cause("b"))
+    past.add_cause(cause("b"))
     heir = Attribution(3)
     heir.restore(past.record(50.0), 1000.0)
     assert heir.backoff_until("x", 1000.0) == 1070.0
     assert heir.why_suspect(cause("b"), 1000.0)
-    assert heir.cleared(cause("b", 9), 1001.0) == "x"
+    assert heir.clear_node(cause("b", 9), 1001.0) == "x"
 
 
 def test_it_is_bounded() -> None:
@@ -111,7 +111,7 @@ def test_it_is_bounded() -> None:
         past.back_off(cause(f"n{number}"), float(number))
     assert len(past.record(3.0 * MAX_RECORDS)) <= MAX_RECORDS + 1
     for _ in range(3 * TRAIL):
-        past.settled(cause("b"))
+        past.add_cause(cause("b"))
     entry = past.record(3.0 * MAX_RECORDS)[-1]
     assert (entry.node, entry.rounds) == ("b", TRAIL)
 
@@ -119,8 +119,8 @@ def test_it_is_bounded() -> None:
 def test_failures_that_are_days_apart_are_no_row() -> None:
     past = Attribution(after=3)
     for at in (0.0, 86_400.0):
-        past.settled(replace(cause("b"), at=at))
+        past.add_cause(replace(cause("b"), at=at))
     assert not past.why_suspect(replace(cause("b"), at=2 * 86_400.0), 2 * 86_400.0)
-    past.settled(replace(cause("b"), at=2 * 86_400.0))
-    past.settled(replace(cause("b"), at=2 * 86_400.0 + 60.0))
+    past.add_cause(replace(cause("b"), at=2 * 86_400.0))
+    past.add_cause(replace(cause("b"), at=2 * 86_400.0 + 60.0))
     assert past.why_suspect(replace(cause("b"), at=2 * 86_400.0 + 120.0), 2 * 86_400.0 + 120.0)

@@ -270,7 +270,7 @@ def test_first_restart_is_immediate_then_one_two_four_up_to_the_longest() -> Non
     budget.charge(100.0, uptime=31.0)
     assert budget.delay(uptime=0.1) == 1.0
     assert budget.count == 7
-    assert budget.left(100.0) == 2
+    assert budget.remaining(100.0) == 2
 
 
 def test_no_backoff_never_waits() -> None:
@@ -278,16 +278,16 @@ def test_no_backoff_never_waits() -> None:
     for _ in range(200):
         assert budget.delay(uptime=0.01) == 0.0
         budget.charge(0.0, uptime=0.01)
-    assert budget.left(0.0) == 300
+    assert budget.remaining(0.0) == 300
 
 
 def test_a_window_makes_the_budget_a_rate() -> None:
     budget = Budget(max_restarts=2, window=60.0, backoff=0.0)
     budget.charge(0.0, uptime=100.0)
     budget.charge(10.0, uptime=100.0)
-    assert budget.left(59.0) == 0
-    assert budget.left(60.0) == 1
-    assert budget.left(70.0) == 2
+    assert budget.remaining(59.0) == 0
+    assert budget.remaining(60.0) == 1
+    assert budget.remaining(70.0) == 2
     assert budget.count == 2
 
 
@@ -296,6 +296,6 @@ def test_an_adopted_count_is_spent_once() -> None:
     budget.adopt(2)
     budget.adopt(2)
     budget.adopt(1)
-    assert (budget.count, budget.left(0.0)) == (2, 1)
+    assert (budget.count, budget.remaining(0.0)) == (2, 1)
     budget.charge(0.0, uptime=1.0)
-    assert (budget.count, budget.left(0.0)) == (3, 0)
+    assert (budget.count, budget.remaining(0.0)) == (3, 0)

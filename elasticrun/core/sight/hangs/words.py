@@ -48,11 +48,11 @@ def what_follows(
     parts = []
     if ends is None:
         parts.append(f"it is not restarted automatically{_why_left(ctx, impasse)}")
-    elif ctx.restarts.budget.left(ctx.now):
+    elif ctx.restarts.budget.remaining(ctx.now):
         parts.append(f"all ranks are restarted in {max(0.0, ends - ctx.now):.0f} s")
     else:
         left = max(0.0, ends - ctx.now)
-        parts.append(f"the job ends in {left:.0f} s: {ctx.restarts.budget.none_left()}")
+        parts.append(f"the job ends in {left:.0f} s: {ctx.restarts.budget.exhausted_clause()}")
     if torch_ends is not None and torch_ends > ctx.now:
         if ends is not None and torch_ends < ends:
             parts.clear()
