@@ -243,7 +243,7 @@ def check(observed: Observed, agents: list[Agent], epochs: int) -> None:
         (observed.hung_at > 0, "no rank hung: training never got that far"),
         (lives == {0, 1, 2}, f"there were {len(lives)} lives, not three"),
         (observed.recovery > 0, "training did not go on after the kill"),
-        ("barrier" in observed.hang, "nobody said why the job stood still"),
+        ("barrier" in observed.hang, "the hang was not explained"),
         (observed.hang_recovery > 0, "training did not go on after the hang"),
         (observed.goodput != "", "nobody said where the time went"),
         (observed.resumed_at > 0, "the last life did not start from a checkpoint"),

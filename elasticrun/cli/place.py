@@ -150,7 +150,7 @@ def _with_nnodes(flags: FlagValues, found: Found) -> DetectedPlace:
         return DetectedPlace(found, note=f"{found.seen}: {why}, so it is ignored; {use}")
     if found.second:
         idle = "another task on this node is the agent, so this one exits"
-        idle = f"{found.seen}: {idle}; srun --ntasks-per-node=1 would not start it"
+        idle = f"{found.seen}: {idle}; use srun --ntasks-per-node=1"
         return DetectedPlace(found, idle=idle)
     filled = _place(flags, found)
     return DetectedPlace(found, filled, note=_filled_sentence(found, filled))

@@ -351,7 +351,7 @@ def _make_in(place: Path) -> LaunchFolder:
             if path.exists():
                 return made
             made.release()
-    raise Unusable(f"{place}: what is made there is removed at once")
+    raise Unusable(f"{place}: new folders there are removed immediately")
 
 
 def _remove_if_stale(path: Path) -> bool:

@@ -164,8 +164,8 @@ class EtcdStore:
         if self._began_empty:
             self._began_empty = False
             logger.warning(
-                "%s has lost this job's record (was it wiped?): the nodes bring the round back, "
-                "but not the restarts that were spent, nor who was left out",
+                "%s has lost this job's record (was it wiped?): the round is restored from the "
+                "nodes; the count of restarts and the exclusions are lost",
                 self._place,
             )
         if self.term <= term <= MAX_TERM and not self._raises_terms:
@@ -266,8 +266,8 @@ class EtcdStore:
         if now >= self._leads_until and not self.lost.done():
             ago = now - self._leads_until + LEADER_TTL
             self._lose(
-                f"{self._place} last confirmed {ago:.0f} s ago that it leads, for {LEADER_TTL} s: "
-                "it orders nothing more"
+                f"{self._place} last confirmed this master's lease of {LEADER_TTL} s "
+                f"{ago:.0f} s ago: it sends no more orders"
             )
 
     async def _keep_renewing(self) -> None:
@@ -291,7 +291,7 @@ class EtcdStore:
                 self._lose(str(refused))
                 return
             if not alive:
-                self._lose("another master may lead: this one's lease in etcd is over")
+                self._lose("another master may lead: this one's lease in etcd has expired")
                 return
             if self._etcd_is_silent:
                 self._etcd_is_silent = False
@@ -309,14 +309,17 @@ class EtcdStore:
             self._lose(str(refused))
             return
         self._lose(
-            f"{self._place} counts anew (was it wiped, or restored from a backup?): an agent has "
-            f"obeyed term {term}, and this one is {self.term}; the next master has a higher one"
+            f"{self._place} restarted its revisions (was it wiped, or restored from a backup?): "
+            f"an agent has obeyed term {term}, and this is {self.term}; the next master has a "
+            "higher one"
         )
 
     def _log_silent(self, why: str) -> None:
         if not self._etcd_is_silent:
             self._etcd_is_silent = True
-            logger.warning("%s; decisions wait until it does, and the ranks keep running", why)
+            logger.warning(
+                "%s; decisions are delayed until it does, and the ranks keep running", why
+            )
 
     def _lose(self, why: str) -> None:
         if not self.lost.done():
@@ -373,7 +376,7 @@ class EtcdStore:
         ours = (etcd.created_at(self._keys.master, self._revision),)
         answer = await self._retry(lambda: self._etcd.txn(ours, then))
         if not answer.succeeded:
-            self._lose("another master leads this job: what this one decided is void")
+            self._lose("another master leads this job: this one's last decisions are discarded")
         return bool(answer.succeeded)
 
     async def _retry(self, call: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
@@ -431,5 +434,5 @@ def facts_from_bytes(data: bytes) -> Facts:
     except zlib.error as wrong:
         raise ValueError(f"it is damaged: {wrong}") from None
     if unpack.unconsumed_tail or not unpack.eof:
-        raise ValueError("it is damaged: it does not end")
+        raise ValueError("it is truncated")
     return loads(text, Facts)

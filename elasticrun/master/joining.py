@@ -26,8 +26,8 @@ TRIES_PER_SECOND: Final = 1.0
 """Rate at which that burst refills."""
 
 NO_COMMAND: Final = (
-    "this job has no join codes, since its nodes were told where to meet (--rdzv-endpoint, "
-    "--master-addr): type the command of its other nodes on the new machine"
+    "this job has no join codes, because its endpoint was given (--rdzv-endpoint, --master-addr): "
+    "run the other nodes' command on the new machine"
 )
 
 logger = logging.getLogger("elasticrun")

@@ -125,7 +125,7 @@ def main(config: MasterConfig, *, hosted: bool = False) -> int:
     except NoThread as wrong:
         return _failed(config, str(wrong), EXIT_FAILED)
     except (StateMachineFault, RecordStuck) as fault:
-        logger.error("the master gives up: %s", fault)
+        logger.error("the master exits: %s", fault)
         return EXIT_FAILED
     finally:
         lines.flush(1.0)
@@ -267,7 +267,9 @@ class Lifetime:
             several = self.servicer is not None and len(self.servicer.nodes) > 1
             wait = REATTACH_GRACE if several else OWNER_EXITED
             self._arm(
-                wait, EXIT_OK, "the agent that started this master, and all others, have left"
+                wait,
+                EXIT_OK,
+                "the agent that started this master has exited, and no other is connected",
             )
         else:
             code = code_of(Ending.TOO_FEW)
@@ -441,7 +443,7 @@ class Master:
         if done := await lifetime.outward.open(is_successor=facts is not None or bool(replaces)):
             facts = self._succeeded_facts(done)
         elif replaces:
-            lifetime.outward.noted(Note(f"the job master before this one {replaces}", "warning"))
+            lifetime.outward.noted(Note(f"the previous job master {replaces}", "warning"))
         job = self._build_job(facts)
         trace = records.begin_trace(
             MasterStart(self._config.identity.job_id, self._term, self._config.spec, facts)

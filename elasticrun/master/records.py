@@ -68,8 +68,8 @@ class Records:
         await self.close()
         where = config.launch.store or self._folder
         raise StoreRefused(
-            f"the record in {where} is that of job {facts.spec.job_id!r}, and this master is to "
-            f"serve {config.identity.job_id!r}: name another folder, or remove it",
+            f"the record in {where} belongs to job {facts.spec.job_id!r}, not to "
+            f"{config.identity.job_id!r}: use another folder, or remove the record",
             EXIT_USAGE,
         )
 

@@ -243,7 +243,7 @@ class Servicer:
         async with self._pending.step(lambda: "ReachMe"):
             request = await _first(context, "ReachMe")
         if not isinstance(request, m.ReachMe):
-            raise PeerError(f"{type(request).__name__} came instead of ReachMe")
+            raise PeerError(f"expected ReachMe, got {type(request).__name__}")
         if self._reaching >= MAX_REACHING:
             reason = f"this master already connects to {MAX_REACHING} hosts"
             raise PeerError(reason, grpc.StatusCode.RESOURCE_EXHAUSTED)
@@ -278,7 +278,7 @@ class Servicer:
         async with self._pending.step(lambda: "Request"):
             request = await _first(context, "Request")
         if not isinstance(request, m.Request):
-            raise PeerError(f"{type(request).__name__} came instead of Request")
+            raise PeerError(f"expected Request, got {type(request).__name__}")
         return request
 
     async def _reply(self, context: Any, request: m.Request) -> None:
@@ -437,7 +437,7 @@ class PendingHandshakes:
                 yield
         except TimeoutError:
             if limit not in self._dropped:
-                reason = f"no {awaits()} came in time"
+                reason = f"timed out waiting for {awaits()}"
                 raise PeerError(reason, grpc.StatusCode.DEADLINE_EXCEEDED) from None
             # Not a Denied, so that an agent of the job reconnects.
             reason = "too many connections are pending"

@@ -275,7 +275,7 @@ class Lab:
             self._relay.stdin.flush()
         answer = self._relay.stdout.readline().decode().strip()
         if answer != "ok":
-            raise LabError(f"the relay of bad lines failed: {answer or 'it has ended'}")
+            raise LabError(f"the network relay failed: {answer or 'it exited'}")
 
     def _sw(self, *words: str) -> None:
         _ip("-n", self._switch, *words)

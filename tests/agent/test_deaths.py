@@ -226,7 +226,7 @@ def test_kill_9_of_the_master_is_not_felt_by_the_ranks(world: World) -> None:
     assert {rank.world_size for rank in again} == {2}
     finish_all([job], again)
     told = (run / "events.jsonl").read_text()
-    assert told.count("the job master before this one was killed by signal 9") == 1, told
+    assert told.count("the previous job master was killed by signal 9") == 1, told
 
 
 @further("master/test_return::test_three_times_in_a_row_while_it_trains")

@@ -168,7 +168,7 @@ def rows(words: str, shared: str = "") -> dict[str, str]:
 
 def test_a_dry_run_shows_where_the_meeting_place_comes_from() -> None:
     assert rows("--nnodes=1:2 s.py")["job master"].startswith(
-        "started by this agent, on the first free port from 29400 on (nothing says"
+        "started by this agent, on the first free port from 29400 on (no"
     )
     implied = rows("--nnodes=1:2 s.py", "NFS")
     assert "s-" in implied["job master"]

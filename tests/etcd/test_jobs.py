@@ -160,7 +160,7 @@ def test_the_masters_host_freezes(world: World, etcd_server: EtcdServer) -> None
     assert allreduce(world, again) == [2, 2]
     assert [p.restart for p in again] == [0, 0]
     said = host.stderr.removeprefix(before)
-    assert "it orders nothing more" in said
+    assert "it sends no more orders" in said
     assert " begins" not in said, "the one that was stopped has formed a round"
     assert other.stderr.count("serving job") == 1
     finish(again)
@@ -177,7 +177,7 @@ def test_etcd_goes_away_and_comes_back(world: World, etcd_server: EtcdServer) ->
     host = host_of(first, jobs)
     etcd_server.kill()
     assert not await_exit([first.pid])
-    host.until_text("it orders nothing more")
+    host.until_text("it sends no more orders")
     for launched in jobs:
         launched.until_text("no master answers")
         launched.until_text("cannot find another master")
@@ -210,7 +210,9 @@ def test_etcd_is_wiped(world: World, etcd_server: EtcdServer, history: int) -> N
         "word of the wiped etcd",
     )
     if history:
-        await_true(lambda: any("counts anew" in j.stderr for j in jobs), "word of the terms")
+        await_true(
+            lambda: any("restarted its revisions" in j.stderr for j in jobs), "word of the terms"
+        )
     for launched in jobs:
         launched.until_text("the master answers again")
     assert allreduce(world, peers) == [2, 2]

@@ -100,7 +100,7 @@ async def test_one_that_was_stopped_past_its_lease_says_nothing_more(
             assert not [order for order in before if isinstance(order, m.Echo)]
             code, said = await asyncio.to_thread(first.ended)
             assert code == EXIT_NOT_LEADING
-            assert "it orders nothing more" in said
+            assert "it sends no more orders" in said
             await new.close()
         await old.close()
 

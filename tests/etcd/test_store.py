@@ -202,7 +202,7 @@ async def test_a_master_that_was_stopped_past_its_lease(stage: Stage) -> None:
     tasks = first._tasks
     clock.ahead += LONG  # from here on it has slept
     assert not first.leads()
-    assert "it orders nothing more" in first.lost.result()
+    assert "it sends no more orders" in first.lost.result()
     clock.ahead = 0.0
     assert not first.leads(), "nothing gives it back"
     told: list[int] = []
@@ -241,7 +241,7 @@ async def test_nothing_is_done_while_etcd_stands_still(
     etcd_server.stop()
     try:
         assert not await write(store, facts(2))
-        assert "it orders nothing more" in store.lost.result()
+        assert "it sends no more orders" in store.lost.result()
     finally:
         etcd_server.go_on()
 

@@ -299,7 +299,7 @@ def test_events_of_masters_before_this_one_come_first() -> None:
     assert listing.older_events([*old, *later], new) == old, (
         "the number and the time count, not the text"
     )
-    outside = EventRow(0, 11.0, "", "the job master before this one was killed", "warning")
+    outside = EventRow(0, 11.0, "", "the previous job master was killed", "warning")
     assert listing.older_events([*old, outside, *later], new) == [*old, outside]
     assert listing.older_events(old, []) == old
     assert listing.older_events([], new) == []

@@ -157,7 +157,7 @@ def test_an_elastic_job_from_submit_to_delete(cluster: StandIn, tmp_path: Path) 
     until_running(cluster, "tr-0-0")
     assert "job tr is stopped" in user.types("stop", "tr")
     assert user.row()["state"] == "stopped"
-    assert "the pods of job tr no longer exist, and neither does their output" in user.hears(
+    assert "the pods of job tr no longer exist, and their output is gone" in user.hears(
         "logs", "tr"
     )
     user.types("delete", "tr")
@@ -377,7 +377,7 @@ def test_logs_and_commands_of_pods_that_run(in_pods: StandIn, tmp_path: Path) ->
             lambda look=look, begins=begins: begins in ran(*look, env=user.environ).stdout,
             begins,
         )
-    assert "rank 1 has its place on node 0" in user.hears("logs", "bad", "--rank=1", "-i", "1")
+    assert "rank 1 runs on node 0" in user.hears("logs", "bad", "--rank=1", "-i", "1")
     assert "the job has 4 ranks: 2 on each of 2" in user.hears("logs", "bad", "--rank", "4")
     (tmp_path / "fail").write_text("3")
     await_true(lambda: "failed" in user.types("list"), "a job that has failed")

@@ -351,7 +351,7 @@ def test_what_has_succeeded_is_said_for_programs_too(person: Person) -> None:
     ("words", "code", "part"),
     [
         (["submit"], 2, "put the script after --"),
-        (["submit", "train.py"], 2, "stand behind --"),
+        (["submit", "train.py"], 2, "after --"),
         (["submit", "--", "--nproc-per-node=2", "a.py"], 2, "--nproc-per-node=2 comes after --"),
         (["submit", "--wrong", "--", "train.py"], 2, "--wrong is no flag of this verb"),
         (["submit", "--on", "moon", "--", "train.py"], 2, "local, ssh, slurm, k8s"),
@@ -368,7 +368,7 @@ def test_what_has_succeeded_is_said_for_programs_too(person: Person) -> None:
         (["submit", "--name=-x", "--", "train.py"], 2, "no - at the start"),
         (["sumbit", "--", "train.py"], 2, "did you mean submit?"),
         (["submit", "--", "missing.py"], 1, "there is no script missing.py"),
-        (["submit", "--rdzv-endpoint", "a:1", "--", "train.py"], 2, "settles that"),
+        (["submit", "--rdzv-endpoint", "a:1", "--", "train.py"], 2, "already sets this"),
         (["submit", "--env", "ELASTICRUN_TOKEN=x", "--", "t.py"], 2, "put the secret into"),
         (["submit", "--on=slurm", "--array", "0-3", "--", "t.py"], 2, "submit creates one job"),
         (["suspend"], 2, "required: JOB"),

@@ -102,7 +102,7 @@ def test_whatever_agents_say_the_brain_and_its_shell_go_on(
                     await one.send(m.Beat(77))
                     while await hear(one) not in (None, m.Echo(77)):
                         pass
-            assert served.loop._faults == 0, "the brain raised"
+            assert served.loop._faults == 0, "the state machine raised"
 
     aio.run(run())
 

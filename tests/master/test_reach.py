@@ -108,7 +108,7 @@ async def test_anything_else_in_the_place_of_the_question() -> None:
         call = await _proved(served)
         await call.write(report_to_wire(m.Beat(1)))
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert await call.details() == "Beat came instead of ReachMe"
+        assert await call.details() == "expected ReachMe, got Beat"
 
 
 async def test_who_never_asks_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ async def test_who_never_asks_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None
         call = await _proved(served)
         await served.too_late("ReachMe", asked_for)
         assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert await call.details() == "no ReachMe came in time"
+        assert await call.details() == "timed out waiting for ReachMe"
         with open_port() as asked:
             assert (await reach_me(served.endpoint, LIMIT, asked)).ok
 

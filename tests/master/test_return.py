@@ -553,7 +553,7 @@ def test_a_folder_of_another_master_or_job_is_refused(world: World) -> None:
     assert master.wait() == 0
     other = world.launch(ELASTICRUN, *words, "--rdzv-id=another")
     assert other.wait() == 2
-    assert "is that of job 'agents'" in other.stderr
+    assert "belongs to job 'agents'" in other.stderr
     for refused in (second, other):
         assert refused.stderr.count("\n") == 1, refused.stderr
 

@@ -181,7 +181,7 @@ async def test_a_dribbler_has_one_limit_for_all_it_says(monkeypatch: pytest.Monk
             assert [one.when() for one in served.servicer._pending._waiting] == [due]
             await served.too_late("Hello", asked)
             assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            assert "no Hello came in time" in await call.details()
+            assert "timed out waiting for Hello" in await call.details()
 
     async with serving() as served:
         await run(served)
@@ -215,7 +215,7 @@ def hurried() -> Any:
 
 
 OPEN = raw.PREFACE + raw.settings() + raw.call(ATTEND)
-LATE, BAD = "no Knock came in time", "no report of elasticrun"
+LATE, BAD = "timed out waiting for Knock", "no report of elasticrun"
 
 
 @pytest.mark.slow

@@ -184,12 +184,12 @@ def test_a_ring_that_has_lost_its_beginning(traced: Path, monkeypatch: pytest.Mo
     assert (traced / "trace.1").exists()
     code, lines = _replayed(traced)
     assert code == SAME
-    assert "what was before is lost" in "\n".join(lines[:3])
-    assert sum("what was before is lost" in line for line in lines) == 1
+    assert "earlier events are lost" in "\n".join(lines[:3])
+    assert sum("earlier events are lost" in line for line in lines) == 1
     (traced / "trace.1").unlink()
     code, lines = _replayed(traced)
     assert code == SAME
-    assert "what was before is lost" in "\n".join(lines[:3])
+    assert "earlier events are lost" in "\n".join(lines[:3])
 
 
 def test_what_was_recorded_otherwise_is_shown(traced: Path) -> None:
@@ -225,7 +225,7 @@ def test_a_brain_that_raised_raises_again(traced: Path, monkeypatch: pytest.Monk
     _flush()
     code, lines = _replayed(traced)
     assert code == SAME
-    assert "the brain raised KeyError: 'a defect'" in "\n".join(lines)
+    assert "the state machine raised KeyError: 'a defect'" in "\n".join(lines)
     monkeypatch.setattr(Membership, "due", real)
     code, lines = _replayed(traced)
     assert code == DIFFERS

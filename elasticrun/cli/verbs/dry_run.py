@@ -132,12 +132,12 @@ def _master(found: Resolved) -> str:
     if place.kind == "file":
         why = place.found or "--rdzv-endpoint"
         return (
-            f"where the file {place.path} says ({why}); where nobody has written it, started by "
+            f"where the file {place.path} says ({why}); if it does not exist, started by "
             f"this agent, on the first free port from {place.port} on"
         )
     return {
-        "open": f"started by this agent, on the first free port from {place.port} on (nothing says "
-        "where nodes meet, and this folder is of this machine alone)",
+        "open": f"started by this agent, on the first free port from {place.port} on (no "
+        "rendezvous is set, and this folder is local)",
         "standalone": "started by this agent, on a free port of this host",
         "elastic": f"{where}, started by the node that has this address",
         "static": f"{where}, started by node 0; the ranks see this port as MASTER_PORT",
@@ -151,7 +151,7 @@ def _restarts(launch: Launch) -> str:
     if spec.max_restarts == 0:
         return "none"
     within = f" within {spec.restart_window:g} s" if spec.restart_window else ""
-    return f"{spec.max_restarts}{within}, at most {spec.restart_backoff:g} s apart"
+    return f"up to {spec.max_restarts}{within}, backoff up to {spec.restart_backoff:g} s"
 
 
 def _saves(launch: Launch) -> str:

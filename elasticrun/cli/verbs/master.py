@@ -67,9 +67,9 @@ def parser(environ: dict[str, str]) -> Parser:
     )  # fmt: skip
     made.add_argument(
         "--state-dir", "--state_dir", default=environ.get(env.STATE_DIR, ""), metavar="DIR",
-        help="Folder on a disk of this host in which the job's record is kept: a master that is "
-        "started again with it goes on where this one ended, and remembers a job that is over "
-        f"(or ${env.STATE_DIR}). [default none: agents bring the round back]",
+        help="Folder on a disk of this host in which the job's record is kept: a restarted "
+        "master continues from it, and knows if the job is over "
+        f"(or ${env.STATE_DIR}). [default none: agents report the round]",
     )  # fmt: skip
     names = ("rdzv_id", "status_port", "on_event", "run_dir", "fresh", *JOB_FLAGS)
     add_group(made, "the job", [flag for flag in FLAGS if flag.dest in names], environ)

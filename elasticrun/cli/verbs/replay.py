@@ -20,8 +20,8 @@ def parser() -> Parser:
         prog="elasticrun replay",
         description="Replay a job master's trace through its decision logic, and print each "
         "decision: seconds since the start of the trace, the event, its consequences.",
-        epilog="A master keeps its trace where `elasticrun master --state-dir DIR` says, and one "
-        "that an agent hosts keeps it in the user's folder for as long as the job runs.",
+        epilog="A master keeps its trace in the folder of `elasticrun master --state-dir DIR`, and "
+        "one that an agent hosts keeps it in the user's folder for as long as the job runs.",
     )
     made.add_argument("trace", metavar="TRACE", help="the file, or the folder of the record")
     made.add_argument("--node", metavar="NAME", default="", help="only events of this node")

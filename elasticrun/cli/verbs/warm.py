@@ -104,7 +104,7 @@ def _start(
     answer, pid = warm.start(path, idle, environ)
     word, _, rest = answer.partition(" ")
     if word != "ok":
-        notify(f"error: no warm process: {rest or 'it died during its start'}")
+        notify(f"error: cannot start a warm process: {rest or 'it died during its start'}")
         return EXIT_FAILED
     notify(f"process {pid} is warm, with torch {rest}, for {serves}; it ends after "
         f"{idle / 60:g} minutes without a job")  # fmt: skip
@@ -188,7 +188,7 @@ def _stop(folder: Path, notify: Callable[[str], None]) -> int:
         _send(path, spawning.Leave())
         pids.append(found.pid)
     if left := [pid for pid in pids if not _await_exit(pid)]:
-        notify(f"error: still there: {', '.join(map(str, left))}")
+        notify(f"error: still running: {', '.join(map(str, left))}")
         return EXIT_FAILED
     notify(f"{len(pids)} ended" if pids else "no warm process")
     return EXIT_OK

@@ -29,7 +29,7 @@ def examine(several: bool, environ: Mapping[str, str]) -> list[Finding]:
     """Check the addresses of this host's name. `several`: the job has other nodes. Blocks as long
     as the resolver does."""
     name = socket.gethostname()
-    todo = f"let {name} resolve to this host's address (/etc/hosts, DNS)"
+    todo = f"make {name} resolve to this host's address (/etc/hosts, DNS)"
     gloo = "gloo offers the address of this name to other nodes"
     if environ.get("GLOO_SOCKET_IFNAME"):
         several = False  # gloo does not use the name then

@@ -77,8 +77,7 @@ async def show_logs(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> in
         return EXIT_OK
     if ns.node and query.index:
         raise RequestFailed(
-            f"rank {ns.rank} has its place on node {query.index}, and there is no pod of "
-            f"that which is called {ns.node}"
+            f"rank {ns.rank} runs on node {query.index}, which has no pod named {ns.node}"
         )
     if (code := await _print_kept_logs(api, job, ns)) is not None:
         return code
@@ -145,7 +144,7 @@ def _no_log_sentence(job: ClusterJob, query: PodLogQuery) -> str:
     what = f"the pods of job {job.name} no longer exist"
     if node := query.node or query.index:
         what = f"job {job.name} has no started pod {node}, or it no longer exists"
-    lost = f"{what}, and neither does their output"
+    lost = f"{what}, and their output is gone"
     if not job.run_dir:
         return f"{lost}: `--run-dir DIR` of submit keeps it, on a volume"
     if job.volume_at(job.run_dir) is None:

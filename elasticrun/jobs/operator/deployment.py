@@ -23,7 +23,7 @@ UNPRIVILEGED_UID: Final = 65532
 """The conventional uid of a user without privileges (`nonroot`) in container images."""
 
 REMARKS: Final = {
-    ("spec", "terminationGracePeriodSeconds"): "no job waits for it: they train on without it"
+    ("spec", "terminationGracePeriodSeconds"): "jobs keep training without the operator"
 }
 """YAML comments, by the path of the field that they explain."""
 

@@ -117,7 +117,7 @@ def _job_end(view: JobView) -> JobEnd | None:
     """How the job ends now; None if it does not."""
     job, spec, now = view.job, view.job.spec, view.now
     if job.has_tls:
-        return JobEnd("Failed", "NoTls", f"--tls-cert and its like: {NO_TLS}; a Job of `elasticrun "
+        return JobEnd("Failed", "NoTls", f"TLS flags: {NO_TLS}; a Job of `elasticrun "
                       "render k8s` has them")  # fmt: skip
     for pod in view.observed.pods:
         if pod.is_over and pod.code in FINAL_CODES and not (pod.disrupted or pod.deleted):

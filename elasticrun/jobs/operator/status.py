@@ -124,9 +124,7 @@ def _scheduled(view: JobView, *, suspended: bool, gives_up: bool) -> Truth:
     if waiting and (avoided := view.avoided):
         until = format_time(min(parse_time(one.since) for one in avoided) + AVOIDED_FOR)
         names = ", ".join(one.node for one in avoided[:5])
-        why += (
-            f"; pods keep away from {names} (excludedNodes), from the first of them until {until}"
-        )
+        why += f"; pods avoid {names} (excludedNodes), the first of them until {until}"
     enough = count >= spec.least
     reason = "Placed" if enough else "Waiting"
     return enough, reason, f"{count} of {plural(spec.nodes + spec.spares, 'pod')} {run}{why}"
@@ -189,7 +187,7 @@ def events_of(old: ElasticStatus, new: ElasticStatus) -> tuple[JobEvent, ...]:
     """The Events for the changes between two statuses."""
     known = {one.node for one in old.excluded_nodes}
     made = [
-        JobEvent("Excluded", f"new pods keep away from {one.node}: {one.reason}", warning=True)
+        JobEvent("Excluded", f"new pods avoid {one.node}: {one.reason}", warning=True)
         for one in new.excluded_nodes
         if one.node not in known
     ]

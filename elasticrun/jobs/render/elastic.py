@@ -55,7 +55,7 @@ def _refuse(settings: PodSettings) -> None:
         ("--rbac", settings.rbac, "only its operator has rights in the cluster"),
         ("--port", settings.port != MASTER_PORT, "its master has a separate pod and port"),
         ("--master-store", settings.launch.by_etcd, "its master has a separate pod"),
-        ("--tls-cert and its like", has_tls(settings.launch.flags), NO_TLS),
+        ("TLS flags", has_tls(settings.launch.flags), NO_TLS),
     ):
         if given:
             raise Invalid(

@@ -311,6 +311,6 @@ def _check_gang(settings: PodSettings) -> None:
     if settings.gang == "native" and settings.version < (1, 36):
         raise Invalid(
             "--gang native needs --k8s-version 1.36 or newer (and its feature gates): "
-            "take another one, or none: no rank starts before the smallest "
-            "number of nodes is there"
+            "use another gang scheduler, or none: ranks start only when the minimum number of "
+            "nodes has joined"
         )

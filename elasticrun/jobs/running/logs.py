@@ -187,7 +187,7 @@ def _parse_query(argv: Sequence[str]) -> LogQuery:
     text = f"the last N lines of each file, 0 for all [{TAIL}; with --all: 0]"
     made.add_argument("-t", "--tail", metavar="N", type=int, default=None, help=text)
     made.add_argument("--rank", metavar="R", type=int, default=None, help="only of this rank")
-    text = "of all incarnations, in order, instead of the newest"
+    text = "of all attempts, in order, instead of the newest"
     made.add_argument("--all", action="store_true", help=text)
     text = "only of ranks on this node: its name, its host's name, or its index"
     made.add_argument("-i", "--node", "--instance", metavar="X", default="", help=text)

@@ -42,8 +42,8 @@ def pod_notes(settings: PodSettings) -> Iterator[str]:
     launch = settings.launch
     if checks.has_floating_tag(settings.image):
         yield (
-            f"--image {settings.image} may be another image tomorrow, also for a pod that is "
-            "replaced: name a version, or a digest (NAME@sha256:...)"
+            f"--image {settings.image} has a tag that may move, and a replaced pod then gets "
+            "another image: name a version, or a digest (NAME@sha256:...)"
         )
     if settings.grace_seconds < settings.needed_grace:
         yield (
@@ -56,15 +56,15 @@ def pod_notes(settings: PodSettings) -> Iterator[str]:
         if (is_local or flag in ("--run-dir", "--log-dir", "--logdir")) and not any(
             Path(path).is_relative_to(volume.mount) for volume in settings.volumes
         ):
-            lost = "what is written there goes with its pod"
+            lost = "files there are lost with the pod"
             so = "they have no such repository" if is_local else lost
-            yield f"{word}: on no volume of the pods (--volume, --data), so {so}"
+            yield f"{word}: not on a volume of the pods (--volume, --data): {so}"
     if not settings.token_secret and not has_flag(launch, "--token-file"):
         yield no_token()
     if launch.min_nodes < settings.replicas and settings.version < pods.SUCCESS_POLICY:
         yield (
-            "before Kubernetes 1.31 a Job is done only when every index is: pods that never got a "
-            "place keep it from ending"
+            "before Kubernetes 1.31 a Job completes only when every index has: pods that are never "
+            "scheduled keep it running"
         )
     if settings.gang == "native":
         yield (
@@ -102,7 +102,7 @@ def has_flag(launch: NodeCommand, flag: str) -> bool:
 
 def no_token(flag: str = TOKEN_SECRET_FLAG) -> str:
     """The note about a job without a token. `flag`: what would provide one."""
-    return f"no {flag}: whoever reaches the job's master can join it (docs/security.md)"
+    return f"no {flag}: anyone who can reach the job's master can join it (docs/security.md)"
 
 
 NODE_FILES: Final = ("token_file", "tls_cert", "tls_key", "tls_ca", "logs_specs")
@@ -265,15 +265,15 @@ def refuse_extra(extra: Sequence[str], made: Parser, where: str) -> None:
     word = extra[0].partition("=")[0]
     if not word.startswith("-"):
         raise Invalid(
-            f"{word}: the script and its arguments stand behind --, as in `... -- {word} --lr 3e-4`"
+            f"{word}: put the script and its arguments after --, as in `... -- {word} --lr 3e-4`"
         )
     if any(word in flag.spellings for flag in FLAGS if flag.dest in render_flags.FIXED_FLAGS):
-        raise Invalid(f"{word}: what is printed settles that; leave it out")
+        raise Invalid(f"{word}: the output already sets this; leave it out")
     known = (*made._option_string_actions, *arena.known_flags(where))
     hint = did_you_mean(word.replace("_", "-"), [name for name in known if "_" not in name])
     raise Invalid(
         f"{word} is no flag of this verb nor of the launcher"
-        + (hint or "; what is meant for the script stands behind --")
+        + (hint or "; put the script and its arguments after --")
     )
 
 
@@ -286,8 +286,8 @@ def env(ns: argparse.Namespace) -> dict[str, str]:
             if flag.variable_in({key: "1"}) != key:
                 continue
             if flag.dest in render_flags.FIXED_FLAGS:
-                raise Invalid(f"--env {key}: what is printed settles {flag.name}; leave it out")
-            raise Invalid(f"--env {key}: say it by {flag.name}, which is checked")
+                raise Invalid(f"--env {key}: the output already sets {flag.name}; leave it out")
+            raise Invalid(f"--env {key}: use {flag.name} instead, which is validated")
     return found
 
 

@@ -30,11 +30,11 @@ WORDS: Final = {
     "node_slow": "a node was too slow",
     "rank_failed": "a rank failed",
     "hang": "a rank hung",
-    "preempted": "a node was told to leave",
+    "preempted": "a node was preempted",
     "scaled": "the job was resized",
     "operator": "an operator asked for it",
     "master": "the master decided so",
-    "script": "the script gave up",
+    "script": "the script ended the job",
 }
 """Descriptions of the causes."""
 

@@ -146,10 +146,10 @@ class StatusPage:
         host = next((value for name, value in scope["headers"] if name == b"host"), b"")
         name = host_of(host.decode("latin-1"))
         if not (name in self._names or is_private(name)):
-            body = "this page is not known by the name in Host; ask by the host's name or address\n"
+            body = "unknown Host header: use the host's name or address\n"
             return 421, headers, body.encode()
         if scope["path"] not in PATHS:
-            return 404, headers, f"there is {', '.join(PATHS)}\n".encode()
+            return 404, headers, f"not found; available: {', '.join(PATHS)}\n".encode()
         if scope["method"] not in ("GET", "HEAD"):
             return 405, {**headers, "allow": "GET, HEAD"}, b"read only\n"
         if scope["path"] == "/" and scope["method"] == "GET" and "key" in query(scope):

@@ -309,7 +309,7 @@ class _Player:
             return
         lines = list(self._decisions(effects))
         if raised:
-            lines.append(f"the brain raised {raised}")
+            lines.append(f"the state machine raised {raised}")
         cause = self._cause(step.event)
         beat = isinstance(step.event, events.Heard) and isinstance(step.event.report, m.Beat)
         if not lines and (beat or not self._selection.everything):
@@ -386,7 +386,7 @@ class _Player:
         sessions = tuple(session for send in sends for session in send.sessions)
         order = sends[0].order
         number = f" {order.round.number}" if isinstance(order, m.Start) else ""
-        return f"-> {self._names(sessions)}: {type(order).__name__}{number}, each its own"
+        return f"-> {self._names(sessions)}: {type(order).__name__}{number}, one for each"
 
     def _names(self, sessions: tuple[int, ...]) -> str:
         return words.listed([self._name(session) for session in sessions], MAX_NAMED)
@@ -427,8 +427,8 @@ def _heading(head: TraceHead) -> Iterator[str]:
         yield f"-- recorded by elasticrun {head.version}; this is {__version__}"
     if head.midst:
         yield (
-            "-- what was before is lost (the trace is a ring): the brain begins here with the "
-            "facts of this moment, as a successor would, and what it says may differ"
+            "-- earlier events are lost (the trace is a ring): the replay starts from the facts of "
+            "this moment, as a successor would, so its output may differ"
         )
     if head.facts is not None:
         yield f"-- with a record: {_ROUND_NAME.sub('', words.facts_in_words(head.facts))}"

@@ -121,7 +121,7 @@ class Attempts:
         """Whether a thread has taken too long; if so, sends the reason to the agent."""
         for due, what in self._deadlines():
             if now >= due:
-                self._send(m.Remark(f"{what}, so the saver exits; another can be started"))
+                self._send(m.Remark(f"{what}; the saver exits and is replaced"))
                 return True
         return False
 

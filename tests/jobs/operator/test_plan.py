@@ -264,7 +264,7 @@ def test_a_bad_node_is_avoided() -> None:
     world.pods["tr-1-1"]["status"]["conditions"] = [no_room]
     world.look()
     why = world.status.condition("Scheduled").message
-    assert "tr-1-1: 0/2 nodes are available; pods keep away from on-tr-2-0, on-tr-1-0" in why
+    assert "tr-1-1: 0/2 nodes are available; pods avoid on-tr-2-0, on-tr-1-0" in why
     assert why.endswith(f"until {objects.format_time(world.now + 3599)}")
     world.end("tr-2-0", 143)
     world.look()

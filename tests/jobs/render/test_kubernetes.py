@@ -152,17 +152,17 @@ def test_what_the_user_should_know_is_said() -> None:
         return "\n".join(render("k8s", "--name", "tr", *words, *RUN).notes)
 
     for image in ("repo/train", "repo/train:latest", "r:5000/train:main", "train:stable"):
-        assert "another image tomorrow" in said("--image", image)
+        assert "has a tag that may move" in said("--image", image)
     for image in ("repo/train:1.0", "r:5000/train@sha256:" + "a" * 64, "train:stable-2.1"):
         assert "tomorrow" not in said("--image", image)
     fixed = ("--image", "a:1")
     assert said(*fixed).count("\n") == 0, "nothing that is always so"
-    assert said(*fixed).startswith("no --token-secret NAME: whoever reaches")
+    assert said(*fixed).startswith("no --token-secret NAME: anyone who can reach")
     assert not said(*fixed, "--token-secret", "s")
     secret = (*fixed, "--token-secret", "s")
     assert "foo is not known and has no effect" in said(*secret, "--rdzv-conf", "foo=1")
     assert "has no effect" in said(*secret, "--auto-tunning")
-    assert "goes with its pod" in said(*secret, "--run-dir=/runs/tr", "--data=x:/run")
+    assert "are lost with the pod" in said(*secret, "--run-dir=/runs/tr", "--data=x:/run")
     assert not said(*secret, "--run-dir=/runs/tr", "--data=x:/runs", "--log-dir", "/runs/logs")
     assert not said(*secret, "--nnodes=2", "--nproc-per-node=8"), "that is for the nodes to say"
     for plugin in ("default", "mine"):
