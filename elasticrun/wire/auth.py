@@ -397,7 +397,7 @@ class AuthServer:
                 return self._knocked(report)
             case _State.PROOF, Proof():
                 if not is_valid_proof(self._token, Side.PEER, self._exchange, report.proof):
-                    log_text = "somebody with another token than the job's was refused"
+                    log_text = "refused a peer with another token than the job's"
                     raise Denied(PEER_WRONG, log_text)
                 self._state = _State.HELLO if self._role is Role.AGENT else _State.DONE
             case _State.HELLO, Hello():
@@ -421,13 +421,13 @@ class AuthServer:
                 f"{self._job_id!r}: check the endpoint and --rdzv-id"
             )
         if self._role is Role.OPERATOR and not (self._token and knock.proves):
-            raise Denied(OPERATOR_WANTED, "somebody who wanted to operate the job was refused")
+            raise Denied(OPERATOR_WANTED, "refused an operator without the job's token")
         if self._role is Role.JOINER:
             self._token = self._secret_of_code(knock)
         if self._token and not knock.proves:
-            raise Denied(TOKEN_WANTED, "somebody without the job's token was refused")
+            raise Denied(TOKEN_WANTED, "refused a peer without the job's token")
         if knock.proves and not self._token:
-            raise Denied(MASTER_HAS_NONE, "somebody with a token was refused: this job has none")
+            raise Denied(MASTER_HAS_NONE, "refused a peer with a token: this job has none")
         self._knock = knock
         self._exchange = _exchange(knock, secrets.token_bytes(NONCE_BYTES), self._term)
         self._state = _State.PROOF

@@ -192,7 +192,7 @@ class Connection:
         self.unsent += len(data)
         self.flush()
         if self.unsent > self._max_bytes > 0 or len(self._outbox) > self._max_messages > 0:
-            raise NotRead("it does not read its messages")
+            raise NotRead("it does not read the messages sent to it")
 
     def flush(self) -> None:
         """Write as much as the socket accepts. After an error, drop everything unsent without

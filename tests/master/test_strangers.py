@@ -79,7 +79,7 @@ async def test_one_side_with_a_token_and_one_without(
         assert told.value.rejected
         assert not served.brain.events
     assert len(caplog.messages) == 1  # two refusals of one kind
-    assert "was refused" in caplog.messages[0]
+    assert "refused a" in caplog.messages[0]
     assert TOKEN not in caplog.text
 
 
@@ -120,7 +120,7 @@ async def test_a_wrong_proof_is_told_and_logged_without_a_byte_of_it(
             assert await call.read() is grpc.aio.EOF
         assert not served.brain.events
         assert served.servicer.attached == 0
-    assert caplog.messages == ["somebody with another token than the job's was refused"]
+    assert caplog.messages == ["refused a peer with another token than the job's"]
 
 
 # ---------------------------------------------------------------- how many, how long

@@ -332,7 +332,7 @@ class Stragglers:
         words = f"step {newest.step}: {newest.seconds:.3g} s a step"
         if newest.own > 0.0:
             share = min(1.0, newest.waited / max(newest.seconds, 1e-9))
-            words += f", {newest.own:.3g} s of it own work, waits {share:.0%}"
+            words += f", of which {newest.own:.3g} s own work, waits {share:.0%}"
         return words
 
     # ------------------------------------------------------------ judging

@@ -220,7 +220,7 @@ def test_what_the_status_page_says() -> None:
     training.now = 7.0
     training.report("n0", Steps(ROUND, 120, 3, 0.3, 0.1, 0.18))
     assert training.watch.health("n0") == (
-        "step 120: 0.3 s a step, 0.1 s of it own work, waits 60%"
+        "step 120: 0.3 s a step, of which 0.1 s own work, waits 60%"
     )
 
 
