@@ -24,7 +24,7 @@ def test_a_step_of_two_nodes(slurm: Slurm) -> None:
     assert slurm.cluster.jobs() == [peers[0].run_id]
     assert allreduce(slurm.world, peers) == [4] * 4
     finish(peers, step)
-    assert "so this is as with --nnodes=2" in step.stderr
+    assert "so this equals --nnodes=2" in step.stderr
 
 
 @further("cli/test_bare")
