@@ -323,8 +323,10 @@ def _parsed(data: bytes) -> _Content:
     """Parse the file's bytes. Raises Damaged."""
     head, _, body = data.partition(b"\n")
     words = head.split(b" ")
-    if words[:2] != [b"elasticrun", b"record"] or len(words) != 4 or len(data) > MAX_BYTES:
+    if words[:2] != [b"elasticrun", b"record"] or len(words) != 4:
         raise Damaged("it is damaged (it has no header)")
+    if len(data) > MAX_BYTES:
+        raise Damaged(f"it is damaged (it is longer than {MAX_BYTES} bytes)")
     if words[2] != b"%d" % VERSION:
         version = words[2].decode(errors="replace")
         raise Damaged(f"it has version {version}, but this elasticrun writes {VERSION}")

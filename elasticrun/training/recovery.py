@@ -1,9 +1,10 @@
 """Functions that a rank can call again in the same process, as a rank of the next round.
 
 `recoverable` runs the function in the calling thread. A second thread holds the connection to the
-agent. When the round ends it wakes the first one: it shuts down the sockets of its process groups
-and of its store, aborts the groups of other backends, and, from INTERRUPT_AFTER on, sends it
-INTERRUPT, whose handler raises `RoundOver`. The exception leaves the function; then the process
+agent. When the round ends, this thread wakes the calling one: it shuts down the sockets of the
+process groups and of the store, aborts the groups of other backends, and sends the calling thread
+INTERRUPT every INTERRUPT_AFTER seconds, whose handler raises `RoundOver`. The exception leaves the
+function; then the process
 groups are destroyed, the agent is notified, and the function is called again once the next round
 has begun.
 
@@ -232,7 +233,9 @@ def _connect() -> _Agent | None:
     try:
         return _Agent(place)
     except (OSError, ValueError) as error:
-        warnings.warn(f"elasticrun: this rank restarts in a new process ({error})", stacklevel=4)
+        warnings.warn(
+            f"elasticrun: this rank cannot keep its process over a failure ({error})", stacklevel=4
+        )
         return None
 
 

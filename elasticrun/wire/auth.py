@@ -1,6 +1,7 @@
 """Mutual proof of the job's secret (its token) before any other message, join codes, and TLS files.
 
-The token is never sent. Each side sends an HMAC-SHA256 under it, over everything exchanged so far,
+This exchange never sends the token (only the answer to a join code contains it, encrypted). Each
+side sends an HMAC-SHA256 under it, over everything exchanged so far,
 with a label for its side. The master proves first: an agent sends no proof to a master without a
 valid one, and never follows it.
 
@@ -19,7 +20,8 @@ according to this table:
     a token     none      refused: the other side has none
     a token     present   accepted if it is valid, else refused: another token
 
-A refused peer gets one fixed sentence, without anything secret or anything that the peer has sent.
+A refused peer gets one sentence without anything secret; in a job without a token it may contain
+the ids of both jobs.
 
 Certificates and keys are PEM files. They are checked together, and each mismatch has its own error.
 They are read when needed: by an agent before each connection (so the next connection uses a renewed
@@ -270,7 +272,8 @@ def unseal(secret: str, nonces: bytes, sealed: str) -> bytes:
 
 
 def _keys(secret: str, nonces: bytes) -> tuple[bytes, bytes]:
-    """HKDF-Expand (RFC 5869) with a label per purpose."""
+    """One key per purpose: HMAC-SHA256 over its label and the nonces, like one block of HKDF-Expand
+    (RFC 5869) without its counter."""
     key = secret.encode()
     labels = (b"elasticrun join encrypt ", b"elasticrun join authenticate ")
     encrypt, authenticate = (hmac.digest(key, label + nonces, "sha256") for label in labels)

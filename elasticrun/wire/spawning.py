@@ -84,8 +84,9 @@ class SpawnStore:
 class ProbePlan:
     """What one probe process does: a timed matmul, then a timed all_reduce with its group.
 
-    The group meets at `store` under the prefix `check`. Before any collective, ranks report there
-    whether their own part succeeded, so that a failed one does not leave the others hanging."""
+    The group meets at `store_host:store_port` under the prefix `check`. Before any collective,
+    ranks report there whether their own part succeeded, so that a failed one does not leave the
+    others hanging."""
 
     check: str
     rank: int  # in the group

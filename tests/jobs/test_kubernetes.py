@@ -35,23 +35,27 @@ IMAGE = ("--image", "r/train:1")
 
 
 class KubeUser:
-    """Who types the verbs, as a user of a cluster; `admin` may do all."""
+    """Who types the verbs, as a user of a cluster; `admin` may do all. `apart`: verbs run in
+    processes of their own, because a pod's output goes to the descriptor, past `sys.stdout`."""
 
-    def __init__(self, cluster: StandIn, scratch: Path, name: str = "admin") -> None:
+    def __init__(
+        self, cluster: StandIn, scratch: Path, name: str = "admin", *, apart: bool = False
+    ) -> None:
+        self._run = ran if apart else ran_here
         self.kubectl = cluster.client(name)
         folders = {"ELASTICRUN_RUNS": scratch / f"runs-{name}", "XDG_RUNTIME_DIR": scratch}
         self.environ = {**self.kubectl.environment, **{key: str(at) for key, at in folders.items()}}
 
     def types(self, *words: str) -> str:
         """What a verb prints that ends well."""
-        done = ran_here(*words, env=self.environ)
+        done = self._run(*words, env=self.environ)
         assert done.returncode == 0, (words, done.stdout, done.stderr)
         self.notes = done.stderr
         return done.stdout
 
     def hears(self, *words: str) -> str:
         """The sentence of a verb that ends with 1."""
-        done = ran_here(*words, env=self.environ)
+        done = self._run(*words, env=self.environ)
         assert done.returncode == 1, (words, done.stdout, done.stderr)
         assert done.stderr.count("\n") == 1, done.stderr
         return done.stderr
@@ -324,7 +328,7 @@ def in_pods(lab: Lab, tmp_path: Path) -> Iterator[StandIn]:
 
 @further("test_an_elastic_job_from_submit_to_delete", why="real pods, under an operator in a pod")
 def test_logs_and_commands_of_pods_that_run(in_pods: StandIn, tmp_path: Path) -> None:
-    user = KubeUser(in_pods, tmp_path)
+    user = KubeUser(in_pods, tmp_path, apart=True)
     (tmp_path / "train.py").write_text(LOOPS)
     script = str(tmp_path / "train.py")
     words = ("submit", "--on", "k8s", "--name", "tr", *IMAGE, "--nodes", "2", "--cpu", "1")
@@ -362,7 +366,7 @@ def test_logs_and_commands_of_pods_that_run(in_pods: StandIn, tmp_path: Path) ->
     user.until("succeeded")
     name, _, *state = user.types("list").splitlines()[1].split()[:4]
     assert (name, state) == ("tr", ["succeeded", "2/2"])
-    deletes = re.search(r"stays until `elasticrun (delete .*)`", user.types("prune", "tr"))
+    deletes = re.search(r"stay until `elasticrun (delete .*)`", user.types("prune", "tr"))
     assert deletes
     assert "job tr is deleted" in user.types(*deletes[1].split())
 
@@ -404,7 +408,7 @@ def test_a_suspended_job_has_saved_and_its_master_answers(in_pods: StandIn, tmp_
     out.mkdir()
     program = [str(TRAIN), *ENDLESS, "--every", "5", "--print-at", "5"]
     program += ["--out", str(out), "--ckpt", str(tmp_path / "ckpt")]
-    user = KubeUser(in_pods, tmp_path)
+    user = KubeUser(in_pods, tmp_path, apart=True)
     words = ("submit", "--on", "k8s", "--name", "tr", *IMAGE, "--nodes", "1:2", "--cpu", "1")
     user.kubectl("apply", "-f", "-", given=CLAIM)
     data = ("--data", f"shared:{tmp_path / 'mnt'}")
@@ -447,7 +451,7 @@ def test_a_job_that_has_succeeded_in_its_run_folder_is_not_run_again(
     """The pods of a job that is made anew end with 0, and no rank begins."""
     script, ran_here = tmp_path / "train.py", tmp_path / "ran"
     script.write_text("import sys\nopen(sys.argv[1], 'a').write('x')\n")
-    user = KubeUser(in_pods, tmp_path)
+    user = KubeUser(in_pods, tmp_path, apart=True)
     user.kubectl("apply", "-f", "-", given=CLAIM)
     words = ("submit", "--on", "k8s", "--name", "tr", *IMAGE, "--nodes", "2", "--cpu", "1")
     words += ("--data", f"shared:{tmp_path / 'mnt'}", f"--run-dir={tmp_path / 'mnt/run'}")

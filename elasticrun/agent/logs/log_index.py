@@ -120,7 +120,8 @@ def no_node_message(word: str, known: Sequence[LoggedRun]) -> str:
 
 
 def runs(environ: Mapping[str, str]) -> list[LoggedRun]:
-    """All runs whose files still exist, the newest first. Raises OSError without such a folder."""
+    """All runs whose files still exist, the newest first. Raises OSError if this user has no usable
+    folder."""
     return _runs(user_folder(environ) / "logs")
 
 

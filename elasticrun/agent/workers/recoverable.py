@@ -1,7 +1,7 @@
 """The local ranks that can leave a round and enter the next one in the same process.
 
-Their connections arrive at the socket for snapshots, which checks their user; messages count only
-from the process of the rank itself. The state machine decides (`core/worker/recall.py`).
+They connect to the snapshot socket, which accepts processes of the agent's user alone. A connection
+from another process than the rank's is closed. The state machine decides (`core/worker/recall.py`).
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class Stores:
 
     def on_child_message(self, child: Child, message: spawning.FromSpawner) -> None:
         """Handle a message about a store host. Once started, it must listen within its time limit.
-        Its exit is delivered to the state machine unless it was released."""
+        If it exits before it is released: StoreLost if it was listening, otherwise another try."""
         store = self._stores[child]
         if isinstance(message, spawning.Spawned):
             limit = self._start_limits[message.forked]

@@ -145,8 +145,8 @@ def query_all(
 
 
 def unanswered(where: Endpoint, why: str, run: str = "") -> str:
-    """A sentence saying that the master does not answer, what that means for the ranks, and what to
-    run. `run`: the run folder of its job, "" if unknown."""
+    """A sentence saying that the master does not answer, and what to run. `run`: the run folder of
+    its job, if known: its ranks may then still train."""
     ranks_note = "; its ranks may keep training without it" if run else ""
     advice = f"to find out why, run here: elasticrun doctor --rdzv-endpoint={where}"
     return f"the master at {where} does not answer ({why}){ranks_note}; {advice}"

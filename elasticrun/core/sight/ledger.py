@@ -73,7 +73,7 @@ class SlotLedger:
         self._key = MOVING  # category of the members whose ranks run
         self._live = 0  # slot-microseconds of this round in `_key` that may still move
         self._moved = False  # progress was reported in this round
-        self._counted = False  # this round's ranks report progress
+        self._counted = False  # torch counts this round's collectives, so the first is reported
         self._waits = ("", "")  # class of the current verdict; the operation a rank has declared
         self.cause = ""
         """Why the last round ended; "": no round has ended."""

@@ -336,7 +336,7 @@ class Checkpoints:
             self._attempt.deadline += by
 
     def restore(self, written: m.Restore | None) -> None:
-        """Restore which checkpoint was newest under the previous master."""
+        """Take over the previous master's newest checkpoint."""
         self.written = written
         self._newest_planned = key_of(written) if written is not None else None
 

@@ -52,7 +52,7 @@ class Converted(NamedTuple):
     command: list[str]
     args: list[str]
     dropped: tuple[str, ...] = ()  # flags removed, as written
-    known: bool = True  # False: no launcher was found, and nothing was changed
+    known: bool = True  # False: not exactly one launcher or script; nothing was changed
 
 
 def convert(

@@ -23,7 +23,7 @@ STREAM_END_LIMIT: Final = 10.0
 """Seconds that the log streams of a finished job have to end by themselves."""
 
 STABLE_AFTER: Final = 60.0
-"""Seconds after which the break of a stream no longer counts as a consecutive failure."""
+"""A stream that lasted longer than this many seconds resets the count of consecutive breaks."""
 
 MAX_STREAMS: Final = 100
 """Maximum number of pods that are followed at once."""

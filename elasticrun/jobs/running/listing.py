@@ -117,7 +117,10 @@ def events(argv: Sequence[str]) -> int:
                     if not left:
                         raise
                     _print(left, ns)
-                    print(f"{made.prog}: {why}; these are in its run folder", file=sys.stderr)
+                    print(
+                        f"{made.prog}: {why}; the events shown are from its run folder",
+                        file=sys.stderr,
+                    )
                     return 0
                 line.sleep(POLL)  # the master writes the result after its last reply
                 if not (end := end_sentence(line.run) if line.run is not None else ""):

@@ -41,7 +41,7 @@ def parser() -> Parser:
 def main(argv: Sequence[str], notify: Callable[[str], None]) -> int:
     """Convert and print; `notify` prints what is not converted. Raises UsageError, exit code 2."""
     ns = parser().parse_args(argv)
-    # Late import: only this verb needs YAML.
+    # Late import: `--help` does not need YAML.
     from elasticrun.jobs.convert.document import MAX_BYTES, NotConvertible, documents
     from elasticrun.jobs.convert.sources import READERS, read
 
@@ -57,7 +57,7 @@ def main(argv: Sequence[str], notify: Callable[[str], None]) -> int:
             if other is not jobs[0]:
                 hint = "apply it separately"
                 if _kind(other).endswith("TrainingRuntime"):
-                    hint = "add what its pods need to the template"
+                    hint = "add what its pods need to the pod template of the result"
                 notify(f"{_kind(other) or 'a document'} in the file is left out: {hint}")
         job = read(jobs[0], None if ns.to == "slurm" else ns.image)
         code = (

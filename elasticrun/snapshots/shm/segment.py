@@ -11,10 +11,10 @@ order; on other machines the message over the socket, which follows them, is the
     control page | layout (PAGE-aligned) | slot 0: header page, own tensors, shared tensors,
     opaque values | slot 1 ...
 
-Each word of the control page has one writer: the agent writes `watermark`, `given_up` and
-`save_at`, the rank writes `current`. A slot's pin is set by the rank for a persist that it requests
-(before it sends the message to the agent), or by the agent while the rank is not running. Only the
-agent clears it.
+Apart from the pins, each word of the control page has one writer: the agent writes `watermark`,
+`given_up` and `save_at`, the rank writes `current`. A slot's pin is set by
+the rank for a persist that it requests (before it sends the message to the agent), or by the agent
+while the rank is not running. Only the agent clears it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Final
 from elasticrun.snapshots.shm.layout import MAX_SIZE, PAGE, Layout, LayoutError, decode, has_key
 from elasticrun.wire.types import RoundName
 
-MAGIC: Final = 0x3130_5047_5352_4C45  # "ELRSPG01", little-endian
+MAGIC: Final = 0x3130_5047_5352_4C45  # b"ELRSGP01", little-endian
 VERSION: Final = 2
 NONE: Final = -1
 """In `watermark`, `given_up`, `save_at` and `current`: no step."""

@@ -93,7 +93,7 @@ class Samples:
         return self.request(nodes, stacks=stacks, dump=0, lines=True)
 
     def take(self, node: str, report: m.Inspected | m.Stacks) -> bool:
-        """Process a node's answer; return whether the sample is complete."""
+        """Process a node's answer; return whether no answer is missing any more (`is_done`)."""
         sample = self.under_way
         if sample is None or report.number != sample.order.number:
             return False
@@ -101,7 +101,7 @@ class Samples:
         return sample.is_done
 
     def take_finished(self) -> Sample | None:
-        """End and return the running sample if it is complete or its time is over; else None."""
+        """End and return the running sample if it is done or its time is over; else None."""
         sample = self.under_way
         if sample is None or not (sample.is_done or self._ctx.now >= sample.until):
             return None
