@@ -389,7 +389,7 @@ def test_logs_and_commands_of_pods_that_run(in_pods: StandIn, tmp_path: Path) ->
     assert first == "== bad-1-0, ended with 93 =="
     assert "rank 3 is unlucky" in user.types("logs", "bad")
     page = user.types("status", "bad")
-    assert "ended with 93: another pod cannot do better" in page
+    assert "ended with 93: another pod would fail" in page
 
 
 CLAIM = """\
