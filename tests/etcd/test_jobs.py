@@ -278,7 +278,7 @@ def test_the_master_alone_stands_still(world: World, etcd_server: EtcdServer) ->
     first = leading(world, etcd_server)
     first.suspend()
     assert not await_exit([first.pid])
-    launched.until_text("it is killed")
+    launched.until_text("does not exit; killing it")
     launched.until_text("the master answers again")
     assert not peers[0].gone
     finish(peers)
