@@ -44,7 +44,7 @@ def digest(model: nn.Module) -> str:
 
 
 def train(steps: int) -> None:
-    """Train for this many steps, and print the progress."""
+    """Train up to this step, and print the progress."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     torch.manual_seed(0)
