@@ -128,7 +128,8 @@ def test_all_tell_the_same_seconds_of_an_event(tmp_path: Path) -> None:
     (folder,) = (tmp_path / "logs" / "incidents").iterdir()
     row = json.loads((folder / "0001.json").read_text())
     restarted, first_step = row["restarted"], row["first_step"]
-    assert first_step - restarted > 1.5, "the script's own setup lies between the two"
+    # most of the script's own 1.5 s: the master hears a moment later that the ranks run
+    assert first_step - restarted > 1.0
     assert first_step == pytest.approx(sum(phase["seconds"] for phase in row["phases"]))
     assert (shown["restarted"], shown["first_step"]) == (restarted, first_step)
     result = json.loads((runs_root(os.environ) / folder.name / "result.json").read_text())
