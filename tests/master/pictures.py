@@ -25,6 +25,7 @@ from elasticrun.core.sight.picture import (
     StackRow,
     VerdictRow,
 )
+from elasticrun.core.words import render_lasting
 from elasticrun.master.loop import Loop
 from elasticrun.master.page.http import StatusPage
 from elasticrun.master.page.readers import Readers
@@ -124,10 +125,11 @@ def hung(number: int = 8, ranks: int = 8) -> Picture:
     """The same, but that all wait for rank 42."""
     well, every = healthy(number, ranks), number * ranks
     call = "all_reduce #8231 [16777216] float32 of group dp"
-    sentence = (
-        "rank 42 (node005) is idle at train.py:88 load_shard for 71 s; "
-        f"{every - 1} ranks wait for it in {call}"
+    pieces = (
+        *("rank 42 (node005) is idle at train.py:88 load_shard", 71),
+        f"; {every - 1} ranks wait for it in {call}",
     )
+    sentence = render_lasting(pieces)
     rows = [
         replace(row, state="waiting", waits_for="42", call=call,
                 place="train.py:131 step", quiet=71.0, cpu=0.0, gpu=100)
@@ -138,7 +140,7 @@ def hung(number: int = 8, ranks: int = 8) -> Picture:
     verdict = VerdictRow(
         "strong", "idle", sentence, 71.0, "42", rows[42].node,
         "it is not restarted automatically (--on-hang=tell); torch would end this in 529 s",
-        "logs/run17/round3/hang-1",
+        "logs/run17/round3/hang-1", said=pieces,
     )  # fmt: skip
     groups = (
         StackRow("42", 1, "main thread", STUCK),

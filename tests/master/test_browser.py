@@ -137,7 +137,7 @@ async def test_what_scripts_and_hosts_say_stays_text(browser: Any) -> None:
     evil = replace(
         made,
         status=replace(made.status, job_id=EVIL, reason=EVIL, last_failure=EVIL),
-        verdict=replace(made.verdict, sentence=EVIL, then=EVIL, folder=EVIL),
+        verdict=replace(made.verdict, sentence=EVIL, said=(EVIL,), then=EVIL, folder=EVIL),
         ranks=tuple(replace(row, state=EVIL, place=EVIL, call=EVIL) for row in made.ranks),
         stacks=tuple(replace(row, thread=EVIL, text=EVIL) for row in made.stacks),
         incidents=tuple(replace(one, sentence=EVIL, last_lines=EVIL) for one in made.incidents),
