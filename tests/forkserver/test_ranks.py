@@ -534,9 +534,10 @@ before, asked = os.sched_getaffinity(0), sys.argv[1]
 core = max(before)
 binding.shutil.which = lambda _: "/numactl"
 
-def cores(*, gpu_index, numa_options):
+def cores(*, numa_options, **which):  # gpu_index, device_index since torch 2.14
+    (index,) = which.values()
     with open(asked, "w") as file:
-        file.write(f"{os.getpid()} {gpu_index} {numa_options}")
+        file.write(f"{os.getpid()} {index} {numa_options}")
     return {core}
 
 binding._get_logical_cpus_to_bind_to = cores

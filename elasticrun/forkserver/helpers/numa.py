@@ -7,6 +7,7 @@ Ranks that run a function call `bound`, because torch binds their process itself
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -41,7 +42,10 @@ def bound(function: Callable[..., Any], mode: str, local_rank: int, *, may_fail:
     name = "maybe_wrap_with_numa_binding"
     wrap = getattr(binding, f"_{name}", None) or getattr(binding, name)
     options = binding.NumaOptions(binding.AffinityMode(mode), may_fail)
-    return wrap(function, gpu_index=local_rank, numa_options=options)
+    # torch 2.14 renamed gpu_index
+    names = inspect.signature(wrap).parameters
+    index = "gpu_index" if "gpu_index" in names else "device_index"
+    return wrap(function, numa_options=options, **{index: local_rank})
 
 
 def cores(mode: str, local_rank: int, *, may_fail: bool) -> set[int]:
