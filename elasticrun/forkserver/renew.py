@@ -5,10 +5,10 @@
 - A rank must not use the server's import if its variables differ from those at that import
   (`Environment.changed`). This is checked at the script's own first import of the package.
 - A preloaded module is shared by all ranks and is never freed: freeing it would touch, and so copy,
-  all its pages, which takes one second of a core for torch with its compiler. The only ones to
-  notice are libraries that count leaks: nanobind bindings (triton's) print every object that is
-  alive after the interpreter has ended, if there is any *instance* among them. Default arguments of
-  its functions are such instances. So `prepare_end` deletes the functions at exit.
+  all its pages, which takes one second of a core for torch with its compiler. Only
+  libraries that count leaks notice: nanobind (used by triton) prints every bound object that is
+  alive after the interpreter has ended, if any is an *instance* of a bound class. Default arguments
+  of bound functions are such instances, so `prepare_end` deletes the functions at exit.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def environment_watch() -> Iterator[dict[str, str]]:
 
 
 def _reader(frame: FrameType | None) -> str:
-    """The file that reads: the innermost frame's outside the standard library."""
+    """The file that reads: that of the innermost frame outside the standard library."""
     innermost = ""
     while frame is not None:
         name = frame.f_code.co_filename
@@ -165,7 +165,7 @@ def _functions(owner: Any) -> list[str]:
 
 
 def _types() -> Iterator[type]:
-    """All classes bound with nanobind. Checks first, by its metaclasses, whether there are any."""
+    """All classes bound with nanobind. Without one of nanobind's metaclasses there are none."""
     if not any(each.__module__ == _NANOBIND for each in type.__subclasses__(type)):
         return
     waiting = [each for each in object.__subclasses__() if _is_bound(each)]

@@ -4,9 +4,8 @@
 agent. When the round ends, this thread wakes the calling one: it shuts down the sockets of the
 process groups and of the store, aborts the groups of other backends, and sends the calling thread
 INTERRUPT every INTERRUPT_AFTER seconds, whose handler raises `RoundOver`. The exception leaves the
-function; then the process
-groups are destroyed, the agent is notified, and the function is called again once the next round
-has begun.
+function; then the process groups are destroyed, the agent is notified, and the function is called
+again once the next round has begun.
 
 If an exception leaves the function earlier, the agent decides what it means. The loss of a peer
 ends the round. Anything else is the rank's own failure, and is raised.
@@ -62,7 +61,7 @@ attempts."""
 
 MOST_IDLE: Final = 3
 """Maximum number of consecutive rounds without a new step that one process takes part in. After
-that something is wrong with it, and the next one is a new process."""
+that the process itself is suspect, and the rank gets a new one for the next round."""
 
 _IMPORTLIB: Final = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
 
@@ -287,7 +286,7 @@ class _Recovery:
         return call()
 
     def _stop_interrupts(self) -> None:
-        """Have no more RoundOver raised, because the function has ended."""
+        """Stop raising RoundOver: the function has ended."""
         while not self._outside.is_set():
             with contextlib.suppress(RoundOver):
                 self._outside.set()

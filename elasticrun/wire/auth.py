@@ -361,8 +361,8 @@ class AuthServer:
     Any other message is OutOfTurn. After Denied or OutOfTurn all messages are refused."""
 
     def __init__(self, token: str, version: str, job_id: str, term: int, role: Role) -> None:
-        """`token`: the job's, or for an operator the operators'. `role`: the role of this
-        stream."""
+        """`token`: the job's token; for Role.OPERATOR the `operator_token`. `role`: the role of
+        this stream."""
         self._token = reader_token(token) if role is Role.READER else token
         self._version, self._job_id, self._term, self._role = version, job_id, term, role
         self._state = _State.KNOCK

@@ -327,8 +327,8 @@ NAMESPACES: Final = ("cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts"
 @dataclass(frozen=True, slots=True)
 class Ask:
     """Fork a fork server with these variables, signal dispositions and signal mask. The
-    descriptors follow when that is granted, with one byte, because a stopped warm process must
-    not hold them."""
+    descriptors follow, with one byte, only after Granted: a warm process that is stopped
+    (SIGSTOP) would keep them open."""
 
     env: dict[str, str]
     ignored: tuple[int, ...]

@@ -19,7 +19,7 @@ from elasticrun.wire.types import Endpoint, WireError
 ECHO_LIMIT: Final = 1.0
 """Seconds without an echo of a heartbeat until the link opens a second connection; half of the
 heartbeat interval if that is longer. In a large job, a master that was briefly away must not get
-thousands of new connections: each costs it more than the late echo."""
+thousands of new connections, which cost it more than late echoes cost the agents."""
 
 OUTBOX_MOST: Final = 1000
 """Maximum number of queued reports; beyond it the stream ends, and a new one resends all state."""

@@ -1,5 +1,5 @@
-"""Queries masters of running jobs for their status: which endpoint, and with which credentials of
-the user.
+"""Queries the masters of running jobs for their status: finds their endpoints and the user's
+credentials for them.
 """
 
 from __future__ import annotations

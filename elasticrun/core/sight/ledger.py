@@ -5,8 +5,8 @@ A slot is one rank's place on a node, from the agent's hello to its leave; it is
 category at any time. Sums are whole microseconds, so the rows add up exactly to the time held. The
 members of a round share one category, which changes for all at once.
 
-Ranks count as training from the moment they run, until a report says when they began. What was
-booked too early is then moved to the start, or to the recovery from what ended the last round.
+Ranks are booked as training as soon as they run. When a report says when training really began,
+the time before that is moved to the start, or to the recovery from what ended the last round.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ class SlotLedger:
         if not verdict:
             self._waited += self._live if self._key == WAIT else 0
             key, self._live = STEP if self._newest >= 0 else MOVING, 0
-        elif declared:  # the time for which it was declared remains booked to it
+        elif declared:  # what was booked while an operation was declared stays with it
             self._live = 0
         elif had:
             self._shift(self._key, key, self._live)
@@ -344,8 +344,8 @@ class SlotLedger:
         self._trained += passed if self._key == STEP and self._held[ROUND] else 0
 
     def _recategorise(self, key: Key) -> None:
-        """Change the category of the running members, including what was booked to it in this
-        round."""
+        """Change the category of the running members, and move what this round has booked to the
+        old one."""
         self._advance()
         self._shift(self._key, key, self._live)
         self._key = key

@@ -1,10 +1,10 @@
 """Which snapshots are written as checkpoints, by which nodes, and when one is abandoned.
 
 The newest whole step that the ranks want written becomes a checkpoint, and with
---save-at-breakpoint the step that a failure left; one at a time. A failed attempt is repeated after
-a growing delay. The loss of a node ends an attempt, unless that node has written its part and is
-not the coordinator. The snapshot of a later failure replaces an older one, whose slot is needed.
-`RestorePoints` knows which steps are whole.
+--save-at-breakpoint so does the step restored after a failure. One is written at a time. A failed
+attempt is repeated after a growing delay. The loss of a node ends an attempt, unless that node has
+written its part and is not the coordinator. The step of a later failure takes precedence over one
+still being written, whose slot it needs. `RestorePoints` knows which steps are whole.
 
 In an attempt the nodes write one part for each rank whose snapshot they hold: the rank's own items,
 and for one rank of each content also the shared items. Once all parts are written, the coordinator
@@ -34,8 +34,8 @@ MAX_REFUSED = 64
 """Maximum number of remembered steps that can never be whole."""
 
 WAIT_FOR_ALL = 5.0
-"""Seconds that a whole step waits, before it is written, for ranks that may still save it:
-otherwise their own items would be missing."""
+"""Seconds that a whole step waits, before it is written, for other ranks to save it too. A step is
+whole once each content has a holder; ranks with equal content add their own items."""
 
 BACK_OFF = 1.0
 """Seconds between a failed attempt and the next; doubled each time, up to MAX_BACK_OFF."""
@@ -307,7 +307,8 @@ class Checkpoints:
 
     @property
     def why_missing(self) -> str:
-        """The last wanted checkpoint that is not in storage, and why, as a clause; "" if it is."""
+        """The last wanted checkpoint that is not in storage, and why, as a clause; "" if none is
+        missing."""
         if self._missing is None:
             return ""
         (_, step), why = self._missing
@@ -406,7 +407,7 @@ class Checkpoints:
         }
 
     def _log_passed(self, plan: Plan) -> None:
-        """Log steps that ranks want written but never will be, because a newer one is."""
+        """Log wanted steps that are skipped because a newer one is written."""
         passed = sorted(
             step
             for ledger in self._points.ledgers

@@ -48,9 +48,7 @@ class Recall:
             ctx.out.append(fx.RecallRanks(recalled))
         if not ctx.ranks.recalled:
             return grace
-        learnt = (
-            max(MIN_RECALL_LIMIT, LEARNT_FACTOR * self._slowest) if self._slowest else RECALL_LIMIT
-        )
+        learnt = max(MIN_RECALL_LIMIT, LEARNT_FACTOR * (self._slowest or RECALL_LIMIT))
         self._began, self._limit = now, min(learnt, RECALL_LIMIT, master_lost)
         ctx.deadlines.arm("recall", now + self._limit)
         return self._limit + grace

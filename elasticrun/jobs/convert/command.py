@@ -146,8 +146,8 @@ def script_at(words: Sequence[str]) -> int:
 
 
 def _convert_text(text: str, extra: _Extra) -> tuple[str, tuple[str, ...] | None]:
-    """Convert shell text. Returns the new text and the removed flags; None for the flags, and the
-    text unchanged, unless it contains exactly one launcher or, without one, one Python script."""
+    """Convert the only launcher in shell text or, if there is none, the only Python script. Returns
+    the new text and the removed flags; the text unchanged and None if there is not exactly one."""
     found = list(LAUNCHER.finditer(text))
     if not found:
         found = list(_SCRIPT.finditer(text))

@@ -32,9 +32,9 @@ MAX_STREAMS: Final = 100
 @dataclass(frozen=True, slots=True)
 class PodLogQuery:
     """What to show. `tail`: last lines of each pod, 0 for all; `since`: seconds, 0 for no limit;
-    `everything`: all pods, also earlier ones; `node`: an index of the job, or the name of a pod or
-    of a cluster node. `index` and `rank` select one rank: the index of its node, and the number in
-    the prefix of its lines there (-1: all lines)."""
+    `everything`: all pods, also earlier ones; `node`: the index of a node in the job, or the name
+    of a pod or of a cluster node. `index`: only the node with this index. `rank`: only lines
+    prefixed with this number; -1: all."""
 
     follow: bool = False
     tail: int = 20
@@ -78,7 +78,8 @@ def selected_pods(found: Iterable[ObservedPod], query: PodLogQuery) -> list[Obse
     if not any(pod.is_active or pod.phase == "Succeeded" for pod in nodes):
         failed = [pod for pod in nodes if pod.has_failed]
         blamed = {pod.failed_rank_node.partition(".")[0] for pod in failed}
-        # Finish times are whole seconds and often equal; the pods' last words are more exact.
+        # Finish times are whole seconds and often equal; the pods' termination messages name the
+        # first failure.
         failed.sort(key=lambda pod: (pod.host not in blamed, pod.ended))
         if failed:
             return failed[:1]

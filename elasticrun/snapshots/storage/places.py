@@ -76,7 +76,7 @@ class StoragePlace(Protocol):
     def unlink(self, name: str) -> None:
         """Remove a file; a no-op if it does not exist."""
 
-    def remove(self, name: str, *, last: str = "") -> None:
+    def remove(self, name: str, *, last: str) -> None:
         """Remove a folder with its content. `last`: the file to remove last."""
 
     def remove_empty(self, name: str) -> None:
@@ -176,9 +176,9 @@ class LocalPlace:
         with suppress(FileNotFoundError), _as_storage_errors(self.full(name), "removed"):
             self._calls.unlink(self.full(name))
 
-    def remove(self, name: str, *, last: str = "") -> None:
+    def remove(self, name: str, *, last: str) -> None:
         for one in self.entries(name):
-            if last and one.name != last and not one.folder:
+            if one.name != last and not one.folder:
                 self.unlink(f"{name}/{one.name}")
         with suppress(FileNotFoundError), _as_storage_errors(self.full(name), "removed"):
             self._calls.remove(self.full(name))
@@ -340,12 +340,12 @@ class UrlPlace:
         with suppress(FileNotFoundError):
             self._call(name, "removed", self._fs.rm_file)
 
-    def remove(self, name: str, *, last: str = "") -> None:
-        files = [one.name for one in self.entries(name) if not one.folder and one.name != last]
+    def remove(self, name: str, *, last: str) -> None:
+        found = [one.name for one in self.entries(name) if not one.folder and one.name != last]
+        others = [self._path(f"{name}/{one}") for one in found]
         with suppress(FileNotFoundError):
-            if last and files:
-                paths = [self._path(f"{name}/{one}") for one in files]
-                self._call(name, "removed", lambda _: self._fs.rm(paths))
+            if others:
+                self._call(name, "removed", lambda _: self._fs.rm(others))
             self._call(name, "removed", lambda path: self._fs.rm(path, recursive=True))
 
     def remove_empty(self, name: str) -> None:

@@ -37,7 +37,9 @@ FRESH: Final = 1.0
 
 
 def next_sample(samples: tuple[float, ...], *, early: bool, hang_limit: float) -> float:
-    """Seconds without movement at which the next sample is due, after those at `samples`."""
+    """Seconds without movement at which the next sample is due, after those at `samples`.
+    `early`: an early first sample is allowed. Otherwise the first one is in time to be confirmed
+    before `hang_limit` (0: none), and at LATER[0] at the latest."""
     if not samples:
         late = min(LATER[0], max(FIRST_SAMPLE, (hang_limit or math.inf) - SECOND_SAMPLE))
         return FIRST_SAMPLE if early else late

@@ -65,7 +65,7 @@ STATES: Final[Mapping[Klass, str]] = {Klass.WEAK: "busy", Klass.STILL: "idle"}
 class LastState:
     """What is known of the ranks of a round when it ends."""
 
-    quiet: float = 0.0  # seconds since anything moved; 0.0 while a rank works for all others
+    quiet: float = 0.0  # seconds since anything moved; 0.0 if no rank waits, or one works for all
     left: float = 0.0  # how many of these since users saw a verdict
     verdict: VerdictRow | None = None  # the one on a hang that users saw
     stacks: tuple[StackRow, ...] = ()  # of the last sample with stacks
