@@ -187,3 +187,12 @@ def training(pairs: int, steps: int) -> list[dict[str, float | str]]:
         run.start("--nproc-per-node=2", script="snapshot_training.py", arguments=words)
         _await_end(run)
         return figures(run)
+
+
+def first(gib: float) -> Samples:
+    """Seconds of a step of two ranks with half of the state each: without a Checkpointer, until the
+    first snapshot, with the first one, and with later ones."""
+    with job(ELASTICRUN) as run:
+        run.start("--nproc-per-node=2", script="snapshot_first.py", arguments=(str(gib / 2),))
+        _await_end(run)
+        return by_name(figures(run))

@@ -6,7 +6,8 @@ For one rank with G GiB of state, in 64 and in 4,096 tensors, under the real com
 stall of a snapshot, alternating with a copy of the same bytes in the same process; the first
 snapshot after a SIGKILL; the checkpoint on disk, compared with a plain O_DIRECT write and torch's
 own saves; the restore; and the seconds from the SIGKILL to the next training step. Then two ranks
-train a small model, in blocks with a snapshot in every step and without. The table shows medians,
+train a small model, in blocks with a snapshot in every step and without, and two ranks train while
+the memory for their first snapshot is prepared. The table shows medians,
 with the worst value in parentheses. Results go to benchmarks/results/ with the date and the
 machine, or to FILE.
 """
@@ -196,13 +197,34 @@ def training_row(pairs: int, steps: int) -> tuple[Row, dict[str, list[float]]]:
     return row, {**found, "taken": [float(taken)], "wanted": [float(wanted)]}
 
 
+def first_rows(gib: float) -> tuple[list[Row], dict[str, list[float]]]:
+    """Measure the steps until the first snapshot, whose memory is prepared meanwhile. Returns the
+    rows and the samples."""
+    try:
+        found = rows.first(gib)
+    except TookTooLong as late:
+        print(f"  first: {late}", file=sys.stderr)
+        found = {}
+    alone, until = found.get("alone", []), found.get("until", [])
+    table = [
+        Row("a step until the first snapshot", "s", until, alone, "a step alone", ratio=1.2),
+        Row("– the longest", "s", [max(until, default=0.0)], [max(alone, default=0.0)], "of those"),
+        Row(
+            "the step with the first snapshot",
+            *("s", found.get("first", []), found.get("later", []), "with a later one"),
+            ratio=1.2,
+        ),
+    ]
+    return table, found
+
+
 def main() -> int:
     """Measure, print, write. Returns 1 if a target is missed."""
     parser = argparse.ArgumentParser(description="Snapshots beside their floors.")
     parser.add_argument("--quick", action="store_true", help="0.25 GiB, few samples")
     parser.add_argument("--gib", type=float, default=0.0, help="GiB of state; 1")
     parser.add_argument("--tensors", default="64,4096", help="numbers of tensors; 64,4096")
-    only = ("", "floors", "lives", "persists", "disk", "training")
+    only = ("", "floors", "lives", "persists", "disk", "training", "first")
     parser.add_argument("--only", default="", choices=only, help="one kind of measurement")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args()
@@ -222,7 +244,7 @@ def main() -> int:
             missed.extend([row.name] if row.met() is False else [])
 
     for count in map(int, options.tensors.split(",")):
-        if options.only == "training":
+        if options.only in ("training", "first"):
             break
         found = measure(gib, count, samples, options.only)
         print(f"\n| {gib:g} GiB in {count} tensors | floor, peer | elasticrun | ratio | wanted | |")
@@ -234,6 +256,11 @@ def main() -> int:
         print("\n| training | without | with | ratio | wanted | |\n|---|---|---|---|---|---|")
         show([row])
         written["training"] = blocks
+    if options.only in ("", "first"):
+        table, steps = first_rows(gib)
+        print("\n| memory is prepared | | with | ratio | wanted | |\n|---|---|---|---|---|---|")
+        show(table)
+        written["first"] = steps
     report.write("snapshots", about, written, options.json)
     return report.verdict(missed)
 

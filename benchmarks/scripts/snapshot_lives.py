@@ -68,7 +68,7 @@ def main() -> None:
     if touched:
         state.fill(0.0)
     report("made")
-    checkpointer = Checkpointer(folder, model=state, every_steps=1)
+    checkpointer = Checkpointer(folder, model=state, every_steps=1, on_busy="wait")
     began = time.perf_counter()
     start = checkpointer.restore()
     restored = time.perf_counter() - began

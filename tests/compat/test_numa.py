@@ -23,7 +23,7 @@ def look():
     domain, bus, device = (int(part, 16) for part in "ADDRESS".split("."))
     place = types.SimpleNamespace(pci_domain_id=domain, pci_bus_id=bus, pci_device_id=device)
     torch.cuda.get_device_properties = lambda index: place
-    for counting in (torch.cuda, torch.accelerator):  # which one binding asks depends on the release
+    for counting in (torch.cuda, torch.accelerator):  # binding asks either
         counting.device_count = lambda: 2
     torch.accelerator.is_available = lambda: True
     torch.accelerator.current_accelerator = lambda: torch.device("cuda")

@@ -53,7 +53,7 @@ OOM = "the kernel was out of memory and killed it"
 
 def test_an_out_of_memory_kill_is_told_from_a_crash(box: Box) -> None:
     """The cgroup's own count says so; the kernel's log is not to be seen in a container."""
-    eats = (str(SCRIPTS / "eats.py"), "1")
+    eats = (str(SCRIPTS / "eats.py"), "1", "itself")
     container = box("--standalone", "--nproc-per-node=2", *eats, memory=700 * MIB)
     assert container.launched.wait() == 1
     said = container.launched.stderr

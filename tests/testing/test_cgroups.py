@@ -95,9 +95,17 @@ def test_what_a_killed_process_has_left_is_removed(group: Group) -> None:
 
 def test_a_node_with_little_memory(elastic_job: Any) -> None:
     """The agent tells its rank's death for want of memory from one by a crash."""
-    job = elastic_job(SCRIPTS / "eats.py", 0, memory=500 << 20)
+    job = elastic_job(SCRIPTS / "eats.py", 0, "itself", memory=500 << 20)
     assert job.result().exit_codes == (1,)
     assert "the kernel was out of memory and killed it" in job.output(0)
+
+
+def test_a_fork_server_on_a_node_with_little_memory(elastic_job: Any) -> None:
+    """With a CUDA build of torch, a rank that has just begun is smaller than its fork server."""
+    job = elastic_job(SCRIPTS / "eats.py", 0, "parent", memory=500 << 20)
+    assert job.result().exit_codes == (1,)
+    (cause,) = re.findall(r"over: rank 0: the fork server ended: it was killed.*", job.output(0))
+    assert ", because the kernel was out of memory;" in cause
 
 
 SPINS = """

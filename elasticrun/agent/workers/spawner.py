@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
@@ -17,10 +19,19 @@ from typing import Final, Protocol
 
 from elasticrun.agent.boot import SpawnerProcess, configure_message, start_spawner
 from elasticrun.agent.context import NodeContext
-from elasticrun.agent.runtime import Once, Patience, Tasks, Timer, keep_sending
+from elasticrun.agent.runtime import (
+    Once,
+    Patience,
+    Tasks,
+    Timer,
+    in_thread,
+    keep_sending,
+)
 from elasticrun.agent.warm import WarmChild
+from elasticrun.agent.workers.exits import oom_watcher
 from elasticrun.host.log import logger
 from elasticrun.host.system.processes import why_unresponsive
+from elasticrun.host.system.sandbox import NoThread
 from elasticrun.wire import spawning
 from elasticrun.wire.frames import Connection, FrameError, HungUp
 
@@ -96,6 +107,8 @@ class Spawner:
         """By key: the children that are not forgotten yet."""
         self.ready: spawning.SpawnerReady | None = None
         self.is_quitting = False
+        self.exit_code: int | None = None
+        """As in subprocess; None: not reaped yet."""
         self._death = ""
         self.ended = asyncio.Event()
         self._pings = 0
@@ -375,6 +388,7 @@ class Spawners:
     # ------------------------------------------------------------ exits
 
     def _reaped(self, spawner: Spawner, code: int) -> None:
+        spawner.exit_code = code
         words = f"it was killed by signal {-code}" if code < 0 else f"exit code {code}"
         spawner.drain(spawner.how_it_ended(words))
 
@@ -401,6 +415,8 @@ class Spawners:
         if spawner.process.swept is not None:  # its guard sweeps
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(spawner.process.swept.wait(), SWEEP_LIMIT)
+        if spawner.exit_code in (None, -signal.SIGKILL) and await _is_out_of_memory():
+            reason += ", because the kernel was out of memory"
         others = {other.process.pid for other in self._all if other.process.pid is not None}
         stuck = await self._reaper.sweep(keep=others, limit=SWEEP_LIMIT)
         if stuck:
@@ -448,3 +464,12 @@ class Spawners:
         for spawner in self._all:
             spawner.send(spawning.Keepalive(limit))
         self._keepalive.after(limit / KEEPALIVES, self.keep_alive, master_lost_timeout)
+
+
+async def _is_out_of_memory() -> bool:
+    """Whether the kernel has just killed a process because memory was short."""
+    now_us = int(time.time() * 1e6)
+    try:
+        return await in_thread(lambda: oom_watcher().has_risen_near(now_us), name="oom-count")
+    except NoThread:
+        return False

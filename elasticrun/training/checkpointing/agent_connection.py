@@ -14,6 +14,7 @@ signals, and does not wait for them when it ends a rank itself.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import threading
@@ -116,8 +117,19 @@ class AgentConnection:
         """Send a request; return the answer, of type `answer`, and the descriptor that came with
         it, which the caller owns. Raises ConflictError if this rank is refused."""
         self.send(message)
+        found = self.answer_to(message, answer, wait=True)
+        assert found is not None
+        return found
+
+    def answer_to(
+        self, message: FromRank, answer: type[Answer], *, wait: bool
+    ) -> tuple[Answer, int | None] | None:
+        """The answer to a request that was sent before, as `request` returns it. None if it is not
+        there yet and must not be waited for."""
         deadline = time.monotonic() + ANSWER_LIMIT
         while True:
+            if not wait and not self._has_data():
+                return None
             for found in self._receive(deadline, message):
                 if isinstance(found, RoomThere):  # a late answer to an earlier request
                     continue
@@ -132,6 +144,11 @@ class AgentConnection:
                 raise AgentConnectionError(
                     f"the agent answered {type(message).__name__} with a {type(found).__name__}"
                 )
+
+    def _has_data(self) -> bool:
+        ready = select.poll()
+        ready.register(self._socket, select.POLLIN)
+        return bool(ready.poll(0))
 
     def wait_for_slot(self, whole: int, limit: float) -> bool:
         """Wait until a slot is free, or step `whole` is complete; False if that takes longer than

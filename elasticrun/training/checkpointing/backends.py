@@ -68,8 +68,14 @@ class CheckpointBackend:
         """Save; return False if the save was skipped because no slot was free."""
         raise NotImplementedError
 
-    def prepare(self) -> None:
-        """Allocate memory for a snapshot of the current state; a second call is a no-op."""
+    @property
+    def is_preparing(self) -> bool:
+        """Whether memory for a snapshot is still being prepared."""
+        return False
+
+    def prepare(self, *, wait: bool = False) -> None:
+        """Prepare memory for a snapshot of the current state; later calls only continue that.
+        `wait`: until it is ready."""
 
     def note_step(self, step: int) -> None:
         """Note that training has reached this step."""
@@ -139,15 +145,21 @@ class AgentBackend(CheckpointBackend):
         self._connection.send(Restored(step, source))
         if source != "nothing":
             try:
-                self.prepare()
+                self.prepare(wait=True)
             except StateError as error:  # training can continue without snapshots
                 self.remark(str(error))
         return step
 
-    def prepare(self) -> None:
+    @property
+    def is_preparing(self) -> bool:
+        return self._taker.is_preparing
+
+    def prepare(self, *, wait: bool = False) -> None:
         if not self._prepared:
             self._prepared = True
-            self._taker.prepare()
+            self._taker.prepare(wait=wait)
+        else:
+            self._taker.collect()
 
     def _restore_from_memory(self) -> None:
         recall = MemoryRestore(self._connection, self._state, self._resume)

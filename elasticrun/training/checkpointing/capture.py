@@ -1,13 +1,15 @@
 """Takes a snapshot: copies this rank's tensors into a slot of its mapped segment.
 
 Training stalls from the beginning to the end of `take`. As much as possible is done in advance: the
-plan is cached, envelopes are already in the slots, pages are mapped.
+plan is cached, envelopes are already in the slots, pages are mapped. A large segment is allocated
+and mapped while training continues; until then `take` returns False.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any, Final
@@ -17,8 +19,14 @@ import torch
 from elasticrun.snapshots.dcp.image import arrange, views, write_envelopes
 from elasticrun.snapshots.dcp.restoring import copy_all
 from elasticrun.snapshots.shm.layout import PAGE, Layout
-from elasticrun.snapshots.shm.memory import map_pages, map_shared
-from elasticrun.snapshots.shm.segment import NONE, Segment, SegmentError, values_region
+from elasticrun.snapshots.shm.memory import CHUNK, map_pages, map_shared
+from elasticrun.snapshots.shm.segment import (
+    NONE,
+    Segment,
+    SegmentError,
+    segment_bytes,
+    values_region,
+)
 from elasticrun.training.checkpointing.agent_connection import AgentConnection
 from elasticrun.training.checkpointing.parts import StateError
 from elasticrun.training.checkpointing.state import SnapshotPlan, TrainingState
@@ -27,6 +35,9 @@ from elasticrun.wire.types import RoundName
 
 LEAST_ROOM: Final = 64 * 1024
 """Minimum bytes reserved for opaque values."""
+
+INLINE_BYTES: Final = 8 * 1024 * 1024
+"""Segments up to this size are allocated within a step; that takes a few milliseconds."""
 
 
 class MappedSegment:
@@ -48,6 +59,8 @@ class MappedSegment:
         self.memory = memoryview(array).cast("B")
         self.segment = Segment(self.memory)
         self._tensors: dict[int, list[torch.Tensor]] = {}
+        self._is_mapped = threading.Event()
+        self._is_mapped.set()
 
     def is_of(self, fd: int) -> bool:
         """Whether this descriptor refers to the same memory."""
@@ -63,8 +76,40 @@ class MappedSegment:
 
     def prefault(self, slot: int) -> None:
         """Map all pages of a slot, if the agent did not get huge pages."""
+        self._map(*self._pages_of(slot))
+
+    def prefault_in_background(self) -> None:
+        """Map the pages of all slots in a thread, those of the next one first."""
+        first = self.segment.free_slot() or 0
+        order = [first, *(slot for slot in range(self.segment.slots) if slot != first)]
+        pages = [self._pages_of(slot) for slot in order]
+        self._is_mapped.clear()
+        thread = threading.Thread(
+            target=self._prefault, args=(pages,), name="elasticrun-prefault", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError:  # no thread to be had: the first access to each page is a fault
+            self._is_mapped.set()
+
+    def _prefault(self, slots: list[tuple[int, int]]) -> None:
+        """The thread. Its reference to this object keeps the memory mapped until it ends."""
+        for span in slots:
+            self._map(*span)
+            self._is_mapped.set()
+
+    def _pages_of(self, slot: int) -> tuple[int, int]:
         at = self._address + self.segment.slot_at(slot)
-        map_pages(at, at + self.segment.slot_bytes + PAGE)
+        return at, at + self.segment.slot_bytes + PAGE
+
+    @staticmethod
+    def _map(at: int, end: int) -> None:
+        for begin in range(at, end, CHUNK):  # page faults of other threads wait for one piece only
+            map_pages(begin, min(end, begin + CHUNK))
+
+    def is_mapped(self, *, wait: bool) -> bool:
+        """Whether the pages of the next slot are mapped. `wait`: until they are."""
+        return self._is_mapped.wait(None if wait else 0)
 
     def close(self) -> None:
         """Drop our references; the memory is unmapped when no tensor on it is left."""
@@ -94,26 +139,38 @@ class SnapshotTaker:
         self._layout: Layout | None = None
         self._plan: SnapshotPlan | None = None
         self._refused: dict[int, str] = {}
+        self._request: tuple[Layout, NeedSegment] | None = None  # without an answer yet
         self._sequence = 0
         self.spare: MappedSegment | None = None  # the segment from which the state was restored
         self.capacity_hint = 0  # bytes for opaque values in the restored snapshot
 
-    def prepare(self) -> None:
+    def prepare(self, *, wait: bool) -> None:
         """Get a segment for the current state and map the slot that is written next. Mapping takes
         about 80 ms per GiB, and would make the first snapshot five times as slow as the others.
-        Raises StateError or AgentConnectionError."""
-        _, _, mapped, _ = self._planned()
+        `wait`: until that is done; otherwise a large segment is prepared in the background. Raises
+        StateError or AgentConnectionError."""
+        planned = self._planned(wait=wait)
+        if planned is None or not wait:
+            return
+        mapped = planned[2]
         slot = mapped.segment.free_slot()
         if slot is not None:
             mapped.prefault(slot)
 
-    def _planned(self) -> tuple[SnapshotPlan, bytes, MappedSegment, Layout]:
-        """The current state, its serialized opaque values, and a segment and layout that fit
-        both."""
+    def collect(self) -> None:
+        """Map the requested segment if the agent has sent it. Raises StateError or
+        AgentConnectionError."""
+        if self._request is not None and self._mapped is None and self._layout is not None:
+            self._mapped = self._new_segment(self._layout, wait=False)
+
+    def _planned(self, *, wait: bool) -> tuple[SnapshotPlan, bytes, MappedSegment, Layout] | None:
+        """The current state, its serialized opaque values, and a segment and layout that fit both.
+        None if the segment is still being prepared and must not be waited for."""
         plan = self._state.take()
         serialised = self._state.serialised(plan.values)
         values = values_region(serialised)
-        return plan, values, *self._segment_for(plan, len(values))
+        found = self._segment_for(plan, len(values), wait=wait)
+        return None if found is None else (plan, values, *found)
 
     def note_step(self, step: int) -> None:
         """Note that training has reached this step."""
@@ -139,11 +196,14 @@ class SnapshotTaker:
                 return
 
     def take(self, step: int, *, persist: bool, wait: float) -> bool:
-        """Take a snapshot; False if no slot became free within `wait` seconds. `persist`: also pin
-        it, because it will be written to storage. Raises StateError, AgentConnectionError, or what
-        a
-        Stateful raises; then no snapshot exists."""
-        plan, values, mapped, layout = self._planned()
+        """Take a snapshot; False if no slot became free within `wait` seconds, or if a segment is
+        still being prepared and `wait` is 0. `persist`: also pin it, because it will be written to
+        storage. Raises StateError, AgentConnectionError, or what a Stateful raises; then no
+        snapshot exists."""
+        planned = self._planned(wait=wait > 0)
+        if planned is None:
+            return False
+        plan, values, mapped, layout = planned
         segment = mapped.segment
         deadline = time.monotonic() + wait
         while (slot := segment.free_slot()) is None:
@@ -168,18 +228,37 @@ class SnapshotTaker:
         self._connection.send(Committed(step, slot, self._sequence, persist))
         return True
 
-    def _segment_for(self, plan: SnapshotPlan, values_bytes: int) -> tuple[MappedSegment, Layout]:
-        """The segment for this plan: the current one, or a new one if the state has changed."""
+    @property
+    def is_preparing(self) -> bool:
+        """Whether a segment is still being prepared."""
+        mapped = self._mapped
+        return self._request is not None or not (mapped is None or mapped.is_mapped(wait=False))
+
+    def _segment_for(
+        self, plan: SnapshotPlan, values_bytes: int, *, wait: bool
+    ) -> tuple[MappedSegment, Layout] | None:
+        """The segment for this plan: the current one, or a new one if the state has changed; None
+        if it is not ready and must not be waited for."""
+        layout = self._layout_for(plan, values_bytes)
+        if layout.key in self._refused:
+            raise StateError(self._refused[layout.key])
+        if layout is not self._layout and self._mapped is not None:
+            self._mapped.close()
+            self._mapped = None
+        self._layout, self._plan = layout, plan
+        if self._mapped is None:
+            self._mapped = self._new_segment(layout, wait=wait)
+        if self._mapped is None or not self._mapped.is_mapped(wait=wait):
+            return None
+        return self._mapped, layout
+
+    def _layout_for(self, plan: SnapshotPlan, values_bytes: int) -> Layout:
+        """The layout for this plan: the current one if it fits."""
         layout = self._layout
-        if (
-            self._mapped is not None
-            and layout is not None
-            and values_bytes <= layout.values_capacity
-        ):
+        if layout is not None and values_bytes <= layout.values_capacity:
             room = layout.values_capacity
             if plan is self._plan or (plan.layout or arrange(plan.pieces, room)).key == layout.key:
-                self._plan = plan
-                return self._mapped, layout
+                return layout
         layout = plan.layout
         if layout is None or values_bytes > layout.values_capacity:
             # At least twice the needed size, rounded up to a power of two, so that the same segment
@@ -188,22 +267,38 @@ class SnapshotTaker:
             if values_bytes <= self.capacity_hint:
                 room = self.capacity_hint
             layout = arrange(plan.pieces, room)
-        if layout.key in self._refused:
-            raise StateError(self._refused[layout.key])
-        self._mapped, self._layout, self._plan = self._request_segment(layout), layout, plan
-        return self._mapped, layout
+        return layout
 
-    def _request_segment(self, layout: Layout) -> MappedSegment:
-        encoded = layout.encode()
-        request = NeedSegment(
-            *(layout.key, layout.content, len(encoded), layout.slot_bytes, self._slots),
-            own=any(item.own for item in layout.items),
-            least=self._least,
-        )
-        if self._mapped is not None:
-            self._mapped.close()
-            self._mapped = None
-        here, fd = self._connection.request(request, SegmentHere)
+    def _new_segment(self, layout: Layout, *, wait: bool) -> MappedSegment | None:
+        """Get a segment for this layout from the agent; None if it is not there yet and must not be
+        waited for. Small ones are waited for in any case."""
+        if self._request is not None and self._request[0] is not layout:  # the state has changed
+            answer = self._connection.answer_to(self._request[1], SegmentHere, wait=wait)
+            if answer is None:
+                return None
+            self._request = None
+            if answer[1] is not None:
+                os.close(answer[1])
+        if self._request is None:
+            need = NeedSegment(
+                layout.key,
+                layout.content,
+                len(layout.encode()),
+                layout.slot_bytes,
+                self._slots,
+                own=any(item.own for item in layout.items),
+                least=self._least,
+            )
+            self._connection.send(need)
+            self._request = layout, need
+        need = self._request[1]
+        size = segment_bytes(need.layout_length, need.slot_bytes, need.slots)
+        is_small = size <= INLINE_BYTES
+        answer = self._connection.answer_to(need, SegmentHere, wait=wait or is_small)
+        if answer is None:
+            return None
+        self._request = None
+        here, fd = answer
         if not here.ok or fd is None:
             self._refused = {layout.key: here.reason or "the agent gave no memory"}
             raise StateError(self._refused[layout.key])
@@ -222,9 +317,12 @@ class SnapshotTaker:
         committed = [snapshot.sequence for snapshot in segment.snapshots()]
         self._sequence = max([self._sequence, *committed])
         if not committed:
+            encoded = layout.encode()
             mapped.memory[PAGE : PAGE + len(encoded)] = encoded
             for slot in range(segment.slots):
                 write_envelopes(segment.payload(slot), layout)
+        if not (wait or is_small):
+            mapped.prefault_in_background()
         return mapped
 
     def close(self) -> None:

@@ -389,6 +389,8 @@ class Checkpointer:
             ):  # the agent notices a lost connection anyway
                 backend.report_failed(due.step, due.persist, error)
             return False
+        if not took and backend.is_preparing:  # the first snapshot is taken once there is memory
+            return False
         if not took:
             self.stats.skipped += 1
             self._skipped_since_persist += 1

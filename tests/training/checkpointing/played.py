@@ -54,6 +54,8 @@ class PlayedAgent:
         self.watermark = True  # moves as soon as all ranks have committed a step
         self.unwhole: set[int] = set()
         self.no_segment = ""
+        self.may_give = threading.Event()  # until it is set, no segment is given
+        self.may_give.set()
         self.no_shard: set[int] = set()
         self.segments: dict[tuple[int, int], Memory] = {}  # local rank, layout
         self.current: dict[int, Memory] = {}
@@ -171,6 +173,9 @@ class PlayedAgent:
                     peer.sock.sendall(encode(s.RoomThere()))
 
     def _give(self, peer: Peer, here: s.RankHere, need: s.NeedSegment) -> None:
+        with self._news:
+            self._news.notify_all()
+        assert self.may_give.wait(240)
         if self.no_segment:
             peer.sock.sendall(encode(s.SegmentHere(False, self.no_segment, False)))
             return

@@ -75,13 +75,14 @@ def test_a_rank_without_room_to_map_a_snapshot_says_so_and_spoils_nothing(
     agent: PlayedAgent, tmp_path: Path
 ) -> None:
     state = {"x": torch.ones(10 << 20)}
-    ckpt = Checkpointer(tmp_path, state=state, every_steps=1, persist_every_seconds=None)
+    every: dict[str, Any] = {"every_steps": 1, "persist_every_seconds": None, "on_busy": "wait"}
+    ckpt = Checkpointer(tmp_path, state=state, **every)
     ckpt.step(1)
     ckpt.close()
     agent.next_life(1, 1)
     del ckpt
     gc.collect()
-    again = Checkpointer(tmp_path, state=state, every_steps=1, persist_every_seconds=None)
+    again = Checkpointer(tmp_path, state=state, **every)
     with at_most(64 << 20), pytest.raises(RuntimeError) as caught:
         again.restore()
     assert "step 1 is complete in memory, but this process cannot map" in str(caught.value)
@@ -101,6 +102,77 @@ def test_what_was_skipped_is_told_once(agent: PlayedAgent, new: New) -> None:
     assert (ckpt.stats.skipped, ckpt.stats.persists) == (2, 1)
     assert "skipped 2 snapshots before step 5: " in agent.until(s.Remark)[0].text
     assert [one.count for one in agent.until(s.Skipped, 2)] == [1, 2]
+
+
+LARGE = 4 << 20
+"""Numbers of a tensor whose segment is too large to be allocated within a step."""
+
+
+def test_training_goes_on_while_memory_for_the_first_snapshot_is_prepared(
+    agent: PlayedAgent, new: New
+) -> None:
+    """With steps that waited for the agent, this test would wait for ever."""
+    agent.may_give.clear()
+    x = torch.zeros(LARGE)
+    ckpt = new(state={"x": x}, every_steps=10, persist_every_seconds=None)
+    for step in range(1, 11):
+        ckpt.step(step)
+    assert (ckpt.stats.snapshots, ckpt.stats.skipped, ckpt.stats.failed) == (0, 0, 0)
+    assert len(agent.until(s.NeedSegment)) == 1
+    agent.may_give.set()
+    step = 10
+    while not ckpt.stats.snapshots:  # the pages are mapped between two due steps, too
+        step += 1
+        x.fill_(step)
+        ckpt.step(step)
+    assert step % 10 == 0
+    assert [one.step for one in agent.until(s.Committed)] == [step]
+    assert agent.of(s.Skipped) == agent.of(s.Remark) == []
+    ckpt.step(step + 10)
+    assert ckpt.stats.snapshots == 2
+
+
+def test_what_must_be_saved_waits_for_the_memory(agent: PlayedAgent, new: New) -> None:
+    agent.may_give.clear()
+    ckpt = new(state={"x": torch.zeros(LARGE)}, every_steps=1, persist_every_seconds=None)
+    ckpt.step(1)
+    assert not ckpt.stats.snapshots
+    thread = threading.Thread(target=lambda: (agent.until(s.NeedSegment), agent.may_give.set()))
+    thread.start()
+    assert ckpt.save_now(2)
+    thread.join(240)
+    assert len(agent.of(s.NeedSegment)) == 1
+    assert [(one.step, one.persist) for one in agent.until(s.Committed)] == [(2, True)]
+
+
+def test_state_that_changes_while_memory_is_prepared_gets_a_segment_of_its_own(
+    agent: PlayedAgent, new: New
+) -> None:
+    agent.may_give.clear()
+    state = {"x": torch.zeros(LARGE)}
+    ckpt = new(state=state, every_steps=1, persist_every_seconds=None)
+    ckpt.step(1)
+    state["y"] = torch.ones(LARGE)
+    ckpt.step(2)
+    assert len(agent.until(s.NeedSegment)) == 1, "one request at a time"
+    agent.may_give.set()
+    assert ckpt.save_now(3)
+    first, second = agent.of(s.NeedSegment)
+    assert second.slot_bytes > first.slot_bytes
+    assert agent.until(s.Committed)[0].step == 3
+
+
+def test_without_memory_it_is_said_once_and_training_goes_on(agent: PlayedAgent, new: New) -> None:
+    agent.no_segment = "there is no memory"
+    ckpt = new(state={"x": torch.zeros(LARGE)}, every_steps=1, persist_every_seconds=None)
+    step = 0
+    while not ckpt.stats.failed:
+        step += 1
+        ckpt.step(step)
+    ckpt.step(step + 1)
+    assert "there is no memory" in ckpt.stats.error
+    assert len([m for m in agent.until(s.Remark) if "there is no memory" in m.text]) == 1
+    assert len(agent.of(s.NeedSegment)) == 1
 
 
 @pytest.mark.parametrize(
