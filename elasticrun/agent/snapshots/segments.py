@@ -53,6 +53,10 @@ OPEN_LIMIT: Final = 5.0
 REMOVE_LIMIT: Final = 10.0
 """Seconds for releasing all segments at the end."""
 
+BACKGROUND: Final = 10
+"""What is added to the nice value of a thread that allocates, because ranks train meanwhile. On
+Linux the value belongs to the thread, and each allocation has a new one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
@@ -376,6 +380,7 @@ class Segments:
         small: list[str] = []
 
         def work() -> tuple[int, mmap.mmap]:
+            os.nice(BACKGROUND)
             if path:
                 fd = memory.allocate_file(path, sizes.nbytes, filled, small.append)
             else:
@@ -454,6 +459,7 @@ class Segments:
         fd = os.dup(held.fd)
 
         def work() -> bool:
+            os.nice(BACKGROUND)
             with os.fdopen(fd, "rb"):  # closed in the thread, which may outlive the caller
                 return memory.populate(fd, held.sizes.nbytes)
 
