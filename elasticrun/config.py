@@ -120,6 +120,10 @@ is lowered, an event spread over minutes costs more than two rounds."""
 STORM_LONGEST: Final = 300.0
 """Longest time by which one such event delays a round."""
 
+STANDBY_AFTER: Final = 10.0
+"""Seconds after the start of ranks until their standbys are started (`--standby=auto`): by then the
+script's own imports are done."""
+
 # ---------------------------------------------------------------- node health
 
 PROBE_LIMIT: Final = 60.0
@@ -388,6 +392,7 @@ class Launch:
     start_method: str = "spawn"
     preload: tuple[str, ...] = ()
     warm: bool = False  # leave a warm process running
+    standby: float = -1.0  # seconds after the ranks until their next life is started; -1: never
     python_exec: str = ""  # PYTHON_EXEC; "": this interpreter
     set_omp_threads: bool = False  # OMP_NUM_THREADS was unset and nproc > 1
     numa_binding: str | None = None

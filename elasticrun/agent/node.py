@@ -43,6 +43,7 @@ from elasticrun.agent.runtime import (
 from elasticrun.agent.shutdown import ShutdownSteps, end_callers_ranks
 from elasticrun.agent.sight.watching import LocalSight
 from elasticrun.agent.snapshots.snapshots import LocalSnapshots
+from elasticrun.agent.standby.next_life import NextLife
 from elasticrun.agent.workers.events import EventLog
 from elasticrun.agent.workers.probes import Probing
 from elasticrun.agent.workers.progress import Progress
@@ -202,9 +203,10 @@ class NodeAgent:
         self._probing = Probing(shared, self._spawners)
         self._sight = LocalSight(shared, self._ranks, self._progress)
         self._reports = Reporter(shared, self._progress, self._snapshots, self._output)
-        shared.parts += [
-            *(self._messages, self._progress, self._snapshots, self._events, self._sight)
-        ]
+        places = (self._progress, self._snapshots, self._sight)
+        standbys = NextLife(shared, self._spawners, self._ranks, self._stores, places)
+        shared.parts += [self._messages, self._progress, self._snapshots, self._events]
+        shared.parts += [self._sight, standbys]
 
     # ------------------------------------------------------------ the whole run
 

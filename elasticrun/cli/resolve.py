@@ -183,6 +183,7 @@ def _launch(
         start_method=flags.text("start_method"),
         preload=settings.modules(flags.text("preload")),
         warm=flags.switch("warm"),
+        standby=settings.standby(flags.text("standby")),
         python_exec=flags.environ.get("PYTHON_EXEC", ""),
         set_omp_threads=ranks.set_omp_threads,
         numa_binding=ranks.numa_binding,

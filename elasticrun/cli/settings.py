@@ -257,6 +257,12 @@ def modules(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(words))
 
 
+def standby(text: str) -> float:
+    """Parse --standby: seconds after the start of ranks, -1 for none."""
+    named = {"off": -1.0, "auto": config.STANDBY_AFTER}
+    return named[text] if text in named else seconds(text, "--standby", zero=True)
+
+
 SCHEDULER_PREFIXES: Final = (
     "SLURM_JOB",
     "KUBERNETES_SERVICE_HOST",

@@ -287,6 +287,9 @@ _ROWS: Final[Mapping[str, tuple[Flag, ...]]] = {
             choices=("auto", "fork", "exec")),
         _flag("--preload", _TEXT, "MODULE,...", "", "Modules to import besides torch before the "
             "fork; ranks then share the side effects of these imports (docs/warm.md).", OURS),
+        _flag("--standby", _TEXT, "auto|off|SECONDS", "off", "Start the next life of each rank "
+            "ahead of time, up to its first effect, so that a restart does not wait for the "
+            "script's imports (auto: 10 s after the ranks; docs/standby.md).", OURS),
         _switch("--warm", "Leave a process behind that has imported torch, from which later jobs "
             "are forked (elasticrun warm).", OURS),
     ),

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
@@ -24,10 +24,11 @@ from elasticrun.forkserver.helpers import numa
 from elasticrun.forkserver.helpers.helper import environment
 from elasticrun.forkserver.lazy_imports import GUARDED, Baseline, HiddenModules
 from elasticrun.forkserver.program import BecomeRank, Program
+from elasticrun.forkserver.standby import rehearsal
 from elasticrun.host.system import processes
 from elasticrun.host.system.title import become_program
 from elasticrun.training.monitor import monitor, recorder
-from elasticrun.wire.spawning import SpawnRank, command
+from elasticrun.wire.spawning import SpawnRank, SpawnStandby, command
 
 PAGE_BYTES = 16 * 1024
 """Bytes of a page: enough for the few sentences that a rank reports."""
@@ -135,11 +136,17 @@ class Inherited:
 
 
 def become_rank(
-    inherited: Inherited, order: SpawnRank, page: Page, hidden: HiddenModules
+    inherited: Inherited,
+    order: SpawnRank,
+    page: Page,
+    hidden: HiddenModules,
+    standby: SpawnStandby | None = None,
+    installed: Collection[str] = (),
 ) -> NoReturn:
-    """In a fresh fork with signals blocked: become the rank, then raise BecomeRank with the program
-    that is ready to run."""
-    _settle(inherited, order, page)
+    """In a fresh fork with signals blocked: become the rank, or its `standby`, then raise
+    BecomeRank with the program that is ready to run. `installed`: folders of installed packages."""
+    files = order if standby is None else standby
+    _settle(inherited, order, page, (files.stdout, files.stderr))
     _dispositions(inherited, for_python=True)
     environ = environment(inherited.baseline.environ, order)
     set_environ(environ)
@@ -160,12 +167,19 @@ def become_rank(
         recorder.enable(getattr(hidden.modules.get("torch"), "__version__", ""))
         monitor.start(order.monitor)
     again.watch()
+    if standby is not None:
+        rehearsal.begin(installed, _clock_classes(hidden))
     raise BecomeRank(program)
+
+
+def _clock_classes(hidden: HiddenModules) -> list[type]:
+    module = hidden.modules.get("datetime")
+    return [] if module is None else [module.datetime, module.date]
 
 
 def exec_rank(inherited: Inherited, order: SpawnRank, page: Page, python: str) -> NoReturn:
     """In a fresh fork with signals blocked: exec `python -u script`, or the command."""
-    _settle(inherited, order, page)
+    _settle(inherited, order, page, (order.stdout, order.stderr))
     _dispositions(inherited, for_python=False)
     environ = environment(inherited.baseline.environ, order)
     words = command(order.entry, python)
@@ -182,7 +196,7 @@ def fail(page: Page, reason: str) -> NoReturn:
     os._exit(CANNOT_START)
 
 
-def _settle(inherited: Inherited, order: SpawnRank, page: Page) -> None:
+def _settle(inherited: Inherited, order: SpawnRank, page: Page, files: tuple[str, str]) -> None:
     """Set session, parent-death signal, log files and cores: the same for fork and exec. Ends the
     child if one fails."""
     page.adopt()
@@ -195,8 +209,8 @@ def _settle(inherited: Inherited, order: SpawnRank, page: Page) -> None:
     ):  # an ancestor may trace us anyway, but py-spy, a child of the agent, may not
         processes.allow_tracer(inherited.agent)
     try:
-        _redirect(1, order.stdout)
-        _redirect(2, order.stderr)
+        _redirect(1, files[0])
+        _redirect(2, files[1])
     except OSError as error:
         fail(page, f"cannot write the log file {error.filename}: {error.strerror}")
     with suppress(OSError):

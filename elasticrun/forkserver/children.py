@@ -25,6 +25,7 @@ from elasticrun.forkserver.helpers.helper import (
 )
 from elasticrun.forkserver.prepare import Prepared
 from elasticrun.forkserver.program import BecomeRank
+from elasticrun.forkserver.standby.standbys import StandbyPool
 from elasticrun.host.system import processes
 from elasticrun.wire.spawning import (
     Execed,
@@ -34,7 +35,10 @@ from elasticrun.wire.spawning import (
     Spawned,
     SpawnFailed,
     SpawnRank,
+    SpawnStandby,
     Stale,
+    StandbyIs,
+    StandbyState,
 )
 from elasticrun.wire.types import EntryKind
 
@@ -70,6 +74,7 @@ class Children:
         self._groups: dict[int, int] = {}  # process group by key, until swept
         self._exec_next: set[str] = set()
         self._stale = ""
+        self.standbys = StandbyPool(self, self._report)
 
     # ------------------------------------------------------------ start
 
@@ -79,13 +84,19 @@ class Children:
             self._fail(order, "a function can only be run by its own caller")
             return
         forked = self._prepared.mode == "fork" and not self._why_exec(order)
+        if forked and (taken := self.standbys.take(order)) is not None:
+            pid = taken[0]
+            self._ranks[pid] = _Rank(order.key, taken[1])
+            self._started(order, pid, forked)
+            self._read_page(self._ranks[pid])
+            return
         # From the first rank on we outlive our parent, until we have swept what the ranks leave
         # behind. SIGCONT reports the parent's death, and wakes us up if we are stopped (SIGSTOP).
         processes.die_with_parent(signal.SIGCONT)
         page = None
         try:
             page = Page()
-            pid = self._fork(partial(self._become_rank, order, page, forked))
+            pid = self.fork(partial(self._become_rank, order, page, forked))
         except OSError as error:
             if page is not None:
                 page.close()
@@ -101,11 +112,26 @@ class Children:
         self._groups[order.key] = pid
         self._report(Spawned(order.key, pid, forked))
 
-    def _become_rank(self, order: SpawnRank, page: Page, forked: bool) -> NoReturn:
+    def spawn_standby(self, order: SpawnStandby) -> None:
+        """Start a standby, unless its rank would be exec'd."""
+        if self._prepared.mode == "fork" and not self._why_exec(order.rank):
+            self.standbys.start(order)
+        else:
+            self._report(StandbyIs(order.key, StandbyState.EXECED))
+
+    def become_standby(self, order: SpawnStandby, page: Page) -> NoReturn:
+        """In a traced fork: become the standby."""
+        self._become_rank(order.rank, page, True, order)
+
+    def _become_rank(
+        self, order: SpawnRank, page: Page, forked: bool, standby: SpawnStandby | None = None
+    ) -> NoReturn:
         if not forked:
             child.exec_rank(self._inherited, order, page, self._prepared.python)
         try:
-            child.become_rank(self._inherited, order, page, self._prepared.hidden)
+            prepared = self._prepared
+            folders = prepared.preloader.folders
+            child.become_rank(self._inherited, order, page, prepared.hidden, standby, folders)
         except BecomeRank:
             raise
         except BaseException as error:  # report our own bug as a sentence, not as a traceback
@@ -144,7 +170,7 @@ class Children:
         helper = None
         try:
             helper = kind(order)
-            pid = self._fork(partial(self._become_helper, helper, order))
+            pid = self.fork(partial(self._become_helper, helper, order))
         except OSError as error:
             if helper is not None:
                 helper.close()
@@ -171,7 +197,7 @@ class Children:
         finally:
             os._exit(1)
 
-    def _fork(self, become: Callable[[], NoReturn]) -> int:
+    def fork(self, become: Callable[[], NoReturn]) -> int:
         """Fork a child that runs `become`, and return its pid. All signals are blocked across the
         fork; the child continues with them blocked, and `become` never returns."""
         server = os.getpid()
@@ -184,6 +210,7 @@ class Children:
                     rank.page.close()
                 for helper in self._helpers.values():
                     helper.close()
+                self.standbys.close_in_child()
                 become()
             return pid
         finally:
@@ -193,8 +220,8 @@ class Children:
     # ------------------------------------------------------------ while they run
 
     def living(self) -> list[int]:
-        """Pids of ranks and helpers that have not been reaped."""
-        return [*self._ranks, *self._helpers]
+        """Pids of ranks, helpers and standbys that have not been reaped."""
+        return [*self._ranks, *self._helpers, *self.standbys.pids()]
 
     def stores(self) -> list[int]:
         """Pids of store hosts."""
@@ -227,6 +254,7 @@ class Children:
         for rank in self._ranks.values():
             self.send_signal(rank.key, signal.SIGKILL)
         self._kill(ProbeHelper)
+        self.standbys.drop()
 
     def _kill(self, kind: type[Helper]) -> None:
         for helper in self._helpers.values():
@@ -236,11 +264,14 @@ class Children:
     # ------------------------------------------------------------ their messages
 
     def pipes(self) -> list[int]:
-        """The descriptors of all helpers' pipes."""
-        return [each for helper in self._helpers.values() for each in helper.descriptors()]
+        """The descriptors of all helpers' pipes, and of the tracer's."""
+        found = [each for helper in self._helpers.values() for each in helper.descriptors()]
+        return found if self.standbys.fileno() < 0 else [*found, self.standbys.fileno()]
 
     def read_helpers(self, ready: Collection[int]) -> None:
         """Forward what has arrived on these pipes."""
+        if self.standbys.fileno() in ready:
+            self.standbys.read()
         for helper in self._helpers.values():
             for descriptor in set(helper.descriptors()).intersection(ready):
                 for message in helper.read(descriptor):
@@ -272,7 +303,7 @@ class Children:
             for message in helper.drain(pid, code):
                 self._report(message)
         rank = self._ranks.pop(pid, None)
-        if rank is None:
+        if self.standbys.reaped(pid) or rank is None:
             return
         self._read_page(rank)
         rank.page.close()

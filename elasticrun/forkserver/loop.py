@@ -30,6 +30,7 @@ from elasticrun.wire.spawning import (
     SHIELDED,
     CloseStore,
     Configure,
+    DropStandby,
     FromSpawner,
     Keepalive,
     Lingering,
@@ -42,6 +43,7 @@ from elasticrun.wire.spawning import (
     SpawnProbe,
     SpawnRank,
     SpawnSaver,
+    SpawnStandby,
     SpawnStore,
     SweepOrder,
     Swept,
@@ -146,6 +148,7 @@ class Server:
             connection.flush()
             for order in self._talk.read():
                 self._obey(order)
+            self._children.standbys.end_batch()
         self._children.read_helpers(ready)
         self._reap()
         if not ready:  # silence counts only if the socket was polled and empty
@@ -178,6 +181,10 @@ class Server:
         match order:
             case SpawnRank():
                 self._children.spawn_rank(order)
+            case SpawnStandby():
+                self._children.spawn_standby(order)
+            case DropStandby():
+                self._children.standbys.drop_key(order.key)
             case SpawnStore() | SpawnProbe() | SpawnSaver():
                 self._children.spawn_helper(order)
             case SendSignal():

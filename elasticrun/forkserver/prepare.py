@@ -54,7 +54,7 @@ class Preloader:
 
     def __init__(self, hidden: HiddenModules) -> None:
         self._hidden = hidden
-        self._folders = installed_folders()
+        self.folders = installed_folders()
 
     def import_torch(self) -> None:
         """Import numpy if it is installed, because torch would import it; then torch. Raises
@@ -139,7 +139,7 @@ class Preloader:
         if spec is None or spec.origin is None:
             return "no installed package has this module" if spec is None else "it has no file"
         origin = os.path.realpath(spec.origin)
-        if not any(origin.startswith(folder + os.sep) for folder in self._folders):
+        if not any(origin.startswith(folder + os.sep) for folder in self.folders):
             return f"{origin} is not an installed package"
         return ""
 

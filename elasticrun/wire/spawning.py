@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import ClassVar, Final
 
@@ -53,6 +54,25 @@ class SpawnRank:
     numa: str = ""  # mode of --numa-binding, "" for the spawner's first mask
     numa_may_fail: bool = False  # run unbound if torch finds no cores
     monitor: str = ""  # socket on which a forked rank answers (wire.progress); "": none
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnStandby:
+    """Start the next life of a rank ahead of time, in place of an earlier standby of this local
+    rank: it runs until its first effect and becomes the rank at a SpawnRank that differs from
+    `rank` in nothing but the key. Answer: StandbyIs, at each change."""
+
+    key: int
+    rank: SpawnRank
+    stdout: str  # where the file `rank.stdout` is until then, if it is a file
+    stderr: str
+
+
+@dataclass(frozen=True, slots=True)
+class DropStandby:
+    """End a standby, unless it is a rank already."""
+
+    key: int
 
 
 def command(entry: Entrypoint, python: str = "") -> list[str]:
@@ -183,10 +203,12 @@ class Ping:
     number: int
 
 
-Spawn = SpawnRank | SpawnStore | SpawnProbe | SpawnSaver
+Spawn = SpawnRank | SpawnStandby | SpawnStore | SpawnProbe | SpawnSaver
 """Orders that start a process."""
 
-ToSpawner = Configure | Spawn | SendSignal | SweepOrder | CloseStore | Quit | Keepalive | Ping
+ToSpawner = (
+    Configure | Spawn | DropStandby | SendSignal | SweepOrder | CloseStore | Quit | Keepalive | Ping
+)
 
 
 # ---------------------------------------------------------------- from the spawner
@@ -286,6 +308,31 @@ class Execed:
     key: int
 
 
+class StandbyState(StrEnum):
+    """What a standby is; the last ones say why there is none any more."""
+
+    REHEARSING = "rehearsing"  # it runs; `detail` is empty
+    READY = "ready"  # it waits; `detail`: the call at which it is parked
+    ACTIVE = "active"  # it has become the rank
+    REFUSED = "refused"  # the system does not allow to trace processes; `detail`: its error
+    EXECED = "execed"  # ranks are not forked
+    DIFFERENT = "different"  # the rank is started otherwise than was expected
+    CHANGED = "changed"  # a file that it has read has changed; `detail`: its path
+    MEMORY = "memory"  # it, or all of them, would need too much memory
+    READS = "reads"  # it reads too many files
+    ENDED = "ended"  # it was killed, or ended by itself
+    NO_ANSWER = "no answer"  # the tracer has ended, or does not answer
+
+
+@dataclass(frozen=True, slots=True)
+class StandbyIs:
+    """The state of a standby. Once it is none of the first three, its key is forgotten."""
+
+    key: int
+    state: StandbyState
+    detail: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Notice:
     """One sentence for the operator: a fallback, a refused preload."""
@@ -308,7 +355,7 @@ class Pong:
     number: int
 
 
-FromChild = Spawned | Execed | SpawnFailed | Exited | StoreListening | ProbeSaid
+FromChild = Spawned | Execed | SpawnFailed | Exited | StoreListening | ProbeSaid | StandbyIs
 """Messages about one process, identified by its key."""
 
 FromSpawner = FromChild | SpawnerReady | Swept | Lingering | Notice | Stale | Pong

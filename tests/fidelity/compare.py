@@ -27,14 +27,14 @@ class Intended:
     modes: tuple[str, ...] = tuple(mode for mode in MODES if mode != "torchrun")
 
 
-FORKED = ("fork", "warm")
+FORKED = ("fork", "warm", "parked")
 
 OUR_VARIABLES = ("ELASTICRUN_*", "DLROVER_*")
 """Variables that a rank has of our launcher alone."""
 
 OF_A_RUN = (
     *("MASTER_PORT", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"),
-    *("FIDELITY_OUT", "XDG_RUNTIME_DIR"),
+    *("FIDELITY_OUT", "FIDELITY_PARKED", "XDG_RUNTIME_DIR"),
 )
 """Variables that differ between any two runs of torchrun itself."""
 
@@ -213,6 +213,9 @@ def _whole(case: Case, mode: str, ran: Ran) -> list[str]:
     may = (*MODES[mode].sharers, *([0] if case.executed else []))
     if not set(how.values()) <= set(may):
         wrong.append(f"ranks were not started by {mode}: {how}\n{ran.console[-3000:]}")
+    later = {place: record["parked"] for place, record in ran.records.items() if place[0]}
+    if mode == "parked" and not all(later.values()):
+        wrong.append(f"ranks were no standbys: {later}\n{ran.console[-3000:]}")
     return wrong
 
 

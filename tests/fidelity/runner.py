@@ -53,6 +53,7 @@ MODES = {
     "exec": Mode(ELASTICRUN, ("--launch=exec",)),
     "fork": Mode(ELASTICRUN, sharers=(1,)),
     "warm": Mode(ELASTICRUN, sharers=(2, 3)),
+    "parked": Mode(ELASTICRUN, ("--standby=0",), sharers=(1,)),
 }
 
 Records = dict[tuple[int, int], dict[str, Any]]
@@ -152,6 +153,7 @@ class Runs:
         env = {**self._variables(case), "FIDELITY_OUT": str(out)}
         if mode == "warm":
             env |= self._warm(case)
+        env["FIDELITY_PARKED"] = "1" if mode == "parked" else ""
         launch = [
             *(self.python(case.customized), *FIRST_WORDS[how.launcher]),
             *("--standalone", f"--nproc-per-node={case.ranks}", f"--max-restarts={LAST_LIFE}"),

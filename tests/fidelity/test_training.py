@@ -43,3 +43,15 @@ def test_each_training_alone(runs: Runs, words: tuple[str, ...]) -> None:
     if words[-1] == "inductor" and shutil.which("g++") is None:
         needs.lacking("there is no C++ compiler here")
     alike(runs, Case(("train.py", *words)), "exec", "fork", "warm", at_once=False)
+
+
+PARKED = (("ddp",), ("compiled",), ("fsdp2",), ("checkpointer",), ("trainer",), ("light",))
+
+
+@pytest.mark.parametrize("words", PARKED, ids=" ".join)
+def test_a_standby_trains_as_torchrun_does(runs: Runs, words: tuple[str, ...]) -> None:
+    """The last life was started before the one before it has ended."""
+    missing = [n for n in NEEDS.get(words[-1], ()) if importlib.util.find_spec(n) is None]
+    if missing:
+        needs.lacking(f"not installed: {', '.join(missing)}")
+    alike(runs, Case(("train.py", *words), env={"FIDELITY_LATE": "1"}), "parked", at_once=False)

@@ -178,6 +178,12 @@ def _last_written(path: str) -> Iterator[float]:
                 yield about.st_mtime
 
 
+_FILES: Final = {STDOUT: "stdout.log", STDERR: "stderr.log"}
+
+_BEFORE: Final = ".next"
+"""A folder beside those of the attempts, for files of standbys."""
+
+
 class LogsUnusable(Exception):
     """Log files cannot be written as requested; the text is one sentence for the user."""
 
@@ -374,6 +380,8 @@ class RankOutput:
 
         All files of a failed job, files that ranks created, and output that was not shown are
         kept."""
+        if self._run_dir:
+            shutil.rmtree(os.path.join(self._run_dir, _BEFORE), ignore_errors=True)
         if self._folder is not None:
             useless = ended_well and not self._has_unshown
             self._folder.leave(("stdout.log", "stderr.log", "error.json") if useless else ())
@@ -401,26 +409,68 @@ class RankOutput:
             own = os.path.join(folder, str(local_rank))
             os.mkdir(own)
             tee = plan.tee.get(local_rank, plan.tee_all)
-            to_file = plan.redirects.get(local_rank, plan.redirects_all) | tee
-            shown = not plan.local_ranks_filter or local_rank in plan.local_ranks_filter
-            for bit, files, tees, name in (
-                (STDOUT, places.stdouts, places.tee_stdouts, "stdout.log"),
-                (STDERR, places.stderrs, places.tee_stderrs, "stderr.log"),
+            for bit, files, tees in (
+                (STDOUT, places.stdouts, places.tee_stdouts),
+                (STDERR, places.stderrs, places.tee_stderrs),
             ):
-                if to_file & bit:
-                    files[local_rank] = os.path.join(own, name)
-                    if tee & bit and shown:
-                        tees[local_rank] = files[local_rank]
-                    else:
-                        self._has_unshown = True
+                files[local_rank] = file = self._destination(local_rank, bit, own)
+                if not file.startswith(own):
+                    continue
+                with contextlib.suppress(OSError):  # a standby has it open
+                    os.rename(self._before(local_rank, bit, own), file)
+                    os.utime(file)
+                if tee & bit and self._is_shown(local_rank):
+                    tees[local_rank] = file
                 else:
-                    files[local_rank] = "" if shown else DEV_NULL
+                    self._has_unshown = True
             places.error_files[local_rank] = os.path.join(own, "error.json")
         if self.notes is not None and self.has_files:
             with contextlib.suppress(OSError):  # only a convenience
                 ranks = {local_rank: int(envs[local_rank][env.RANK]) for local_rank in envs}
                 self.notes.add(folder, attempt, ranks)
         return places
+
+    def _is_shown(self, local_rank: int) -> bool:
+        shown = self._plan.local_ranks_filter
+        return not shown or local_rank in shown
+
+    def _destination(self, local_rank: int, bit: int, own: str) -> str:
+        """Where a stream of a rank goes (`RankLogs`); `own`: the folder of its files."""
+        plan = self._plan
+        to_file = plan.redirects.get(local_rank, plan.redirects_all)
+        to_file |= plan.tee.get(local_rank, plan.tee_all)
+        if to_file & bit:
+            return os.path.join(own, _FILES[bit])
+        return "" if self._is_shown(local_rank) else DEV_NULL
+
+    def _before(self, local_rank: int, bit: int, own: str) -> str:
+        """The same while only a standby has the file."""
+        place = self._destination(local_rank, bit, own)
+        if not place.startswith(own):
+            return place
+        return os.path.join(self._run_dir, _BEFORE, f"{local_rank}.{_FILES[bit]}")
+
+    def foresee(
+        self, attempt: int, envs: Mapping[int, dict[str, str]]
+    ) -> dict[int, tuple[RankLogs, RankLogs]]:
+        """The logs that `open_attempt` will give the ranks of a later attempt, and where their
+        standbys open these files until then; adds to `envs` as that does. Empty if a plug-in
+        chooses the files. Blocks."""
+        found: dict[int, tuple[RankLogs, RankLogs]] = {}
+        for local_rank, variables in envs.items() if self._plugin is None else ():
+            variables[env.ERROR_FILE] = ""
+            later = now = RankLogs("", "", "")
+            if self._run_dir:
+                own = os.path.join(self._run_dir, f"attempt_{attempt}", str(local_rank))
+                error = variables[env.ERROR_FILE] = os.path.join(own, "error.json")
+                out, err = (self._destination(local_rank, bit, own) for bit in _FILES)
+                later = RankLogs(out, err, error)
+                out, err = (self._before(local_rank, bit, own) for bit in _FILES)
+                now = RankLogs(out, err, error)
+                if now != later:
+                    os.makedirs(os.path.join(self._run_dir, _BEFORE), exist_ok=True)
+            found[local_rank] = (later, now)
+        return found
 
     def _follow(self, places: Destinations, envs: Mapping[int, dict[str, str]]) -> None:
         for stream, tees, needles, path in (

@@ -45,6 +45,7 @@ class RankQueries:
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
         self._places: dict[int, str] = {}
+        self._next: dict[int, str] = {}
         self._ranks: dict[bytes, int] = {}
         self._pending: dict[int, _Query] = {}
         self._number = 0
@@ -58,10 +59,15 @@ class RankQueries:
             found = self._socket = bound_socket(mint_name())
         except OSError:
             return {}
-        self._places = {rank: kept.get(rank) or mint_name() for rank in range(nproc)}
+        self._places = {rank: kept.get(rank) or self.next_place(rank) for rank in range(nproc)}
+        self._next = {}
         self._ranks = {address(name).encode(): rank for rank, name in self._places.items()}
         asyncio.get_running_loop().add_reader(found, self._readable)
         return self._places
+
+    def next_place(self, local_rank: int) -> str:
+        """The address of this rank in the next round."""
+        return self._next.setdefault(local_rank, mint_name())
 
     def stop(self) -> None:
         """Stop querying; pending queries return the answers so far. May be called again."""

@@ -92,6 +92,11 @@ class LocalSight:
         self.places = self._queries.start(nproc, self._ranks.kept_monitors)
         self._tasks.start(self._watch(watched), "watching the ranks", on_failure=logger.warning)
 
+    def next_place(self, local_rank: int) -> str:
+        """The address of this rank in the next round; "" if ranks are not queried."""
+        is_off = self._node.launch.spec.watch.on_hang == "off"
+        return "" if is_off else self._queries.next_place(local_rank)
+
     def ranks_stopping(self) -> None:
         """Stop reports, because ranks that are being stopped make no progress."""
         if self._watched is not None:

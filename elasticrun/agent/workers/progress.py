@@ -195,6 +195,7 @@ class Progress:
         self._link = link
         self._socket: socket.socket | None = None
         self._name = ""
+        self._next_name = mint_name()
         self._start: Start | None = None
         self._windows: dict[int, _Window] = {}
         self._latest: dict[int, tuple[int, float]] = {}
@@ -225,7 +226,7 @@ class Progress:
         self._new_since = math.inf
         share = start.group_world_size / REPORTS_PER_SECOND
         self._every = max(MIN_INTERVAL, min(MAX_INTERVAL, share))
-        name = mint_name()
+        name, self._next_name = self._next_name, mint_name()
         try:
             found = bound_socket(name)
         except OSError as error:
@@ -237,6 +238,10 @@ class Progress:
     def place(self, local_rank: int) -> str:
         """The value of wire.env.PROGRESS for this rank; "" if there is no socket."""
         return place(self._name, local_rank) if self._name else ""
+
+    def next_place(self, local_rank: int) -> str:
+        """The same for the next round."""
+        return place(self._next_name, local_rank)
 
     def seen(self, local_rank: int) -> tuple[int, float]:
         """The newest step of this rank in this round, and its seconds; -1: none."""

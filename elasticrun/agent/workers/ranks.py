@@ -461,8 +461,15 @@ class Ranks:
             self.signal((local_rank,), signal.SIGKILL)
 
     def _spawn(self, attempt: _Attempt, local_rank: int, environment: dict[str, str]) -> None:
-        launch, logs = self._launch, attempt.logs[local_rank]
-        order = spawning.SpawnRank(
+        monitor = attempt.monitors.get(local_rank, "")
+        order = self._order(local_rank, environment, attempt.logs[local_rank], monitor)
+        attempt.children[self._spawners.start(order, self)] = local_rank
+
+    def _order(
+        self, local_rank: int, environment: dict[str, str], logs: RankLogs, monitor: str
+    ) -> spawning.SpawnRank:
+        launch = self._launch
+        return spawning.SpawnRank(
             key=0,
             local_rank=local_rank,
             entry=_as_debugged(rank_entry(launch.entry, local_rank), launch.python_exec),
@@ -473,9 +480,29 @@ class Ranks:
             error_file=logs.error_file,
             numa=launch.numa_binding or "",
             numa_may_fail=launch.numa_may_fail,
-            monitor=attempt.monitors.get(local_rank, ""),
+            monitor=monitor,
         )
-        attempt.children[self._spawners.start(order, self)] = local_rank
+
+    async def foresee(
+        self, start: Start, own: Mapping[int, Mapping[str, str]], monitors: Mapping[int, str]
+    ) -> list[spawning.SpawnStandby]:
+        """The orders for standbys of this later start; none if the files cannot be foreseen."""
+        environments = {
+            rank: rank_environment(self._node, start, rank, os.environ, own[rank]) for rank in own
+        }
+        number = start.round.number - 1
+        found = await in_thread(
+            lambda: self._output.foresee(number, environments), limit=DISK_LIMIT, name="logs"
+        )
+        return [
+            spawning.SpawnStandby(
+                0,
+                self._order(rank, environments[rank], later, monitors[rank]),
+                now.stdout,
+                now.stderr,
+            )
+            for rank, (later, now) in found.items()
+        ]
 
     async def _open_logs(
         self, attempt: _Attempt, environments: dict[int, dict[str, str]]

@@ -241,11 +241,7 @@ class Spawners:
 
     # ------------------------------------------------------------ orders
 
-    def start(
-        self,
-        order: spawning.SpawnRank | spawning.SpawnStore | spawning.SpawnProbe | spawning.SpawnSaver,
-        owner: Owner,
-    ) -> Child:
+    def start(self, order: spawning.Spawn, owner: Owner) -> Child:
         """Order a process from the current spawner, or from its replacement if that is ready. The
         key in the order is set here."""
         self._switch()

@@ -94,6 +94,7 @@ class Stores:
         self._retry = Timer()
         self._is_requested = False  # one was requested before our address was known
         self._once = Once()
+        self._listening = asyncio.Event()
 
     def prepare(self) -> None:
         """Start a store host on its own port; StoreReady follows when it listens. A failed start is
@@ -117,6 +118,15 @@ class Stores:
         if self._is_requested:
             self.prepare()
 
+    async def prepared(self, current: Endpoint) -> Endpoint:
+        """The store for the next round, once it listens; `current`: that of this round."""
+        while True:
+            ready = (s.endpoint for s in self._stores.values() if s.listening and not s.released)
+            if (found := next((one for one in ready if one != current), None)) is not None:
+                return found
+            self._listening.clear()
+            await self._listening.wait()
+
     def release(self, endpoint: Endpoint) -> None:
         """End the host of a store that nobody needs any more; its port stays reserved."""
         for child, store in self._stores.items():
@@ -133,6 +143,7 @@ class Stores:
             store.late.after(limit, self._on_start_limit, child, limit)
         elif isinstance(message, spawning.StoreListening) and not store.listening:
             store.listening = True
+            self._listening.set()
             self._tries = 0
             self._once.clear()
             store.late.cancel()

@@ -48,6 +48,11 @@ ALL = ("random", "numpy", "torch", "torch seed")
 """The generators of a process."""
 
 OUT = os.environ.get("FIDELITY_OUT", "")
+LATE = bool(os.environ.get("FIDELITY_LATE"))
+"""Looks before the process group are left out: they would park a standby at the first line."""
+PARKED = bool(os.environ.get("FIDELITY_PARKED"))
+"""A life ends once the standbys of the next one are parked."""
+
 PATIENCE = 120.0
 """Seconds for the other ranks' records; a rank that fails takes the others with it."""
 
@@ -345,6 +350,8 @@ PARTS = {
 
 def look(moment):
     """Record the state of the whole process."""
+    if LATE and "torch.distributed" not in sys.modules:
+        return
     before = set(sys.modules)
     state = {f"{part}: {name}": value for part, see in PARTS.items() for name, value in see()}
     state["imported by looking"] = sorted(set(sys.modules) - before)
@@ -421,6 +428,8 @@ def _file(rank):
 def end():
     """Write the record, wait for the other ranks', and die unless this life is the last one."""
     record["sharers"] = sharers()
+    notes = [name for name in os.listdir(OUT) if name.startswith(f"parked-{LIFE}-")]
+    record["parked"] = any(str(os.getpid()) in read(os.path.join(OUT, n)).split() for n in notes)
     with open(_file(RANK) + ".new", "w") as file:
         json.dump(record, file)
     os.replace(file.name, _file(RANK))
@@ -429,8 +438,33 @@ def end():
     while time.monotonic() < until and not all(map(os.path.exists, others)):
         time.sleep(0.02)
     if LIFE < LAST:
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
+
+
+def standbys():
+    """CPU ticks of each standby of the next life that stands still at its tracer's."""
+    following = f"TORCHELASTIC_RESTART_COUNT={LIFE + 1}"
+    found = {}
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        words = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+        stands = bool(words) and words[0] == "t" and int(words[1]) == os.getppid()
+        if stands and following in read(f"/proc/{pid}/environ").split("\0"):
+            found[int(pid)] = words[11:13]
+    return found
+
+
+def die():
+    """Kill this process, once the next life is parked if there are standbys."""
+    until, before = time.monotonic() + PATIENCE, {}
+    while PARKED and time.monotonic() < until:
+        time.sleep(0.5)
+        before, last = standbys(), before
+        if before == last and len(before) == int(os.environ["LOCAL_WORLD_SIZE"]):
+            break
+    with open(os.path.join(OUT, f"parked-{LIFE + 1}-{RANK}"), "w") as file:
+        file.write(" ".join(map(str, before)))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if LIFE in BRIEF:
-    os.kill(os.getpid(), signal.SIGKILL)
+    die()

@@ -1,0 +1,147 @@
+"""The next life of each local rank, started ahead of time (`--standby`).
+
+While a round runs, the agent foresees the orders with which its ranks would be started after a
+failure: the same places, the restart count plus one, the store that is prepared. The fork server
+starts a process for each and compares the orders. Nothing depends on a standby: a wrong guess costs
+its CPU.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from msgspec.structs import replace
+
+from elasticrun.agent.context import NodeContext
+from elasticrun.agent.runtime import Tasks, Timer, in_thread
+from elasticrun.agent.workers.spawner import Child, Spawners
+from elasticrun.agent.workers.stores import Stores
+from elasticrun.host.log import logger
+from elasticrun.snapshots.shm.memory import available_memory
+from elasticrun.wire import env, spawning
+from elasticrun.wire.messages import Start
+from elasticrun.wire.types import RoundName
+
+if TYPE_CHECKING:
+    from elasticrun.agent.sight.watching import LocalSight
+    from elasticrun.agent.snapshots.snapshots import LocalSnapshots
+    from elasticrun.agent.workers.progress import Progress
+    from elasticrun.agent.workers.ranks import Ranks
+
+NEEDED: Final = 2 * 512 * 1024 * 1024
+"""Bytes of available memory for each standby: twice the memory of large imports."""
+
+_LIVES: Final = (
+    spawning.StandbyState.REHEARSING,
+    spawning.StandbyState.READY,
+)
+
+
+class NextLife:
+    """Starts standbys some time after the ranks; a part of the node."""
+
+    def __init__(
+        self,
+        node: NodeContext,
+        spawners: Spawners,
+        ranks: Ranks,
+        stores: Stores,
+        places: tuple[Progress, LocalSnapshots, LocalSight],
+    ) -> None:
+        """`places`: where ranks of the next round report to, and answer."""
+        self._node = node
+        self._spawners = spawners
+        self._ranks = ranks
+        self._stores = stores
+        self._progress, self._snapshots, self._sight = places
+        self._children: dict[Child, int] = {}
+        self._begin_timer = Timer()
+        self._tasks = Tasks(node.fatal)
+        self._said: set[str] = set()
+
+    # ------------------------------------------------------------ a round of the ranks
+
+    def round_began(self, start: Start) -> None:
+        """Start standbys for the round after this one, when its ranks have run for a while."""
+        self._begin_timer.cancel()
+        after = self._node.launch.standby
+        if after < 0 or self._spawners.is_caller:
+            return
+        if start.info.restart_count >= self._node.launch.spec.max_restarts:
+            self._say("this is the last life that --max-restarts allows")
+            return
+        self._begin_timer.after(after, self._begin, start)
+
+    def _begin(self, start: Start) -> None:
+        self._tasks.start(self._prepare(start), "preparing standbys", on_failure=logger.debug)
+
+    async def _prepare(self, start: Start) -> None:
+        launch = self._node.launch
+        if not start.host_store:
+            self._say("another node has the store of the next round")
+            return
+        store = await self._stores.prepared(start.store)
+        room, bound = await in_thread(available_memory, name="memory")
+        if room < NEEDED * launch.nproc_per_node:
+            self._say(f"{bound} has too little memory")
+            return
+        name = start.round
+        info = replace(
+            start.info,
+            name=RoundName(name.term, name.number + 1, name.nonce),
+            restart_count=start.info.restart_count + 1,
+        )
+        local_ranks = range(launch.nproc_per_node)
+        orders = await self._ranks.foresee(
+            replace(start, info=info, store=store),
+            {rank: self._variables(rank) for rank in local_ranks},
+            {rank: self._sight.next_place(rank) for rank in local_ranks},
+        )
+        if not orders:
+            self._say("a plug-in chooses the log files")
+        if self._ranks.start is not start:
+            return
+        for order in orders:
+            self._children[self._spawners.start(order, self)] = order.rank.local_rank
+
+    def _variables(self, local_rank: int) -> dict[str, str]:
+        snapshots = self._snapshots.place(local_rank)
+        own = {env.PROGRESS: self._progress.next_place(local_rank), env.SNAPSHOTS: snapshots}
+        return {name: place for name, place in own.items() if place}
+
+    def _say(self, why: str) -> None:
+        if why not in self._said:
+            self._said.add(why)
+            logger.debug("no standby: %s", why)
+
+    def ranks_stopping(self) -> None:
+        """Start no more: what is there may become the next life."""
+        self._begin_timer.cancel()
+
+    def ranks_gone(self, *, done: bool) -> None:
+        self._begin_timer.cancel()
+        if done:
+            for child in self._children:
+                child.send(spawning.DropStandby(child.key))
+
+    def close(self) -> None:
+        """Stop starting standbys; those that are left end with their fork server."""
+        self._begin_timer.cancel()
+        self._tasks.close()
+
+    # ------------------------------------------------------------ reports
+
+    def on_child_message(self, child: Child, message: spawning.FromSpawner) -> None:
+        """A standby has changed its state."""
+        if not isinstance(message, spawning.StandbyIs):
+            return
+        local_rank = self._children.get(child, -1)
+        detail = f" ({message.detail})" if message.detail else ""
+        logger.debug("standby of local rank %d: %s%s", local_rank, message.state, detail)
+        if message.state not in _LIVES:
+            self.lost(child)
+            self._spawners.forget(child)
+
+    def lost(self, child: Child) -> None:
+        """Forget a standby."""
+        self._children.pop(child, None)

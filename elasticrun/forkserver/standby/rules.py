@@ -1,0 +1,385 @@
+"""Which system calls a standby may make before it is a rank.
+
+A call passes only if it is known to read, or to change nothing but the process itself. Everything
+else parks the standby: it makes that call when it has become the rank. `judge` decides; it asks
+about the process through `Tracee`.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, NamedTuple, Protocol
+
+MACHINES: Final[Mapping[str, tuple[int, int]]] = {
+    "x86_64": (0, 0xC000003E),
+    "aarch64": (1, 0xC00000B7),
+}
+"""By the kernel's name of the machine: the column in NUMBERS, and the number of the architecture
+(AUDIT_ARCH_*)."""
+
+MARK: Final = 0x7E57AB1E
+"""A number that no system call has; a standby uses it to speak to its tracer (`Mark`)."""
+
+
+class Mark(Enum):
+    """The first argument of a marked call."""
+
+    READY = 1  # the script starts now; arguments: address and length of the hooks
+    CLOCK = 2  # the script is about to read the clock
+
+
+_NONE: Final = -1
+
+NUMBERS: Final[Mapping[str, tuple[int, int]]] = {
+    # reads of open files, and changes of the process's own descriptors
+    "read": (0, 63), "pread64": (17, 67), "readv": (19, 65), "preadv": (295, 69),
+    "preadv2": (327, 286), "recvfrom": (45, 207), "recvmsg": (47, 212), "lseek": (8, 62),
+    "fstat": (5, 80), "getdents64": (217, 61), "fadvise64": (221, 223), "readahead": (187, 213),
+    "close": (3, 57), "close_range": (436, 436), "dup": (32, 23), "dup2": (33, _NONE),
+    "dup3": (292, 24), "fcntl": (72, 25), "ioctl": (16, 29), "pipe": (22, _NONE),
+    "pipe2": (293, 59), "eventfd2": (290, 19), "memfd_create": (319, 279), "socket": (41, 198),
+    "socketpair": (53, 199), "setsockopt": (54, 208), "getsockopt": (55, 209),
+    "getsockname": (51, 204), "epoll_create1": (291, 20), "epoll_ctl": (233, 21),
+    "epoll_wait": (232, _NONE), "epoll_pwait": (281, 22), "timerfd_create": (283, 85),
+    "timerfd_settime": (286, 86), "ftruncate": (77, 46),
+    "write": (1, 64), "writev": (20, 66), "connect": (42, 203),
+    # memory, threads, signals
+    "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214),
+    "mremap": (25, 216), "madvise": (28, 233), "mincore": (27, 232), "mbind": (237, 235),
+    "get_mempolicy": (239, 236), "set_mempolicy": (238, 237), "membarrier": (324, 283),
+    "clone": (56, 220), "clone3": (435, 435), "exit": (60, 93), "futex": (202, 98),
+    "set_robust_list": (273, 99), "get_robust_list": (274, 100), "rseq": (334, 293),
+    "set_tid_address": (218, 96), "arch_prctl": (158, _NONE), "sched_yield": (24, 124),
+    "getcpu": (309, 168), "restart_syscall": (219, 128), "rt_sigaction": (13, 134),
+    "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "sigaltstack": (131, 132),
+    # the process itself
+    "getpid": (39, 172), "gettid": (186, 178), "getppid": (110, 173), "getuid": (102, 174),
+    "geteuid": (107, 175), "getgid": (104, 176), "getegid": (108, 177), "getresuid": (118, 148),
+    "getresgid": (120, 150), "getgroups": (115, 158), "getpgid": (121, 155), "getsid": (124, 156),
+    "getpgrp": (111, _NONE), "capget": (125, 90), "uname": (63, 160), "umask": (95, 166),
+    "getcwd": (79, 17), "getrandom": (318, 278), "getrlimit": (97, 163), "prlimit64": (302, 261),
+    "getrusage": (98, 165), "sysinfo": (99, 179), "sched_getaffinity": (204, 123),
+    "sched_setaffinity": (203, 122), "prctl": (157, 167), "clock_gettime": (228, 113),
+    "clock_getres": (229, 114), "gettimeofday": (96, 169), "clock_nanosleep": (230, 115),
+    # paths
+    "open": (2, _NONE), "openat": (257, 56), "stat": (4, _NONE), "lstat": (6, _NONE),
+    "newfstatat": (262, 79), "statx": (332, 291), "access": (21, _NONE), "faccessat": (269, 48),
+    "faccessat2": (439, 439), "readlink": (89, _NONE), "readlinkat": (267, 78),
+    "getxattr": (191, 8), "lgetxattr": (192, 9), "chdir": (80, 49), "mkdir": (83, _NONE),
+    "mkdirat": (258, 34), "unlink": (87, _NONE), "unlinkat": (263, 35),
+}  # fmt: skip
+"""The calls that may pass, with their numbers on each machine."""
+
+
+def names_of(machine: str) -> tuple[int, Mapping[int, str]] | None:
+    """The architecture's number, and the calls by number; None for an unknown machine."""
+    if machine not in MACHINES:
+        return None
+    column, architecture = MACHINES[machine]
+    return architecture, {n[column]: name for name, n in NUMBERS.items() if n[column] != _NONE}
+
+
+class Seen(Enum):
+    """What a call learns about a path."""
+
+    CONTENT_BY_TIME = "time"  # size, times and inode tell whether it has changed
+    EXISTENCE = "exists"
+    NAMES = "names"  # of a folder
+    BYTES = "bytes"  # of a file of the kernel, which has no times
+
+
+class Read(NamedTuple):
+    """A call that learns something about a path."""
+
+    path: str
+    seen: Seen = Seen.CONTENT_BY_TIME
+    follow: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """The call must not be made before the standby is the rank."""
+
+    call: str
+
+
+Verdict = Read | Parked | None
+"""None: the call passes and learns nothing from outside."""
+
+
+class Tracee(Protocol):
+    """What the rules ask about the process that makes a call."""
+
+    pid: int
+    probes: set[str]
+    """Files that the process has made to find out whether a folder is writable."""
+    made: str
+    """The folder that the process has tried to make last, although it exists."""
+    search_path: frozenset[str]
+    """The folders that imports search."""
+    above: frozenset[str]
+    """The folders above these, the working directory and temporary files."""
+
+    def path(self, address: int, folder: int) -> str:
+        """The absolute path in memory at `address`; `folder` is a descriptor or AT_FDCWD. ""
+        if it is empty."""
+
+    def opened(self, descriptor: int) -> str:
+        """What /proc says about a descriptor."""
+
+    def memory(self, address: int, length: int) -> bytes:
+        """Bytes of its memory."""
+
+    def may_create(self, path: str) -> bool:
+        """Whether its user may make a file at this path."""
+
+    def mode(self, path: str) -> int:
+        """The type and mode of a file; 0 if there is none."""
+
+
+AT_FDCWD: Final = -100
+_NOFOLLOW: Final = 0x100  # AT_SYMLINK_NOFOLLOW
+_O_NOFOLLOW: Final = os.O_NOFOLLOW
+_TEMPORARY: Final = os.O_TMPFILE & ~os.O_DIRECTORY
+_CHANGES: Final = os.O_CREAT | os.O_TRUNC | _TEMPORARY
+_CLONE_THREAD: Final = 0x10000
+
+_PATHS: Final = {"stat": True, "lstat": False, "access": True, "readlink": False,
+                 "getxattr": True, "lgetxattr": False}  # fmt: skip
+"""Calls whose first argument is a path; whether they follow a link at its end."""
+
+_PATHS_AT: Final = {"newfstatat": 3, "statx": 2, "faccessat": -1, "faccessat2": 3}
+"""Calls with a folder's descriptor and a path; which argument has the flags."""
+
+_ON_DESCRIPTORS: Final = frozenset(
+    ["read", "pread64", "readv", "preadv", "preadv2", "recvfrom", "recvmsg", "dup", "dup2", "dup3"]
+)
+_OWN_PIPES: Final = ("pipe:[", "socket:[", "anon_inode:[eventfd]", "/memfd:")
+"""What a standby may write to: nobody else has these, as it has no children. Its sockets are
+connected to itself alone."""
+
+_PRIVATE_IOCTLS: Final = frozenset([0x5401, 0x5450, 0x5451, 0x541B])
+"""TCGETS, FIONCLEX, FIOCLEX, FIONREAD."""
+
+_PRIVATE_PRCTLS: Final = frozenset([2, 3, 15, 16, 21, 23, 27, 30, 39, 40, 0x53564D41])
+"""PR_GET_PDEATHSIG, PR_GET_DUMPABLE, PR_SET_NAME and others that read; PR_SET_VMA."""
+
+_PRIVATE_FCNTLS: Final = frozenset([1, 2, 3, 1032, 1033, 1034])
+"""F_GETFD, F_SETFD, F_GETFL, F_GETPIPE_SZ, F_ADD_SEALS, F_GET_SEALS."""
+_F_DUPFD, _F_SETFL, _F_DUPFD_CLOEXEC = 0, 4, 1030
+
+_DEVICES: Final = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+
+_HIDDEN: Final = frozenset(
+    ["status", "stat", "wchan", "syscall", "stack", "sched", "schedstat", "mem", "fd", "task"]
+)
+"""Files in /proc/PID that show the tracer, the priority, or descriptors."""
+_OWN_BYTES: Final = frozenset(["mountinfo", "mounts", "cgroup", "limits", "net"])
+_STABLE: Final = ("/proc/cpuinfo", "/proc/filesystems", "/proc/version", "/proc/cmdline")
+
+
+def judge(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:
+    """Whether a process may make this call. `name`: "" for a call not in NUMBERS."""
+    parked = Parked(name)
+    if not name:
+        return parked
+    if (handler := _HANDLERS.get(name)) is not None:
+        return handler(name, arguments, tracee)
+    if name in _ON_DESCRIPTORS:
+        return None if _int(arguments[0]) > 2 else parked
+    if name in _PATHS:
+        return _of_path(tracee.path(arguments[0], AT_FDCWD), tracee, follow=_PATHS[name])
+    if (flags_at := _PATHS_AT.get(name)) is not None:
+        follow = flags_at < 0 or not arguments[flags_at] & _NOFOLLOW
+        return _of_path(tracee.path(arguments[1], _int(arguments[0])), tracee, follow=follow)
+    return None
+
+
+def _int(value: int) -> int:
+    """A C int from a register."""
+    return (value & 0xFFFFFFFF) - ((value & 0x80000000) << 1)
+
+
+# ---------------------------------------------------------------- paths
+
+
+def _own(path: str, tracee: Tracee) -> str:
+    """The name of a file below /proc/PID of the process itself; "" for another path."""
+    for prefix in ("/proc/self/", "/proc/thread-self/", f"/proc/{tracee.pid}/"):
+        if path.startswith(prefix):
+            return path[len(prefix) :].partition("/")[0]
+    return ""
+
+
+def _of_path(path: str, tracee: Tracee, *, follow: bool) -> Verdict:
+    """A call that asks about a path without opening it."""
+    if not path:
+        return None  # about a descriptor
+    if path.startswith("/proc"):
+        own = _own(path, tracee)
+        return None if own else Read(path, Seen.EXISTENCE, follow)
+    if path.startswith(("/sys/", "/dev/")):
+        return Read(path, Seen.EXISTENCE, follow)
+    return _of_folder_or_file(path, tracee, follow=follow)
+
+
+def _of_folder_or_file(path: str, tracee: Tracee, *, follow: bool) -> Verdict:
+    """Who asks about a folder may look at its time. Three kinds of folders change too often for
+    that, and are asked about for other reasons: imports ask for the names in the folders that they
+    search, `os.path.realpath` whether a folder is a link, `os.makedirs` whether it is one."""
+    if path in tracee.search_path:
+        return Read(path, Seen.NAMES)
+    made, tracee.made = tracee.made, ""
+    existence = path in tracee.above or path == made
+    return Read(path, Seen.EXISTENCE if existence else Seen.CONTENT_BY_TIME, follow)
+
+
+def _open(name: str, path: str, flags: int, tracee: Tracee) -> Verdict:
+    parked = Parked(name)
+    if path in _DEVICES:
+        return None
+    if flags & os.O_ACCMODE != os.O_RDONLY or flags & _CHANGES:
+        return None if _is_probe(path, flags, tracee) else _fails(name, path, tracee)
+    if path.startswith("/dev/"):
+        return parked
+    if path.startswith("/proc/"):
+        own = _own(path, tracee)
+        if own:
+            bytes_of = Read(path, Seen.BYTES)
+            return parked if own in _HIDDEN else bytes_of if own in _OWN_BYTES else None
+        return Read(path, Seen.BYTES) if path.startswith((*_STABLE, "/proc/sys/")) else parked
+    mode = tracee.mode(path)
+    if mode and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        return parked
+    if path.startswith("/sys/"):
+        return Read(path, Seen.NAMES if stat.S_ISDIR(mode) else Seen.BYTES)
+    return _of_folder_or_file(path, tracee, follow=not flags & _O_NOFOLLOW)
+
+
+def _fails(name: str, path: str, tracee: Tracee) -> Verdict:
+    """A call that would make a file or folder: imports try to, beside packages of another user."""
+    if tracee.mode(path) or tracee.may_create(path):
+        return Parked(name)
+    return Read(os.path.dirname(path), Seen.EXISTENCE)
+
+
+def _is_probe(path: str, flags: int, tracee: Tracee) -> bool:
+    """Whether this is how `tempfile` finds out, once per process, whether a folder is writable: a
+    new file with a random name, a few bytes, and its removal."""
+    stem = os.path.basename(path)
+    if not flags & os.O_EXCL or len(stem) != 8 or tracee.probes:
+        return False
+    if not all(letter in "abcdefghijklmnopqrstuvwxyz0123456789_" for letter in stem):
+        return False
+    tracee.probes.add(path)
+    return True
+
+
+def _opens(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:
+    if name == "open":
+        return _open(name, tracee.path(arguments[0], AT_FDCWD), arguments[1], tracee)
+    return _open(name, tracee.path(arguments[1], _int(arguments[0])), arguments[2], tracee)
+
+
+def _readlinkat(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:
+    return _of_path(tracee.path(arguments[1], _int(arguments[0])), tracee, follow=False)
+
+
+def _mkdir(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:
+    """Making a folder that exists has no effect."""
+    folder, at = (AT_FDCWD, 0) if name == "mkdir" else (_int(arguments[0]), 1)
+    path = tracee.path(arguments[at], folder)
+    if not tracee.mode(path):
+        return _fails(name, path, tracee)
+    tracee.made = path
+    return Read(path, Seen.EXISTENCE)
+
+
+def _chdir(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:
+    return Read(tracee.path(arguments[0], AT_FDCWD), Seen.EXISTENCE)
+
+
+def _socket(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:
+    """A socket of AF_UNIX, AF_INET or AF_INET6 reaches nobody before it is connected."""
+    return None if arguments[0] in (1, 2, 10) else Parked(name)
+
+
+def _unlink(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:
+    folder, at = (AT_FDCWD, 0) if name == "unlink" else (_int(arguments[0]), 1)
+    return None if tracee.path(arguments[at], folder) in tracee.probes else Parked(name)
+
+
+def _connect(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:
+    """Connecting to a path at which there is nothing, such as the socket of nscd, has no effect."""
+    address = tracee.memory(arguments[1], min(arguments[2], 110))
+    path = os.fsdecode(address[2:].partition(b"\0")[0])
+    if int.from_bytes(address[:2], "little") != 1 or not path.startswith("/") or tracee.mode(path):
+        return Parked(name)
+    return Read(path, Seen.EXISTENCE)
+
+
+# ---------------------------------------------------------------- everything else
+
+
+def _write(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:
+    descriptor = _int(arguments[0])
+    target = tracee.opened(descriptor) if descriptor > 2 else ""
+    private = target.startswith(_OWN_PIPES) or target in tracee.probes
+    return None if private else Parked(name)
+
+
+def _fcntl(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:
+    descriptor, what = _int(arguments[0]), _int(arguments[1])
+    private = what in _PRIVATE_FCNTLS
+    private |= what == _F_SETFL and descriptor > 2
+    private |= what in (_F_DUPFD, _F_DUPFD_CLOEXEC) and descriptor > 2
+    return None if private else Parked(name)
+
+
+def _ioctl(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:
+    """FIONBIO of an own descriptor is private; TIOCGWINSZ fails for whatever is no terminal."""
+    request = arguments[1] & 0xFFFFFFFF
+    descriptor = _int(arguments[0])
+    private = request in _PRIVATE_IOCTLS
+    private |= request == 0x5421 and descriptor > 2
+    private |= request == 0x5413 and not tracee.opened(descriptor).startswith("/dev/")
+    return None if private else Parked(name)
+
+
+def _clone(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:
+    flags = arguments[0]
+    if name == "clone3":
+        flags = int.from_bytes(tracee.memory(arguments[0], 8), "little")
+    return None if flags & _CLONE_THREAD else Parked(name)
+
+
+def _nanosleep(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:
+    seconds, nanoseconds = struct.unpack("=qq", tracee.memory(arguments[2], 16))
+    return Parked(name) if seconds or nanoseconds or arguments[1] else None
+
+
+def _prlimit(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:
+    return None if _int(arguments[0]) in (0, tracee.pid) else Parked(name)
+
+
+def _prctl(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:
+    return None if arguments[0] in _PRIVATE_PRCTLS else Parked(name)
+
+
+def _truncate(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:
+    return None if tracee.opened(_int(arguments[0])).startswith("/memfd:") else Parked(name)
+
+
+_HANDLERS: Final[Mapping[str, Callable[[str, tuple[int, ...], Tracee], Verdict]]] = {
+    "open": _opens, "openat": _opens, "readlinkat": _readlinkat, "mkdir": _mkdir,
+    "mkdirat": _mkdir, "chdir": _chdir, "unlink": _unlink, "unlinkat": _unlink,
+    "socket": _socket, "connect": _connect, "write": _write, "writev": _write,
+    "fcntl": _fcntl, "ioctl": _ioctl, "clone": _clone,
+    "clone3": _clone, "clock_nanosleep": _nanosleep, "prlimit64": _prlimit, "prctl": _prctl,
+    "ftruncate": _truncate,
+}  # fmt: skip

@@ -1,0 +1,259 @@
+"""The standbys as the fork server sees them: it forks them and their tracer, and exchanges one for
+an order to start its rank."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final, NoReturn, Protocol
+
+from elasticrun.forkserver.child import Page
+from elasticrun.forkserver.standby import tracer
+from elasticrun.forkserver.standby.tracer import (
+    FromTracer,
+    ReleaseStandby,
+    StandbyFailed,
+    StandbyHeld,
+    StandbyParked,
+    StandbyReleased,
+    TraceStandby,
+)
+from elasticrun.wire.frames import Connection, FrameError
+from elasticrun.wire.spawning import (
+    FromSpawner,
+    SpawnRank,
+    SpawnStandby,
+    StandbyIs,
+    StandbyState,
+)
+
+ANSWER_LIMIT: Final = 2.0
+"""Seconds for the tracer to release a standby; after that all standbys are dropped and the rank is
+forked. Validation takes 10 to 50 ms."""
+
+
+class Forks(Protocol):
+    """How the fork server makes processes."""
+
+    def fork(self, become: Callable[[], NoReturn]) -> int:
+        """Fork a child that runs `become`; returns its pid. Raises OSError."""
+
+    def become_standby(self, order: SpawnStandby, page: Page) -> NoReturn:
+        """In a traced fork: run the order's script."""
+
+
+@dataclass
+class _Standby:
+    order: SpawnStandby
+    page: Page
+    go: int  # closing it lets the process begin
+
+
+class StandbyPool:
+    """At most one standby for each local rank."""
+
+    def __init__(self, forks: Forks, report: Callable[[FromSpawner], None]) -> None:
+        self._forks = forks
+        self._report = report
+        self._standbys: dict[int, _Standby] = {}  # by pid
+        self._dropped: dict[int, Page | None] = {}  # killed, not reaped yet; tracers too
+        self._tracer = 0
+        self._connection: Connection | None = None
+        self._policy = os.sched_getscheduler(0)
+        self._batch = 0
+
+    # ------------------------------------------------------------ start and end
+
+    def start(self, order: SpawnStandby) -> None:
+        """Start a standby in place of the one that its local rank has."""
+        self.drop([pid for pid in self._standbys if self._is_for(pid, order.rank.local_rank)])
+        page, pipe = Page(), (-1, -1)
+        try:
+            self._start_tracer()
+            pipe = os.pipe2(os.O_CLOEXEC)
+            pid = self._forks.fork(partial(self._become, order, page, pipe))
+        except OSError as error:
+            page.close()
+            for end in filter(lambda end: end >= 0, pipe):
+                os.close(end)
+            why = error.strerror or str(error)
+            self._report(StandbyIs(order.key, StandbyState.REFUSED, why))
+            return
+        os.close(pipe[0])
+        self._standbys[pid] = _Standby(order, page, pipe[1])
+        self._send(TraceStandby(pid))
+
+    def _become(self, order: SpawnStandby, page: Page, pipe: tuple[int, int]) -> NoReturn:
+        """In the fork: wait until it is traced."""
+        os.close(pipe[1])
+        os.read(pipe[0], 1)
+        os.close(pipe[0])
+        self._forks.become_standby(order, page)
+
+    def _is_for(self, pid: int, local_rank: int) -> bool:
+        return self._standbys[pid].order.rank.local_rank == local_rank
+
+    def _start_tracer(self) -> None:
+        if self._connection is not None:
+            return
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        server = os.getpid()
+
+        def become() -> NoReturn:
+            try:
+                ours.close()
+                os.setsid()
+                tracer.enter(theirs, server)
+            finally:
+                os._exit(1)
+
+        try:
+            self._tracer = self._forks.fork(become)
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._connection = Connection(ours, FromTracer)
+
+    def drop(self, pids: Iterable[int] | None = None) -> None:
+        """Kill these standbys, or all."""
+        for pid in list(self._standbys if pids is None else pids):
+            if (standby := self._standbys.pop(pid, None)) is not None:
+                self._dropped[pid] = standby.page
+                if standby.go >= 0:
+                    os.close(standby.go)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def drop_key(self, key: int) -> None:
+        """Kill the standby of this key, if it still is one."""
+        self.drop([pid for pid, standby in self._standbys.items() if standby.order.key == key])
+
+    # ------------------------------------------------------------ becoming a rank
+
+    def take(self, order: SpawnRank) -> tuple[int, Page] | None:
+        """The process and page of a standby that has become this rank; None if there is none. A
+        standby that was started for another order of this local rank is dropped."""
+        pid = next((pid for pid in self._standbys if self._is_for(pid, order.local_rank)), 0)
+        if not pid:
+            return None
+        standby = self._standbys[pid]
+        if replace(order, key=standby.order.rank.key) != standby.order.rank:
+            self._gone(pid, StandbyState.DIFFERENT)
+            return None
+        with suppress(OSError):  # it may be waiting for an idle core
+            os.sched_setscheduler(self._tracer, self._policy, os.sched_param(0))
+        self._send(ReleaseStandby(pid, self._batch))
+        while pid in self._standbys:
+            if self._read(ANSWER_LIMIT) == pid:
+                del self._standbys[pid]
+                self._report(StandbyIs(standby.order.key, StandbyState.ACTIVE))
+                return pid, standby.page
+        return None
+
+    def end_batch(self) -> None:
+        """The orders that have arrived together are carried out."""
+        self._batch += 1
+
+    # ------------------------------------------------------------ messages
+
+    def fileno(self) -> int:
+        """The descriptor of the tracer's messages; -1: no tracer."""
+        return -1 if self._connection is None else self._connection.fileno()
+
+    def pids(self) -> list[int]:
+        """All processes, the tracer too."""
+        tracers = [self._tracer] if self._tracer else []
+        return [*self._standbys, *self._dropped, *tracers]
+
+    def _send(self, order: TraceStandby | ReleaseStandby) -> None:
+        if self._connection is not None:
+            self._connection.send(order)
+            with suppress(ProcessLookupError):
+                os.kill(self._tracer, signal.SIGUSR1)
+
+    def read(self) -> None:
+        """Handle what the tracer has said."""
+        self._read(0.0)
+
+    def _read(self, limit: float) -> int:
+        """Handle messages, after waiting `limit` seconds at most; returns the pid of a standby that
+        has been released. Without an answer, or with an invalid one, all are dropped."""
+        active = 0
+        connection = self._connection
+        try:
+            if connection is None or not _is_readable(connection, limit):
+                raise ConnectionError("it does not answer")
+            for message in connection.receive() or ():
+                match message:
+                    case StandbyHeld(pid) if pid in self._standbys:
+                        self._begin(self._standbys[pid])
+                        self._tell(pid, StandbyState.REHEARSING)
+                    case StandbyParked(pid, call) if pid in self._standbys:
+                        self._tell(pid, StandbyState.READY, call)
+                    case StandbyReleased(pid):
+                        active = pid
+                    case StandbyFailed(pid, state, detail) if pid in self._standbys:
+                        self._gone(pid, state, detail)
+        except (OSError, FrameError) as error:
+            self.lose_tracer(str(error))
+        return active
+
+    @staticmethod
+    def _begin(standby: _Standby) -> None:
+        os.close(standby.go)
+        standby.go = -1
+
+    def _tell(self, pid: int, state: StandbyState, detail: str = "") -> None:
+        self._report(StandbyIs(self._standbys[pid].order.key, state, detail))
+
+    def _gone(self, pid: int, state: StandbyState, detail: str = "") -> None:
+        self._tell(pid, state, detail)
+        self.drop([pid])
+
+    def lose_tracer(self, why: str = "") -> None:
+        """The tracer has ended or is useless, and all standbys with it."""
+        for pid in list(self._standbys):
+            self._gone(pid, StandbyState.NO_ANSWER, why)
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+            self._dropped[self._tracer] = None
+            self.drop([self._tracer])
+            self._tracer = 0
+
+    def reaped(self, pid: int) -> bool:
+        """Handle the exit of a child; False if it is none of these processes."""
+        if pid == self._tracer:
+            self.lose_tracer()
+        if pid in self._standbys:
+            self._gone(pid, StandbyState.ENDED)
+        if pid not in self._dropped:
+            return False
+        if (page := self._dropped.pop(pid)) is not None:
+            page.close()
+        return True
+
+    def close_in_child(self) -> None:
+        """In a fork of the server: close what belongs to the server."""
+        if self._connection is not None:
+            self._connection.close()
+        for standby in self._standbys.values():
+            standby.page.close()
+            if standby.go >= 0:
+                os.close(standby.go)
+        for page in filter(None, self._dropped.values()):
+            page.close()
+
+
+def _is_readable(connection: Connection, limit: float) -> bool:
+    poller = select.poll()
+    poller.register(connection, select.POLLIN)
+    return bool(poller.poll(limit * 1000))

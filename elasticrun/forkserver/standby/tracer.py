@@ -1,0 +1,429 @@
+"""The tracer: one process per node that holds all standbys.
+
+It stops each standby at every system call and lets it continue if `rules.judge` permits. The first
+call that must not be made parks the standby: all of its threads stay stopped, that one at the
+entrance of the call. To become a rank, a standby is only released: nothing of the tracer is left in
+it. If the tracer ends, the kernel kills its standbys.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import socket
+import stat
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NoReturn
+
+from elasticrun.forkserver.standby import ptrace
+from elasticrun.forkserver.standby.reads import Reads, State
+from elasticrun.forkserver.standby.rules import (
+    AT_FDCWD,
+    MARK,
+    Mark,
+    Parked,
+    Read,
+    judge,
+    names_of,
+)
+from elasticrun.host.system import processes
+from elasticrun.host.system.title import set_title
+from elasticrun.wire.frames import Connection, HungUp
+from elasticrun.wire.spawning import SHIELDED, FromSpawner, StandbyState
+from elasticrun.wire.types import resolve
+
+MAX_RSS: Final = 2 * 1024**3
+"""Bytes of memory at which a standby is given up: it loads data and not only code."""
+
+SLICE: Final = 0.005
+SHARE: Final = 0.1
+"""Without the right to return from SCHED_IDLE, a standby runs for this share of the time, in slices
+of SLICE seconds."""
+
+CLOCK: Final = "a read of the clock"
+"""Where a standby is parked that is at no system call."""
+
+_CHECK_EVERY: Final = 4096
+"""System calls between two checks of a standby's memory."""
+
+
+# ---------------------------------------------------------------- messages
+
+
+@dataclass(frozen=True, slots=True)
+class TraceStandby:
+    """Hold this process from now on. Answer: StandbyHeld, or StandbyFailed."""
+
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseStandby:
+    """Release this standby if all that it has read is unchanged. Answer: StandbyReleased or
+    StandbyFailed. `batch`: a standby of the same batch may be compared with what was looked at for
+    another one."""
+
+    pid: int
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class StandbyHeld:
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class StandbyParked:
+    """The standby is parked at this call."""
+
+    pid: int
+    call: str
+
+
+@dataclass(frozen=True, slots=True)
+class StandbyReleased:
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class StandbyFailed:
+    """The standby is useless and is killed; a state of `wire.spawning`, with its detail."""
+
+    pid: int
+    state: StandbyState
+    detail: str = ""
+
+
+ToTracer = TraceStandby | ReleaseStandby
+FromTracer = StandbyHeld | StandbyParked | StandbyReleased | StandbyFailed
+
+# now, because the fork server hides this module before it reads a message (`lazy_imports`)
+for _messages in (ToTracer, FromTracer, FromSpawner):
+    resolve(_messages)
+
+
+# ---------------------------------------------------------------- one standby
+
+
+@dataclass
+class _Thread:
+    tid: int
+    stopped: bool = False
+    signum: int = 0  # to deliver when it continues
+
+
+@dataclass
+class Standby:
+    """A traced process: what the rules ask about it (`rules.Tracee`), and what it has read."""
+
+    pid: int
+    threads: dict[int, _Thread] = field(default_factory=dict)
+    reads: Reads = field(default_factory=Reads)
+    probes: set[str] = field(default_factory=set)
+    made: str = ""
+    search_path: frozenset[str] = frozenset()
+    above: frozenset[str] = frozenset()
+    hooks: tuple[tuple[int, int], ...] = ()  # where the clock is hooked, and what was there
+    begun: bool = False  # the script runs
+    is_held: bool = False  # its threads are stopped and stay so
+    calls: int = 0
+    slice_end: float = 0.0
+
+    def stands_still(self) -> bool:
+        """Whether all of its threads are stopped, one that was just started too."""
+        tids = set(map(int, os.listdir(f"/proc/{self.pid}/task")))
+        return tids == {thread.tid for thread in self.threads.values() if thread.stopped}
+
+    def path(self, address: int, folder: int) -> str:
+        name = os.fsdecode(ptrace.text(self.pid, address)) if address else ""
+        if not name or name.startswith("/"):
+            return name
+        link = f"/proc/{self.pid}/cwd" if folder == AT_FDCWD else f"/proc/{self.pid}/fd/{folder}"
+        return os.path.join(os.readlink(link), name)
+
+    def opened(self, descriptor: int) -> str:
+        try:
+            return os.readlink(f"/proc/{self.pid}/fd/{descriptor}")
+        except OSError:
+            return ""
+
+    def memory(self, address: int, length: int) -> bytes:
+        return ptrace.read(self.pid, address, length)
+
+    def may_create(self, path: str) -> bool:
+        return os.access(os.path.dirname(path), os.W_OK | os.X_OK)
+
+    def mode(self, path: str) -> int:
+        try:
+            return os.stat(path).st_mode
+        except OSError:
+            return 0
+
+
+class Tracer:
+    """Holds the standbys and obeys the fork server. `policy`: how ranks are scheduled."""
+
+    def __init__(self, sock: socket.socket, policy: int) -> None:
+        self._connection = Connection(sock, ToTracer)
+        self._architecture, self._names = names_of(platform.machine()) or (0, {})
+        self._policy = policy
+        self._standbys: dict[int, Standby] = {}
+        self._owners: dict[int, Standby] = {}  # by thread
+        self._batch: tuple[int, dict[Read, State]] = (-1, {})
+        self._idle = _may_be_idle(policy)
+        self._set_policy(0, os.SCHED_IDLE)
+
+    def run(self) -> NoReturn:
+        """Run until the fork server has ended."""
+        woken = {signal.SIGCHLD, signal.SIGUSR1}
+        while True:
+            self._wait_for_stops()
+            self._obey()
+            signal.sigwait(woken)
+
+    # ------------------------------------------------------------ orders
+
+    def _obey(self) -> None:
+        try:
+            orders = list(self._connection.receive() or ())
+        except HungUp:
+            os._exit(0)
+        for order in orders:
+            match order:
+                case TraceStandby(pid):
+                    self._watch(pid)
+                case ReleaseStandby():
+                    self._activate(order)
+
+    def _watch(self, pid: int) -> None:
+        standby = Standby(pid)
+        try:
+            ptrace.seize(pid)
+            self._set_policy(pid, os.SCHED_IDLE)
+            ptrace.interrupt(pid)
+        except OSError as error:
+            self._fail(pid, StandbyState.REFUSED, error.strerror or str(error))
+            return
+        self._standbys[pid] = standby
+        self._adopt(standby, pid)
+
+    def _adopt(self, standby: Standby, tid: int) -> _Thread:
+        self._owners[tid] = standby
+        thread = standby.threads[tid] = _Thread(tid)
+        return thread
+
+    def _activate(self, order: ReleaseStandby) -> None:
+        standby = self._standbys.get(order.pid)
+        if standby is None or not standby.begun:
+            self._fail(order.pid, StandbyState.NO_ANSWER)
+            return
+        self._set_policy(0, self._policy)
+        standby.is_held = True
+        for tid in standby.threads:
+            self._set_policy(tid, self._policy)
+        self._hold(standby)
+        while order.pid in self._standbys and not standby.stands_still():
+            self._wait_for_stops(block=True)
+        if order.pid in self._standbys:
+            self._become_rank(standby, order.batch)
+        self._set_policy(0, os.SCHED_IDLE)
+
+    def _become_rank(self, standby: Standby, batch: int) -> None:
+        """Release a standby that stands still, if nothing that it has read has changed."""
+        if self._batch[0] != batch:
+            self._batch = (batch, {})
+        if path := standby.reads.changed(self._batch[1]):
+            self._fail(standby.pid, StandbyState.CHANGED, path)
+            return
+        try:
+            ptrace.write(standby.pid, standby.hooks)
+        except OSError as error:
+            self._fail(standby.pid, StandbyState.REFUSED, error.strerror or str(error))
+            return
+        self._forget(standby)
+        for thread in standby.threads.values():
+            self._set_policy(thread.tid, self._policy)
+            ptrace.detach(thread.tid, thread.signum)
+        self._connection.send(StandbyReleased(standby.pid))
+
+    def _set_policy(self, tid: int, policy: int) -> None:
+        if self._idle:
+            with suppress(ProcessLookupError):
+                os.sched_setscheduler(tid, policy, os.sched_param(0))
+
+    def _fail(self, pid: int, state: StandbyState, detail: str = "") -> None:
+        if (standby := self._standbys.get(pid)) is not None:
+            self._forget(standby)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        self._connection.send(StandbyFailed(pid, state, detail))
+
+    def _forget(self, standby: Standby) -> None:
+        del self._standbys[standby.pid]
+        for tid in standby.threads:
+            self._owners.pop(tid, None)
+
+    # ------------------------------------------------------------ stops
+
+    def _wait_for_stops(self, *, block: bool = False) -> None:
+        """Handle all stops that have happened; `block`: wait for one first."""
+        while True:
+            try:
+                tid, status = os.waitpid(-1, ptrace.WAIT_ALL | (0 if block else os.WNOHANG))
+            except ChildProcessError:
+                return
+            if not tid:
+                return
+            block = False
+            if os.WIFSTOPPED(status):
+                with suppress(ProcessLookupError):  # killed meanwhile: its exit follows
+                    self._stopped(tid, os.WSTOPSIG(status), status >> 16)
+            else:
+                self._ended(tid)
+
+    def _ended(self, tid: int) -> None:
+        standby = self._owners.pop(tid, None)
+        if standby is None:
+            return
+        del standby.threads[tid]
+        if tid == standby.pid:
+            self._forget(standby)
+            self._connection.send(StandbyFailed(tid, StandbyState.ENDED))
+
+    def _stopped(self, tid: int, signum: int, event: int) -> None:
+        standby = self._owners.get(tid)
+        if standby is None:
+            standby = self._standbys.get(_process_of(tid), None)
+            if standby is None:  # released or killed
+                return
+            self._adopt(standby, tid)
+        thread = standby.threads[tid]
+        thread.stopped, thread.signum = True, 0
+        if event == ptrace.EVENT_STOP and signum in ptrace.STOPPING:
+            ptrace.listen(tid)
+            return
+        if event == 0 and signum != ptrace.SYSCALL_STOP:
+            thread.signum = signum
+        if event == ptrace.EVENT_STOP and tid == standby.pid and not standby.calls:
+            standby.calls = 1
+            self._connection.send(StandbyHeld(tid))
+        if signum == ptrace.SYSCALL_STOP and not standby.is_held:
+            self._on_call(standby, tid)
+        if not standby.is_held and standby.pid in self._standbys:
+            self._pace(standby)
+            thread.stopped = False
+            ptrace.resume(tid, thread.signum)
+
+    def _on_call(self, standby: Standby, tid: int) -> None:
+        entry = ptrace.entry(tid)
+        if entry is None:
+            return
+        standby.calls += 1
+        if standby.calls % _CHECK_EVERY == 0 and _resident(standby.pid) > MAX_RSS:
+            self._fail(standby.pid, StandbyState.MEMORY)
+            return
+        if entry.number == MARK:
+            self._on_mark(standby, entry.arguments)
+            return
+        name = ""
+        if entry.architecture == self._architecture:
+            name = self._names.get(entry.number, "")
+        try:
+            verdict = judge(name, entry.arguments, standby)
+        except (OSError, ValueError, OverflowError):
+            verdict = Parked(name)
+        if isinstance(verdict, Parked):
+            if standby.begun:
+                self._park(standby, verdict.call or f"system call {entry.number}")
+        elif verdict is not None and (standby.begun or stat.S_ISREG(standby.mode(verdict.path))):
+            path = verdict.path
+            for own in ("/proc/self/", "/proc/thread-self/"):
+                if path.startswith(own):
+                    path = f"/proc/{standby.pid}/{path.removeprefix(own)}"
+            if not standby.reads.note(verdict._replace(path=path)):
+                self._fail(standby.pid, StandbyState.READS)
+
+    def _on_mark(self, standby: Standby, arguments: tuple[int, ...]) -> None:
+        if arguments[0] == Mark.READY.value:
+            told = json.loads(ptrace.read(standby.pid, arguments[1], arguments[2]))
+            standby.hooks = tuple((int(at), int(word)) for at, word in told["hooks"])
+            standby.search_path = frozenset(told["path"])
+            places = {*told["path"], *told["temporary"], os.readlink(f"/proc/{standby.pid}/cwd")}
+            standby.above = frozenset(str(each) for place in places for each in Path(place).parents)
+            standby.begun = True
+        elif standby.begun:
+            self._park(standby, CLOCK)
+
+    def _park(self, standby: Standby, call: str) -> None:
+        standby.is_held = True
+        self._hold(standby)
+        self._connection.send(StandbyParked(standby.pid, call))
+
+    def _hold(self, standby: Standby) -> None:
+        for thread in standby.threads.values():
+            if not thread.stopped:
+                with suppress(OSError):
+                    ptrace.interrupt(thread.tid)
+
+    def _pace(self, standby: Standby) -> None:
+        """Let a standby run for a share of the time, where the scheduler cannot do that."""
+        if self._idle:
+            return
+        now = time.monotonic()
+        if now > standby.slice_end:
+            if standby.slice_end:
+                time.sleep((SLICE + now - standby.slice_end) * (1 - SHARE) / SHARE)
+            standby.slice_end = time.monotonic() + SLICE
+
+
+def _process_of(tid: int) -> int:
+    """The process to which a thread belongs; 0 if it does not exist."""
+    with suppress(OSError), open(f"/proc/{tid}/status", "rb") as file:
+        for line in file:
+            if line.startswith(b"Tgid:"):
+                return int(line.split()[1])
+    return 0
+
+
+def _resident(pid: int) -> int:
+    with suppress(OSError), open(f"/proc/{pid}/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def _may_be_idle(policy: int) -> bool:
+    """Whether the kernel lets this user's processes leave SCHED_IDLE again; a child tries it."""
+    if policy != os.SCHED_OTHER:
+        return False
+    if not (pid := os.fork()):
+        _try_idle(policy)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def _try_idle(policy: int) -> NoReturn:
+    try:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        os.sched_setscheduler(0, policy, os.sched_param(0))
+    except OSError:
+        os._exit(1)
+    os._exit(0)
+
+
+def enter(sock: socket.socket, parent: int) -> NoReturn:
+    """In a fork of the fork server, with signals blocked: become the tracer."""
+    policy = os.sched_getscheduler(0)
+    for signum in SHIELDED:
+        signal.signal(signum, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    processes.die_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    processes.set_name(b"elasticrun-trac")
+    set_title(b"elasticrun: tracer of standbys")
+    Tracer(sock, policy).run()

@@ -1,0 +1,78 @@
+"""Whole jobs whose next life waits: restarts, logs, changed code, and what is left of a kill."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.compat.live import finish, summing
+from tests.harness import ELASTICRUN, PATIENT, SCRIPTS, Launched, World
+
+pytestmark = pytest.mark.slow
+
+LOUD = {"LOGLEVEL": "DEBUG", **PATIENT}
+
+
+def job(world: World, *flags: str) -> Launched:
+    """Two ranks, and standbys at once."""
+    script = world.scratch / "program/train.py"
+    script.parent.mkdir()
+    script.write_text(Path(SCRIPTS, "puppet.py").read_text())
+    words = ("--standby=0", "--nproc-per-node=2", *flags, str(script))
+    return world.launch(ELASTICRUN, *words, env={**LOUD, "PYTHONPATH": str(SCRIPTS)})
+
+
+def ready(launched: Launched) -> None:
+    for local_rank in range(2):
+        launched.until_text(f"standby of local rank {local_rank}: ready (connect)")
+
+
+def test_the_next_life_continues_from_where_it_waits(world: World) -> None:
+    logs = world.scratch / "logs"
+    launched = job(world, "--max-restarts=2", "--tee=3", f"--log-dir={logs}")
+    first = summing(world, 2, restart=0)
+    ready(launched)
+    os.kill(first[1].pid, signal.SIGKILL)
+    second = summing(world, 2, restart=1)
+    launched.until_text("standby of local rank 0: active")
+    launched.until_text("standby of local rank 1: active")
+    second[0].order("print", text="from the second life")
+    launched.until_text("[default0]:from the second life", stream="stdout")
+    finish(second, launched)
+    (found,) = logs.glob("*/attempt_1/0/stdout.log")
+    assert "from the second life" in found.read_text()
+    assert not list(logs.glob("*/.next"))
+    world.nothing_left()
+
+
+def test_changed_code_is_run(world: World) -> None:
+    """The user mends the script while its standbys wait."""
+    launched = job(world, "--max-restarts=1")
+    first = summing(world, 2, restart=0)
+    ready(launched)
+    script = world.scratch / "program/train.py"
+    text = script.read_text()
+    script.write_text(text.replace("import os\n", "import os\nprint('mended', flush=True)\n", 1))
+    first[0].order("exit", code=1)
+    second = summing(world, 2, restart=1)
+    launched.until_text(f"changed ({script})")
+    launched.until_text("mended", stream="stdout")
+    finish(second, launched)
+
+
+@pytest.mark.parametrize("whom", ["agent", "server"])
+def test_nothing_is_left_of_a_kill(world: World, whom: str) -> None:
+    launched = job(world, "--max-restarts=1")
+    first = summing(world, 2, restart=0)
+    ready(launched)
+    if whom == "agent":
+        launched.process.kill()
+        launched.wait()
+    else:
+        os.kill(first[0].ppid, signal.SIGKILL)
+        second = summing(world, 2, restart=1)  # forked by another server
+        finish(second, launched)
+    world.nothing_left()

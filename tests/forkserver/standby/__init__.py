@@ -1,0 +1,1 @@
+"""Standbys: rules and records alone, and real processes that park and become ranks."""

@@ -1,0 +1,271 @@
+"""Real standbys: where they park, what drops them, and what they are as ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from elasticrun.forkserver.standby.reads import RACY_NS
+from elasticrun.forkserver.standby.tracer import CLOCK
+from elasticrun.wire.spawning import DropStandby, SpawnRank, SpawnStandby, StandbyIs, StandbyState
+from elasticrun.wire.types import EntryKind, Entrypoint
+from tests.forkserver.driver import Driver, forking, gone, script
+
+pytestmark = pytest.mark.slow
+
+
+TRACER = "elasticrun: tracer of standbys"
+
+
+class Life:
+    """One local rank: its next life as a standby, then its start."""
+
+    def __init__(self, server: Driver, folder: Path, text: str) -> None:
+        self.server, self.folder = server, folder
+        self.out, self.outside = folder / "out", folder / "outside"
+        self.outside.mkdir(exist_ok=True)
+        entry = self.entry(text)
+        env = {"RANK": "0", "TORCHELASTIC_RESTART_COUNT": "1", "OUTSIDE": str(self.outside)}
+        self.rank = SpawnRank(0, 0, entry, env, (), str(self.out), str(folder / "err"), "")
+        self.key = server.new_key()
+        time.sleep(2 * RACY_NS / 1e9)  # the moment is what is tested
+        before = (str(folder / "before"), str(folder / "err"))
+        server.tell(SpawnStandby(self.key, self.rank, *before))
+
+    def entry(self, text: str) -> Entrypoint:
+        program = self.folder / "program"
+        program.mkdir()
+        return script(program / "script.py", f"import os\nOUTSIDE = os.environ['OUTSIDE']\n{text}")
+
+    def parked(self) -> str:
+        """Wait until it is parked; the call."""
+        return self.heard(StandbyState.READY).detail
+
+    def heard(self, state: StandbyState) -> StandbyIs:
+        return self.server.wait(StandbyIs, lambda m: (m.key, m.state) == (self.key, state))
+
+    def start(self, **changes: str) -> str:
+        """Start the rank, and wait for its end; what it has printed."""
+        before = self.folder / "before"
+        if before.exists():
+            before.rename(self.out)
+        key = self.server.new_key()
+        self.server.tell(replace(self.rank, key=key, **changes))  # type: ignore[arg-type]
+        self.server.spawned(key)
+        assert self.server.exited(key).code == 0, (self.folder / "err").read_text()
+        return self.out.read_text()
+
+    def states(self) -> list[StandbyState]:
+        return [m.state for m in self.server.all_of(StandbyIs) if m.key == self.key]
+
+
+LISTS = "print(sorted(os.listdir(OUTSIDE)))"
+READS = "print(open(OUTSIDE + '/flag').read() if os.path.exists(OUTSIDE + '/flag') else 'none')"
+
+
+def _nothing(outside: Path) -> None:
+    """Leave everything as it is."""
+
+
+def _touch(outside: Path) -> None:
+    outside.joinpath("flag").write_text("new")
+
+
+def _replace(outside: Path) -> None:
+    """Another content of the same length, with the same time."""
+    flag = outside / "flag"
+    times = flag.stat()
+    flag.write_text("two")
+    os.utime(flag, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+ONE = {"flag": "one"}
+
+
+@pytest.mark.parametrize(
+    ("text", "there", "change", "printed"),
+    [
+        (READS, {}, _nothing, "none"),
+        (READS, {}, _touch, "new"),
+        (READS, ONE, _nothing, "one"),
+        (READS, ONE, _replace, "two"),
+        (LISTS, ONE, _nothing, "['flag']"),
+        (LISTS, {}, _touch, "['flag']"),
+        ("from glob import glob\nprint(len(glob(OUTSIDE + '/f*')))", {}, _touch, "1"),
+        ("print(os.path.lexists(OUTSIDE + '/flag'))", {}, _touch, "True"),
+        ("print(os.access(OUTSIDE + '/flag', os.R_OK))", {}, _touch, "True"),
+        ("os.chdir(OUTSIDE)\nprint(os.path.exists('flag'))", {}, _touch, "True"),
+    ],
+)
+def test_what_it_has_read_is_validated(
+    server: Driver,
+    tmp_path: Path,
+    text: str,
+    there: dict[str, str],
+    change: Callable[[Path], object],
+    printed: str,
+) -> None:
+    """A flag file, a checkpoint's content, a listing: never answered from the past."""
+    tmp_path.joinpath("outside").mkdir()
+    for name, content in there.items():
+        tmp_path.joinpath("outside", name).write_text(content)
+    life = Life(server, tmp_path, text)
+    assert life.parked() == "write"
+    change(life.outside)
+    assert life.start() == printed + "\n"
+    end = StandbyState.ACTIVE if change is _nothing else StandbyState.CHANGED
+    assert life.states()[-1] is end
+
+
+@pytest.mark.parametrize(
+    ("text", "call"),
+    [
+        ("os.mkdir(OUTSIDE + '/made')", "mkdir"),
+        ("open(OUTSIDE + '/made', 'w').close()", "openat"),
+        ("open(OUTSIDE + '/there', 'r+').close(); os.unlink(OUTSIDE + '/there')", "openat"),
+        ("os.unlink(OUTSIDE + '/there')", "unlink"),
+        ("os.rename(OUTSIDE + '/there', OUTSIDE + '/made')", ""),
+        ("import fcntl; fcntl.flock(os.open(OUTSIDE + '/there', os.O_RDONLY), 2)\n"
+         "os.unlink(OUTSIDE + '/there')", ""),
+        ("import socket; socket.socket().bind(('127.0.0.1', 0)); os.mkdir(OUTSIDE + '/made')", ""),
+        ("import socket; s = socket.socket(); s.connect_ex(('127.0.0.1', 1))\n"
+         "os.mkdir(OUTSIDE + '/made')", "connect"),
+        ("import subprocess; subprocess.run(['touch', OUTSIDE + '/made'])", ""),
+        ("os.system('touch ' + OUTSIDE + '/made')", "clone"),
+        ("pid = os.fork()\nif not pid: os.mkdir(OUTSIDE + '/made'); os._exit(0)\nos.wait()",
+         "clone"),
+        ("import time; time.sleep(0.001); os.mkdir(OUTSIDE + '/made')", "clock_nanosleep"),
+        ("import sys; sys.stdin.read(0); os.read(0, 0); os.mkdir(OUTSIDE + '/made')", "read"),
+        ("os.kill(os.getpid(), 0); os.mkdir(OUTSIDE + '/made')", ""),
+        ("open('/proc/self/status').read(); os.mkdir(OUTSIDE + '/made')", "openat"),
+        ("import threading\n"
+         "t = threading.Thread(target=os.mkdir, args=[OUTSIDE + '/made'])\nt.start(); t.join()",
+         "mkdir"),
+    ],
+)  # fmt: skip
+def test_an_effect_waits_for_the_rank(server: Driver, tmp_path: Path, text: str, call: str) -> None:
+    """A folder, a file, a lock, a port, a process, a signal, a thread's own effect."""
+    tmp_path.joinpath("outside").mkdir()
+    tmp_path.joinpath("outside", "there").write_text("x")
+    life = Life(server, tmp_path, f"{text}\nprint('done')")
+    assert life.parked().startswith(call or "system call")
+    assert [each.name for each in life.outside.iterdir()] == ["there"]
+    assert life.start() == "done\n"
+    assert [each.name for each in life.outside.iterdir()] != ["there"]
+    assert life.states()[-1] is StandbyState.ACTIVE
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import time; print(time.time())",
+        "import time; print(time.clock_gettime(time.CLOCK_REALTIME))",
+        "from time import time_ns; print(time_ns() / 1e9)",
+        "import datetime; print(datetime.datetime.now().timestamp())",
+        "import time; print(time.mktime(time.localtime()) + 1)",
+        "import logging, sys\n"
+        "logging.basicConfig(stream=sys.stdout, format='%(created)f'); logging.error('x')",
+    ],
+)
+def test_the_script_reads_no_time_of_the_past(server: Driver, tmp_path: Path, text: str) -> None:
+    life = Life(server, tmp_path, text)
+    assert life.parked() == CLOCK
+    before = time.time()
+    assert float(life.start()) >= before
+    assert life.states()[-1] is StandbyState.ACTIVE
+
+
+SELF = """
+import ctypes, json, random, sys, threading, time
+import torch
+held = threading.Event()
+threading.Thread(target=held.wait, daemon=True).start()
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+row = ctypes.c_void_p.from_address(id(time.time) + object.__basicsize__).value
+about = {
+    "tracer": status["TracerPid"].strip(),
+    "clock": ctypes.c_void_p.from_address(row + 8).value,
+    "policy": [os.sched_getscheduler(int(tid)) for tid in os.listdir("/proc/self/task")],
+    "nice": os.nice(0),
+    "session": os.getsid(0) == os.getpid(),
+    "modules": sorted(sys.modules),
+    "meta_path": len(sys.meta_path),
+    "threads": threading.active_count(),
+    "descriptors": sorted(os.listdir("/proc/self/fd")),
+    "stdout": os.readlink("/proc/self/fd/1"),
+}
+print(json.dumps(about))
+print(random.random(), torch.rand(1).item(), os.getpid())
+"""
+
+
+def test_nothing_tells_a_rank_that_it_was_a_standby(server: Driver, tmp_path: Path) -> None:
+    life = Life(server, tmp_path, SELF)
+    assert life.parked() == "openat"
+    about, drawn = life.start().splitlines()
+    assert life.states()[-1] is StandbyState.ACTIVE
+    forked, drawn_later = life.start().splitlines()
+    assert json.loads(about) == json.loads(forked)
+    assert not set(drawn.split()) & set(drawn_later.split())
+
+
+def test_another_order_starts_another_process(server: Driver, tmp_path: Path) -> None:
+    """The environment of the next life is not the one that was expected."""
+    life = Life(server, tmp_path, "print(os.environ['TORCHELASTIC_RESTART_COUNT'])")
+    assert life.parked() == "write"
+    assert life.start(env={**life.rank.env, "TORCHELASTIC_RESTART_COUNT": "2"}) == "2\n"
+    assert life.states()[-1] is StandbyState.DIFFERENT
+
+
+def test_a_standby_that_has_not_parked_becomes_the_rank(server: Driver, tmp_path: Path) -> None:
+    """It is far enough to be compared, and continues from where it is."""
+    text = "while not os.path.exists(OUTSIDE): pass\nprint('went on')"
+    life = Life(server, tmp_path, text)
+    life.heard(StandbyState.REHEARSING)
+    assert life.start() == "went on\n"
+
+
+def test_it_ends_with_its_tracer_and_the_rank_is_forked(server: Driver, tmp_path: Path) -> None:
+    life = Life(server, tmp_path, "print('here')")
+    assert life.parked() == "write"
+    standby, tracer = _processes(server)
+    os.kill(tracer, signal.SIGKILL)
+    life.heard(StandbyState.NO_ANSWER)
+    assert not gone([standby, tracer])
+    assert life.start() == "here\n"
+    assert StandbyState.ACTIVE not in life.states()
+
+
+def test_a_dropped_standby_is_gone(server: Driver, tmp_path: Path) -> None:
+    life = Life(server, tmp_path, "print('here')")
+    assert life.parked() == "write"
+    standby, _ = _processes(server)
+    server.tell(DropStandby(life.key))
+    assert not gone([standby])
+
+
+@pytest.mark.parametrize("how", ["end", "kill"])
+def test_nothing_outlives_the_fork_server(tmp_path: Path, how: str) -> None:
+    with forking(Entrypoint(EntryKind.SCRIPT, "none.py"), cold=True) as server:
+        assert Life(server, tmp_path, "print('here')").parked() == "write"
+        pids = _processes(server)
+        if how == "kill":
+            os.kill(server.process.pid, signal.SIGKILL)
+    assert not gone(pids)
+
+
+def _processes(server: Driver) -> tuple[int, int]:
+    """The standby and the tracer."""
+    below = psutil.Process(server.process.pid).children()
+    (tracer,) = (each.pid for each in below if " ".join(each.cmdline()) == TRACER)
+    status = {each.pid: Path(f"/proc/{each.pid}/status").read_text() for each in below}
+    (standby,) = (pid for pid, text in status.items() if f"TracerPid:\t{tracer}" in text)
+    return standby, tracer
