@@ -16,12 +16,21 @@ WITH_TORCH = $(addprefix tests/,host/accelerators api training/checkpointing tra
 # targets beside each other, the words of each in one piece
 BESIDE = $(MAKE) --no-print-directory -j3 -Oline
 
-.PHONY: help demo test check lint unit unit-torch tests bench soak matrix proto wheel-test clean
+# of the check on a GPU, which installs nothing: its Python, and what it is told (docs/gpu.md)
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+DEVICE ?= cuda
+OUT ?= build/gpu
+BUDGET ?= 450
+PARTS ?=
+WHEELS ?=
+
+.PHONY: help demo test check lint unit unit-torch tests bench soak matrix proto wheel-test gpu clean
 help:
 	@echo "make demo    two agents, a real model, a rank is killed and the job hangs once (sets itself up)"
 	@echo "make test    lint, types, import contracts, one scenario of each kind (sets itself up)"
 	@echo "make check   what each commit passes: lint, types, contracts, the quick tests"
 	@echo "make soak    every test of all, torchrun's side too   |  make bench  beside torchrun, a table"
+	@echo "make gpu     what only a GPU can show, within 8 minutes (docs/gpu.md)"
 	@echo "make proto   generate elasticrun/wire/pb again        |  make wheel-test  an installed wheel"
 
 # torch first and exactly: with it there, no range of another package fetches a different build
@@ -90,6 +99,10 @@ soak: $(VENV)/.frameworks
 # the ordinary build of one version, in an environment of its own: make matrix TORCH=2.14.1 PYTHON=python3.12
 matrix:
 	$(PYTHON) scripts/matrix.py "$(TORCH)"
+
+gpu:
+	$(GPU_PYTHON) -m benchmarks.gpu.check --device "$(DEVICE)" --out "$(OUT)" --budget "$(BUDGET)" \
+		--parts "$(PARTS)" --wheels "$(WHEELS)"
 
 proto: $(VENV)/.dev
 	$(BIN)/python scripts/gen_proto.py

@@ -14,7 +14,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -37,7 +37,7 @@ class TookTooLong(Exception):
 @dataclass(frozen=True)
 class Fact:
     """What a rank reported (scripts/report.py). `time` is CLOCK_MONOTONIC in seconds, `life` the
-    rank's restart count, `node` the number of its agent."""
+    rank's restart count, `node` the number of its agent, `more` are further figures."""
 
     event: str
     rank: int
@@ -46,6 +46,7 @@ class Fact:
     pid: int
     world: int
     node: int
+    more: Mapping[str, float] = field(default_factory=dict)
 
 
 class Job:

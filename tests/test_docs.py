@@ -56,6 +56,7 @@ def test_no_file_cites_a_document_that_is_not_there() -> None:
     there = {path.name for path in files}
     there |= {path.name[:3] for path in (ROOT / "docs/decisions").iterdir()}
     there |= {"0001.md", "0007.md"}  # of incidents
+    there |= {"report.md", "texts.md"}  # written by the check on a GPU
     wrong = []
     for path in sorted(files):
         text = path.read_text(encoding="utf-8")

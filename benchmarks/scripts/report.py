@@ -13,9 +13,9 @@ import time
 _socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
 
 
-def report(event: str) -> None:
-    """Send `event` with the time, and this rank's number, pid, attempt (`life`), node and world
-    size."""
+def report(event: str, **more: float) -> None:
+    """Send `event` with the time, this rank's number, pid, attempt (`life`), node and world size,
+    and further figures."""
     fact = {
         "event": event,
         "rank": int(os.environ["RANK"]),
@@ -24,5 +24,6 @@ def report(event: str) -> None:
         "pid": os.getpid(),
         "world": int(os.environ["WORLD_SIZE"]),
         "node": int(os.environ["BENCH_NODE"]),
+        "more": more,
     }
     _socket.sendto(json.dumps(fact).encode(), os.environ["BENCH_SOCKET"])
