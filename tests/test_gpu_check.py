@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -38,6 +39,19 @@ def test_an_unknown_part_is_refused() -> None:
     refused = checked("--parts", "soak,nonsense")
     assert refused.returncode == 2
     assert refused.stderr.endswith("error: no such part: nonsense\n")
+
+
+def test_make_hands_its_variables_on() -> None:
+    words = ("DEVICE=cpu", "OUT=o", "BUDGET=7", "PARTS=soak", "WHEELS=w", "GPU_PYTHON=python3")
+    shown = subprocess.run(
+        ["make", "-n", "gpu", *words], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT,
+        check=True,
+    )  # fmt: skip
+    command = shlex.split(shown.stdout.replace("\\\n", ""))
+    assert command[:3] == ["python3", "-m", "benchmarks.gpu.check"]
+    options, chosen = check.parsed(command[3:])
+    assert (options.device, options.out, options.wheels) == ("cpu", "o", "w")
+    assert (options.budget, [part.name for part in chosen]) == (7.0, ["soak"])
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
@@ -25,7 +24,6 @@ BLOCK_SECONDS: Final = 2.5 if CUDA else 1.0
 ROUNDS: Final = 2
 WIDTH, DEPTH, WORDS, BATCH, LENGTH = (1024, 6, 12000, 16, 512) if CUDA else (64, 2, 500, 4, 32)
 ALIGNMENT: Final = 512
-SHM: Final = "/dev/shm"
 
 cuda: Any = torch.cuda  # untyped
 
@@ -36,20 +34,22 @@ def wait_for_device() -> None:
 
 
 class Mapping:
-    """Unnamed shared memory with all its pages mapped; `seconds` has the duration of each call."""
+    """Unnamed shared memory with all its pages mapped. It is not limited by the size of /dev/shm.
+    `seconds` has the duration of each call."""
 
     def __init__(self, size: int) -> None:
         self.seconds: dict[str, float] = {}
         self._pieces: list[int] = []
-        folder = os.environ.get("ELASTICRUN_SHM_DIR", SHM)
-        with tempfile.TemporaryFile(dir=folder) as file:
+        file = os.memfd_create("gpu-check")
+        try:
             began = time.monotonic()
-            os.posix_fallocate(file.fileno(), 0, size)
+            os.posix_fallocate(file, 0, size)
             self.seconds["allocated"] = time.monotonic() - began
             began = time.monotonic()
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            self._map = mmap.mmap(file.fileno(), size, flags=flags)
+            self._map = mmap.mmap(file, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
             self.seconds["mapped"] = time.monotonic() - began
+        finally:
+            os.close(file)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def register(self, piece: int = 1 << 62) -> None:
