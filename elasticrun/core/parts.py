@@ -24,6 +24,13 @@ class Part(Protocol[PartReport]):
         """When `pursue` is due at the latest."""
 
 
+class FactsRecorder(Protocol):
+    """FactsRecorder the facts of all components."""
+
+    def record(self) -> None:
+        """Record now. Later effects wait until the record is durable."""
+
+
 class Recorded(Protocol[PartFacts]):
     """A component with facts that the next master needs. Only the component itself reads and writes
     its struct in `core/persisted.py`."""

@@ -116,6 +116,26 @@ class Rejected(Struct, frozen=True):
     times: int
 
 
+class KnownUse(Struct, frozen=True):
+    """What was used by a snapshot of the work that is handed out (`core/work/spans.py`)."""
+
+    round: RoundName
+    step: int
+    used: str
+
+
+class WorkFacts(Struct, frozen=True):
+    """The work that is handed out."""
+
+    is_used: bool = False  # a rank has taken work
+    round: RoundName | None = None  # of which `source` and `used` are known
+    source: str = ""
+    used: str = ""  # in this round, whatever step is restored
+    kept: str = ""  # when the last round ended, without a Checkpointer
+    known: tuple[KnownUse, ...] = ()
+    number: int = 0  # of this record
+
+
 class SnapshotFacts(Struct, frozen=True):
     """What ranks can resume from, and what they should avoid."""
 
@@ -123,6 +143,7 @@ class SnapshotFacts(Struct, frozen=True):
     rejected: tuple[Rejected, ...] = ()
     rewound_from: int = -1  # the step from which training was rewound since the newest checkpoint
     restore_step: int = -1  # requested by a person; reset by the first checkpoint written after it
+    work: WorkFacts = WorkFacts()
 
 
 class LongWait(Struct, frozen=True):

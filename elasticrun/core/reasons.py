@@ -188,6 +188,10 @@ class SnapshotUnusable(_Typed, frozen=True):
     step: int
 
 
+class WorkUnknown(_Typed, frozen=True):
+    """It is not known what was used before this round of the work that is handed out."""
+
+
 class RankFailed(_Typed, frozen=True):
     """A rank failed. `what`: how; for a hang, the whole verdict."""
 
@@ -457,6 +461,7 @@ Reason = (
     | GivenUp
     | OtherRound
     | SnapshotUnusable
+    | WorkUnknown
     | RankFailed
     | FailedElsewhere
     | MasterIsNew
@@ -771,6 +776,9 @@ _TEXTS: Final[Mapping[type, Callable[[Any], str]]] = {
         else "this node had been declared dead"
     ),
     OtherRound: lambda it: f"round {it.name} {'has begun' if it.begun else 'is newer'}",
+    WorkUnknown: lambda it: (
+        "no record says what was used before this round of the work that is handed out"
+    ),
     SnapshotUnusable: lambda it: f"the snapshot of step {it.step} cannot be used",
     RankFailed: _rank_failed,
     FailedElsewhere: lambda it: f"{text(it.first)} while another master served",

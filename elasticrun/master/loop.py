@@ -444,6 +444,8 @@ def subject(order: m.Order) -> str:
         return f"{kind} {order.round} {order.step} {order.rank}"
     if isinstance(order, m.Replicate):
         return f"{kind} {order.saver}"
+    if isinstance(order, m.WorkGrant):
+        return f"{kind} {order.rank} {order.dataset}"
     return kind
 
 

@@ -498,3 +498,5 @@ def _begin_round(entry: EnterRound) -> None:
         reporting.begin_round()
     if connection := sys.modules.get("elasticrun.training.checkpointing.agent_connection"):
         connection.costs.begin_round()
+    if work := sys.modules.get("elasticrun.training.work"):
+        work.begin_round()

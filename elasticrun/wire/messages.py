@@ -13,6 +13,7 @@ combinations of fields. `wire/rpc/protobuf.py` checks both in both directions.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Annotated, Final
 
@@ -24,6 +25,7 @@ from elasticrun.wire.types import (
     INT64,
     MAX_ATTEMPT,
     MAX_LOCAL_RANKS,
+    MAX_USED,
     NO_SKIP,
     Amount,
     AtMost,
@@ -47,7 +49,7 @@ from elasticrun.wire.types import (
     tail,
 )
 
-PROTOCOL_VERSION: Final = 10
+PROTOCOL_VERSION: Final = 11
 """Incremented with every change of the protocol that older peers cannot read."""
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024
@@ -113,6 +115,21 @@ MAX_METRIC_ROWS: Final = 64
 MAX_ANSWER: Final = 8 * 1024 * 1024
 """Maximum bytes of an answer to a Request, as JSON; it is not sent on `Attend`."""
 
+MAX_DATASETS: Final = 16
+"""Maximum number of datasets of which a rank may take work at the same time."""
+
+MAX_DATASET_NAME: Final = 128
+MAX_SAMPLES: Final = 2**40
+MAX_EPOCHS: Final = 2**20
+"""Maximum length of a dataset's name, number of its samples, and of its epochs."""
+
+MAX_LEASES: Final = 1024
+"""Maximum number of leases in a report. A rank reports those that it has used since its oldest mark
+that is still open."""
+
+MAX_MARKS: Final = 16
+"""Maximum number of steps for which a rank reports what it had used; older ones are dropped."""
+
 NONCE_BYTES: Final = 32
 """Number of random bytes that each side adds to what is proved, so that no proof is reused."""
 
@@ -131,6 +148,9 @@ ProofBytes = Annotated[bytes, Exactly(PROOF_BYTES, empty=True)]
 Pids = Annotated[tuple[Pid, ...], AtMost(MAX_LOCAL_RANKS)]
 Ranks = Annotated[tuple[Rank, ...], AtMost(MAX_LOCAL_RANKS)]
 Contents = Annotated[tuple[int, ...], AtMost(MAX_CONTENTS)]
+Samples = Annotated[int, Between(0, INT64)]
+Leases = Annotated[tuple[Samples, ...], AtMost(2 * MAX_LEASES)]
+Used = Annotated[str, WholeText(MAX_USED)]
 ContentsHeld = Annotated[tuple[Annotated[int, Between(1, INT64)], ...], AtMost(MAX_LOCAL_RANKS)]
 
 
@@ -270,6 +290,26 @@ def _validate_place(value: Start | Probe, world_size: int, where: str) -> None:
             f"{where}: node {value.group_rank} of {value.group_world_size} with first rank "
             f"{value.first_rank} of {world_size}"
         )
+
+
+def _validate_leases(leases: tuple[int, ...], where: str) -> None:
+    if len(leases) % 2 or any(stop <= start for start, stop in batched(leases)):
+        raise WireError(f"{where} has a lease without an end, or one that ends before it starts")
+
+
+def batched(leases: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Start and end of each lease in a message."""
+    return zip(leases[::2], leases[1::2], strict=False)
+
+
+def after(grant: WorkGrant, received: int) -> tuple[int, ...]:
+    """The leases of a grant that a rank with `received` positions does not have yet."""
+    found, at = [], grant.first
+    for start, stop in batched(grant.leases):
+        if at >= received:
+            found += [start, stop]
+        at += stop - start
+    return tuple(found)
 
 
 # ---------------------------------------------------------------- before anything else: auth.py
@@ -666,7 +706,8 @@ class Holdings(Struct, frozen=True):
     other nodes fetch from it; None: it has none yet. `replicas`: its ranks want every part of the
     state in the memory of two nodes. `last`: None if no rank ever ran here. `went_on`: None if no
     rank of the newest round has trained here after restoring. `skipped`: snapshots of that round
-    skipped for lack of a free slot, by the local rank with the most."""
+    skipped for lack of a free slot, by the local rank with the most. `worked`: ranks have taken
+    work that is handed out, now or in a round whose snapshots are here."""
 
     saver: Endpoint | None
     held: Annotated[tuple[Holding, ...], AtMost(MAX_HOLDINGS)]
@@ -674,6 +715,7 @@ class Holdings(Struct, frozen=True):
     last: RoundInfo | None = None
     went_on: WentOn | None = None
     skipped: Count = 0
+    worked: bool = False
 
     def validate(self, where: str) -> None:
         if (listed := sum(len(holding.contents) for holding in self.held)) > MAX_CONTENTS:
@@ -726,8 +768,75 @@ class Missed(Struct, frozen=True):
     step: int  # its current step
 
 
-SaveReport = Holdings | WhereIs | ShardBad | NotReplicated | Persisted | Departing | Missed
-"""Reports about snapshots."""
+class WorkBase(Struct, frozen=True):
+    """Report: what the ranks of this round have restored, from rank 0. `used`: what was used by
+    that step, if it comes from storage."""
+
+    round: RoundName
+    source: Annotated[str, OneOf("memory", "storage", "nothing")]
+    step: int
+    used: Used = ""
+
+
+class DatasetSpec(Struct, frozen=True):
+    """Work that is handed out: `total` samples in shards of `size`, `epochs` times. `shuffle`: the
+    seed of the order of the shards; -1: none."""
+
+    name: Annotated[str, OneLine(1, MAX_DATASET_NAME)]
+    total: Annotated[int, Between(1, MAX_SAMPLES)]
+    size: Annotated[int, Between(1, MAX_SAMPLES)]
+    epochs: Annotated[int, Between(1, MAX_EPOCHS)]
+    shuffle: Annotated[int, Between(-1, INT64)]
+
+
+class DatasetShare(Struct, frozen=True):
+    """What one rank has of a dataset in this round. Positions count samples over all epochs, with
+    each shard as long as the longest. `leases`: start and end of each, in the order in which it got
+    them, without the first `dropped` positions. `used`, `marks`: how many positions it had used,
+    now and at each of WorkState.marked."""
+
+    spec: DatasetSpec
+    dropped: Samples
+    leases: Leases
+    used: Samples
+    marks: Annotated[tuple[Samples, ...], AtMost(MAX_MARKS)]
+    wants: bool  # it can use another lease
+
+    def validate(self, where: str) -> None:
+        _validate_leases(self.leases, where)
+
+
+class WorkState(Struct, frozen=True):
+    """Report: all that one rank has of the work that is handed out; replaces the previous report.
+    `marked`: the last steps that were due to be saved. `since`: it had taken no work before this
+    step ended. `restored`: it runs with a Checkpointer that has looked for a step to restore.
+    Answer, for each dataset of which it wants more: WorkGrant."""
+
+    round: RoundName
+    rank: Rank
+    restored: bool
+    since: StepOrNone
+    marked: Annotated[tuple[int, ...], AtMost(MAX_MARKS)]
+    shares: Annotated[tuple[DatasetShare, ...], AtMost(MAX_DATASETS)]
+    record: Count = 0  # the WorkGrant.record for which it has dropped leases last
+
+    def validate(self, where: str) -> None:
+        if any(len(one.marks) != len(self.marked) for one in self.shares):
+            raise WireError(f"{where} does not have one count for each of its marks")
+
+
+SaveReport = (
+    Holdings
+    | WhereIs
+    | ShardBad
+    | NotReplicated
+    | Persisted
+    | Departing
+    | Missed
+    | WorkBase
+    | WorkState
+)
+"""Reports about snapshots, and about work that is handed out."""
 
 RankReport = Join | Running | RanksFailed | Stopping | Stopped | Finished | Leaving
 HealthReport = Probed | Steps | Metrics | ReachMe
@@ -932,6 +1041,7 @@ class Persist(Struct, frozen=True):
     reason: Annotated[str, OneOf("periodic", "breakpoint", "asked")]
     limit: Limit  # seconds until the attempt is given up
     rewound_from: StepOrNone = -1  # training was rewound to below this step; -1: it was not
+    used: Used = ""  # for the coordinator: what was used by this step of the work handed out
 
     def validate(self, where: str) -> None:
         if not self.ranks or max(self.ranks) >= self.world_size:
@@ -960,8 +1070,30 @@ class PersistOver(Struct, frozen=True):
     reason: str
 
 
-SaveOrder = Watermark | Persist | CommitCheckpoint | PersistOver | Holder | Replicate | SaveAt
-"""Orders about snapshots."""
+class WorkGrant(Struct, frozen=True):
+    """Order: leases of a dataset for one rank. `leases` start after the first `first` positions
+    that it got in this round; it may have some of them already. It may drop the first `dropped`
+    positions from its reports, because they are in the record of this number. `over`: nothing is
+    left. `refused`: why it gets nothing; "": it does."""
+
+    round: RoundName
+    rank: Rank
+    dataset: Annotated[str, OneLine(1, MAX_DATASET_NAME)]
+    first: Samples
+    leases: Leases
+    dropped: Samples
+    over: bool = False
+    refused: str = ""
+    record: Count = 0
+
+    def validate(self, where: str) -> None:
+        _validate_leases(self.leases, where)
+
+
+SaveOrder = (
+    Watermark | Persist | CommitCheckpoint | PersistOver | Holder | Replicate | SaveAt | WorkGrant
+)
+"""Orders about snapshots, and about work that is handed out."""
 
 Order = (
     Challenge

@@ -1,4 +1,5 @@
-"""The messages between ranks, savers and their agent: snapshots, and recoverable functions.
+"""The messages between ranks, savers and their agent: snapshots, recoverable functions, and work
+that is handed out.
 
 They are frames (`wire.frames`) over one AF_UNIX stream socket of the agent, an abstract one whose
 name has 128 random bits; the agent also checks the user of its peer (SO_PEERCRED). A rank gets the
@@ -36,7 +37,7 @@ class Resume:
 @dataclass(frozen=True, slots=True)
 class RankRefused:
     """The answer to RankHere if this rank's Checkpointer contradicts that of another rank of this
-    node. The rank ends with `reason`, a sentence."""
+    node, or to RankWork if it can get no work. The rank ends with `reason`, a sentence."""
 
     reason: str
 
@@ -157,6 +158,7 @@ class Restored:
     step: int
     source: str  # memory, storage, nothing
     looked: bool = True  # the folder was examined: the script has called restore()
+    used: str = ""  # as in messages.WorkBase, from rank 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +291,7 @@ class PersistParts:
     rewound_from: int = -1  # as in messages.Persist
     in_use: tuple[int, ...] = ()  # checkpoints that ranks may be reading
     base: int = -1  # the step that the ranks of `round` restored; -1: unknown
+    used: str = ""  # as in messages.Persist
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,9 +494,68 @@ class EnterRound:
 
 ToRecoverable = LeaveRound | Reraise | EnterRound
 
+# ---------------------------------------------------------------- work that is handed out
+#
+# A rank that takes work has one more connection. What it sends replaces what it sent before; the
+# agent keeps the newest, and passes it on to the master (`messages.WorkState`).
 
-FromPeer = FromRank | FromSaver | FromRecoverable
+
+@dataclass(frozen=True, slots=True)
+class WorkHere:
+    """The first message: this local rank takes work."""
+
+    local_rank: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """As messages.DatasetShare."""
+
+    name: str
+    total: int
+    size: int
+    epochs: int
+    shuffle: int
+    dropped: int
+    leases: tuple[int, ...]
+    used: int
+    marks: tuple[int, ...]
+    wants: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RankWork:
+    """As messages.WorkState. Answer, for each dataset of which it wants more: RankLeases, once the
+    master has granted them, or RankRefused."""
+
+    restored: bool
+    since: int
+    marked: tuple[int, ...]
+    shares: tuple[RankShare, ...]
+    record: int
+
+
+FromWorker = WorkHere | RankWork
+
+
+@dataclass(frozen=True, slots=True)
+class RankLeases:
+    """As messages.WorkGrant."""
+
+    dataset: str
+    first: int
+    leases: tuple[int, ...]
+    dropped: int
+    over: bool
+    record: int
+
+
+ToWorker = RankLeases | RankRefused
+
+
+FromPeer = FromRank | FromSaver | FromRecoverable | FromWorker
 """What the agent's socket may receive."""
 
-ToPeer = ToRank | ToSaver | ToRecoverable
+ToPeer = ToRank | ToSaver | ToRecoverable | ToWorker
 """What the agent may send on it."""

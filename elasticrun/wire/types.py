@@ -51,6 +51,10 @@ MAX_LOCAL_RANKS: Final = 4096
 MAX_ATTEMPT: Final = 64
 """Maximum characters of the name of an attempt to persist."""
 
+MAX_USED: Final = 60_000
+"""Maximum characters of what was used of all datasets (`core/work/spans.py`): enough for 10,000
+ranks, each with a partly used lease."""
+
 Bound = Callable[[str, Any], Any]
 
 

@@ -128,10 +128,12 @@ class Memory:
         self.kept: list[Kept] = []  # the oldest first
         self.replicas = Replicas(world, node)
         self.last: m.RoundInfo | None = None
+        self.worked = False
         self.is_lost = False  # it went with its machine, or was given back
         if before is not None:
             self.kept, self.replicas.copies = before.kept, before.replicas.copies
             self.last = before.last
+            self.worked = before._worked()
             for one in self._all():
                 one.unpin()
         self.skipped = 0
@@ -143,11 +145,15 @@ class Memory:
         self._given_up = -1
         self._start: m.Start | None = None
         self._saver = Endpoint(node.name, SAVER_PORT)
+        self.work = world.uses.of_node(world, node) if world.uses is not None else None
+        self._used: dict[str, str] = {}  # attempt -> what was used by its step
 
     # ------------------------------------------------------------ ranks
 
     def started(self, start: m.Start) -> None:
         shelves, want = self._shelves, start.info.restore
+        if self.work is not None:
+            self.work.started(start)
         key = None if want is None else (want.round, want.step)
         self._start, self._watermark, self._given_up = start, key, -1
         self.last = start.info
@@ -180,6 +186,8 @@ class Memory:
         start = self._start
         if start is None or not any(rank.alive for rank in self._node.ranks.values()):
             return
+        if self.work is not None:
+            self.work.mark(step)
         asked, before = self._asked, self.current
         self.current = step
         is_asked = asked is not None and before < asked.step <= step
@@ -269,7 +277,13 @@ class Memory:
         if self.kept or self._watermark or (self._start and self._shelves.replicas):
             held = [self._told(one) for one in self.kept] + self.replicas.told()
             replicas, went_on = self._shelves.replicas, self._went_on()
-            self._node.say(m.Holdings(self._saver, tuple(held), replicas, self.last, went_on))
+            told = (self._saver, tuple(held), replicas, self.last, went_on)
+            self._node.say(m.Holdings(*told, worked=self._worked()))
+
+    def _worked(self) -> bool:
+        """Whether ranks of a round that is here have taken work."""
+        self.worked = self.worked or (self.work is not None and self.work.has_begun)
+        return self.worked
 
     def obey(self, order: m.Order) -> None:
         match order:
@@ -288,6 +302,8 @@ class Memory:
                 self._told_who(order)
             case m.Replicate():
                 self.replicas.obey(order)
+            case m.WorkGrant() if self.work is not None:
+                self.work.grant(order)
 
     def _mark(self, order: m.Watermark) -> None:
         if self._start is None or order.round != self._start.round:
@@ -315,6 +331,7 @@ class Memory:
         if order.attempt in self._said:
             self._say_again(order.attempt)
             return
+        self._used[order.attempt] = order.used
         disk = self._shelves.disks.get(self._node.name, "")
         mine = self.of((order.round, order.step))
         self._said[order.attempt] = []
@@ -351,6 +368,8 @@ class Memory:
             if self._shelves.parts[attempt] != {self._shelves.content(r) for r in range(size)}:
                 self._fault(f"the checkpoint of {key} lacks parts")
             self._shelves.checkpoints.append(key)
+            if self._world.uses is not None:
+                self._world.uses.store(key, self._used[attempt])
         reason = "" if ok else "the snapshot is not here"
         self._tell(m.Persisted(attempt, ok, True, reason, 0, MARKING))
 
@@ -396,6 +415,8 @@ class Memory:
 
     def attached(self) -> None:
         """A master is there that may have heard nothing."""
+        if self.work is not None:
+            self.work.attached()
         self.say()
         for attempt in self._said:
             self._say_again(attempt)

@@ -78,6 +78,10 @@ class Node:
             self._perform(effect)
         self._schedule_tick()
 
+    def hold(self, what: Callable[[], None]) -> None:
+        """This happens once the agent is no longer stopped."""
+        self._held.append(what)
+
     def _schedule_tick(self) -> None:
         when = self.group.next_deadline()
         if not self.alive or when is None or when == self._tick_at:

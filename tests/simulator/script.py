@@ -25,6 +25,9 @@ many snapshots, and `replicas=1` wants each part on two nodes; `node a memory=1`
 that takes over what a killed one of this node had; `disk a full` (or stuck, ok) and
 `spoil a 120` plant what `memory` knows; with `cannot a 120 why` a's ranks could not save a step.
 
+Work that is handed out (`tests.sim.workers`): `work 3` has every rank take some and use 3 samples,
+as far as it has leases, `work 3 a` those of a node.
+
 Operators: `ask stop why`, `ask restart`, `ask exclude b why`, `ask include b`, `ask scale 2`.
 
 Hangs: `watch on_hang=tell hang_limit=200` (a line like `job`); `hang b 1 idle`, `turn busy`, `go`,
@@ -175,6 +178,7 @@ def run(script: Script, prepare: Callable[[World], None] | None = None) -> World
             raise ScriptError(f"{line!r}: there is no {words[0]}")
         verb(world, script.spec, words[1:])
     world.worlds.faults += world.shelves.faults
+    world.worlds.faults += world.uses.faults if world.uses is not None else []
     world.lines.extend(f"FAULT: {fault}" for fault in world.worlds.faults)
     return world
 
@@ -311,6 +315,12 @@ def _step(world: World, spec: JobSpec, words: list[str]) -> None:
             node.memory.step(int(words[0]))
 
 
+def _work(world: World, spec: JobSpec, words: list[str]) -> None:
+    for node in [world.nodes[name] for name in words[1:2]] or list(world.nodes.values()):
+        if node.alive and node.memory.work is not None:
+            node.memory.work.use(int(words[0]), words[2:])
+
+
 def _disk(world: World, spec: JobSpec, words: list[str]) -> None:
     if words[1] not in ("full", "stuck", "ok"):
         raise ScriptError(f"no disk is {words[1]}")
@@ -392,6 +402,7 @@ VERBS: dict[str, Verb] = {
     "slow": lambda world, _, words: world.bench.slow.update({words[0]: float(words[1])}),
     "snap": _snap,
     "step": _step,
+    "work": _work,
     "disk": _disk,
     "cannot": lambda world, _, words: world.nodes[words[0]].memory.cannot(
         int(words[1]), " ".join(words[2:])

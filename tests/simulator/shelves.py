@@ -36,6 +36,7 @@ class Shelves:
     members: dict[RoundName, dict[str, Memory]] = field(default_factory=dict)
     leaving: set[str] = field(default_factory=set)  # nodes that have said so
     spoilt: bool = False
+    forgets: bool = False  # a new master may not know what was used of the work handed out
     told: dict[RoundName, int] = field(default_factory=dict)  # watermarks
     trained: dict[RoundName, set[int]] = field(default_factory=dict)  # steps done after a restore
     judged: int = 0  # rounds of which `settle` had something to say
@@ -83,7 +84,7 @@ class Shelves:
             suspect = origin is not None and soon.count(origin) >= MAX_REJECTED
             if floor is None or floor[1] < 0 or self.spoilt or suspect:
                 continue
-            if len(lost) > 1 or (lost and name.term != before.term):
+            if len(lost) > 1 or ((lost or self.forgets) and name.term != before.term):
                 continue
             self.judged += 1
             self.judged_blind += not lost and name.term != before.term

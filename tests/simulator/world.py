@@ -23,6 +23,7 @@ from tests.simulator.node import Node, NodeSetup
 from tests.simulator.probes import Bench
 from tests.simulator.ranks import Rank, Worlds
 from tests.simulator.shelves import Shelves
+from tests.simulator.work import Uses
 
 PEER_LOST = "Connection closed by peer"
 
@@ -93,6 +94,7 @@ class World:
         self.bench = Bench()
         self.shelves = Shelves()
         self.insides = Insides()
+        self.uses: Uses | None = None  # work is handed out
         self.traced = traced
         self._breaking: set[RoundName] = set()
         self._sessions = itertools.count(1)

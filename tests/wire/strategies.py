@@ -88,6 +88,13 @@ def _agreeing(of: type, made: dict[str, Any]) -> dict[str, Any]:
         contents = made["contents"] = made["contents"] or (7,)
         made["world_size"] = max(made["world_size"], len(contents))
         made["first_rank"] %= made["world_size"] - len(contents) + 1
+    elif of in (m.DatasetShare, m.WorkGrant):
+        edges = sorted(set(made["leases"]))
+        made["leases"] = tuple(edges[: len(edges) // 2 * 2])
+    elif of is m.WorkState:
+        marks = len(made["marked"])
+        filled = [(*one.marks, *(0,) * marks)[:marks] for one in made["shares"]]
+        made["shares"] = tuple(map(_with_marks, made["shares"], filled))
     elif of in (m.Replicate, m.Persist):
         world = made["world_size"]
         ranks = made["ranks"] = tuple({rank % world for rank in made["ranks"]}) or (0,)
@@ -98,6 +105,10 @@ def _agreeing(of: type, made: dict[str, Any]) -> dict[str, Any]:
             made["writers"] = max(made["writers"], len(ranks))
             made["coordinates"] = made["coordinator"] is None
     return made
+
+
+def _with_marks(share: m.DatasetShare, marks: tuple[int, ...]) -> m.DatasetShare:
+    return replace(share, marks=marks)
 
 
 def one_of(union: Any, *but: type) -> st.SearchStrategy[Any]:

@@ -45,6 +45,7 @@ WORDS: Final = {
     "verb": "picture",
     "ExcludedNode.kind": "slow",
     "Persist.reason": "breakpoint",
+    "WorkBase.source": "storage",
     "host": "fe80::1",
     "message": "tür “zu”\n\U0001f525",
 }

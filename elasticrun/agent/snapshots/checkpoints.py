@@ -173,6 +173,7 @@ class Persisting:
             rewound_from=order.rewound_from,
             in_use=in_use,
             base=local_round.base,
+            used=order.used,
         )
 
     def _keep(self, order: Persist, last: int) -> tuple[int, tuple[int, ...]]:

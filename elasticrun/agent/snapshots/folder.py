@@ -86,6 +86,7 @@ class LocalRound:
     keep_last: int = 0
     keep_every: int = 0
     base: int = -1  # the step its ranks restored from, from any source; -1: unknown
+    worked: bool = False  # ranks took work that is handed out, in this round or an earlier one
 
     @classmethod
     def of(cls, start: Start, nproc: int) -> LocalRound:

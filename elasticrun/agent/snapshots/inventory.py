@@ -80,7 +80,7 @@ class Inventory:
 
     def start(self, start: m.Start) -> None:
         """Start a new generation; forget older ones without a snapshot here."""
-        present = LocalRound.of(start, self._nproc)
+        present = replace(LocalRound.of(start, self._nproc), worked=self.worked)
         self._rounds.pop(present.key, None)
         self._rounds[present.key] = self.present = present
         self._configured_by = None
@@ -118,6 +118,19 @@ class Inventory:
         if self.present is not None and message.looked:
             present = replace(self.present, base=message.step)
             self._rounds[present.key] = self.present = present
+
+    @property
+    def worked(self) -> bool:
+        """Whether ranks took work that is handed out, in one of these rounds or an earlier one."""
+        return any(one.worked for one in self._rounds.values())
+
+    def note_work(self) -> bool:
+        """Record that ranks take work. Returns whether that is new."""
+        if self.present is None or self.present.worked:
+            return False
+        present = replace(self.present, worked=True)
+        self._rounds[present.key] = self.present = present
+        return True
 
     def other_folder(self, name: RoundName, folder: str) -> str:
         """The checkpoint folder of this round's snapshots if it differs from `folder`, because they

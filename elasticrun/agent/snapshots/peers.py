@@ -18,15 +18,22 @@ from elasticrun.agent.runtime import Once, keep_sending
 from elasticrun.host.log import logger
 from elasticrun.wire.frames import Connection, FrameError, NotRead, peer_of
 from elasticrun.wire.progress import address, mint_name
-from elasticrun.wire.snapshots import FromPeer, RankHere, RecoverableHere, SaverHere, ToPeer
+from elasticrun.wire.snapshots import (
+    FromPeer,
+    RankHere,
+    RecoverableHere,
+    SaverHere,
+    ToPeer,
+    WorkHere,
+)
 
-Introduction = RankHere | RecoverableHere | SaverHere
+Introduction = RankHere | RecoverableHere | SaverHere | WorkHere
 
 OUTBOX_MOST: Final = 1024
 """Maximum number of messages queued for a peer; ranks and savers read immediately."""
 
 SPARE: Final = 8
-"""Connections beyond three per local rank: the saver, and ranks that reconnect."""
+"""Connections beyond four per local rank: the saver, and ranks that reconnect."""
 
 INTRODUCTION_LIMIT: Final = 30.0
 """Seconds within which a peer must introduce itself."""
@@ -134,7 +141,7 @@ class PeerServer:
     socket could be created (which is logged)."""
 
     def __init__(self, nproc: int, listener: Listener) -> None:
-        self._most = 3 * nproc + SPARE
+        self._most = 4 * nproc + SPARE
         self.listener = listener
         self.peers: set[Peer] = set()
         self._once = Once()

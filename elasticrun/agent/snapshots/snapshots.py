@@ -36,6 +36,7 @@ from elasticrun.agent.snapshots.inventory import (
 from elasticrun.agent.snapshots.peers import Peer, PeerServer, one_line
 from elasticrun.agent.snapshots.saver import Hashing, Savers
 from elasticrun.agent.snapshots.segments import Segments, Sizes
+from elasticrun.agent.work.local import LocalWork
 from elasticrun.agent.workers.recoverable import Recoverables
 from elasticrun.agent.workers.spawner import Spawners
 from elasticrun.host.log import logger
@@ -118,6 +119,7 @@ class LocalSnapshots:
         self._shards = Shards(self._store)
         self._replicas = Replicator(self._store)
         self._persisting = Persisting(self._store, self._shards, self._claim)
+        self._work = LocalWork(node.link)
         self.drain = Drain(launch, self._store)
         self._hashing = Hashing(self.savers)
 
@@ -158,6 +160,7 @@ class LocalSnapshots:
         for peer in list(self._server.peers):
             if isinstance(peer.here, s.RankHere):
                 peer.close()
+        self._work.round_began(start)
         self._remarks.clear()
         self.drain.start(self._generation)
         self._inventory.start(start)
@@ -190,6 +193,7 @@ class LocalSnapshots:
     def attached(self) -> None:
         """Report everything again after a (re)connection: the master may know nothing of this
         node."""
+        self._work.attached()  # before the inventory
         if self._segments.held and self._several:
             self.savers.ensure()  # other nodes may have to fetch from here
         self._report.send_now(again=True)
@@ -217,6 +221,8 @@ class LocalSnapshots:
             self._shards.holder(order)
         elif isinstance(order, m.Replicate):
             self._replicas.obey(order)
+        elif isinstance(order, m.WorkGrant):
+            self._work.grant(order)
 
     def _raise_watermark(self, step: int) -> None:
         """Raise the watermark to a complete step of the current generation, and release what only
@@ -253,6 +259,13 @@ class LocalSnapshots:
                 self._recoverables.on_message(peer, message)
             else:
                 peer.break_off("it runs a recoverable function, and sent another message")
+        elif isinstance(peer.here, s.WorkHere):
+            if isinstance(message, s.FromWorker):
+                self._work.on_message(peer, message)
+                if self._inventory.note_work():
+                    self._note()
+            else:
+                peer.break_off("it takes work, and sent another message")
         elif isinstance(peer.here, s.SaverHere):
             if isinstance(message, s.FromSaver):
                 self.savers.on_message(peer, message)
@@ -269,6 +282,8 @@ class LocalSnapshots:
         """Handle the closed connection of an introduced peer."""
         if isinstance(peer.here, s.RecoverableHere):
             self._recoverables.lost(peer)
+        elif isinstance(peer.here, s.WorkHere):
+            self._work.lost(peer)
         elif isinstance(peer.here, s.SaverHere):
             self.savers.on_close(peer)
         elif (local_rank := self._generation.of(peer)) is not None:
@@ -346,6 +361,9 @@ class LocalSnapshots:
             self.remark(f"local rank {local_rank}: {message.text}")
         elif isinstance(message, s.Restored):
             self._restored(message)
+            start = self._generation.start
+            if start is not None and start.first_rank + local_rank == 0:
+                self._work.restored(message)
 
     def _restored(self, message: s.Restored) -> None:
         self._inventory.restored(message)
@@ -487,7 +505,8 @@ class LocalSnapshots:
         saver = Endpoint(self._node.address, self.savers.port) if self.savers.port else None
         last, went_on = self._inventory.last(), generation.went_on()
         skipped = max((rank.skipped for rank in generation.ranks), default=0)
-        return m.Holdings(saver, held, self._replicas.enabled, last, went_on, skipped)
+        worked = self._inventory.worked
+        return m.Holdings(saver, held, self._replicas.enabled, last, went_on, skipped, worked)
 
     def nodes(self) -> int:
         """Number of nodes in the round."""

@@ -248,13 +248,13 @@ class Job:
         self._ctx = ctx = JobContext(spec, self.term, self._mint, now)
         ctx.out = out
         self._snapshots = Snapshots(spec.saves, self._mint, self.term)
-        self._saving = SnapshotPolicy(ctx, self._snapshots)
         if facts is not None:
             load(facts, ctx, self._snapshots)
         self._sight = Sight(ctx, self.status)
         if facts is not None:  # booked from the state of the other components
             self._sight.ledger.restore(facts.ledger, now - facts.age)
         self._recorder = Recorder(ctx, self._snapshots, self._sight.ledger)
+        self._saving = SnapshotPolicy(ctx, self._snapshots, self._recorder)
         recorded_term = 0 if facts is None else facts.term
         self._streams = Streams(ctx, self._recorder, self._saving, recorded_term)
         self._requests = OperatorRequests(ctx, self._streams)

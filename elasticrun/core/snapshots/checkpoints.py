@@ -20,6 +20,7 @@ from elasticrun.core.snapshots.choice import RestorePoints
 from elasticrun.core.snapshots.ledger import Ledger
 from elasticrun.core.snapshots.types import Key, Outbox, key_of, sort_key
 from elasticrun.core.words import plural
+from elasticrun.core.work.work import Work
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
 
@@ -92,6 +93,7 @@ class Attempt:
     began: float
     deadline: float
     rewound_from: int = -1  # as in Persist
+    used: str = ""  # as in Persist
     written: dict[str, int] = field(default_factory=dict)  # node -> bytes
     writers: int = 0  # number of parts, one per rank
 
@@ -127,6 +129,7 @@ class Attempt:
             reason=self.plan.reason,
             limit=max(0.1, self.deadline - now),
             rewound_from=self.rewound_from,
+            used=self.used if coordinates else "",
         )
 
 
@@ -134,9 +137,15 @@ class Checkpoints:
     """Plans, runs and tracks the attempts."""
 
     def __init__(
-        self, spec: m.SaveSpec, mint: Callable[[], str], points: RestorePoints, outbox: Outbox
+        self,
+        spec: m.SaveSpec,
+        mint: Callable[[], str],
+        points: RestorePoints,
+        outbox: Outbox,
+        work: Work,
     ) -> None:
         """`mint` returns a name for every attempt."""
+        self._work = work
         self._spec = spec
         self._mint = mint
         self._points = points
@@ -371,6 +380,7 @@ class Checkpoints:
             for step, snap in ledger.snaps.items()
             if (snap.wanted or self._inherited == (ledger.name, step))
             and ledger.is_whole(step)
+            and self._work.knows((ledger.name, step))
             and not self._is_passed((ledger.name, step))
         }
         if self._plan is not None:
@@ -467,6 +477,7 @@ class Checkpoints:
             began=now,
             deadline=now + self._spec.limit,
             rewound_from=self._points.rewound_from,
+            used=self._work.used_by(plan.key),
         )
         for node in parts:
             self._outbox.send(self._attempt.order(node, now), node)

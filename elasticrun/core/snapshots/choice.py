@@ -19,6 +19,8 @@ FEW_STEPS, before they had a whole step of their own. A failure before ranks hav
 done a step says nothing about it; nor does a signal from outside or the loss of a node. Suspicion
 discards nothing: if nothing else is whole in memory, nor in storage, the step is tried again.
 
+*If work is handed out*, a step counts only if it is known what was used by it (`core/work`).
+
 *A person may request* a step (--restore-step). Only that one is restored, from memory or storage,
 until a round that did so has a whole step of its own; and again if memory is lost before a
 checkpoint of the result is written.
@@ -45,6 +47,7 @@ from elasticrun.core.persisted import SnapshotFacts
 from elasticrun.core.snapshots.ledger import Ledger, in_spans
 from elasticrun.core.snapshots.replication import Replicas
 from elasticrun.core.snapshots.types import Key, Outbox, key_of
+from elasticrun.core.work.work import Work
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import NO_SKIP, RoundName, Skip
 
@@ -56,6 +59,8 @@ MAX_REJECTED = 2
 
 MAX_FAILURES = 64
 """Maximum number of log lines per round about ranks that could not save."""
+
+NOT_KNOWN = "it is not known what was used by it of the work that is handed out"
 
 FEW_STEPS = 10
 """A failure more than this many steps after a restore is not blamed on the restored snapshot."""
@@ -74,9 +79,10 @@ class Choice:
 class RestorePoints:
     """Tracks which steps are whole, and chooses what a round restores."""
 
-    def __init__(self, term: int, restore_step: int, outbox: Outbox) -> None:
+    def __init__(self, term: int, restore_step: int, outbox: Outbox, work: Work) -> None:
         """`term`: of this master. `restore_step`: requested by a person, -1: none."""
         self._term = term
+        self._work = work
         self._outbox = outbox
         self.restore_step = restore_step  # requested; -1 again after a later checkpoint
         self.rewound_from = restore_step + 1 if restore_step >= 0 else -1  # as Skip.storage_from
@@ -226,7 +232,8 @@ class RestorePoints:
             if self.knows_round_from_agents:  # no node needs to know
                 self.watermark = max([self.watermark, *whole])
                 continue
-            newest = next((step for step in whole if replicas.counts(ledger, step)), -1)
+            settled = [step for step in reversed(whole) if self._work.settle((ledger.name, step))]
+            newest = next((s for s in reversed(settled) if replicas.counts(ledger, s)), -1)
             if newest > self.watermark:
                 self.watermark = newest
                 self._has_obeyed = True
@@ -237,7 +244,10 @@ class RestorePoints:
                 ledger.give_up(self.watermark, never)
                 self._outbox.send(self._watermark_order(), *self.reports)
             elif whole and whole[0] > self.watermark:
-                continue  # it waits for replicas: giving up now would drop it too
+                # it waits for replicas, or for what was used: giving up now would drop it too
+                if not self._work.can_settle((ledger.name, whole[0])):
+                    ledger.give_up(self.watermark, whole[0])
+                    self._outbox.send(self._watermark_order(), *self.reports)
             elif ledger.passed > max(self.watermark, ledger.given_up[1]) and ledger.is_all_reported(
                 self.reports
             ):
@@ -276,7 +286,8 @@ class RestorePoints:
         """This step, from the newest round in which it is whole in memory; None if there is
         none."""
         for ledger in self.ledgers:
-            if ledger.is_whole(step) and (ledger.name, step) not in without:
+            key = (ledger.name, step)
+            if ledger.is_whole(step) and key not in without and self._work.knows(key):
                 return m.Restore(ledger.name, step, ledger.world_size)
         return None
 
@@ -295,6 +306,10 @@ class RestorePoints:
                 if (key := (ledger.name, step)) not in self._dropped and not self._is_suspect(key)
             ]
             whole = [step for step in usable if ledger.is_whole(step)]
+            known_use = [step for step in whole if self._work.knows((ledger.name, step))]
+            if whole and whole[0] not in known_use and not why:
+                why = f"step {whole[0]} cannot be restored from memory: {NOT_KNOWN}"
+            whole = known_use
             if self.knows_round_from_agents and known < 0 and usable and not whole:
                 known = usable[0]
             if not why and known in usable and known > max(whole, default=-1):

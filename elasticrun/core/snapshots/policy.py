@@ -13,21 +13,24 @@ from collections.abc import Iterable
 
 from elasticrun.config import EXIT_OK
 from elasticrun.core.context import JobContext
-from elasticrun.core.reasons import LastSave, Reason, SnapshotUnusable
+from elasticrun.core.parts import FactsRecorder
+from elasticrun.core.reasons import LastSave, Reason, SnapshotUnusable, WorkUnknown
 from elasticrun.core.rounds.rendezvous import SURVIVOR_SLACK, Decision, Phase, Verb
 from elasticrun.core.rounds.round import Round
 from elasticrun.core.snapshots.choice import Choice
 from elasticrun.core.snapshots.snapshots import Snapshots
 from elasticrun.core.snapshots.types import Key, key_of, sort_key
 from elasticrun.core.wishes import RecordSoon, Reopen, Wish
+from elasticrun.core.work.work import WorkNews
 from elasticrun.wire import messages as m
 
 
 class SnapshotPolicy:
     """Runs `Snapshots` for the job."""
 
-    def __init__(self, ctx: JobContext, snapshots: Snapshots) -> None:
+    def __init__(self, ctx: JobContext, snapshots: Snapshots, recorder: FactsRecorder) -> None:
         self._ctx = ctx
+        self._recorder = recorder
         self._rdzv = ctx.rdzv
         self._snapshots = snapshots
         self.newest_step = -1
@@ -44,7 +47,10 @@ class SnapshotPolicy:
     # ------------------------------------------------------------ nodes
 
     def on_report(self, node: str, report: m.SaveReport) -> bool:
-        """Process a report. Always returns True, because `pursue` decides what follows."""
+        """Process a report. Returns True, because `pursue` decides what follows, unless it was only
+        a request for work."""
+        if isinstance(report, m.WorkBase | m.WorkState):
+            return self._on_work(node, report)
         now, snapshots = self._ctx.now, self._snapshots
         if isinstance(report, m.Holdings):
             snapshots.on_holdings(node, report, now)
@@ -63,6 +69,34 @@ class SnapshotPolicy:
             self._wishes.append(Reopen(SnapshotUnusable(report.step)))
         self._send()
         return True
+
+    def _on_work(self, node: str, report: m.WorkBase | m.WorkState) -> bool:
+        """Process a report about work that is handed out. Marks count after the round's end too."""
+        round_, work = self._ctx.round, self._snapshots.work
+        seat = None if round_ is None else round_.members.get(node)
+        if round_ is None or seat is None:
+            return False
+        if isinstance(report, m.WorkBase):
+            outcome = work.on_base(report, round_.info, inherited=round_.is_inherited)
+        elif seat.first_rank <= report.rank < seat.first_rank + seat.ranks:
+            outcome = work.on_state(node, report, round_.info, inherited=round_.is_inherited)
+        else:
+            return False
+        if outcome is WorkNews.UNKNOWN:
+            self._wishes.append(Reopen(WorkUnknown()))
+        before = self.has_changed
+        self._send()
+        self.has_changed = before or outcome is not WorkNews.NOTHING
+        return outcome is not WorkNews.NOTHING
+
+    def _listen_for_work(self) -> None:
+        """Let ranks of a round of another master take work once every member has reported what its
+        ranks have. If one is gone before that, nobody knows."""
+        last, away = self._rdzv.last, self._snapshots.points.away
+        if last.away:
+            self._snapshots.work.lose()
+        elif self._rdzv.is_whole and not last.unseen and not any(map(last.is_member, away)):
+            self._snapshots.work.heard_all()
 
     def attached(self, node: str) -> None:
         """An agent has attached: send what it may have missed."""
@@ -152,6 +186,8 @@ class SnapshotPolicy:
         """Start what is due, end what is late, and return the wishes that reports have caused."""
         now, outbox = self._ctx.now, self._snapshots.outbox
         late = self._due is not None and now >= self._due
+        if not self._snapshots.work.has_heard_all:
+            self._listen_for_work()
         if self.has_changed or late or outbox.orders:
             self.has_changed = False
             self._snapshots.proceed(now)
@@ -235,4 +271,7 @@ class SnapshotPolicy:
         for text, level in notes:
             self._ctx.note(text, level)
         for nodes, order in orders:
-            self._ctx.broadcast(nodes, order)
+            if order is None:
+                self._recorder.record()
+            else:
+                self._ctx.broadcast(nodes, order)

@@ -1,10 +1,11 @@
 """All snapshots of a job: takes reports, queues orders.
 
-`RestorePoints` tracks which steps are whole and chooses which one a round restores, `Replicas`
-orders copies, `Checkpoints` decides which snapshots nodes write, `Departures` chooses the step that
-ranks save before a node leaves. The caller takes the results from `outbox`. A node that is leaving
-counts only for the attempt that it takes part in: its agent stays until that is over, because it
-may hold the only copy of a shard.
+`Work` knows what was used by each step of the work that is handed out. `RestorePoints` tracks which
+steps are whole and chooses which one a round restores, `Replicas` orders copies, `Checkpoints`
+decides which snapshots nodes write, `Departures` chooses the step that ranks save before a node
+leaves. The caller takes the results from `outbox`. A node that is leaving counts only for the
+attempt that it takes part in: its agent stays until that is over, because it may hold the only copy
+of a shard.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from types import MappingProxyType
 
 from elasticrun.config import REPLICA_LIMIT
 from elasticrun.core.deadlines import earliest
-from elasticrun.core.persisted import Rejected, SnapshotFacts
+from elasticrun.core.persisted import Rejected, SnapshotFacts, WorkFacts
 from elasticrun.core.snapshots.checkpoints import Checkpoints
 from elasticrun.core.snapshots.choice import RestorePoints
 from elasticrun.core.snapshots.replication import Replicas
 from elasticrun.core.snapshots.types import Key, Outbox
 from elasticrun.core.words import plural
+from elasticrun.core.work.work import Work
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
 
@@ -34,8 +36,9 @@ class Snapshots:
         """`mint` returns a name for every attempt to write; `term`: of this master."""
         self._at_breakpoint = saves.at_breakpoint
         self.outbox = Outbox()
-        self.points = RestorePoints(term, saves.restore_step, self.outbox)
-        self.checkpoints = Checkpoints(saves, mint, self.points, self.outbox)
+        self.work = Work(self.outbox)
+        self.points = RestorePoints(term, saves.restore_step, self.outbox, self.work)
+        self.checkpoints = Checkpoints(saves, mint, self.points, self.outbox, self.work)
         self.departures = Departures(self.outbox)
         self._replicas = Replicas(REPLICA_LIMIT, self.outbox)
 
@@ -55,6 +58,7 @@ class Snapshots:
 
     def on_holdings(self, node: str, report: m.Holdings, now: float) -> None:
         """Process the report of all that a living node holds."""
+        self.work.is_used = self.work.is_used or report.worked
         self.points.on_holdings(node, report)
         self._replicas.on_holdings(node, report)
         self.checkpoints.on_holdings(node, report)
@@ -147,11 +151,15 @@ class Snapshots:
         points = self.points
         rejected = tuple(Rejected(*key, times) for key, times in points.rejected.items())
         written = self.checkpoints.written
-        return SnapshotFacts(written, rejected, points.rewound_from, points.restore_step)
+        rewound, work = points.rewound_from, WorkFacts()
+        if self.work.is_used:
+            work = self.work.facts()
+        return SnapshotFacts(written, rejected, rewound, points.restore_step, work)
 
     def restore(self, facts: SnapshotFacts, _at: float) -> None:
         """Restore what the previous master knew."""
         self.checkpoints.restore(facts.written)
+        self.work.restore(facts.work)
         self.points.restore(facts)
 
     def status(self) -> str:

@@ -23,12 +23,17 @@ class Outbox:
     """Queues orders and log lines until the caller takes them."""
 
     def __init__(self) -> None:
-        self.orders: list[tuple[tuple[str, ...], m.Order]] = []  # recipients, and the order
+        self.orders: list[tuple[tuple[str, ...], m.Order | None]] = []
+        """Recipients, and the order; None: the facts must be durable before what follows."""
         self.notes: list[tuple[str, str]] = []  # a line for the operator, and its level
 
     def send(self, order: m.Order, *nodes: str) -> None:
         """Queue an order for these nodes."""
         self.orders.append((nodes, order))
+
+    def record(self) -> None:
+        """Queue a record of the facts. What is queued after it waits until they are durable."""
+        self.orders.append(((), None))
 
     def log(self, text: str, level: str = "info") -> None:
         """Queue a line for the operator."""

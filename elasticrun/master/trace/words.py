@@ -141,6 +141,7 @@ _FORMS: Final[dict[type, str]] = {
     m.WhereIs: "WhereIs rank {0.rank} at step {0.step}",
     m.ShardBad: "ShardBad rank {0.rank} at step {0.step}: {0.reason}",
     m.NotReplicated: "NotReplicated step {0.step}: {0.reason}",
+    m.WorkBase: "WorkBase {0.round.number}: {0.source}, step {0.step}",
     m.SaveAt: "SaveAt {0.round.number}: step {0.step}: {0.reason}",
     m.Missed: "Missed {0.round.number}: step {0.asked}, is at {0.step}",
     m.Inspected: "Inspected {0.round.number}: look {0.number}, {0.left} ranks left",
@@ -218,6 +219,8 @@ def in_words(message: m.Report | m.Order) -> str:
 
 def _default_line(message: m.Report | m.Order) -> str:
     """The type of a message, and its round and text if it has them."""
+    if isinstance(message, m.WorkState | m.WorkGrant):
+        return _work(message)
     words = type(message).__name__
     if (round_ := getattr(message, "round", None)) is not None:
         words += f" {round_ if isinstance(message, m.Order) else round_.number}"
@@ -246,6 +249,26 @@ def listed(items: Sequence[object], most: int, between: str = ", ") -> str:
     """The first `most` items, and the number of the others."""
     named, more = between.join(map(str, items[:most])), len(items) - most
     return f"{named} and {more} more" if more > 0 else named
+
+
+def _work(message: m.WorkState | m.WorkGrant) -> str:
+    if isinstance(message, m.WorkGrant):
+        what = message.refused or _leases(message.first, message.leases)
+        over = ", and nothing is left" if message.over else ""
+        return f"WorkGrant rank {message.rank}: {message.dataset} {what}{over}"
+    shares = "; ".join(
+        f"{one.spec.name} {one.used} used of {_leases(one.dropped, one.leases)}"
+        f"{', wants more' if one.wants else ''}"
+        for one in message.shares
+    )
+    marks = f", marked {_numbers(message.marked)}" if message.marked else ""
+    return f"WorkState {message.round.number} rank {message.rank}: {shares}{marks}"
+
+
+def _leases(first: int, leases: tuple[int, ...]) -> str:
+    spans = [f"{start}-{stop}" for start, stop in m.batched(leases)]
+    more = f" and {len(spans) - MAX_NAMED} more" if len(spans) > MAX_NAMED else ""
+    return f"{', '.join(spans[:MAX_NAMED]) or 'nothing'}{more} after {first}"
 
 
 def _numbers(ranks: tuple[int, ...]) -> str:

@@ -224,6 +224,7 @@ def commit(
         marker_size=len(marker),
         marker_hash=xxhash.xxh3_64_intdigest(marker),
         files=tuple(sorted((part.file for part in parts), key=lambda entry: entry.rank)),
+        used=order.used,
     )
     _all_exist(folder, made)
     found = folder.survey()

@@ -15,7 +15,7 @@ from typing import Any, Final
 import xxhash
 
 from elasticrun.snapshots.shm.layout import MAX_SIZE
-from elasticrun.wire.types import RoundName
+from elasticrun.wire.types import MAX_USED, RoundName
 
 VERSION: Final = 1
 NAME: Final = "elasticrun.json"
@@ -66,6 +66,7 @@ class Manifest:
     marker_size: int
     marker_hash: int
     files: tuple[FileEntry, ...]
+    used: str = ""  # what was used by this step of the work that is handed out
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -80,6 +81,7 @@ def encode(manifest: Manifest) -> bytes:
             "world_size": manifest.world_size,
             "torch": manifest.torch,
             "marker": {"size": manifest.marker_size, "hash": _hex(manifest.marker_hash)},
+            **({"used": manifest.used} if manifest.used else {}),
             "files": [plain_file(entry) for entry in manifest.files],
         },
         indent=1,
@@ -149,6 +151,7 @@ def _manifest(plain: Any) -> Manifest:
         marker_size=_int(marker["size"]),
         marker_hash=_hash(marker["hash"]),
         files=tuple(file_of(row) for row in _list(plain["files"], MAX_FILES)),
+        used=_text(plain.get("used", ""), MAX_USED),
     )
 
 
@@ -168,8 +171,8 @@ def _int(number: Any, below: int = MAX_SIZE) -> int:
     return number
 
 
-def _text(text: Any) -> str:
-    if not isinstance(text, str) or len(text) > MAX_TEXT:
+def _text(text: Any, most: int = MAX_TEXT) -> str:
+    if not isinstance(text, str) or len(text) > most:
         raise ManifestError(f"{text!r:.40} is not valid text here")
     return text
 

@@ -142,7 +142,11 @@ class AgentBackend(CheckpointBackend):
             self._restore_from_memory()
         self.source = source
         self._departure.resume_from(step)
-        self._connection.send(Restored(step, source))
+        used = ""
+        if source == "storage" and self._setting.rank == 0:
+            made = self._setting.folder.manifest(step)
+            used = "" if made is None else made.used
+        self._connection.send(Restored(step, source, used=used))
         if source != "nothing":
             try:
                 self.prepare(wait=True)

@@ -22,6 +22,7 @@ from elasticrun.snapshots.dcp.garbage import no_collection
 from elasticrun.snapshots.shm.segment import MAX_SLOTS, MIN_SLOTS
 from elasticrun.snapshots.storage.folder import MAX_STEP, Folder
 from elasticrun.snapshots.storage.writing import StorageError
+from elasticrun.training import work
 from elasticrun.training.checkpointing.agent_connection import (
     REQUESTED_LIMIT,
     AgentConnectionError,
@@ -232,6 +233,7 @@ class Checkpointer:
         left unchanged."""
         if self._schedule is not None:
             raise RuntimeError("call restore() once, before the first step()")
+        work.refuse_restore()
         began = time.monotonic()
         backend, exchange = self._open()
         self._check_options_agree(exchange)
@@ -248,6 +250,7 @@ class Checkpointer:
         self.stats.source = backend.source
         self._state.set_step(step)
         self._state.put_back_rng()
+        work.resumed(step)
         for text in dict.fromkeys(self._state.remarks):
             backend.remark(text)
         costs.add_restore(time.monotonic() - began)
@@ -380,8 +383,11 @@ class Checkpointer:
 
     def _try_save(self, backend: CheckpointBackend, due: DueSnapshot, wait: float) -> bool:
         began = time.monotonic()
+        work.mark(due.step)  # before the snapshot is taken: it counts only with its mark
         took = self._guarded(lambda: backend.save(due.step, due.persist, wait))
         costs.add_save(time.monotonic() - began, taken=bool(took))
+        if not took:
+            work.note_skipped(due.step)
         if took is None:
             error = self.stats.error
             with contextlib.suppress(
@@ -471,6 +477,12 @@ def _refuse_trained_state() -> None:
             "the snapshot that the ranks were to restore cannot be used, and this process keeps "
             "objects that an earlier round has trained: a new process starts without them"
         )
+
+
+def is_unrestored() -> bool:
+    """Whether this process has a Checkpointer that has neither restored nor saved a step."""
+    mine = (one for one in _made if one._owner.pid == os.getpid() and not one._is_closed)
+    return any(one._schedule is None for one in mine)
 
 
 def end_round() -> None:

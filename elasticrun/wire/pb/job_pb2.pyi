@@ -778,8 +778,10 @@ class Holdings(_message.Message):
     LAST_FIELD_NUMBER: _builtins.int
     WENT_ON_FIELD_NUMBER: _builtins.int
     SKIPPED_FIELD_NUMBER: _builtins.int
+    WORKED_FIELD_NUMBER: _builtins.int
     replicas: _builtins.bool
     skipped: _builtins.int
+    worked: _builtins.bool
     @_builtins.property
     def saver(self) -> Global___Endpoint: ...
     @_builtins.property
@@ -797,10 +799,11 @@ class Holdings(_message.Message):
         last: Global___RoundInfo | None = ...,
         went_on: Global___WentOn | None = ...,
         skipped: _builtins.int = ...,
+        worked: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "saver", b"saver", "went_on", b"went_on"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "last", b"last", "replicas", b"replicas", "saver", b"saver", "skipped", b"skipped", "went_on", b"went_on"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "last", b"last", "replicas", b"replicas", "saver", b"saver", "skipped", b"skipped", "went_on", b"went_on", "worked", b"worked"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -909,6 +912,143 @@ class ShardBad(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ShardBad: _TypeAlias = ShardBad  # noqa: Y015
+
+@_typing.final
+class WorkBase(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    USED_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    step: _builtins.int
+    used: _builtins.str
+    @_builtins.property
+    def round(self) -> Global___Round: ...
+    def __init__(
+        self,
+        *,
+        round: Global___Round | None = ...,
+        source: _builtins.str = ...,
+        step: _builtins.int = ...,
+        used: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["round", b"round", "source", b"source", "step", b"step", "used", b"used"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkBase: _TypeAlias = WorkBase  # noqa: Y015
+
+@_typing.final
+class DatasetSpec(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TOTAL_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    EPOCHS_FIELD_NUMBER: _builtins.int
+    SHUFFLE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    total: _builtins.int
+    size: _builtins.int
+    epochs: _builtins.int
+    shuffle: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        total: _builtins.int = ...,
+        size: _builtins.int = ...,
+        epochs: _builtins.int = ...,
+        shuffle: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epochs", b"epochs", "name", b"name", "shuffle", b"shuffle", "size", b"size", "total", b"total"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DatasetSpec: _TypeAlias = DatasetSpec  # noqa: Y015
+
+@_typing.final
+class DatasetShare(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPEC_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    LEASES_FIELD_NUMBER: _builtins.int
+    USED_FIELD_NUMBER: _builtins.int
+    MARKS_FIELD_NUMBER: _builtins.int
+    WANTS_FIELD_NUMBER: _builtins.int
+    dropped: _builtins.int
+    used: _builtins.int
+    wants: _builtins.bool
+    @_builtins.property
+    def spec(self) -> Global___DatasetSpec: ...
+    @_builtins.property
+    def leases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def marks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        spec: Global___DatasetSpec | None = ...,
+        dropped: _builtins.int = ...,
+        leases: _abc.Iterable[_builtins.int] | None = ...,
+        used: _builtins.int = ...,
+        marks: _abc.Iterable[_builtins.int] | None = ...,
+        wants: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped", "leases", b"leases", "marks", b"marks", "spec", b"spec", "used", b"used", "wants", b"wants"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DatasetShare: _TypeAlias = DatasetShare  # noqa: Y015
+
+@_typing.final
+class WorkState(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    RESTORED_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    MARKED_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
+    RECORD_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    restored: _builtins.bool
+    since: _builtins.int
+    record: _builtins.int
+    @_builtins.property
+    def round(self) -> Global___Round: ...
+    @_builtins.property
+    def marked(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def shares(self) -> _containers.RepeatedCompositeFieldContainer[Global___DatasetShare]: ...
+    def __init__(
+        self,
+        *,
+        round: Global___Round | None = ...,
+        rank: _builtins.int = ...,
+        restored: _builtins.bool = ...,
+        since: _builtins.int = ...,
+        marked: _abc.Iterable[_builtins.int] | None = ...,
+        shares: _abc.Iterable[Global___DatasetShare] | None = ...,
+        record: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["marked", b"marked", "rank", b"rank", "record", b"record", "restored", b"restored", "round", b"round", "shares", b"shares", "since", b"since"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkState: _TypeAlias = WorkState  # noqa: Y015
 
 @_typing.final
 class Persisted(_message.Message):
@@ -1435,6 +1575,8 @@ class Report(_message.Message):
     LAST_LINES_FIELD_NUMBER: _builtins.int
     REQUEST_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    WORK_BASE_FIELD_NUMBER: _builtins.int
+    WORK_STATE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -1489,6 +1631,10 @@ class Report(_message.Message):
     def request(self) -> Global___Request: ...
     @_builtins.property
     def metrics(self) -> Global___Metrics: ...
+    @_builtins.property
+    def work_base(self) -> Global___WorkBase: ...
+    @_builtins.property
+    def work_state(self) -> Global___WorkState: ...
     def __init__(
         self,
         *,
@@ -1519,12 +1665,14 @@ class Report(_message.Message):
         last_lines: Global___LastLines | None = ...,
         request: Global___Request | None = ...,
         metrics: Global___Metrics | None = ...,
+        work_base: Global___WorkBase | None = ...,
+        work_state: Global___WorkState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "departing", b"departing", "finished", b"finished", "hello", b"hello", "holdings", b"holdings", "inspected", b"inspected", "join", b"join", "kind", b"kind", "knock", b"knock", "last_lines", b"last_lines", "leaving", b"leaving", "metrics", b"metrics", "missed", b"missed", "not_replicated", b"not_replicated", "persisted", b"persisted", "probed", b"probed", "proof", b"proof", "quiet", b"quiet", "ranks_failed", b"ranks_failed", "reach_me", b"reach_me", "request", b"request", "running", b"running", "shard_bad", b"shard_bad", "stacks", b"stacks", "steps", b"steps", "stopped", b"stopped", "stopping", b"stopping", "where_is", b"where_is"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "departing", b"departing", "finished", b"finished", "hello", b"hello", "holdings", b"holdings", "inspected", b"inspected", "join", b"join", "kind", b"kind", "knock", b"knock", "last_lines", b"last_lines", "leaving", b"leaving", "metrics", b"metrics", "missed", b"missed", "not_replicated", b"not_replicated", "persisted", b"persisted", "probed", b"probed", "proof", b"proof", "quiet", b"quiet", "ranks_failed", b"ranks_failed", "reach_me", b"reach_me", "request", b"request", "running", b"running", "shard_bad", b"shard_bad", "stacks", b"stacks", "steps", b"steps", "stopped", b"stopped", "stopping", b"stopping", "where_is", b"where_is", "work_base", b"work_base", "work_state", b"work_state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "departing", b"departing", "finished", b"finished", "hello", b"hello", "holdings", b"holdings", "inspected", b"inspected", "join", b"join", "kind", b"kind", "knock", b"knock", "last_lines", b"last_lines", "leaving", b"leaving", "metrics", b"metrics", "missed", b"missed", "not_replicated", b"not_replicated", "persisted", b"persisted", "probed", b"probed", "proof", b"proof", "quiet", b"quiet", "ranks_failed", b"ranks_failed", "reach_me", b"reach_me", "request", b"request", "running", b"running", "shard_bad", b"shard_bad", "stacks", b"stacks", "steps", b"steps", "stopped", b"stopped", "stopping", b"stopping", "where_is", b"where_is"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "departing", b"departing", "finished", b"finished", "hello", b"hello", "holdings", b"holdings", "inspected", b"inspected", "join", b"join", "kind", b"kind", "knock", b"knock", "last_lines", b"last_lines", "leaving", b"leaving", "metrics", b"metrics", "missed", b"missed", "not_replicated", b"not_replicated", "persisted", b"persisted", "probed", b"probed", "proof", b"proof", "quiet", b"quiet", "ranks_failed", b"ranks_failed", "reach_me", b"reach_me", "request", b"request", "running", b"running", "shard_bad", b"shard_bad", "stacks", b"stacks", "steps", b"steps", "stopped", b"stopped", "stopping", b"stopping", "where_is", b"where_is", "work_base", b"work_base", "work_state", b"work_state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "join", "running", "ranks_failed", "stopping", "stopped", "finished", "leaving", "beat", "knock", "proof", "probed", "steps", "reach_me", "holdings", "where_is", "shard_bad", "persisted", "departing", "missed", "not_replicated", "quiet", "inspected", "stacks", "last_lines", "request", "metrics"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "join", "running", "ranks_failed", "stopping", "stopped", "finished", "leaving", "beat", "knock", "proof", "probed", "steps", "reach_me", "holdings", "where_is", "shard_bad", "persisted", "departing", "missed", "not_replicated", "quiet", "inspected", "stacks", "last_lines", "request", "metrics", "work_base", "work_state"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -2020,6 +2168,7 @@ class Persist(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     LIMIT_FIELD_NUMBER: _builtins.int
     REWOUND_FROM_FIELD_NUMBER: _builtins.int
+    USED_FIELD_NUMBER: _builtins.int
     attempt: _builtins.str
     step: _builtins.int
     world_size: _builtins.int
@@ -2028,6 +2177,7 @@ class Persist(_message.Message):
     reason: _builtins.str
     limit: _builtins.float
     rewound_from: _builtins.int
+    used: _builtins.str
     @_builtins.property
     def round(self) -> Global___Round: ...
     @_builtins.property
@@ -2051,14 +2201,60 @@ class Persist(_message.Message):
         reason: _builtins.str = ...,
         limit: _builtins.float = ...,
         rewound_from: _builtins.int = ...,
+        used: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["coordinator", b"coordinator", "round", b"round"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "coordinates", b"coordinates", "coordinator", b"coordinator", "limit", b"limit", "ranks", b"ranks", "reason", b"reason", "rewound_from", b"rewound_from", "round", b"round", "shared", b"shared", "step", b"step", "world_size", b"world_size", "writers", b"writers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "coordinates", b"coordinates", "coordinator", b"coordinator", "limit", b"limit", "ranks", b"ranks", "reason", b"reason", "rewound_from", b"rewound_from", "round", b"round", "shared", b"shared", "step", b"step", "used", b"used", "world_size", b"world_size", "writers", b"writers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Persist: _TypeAlias = Persist  # noqa: Y015
+
+@_typing.final
+class WorkGrant(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    DATASET_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    LEASES_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    OVER_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    RECORD_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    dataset: _builtins.str
+    first: _builtins.int
+    dropped: _builtins.int
+    over: _builtins.bool
+    refused: _builtins.str
+    record: _builtins.int
+    @_builtins.property
+    def round(self) -> Global___Round: ...
+    @_builtins.property
+    def leases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        round: Global___Round | None = ...,
+        rank: _builtins.int = ...,
+        dataset: _builtins.str = ...,
+        first: _builtins.int = ...,
+        leases: _abc.Iterable[_builtins.int] | None = ...,
+        dropped: _builtins.int = ...,
+        over: _builtins.bool = ...,
+        refused: _builtins.str = ...,
+        record: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dataset", b"dataset", "dropped", b"dropped", "first", b"first", "leases", b"leases", "over", b"over", "rank", b"rank", "record", b"record", "refused", b"refused", "round", b"round"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkGrant: _TypeAlias = WorkGrant  # noqa: Y015
 
 @_typing.final
 class CommitCheckpoint(_message.Message):
@@ -2276,6 +2472,7 @@ class Order(_message.Message):
     INSPECT_FIELD_NUMBER: _builtins.int
     WARN_FIELD_NUMBER: _builtins.int
     RECOVERY_FIELD_NUMBER: _builtins.int
+    WORK_GRANT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -2314,6 +2511,8 @@ class Order(_message.Message):
     def warn(self) -> Global___Warn: ...
     @_builtins.property
     def recovery(self) -> Global___Recovery: ...
+    @_builtins.property
+    def work_grant(self) -> Global___WorkGrant: ...
     def __init__(
         self,
         *,
@@ -2336,12 +2535,13 @@ class Order(_message.Message):
         inspect: Global___Inspect | None = ...,
         warn: Global___Warn | None = ...,
         recovery: Global___Recovery | None = ...,
+        work_grant: Global___WorkGrant | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "inspect", b"inspect", "kind", b"kind", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "recovery", b"recovery", "refused", b"refused", "replicate", b"replicate", "save_at", b"save_at", "start", b"start", "stop", b"stop", "wait", b"wait", "warn", b"warn", "watermark", b"watermark", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "inspect", b"inspect", "kind", b"kind", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "recovery", b"recovery", "refused", b"refused", "replicate", b"replicate", "save_at", b"save_at", "start", b"start", "stop", b"stop", "wait", b"wait", "warn", b"warn", "watermark", b"watermark", "welcome", b"welcome", "work_grant", b"work_grant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "inspect", b"inspect", "kind", b"kind", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "recovery", b"recovery", "refused", b"refused", "replicate", b"replicate", "save_at", b"save_at", "start", b"start", "stop", b"stop", "wait", b"wait", "warn", b"warn", "watermark", b"watermark", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "inspect", b"inspect", "kind", b"kind", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "recovery", b"recovery", "refused", b"refused", "replicate", b"replicate", "save_at", b"save_at", "start", b"start", "stop", b"stop", "wait", b"wait", "warn", b"warn", "watermark", b"watermark", "welcome", b"welcome", "work_grant", b"work_grant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "refused", "wait", "start", "stop", "end", "echo", "challenge", "probe", "watermark", "persist", "commit_checkpoint", "persist_over", "holder", "save_at", "replicate", "inspect", "warn", "recovery"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "refused", "wait", "start", "stop", "end", "echo", "challenge", "probe", "watermark", "persist", "commit_checkpoint", "persist_over", "holder", "save_at", "replicate", "inspect", "warn", "recovery", "work_grant"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

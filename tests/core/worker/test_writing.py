@@ -36,7 +36,7 @@ def test_orders_without_a_rule_here_go_to_other_parts() -> None:
     """Each other order has a rule: none that was forgotten goes to the wrong part."""
     here = {kind for _, kinds, _ in Agent().group.rules() for kind in kinds}
     of_the_session = {m.Challenge, m.Echo}
-    of_snapshots = {m.CommitCheckpoint, m.Holder, m.Replicate, m.Watermark}
+    of_snapshots = {m.CommitCheckpoint, m.Holder, m.Replicate, m.Watermark, m.WorkGrant}
     for_people = {m.Inspect, m.Recovery, m.Warn}
     assert set(get_args(m.Order)) - here == of_the_session | of_snapshots | for_people
     assert Agent().group.is_changed_by(END)

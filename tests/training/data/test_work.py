@@ -1,0 +1,129 @@
+"""The order of shards, what is asked of a script, and work without elasticrun."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from elasticrun import training
+from elasticrun.training import Checkpointer, WorkShard, work
+from elasticrun.training.work import Spec, _Share, shuffled
+from elasticrun.wire import env
+from elasticrun.wire.snapshots import RankLeases
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (env.WORLD_SIZE, env.PROGRESS, env.SNAPSHOTS):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(work, "_restored_step", -1)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 17, 1000])
+def test_the_order_is_a_permutation_of_its_own_for_each_seed_and_epoch(count: int) -> None:
+    orders = {
+        tuple(shuffled(place, count, seed, epoch) for place in range(count))
+        for seed in range(3)
+        for epoch in range(3)
+    }
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    assert len(orders) == 9 or count < 16
+
+
+def test_it_needs_no_memory_for_a_large_dataset() -> None:
+    assert len({shuffled(place, 10**12, 7, 0) for place in range(1000)}) == 1000
+
+
+@pytest.mark.parametrize(("total", "size"), [(1, 1), (10, 3), (12, 4), (7, 100)])
+def test_one_process_gets_everything(total: int, size: int) -> None:
+    shards = list(training.shards("train", total, size, epochs=2, shuffle=7))
+    used = Counter((shard.epoch, index) for shard in shards for index in shard.indices)
+    assert used == Counter({(epoch, index): 1 for epoch in (0, 1) for index in range(total)})
+    assert all(0 < len(shard) <= size for shard in shards)
+    ascending = [shard.start for shard in training.shards("train", total, size)]
+    assert ascending == list(range(0, total, size))
+
+
+def test_iterating_counts_each_sample_once_it_is_yielded() -> None:
+    shard = WorkShard(0, 10, 15)
+    assert len(shard) == 5
+    found = iter(shard)
+    assert [next(found), next(found)] == [10, 11]
+    assert list(shard.indices) == [12, 13, 14]
+    shard.done(2)
+    assert list(shard) == [14]
+    assert not shard.indices
+    with pytest.raises(ValueError, match="1 samples are done, and 0 are left"):
+        shard.done(1)
+
+
+def test_the_count_of_a_short_shard_ends_with_its_positions() -> None:
+    share = _Share(Spec("train", 10, 4, 1, -1), marks=1)
+    share.add(RankLeases("train", 0, (8, 12, 0, 4), 0, over=False, record=1))
+    shard = share.begin()
+    assert (shard.start, shard.stop) == (8, 10)
+    assert share.used == 0
+    shard.done(1)
+    assert share.used == 1
+    shard.done()
+    assert share.used == 4
+    share.begin().done(3)
+    assert share.used == 7
+    share.add(RankLeases("train", 4, (0, 4), 4, over=True, record=2))  # it has that one already
+    assert (share.dropped, share.received, list(share.leases)) == (4, 8, [(0, 4)])
+    assert share.report().marks == (0,)
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "sentence"),
+    [
+        (("", 10, 2), {}, "is no name"),
+        (("a\nb", 10, 2), {}, "is no name"),
+        (("a", 0, 2), {}, "total is 0; it must be a whole number from 1"),
+        (("a", 10, 2.5), {}, "size is 2.5; it must be a whole number from 1"),
+        (("a", 10, True), {}, "size is True"),
+        (("a", 10, 2), {"epochs": -1}, "epochs is -1"),
+        (("a", 10, 2), {"shuffle": True}, "shuffle is True; it must be a seed"),
+        (("a", 10, 2), {"shuffle": -1}, "shuffle is -1; it must be a seed"),
+    ],
+)
+def test_invalid_values_are_refused_at_once(
+    words: tuple[object, ...], options: dict[str, object], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        training.shards(*words, **options)  # type: ignore[arg-type]
+
+
+def test_several_ranks_need_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env.WORLD_SIZE, "2")
+    with pytest.raises(RuntimeError, match="start the script with elasticrun"):
+        training.shards("train", 10, 2)
+
+
+def test_a_process_that_a_rank_started_takes_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env.PROGRESS, "x/0")
+    with pytest.raises(RuntimeError, match="such as a data loader's worker"):
+        training.shards("train", 10, 2)
+
+
+def test_the_restore_comes_first(tmp_path: Path) -> None:
+    ckpt = Checkpointer(tmp_path, state={"a": 1})
+    with pytest.raises(RuntimeError, match=r"call the Checkpointer's restore\(\) before"):
+        training.shards("train", 10, 2)
+    ckpt.restore()
+    assert len(list(training.shards("train", 10, 2))) == 5
+    ckpt.close()
+
+
+def test_without_elasticrun_a_restored_step_has_no_place_in_the_data(tmp_path: Path) -> None:
+    first = Checkpointer(tmp_path, state={"a": 1}, persist_every_steps=1)
+    first.restore()
+    first.step(1)
+    first.close()
+    second = Checkpointer(tmp_path, state={"a": 1})
+    assert second.restore() == 1
+    with pytest.raises(RuntimeError, match="continues from step 1, and only elasticrun keeps"):
+        training.shards("train", 10, 2)
+    second.close()
