@@ -21,7 +21,7 @@ from pathlib import Path
 import elastic_rows as rows
 import report
 import rows as launcher_rows
-from stage import ELASTICRUN, TORCHRUN, TookTooLong
+from stage import COMMANDS, ELASTICRUN, NVRX, TORCHRUN, TookTooLong
 
 Take = Callable[[], list[float]]
 
@@ -134,6 +134,7 @@ def loss_rows(few: int) -> list[Row]:
             )
         )
     setup = rows.lose_a_node_with_setup
+    nvrx = rows.lose_a_rank_under_nvrx if NVRX in COMMANDS else "has none; NVRX_PYTHON is not set"
     return [
         *made,
         Row(
@@ -141,8 +142,8 @@ def loss_rows(few: int) -> list[Row]:
             *("s", None, partial(setup, ELASTICRUN), partial(setup, TORCHRUN), few),
         ),
         Row(
-            "the same, with the setup kept in a recoverable function",
-            *("s", 0.5, partial(setup, ELASTICRUN, recovers=True), "has none", few),
+            "the same, with the setup kept in a recoverable function (left: NVRx in process)",
+            *("s", 0.5, partial(setup, ELASTICRUN, recovers=True), nvrx, few),
         ),
         Row(
             "a node falls silent (SIGSTOP of all it has) → survivors' first step",

@@ -13,7 +13,9 @@ from itertools import pairwise
 
 from nodes import FIRST_STEP_LIMIT, Nodes, await_answer, etcd, only_elasticrun
 from rows import last, warm_process
-from stage import ELASTICRUN, TORCHRUN, TookTooLong, job
+from stage import ELASTICRUN, NVRX, TORCHRUN, TookTooLong, free_port, job
+
+from elasticrun.wire.env import RESTART_COUNT
 
 RECOVERY_LIMIT = 90.0
 """Seconds to wait for survivors; torchrun took 44 s when it recovered."""
@@ -65,6 +67,23 @@ def lose_a_node_with_setup(launcher: str, *, recovers: bool = False) -> list[flo
         nodes.settle()
         happened = nodes.kill(1 - nodes.host())
         return [last(nodes.first_steps(1, happened, RECOVERY_LIMIT)) - happened]
+
+
+def lose_a_rank_under_nvrx() -> list[float]:
+    """The same two ranks under NVRx's in-process restart, without a launcher."""
+    with job(NVRX) as run:
+        port = str(free_port())
+        for rank in range(2):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, RESTART_COUNT: "0"}
+            more = {**place, "BENCH_SETUP": "5"}
+            run.start(script="set_up_nvrx.py", arguments=("0.01",), more=more)
+        run.until(lambda: len(run.of("allreduce")) == 2, FIRST_STEP_LIMIT)
+        time.sleep(1.0)
+        happened = time.monotonic()
+        run.agents[1].kill()
+        run.until(lambda: len(run.of("allreduce")) == 3, RECOVERY_LIMIT)
+        return [last(run.of("allreduce")) - happened]
 
 
 def join(launcher: str, *, nnodes: str, age: float, flags: tuple[str, ...] = ()) -> list[float]:

@@ -21,11 +21,13 @@ import psutil
 
 from elasticrun.testing.node import free_port as free_port
 
-TORCHRUN, ELASTICRUN = "torchrun", "elasticrun"
+TORCHRUN, ELASTICRUN, NVRX = "torchrun", "elasticrun", "nvrx"
 COMMANDS = {
     TORCHRUN: (sys.executable, "-m", "torch.distributed.run"),
     ELASTICRUN: (sys.executable, "-m", "elasticrun"),
 }
+if python := os.environ.get("NVRX_PYTHON"):  # an environment with nvidia-resiliency-ext
+    COMMANDS[NVRX] = (python,)
 SCRIPTS = Path(__file__).parent / "scripts"
 MARK = "BENCH_MARK"
 
