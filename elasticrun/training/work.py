@@ -1,4 +1,4 @@
-"""`shards`: work that the job's master hands out to the ranks that ask for it (decision 041).
+"""`shards`: work that the job's master hands out to the ranks that ask for it (decision 042).
 
 A rank has at most two leases that it has not finished: when it begins one, it asks for the next. It
 uses them in the order in which it got them. So a count tells the master what it has used; the

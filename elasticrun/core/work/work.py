@@ -1,4 +1,4 @@
-"""Hands out work, and knows what was used by each step that ranks may restore (decision 041).
+"""Hands out work, and knows what was used by each step that ranks may restore (decision 042).
 
 A rank uses its leases in the order in which it got them, so a count says which positions it has
 used. At each step that is due to be saved it *marks* the count. What was used by a step is what was
