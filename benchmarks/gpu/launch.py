@@ -36,7 +36,7 @@ class Answer(NamedTuple):
 
     @property
     def last_line(self) -> str:
-        return (self.said.strip().splitlines() or ["-"])[-1][:300]
+        return (self.said.strip().splitlines() or ["-"])[-1]
 
 
 def ask(command: Sequence[str], limit: float, env: Mapping[str, str] | None = None) -> Answer:

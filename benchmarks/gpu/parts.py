@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 import urllib.request
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from http.cookiejar import CookieJar
 from importlib import metadata
@@ -34,6 +35,7 @@ from elasticrun.host.accelerators.nvidia import Nvidia
 FORMS: Final = ("unset", "0", "", "-1", "1", "0,0", "0,99", "99,0", " 0 ", "0,x", "x", "+0", "00")
 """Values of CUDA_VISIBLE_DEVICES, beside UUIDs."""
 
+NO_UUID: Final = f"GPU-{uuid.UUID(int=0)}"
 STAGES: Final = ("script", "imported", "group", "context", "reduced")
 TOLD: Final = re.compile(r"(?:hang \((\w+)\)|(still)): (.*)\n")
 LINK: Final = re.compile(r"https?://[^\s\"',)]+")
@@ -54,7 +56,7 @@ def device() -> None:
         with trying("nvidia-smi"):
             uuids = _nvidia_smi()
     with trying("CUDA_VISIBLE_DEVICES"):
-        one = uuids[0] if uuids else "GPU-0"
+        one = uuids[0] if uuids else NO_UUID
         _forms([*FORMS, one, one[:12], f" {one}", f"{one},0", f"0,{one}"])
     with trying("devices for --nproc-per-node"):
         environ = dict(os.environ)
