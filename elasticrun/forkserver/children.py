@@ -84,7 +84,7 @@ class Children:
             self._fail(order, "a function can only be run by its own caller")
             return
         forked = self._prepared.mode == "fork" and not self._why_exec(order)
-        if forked and (taken := self.standbys.take(order)) is not None:
+        if (taken := self.standbys.take(order, forked=forked)) is not None:
             pid = taken[0]
             self._ranks[pid] = _Rank(order.key, taken[1])
             self._started(order, pid, forked)

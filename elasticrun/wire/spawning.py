@@ -66,6 +66,7 @@ class SpawnStandby:
     rank: SpawnRank
     stdout: str  # where the file `rank.stdout` is until then, if it is a file
     stderr: str
+    idle: bool = True  # it only uses cores that are idle
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,13 @@ import re
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from elasticrun.wire.env import WARM_SERVER
 from tests.harness import ELASTICRUN, LIMIT, TORCHRUN, Launched, World
@@ -147,7 +149,16 @@ class Runs:
             **case.env,
         }
 
-    def _start(self, case: Case, mode: str) -> Launched:
+    def disturbed(
+        self, case: Case, restarts: int, disturb: Callable[[psutil.Process], object]
+    ) -> Ran:
+        """The case with standbys, and with what somebody does to its processes."""
+        self._jobs += 1
+        job = self._start(case, "parked", restarts)
+        disturb(psutil.Process(job.process.pid))
+        return self._collect(case, "parked", job)
+
+    def _start(self, case: Case, mode: str, restarts: int = LAST_LIFE) -> Launched:
         how, out = MODES[mode], self._out(mode)
         out.mkdir(parents=True)
         env = {**self._variables(case), "FIDELITY_OUT": str(out)}
@@ -156,7 +167,8 @@ class Runs:
         env["FIDELITY_PARKED"] = "1" if mode == "parked" else ""
         launch = [
             *(self.python(case.customized), *FIRST_WORDS[how.launcher]),
-            *("--standalone", f"--nproc-per-node={case.ranks}", f"--max-restarts={LAST_LIFE}"),
+            *("--standalone", f"--nproc-per-node={case.ranks}", f"--max-restarts={restarts}"),
+            *(("--restart-backoff=0",) if restarts > LAST_LIFE else ()),
             *("--redirects=3", f"--log-dir={out / 'logs'}", *how.flags, *case.command()),
         ]
         return self.world.command(launch, env=env, cwd=SCRIPTS)

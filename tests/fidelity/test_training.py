@@ -10,7 +10,7 @@ import pytest
 from tests import needs
 from tests.fidelity.compare import alike
 from tests.fidelity.runner import Case, Runs
-from tests.further import further
+from tests.further import cases, further
 
 pytestmark = pytest.mark.slow
 
@@ -19,6 +19,7 @@ ALONE = (
     *(("ddp",), ("loaders",), ("fsdp2",), ("compiled",), ("checkpointer",), ("inductor",)),
     *(("trainer",), ("light",), ("--late", "trainer"), ("--late", "light")),
 )
+TOGETHER = ("ddp", "compiled", "fsdp2")
 NEEDS = {"trainer": ("transformers", "accelerate"), "light": ("lightning",)}
 
 
@@ -37,21 +38,25 @@ def test_training(runs: Runs) -> None:
 )
 @pytest.mark.parametrize("words", ALONE, ids=" ".join)
 def test_each_training_alone(runs: Runs, words: tuple[str, ...]) -> None:
-    missing = [n for n in NEEDS.get(words[-1], ()) if importlib.util.find_spec(n) is None]
-    if missing:
-        needs.lacking(f"not installed: {', '.join(missing)}")
+    skip_without(words[-1])
     if words[-1] == "inductor" and shutil.which("g++") is None:
         needs.lacking("there is no C++ compiler here")
     alike(runs, Case(("train.py", *words)), "exec", "fork", "warm", at_once=False)
 
 
-PARKED = (("ddp",), ("compiled",), ("fsdp2",), ("checkpointer",), ("trainer",), ("light",))
-
-
-@pytest.mark.parametrize("words", PARKED, ids=" ".join)
-def test_a_standby_trains_as_torchrun_does(runs: Runs, words: tuple[str, ...]) -> None:
-    """The last life was started before the one before it has ended."""
-    missing = [n for n in NEEDS.get(words[-1], ()) if importlib.util.find_spec(n) is None]
+def skip_without(name: str) -> None:
+    """Skip if the packages of this script are not installed."""
+    missing = [package for package in NEEDS.get(name, ()) if not importlib.util.find_spec(package)]
     if missing:
         needs.lacking(f"not installed: {', '.join(missing)}")
+
+
+@pytest.mark.parametrize(
+    "words",
+    cases([TOGETHER, ("checkpointer",), ("trainer",), ("light",)], kept=[TOGETHER]),
+    ids=" ".join,
+)
+def test_a_standby_trains_as_torchrun_does(runs: Runs, words: tuple[str, ...]) -> None:
+    """The last life was started before the one before it has ended."""
+    skip_without(words[-1])
     alike(runs, Case(("train.py", *words), env={"FIDELITY_LATE": "1"}), "parked", at_once=False)

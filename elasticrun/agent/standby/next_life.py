@@ -58,12 +58,16 @@ class NextLife:
         self._begin_timer = Timer()
         self._tasks = Tasks(node.fatal)
         self._said: set[str] = set()
+        self._running: Start | None = None
 
     # ------------------------------------------------------------ a round of the ranks
 
     def round_began(self, start: Start) -> None:
-        """Start standbys for the round after this one, when its ranks have run for a while."""
+        """Start standbys for the round after this one, when its ranks have run for a while. Those
+        of a fork server that is replaced will not be asked for."""
+        self._drop([child for child in self._children if self._spawners.is_old(child)])
         self._begin_timer.cancel()
+        self._running = start
         after = self._node.launch.standby
         if after < 0 or self._spawners.is_caller:
             return
@@ -99,7 +103,7 @@ class NextLife:
         )
         if not orders:
             self._say("a plug-in chooses the log files")
-        if self._ranks.start is not start:
+        if self._running is not start:
             return
         for order in orders:
             self._children[self._spawners.start(order, self)] = order.rank.local_rank
@@ -117,12 +121,19 @@ class NextLife:
     def ranks_stopping(self) -> None:
         """Start no more: what is there may become the next life."""
         self._begin_timer.cancel()
+        self._running = None
 
     def ranks_gone(self, *, done: bool) -> None:
-        self._begin_timer.cancel()
+        """Without a next life, none is needed."""
+        self.ranks_stopping()
         if done:
-            for child in self._children:
-                child.send(spawning.DropStandby(child.key))
+            self._drop(list(self._children))
+
+    def _drop(self, children: list[Child]) -> None:
+        for child in children:
+            child.send(spawning.DropStandby(child.key))
+            self.lost(child)
+            self._spawners.forget(child)
 
     def close(self) -> None:
         """Stop starting standbys; those that are left end with their fork server."""

@@ -500,6 +500,7 @@ class Ranks:
                 self._order(rank, environments[rank], later, monitors[rank]),
                 now.stdout,
                 now.stderr,
+                idle=self._launch.standby > 0,
             )
             for rank, (later, now) in found.items()
         ]

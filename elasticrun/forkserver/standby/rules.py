@@ -304,6 +304,11 @@ def _chdir(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:
     return Read(tracee.path(arguments[0], AT_FDCWD), Seen.EXISTENCE)
 
 
+def _uname(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:
+    """Of what it tells, only the host's name may change."""
+    return Read("/proc/sys/kernel/hostname", Seen.BYTES)
+
+
 def _socket(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:
     """A socket of AF_UNIX, AF_INET or AF_INET6 reaches nobody before it is connected."""
     return None if arguments[0] in (1, 2, 10) else Parked(name)
@@ -377,7 +382,7 @@ def _truncate(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:
 
 _HANDLERS: Final[Mapping[str, Callable[[str, tuple[int, ...], Tracee], Verdict]]] = {
     "open": _opens, "openat": _opens, "readlinkat": _readlinkat, "mkdir": _mkdir,
-    "mkdirat": _mkdir, "chdir": _chdir, "unlink": _unlink, "unlinkat": _unlink,
+    "mkdirat": _mkdir, "chdir": _chdir, "uname": _uname, "unlink": _unlink, "unlinkat": _unlink,
     "socket": _socket, "connect": _connect, "write": _write, "writev": _write,
     "fcntl": _fcntl, "ioctl": _ioctl, "clone": _clone,
     "clone3": _clone, "clock_nanosleep": _nanosleep, "prlimit64": _prlimit, "prctl": _prctl,

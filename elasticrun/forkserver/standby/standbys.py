@@ -24,6 +24,7 @@ from elasticrun.forkserver.standby.tracer import (
     StandbyReleased,
     TraceStandby,
 )
+from elasticrun.host.system import processes
 from elasticrun.wire.frames import Connection, FrameError
 from elasticrun.wire.spawning import (
     FromSpawner,
@@ -52,7 +53,7 @@ class Forks(Protocol):
 class _Standby:
     order: SpawnStandby
     page: Page
-    go: int  # closing it lets the process begin
+    go: socket.socket  # closing it lets the process begin
 
 
 class StandbyPool:
@@ -73,27 +74,34 @@ class StandbyPool:
     def start(self, order: SpawnStandby) -> None:
         """Start a standby in place of the one that its local rank has."""
         self.drop([pid for pid in self._standbys if self._is_for(pid, order.rank.local_rank)])
-        page, pipe = Page(), (-1, -1)
+        page = Page()
+        pair: tuple[socket.socket, ...] = ()
         try:
             self._start_tracer()
-            pipe = os.pipe2(os.O_CLOEXEC)
-            pid = self._forks.fork(partial(self._become, order, page, pipe))
+            pair = ours, theirs = socket.socketpair()  # not before: the tracer would keep it open
+            pid = self._forks.fork(partial(self._become, order, page, ours, theirs))
         except OSError as error:
             page.close()
-            for end in filter(lambda end: end >= 0, pipe):
-                os.close(end)
+            for each in pair:
+                each.close()
             why = error.strerror or str(error)
             self._report(StandbyIs(order.key, StandbyState.REFUSED, why))
             return
-        os.close(pipe[0])
-        self._standbys[pid] = _Standby(order, page, pipe[1])
-        self._send(TraceStandby(pid))
+        theirs.close()
+        ours.recv(1)  # it may be traced now, or has ended
+        self._standbys[pid] = _Standby(order, page, ours)
+        self._send(TraceStandby(pid, order.idle))
 
-    def _become(self, order: SpawnStandby, page: Page, pipe: tuple[int, int]) -> NoReturn:
+    def _become(
+        self, order: SpawnStandby, page: Page, ours: socket.socket, theirs: socket.socket
+    ) -> NoReturn:
         """In the fork: wait until it is traced."""
-        os.close(pipe[1])
-        os.read(pipe[0], 1)
-        os.close(pipe[0])
+        ours.close()
+        processes.allow_tracer(self._tracer)
+        theirs.send(b"1")
+        theirs.recv(1)
+        theirs.close()
+        processes.allow_tracer(0)
         self._forks.become_standby(order, page)
 
     def _is_for(self, pid: int, local_rank: int) -> bool:
@@ -127,8 +135,7 @@ class StandbyPool:
         for pid in list(self._standbys if pids is None else pids):
             if (standby := self._standbys.pop(pid, None)) is not None:
                 self._dropped[pid] = standby.page
-                if standby.go >= 0:
-                    os.close(standby.go)
+                standby.go.close()
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -138,13 +145,17 @@ class StandbyPool:
 
     # ------------------------------------------------------------ becoming a rank
 
-    def take(self, order: SpawnRank) -> tuple[int, Page] | None:
+    def take(self, order: SpawnRank, *, forked: bool) -> tuple[int, Page] | None:
         """The process and page of a standby that has become this rank; None if there is none. A
-        standby that was started for another order of this local rank is dropped."""
+        standby of this local rank is dropped if it was started for another order, or if the rank
+        will not be forked."""
         pid = next((pid for pid in self._standbys if self._is_for(pid, order.local_rank)), 0)
         if not pid:
             return None
         standby = self._standbys[pid]
+        if not forked:
+            self._gone(pid, StandbyState.EXECED)
+            return None
         if replace(order, key=standby.order.rank.key) != standby.order.rank:
             self._gone(pid, StandbyState.DIFFERENT)
             return None
@@ -194,7 +205,7 @@ class StandbyPool:
             for message in connection.receive() or ():
                 match message:
                     case StandbyHeld(pid) if pid in self._standbys:
-                        self._begin(self._standbys[pid])
+                        self._standbys[pid].go.close()
                         self._tell(pid, StandbyState.REHEARSING)
                     case StandbyParked(pid, call) if pid in self._standbys:
                         self._tell(pid, StandbyState.READY, call)
@@ -205,11 +216,6 @@ class StandbyPool:
         except (OSError, FrameError) as error:
             self.lose_tracer(str(error))
         return active
-
-    @staticmethod
-    def _begin(standby: _Standby) -> None:
-        os.close(standby.go)
-        standby.go = -1
 
     def _tell(self, pid: int, state: StandbyState, detail: str = "") -> None:
         self._report(StandbyIs(self._standbys[pid].order.key, state, detail))
@@ -247,8 +253,7 @@ class StandbyPool:
             self._connection.close()
         for standby in self._standbys.values():
             standby.page.close()
-            if standby.go >= 0:
-                os.close(standby.go)
+            standby.go.close()
         for page in filter(None, self._dropped.values()):
             page.close()
 

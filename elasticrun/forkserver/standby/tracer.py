@@ -57,9 +57,11 @@ _CHECK_EVERY: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class TraceStandby:
-    """Hold this process from now on. Answer: StandbyHeld, or StandbyFailed."""
+    """Hold this process from now on; `idle`: it only uses idle cores. Answer: StandbyHeld, or
+    StandbyFailed."""
 
     pid: int
+    idle: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,7 @@ class Standby:
     """A traced process: what the rules ask about it (`rules.Tracee`), and what it has read."""
 
     pid: int
+    idle: bool = True
     threads: dict[int, _Thread] = field(default_factory=dict)
     reads: Reads = field(default_factory=Reads)
     probes: set[str] = field(default_factory=set)
@@ -175,8 +178,7 @@ class Tracer:
         self._standbys: dict[int, Standby] = {}
         self._owners: dict[int, Standby] = {}  # by thread
         self._batch: tuple[int, dict[Read, State]] = (-1, {})
-        self._idle = _may_be_idle(policy)
-        self._set_policy(0, os.SCHED_IDLE)
+        self._may_be_idle = _may_be_idle(policy)
 
     def run(self) -> NoReturn:
         """Run until the fork server has ended."""
@@ -195,16 +197,18 @@ class Tracer:
             os._exit(0)
         for order in orders:
             match order:
-                case TraceStandby(pid):
-                    self._watch(pid)
+                case TraceStandby():
+                    self._watch(order)
                 case ReleaseStandby():
                     self._activate(order)
 
-    def _watch(self, pid: int) -> None:
-        standby = Standby(pid)
+    def _watch(self, order: TraceStandby) -> None:
+        pid = order.pid
+        standby = Standby(pid, order.idle)
         try:
             ptrace.seize(pid)
-            self._set_policy(pid, os.SCHED_IDLE)
+            for tid in (pid, 0):  # 0: this process
+                self._set_policy(tid, os.SCHED_IDLE if order.idle else self._policy)
             ptrace.interrupt(pid)
         except OSError as error:
             self._fail(pid, StandbyState.REFUSED, error.strerror or str(error))
@@ -231,7 +235,8 @@ class Tracer:
             self._wait_for_stops(block=True)
         if order.pid in self._standbys:
             self._become_rank(standby, order.batch)
-        self._set_policy(0, os.SCHED_IDLE)
+        if standby.idle:
+            self._set_policy(0, os.SCHED_IDLE)
 
     def _become_rank(self, standby: Standby, batch: int) -> None:
         """Release a standby that stands still, if nothing that it has read has changed."""
@@ -252,7 +257,7 @@ class Tracer:
         self._connection.send(StandbyReleased(standby.pid))
 
     def _set_policy(self, tid: int, policy: int) -> None:
-        if self._idle:
+        if self._may_be_idle:
             with suppress(ProcessLookupError):
                 os.sched_setscheduler(tid, policy, os.sched_param(0))
 
@@ -280,11 +285,17 @@ class Tracer:
             if not tid:
                 return
             block = False
-            if os.WIFSTOPPED(status):
-                with suppress(ProcessLookupError):  # killed meanwhile: its exit follows
-                    self._stopped(tid, os.WSTOPSIG(status), status >> 16)
-            else:
+            if not os.WIFSTOPPED(status):
                 self._ended(tid)
+                continue
+            try:
+                self._stopped(tid, os.WSTOPSIG(status), status >> 16)
+            except ProcessLookupError:  # killed meanwhile: its exit follows
+                pass
+            except OSError as error:  # a kernel that cannot say which call it is
+                if (standby := self._owners.get(tid)) is not None:
+                    why = error.strerror or str(error)
+                    self._fail(standby.pid, StandbyState.REFUSED, why)
 
     def _ended(self, tid: int) -> None:
         standby = self._owners.pop(tid, None)
@@ -372,7 +383,7 @@ class Tracer:
 
     def _pace(self, standby: Standby) -> None:
         """Let a standby run for a share of the time, where the scheduler cannot do that."""
-        if self._idle:
+        if self._may_be_idle or not standby.idle:
             return
         now = time.monotonic()
         if now > standby.slice_end:

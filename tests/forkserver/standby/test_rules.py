@@ -182,6 +182,10 @@ def test_calls(
     assert judged(name, *arguments, **about) == (None if passes else Parked(name))
 
 
+def test_the_name_of_the_host_is_a_read() -> None:
+    assert judged("uname", 0) == Read("/proc/sys/kernel/hostname", Seen.BYTES)
+
+
 def test_connecting() -> None:
     nscd = b"\x01\x00/run/nscd\0"
     assert judged("connect", 3, 0, 110, texts=[nscd]) == Read("/run/nscd", Seen.EXISTENCE)

@@ -28,7 +28,7 @@ TRACER = "elasticrun: tracer of standbys"
 class Life:
     """One local rank: its next life as a standby, then its start."""
 
-    def __init__(self, server: Driver, folder: Path, text: str) -> None:
+    def __init__(self, server: Driver, folder: Path, text: str, *, idle: bool = False) -> None:
         self.server, self.folder = server, folder
         self.out, self.outside = folder / "out", folder / "outside"
         self.outside.mkdir(exist_ok=True)
@@ -38,7 +38,7 @@ class Life:
         self.key = server.new_key()
         time.sleep(2 * RACY_NS / 1e9)  # the moment is what is tested
         before = (str(folder / "before"), str(folder / "err"))
-        server.tell(SpawnStandby(self.key, self.rank, *before))
+        server.tell(SpawnStandby(self.key, self.rank, *before, idle=idle))
 
     def entry(self, text: str) -> Entrypoint:
         program = self.folder / "program"
@@ -207,8 +207,11 @@ print(random.random(), torch.rand(1).item(), os.getpid())
 """
 
 
-def test_nothing_tells_a_rank_that_it_was_a_standby(server: Driver, tmp_path: Path) -> None:
-    life = Life(server, tmp_path, SELF)
+@pytest.mark.parametrize("idle", [False, True])
+def test_nothing_tells_a_rank_that_it_was_a_standby(
+    server: Driver, tmp_path: Path, idle: bool
+) -> None:
+    life = Life(server, tmp_path, SELF, idle=idle)
     assert life.parked() == "openat"
     about, drawn = life.start().splitlines()
     assert life.states()[-1] is StandbyState.ACTIVE

@@ -1,0 +1,70 @@
+"""From the death of a rank to the first step of all: torchrun, and three ways to start ranks.
+
+    python benchmarks/standby.py [--samples N] [--only WORD] [--wait SECONDS] [--json FILE]
+
+Each script trains with two ranks; one of them is killed. With standbys it is killed after `--wait`
+seconds of training, else after two. Standbys have the priority of ranks here (`--standby=0`): how
+long they take to be ready is not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+from pathlib import Path
+
+from report import begin, write
+from rows import NO_BACKOFF, START_LIMIT, recoveries
+from stage import ELASTICRUN, TORCHRUN, job
+
+SCRIPTS = (
+    ("DDP with nn.Transformer", "torch", "ddp_transformer.py"),
+    ("HF Trainer", "transformers", "hf_trainer.py"),
+    ("Lightning", "lightning", "lightning_fit.py"),
+)
+WAYS = {
+    "torchrun": (TORCHRUN, ()),
+    "exec": (ELASTICRUN, ("--launch=exec",)),
+    "fork": (ELASTICRUN, ()),
+    "standby": (ELASTICRUN, ("--standby=0",)),
+}
+
+
+def restart(way: str, script: str, wait: float) -> list[float]:
+    """Seconds from the death to the first step of both ranks of the next life."""
+    launcher, flags = WAYS[way]
+    seconds = wait if way == "standby" else 2.0
+    own = NO_BACKOFF if launcher == ELASTICRUN else ()
+    with job(launcher) as run:
+        words = ("--nproc-per-node=2", "--max-restarts=1", *own, *flags)
+        run.start(*words, script=script, arguments=(str(seconds),))
+        return recoveries(run, 1, 2, seconds + START_LIMIT)
+
+
+def main() -> None:
+    """Measure, print a table, write the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--samples", type=int, default=3)
+    parser.add_argument("--only", default="", help="scripts whose name contains this word")
+    parser.add_argument("--wait", type=float, default=40.0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    about = begin()
+    found: dict[str, dict[str, list[float]]] = {}
+    print(f"| script | {' | '.join(WAYS)} |\n|---|{'--:|' * len(WAYS)}")
+    for name, package, script in SCRIPTS:
+        if options.only.lower() not in name.lower() or importlib.util.find_spec(package) is None:
+            continue
+        samples: dict[str, list[float]] = {way: [] for way in WAYS}
+        for _ in range(options.samples):
+            for way in WAYS:
+                samples[way] += restart(way, script, options.wait)
+        found[name] = samples
+        cells = [f"{statistics.median(s):.2f} s" if s else "-" for s in samples.values()]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+    write("standby", about, found, options.json)
+
+
+if __name__ == "__main__":
+    main()
