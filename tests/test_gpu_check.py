@@ -88,6 +88,7 @@ def test_a_part_is_killed_at_its_limit_and_the_report_names_what_was_not_run(
     assert verdicts == [("hang", "killed after 0 s"), ("soak", nothing), ("hang", nothing)]
     assert nothing in (tmp_path / "report.md").read_text()
     assert not run.is_good()
+    run.close()
 
 
 @pytest.mark.slow
@@ -99,14 +100,19 @@ def test_wheels_that_python_lacks_are_unpacked(tmp_path: Path) -> None:
     run = check.Check(options)
     assert run.prepare(str(tmp_path)) == ""
     assert [path.name for path in run.site.iterdir()] == ["absent_from_here_of_a_wheel.py"]
-    run.run([])
+    run.close()
     assert not run.site.exists()
 
 
-def test_a_folder_without_wheels_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_wheels_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
     refused = checked("--wheels", str(tmp_path), "--out", str(tmp_path / "out"))
     assert refused.returncode == check.CANNOT_RUN
     assert f"there are no wheels in {tmp_path}" in refused.stdout
+    assert not list((tmp_path / "tmp").iterdir())
 
 
 @pytest.mark.slow

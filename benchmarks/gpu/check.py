@@ -176,7 +176,10 @@ class Check:
         finally:
             if behind is not None:
                 sweep(behind.mark)
-            shutil.rmtree(self.site, ignore_errors=True)
+
+    def close(self) -> None:
+        """Remove the unpacked wheels."""
+        shutil.rmtree(self.site, ignore_errors=True)
 
     def start(self, part: Part, limit: float) -> Running:
         print(f"=== {part.name}: {part.what}; {limit:.0f} s at most", flush=True)
@@ -333,13 +336,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{part.name:12} about {part.usual:3.0f} s, {part.most:.0f} s at most: {part.what}"
             )
         return 0
-    check = Check(options)
-    if why := check.prepare(options.wheels):
-        print(f"elasticrun cannot run here, so nothing was tried:\n{why}")
-        (check.out / "report.md").write_text(f"Nothing was tried:\n\n{why}\n")
-        return CANNOT_RUN
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    check.run(chosen)
+    check = Check(options)
+    try:
+        if why := check.prepare(options.wheels):
+            print(f"elasticrun cannot run here, so nothing was tried:\n{why}")
+            (check.out / "report.md").write_text(f"Nothing was tried:\n\n{why}\n")
+            return CANNOT_RUN
+        check.run(chosen)
+    finally:
+        check.close()
     print((check.out / "report.md").read_text()[-9000:])
     return 0 if check.is_good() else 1
 
