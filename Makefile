@@ -82,6 +82,7 @@ bench: $(VENV)/.frameworks
 	$(BIN)/python benchmarks/timeline.py --plot docs/timeline.png
 	$(BIN)/python benchmarks/hangs.py --torchrun
 	$(BIN)/python benchmarks/watch_cost.py
+	$(BIN)/python benchmarks/work_cost.py
 	$(BIN)/python benchmarks/elastic.py --plot docs/elastic.png
 	$(BIN)/python benchmarks/rendezvous_scale.py
 	$(BIN)/python benchmarks/idle_sessions.py
