@@ -1,7 +1,8 @@
 """A training on work that is handed out, which records what it uses: handed_out.py OUT CKPT.
 
 It waits before step N until the number in OUT/until is higher. With CKPT "-" there is no
-Checkpointer, and no collective: each rank counts its own steps.
+Checkpointer, and no collective: each rank counts its own steps. With a third word, `recoverable`,
+ranks keep their process.
 """
 
 from __future__ import annotations
@@ -62,8 +63,7 @@ def train(out: Path, folder: str) -> None:
     ckpt.save_now(step)
 
 
-def main() -> None:
-    out, folder = Path(sys.argv[1]), sys.argv[2]
+def main(out: Path, folder: str) -> None:
     dist.init_process_group("gloo")
     if folder == "-":
         record = Record(out)
@@ -77,4 +77,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run = training.recoverable(main) if "recoverable" in sys.argv else main
+    run(Path(sys.argv[1]), sys.argv[2])

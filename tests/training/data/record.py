@@ -20,7 +20,7 @@ class Record:
         began = torch.tensor(time.monotonic(), dtype=torch.float64)
         dist.broadcast(began, src=0)
         self._began = began.item()
-        self._file = open(out / f"{os.getpid()}.jsonl", "w", buffering=1)  # noqa: SIM115
+        self._file = open(out / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
 
     def used(self, step: int, samples: list[int]) -> None:
         line = {"began": self._began, "step": step, "used": samples}

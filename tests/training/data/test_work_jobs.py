@@ -59,6 +59,23 @@ def test_each_sample_is_used_once_over_kills_and_resizes(
     assert Counter(chain(*surviving(out).values())) == EVERYTHING
 
 
+def test_ranks_that_keep_their_process_take_work_again(
+    elastic_job: Any, out: Path, tmp_path: Path
+) -> None:
+    job = elastic_job(
+        SCRIPT, out, tmp_path / "ckpt", "recoverable", nproc_per_node=2, max_restarts=1
+    )
+    job.wait_for(step=12)
+    kept = job.rank_pid(0)
+    killed = job.kill_rank(1)
+    let_go_to(out, 21)
+    job.wait_for(step=20, since=killed)
+    assert job.rank_pid(0) == kept
+    let_go_to(out, LAST)
+    assert job.result(120).ok
+    assert Counter(chain(*surviving(out).values())) == EVERYTHING
+
+
 def test_a_job_that_is_started_again_goes_on_from_its_checkpoint(
     elastic_job: Any, out: Path, tmp_path: Path
 ) -> None:
