@@ -16,12 +16,14 @@ from typing import Final, NoReturn, Protocol
 from elasticrun.forkserver.child import Page
 from elasticrun.forkserver.standby import tracer
 from elasticrun.forkserver.standby.tracer import (
+    CheckStandby,
     FromTracer,
     ReleaseStandby,
     StandbyFailed,
     StandbyHeld,
     StandbyParked,
-    StandbyReleased,
+    StandbyValid,
+    ToTracer,
     TraceStandby,
 )
 from elasticrun.host.system import processes
@@ -35,8 +37,8 @@ from elasticrun.wire.spawning import (
 )
 
 ANSWER_LIMIT: Final = 2.0
-"""Seconds for the tracer to release a standby; after that all standbys are dropped and the rank is
-forked. Validation takes 10 to 50 ms."""
+"""Seconds for the tracer to check a standby; after that all standbys are dropped and the rank is
+forked. A check takes 10 to 50 ms."""
 
 
 class Forks(Protocol):
@@ -161,10 +163,11 @@ class StandbyPool:
             return None
         with suppress(OSError):  # it may be waiting for an idle core
             os.sched_setscheduler(self._tracer, self._policy, os.sched_param(0))
-        self._send(ReleaseStandby(pid, self._batch))
+        self._send(CheckStandby(pid, self._batch))
         while pid in self._standbys:
             if self._read(ANSWER_LIMIT) == pid:
                 del self._standbys[pid]
+                self._send(ReleaseStandby(pid))  # from here on it is the rank, whatever happens
                 self._report(StandbyIs(standby.order.key, StandbyState.ACTIVE))
                 return pid, standby.page
         return None
@@ -184,7 +187,7 @@ class StandbyPool:
         tracers = [self._tracer] if self._tracer else []
         return [*self._standbys, *self._dropped, *tracers]
 
-    def _send(self, order: TraceStandby | ReleaseStandby) -> None:
+    def _send(self, order: ToTracer) -> None:
         if self._connection is not None:
             self._connection.send(order)
             with suppress(ProcessLookupError):
@@ -196,8 +199,8 @@ class StandbyPool:
 
     def _read(self, limit: float) -> int:
         """Handle messages, after waiting `limit` seconds at most; returns the pid of a standby that
-        has been released. Without an answer, or with an invalid one, all are dropped."""
-        active = 0
+        is valid and stands still. Without an answer, or with an invalid one, all are dropped."""
+        valid = 0
         connection = self._connection
         try:
             if connection is None or not _is_readable(connection, limit):
@@ -209,13 +212,13 @@ class StandbyPool:
                         self._tell(pid, StandbyState.REHEARSING)
                     case StandbyParked(pid, call) if pid in self._standbys:
                         self._tell(pid, StandbyState.READY, call)
-                    case StandbyReleased(pid):
-                        active = pid
+                    case StandbyValid(pid):
+                        valid = pid
                     case StandbyFailed(pid, state, detail) if pid in self._standbys:
                         self._gone(pid, state, detail)
         except (OSError, FrameError) as error:
             self.lose_tracer(str(error))
-        return active
+        return valid
 
     def _tell(self, pid: int, state: StandbyState, detail: str = "") -> None:
         self._report(StandbyIs(self._standbys[pid].order.key, state, detail))

@@ -65,13 +65,20 @@ class TraceStandby:
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseStandby:
-    """Release this standby if all that it has read is unchanged. Answer: StandbyReleased or
-    StandbyFailed. `batch`: a standby of the same batch may be compared with what was looked at for
-    another one."""
+class CheckStandby:
+    """Stop this standby for good, unless all that it has read is unchanged. Answer: StandbyValid,
+    and it stands still; or StandbyFailed. `batch`: a standby of the same batch may be compared with
+    what was looked at for another one."""
 
     pid: int
     batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseStandby:
+    """Let this valid standby go on, as the rank that it is from now on."""
+
+    pid: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +95,7 @@ class StandbyParked:
 
 
 @dataclass(frozen=True, slots=True)
-class StandbyReleased:
+class StandbyValid:
     pid: int
 
 
@@ -101,8 +108,8 @@ class StandbyFailed:
     detail: str = ""
 
 
-ToTracer = TraceStandby | ReleaseStandby
-FromTracer = StandbyHeld | StandbyParked | StandbyReleased | StandbyFailed
+ToTracer = TraceStandby | CheckStandby | ReleaseStandby
+FromTracer = StandbyHeld | StandbyParked | StandbyValid | StandbyFailed
 
 # now, because the fork server hides this module before it reads a message (`lazy_imports`)
 for _messages in (ToTracer, FromTracer, FromSpawner):
@@ -199,8 +206,10 @@ class Tracer:
             match order:
                 case TraceStandby():
                     self._watch(order)
-                case ReleaseStandby():
-                    self._activate(order)
+                case CheckStandby():
+                    self._check(order)
+                case ReleaseStandby(pid):
+                    self._release(pid)
 
     def _watch(self, order: TraceStandby) -> None:
         pid = order.pid
@@ -221,40 +230,40 @@ class Tracer:
         thread = standby.threads[tid] = _Thread(tid)
         return thread
 
-    def _activate(self, order: ReleaseStandby) -> None:
+    def _check(self, order: CheckStandby) -> None:
         standby = self._standbys.get(order.pid)
         if standby is None or not standby.begun:
             self._fail(order.pid, StandbyState.NO_ANSWER)
             return
-        self._set_policy(0, self._policy)
-        standby.is_held = True
-        for tid in standby.threads:
+        for tid in (0, *standby.threads):  # 0: this process
             self._set_policy(tid, self._policy)
+        standby.is_held = True
         self._hold(standby)
         while order.pid in self._standbys and not standby.stands_still():
             self._wait_for_stops(block=True)
-        if order.pid in self._standbys:
-            self._become_rank(standby, order.batch)
-        if standby.idle:
-            self._set_policy(0, os.SCHED_IDLE)
-
-    def _become_rank(self, standby: Standby, batch: int) -> None:
-        """Release a standby that stands still, if nothing that it has read has changed."""
-        if self._batch[0] != batch:
-            self._batch = (batch, {})
+        if order.pid not in self._standbys:
+            return  # it has ended, which is reported
+        if self._batch[0] != order.batch:
+            self._batch = (order.batch, {})
         if path := standby.reads.changed(self._batch[1]):
             self._fail(standby.pid, StandbyState.CHANGED, path)
+        else:
+            self._connection.send(StandbyValid(standby.pid))
+
+    def _release(self, pid: int) -> None:
+        if (standby := self._standbys.get(pid)) is None:
             return
         try:
-            ptrace.write(standby.pid, standby.hooks)
+            ptrace.write(pid, standby.hooks)
+            for thread in standby.threads.values():
+                self._set_policy(thread.tid, self._policy)
+                ptrace.detach(thread.tid, thread.signum)
         except OSError as error:
-            self._fail(standby.pid, StandbyState.REFUSED, error.strerror or str(error))
+            self._fail(pid, StandbyState.REFUSED, error.strerror or str(error))
             return
         self._forget(standby)
-        for thread in standby.threads.values():
-            self._set_policy(thread.tid, self._policy)
-            ptrace.detach(thread.tid, thread.signum)
-        self._connection.send(StandbyReleased(standby.pid))
+        if standby.idle:
+            self._set_policy(0, os.SCHED_IDLE)
 
     def _set_policy(self, tid: int, policy: int) -> None:
         if self._may_be_idle:
