@@ -32,6 +32,13 @@ from elasticrun.wire.snapshots import (
     ToWorker,
     WorkHere,
 )
+from elasticrun.wire.types import (
+    MAX_DATASET_NAME,
+    MAX_DATASETS,
+    MAX_EPOCHS,
+    MAX_MARKS,
+    MAX_SAMPLES,
+)
 
 CONNECT_LIMIT: Final = 10.0
 """Seconds for the agent to accept the connection, or a message."""
@@ -40,13 +47,6 @@ QUIET_AFTER: Final = 1.0
 """Seconds of waiting for a lease after which this rank reports that it waits for the master."""
 
 QUIET_MINUTES: Final = 24 * 60.0
-
-MAX_NAME: Final = 128
-MAX_SAMPLES: Final = 2**40
-MAX_EPOCHS: Final = 2**20
-MAX_DATASETS: Final = 16
-MAX_MARKS: Final = 16
-"""Bounds of `wire.messages`, which ranks do not import."""
 
 NO_WORK: Final = "this rank can take no work"
 
@@ -174,8 +174,10 @@ def _mixed(number: int) -> int:
 
 
 def _checked(name: str, total: int, size: int, epochs: int, shuffle: int | None) -> Spec:
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
-        raise ValueError(f"{name!r:.40} is no name: it needs 1 to {MAX_NAME} printable characters")
+    is_name = isinstance(name, str) and 0 < len(name) <= MAX_DATASET_NAME and name.isprintable()
+    if not is_name:
+        length = f"1 to {MAX_DATASET_NAME} printable characters"
+        raise ValueError(f"{name!r:.40} is no name: it needs {length}")
     numbers = {"total": (total, MAX_SAMPLES), "size": (size, MAX_SAMPLES)}
     for what, (value, most) in {**numbers, "epochs": (epochs, MAX_EPOCHS)}.items():
         if isinstance(value, bool) or not hasattr(value, "__index__") or not 0 < value <= most:

@@ -24,7 +24,12 @@ from elasticrun.wire.types import (
     INT32,
     INT64,
     MAX_ATTEMPT,
+    MAX_DATASET_NAME,
+    MAX_DATASETS,
+    MAX_EPOCHS,
     MAX_LOCAL_RANKS,
+    MAX_MARKS,
+    MAX_SAMPLES,
     MAX_USED,
     NO_SKIP,
     Amount,
@@ -115,20 +120,9 @@ MAX_METRIC_ROWS: Final = 64
 MAX_ANSWER: Final = 8 * 1024 * 1024
 """Maximum bytes of an answer to a Request, as JSON; it is not sent on `Attend`."""
 
-MAX_DATASETS: Final = 16
-"""Maximum number of datasets of which a rank may take work at the same time."""
-
-MAX_DATASET_NAME: Final = 128
-MAX_SAMPLES: Final = 2**40
-MAX_EPOCHS: Final = 2**20
-"""Maximum length of a dataset's name, number of its samples, and of its epochs."""
-
 MAX_LEASES: Final = 1024
 """Maximum number of leases in a report. A rank reports those that it has used since its oldest mark
 that is still open."""
-
-MAX_MARKS: Final = 16
-"""Maximum number of steps for which a rank reports what it had used; older ones are dropped."""
 
 NONCE_BYTES: Final = 32
 """Number of random bytes that each side adds to what is proved, so that no proof is reused."""

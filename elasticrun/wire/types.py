@@ -51,6 +51,17 @@ MAX_LOCAL_RANKS: Final = 4096
 MAX_ATTEMPT: Final = 64
 """Maximum characters of the name of an attempt to persist."""
 
+MAX_DATASETS: Final = 16
+"""Maximum number of datasets of which a rank may take work at the same time."""
+
+MAX_DATASET_NAME: Final = 128
+MAX_SAMPLES: Final = 2**40
+MAX_EPOCHS: Final = 2**20
+"""Maximum length of a dataset's name, number of its samples, and of its epochs."""
+
+MAX_MARKS: Final = 16
+"""Maximum number of steps for which a rank reports what it had used; older ones are dropped."""
+
 MAX_USED: Final = 60_000
 """Maximum characters of what was used of all datasets (`core/work/spans.py`): enough for 10,000
 ranks, each with a partly used lease."""

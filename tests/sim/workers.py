@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from elasticrun.agent.work.local import LocalWork
 from elasticrun.training.work import Spec, _Share
 from elasticrun.wire import messages as m, snapshots as s
-from elasticrun.wire.types import RoundName
+from elasticrun.wire.types import MAX_MARKS, RoundName
 from tests.simulator.ranks import Rank
 from tests.simulator.shelves import Key
 
@@ -156,8 +156,8 @@ class Worker:
         """This rank is about to save this step."""
         history = self._crowd.uses.rounds[self.rank.round].setdefault(self.rank.rank, History())
         history.at[step] = len(history.used)
-        self._marked = [*self._marked, step][-m.MAX_MARKS :]
-        self._share.marks = [*self._share.marks, self._share.used][-m.MAX_MARKS :]
+        self._marked = [*self._marked, step][-MAX_MARKS:]
+        self._share.marks = [*self._share.marks, self._share.used][-MAX_MARKS:]
         self._send()
 
     def _send(self) -> None:

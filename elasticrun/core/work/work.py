@@ -31,8 +31,9 @@ from elasticrun.wire.types import MAX_USED, RoundName
 KEPT = "kept"
 """The source of ranks without a Checkpointer: what was used stays used."""
 
-MAX_KNOWN = 8
-"""Maximum number of steps of which it is known what was used: the newest."""
+MAX_KNOWN = 5
+"""Maximum number of steps of which it is known what was used: the newest. A rank has memory for
+fewer."""
 
 MAX_DATASETS_IN_JOB = 64
 
@@ -214,7 +215,7 @@ class Work:
         self._source = ""  # what the ranks of the round have restored; "": not known yet
         self._refusal = ""  # why all ranks get nothing
         self._is_lost = False  # what was used by the step that they have restored is not known
-        self._is_inherited = False  # from another master, without a record of it
+        self._is_inherited = False  # another master has formed it
         self._is_recorded = False  # where the round starts from
         self._unrecorded = 0  # leases granted since the last record
         self._settled = -1  # the newest settled step of the round
