@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -11,7 +13,17 @@ from elasticrun import training
 from elasticrun.training import Checkpointer, WorkShard, work
 from elasticrun.training.work import Spec, _Share, shuffled
 from elasticrun.wire import env
-from elasticrun.wire.snapshots import RankLeases
+from elasticrun.wire.frames import Connection
+from elasticrun.wire.progress import (
+    DATAGRAM_BYTES,
+    RankQuiet,
+    address,
+    bound_socket,
+    decode,
+    mint_name,
+    place,
+)
+from elasticrun.wire.snapshots import FromWorker, RankLeases, RankRefused, RankWork, WorkHere
 
 
 @pytest.fixture(autouse=True)
@@ -127,3 +139,42 @@ def test_without_elasticrun_a_restored_step_has_no_place_in_the_data(tmp_path: P
     with pytest.raises(RuntimeError, match="continues from step 1, and only elasticrun keeps"):
         training.shards("train", 10, 2)
     second.close()
+
+
+def test_a_rank_that_waits_for_the_master_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that wait for this one are not reported as hung meanwhile."""
+    name, reports = mint_name(), mint_name()
+    progress = bound_socket(reports)
+    progress.setblocking(True)
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    server.bind(address(name))
+    server.listen()
+    monkeypatch.setattr(work, "agent_address", lambda: place(name, 0))
+    monkeypatch.setattr(work, "_client", None)
+    monkeypatch.setattr(work, "QUIET_AFTER", 0.01)
+    monkeypatch.setenv(env.PROGRESS, place(reports, 0))
+    monkeypatch.setenv(env.RANK, "0")
+    found: list[WorkShard] = []
+    take = lambda: found.append(next(training.shards("train", 10, 4)))  # noqa: E731
+    rank = threading.Thread(target=take, daemon=True)
+    rank.start()
+    agent = Connection(server.accept()[0], FromWorker)
+    quiet = decode(progress.recv(DATAGRAM_BYTES))
+    assert isinstance(quiet, RankQuiet)
+    assert quiet.what == "waiting for work"
+    sent = list(agent.receive() or ())
+    assert sent[0] == WorkHere(0, 0)
+    assert isinstance(sent[1], RankWork)
+    assert sent[1].shares[0].wants
+    agent.send(RankLeases("train", 0, (4, 8), 0, over=False, record=1))
+    rank.join()
+    assert [(one.start, one.stop) for one in found] == [(4, 8)]
+    assert decode(progress.recv(DATAGRAM_BYTES)) == RankQuiet(0, "", 0.0)
+    found[0].done()
+    agent.send(RankRefused("dataset 'train' is opened with other values"))
+    with pytest.raises(ValueError, match="is opened with other values"):
+        list(training.shards("train", 10, 4))
+    agent.close()
+    work.begin_round()
+    progress.close()
+    server.close()
