@@ -1,22 +1,28 @@
 """From the death of a rank to the first step of all: torchrun, and three ways to start ranks.
 
-    python benchmarks/standby.py [--samples N] [--only WORD] [--wait SECONDS] [--json FILE]
+    python benchmarks/standby.py [--samples N] [--only WORD] [--json FILE]
 
-Each script trains with two ranks; one of them is killed. With standbys it is killed after `--wait`
-seconds of training, else after two. Standbys have the priority of ranks here (`--standby=0`): how
-long they take to be ready is not measured.
+Each script trains with two ranks; one of them is killed, once the standbys are ready where there
+are any. Standbys have the priority of ranks here (`--standby=0`): how long they take is not
+measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
+import signal
 import statistics
+import time
 from pathlib import Path
 
 from report import begin, write
-from rows import NO_BACKOFF, START_LIMIT, recoveries
+from rows import NO_BACKOFF, last
 from stage import ELASTICRUN, TORCHRUN, job
+
+START_LIMIT, READY_LIMIT = 180.0, 300.0
+"""Seconds for ranks to complete their first step, and for standbys to be ready."""
 
 SCRIPTS = (
     ("DDP with nn.Transformer", "torch", "ddp_transformer.py"),
@@ -31,15 +37,24 @@ WAYS = {
 }
 
 
-def restart(way: str, script: str, wait: float) -> list[float]:
+def restart(way: str, script: str) -> list[float]:
     """Seconds from the death to the first step of both ranks of the next life."""
     launcher, flags = WAYS[way]
-    seconds = wait if way == "standby" else 2.0
     own = NO_BACKOFF if launcher == ELASTICRUN else ()
     with job(launcher) as run:
         words = ("--nproc-per-node=2", "--max-restarts=1", *own, *flags)
-        run.start(*words, script=script, arguments=(str(seconds),))
-        return recoveries(run, 1, 2, seconds + START_LIMIT)
+        run.start(*words, script=script, arguments=("100000",), more={"LOGLEVEL": "DEBUG"})
+        run.until(lambda: len(run.of("allreduce", 0)) == 2, START_LIMIT)
+        until = time.monotonic() + READY_LIMIT
+        console = run.folder / "console-0"
+        while way == "standby" and console.read_bytes().count(b": ready (") < 2:
+            if time.monotonic() > until:
+                return []
+            time.sleep(0.2)
+        os.kill(run.of("allreduce", 0)[-1].pid, signal.SIGKILL)
+        died = time.monotonic()
+        run.until(lambda: len(run.of("allreduce", 1)) == 2, START_LIMIT)
+        return [last(run.of("allreduce", 1)) - died]
 
 
 def main() -> None:
@@ -47,7 +62,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--only", default="", help="scripts whose name contains this word")
-    parser.add_argument("--wait", type=float, default=40.0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     about = begin()
@@ -59,7 +73,7 @@ def main() -> None:
         samples: dict[str, list[float]] = {way: [] for way in WAYS}
         for _ in range(options.samples):
             for way in WAYS:
-                samples[way] += restart(way, script, options.wait)
+                samples[way] += restart(way, script)
         found[name] = samples
         cells = [f"{statistics.median(s):.2f} s" if s else "-" for s in samples.values()]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)

@@ -254,7 +254,7 @@ class Children:
         for rank in self._ranks.values():
             self.send_signal(rank.key, signal.SIGKILL)
         self._kill(ProbeHelper)
-        self.standbys.drop()
+        self.standbys.kill()
 
     def _kill(self, kind: type[Helper]) -> None:
         for helper in self._helpers.values():

@@ -21,30 +21,38 @@ SCRIPTS = ("ddp", "fsdp2", "compiled", "trainer", "light")
 RESTARTS = 10
 
 
-def ranks(job: psutil.Process) -> dict[int, list[psutil.Process]]:
-    """The processes of ranks, by life; no standby, which has a tracer."""
+def ranks(job: psutil.Process, traced: set[int]) -> dict[int, list[psutil.Process]]:
+    """The processes of ranks, by life; those of standbys, which have a tracer, go to `traced`."""
     found: dict[int, list[psutil.Process]] = {}
     for process in job.children(recursive=True):
         with suppress(psutil.Error, OSError):
             environ = process.environ()
             status = Path(f"/proc/{process.pid}/status").read_text()
-            if "RANK" in environ and "TracerPid:\t0\n" in status:
+            if "TracerPid:\t0\n" not in status:
+                traced.add(process.pid)
+            elif "RANK" in environ:
                 life = int(environ["TORCHELASTIC_RESTART_COUNT"])
                 found.setdefault(life, []).append(process)
     return found
 
 
-def disturb(job: psutil.Process, chance: random.Random, longest: float) -> None:
-    """Kill a rank in each life, until one ends before that; `longest`: how long it lives at
-    most."""
+def disturb(job: psutil.Process, chance: random.Random, longest: float) -> int:
+    """Kill a rank in each life, until one ends before that; `longest`: how long it lives at most.
+    Returns how many of them were standbys."""
+    traced: set[int] = set()
+    killed: set[int] = set()
     for life in range(RESTARTS):
-        while not (there := ranks(job).get(life, [])):
+        while not (there := ranks(job, traced).get(life, [])):
             if not job.is_running() or job.status() == psutil.STATUS_ZOMBIE:
-                return
+                return len(killed & traced)
             time.sleep(0.05)  # the moment is what is tested
         time.sleep(chance.uniform(0.0, longest))  # the moment is what is tested
+        ranks(job, traced)
         with suppress(psutil.NoSuchProcess):
-            chance.choice(there).kill()
+            victim = chance.choice(there)
+            killed.add(victim.pid)
+            victim.kill()
+    return len(killed & traced)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -57,10 +65,14 @@ def test_random_restarts(runs: Runs, script: str, seed: int) -> None:
     whole = runs.ran(case, "fork")["fork"]
     longest = 0.7 * (time.monotonic() - began)
     chance = random.Random(f"{script} {seed}")
-    disturbed = runs.disturbed(case, RESTARTS, lambda job: disturb(job, chance, longest))
+    standbys: list[int] = []
+    disturbed = runs.disturbed(
+        case, RESTARTS, lambda job: standbys.append(disturb(job, chance, longest))
+    )
     assert disturbed.code == 0, disturbed.console
     assert result(disturbed) == result(whole)
-    print(f"{script}, seed {seed}: bitwise the same after {last_life(disturbed)} restarts")
+    count = f"{last_life(disturbed)} restarts, {standbys[0]} standbys among those killed"
+    print(f"{script}, seed {seed}: bitwise the same after {count}")
 
 
 def last_life(ran: Ran) -> int:

@@ -75,7 +75,8 @@ class StandbyPool:
 
     def start(self, order: SpawnStandby) -> None:
         """Start a standby in place of the one that its local rank has."""
-        self.drop([pid for pid in self._standbys if self._is_for(pid, order.rank.local_rank)])
+        for pid in [p for p in self._standbys if self._is_for(p, order.rank.local_rank)]:
+            self._gone(pid, StandbyState.DIFFERENT)
         page = Page()
         pair: tuple[socket.socket, ...] = ()
         try:
@@ -132,9 +133,13 @@ class StandbyPool:
             theirs.close()
         self._connection = Connection(ours, FromTracer)
 
-    def drop(self, pids: Iterable[int] | None = None) -> None:
-        """Kill these standbys, or all."""
-        for pid in list(self._standbys if pids is None else pids):
+    def kill(self) -> None:
+        """Kill all standbys."""
+        for pid in list(self._standbys):
+            self._gone(pid, StandbyState.ENDED)
+
+    def _kill(self, pids: Iterable[int]) -> None:
+        for pid in pids:
             if (standby := self._standbys.pop(pid, None)) is not None:
                 self._dropped[pid] = standby.page
                 standby.go.close()
@@ -143,7 +148,7 @@ class StandbyPool:
 
     def drop_key(self, key: int) -> None:
         """Kill the standby of this key, if it still is one."""
-        self.drop([pid for pid, standby in self._standbys.items() if standby.order.key == key])
+        self._kill([pid for pid, standby in self._standbys.items() if standby.order.key == key])
 
     # ------------------------------------------------------------ becoming a rank
 
@@ -225,7 +230,7 @@ class StandbyPool:
 
     def _gone(self, pid: int, state: StandbyState, detail: str = "") -> None:
         self._tell(pid, state, detail)
-        self.drop([pid])
+        self._kill([pid])
 
     def lose_tracer(self, why: str = "") -> None:
         """The tracer has ended or is useless, and all standbys with it."""
@@ -235,7 +240,7 @@ class StandbyPool:
             self._connection.close()
             self._connection = None
             self._dropped[self._tracer] = None
-            self.drop([self._tracer])
+            self._kill([self._tracer])
             self._tracer = 0
 
     def reaped(self, pid: int) -> bool:

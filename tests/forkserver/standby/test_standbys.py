@@ -272,3 +272,16 @@ def _processes(server: Driver) -> tuple[int, int]:
     status = {each.pid: Path(f"/proc/{each.pid}/status").read_text() for each in below}
     (standby,) = (pid for pid, text in status.items() if f"TracerPid:\t{tracer}" in text)
     return standby, tracer
+
+
+def test_a_later_standby_takes_the_place_of_an_earlier_one(server: Driver, tmp_path: Path) -> None:
+    """A rank that kept its process did not need the earlier one."""
+    life = Life(server, tmp_path, "print('here')")
+    assert life.parked() == "write"
+    key = server.new_key()
+    files = (str(tmp_path / "before"), str(tmp_path / "err"))
+    server.tell(SpawnStandby(key, life.rank, *files, idle=False))
+    life.heard(StandbyState.DIFFERENT)
+    server.wait(StandbyIs, lambda m: (m.key, m.state) == (key, StandbyState.READY))
+    assert life.start() == "here\n"
+    assert [m.state for m in server.all_of(StandbyIs) if m.key == key][-1] is StandbyState.ACTIVE
