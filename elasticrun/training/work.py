@@ -36,6 +36,7 @@ from elasticrun.wire.types import (
     MAX_DATASET_NAME,
     MAX_DATASETS,
     MAX_EPOCHS,
+    MAX_LEASES,
     MAX_MARKS,
     MAX_SAMPLES,
 )
@@ -100,8 +101,9 @@ def shards(
                 ...
 
     `shuffle` is the seed of the order of the shards, None for ascending. All ranks must pass the
-    same values, after `Checkpointer.restore()` if they have one. The loop ends when nothing is
-    left. After a failure the ranks get exactly what was not used by the restored step; without a
+    same values, after `Checkpointer.restore()` if they have one, in the thread that calls the
+    Checkpointer. The loop ends when nothing is left; another pass needs another name, or `epochs`.
+    After a failure the ranks get exactly what was not used by the restored step; without a
     Checkpointer, what no rank has finished.
 
     Without elasticrun a single process gets all shards. Raises ValueError for invalid values, and
@@ -109,6 +111,11 @@ def shards(
     spec = _checked(name, total, size, epochs, shuffle)
     _refuse_unrestored()
     if place := agent_address():
+        if _has_restored_alone:
+            raise RuntimeError(
+                "the Checkpointer has no connection to the agent, so no checkpoint says what its "
+                "step had used: elasticrun has said at the start why"
+            )
         client = _connected(place)
         return _leased(client, client.share(spec))
     if env.PROGRESS in os.environ:
@@ -220,6 +227,7 @@ class _Share:
         self.waiting: deque[tuple[int, int]] = deque()  # those that have not begun
         self.marks = [0] * marks
         self.wants = self.is_over = False
+        self.reported = 0  # of what is used
         self._begun = 0  # positions of the leases that have begun
         self._length = 0  # of the last one of these
         self._shard: WorkShard | None = None
@@ -266,8 +274,14 @@ class _Share:
         self.wants, self.is_over = False, message.over
         return self.dropped > dropped
 
+    @property
+    def is_used_up(self) -> bool:
+        """Whether this rank has nothing left of it and gets no more."""
+        return self.is_over and not self.waiting and self.unfinished is None
+
     def report(self) -> RankShare:
         spec = self.spec
+        self.reported = self.used
         return RankShare(
             *(spec.name, spec.total, spec.size, spec.epochs, spec.shuffle, self.dropped),
             leases=tuple(edge for lease in self.leases for edge in lease),
@@ -307,7 +321,8 @@ class _Client:
         return os.getpid() == self._pid
 
     def share(self, spec: Spec) -> _Share:
-        """This rank's share of the dataset. Raises ValueError if it was opened differently."""
+        """This rank's share of the dataset. Raises ValueError if it was opened differently, or if
+        it is used up: a second pass would silently have nothing to do."""
         share = self._shares.get(spec.name)
         if share is None:
             if len(self._shares) >= MAX_DATASETS:
@@ -317,6 +332,10 @@ class _Client:
             share = self._shares[spec.name] = _Share(spec, len(self._marked))
         elif share.spec != spec:
             raise ValueError(f"this rank has opened {spec.name!r} with other values before")
+        elif share.is_used_up:
+            raise ValueError(
+                f"all of {spec.name!r} is used: give another pass another name, or pass epochs="
+            )
         return share
 
     def take(self, share: _Share) -> WorkShard | None:
@@ -326,7 +345,7 @@ class _Client:
         if (shard := share.unfinished) is not None:
             return shard
         while not share.waiting and not share.is_over:
-            if not share.wants:
+            if not share.wants or share.used != share.reported:
                 share.wants = True
                 self._send()
             self._receive()
@@ -340,13 +359,24 @@ class _Client:
         return shard
 
     def mark(self, step: int) -> None:
-        """Report what this rank has used by this step, which is about to be saved."""
+        """Report what this rank has used by this step, which is about to be saved. If the step is
+        saved again, what was used since then belongs to later steps. Raises RuntimeError if the
+        state has changed by then: more was used of a dataset that the step had used."""
+        if step <= self._since:  # nothing had been used by then
+            return
         if step in self._marked:
+            place = self._marked.index(step)
+            for share in self._shares.values():
+                if share.marks[place] not in (0, share.used):
+                    raise RuntimeError(
+                        f"step {step} is saved again after more of {share.spec.name!r} was used: "
+                        "give the state a higher step"
+                    )
             return
         self._marked.append(step)
         for share in self._shares.values():
             share.marks.append(share.used)
-        if len(self._marked) > MAX_MARKS:
+        while len(self._marked) > MAX_MARKS or (self._skipped and self._has_many_leases()):
             skipped = (place for place, one in enumerate(self._marked) if one in self._skipped)
             place = next(skipped, 0)
             self._skipped.discard(self._marked.pop(place))
@@ -354,9 +384,15 @@ class _Client:
                 share.marks.pop(place)
         self._send()
 
+    def _has_many_leases(self) -> bool:
+        """Whether so many leases are kept for the sake of open marks that the master may soon give
+        no more. Then steps that this rank has not saved are abandoned."""
+        return sum(len(share.leases) for share in self._shares.values()) > MAX_LEASES // 2
+
     def note_skipped(self, step: int) -> None:
         """This rank has no snapshot of a step that it has marked; another rank may have one."""
-        self._skipped.add(step)
+        if step in self._marked:
+            self._skipped.add(step)
 
     def close(self) -> None:
         self._socket.close()
@@ -380,12 +416,7 @@ class _Client:
     def _receive(self) -> None:
         """Wait for a message. Ranks that wait for this one then see that it waits for work."""
         try:
-            self._socket.settimeout(QUIET_AFTER)
-            data = self._socket.recv(READ_BYTES)
-        except TimeoutError:
-            with quiet("waiting for work", minutes=QUIET_MINUTES):
-                self._socket.settimeout(None)
-                data = self._socket.recv(READ_BYTES)
+            data = self._read()
         except OSError:
             data = b""
         if not data:
@@ -403,6 +434,17 @@ class _Client:
             if share is not None and share.add(message):
                 self._record = max(self._record, message.record)
 
+    def _read(self) -> bytes:
+        """Raises OSError."""
+        try:
+            self._socket.settimeout(QUIET_AFTER)
+            return self._socket.recv(READ_BYTES)
+        except TimeoutError:
+            pass
+        with quiet("waiting for work", minutes=QUIET_MINUTES):
+            self._socket.settimeout(None)
+            return self._socket.recv(READ_BYTES)
+
 
 def _is_closed(share: _Share) -> bool:
     """Whether nothing of it needs to be reported any more."""
@@ -412,6 +454,7 @@ def _is_closed(share: _Share) -> bool:
 _client: _Client | None = None
 _restored_step = -1
 _has_restored = False
+_has_restored_alone = False
 
 
 def _connected(place: str) -> _Client:
@@ -427,10 +470,11 @@ def refuse_restore() -> None:
         raise RuntimeError("call restore() before the first shards()")
 
 
-def resumed(step: int) -> None:
-    """This process has restored this step; 0: it has looked, and there was nothing."""
-    global _restored_step, _has_restored
-    _restored_step, _has_restored = step, True
+def resumed(step: int, *, with_agent: bool) -> None:
+    """This process has restored this step; 0: it has looked, and there was nothing. `with_agent`:
+    the agent knows, and the step's checkpoint says what was used by then."""
+    global _restored_step, _has_restored, _has_restored_alone
+    _restored_step, _has_restored, _has_restored_alone = step, True, not with_agent
 
 
 def mark(step: int) -> None:
@@ -448,7 +492,8 @@ def note_skipped(step: int) -> None:
 
 def begin_round() -> None:
     """All leases are void, because this process joins another round."""
-    global _client, _restored_step, _has_restored
+    global _client, _restored_step, _has_restored, _has_restored_alone
     if _client is not None:
         _client.close()
-    _client, _restored_step, _has_restored = None, -1, False
+    _client, _restored_step = None, -1
+    _has_restored = _has_restored_alone = False

@@ -27,6 +27,7 @@ from elasticrun.wire.types import (
     MAX_DATASET_NAME,
     MAX_DATASETS,
     MAX_EPOCHS,
+    MAX_LEASES,
     MAX_LOCAL_RANKS,
     MAX_MARKS,
     MAX_SAMPLES,
@@ -119,10 +120,6 @@ MAX_METRIC_ROWS: Final = 64
 
 MAX_ANSWER: Final = 8 * 1024 * 1024
 """Maximum bytes of an answer to a Request, as JSON; it is not sent on `Attend`."""
-
-MAX_LEASES: Final = 1024
-"""Maximum number of leases in a report. A rank reports those that it has used since its oldest mark
-that is still open."""
 
 NONCE_BYTES: Final = 32
 """Number of random bytes that each side adds to what is proved, so that no proof is reused."""

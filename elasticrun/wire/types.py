@@ -62,6 +62,10 @@ MAX_EPOCHS: Final = 2**20
 MAX_MARKS: Final = 16
 """Maximum number of steps for which a rank reports what it had used; older ones are dropped."""
 
+MAX_LEASES: Final = 1024
+"""Maximum number of leases in a report. A rank reports those that it has used since its oldest mark
+that is still open."""
+
 MAX_USED: Final = 60_000
 """Maximum characters of what was used of all datasets (`core/work/spans.py`): enough for 10,000
 ranks, each with a partly used lease."""

@@ -26,7 +26,7 @@ from elasticrun.core.persisted import KnownUse, WorkFacts
 from elasticrun.core.snapshots.types import Key, Outbox, key_of, sort_key
 from elasticrun.core.work.spans import Spans, decode_used, encode_used
 from elasticrun.wire import messages as m
-from elasticrun.wire.types import MAX_USED, RoundName
+from elasticrun.wire.types import MAX_LEASES, MAX_USED, RoundName
 
 KEPT = "kept"
 """The source of ranks without a Checkpointer: what was used stays used."""
@@ -376,9 +376,9 @@ class Work:
                 self._outbox.record()
             pool, refused = self._pools[name], ""
             if share.received == share.granted:
-                if sum(len(one.leases) for one in taker.shares.values()) >= m.MAX_LEASES:
+                if sum(len(one.leases) for one in taker.shares.values()) >= MAX_LEASES:
                     refused = (
-                        f"more than {m.MAX_LEASES} shards were used since the newest snapshot that "
+                        f"more than {MAX_LEASES} shards were used since the newest snapshot that "
                         "all ranks have taken: use larger shards, or take snapshots more often"
                     )
                 elif (lease := self._next_lease(name, pool)) is not None:

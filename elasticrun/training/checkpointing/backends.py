@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from elasticrun.snapshots.shm.segment import NONE, VERSION
+from elasticrun.snapshots.storage.manifest import ManifestError
 from elasticrun.snapshots.storage.timeline import PERIODIC, restorable_steps, surplus
 from elasticrun.snapshots.storage.writing import StorageError
 from elasticrun.training.checkpointing.agent_connection import (
@@ -142,10 +143,7 @@ class AgentBackend(CheckpointBackend):
             self._restore_from_memory()
         self.source = source
         self._departure.resume_from(step)
-        used = ""
-        if source == "storage" and self._setting.rank == 0:
-            made = self._setting.folder.manifest(step)
-            used = "" if made is None else made.used
+        used = self._used_by(step) if source == "storage" and self._setting.rank == 0 else ""
         self._connection.send(Restored(step, source, used=used))
         if source != "nothing":
             try:
@@ -153,6 +151,18 @@ class AgentBackend(CheckpointBackend):
             except StateError as error:  # training can continue without snapshots
                 self.remark(str(error))
         return step
+
+    def _used_by(self, step: int) -> str:
+        """What the checkpoint says about work that was handed out by its step."""
+        try:
+            made = self._setting.folder.manifest(step)
+        except (ManifestError, OSError) as error:  # without verify=True the state is good enough
+            self.remark(
+                f"work that was handed out by step {step} is handed out again, because the "
+                f"checkpoint does not say what was used: {error}"
+            )
+            return ""
+        return "" if made is None else made.used
 
     @property
     def is_preparing(self) -> bool:

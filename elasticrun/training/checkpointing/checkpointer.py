@@ -250,7 +250,7 @@ class Checkpointer:
         self.stats.source = backend.source
         self._state.set_step(step)
         self._state.put_back_rng()
-        work.resumed(step)
+        work.resumed(step, with_agent=backend.snapshots)
         for text in dict.fromkeys(self._state.remarks):
             backend.remark(text)
         costs.add_restore(time.monotonic() - began)
@@ -382,9 +382,12 @@ class Checkpointer:
         return self._try_save(backend, DueSnapshot(number, True), BUSY_LIMIT)
 
     def _try_save(self, backend: CheckpointBackend, due: DueSnapshot, wait: float) -> bool:
+        def save() -> bool:
+            work.mark(due.step)  # before the snapshot is taken: it counts only with its mark
+            return backend.save(due.step, due.persist, wait)
+
         began = time.monotonic()
-        work.mark(due.step)  # before the snapshot is taken: it counts only with its mark
-        took = self._guarded(lambda: backend.save(due.step, due.persist, wait))
+        took = self._guarded(save)
         costs.add_save(time.monotonic() - began, taken=bool(took))
         if not took:
             work.note_skipped(due.step)

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from elasticrun.core.snapshots.types import Outbox
 from elasticrun.core.work.work import MAX_DATASETS_IN_JOB, RECORD_AFTER, Work, WorkNews
 from elasticrun.wire import messages as m
-from elasticrun.wire.types import RoundName
+from elasticrun.wire.types import MAX_LEASES, RoundName
 
 ROUND = RoundName(1, 1, "x")
 INFO = m.RoundInfo(ROUND, 2)
@@ -130,7 +130,7 @@ def test_too_many_shards_between_two_snapshots_are_refused() -> None:
     Rank(job, 1).tell()
     rank.tell()
     rank.mark(5)
-    for number in range(1, m.MAX_LEASES + 1):
+    for number in range(1, MAX_LEASES + 1):
         order = rank.tell(used=10 * number)
         if order and order.refused:
             break

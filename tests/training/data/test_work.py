@@ -5,15 +5,17 @@ from __future__ import annotations
 import socket
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from elasticrun import training
 from elasticrun.training import Checkpointer, WorkShard, work
-from elasticrun.training.work import Spec, _Share, shuffled
+from elasticrun.training.checkpointing.agent_connection import costs
+from elasticrun.training.work import Spec, _Client, _Share, shuffled
 from elasticrun.wire import env
-from elasticrun.wire.frames import Connection
+from elasticrun.wire.frames import Connection, FrameBuffer, encode
 from elasticrun.wire.progress import (
     DATAGRAM_BYTES,
     RankQuiet,
@@ -23,7 +25,15 @@ from elasticrun.wire.progress import (
     mint_name,
     place,
 )
-from elasticrun.wire.snapshots import FromWorker, RankLeases, RankRefused, RankWork, WorkHere
+from elasticrun.wire.snapshots import (
+    FromPeer,
+    FromWorker,
+    RankLeases,
+    RankRefused,
+    RankWork,
+    WorkHere,
+)
+from elasticrun.wire.types import MAX_LEASES
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +41,8 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (env.WORLD_SIZE, env.PROGRESS, env.SNAPSHOTS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(work, "_restored_step", -1)
+    monkeypatch.setattr(work, "_has_restored", False)
+    monkeypatch.setattr(work, "_has_restored_alone", False)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 17, 1000])
@@ -178,3 +190,134 @@ def test_a_rank_that_waits_for_the_master_says_so(monkeypatch: pytest.MonkeyPatc
     work.begin_round()
     progress.close()
     server.close()
+
+
+class Agent:
+    """The agent of this process, played by the test."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._buffer = FrameBuffer(FromPeer)
+        self._peer: socket.socket | None = None
+
+    def heard(self) -> RankWork:
+        """The newest report."""
+        found = [one for one in self.all_heard() if not isinstance(one, WorkHere)]
+        assert isinstance(found[-1], RankWork)
+        return found[-1]
+
+    def all_heard(self) -> list[object]:
+        if self._peer is None:
+            self._peer, _ = self._listener.accept()
+        return list(self._buffer.feed(self._peer.recv(1 << 20)))
+
+    def give(self, *edges: int, first: int = 0, dropped: int = 0, over: bool = False) -> None:
+        assert self._peer is not None
+        message = RankLeases("train", first, edges, dropped, over=over, record=1)
+        self._peer.sendall(encode(message))
+
+    def hang_up(self) -> None:
+        assert self._peer is not None
+        self._peer.close()
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
+    name = mint_name()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address(name))
+        listener.listen()
+        monkeypatch.setenv(env.RANK, "0")
+        monkeypatch.setattr(costs, "_step", 4)
+        monkeypatch.setattr(work, "_client", _Client(place(name, 0)))
+        monkeypatch.setattr(work, "agent_address", lambda: place(name, 0))
+        yield Agent(listener)
+        assert work._client is not None
+        work._client.close()
+
+
+def taken(agent: Agent, *edges: int) -> tuple[_Client, Iterator[WorkShard]]:
+    """This rank has these leases."""
+    client = work._client
+    assert client is not None
+    shards = training.shards("train", 10_000, 10)
+    client._send()
+    agent.heard()
+    agent.give(*edges)
+    return client, shards
+
+
+def test_a_step_before_the_first_shard_needs_no_mark(agent: Agent) -> None:
+    """This rank counts once: it says since when it takes work."""
+    client, shards = taken(agent, 0, 10)
+    next(shards).done()
+    client.mark(4)
+    client.mark(5)
+    report = agent.heard()
+    assert (report.since, report.marked) == (4, (5,))
+    assert report.shares[0].marks == (10,)
+
+
+def test_a_step_is_not_saved_again_with_more_data(agent: Agent) -> None:
+    client, shards = taken(agent, 0, 10)
+    shard = next(shards)
+    client.mark(5)
+    shard.done(4)
+    client.mark(5)  # an evaluation, say: what was used since then belongs to later steps
+    client.mark(6)
+    client.mark(6)
+    shard.done(2)
+    with pytest.raises(RuntimeError, match="step 6 is saved again after more of 'train' was used"):
+        client.mark(6)
+    assert agent.heard().shares[0].marks == (0, 4)
+
+
+def test_skipped_steps_are_abandoned_before_the_master_refuses_more(agent: Agent) -> None:
+    count = MAX_LEASES // 2
+    client, shards = taken(
+        agent, *(edge for at in range(count + 2) for edge in (10 * at, 10 * at + 10))
+    )
+    for step in range(5, 8):
+        client.mark(step)
+        client.note_skipped(step)
+        next(shards).done()
+    assert client._marked == [7], "the newest is not known to be skipped when it is marked"
+    agent.give(first=10 * (count + 2), dropped=10 * (count + 2))
+    client._receive()
+    client.mark(8)
+    client.note_skipped(8)
+    client.mark(9)
+    assert client._marked == [7, 8, 9]
+
+
+def test_what_is_finished_is_reported_while_this_rank_waits(agent: Agent) -> None:
+    """Otherwise the loss of this rank would have it used again."""
+    _, shards = taken(agent, 0, 10)
+    next(shards).done()
+    agent.heard()
+    agent.give(first=10, over=True)
+    assert next(shards, None) is None
+    assert agent.heard().shares[0].used == 10
+
+
+def test_a_second_pass_needs_another_name(agent: Agent) -> None:
+    _, shards = taken(agent, 0, 10)
+    next(shards).done()
+    agent.give(first=10, over=True)
+    assert next(shards, None) is None
+    with pytest.raises(ValueError, match="all of 'train' is used: give another pass another name"):
+        training.shards("train", 10_000, 10)
+
+
+def test_an_agent_that_is_gone_is_one_sentence(agent: Agent) -> None:
+    _, shards = taken(agent, 0, 10)
+    next(shards).done()
+    agent.hang_up()
+    with pytest.raises(RuntimeError, match="this rank can take no more work"):
+        next(shards)
+
+
+def test_a_checkpointer_without_the_agent_takes_no_part(agent: Agent) -> None:
+    work.resumed(3, with_agent=False)
+    with pytest.raises(RuntimeError, match="has no connection to the agent"):
+        training.shards("train", 10_000, 10)
