@@ -148,7 +148,11 @@ class Worker:
         if not share.waiting and not share.is_over and not share.wants:
             share.wants = True
             self._send()
-        if share.is_over and not share.waiting and not share.unfinished and not history.is_over:
+        # as a loop that asks for more and gets nothing: the step of the last samples is over
+        marked = history.at.get(max(history.at, default=0), 0)
+        is_marked = not uses.restores or marked == len(history.used)
+        is_done = share.is_over and not share.waiting and not share.unfinished
+        if is_done and is_marked and not history.is_over:
             history.is_over = True
             self._send()
 

@@ -148,7 +148,9 @@ class Taker:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it can use nothing before its next report."""
+        """Whether it can use nothing before its next report. It reports that when its loop asks for
+        more, so the step of the last samples is over, or no rank can complete it without this
+        one."""
         return all(one.used >= one.granted and not one.wants for one in self.shares.values())
 
     def counts_at(self, step: int, share: LeaseList) -> int:
