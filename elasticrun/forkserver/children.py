@@ -84,15 +84,15 @@ class Children:
             self._fail(order, "a function can only be run by its own caller")
             return
         forked = self._prepared.mode == "fork" and not self._why_exec(order)
+        # From the first rank on we outlive our parent, until we have swept what the ranks leave
+        # behind. SIGCONT reports the parent's death, and wakes us up if we are stopped (SIGSTOP).
+        processes.die_with_parent(signal.SIGCONT)
         if (taken := self.standbys.take(order, forked=forked)) is not None:
             pid = taken[0]
             self._ranks[pid] = _Rank(order.key, taken[1])
             self._started(order, pid, forked)
             self._read_page(self._ranks[pid])
             return
-        # From the first rank on we outlive our parent, until we have swept what the ranks leave
-        # behind. SIGCONT reports the parent's death, and wakes us up if we are stopped (SIGSTOP).
-        processes.die_with_parent(signal.SIGCONT)
         page = None
         try:
             page = Page()

@@ -36,6 +36,8 @@ _CLOCKS: Final = (
 _FUNCTION: Final = ctypes.PYFUNCTYPE(ctypes.c_void_p, *[ctypes.c_void_p] * 4)
 """A function of such a table; those with fewer arguments ignore the others."""
 
+MAIN: Final = "the script"
+
 _OURS: Final = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 
 _STANDARD: Final = [f"/{each}" for each in ("tmp", "var/tmp", "usr/tmp")]
@@ -65,9 +67,9 @@ def begin(installed: Collection[str], classes: Collection[type]) -> None:
 
 
 def _temporary() -> list[str]:
-    """A path in each folder that `tempfile` may choose."""
+    """The folders that `tempfile` may choose."""
     names = map(os.environ.get, ("TMPDIR", "TEMP", "TMP"))
-    return [os.path.join(each, "x") for each in (*names, *_STANDARD) if each]
+    return [each for each in (*names, *_STANDARD) if each]
 
 
 def _mark(what: Mark, *arguments: Any) -> None:
@@ -97,9 +99,11 @@ def _hook(function: Any, offset: int, folders: tuple[str, ...]) -> tuple[int, in
 
 
 def _callers(frame: FrameType | None) -> Iterator[tuple[str, str]]:
-    """File and name of the code of this frame and each one below it, innermost first."""
+    """File and name of the code of this frame and each one below it, innermost first. `__main__` is
+    the script, wherever it is."""
     while frame is not None:
-        yield frame.f_code.co_filename, frame.f_code.co_name
+        is_main = frame.f_globals.get("__name__") == "__main__"
+        yield MAIN if is_main else frame.f_code.co_filename, frame.f_code.co_name
         frame = frame.f_back
 
 
@@ -113,4 +117,4 @@ def is_for_script(callers: Iterator[tuple[str, str]], folders: tuple[str, ...]) 
             return True
         if name == "<module>":
             return False
-    return False
+    return True  # a thread that the script, or a package, has started

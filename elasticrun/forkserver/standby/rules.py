@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import stat
 import struct
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -46,7 +47,7 @@ NUMBERS: Final[Mapping[str, tuple[int, int]]] = {
     "socketpair": (53, 199), "setsockopt": (54, 208), "getsockopt": (55, 209),
     "getsockname": (51, 204), "epoll_create1": (291, 20), "epoll_ctl": (233, 21),
     "epoll_wait": (232, _NONE), "epoll_pwait": (281, 22), "timerfd_create": (283, 85),
-    "timerfd_settime": (286, 86), "ftruncate": (77, 46),
+    "ftruncate": (77, 46),
     "write": (1, 64), "writev": (20, 66), "connect": (42, 203),
     # memory, threads, signals
     "mmap": (9, 222), "mprotect": (10, 226), "munmap": (11, 215), "brk": (12, 214),
@@ -122,6 +123,8 @@ class Tracee(Protocol):
     """The folder that the process has tried to make last, although it exists."""
     search_path: frozenset[str]
     """The folders that imports search."""
+    temporary: frozenset[str]
+    """The folders in which `tempfile` may put files."""
     above: frozenset[str]
     """The folders above these, the working directory and temporary files."""
 
@@ -135,6 +138,9 @@ class Tracee(Protocol):
     def memory(self, address: int, length: int) -> bytes:
         """Bytes of its memory."""
 
+    def left(self, address: int, clock: int | None) -> float:
+        """Seconds until the time in memory at `address`, on this clock; None: it is a duration."""
+
     def may_create(self, path: str) -> bool:
         """Whether its user may make a file at this path."""
 
@@ -145,6 +151,9 @@ class Tracee(Protocol):
 AT_FDCWD: Final = -100
 _NOFOLLOW: Final = 0x100  # AT_SYMLINK_NOFOLLOW
 _O_NOFOLLOW: Final = os.O_NOFOLLOW
+_LARGE: Final = 0o100000  # O_LARGEFILE, which the kernel adds on some machines
+_PROBES: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+"""How `tempfile` opens files."""
 _TEMPORARY: Final = os.O_TMPFILE & ~os.O_DIRECTORY
 _CHANGES: Final = os.O_CREAT | os.O_TRUNC | _TEMPORARY
 _CLONE_THREAD: Final = 0x10000
@@ -157,7 +166,19 @@ _PATHS_AT: Final = {"newfstatat": 3, "statx": 2, "faccessat": -1, "faccessat2": 
 """Calls with a folder's descriptor and a path; which argument has the flags."""
 
 _ON_DESCRIPTORS: Final = frozenset(
-    ["read", "pread64", "readv", "preadv", "preadv2", "recvfrom", "recvmsg", "dup", "dup2", "dup3"]
+    [
+        "lseek",
+        "read",
+        "pread64",
+        "readv",
+        "preadv",
+        "preadv2",
+        "recvfrom",
+        "recvmsg",
+        "dup",
+        "dup2",
+        "dup3",
+    ]
 )
 _OWN_PIPES: Final = ("pipe:[", "socket:[", "anon_inode:[eventfd]", "/memfd:")
 """What a standby may write to: nobody else has these, as it has no children. Its sockets are
@@ -173,10 +194,24 @@ _PRIVATE_FCNTLS: Final = frozenset([1, 2, 3, 1032, 1033, 1034])
 """F_GETFD, F_SETFD, F_GETFL, F_GETPIPE_SZ, F_ADD_SEALS, F_GET_SEALS."""
 _F_DUPFD, _F_SETFL, _F_DUPFD_CLOEXEC = 0, 4, 1030
 
+_FUTEX_WAITS: Final = frozenset([0, 6, 9, 11, 13])
+"""FUTEX_WAIT, LOCK_PI, WAIT_BITSET, WAIT_REQUEUE_PI, LOCK_PI2."""
+
+_OF_DAY: Final = 0x100  # FUTEX_CLOCK_REALTIME
+
+SHORT_WAIT: Final = 0.02
+"""Seconds of a wait that may be over at any moment: that for the interpreter's lock is 5 ms."""
+
+MOST_AT_ONCE: Final = 256 * 1024 * 1024
+"""Bytes of memory that a standby may ask for at once."""
+
 _DEVICES: Final = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 _HIDDEN: Final = frozenset(
-    ["status", "stat", "wchan", "syscall", "stack", "sched", "schedstat", "mem", "fd", "task"]
+    [
+        *("status", "stat", "wchan", "syscall", "stack", "sched", "schedstat", "mem", "fd", "task"),
+        *("oom_score", "oom_score_adj", "cwd", "root", "map_files"),
+    ]
 )
 """Files in /proc/PID that show the tracer, the priority, or descriptors."""
 _OWN_BYTES: Final = frozenset(["mountinfo", "mounts", "cgroup", "limits", "net"])
@@ -220,7 +255,7 @@ def _of_path(path: str, tracee: Tracee, *, follow: bool) -> Verdict:
     """A call that asks about a path without opening it."""
     if not path:
         return None  # about a descriptor
-    if path.startswith("/proc"):
+    if path.startswith("/proc/") or path == "/proc":
         own = _own(path, tracee)
         return None if own else Read(path, Seen.EXISTENCE, follow)
     if path.startswith(("/sys/", "/dev/")):
@@ -258,7 +293,10 @@ def _open(name: str, path: str, flags: int, tracee: Tracee) -> Verdict:
         return parked
     if path.startswith("/sys/"):
         return Read(path, Seen.NAMES if stat.S_ISDIR(mode) else Seen.BYTES)
-    return _of_folder_or_file(path, tracee, follow=not flags & _O_NOFOLLOW)
+    tracee.made = ""
+    if stat.S_ISDIR(mode) and (path in tracee.search_path or path in tracee.above):
+        return Read(path, Seen.NAMES)
+    return Read(path, follow=not flags & _O_NOFOLLOW)
 
 
 def _fails(name: str, path: str, tracee: Tracee) -> Verdict:
@@ -271,8 +309,10 @@ def _fails(name: str, path: str, tracee: Tracee) -> Verdict:
 def _is_probe(path: str, flags: int, tracee: Tracee) -> bool:
     """Whether this is how `tempfile` finds out, once per process, whether a folder is writable: a
     new file with a random name, a few bytes, and its removal."""
-    stem = os.path.basename(path)
-    if not flags & os.O_EXCL or len(stem) != 8 or tracee.probes:
+    folder, stem = os.path.split(path)
+    if flags & ~_LARGE != _PROBES or folder not in tracee.temporary or tracee.probes:
+        return False
+    if len(stem) != 8:
         return False
     if not all(letter in "abcdefghijklmnopqrstuvwxyz0123456789_" for letter in stem):
         return False
@@ -363,6 +403,29 @@ def _clone(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:
     return None if flags & _CLONE_THREAD else Parked(name)
 
 
+def _waits(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:
+    """A wait with a limit would go on while the standby is parked, and be over when it is the
+    rank."""
+    if name == "futex":
+        what = arguments[1] & 0x7F
+        if what not in _FUTEX_WAITS or not arguments[3]:
+            return None
+        clock = time.CLOCK_REALTIME if arguments[1] & _OF_DAY else time.CLOCK_MONOTONIC
+        left = tracee.left(arguments[3], clock if what else None)
+        return Parked(name) if left > SHORT_WAIT else None
+    return Parked(name) if _int(arguments[3]) > 0 else None
+
+
+def _mmap(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:
+    """Data, and not code, needs this much memory."""
+    anonymous = arguments[3] & 0x20  # MAP_ANONYMOUS
+    return Parked(name) if anonymous and arguments[2] and arguments[1] > MOST_AT_ONCE else None
+
+
+def _setaffinity(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:
+    return None if _int(arguments[0]) in (0, tracee.pid) else Parked(name)
+
+
 def _nanosleep(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:
     seconds, nanoseconds = struct.unpack("=qq", tracee.memory(arguments[2], 16))
     return Parked(name) if seconds or nanoseconds or arguments[1] else None
@@ -382,7 +445,9 @@ def _truncate(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:
 
 _HANDLERS: Final[Mapping[str, Callable[[str, tuple[int, ...], Tracee], Verdict]]] = {
     "open": _opens, "openat": _opens, "readlinkat": _readlinkat, "mkdir": _mkdir,
-    "mkdirat": _mkdir, "chdir": _chdir, "uname": _uname, "unlink": _unlink, "unlinkat": _unlink,
+    "mkdirat": _mkdir, "chdir": _chdir, "uname": _uname,
+    "futex": _waits, "epoll_wait": _waits, "epoll_pwait": _waits, "mmap": _mmap,
+    "sched_setaffinity": _setaffinity, "unlink": _unlink, "unlinkat": _unlink,
     "socket": _socket, "connect": _connect, "write": _write, "writev": _write,
     "fcntl": _fcntl, "ioctl": _ioctl, "clone": _clone,
     "clone3": _clone, "clock_nanosleep": _nanosleep, "prlimit64": _prlimit, "prctl": _prctl,

@@ -163,7 +163,8 @@ class StandbyPool:
         if not forked:
             self._gone(pid, StandbyState.EXECED)
             return None
-        if replace(order, key=standby.order.rank.key) != standby.order.rank:
+        same = replace(order, key=standby.order.rank.key) == standby.order.rank
+        if not same or not all(map(_is_output, (pid, pid), (1, 2), (order.stdout, order.stderr))):
             self._gone(pid, StandbyState.DIFFERENT)
             return None
         with suppress(OSError):  # it may be waiting for an idle core
@@ -264,6 +265,14 @@ class StandbyPool:
             standby.go.close()
         for page in filter(None, self._dropped.values()):
             page.close()
+
+
+def _is_output(pid: int, descriptor: int, path: str) -> bool:
+    """Whether this descriptor of a standby is that file, if the rank writes to one."""
+    try:
+        return not path or os.path.samefile(f"/proc/{pid}/fd/{descriptor}", path)
+    except OSError:
+        return False
 
 
 def _is_readable(connection: Connection, limit: float) -> bool:

@@ -14,6 +14,7 @@ import platform
 import signal
 import socket
 import stat
+import struct
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -137,6 +138,7 @@ class Standby:
     probes: set[str] = field(default_factory=set)
     made: str = ""
     search_path: frozenset[str] = frozenset()
+    temporary: frozenset[str] = frozenset()
     above: frozenset[str] = frozenset()
     hooks: tuple[tuple[int, int], ...] = ()  # where the clock is hooked, and what was there
     begun: bool = False  # the script runs
@@ -164,6 +166,11 @@ class Standby:
 
     def memory(self, address: int, length: int) -> bytes:
         return ptrace.read(self.pid, address, length)
+
+    def left(self, address: int, clock: int | None) -> float:
+        seconds, nanoseconds = struct.unpack("=qq", self.memory(address, 16))
+        until: float = seconds + nanoseconds / 1e9
+        return until if clock is None else until - time.clock_gettime(clock)
 
     def may_create(self, path: str) -> bool:
         return os.access(os.path.dirname(path), os.W_OK | os.X_OK)
@@ -243,6 +250,9 @@ class Tracer:
             self._wait_for_stops(block=True)
         if order.pid not in self._standbys:
             return  # it has ended, which is reported
+        if _has_signals(standby):
+            self._fail(order.pid, StandbyState.ENDED, "a signal")
+            return
         if self._batch[0] != order.batch:
             self._batch = (order.batch, {})
         if path := standby.reads.changed(self._batch[1]):
@@ -257,7 +267,8 @@ class Tracer:
             ptrace.write(pid, standby.hooks)
             for thread in standby.threads.values():
                 self._set_policy(thread.tid, self._policy)
-                ptrace.detach(thread.tid, thread.signum)
+                with suppress(ProcessLookupError):  # it has ended
+                    ptrace.detach(thread.tid, thread.signum)
         except OSError as error:
             self._fail(pid, StandbyState.REFUSED, error.strerror or str(error))
             return
@@ -271,11 +282,18 @@ class Tracer:
                 os.sched_setscheduler(tid, policy, os.sched_param(0))
 
     def _fail(self, pid: int, state: StandbyState, detail: str = "") -> None:
-        if (standby := self._standbys.get(pid)) is not None:
-            self._forget(standby)
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+        if (standby := self._standbys.get(pid)) is not None:
+            self._discard(standby)
         self._connection.send(StandbyFailed(pid, state, detail))
+
+    def _discard(self, standby: Standby) -> None:
+        """Forget a standby that does not become a rank, and remove what it may have left."""
+        for path in standby.probes:
+            with suppress(OSError):
+                os.unlink(path)
+        self._forget(standby)
 
     def _forget(self, standby: Standby) -> None:
         del self._standbys[standby.pid]
@@ -312,7 +330,7 @@ class Tracer:
             return
         del standby.threads[tid]
         if tid == standby.pid:
-            self._forget(standby)
+            self._discard(standby)
             self._connection.send(StandbyFailed(tid, StandbyState.ENDED))
 
     def _stopped(self, tid: int, signum: int, event: int) -> None:
@@ -373,7 +391,9 @@ class Tracer:
             told = json.loads(ptrace.read(standby.pid, arguments[1], arguments[2]))
             standby.hooks = tuple((int(at), int(word)) for at, word in told["hooks"])
             standby.search_path = frozenset(told["path"])
-            places = {*told["path"], *told["temporary"], os.readlink(f"/proc/{standby.pid}/cwd")}
+            cwd = os.readlink(f"/proc/{standby.pid}/cwd")
+            standby.temporary = frozenset([*told["temporary"], cwd])
+            places = [*told["path"], *(f"{each}/x" for each in told["temporary"]), cwd]
             standby.above = frozenset(str(each) for place in places for each in Path(place).parents)
             standby.begun = True
         elif standby.begun:
@@ -382,6 +402,9 @@ class Tracer:
     def _park(self, standby: Standby, call: str) -> None:
         standby.is_held = True
         self._hold(standby)
+        if _resident(standby.pid) > MAX_RSS:
+            self._fail(standby.pid, StandbyState.MEMORY)
+            return
         self._connection.send(StandbyParked(standby.pid, call))
 
     def _hold(self, standby: Standby) -> None:
@@ -399,6 +422,18 @@ class Tracer:
             if standby.slice_end:
                 time.sleep((SLICE + now - standby.slice_end) * (1 - SHARE) / SHARE)
             standby.slice_end = time.monotonic() + SLICE
+
+
+def _has_signals(standby: Standby) -> bool:
+    """Whether a signal has arrived, which was not meant for the rank."""
+    if any(thread.signum for thread in standby.threads.values()):
+        return True
+    for tid in standby.threads:
+        with suppress(OSError), open(f"/proc/{standby.pid}/task/{tid}/status") as file:
+            about = dict(line.split(":", 1) for line in file if ":" in line)
+            if int(about["SigPnd"], 16) or int(about["ShdPnd"], 16):
+                return True
+    return False
 
 
 def _process_of(tid: int) -> int:

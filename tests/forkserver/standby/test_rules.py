@@ -13,7 +13,7 @@ import pytest
 
 from elasticrun.forkserver.standby import rules
 from elasticrun.forkserver.standby.reads import MAX_READS, RACY_NS, Reads, is_racy, look
-from elasticrun.forkserver.standby.rehearsal import is_for_script
+from elasticrun.forkserver.standby.rehearsal import MAIN, is_for_script
 from elasticrun.forkserver.standby.rules import AT_FDCWD, Parked, Read, Seen, Verdict, judge
 
 FOLDER = stat.S_IFDIR | 0o755
@@ -31,8 +31,10 @@ class Played:
     probes: set[str] = field(default_factory=set)
     made: str = ""
     search_path: frozenset[str] = frozenset(["/program"])
+    temporary: frozenset[str] = frozenset(["/tmp"])
     above: frozenset[str] = frozenset(["/", "/tmp"])
     writable: bool = True
+    waits: float = 1.0
 
     def path(self, address: int, folder: int) -> str:
         name = self.texts[address].decode()
@@ -44,6 +46,9 @@ class Played:
 
     def memory(self, address: int, length: int) -> bytes:
         return self.texts[address][:length]
+
+    def left(self, address: int, clock: int | None) -> float:
+        return self.waits
 
     def may_create(self, path: str) -> bool:
         return self.writable
@@ -124,12 +129,27 @@ def test_a_file_that_its_user_cannot_make_is_no_effect() -> None:
 
 def test_tempfile_finds_a_folder_once() -> None:
     tracee = Played([b"/tmp/abcd_123"], links={3: "/tmp/abcd_123", 4: "/tmp/other"})
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     assert judge("openat", (NOW_CWD, 0, flags, 0, 0, 0), tracee) is None
     assert judge("write", (3, 0, 4), tracee) is None
     assert judge("write", (4, 0, 4), tracee) == Parked("write")
     assert judge("unlink", (0,), tracee) is None
     assert judge("openat", (NOW_CWD, 0, flags, 0, 0, 0), tracee) == Parked("openat")
+
+
+def test_a_lock_file_is_no_probe() -> None:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    assert opened("/tmp/lockfile", flags) == Parked("openat")
+    assert opened("/data/lockfile", flags | os.O_NOFOLLOW) == Parked("openat")
+
+
+def test_a_folder_that_is_listed_is_compared_by_its_names() -> None:
+    """Asking whether it is there needs no more than that."""
+    assert opened("/tmp", files={"/tmp": FOLDER}) == Read("/tmp", Seen.NAMES)
+    tracee = Played([b"/data/made"], files={"/data/made": FOLDER})
+    assert judge("mkdir", (0, 0o777), tracee) == Read("/data/made", Seen.EXISTENCE)
+    assert judge("openat", (NOW_CWD, 0, 0, 0), tracee) == Read("/data/made")
+    assert judge("stat", (0, 0), tracee) == Read("/data/made")
 
 
 def test_a_folder_that_exists_is_made_again() -> None:
@@ -157,6 +177,18 @@ def test_a_folder_that_exists_is_made_again() -> None:
         ("ioctl", (1, 0x5413), {"links": {1: "/dev/pts/3"}}, False),
         ("ioctl", (1, 0x5413), {"links": {1: "/data/out"}}, True),
         ("ioctl", (5, 0xC020462A), {}, False),
+        ("futex", (0, 0x80, 0, 0), {}, True),
+        ("futex", (0, 0x80, 0, 99), {}, False),
+        ("futex", (0, 0x189, 0, 99), {}, False),
+        ("futex", (0, 0x189, 0, 99), {"waits": 0.005}, True),
+        ("futex", (0, 0x81, 1, 99), {}, True),  # FUTEX_WAKE
+        ("epoll_wait", (5, 0, 9, 0xFFFFFFFF), {}, True),
+        ("epoll_wait", (5, 0, 9, 100), {}, False),
+        ("mmap", (0, rules.MOST_AT_ONCE, 3, 0x22), {}, True),
+        ("mmap", (0, rules.MOST_AT_ONCE + 1, 3, 0x22), {}, False),
+        ("mmap", (0, rules.MOST_AT_ONCE + 1, 1, 2, 5), {}, True),
+        ("sched_setaffinity", (0, 8, 0), {}, True),
+        ("sched_setaffinity", (1, 8, 0), {}, False),
         ("clone", (0x3D0F00,), {}, True),
         ("clone", (0x1200011,), {}, False),
         ("clone3", (0, 88), {"texts": [struct.pack("Q", 0x3D0F00)]}, True),
@@ -315,7 +347,8 @@ INSTALLED = ("/lib/python/", "/site/")
             False,
         ),
         ([("/program/local.py", "<module>"), ("/program/script.py", "<module>")], True),
-        ([("/lib/python/threading.py", "_bootstrap")], False),
+        ([("/lib/python/threading.py", "_bootstrap")], True),
+        ([("/site/p/tool.py", "main"), (MAIN, "<module>"), ("<frozen runpy>", "run")], True),
     ],
 )
 def test_who_reads_the_clock(callers: list[tuple[str, str]], expected: bool) -> None:

@@ -131,6 +131,9 @@ def test_what_it_has_read_is_validated(
         ("os.mkdir(OUTSIDE + '/made')", "mkdir"),
         ("open(OUTSIDE + '/made', 'w').close()", "openat"),
         ("open(OUTSIDE + '/there', 'r+').close(); os.unlink(OUTSIDE + '/there')", "openat"),
+        ("os.close(os.open(OUTSIDE + '/lockfile', os.O_CREAT | os.O_EXCL | os.O_RDWR))", "openat"),
+        ("import threading; threading.Event().wait(0.3); os.mkdir(OUTSIDE + '/made')", "futex"),
+        ("bytearray(300 << 20); os.mkdir(OUTSIDE + '/made')", "mmap"),
         ("os.unlink(OUTSIDE + '/there')", "unlink"),
         ("os.rename(OUTSIDE + '/there', OUTSIDE + '/made')", ""),
         ("import fcntl; fcntl.flock(os.open(OUTSIDE + '/there', os.O_RDONLY), 2)\n"
@@ -243,6 +246,15 @@ def test_it_ends_with_its_tracer_and_the_rank_is_forked(server: Driver, tmp_path
     os.kill(tracer, signal.SIGKILL)
     life.heard(StandbyState.NO_ANSWER)
     assert not gone([standby, tracer])
+    assert life.start() == "here\n"
+    assert StandbyState.ACTIVE not in life.states()
+
+
+def test_a_signal_to_a_standby_is_not_for_the_rank(server: Driver, tmp_path: Path) -> None:
+    text = "import signal\nsignal.signal(signal.SIGUSR1, lambda *_: print('for me'))\nprint('here')"
+    life = Life(server, tmp_path, text)
+    assert life.parked() == "write"
+    os.kill(_processes(server)[0], signal.SIGUSR1)
     assert life.start() == "here\n"
     assert StandbyState.ACTIVE not in life.states()
 
