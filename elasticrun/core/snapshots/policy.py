@@ -53,6 +53,9 @@ class SnapshotPolicy:
             return self._on_work(node, report)
         now, snapshots = self._ctx.now, self._snapshots
         if isinstance(report, m.Holdings):
+            if report.worked:
+                name = None if self._ctx.round is None else self._ctx.round.name
+                self._react(snapshots.work.note_use(name))
             snapshots.on_holdings(node, report, now)
         elif isinstance(report, m.WhereIs):
             snapshots.points.locate(node, report)
@@ -82,21 +85,25 @@ class SnapshotPolicy:
             outcome = work.on_state(node, report, round_.info, inherited=round_.is_inherited)
         else:
             return False
-        if outcome is WorkNews.UNKNOWN:
-            self._wishes.append(Reopen(WorkUnknown()))
+        self._react(outcome)
         before = self.has_changed
         self._send()
         self.has_changed = before or outcome is not WorkNews.NOTHING
         return outcome is not WorkNews.NOTHING
 
+    def _react(self, news: WorkNews) -> None:
+        if news is WorkNews.UNKNOWN:
+            self._wishes.append(Reopen(WorkUnknown()))
+
     def _listen_for_work(self) -> None:
         """Let ranks of a round of another master take work once every member has reported what its
         ranks have. If one is gone before that, nobody knows."""
         last, away = self._rdzv.last, self._snapshots.points.away
-        if last.away:
-            self._snapshots.work.lose()
+        work = self._snapshots.work
+        if any(work.needs(done=node in last.completed) for node in last.away):
+            self._react(work.lose())
         elif self._rdzv.is_whole and not last.unseen and not any(map(last.is_member, away)):
-            self._snapshots.work.heard_all()
+            work.heard_all()
 
     def attached(self, node: str) -> None:
         """An agent has attached: send what it may have missed."""

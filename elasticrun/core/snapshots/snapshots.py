@@ -58,7 +58,6 @@ class Snapshots:
 
     def on_holdings(self, node: str, report: m.Holdings, now: float) -> None:
         """Process the report of all that a living node holds."""
-        self.work.is_used = self.work.is_used or report.worked
         self.points.on_holdings(node, report)
         self._replicas.on_holdings(node, report)
         self.checkpoints.on_holdings(node, report)

@@ -31,9 +31,9 @@ from elasticrun.wire.types import MAX_LEASES, MAX_USED, RoundName
 KEPT = "kept"
 """The source of ranks without a Checkpointer: what was used stays used."""
 
-MAX_KNOWN = 5
+MAX_KNOWN = 6
 """Maximum number of steps of which it is known what was used: the newest. A rank has memory for
-fewer."""
+fewer, even with the restored step, which counts twice: also as a step of the new round."""
 
 MAX_DATASETS_IN_JOB = 64
 
@@ -155,12 +155,14 @@ class Taker:
 
     def counts_at(self, step: int, share: LeaseList) -> int:
         """How many positions it had used by a step that it has marked."""
-        if step in self.marked:
-            return share.marks[self.marked.index(step)]
-        return 0 if step <= self.since else share.used
+        if step <= self.since:
+            return 0
+        return share.marks[self.marked.index(step)] if step in self.marked else share.used
 
     def surely_used(self, share: LeaseList, above: int) -> int:
         """How many positions it has used whatever step above `above` is restored."""
+        if self.since > above:
+            return 0
         marks = zip(self.marked, share.marks, strict=True)
         return min([share.used, *(count for step, count in marks if step > above)])
 
@@ -174,11 +176,12 @@ class Marks:
         self._idle: Counter[int] = Counter()  # step -> idle ranks whose last mark it is
 
     def count(self, taker: Taker, by: int) -> None:
-        """Count this rank's marks; `by`: 1, or -1 before they change."""
+        """Count this rank's marks; `by`: 1, or -1 before they change. Marks of steps by which it
+        had taken nothing add nothing."""
         if by > 0:
-            taker.idle_after = (max(taker.marked, default=taker.since),) if taker.is_idle else ()
+            taker.idle_after = (max((taker.since, *taker.marked)),) if taker.is_idle else ()
         for counter, steps in (
-            (self._at, taker.marked),
+            (self._at, [step for step in taker.marked if step > taker.since]),
             (self._since, (taker.since,)),
             (self._idle, taker.idle_after),
         ):
@@ -209,6 +212,7 @@ class Work:
         self._facts = WorkFacts()  # of the previous master
         self._is_too_long = False
         self._records = self._loaded = 0  # number of the last record, and of the one loaded
+        self._was_unused = False  # the loaded record says that no rank had taken work
         self._begin(None)
 
     def _begin(self, name: RoundName | None) -> None:
@@ -261,24 +265,41 @@ class Work:
         if report.round != self._round or self._source or self._is_lost:
             return WorkNews.NOTHING
         used: str | None = report.used
-        if report.source == "memory":
-            used = self._known.get(self._origin) if self._origin else None
+        if report.source == "memory" and self._origin is not None:
+            if self._was_unused:  # a record precedes the first grant
+                self._known.setdefault(self._origin, "")
+            used = self._known.get(self._origin)
         self.is_used = self.is_used or bool(used)
         if used is None:
             self._is_lost = True
             return WorkNews.UNKNOWN if self.is_used else WorkNews.NOTHING
         self._start_from(report.source, used)
+        self._settled = report.step
+        self._known[report.round, report.step] = used
         for node, state in self._early.values():
             self._take(node, state)
         self._early.clear()
         return WorkNews.NEWS
 
+    def note_use(self, running: RoundName | None) -> WorkNews:
+        """Ranks have taken work, in the running round or before."""
+        is_new, self.is_used = not self.is_used, True
+        is_lost = is_new and self._is_lost and self._round == running
+        return WorkNews.UNKNOWN if is_lost else WorkNews.NOTHING
+
+    def needs(self, *, done: bool) -> bool:
+        """Whether a member has to report what it has, although it is gone. `done`: all its ranks
+        had exited with 0; without marks, a record of that has all that they had used."""
+        return not (self._was_unused or (done and self._source == KEPT))
+
     def lose(self) -> WorkNews:
-        """What was used before this master came cannot be known."""
+        """What was used before this master came cannot be known, because a member is gone that has
+        not reported it, or because it was recorded later than what we have loaded."""
+        self.has_heard_all = True
         self._source, self._is_lost = "", True
         self._takers.clear()
         self._early.clear()
-        return WorkNews.UNKNOWN
+        return WorkNews.UNKNOWN if self.is_used else WorkNews.NOTHING
 
     def _start_from(self, source: str, used: str) -> None:
         """Start the round from what was used before."""
@@ -315,7 +336,7 @@ class Work:
 
     def _take(self, node: str, report: m.WorkState) -> WorkNews:
         taker = self._takers.get(report.rank)
-        before = () if taker is None else taker.marked
+        before = ((), ()) if taker is None else (taker.marked, taker.idle_after)
         if taker is None:
             taker = self._takers[report.rank] = Taker(node, report.since)
         else:
@@ -324,7 +345,8 @@ class Work:
         self._update(report, taker)
         self._marks.count(taker, 1)
         self._serve(report.rank)
-        return WorkNews.NEWS if report.marked != before else WorkNews.NOTHING
+        is_news = (taker.marked, taker.idle_after) != before
+        return WorkNews.NEWS if is_news else WorkNews.NOTHING
 
     def _update(self, report: m.WorkState, taker: Taker) -> None:
         named = {one.spec.name for one in report.shares}
@@ -492,7 +514,8 @@ class Work:
             return replace(self._facts, is_used=self.is_used)
         for taker in self._takers.values():
             for name, share in taker.shares.items():
-                count = taker.surely_used(share, self._settled)
+                is_kept = self._source == KEPT
+                count = share.used if is_kept else taker.surely_used(share, self._settled)
                 for start, stop in share.first(count):
                     self._pools[name].used.add(start, stop)
                 share.drop(count)
@@ -516,6 +539,7 @@ class Work:
         self._facts = facts
         self._records = self._loaded = facts.number
         self.is_used, self._kept = facts.is_used, facts.kept
+        self._was_unused = not facts.is_used
         self._known = {(one.round, one.step): one.used for one in facts.known}
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from elasticrun.core.persisted import WorkFacts
 from elasticrun.core.snapshots.types import Outbox
+from elasticrun.core.work.spans import Spans, decode_used, encode_used
 from elasticrun.core.work.work import MAX_DATASETS_IN_JOB, RECORD_AFTER, Work, WorkNews
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import MAX_LEASES, RoundName
@@ -18,10 +20,10 @@ SPEC = m.DatasetSpec("train", 100_000, 10, 1, -1)
 class Rank:
     """One rank, as its reports show it."""
 
-    def __init__(self, job: Job, number: int, *, restored: bool = True) -> None:
+    def __init__(self, job: Job, number: int, *, restored: bool = True, since: int = 0) -> None:
         self.job, self.number = job, number
         share = m.DatasetShare(SPEC, 0, (), 0, (), wants=True)
-        self.state = m.WorkState(ROUND, number, restored, 0, (), (share,))
+        self.state = m.WorkState(ROUND, number, restored, since, (), (share,))
 
     @property
     def share(self) -> m.DatasetShare:
@@ -55,6 +57,10 @@ class Job:
         self.news = WorkNews.NOTHING
         if source:
             self.work.on_base(m.WorkBase(ROUND, source, 0), INFO, inherited=False)
+
+
+def used_by(job: Job, step: int) -> list[tuple[int, int]]:
+    return list(decode_used(job.work.used_by((ROUND, step)))[SPEC.name][1])
 
 
 def test_ranks_wait_until_it_is_known_what_they_have_restored() -> None:
@@ -195,3 +201,86 @@ def test_a_resumed_job_may_change_the_number_of_epochs() -> None:
     order = Rank(later, 0).tell(spec=longer)
     assert order is not None
     assert (order.refused, order.leases) == ("", (10, 20))
+
+
+def test_a_step_by_which_ranks_had_taken_nothing_counts_each_rank_once() -> None:
+    """They are at step 100, take their first work, and save step 100 once more."""
+    job = Job()
+    one, other = Rank(job, 0, since=100), Rank(job, 1)
+    one.tell()
+    other.tell()
+    one.mark(100)
+    assert not job.work.settle((ROUND, 100)), "the other rank may have used something by step 100"
+    other.tell(used=5)
+    other.mark(100)
+    assert job.work.settle((ROUND, 100))
+    assert used_by(job, 100) == [(10, 15)]
+
+
+def test_ranks_that_find_nothing_left_can_save_the_step_that_they_have_restored() -> None:
+    job = Job(source="")
+    everything = encode_used({SPEC.name: (SPEC, Spans([0, SPEC.total]))})
+    job.work.on_base(m.WorkBase(ROUND, "storage", 100, everything), INFO, inherited=False)
+    for number in range(2):
+        rank = Rank(job, number, since=100)
+        order = rank.tell()
+        assert order is not None
+        assert order.over
+        rank.tell(wants=False)
+        rank.mark(100)
+    assert job.work.settle((ROUND, 100))
+    assert used_by(job, 100) == [(0, SPEC.total)]
+
+
+def test_what_ranks_use_after_a_step_that_is_not_settled_yet_is_no_part_of_it() -> None:
+    job = Job()
+    one, other = Rank(job, 0), Rank(job, 1, since=10)
+    one.tell()
+    one.tell(used=10, wants=False)
+    one.mark(10)
+    other.tell()
+    other.tell(used=10)
+    job.work.facts()
+    assert job.work.settle((ROUND, 10))
+    assert used_by(job, 10) == [(0, 10)]
+
+
+def test_a_rank_that_becomes_idle_can_settle_a_step() -> None:
+    job = Job()
+    one, other = Rank(job, 0), Rank(job, 1)
+    one.tell()
+    other.tell()
+    other.tell(wants=False)
+    one.mark(10)
+    assert not job.work.settle((ROUND, 10))
+    other.tell(used=10, wants=False)
+    assert job.news is WorkNews.NEWS
+    assert job.work.settle((ROUND, 10))
+
+
+def in_memory(source: RoundName) -> m.RoundInfo:
+    return m.RoundInfo(ROUND, 2, restore=m.Restore(source, 10, 2))
+
+
+def test_a_record_without_work_says_that_nothing_was_used() -> None:
+    """The round has restored a step in memory, the master is replaced, and only then a rank asks
+    for work."""
+    job = Job(source="")
+    job.work.restore(WorkFacts())
+    before = RoundName(1, 0, "x")
+    job.work.on_base(m.WorkBase(ROUND, "memory", 10), in_memory(before), inherited=True)
+    assert not job.work.needs(done=False), "a member that is gone had used nothing"
+    job.work.heard_all()
+    order = Rank(job, 0, since=200).tell()
+    assert order is not None
+    assert order.leases == (0, 10)
+    assert job.work.knows((before, 10)), "it can be restored again"
+
+
+def test_a_master_without_a_record_learns_late_that_work_was_used() -> None:
+    job = Job(source="")
+    info = in_memory(RoundName(1, 0, "x"))
+    news = job.work.on_base(m.WorkBase(ROUND, "memory", 10), info, inherited=True)
+    assert news is WorkNews.NOTHING, "perhaps the job uses none"
+    assert job.work.note_use(ROUND) is WorkNews.UNKNOWN
+    assert job.work.note_use(ROUND) is WorkNews.NOTHING, "it is said once"
