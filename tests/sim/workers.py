@@ -246,8 +246,8 @@ class NodeWork:
         self.local.grant(order)
 
     def use(self, samples: int, words: list[str]) -> None:
-        """Every rank uses so many samples; the first time, it restores. `words`: it opens this
-        dataset."""
+        """Every rank uses so many samples; the first time, it restores; with -1, it does
+        only that. `words`: it opens this dataset."""
         other = dataset(words[0]) if words else None
         for rank in list(self._node.ranks.values()):
             if not rank.alive or rank.waits:
@@ -258,7 +258,8 @@ class NodeWork:
                     self._restored(rank.round)
                 self._workers[rank.local_rank] = Worker(self, rank, other)
                 self.has_begun = True
-            self._workers[rank.local_rank].work(samples)
+            if samples >= 0:
+                self._workers[rank.local_rank].work(samples)
 
     def _restored(self, name: RoundName) -> None:
         source, key = self.uses.sources[name]

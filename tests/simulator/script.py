@@ -26,7 +26,7 @@ that takes over what a killed one of this node had; `disk a full` (or stuck, ok)
 `spoil a 120` plant what `memory` knows; with `cannot a 120 why` a's ranks could not save a step.
 
 Work that is handed out (`tests.sim.workers`): `work 3` has every rank take some and use 3 samples,
-as far as it has leases, `work 3 a` those of a node.
+as far as it has leases, `work 3 a` those of a node; `work -1` has them restore, and take nothing.
 
 Operators: `ask stop why`, `ask restart`, `ask exclude b why`, `ask include b`, `ask scale 2`.
 
