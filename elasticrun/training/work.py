@@ -15,6 +15,7 @@ import operator
 import os
 import socket
 import sys
+import warnings
 from collections import deque
 from collections.abc import Iterator
 from typing import Final
@@ -87,7 +88,7 @@ class WorkShard:
             yield self._next - 1
 
     def __repr__(self) -> str:
-        return f"<samples {self.start} to {self.stop - 1} of epoch {self.epoch}>"
+        return f"<shard of samples {self.start} to {self.stop - 1}, epoch {self.epoch}>"
 
 
 def shards(
@@ -115,6 +116,13 @@ def shards(
             raise RuntimeError(
                 "the Checkpointer has no connection to the agent, so no checkpoint says what its "
                 "step had used: elasticrun has said at the start why"
+            )
+        if _is_unknown:
+            warnings.warn(
+                f"elasticrun: the checkpoint of step {_restored_step} was written without "
+                "elasticrun's agent and does not say what had been used by then, so everything is "
+                "handed out",
+                stacklevel=2,
             )
         client = _connected(place)
         return _leased(client, client.share(spec))
@@ -213,7 +221,8 @@ def _leased(client: _Client, share: _Share) -> Iterator[WorkShard]:
         yield shard
         if shard.indices:
             raise RuntimeError(
-                f"{len(shard.indices)} of the {shard!r} are left: iterate over all, or call done()"
+                f"{len(shard.indices)} samples of the {shard!r} are left: iterate over all, "
+                "or call done()"
             )
 
 
@@ -326,9 +335,7 @@ class _Client:
         share = self._shares.get(spec.name)
         if share is None:
             if len(self._shares) >= MAX_DATASETS:
-                self._shares = {n: one for n, one in self._shares.items() if not _is_closed(one)}
-            if len(self._shares) >= MAX_DATASETS:
-                raise ValueError(f"a rank can take work of at most {MAX_DATASETS} datasets at once")
+                raise ValueError(f"a job can hand out at most {MAX_DATASETS} datasets")
             share = self._shares[spec.name] = _Share(spec, len(self._marked))
         elif share.spec != spec:
             raise ValueError(f"this rank has opened {spec.name!r} with other values before")
@@ -446,15 +453,11 @@ class _Client:
             return self._socket.recv(READ_BYTES)
 
 
-def _is_closed(share: _Share) -> bool:
-    """Whether nothing of it needs to be reported any more."""
-    return share.is_over and not share.waiting and share.dropped == share.received
-
-
 _client: _Client | None = None
 _restored_step = -1
 _has_restored = False
 _has_restored_alone = False
+_is_unknown = False
 
 
 def _connected(place: str) -> _Client:
@@ -470,11 +473,13 @@ def refuse_restore() -> None:
         raise RuntimeError("call restore() before the first shards()")
 
 
-def resumed(step: int, *, with_agent: bool) -> None:
+def resumed(step: int, *, with_agent: bool, is_known: bool = True) -> None:
     """This process has restored this step; 0: it has looked, and there was nothing. `with_agent`:
-    the agent knows, and the step's checkpoint says what was used by then."""
-    global _restored_step, _has_restored, _has_restored_alone
+    the agent knows of it. `is_known`: the step's checkpoint says what was used by then; only rank 0
+    looks."""
+    global _restored_step, _has_restored, _has_restored_alone, _is_unknown
     _restored_step, _has_restored, _has_restored_alone = step, True, not with_agent
+    _is_unknown = not is_known
 
 
 def mark(step: int) -> None:
@@ -492,8 +497,8 @@ def note_skipped(step: int) -> None:
 
 def begin_round() -> None:
     """All leases are void, because this process joins another round."""
-    global _client, _restored_step, _has_restored, _has_restored_alone
+    global _client, _restored_step, _has_restored, _has_restored_alone, _is_unknown
     if _client is not None:
         _client.close()
     _client, _restored_step = None, -1
-    _has_restored = _has_restored_alone = False
+    _has_restored = _has_restored_alone = _is_unknown = False

@@ -51,8 +51,8 @@ MAX_LOCAL_RANKS: Final = 4096
 MAX_ATTEMPT: Final = 64
 """Maximum characters of the name of an attempt to persist."""
 
-MAX_DATASETS: Final = 16
-"""Maximum number of datasets of which a rank may take work at the same time."""
+MAX_DATASETS: Final = 64
+"""Maximum number of datasets of which the ranks of a job may take work."""
 
 MAX_DATASET_NAME: Final = 128
 MAX_SAMPLES: Final = 2**40

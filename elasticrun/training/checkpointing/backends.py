@@ -56,6 +56,7 @@ class CheckpointBackend:
 
     snapshots: bool  # whether it takes snapshots in memory beside checkpoints
     source = "nothing"  # where the state was restored from
+    knows_used = True  # whether it is known what work was used by the restored step
 
     def restore(self, exchange: RankExchange) -> int:
         """Restore; return the step from which training continues, 0 if there is nothing to
@@ -144,7 +145,8 @@ class AgentBackend(CheckpointBackend):
         self.source = source
         self._departure.resume_from(step)
         used = self._used_by(step) if source == "storage" and self._setting.rank == 0 else ""
-        self._connection.send(Restored(step, source, used=used))
+        self.knows_used = used is not None
+        self._connection.send(Restored(step, source, used=used or ""))
         if source != "nothing":
             try:
                 self.prepare(wait=True)
@@ -152,17 +154,14 @@ class AgentBackend(CheckpointBackend):
                 self.remark(str(error))
         return step
 
-    def _used_by(self, step: int) -> str:
-        """What the checkpoint says about work that was handed out by its step."""
+    def _used_by(self, step: int) -> str | None:
+        """What the checkpoint says about work that was handed out by its step; None if it says
+        nothing."""
         try:
             made = self._setting.folder.manifest(step)
-        except (ManifestError, OSError) as error:  # without verify=True the state is good enough
-            self.remark(
-                f"work that was handed out by step {step} is handed out again, because the "
-                f"checkpoint does not say what was used: {error}"
-            )
-            return ""
-        return "" if made is None else made.used
+        except (ManifestError, OSError):  # without verify=True the state is good enough
+            return None
+        return None if made is None else made.used
 
     @property
     def is_preparing(self) -> bool:

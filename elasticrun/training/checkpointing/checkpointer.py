@@ -250,7 +250,7 @@ class Checkpointer:
         self.stats.source = backend.source
         self._state.set_step(step)
         self._state.put_back_rng()
-        work.resumed(step, with_agent=backend.snapshots)
+        work.resumed(step, with_agent=backend.snapshots, is_known=backend.knows_used)
         for text in dict.fromkeys(self._state.remarks):
             backend.remark(text)
         costs.add_restore(time.monotonic() - began)

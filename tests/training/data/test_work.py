@@ -33,7 +33,7 @@ from elasticrun.wire.snapshots import (
     RankWork,
     WorkHere,
 )
-from elasticrun.wire.types import MAX_LEASES
+from elasticrun.wire.types import MAX_DATASETS, MAX_LEASES
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +43,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work, "_restored_step", -1)
     monkeypatch.setattr(work, "_has_restored", False)
     monkeypatch.setattr(work, "_has_restored_alone", False)
+    monkeypatch.setattr(work, "_is_unknown", False)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 16, 17, 1000])
@@ -321,3 +322,16 @@ def test_a_checkpointer_without_the_agent_takes_no_part(agent: Agent) -> None:
     work.resumed(3, with_agent=False)
     with pytest.raises(RuntimeError, match="has no connection to the agent"):
         training.shards("train", 10_000, 10)
+
+
+def test_a_checkpoint_that_does_not_say_what_was_used_is_a_warning(agent: Agent) -> None:
+    work.resumed(3, with_agent=True, is_known=False)
+    with pytest.warns(UserWarning, match="step 3 was written without elasticrun's agent"):
+        training.shards("train", 10_000, 10)
+
+
+def test_a_name_for_each_of_many_passes(agent: Agent) -> None:
+    for epoch in range(MAX_DATASETS):
+        training.shards(f"test-{epoch}", 10_000, 10)
+    with pytest.raises(ValueError, match="at most 64 datasets"):
+        training.shards("one more", 10_000, 10)
