@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from socket import IPPROTO_TCP, SOL_SOCKET
 from typing import Final, NamedTuple, Protocol
 
 MACHINES: Final[Mapping[str, tuple[int, int]]] = {
@@ -251,6 +252,11 @@ def _own(path: str, tracee: Tracee) -> str:
     return ""
 
 
+def _is_device(path: str) -> bool:
+    """/dev/shm has files of ordinary programs."""
+    return path.startswith("/dev/") and not path.startswith("/dev/shm/")
+
+
 def _of_path(path: str, tracee: Tracee, *, follow: bool) -> Verdict:
     """A call that asks about a path without opening it."""
     if not path:
@@ -258,7 +264,7 @@ def _of_path(path: str, tracee: Tracee, *, follow: bool) -> Verdict:
     if path.startswith("/proc/") or path == "/proc":
         own = _own(path, tracee)
         return None if own else Read(path, Seen.EXISTENCE, follow)
-    if path.startswith(("/sys/", "/dev/")):
+    if path.startswith("/sys/") or _is_device(path):
         return Read(path, Seen.EXISTENCE, follow)
     return _of_folder_or_file(path, tracee, follow=follow)
 
@@ -280,7 +286,7 @@ def _open(name: str, path: str, flags: int, tracee: Tracee) -> Verdict:
         return None
     if flags & os.O_ACCMODE != os.O_RDONLY or flags & _CHANGES:
         return None if _is_probe(path, flags, tracee) else _fails(name, path, tracee)
-    if path.startswith("/dev/"):
+    if _is_device(path):
         return parked
     if path.startswith("/proc/"):
         own = _own(path, tracee)
@@ -426,6 +432,11 @@ def _setaffinity(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdi
     return None if _int(arguments[0]) in (0, tracee.pid) else Parked(name)
 
 
+def _setsockopt(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:
+    """Options of other levels may send something, such as IP_ADD_MEMBERSHIP."""
+    return None if _int(arguments[1]) in (SOL_SOCKET, IPPROTO_TCP) else Parked(name)
+
+
 def _nanosleep(name: str, arguments: tuple[int, ...], tracee: Tracee) -> Verdict:
     seconds, nanoseconds = struct.unpack("=qq", tracee.memory(arguments[2], 16))
     return Parked(name) if seconds or nanoseconds or arguments[1] else None
@@ -447,7 +458,8 @@ _HANDLERS: Final[Mapping[str, Callable[[str, tuple[int, ...], Tracee], Verdict]]
     "open": _opens, "openat": _opens, "readlinkat": _readlinkat, "mkdir": _mkdir,
     "mkdirat": _mkdir, "chdir": _chdir, "uname": _uname,
     "futex": _waits, "epoll_wait": _waits, "epoll_pwait": _waits, "mmap": _mmap,
-    "sched_setaffinity": _setaffinity, "unlink": _unlink, "unlinkat": _unlink,
+    "sched_setaffinity": _setaffinity, "setsockopt": _setsockopt,
+    "unlink": _unlink, "unlinkat": _unlink,
     "socket": _socket, "connect": _connect, "write": _write, "writev": _write,
     "fcntl": _fcntl, "ioctl": _ioctl, "clone": _clone,
     "clone3": _clone, "clock_nanosleep": _nanosleep, "prlimit64": _prlimit, "prctl": _prctl,

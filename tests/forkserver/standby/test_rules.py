@@ -189,6 +189,9 @@ def test_a_folder_that_exists_is_made_again() -> None:
         ("mmap", (0, rules.MOST_AT_ONCE + 1, 1, 2, 5), {}, True),
         ("sched_setaffinity", (0, 8, 0), {}, True),
         ("sched_setaffinity", (1, 8, 0), {}, False),
+        ("setsockopt", (5, 1, 2), {}, True),
+        ("setsockopt", (5, 6, 1), {}, True),
+        ("setsockopt", (5, 0, 35), {}, False),  # IP_ADD_MEMBERSHIP
         ("clone", (0x3D0F00,), {}, True),
         ("clone", (0x1200011,), {}, False),
         ("clone3", (0, 88), {"texts": [struct.pack("Q", 0x3D0F00)]}, True),
@@ -237,6 +240,7 @@ def test_connecting() -> None:
         ("/proc/self/smaps", None),
         ("/proc/1", Read("/proc/1", Seen.EXISTENCE)),
         ("/dev/nvidia0", Read("/dev/nvidia0", Seen.EXISTENCE)),
+        ("/dev/shm/x", Read("/dev/shm/x")),
         ("", None),
     ],
 )
