@@ -26,12 +26,20 @@ def ran(mode: str) -> Ran:
             "said": {"vendored": True},
             "unique": {"uuid4": f"{life}{rank}"},
             "sharers": MODES[mode].sharers[0],
+            "parked": mode == "parked" and life > 0,
         }
         for life in COMPARED
         for rank in range(2)
     }
     printed = {f"{n}/{r} {s}": "" for n, r in records for s in ("stdout", "stderr")}
     return Ran(0, records, printed, "")
+
+
+def test_ranks_that_were_no_standbys_prove_nothing_about_them() -> None:
+    ours = ran("parked")
+    ours.records[2, 1]["parked"] = False
+    (line,) = compare(CASE, "parked", ran("torchrun"), ours)
+    assert "ranks were no standbys" in line
 
 
 def test_runs_that_are_alike_are_alike() -> None:

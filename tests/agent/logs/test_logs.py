@@ -419,6 +419,14 @@ def test_a_reader_that_waits_for_its_console_is_no_hung_disk(shown: Show, caplog
     assert made.output.close(1.5) > 0
     assert "the disk does not respond" not in caplog.text
     assert "because the time limit was reached" in caplog.text
+    os.close(
+        made.out.out
+    )  # the write that still waits ends, before another test has its descriptor
+    made.out.out = os.open("/dev/null", os.O_RDONLY)
+    writer = made.output._consoles[1]._thread
+    assert writer is not None
+    writer.join(LIMIT)
+    assert not writer.is_alive()
 
 
 class SlowReader(threading.Thread):

@@ -116,7 +116,7 @@ def test_the_example_counts_each_sample_once(
     assert job.output(0).count("all ranks 12000") == 2
 
 
-@pytest.mark.parametrize("seed", cases(range(3), kept=[]))
+@pytest.mark.parametrize("seed", cases(range(3), kept=[0]))
 def test_random_kills(seed: int, elastic_job: Any, out: Path, tmp_path: Path) -> None:
     _random_kills(seed, elastic_job, out, tmp_path)
 
