@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from elasticrun.wire import env
 from tests.further import cases, fresh_seeds, further
 from tests.training.data.handed_out import EPOCHS, SIZE, TOTAL
 from tests.training.data.record import surviving
@@ -80,14 +81,16 @@ def test_a_job_that_is_started_again_goes_on_from_its_checkpoint(
     elastic_job: Any, out: Path, tmp_path: Path
 ) -> None:
     """All its processes are killed, and the same command is typed again."""
+    (tmp_path / "shm").mkdir()
+    left = {env.SHM_DIR: tmp_path / "shm"}  # where killed agents leave their snapshots
     words = (out, tmp_path / "ckpt")
-    first = elastic_job(SCRIPT, *words, nproc_per_node=2)
+    first = elastic_job(SCRIPT, *words, nproc_per_node=2, env=left)
     let_go_to(out, 46)
     first.wait_for(step=45)
     first.kill_node(0)
     first.result()
     let_go_to(out, LAST)
-    assert elastic_job(SCRIPT, *words, nproc_per_node=3).result(120).ok
+    assert elastic_job(SCRIPT, *words, nproc_per_node=3, env=left).result(120).ok
     assert Counter(chain(*surviving(out).values())) == EVERYTHING
 
 
