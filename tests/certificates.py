@@ -25,6 +25,7 @@ class Authority:
         self._openssl(
             *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
             *("-subj", f"/CN={self.name}", "-days", "2"),
+            *("-addext", "keyUsage=critical,keyCertSign,cRLSign"),  # Python 3.13 requires it
             *("-keyout", f"{self.name}.key", "-out", f"{self.name}.pem"),
         )
         return self
@@ -35,7 +36,10 @@ class Authority:
             *("req", "-new", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"),
             *("-subj", f"/CN={node}", "-keyout", f"{node}.key", "-out", f"{node}.csr"),
         )
-        (self.folder / f"{node}.ext").write_text(f"subjectAltName={','.join(names)}\n")
+        (self.folder / f"{node}.ext").write_text(
+            f"subjectAltName={','.join(names)}\n"
+            "subjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n"
+        )
         self._openssl(
             *("x509", "-req", "-in", f"{node}.csr", "-CA", f"{self.name}.pem"),
             *("-CAkey", f"{self.name}.key", "-CAcreateserial", "-extfile", f"{node}.ext"),

@@ -405,6 +405,7 @@ class RankOutput:
             filtered_stderr=os.path.join(folder, "filtered_stderr.log"),
         )
         plan = self._plan
+        has_standbys = os.path.isdir(os.path.join(self._run_dir, _BEFORE))
         for local_rank in envs:
             own = os.path.join(folder, str(local_rank))
             os.mkdir(own)
@@ -416,9 +417,10 @@ class RankOutput:
                 files[local_rank] = file = self._destination(local_rank, bit, own)
                 if not file.startswith(own):
                     continue
-                with contextlib.suppress(OSError):  # a standby has it open
-                    os.rename(self._before(local_rank, bit, own), file)
-                    os.utime(file)
+                if has_standbys:
+                    with contextlib.suppress(OSError):  # a standby has it open
+                        os.rename(self._before(local_rank, bit, own), file)
+                        os.utime(file)
                 if tee & bit and self._is_shown(local_rank):
                     tees[local_rank] = file
                 else:

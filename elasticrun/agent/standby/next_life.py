@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 NEEDED: Final = 2 * 512 * 1024 * 1024
 """Bytes of available memory for each standby: twice the memory of large imports."""
 
-_LIVES: Final = (
+_ALIVE: Final = (
     spawning.StandbyState.REHEARSING,
     spawning.StandbyState.READY,
 )
@@ -149,7 +149,7 @@ class NextLife:
         local_rank = self._children.get(child, -1)
         detail = f" ({message.detail})" if message.detail else ""
         logger.debug("standby of local rank %d: %s%s", local_rank, message.state, detail)
-        if message.state not in _LIVES:
+        if message.state not in _ALIVE:
             self.lost(child)
             self._spawners.forget(child)
 

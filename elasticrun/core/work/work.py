@@ -26,7 +26,7 @@ from elasticrun.core.persisted import KnownUse, WorkFacts
 from elasticrun.core.snapshots.types import Key, Outbox, key_of, sort_key
 from elasticrun.core.work.spans import Spans, decode_used, encode_used
 from elasticrun.wire import messages as m
-from elasticrun.wire.types import MAX_LEASES, MAX_USED, RoundName
+from elasticrun.wire.types import MAX_DATASETS, MAX_LEASES, MAX_USED, RoundName
 
 KEPT = "kept"
 """The source of ranks without a Checkpointer: what was used stays used."""
@@ -35,7 +35,6 @@ MAX_KNOWN = 6
 """Maximum number of steps of which it is known what was used: the newest. A rank has memory for
 fewer, even with the restored step, which counts twice: also as a step of the new round."""
 
-MAX_DATASETS_IN_JOB = 64
 
 RECORD_AFTER = 64
 """Number of a rank's leases after which what it has used is recorded, so that it can drop them."""
@@ -374,8 +373,8 @@ class Work:
             return "some ranks have restored a step with a Checkpointer, and others have not"
         pool = self._pools.get(spec.name)
         if pool is None:
-            if len(self._pools) >= MAX_DATASETS_IN_JOB:
-                return f"a job can hand out at most {MAX_DATASETS_IN_JOB} datasets"
+            if len(self._pools) >= MAX_DATASETS:
+                return f"a job can hand out at most {MAX_DATASETS} datasets"
             pool = self._pools[spec.name] = Pool(spec, Spans())
         if not pool.is_open:  # a resumed job may add epochs
             pool.spec = replace(pool.spec, epochs=spec.epochs)

@@ -117,18 +117,18 @@ class AgentConnection:
         """Send a request; return the answer, of type `answer`, and the descriptor that came with
         it, which the caller owns. Raises ConflictError if this rank is refused."""
         self.send(message)
-        found = self.answer_to(message, answer, wait=True)
+        deadline = time.monotonic() + ANSWER_LIMIT
+        found = self.answer_to(message, answer, deadline=deadline, wait=True)
         assert found is not None
         return found
 
     def answer_to(
-        self, message: FromRank, answer: type[Answer], *, wait: bool
+        self, message: FromRank, answer: type[Answer], *, deadline: float, wait: bool
     ) -> tuple[Answer, int | None] | None:
         """The answer to a request that was sent before, as `request` returns it. None if it is not
-        there yet and must not be waited for."""
-        deadline = time.monotonic() + ANSWER_LIMIT
+        there yet and must not be waited for. `deadline`: by time.monotonic()."""
         while True:
-            if not wait and not self._has_data():
+            if not wait and time.monotonic() < deadline and not self._has_data():
                 return None
             for found in self._receive(deadline, message):
                 if isinstance(found, RoomThere):  # a late answer to an earlier request

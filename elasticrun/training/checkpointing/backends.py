@@ -28,7 +28,7 @@ from elasticrun.training.checkpointing.agent_connection import (
     AgentConnectionError,
     Departure,
 )
-from elasticrun.training.checkpointing.capture import SnapshotTaker
+from elasticrun.training.checkpointing.capture import Outcome, SnapshotTaker
 from elasticrun.training.checkpointing.parts import StateError
 from elasticrun.training.checkpointing.restore import BadShard, MemoryRestore
 from elasticrun.training.checkpointing.restore_choice import (
@@ -66,14 +66,9 @@ class CheckpointBackend:
     def started_at(self, step: int) -> None:
         """Note that training starts at this step without a restore."""
 
-    def save(self, step: int, persist: bool, wait: float) -> bool:
-        """Save; return False if the save was skipped because no slot was free."""
+    def save(self, step: int, persist: bool, wait: float) -> Outcome:
+        """Save; anything but TAKEN means that the save was skipped."""
         raise NotImplementedError
-
-    @property
-    def is_preparing(self) -> bool:
-        """Whether memory for a snapshot is still being prepared."""
-        return False
 
     def prepare(self, *, wait: bool = False) -> None:
         """Prepare memory for a snapshot of the current state; later calls only continue that.
@@ -163,10 +158,6 @@ class AgentBackend(CheckpointBackend):
             return None
         return None if made is None else made.used
 
-    @property
-    def is_preparing(self) -> bool:
-        return self._taker.is_preparing
-
     def prepare(self, *, wait: bool = False) -> None:
         if not self._prepared:
             self._prepared = True
@@ -191,7 +182,7 @@ class AgentBackend(CheckpointBackend):
         self._departure.resume_from(step)
         self._connection.send(Restored(step, self.source, looked=False))
 
-    def save(self, step: int, persist: bool, wait: float) -> bool:
+    def save(self, step: int, persist: bool, wait: float) -> Outcome:
         return self._taker.take(step, persist=persist, wait=wait)
 
     def note_step(self, step: int) -> None:
@@ -275,12 +266,12 @@ class TorchBackend(CheckpointBackend):
         self.source, step = RestoreChoice(self._setting, exchange, self.remark).restore(self._state)
         return step
 
-    def save(self, step: int, persist: bool, wait: float) -> bool:
+    def save(self, step: int, persist: bool, wait: float) -> Outcome:
         """Write a checkpoint, in the background if there is a process group. Raises StorageError
         also if the previous save has failed; this one starts nevertheless, as on the other
         ranks."""
         if not persist:
-            return True
+            return Outcome.TAKEN
         before = self._finish_pending()
         if dist.is_initialized():
             self._save_in_background(step)
@@ -298,7 +289,7 @@ class TorchBackend(CheckpointBackend):
             self._retain()
         if before:
             raise StorageError(before)
-        return True
+        return Outcome.TAKEN
 
     def _save_in_background(self, step: int) -> None:
         if self._group is None:

@@ -2,7 +2,7 @@
 
 Training stalls from the beginning to the end of `take`. As much as possible is done in advance: the
 plan is cached, envelopes are already in the slots, pages are mapped. A large segment is allocated
-and mapped while training continues; until then `take` returns False.
+and mapped while training continues; until then `take` answers PREPARING.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto, unique
 from typing import Any, Final
 
 import torch
@@ -27,7 +29,7 @@ from elasticrun.snapshots.shm.segment import (
     segment_bytes,
     values_region,
 )
-from elasticrun.training.checkpointing.agent_connection import AgentConnection
+from elasticrun.training.checkpointing.agent_connection import ANSWER_LIMIT, AgentConnection
 from elasticrun.training.checkpointing.parts import StateError
 from elasticrun.training.checkpointing.state import SnapshotPlan, TrainingState
 from elasticrun.wire.snapshots import Committed, NeedSegment, SegmentHere
@@ -35,6 +37,30 @@ from elasticrun.wire.types import RoundName
 
 LEAST_ROOM: Final = 64 * 1024
 """Minimum bytes reserved for opaque values."""
+
+
+@unique
+class Outcome(Enum):
+    """What came of an attempt to save."""
+
+    TAKEN = auto()
+    BUSY = auto()  # no slot became free in time
+    PREPARING = auto()  # the memory is not ready yet
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A request for a segment that has no answer yet."""
+
+    layout: Layout
+    need: NeedSegment
+    deadline: float  # by time.monotonic()
+
+    @property
+    def size(self) -> int:
+        """Bytes of the segment."""
+        return segment_bytes(self.need.layout_length, self.need.slot_bytes, self.need.slots)
+
 
 INLINE_BYTES: Final = 8 * 1024 * 1024
 """Segments up to this size are allocated within a step; that takes a few milliseconds."""
@@ -139,7 +165,7 @@ class SnapshotTaker:
         self._layout: Layout | None = None
         self._plan: SnapshotPlan | None = None
         self._refused: dict[int, str] = {}
-        self._request: tuple[Layout, NeedSegment] | None = None  # without an answer yet
+        self._request: _Request | None = None
         self._sequence = 0
         self.spare: MappedSegment | None = None  # the segment from which the state was restored
         self.capacity_hint = 0  # bytes for opaque values in the restored snapshot
@@ -195,20 +221,19 @@ class SnapshotTaker:
             if not self._connection.wait_for_slot(step, deadline - time.monotonic()):
                 return
 
-    def take(self, step: int, *, persist: bool, wait: float) -> bool:
-        """Take a snapshot; False if no slot became free within `wait` seconds, or if a segment is
-        still being prepared and `wait` is 0. `persist`: also pin it, because it will be written to
-        storage. Raises StateError, AgentConnectionError, or what a Stateful raises; then no
-        snapshot exists."""
+    def take(self, step: int, *, persist: bool, wait: float) -> Outcome:
+        """Take a snapshot. BUSY if no slot became free within `wait` seconds; PREPARING only if
+        `wait` is 0. `persist`: also pin it, because it will be written to storage. Raises
+        StateError, AgentConnectionError, or what a Stateful raises; then no snapshot exists."""
         planned = self._planned(wait=wait > 0)
         if planned is None:
-            return False
+            return Outcome.PREPARING
         plan, values, mapped, layout = planned
         segment = mapped.segment
         deadline = time.monotonic() + wait
         while (slot := segment.free_slot()) is None:
             if not self._connection.wait_for_slot(NONE, deadline - time.monotonic()):
-                return False
+                return Outcome.BUSY
         segment.withdraw(slot)
         copy_out(mapped.tensors(slot, layout), plan.tensors)
         at = layout.tensor_bytes
@@ -226,13 +251,7 @@ class SnapshotTaker:
         )
         segment.current = step
         self._connection.send(Committed(step, slot, self._sequence, persist))
-        return True
-
-    @property
-    def is_preparing(self) -> bool:
-        """Whether a segment is still being prepared."""
-        mapped = self._mapped
-        return self._request is not None or not (mapped is None or mapped.is_mapped(wait=False))
+        return Outcome.TAKEN
 
     def _segment_for(
         self, plan: SnapshotPlan, values_bytes: int, *, wait: bool
@@ -272,11 +291,10 @@ class SnapshotTaker:
     def _new_segment(self, layout: Layout, *, wait: bool) -> MappedSegment | None:
         """Get a segment for this layout from the agent; None if it is not there yet and must not be
         waited for. Small ones are waited for in any case."""
-        if self._request is not None and self._request[0] is not layout:  # the state has changed
-            answer = self._connection.answer_to(self._request[1], SegmentHere, wait=wait)
+        if self._request is not None and self._request.layout is not layout:  # the state changed
+            answer = self._answer(self._request, wait=wait)
             if answer is None:
                 return None
-            self._request = None
             if answer[1] is not None:
                 os.close(answer[1])
         if self._request is None:
@@ -290,14 +308,11 @@ class SnapshotTaker:
                 least=self._least,
             )
             self._connection.send(need)
-            self._request = layout, need
-        need = self._request[1]
-        size = segment_bytes(need.layout_length, need.slot_bytes, need.slots)
-        is_small = size <= INLINE_BYTES
-        answer = self._connection.answer_to(need, SegmentHere, wait=wait or is_small)
+            self._request = _Request(layout, need, time.monotonic() + ANSWER_LIMIT)
+        is_small = self._request.size <= INLINE_BYTES
+        answer = self._answer(self._request, wait=wait or is_small)
         if answer is None:
             return None
-        self._request = None
         here, fd = answer
         if not here.ok or fd is None:
             self._refused = {layout.key: here.reason or "the agent gave no memory"}
@@ -324,6 +339,16 @@ class SnapshotTaker:
         if not (wait or is_small):
             mapped.prefault_in_background()
         return mapped
+
+    def _answer(self, request: _Request, *, wait: bool) -> tuple[SegmentHere, int | None] | None:
+        """The agent's answer, with the segment's descriptor; None if it is not there yet and must
+        not be waited for."""
+        answer = self._connection.answer_to(
+            request.need, SegmentHere, deadline=request.deadline, wait=wait
+        )
+        if answer is not None:
+            self._request = None
+        return answer
 
     def close(self) -> None:
         for mapped in (self._mapped, self.spare):

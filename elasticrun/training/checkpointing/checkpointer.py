@@ -31,6 +31,7 @@ from elasticrun.training.checkpointing.agent_connection import (
     costs,
 )
 from elasticrun.training.checkpointing.backends import AgentBackend, CheckpointBackend, TorchBackend
+from elasticrun.training.checkpointing.capture import Outcome
 from elasticrun.training.checkpointing.pace import (
     AUTO,
     DueSnapshot,
@@ -382,25 +383,25 @@ class Checkpointer:
         return self._try_save(backend, DueSnapshot(number, True), BUSY_LIMIT)
 
     def _try_save(self, backend: CheckpointBackend, due: DueSnapshot, wait: float) -> bool:
-        def save() -> bool:
+        def save() -> Outcome:
             work.mark(due.step)  # before the snapshot is taken: it counts only with its mark
             return backend.save(due.step, due.persist, wait)
 
         began = time.monotonic()
-        took = self._guarded(save)
-        costs.add_save(time.monotonic() - began, taken=bool(took))
-        if not took:
+        outcome = self._guarded(save)
+        costs.add_save(time.monotonic() - began, taken=outcome is Outcome.TAKEN)
+        if outcome is not Outcome.TAKEN:
             work.note_skipped(due.step)
-        if took is None:
+        if outcome is None:
             error = self.stats.error
             with contextlib.suppress(
                 AgentConnectionError
             ):  # the agent notices a lost connection anyway
                 backend.report_failed(due.step, due.persist, error)
             return False
-        if not took and backend.is_preparing:  # the first snapshot is taken once there is memory
+        if outcome is Outcome.PREPARING:  # the first snapshot is taken once there is memory
             return False
-        if not took:
+        if outcome is Outcome.BUSY:
             self.stats.skipped += 1
             self._skipped_since_persist += 1
             self._guarded(lambda: backend.report_skipped(self.stats.skipped))
