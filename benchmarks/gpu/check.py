@@ -73,7 +73,7 @@ class Part:
 HANG: Final = "hang"
 PLAN: Final = (
     Part("device", 90, 20, "versions, the device, CUDA_VISIBLE_DEVICES, doctor"),
-    Part("overlap", 120, 35, "training with a prototype whose copies overlap"),
+    Part("overlap", 160, 50, "training with snapshots, waited for and overlapped"),
     Part("copies", 100, 20, "rates from the device to host memory"),
     Part("snapshots", 200, 75, "1 and 10 GiB: stalls, dcp.async_save, bits after a kill"),
     Part("start", 150, 60, "command to the first all_reduce, beside torchrun"),
@@ -85,7 +85,6 @@ PLAN: Final = (
     Part("recovery", 150, 40, "a function called again keeps its context", beside=True),
     Part("sight", 90, 15, "`top` and the page show the device's load", beside=True),
     Part("health", 100, 20, "NVML: events, processes, freed memory"),
-    Part("train", 120, 35, "training with snapshots as they are"),
     Part("snapshots30", 200, 100, "30 GiB of state"),
 )
 """In the order in which they run: the most valuable first, but those that a busy device would

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -87,11 +88,59 @@ def context() -> None:
 # ---------------------------------------------------------------- copies
 
 
+class SharedMemory:
+    """Unnamed shared memory with all its pages mapped. It is not limited by the size of /dev/shm.
+    `seconds` has the duration of each call."""
+
+    def __init__(self, size: int) -> None:
+        self.seconds: dict[str, float] = {}
+        self._pieces: list[int] = []
+        file = os.memfd_create("gpu-check")
+        try:
+            began = time.monotonic()
+            os.posix_fallocate(file, 0, size)
+            self.seconds["allocated"] = time.monotonic() - began
+            began = time.monotonic()
+            self._map = mmap.mmap(file, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            self.seconds["mapped"] = time.monotonic() - began
+        finally:
+            os.close(file)
+        import torch
+
+        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def register(self, piece: int = 1 << 62) -> None:
+        """Page-lock it, in pieces of this many bytes."""
+        import torch
+
+        cuda: Any = torch.cuda  # untyped
+        began, at, size = time.monotonic(), self.bytes.data_ptr(), self.bytes.numel()
+        for offset in range(0, size if CUDA else 0, piece):
+            length = min(piece, size - offset)
+            if error := int(cuda.cudart().cudaHostRegister(at + offset, length, 0)):
+                raise RuntimeError(f"cudaHostRegister: error {error} at {offset >> 20} MiB")
+            self._pieces.append(at + offset)
+        self.seconds["page-locked"] = time.monotonic() - began
+
+    def unregister(self) -> None:
+        import torch
+
+        cuda: Any = torch.cuda  # untyped
+        began = time.monotonic()
+        while self._pieces:
+            if error := int(cuda.cudart().cudaHostUnregister(self._pieces.pop())):
+                raise RuntimeError(f"cudaHostUnregister: error {error}")
+        self.seconds["released"] = time.monotonic() - began
+
+    def seconds_in_words(self) -> str:
+        return ", ".join(f"{name} in {took:.3g} s" for name, took in self.seconds.items())
+
+
 def copies() -> None:
     """Measure the rates from the device to each kind of host memory."""
     import torch
 
-    from benchmarks.gpu.overlap import HOME, Mapping, wait_for_device
+    from benchmarks.gpu.overlap import HOME, wait_for_device
 
     size = gib(COPIED)
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=HOME)
@@ -118,7 +167,7 @@ def copies() -> None:
         rate("torch's page-locked memory", target, f"made in {time.monotonic() - began:.3g} s")
         del target
     with trying("device to shared memory"):
-        mapping = Mapping(size)
+        mapping = SharedMemory(size)
         rate("shared memory", mapping.bytes, mapping.seconds_in_words())
         mapping.register()
         rate("page-locked shared memory", mapping.bytes, mapping.seconds_in_words())

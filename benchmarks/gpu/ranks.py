@@ -394,10 +394,10 @@ def async_save(title: str, state: dict[str, torch.Tensor]) -> None:
     return emit(f"{title}: dcp.async_save to {base}, stall", took[1], "s", f"first {took[0]:.3g} s")
 
 
-def train(way: str, folder: str) -> None:
+def train(folder: str) -> None:
     from benchmarks.gpu import overlap
 
-    overlap.run(way, folder)
+    overlap.run(folder)
 
 
 MODES: Final = {

@@ -56,6 +56,7 @@ class CheckpointBackend:
 
     snapshots: bool  # whether it takes snapshots in memory beside checkpoints
     source = "nothing"  # where the state was restored from
+    copy_seconds = 0.0  # that the newest snapshot took beside training
     knows_used = True  # whether it is known what work was used by the restored step
 
     def restore(self, exchange: RankExchange) -> int:
@@ -119,7 +120,9 @@ class AgentBackend(CheckpointBackend):
         present = self._resume.present
         self.round_name = f"{present.term}.{present.number}.{present.nonce}"
         self._taker = SnapshotTaker(
-            self._connection, state, setting.slots, present, setting.least_slots
+            *(self._connection, state, setting.slots, present),
+            least=setting.least_slots,
+            overlap=setting.overlap,
         )
         self._departure = Departure(self._connection, self._resume.put_off)
         self._prepared = False
@@ -183,7 +186,9 @@ class AgentBackend(CheckpointBackend):
         self._connection.send(Restored(step, self.source, looked=False))
 
     def save(self, step: int, persist: bool, wait: float) -> Outcome:
-        return self._taker.take(step, persist=persist, wait=wait)
+        outcome = self._taker.take(step, persist=persist, wait=wait)
+        self.copy_seconds = self._taker.copy_seconds
+        return outcome
 
     def note_step(self, step: int) -> None:
         self._taker.note_step(step)

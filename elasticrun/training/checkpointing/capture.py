@@ -11,15 +11,15 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import Enum, auto, unique
-from typing import Any, Final
+from typing import Final
 
 import torch
 
 from elasticrun.snapshots.dcp.image import arrange, views, write_envelopes
-from elasticrun.snapshots.dcp.restoring import copy_all
 from elasticrun.snapshots.shm.layout import PAGE, Layout
 from elasticrun.snapshots.shm.memory import CHUNK, map_pages, map_shared
 from elasticrun.snapshots.shm.segment import (
@@ -30,6 +30,13 @@ from elasticrun.snapshots.shm.segment import (
     values_region,
 )
 from elasticrun.training.checkpointing.agent_connection import ANSWER_LIMIT, AgentConnection
+from elasticrun.training.checkpointing.devices import (
+    Copies,
+    Optimizers,
+    PageLocks,
+    copy_out,
+    device_of,
+)
 from elasticrun.training.checkpointing.parts import StateError
 from elasticrun.training.checkpointing.state import SnapshotPlan, TrainingState
 from elasticrun.wire.snapshots import Committed, NeedSegment, SegmentHere
@@ -37,6 +44,10 @@ from elasticrun.wire.types import RoundName
 
 LEAST_ROOM: Final = 64 * 1024
 """Minimum bytes reserved for opaque values."""
+
+
+COPY_LIMIT: Final = 60.0
+"""Seconds to wait for copies in progress before their memory is given up."""
 
 
 @unique
@@ -66,6 +77,33 @@ INLINE_BYTES: Final = 8 * 1024 * 1024
 """Segments up to this size are allocated within a step; that takes a few milliseconds."""
 
 
+@dataclass(slots=True)
+class _Pending:
+    """A snapshot whose copies are in progress."""
+
+    message: Committed
+    commit: Callable[[], None]
+    copies: Copies = field(default_factory=Copies)
+    thread: threading.Thread | None = None
+    error: str = ""
+    began: float = field(default_factory=time.monotonic)
+    seconds: float = 0.0  # that the copies took
+
+    def finish(self) -> None:
+        """Wait for the copies and commit the snapshot, unless it is not all of one step."""
+        try:
+            if self.copies.wait():
+                self.commit()
+            else:
+                self.error = (
+                    f"the state of step {self.message.step} was changed by something other than "
+                    "the step() of its optimizers while it was copied: pass overlap=False"
+                )
+        except Exception as error:  # CUDA reports errors of any kernel here
+            self.error = f"step {self.message.step} could not be copied: {error!r:.300}"
+        self.seconds = time.monotonic() - self.began
+
+
 class MappedSegment:
     """A segment that this process has mapped once, accessible as bytes, words and tensors.
 
@@ -87,6 +125,8 @@ class MappedSegment:
         self._tensors: dict[int, list[torch.Tensor]] = {}
         self._is_mapped = threading.Event()
         self._is_mapped.set()
+        self._locks = PageLocks()
+        weakref.finalize(array, self._locks.release).atexit = False  # before it is unmapped
 
     def is_of(self, fd: int) -> bool:
         """Whether this descriptor refers to the same memory."""
@@ -100,38 +140,41 @@ class MappedSegment:
             self._tensors[slot] = views(self.storage, at, layout)
         return self._tensors[slot]
 
-    def prefault(self, slot: int) -> None:
-        """Map all pages of a slot, if the agent did not get huge pages."""
-        self._map(*self._pages_of(slot))
+    def prefault(self, slot: int, device: torch.device | None = None) -> None:
+        """Map all pages of a slot, if the agent did not get huge pages, and page-lock them for a
+        device."""
+        self._map(self._pages_of(slot), device)
 
-    def prefault_in_background(self) -> None:
-        """Map the pages of all slots in a thread, those of the next one first."""
+    def prefault_in_background(self, device: torch.device | None = None) -> None:
+        """Do that for all slots in a thread, the next one first."""
         first = self.segment.free_slot() or 0
         order = [first, *(slot for slot in range(self.segment.slots) if slot != first)]
         pages = [self._pages_of(slot) for slot in order]
         self._is_mapped.clear()
         thread = threading.Thread(
-            target=self._prefault, args=(pages,), name="elasticrun-prefault", daemon=True
+            target=self._prefault, args=(pages, device), name="elasticrun-prefault", daemon=True
         )
         try:
             thread.start()
         except RuntimeError:  # no thread to be had: the first access to each page is a fault
             self._is_mapped.set()
 
-    def _prefault(self, slots: list[tuple[int, int]]) -> None:
+    def _prefault(self, slots: list[tuple[int, int]], device: torch.device | None) -> None:
         """The thread. Its reference to this object keeps the memory mapped until it ends."""
-        for span in slots:
-            self._map(*span)
+        for pages in slots:
+            self._map(pages, device)
             self._is_mapped.set()
 
     def _pages_of(self, slot: int) -> tuple[int, int]:
         at = self._address + self.segment.slot_at(slot)
         return at, at + self.segment.slot_bytes + PAGE
 
-    @staticmethod
-    def _map(at: int, end: int) -> None:
+    def _map(self, pages: tuple[int, int], device: torch.device | None) -> None:
+        at, end = pages
         for begin in range(at, end, CHUNK):  # page faults of other threads wait for one piece only
             map_pages(begin, min(end, begin + CHUNK))
+        if device is not None:
+            self._locks.add(at, end - at, device)
 
     def is_mapped(self, *, wait: bool) -> bool:
         """Whether the pages of the next slot are mapped. `wait`: until they are."""
@@ -154,9 +197,10 @@ class SnapshotTaker:
         slots: int,
         present: RoundName,
         least: int = 0,
+        overlap: bool = False,
     ) -> None:
         """`least`: the minimum number of slots if there is no memory for more; 0: no fewer than
-        `slots`."""
+        `slots`. `overlap`: devices copy while training goes on."""
         self._connection = connection
         self._state = state
         self._slots, self._least = slots, least
@@ -167,6 +211,12 @@ class SnapshotTaker:
         self._refused: dict[int, str] = {}
         self._request: _Request | None = None
         self._sequence = 0
+        self._overlap = overlap
+        self.copy_seconds = 0.0  # of the newest snapshot that was copied beside training
+        self._pending: _Pending | None = None
+        self._optimizers: Optimizers | None = None
+        self._owned: frozenset[int] = frozenset()  # storages that only the optimizers change
+        self._owned_for: SnapshotPlan | None = None
         self.spare: MappedSegment | None = None  # the segment from which the state was restored
         self.capacity_hint = 0  # bytes for opaque values in the restored snapshot
 
@@ -178,14 +228,18 @@ class SnapshotTaker:
         planned = self._planned(wait=wait)
         if planned is None or not wait:
             return
-        mapped = planned[2]
-        slot = mapped.segment.free_slot()
+        plan, _, mapped, _ = planned
+        slot, device = mapped.segment.free_slot(), device_of(plan.tensors)
         if slot is not None:
-            mapped.prefault(slot)
+            mapped.prefault(slot, device)
+        if device is not None:
+            mapped.prefault_in_background(device)
 
     def collect(self) -> None:
-        """Map the requested segment if the agent has sent it. Raises StateError or
-        AgentConnectionError."""
+        """Map the requested segment if the agent has sent it, and report a snapshot whose copies
+        are done. Raises StateError or AgentConnectionError."""
+        if self._pending is not None and not self._pending.error:  # the next `take` reports errors
+            self._settle(0)
         if self._request is not None and self._mapped is None and self._layout is not None:
             self._mapped = self._new_segment(self._layout, wait=False)
 
@@ -225,33 +279,81 @@ class SnapshotTaker:
         """Take a snapshot. BUSY if no slot became free within `wait` seconds; PREPARING only if
         `wait` is 0. `persist`: also pin it, because it will be written to storage. Raises
         StateError, AgentConnectionError, or what a Stateful raises; then no snapshot exists."""
+        deadline = time.monotonic() + wait
+        if not self._settle(wait):
+            return Outcome.BUSY
         planned = self._planned(wait=wait > 0)
         if planned is None:
             return Outcome.PREPARING
         plan, values, mapped, layout = planned
         segment = mapped.segment
-        deadline = time.monotonic() + wait
         while (slot := segment.free_slot()) is None:
             if not self._connection.wait_for_slot(NONE, deadline - time.monotonic()):
                 return Outcome.BUSY
+        self._sequence += 1
+        message = Committed(step, slot, self._sequence, persist)
         segment.withdraw(slot)
-        copy_out(mapped.tensors(slot, layout), plan.tensors)
         at = layout.tensor_bytes
         segment.payload(slot)[at : at + len(values)] = values
-        self._sequence += 1
-        if persist:
-            segment.pin(slot)
-        segment.commit(
-            slot,
-            round=self._present,
-            sequence=self._sequence,
-            step=step,
-            layout=layout.key,
-            values=len(values),
-        )
+
+        def commit() -> None:
+            segment.commit(
+                slot,
+                round=self._present,
+                sequence=message.sequence,
+                step=step,
+                layout=layout.key,
+                values=len(values),
+            )
+
+        targets = mapped.tensors(slot, layout)
+        if self._overlap and not persist and device_of(plan.tensors) is not None:
+            self._copy_beside_training(targets, plan, _Pending(message, commit))
+        else:
+            copy_out(targets, plan.tensors)
+            if persist:
+                segment.pin(slot)
+            commit()
+            self._connection.send(message)
         segment.current = step
-        self._connection.send(Committed(step, slot, self._sequence, persist))
         return Outcome.TAKEN
+
+    def _copy_beside_training(
+        self, targets: list[torch.Tensor], plan: SnapshotPlan, pending: _Pending
+    ) -> None:
+        """Issue the copies; a thread commits the snapshot once they are done."""
+        if self._optimizers is None:
+            self._optimizers = Optimizers(self._state.optimizers())
+        if plan is not self._owned_for:
+            self._owned_for, self._owned = plan, self._optimizers.storages()
+        pending.copies.start_beside(targets, plan.tensors, self._owned)
+        self._optimizers.copies = pending.copies
+        self._pending = pending
+        # Not a daemon: the interpreter must not end while it is in CUDA.
+        pending.thread = threading.Thread(target=pending.finish, name="elasticrun-copies")
+        try:
+            pending.thread.start()
+        except RuntimeError:  # no thread to be had
+            pending.thread = None
+            pending.finish()
+
+    def _settle(self, wait: float) -> bool:
+        """Report the snapshot whose copies were in progress; False if they still are after `wait`
+        seconds. Raises StateError if there is no snapshot, AgentConnectionError."""
+        pending = self._pending
+        if pending is None:
+            return True
+        if pending.thread is not None:
+            pending.thread.join(wait)
+            if pending.thread.is_alive():
+                return False
+        self._pending, self.copy_seconds = None, pending.seconds
+        if self._optimizers is not None:
+            self._optimizers.copies = None
+        if pending.error:
+            raise StateError(pending.error)
+        self._connection.send(pending.message)
+        return True
 
     def _segment_for(
         self, plan: SnapshotPlan, values_bytes: int, *, wait: bool
@@ -262,6 +364,8 @@ class SnapshotTaker:
         if layout.key in self._refused:
             raise StateError(self._refused[layout.key])
         if layout is not self._layout and self._mapped is not None:
+            if not self._settle(COPY_LIMIT):
+                raise StateError("the copies of the previous snapshot do not end")
             self._mapped.close()
             self._mapped = None
         self._layout, self._plan = layout, plan
@@ -337,7 +441,8 @@ class SnapshotTaker:
             for slot in range(segment.slots):
                 write_envelopes(segment.payload(slot), layout)
         if not (wait or is_small):
-            mapped.prefault_in_background()
+            plan = self._plan
+            mapped.prefault_in_background(None if plan is None else device_of(plan.tensors))
         return mapped
 
     def _answer(self, request: _Request, *, wait: bool) -> tuple[SegmentHere, int | None] | None:
@@ -351,31 +456,17 @@ class SnapshotTaker:
         return answer
 
     def close(self) -> None:
+        """Wait for copies in progress, and release the memory. Raises StateError or
+        AgentConnectionError."""
+        try:
+            self._settle(COPY_LIMIT)
+        finally:
+            if self._optimizers is not None:
+                self._optimizers.close()
+            self._unmap()
+
+    def _unmap(self) -> None:
         for mapped in (self._mapped, self.spare):
             if mapped is not None:
                 mapped.close()
         self._mapped = self.spare = None
-
-
-def copy_out(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy to shared memory; returns when all data has arrived. Each CUDA device uses a separate
-    stream, so that the devices copy in parallel."""
-    devices = {source.device for source in sources if source.is_cuda}
-    if not devices:
-        copy_all(targets, sources)
-        return
-    cuda: Any = torch.cuda  # untyped
-    events = []
-    for device in devices:
-        stream = cuda.Stream(device)
-        stream.wait_stream(cuda.current_stream(device))
-        with cuda.stream(stream):
-            at = [i for i, source in enumerate(sources) if source.device == device]
-            copy_all([targets[i] for i in at], [sources[i] for i in at], non_blocking=True)
-            event = cuda.Event()
-            event.record(stream)
-            events.append(event)
-    rest = [i for i, source in enumerate(sources) if source.device not in devices]
-    copy_all([targets[i] for i in rest], [sources[i] for i in rest])
-    for event in events:
-        event.synchronize()

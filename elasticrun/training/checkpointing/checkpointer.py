@@ -144,7 +144,10 @@ class Checkpointer:
     `slots=2` the next snapshot has to wait until the last one is copied; with 3 it does not. `rng`:
     include the random states in a snapshot. `weights_only`: snapshots and checkpoints are only
     unpickled to plain values, tensors and types registered by
-    torch.serialization.add_safe_globals."""
+    torch.serialization.add_safe_globals. `overlap`: CUDA devices copy a snapshot while training
+    goes on, and an optimizer's next `step` waits for that on the device. Only for state that
+    nothing but the `step` of these optimizers changes, or buffers and other tensors, which are
+    cloned on the device."""
 
     def __init__(
         self,
@@ -162,6 +165,7 @@ class Checkpointer:
         replicas: int = 0,
         rng: bool = True,
         weights_only: bool = True,
+        overlap: bool = False,
         **state: Any,
     ) -> None:
         """Raises ValueError for an invalid or unknown option, ConflictError if this process already
@@ -173,7 +177,8 @@ class Checkpointer:
         persists = interval_of("persist_every", persist_every_steps, persist_every_seconds)
         flags = {"verify": verify, "strict_save": strict_save, "rng": rng}
         _refuse_invalid_options(
-            keep, slots, on_busy, replicas, {**flags, "weights_only": weights_only}
+            *(keep, slots, on_busy, replicas),
+            {**flags, "weights_only": weights_only, "overlap": overlap},
         )
         if not state:
             raise ValueError("there is no state: pass it by name, as in Checkpointer(..., model=m)")
@@ -189,6 +194,7 @@ class Checkpointer:
             *(where, rank, world_size, wanted, keep.last, keep.every, verify, replicas),
             least_slots=least,
             weights_only=weights_only,
+            overlap=overlap,
         )
         self._state = TrainingState(state, rank, rng, weights_only)
         self._every: Every = AUTO if pace is None else pace
@@ -411,7 +417,7 @@ class Checkpointer:
                 self._guarded(lambda: backend.report_failed(due.step, True, why))
             return False
         self.stats.stall = time.monotonic() - began
-        self._stalls = [*self._stalls[-2:], self.stats.stall]
+        self._stalls = [*self._stalls[-2:], max(self.stats.stall, backend.copy_seconds)]
         if backend.snapshots or due.persist:
             self.stats.snapshots += backend.snapshots
             self.stats.persists += due.persist

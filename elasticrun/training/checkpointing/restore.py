@@ -27,6 +27,7 @@ from elasticrun.snapshots.shm.layout import Item, Layout
 from elasticrun.snapshots.shm.segment import SegmentError, Snapshot
 from elasticrun.training.checkpointing.agent_connection import AgentConnection
 from elasticrun.training.checkpointing.capture import MappedSegment
+from elasticrun.training.checkpointing.devices import device_of
 from elasticrun.training.checkpointing.parts import Path, StateError
 from elasticrun.training.checkpointing.state import KnownLayout, TrainingState
 from elasticrun.wire import env
@@ -291,7 +292,9 @@ class MemoryRestore:
     ) -> None:
         sources = {move.source: self._shards[move.source] for move in cover.moves}
         for shard in sources.values():
-            shard.mapped.prefault(shard.snapshot.slot)
+            # this rank's own segment is used again, so page-locking it is no loss
+            device = device_of(tensors) if shard.rank == self._state.rank else None
+            shard.mapped.prefault(shard.snapshot.slot, device)
         shards = {rank: shard.tensors() for rank, shard in sources.items()}
         copy(cover.moves, shards, tensors, copy_in)
         for rank in sources.keys() | {rank for rank, _ in cover.values.values()}:

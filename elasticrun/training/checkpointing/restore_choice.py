@@ -103,6 +103,7 @@ class RankOptions:
     replicas: int = 0
     weights_only: bool = True
     least_slots: int = 0  # acceptable minimum without memory for more; 0: no fewer
+    overlap: bool = False
 
 
 def within_limit(

@@ -255,6 +255,7 @@ class TrainingState:
         if self._rng is not None:
             self.own[RNG] = OwnState(self._rng, None)
         given, among = _with_nested_parts(parts)
+        self._optimizers = [v for v in given.values() if isinstance(v, torch.optim.Optimizer)]
         self.parts = self._sort(given, among)
         self._samplers = {n: s for n, s in given.items() if isinstance(s, ElasticBatchSampler)}
         self.known: KnownLayout | None = None
@@ -315,6 +316,10 @@ class TrainingState:
                 "number of ranks"
             )
         return StatefulPart(optimizer)
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that are parts."""
+        return list(self._optimizers)
 
     def add_own(self, name: str, value: Any, on_resize: OnResize | None) -> None:
         """Add state of this rank alone. Raises StateError."""
