@@ -176,7 +176,8 @@ def is_of_one_step(training: Training, saver: Checkpointer, step: int, name: str
 
 
 def hash_of(tensor: torch.Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    return xxhash.xxh3_64_intdigest(flat.numpy().tobytes())
 
 
 def run(folder: str) -> None:

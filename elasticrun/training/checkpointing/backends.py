@@ -28,7 +28,7 @@ from elasticrun.training.checkpointing.agent_connection import (
     AgentConnectionError,
     Departure,
 )
-from elasticrun.training.checkpointing.capture import Outcome, SnapshotTaker
+from elasticrun.training.checkpointing.capture import SaveOutcome, SnapshotTaker
 from elasticrun.training.checkpointing.parts import StateError
 from elasticrun.training.checkpointing.restore import BadShard, MemoryRestore
 from elasticrun.training.checkpointing.restore_choice import (
@@ -67,7 +67,7 @@ class CheckpointBackend:
     def started_at(self, step: int) -> None:
         """Note that training starts at this step without a restore."""
 
-    def save(self, step: int, persist: bool, wait: float) -> Outcome:
+    def save(self, step: int, persist: bool, wait: float) -> SaveOutcome:
         """Save; anything but TAKEN means that the save was skipped."""
         raise NotImplementedError
 
@@ -185,7 +185,7 @@ class AgentBackend(CheckpointBackend):
         self._departure.resume_from(step)
         self._connection.send(Restored(step, self.source, looked=False))
 
-    def save(self, step: int, persist: bool, wait: float) -> Outcome:
+    def save(self, step: int, persist: bool, wait: float) -> SaveOutcome:
         outcome = self._taker.take(step, persist=persist, wait=wait)
         self.copy_seconds = self._taker.copy_seconds
         return outcome
@@ -271,12 +271,12 @@ class TorchBackend(CheckpointBackend):
         self.source, step = RestoreChoice(self._setting, exchange, self.remark).restore(self._state)
         return step
 
-    def save(self, step: int, persist: bool, wait: float) -> Outcome:
+    def save(self, step: int, persist: bool, wait: float) -> SaveOutcome:
         """Write a checkpoint, in the background if there is a process group. Raises StorageError
         also if the previous save has failed; this one starts nevertheless, as on the other
         ranks."""
         if not persist:
-            return Outcome.TAKEN
+            return SaveOutcome.TAKEN
         before = self._finish_pending()
         if dist.is_initialized():
             self._save_in_background(step)
@@ -294,7 +294,7 @@ class TorchBackend(CheckpointBackend):
             self._retain()
         if before:
             raise StorageError(before)
-        return Outcome.TAKEN
+        return SaveOutcome.TAKEN
 
     def _save_in_background(self, step: int) -> None:
         if self._group is None:

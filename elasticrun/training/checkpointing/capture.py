@@ -7,11 +7,9 @@ and mapped while training continues; until then `take` answers PREPARING.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto, unique
@@ -19,24 +17,22 @@ from typing import Final
 
 import torch
 
-from elasticrun.snapshots.dcp.image import arrange, views, write_envelopes
+from elasticrun.snapshots.dcp.image import arrange, write_envelopes
 from elasticrun.snapshots.shm.layout import PAGE, Layout
-from elasticrun.snapshots.shm.memory import CHUNK, map_pages, map_shared
 from elasticrun.snapshots.shm.segment import (
     NONE,
-    Segment,
     SegmentError,
     segment_bytes,
     values_region,
 )
 from elasticrun.training.checkpointing.agent_connection import ANSWER_LIMIT, AgentConnection
-from elasticrun.training.checkpointing.devices import (
+from elasticrun.training.checkpointing.memory.devices import (
     Copies,
     Optimizers,
-    PageLocks,
     copy_out,
     device_of,
 )
+from elasticrun.training.checkpointing.memory.mapped import MappedSegment
 from elasticrun.training.checkpointing.parts import StateError
 from elasticrun.training.checkpointing.state import SnapshotPlan, TrainingState
 from elasticrun.wire.snapshots import Committed, NeedSegment, SegmentHere
@@ -51,7 +47,7 @@ COPY_LIMIT: Final = 60.0
 
 
 @unique
-class Outcome(Enum):
+class SaveOutcome(Enum):
     """What came of an attempt to save."""
 
     TAKEN = auto()
@@ -102,89 +98,6 @@ class _Pending:
         except Exception as error:  # CUDA reports errors of any kernel here
             self.error = f"step {self.message.step} could not be copied: {error!r:.300}"
         self.seconds = time.monotonic() - self.began
-
-
-class MappedSegment:
-    """A segment that this process has mapped once, accessible as bytes, words and tensors.
-
-    It is unmapped when the last tensor on it is freed, never earlier (`shm.memory`)."""
-
-    def __init__(self, fd: int) -> None:
-        """Map the segment; takes ownership of the descriptor. Raises SegmentError, OSError or
-        RuntimeError if it cannot be mapped."""
-        try:
-            about = os.fstat(fd)
-            size, self._identity = about.st_size, (about.st_dev, about.st_ino)
-            array = map_shared(fd, size)
-        finally:
-            os.close(fd)
-        self._address = ctypes.addressof(array)
-        self.storage = torch.frombuffer(array, dtype=torch.uint8).untyped_storage()
-        self.memory = memoryview(array).cast("B")
-        self.segment = Segment(self.memory)
-        self._tensors: dict[int, list[torch.Tensor]] = {}
-        self._is_mapped = threading.Event()
-        self._is_mapped.set()
-        self._locks = PageLocks()
-        weakref.finalize(array, self._locks.release).atexit = False  # before it is unmapped
-
-    def is_of(self, fd: int) -> bool:
-        """Whether this descriptor refers to the same memory."""
-        about = os.fstat(fd)
-        return (about.st_dev, about.st_ino) == self._identity
-
-    def tensors(self, slot: int, layout: Layout) -> list[torch.Tensor]:
-        """The tensors of a slot in layout order; created once."""
-        if slot not in self._tensors:
-            at = self.segment.payload_at(slot)
-            self._tensors[slot] = views(self.storage, at, layout)
-        return self._tensors[slot]
-
-    def prefault(self, slot: int, device: torch.device | None = None) -> None:
-        """Map all pages of a slot, if the agent did not get huge pages, and page-lock them for a
-        device."""
-        self._map(self._pages_of(slot), device)
-
-    def prefault_in_background(self, device: torch.device | None = None) -> None:
-        """Do that for all slots in a thread, the next one first."""
-        first = self.segment.free_slot() or 0
-        order = [first, *(slot for slot in range(self.segment.slots) if slot != first)]
-        pages = [self._pages_of(slot) for slot in order]
-        self._is_mapped.clear()
-        thread = threading.Thread(
-            target=self._prefault, args=(pages, device), name="elasticrun-prefault", daemon=True
-        )
-        try:
-            thread.start()
-        except RuntimeError:  # no thread to be had: the first access to each page is a fault
-            self._is_mapped.set()
-
-    def _prefault(self, slots: list[tuple[int, int]], device: torch.device | None) -> None:
-        """The thread. Its reference to this object keeps the memory mapped until it ends."""
-        for pages in slots:
-            self._map(pages, device)
-            self._is_mapped.set()
-
-    def _pages_of(self, slot: int) -> tuple[int, int]:
-        at = self._address + self.segment.slot_at(slot)
-        return at, at + self.segment.slot_bytes + PAGE
-
-    def _map(self, pages: tuple[int, int], device: torch.device | None) -> None:
-        at, end = pages
-        for begin in range(at, end, CHUNK):  # page faults of other threads wait for one piece only
-            map_pages(begin, min(end, begin + CHUNK))
-        if device is not None:
-            self._locks.add(at, end - at, device)
-
-    def is_mapped(self, *, wait: bool) -> bool:
-        """Whether the pages of the next slot are mapped. `wait`: until they are."""
-        return self._is_mapped.wait(None if wait else 0)
-
-    def close(self) -> None:
-        """Drop our references; the memory is unmapped when no tensor on it is left."""
-        self.segment.close()
-        self.memory.release()
-        self._tensors.clear()
 
 
 class SnapshotTaker:
@@ -275,21 +188,21 @@ class SnapshotTaker:
             if not self._connection.wait_for_slot(step, deadline - time.monotonic()):
                 return
 
-    def take(self, step: int, *, persist: bool, wait: float) -> Outcome:
+    def take(self, step: int, *, persist: bool, wait: float) -> SaveOutcome:
         """Take a snapshot. BUSY if no slot became free within `wait` seconds; PREPARING only if
         `wait` is 0. `persist`: also pin it, because it will be written to storage. Raises
         StateError, AgentConnectionError, or what a Stateful raises; then no snapshot exists."""
         deadline = time.monotonic() + wait
         if not self._settle(wait):
-            return Outcome.BUSY
+            return SaveOutcome.BUSY
         planned = self._planned(wait=wait > 0)
         if planned is None:
-            return Outcome.PREPARING
+            return SaveOutcome.PREPARING
         plan, values, mapped, layout = planned
         segment = mapped.segment
         while (slot := segment.free_slot()) is None:
             if not self._connection.wait_for_slot(NONE, deadline - time.monotonic()):
-                return Outcome.BUSY
+                return SaveOutcome.BUSY
         self._sequence += 1
         message = Committed(step, slot, self._sequence, persist)
         segment.withdraw(slot)
@@ -316,7 +229,7 @@ class SnapshotTaker:
             commit()
             self._connection.send(message)
         segment.current = step
-        return Outcome.TAKEN
+        return SaveOutcome.TAKEN
 
     def _copy_beside_training(
         self, targets: list[torch.Tensor], plan: SnapshotPlan, pending: _Pending

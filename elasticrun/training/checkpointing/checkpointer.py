@@ -31,7 +31,7 @@ from elasticrun.training.checkpointing.agent_connection import (
     costs,
 )
 from elasticrun.training.checkpointing.backends import AgentBackend, CheckpointBackend, TorchBackend
-from elasticrun.training.checkpointing.capture import Outcome
+from elasticrun.training.checkpointing.capture import SaveOutcome
 from elasticrun.training.checkpointing.pace import (
     AUTO,
     DueSnapshot,
@@ -389,14 +389,14 @@ class Checkpointer:
         return self._try_save(backend, DueSnapshot(number, True), BUSY_LIMIT)
 
     def _try_save(self, backend: CheckpointBackend, due: DueSnapshot, wait: float) -> bool:
-        def save() -> Outcome:
+        def save() -> SaveOutcome:
             work.mark(due.step)  # before the snapshot is taken: it counts only with its mark
             return backend.save(due.step, due.persist, wait)
 
         began = time.monotonic()
         outcome = self._guarded(save)
-        costs.add_save(time.monotonic() - began, taken=outcome is Outcome.TAKEN)
-        if outcome is not Outcome.TAKEN:
+        costs.add_save(time.monotonic() - began, taken=outcome is SaveOutcome.TAKEN)
+        if outcome is not SaveOutcome.TAKEN:
             work.note_skipped(due.step)
         if outcome is None:
             error = self.stats.error
@@ -405,9 +405,9 @@ class Checkpointer:
             ):  # the agent notices a lost connection anyway
                 backend.report_failed(due.step, due.persist, error)
             return False
-        if outcome is Outcome.PREPARING:  # the first snapshot is taken once there is memory
+        if outcome is SaveOutcome.PREPARING:  # the first snapshot is taken once there is memory
             return False
-        if outcome is Outcome.BUSY:
+        if outcome is SaveOutcome.BUSY:
             self.stats.skipped += 1
             self._skipped_since_persist += 1
             self._guarded(lambda: backend.report_skipped(self.stats.skipped))

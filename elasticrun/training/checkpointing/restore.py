@@ -26,8 +26,8 @@ from elasticrun.snapshots.dcp.restoring import Cover, RestoreError, copy, copy_a
 from elasticrun.snapshots.shm.layout import Item, Layout
 from elasticrun.snapshots.shm.segment import SegmentError, Snapshot
 from elasticrun.training.checkpointing.agent_connection import AgentConnection
-from elasticrun.training.checkpointing.capture import MappedSegment
-from elasticrun.training.checkpointing.devices import device_of
+from elasticrun.training.checkpointing.memory.devices import device_of
+from elasticrun.training.checkpointing.memory.mapped import MappedSegment
 from elasticrun.training.checkpointing.parts import Path, StateError
 from elasticrun.training.checkpointing.state import KnownLayout, TrainingState
 from elasticrun.wire import env

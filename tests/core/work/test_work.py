@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from elasticrun.core.persisted import WorkFacts
 from elasticrun.core.snapshots.types import Outbox
 from elasticrun.core.work.spans import Spans, decode_used, encode_used
-from elasticrun.core.work.work import MAX_DATASETS_IN_JOB, RECORD_AFTER, Work, WorkNews
+from elasticrun.core.work.work import MAX_DATASETS, RECORD_AFTER, Work, WorkNews
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import MAX_LEASES, RoundName
 
@@ -172,7 +172,7 @@ def test_a_checkpointer_is_for_all_ranks_or_none() -> None:
 def test_a_job_has_a_limited_number_of_datasets() -> None:
     job = Job()
     rank = Rank(job, 0)
-    for number in range(MAX_DATASETS_IN_JOB):
+    for number in range(MAX_DATASETS):
         assert rank.tell(spec=replace(SPEC, name=f"{number}"), wants=True) is not None
     order = rank.tell(spec=replace(SPEC, name="one more"), wants=True)
     assert order is not None

@@ -20,7 +20,7 @@ from elasticrun.snapshots.dcp.items import pieces
 from elasticrun.snapshots.storage.writing import StorageError
 from elasticrun.training import Checkpointer, Keep, progress
 from elasticrun.training.checkpointing.agent_connection import ConflictError
-from elasticrun.training.checkpointing.capture import MappedSegment
+from elasticrun.training.checkpointing.memory.mapped import MappedSegment
 from elasticrun.training.checkpointing.parts import StateError
 from elasticrun.training.checkpointing.state import TrainingState
 from elasticrun.wire import snapshots as s

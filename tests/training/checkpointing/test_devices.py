@@ -14,9 +14,9 @@ from torch import nn
 
 from elasticrun.snapshots.shm.layout import PAGE
 from elasticrun.snapshots.shm.segment import VERSION
-from elasticrun.training.checkpointing import devices
 from elasticrun.training.checkpointing.agent_connection import AgentConnection
-from elasticrun.training.checkpointing.capture import INLINE_BYTES, Outcome, SnapshotTaker
+from elasticrun.training.checkpointing.capture import INLINE_BYTES, SaveOutcome, SnapshotTaker
+from elasticrun.training.checkpointing.memory import devices
 from elasticrun.training.checkpointing.parts import StateError
 from elasticrun.training.checkpointing.restore import MemoryRestore
 from elasticrun.training.checkpointing.state import TrainingState
@@ -56,8 +56,9 @@ class Event:
     def run(self) -> None:
         """Carry out the copies before this event."""
         assert self._stream is not None
-        while self._stream.queue:
-            self._stream.queue.pop(0)()
+        with self._device.running:
+            while self._stream.queue:
+                self._stream.queue.pop(0)()
         self._done.set()
 
     def synchronize(self) -> None:
@@ -72,6 +73,7 @@ class PlayedDevice:
     """Takes the place of torch.cuda. Tensors of at least 16 values count as the device's."""
 
     def __init__(self) -> None:
+        self.running = threading.Lock()
         self.main, self.events = Stream(self), list[Event]()
         self.is_at_once = self.is_broken = self.is_capturing = False
         self.locked: dict[int, int] = {}
@@ -182,7 +184,7 @@ class Trained:
     def copy(self) -> list[torch.Tensor]:
         return [one.clone() for one in self.tensors()]
 
-    def take(self, step: int, *, persist: bool = False) -> Outcome:
+    def take(self, step: int, *, persist: bool = False) -> SaveOutcome:
         return self.taker.take(step, persist=persist, wait=0)
 
     def steps(self) -> list[int]:
@@ -223,7 +225,7 @@ def test_training_goes_on_while_a_step_is_copied(agent: PlayedAgent, device: Pla
     because it was cloned. Both are of the step of the snapshot."""
     train = Trained(agent, overlap=True)
     before = train.copy()
-    assert train.take(1) is Outcome.TAKEN
+    assert train.take(1) is SaveOutcome.TAKEN
     assert train.steps() == []
     assert not agent.of(Committed)
     train.change()
@@ -245,7 +247,7 @@ def test_the_previous_snapshot_is_whole_until_the_next_one_is(
     train.finish()
     train.take(2)
     assert train.steps() == [1]  # what a rank leaves that dies now
-    assert train.take(3) is Outcome.BUSY
+    assert train.take(3) is SaveOutcome.BUSY
     train.change()
     train.finish()
     assert train.steps() == [1, 2]
@@ -277,11 +279,9 @@ def test_a_state_that_something_else_changes_is_no_snapshot(
     train.finish()
     train.taker.collect()
     assert train.steps() == []
-    with pytest.raises(
-        StateError, match=r"step 1 was changed by something other than.*overlap="
-    ):
+    with pytest.raises(StateError, match=r"step 1 was changed by something other than.*overlap="):
         train.take(2)
-    assert train.take(2) is Outcome.TAKEN
+    assert train.take(2) is SaveOutcome.TAKEN
     train.change()
     train.finish()
     assert train.steps() == [2]
@@ -329,7 +329,7 @@ def test_a_device_without_memory_for_clones(
     device.is_at_once = True
     with monkeypatch.context() as patched:
         patched.setattr(torch.Tensor, "clone", refuse)
-        assert train.take(1) is Outcome.TAKEN
+        assert train.take(1) is SaveOutcome.TAKEN
     train.change()
     train.finish()
     train.taker.close()

@@ -24,7 +24,7 @@ from elasticrun.snapshots.storage.folder import CheckpointFault, Folder
 from elasticrun.snapshots.storage.writing import StorageError
 from elasticrun.training import Checkpointer, Keep
 from elasticrun.training.checkpointing.agent_connection import ConflictError
-from elasticrun.training.checkpointing.capture import MappedSegment
+from elasticrun.training.checkpointing.memory.mapped import MappedSegment
 from elasticrun.training.checkpointing.restore_choice import NotAgreed, RankExchange
 from elasticrun.wire.snapshots import Committed, NeedSegment, Remark, Restored, WantShard
 from tests.further import cases

@@ -8,9 +8,7 @@ no-op, or falls back to a plain copy, where no tensor is on a CUDA device.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -46,19 +44,12 @@ class PageLocks:
         """Page-lock `size` bytes, unless that was done or is not possible: copies are then slower.
         Blocks while the driver locks the pages. The range is locked as a whole, because CUDA does
         not promise that one copy may cross two ranges. `device`: one that this process uses;
-        otherwise CUDA would create a context on another."""
-        if at in self._places:
-            return
-        # A thread of its own: CUDA keeps an error for each thread, and the next launch reports it.
-        thread = threading.Thread(target=self._add, args=(at, size, device), daemon=False)
-        with suppress(RuntimeError):  # no thread to be had
-            thread.start()
-            thread.join()
-
-    def _add(self, at: int, size: int, device: torch.device) -> None:
-        with cuda.device(device):
-            if int(cuda.cudart().cudaHostRegister(at, size, PORTABLE)) == 0:
-                self._places.append(at)
+        otherwise CUDA would create a context on another. Not for a thread that launches kernels:
+        CUDA keeps an error for each thread, and its next launch would report it."""
+        if at not in self._places:
+            with cuda.device(device):
+                if int(cuda.cudart().cudaHostRegister(at, size, PORTABLE)) == 0:
+                    self._places.append(at)
 
     def release(self) -> None:
         """Release all ranges; a no-op in a forked child, which cannot use CUDA."""
