@@ -187,6 +187,10 @@ shrink the job faster."""
 EXCLUDE_FOR: Final = 3600.0
 """How long an excluded node is refused; after that it may return and is probed again."""
 
+HEALTH_COMMAND_INTERVAL: Final = 60.0
+HEALTH_COMMAND_TIMEOUT: Final = 30.0
+"""Seconds between two runs of --health-cmd, and for one run."""
+
 # ---------------------------------------------------------------- snapshots
 
 REPLICA_LIMIT: Final = 120.0
@@ -364,6 +368,15 @@ class Tls:
 
 
 @dataclass(frozen=True, slots=True)
+class HealthCommandPlan:
+    """The user's own health check, which each agent runs on its node."""
+
+    command: str = ""  # for /bin/sh; "": none
+    interval: float = HEALTH_COMMAND_INTERVAL
+    timeout: float = HEALTH_COMMAND_TIMEOUT
+
+
+@dataclass(frozen=True, slots=True)
 class MasterPlan:
     """The part of a launch that the job's master needs."""
 
@@ -408,6 +421,7 @@ class Launch:
     event_log_handler: str = "null"
     precheck: int = 0  # 0: problems of this machine are logged; 1, 2: a failure ends the agent
     accelerator: str = ""  # "": detected; nvidia, ascend, cpu
+    health_command: HealthCommandPlan = field(default_factory=HealthCommandPlan)
     master: MasterPlan = field(default_factory=MasterPlan)
 
 

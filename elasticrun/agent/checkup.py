@@ -1,8 +1,9 @@
-"""Checks this machine (`elasticrun.host.doctor`) while the agent starts.
+"""Checks this machine: `elasticrun.host.doctor` while the agent starts, and what `agent/health`
+watches from then on.
 
-Nothing waits for the checks, except with --precheck: then a failed check ends the agent before it
-joins. Checks that need the master start at least ASK_AFTER seconds after it has accepted this node.
-They never end a node: the network check excludes a node with a bad link.
+Nothing waits for the doctor's checks, except with --precheck: then a failed check ends the agent
+before it joins. Checks that need the master start at least ASK_AFTER seconds after it has accepted
+this node. They never end a node: the network check excludes a node with a bad link.
 
 The thread that runs the checks imports them, so that they do not delay the agent's start.
 """
@@ -18,6 +19,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from elasticrun import __version__
+from elasticrun.agent.health.command import HealthCommand
+from elasticrun.agent.health.reports import HealthReporter
 from elasticrun.agent.link.trust import trust_of
 from elasticrun.agent.runtime import Tasks, in_thread
 from elasticrun.host.doctor.verdict import as_line, failures
@@ -59,14 +62,20 @@ class Checkup:
         self._findings: asyncio.Task[list[Finding]] | None = None
         self._asking: asyncio.Task[None] | None = None
         self._tasks = Tasks(logger.error)
+        self.reporter = HealthReporter(node)
+        self.command = HealthCommand(node, self.reporter)
+        node.parts.append(self.command)
 
     def start(self) -> None:
         """Start the checks in a thread; their findings are logged."""
         self._findings = self._tasks.start(self._run_checks(), "checking this machine")
+        self.command.start()
 
     async def why_unfit(self) -> str:
-        """Return why no rank may start on this node; "" if ranks may start. With --precheck it
-        waits for the findings; without, it returns "" at once."""
+        """Return why no rank may start on this node; "" if ranks may start. Waits for the findings
+        with --precheck, and for the first run of --health-cmd."""
+        if unfit := await self.command.why_unfit():
+            return f"this node is unhealthy: {unfit}"
         if self._node.launch.precheck < 1 or self._findings is None:
             return ""
         failed = failures(await self._findings)
@@ -88,6 +97,7 @@ class Checkup:
     def close(self) -> None:
         """Cancel the checks; threads that hang are abandoned."""
         self._tasks.close()
+        self.command.close()
 
     async def _run_checks(self) -> list[Finding]:
         node = self._node

@@ -340,6 +340,7 @@ class NodeAgent:
         if isinstance(event, fx.LinkBack):  # holdings go before reports
             self._snapshots.attached()
             self._sight.resend()
+            self._checkup.reporter.resend()
             if self._loop.brain.status().state is State.RUNNING:
                 self._messages.linked_again()
         self._loop.deliver(event)

@@ -193,6 +193,7 @@ def _launch(
         event_log_handler=flags.text("event_log_handler"),
         precheck=precheck(flags),
         accelerator=accelerator(flags),
+        health_command=health_command(flags),
         master=master,
     )
 
@@ -567,6 +568,15 @@ def precheck(flags: FlagValues) -> int:
     if level not in (0, 1, 2):
         raise UsageError(f"--precheck={level}: use 0, 1 or 2", config.EXIT_USAGE)
     return level
+
+
+def health_command(flags: FlagValues) -> config.HealthCommandPlan:
+    """The user's own health check. Raises `UsageError`."""
+    times = [f"--health-cmd-{name}" for name in ("interval", "timeout")]
+    interval, timeout = (
+        settings.seconds(str(flags.value(name[2:].replace("-", "_"))), name) for name in times
+    )
+    return config.HealthCommandPlan(flags.text("health_cmd").strip(), interval, timeout)
 
 
 def accelerator(flags: FlagValues) -> str:

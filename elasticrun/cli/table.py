@@ -378,6 +378,13 @@ _ROWS: Final[Mapping[str, tuple[Flag, ...]]] = {
             "takes at least this multiple of the others' median time.", OURS),
         _flag("--exclude-for", _SECONDS, "SECONDS", config.EXCLUDE_FOR, "How long an excluded node "
             "is refused; then it is probed again.", OURS),
+        _flag("--health-cmd", _TEXT, "CMD", "", "Run this shell command on each node before it "
+            "joins and regularly from then on: exit code 0 means healthy, 2 unknown; any other "
+            "below 126 excludes the node, and the first line of output is the reason.", OURS),
+        _flag("--health-cmd-interval", _SECONDS, "SECONDS", config.HEALTH_COMMAND_INTERVAL,
+            "Time between two runs of --health-cmd.", OURS),
+        _flag("--health-cmd-timeout", _SECONDS, "SECONDS", config.HEALTH_COMMAND_TIMEOUT, "Time "
+            "limit of a run of --health-cmd; three runs over it in a row exclude the node.", OURS),
         _flag("--accelerator", _TEXT, "NAME", "", "The device that probes use: nvidia, ascend or "
             "cpu (or dlrover-run's nvidia.com/gpu, ascend-npu); default: detected.", DLROVER),
     ),

@@ -74,9 +74,9 @@ class Leaves(_Typed, frozen=True):
 
 
 class Excluded(_Typed, frozen=True):
-    """Excluded by the network check, by step times, or by a person."""
+    """Excluded by the network check, by step times, by its own agent, or by a person."""
 
-    by: str  # failed, slow, asked
+    by: str  # failed, slow, unhealthy, asked
     verdict: str
 
 

@@ -55,7 +55,7 @@ from elasticrun.wire.types import (
     tail,
 )
 
-PROTOCOL_VERSION: Final = 11
+PROTOCOL_VERSION: Final = 12
 """Incremented with every change of the protocol that older peers cannot read."""
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024
@@ -83,6 +83,9 @@ MAX_TRANSFERS: Final = 16
 
 MAX_EXCLUDED: Final = 1000
 """Maximum number of excluded nodes that are remembered; the oldest are forgotten first."""
+
+MAX_NOTICES: Final = 16
+"""Maximum number of problems of its machine that one node reports: the newest ones."""
 
 MAX_HOLDINGS: Final = 8
 """Maximum number of snapshots that one node reports: the newest ones."""
@@ -470,6 +473,17 @@ class Probed(Struct, frozen=True):
     timed: float  # how much of that was timed work
 
 
+class NodeHealth(Struct, frozen=True):
+    """Report: what the agent has found about its machine while the job runs. Replaces the previous
+    one; sent when it changes and when a stream is opened.
+
+    `fault`: why no rank may run on this node, as a clause; "": nothing forbids it. `notices`:
+    problems that do not forbid it, one sentence each."""
+
+    fault: str = ""
+    notices: Annotated[tuple[str, ...], AtMost(MAX_NOTICES)] = ()
+
+
 class Steps(Struct, frozen=True):
     """Training progress on this node, of the slowest local rank, from the calls of `progress` of
     elasticrun.training or, without any, of a Checkpointer's `step`.
@@ -830,7 +844,7 @@ SaveReport = (
 """Reports about snapshots, and about work that is handed out."""
 
 RankReport = Join | Running | RanksFailed | Stopping | Stopped | Finished | Leaving
-HealthReport = Probed | Steps | Metrics | ReachMe
+HealthReport = Probed | NodeHealth | Steps | Metrics | ReachMe
 SightReport = Quiet | Inspected | Stacks | LastLines
 """Reports about the activity of ranks."""
 
@@ -1111,7 +1125,8 @@ class ExcludedNode(Struct, frozen=True):
 
     node: Name
     host: NameOrEmpty
-    kind: Annotated[str, OneOf("failed", "slow", "asked")]  # network check, straggler, operator
+    # by the network check, as a straggler, by an operator, for what its agent found
+    kind: Annotated[str, OneOf("failed", "slow", "asked", "unhealthy")]
     reason: str  # the verdict with its evidence
     age: float  # seconds since
     remaining: float  # seconds until it may return and is probed again
@@ -1131,6 +1146,7 @@ class NodeStatus(Struct, frozen=True):
     local_world_size: Annotated[int, Between(0, MAX_LOCAL_RANKS)]
     pids: Pids
     health: str = ""  # what its last probe measured, or why it is suspected; "" if not probed
+    notices: Annotated[tuple[str, ...], AtMost(MAX_NOTICES)] = ()  # NodeHealth.notices
 
 
 class JobStatus(Struct, frozen=True):

@@ -16,7 +16,16 @@ from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.resolve import Resolved, UsageError, resolve
 from elasticrun.cli.settings import FlagValues, sources
 from elasticrun.cli.table import NO_EFFECT
-from elasticrun.config import Identity, Launch, LogPlan, MasterPlan, Place, RunPlan, Tls
+from elasticrun.config import (
+    HealthCommandPlan,
+    Identity,
+    Launch,
+    LogPlan,
+    MasterPlan,
+    Place,
+    RunPlan,
+    Tls,
+)
 from elasticrun.wire.messages import CheckSpec, JobSpec, SaveSpec
 from elasticrun.wire.types import EntryKind, Entrypoint
 
@@ -277,6 +286,8 @@ ERRORS = [
     ("--exclude-for 1e10", {}, 1, "the maximum is 1e+09 s"),
     ("--rdzv-conf probe_timeout=0", {}, 1, "probe_timeout=0 is not a positive"),
     ("--rdzv-conf straggler_time=soon", {}, 1, "straggler_time=soon is not a positive"),
+    ("--health-cmd-interval 0", {}, 1, "--health-cmd-interval=0 is not a positive number of"),
+    ("--health-cmd-timeout=-1", {}, 1, "--health-cmd-timeout=-1 is not a positive number of"),
     ("--accelerator tpu", {}, 2, "--accelerator=tpu is not known: use nvidia, ascend, cpu"),
     ("--preload a-b", {}, 2, "not the name of a module"),
     ("--preload off,a", {}, 2, "off cannot be combined"),
@@ -491,6 +502,10 @@ FIELDS: list[tuple[str, Mapping[str, str], str, Any]] = [
     ("", {"ELASTICRUN_EXCLUDE_FOR": "0.5"}, "launch.spec.checks.exclude_for", 0.5),
     ("--rdzv-conf probe_timeout=7,straggler_time=2.5", {}, "launch.spec.checks",
      CheckSpec(probe_limit=7.0, slow_for=2.5)),
+    ("", {}, "launch.health_command", HealthCommandPlan("", 60.0, 30.0)),
+    ("--health-cmd=check.sh --health-cmd-interval 5 --health-cmd-timeout=2.5", {},
+     "launch.health_command", HealthCommandPlan("check.sh", 5.0, 2.5)),
+    ("", {"ELASTICRUN_HEALTH_CMD": " a b "}, "launch.health_command.command", "a b"),
     ("--accelerator nvidia", {}, "launch.accelerator", "nvidia"),
     ("--accelerator nvidia.com/gpu", {}, "launch.accelerator", "nvidia"),
     ("--accelerator ascend-npu", {}, "launch.accelerator", "ascend"),

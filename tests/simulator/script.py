@@ -15,7 +15,8 @@ at the next such act), `master start TERM` (it knows nothing), `master start TER
 
 Node health: `check network=1 slow_for=5` (a line like `job`) sets how the job looks after it;
 `fault b compute` (or comm, hang, none; `fault b link c`) and `slow b 3` plant what `probes`
-knows; `world steps=1` has nodes report their steps.
+knows; `world steps=1` has nodes report their steps. `unhealthy b why` has b's agent report that no
+rank may run there, `notice b what` a problem that does not forbid it.
 
 Snapshots: `saves at_breakpoint=1 limit=60` (a line like `job`); `snap 120` has all ranks commit
 step 120, `snap 120 a b` those of two nodes, and `snap 120 persist` wants it written out; `step 121`
@@ -60,7 +61,7 @@ from elasticrun.config import (
 )
 from elasticrun.core.events import Requested
 from elasticrun.core.persisted import Facts
-from elasticrun.wire.messages import JobSpec, Request, WatchSpec
+from elasticrun.wire.messages import JobSpec, NodeHealth, Request, WatchSpec
 from tests.simulator.hangs import KINDS, OUTSIDE
 from tests.simulator.node import NodeSetup
 from tests.simulator.world import Doom, World
@@ -349,10 +350,19 @@ def _status(world: World, spec: JobSpec, words: list[str]) -> None:
     for node in status.nodes:
         why = f": {node.reason}" if node.reason else ""
         health = f" [{node.health}]" if node.health else ""
+        health += "".join(f" [{notice}]" for notice in node.notices)
         world.trace("status", f"{node.node} {node.state} {node.activity}{why}{health}")
     for one in status.excluded:
         left = f"{one.age:.0f} s ago, {one.remaining:.0f} s more"
         world.trace("status", f"{one.node} on {one.host} excluded ({one.kind}, {left})")
+
+
+def _unhealthy(world: World, spec: JobSpec, words: list[str]) -> None:
+    world.nodes[words[0]].say(NodeHealth(" ".join(words[1:])))
+
+
+def _notice(world: World, spec: JobSpec, words: list[str]) -> None:
+    world.nodes[words[0]].say(NodeHealth(notices=tuple(filter(None, [" ".join(words[1:])]))))
 
 
 def _hang(world: World, spec: JobSpec, words: list[str]) -> None:
@@ -399,6 +409,8 @@ VERBS: dict[str, Verb] = {
     "signal-ranks": _signal_ranks,
     "stuck": _stuck,
     "fault": _fault,
+    "unhealthy": _unhealthy,
+    "notice": _notice,
     "slow": lambda world, _, words: world.bench.slow.update({words[0]: float(words[1])}),
     "snap": _snap,
     "step": _step,

@@ -9,8 +9,9 @@ slow in training, `nodes.admission` which are refused until when. The policy act
   stops a round. Its links are tried when the next round gathers.
 * A node that may or may not be at fault is kept out until another node joins or leaves. If one node
   is enough for a round, one of those whose own probes passed may form it.
-* A convicted node is excluded: recorded first, then ordered to leave. A slow one is excluded only
-  if the user asked for it, the others suffice, and not too many were excluded for that lately.
+* A convicted node is excluded: recorded first, then ordered to leave. So is one whose agent reports
+  that no rank may run there. A slow one is excluded only if the user asked for it, the others
+  suffice, and not too many were excluded for that lately.
 
 `netcheck` measures time only while the master is listening, so no answer becomes late while the
 master is away.
@@ -27,7 +28,7 @@ from elasticrun.core.events import FoundSlow
 from elasticrun.core.health.groups import NodeVerdict, ProbeGroup, Standing
 from elasticrun.core.health.netcheck import NetCheck
 from elasticrun.core.health.speed import Slowness, Stragglers
-from elasticrun.core.nodes.admission import FAILED, SLOW
+from elasticrun.core.nodes.admission import FAILED, SLOW, UNHEALTHY
 from elasticrun.core.nodes.node import Node
 from elasticrun.core.reasons import Checking, Excluded, Pending, Unfit
 from elasticrun.core.rounds.failures import Ending
@@ -222,10 +223,12 @@ class HealthPolicy:
                 if self._rdzv.admit(node):
                     self._joined(node)
 
-    def on_report(self, node: str, report: m.Join | m.Probed) -> bool:
-        """A node without ranks is ready, or has been probed. A node that must be probed first does
-        not join yet."""
-        if isinstance(report, m.Probed):
+    def on_report(self, node: str, report: m.Join | m.Probed | m.NodeHealth) -> bool:
+        """A node without ranks is ready, has been probed, or reports on its machine. A node that
+        must be probed first does not join yet."""
+        if isinstance(report, m.NodeHealth):
+            self._node_reported(node, report)
+        elif isinstance(report, m.Probed):
             self._answer(node, report)
         elif not self._probe_before_joining(node):
             self._joined(node)
@@ -324,6 +327,7 @@ class HealthPolicy:
         self._unresolved.pop(node, None)
         one = self._nodes[node]
         one.probe, one.is_probed_alone, one.slow, one.pace = None, False, "", None
+        one.notices = ()
         if self._stragglers is not None:
             self._stragglers.node_gone(node)
         if self._netcheck is not None:
@@ -369,6 +373,17 @@ class HealthPolicy:
         self._nodes[node].slow = reason
 
     # ------------------------------------------------------------ in training
+
+    def _node_reported(self, node: str, report: m.NodeHealth) -> None:
+        """The agent has found a fault of its machine, or problems that people should see. A node
+        with a fault is excluded at any time, even below `min`: its ranks would fail or compute
+        wrong results."""
+        for notice in report.notices:
+            if notice not in self._nodes[node].notices:
+                self._ctx.note(f"node {node}: {notice}", "warning")
+        self._nodes[node].notices = report.notices
+        if report.fault:
+            self._exclude([(node, Excluded(UNHEALTHY, report.fault))])
 
     def stepped(self, node: str, report: m.Steps) -> Slowness | None:
         """Process the steps of a member of the running round; return the node that they show to be

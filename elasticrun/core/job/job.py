@@ -96,7 +96,7 @@ class Job:
         self._sight: Sight
         self._requests: OperatorRequests
         self._parts: tuple[
-            Part[m.Join | m.Probed], Part[m.SaveReport], Part[m.SightReport]
+            Part[m.Join | m.Probed | m.NodeHealth], Part[m.SaveReport], Part[m.SightReport]
         ]  # the components that return wishes
 
         self._due: float | None = None if facts is None else 0.0  # the value of next_deadline()
@@ -283,7 +283,8 @@ class Job:
         if is_news:
             self._snapshots.points.stop_expecting(node)
         health = self._ctx.nodes[node].health
-        if health is Health.LEFT and isinstance(report, m.Join | m.Probed | m.Steps):
+        of_present = m.Join | m.Probed | m.Steps | m.NodeHealth
+        if health is Health.LEFT and isinstance(report, of_present):
             return True  # an excluded node that has not processed its exclusion yet
         if isinstance(report, _RoundReport):
             return self._on_round_report(node, report) or is_news
@@ -291,7 +292,7 @@ class Job:
             case m.Join():
                 self._ctx.nodes.joined(node, report.store)
                 return self._streams.health.on_report(node, report)
-            case m.Probed():
+            case m.Probed() | m.NodeHealth():
                 return self._streams.health.on_report(node, report)
             case m.Leaving():
                 self._leaving(node, report)

@@ -112,4 +112,5 @@ def _node(ctx: JobContext, node: Node, reason: str, health: str) -> NodeStatus:
         local_world_size=hello.local_world_size if hello else ranks,
         pids=node.pids if is_member else (),
         health=health,
+        notices=node.notices,
     )

@@ -51,6 +51,7 @@ class Node:
     is_probed_alone: bool = False  # it is probed alone before the rendezvous counts it
     slow: str = ""  # the evidence that it is slow, if it stays in the job
     pace: Steps | None = None  # its last report of steps in this round
+    notices: tuple[str, ...] = ()  # problems of its machine that its agent reports
 
     @property
     def hello(self) -> Hello:

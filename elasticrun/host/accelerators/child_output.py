@@ -34,12 +34,15 @@ def output_of(command: Sequence[str], environ: Mapping[str, str], limit: float) 
     return out
 
 
-def json_of(command: Sequence[str], environ: Mapping[str, str], limit: float) -> dict[str, object]:
+def json_of(
+    command: Sequence[str], environ: Mapping[str, str], limit: float, *, lifeline: bool = False
+) -> dict[str, object]:
     """The JSON object in the last line that the command prints. Raises NoAnswer if there is none
-    within `limit` seconds."""
+    within `limit` seconds. `lifeline`: its standard input is a pipe that ends with this process;
+    without, it is empty."""
     import json
 
-    out, err = _run(command, environ, limit)
+    out, err = _run(command, environ, limit, lifeline=lifeline)
     # The exit code is not used: in an agent, whose reaper collects every child, it may be lost.
     try:
         answer = json.loads(_last_line(out))
@@ -50,7 +53,9 @@ def json_of(command: Sequence[str], environ: Mapping[str, str], limit: float) ->
     return answer
 
 
-def _run(command: Sequence[str], environ: Mapping[str, str], limit: float) -> tuple[str, str]:
+def _run(
+    command: Sequence[str], environ: Mapping[str, str], limit: float, *, lifeline: bool = False
+) -> tuple[str, str]:
     import subprocess
     import time
 
@@ -59,8 +64,8 @@ def _run(command: Sequence[str], environ: Mapping[str, str], limit: float) -> tu
     try:
         with debugger.without_debugger():
             child = subprocess.Popen(
-                command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE, start_new_session=True,
+                command, env=dict(environ), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                stdin=subprocess.PIPE if lifeline else subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
     except OSError as error:
         raise NoAnswer(f"{command[0]} cannot be started: {error.strerror}") from None
@@ -72,6 +77,9 @@ def _run(command: Sequence[str], environ: Mapping[str, str], limit: float) -> tu
     except BaseException:
         _kill(child)
         raise
+    finally:
+        if child.stdin is not None:
+            child.stdin.close()
     return (out.decode(errors="replace"), err.decode(errors="replace"))
 
 

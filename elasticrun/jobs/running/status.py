@@ -281,7 +281,8 @@ def nodes_table(page: JobStatus, columns: int) -> list[str]:
             shown.remove(at)
     lines = ["  ".join(row[at].ljust(most[at]) for at in shown).rstrip() for row in rows]
     lines += [f"{node.node}: {node.reason}" for node in page.nodes if node.reason]
-    return lines + [f"health of {node.node}: {node.health}" for node in page.nodes if node.health]
+    lines += [f"health of {node.node}: {node.health}" for node in page.nodes if node.health]
+    return lines + [f"notice of {one.node}: {why}" for one in page.nodes for why in one.notices]
 
 
 def _row(node: NodeStatus) -> tuple[str, ...]:

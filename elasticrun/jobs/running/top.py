@@ -147,6 +147,7 @@ def head(picture: Picture) -> list[str]:
     elif status.reason:
         lines.append(f"waits: {status.reason}")
     lines += [f"slow: {why}" for why in picture.slow]
+    lines += [f"node {one.node}: {why}" for one in status.nodes for why in one.notices]
     if picture.goodput is not None and picture.goodput.line:
         lines.append(picture.goodput.summary)
     return lines

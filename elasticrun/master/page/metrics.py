@@ -91,6 +91,10 @@ def _families(loop: Loop) -> Iterator[Metric]:
         "max_restarts": ("Initial restart budget.", status.max_restarts),
         "quiet_seconds": ("Seconds since a collective or a step made progress.", loop.quiet()),
         "slow_nodes": ("Nodes that are considered slow and were not excluded.", loop.slow_nodes()),
+        "nodes_with_notices": (
+            "Nodes whose agents report problems of their machines.",
+            sum(1 for node in status.nodes if node.notices),
+        ),
         "excluded_nodes": ("Nodes that are currently excluded.", len(status.excluded)),
     }
     for name, (text, number) in gauges.items():

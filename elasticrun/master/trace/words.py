@@ -180,6 +180,8 @@ def in_words(message: m.Report | m.Order) -> str:
         case m.RanksFailed():
             ranks = ", ".join(f"{f.rank} ({f.exitcode}, {f.kind.value})" for f in message.failures)
             return f"RanksFailed {message.round.number}: {ranks}"
+        case m.NodeHealth():
+            return f"NodeHealth: {message.fault or '; '.join(message.notices) or 'no problem'}"
         case m.Probed():
             found = "ok" if message.ok else f"failed in {message.phase.value}: {message.reason}"
             return f"Probed {message.check}: {found}"

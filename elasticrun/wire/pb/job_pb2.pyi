@@ -661,6 +661,29 @@ class Probed(_message.Message):
 Global___Probed: _TypeAlias = Probed  # noqa: Y015
 
 @_typing.final
+class NodeHealth(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FAULT_FIELD_NUMBER: _builtins.int
+    NOTICES_FIELD_NUMBER: _builtins.int
+    fault: _builtins.str
+    @_builtins.property
+    def notices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        fault: _builtins.str = ...,
+        notices: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "notices", b"notices"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeHealth: _TypeAlias = NodeHealth  # noqa: Y015
+
+@_typing.final
 class Steps(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1577,6 +1600,7 @@ class Report(_message.Message):
     METRICS_FIELD_NUMBER: _builtins.int
     WORK_BASE_FIELD_NUMBER: _builtins.int
     WORK_STATE_FIELD_NUMBER: _builtins.int
+    NODE_HEALTH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -1635,6 +1659,8 @@ class Report(_message.Message):
     def work_base(self) -> Global___WorkBase: ...
     @_builtins.property
     def work_state(self) -> Global___WorkState: ...
+    @_builtins.property
+    def node_health(self) -> Global___NodeHealth: ...
     def __init__(
         self,
         *,
@@ -1667,12 +1693,13 @@ class Report(_message.Message):
         metrics: Global___Metrics | None = ...,
         work_base: Global___WorkBase | None = ...,
         work_state: Global___WorkState | None = ...,
+        node_health: Global___NodeHealth | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "departing", b"departing", "finished", b"finished", "hello", b"hello", "holdings", b"holdings", "inspected", b"inspected", "join", b"join", "kind", b"kind", "knock", b"knock", "last_lines", b"last_lines", "leaving", b"leaving", "metrics", b"metrics", "missed", b"missed", "not_replicated", b"not_replicated", "persisted", b"persisted", "probed", b"probed", "proof", b"proof", "quiet", b"quiet", "ranks_failed", b"ranks_failed", "reach_me", b"reach_me", "request", b"request", "running", b"running", "shard_bad", b"shard_bad", "stacks", b"stacks", "steps", b"steps", "stopped", b"stopped", "stopping", b"stopping", "where_is", b"where_is", "work_base", b"work_base", "work_state", b"work_state"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "departing", b"departing", "finished", b"finished", "hello", b"hello", "holdings", b"holdings", "inspected", b"inspected", "join", b"join", "kind", b"kind", "knock", b"knock", "last_lines", b"last_lines", "leaving", b"leaving", "metrics", b"metrics", "missed", b"missed", "node_health", b"node_health", "not_replicated", b"not_replicated", "persisted", b"persisted", "probed", b"probed", "proof", b"proof", "quiet", b"quiet", "ranks_failed", b"ranks_failed", "reach_me", b"reach_me", "request", b"request", "running", b"running", "shard_bad", b"shard_bad", "stacks", b"stacks", "steps", b"steps", "stopped", b"stopped", "stopping", b"stopping", "where_is", b"where_is", "work_base", b"work_base", "work_state", b"work_state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "departing", b"departing", "finished", b"finished", "hello", b"hello", "holdings", b"holdings", "inspected", b"inspected", "join", b"join", "kind", b"kind", "knock", b"knock", "last_lines", b"last_lines", "leaving", b"leaving", "metrics", b"metrics", "missed", b"missed", "not_replicated", b"not_replicated", "persisted", b"persisted", "probed", b"probed", "proof", b"proof", "quiet", b"quiet", "ranks_failed", b"ranks_failed", "reach_me", b"reach_me", "request", b"request", "running", b"running", "shard_bad", b"shard_bad", "stacks", b"stacks", "steps", b"steps", "stopped", b"stopped", "stopping", b"stopping", "where_is", b"where_is", "work_base", b"work_base", "work_state", b"work_state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "departing", b"departing", "finished", b"finished", "hello", b"hello", "holdings", b"holdings", "inspected", b"inspected", "join", b"join", "kind", b"kind", "knock", b"knock", "last_lines", b"last_lines", "leaving", b"leaving", "metrics", b"metrics", "missed", b"missed", "node_health", b"node_health", "not_replicated", b"not_replicated", "persisted", b"persisted", "probed", b"probed", "proof", b"proof", "quiet", b"quiet", "ranks_failed", b"ranks_failed", "reach_me", b"reach_me", "request", b"request", "running", b"running", "shard_bad", b"shard_bad", "stacks", b"stacks", "steps", b"steps", "stopped", b"stopped", "stopping", b"stopping", "where_is", b"where_is", "work_base", b"work_base", "work_state", b"work_state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "join", "running", "ranks_failed", "stopping", "stopped", "finished", "leaving", "beat", "knock", "proof", "probed", "steps", "reach_me", "holdings", "where_is", "shard_bad", "persisted", "departing", "missed", "not_replicated", "quiet", "inspected", "stacks", "last_lines", "request", "metrics", "work_base", "work_state"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "join", "running", "ranks_failed", "stopping", "stopped", "finished", "leaving", "beat", "knock", "proof", "probed", "steps", "reach_me", "holdings", "where_is", "shard_bad", "persisted", "departing", "missed", "not_replicated", "quiet", "inspected", "stacks", "last_lines", "request", "metrics", "work_base", "work_state", "node_health"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -2564,6 +2591,7 @@ class NodeStatus(_message.Message):
     LOCAL_WORLD_SIZE_FIELD_NUMBER: _builtins.int
     PIDS_FIELD_NUMBER: _builtins.int
     HEALTH_FIELD_NUMBER: _builtins.int
+    NOTICES_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     host: _builtins.str
     address: _builtins.str
@@ -2576,6 +2604,8 @@ class NodeStatus(_message.Message):
     health: _builtins.str
     @_builtins.property
     def pids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def notices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -2590,10 +2620,11 @@ class NodeStatus(_message.Message):
         local_world_size: _builtins.int = ...,
         pids: _abc.Iterable[_builtins.int] | None = ...,
         health: _builtins.str = ...,
+        notices: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "address", b"address", "first_rank", b"first_rank", "group_rank", b"group_rank", "health", b"health", "host", b"host", "local_world_size", b"local_world_size", "node", b"node", "pids", b"pids", "reason", b"reason", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "address", b"address", "first_rank", b"first_rank", "group_rank", b"group_rank", "health", b"health", "host", b"host", "local_world_size", b"local_world_size", "node", b"node", "notices", b"notices", "pids", b"pids", "reason", b"reason", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
