@@ -43,7 +43,7 @@ def command(limit: float, text: str) -> list[str]:
     return [sys.executable, "-P", os.path.abspath(__file__), str(limit), text]
 
 
-class Streams:
+class CommandOutput:
     """The beginning of the command's standard output, and the end of its standard error."""
 
     def __init__(self, out: int, err: int) -> None:
@@ -76,7 +76,7 @@ class Streams:
         return "".join(char if char.isprintable() else " " for char in found)[:MAX_LINE]
 
 
-def start(text: str) -> tuple[int, Streams]:
+def start(text: str) -> tuple[int, CommandOutput]:
     """Start the command in a session of its own; returns its pid."""
     out_read, out_write = os.pipe()
     err_read, err_write = os.pipe()
@@ -94,7 +94,7 @@ def start(text: str) -> tuple[int, Streams]:
             os._exit(127)
     for fd in (out_write, err_write, nothing):
         os.close(fd)
-    return pid, Streams(out_read, err_read)
+    return pid, CommandOutput(out_read, err_read)
 
 
 def run(text: str, limit: float) -> dict[str, object] | None:

@@ -149,6 +149,7 @@ _FORMS: Final[dict[type, str]] = {
     m.Quiet: "Quiet {0.round.number}: {0.seconds:g} s, {0.waiting} wait",
     m.Recovery: "Recovery {0.round}: {0.restarted:.1f} s, {0.first_step:.1f} s",
     m.Inspect: "Inspect {0.round.number}: look {0.number}",
+    m.NodeHealth: "NodeHealth: fault {0.fault!r}, notices {0.notices}",
     m.LastLines: "LastLines {0.round.number}: rank {0.rank}",
     m.CommitCheckpoint: "CommitCheckpoint {0.attempt}",
 }
@@ -180,8 +181,6 @@ def in_words(message: m.Report | m.Order) -> str:
         case m.RanksFailed():
             ranks = ", ".join(f"{f.rank} ({f.exitcode}, {f.kind.value})" for f in message.failures)
             return f"RanksFailed {message.round.number}: {ranks}"
-        case m.NodeHealth():
-            return f"NodeHealth: {message.fault or '; '.join(message.notices) or 'no problem'}"
         case m.Probed():
             found = "ok" if message.ok else f"failed in {message.phase.value}: {message.reason}"
             return f"Probed {message.check}: {found}"

@@ -41,7 +41,7 @@ def test_what_the_shell_cannot_run() -> None:
 
 
 def test_output_is_bounded_and_does_not_block() -> None:
-    found = ran("yes 'a long line of output' | head -c 3000000; yes >&2 | head -c 3000000; exit 4")
+    found = ran("yes 'a long line of output' | head -c 3000000; yes | head -c 3000000 >&2; exit 4")
     assert (found["code"], found["line"]) == (4, "a long line of output")
     assert len(ran("head -c 100000 /dev/zero | tr '\\0' x")["line"]) == command_child.MAX_LINE
 
