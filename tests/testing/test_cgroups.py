@@ -154,7 +154,7 @@ def test_a_node_that_is_given_less_memory_as_it_runs(elastic_job: Any, tmp_path:
         return int(re.findall(rf"(\d+) is hungry in life {life}", job.output(0))[0])
 
     first = rank(0)
-    job.limit_memory(0, 300 << 20)
+    job.limit_memory(0, 1 << 30)  # twice what the fork server has with any torch
     os.kill(first, signal.SIGKILL)
     second = rank(1)
     job.wait_for_output(0, "killed by SIGKILL")
