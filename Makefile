@@ -26,7 +26,7 @@ WHEELS ?=
 
 .PHONY: help demo test check lint unit unit-torch tests bench soak matrix proto wheel-test gpu clean
 help:
-	@echo "make demo    two agents, a real model, a rank is killed and the job hangs once (sets itself up)"
+	@echo "make demo    elasticrun demo: two agents, a real model, four faults (sets itself up)"
 	@echo "make test    lint, types, import contracts, one scenario of each kind (sets itself up)"
 	@echo "make check   what each commit passes: lint, types, contracts, the quick tests"
 	@echo "make soak    every test of all, torchrun's side too   |  make bench  beside torchrun, a table"
@@ -38,19 +38,19 @@ $(VENV)/.run: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "elasticrun needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(INSTALL) "$(TORCH)"
-	$(INSTALL) "$(TORCH)" -e '.[demo]'
+	$(INSTALL) "$(TORCH)" -e .
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(INSTALL) "$(TORCH)" -e '.[demo,dev]'
+	$(INSTALL) "$(TORCH)" -e '.[dev]'
 	touch $@
 
 $(VENV)/.frameworks: $(VENV)/.dev
-	$(INSTALL) "$(TORCH)" -e '.[demo,dev,frameworks]'
+	$(INSTALL) "$(TORCH)" -e '.[dev,frameworks]'
 	touch $@
 
 demo: $(VENV)/.run
-	$(BIN)/python examples/demo.py
+	$(BIN)/elasticrun demo
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -96,7 +96,7 @@ def environment(version: str) -> str:
     folder = ROOT / f".venv-matrix-{version}"
     python = str(folder / "bin/python")
     # pin the exact version, so that another package's range cannot select another build
-    wanted = [f"torch=={version}", "-e", f"{ROOT}[demo,dev,frameworks]"]
+    wanted = [f"torch=={version}", "-e", f"{ROOT}[dev,frameworks]"]
     # use the package index's build, even if a local folder has one for this machine
     env = {name: text for name, text in os.environ.items() if name != "PIP_FIND_LINKS"}
     if uv := shutil.which("uv"):

@@ -97,6 +97,7 @@ _VERB_MODULES: Final = {
     "doctor": "cli.verbs.doctor",
     "replay": "cli.verbs.replay",
     "warm": "cli.verbs.warm",
+    "demo": "testing.demo.show",
     "join": "jobs.hosts.join",
     "status": "jobs.running.status",
     "logs": "jobs.running.logs",
@@ -117,8 +118,8 @@ _VERB_MODULES: Final = {
     **dict.fromkeys(SUBMITTED_VERBS, "jobs.manage.jobs"),
 }
 """The module of each verb, imported when it is used, and the function's name if it is not `main`.
-Outside `elasticrun/jobs`, only this table and calls of `_module` refer to modules of that
-folder."""
+Outside `elasticrun/jobs`, only this table and calls of `_module` refer to modules of that folder;
+likewise for `elasticrun/testing`."""
 
 _WITH_NOTIFY: Final = ("submit", "render", "convert", "warm", "join")
 """Verbs whose functions take `notify`, which prints a line for the user."""

@@ -119,7 +119,7 @@ subcommands, each with its own --help (JOB: a name or a prefix of one):
   elasticrun exec JOB -- COMMAND    run a command on one of its nodes
   elasticrun restart [JOB]          restart its ranks
   elasticrun exclude, include NODE  exclude a node; admit it again
-  elasticrun join, doctor           join a running job; check this machine
+  elasticrun join, doctor, demo     join a job; check this machine; see it work
   elasticrun render, convert        print files for Kubernetes or Slurm
   elasticrun master, warm, operator run a master; cache torch; ElasticJobs
   elasticrun replay, completion     a master's decisions; shell completion
@@ -149,6 +149,7 @@ verbs, if they come first and no file has that name (each has its own --help):
   elasticrun ckpt ls|verify|prune DIR  list, verify or remove checkpoints
   elasticrun join HOST:PORT CODE  make this machine a node of a running job
   elasticrun doctor             check this machine, with advice for each problem
+  elasticrun demo               show a killed rank, a killed node, a new node and a hang, in 30 s
   elasticrun master             run a job master by hand, on a host without ranks
   elasticrun replay TRACE       replay the decisions in a master's trace, with reasons
   elasticrun render TARGET      print manifests for Kubernetes, or the script for Slurm

@@ -54,7 +54,8 @@ _OTHER_PROGRAMS: Final = ("-m", "--module", "--no-python", "--no_python")
 
 def environment(scratch: Path, mark: str, more: Mapping[str, str]) -> dict[str, str]:
     """The environment of a launcher under test. `scratch`: for the host's own folders; `mark`:
-    identifies the node's processes; `more`: further variables."""
+    identifies the node's processes; `more`: further variables, with LOGLEVEL="" for the default
+    level."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -71,6 +72,8 @@ def environment(scratch: Path, mark: str, more: Mapping[str, str]) -> dict[str, 
         **more,
         processes.MARK: mark,
     }
+    if not environ["LOGLEVEL"]:  # torch rejects an empty one
+        del environ["LOGLEVEL"]
     return {**environ, **processes.warm_process(environ)}
 
 

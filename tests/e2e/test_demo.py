@@ -1,25 +1,100 @@
-"""The demo as a user runs it: one rank killed on purpose, and its exit code is the promise."""
+"""`elasticrun demo` as a user runs it: its exit code, what it prints, and what it leaves behind."""
 
 from __future__ import annotations
 
+import re
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.further import cases
-from tests.harness import World
+from elasticrun.testing.demo.show import TORCHRUN
+from tests.harness import LIMIT, Launched, World, await_exit, await_true
 
-DEMO = Path(__file__).parents[2] / "examples/demo.py"
+ROOT = Path(__file__).parents[2]
+IN_MEMORY = Path("/dev/shm")
 
 
-@pytest.mark.parametrize("kept", cases([True, False], kept=[True]), ids=["kept", "broken"])
-def test_the_demo_keeps_its_promise_or_says_so(world: World, kept: bool) -> None:
-    """Three epochs are too few for the wanted accuracy: the exit code has to say so."""
-    pytest.importorskip("sklearn")
-    shown = world.command([sys.executable, str(DEMO), *([] if kept else ["--epochs=3"])])
-    assert shown.wait() == (0 if kept else 1), shown.stdout + shown.stderr
-    assert ("the demo failed" in shown.stdout) != kept
-    assert ("all checks passed" in shown.stdout) == kept
-    assert ("What to type next" in shown.stdout) == kept
-    assert "after the kill" in shown.stdout or not kept
+def demo(world: World) -> Launched:
+    return world.command([sys.executable, "-m", "elasticrun", "demo"])
+
+
+def left(world: World) -> list[Path]:
+    return [*world.tmp.iterdir(), *IN_MEMORY.glob("elasticrun-*-demo")]
+
+
+def test_each_fault_is_shown_and_nothing_is_left(world: World) -> None:
+    shown = demo(world)
+    assert shown.wait() == 0, shown.stdout + shown.stderr
+    parts = re.split(r"kill -9 of rank|kill -9 of all|a new node|a mistake", shown.stdout)
+    assert len(parts) == 5
+    for part, fault in zip(parts[1:], TORCHRUN, strict=True):
+        assert "training continues" in part
+        assert re.search(r"^ *[\d.]+ s +elasticrun", part, re.M), f"{fault}: no line of elasticrun"
+        assert TORCHRUN[fault] in part
+    assert "hang (certain)" in parts[4]
+    assert "What to type next" in parts[4]
+    assert not left(world)
+
+
+def test_ctrl_c_leaves_nothing(world: World) -> None:
+    shown = demo(world)
+    shown.until_text("2 ranks train", stream="stdout")
+    below = shown.below()
+    assert len(below) > 4
+    shown.signal_group(signal.SIGINT)
+    assert shown.wait() == 130
+    assert "Traceback" not in shown.stderr
+    assert not await_exit([process.pid for process in below], 1.0)
+    assert not left(world)
+
+
+def test_a_killed_demo_leaves_no_process_and_the_next_one_removes_its_files(world: World) -> None:
+    shown = demo(world)
+    shown.until_text("run this command", stream="stdout")
+    await_true(lambda: len(shown.below()) > 1, "agent")
+    below = shown.below()
+    shown.signal(signal.SIGKILL)
+    shown.wait()
+    assert not await_exit([process.pid for process in below], LIMIT)
+    folders = left(world)
+    assert len(folders) == 2
+    following = demo(world)
+    following.until_text("run this command", stream="stdout")
+    following.signal(signal.SIGTERM)
+    assert following.wait() == 128 + signal.SIGTERM
+    assert not left(world)
+
+
+def test_bad_surroundings_are_one_sentence(world: World, tmp_path: Path) -> None:
+    """No temporary folder, and a job that cannot start."""
+    command = [sys.executable, "-m", "elasticrun", "demo"]
+    readable = tmp_path / "not-a-folder"
+    readable.touch()
+    broken = {"PYTHONPATH": str(tmp_path)}
+    (tmp_path / "torch.py").write_text("raise ImportError('this torch is broken')")
+    shown = world.command(command, env=broken)
+    assert shown.wait() != 0
+    assert len(shown.stderr.splitlines()) == 1, shown.stderr
+    kept = re.search(r"its files are in (\S+)", shown.stderr)
+    assert kept, shown.stderr
+    assert "this torch is broken" in (Path(kept[1]) / "failure.txt").read_text()
+
+
+def test_what_torchrun_does_is_on_a_page() -> None:
+    pages = [(ROOT / "docs" / name).read_text() for name in ("figures.md", "sight.md")]
+    for sentence in TORCHRUN.values():
+        (figure,) = re.findall(r"[\d.]+ (?:s|min)\b", sentence)
+        number = figure.split()[0]
+        assert any(re.search(rf"\b{re.escape(number)}\b", page) for page in pages), sentence
+
+
+@pytest.mark.parametrize("word", ["--help", "-h"])
+def test_help_says_what_it_does(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from elasticrun.cli.main import main
+
+    with pytest.raises(SystemExit) as end:
+        main(["demo", word])
+    assert not end.value.code
+    assert "leaves no file and no process" in " ".join(capsys.readouterr().out.split())
