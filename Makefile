@@ -24,13 +24,14 @@ BUDGET ?= 450
 PARTS ?=
 WHEELS ?=
 
-.PHONY: help demo test check lint unit unit-torch tests bench soak matrix proto wheel-test gpu clean
+.PHONY: help demo test check lint unit unit-torch tests bench soak matrix proto wheel-test release gpu clean
 help:
 	@echo "make demo    elasticrun demo: two agents, a real model, four faults (sets itself up)"
 	@echo "make test    lint, types, import contracts, one scenario of each kind (sets itself up)"
 	@echo "make check   what each commit passes: lint, types, contracts, the quick tests"
 	@echo "make soak    every test of all, torchrun's side too   |  make bench  beside torchrun, a table"
 	@echo "make gpu     what only a GPU can show, within 8 minutes (docs/gpu.md)"
+	@echo "make release build, check and install the packages; REHEARSE=yes before the version is final"
 	@echo "make proto   generate elasticrun/wire/pb again        |  make wheel-test  an installed wheel"
 
 # torch first and exactly: with it there, no range of another package fetches a different build
@@ -47,6 +48,10 @@ $(VENV)/.dev: $(VENV)/.run
 
 $(VENV)/.frameworks: $(VENV)/.dev
 	$(INSTALL) "$(TORCH)" -e '.[dev,frameworks]'
+	touch $@
+
+$(VENV)/.release: $(VENV)/.dev
+	$(INSTALL) "$(TORCH)" -e '.[demo,dev,release]'
 	touch $@
 
 demo: $(VENV)/.run
@@ -76,6 +81,9 @@ test: $(VENV)/.frameworks
 
 wheel-test: $(VENV)/.dev
 	PYTHON="$(BIN)/python" TORCH="$(TORCH)" bash scripts/wheel_test.sh
+
+release: $(VENV)/.release
+	$(BIN)/python scripts/release.py $(if $(REHEARSE),--rehearse) $(if $(TAG),--tag "$(TAG)")
 
 bench: $(VENV)/.frameworks
 	$(BIN)/python benchmarks/launcher.py
