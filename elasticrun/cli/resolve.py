@@ -78,7 +78,7 @@ MAX_UNKNOWN_LISTED: Final = 5
 """Maximum number of unknown variables listed in a note."""
 
 _FOREIGN_VARIABLES: Final = re.compile(
-    r"ELASTICRUN_(JOB_UID$|(TEST|STEP|LAB|REWRITE)(_|$)|(.*_)?SERVICE_(HOST|PORT)|(.*_)?PORT(_\d|$))"
+    r"ELASTICRUN_((JOB_UID|TRAINJOB)$|(TEST|STEP|LAB|REWRITE)(_|$)|(.*_)?SERVICE_(HOST|PORT)|(.*_)?PORT(_\d|$))"
 )
 """Variables set by manifests and tests, or by Kubernetes in every pod if a Service has our name."""
 

@@ -1,5 +1,5 @@
-"""`elasticrun render k8s | jobset | slurm | operator`: prints what to give to a scheduler; sends
-nothing.
+"""`elasticrun render k8s | jobset | trainer-runtime | slurm | operator`: prints what to give to a
+scheduler; sends nothing.
 
 The launcher's flags may be mixed with the verb's and are passed on. The output is validated as far
 as possible here, including by the launcher's own parsing of the command. Files and plug-ins of the
@@ -27,7 +27,7 @@ from elasticrun.config import EXIT_OK, EXIT_USAGE
 from elasticrun.core.words import did_you_mean
 from elasticrun.jobs.manage import arena
 from elasticrun.jobs.manage.code import pinned
-from elasticrun.jobs.render import checks, grammar, pods, slurm, text
+from elasticrun.jobs.render import checks, grammar, pods, slurm, text, trainer
 from elasticrun.jobs.render.checks import Invalid
 from elasticrun.jobs.render.settings import GRACE_MARGIN, NEWEST, NodeCommand, PodSettings
 from elasticrun.jobs.render.slurm import SIGNALS, BatchSettings
@@ -243,12 +243,16 @@ def batch_of(ns: argparse.Namespace, program: Sequence[str]) -> tuple[BatchSetti
 
 
 def _manifest(target: str, settings: PodSettings, form: str) -> str:
-    jobset = target == "jobset"
-    documents = pods.jobset_documents(settings) if jobset else pods.job_documents(settings)
-    if form == "json":
-        return text.as_json(documents)
-    special = pods.JOBSET_REMARKS if jobset else {}
-    return text.as_yaml(documents, {**special, **pods.remarks(settings)})
+    special: dict[tuple[str, str], str] = pods.remarks(settings)
+    if target == "jobset":
+        documents = pods.jobset_documents(settings)
+        special |= pods.JOBSET_REMARKS
+    elif target == "trainer-runtime":
+        documents = trainer.runtime_documents(settings)
+        special |= trainer.REMARKS
+    else:
+        documents = pods.job_documents(settings)
+    return text.as_json(documents) if form == "json" else text.as_yaml(documents, special)
 
 
 def split_at_dashes(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -31,6 +31,7 @@ SIGNAL: Final = "TERM@120"
 TARGETS: Final = {
     "k8s": "An Indexed Job of Kubernetes and its headless Service",
     "jobset": "The same as a JobSet, if its controller is installed",
+    "trainer-runtime": "A runtime of Kubeflow Trainer, whose TrainJobs elasticrun then runs",
     "slurm": "A script for Slurm's sbatch",
     "operator": "Manifests that install the operator for ElasticJobs in a cluster",
 }
@@ -60,7 +61,7 @@ def parser(target: str) -> Parser:
 
 def overview() -> str:
     """The list of targets, for a call without one."""
-    rows = [f"  {PROG} render {name:<10}{what}" for name, what in TARGETS.items()]
+    rows = [f"  {PROG} render {name:<17}{what}" for name, what in TARGETS.items()]
     return "\n".join(("usage, each with its own --help:", *rows, ""))
 
 

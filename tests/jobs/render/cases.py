@@ -75,6 +75,10 @@ CASES: dict[str, tuple[str, ...]] = {
         "--nproc-per-node", "2", "--ttl", "600", "--suspend", "--rbac", "--gang", "kueue",
         "--queue", "team-a", *_SCRIPT,
     ),
+    "trainer_runtime.yaml": (
+        "trainer-runtime", "--name", "elasticrun", "--image", "repo/train:1.0", "--nnodes", "2:4",
+        "--nproc-per-node", "2", "--token-secret", "token", "--gang", "volcano", *_SCRIPT,
+    ),
     "slurm_least.sh": ("slurm", "--name", "tr", "--", "train.py"),
     "slurm_full.sh": (
         "slurm", "--name", "tr", "--nnodes", "2:4", "--spares", "1", "--nproc-per-node", "8",

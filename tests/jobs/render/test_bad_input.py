@@ -135,8 +135,8 @@ def test_batch(words: tuple[str, ...], why: str) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ((), "one of k8s, jobset, slurm"),
-        (("swarm",), "one of k8s, jobset, slurm"),
+        ((), "one of k8s, jobset, trainer-runtime, slurm"),
+        (("swarm",), "one of k8s, jobset, trainer-runtime, slurm"),
         (("slurm", "--name", "a"), "put the script after --"),
         (("slurm", "--name", "a", "train.py", "--lr", "3"), "train.py: put the script and its"),
         (("slurm", "--name", "a", "--"), "put the script after --"),

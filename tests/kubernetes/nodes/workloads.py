@@ -78,6 +78,7 @@ class Workloads:
         meta |= {"generateName": f"{stem}-", "ownerReferences": [owner(obj)]}
         body = {"metadata": meta, "spec": {**copy.deepcopy(template["spec"]), **spec}}
         if INDEX in extra:
+            meta["annotations"] = {**meta.get("annotations", {}), INDEX: extra[INDEX]}
             for one in (*body["spec"].get("initContainers", ()), *body["spec"]["containers"]):
                 source = {"fieldRef": {"fieldPath": f"metadata.labels['{INDEX}']"}}
                 told = {"name": "JOB_COMPLETION_INDEX", "valueFrom": source}
