@@ -1,5 +1,5 @@
 """The examples that people start from, at a small size: each survives what it says it survives.
-Others have tests of their own: `test_examples_snapshots`, `test_demo`, and those of recovery and
+Others have tests of their own: `test_examples_snapshots`, and those of recovery and
 data."""
 
 from __future__ import annotations
@@ -117,7 +117,5 @@ def test_the_elastic_job_is_one() -> None:
 
 def test_the_page_has_each_example() -> None:
     page = (EXAMPLES / "README.md").read_text()
-    own = {"ddp.py", "digits.py"}  # the plain script beside snapshots_ddp.py; of the demo
     for path in (*EXAMPLES.glob("*.py"), *CLUSTER.iterdir()):
-        if path.name not in own:
-            assert f"({path.relative_to(EXAMPLES)})" in page, path.name
+        assert f"({path.relative_to(EXAMPLES)})" in page, path.name
