@@ -33,6 +33,7 @@ from elasticrun.config import BEAT_INTERVAL
 from elasticrun.core import events
 from elasticrun.core.job.job import Job
 from elasticrun.core.nodes.membership import beat_interval
+from elasticrun.core.sight.curves import Curves
 from elasticrun.core.sight.hangs.waiting import Klass
 from elasticrun.core.sight.picture import CAUSES, Goodput, IncidentRow, Picture, VerdictRow
 from elasticrun.host.log import LEVELS, logger
@@ -196,7 +197,8 @@ class Loop:
         made = self._picture.get(self._job.picture)
         by = self.sources.get
         rows = tuple(replace(row, source=by(row.name, row.source)) for row in made.settings)
-        return replace(made, status=self.status(), settings=rows)
+        training = self.figures.curves.row(self._clock())
+        return replace(made, status=self.status(), settings=rows, training=training)
 
     def last_picture(self) -> Picture:
         """Like `picture`, but not cached and without the sources of the settings."""
@@ -528,6 +530,8 @@ class Figures:
         """Finished incidents by cause."""
         self.verdicts = dict.fromkeys(map(str, Klass), 0)
         """Reported hangs by class."""
+        self.curves = Curves()
+        """Of the steps and metrics that rank 0 reports, since this master began."""
         self.probes = 0
         """Answers to probes, one per node and pass of the network check."""
 
@@ -549,9 +553,13 @@ class Figures:
     def on_metrics(self, report: m.Metrics) -> bool:
         """Note the steps in rank 0's metrics; returns whether they are of the current round, or no
         round is known yet."""
+        is_current = self._round in (None, report.round)
         for row in report.rows:
+            if is_current:
+                values = dict(zip(report.names, row.values, strict=False))
+                self.curves.add(self._clock() - row.age, report.round.number, row.step, values)
             self._on_step(report.round, row.step)
-        return self._round in (None, report.round)
+        return is_current
 
     def on_report(self, report: m.Report) -> bool:
         """Count a report; returns whether it shows a newer step."""
@@ -560,6 +568,8 @@ class Figures:
             self.probes += 1
         elif isinstance(report, m.Steps):
             self._on_step(report.round, report.step)
+            if before != (self._stepped_in, self._step):
+                self.curves.add(self._stepped, report.round.number, report.step, {})
         elif isinstance(report, m.Holdings):
             for held in report.held:
                 self._on_step(held.round, held.step)

@@ -227,7 +227,8 @@ _warned = False
 def progress(step: int, **metrics: float) -> None:
     """Report that this rank has completed step `step`; call once a step, after the optimizer's
     step. `metrics` of rank 0 become a row of the job's `progress.csv`: `progress(step, loss=0.25,
-    lr=1e-4)`.
+    lr=1e-4)`. The page draws them; with `total=`, the number of the last step, it also shows when
+    the training will end.
 
     A no-op without an agent (or under torchrun). Never raises and, given numbers, never waits (a
     tensor on a GPU is waited for). A value that is not a number gives one warning."""

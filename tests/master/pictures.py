@@ -162,6 +162,10 @@ async def served(picture: Picture, port: int = 0) -> AsyncIterator[tuple[Recorde
     loop = Loop(brain)
     loop.figures._on_step(ROUND, picture.status.step)
     loop.figures.began -= picture.status.age
+    now = loop._clock()
+    for step in range(400):
+        loss = {"loss": f"{2 + 400 / (step + 40):.4f}", "total": "500"}
+        loop.figures.curves.add(now - 60 * (400 - step), ROUND.number, step, loss)
     page = StatusPage(loop, readers)
     page.listen("127.0.0.1", port)
     try:

@@ -30,7 +30,7 @@ import time
 from elasticrun.training import progress
 
 for step in range(100_000):
-    progress(step)
+    progress(step, loss=2.0 + int(os.environ["RANK"]), total=100_000)
     print(f"step {step} loss {2.0 + int(os.environ['RANK']) / 8}", flush=True)
     time.sleep(0.2)
 """
@@ -111,6 +111,8 @@ async def test_a_hang_is_read_from_top_to_bottom(browser: Any) -> None:
         assert "odd one" in await seen.text("#legend")
         assert "goodput 94 %" in await seen.text("#good")
         assert await tab.locator("#bar div").count() == 7
+        assert await tab.locator("#curves polyline").count() == 2
+        assert "80 % of 500 steps; ends in about 1 h 4" in await seen.text("#curves")
         assert await tab.locator("#line .bad").count() == 3  # the hang is one, though not over
         assert await tab.locator("#line .open").count() == 1
         await tab.get_by_text("#2,").click()
@@ -285,3 +287,8 @@ async def test_a_real_job_is_watched(browser: Any, elastic_job: Any, tmp_path: P
         await tab.locator(".node").first.click()
         assert await tab.locator("#detail tbody tr").count() == 2
         await tab.get_by_text("round 1", exact=True).wait_for()
+        await tab.locator("#curves").get_by_text("loss 2", exact=True).wait_for()
+        assert await tab.locator("#curves svg[role=img] polyline").count() >= 2
+        curves = await tab.locator("#curves").inner_text()
+        assert re.search(r"0(\.\d)? % of 100,000 steps; ends in about \d+ h \d+ min, at ", curves)
+        assert "time of a step 2" in curves  # 2xx ms

@@ -174,6 +174,24 @@ class SettingRow(Struct, frozen=True):
     source: str = ""  # a flag, a variable, or what was detected; "" if it is the default
 
 
+class CurveRow(Struct, frozen=True):
+    """A metric, or the seconds of a step (`step`): a mean for each stretch of time, if any."""
+
+    name: str
+    values: tuple[float | None, ...]
+
+
+class TrainingRow(Struct, frozen=True):
+    """How the training went, in stretches of `width` seconds, the oldest first."""
+
+    ages: tuple[float, ...]  # of the beginning of each stretch
+    width: float
+    steps: tuple[int, ...]  # the newest in each; -1: none
+    curves: tuple[CurveRow, ...]
+    total: int = -1  # the last step, as the script has told; -1: unknown
+    left: float = -1.0  # seconds until then at the current pace; -1.0: unknown
+
+
 class Picture(Struct, frozen=True):
     """The whole picture of a job."""
 
@@ -190,3 +208,4 @@ class Picture(Struct, frozen=True):
     slow: tuple[str, ...] = ()  # why nodes are found slow, with figures
     paces: tuple[PaceRow, ...] = ()
     settings: tuple[SettingRow, ...] = ()
+    training: TrainingRow | None = None

@@ -47,7 +47,9 @@ NO_LINK: Final = (
     "to see stacks and settings, open the link that `elasticrun status` prints on the master's host"
 )
 
-AGES: Final = frozenset(("age", "looked", "since", "quiet", "step_age", "remaining"))
+AGES: Final = frozenset(
+    ("age", "ages", "left", "looked", "since", "quiet", "step_age", "remaining")
+)
 """Fields that change merely because time passes: the page updates them itself, so such a change is
 not sent."""
 
@@ -254,6 +256,7 @@ def for_strangers(picture: Picture) -> Picture:
         stacks_missing=NO_LINK,
         said=(),
         settings=(),
+        training=None,
     )
 
 
