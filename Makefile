@@ -51,7 +51,7 @@ $(VENV)/.frameworks: $(VENV)/.dev
 	touch $@
 
 $(VENV)/.release: $(VENV)/.dev
-	$(INSTALL) "$(TORCH)" -e '.[demo,dev,release]'
+	$(INSTALL) "$(TORCH)" -e '.[dev,release]'
 	touch $@
 
 demo: $(VENV)/.run
