@@ -421,6 +421,7 @@ class Launch:
     event_log_handler: str = "null"
     precheck: int = 0  # 0: problems of this machine are logged; 1, 2: a failure ends the agent
     accelerator: str = ""  # "": detected; nvidia, ascend, cpu
+    watch_devices: str = "auto"  # auto, tell, off
     health_command: HealthCommandPlan = field(default_factory=HealthCommandPlan)
     master: MasterPlan = field(default_factory=MasterPlan)
 

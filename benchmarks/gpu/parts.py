@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import time
 import urllib.request
@@ -22,6 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import psutil
 
 from benchmarks.gpu import launch
@@ -29,7 +31,8 @@ from benchmarks.gpu.launch import ELASTICRUN, NO_BACKOFF, TORCHRUN, Fact, Runnin
 from benchmarks.gpu.probes import FREED
 from benchmarks.gpu.results import CUDA, NCCL, emit, gib, in_gib, median, text, trying
 from elasticrun.cli.devices import count_accelerators
-from elasticrun.host.accelerators import accelerator_for
+from elasticrun.core.health.devices import DeviceJudge, DeviceState
+from elasticrun.host.accelerators import accelerator_for, watch_child
 from elasticrun.host.accelerators.nvidia import Nvidia
 
 FORMS: Final = ("unset", "0", "", "-1", "1", "0,0", "0,99", "99,0", " 0 ", "0,x", "x", "+0", "00")
@@ -174,7 +177,10 @@ def _nvml() -> Nvml | None:
 
 
 def health() -> None:
-    """NVML delivers events, lists our processes, and shows when their memory is free."""
+    """NVML delivers events, lists our processes, and shows when their memory is free; the agent's
+    watch of devices sees a healthy node."""
+    with trying("the agent's watch of devices"):
+        _watch_of_devices()
     if CUDA:
         answer = launch.probe("nvml", limit=90)
         return emit("the probe of NVML", answer.code, "", answer.last_line, answer.code == 0)
@@ -183,6 +189,20 @@ def health() -> None:
     used = re.findall(r"\bpynvml\.(\w+)", launch.PROBES.read_text())
     missing = [name for name in used if not hasattr(pynvml, name)]
     return emit("names that pynvml lacks", str(missing), ok=not missing)
+
+
+def _watch_of_devices() -> None:
+    words = [sys.executable, "-P", watch_child.__file__, "1", "/sys", *(["--gpus"] * CUDA)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        line = child.stdout.readline()
+        child.stdin.close()
+    state = msgspec.json.decode(line, type=DeviceState)
+    fault, notices = DeviceJudge().judge(state)
+    told = "; ".join([fault, *notices]) or "a healthy node"
+    good = not fault and (not CUDA or all(gpu.uuid for gpu in state.gpus))
+    emit("GPUs that the agent's watch sees", len(state.gpus), note=told, ok=good)
 
 
 # ---------------------------------------------------------------- starts

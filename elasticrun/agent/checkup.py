@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 from elasticrun import __version__
 from elasticrun.agent.health.command import HealthCommand
+from elasticrun.agent.health.devices import DeviceWatch
 from elasticrun.agent.health.reports import HealthReporter
 from elasticrun.agent.link.trust import trust_of
 from elasticrun.agent.runtime import Tasks, in_thread
@@ -64,6 +65,7 @@ class Checkup:
         self._tasks = Tasks(logger.error)
         self.reporter = HealthReporter(node)
         self.command = HealthCommand(node, self.reporter)
+        self.devices = DeviceWatch(node, self.reporter)
         node.parts.append(self.command)
 
     def start(self) -> None:
@@ -85,8 +87,9 @@ class Checkup:
         return f"--precheck found this machine unfit: {as_line(failed[0])}{more}"
 
     def on_welcome(self, master: Endpoint) -> None:
-        """Called when a master accepts this node. Schedules a request that the master dial this
-        node's ports, unless the job has a single node."""
+        """Called when a master accepts this node. Starts the watch of devices, and schedules a
+        request that the master dial this node's ports, unless the job has a single node."""
+        self.devices.start()
         most = self._node.launch.spec.max_nodes
         if most > 1 and self._node.place.kind != "standalone":
             delay = ASK_AFTER + random.uniform(0, most / ASKS_PER_SECOND)
@@ -98,6 +101,7 @@ class Checkup:
         """Cancel the checks; threads that hang are abandoned."""
         self._tasks.close()
         self.command.close()
+        self.devices.close()
 
     async def _run_checks(self) -> list[Finding]:
         node = self._node

@@ -193,6 +193,7 @@ def _launch(
         event_log_handler=flags.text("event_log_handler"),
         precheck=precheck(flags),
         accelerator=accelerator(flags),
+        watch_devices=flags.text("watch_devices"),
         health_command=health_command(flags),
         master=master,
     )

@@ -386,6 +386,10 @@ _ROWS: Final[Mapping[str, tuple[Flag, ...]]] = {
             "Time between two runs of --health-cmd.", OURS),
         _flag("--health-cmd-timeout", _SECONDS, "SECONDS", config.HEALTH_COMMAND_TIMEOUT, "Time "
             "limit of a run of --health-cmd; three runs over it in a row exclude the node.", OURS),
+        _flag("--watch-devices", _TEXT, "", "auto", "Watch the GPUs and network ports of each node "
+            "during training. auto: exclude a node whose GPU must be reset (fatal Xids, a lost "
+            "GPU), and report other problems; tell: only report; off: do not watch.", OURS,
+            choices=("auto", "tell", "off")),
         _flag("--accelerator", _TEXT, "NAME", "", "The device that probes use: nvidia, ascend or "
             "cpu (or dlrover-run's nvidia.com/gpu, ascend-npu); default: detected.", DLROVER),
     ),

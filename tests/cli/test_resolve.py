@@ -506,6 +506,8 @@ FIELDS: list[tuple[str, Mapping[str, str], str, Any]] = [
     ("--health-cmd=check.sh --health-cmd-interval 5 --health-cmd-timeout=2.5", {},
      "launch.health_command", HealthCommandPlan("check.sh", 5.0, 2.5)),
     ("", {"ELASTICRUN_HEALTH_CMD": " a b "}, "launch.health_command.command", "a b"),
+    ("", {}, "launch.watch_devices", "auto"),
+    ("--watch-devices tell", {}, "launch.watch_devices", "tell"),
     ("--accelerator nvidia", {}, "launch.accelerator", "nvidia"),
     ("--accelerator nvidia.com/gpu", {}, "launch.accelerator", "nvidia"),
     ("--accelerator ascend-npu", {}, "launch.accelerator", "ascend"),

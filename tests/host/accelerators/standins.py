@@ -13,7 +13,7 @@ from tests import needs
 
 PYNVML = '''
 """Answers as NVML would, from the JSON file that $STANDIN_NVML names."""
-import json, os, signal
+import json, os, select, signal
 from types import SimpleNamespace
 
 NVML_ERROR_NOT_SUPPORTED = 3
@@ -29,8 +29,11 @@ nvmlClocksThrottleReasonHwSlowdown = 0x08
 nvmlClocksThrottleReasonSwThermalSlowdown = 0x20
 nvmlClocksThrottleReasonHwThermalSlowdown = 0x40
 nvmlClocksThrottleReasonHwPowerBrakeSlowdown = 0x80
+nvmlEventTypeDoubleBitEccError = 0x2
+nvmlEventTypeXidCriticalError = 0x8
+NVML_FI_DEV_GET_GPU_RECOVERY_ACTION = 230
 
-TEXTS = {3: "Not Supported", 12: "NVML Shared Library Not Found", 15: "GPU is lost",
+TEXTS = {3: "Not Supported", 10: "Timeout", 12: "NVML Shared Library Not Found", 15: "GPU is lost",
          18: "RM has detected an NVML/RM version mismatch."}
 
 
@@ -66,9 +69,11 @@ def nvmlDeviceGetCount():
 
 
 def nvmlDeviceGetHandleByIndex(index):
-    if NODE["gpus"][index].get("lost"):
+    with open(os.environ["STANDIN_NVML"]) as file:  # a test may have changed it
+        gpu = json.load(file)["gpus"][index]
+    if gpu.get("lost"):
         raise NVMLError(NVML_ERROR_GPU_IS_LOST)
-    return NODE["gpus"][index]
+    return gpu
 
 
 def answer(handle, name):
@@ -129,6 +134,43 @@ def nvmlDeviceGetTemperature(handle, sensor):
     return answer(handle, "temperature")
 
 
+def nvmlDeviceGetFieldValues(handle, fields):
+    assert fields == [NVML_FI_DEV_GET_GPU_RECOVERY_ACTION]
+    value = SimpleNamespace(uiVal=answer(handle, "recovery"))
+    return [SimpleNamespace(nvmlReturn=0, value=value)]
+
+
+def nvmlDeviceGetSupportedEventTypes(handle):
+    return answer(handle, "events")
+
+
+def nvmlEventSetCreate():
+    return {"gpus": [], "fifo": os.open(NODE["fifo"], os.O_RDWR) if "fifo" in NODE else -1}
+
+
+def nvmlDeviceRegisterEvents(handle, types, events):
+    assert types & ~answer(handle, "events") == 0
+    events["gpus"].append(handle["uuid"])
+
+
+def nvmlEventSetWait_v2(events, milliseconds):
+    """An event is a line in the fifo: the number of a GPU, and an Xid."""
+    if not select.select([events["fifo"]][events["fifo"] < 0:], [], [], milliseconds / 1000)[0]:
+        raise NVMLError(NVML_ERROR_TIMEOUT)
+    line = b""
+    while not line.endswith(b"\\n"):
+        line += os.read(events["fifo"], 1)
+    index, xid = map(int, line.split())
+    assert NODE["gpus"][index]["uuid"] in events["gpus"]
+    return SimpleNamespace(
+        device=index, eventType=nvmlEventTypeXidCriticalError, eventData=xid
+    )
+
+
+def nvmlDeviceGetIndex(device):
+    return device
+
+
 def nvmlDeviceGetNvLinkState(handle, link):
     links = answer(handle, "links")
     if link >= len(links):
@@ -152,6 +194,8 @@ def gpu(number: int, **what: Any) -> dict[str, Any]:
         "reasons": 1,  # idle
         "temperature": 34,
         "links": [1] * 18,
+        "events": 0xA,
+        "recovery": 0,
         **what,
     }
 

@@ -1,0 +1,106 @@
+"""The agent's watch of devices: its child, what the master learns, and a child that fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+
+from elasticrun.agent.health import devices
+from elasticrun.agent.health.devices import DeviceWatch
+from elasticrun.agent.health.reports import HealthReporter
+from elasticrun.host.accelerators import nvidia
+from tests.agent.configs import launched, node_context, reaping
+from tests.agent.health.test_command import Heard
+from tests.harness import is_alive
+from tests.host.accelerators.standins import gpu, nvml
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[IO[str]]:
+    """A node with two GPUs, the second of them used; yields where their events are written."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    environ = nvml(tmp_path, gpu(0), gpu(1), fifo=str(fifo))
+    for name in ("PYTHONPATH", "STANDIN_NVML"):
+        monkeypatch.setenv(name, environ[name])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.setattr(nvidia, "_DRIVER_FILES", (str(fifo),))
+    monkeypatch.setattr(devices, "POLL", 0.05)
+    with os.fdopen(os.open(fifo, os.O_RDWR), "w") as events:  # nobody needs to read yet
+        yield events
+
+
+@contextlib.asynccontextmanager
+async def watching(tmp_path: Path, **launch: str) -> AsyncIterator[tuple[DeviceWatch, Heard]]:
+    async with reaping() as reaper:
+        link = Heard()
+        shared = node_context(launched(**launch), link, reaper=reaper)
+        mine = DeviceWatch(shared, HealthReporter(shared), str(tmp_path / "sys"))
+        mine.start()
+        try:
+            yield mine, link
+        finally:
+            mine.close()
+
+
+def tell(events: IO[str], line: str) -> None:
+    events.write(f"{line}\n")
+    events.flush()
+
+
+async def test_a_fatal_xid_is_a_fault(node: IO[str], tmp_path: Path) -> None:
+    """One of a GPU that no rank sees is nothing; one that is not fatal is a notice."""
+    async with watching(tmp_path) as (_, link):
+        tell(node, "0 79")
+        tell(node, "1 94")
+        await link.until(lambda: link.reports)
+        assert link.reports[0].notices == ("GPU 1 reports Xid 94 (contained memory error)",)
+        tell(node, "1 79")
+        await link.until(lambda: link.reports[-1].fault)
+    assert "GPU 1 reports Xid 79 (GPU has fallen off the bus)" in link.reports[-1].fault
+
+
+async def test_with_tell_it_is_a_notice(node: IO[str], tmp_path: Path) -> None:
+    async with watching(tmp_path, watch_devices="tell") as (_, link):
+        tell(node, "1 79")
+        await link.until(lambda: link.reports)
+    assert link.reports[0].fault == ""
+    assert "Xid 79" in link.reports[0].notices[0]
+
+
+@pytest.mark.parametrize("launch", [{"watch_devices": "off"}, {"accelerator": "cpu"}])
+async def test_where_nothing_is_to_be_watched(node: IO[str], tmp_path: Path, launch) -> None:
+    async with watching(tmp_path, **launch) as (mine, _):
+        assert not len(mine._tasks)
+
+
+async def test_a_child_that_fails_is_started_again_and_then_given_up(
+    node: IO[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child that hangs, one after the other."""
+    environ = nvml(tmp_path, hangs=True)
+    monkeypatch.setenv("STANDIN_NVML", environ["STANDIN_NVML"])
+    monkeypatch.setattr(devices, "SILENCE", 0.2)
+    monkeypatch.setattr(devices, "PAUSES", (0.01, 0.01))
+    started: list[int] = []
+    start = DeviceWatch._start_child
+
+    def counted(watch: DeviceWatch, gpus: bool):  # type: ignore[no-untyped-def]
+        process = start(watch, gpus)
+        started.append(process.pid)
+        return process
+
+    monkeypatch.setattr(DeviceWatch, "_start_child", counted)
+    async with watching(tmp_path) as (_, link):
+        await link.until(lambda: link.reports)
+        assert link.reports[0].notices == (
+            "its devices are no longer watched: the driver has not answered for 0.2 s",
+        )
+        assert link.reports[0].fault == ""
+        assert len(started) == 3
+    assert not [pid for pid in started if is_alive(pid)]
