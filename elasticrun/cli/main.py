@@ -114,6 +114,7 @@ _VERB_MODULES: Final = {
     "convert": "jobs.verbs.convert",
     "operator": "jobs.verbs.operator",
     "completion": "jobs.verbs.completion",
+    "shim": "jobs.verbs.shim",
     **dict.fromkeys(ORDER_VERBS, "jobs.running.orders"),
     **dict.fromkeys(SUBMITTED_VERBS, "jobs.manage.jobs"),
 }
@@ -121,7 +122,7 @@ _VERB_MODULES: Final = {
 Outside `elasticrun/jobs`, only this table and calls of `_module` refer to modules of that folder;
 likewise for `elasticrun/testing`."""
 
-_WITH_NOTIFY: Final = ("submit", "render", "convert", "warm", "join")
+_WITH_NOTIFY: Final = ("submit", "render", "convert", "warm", "join", "shim")
 """Verbs whose functions take `notify`, which prints a line for the user."""
 
 VERBS: Final = ("master", *_VERB_MODULES)
@@ -217,8 +218,11 @@ def notify(sentence: str) -> None:
 
 
 def _launch(words: Sequence[str]) -> int:
+    from elasticrun.cli.settings_file.find import for_launch
+
     ns = get_args_parser().parse_args(words)
     try:
+        words, ns = for_launch(words, ns, notify)
         return _run(words, ns)
     except UsageError as error:
         if ns.exit_codes == "scheduler" and error.exit_code == EXIT_FAILED:
@@ -316,12 +320,14 @@ def _exec_torchrun(plugin: str, words: Sequence[str], ns: argparse.Namespace) ->
     raises UsageError if torchrun cannot be started. The `--` prevents torchrun from parsing the
     script's words as abbreviated flags."""
     from elasticrun.cli.flags import torchrun_variables
+    from elasticrun.cli.rendezvous import without_flags
 
     notify(f"--rdzv-backend={plugin} is a torchrun plug-in: handing over to torchrun")
     os.environ.update(torchrun_variables(os.environ))
     # -P, because the console script torchrun has no working directory on its path either
     command = [sys.executable, "-P", "-m", "torch.distributed.run"]
     ours = [word for word in words[: get_args_parser().script_at(words)] if word != "--"]
+    ours = without_flags(ours, ("--no-config",))
     command += [*ours, "--", ns.training_script, *ns.training_script_args]
     try:
         os.execv(command[0], command)
@@ -348,7 +354,7 @@ def _verb(verb: str, words: Sequence[str]) -> int:
         if run_there is not None:
             return (_run_piped if verb == "exec" else _run_printing)(run_there)
     run = _function_of(verb)
-    if verb == "operator" or (verb == "join" and "--new" not in words):
+    if verb in ("operator", "shim") or (verb == "join" and "--new" not in words):
         return run(words)
     if verb == "exec" or (verb == "warm" and "--list" not in words):
         return _run_piped(lambda: run(words))

@@ -535,7 +535,7 @@ def _require_torchrun_flags(flags: FlagValues, plugin: str) -> None:
     given: Mapping[str, str] = getattr(flags.ns, "given", {})
     contract = {flag.dest for flag in table.FLAGS if flag.origin == TORCHRUN}
     for dest, spelling in given.items():
-        if dest not in contract and dest != "dry_run":
+        if dest not in contract and dest not in ("dry_run", "config", "profile", "no_config"):
             raise UsageError(
                 f"{spelling} is not a flag of torchrun, which runs jobs with "
                 f"--rdzv-backend={plugin}: leave it out",

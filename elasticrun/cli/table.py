@@ -120,7 +120,7 @@ subcommands, each with its own --help (JOB: a name or a prefix of one):
   elasticrun restart [JOB]          restart its ranks
   elasticrun exclude, include NODE  exclude a node; admit it again
   elasticrun join, doctor, demo     join a job; check this machine; see it work
-  elasticrun render, convert        print files for Kubernetes or Slurm
+  elasticrun render, convert, shim  files for schedulers; replace torchrun
   elasticrun master, warm, operator run a master; cache torch; ElasticJobs
   elasticrun replay, completion     a master's decisions; shell completion
 """
@@ -149,6 +149,7 @@ verbs, if they come first and no file has that name (each has its own --help):
   elasticrun ckpt ls|verify|prune DIR  list, verify or remove checkpoints
   elasticrun join HOST:PORT CODE  make this machine a node of a running job
   elasticrun doctor             check this machine, with advice for each problem
+  elasticrun shim -- CMD        run a command whose torchrun is elasticrun
   elasticrun demo               show a killed rank, a killed node, a new node and a hang, in 30 s
   elasticrun master             run a job master by hand, on a host without ranks
   elasticrun replay TRACE       replay the decisions in a master's trace, with reasons
@@ -421,6 +422,11 @@ _ROWS: Final[Mapping[str, tuple[Flag, ...]]] = {
         _flag("--logdir", _TEXT, "DIR", "", "The folder that --tensorboard shows.", OURS),
         _flag("--on-event", _TEXT, "CMD|URL", "", "Receives each incident, each hang and the job's "
             "end: a command that reads one JSON object from stdin, or a URL for a POST.", OURS),
+        _flag("--config", _TEXT, "FILE", "", "The settings file; default: elasticrun.toml of this "
+            "folder, or [tool.elasticrun] in its pyproject.toml (docs/settings.md).", OURS),
+        _flag("--profile", _TEXT, "NAME", "", "Also use the settings of [profile.NAME] of the "
+            "settings file.", OURS),
+        _switch("--no-config", "Use no settings file.", OURS, env=""),
         _switch("--dry-run", "Print what would run, and where each setting comes from.", OURS,
             env=""),
         _switch("--verbose", "With --dry-run: also print settings that have their defaults.", OURS,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from pathlib import Path
 from typing import Final
 
 from elasticrun.cli.settings import FlagValues, NotHere, UsageError
 from elasticrun.config import Place, Tls
 from elasticrun.host.system.network import names_this_host_only
-from elasticrun.wire.env import GIT_PASSWORDS, GIT_USERNAMES
+from elasticrun.wire.env import GIT_PASSWORDS, GIT_USERNAMES, SHIM
 
 TOKEN_VARIABLE: Final = "ELASTICRUN_TOKEN"
 TOKEN_FILE_VARIABLE: Final = "ELASTICRUN_TOKEN_FILE"
@@ -22,19 +24,42 @@ SHORT_TOKEN: Final = 16
 """A token with fewer characters can be guessed: anyone who can connect to the master can guess
 offline, because the master proves first that it knows the token."""
 
+SHIM_ENTRIES: Final = {"PATH": "bin", "PYTHONPATH": "python"}
+"""Variables with a folder of `elasticrun shim`, and that folder's name in the shim's folder."""
+
+SHIM_USED: Final = "used"
+"""The file in the shim's folder that exists once elasticrun was started below the shim."""
+
 _withdrawn: dict[str, str] = {}
 
 
 def withdraw(*names: str) -> dict[str, str]:
     """Remove the token and these variables from this process's environment, so that children do not
-    inherit them and /proc/<pid>/environ does not show them. Returns the environment including all
-    that was ever removed."""
+    inherit them and /proc/<pid>/environ does not show them; likewise a shim. Returns the
+    environment including all secrets that were ever removed."""
+    leave_shim()
     for name in (TOKEN_VARIABLE, *names):
         if name in os.environ:
             _withdrawn[name] = os.environ[name]
             _overwrite(name)
             del os.environ[name]
     return {**os.environ, **_withdrawn}
+
+
+def leave_shim() -> None:
+    """Remove `elasticrun shim` from this process, so that children and ranks are not below it."""
+    folder = os.environ.pop(SHIM, "")
+    if not folder:
+        return
+    with contextlib.suppress(OSError):  # the shim has ended
+        Path(folder, SHIM_USED).touch()
+    for name, entry in SHIM_ENTRIES.items():
+        path = os.environ.get(name, "").split(os.pathsep)
+        rest = [each for each in path if each != os.path.join(folder, entry)]
+        os.environ[name] = os.pathsep.join(rest)
+        if not rest:
+            del os.environ[name]
+    sys.path[:] = [each for each in sys.path if not each.startswith(folder)]
 
 
 def _overwrite(name: str) -> None:

@@ -158,6 +158,9 @@ SNAPSHOTS: Final = "ELASTICRUN_SNAPSHOTS"
 """In ranks: where `elasticrun.training.Checkpointer` connects to its agent
 (`wire/snapshots.py`)."""
 
+SHIM: Final = "ELASTICRUN_SHIM"
+"""The folder of `elasticrun shim`, in the environment of its command; never in ranks."""
+
 SHM_DIR: Final = "ELASTICRUN_SHM_DIR"
 """Where segments are stored: a folder on a tmpfs; default: /dev/shm."""
 

@@ -111,7 +111,7 @@ def test_the_table(environ: dict[str, str]) -> None:
 def test_it_is_a_verb(environ: dict[str, str], tmp_path: Path) -> None:
     command = (sys.executable, "-m", "elasticrun", "--help")
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=LIMIT)
-    assert "  elasticrun join, doctor  " in done.stdout
+    assert "  elasticrun join, doctor, demo  " in done.stdout
     own = doctor("--help", environ=environ).stdout
     for flag in ("--json", "--ckpt-dir", "--rdzv-endpoint", "--log-dir", "--token-file"):
         assert flag in own

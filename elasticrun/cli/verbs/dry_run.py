@@ -55,7 +55,7 @@ def describe(
     settings = [
         _in_effect(setting(flags, flag.dest), found, environ)
         for flag in FLAGS
-        if flag.dest not in ("dry_run", "verbose", "version", "print_completion")
+        if flag.dest not in ("dry_run", "verbose", "version", "print_completion", "no_config")
     ]
     usual = [row for row in settings if row.source == "default"]
     shown = [row for row in settings if row.source != "default"] + (usual if ns.verbose else [])

@@ -89,7 +89,8 @@ def main(argv: Sequence[str], notify: Callable[[str], None], launch: Callable[..
     command, at = answer.command, answer.program_at
     known = any(word.startswith("--rdzv-id") for word in command[:at])
     ours = [f"--rdzv-endpoint={endpoint}", *([] if known else [f"--rdzv-id={answer.job_id}"])]
-    words = [*without_flags(command[:at], TRUST_FLAGS), *flags, *ours, *command[at:]]
+    words = [*without_flags(command[:at], (*TRUST_FLAGS, "--no-config")), *flags, *ours]
+    words = ["--no-config", *words, *command[at:]]  # the job's settings, not this folder's
     _change_folder(answer, words)
     os.environ.pop(trust.TOKEN_FILE_VARIABLE, None)  # of another job; it would take precedence
     os.environ[trust.TOKEN_VARIABLE] = answer.token  # `withdraw` removes it again

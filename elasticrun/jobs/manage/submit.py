@@ -24,6 +24,7 @@ from elasticrun.cli.devices import shared_folder, this_machine
 from elasticrun.cli.flags import PROG, Parser, add_group, get_args_parser
 from elasticrun.cli.resolve import entry_of, resolve
 from elasticrun.cli.settings import FlagValues, NoProgram, NotHere, UsageError
+from elasticrun.cli.settings_file.find import for_verb, use
 from elasticrun.cli.table import FLAGS
 from elasticrun.cli.trust import GIT_SECRETS, TOKEN_VARIABLE, withdraw
 from elasticrun.config import ELASTIC_RESTARTS, EXIT_FAILED, EXIT_OK, EXIT_USAGE
@@ -75,11 +76,14 @@ def main(words: Sequence[str], notify: Callable[[str], None]) -> int:
     """Run `submit`. `notify` prints notes for the user. Returns the exit code. Raises
     UsageError."""
     try:
-        on, hosts = _read_placement(render.split_at_dashes(words)[0])
+        typed = render.split_at_dashes(words)[0]
+        on, hosts = _read_placement(typed)
+        file = for_verb(typed, {} if on == "k8s" else os.environ, notify)
+        hosts = hosts or (file is not None and not {"hosts", "hostfile"}.isdisjoint(file.found))
         where = backends.choose_backend(on, os.environ, hosts=hosts)
         flags, program = render.split_at_dashes(arena.translate(words, where, notify))
         made = parser(where)
-        ns, extra = made.parse_known_args(flags)
+        ns, extra = made.parse_known_args(use(file, flags, made, notify))
         _with_restarts(ns)
         if extra:
             _refuse(extra, made, where)

@@ -22,6 +22,7 @@ from elasticrun.cli.detection.found import Machine
 from elasticrun.cli.flags import Parser, get_args_parser
 from elasticrun.cli.resolve import resolve, shutdown_timeout
 from elasticrun.cli.settings import FlagValues, UsageError
+from elasticrun.cli.settings_file.find import for_verb, use
 from elasticrun.cli.table import FLAGS
 from elasticrun.config import EXIT_OK, EXIT_USAGE
 from elasticrun.core.words import did_you_mean
@@ -207,7 +208,8 @@ def _main(words: Sequence[str], notify: Callable[[str], None]) -> int:
         raise Invalid(f"{what}: name one of {known} (see elasticrun render --help)")
     flags, program = split_at_dashes(arena.translate(rest, target, notify))
     made = render_flags.parser(target)
-    ns, extra = made.parse_known_args(flags)
+    file = for_verb(flags, {}, notify)
+    ns, extra = made.parse_known_args(use(file, flags, made, notify))
     refuse_extra(extra, made, target)
     if not program or program[0].startswith("-"):
         raise Invalid(
