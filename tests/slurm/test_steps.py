@@ -5,6 +5,7 @@ Slurm knows."""
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import psutil
 import pytest
@@ -16,6 +17,8 @@ from tests.jobs.render.rendered import render
 from tests.slurm.conftest import Slurm, agent, typed_on_page
 
 pytestmark = pytest.mark.slow
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_srun_of_several_nodes(slurm: Slurm) -> None:
@@ -94,6 +97,27 @@ def test_a_rendered_script_runs_with_a_spare(slurm: Slurm) -> None:
     slurm.await_end(job)
     assert slurm.told(job, "JobState") == "COMPLETED"
     assert slurm.told(job, "ExitCode") == "0:0"
+
+
+@further("e2e/test_examples::test_files_are_what_render_prints")
+def test_the_example_trains(slurm: Slurm) -> None:
+    """examples/cluster/slurm.sh, with one rank on a node and a small model."""
+    script = (EXAMPLES / "cluster/slurm.sh").read_text()
+    small = "--steps 30 --batch 8 --micro-batch 2 --length 16 --width 32 --layers 1"
+    for found, here in (
+        ("per-node=8", "per-node=1"),
+        ("#SBATCH --gpus-per-node=1\n", ""),
+        ("cpus-per-task=32", "cpus-per-task=1"),
+        ("--nodes=2-5", "--nodes=2-3"),
+        ("/shared/runs/pretrain", f"{slurm.folder}/pretrain {small}"),
+        ("examples/", f"{EXAMPLES}/"),
+    ):
+        assert found in script
+        script = script.replace(found, here)
+    job = slurm.sbatch(script)
+    slurm.await_end(job)
+    assert slurm.told(job, "JobState") == "COMPLETED"
+    assert "step=30 ranks=" in job.console.read_text()
 
 
 @further("jobs/render/test_slurm", "slurm/test_steps::test_a_step_whose_ranks_fail")
