@@ -65,7 +65,7 @@ class Checkup:
         self._tasks = Tasks(logger.error)
         self.reporter = HealthReporter(node)
         self.command = HealthCommand(node, self.reporter)
-        self.devices = DeviceWatch(node, self.reporter)
+        self.devices = node.memory = DeviceWatch(node, self.reporter)
         node.parts.append(self.command)
 
     def start(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -35,6 +35,13 @@ class NodePart(Protocol):
         """Called when the agent ends; no process of a rank is left."""
 
 
+class DeviceMemory(Protocol):
+    """Knows which processes hold memory of this node's devices."""
+
+    async def wait_until_free(self, exited: Collection[int]) -> None:
+        """Wait, for a limited time, until none of these exited processes holds any."""
+
+
 @dataclass
 class NodeContext:
     """What the parts of a node share. Some values are set only after the agent has started."""
@@ -62,6 +69,8 @@ class NodeContext:
     address: str = ""
     """The address that other nodes dial."""
     link: Link = field(init=False, repr=False)
+    memory: DeviceMemory | None = None
+    """Knows whose memory of devices is not free; None: nobody does."""
     parts: list[NodePart] = field(default_factory=list)
     """In the order in which their callbacks run."""
 

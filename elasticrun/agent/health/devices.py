@@ -3,7 +3,7 @@
 A child process (`host/accelerators/watch_child.py`) reads drivers and sysfs, because their calls
 may block forever. It starts once the master has accepted this node, on machines with an NVIDIA
 driver or InfiniBand, and ends with this agent. If it ends or falls silent it is started again, a
-few times.
+few times. Before ranks are started again, it also tells whose memory of GPUs is not free yet.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from elasticrun.agent.runtime import Tasks
-from elasticrun.core.health.devices import DeviceJudge, DeviceState
+from elasticrun.core.health.devices import DeviceJudge, DeviceState, GpuProcesses
 from elasticrun.host.accelerators import nvidia
-from elasticrun.host.log import logger
+from elasticrun.host.log import NOTICE, logger
 from elasticrun.host.system.sandbox import kill
 from elasticrun.wire import debugger
 
@@ -36,6 +37,15 @@ SILENCE: Final = 60.0
 
 PAUSES: Final = (1.0, 10.0, 60.0)
 """Seconds before each restart of the child; then the devices are no longer watched."""
+
+ANSWER_LIMIT: Final = 2.0
+"""Seconds for the child to list the processes of GPUs."""
+
+FREE_LIMIT: Final = 30.0
+"""Seconds to wait for the memory of ranks that have exited; NVRx waits 50 s."""
+
+FREE_AGAIN: Final = 0.1
+"""Seconds between two questions meanwhile. NVML has no event for memory that becomes free."""
 
 MAX_LINE: Final = 256 * 1024
 """Maximum bytes of a state; one of 64 GPUs and 64 ports has a tenth of that."""
@@ -55,6 +65,8 @@ class DeviceWatch:
         self._sys = sys_root
         self._judge = DeviceJudge()
         self._tasks = Tasks(logger.warning)
+        self._child: subprocess.Popen[bytes] | None = None  # one that watches GPUs
+        self._asked: asyncio.Future[GpuProcesses] | None = None
 
     def start(self) -> None:
         """Start the child, if this machine has devices to watch."""
@@ -67,6 +79,43 @@ class DeviceWatch:
     def close(self) -> None:
         """Stop; the child is killed."""
         self._tasks.close()
+
+    async def wait_until_free(self, exited: Collection[int]) -> None:
+        """Wait until none of these processes of ours, which have exited, holds memory of a GPU: the
+        driver releases it later, and ranks started before may run out of it. Returns after
+        FREE_LIMIT, and at once if it is unknown."""
+        loop = asyncio.get_running_loop()
+        end, is_told = loop.time() + FREE_LIMIT, False
+        while held := (await self._processes()).held_by(exited):
+            left = end - loop.time()
+            if left <= 0:
+                logger.warning(
+                    "starting the ranks although memory of exited ranks is not free after %g s: %s",
+                    FREE_LIMIT,
+                    held,
+                )
+                return
+            if not is_told:
+                is_told = True
+                sentence = "waiting up to %g s until the GPU memory of exited ranks is free: %s"
+                logger.log(NOTICE, sentence, FREE_LIMIT, held)
+            await asyncio.sleep(min(FREE_AGAIN, left))
+
+    async def _processes(self) -> GpuProcesses:
+        """The processes that hold memory of GPUs, as far as that is known now."""
+        unknown = GpuProcesses(())
+        if self._child is None or self._child.stdin is None:
+            return unknown
+        if self._asked is None or self._asked.done():
+            self._asked = asyncio.get_running_loop().create_future()
+            try:
+                os.write(self._child.stdin.fileno(), b"processes\n")
+            except OSError:
+                return unknown  # it has just ended
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._asked), ANSWER_LIMIT)
+        except TimeoutError:
+            return unknown
 
     async def _watch(self, gpus: bool) -> None:
         why = await self._run_child(gpus)
@@ -82,9 +131,12 @@ class DeviceWatch:
             process = self._start_child(gpus)
         except OSError as error:
             return f"its process cannot be started: {error.strerror}"
+        self._child = process if gpus else None
         try:
             return await self._read(process)
         finally:
+            self._child = None
+            self._answer(GpuProcesses(()))
             if process.returncode is None:
                 kill(process.pid)
             self._node.reaper.spared.discard(process.pid)
@@ -124,9 +176,20 @@ class DeviceWatch:
                 if not line:
                     return why
                 try:
-                    self._judge_state(msgspec.json.decode(line, type=DeviceState))
+                    self._heard(msgspec.json.decode(line, type=dict[str, object]))
                 except msgspec.MsgspecError:
                     why = line.decode(errors="replace").strip()[:200] or why
+
+    def _heard(self, said: dict[str, object]) -> None:
+        """Process a line of the child. Raises MsgspecError."""
+        if "processes" in said:
+            self._answer(msgspec.convert(said, GpuProcesses))
+        else:
+            self._judge_state(msgspec.convert(said, DeviceState))
+
+    def _answer(self, found: GpuProcesses) -> None:
+        if self._asked is not None and not self._asked.done():
+            self._asked.set_result(found)
 
     def _judge_state(self, state: DeviceState) -> None:
         listed = os.environ.get(nvidia.Nvidia.visible_variable)

@@ -200,6 +200,7 @@ class Ranks:
         self._tasks.start(self._report_exits(), "reporting exits of ranks")
         self._sent_us: dict[int, int] = {}  # by signal, microseconds since the epoch
         self._cleared: asyncio.Event | None = None
+        self._exited_pids: frozenset[int] = frozenset()  # of the last ranks
         self._lingering: spawning.Lingering | None = None  # leftovers that may run for a while
 
     @property
@@ -245,12 +246,18 @@ class Ranks:
         attempt = _Attempt(effect.start, effect.attempt, monitors=monitors)
         if effect.kept and self._attempt is not None:
             self._keep(self._attempt, attempt, effect.kept)
+        self._note_exited(attempt)
         self._attempt = attempt
         self._recoverables.new_round(effect.start, attempt.pids)
         self._sent_us.clear()
         for local_rank, pid in attempt.pids.items():
             self._node.deliver(RankSpawned(local_rank, pid))
         self._tasks.start(self._start(attempt, own), "starting the ranks")
+
+    def _note_exited(self, later: _Attempt | None = None) -> None:
+        """The newest ranks have exited, except those that `later` keeps."""
+        kept = frozenset(later.pids.values()) if later is not None else frozenset()
+        self._exited_pids = (frozenset(self.pids.values()) or self._exited_pids) - kept
 
     @staticmethod
     def _keep(last: _Attempt, attempt: _Attempt, kept: tuple[int, ...]) -> None:
@@ -418,6 +425,7 @@ class Ranks:
         self._sweeping = ()
         if self._attempt is not None:
             self._attempt.called_off = True
+            self._note_exited()
             self._attempt = None
 
     def close(self) -> None:
@@ -438,6 +446,8 @@ class Ranks:
         except (BadEnvironment, LogsUnusable) as error:
             self._node.fatal(str(error))
             return
+        if self._exited_pids and self._node.memory is not None:
+            await self._node.memory.wait_until_free(self._exited_pids)
         if attempt is not self._attempt or attempt.called_off:
             return
         for local_rank in attempt.kept:  # its process writes to its first error file

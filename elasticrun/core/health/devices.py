@@ -61,6 +61,9 @@ RECOVERY: Final = {1: RESET, 2: REBOOT, 6: REBOOT, 7: REBOOT}
 """NVML's recovery actions (nvmlDeviceGpuRecoveryAction_t) after which the GPU cannot be used: GPU
 reset, node reboot, bus reset, system reboot. The others let running work end first."""
 
+MAX_HOLDERS: Final = 8
+"""Maximum number of processes that a sentence names."""
+
 SLOW_AFTER: Final = 3
 """Consecutive states in which a GPU is slowed down, before that is a notice; its end takes as
 many."""
@@ -93,6 +96,22 @@ class DeviceState(Struct, frozen=True):
 
     gpus: tuple[GpuState, ...] = ()
     nics: tuple[NicState, ...] = ()
+
+
+class GpuProcesses(Struct, frozen=True):
+    """The processes that hold memory of GPUs: index of the GPU, pid, bytes (None: unknown)."""
+
+    processes: tuple[tuple[int, int, int | None], ...]
+
+    def held_by(self, pids: Collection[int]) -> str:
+        """Which of these processes hold memory, as a clause; "" if none does."""
+        held = [
+            f"process {pid} holds {'' if size is None else f'{size / 2**30:.3g} GiB of '}GPU {gpu}"
+            for gpu, pid, size in self.processes
+            if pid in pids
+        ]
+        more = len(held) - MAX_HOLDERS
+        return ", ".join(held[:MAX_HOLDERS]) + (f" and {more} more" if more > 0 else "")
 
 
 class DeviceJudge:

@@ -88,20 +88,29 @@ def has_driver() -> bool:
 
 
 def visible(listed: str | None, uuids: Sequence[str]) -> list[int] | None:
-    """Indices of the GPUs that CUDA_VISIBLE_DEVICES selects, interpreted as CUDA does, in its
-    order.
+    """Indices of the GPUs that CUDA_VISIBLE_DEVICES selects, in its order, interpreted as CUDA and
+    torch do: the first entry decides whether all are numbers or all are names, and the list ends at
+    the first entry that is not a device. A duplicate empties it.
 
-    The list ends at the first entry that is not a device, and a duplicate empties it. None if it
-    names MIG instances, which are not in NVML's list of GPUs.
+    None if it names MIG instances, which are not in NVML's list of GPUs.
     """
     if listed is None:
         return list(range(len(uuids)))
+    if listed.startswith("MIG-"):
+        return None
+    is_named = listed.startswith("GPU-")
+    entries: list[str | int] = []
+    for item in listed.split(","):
+        entry = item if is_named else _number(item.strip())
+        if entry in entries:  # also of devices that do not exist
+            return []
+        if entry is None or (is_named and not item.startswith("GPU-")):
+            break
+        entries.append(entry)
     seen: list[int] = []
-    for entry in (item.strip() for item in listed.split(",")):
-        if entry.startswith("MIG-"):
-            return None
-        index = _device_index(entry, uuids)
-        if index is None:
+    for entry in entries:
+        index = _named(entry, uuids) if isinstance(entry, str) else entry
+        if index is None or index >= len(uuids):
             break
         if index in seen:
             return []
@@ -109,16 +118,16 @@ def visible(listed: str | None, uuids: Sequence[str]) -> list[int] | None:
     return seen
 
 
-def _device_index(entry: str, uuids: Sequence[str]) -> int | None:
-    """The index of the GPU that an entry names, by a number or by the start of its UUID; None if
-    there is none."""
-    if entry.startswith("GPU-"):
-        matches = [index for index, uuid in enumerate(uuids) if uuid.startswith(entry)]
-        return matches[0] if len(matches) == 1 else None
-    number = re.match(r"\+?([0-9]+)", entry)
-    if number is None or int(number[1]) >= len(uuids):
-        return None
-    return int(number[1])
+def _number(entry: str) -> int | None:
+    """The number that an entry begins with; None without one, or if it is negative."""
+    number = re.match(r"[+-]?[0-9]+", entry)
+    return int(number[0]) if number is not None and int(number[0]) >= 0 else None
+
+
+def _named(entry: str, uuids: Sequence[str]) -> int | None:
+    """The index of the only GPU whose UUID begins like this; None if there is none."""
+    matches = [index for index, uuid in enumerate(uuids) if uuid.startswith(entry)]
+    return matches[0] if len(matches) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
+import logging
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -16,7 +19,7 @@ from elasticrun.agent.health.reports import HealthReporter
 from elasticrun.host.accelerators import nvidia
 from tests.agent.configs import launched, node_context, reaping
 from tests.agent.health.test_command import Heard
-from tests.harness import is_alive
+from tests.harness import LIMIT, is_alive
 from tests.host.accelerators.standins import gpu, nvml
 
 
@@ -104,3 +107,73 @@ async def test_a_child_that_fails_is_started_again_and_then_given_up(
         assert link.reports[0].fault == ""
         assert len(started) == 3
     assert not [pid for pid in started if is_alive(pid)]
+
+
+class Wakes(logging.Handler):
+    """Wakes a test at each line of the log."""
+
+    def __init__(self, link: Heard) -> None:
+        super().__init__()
+        self._link = link
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._link.changed.set()
+
+
+def gpus_with(tmp_path: Path, *held: list[int | None]) -> None:
+    """From now on, these processes hold memory of GPU 1: pid, bytes."""
+    described = tmp_path / "nvml.json"
+    node = json.loads(described.read_text())
+    node["gpus"][1]["held"] = held
+    new = described.with_suffix(".new")
+    new.write_text(json.dumps(node))
+    new.replace(described)
+
+
+async def test_ranks_wait_for_the_memory_of_those_before(
+    node: IO[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Others' processes are not waited for."""
+    gpus_with(tmp_path, [4711, 70 * 2**30], [4712, 2**30])
+    ours = logging.getLogger("elasticrun")
+    async with watching(tmp_path) as (mine, link):
+        tell(node, "1 94")
+        await link.until(lambda: link.reports)  # the child runs
+        wakes = Wakes(link)
+        ours.addHandler(wakes)
+        with caplog.at_level(logging.INFO, "elasticrun"):
+            waiting = asyncio.create_task(mine.wait_until_free({4711, 5000}))
+            await link.until(lambda: "process 4711 holds 70 GiB of GPU 1" in caplog.text)
+        ours.removeHandler(wakes)
+        assert not waiting.done()
+        gpus_with(tmp_path, [4712, 2**30])
+        await asyncio.wait_for(waiting, LIMIT)
+    assert "4712" not in caplog.text
+    assert "although" not in caplog.text
+
+
+async def test_they_wait_for_a_limited_time(
+    node: IO[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    monkeypatch.setattr(devices, "FREE_LIMIT", 0.3)
+    gpus_with(tmp_path, [4711, None])
+    async with watching(tmp_path) as (mine, link):
+        tell(node, "1 94")
+        await link.until(lambda: link.reports)
+        await asyncio.wait_for(mine.wait_until_free({4711}), LIMIT)
+    assert caplog.messages[-1] == (
+        "starting the ranks although memory of exited ranks is not free after 0.3 s: "
+        "process 4711 holds GPU 1"
+    )
+
+
+async def test_nobody_waits_for_a_child_that_hangs_or_is_not_there(
+    node: IO[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = nvml(tmp_path, hangs=True)
+    monkeypatch.setenv("STANDIN_NVML", environ["STANDIN_NVML"])
+    monkeypatch.setattr(devices, "ANSWER_LIMIT", 0.1)
+    async with watching(tmp_path) as (mine, _):
+        await asyncio.wait_for(mine.wait_until_free({4711}), LIMIT)
+    async with watching(tmp_path, watch_devices="off") as (mine, _):
+        await asyncio.wait_for(mine.wait_until_free({4711}), LIMIT)

@@ -9,7 +9,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, cast
@@ -224,6 +224,43 @@ async def test_what_a_rank_has_raised_is_told_with_its_kind(stage: Stage) -> Non
     found = raised.failure
     assert (found.rank, found.pid, found.exitcode, found.time_us) == (3, 101, 1, 5)
     assert (found.kind, found.traceback) == (FailureKind.PEER_LOST, "Traceback")
+
+
+class Memory:
+    """In the place of the watch of devices: memory is free when it is let go."""
+
+    def __init__(self, told: Callable[[], None]) -> None:
+        self.told = told
+        self.asked: list[set[int]] = []
+        self.free = asyncio.Event()
+
+    async def wait_until_free(self, exited: Collection[int]) -> None:
+        self.asked.append(set(exited))
+        self.told()
+        await self.free.wait()
+
+
+async def test_ranks_start_once_the_memory_of_the_last_ones_is_free(stage: Stage) -> None:
+    """Nobody is asked before the first ones. Ranks that are called off meanwhile never start."""
+    memory = stage.ranks._node.memory = Memory(stage.changed.set)
+    await spawned(stage)
+    assert memory.asked == []
+    stage.ranks.spawn(SpawnRanks(start(), 3), {}, {})
+    await stage.until(lambda: memory.asked)
+    assert memory.asked == [{100, 101}]
+    assert len(stage.orders.given) == 2
+    memory.free.set()
+    await stage.until(lambda: len(stage.orders.given) == 4)
+    memory.free.clear()
+    stage.ranks.drop_all()  # before one of the second ones was reported
+    stage.ranks.spawn(SpawnRanks(start(), 4), {}, {})
+    await stage.until(lambda: len(memory.asked) == 2)
+    assert memory.asked[1] == {100, 101}
+    stage.ranks.call_off()
+    memory.free.set()
+    assert len([event for event in stage.events if isinstance(event, RankExited)]) == 2
+    stage.ranks._tasks.close()
+    assert len(stage.orders.given) == 4
 
 
 async def test_a_rank_that_died_before_our_signal_was_not_stopped_by_it(stage: Stage) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 import signal
 import subprocess
@@ -89,17 +90,34 @@ def test_the_stand_in_has_nvmls_numbers() -> None:
         (" 1 , 2 ", [1, 2]), ("0,0", []), ("1,2,1", []), ("0,-1,2", [0]), ("-1", []), ("7", []),
         ("0,7,1", [0]), ("1gpu2,2ampere", [1, 2]), ("gpu", []), ("0,x,1", [0]), ("+1", [1]),
         ("GPU-aa11", [0]), ("GPU-aa1,GPU-b", [0, 2]), ("GPU-aa", []), ("GPU-zz", []),
-        ("GPU-aa11,GPU-aa11", []), ("MIG-1234", None), ("0,MIG-1", None),
+        ("GPU-aa11,GPU-aa11", []), ("GPU-aa1,GPU-aa11", []), ("MIG-1234", None), ("0,MIG-1", [0]),
+        ("0,GPU-bb33", [0]), ("GPU-bb33,0", [2]), ("GPU-bb33,MIG-1", [2]), ("0,7,7", []),
     ],
 )  # fmt: skip
 def test_visible_devices(listed: str | None, seen: list[int] | None) -> None:
     assert visible(listed, UUIDS) == seen
 
 
-@pytest.mark.parametrize("listed", ["", "0", "0,1", "3,1,0", "0,0", "0,-1,2", "x", "1gpu2,2ampere"])
-def test_visible_devices_as_torch_reads_them(listed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
-    assert visible(listed, UUIDS) == torch.cuda._parse_visible_devices()
+ENTRIES = ["0", "3", "7", "-1", "-0", "", "x", "1gpu2", "+1", " 2 "]
+ENTRIES += ["GPU-aa11", "GPU-aa1", "GPU-aa", "GPU-zz", "GPU-bb33", " GPU-bb33", "MIG-1"]
+
+
+def test_visible_devices_as_torch_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every list of up to three of these; torch's own code was compared with CUDA's driver."""
+    monkeypatch.setattr(torch.cuda, "_raw_device_uuid_nvml", lambda: UUIDS)
+    monkeypatch.setattr(torch.cuda, "_raw_device_count_nvml", lambda: len(UUIDS))
+    lists = [items for most in (1, 2, 3) for items in itertools.product(ENTRIES, repeat=most)]
+    wrong = []
+    for items in lists:
+        listed = ",".join(items)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+        counted, seen = torch.cuda._device_count_nvml(), visible(listed, UUIDS)
+        if seen is None:  # torch is asked
+            assert listed.startswith("MIG-")
+        elif counted != len(seen):
+            wrong.append((listed, counted, seen))
+    assert len(lists) > 5000
+    assert not wrong, wrong[:20]
 
 
 def test_counting(tmp_path: Path) -> None:
