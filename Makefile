@@ -24,7 +24,7 @@ BUDGET ?= 450
 PARTS ?=
 WHEELS ?=
 
-.PHONY: help demo test check lint unit unit-torch tests bench soak matrix proto wheel-test release gpu clean
+.PHONY: help demo docs test check lint unit unit-torch tests bench soak matrix proto wheel-test release gpu clean
 help:
 	@echo "make demo    elasticrun demo: two agents, a real model, four faults (sets itself up)"
 	@echo "make test    lint, types, import contracts, one scenario of each kind (sets itself up)"
@@ -33,6 +33,7 @@ help:
 	@echo "make gpu     what only a GPU can show, within 8 minutes (docs/gpu.md)"
 	@echo "make release build, check and install the packages; REHEARSE=yes before the version is final"
 	@echo "make proto   generate elasticrun/wire/pb again        |  make wheel-test  an installed wheel"
+	@echo "make docs    the documentation as a site, in build/site (docs/decisions/045)"
 
 # torch first and exactly: with it there, no range of another package fetches a different build
 $(VENV)/.run: pyproject.toml
@@ -54,8 +55,16 @@ $(VENV)/.release: $(VENV)/.dev
 	$(INSTALL) "$(TORCH)" -e '.[dev,release]'
 	touch $@
 
+$(VENV)/.docs: $(VENV)/.run
+	$(INSTALL) "$(TORCH)" -e '.[docs]'
+	touch $@
+
 demo: $(VENV)/.run
 	$(BIN)/elasticrun demo
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "the site is in build/site; $(BIN)/mkdocs serve shows it while you write"
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -6,8 +6,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from elasticrun.cli import resolve
 from elasticrun.cli.main import VERBS
 from elasticrun.cli.table import FLAGS, OURS
+from elasticrun.core.rounds.failures import CONTRACT
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -142,14 +144,35 @@ def test_each_verb_is_on_a_page() -> None:
     assert not [verb for verb in VERBS if not re.search(rf"`(elasticrun )?{verb}\b", pages)]
 
 
-def test_the_readme_is_short_and_begins_with_the_first_line_of_use() -> None:
+def test_the_page_of_flags_has_each_key_of_the_rendezvous_with_its_default() -> None:
+    table = prose(ROOT / "docs/flags.md").split("## Keys of")[1].split("\n## ")[0]
+    told = dict(re.findall(r"^\| `(\w+)` \| ([\d.]*) \|", table, re.M))
+    times = {**resolve._TIMES, **resolve._HEALTH_TIMES}
+    assert {name: float(told[name]) for name in times} == times
+    assert {*told} - {*times} <= {*resolve._OTHER_KEYS}
+
+
+def test_the_page_of_exit_codes_has_each_code() -> None:
+    rows = re.findall(r"^\| (\d+) \| ", prose(ROOT / "docs/exit-codes.md"), re.M)
+    assert {int(code) for code in rows} == {clause.code for clause in CONTRACT.values()}
+
+
+def test_each_page_has_its_place_in_the_navigation_of_the_site() -> None:
+    """`make docs` looks too; this costs nothing. The decisions are listed by the site itself."""
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = re.findall(r"^ +- [^:]+: ([\w/-]+\.md)$", text, re.M)
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert sorted(listed) == sorted(page for page in pages if not page.startswith("decisions/"))
+
+
+def test_the_readme_is_short_and_begins_with_a_job_that_survives_a_kill() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) < 160
-    install, first = BLOCK.findall(text)[0].splitlines()[1:3]
-    assert install.startswith("pip install ")
-    assert first.startswith("elasticrun --nnodes=1:10 train.py")
-    assert text.index("## Status") < len(text) / 3
-    for word in ("rendezvous", "heartbeat", "node failure", "preemption", "hang"):
+    assert len(text.splitlines()) < 140
+    install, first = (block.splitlines()[1] for block in BLOCK.findall(text)[:2])
+    assert install == "$ pip install ."
+    assert first.startswith("$ elasticrun ")
+    assert "--max-restarts=" in first
+    for word in ("rendezvous", "node failure", "preemption", "hang"):
         assert word in text.lower(), f"nobody who searches for {word!r} finds this page"
 
 

@@ -1,0 +1,130 @@
+"""Terminals in which a test types, as a person does: an interactive bash on a pseudo-terminal."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pexpect
+
+from tests.harness import LIMIT
+from tests.tutorials.pages import CTRL_C, pattern_of
+
+PROMPT = re.compile("\x1e(\\d+)\x1e")
+"""What this bash prints in the place of a prompt: the exit code of the last command."""
+
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
+
+
+class Terminal:
+    """One terminal, and all that it has shown."""
+
+    def __init__(self, name: str, folder: Path, environ: Mapping[str, str]) -> None:
+        self.name = name
+        self._shell = pexpect.spawn(
+            "/bin/bash",
+            ["--noprofile", "--norc", "--noediting", "-i"],
+            cwd=str(folder),
+            env={
+                **environ,
+                "PS1": "",
+                "PS2": "",
+                "PROMPT_COMMAND": 'printf "\\036%s\\036" $?',
+                "HISTFILE": "/dev/null",
+                "TERM": "dumb",
+            },
+            echo=False,
+            encoding="utf-8",
+            codec_errors="replace",
+            dimensions=(50, 200),
+        )
+        self._text = ""
+        self._read = 0  # expected lines have been found up to here
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._collect, daemon=True)
+        self._reader.start()
+        self._typed = 0
+        self._await_prompt(1)
+
+    def _collect(self) -> None:
+        while True:
+            try:
+                text = self._shell.read_nonblocking(65536, None)
+            except (pexpect.EOF, OSError, ValueError):
+                return
+            with self._changed:
+                self._text += text
+                self._changed.notify_all()
+
+    def shown(self) -> str:
+        """Its text, without what moves the cursor or sets colors."""
+        return CONTROL.sub("", PROMPT.sub("\n", self._text))
+
+    def _codes(self) -> list[int]:
+        return [int(code) for code in PROMPT.findall(self._text)]
+
+    def _until(self, condition: Callable[[], bool], what: Callable[[], str]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(condition, LIMIT), what()
+
+    def _await_prompt(self, number: int) -> None:
+        self._until(
+            lambda: len(self._codes()) >= number,
+            lambda: f"terminal {self.name}: a command did not end; shown:\n{self.shown()[-4000:]}",
+        )
+
+    def type(self, words: str) -> None:
+        """Type a command, or press a key."""
+        if words == CTRL_C:
+            self._shell.sendintr()
+            return
+        self._typed += 1
+        self._shell.sendline(f"{{ {words}\n}}" if "\n" in words else words)
+
+    def expect(self, lines: list[str]) -> None:
+        """Wait until these lines have appeared, in this order, after those expected before."""
+        for line in lines:
+            pattern = pattern_of(line)
+            self._until(
+                lambda pattern=pattern: pattern.search(self.shown(), self._read) is not None,  # type: ignore[misc]
+                lambda line=line: (  # type: ignore[misc]
+                    f"terminal {self.name} has not shown: {line}\nit has shown:\n"
+                    f"{self.shown()[self._read :][-6000:]}"
+                ),
+            )
+            found = pattern.search(self.shown(), self._read)
+            assert found is not None
+            self._read = found.end()
+
+    def finish(self, code: int) -> None:
+        """Wait until the last command has ended, and check its exit code."""
+        self._await_prompt(self._typed + 1)
+        ended = self._codes()[self._typed]
+        assert ended == code, f"exit code {ended}; shown:\n{self.shown()[-6000:]}"
+
+    def typed_line(self, start: str) -> str:
+        """The newest line that it has shown that begins so, after spaces."""
+        return [line for line in self.shown().split("\n") if line.strip().startswith(start)][-1]
+
+    def close(self) -> None:
+        """Close the terminal, as a person closes its window."""
+        end = time.monotonic() + LIMIT
+        self._shell.close(force=True)
+        self._reader.join(max(0.0, end - time.monotonic()))
+
+
+def home(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a person whose commands are those of this Python."""
+    path = os.path.dirname(sys.executable)
+    return {
+        **environ,
+        "HOME": str(folder),
+        "PATH": f"{path}:{environ.get('PATH', os.defpath)}",
+        "NO_COLOR": "1",
+        "OMP_NUM_THREADS": "1",
+    }
