@@ -86,7 +86,8 @@ class PlayedDevice:
     def Stream(self, _: torch.device) -> Stream:
         return Stream(self)
 
-    def Event(self) -> Event:
+    def Event(self, blocking: bool) -> Event:
+        assert blocking
         return Event(self)
 
     def current_stream(self, _: torch.device) -> Stream:

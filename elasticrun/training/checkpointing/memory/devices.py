@@ -91,7 +91,7 @@ class Copies:
             stream.wait_stream(cuda.current_stream(device))
             with cuda.stream(stream):
                 copy_all([targets[i] for i in at], [sources[i] for i in at], non_blocking=True)
-                event = cuda.Event()
+                event = cuda.Event(blocking=True)  # its waiter must not use a core
                 event.record(stream)
             self._events.append((device, event))
         rest = [i for i, source in enumerate(sources) if not is_on_device(source)]
