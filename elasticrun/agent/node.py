@@ -204,7 +204,8 @@ class NodeAgent:
         self._sight = LocalSight(shared, self._ranks, self._progress)
         self._reports = Reporter(shared, self._progress, self._snapshots, self._output)
         places = (self._progress, self._snapshots, self._sight)
-        standbys = NextLife(shared, self._spawners, self._ranks, self._stores, places)
+        health = self._checkup.reporter
+        standbys = NextLife(shared, self._spawners, self._ranks, self._stores, health, places)
         shared.parts += [self._messages, self._progress, self._snapshots, self._events]
         shared.parts += [self._sight, standbys]
 

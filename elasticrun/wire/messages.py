@@ -478,10 +478,12 @@ class NodeHealth(Struct, frozen=True):
     one; sent when it changes and when a stream is opened.
 
     `fault`: why no rank may run on this node, as a clause; "": nothing forbids it. `notices`:
-    problems that do not forbid it, one sentence each."""
+    problems that do not forbid it, one sentence each. `standby`: how many local ranks have a
+    standby, or why none has, as a clause; "": none is wanted."""
 
     fault: str = ""
     notices: Annotated[tuple[str, ...], AtMost(MAX_NOTICES)] = ()
+    standby: str = ""
 
 
 class Steps(Struct, frozen=True):
@@ -1147,6 +1149,7 @@ class NodeStatus(Struct, frozen=True):
     pids: Pids
     health: str = ""  # what its last probe measured, or why it is suspected; "" if not probed
     notices: Annotated[tuple[str, ...], AtMost(MAX_NOTICES)] = ()  # NodeHealth.notices
+    standby: str = ""  # NodeHealth.standby
 
 
 class JobStatus(Struct, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,15 @@ from tests.compat.live import finish, summing
 from tests.harness import ELASTICRUN, PATIENT, SCRIPTS, Launched, World
 
 pytestmark = pytest.mark.slow
+
+REDUCES = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+while True:
+    dist.all_reduce(torch.ones(1))
+"""
 
 LOUD = {"LOGLEVEL": "DEBUG", **PATIENT}
 
@@ -61,6 +71,18 @@ def test_changed_code_is_run(world: World) -> None:
     launched.until_text(f"changed ({script})")
     launched.until_text("mended", stream="stdout")
     finish(second, launched)
+
+
+def test_status_says_how_many_are_ready_and_why_there_is_none(
+    elastic_job: Any, tmp_path: Path
+) -> None:
+    script = tmp_path / "reduces.py"
+    script.write_text(REDUCES)
+    job = elastic_job(script, nproc_per_node=2, max_restarts=1, options=("--standby=0",))
+    job.wait_for(condition=lambda status: status.nodes[0].standby == "2 of 2 ready")
+    job.kill_rank(1)
+    last = "none: this is the last life that --max-restarts allows"
+    job.wait_for(condition=lambda status: status.nodes[0].standby == last)
 
 
 @pytest.mark.parametrize("whom", ["agent", "server"])

@@ -18,7 +18,13 @@ class HealthReporter:
         self._node = node
         self._faults: dict[str, str] = {}  # by source; the first one counts
         self._notices: dict[str, tuple[str, ...]] = {}
+        self._standby = ""
         self._sent = m.NodeHealth()
+
+    def standby(self, state: str) -> None:
+        """Replace what is known of the standbys, a clause."""
+        self._standby = state
+        self._send()
 
     def found(self, source: str, *, fault: str = "", notices: tuple[str, ...] = ()) -> None:
         """Replace what this source has found. A fault remains, because it ends the node; notices
@@ -41,7 +47,7 @@ class HealthReporter:
     def _send(self) -> None:
         shown = [notice for source in self._notices.values() for notice in source]
         fault = next(iter(self._faults.values()), "")
-        report = m.NodeHealth(fault, tuple(shown[-m.MAX_NOTICES :]))
+        report = m.NodeHealth(fault, tuple(shown[-m.MAX_NOTICES :]), self._standby)
         if report != self._sent:
             self._sent = report
             self._node.link.send(report)

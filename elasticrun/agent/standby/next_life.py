@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec.structs import replace
 
 from elasticrun.agent.context import NodeContext
+from elasticrun.agent.health.reports import HealthReporter
 from elasticrun.agent.runtime import Tasks, Timer, in_thread
 from elasticrun.agent.workers.spawner import Child, Spawners
 from elasticrun.agent.workers.stores import Stores
@@ -31,10 +32,8 @@ if TYPE_CHECKING:
 NEEDED: Final = 2 * 512 * 1024 * 1024
 """Bytes of available memory for each standby: twice the memory of large imports."""
 
-_ALIVE: Final = (
-    spawning.StandbyState.REHEARSING,
-    spawning.StandbyState.READY,
-)
+MAX_WHY: Final = 200
+"""Maximum characters of why there is no standby; it may contain a path."""
 
 
 class NextLife:
@@ -46,6 +45,7 @@ class NextLife:
         spawners: Spawners,
         ranks: Ranks,
         stores: Stores,
+        health: HealthReporter,
         places: tuple[Progress, LocalSnapshots, LocalSight],
     ) -> None:
         """`places`: where ranks of the next round report to, and answer."""
@@ -53,11 +53,13 @@ class NextLife:
         self._spawners = spawners
         self._ranks = ranks
         self._stores = stores
+        self._health = health
         self._progress, self._snapshots, self._sight = places
         self._children: dict[Child, int] = {}
+        self._ready: set[Child] = set()
         self._begin_timer = Timer()
         self._tasks = Tasks(node.fatal)
-        self._said: set[str] = set()
+        self._why_none = ""
         self._running: Start | None = None
 
     # ------------------------------------------------------------ a round of the ranks
@@ -107,6 +109,7 @@ class NextLife:
             return
         for order in orders:
             self._children[self._spawners.start(order, self)] = order.rank.local_rank
+        self._report()
 
     def _variables(self, local_rank: int) -> dict[str, str]:
         snapshots = self._snapshots.place(local_rank)
@@ -114,9 +117,18 @@ class NextLife:
         return {name: place for name, place in own.items() if place}
 
     def _say(self, why: str) -> None:
-        if why not in self._said:
-            self._said.add(why)
+        if why != self._why_none:
+            self._why_none = why
             logger.debug("no standby: %s", why)
+        self._report()
+
+    def _report(self) -> None:
+        """Report for `status` and `top` how many standbys are ready, or why there is none."""
+        if self._children:
+            wanted = self._node.launch.nproc_per_node
+            self._health.standby(f"{len(self._ready)} of {wanted} ready")
+        elif self._why_none:
+            self._health.standby(f"none: {self._why_none}")
 
     def ranks_stopping(self) -> None:
         """Start no more: what is there may become the next life."""
@@ -149,10 +161,16 @@ class NextLife:
         local_rank = self._children.get(child, -1)
         detail = f" ({message.detail})" if message.detail else ""
         logger.debug("standby of local rank %d: %s%s", local_rank, message.state, detail)
-        if message.state not in _ALIVE:
+        if message.state is spawning.StandbyState.READY:
+            self._ready.add(child)
+        elif message.state is not spawning.StandbyState.REHEARSING:
+            if message.state is not spawning.StandbyState.ACTIVE:
+                self._why_none = f"{message.state}{detail}"[:MAX_WHY]
             self.lost(child)
             self._spawners.forget(child)
+        self._report()
 
     def lost(self, child: Child) -> None:
         """Forget a standby."""
         self._children.pop(child, None)
+        self._ready.discard(child)

@@ -327,7 +327,7 @@ class HealthPolicy:
         self._unresolved.pop(node, None)
         one = self._nodes[node]
         one.probe, one.is_probed_alone, one.slow, one.pace = None, False, "", None
-        one.notices = ()
+        one.notices, one.standby = (), ""
         if self._stragglers is not None:
             self._stragglers.node_gone(node)
         if self._netcheck is not None:
@@ -381,7 +381,7 @@ class HealthPolicy:
         for notice in report.notices:
             if notice not in self._nodes[node].notices:
                 self._ctx.note(f"node {node}: {notice}", "warning")
-        self._nodes[node].notices = report.notices
+        self._nodes[node].notices, self._nodes[node].standby = report.notices, report.standby
         if report.fault:
             self._exclude([(node, Excluded(UNHEALTHY, report.fault))])
 

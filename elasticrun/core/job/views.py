@@ -113,4 +113,5 @@ def _node(ctx: JobContext, node: Node, reason: str, health: str) -> NodeStatus:
         pids=node.pids if is_member else (),
         health=health,
         notices=node.notices,
+        standby=node.standby,
     )

@@ -52,6 +52,7 @@ class Node:
     slow: str = ""  # the evidence that it is slow, if it stays in the job
     pace: Steps | None = None  # its last report of steps in this round
     notices: tuple[str, ...] = ()  # problems of its machine that its agent reports
+    standby: str = ""  # NodeHealth.standby
 
     @property
     def hello(self) -> Hello:

@@ -282,6 +282,7 @@ def nodes_table(page: JobStatus, columns: int) -> list[str]:
     lines = ["  ".join(row[at].ljust(most[at]) for at in shown).rstrip() for row in rows]
     lines += [f"{node.node}: {node.reason}" for node in page.nodes if node.reason]
     lines += [f"health of {node.node}: {node.health}" for node in page.nodes if node.health]
+    lines += [f"standbys of {node.node}: {node.standby}" for node in page.nodes if node.standby]
     return lines + [f"notice of {one.node}: {why}" for one in page.nodes for why in one.notices]
 
 

@@ -148,6 +148,7 @@ def head(picture: Picture) -> list[str]:
         lines.append(f"waits: {status.reason}")
     lines += [f"slow: {why}" for why in picture.slow]
     lines += [f"node {one.node}: {why}" for one in status.nodes for why in one.notices]
+    lines += [f"standbys of {one.node}: {one.standby}" for one in status.nodes if one.standby]
     if picture.goodput is not None and picture.goodput.line:
         lines.append(picture.goodput.summary)
     return lines

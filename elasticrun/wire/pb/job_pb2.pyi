@@ -666,7 +666,9 @@ class NodeHealth(_message.Message):
 
     FAULT_FIELD_NUMBER: _builtins.int
     NOTICES_FIELD_NUMBER: _builtins.int
+    STANDBY_FIELD_NUMBER: _builtins.int
     fault: _builtins.str
+    standby: _builtins.str
     @_builtins.property
     def notices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -674,10 +676,11 @@ class NodeHealth(_message.Message):
         *,
         fault: _builtins.str = ...,
         notices: _abc.Iterable[_builtins.str] | None = ...,
+        standby: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "notices", b"notices"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fault", b"fault", "notices", b"notices", "standby", b"standby"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2592,6 +2595,7 @@ class NodeStatus(_message.Message):
     PIDS_FIELD_NUMBER: _builtins.int
     HEALTH_FIELD_NUMBER: _builtins.int
     NOTICES_FIELD_NUMBER: _builtins.int
+    STANDBY_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     host: _builtins.str
     address: _builtins.str
@@ -2602,6 +2606,7 @@ class NodeStatus(_message.Message):
     first_rank: _builtins.int
     local_world_size: _builtins.int
     health: _builtins.str
+    standby: _builtins.str
     @_builtins.property
     def pids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -2621,10 +2626,11 @@ class NodeStatus(_message.Message):
         pids: _abc.Iterable[_builtins.int] | None = ...,
         health: _builtins.str = ...,
         notices: _abc.Iterable[_builtins.str] | None = ...,
+        standby: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "address", b"address", "first_rank", b"first_rank", "group_rank", b"group_rank", "health", b"health", "host", b"host", "local_world_size", b"local_world_size", "node", b"node", "notices", b"notices", "pids", b"pids", "reason", b"reason", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "address", b"address", "first_rank", b"first_rank", "group_rank", b"group_rank", "health", b"health", "host", b"host", "local_world_size", b"local_world_size", "node", b"node", "notices", b"notices", "pids", b"pids", "reason", b"reason", "standby", b"standby", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
