@@ -149,7 +149,7 @@ _FORMS: Final[dict[type, str]] = {
     m.Quiet: "Quiet {0.round.number}: {0.seconds:g} s, {0.waiting} wait",
     m.Recovery: "Recovery {0.round}: {0.restarted:.1f} s, {0.first_step:.1f} s",
     m.Inspect: "Inspect {0.round.number}: look {0.number}",
-    m.NodeHealth: "NodeHealth: fault {0.fault!r}, notices {0.notices}, standby {0.standby!r}",
+    m.NodeHealth: "NodeHealth: fault {0.fault!r}, notices {0.notices}",
     m.LastLines: "LastLines {0.round.number}: rank {0.rank}",
     m.CommitCheckpoint: "CommitCheckpoint {0.attempt}",
 }
