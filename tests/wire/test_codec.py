@@ -85,7 +85,7 @@ def test_a_damaged_message_is_a_message_or_a_sentence(report: m.Report, data: An
 
 
 def test_a_kind_that_we_do_not_have() -> None:
-    unknown = b"\xf2\x01\x00"  # field 30, length-delimited, empty
+    unknown = b"\xc2\x3e\x00"  # field 1000, length-delimited, empty
     with pytest.raises(WireError, match="kind"):
         protobuf.report_from_wire(unknown)
     with pytest.raises(WireError, match="kind"):
