@@ -1,6 +1,6 @@
 """Runs a shell command with a time limit and prints how it ended as one JSON object.
 
-    python -P command_child.py LIMIT COMMAND
+    python -I -S command_child.py LIMIT COMMAND
 
 {"code": its exit code, negative if a signal ended it, null after LIMIT seconds,
  "line": the first line of its standard output; without one, the last of its standard error,
@@ -40,7 +40,7 @@ KILL_LIMIT = 2.0
 def command(limit: float, text: str) -> list[str]:
     """The command line that runs `text` for `limit` seconds at most. Its standard input must be a
     pipe that ends with its owner."""
-    return [sys.executable, "-P", os.path.abspath(__file__), str(limit), text]
+    return [sys.executable, "-I", "-S", os.path.abspath(__file__), str(limit), text]
 
 
 class CommandOutput:
