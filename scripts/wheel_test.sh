@@ -80,6 +80,8 @@ for installer in "$@"; do
     "$bin/elasticrun" replay "$traces"/* > replayed
     grep -q "the replay matches the recording" replayed
     "$bin/python" -m elasticrun --standalone --nproc-per-node=2 ok.py
+"$bin/elasticrun" shim -- "$bin/python" -m torch.distributed.run --nproc-per-node=2 ok.py
+"$bin/elasticrun" demo --help > /dev/null
   )
   echo "wheel: the commands that $installer installed work"
 done

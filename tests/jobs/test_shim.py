@@ -48,8 +48,8 @@ def script(tmp_path: Path) -> Path:
 def ranks(done: Launched) -> list[dict[str, Any]]:
     """What the ranks have printed."""
     assert done.wait() == 0, done.stdout + done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("rank {")]
-    return [json.loads(line.partition(" ")[2]) for line in lines]
+    lines = [line for line in done.stdout.splitlines() if "rank {" in line]
+    return [json.loads(line.partition("rank ")[2]) for line in lines]
 
 
 def environments(seen: list[dict[str, Any]]) -> set[tuple[str, str, str]]:
@@ -69,6 +69,10 @@ CALLS = {
     "subprocess": (
         """python -c 'import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))' """
         "torchrun --nproc-per-node=2 {script} a 'b c'"
+    ),
+    "another runner": (
+        "python -m cProfile -o /dev/null "
+        "-m torch.distributed.run --nproc-per-node=2 {script} a 'b c'"
     ),
     "in a child": """sh -c 'python -c "import torch" && exec "$@"' sh """
     "{bin}/python -m torch.distributed.run --nproc-per-node=2 {script} a 'b c'",
@@ -109,9 +113,14 @@ def test_accelerate_launch_gets_elasticrun_in_its_process(world: World, script: 
     words = ["--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no",
              "--dynamo_backend=no", "--main_process_port=0", str(script)]  # fmt: skip
     command = [*SHIM, sys.executable, "-m", "accelerate.commands.launch", *words]
-    seen = ranks(world.command(command, env={"ELASTICRUN_MAX_RESTARTS": "2"}))
+    (world.scratch / "elasticrun.toml").write_text("max-restarts = 5\nrole = 'trainer'\ntee = 3")
+    launched = world.command(command, env={"ELASTICRUN_MAX_RESTARTS": "2"})
+    seen = ranks(launched)
+    assert "elasticrun: settings from elasticrun.toml: role, tee\n" in launched.stderr
     assert len(seen) == 2
     for each in seen:
+        assert each["env"]["TORCHELASTIC_MAX_RESTARTS"] == "2"
+        assert each["env"]["ROLE_NAME"] == "trainer"
         assert "elasticrun" in each["parent"]
         assert each["path"] == []
         assert not [v for v in each["env"].values() if "elasticrun-shim" in v]

@@ -93,6 +93,22 @@ def for_launch(
     return words, found
 
 
+def fill(ns: argparse.Namespace, notify: Callable[[str], None]) -> None:
+    """Set what another launcher's namespace leaves at its default: to the value of an ELASTICRUN_
+    variable, which that launcher does not know, else of the file. Raises UsageError."""
+    here = argparse.Namespace(config="", profile="", no_config=False)
+    file = read(here, (), os.environ, notify)
+    words = file.before([]) if file else []
+    defaults = vars(get_args_parser({}).parse_args(["script"]))
+    values = vars(get_args_parser().parse_args([*words, "script"]))
+    ours = [flag.dest for flag in FLAGS if flag.variable_in(os.environ).startswith("ELASTICRUN_")]
+    for dest in (*ours, *(file.found if file else ())):
+        if getattr(ns, dest, defaults[dest]) == defaults[dest]:
+            setattr(ns, dest, values[dest])
+    if file:
+        notify(file.sentence())
+
+
 def for_verb(
     flags: Sequence[str], environ: Mapping[str, str], notify: Callable[[str], None]
 ) -> FileSettings | None:

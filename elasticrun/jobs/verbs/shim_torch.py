@@ -11,6 +11,7 @@ the shim from their environment.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import os
@@ -79,11 +80,32 @@ class RunLoader(Loader):
         ours = importlib.import_module("elasticrun.run")
         for name in ours.__all__:
             setattr(module, name, getattr(ours, name))
+        for name, instead in (("run", run), ("main", main_of_run)):
+            setattr(module, name, instead)
 
     def get_code(self, name: str) -> CodeType:
         """What `runpy` executes as __main__, for example for `debugpy -m torch.distributed.run`."""
         code = "import sys\nfrom elasticrun.cli.main import main\nsys.exit(main())\n"
         return compile(code, name, "exec")
+
+
+def run(args: argparse.Namespace) -> None:
+    """`elasticrun.run.run` with the settings file and variables, as on the command line."""
+    from elasticrun.cli.main import notify
+    from elasticrun.cli.settings import UsageError
+    from elasticrun.cli.settings_file.find import fill
+
+    try:
+        fill(args, notify)
+    except UsageError as wrong:
+        notify(f"error: {wrong}")
+        sys.exit(wrong.exit_code)
+    importlib.import_module("elasticrun.run").run(args)
+
+
+def main_of_run(args: list[str] | None = None) -> None:
+    """`elasticrun.run.main` with the settings file."""
+    run(importlib.import_module("elasticrun.run").parse_args(args))
 
 
 def step_aside(*, with_finder: bool) -> None:

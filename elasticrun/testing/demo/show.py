@@ -25,6 +25,7 @@ from rich.console import Console
 from elasticrun.cli.flags import PROG, Parser
 from elasticrun.cli.settings import NotHere, UsageError
 from elasticrun.config import EXIT_OK
+from elasticrun.core.words import plural
 from elasticrun.testing.demo import ACCURACY, FINISH, MISTAKE
 from elasticrun.testing.job import ElasticJob, JobError, start
 from elasticrun.testing.processes import is_orphaned, new_name
@@ -33,7 +34,7 @@ from elasticrun.wire.env import SHM_DIR
 
 SCRIPT: Final = "elasticrun.testing.demo.train"
 
-HANG_LIMIT: Final = 14
+HANG_LIMIT: Final = 13
 """--hang-limit: seconds after which hanging ranks are restarted. By default a certain hang ends
 after 30 s; it is reported after 10 s."""
 
@@ -44,7 +45,7 @@ OPTIONS: Final = (
 """The modules that the script needs besides torch are imported once on each node, not in each start
 of a rank."""
 
-STEPS: Final = 100
+STEPS: Final = 60
 """Steps that are trained before the first fault and after each recovery."""
 
 LIMIT: Final = 60.0
@@ -121,13 +122,13 @@ class Show:
 
     def recovered(self, since: float, world_size: int, what: str) -> None:
         """Wait until training continues after the event of `since`, and print how."""
-        first = self.train_on(since, world_size, 1)
+        first = self.train_on(since, world_size, STEPS)
         steps = self.job.steps()
         before = max((each.step for each in steps if each.time < first.time), default=0)
-        self.job.wait_for(lambda status: status.step >= first.step + STEPS)  # the master knows
+        self.job.wait_for(lambda status: status.step >= first.step)  # the master knows it
         self.print_launcher_lines()
         lost = max(0, before - first.step + 1)
-        again = f"{lost} steps are repeated" if lost else "no step is lost"
+        again = f"{plural(lost, 'step')} repeated" if lost else "no step lost"
         self.say(
             f"training continues {first.time - since:.2f} s after {what}, at step {first.step} "
             f"of the snapshot in memory; {again}",
