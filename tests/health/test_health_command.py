@@ -70,3 +70,17 @@ def test_the_only_node_ends_the_job_and_says_why(health: Health, tmp_path: Path)
     assert "GPU 3 fell off the bus" in health.excluded(0)
     left = [int(word) for word in pids.read_text().split()]
     assert not await_exit(left), processes_of(left)
+
+
+def test_the_node_of_the_master_turns_bad(health: Health, tmp_path: Path) -> None:
+    """Its agent started the master; the other node trains on with the next one."""
+    mark, pids = tmp_path / "mark", tmp_path / "pids"
+    job = health.start("1:2", command(mark, pids), "--health-cmd-interval=0.2", nodes=1)
+    job.add_node(options=["--health-cmd="])
+    both = health.world_of(0, 1)
+    mark.touch()
+    assert "GPU 3 fell off the bus" in health.excluded(0)
+    alone = health.world_of(1, since=both.began)
+    assert alone.restarts == 0
+    health.goes_on(alone)
+    health.finish(EXCLUDED, 0)
