@@ -3,7 +3,8 @@
 - The list of decision records in the navigation is read from the folder.
 - Links to files of the repository outside docs/ lead to the repository's page.
 - `<!-- every flag -->` becomes a table of all flags, made from the table that parses them.
-- List items are indented by two spaces, as on GitHub (Python-Markdown wants four).
+- GitHub's Markdown differs from Python-Markdown: list items are indented by two spaces, a list may
+  follow a line of text, and `|` is escaped in the code of a table.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ DOCS = ROOT / "docs"
 DECISIONS = "decisions/"
 EVERY_FLAG = "<!-- every flag -->"
 LINK = re.compile(r"(\]\()(?!https?://|mailto:|#)([^)\s#]+)(#[^)\s]*)?(\))")
+LIST = re.compile(r"^(?![-*] |[|#>\s]|\d+\. )(.+)\n(?=[-*] )", re.M)
+"""A line of text and a list that follows it."""
 CODE = re.compile(r"(^```.*?^```|^ *```.*?^ *```|`[^`\n]*`)", re.M | re.S)
 
 
@@ -48,9 +51,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     folder = (DOCS / page.file.src_uri).parent
     parts = CODE.split(markdown)
     parts[::2] = [
-        LINK.sub(lambda found: _link(found, folder, config["repo_url"]), part)
+        LINK.sub(lambda found: _link(found, folder, config["repo_url"]), LIST.sub(r"\1\n\n", part))
         for part in parts[::2]
     ]
+    parts[1::2] = [part.replace("\\|", "|") for part in parts[1::2]]
     return "".join(parts)
 
 

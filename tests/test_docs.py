@@ -157,6 +157,14 @@ def test_the_page_of_exit_codes_has_each_code() -> None:
     assert {int(code) for code in rows} == {clause.code for clause in CONTRACT.values()}
 
 
+def test_the_page_of_events_has_each_kind() -> None:
+    sent = (ROOT / "elasticrun/master/outward/outward.py").read_text(encoding="utf-8")
+    kinds = set(re.findall(r'_notifier\.put\("(\w+)"', sent))
+    page = (ROOT / "docs/sight.md").read_text(encoding="utf-8")
+    assert len(kinds) > 3
+    assert kinds == set(re.findall(r'^\{"event": "(\w+)"', page, re.M))
+
+
 def test_each_page_has_its_place_in_the_navigation_of_the_site() -> None:
     """`make docs` looks too; this costs nothing. The decisions are listed by the site itself."""
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
