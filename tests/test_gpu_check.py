@@ -68,6 +68,16 @@ def test_two_parts_run_to_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    done = checked("--parts", "corruption", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert not [row for row in rows if row["ok"] is False]
+    names = {row["name"] for row in rows if row["ok"]}
+    assert {"a flipped bit is found after", "rank 1 has restored what its replicas have"} <= names
+
+
+@pytest.mark.slow
 def test_a_part_is_killed_at_its_limit_and_the_report_names_what_was_not_run(
     tmp_path: Path,
 ) -> None:

@@ -79,6 +79,7 @@ PLAN: Final = (
     Part("start", 150, 60, "command to the first all_reduce, beside torchrun"),
     Part("restart", 150, 45, "kill -9 to the next all_reduce, and the memory of the dead"),
     Part("soak", 150, 65, "50 crashes in a row"),
+    Part("corruption", 150, 40, "a flipped bit in one replica is found"),
     Part(HANG, 180, 145, "a rank that sleeps and a kernel that never ends are named"),
     Part("untouched", 60, 10, "only the rank has the device open", beside=True),
     Part("recorder", 60, 10, "torch's flight recorders, and what is read of them", beside=True),

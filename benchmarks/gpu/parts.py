@@ -41,6 +41,9 @@ FORMS: Final = ("unset", "0", "", "-1", "1", "0,0", "0,99", "99,0", " 0 ", "0,x"
 NO_UUID: Final = f"GPU-{uuid.UUID(int=0)}"
 STAGES: Final = ("script", "imported", "group", "context", "reduced")
 TOLD: Final = re.compile(r"(?:hang \((\w+)\)|(still)): (.*)\n")
+DIFFERS: Final = re.compile(
+    r"rank 1 \(([^)]*)\) differs from ranks 0,2 at step \d+, first in (\S+);"
+)
 LINK: Final = re.compile(r"https?://[^\s\"',)]+")
 
 DEVICE_LIMIT: Final = 60.0
@@ -348,6 +351,29 @@ def _shared_memory() -> set[str]:
 # ---------------------------------------------------------------- snapshots
 
 
+def corruption() -> None:
+    """A bit of one of three replicas on the device flips: the rank, its device and the tensor are
+    named, and after a restart the rank has what the others have."""
+    folder = launch.temporary("words-")
+    with launch.ranks("corrupt", folder, count=3, flags=("--max-restarts=1", NO_BACKOFF)) as job:
+        equal = launch.await_true(lambda: "are equal at step" in job.console(), START_LIMIT)
+        emit("replicas on the device are compared, and equal", equal, ok=equal)
+        (folder / "flip").touch()
+        began = job.reach("flipped", limit=START_LIMIT)[0].time
+        launch.await_true(lambda: bool(DIFFERS.search(job.console())), 60)
+        found = DIFFERS.search(job.console())
+        note = found[0] if found else "it was not found"
+        emit("a flipped bit is found after", time.monotonic() - began, "s", note, bool(found))
+        if found:
+            emit("its tensor is named", found[2], ok=found[2] == "state.t40")
+            emit("its device is named", found[1], ok=("cuda" in found[1]) == CUDA)
+        (folder / "die").touch()
+        job.reach("restored", 3, limit=START_LIMIT)
+        (folder / "leave").touch()
+        code = job.end()
+        emit("the job ended with", code, ok=code == 0)
+
+
 def copies() -> None:
     """Rates from the device to host memory of each kind."""
     _probe("copies", 100)
@@ -589,8 +615,8 @@ def _judge_kept(name: str, facts: Sequence[Fact]) -> None:
 PARTS: Final = {
     one.__name__: one
     for one in (
-        device, overlap, copies, snapshots, start, restart, soak, hang, untouched, recorder,
-        recovery, sight, health, snapshots30,
+        device, overlap, copies, snapshots, start, restart, soak, corruption, hang, untouched,
+        recorder, recovery, sight, health, snapshots30,
     )
 }  # fmt: skip
 

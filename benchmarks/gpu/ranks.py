@@ -400,8 +400,46 @@ def train(folder: str) -> None:
     overlap.run(folder)
 
 
+def corrupt(folder: str) -> None:
+    """Replicas on the device. When the file `flip` is there, rank 1 flips a bit; with `die`, rank 0
+    dies, and all compare what they have restored; with `leave`, they end."""
+    from elasticrun.training import Checkpointer
+
+    dist.init_process_group("gloo")
+    state = {f"t{i}": tensor(i, gib(0.25) // 4 // TENSORS) for i in range(TENSORS)}
+    saver = Checkpointer(
+        Path(folder, "ckpt"), every_steps=1, persist_every_seconds=None, state=state
+    )
+    step = saver.restore()
+    if LIFE:
+        mine = state["t40"].cpu()
+        others = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, mine)
+        equal = all(torch.equal(mine, other) for other in others)
+        emit(f"rank {RANK} has restored what its replicas have", equal, "", f"step {step}", equal)
+        report("restored")
+    flag = torch.zeros(1)
+    while not flag.item():
+        for one in state.values():
+            one.add_(1)
+        step += 1
+        if RANK == 1 and Path(folder, "flip").exists():
+            Path(folder, "flip").unlink()
+            state["t40"][7:8].bitwise_xor_(1 << 20)
+            report("flipped")
+        saver.step(step)
+        if RANK == 0 and not LIFE and Path(folder, "die").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.1)
+        flag.fill_(float(Path(folder, "leave").exists()))
+        dist.all_reduce(flag)
+    saver.close()
+    dist.destroy_process_group()
+
+
 MODES: Final = {
-    one.__name__: one for one in (die, touch, work, hang, recorder, recover, snapshot, train)
+    one.__name__: one
+    for one in (die, touch, work, hang, recorder, recover, snapshot, corrupt, train)
 }
 
 if __name__ == "__main__":

@@ -348,7 +348,8 @@ def _saves(flags: FlagValues) -> SaveSpec:
     if step is not None and not 0 <= step < 2**53:
         raise UsageError(f"--restore-step={step} is not a step: use a number from 0")
     breakpoint_ = flags.switch("save_at_breakpoint")
-    return SaveSpec(breakpoint_, limit, restore_step=-1 if step is None else step)
+    step = -1 if step is None else step
+    return SaveSpec(breakpoint_, limit, step, flags.text("on_corruption"))
 
 
 def _watch(flags: FlagValues, *, debugged: bool) -> WatchSpec:

@@ -413,6 +413,10 @@ _ROWS: Final[Mapping[str, tuple[Flag, ...]]] = {
             "checkpoint; then the attempt is given up.", OURS),
         _flag("--restore-step", _WHOLE, "STEP", None, "Resume from exactly this step, from memory "
             "or storage. Use it for one start, then remove it.", OURS),
+        _flag("--on-corruption", _TEXT, "", "tell", "What happens if the snapshots of ranks with "
+            "equal state differ. tell: report it; restart: return to the last step at which all "
+            "were equal, and exclude the node the second time; exclude: exclude it at once; off: "
+            "do not compare them.", OURS, choices=("tell", "restart", "exclude", "off")),
     ),
     "own": (
         _flag("--status-port", _WHOLE, "PORT", 0, "Port of the job's status page; 0: any free "

@@ -136,6 +136,18 @@ class WorkFacts(Struct, frozen=True):
     number: int = 0  # of this record
 
 
+class AgreementFacts(Struct, frozen=True):
+    """What is known of replicas. `has_agreed`: all were equal once. `left_out`: keys of the tensors
+    that differ by design. `is_off`: they differ too much to be compared. `accused`: nodes whose
+    ranks differed before. `returns`: rounds that ended for that reason."""
+
+    has_agreed: bool = False
+    left_out: tuple[int, ...] = ()
+    is_off: bool = False
+    accused: tuple[str, ...] = ()
+    returns: int = 0
+
+
 class SnapshotFacts(Struct, frozen=True):
     """What ranks can resume from, and what they should avoid."""
 
@@ -144,6 +156,7 @@ class SnapshotFacts(Struct, frozen=True):
     rewound_from: int = -1  # the step from which training was rewound since the newest checkpoint
     restore_step: int = -1  # requested by a person; reset by the first checkpoint written after it
     work: WorkFacts = WorkFacts()
+    agreement: AgreementFacts = AgreementFacts()
 
 
 class LongWait(Struct, frozen=True):

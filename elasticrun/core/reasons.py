@@ -74,9 +74,10 @@ class Leaves(_Typed, frozen=True):
 
 
 class Excluded(_Typed, frozen=True):
-    """Excluded by the network check, by step times, by its own agent, or by a person."""
+    """Excluded by the network check, by step times, by its own agent, because replicas differ, or
+    by a person."""
 
-    by: str  # failed, slow, unhealthy, asked
+    by: str  # failed, slow, unhealthy, differs, asked
     verdict: str
 
 
@@ -186,6 +187,28 @@ class OtherRound(_Typed, frozen=True):
 
 class SnapshotUnusable(_Typed, frozen=True):
     step: int
+
+
+class ReplicasDiffer(_Typed, frozen=True):
+    """The snapshots of ranks with the same state differ. `sides`: ranks that are equal, as `0-2`.
+    `right`: the first side is a majority. `places`: where some of the ranks that differ run (all
+    ranks without a majority). `agreed`: the newest step at which all were equal; -1: unknown."""
+
+    step: int
+    sides: tuple[str, ...]
+    right: bool
+    places: tuple[str, ...]
+    tensor: str  # the first that differs; "": unknown
+    agreed: int
+
+
+class LossNotFinite(_Typed, frozen=True):
+    """Ranks have reported a loss that is NaN or infinite. `ranks`: those with the first such step,
+    as `0-2`."""
+
+    step: int
+    ranks: str
+    value: str
 
 
 class WorkUnknown(_Typed, frozen=True):
@@ -461,6 +484,8 @@ Reason = (
     | GivenUp
     | OtherRound
     | SnapshotUnusable
+    | ReplicasDiffer
+    | LossNotFinite
     | WorkUnknown
     | RankFailed
     | FailedElsewhere
@@ -529,6 +554,10 @@ def text_without_evidence(reason: Reason | None) -> str:
             return text(structs.replace(reason, why=""))
         case TooFewNodes():
             return text(structs.replace(reason, why=None))
+        case ReplicasDiffer():
+            return f"replicas differ at step {reason.step}"
+        case LossNotFinite():
+            return f"the loss is not finite since step {reason.step}"
         case Saved():
             return f"{text_without_evidence(reason.why)}; step {reason.step} is saved"
         case NotSaved():
@@ -695,6 +724,19 @@ def _survivors(it: Survivors) -> str:
     return f"waiting for the {whom} of the last round to stop {whose} ranks and join"
 
 
+def _replicas_differ(it: ReplicasDiffer) -> str:
+    sides = [f"rank{'' if one.isdecimal() else 's'} {one}" for one in it.sides]
+    where = f" ({'; '.join(it.places)})" if it.places else ""
+    first = f", first in {it.tensor}" if it.tensor else ""
+    before = f"; all were equal at step {it.agreed}" if it.agreed >= 0 else ""
+    if it.right:
+        differs = "differs" if len(sides) == 2 and it.sides[1].isdecimal() else "differ"
+        who = " and ".join(sides[1:])
+        return f"{who}{where} {differs} from {sides[0]} at step {it.step}{first}{before}"
+    known = "no majority shows which is right"
+    return f"{' and '.join(sides)}{where} differ at step {it.step}{first}: {known}{before}"
+
+
 def _because(why: Reason | None) -> str:
     return f" ({text(why)})" if why is not None else ""
 
@@ -778,6 +820,11 @@ _TEXTS: Final[Mapping[type, Callable[[Any], str]]] = {
     OtherRound: lambda it: f"round {it.name} {'has begun' if it.begun else 'is newer'}",
     WorkUnknown: lambda it: (
         "no record says what was used before this round of the work that is handed out"
+    ),
+    ReplicasDiffer: _replicas_differ,
+    LossNotFinite: lambda it: (
+        f"the loss is {it.value} since step {it.step}, first on "
+        f"rank{'' if it.ranks.isdecimal() else 's'} {it.ranks}"
     ),
     SnapshotUnusable: lambda it: f"the snapshot of step {it.step} cannot be used",
     RankFailed: _rank_failed,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elasticrun.core.reasons import Reason
+from elasticrun.core.reasons import Excluded, Reason
 from elasticrun.core.rounds.failures import Ending
 from elasticrun.wire.messages import Failure
 
@@ -42,4 +42,19 @@ class RecordSoon:
     """Record the facts soon: one has changed, but no order depends on it."""
 
 
-Wish = Reopen | Fail | EndJob | RecordSoon
+@dataclass(frozen=True, slots=True)
+class Exclude:
+    """Exclude a node from the job, which ends its round."""
+
+    node: str
+    how: Excluded
+
+
+@dataclass(frozen=True, slots=True)
+class Mention:
+    """Mention this in the incident, if one ends the current round."""
+
+    reason: Reason
+
+
+Wish = Reopen | Fail | EndJob | RecordSoon | Exclude | Mention

@@ -29,6 +29,7 @@ from elasticrun.wire.progress import (
     MAX_ROWS,
     MAX_VALUE,
     Own,
+    RankNotFinite,
     RankQuiet,
     RankRows,
     RankSteps,
@@ -126,6 +127,13 @@ def _number(value: Any) -> str:
     return repr(float(value))
 
 
+def _is_cheap(loss: Any) -> bool:
+    """Whether reading this loss waits for no device and no other rank, and cannot fail."""
+    if type(loss).__name__ == "Tensor" and type(loss).__module__ == "torch":
+        return bool(loss.device.type == "cpu" and loss.numel() == 1)
+    return type(loss) is float or (type(loss).__module__ == "numpy" and loss.size == 1)
+
+
 class ProgressReporter:
     """One rank's connection to its agent. Times are seconds, monotonic unless stated otherwise."""
 
@@ -151,6 +159,8 @@ class ProgressReporter:
         self._knows = Own.LATER
         self._useless_reads = 0
         self._rows = MetricRows(self._local_rank) if os.environ.get("RANK") == "0" else None
+        self._bad_loss = b""  # the report of the first loss that is not finite, until it is sent
+        self._has_bad_loss = False
 
     def report_metrics(self, number: int, metrics: Mapping[str, object]) -> None:
         """Report metrics of step `number`; only rank 0's are kept."""
@@ -159,6 +169,22 @@ class ProgressReporter:
         with contextlib.suppress(OSError):  # queue full: the next datagram has these rows too
             self._socket.sendto(data, self._address)
             self._rows.mark_sent()
+
+    def check_loss(self, number: int, loss: Any) -> None:
+        """Report the first loss that is not finite. A tensor on a device is read by rank 0 only,
+        which reads it for its metrics too."""
+        if not self._has_bad_loss:
+            if self._rows is None and not _is_cheap(loss):
+                return
+            value = float(loss.detach() if hasattr(loss, "detach") else loss)
+            if math.isfinite(value):
+                return
+            self._has_bad_loss = True
+            self._bad_loss = encode(RankNotFinite(self._local_rank, number, repr(value)))
+        if self._bad_loss:
+            with contextlib.suppress(OSError):  # queue full: sent with the next step
+                self._socket.sendto(self._bad_loss, self._address)
+                self._bad_loss = b""
 
     def report_step(self, number: int) -> None:
         """Report that step `number` is complete. With an injected slowness, this also sleeps."""
@@ -228,7 +254,8 @@ def progress(step: int, **metrics: float) -> None:
     """Report that this rank has completed step `step`; call once a step, after the optimizer's
     step. `metrics` of rank 0 become a row of the job's `progress.csv`: `progress(step, loss=0.25,
     lr=1e-4)`. The page draws them; with `total=`, the number of the last step, it also shows when
-    the training will end.
+    the training will end. The first `loss` of any rank that is NaN or infinite is reported; one on
+    a GPU only by rank 0, so that the others need not wait for it.
 
     A no-op without an agent (or under torchrun). Never raises and, given numbers, never waits (a
     tensor on a GPU is waited for). A value that is not a number gives one warning."""
@@ -263,6 +290,8 @@ def begin_round() -> None:
 
 def _report_metrics(reporter: ProgressReporter, step: int, metrics: Mapping[str, object]) -> None:
     try:
+        if "loss" in metrics:
+            reporter.check_loss(int(step), metrics["loss"])
         reporter.report_metrics(int(step), metrics)
     except (TypeError, ValueError, OverflowError) as wrong:
         _warn_once(f"progress() is given {metrics!r:.100}: it accepts only numbers ({wrong})", 4)

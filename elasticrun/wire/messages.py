@@ -26,11 +26,14 @@ from elasticrun.wire.types import (
     MAX_ATTEMPT,
     MAX_DATASET_NAME,
     MAX_DATASETS,
+    MAX_DEVICE_NAME,
     MAX_EPOCHS,
     MAX_LEASES,
     MAX_LOCAL_RANKS,
     MAX_MARKS,
+    MAX_PARTS,
     MAX_SAMPLES,
+    MAX_TENSOR_NAME,
     MAX_USED,
     NO_SKIP,
     Amount,
@@ -55,7 +58,7 @@ from elasticrun.wire.types import (
     tail,
 )
 
-PROTOCOL_VERSION: Final = 12
+PROTOCOL_VERSION: Final = 13
 """Incremented with every change of the protocol that older peers cannot read."""
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024
@@ -94,6 +97,12 @@ MAX_CONTENTS: Final = 4096
 """Maximum number of local ranks in one report, over all its holdings; older holdings are dropped
 first.
 """
+
+MAX_LEFT_OUT: Final = 1024
+"""Maximum number of tensors that replicas need not have in common; with more, none is compared."""
+
+MAX_DISTRUSTED: Final = 64
+"""Maximum number of ranks whose own snapshot a round does not restore."""
 
 MAX_MARGIN: Final = 1_000_000
 """Steps that a departing node may request as margin for the order to reach every rank."""
@@ -144,6 +153,8 @@ Ranks = Annotated[tuple[Rank, ...], AtMost(MAX_LOCAL_RANKS)]
 Contents = Annotated[tuple[int, ...], AtMost(MAX_CONTENTS)]
 Samples = Annotated[int, Between(0, INT64)]
 Leases = Annotated[tuple[Samples, ...], AtMost(2 * MAX_LEASES)]
+Digest = Annotated[int, Between(0, INT64)]
+TensorName = Annotated[str, OneLine(0, MAX_TENSOR_NAME)]
 Used = Annotated[str, WholeText(MAX_USED)]
 ContentsHeld = Annotated[tuple[Annotated[int, Between(1, INT64)], ...], AtMost(MAX_LOCAL_RANKS)]
 
@@ -170,6 +181,7 @@ class SaveSpec(Struct, frozen=True):
     at_breakpoint: bool = False  # --save-at-breakpoint: write the snapshot after a failure
     limit: Limit = 120.0  # seconds that one attempt to write a checkpoint may take
     restore_step: StepOrNone = -1  # --restore-step: the requested one; -1: the newest
+    on_corruption: Annotated[str, OneOf("tell", "restart", "exclude", "off")] = "tell"
 
 
 class WatchSpec(Struct, frozen=True):
@@ -268,6 +280,8 @@ class RoundInfo(Struct, frozen=True):
     skip: Skip = NO_SKIP
     why: str = ""  # what ended the previous round, in a clause; "": this is the first, or unknown
     code: ReasonCode | None = None  # of `why`
+    distrusted: Annotated[tuple[Rank, ...], AtMost(MAX_DISTRUSTED)] = ()
+    """Ranks of `restore.round` that must use a replica, because their own snapshot differs."""
 
     def committed(self, step: int) -> RoundInfo:
         """The same round after a checkpoint of `step` was committed. If the step is below
@@ -623,6 +637,16 @@ class Stacks(Struct, frozen=True):
     folder: str = ""
 
 
+class NotFinite(Struct, frozen=True):
+    """Report: the loss that this rank has reported for a step is NaN or infinite, for the first
+    time in this round."""
+
+    round: RoundName
+    rank: Rank
+    step: int
+    value: Annotated[str, OneOf("nan", "inf", "-inf")]
+
+
 class LastLines(Struct, frozen=True):
     """Report: the last output of a rank that failed here, after the RanksFailed that names it."""
 
@@ -832,6 +856,29 @@ class WorkState(Struct, frozen=True):
             raise WireError(f"{where} does not have one count for each of its marks")
 
 
+class RankDigests(Struct, frozen=True):
+    """Digests of the tensors that a rank shares with its replicas; part of Digests. `count`: number
+    of these tensors. `digests`: of each part that CompareReplicas asked for; (): unavailable.
+    `names`: of the tensors, if each part has one; else (). `device`: where the rank keeps them."""
+
+    rank: Rank
+    count: Count = 0
+    digests: Annotated[tuple[Digest, ...], AtMost(MAX_PARTS)] = ()
+    names: Annotated[tuple[TensorName, ...], AtMost(MAX_PARTS)] = ()
+    device: Annotated[str, OneLine(0, MAX_DEVICE_NAME)] = ""
+
+
+class Digests(Struct, frozen=True):
+    """Report: the answer to CompareReplicas, of some of this node's ranks. `seconds`: CPU time that
+    the hashing took."""
+
+    round: RoundName
+    step: int
+    number: Count
+    ranks: Annotated[tuple[RankDigests, ...], AtMost(MAX_PARTS)]
+    seconds: float = 0.0
+
+
 SaveReport = (
     Holdings
     | WhereIs
@@ -842,12 +889,13 @@ SaveReport = (
     | Missed
     | WorkBase
     | WorkState
+    | Digests
 )
 """Reports about snapshots, and about work that is handed out."""
 
 RankReport = Join | Running | RanksFailed | Stopping | Stopped | Finished | Leaving
 HealthReport = Probed | NodeHealth | Steps | Metrics | ReachMe
-SightReport = Quiet | Inspected | Stacks | LastLines
+SightReport = Quiet | Inspected | Stacks | LastLines | NotFinite
 """Reports about the activity of ranks."""
 
 Report = (
@@ -992,6 +1040,30 @@ class Watermark(Struct, frozen=True):
     given_up: StepOrNone = -1
 
 
+class CompareReplicas(Struct, frozen=True):
+    """Order: hash the tensors that replicas have in common, of the first snapshot after `step` of
+    each local rank; a newer order replaces it. With `last`: of the snapshot hashed last, which is
+    of `step`, of `ranks` only; of the tensors, sorted by name, those from `first` up to `last`,
+    each or in parts of equal length. `left_out`: keys of the names of tensors that are not
+    compared. Answer: Digests."""
+
+    round: RoundName
+    step: StepOrNone
+    number: Count
+    ranks: Ranks = ()
+    first: Count = 0
+    last: Count = 0
+    left_out: Annotated[tuple[Digest, ...], AtMost(MAX_LEFT_OUT)] = ()
+
+
+class KeepStep(Struct, frozen=True):
+    """Order: keep the snapshots of this step, the newest at which all replicas were equal, until
+    the next such order. Sent only if the job may return to it (--on-corruption)."""
+
+    round: RoundName
+    step: int
+
+
 class SaveAt(Struct, frozen=True):
     """Order: every rank of the round takes a snapshot at its first step from this one on, to be
     written to storage; `reason` says in a clause who leaves. Answer, if a rank cannot: Missed."""
@@ -1098,7 +1170,16 @@ class WorkGrant(Struct, frozen=True):
 
 
 SaveOrder = (
-    Watermark | Persist | CommitCheckpoint | PersistOver | Holder | Replicate | SaveAt | WorkGrant
+    Watermark
+    | Persist
+    | CommitCheckpoint
+    | PersistOver
+    | Holder
+    | Replicate
+    | SaveAt
+    | WorkGrant
+    | CompareReplicas
+    | KeepStep
 )
 """Orders about snapshots, and about work that is handed out."""
 
@@ -1127,8 +1208,8 @@ class ExcludedNode(Struct, frozen=True):
 
     node: Name
     host: NameOrEmpty
-    # by the network check, as a straggler, by an operator, for what its agent found
-    kind: Annotated[str, OneOf("failed", "slow", "asked", "unhealthy")]
+    # by the network check, as a straggler, by an operator, for what its agent found, by replicas
+    kind: Annotated[str, OneOf("failed", "slow", "asked", "unhealthy", "differs")]
     reason: str  # the verdict with its evidence
     age: float  # seconds since
     remaining: float  # seconds until it may return and is probed again

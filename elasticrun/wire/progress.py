@@ -28,6 +28,8 @@ _LAYOUT: Final = struct.Struct("<BBHIqddd")
 
 _COSTS: Final = struct.Struct("<BxHIqdd")
 
+_NOT_FINITE: Final = struct.Struct("<BxHq8s")
+
 MAX_QUIET_BYTES: Final = 64
 """Maximum bytes of the text of a `quiet` block."""
 
@@ -45,6 +47,9 @@ MAX_VALUE: Final = 24
 """Maximum number of rows in a datagram, of columns, of characters in a column's name, and of
 characters in a number.
 """
+
+NOT_FINITE: Final = ("nan", "inf", "-inf")
+"""Losses that are not finite, as `repr` shows them."""
 
 MAX_QUIET_SECONDS: Final = 86400.0
 """Maximum seconds of a `quiet` block."""
@@ -108,6 +113,15 @@ class RankRows:
     dropped: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class RankNotFinite:
+    """The first step whose loss is not finite, and the loss: nan, inf or -inf."""
+
+    local_rank: int
+    step: int
+    value: str
+
+
 def mint_name() -> str:
     """A new random name for a socket."""
     return f"elasticrun-{os.urandom(16).hex()}"
@@ -131,7 +145,7 @@ def read_place(text: str) -> tuple[str, int]:
     return name, int(local_rank)
 
 
-RankDatagram = RankSteps | RankCosts | RankQuiet | RankRows
+RankDatagram = RankSteps | RankCosts | RankQuiet | RankRows | RankNotFinite
 
 
 def encode(message: RankDatagram) -> bytes:
@@ -140,6 +154,8 @@ def encode(message: RankDatagram) -> bytes:
         return _QUIET.pack(
             VERSION, message.local_rank, message.seconds, message.what.encode()[:MAX_QUIET_BYTES]
         )
+    if isinstance(message, RankNotFinite):
+        return _NOT_FINITE.pack(VERSION, message.local_rank, message.step, message.value.encode())
     if isinstance(message, RankRows):
         return json.dumps(asdict(message), separators=(",", ":")).encode("ascii")
     if isinstance(message, RankCosts):
@@ -172,6 +188,11 @@ def decode(datagram: bytes) -> RankDatagram | None:
             version == VERSION and step >= -1 and all(0.0 <= one <= MAX_SECONDS for one in spent)
         )
         return RankCosts(local_rank, step, saves, *spent) if is_valid else None
+    if len(datagram) == _NOT_FINITE.size:
+        version, local_rank, step, text = _NOT_FINITE.unpack(datagram)
+        value = text.rstrip(b"\0").decode(errors="ignore")
+        is_valid = version == VERSION and step >= 0 and value in NOT_FINITE
+        return RankNotFinite(local_rank, step, value) if is_valid else None
     if len(datagram) != _LAYOUT.size:
         return None
     version, knows, local_rank, steps, step, seconds, own, waited = _LAYOUT.unpack(datagram)

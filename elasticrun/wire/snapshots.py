@@ -112,6 +112,7 @@ class NeedSegment:
     slots: int
     own: bool = False  # the rank has state that no other rank has
     least: int = 0  # slots that suffice if there is no memory for more; 0: all
+    device: str = ""  # where its tensors are; "": in the memory of the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +259,20 @@ class CheckSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class DigestSnapshot:
+    """Hash the tensors of this snapshot that its replicas have in common, with low priority; the
+    other fields are as in messages.CompareReplicas. Answer: Digested."""
+
+    key: int
+    slot: int
+    sequence: int
+    number: int
+    first: int
+    last: int
+    left_out: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PartOf:
     """One rank's share of a checkpoint."""
 
@@ -347,7 +362,7 @@ class Serve:
     rank: int
 
 
-AboutSegments = SegmentOpen | SegmentClosed | HashSnapshot | CheckSnapshot | Serve
+AboutSegments = SegmentOpen | SegmentClosed | HashSnapshot | CheckSnapshot | DigestSnapshot | Serve
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,6 +396,20 @@ class Checked:
     sequence: int
     ok: bool
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Digested:
+    """The answer to DigestSnapshot, as messages.RankDigests. `reason`: why there are none, or "".
+    `seconds`: CPU time."""
+
+    key: int
+    number: int
+    reason: str
+    count: int
+    digests: tuple[int, ...]
+    names: tuple[str, ...]
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,7 +461,17 @@ class SaverPong:
     number: int
 
 
-FromSaver = SaverHere | Checked | PartsDone | CommitDone | FetchSize | Fetched | Remark | SaverPong
+FromSaver = (
+    SaverHere
+    | Checked
+    | Digested
+    | PartsDone
+    | CommitDone
+    | FetchSize
+    | Fetched
+    | Remark
+    | SaverPong
+)
 
 # ---------------------------------------------------------------- recoverable functions
 #

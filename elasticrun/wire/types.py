@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
-from itertools import repeat
+from itertools import pairwise, repeat
 from typing import Annotated, Any, Final, TypeVar
 
 INT32: Final = 2**31 - 1
@@ -319,6 +319,35 @@ class Endpoint:
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+MAX_TENSOR_NAME: Final = 200
+"""Maximum length of the name of a tensor in a message; of a longer one the end is kept."""
+
+MAX_DEVICE_NAME: Final = 120
+MAX_PARTS: Final = 64
+"""Number of parts in which tensors are compared."""
+
+
+def tensor_name(fqn: str) -> str:
+    """The name of a tensor in messages."""
+    printable = "".join(c if c.isprintable() else "?" for c in fqn[-MAX_TENSOR_NAME:])
+    return printable.strip() or "?"
+
+
+def key_of_name(name: str) -> int:
+    """A hash of `tensor_name`; fits a signed 64-bit number."""
+    from hashlib import blake2b  # not in the ranks of scripts that do not use it
+
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def parts_of(first: int, last: int, parts: int) -> list[tuple[int, int]]:
+    """Divide the range into at most `parts` ranges of about the same length, none empty."""
+    size = last - first
+    count = min(parts, size)
+    ends = [first + at * size // count for at in range(count + 1)] if count > 0 else []
+    return list(pairwise(ends))
 
 
 def mint_incarnation() -> str:

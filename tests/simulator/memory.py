@@ -22,6 +22,7 @@ from elasticrun.config import EXIT_SAVED
 from elasticrun.core.snapshots.types import sort_key
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import Endpoint, RoundName
+from tests.simulator.digests import Digests
 from tests.simulator.shelves import Kept, Key, Shelves as Shelves
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ class Memory:
         self._shelves = world.shelves
         self.kept: list[Kept] = []  # the oldest first
         self.replicas = Replicas(world, node)
+        self.digests = Digests(world, node)
         self.last: m.RoundInfo | None = None
         self.worked = False
         self.is_lost = False  # it went with its machine, or was given back
@@ -165,13 +167,14 @@ class Memory:
             self._fault(f"round {start.round} restores {key}, which never was whole")
         shelves.members.setdefault(start.round, {})[self._node.name] = self
         self.replicas.begin()
+        self.digests.begin()
         for shelf in (self.kept, self.replicas.copies):
             for one in [one for one in shelf if key is None or one.is_later(key)]:
                 if self._node.group.term in one.attempts.values():
                     self._fault(f"{self._node.name} drops step {one.step}, which is being written")
                 shelf.remove(one)
             for one in shelf:
-                one.restored = one.key == key
+                one.restored, one.agreed = one.key == key, False
         self.say()
         if want is None:
             return
@@ -226,6 +229,8 @@ class Memory:
         place = (start.first_rank, start.info.world_size, self._node.setup.nproc)
         made = Kept(start.round, step, *place, persist)
         self.kept.append(made)
+        self.digests.mark(made)
+        self.digests.committed(made)
         self._shelves.ever.setdefault(made.key, set()).update(self._contents(made))
         self._shelves.has(self._node.name, made)
         self.say()
@@ -302,6 +307,11 @@ class Memory:
                 self._told_who(order)
             case m.Replicate():
                 self.replicas.obey(order)
+            case m.CompareReplicas():
+                self.digests.obey(order)
+            case m.KeepStep():
+                for one in self.kept:
+                    one.agreed = one.key == (order.round, order.step)
             case m.WorkGrant() if self.work is not None:
                 self.work.grant(order)
 

@@ -26,6 +26,10 @@ many snapshots, and `replicas=1` wants each part on two nodes; `node a memory=1`
 that takes over what a killed one of this node had; `disk a full` (or stuck, ok) and
 `spoil a 120` plant what `memory` knows; with `cannot a 120 why` a's ranks could not save a step.
 
+Replicas: with `saves on_corruption=tell` (or restart, exclude) they are compared; after `alter b 1
+w042` local rank 1 of b has another value in that tensor than the others, until its next life, or,
+with `alter b 1 w042 always`, in every life. After `loss b 1 57 nan` it has reported that loss.
+
 Work that is handed out (`tests.sim.workers`): `work 3` has every rank take some and use 3 samples,
 as far as it has leases, `work 3 a` those of a node; `work -1` has them restore, and take nothing.
 
@@ -61,7 +65,8 @@ from elasticrun.config import (
 )
 from elasticrun.core.events import Requested
 from elasticrun.core.persisted import Facts
-from elasticrun.wire.messages import JobSpec, NodeHealth, Request, WatchSpec
+from elasticrun.wire import messages as m
+from elasticrun.wire.messages import JobSpec, NodeHealth, Request, SaveSpec, WatchSpec
 from tests.simulator.hangs import KINDS, OUTSIDE
 from tests.simulator.node import NodeSetup
 from tests.simulator.world import Doom, World
@@ -85,6 +90,7 @@ DEFAULT_SPEC = JobSpec(
     grow_cooldown=GROW_COOLDOWN,
     restart_grace=float(SHUTDOWN_TIMEOUT),
     master_lost_timeout=MASTER_LOST_TIMEOUT,
+    saves=SaveSpec(on_corruption="off"),
     watch=WatchSpec(on_hang="auto"),
 )
 
@@ -392,6 +398,20 @@ def _each(what: Callable[[World, str], None]) -> Verb:
     return verb
 
 
+def _alter(world: World, _: JobSpec, words: list[str]) -> None:
+    """The node, the local rank, the tensor; `always`."""
+    digests = world.nodes[words[0]].memory.digests
+    digests.alter(int(words[1]), words[2], always=words[3:] == ["always"])
+
+
+def _loss(world: World, _: JobSpec, words: list[str]) -> None:
+    """The node, the local rank, the step, the loss."""
+    node = world.nodes[words[0]]
+    start = node.memory._start
+    assert start is not None
+    node.say(m.NotFinite(start.round, start.first_rank + int(words[1]), int(words[2]), words[3]))
+
+
 VERBS: dict[str, Verb] = {
     "node": _node,
     "fail": _fail,
@@ -420,6 +440,8 @@ VERBS: dict[str, Verb] = {
         int(words[1]), " ".join(words[2:])
     ),
     "spoil": lambda world, _, words: world.nodes[words[0]].memory.spoil(int(words[1])),
+    "alter": _alter,
+    "loss": _loss,
     "left-over": _left_over,
     "hang": _hang,
     "silence": lambda world, _, words: world.insides.hang(world, "silence"),

@@ -116,6 +116,8 @@ class Kept:
     bad: bool = False
     attempts: dict[str, int] = field(default_factory=dict)  # under way, by masters of these terms
     replica: bool = False
+    altered: dict[int, set[str]] = field(default_factory=dict)  # rank -> tensors
+    agreed: bool = False  # pinned, since the job may go back to it
 
     @property
     def key(self) -> Key:
@@ -123,12 +125,12 @@ class Kept:
 
     def unpin(self) -> None:
         """The agent that knew what it is needed for is gone."""
-        self.wanted = self.restored = False
+        self.wanted = self.restored = self.agreed = False
         self.attempts.clear()
 
     @property
     def pinned(self) -> bool:
-        return self.wanted or self.restored or bool(self.attempts)
+        return self.wanted or self.restored or self.agreed or bool(self.attempts)
 
     def is_later(self, than: Key) -> bool:
         """Whether it was taken after the one of this name."""

@@ -50,6 +50,7 @@ def _from(start: m.Start) -> str:
     on = start.info.restore
     words = "" if on is None else f", from step {on.step} of round {on.round.number}"
     skip = start.info.skip
+    words += f", without ranks {list(lost)}" if (lost := start.info.distrusted) else ""
     words += f", rewound from {skip.storage_from}" if skip.storage_from >= 0 else ""
     words += ", suspect" if skip.memory else ""
     return words + (f", restore step {skip.all_but}" if skip.all_but >= 0 else "")

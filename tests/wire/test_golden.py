@@ -42,6 +42,8 @@ NUMBERS: Final = {
 WORDS: Final = {
     "grow": "now",
     "on_hang": "tell",
+    "on_corruption": "tell",
+    "NotFinite.value": "nan",
     "verb": "picture",
     "ExcludedNode.kind": "slow",
     "Persist.reason": "breakpoint",

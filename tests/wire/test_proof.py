@@ -191,7 +191,7 @@ def test_the_proof_is_an_hmac_sha256_as_the_page_says() -> None:
     """Written out once more, so that a change of the bytes is a change of the protocol."""
     said = auth.Exchange("j", m.Role.AGENT, "n", "i", b"a" * 32, b"b" * 32, 5)
     parts = (b"j", b"agent", b"n", b"i", b"5", b"a" * 32, b"b" * 32)
-    text = b"elasticrun/12 peer" + b"".join(len(x).to_bytes(4, "big") + x for x in parts)
+    text = b"elasticrun/13 peer" + b"".join(len(x).to_bytes(4, "big") + x for x in parts)
     assert auth.prove("t", auth.Side.PEER, said) == hmac.digest(b"t", text, hashlib.sha256)
 
 

@@ -3,12 +3,17 @@
 During an attempt its snapshots are pinned. They are compared with their hashes, then the saver
 writes them. The result goes to the master, and again to a master that may have missed it. This node
 gives an attempt up after its time limit, even without an order.
+
+`Comparing` has the saver hash what local ranks have in common with their replicas, for the master
+to compare.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, field
+from typing import Final
 
 from msgspec import structs
 
@@ -20,7 +25,16 @@ from elasticrun.agent.snapshots.saver import SaverGone
 from elasticrun.agent.snapshots.segments import Held
 from elasticrun.host.log import logger
 from elasticrun.snapshots.shm.segment import Snapshot
-from elasticrun.wire.messages import CommitCheckpoint, Persist, Persisted, PersistOver
+from elasticrun.wire.messages import (
+    CommitCheckpoint,
+    CompareReplicas,
+    Digests,
+    KeepStep,
+    Persist,
+    Persisted,
+    PersistOver,
+    RankDigests,
+)
 from elasticrun.wire.snapshots import PartOf, PersistParts
 
 
@@ -222,3 +236,79 @@ class Persisting:
         for held in self._store.segments.held:
             held.unpin(attempt.name)
         self._store.router.tidy()
+
+
+COMPARED: Final = "compared"
+AGREED: Final = "agreed"
+"""The pin reasons of a snapshot that is being hashed, and of the one to which the job may
+return."""
+
+Found = tuple[Held, Snapshot, int]
+"""A snapshot of a rank."""
+
+
+class Comparing:
+    """Answers CompareReplicas. A snapshot is pinned while it is hashed."""
+
+    def __init__(self, store: SnapshotStore, *, keeps: bool) -> None:
+        """`keeps`: the step at which all replicas were equal is kept, so its pin must not be
+        removed before the order to do so arrives."""
+        self._store = store
+        self._keeps = keeps
+        self._tasks = Tasks(logger.error)
+        self._order: CompareReplicas | None = None  # for snapshots that ranks will take
+        self._hashed: dict[int, Found] = {}  # by rank: what was hashed last
+
+    def obey(self, order: CompareReplicas | KeepStep) -> None:
+        """Carry out an order of the master."""
+        if isinstance(order, KeepStep):
+            self._unpin(AGREED)
+            for held, snapshot, _ in self._store.inventory.all_of(order.round, order.step):
+                held.pin(snapshot.slot, AGREED)
+            self._unpin(COMPARED)
+            self._store.router.tidy()
+        elif order.last:
+            for rank in order.ranks:
+                if rank in self._hashed:
+                    self._tasks.start(self._answer(order, rank), "comparing replicas")
+        else:
+            self._unpin(COMPARED)
+            self._order = order
+            self._hashed.clear()
+            for held, snapshot, local_round, rank in list(self._store.inventory.everything()):
+                if held.replica < 0 and local_round.name == order.round:
+                    self.committed(held, snapshot, rank)
+
+    def committed(self, held: Held, snapshot: Snapshot, rank: int) -> None:
+        """A rank of the current round has taken a snapshot: hash it, if that was ordered."""
+        order = self._order
+        if order is not None and snapshot.step > order.step and rank not in self._hashed:
+            self._hashed[rank] = (held, snapshot, rank)
+            held.pin(snapshot.slot, COMPARED)
+            self._tasks.start(self._answer(order, rank), "comparing replicas")
+
+    def stop(self) -> None:
+        """Stop, because the ranks' round is over."""
+        self._order = None
+        self._hashed.clear()
+        self._tasks.close()
+
+    def close(self) -> None:
+        self._tasks.close()
+
+    async def _answer(self, order: CompareReplicas, rank: int) -> None:
+        held, snapshot, _ = self._hashed[rank]
+        made, seconds = RankDigests(rank), 0.0
+        with contextlib.suppress(SaverGone):
+            done = await self._store.savers.digest(held, snapshot, order)
+            seconds = done.seconds
+            made = RankDigests(rank, done.count, done.digests, done.names, held.device)
+        if not self._keeps:
+            held.unpin(COMPARED)
+            self._store.router.tidy()
+        report = Digests(order.round, snapshot.step, order.number, (made,), seconds)
+        self._store.link.send(report)
+
+    def _unpin(self, reason: str) -> None:
+        for held in self._store.segments.held:
+            held.unpin(reason)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
@@ -283,6 +283,13 @@ class Inventory:
             chosen = None if restore is None else one.find(round_key(restore.round), restore.step)
             if chosen is not None:
                 one.pin(chosen.slot, CHOSEN)
+
+    def withdraw(self, restore: m.Restore, ranks: Collection[int]) -> None:
+        """Withdraw what these ranks have of the snapshot to restore, because it differs from its
+        replicas: they get another one."""
+        for held, snapshot, rank in self.all_of(restore.round, restore.step):
+            if rank in ranks:
+                held.segment.withdraw(snapshot.slot)
 
     def prunable(self, current: Sequence[Held | None], watermark: int) -> list[Held]:
         """Segments of local ranks that are no longer needed: those with an outdated layout, and

@@ -23,7 +23,7 @@ from elasticrun.config import Identity
 from elasticrun.host.log import logger
 from elasticrun.host.system.processes import why_unresponsive
 from elasticrun.snapshots.shm.segment import VERSION, Snapshot
-from elasticrun.wire import env, snapshots as s
+from elasticrun.wire import env, messages as m, snapshots as s
 from elasticrun.wire.spawning import Exited, FromSpawner, Spawned, SpawnFailed, SpawnSaver
 from elasticrun.wire.types import RoundName
 
@@ -153,6 +153,13 @@ class Savers:
         which = (held.key, snapshot.slot, snapshot.sequence)
         return await self._ask(("check", *which), s.CheckSnapshot(*which), s.Checked, held)
 
+    async def digest(self, held: Held, snapshot: Snapshot, order: m.CompareReplicas) -> s.Digested:
+        """Hash what a snapshot has in common with its replicas. Raises SaverGone."""
+        which = (held.key, snapshot.slot, snapshot.sequence, order.number)
+        parts = (order.first, order.last, order.left_out)
+        name = ("digest", held.key, order.number)
+        return await self._ask(name, s.DigestSnapshot(*which, *parts), s.Digested, held)
+
     async def persist(self, order: s.PersistParts, helds: list[Held]) -> s.PartsDone:
         """Write parts of a checkpoint. Raises SaverGone."""
         return await self._ask(("parts", order.attempt), order, s.PartsDone, *helds)
@@ -218,6 +225,8 @@ class Savers:
             return
         elif isinstance(message, s.Checked):
             self._settle(("check", message.key, message.slot, message.sequence), message)
+        elif isinstance(message, s.Digested):
+            self._settle(("digest", message.key, message.number), message)
         elif isinstance(message, s.PartsDone):
             if message.ok:
                 self._starts.clear()

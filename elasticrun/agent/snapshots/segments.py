@@ -98,6 +98,7 @@ class Held:
     pins: dict[int, set[str]] = field(default_factory=dict)  # slot -> reasons
     released: bool = False
     own: bool = False  # its rank has per-rank state
+    device: str = ""  # where its rank keeps the tensors
     replica: int = -1  # the rank of another node that it replicates; -1: none
 
     @property

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from elasticrun.agent.claims.folder_claim import FolderClaim
 from elasticrun.agent.context import NodeContext
 from elasticrun.agent.runtime import Once, Tasks
-from elasticrun.agent.snapshots.checkpoints import Persisting
+from elasticrun.agent.snapshots.checkpoints import Comparing, Persisting
 from elasticrun.agent.snapshots.fetching import MAX_REASON, Replicator, Shards
 from elasticrun.agent.snapshots.generation import BROKEN, CUT_OFF_AFTER, Drain, Generation
 from elasticrun.agent.snapshots.inventory import (
@@ -45,7 +45,7 @@ from elasticrun.snapshots.shm.segment import NONE, round_key
 from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.messages import Start
 from elasticrun.wire.progress import place
-from elasticrun.wire.types import Endpoint
+from elasticrun.wire.types import MAX_DEVICE_NAME, Endpoint
 
 REMARKS_MOST: Final = 20
 """Maximum number of messages of ranks and savers that are logged per generation."""
@@ -119,6 +119,8 @@ class LocalSnapshots:
         self._shards = Shards(self._store)
         self._replicas = Replicator(self._store)
         self._persisting = Persisting(self._store, self._shards, self._claim)
+        keeps = launch.spec.saves.on_corruption in ("restart", "exclude")
+        self._comparing = Comparing(self._store, keeps=keeps)
         self._work = LocalWork(node.link)
         self.drain = Drain(launch, self._store)
         self._hashing = Hashing(self.savers)
@@ -144,6 +146,7 @@ class LocalSnapshots:
         self._shards.stop()
         self._replicas.close()
         self._persisting.close()
+        self._comparing.close()
         await self._claim.close()
         self._server.close()
         self._hashing.close()
@@ -171,6 +174,9 @@ class LocalSnapshots:
         self._serve()
 
     def _restore_from(self, start: Start) -> None:
+        self._comparing.stop()
+        if start.info.restore is not None:
+            self._inventory.withdraw(start.info.restore, start.info.distrusted)
         self._inventory.prune(start.info.restore, self._persisting.pins())
         self._generation.resume_from(
             NONE if start.info.restore is None else start.info.restore.step
@@ -221,6 +227,8 @@ class LocalSnapshots:
             self._shards.holder(order)
         elif isinstance(order, m.Replicate):
             self._replicas.obey(order)
+        elif isinstance(order, m.CompareReplicas | m.KeepStep):
+            self._comparing.obey(order)
         elif isinstance(order, m.WorkGrant):
             self._work.grant(order)
 
@@ -401,7 +409,7 @@ class LocalSnapshots:
         await self._segments.note(self._inventory.rounds())
         if peer.closed or held.is_lost:
             return
-        held.own = need.own
+        held.own, held.device = need.own, need.device[:MAX_DEVICE_NAME]
         self._generation.show([held])
         held.segment.current = NONE
         self.drain.show(local_rank, held)
@@ -439,6 +447,7 @@ class LocalSnapshots:
             # A dropped segment holds no step.
             self._give_up(self._inventory.abandoned_step(given, mark))
         self._hashing.hash_soon(held)
+        self._comparing.committed(held, snapshot, start.first_rank + local_rank)
         if self._replicas.enabled and self._several:
             rank = start.first_rank + local_rank
             self.savers.serve(held, snapshot, start.round, rank)

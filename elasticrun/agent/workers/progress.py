@@ -23,6 +23,7 @@ from elasticrun.wire.messages import (
     MAX_METRICS,
     MetricRow,
     Metrics,
+    NotFinite,
     Start,
     Steps,
 )
@@ -32,6 +33,7 @@ from elasticrun.wire.progress import (
     Own,
     RankCosts,
     RankDatagram,
+    RankNotFinite,
     RankQuiet,
     RankRows,
     RankSteps,
@@ -200,6 +202,7 @@ class Progress:
         self._windows: dict[int, _Window] = {}
         self._latest: dict[int, tuple[int, float]] = {}
         self._callers: set[int] = set()  # local ranks that call `progress`
+        self._spoilt: set[int] = set()  # local ranks that have reported a loss that is not finite
         self._costs: dict[int, _LastCosts] = {}
         self._quiet_phases: dict[
             int, tuple[str, float]
@@ -223,6 +226,7 @@ class Progress:
         self.newest = -1
         self._windows, self._latest = {}, {}
         self._callers, self._costs, self._quiet_phases = set(), {}, {}
+        self._spoilt = set()
         self._new_since = math.inf
         share = start.group_world_size / REPORTS_PER_SECOND
         self._every = max(MIN_INTERVAL, min(MAX_INTERVAL, share))
@@ -326,6 +330,9 @@ class Progress:
             if self._start is not None and self._start.first_rank + message.local_rank == 0:
                 self._metrics.add(message)
             return
+        if isinstance(message, RankNotFinite):
+            self._not_finite(message)
+            return
         if isinstance(message, RankQuiet):
             self._quiet_phases[message.local_rank] = (message.what, now + message.seconds)
             return
@@ -347,6 +354,14 @@ class Progress:
         self._windows.setdefault(message.local_rank, _Window()).add(message)
         self._new_since = min(self._new_since, now)
         self._report(now)
+
+    def _not_finite(self, message: RankNotFinite) -> None:
+        """Report a rank's first loss that is not finite."""
+        if self._start is not None and message.local_rank not in self._spoilt:
+            self._spoilt.add(message.local_rank)
+            rank = self._start.first_rank + message.local_rank
+            report = NotFinite(self._start.round, rank, message.step, message.value)
+            self._link.send(report)
 
     def _of_checkpointer(self, message: RankCosts, now: float) -> RankSteps | None:
         """The steps since the Checkpointer's last message, if the script does not call `progress`.

@@ -38,6 +38,7 @@ JOB_FLAGS: Final = (
     "save_at_breakpoint",
     "save_limit",
     "restore_step",
+    "on_corruption",
     "on_hang",
     "hang_limit",
     "slot_price",

@@ -53,7 +53,7 @@ from elasticrun.core.sight.picture import Goodput, Picture
 from elasticrun.core.sight.sight import Sight
 from elasticrun.core.snapshots.policy import SnapshotPolicy
 from elasticrun.core.snapshots.snapshots import Snapshots
-from elasticrun.core.wishes import EndJob, Fail, RecordSoon, Reopen, Wish
+from elasticrun.core.wishes import EndJob, Exclude, Fail, Mention, RecordSoon, Reopen, Wish
 from elasticrun.core.words import plural
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import RoundName
@@ -404,6 +404,11 @@ class Job:
                 if round_ is not None:
                     report = m.RanksFailed(round_.name, (wish.failure,))
                     self._ranks_failed(wish.node, report, innocent=not wish.is_blamed)
+            case Exclude():
+                if round_ is not None and self._conclusion is None:
+                    self._streams.exclude([(wish.node, wish.how)])
+            case Mention():
+                self._sight.incidents.mention(wish.reason)
             case _:
                 assert_never(wish)
 
@@ -598,6 +603,8 @@ class Job:
         ended = why or (last.why_stopped if last is not None else None)
         because = () if ended is None else text_and_code(ended)
         info = m.RoundInfo(name, len(ready), count, choice.restore, choice.skip, *because)
+        if points.has_distrusted:
+            info = replace(info, distrusted=points.distrusted(choice.restore))
         ctx.round = round_ = form_round(info, ready, limit, last)
         for node in round_.seats:
             ctx.nodes[node].sent_reason = ""

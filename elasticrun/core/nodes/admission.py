@@ -9,10 +9,11 @@ that incarnation's death. A node that leaves in good order is not charged, and n
 dies while pending, because that costs no round.
 
 *Excluded*: a node is refused because it failed the network check ("failed"), is too slow ("slow"),
-its agent found its machine unfit ("unhealthy"), or an operator asked for it ("asked"). The entry is
-for a node id on a host: the same id on another host is a new node. When the exclusion ends the node
-may return, and is probed like any new node. At most STRAGGLERS_PER_HOUR exclusions within an hour
-are for being slow, even of the same node, so that wrong measurements cannot empty a job.
+its agent found its machine unfit ("unhealthy"), a rank of it differs from its replicas ("differs"),
+or an operator asked for it ("asked"). The entry is for a node id on a host: the same id on another
+host is a new node. When the exclusion ends the node may return, and is probed like any new node. At
+most STRAGGLERS_PER_HOUR exclusions within an hour are for being slow, even of the same node, so
+that wrong measurements cannot empty a job.
 
 Times are monotonic seconds.
 """
@@ -190,6 +191,7 @@ FAILED = "failed"
 SLOW = "slow"
 ASKED = "asked"
 UNHEALTHY = "unhealthy"
+DIFFERS = "differs"
 
 
 @dataclass(frozen=True, slots=True)

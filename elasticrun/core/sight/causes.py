@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from elasticrun.config import STOPPED_AFTER
 from elasticrun.core.context import JobContext
-from elasticrun.core.nodes.admission import ASKED, SLOW
+from elasticrun.core.nodes.admission import ASKED, DIFFERS, SLOW
 from elasticrun.core.nodes.node import Health
 from elasticrun.core.reasons import (
     BackedOff,
@@ -18,6 +18,7 @@ from elasticrun.core.reasons import (
     NodeLost,
     RanksStopped,
     Reason,
+    ReplicasDiffer,
     Scaled,
     text,
 )
@@ -29,7 +30,7 @@ from elasticrun.wire.types import write_ranges
 MAX_KINDS = 4
 """Maximum number of different failures of other ranks that an incident lists."""
 
-FAILURES = ("rank_failed", "hang", "script", "node_lost")
+FAILURES = ("rank_failed", "hang", "script", "node_lost", "corruption")
 """Causes that are errors in events and logs; other causes are not."""
 
 _OF_A_RANK = {FailureKind.HUNG: "hang", FailureKind.FINAL: "script"}
@@ -57,6 +58,8 @@ def origin_of(ctx: JobContext, reason: Reason) -> Origin:
     failures = window.failures
     if failures and not window.excused:
         return _of_a_failure(ctx, failures[0])
+    if isinstance(reason, ReplicasDiffer):
+        return Origin("corruption", text(reason))
     if isinstance(reason, Joined | Scaled):
         return Origin("scaled", text(reason))
     return Origin("operator" if isinstance(reason, ByOperator) else "master", text(reason))
@@ -95,7 +98,8 @@ def _of_a_node(reason: Reason) -> str:
         case NodeLost(how=BackedOff()):
             return "rank_failed"
         case NodeLost(how=HasLeft(why=Excluded(by=by)) | Excluded(by=by)):
-            return {SLOW: "node_slow", ASKED: "operator"}.get(by, "node_lost")
+            named = {SLOW: "node_slow", ASKED: "operator", DIFFERS: "corruption"}
+            return named.get(by, "node_lost")
         case NodeLost(how=HasLeft(why=Leaves(signal=signum))) if signum:
             return "preempted"
     return "node_lost"

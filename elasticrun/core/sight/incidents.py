@@ -35,6 +35,9 @@ MAX_STACKS = 32
 MAX_CHARS = 4096
 """Maximum length of the text that stands in for a rank's last lines, if these are missing."""
 
+MAX_FOUND = 8
+"""Maximum number of findings that an incident mentions."""
+
 MAX_FOLLOWED = 8
 """Maximum number of later round ends that an incident lists."""
 
@@ -64,6 +67,7 @@ class _Open:
     last_lines: str = ""
     stacks: tuple[StackRow, ...] = ()
     verdict: VerdictRow | None = None
+    found: tuple[str, ...] = ()
     ended: bool = False  # the job ended
     is_training: bool = False  # training continues
 
@@ -104,6 +108,7 @@ class _Open:
             ended=self.ended,
             hang="" if verdict is None else f"{verdict.klass}: {verdict.sentence}",
             verdict=self.verdict,
+            found="; ".join(self.found),
             restarted=restarted,
             first_step=sum(spent.values()) if self.is_training else -1.0,
         )
@@ -122,6 +127,7 @@ class Incidents:
         self._newest = -1  # newest step reported in this round
         self._steps_reported = False
         self._known_out = self._kept_out()
+        self._found: list[str] = []  # in this round
         last = ctx.round
         over = last is not None and last.is_inherited and not (self._ended or ctx.rdzv.succeeded)
         if over and last is not None and last.why_stopped is not None:
@@ -165,6 +171,12 @@ class Incidents:
                 self._file(row)
                 self._send(m.Recovery(report.round, row.restarted))
 
+    def mention(self, reason: Reason) -> None:
+        """Something was found in this round that does not end it: the incident that does will
+        mention it."""
+        if len(self._found) < MAX_FOUND:
+            self._found.append(text(reason))
+
     def round_over(self, reason: Reason, origin: Origin, last_state: LastState) -> None:
         """The round ended because of `reason`, before it was done: begin or continue an
         incident."""
@@ -201,6 +213,7 @@ class Incidents:
         one, round_ = self._open, self._ctx.round
         out = self._kept_out()
         self._newest = -1
+        self._found.clear()
         if one is not None and round_ is not None:
             one.excluded = tuple(sorted({*one.excluded, *(out - self._known_out)}))
             one.ranks = round_.info.world_size
@@ -255,6 +268,7 @@ class Incidents:
             newest=max(self._newest, ctx.newest),
             since=now,
             awaited=self._members(),
+            found=tuple(self._found),
         )
         spent = {
             "detect": last_state.quiet - last_state.left or origin.silent,

@@ -111,6 +111,7 @@ CAUSES = (
     "operator",
     "master",
     "script",
+    "corruption",
 )
 """Causes of incidents."""
 
@@ -144,6 +145,7 @@ class IncidentRow(Struct, frozen=True):
     restarted: float = -1.0  # seconds until all ranks ran again; -1.0: not yet, or never
     first_step: float = -1.0  # seconds until the first step or collective; -1.0: unknown
     ended_before: str = ""  # ranks that had exited with 0 when that rank lost its connection
+    found: str = ""  # what was found in that round before: replicas differ, a loss that is NaN
 
 
 class PaceRow(Struct, frozen=True):

@@ -21,6 +21,7 @@ from elasticrun.core.sight.causes import FAILURES, origin_of
 from elasticrun.core.sight.hangs.watch import Watch
 from elasticrun.core.sight.incidents import Incidents
 from elasticrun.core.sight.ledger import SlotLedger
+from elasticrun.core.sight.losses import Losses
 from elasticrun.core.sight.picture import (
     EventRow,
     Goodput,
@@ -76,6 +77,7 @@ class Sight:
         self.ledger = SlotLedger(ctx)
         self.incidents = Incidents(ctx)
         self.history = History(ctx)
+        self._losses = Losses(ctx)
         self._verdict: VerdictRow | None = None  # the one last reported
         self._seen_at = 0.0  # when it last applied
         self._pending: dict[int, tuple[int, float]] = {}  # request -> its sample, deadline
@@ -86,6 +88,8 @@ class Sight:
             self.incidents.on_report(report)
         if isinstance(report, m.LastLines):
             return True
+        if isinstance(report, m.NotFinite):
+            return self._losses.on_report(report)
         if isinstance(report, m.Quiet):
             self.ledger.on_report(node, report)
         return self.watch.on_report(node, report)
@@ -107,6 +111,8 @@ class Sight:
         """Request the samples that are due and judge those that are complete; answer readers."""
         wishes = self.watch.pursue()
         now = self._ctx.now
+        if self._losses.until is not None and now >= self._losses.until:
+            self._name_losses()
         for number, (sample, until) in list(self._pending.items()):
             if self.watch.is_sample_over(sample) or now >= until:
                 del self._pending[number]
@@ -124,6 +130,8 @@ class Sight:
             self.ledger.settle(node, 0.0, "")
         else:
             self.ledger.settle(node, verdict.since, verdict.klass, verdict.says)
+        if self._ctx.outcome is not None and self._losses.until is not None:
+            self._name_losses()
         self.incidents.settle(self.watch.last_state)
         self.history.settle()
         if self._ctx.outcome is not None and self._pending:  # no more ranks are sampled
@@ -156,6 +164,8 @@ class Sight:
         """The round has ended; return whether because of a failure."""
         ctx, state = self._ctx, self.watch.last_state()
         if ctx.round is not None and not ctx.rdzv.succeeded:
+            if self._losses.until is not None:
+                self._name_losses()
             origin = origin_of(ctx, reason)
             self.ledger.round_over(origin, state.quiet)
             self.incidents.round_over(reason, origin, state)
@@ -164,10 +174,15 @@ class Sight:
 
     def next_deadline(self) -> float | None:
         """When `pursue` is due at the latest."""
-        due = self.watch.next_deadline()
-        if not self._pending:
+        due, losses = self.watch.next_deadline(), self._losses.until
+        if not self._pending and losses is None:
             return due
-        return earliest(due, *(until for _, until in self._pending.values()))
+        return earliest(due, losses, *(until for _, until in self._pending.values()))
+
+    def _name_losses(self) -> None:
+        """Name the ranks whose loss was not finite first."""
+        if (reason := self._losses.settle()) is not None:
+            self.incidents.mention(reason)
 
     def picture(self) -> Picture:
         """Everything known about the job; O(ranks)."""

@@ -92,6 +92,8 @@ class RestorePoints:
         self.leaving: dict[str, Key | None] = {}  # nodes that are leaving, and what each stays for
         self.away: dict[str, None] = {}
         """Nodes that may come back with their snapshots."""
+        self.has_distrusted = False
+        """Whether `distrusted` has ever named a rank."""
         self._has_obeyed = False  # a round that restored the requested step has a whole step
         self._has_round = False  # a round of this master, or one reported to it
         self._last: m.RoundInfo | None = None  # of another master, as agents have noted it
@@ -363,6 +365,34 @@ class RestorePoints:
             times = f"ranks have failed {MAX_REJECTED} times within {FEW_STEPS} steps of it"
             then = f"it is used again if no other step is left, or with --restore-step={on.step}"
             self._outbox.log(f"step {on.step} is suspect: {times}; {then}", "warning")
+
+    def distrust(self, ranks: tuple[int, ...], since: int) -> None:
+        """What these ranks of the current round have saved from this step on differs from its
+        replicas: it does not count."""
+        if self.ledgers:
+            self.has_distrusted = True
+            self.ledgers[0].distrust(ranks, since)
+
+    def distrusted(self, restore: m.Restore | None) -> tuple[int, ...]:
+        """The ranks that must not restore their own snapshot, because it differs from its
+        replicas."""
+        ledger = None if restore is None else self.ledger(restore.round)
+        if restore is None or ledger is None:
+            return ()
+        return ledger.distrusted(restore.step)[: m.MAX_DISTRUSTED]
+
+    def go_back(self, step: int, first: int) -> None:
+        """Restore no step of the current round above `step`, nor a checkpoint of one. -1: none of
+        this round at all, of which `first` is the first step; then what it restored itself is
+        restored again."""
+        if not self.ledgers:
+            return
+        self.ledgers[0].end_at(step)
+        if step < 0 and self._restored is not None:
+            step = self._restored.step
+        since = step + 1 if step >= 0 else first
+        low = self.rewound_from
+        self.rewound_from = since if low < 0 else min(low, since)
 
     def shard_bad(self, node: str, report: m.ShardBad) -> bool:
         """A node cannot use a shard: its own, or that of a holder named to it. The shard no longer

@@ -155,6 +155,7 @@ class Ledger:
         self._home: dict[int, str] = {}  # rank -> the node that held it last
         self._reported: dict[str, dict[int, tuple[Holding, ...]]] = {}  # node -> step -> report
         self._bad: dict[tuple[int, str, int], None] = {}  # step, node, rank
+        self._distrusted: dict[int, int] = {}  # rank -> from which step on it counts as absent
 
     def steps(self) -> list[int]:
         """Steps with any snapshot in memory, newest first."""
@@ -178,7 +179,7 @@ class Ledger:
         """Whether each rank's own node holds it at this step, except ranks that could not save
         it."""
         snap = self.snaps.get(step)
-        lacking = len(self.failed.get(step, ()))
+        lacking = len({*self.failed.get(step, ()), *self.distrusted(step)})
         return snap is not None and snap.ranks + lacking >= self.world_size
 
     def save_failed(self, step: int, rank: int, reason: str) -> bool:
@@ -274,6 +275,29 @@ class Ledger:
         self._put(node, holdings)
         return True
 
+    def distrust(self, ranks: Collection[int], since: int) -> None:
+        """Count what these ranks save from this step on as absent, wherever it is: it differs from
+        its replicas."""
+        for rank in ranks:
+            self._distrusted[rank] = min(since, self._distrusted.get(rank, since))
+        for node, steps in self._reported.items():
+            for step, holdings in steps.items():
+                if step >= since:
+                    self._put(node, holdings)
+
+    def distrusted(self, step: int) -> tuple[int, ...]:
+        """The ranks whose own snapshot of this step differs from its replicas."""
+        return tuple(sorted(rank for rank, since in self._distrusted.items() if step >= since))
+
+    def replicas(self) -> list[dict[int, str]]:
+        """The ranks of each content that several have, with their nodes, without ranks that differ;
+        O(ranks)."""
+        found: dict[int, dict[int, str]] = {}
+        for rank, node in sorted(self._home.items()):
+            if rank not in self._distrusted:
+                found.setdefault(self._last[rank], {})[rank] = node
+        return [places for places in found.values() if len(places) > 1]
+
     def needs(self, step: int, nodes: Collection[str]) -> bool:
         """Whether these nodes are the only holders of some content of this step."""
         snap = self.snaps.get(step)
@@ -334,7 +358,7 @@ class Ledger:
                 self._set_content(rank, content)
                 if not one.replica:
                     self._home[rank] = node
-                if (step, node, rank) in self._bad:
+                if (step, node, rank) in self._bad or step >= self._distrusted.get(rank, MAX_STEP):
                     snap.expect(rank, content)
                     continue
                 contents[rank] = content

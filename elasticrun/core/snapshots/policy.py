@@ -13,16 +13,35 @@ from collections.abc import Iterable
 
 from elasticrun.config import EXIT_OK
 from elasticrun.core.context import JobContext
+from elasticrun.core.deadlines import earliest
+from elasticrun.core.nodes.admission import DIFFERS
 from elasticrun.core.parts import FactsRecorder
-from elasticrun.core.reasons import LastSave, Reason, SnapshotUnusable, WorkUnknown
+from elasticrun.core.reasons import (
+    Excluded,
+    LastSave,
+    Reason,
+    ReplicasDiffer,
+    SnapshotUnusable,
+    WorkUnknown,
+    text,
+)
 from elasticrun.core.rounds.rendezvous import SURVIVOR_SLACK, Decision, Phase, Verb
 from elasticrun.core.rounds.round import Round
+from elasticrun.core.snapshots.agreement import Difference
 from elasticrun.core.snapshots.choice import Choice
 from elasticrun.core.snapshots.snapshots import Snapshots
 from elasticrun.core.snapshots.types import Key, key_of, sort_key
-from elasticrun.core.wishes import RecordSoon, Reopen, Wish
+from elasticrun.core.wishes import Exclude, Mention, RecordSoon, Reopen, Wish
 from elasticrun.core.work.work import WorkNews
 from elasticrun.wire import messages as m
+from elasticrun.wire.types import write_ranges
+
+MAX_RETURNS = 3
+"""Maximum number of rounds of a job that end because replicas differ without excluding a node."""
+
+MAX_SIDES = 4
+MAX_PLACES = 4
+"""Maximum number of groups of equal ranks, and of ranks with their places, in a sentence."""
 
 
 class SnapshotPolicy:
@@ -64,6 +83,10 @@ class SnapshotPolicy:
             snapshots.persisted(node, report, now)
             if snapshots.checkpoints.written != before:
                 self._wishes.append(RecordSoon())
+        elif isinstance(report, m.Digests):
+            round_ = self._ctx.round if self._rdzv.phase is Phase.RUNNING else None
+            if round_ is not None and report.round == round_.name:
+                self._judge(snapshots.agreement.on_digests(node, report, now))
         elif isinstance(report, m.NotReplicated):
             snapshots.not_replicated(node, report, now)
         elif isinstance(report, m.Departing | m.Missed):
@@ -198,9 +221,14 @@ class SnapshotPolicy:
         if self.has_changed or late or outbox.orders:
             self.has_changed = False
             self._snapshots.proceed(now)
+            compares = self._rdzv.phase is Phase.RUNNING and self._snapshots.points.watermark >= 0
+            if compares:
+                self._judge(self._snapshots.compare(now))
             if outbox.orders or outbox.notes:  # sending sets `has_changed`
                 self._send()
             self._due = self._snapshots.next_deadline()
+            if compares:
+                self._due = earliest(self._due, self._snapshots.agreement.next_deadline())
         wishes, self._wishes = self._wishes, []
         return tuple(wishes)
 
@@ -212,6 +240,48 @@ class SnapshotPolicy:
         """The master was not listening for `by` seconds: every deadline moves by that much."""
         self._snapshots.overslept(by)
         self.has_changed = True
+
+    # ------------------------------------------------------------ replicas that differ
+
+    def _judge(self, differences: Iterable[Difference]) -> None:
+        """Replicas differ: do what the user has asked for (--on-corruption)."""
+        for one in differences:
+            reason = self._reason_of(one)
+            if one.majority:
+                self._snapshots.points.distrust(one.ranks, one.agreed + 1)
+            wish, then = self._consequence(one, reason)
+            self._ctx.note(f"{text(reason)}; {then}", "warning")
+            if not isinstance(wish, Mention):
+                agreement = self._snapshots.agreement
+                self._snapshots.points.go_back(one.agreed, agreement.first)
+            self._wishes += (wish, RecordSoon())
+
+    def _consequence(self, one: Difference, reason: ReplicasDiffer) -> tuple[Wish, str]:
+        """What follows from a difference, and the clause about it."""
+        mode, agreement = self._ctx.spec.saves.on_corruption, self._snapshots.agreement
+        nodes = {*one.nodes}
+        culprit = nodes.pop() if one.majority and len(nodes) == 1 else ""
+        again = agreement.accuse(culprit) if culprit else False
+        own = "what it saved since then is not restored" if one.majority else "training continues"
+        if mode == "tell":
+            return Mention(reason), f"{own} (--on-corruption=tell)"
+        if culprit and (again or mode == "exclude") and self._rdzv.is_enough_without(culprit):
+            return Exclude(culprit, Excluded(DIFFERS, text(reason))), "its node is excluded"
+        if agreement.returns >= MAX_RETURNS:
+            most = f"{MAX_RETURNS} rounds have ended for such a reason, which is the limit"
+            return Mention(reason), f"{own}: {most}"
+        agreement.returns += 1
+        return Reopen(reason), "training returns to the last step at which all were equal"
+
+    def _reason_of(self, one: Difference) -> ReplicasDiffer:
+        sides = tuple(write_ranges(side, pairs=True) for side in one.sides[:MAX_SIDES])
+        places = []
+        found = zip(one.ranks, one.nodes, one.devices, strict=True)
+        for rank, node, device in list(found)[:MAX_PLACES]:
+            where = f"node {node}" + (f", {device}" if device else "")
+            places.append(where if len(one.ranks) == 1 else f"rank {rank}: {where}")
+        right = bool(one.majority)
+        return ReplicasDiffer(one.step, sides, right, tuple(places), one.tensor, one.agreed)
 
     # ------------------------------------------------------------ the end
 
@@ -275,8 +345,8 @@ class SnapshotPolicy:
         outbox = self._snapshots.outbox
         notes, outbox.notes = outbox.notes, []
         orders, outbox.orders = outbox.orders, []
-        for text, level in notes:
-            self._ctx.note(text, level)
+        for line, level in notes:
+            self._ctx.note(line, level)
         for nodes, order in orders:
             if order is None:
                 self._recorder.record()

@@ -1,7 +1,8 @@
 """All snapshots of a job: takes reports, queues orders.
 
 `Work` knows what was used by each step of the work that is handed out. `RestorePoints` tracks which
-steps are whole and chooses which one a round restores, `Replicas` orders copies, `Checkpoints`
+steps are whole and chooses which one a round restores, `Agreement` compares ranks with equal state,
+`Replicas` orders copies, `Checkpoints`
 decides which snapshots nodes write, `Departures` chooses the step that ranks save before a node
 leaves. The caller takes the results from `outbox`. A node that is leaving counts only for the
 attempt that it takes part in: its agent stays until that is over, because it may hold the only copy
@@ -15,7 +16,8 @@ from types import MappingProxyType
 
 from elasticrun.config import REPLICA_LIMIT
 from elasticrun.core.deadlines import earliest
-from elasticrun.core.persisted import Rejected, SnapshotFacts, WorkFacts
+from elasticrun.core.persisted import AgreementFacts, Rejected, SnapshotFacts, WorkFacts
+from elasticrun.core.snapshots.agreement import Agreement, Difference
 from elasticrun.core.snapshots.checkpoints import Checkpoints
 from elasticrun.core.snapshots.choice import RestorePoints
 from elasticrun.core.snapshots.replication import Replicas
@@ -41,6 +43,7 @@ class Snapshots:
         self.checkpoints = Checkpoints(saves, mint, self.points, self.outbox, self.work)
         self.departures = Departures(self.outbox)
         self._replicas = Replicas(REPLICA_LIMIT, self.outbox)
+        self.agreement = Agreement(saves.on_corruption, self.outbox)
 
     def begin_round(
         self, info: m.RoundInfo, seats: Mapping[str, int] = MappingProxyType({})
@@ -95,6 +98,8 @@ class Snapshots:
         why the node will not return; "" if it may reconnect and report its holdings again.
         `replaced`: a newer incarnation of it has attached."""
         self.points.forget(node, for_good=bool(gone_because))
+        if self.agreement.running is not None:
+            self.agreement.forget(node)
         if gone_because:
             self.checkpoints.node_gone(node, gone_because, now, replaced=replaced)
 
@@ -134,6 +139,10 @@ class Snapshots:
         points.raise_watermark(self._replicas)
         self.checkpoints.proceed(now)
 
+    def compare(self, now: float) -> list[Difference]:
+        """Compare replicas of the running round, if that is due; return what differs."""
+        return self.agreement.proceed(self.points.ledgers[0], self.points.reports, now)
+
     def next_deadline(self) -> float | None:
         """When `proceed` is due at the latest."""
         return earliest(self._replicas.next_deadline(), self.checkpoints.next_deadline())
@@ -141,6 +150,7 @@ class Snapshots:
     def overslept(self, by: float) -> None:
         """The master was not listening for `by` seconds: every deadline moves by that much."""
         self._replicas.overslept(by)
+        self.agreement.overslept(by)
         self.checkpoints.overslept(by)
 
     # ------------------------------------------------------------ the record, the page
@@ -153,13 +163,15 @@ class Snapshots:
         rewound, work = points.rewound_from, WorkFacts()
         if self.work.is_used:
             work = self.work.facts()
-        return SnapshotFacts(written, rejected, rewound, points.restore_step, work)
+        agreement = self.agreement.facts() if self.agreement.is_used else AgreementFacts()
+        return SnapshotFacts(written, rejected, rewound, points.restore_step, work, agreement)
 
     def restore(self, facts: SnapshotFacts, _at: float) -> None:
         """Restore what the previous master knew."""
         self.checkpoints.restore(facts.written)
         self.work.restore(facts.work)
         self.points.restore(facts)
+        self.agreement.restore(facts.agreement)
 
     def status(self) -> str:
         """One sentence for the status page; "" for a job without snapshots."""

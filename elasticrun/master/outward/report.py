@@ -34,11 +34,16 @@ WORDS: Final = {
     "scaled": "the job was resized",
     "operator": "an operator asked for it",
     "master": "the master decided so",
+    "corruption": "replicas differed",
     "script": "the script ended the job",
 }
 """Descriptions of the causes."""
 
-_OF_A_NODE: Final = {"preempted": "preempted", "node_slow": "hardware"}
+_OF_A_NODE: Final = {
+    "preempted": "preempted",
+    "node_slow": "hardware",
+    "corruption": "unknown: hardware that computes wrongly, or a script whose replicas differ",
+}
 
 _UNKNOWN: Final = (
     "no rank or node failed first",
@@ -89,6 +94,8 @@ def page(row: IncidentRow) -> str:
     lines += [f"- **First**: {plain(row.sentence)}"]
     if row.hang:
         lines.append(f"- **Hang before it**: {plain(row.hang)}")
+    if row.found:
+        lines.append(f"- **Found before it**: {plain(row.found)}")
     if row.followed:
         lines.append(f"- **Then**: {plain(row.followed)}")
     if row.decision:
@@ -153,6 +160,7 @@ def error_page(row: IncidentRow, when: float) -> str:
         "last step": str(row.step) if row.step >= 0 else "",
         "round": str(row.round),
         "verdict": verdict(row),
+        "before": row.found,
         "then": row.followed,
         "decision": row.decision,
         "way back": recovery_times(row.restarted, row.first_step),

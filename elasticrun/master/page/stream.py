@@ -266,7 +266,8 @@ def _rank_for_strangers(row: RankRow) -> RankRow:
 
 def _incident_for_strangers(row: IncidentRow) -> IncidentRow:
     what = WORDS.get(row.cause, row.cause)
-    hidden = {"followed": "", "decision": "", "hang": "", "last_lines": "", "ended_before": ""}
+    hidden = {"followed": "", "decision": "", "hang": "", "last_lines": ""}
+    hidden |= {"ended_before": "", "found": ""}
     return replace(row, sentence=what, stacks=(), **hidden)
 
 

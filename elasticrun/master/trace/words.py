@@ -190,9 +190,8 @@ def in_words(message: m.Report | m.Order) -> str:
         case m.Holder():
             where = f"{message.saver}, as rank {message.holds}" if message.saver else message.reason
             return f"Holder of rank {message.rank} at step {message.step}: {where}"
-        case m.Replicate():
-            what = f"step {message.step} of round {message.round.number}"
-            return f"Replicate {what}, ranks {_numbers(message.ranks)}, from {message.saver}"
+        case m.Replicate() | m.CompareReplicas() | m.Digests() | m.KeepStep():
+            return _replicas(message)
         case m.Persisted():
             what = "committed" if message.committed else "written"
             end = f"{what}, {message.nbytes} bytes" if message.ok else f"failed: {message.reason}"
@@ -229,10 +228,27 @@ def _default_line(message: m.Report | m.Order) -> str:
     return f"{words}: {text}" if text else words
 
 
+def _replicas(message: m.Replicate | m.CompareReplicas | m.Digests | m.KeepStep) -> str:
+    if isinstance(message, m.Replicate):
+        what = f"step {message.step} of round {message.round.number}"
+        return f"Replicate {what}, ranks {_numbers(message.ranks)}, from {message.saver}"
+    if isinstance(message, m.KeepStep):
+        return f"KeepStep {message.round.number}: step {message.step}"
+    if isinstance(message, m.Digests):
+        parts = "; ".join(f"{one.rank}: {len(one.digests)}" for one in message.ranks)
+        return f"Digests {message.number}: step {message.step}, parts by rank {parts}"
+    which = f" of ranks {_numbers(message.ranks)}" if message.ranks else ""
+    part = f", tensors {message.first}-{message.last}" if message.last else ""
+    out = f", {len(message.left_out)} left out" if message.left_out else ""
+    when = "of" if message.last else "after"
+    return f"CompareReplicas {message.number}: {when} step {message.step}{which}{part}{out}"
+
+
 def _restored(order: m.Start) -> str:
     on = order.info.restore
     words = "" if on is None else f", from step {on.step} of round {on.round}"
     skip = order.info.skip
+    words += f", without rank {_numbers(lost)}" if (lost := order.info.distrusted) else ""
     words += f", rewound from {skip.storage_from}" if skip.storage_from >= 0 else ""
     words += ", suspect" if skip.memory else ""
     return words + (f", restore step {skip.all_but}" if skip.all_but >= 0 else "")

@@ -7,11 +7,12 @@ import ctypes
 import os
 import struct
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
 import xxhash
 
+from elasticrun.snapshots.shm.layout import Item
 from elasticrun.snapshots.shm.memory import map_pages, map_shared
 from elasticrun.snapshots.shm.segment import (
     HASHES_AT,
@@ -21,9 +22,14 @@ from elasticrun.snapshots.shm.segment import (
     block_of,
     hashes_page,
 )
+from elasticrun.wire.types import key_of_name, tensor_name
 
 SEAL_AT: Final = HASHES_AT - 8
 """Offset in a slot's header page of the `seal` of its hashes."""
+
+
+LARGE: Final = 1 << 20
+"""Bytes; the pages of a larger tensor are mapped before it is hashed."""
 
 
 class Overwritten(Exception):
@@ -46,6 +52,9 @@ class OpenSegment:
         self._mapping = memoryview(array).cast("B").toreadonly()
         self.segment = Segment(self._mapping)
         self._sizes: dict[int, int] = {}
+        self._compared: tuple[int, tuple[Item, ...]] = (0, ())
+        self.digests: TensorDigests | None = None
+        """Of the snapshot that was compared last with its replicas."""
 
     @property
     def owner(self) -> str:
@@ -75,6 +84,19 @@ class OpenSegment:
                 raise SegmentError("a snapshot is of another layout than its segment")
             self._sizes[snapshot.layout] = layout.tensor_bytes
         return self._sizes[snapshot.layout]
+
+    def compared(self, snapshot: Snapshot) -> tuple[Item, ...]:
+        """The tensors that the snapshot's replicas have in common. Raises SegmentError."""
+        if self._compared[0] != snapshot.layout:
+            layout = self.segment.layout()
+            if layout.key != snapshot.layout:
+                raise SegmentError("a snapshot is of another layout than its segment")
+            self._compared = (snapshot.layout, layout.compared)
+        return self._compared[1]
+
+    def address_of(self, slot: int) -> int:
+        """The address of a slot's first tensor."""
+        return self._address + self.segment.payload_at(slot)
 
     def stretches(self, snapshot: Snapshot) -> Iterator[memoryview]:
         """Yield the stretches that one hash each covers: the blocks of tensors, then the opaque
@@ -148,6 +170,51 @@ def _hashes(opened: OpenSegment, snapshot: Snapshot) -> tuple[int, ...]:
         found.append(digest(stretch))
         opened.check_not_overwritten(snapshot)
     return tuple(found)
+
+
+class TensorDigests:
+    """A hash of each tensor of a snapshot that replicas have in common, by name. Kept for the
+    newest snapshot of a segment that was asked for, so that parts of it can be asked for later."""
+
+    def __init__(self, opened: OpenSegment, slot: int, sequence: int) -> None:
+        """Hash the tensors. Raises Overwritten or SegmentError."""
+        snapshot = opened.snapshot(slot, sequence)
+        items = opened.compared(snapshot)
+        payload = opened.segment.payload(slot)
+        self.which = (slot, sequence)
+        self.names = [tensor_name(item.fqn) for item in items]
+        self.digests = []
+        for item in items:
+            end = item.payload + item.nbytes
+            if item.nbytes >= LARGE:
+                first = opened.address_of(slot)
+                map_pages(first + item.payload, first + end)
+            self.digests.append(digest(payload[item.payload : end]))
+            opened.check_not_overwritten(snapshot)
+
+    def of_parts(
+        self, parts: Sequence[tuple[int, int]], left_out: Collection[int]
+    ) -> tuple[int, ...]:
+        """One digest of each part of the tensors, without those whose names are `left_out`."""
+        found = []
+        for first, last in parts:
+            chosen = zip(self.names[first:last], self.digests[first:last], strict=True)
+            kept = [
+                one for name, one in chosen if not left_out or key_of_name(name) not in left_out
+            ]
+            found.append(xxhash.xxh3_64_intdigest(struct.pack(f"<{len(kept)}Q", *kept)) >> 1)
+        return tuple(found)
+
+
+def compared_digests(
+    opened: OpenSegment, slot: int, sequence: int, *, again: bool
+) -> TensorDigests:
+    """The digests of a snapshot. `again`: it is asked for a second time, so they are known, even if
+    the slot has been overwritten since. Raises Overwritten or SegmentError."""
+    known = opened.digests
+    if known is None or known.which != (slot, sequence) or not again:
+        known = opened.digests = TensorDigests(opened, slot, sequence)
+    return known
 
 
 def check_snapshot(opened: OpenSegment, slot: int, sequence: int) -> str:

@@ -30,6 +30,7 @@ from elasticrun.snapshots.shm.segment import VERSION, round_key
 from elasticrun.wire import snapshots as m
 from elasticrun.wire.frames import Connection, DescriptorsLost, FrameError, HungUp, NotRead
 from elasticrun.wire.spawning import SpawnSaver
+from elasticrun.wire.types import MAX_PARTS, parts_of
 
 EXIT_CONFUSED: Final = 2
 """The agent sent an invalid message or too many, or does not read."""
@@ -40,6 +41,8 @@ EXIT_HUNG: Final = 76
 DIAL_LIMIT: Final = 30.0
 MAX_DESCRIPTORS: Final = 64
 """Maximum number of descriptors in one read."""
+BACKGROUND: Final = 10
+"""What is added to the nice value of a thread that compares replicas."""
 MAX_SEGMENTS: Final = 16_384
 MAX_SERVED: Final = 65_536
 
@@ -176,6 +179,8 @@ class Saver:
                     self._hash(order)
                 case m.CheckSnapshot():
                     self._check(order)
+                case m.DigestSnapshot():
+                    self._digest(order)
                 case m.PersistParts():
                     self._attempts.start(order)
                 case m.CommitNow():
@@ -242,6 +247,34 @@ class Saver:
             return m.Checked(*which, False, reason_of(error))
 
         self._memory.add(WorkItem(work, failed, self.send))
+
+    def _digest(self, order: m.DigestSnapshot) -> None:
+        opened = self._segments.get(order.key)
+        if opened is None:
+            reason = "the saver does not have that segment"
+            self.send(m.Digested(order.key, order.number, reason, 0, (), (), 0.0))
+            return
+
+        def work(stop: threading.Event) -> m.Digested:
+            with suppress(OSError):
+                os.nice(BACKGROUND)  # of this thread only, which ends with this work
+            began = time.thread_time()
+            again = order.last > 0
+            found = hashing.compared_digests(opened, order.slot, order.sequence, again=again)
+            count = len(found.names)
+            parts = [(0, count)]
+            if again:
+                parts = parts_of(order.first, min(order.last, count), MAX_PARTS)
+            single = again and all(last - first == 1 for first, last in parts)
+            names = tuple(found.names[first] for first, _ in parts) if single else ()
+            digests = found.of_parts(parts, frozenset(order.left_out))
+            spent = time.thread_time() - began
+            return m.Digested(order.key, order.number, "", count, digests, names, spent)
+
+        def failed(error: BaseException) -> m.Digested:
+            return m.Digested(order.key, order.number, reason_of(error), 0, (), (), 0.0)
+
+        self._memory.add(WorkItem(work, failed, self.send, urgent=False))
 
     def _serve(self, order: m.Serve) -> None:
         name = (round_key(order.round), order.step, order.rank)

@@ -70,6 +70,7 @@ class Item(NamedTuple):
     head: int = 0
     nbytes: int = 0  # of the payload
     tail: int = 0
+    buffer: bool = False  # of a module: replicas need not be equal
 
     @property
     def length(self) -> int:
@@ -101,6 +102,13 @@ class Layout:
     def values(self) -> tuple[Item, ...]:
         """The opaque values, in the order of the slot's table."""
         return tuple(item for item in self.items if item.kind is ItemKind.BYTES)
+
+    @cached_property
+    def compared(self) -> tuple[Item, ...]:
+        """The tensors that replicas must have in common, by name: the shared ones without
+        buffers."""
+        found = (item for item in self.tensors if not item.own and not item.buffer)
+        return tuple(sorted(found, key=lambda item: (item.fqn, item.offsets)))
 
     @property
     def tensor_bytes(self) -> int:
@@ -144,7 +152,7 @@ class Layout:
         rows: list[list[Any]] = []
         names: dict[int, str] = {}
         for at, i in enumerate(self.items):
-            form = (*i[2:9], i.head, i.nbytes, i.tail)
+            form = (*i[2:9], i.head, i.nbytes, i.tail, i.buffer)
             rows.append([numbers.setdefault(form, len(numbers)), i.extent, *i.path])
             if i.fqn != _name(i.path):
                 names[at] = i.fqn
@@ -181,7 +189,7 @@ def lay_out(
         for item in given:
             if item.own is own and item.kind is not ItemKind.BYTES:
                 head, tail = around(item.dtype, item.sizes) if around else (item.head, item.tail)
-                placed.append(Item(*item[:9], at, head, item.nbytes, tail))
+                placed.append(Item(*item[:9], at, head, item.nbytes, tail, item.buffer))
                 at = _up(at + head + item.nbytes + tail, LINE)
         at = _up(at, PAGE)
         ends.append(at)
@@ -254,14 +262,14 @@ def _items(forms: list[_Form], rows: list[Any], names: dict[str, str]) -> tuple[
 
 
 def _unchecked_form(form: Any) -> _Form:
-    kind, own, dtype, shape, offsets, sizes, grad, head, nbytes, tail = form
+    kind, own, dtype, shape, offsets, sizes, grad, head, nbytes, tail, buffer = form
     shape, offsets, sizes = tuple(shape), tuple(offsets), tuple(sizes)
-    return (_KINDS[kind], own, dtype, shape, offsets, sizes, grad), (head, nbytes, tail)
+    return (_KINDS[kind], own, dtype, shape, offsets, sizes, grad), (head, nbytes, tail, buffer)
 
 
 def _checked_form(form: Any) -> _Form:
-    kind, own, dtype, shape, offsets, sizes, grad, head, nbytes, tail = form
-    if not isinstance(dtype, str) or type(own) is not bool or type(grad) is not bool:
+    kind, own, dtype, shape, offsets, sizes, grad, head, nbytes, tail, buffer = form
+    if not isinstance(dtype, str) or not all(type(one) is bool for one in (own, grad, buffer)):
         raise LayoutError("a form of a layout has no dtype")
     for numbers in (shape, offsets, sizes, (head, nbytes, tail)):
         if not all(_is_size(n) for n in numbers):

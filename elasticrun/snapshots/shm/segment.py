@@ -30,7 +30,7 @@ from elasticrun.snapshots.shm.layout import MAX_SIZE, PAGE, Layout, LayoutError,
 from elasticrun.wire.types import RoundName
 
 MAGIC: Final = 0x3130_5047_5352_4C45  # b"ELRSGP01", little-endian
-VERSION: Final = 2
+VERSION: Final = 3
 NONE: Final = -1
 """In `watermark`, `given_up`, `save_at` and `current`: no step."""
 

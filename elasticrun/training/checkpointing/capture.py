@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto, unique
 from typing import Final
@@ -323,6 +323,7 @@ class SnapshotTaker:
                 self._slots,
                 own=any(item.own for item in layout.items),
                 least=self._least,
+                device=_device(() if self._plan is None else self._plan.tensors),
             )
             self._connection.send(need)
             self._request = _Request(layout, need, time.monotonic() + ANSWER_LIMIT)
@@ -383,3 +384,15 @@ class SnapshotTaker:
             if mapped is not None:
                 mapped.close()
         self._mapped = self.spare = None
+
+
+def _device(tensors: Sequence[torch.Tensor]) -> str:
+    """The device of the first tensor that is not in the host's memory, with its name and UUID; ""
+    if there is none."""
+    device = next((one.device for one in tensors if one.device.type != "cpu"), None)
+    if device is None:
+        return ""
+    module = getattr(torch, device.type, None)
+    known = getattr(module, "get_device_properties", lambda _: None)(device)
+    facts = (str(device), getattr(known, "name", ""), str(getattr(known, "uuid", "")))
+    return " ".join(filter(None, facts))

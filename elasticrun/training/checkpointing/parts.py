@@ -323,6 +323,11 @@ class ModulePart:
 
             set_model_state_dict(self.module, unflatten(values, self._loaded))
 
+    def buffers(self) -> set[str]:
+        """The canonical names of the buffers."""
+        ddp = _data_parallel(self.module)
+        return {_canonical(name, ddp) for name, _ in self.module.named_buffers()}
+
     def names(self) -> dict[torch.Tensor, str]:
         """The canonical name of each parameter; the first one if it has several."""
         ddp = _data_parallel(self.module)

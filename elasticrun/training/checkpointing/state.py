@@ -438,7 +438,21 @@ class TrainingState:
             ordered = in_order(pieces(self.whole(), own_key(self.rank)))
         except ValueError as error:
             raise StateError(str(error)) from error
-        return self._cache_plan([(one.item, one.value) for one in ordered])
+        buffers = {
+            (name, buffer)
+            for name, part in self.parts.items()
+            if isinstance(part, ModulePart)
+            for buffer in part.buffers()
+        }
+        return self._cache_plan(
+            [
+                (
+                    one.item._replace(buffer=True) if one.item.path in buffers else one.item,
+                    one.value,
+                )
+                for one in ordered
+            ]
+        )
 
     def _cache_plan(
         self, found: Iterable[tuple[Item, Any]], layout: Layout | None = None

@@ -270,19 +270,22 @@ class SaveSpec(_message.Message):
     AT_BREAKPOINT_FIELD_NUMBER: _builtins.int
     LIMIT_FIELD_NUMBER: _builtins.int
     RESTORE_STEP_FIELD_NUMBER: _builtins.int
+    ON_CORRUPTION_FIELD_NUMBER: _builtins.int
     at_breakpoint: _builtins.bool
     limit: _builtins.float
     restore_step: _builtins.int
+    on_corruption: _builtins.str
     def __init__(
         self,
         *,
         at_breakpoint: _builtins.bool = ...,
         limit: _builtins.float = ...,
         restore_step: _builtins.int = ...,
+        on_corruption: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_breakpoint", b"at_breakpoint", "limit", b"limit", "restore_step", b"restore_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_breakpoint", b"at_breakpoint", "limit", b"limit", "on_corruption", b"on_corruption", "restore_step", b"restore_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -938,6 +941,101 @@ class ShardBad(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ShardBad: _TypeAlias = ShardBad  # noqa: Y015
+
+@_typing.final
+class RankDigests(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    count: _builtins.int
+    device: _builtins.str
+    @_builtins.property
+    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        count: _builtins.int = ...,
+        digests: _abc.Iterable[_builtins.int] | None = ...,
+        names: _abc.Iterable[_builtins.str] | None = ...,
+        device: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "device", b"device", "digests", b"digests", "names", b"names", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankDigests: _TypeAlias = RankDigests  # noqa: Y015
+
+@_typing.final
+class Digests(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    number: _builtins.int
+    seconds: _builtins.float
+    @_builtins.property
+    def round(self) -> Global___Round: ...
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankDigests]: ...
+    def __init__(
+        self,
+        *,
+        round: Global___Round | None = ...,
+        step: _builtins.int = ...,
+        number: _builtins.int = ...,
+        ranks: _abc.Iterable[Global___RankDigests] | None = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "ranks", b"ranks", "round", b"round", "seconds", b"seconds", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Digests: _TypeAlias = Digests  # noqa: Y015
+
+@_typing.final
+class NotFinite(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    step: _builtins.int
+    value: _builtins.str
+    @_builtins.property
+    def round(self) -> Global___Round: ...
+    def __init__(
+        self,
+        *,
+        round: Global___Round | None = ...,
+        rank: _builtins.int = ...,
+        step: _builtins.int = ...,
+        value: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rank", b"rank", "round", b"round", "step", b"step", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NotFinite: _TypeAlias = NotFinite  # noqa: Y015
 
 @_typing.final
 class WorkBase(_message.Message):
@@ -1604,6 +1702,8 @@ class Report(_message.Message):
     WORK_BASE_FIELD_NUMBER: _builtins.int
     WORK_STATE_FIELD_NUMBER: _builtins.int
     NODE_HEALTH_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    NOT_FINITE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -1664,6 +1764,10 @@ class Report(_message.Message):
     def work_state(self) -> Global___WorkState: ...
     @_builtins.property
     def node_health(self) -> Global___NodeHealth: ...
+    @_builtins.property
+    def digests(self) -> Global___Digests: ...
+    @_builtins.property
+    def not_finite(self) -> Global___NotFinite: ...
     def __init__(
         self,
         *,
@@ -1697,12 +1801,14 @@ class Report(_message.Message):
         work_base: Global___WorkBase | None = ...,
         work_state: Global___WorkState | None = ...,
         node_health: Global___NodeHealth | None = ...,
+        digests: Global___Digests | None = ...,
+        not_finite: Global___NotFinite | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "departing", b"departing", "finished", b"finished", "hello", b"hello", "holdings", b"holdings", "inspected", b"inspected", "join", b"join", "kind", b"kind", "knock", b"knock", "last_lines", b"last_lines", "leaving", b"leaving", "metrics", b"metrics", "missed", b"missed", "node_health", b"node_health", "not_replicated", b"not_replicated", "persisted", b"persisted", "probed", b"probed", "proof", b"proof", "quiet", b"quiet", "ranks_failed", b"ranks_failed", "reach_me", b"reach_me", "request", b"request", "running", b"running", "shard_bad", b"shard_bad", "stacks", b"stacks", "steps", b"steps", "stopped", b"stopped", "stopping", b"stopping", "where_is", b"where_is", "work_base", b"work_base", "work_state", b"work_state"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "departing", b"departing", "digests", b"digests", "finished", b"finished", "hello", b"hello", "holdings", b"holdings", "inspected", b"inspected", "join", b"join", "kind", b"kind", "knock", b"knock", "last_lines", b"last_lines", "leaving", b"leaving", "metrics", b"metrics", "missed", b"missed", "node_health", b"node_health", "not_finite", b"not_finite", "not_replicated", b"not_replicated", "persisted", b"persisted", "probed", b"probed", "proof", b"proof", "quiet", b"quiet", "ranks_failed", b"ranks_failed", "reach_me", b"reach_me", "request", b"request", "running", b"running", "shard_bad", b"shard_bad", "stacks", b"stacks", "steps", b"steps", "stopped", b"stopped", "stopping", b"stopping", "where_is", b"where_is", "work_base", b"work_base", "work_state", b"work_state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "departing", b"departing", "finished", b"finished", "hello", b"hello", "holdings", b"holdings", "inspected", b"inspected", "join", b"join", "kind", b"kind", "knock", b"knock", "last_lines", b"last_lines", "leaving", b"leaving", "metrics", b"metrics", "missed", b"missed", "node_health", b"node_health", "not_replicated", b"not_replicated", "persisted", b"persisted", "probed", b"probed", "proof", b"proof", "quiet", b"quiet", "ranks_failed", b"ranks_failed", "reach_me", b"reach_me", "request", b"request", "running", b"running", "shard_bad", b"shard_bad", "stacks", b"stacks", "steps", b"steps", "stopped", b"stopped", "stopping", b"stopping", "where_is", b"where_is", "work_base", b"work_base", "work_state", b"work_state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "departing", b"departing", "digests", b"digests", "finished", b"finished", "hello", b"hello", "holdings", b"holdings", "inspected", b"inspected", "join", b"join", "kind", b"kind", "knock", b"knock", "last_lines", b"last_lines", "leaving", b"leaving", "metrics", b"metrics", "missed", b"missed", "node_health", b"node_health", "not_finite", b"not_finite", "not_replicated", b"not_replicated", "persisted", b"persisted", "probed", b"probed", "proof", b"proof", "quiet", b"quiet", "ranks_failed", b"ranks_failed", "reach_me", b"reach_me", "request", b"request", "running", b"running", "shard_bad", b"shard_bad", "stacks", b"stacks", "steps", b"steps", "stopped", b"stopped", "stopping", b"stopping", "where_is", b"where_is", "work_base", b"work_base", "work_state", b"work_state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "join", "running", "ranks_failed", "stopping", "stopped", "finished", "leaving", "beat", "knock", "proof", "probed", "steps", "reach_me", "holdings", "where_is", "shard_bad", "persisted", "departing", "missed", "not_replicated", "quiet", "inspected", "stacks", "last_lines", "request", "metrics", "work_base", "work_state", "node_health"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "join", "running", "ranks_failed", "stopping", "stopped", "finished", "leaving", "beat", "knock", "proof", "probed", "steps", "reach_me", "holdings", "where_is", "shard_bad", "persisted", "departing", "missed", "not_replicated", "quiet", "inspected", "stacks", "last_lines", "request", "metrics", "work_base", "work_state", "node_health", "digests", "not_finite"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -1866,6 +1972,7 @@ class RoundInfo(_message.Message):
     SKIP_FIELD_NUMBER: _builtins.int
     WHY_FIELD_NUMBER: _builtins.int
     CODE_FIELD_NUMBER: _builtins.int
+    DISTRUSTED_FIELD_NUMBER: _builtins.int
     world_size: _builtins.int
     restart_count: _builtins.int
     why: _builtins.str
@@ -1877,6 +1984,8 @@ class RoundInfo(_message.Message):
     def skip(self) -> Global___Skip: ...
     @_builtins.property
     def code(self) -> Global___ReasonCode: ...
+    @_builtins.property
+    def distrusted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
         self,
         *,
@@ -1887,10 +1996,11 @@ class RoundInfo(_message.Message):
         skip: Global___Skip | None = ...,
         why: _builtins.str = ...,
         code: Global___ReasonCode | None = ...,
+        distrusted: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "name", b"name", "restore", b"restore", "skip", b"skip"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "name", b"name", "restart_count", b"restart_count", "restore", b"restore", "skip", b"skip", "why", b"why", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "distrusted", b"distrusted", "name", b"name", "restart_count", b"restart_count", "restore", b"restore", "skip", b"skip", "why", b"why", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2480,6 +2590,69 @@ class Inspect(_message.Message):
 Global___Inspect: _TypeAlias = Inspect  # noqa: Y015
 
 @_typing.final
+class CompareReplicas(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    number: _builtins.int
+    first: _builtins.int
+    last: _builtins.int
+    @_builtins.property
+    def round(self) -> Global___Round: ...
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def left_out(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        round: Global___Round | None = ...,
+        step: _builtins.int = ...,
+        number: _builtins.int = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+        first: _builtins.int = ...,
+        last: _builtins.int = ...,
+        left_out: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "last", b"last", "left_out", b"left_out", "number", b"number", "ranks", b"ranks", "round", b"round", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CompareReplicas: _TypeAlias = CompareReplicas  # noqa: Y015
+
+@_typing.final
+class KeepStep(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUND_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    @_builtins.property
+    def round(self) -> Global___Round: ...
+    def __init__(
+        self,
+        *,
+        round: Global___Round | None = ...,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["round", b"round"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["round", b"round", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeepStep: _TypeAlias = KeepStep  # noqa: Y015
+
+@_typing.final
 class Order(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2503,6 +2676,8 @@ class Order(_message.Message):
     WARN_FIELD_NUMBER: _builtins.int
     RECOVERY_FIELD_NUMBER: _builtins.int
     WORK_GRANT_FIELD_NUMBER: _builtins.int
+    COMPARE_REPLICAS_FIELD_NUMBER: _builtins.int
+    KEEP_STEP_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -2543,6 +2718,10 @@ class Order(_message.Message):
     def recovery(self) -> Global___Recovery: ...
     @_builtins.property
     def work_grant(self) -> Global___WorkGrant: ...
+    @_builtins.property
+    def compare_replicas(self) -> Global___CompareReplicas: ...
+    @_builtins.property
+    def keep_step(self) -> Global___KeepStep: ...
     def __init__(
         self,
         *,
@@ -2566,12 +2745,14 @@ class Order(_message.Message):
         warn: Global___Warn | None = ...,
         recovery: Global___Recovery | None = ...,
         work_grant: Global___WorkGrant | None = ...,
+        compare_replicas: Global___CompareReplicas | None = ...,
+        keep_step: Global___KeepStep | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "inspect", b"inspect", "kind", b"kind", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "recovery", b"recovery", "refused", b"refused", "replicate", b"replicate", "save_at", b"save_at", "start", b"start", "stop", b"stop", "wait", b"wait", "warn", b"warn", "watermark", b"watermark", "welcome", b"welcome", "work_grant", b"work_grant"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "compare_replicas", b"compare_replicas", "echo", b"echo", "end", b"end", "holder", b"holder", "inspect", b"inspect", "keep_step", b"keep_step", "kind", b"kind", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "recovery", b"recovery", "refused", b"refused", "replicate", b"replicate", "save_at", b"save_at", "start", b"start", "stop", b"stop", "wait", b"wait", "warn", b"warn", "watermark", b"watermark", "welcome", b"welcome", "work_grant", b"work_grant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "echo", b"echo", "end", b"end", "holder", b"holder", "inspect", b"inspect", "kind", b"kind", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "recovery", b"recovery", "refused", b"refused", "replicate", b"replicate", "save_at", b"save_at", "start", b"start", "stop", b"stop", "wait", b"wait", "warn", b"warn", "watermark", b"watermark", "welcome", b"welcome", "work_grant", b"work_grant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["challenge", b"challenge", "commit_checkpoint", b"commit_checkpoint", "compare_replicas", b"compare_replicas", "echo", b"echo", "end", b"end", "holder", b"holder", "inspect", b"inspect", "keep_step", b"keep_step", "kind", b"kind", "persist", b"persist", "persist_over", b"persist_over", "probe", b"probe", "recovery", b"recovery", "refused", b"refused", "replicate", b"replicate", "save_at", b"save_at", "start", b"start", "stop", b"stop", "wait", b"wait", "warn", b"warn", "watermark", b"watermark", "welcome", b"welcome", "work_grant", b"work_grant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "refused", "wait", "start", "stop", "end", "echo", "challenge", "probe", "watermark", "persist", "commit_checkpoint", "persist_over", "holder", "save_at", "replicate", "inspect", "warn", "recovery", "work_grant"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "refused", "wait", "start", "stop", "end", "echo", "challenge", "probe", "watermark", "persist", "commit_checkpoint", "persist_over", "holder", "save_at", "replicate", "inspect", "warn", "recovery", "work_grant", "compare_replicas", "keep_step"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 

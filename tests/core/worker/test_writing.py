@@ -37,6 +37,7 @@ def test_orders_without_a_rule_here_go_to_other_parts() -> None:
     here = {kind for _, kinds, _ in Agent().group.rules() for kind in kinds}
     of_the_session = {m.Challenge, m.Echo}
     of_snapshots = {m.CommitCheckpoint, m.Holder, m.Replicate, m.Watermark, m.WorkGrant}
+    of_snapshots |= {m.CompareReplicas, m.KeepStep}
     for_people = {m.Inspect, m.Recovery, m.Warn}
     assert set(get_args(m.Order)) - here == of_the_session | of_snapshots | for_people
     assert Agent().group.is_changed_by(END)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import load
 from elasticrun.snapshots.storage.folder import Folder
 from elasticrun.wire import snapshots as s
 from elasticrun.wire.spawning import SHIELDED, Keepalive, Notice, Quit, SendSignal
-from elasticrun.wire.types import EntryKind, Entrypoint, RoundName
+from elasticrun.wire.types import EntryKind, Entrypoint, RoundName, key_of_name
 from tests.forkserver.driver import LIMIT, Driver, alive, gone, plain_environment
 from tests.snapshots.saver.play import Agent, part, persist, saver, state
 
@@ -120,6 +120,43 @@ def test_what_cannot_be_compared_is_said(forked: Agent) -> None:
     assert not forked.check().ok
     forked.tell(s.SegmentClosed(1))
     assert forked.check().reason == "the saver does not have that segment"
+
+
+def digests(agent: Agent, number: int, first: int = 0, last: int = 0, out: str = "") -> s.Digested:
+    left_out = (key_of_name(out),) if out else ()
+    agent.tell(s.DigestSnapshot(1, 0, 1, number, first, last, left_out))
+    found = agent.wait(s.Digested)
+    assert (found.key, found.number) == (1, number)
+    return found
+
+
+def test_what_replicas_have_in_common_is_hashed(forked: Agent) -> None:
+    """Neither what is the rank's own nor its opaque values; and parts of it later, though the slot
+    holds something else by then."""
+    shared = forked.open(state().segment())
+    layout = shared.segment.layout()
+    names = [item.fqn for item in layout.compared]
+    assert names == sorted(item.fqn for item in layout.tensors if not item.own)
+    payload = shared.segment.payload(0)
+    whole = digests(forked, 1)
+    assert (whole.reason, whole.count, len(whole.digests), whole.names) == ("", len(names), 1, ())
+    own = next(item for item in layout.tensors if item.own)
+    for at in (own.payload, layout.tensor_bytes):
+        payload[at] ^= 1
+    assert digests(forked, 2).digests == whole.digests
+    parts = digests(forked, 3, 0, len(names))
+    assert (parts.names, len(parts.digests)) == (tuple(names), len(names))
+    payload[layout.compared[1].payload] ^= 1
+    assert digests(forked, 4).digests != whole.digests
+    changed = digests(forked, 5, 0, len(names))
+    differ = [a != b for a, b in zip(changed.digests, parts.digests, strict=True)]
+    assert differ == [n == 1 for n in range(len(names))]
+    left = digests(forked, 6, out=names[1]).digests
+    payload[layout.compared[1].payload] ^= 2
+    assert digests(forked, 7, out=names[1]).digests == left
+    shared.segment.withdraw(0)
+    assert digests(forked, 8, 1, 2).names == (names[1],)
+    assert "now holds another snapshot" in digests(forked, 9).reason
 
 
 def test_garbage_for_a_segment_is_said(forked: Agent) -> None:
