@@ -48,7 +48,8 @@ def test_a_majority_names_the_rank(training: Training) -> None:
     job = begin(training, 3, max_restarts=1)
     flip(training, 1)
     heard(
-        job, r"rank 1 \(node \S+\) differs from ranks 0,2 at step \d+, first in model.second.weight"
+        training,
+        r"rank 1 \(node \S+\) differs from ranks 0,2 at step \d+, first in model.second.weight",
     )
     job.kill_rank(0)
     job.wait_for(round=2, phase="running")

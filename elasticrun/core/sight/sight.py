@@ -19,9 +19,8 @@ from elasticrun.core.events import Judged, Note, Replied
 from elasticrun.core.reasons import Reason
 from elasticrun.core.sight.causes import FAILURES, origin_of
 from elasticrun.core.sight.hangs.watch import Watch
-from elasticrun.core.sight.incidents import Incidents
+from elasticrun.core.sight.incidents import Incidents, Losses
 from elasticrun.core.sight.ledger import SlotLedger
-from elasticrun.core.sight.losses import Losses
 from elasticrun.core.sight.picture import (
     EventRow,
     Goodput,
