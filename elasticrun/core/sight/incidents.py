@@ -385,9 +385,9 @@ class Incidents:
 
 
 class Losses:
-    """Which ranks first had a loss that is NaN or infinite, in each round. Each rank reports its own
-    first such step once. The reports arrive in any order, so the result is settled a moment after
-    the first one, or when the round ends."""
+    """Which ranks first had a loss that is NaN or infinite, in each round. Each rank reports its
+    own first such step once. The reports arrive in any order, so the result is settled a moment
+    after the first one, or when the round ends."""
 
     def __init__(self, ctx: JobContext) -> None:
         self._ctx = ctx
