@@ -48,7 +48,7 @@ $(VENV)/.dev: $(VENV)/.run
 	touch $@
 
 $(VENV)/.frameworks: $(VENV)/.dev
-	$(INSTALL) "$(TORCH)" -e '.[dev,frameworks]'
+	$(INSTALL) "$(TORCH)" -e '.[dev,frameworks,release]'
 	touch $@
 
 $(VENV)/.release: $(VENV)/.dev
