@@ -59,7 +59,7 @@ def leave_shim() -> None:
         os.environ[name] = os.pathsep.join(rest)
         if not rest:
             del os.environ[name]
-    sys.path[:] = [each for each in sys.path if not each.startswith(folder)]
+    sys.path[:] = [each for each in sys.path if not str(each).startswith(folder)]
 
 
 def _overwrite(name: str) -> None:

@@ -257,6 +257,7 @@ def _run(console: Console, folder: Path, memory: str) -> int:
     console.print(
         f"two agents on this machine, each a node with one rank, run this command in {folder}:",
         f"  {PROG} --nnodes=1:2 --max-restarts=3 {' '.join(OPTIONS)} train.py",
+        "both import torch first, which takes some seconds",
         sep="\n",
         end="\n\n",
         soft_wrap=True,
