@@ -3,7 +3,8 @@
     ```python title="train.py"   a file
     ```console                   `$ ` begins a command, `> ` its next line, `^C` is the key; all
                                  other lines are expected output, in this order. A number stands
-                                 for any number, `...` for any text. Other output may be between.
+                                 for any number or id, `...` for any text. Other output may be
+                                 between.
 
 Comments in the lines before a block mark it: `<!-- terminal: 2 -->` (default 1), `<!-- ends with: 1
 -->` (the exit code of its commands; default 0), `<!-- not run: REASON -->`. `<!-- files of: PAGE
@@ -24,7 +25,8 @@ BLOCK = re.compile(
 )
 FILES_OF = re.compile(r"^<!-- files of: (.+) -->$", re.M)
 MARK = re.compile(r"<!-- (terminal|ends with|not run): (.*) -->")
-NUMBER = re.compile(r"\d+(?:\.\d+)?")
+NUMBER = re.compile(r"\b(?=[a-f]*\d)[0-9a-f]{8}\b|(?<=-)(?=[a-f]*\d)[0-9a-f]{4}\b|\d+(?:\.\d+)?")
+"""A number, or the id of a job."""
 CTRL_C = "^C"
 
 
@@ -97,4 +99,4 @@ def pattern_of(line: str) -> re.Pattern[str]:
 def _numbered(text: str) -> list[str]:
     """The text as a pattern: any number in the place of each, any space in that of spaces."""
     literal = [re.sub(r"(\\ )+", r"\\s+", re.escape(part)) for part in NUMBER.split(text)]
-    return [literal[0], *(rf"\d+(?:\.\d+)?{part}" for part in literal[1:])]
+    return [literal[0], *(rf"[0-9a-f]+(?:\.\d+)?{part}" for part in literal[1:])]
