@@ -355,7 +355,8 @@ def corruption() -> None:
     """A bit of one of three replicas on the device flips: the rank, its device and the tensor are
     named, and after a restart the rank has what the others have."""
     folder = launch.temporary("words-")
-    with launch.ranks("corrupt", folder, count=3, flags=("--max-restarts=1", NO_BACKOFF)) as job:
+    flags, said = ("--max-restarts=1", NO_BACKOFF), {"LOGLEVEL": "INFO"}
+    with launch.ranks("corrupt", folder, count=3, flags=flags, more=said) as job:
         equal = launch.await_true(lambda: "are equal at step" in job.console(), START_LIMIT)
         emit("replicas on the device are compared, and equal", equal, ok=equal)
         (folder / "flip").touch()

@@ -243,6 +243,9 @@ AGREED: Final = "agreed"
 """The pin reasons of a snapshot that is being hashed, and of the one to which the job may
 return."""
 
+RANKS_AT_ONCE: Final = 16
+"""Maximum number of ranks in one report; one if it names tensors, whose names are long."""
+
 Found = tuple[Held, Snapshot, int]
 """A snapshot of a rank."""
 
@@ -258,6 +261,8 @@ class Comparing:
         self._tasks = Tasks(logger.error)
         self._order: CompareReplicas | None = None  # for snapshots that ranks will take
         self._hashed: dict[int, Found] = {}  # by rank: what was hashed last
+        self._hashing: set[int] = set()  # ranks whose hash is awaited
+        self._made: dict[int, list[tuple[RankDigests, float]]] = {}  # by step: not reported yet
 
     def obey(self, order: CompareReplicas | KeepStep) -> None:
         """Carry out an order of the master."""
@@ -270,11 +275,11 @@ class Comparing:
         elif order.last:
             for rank in order.ranks:
                 if rank in self._hashed:
-                    self._tasks.start(self._answer(order, rank), "comparing replicas")
+                    self._start(order, rank)
         else:
             self._unpin(COMPARED)
+            self._clear()
             self._order = order
-            self._hashed.clear()
             for held, snapshot, local_round, rank in list(self._store.inventory.everything()):
                 if held.replica < 0 and local_round.name == order.round:
                     self.committed(held, snapshot, rank)
@@ -285,16 +290,25 @@ class Comparing:
         if order is not None and snapshot.step > order.step and rank not in self._hashed:
             self._hashed[rank] = (held, snapshot, rank)
             held.pin(snapshot.slot, COMPARED)
-            self._tasks.start(self._answer(order, rank), "comparing replicas")
+            self._start(order, rank)
 
     def stop(self) -> None:
         """Stop, because the ranks' round is over."""
         self._order = None
-        self._hashed.clear()
-        self._tasks.close()
+        self._clear()
 
     def close(self) -> None:
         self._tasks.close()
+
+    def _clear(self) -> None:
+        self._tasks.close()
+        self._hashed.clear()
+        self._hashing.clear()
+        self._made.clear()
+
+    def _start(self, order: CompareReplicas, rank: int) -> None:
+        self._hashing.add(rank)
+        self._tasks.start(self._answer(order, rank), "comparing replicas")
 
     async def _answer(self, order: CompareReplicas, rank: int) -> None:
         held, snapshot, _ = self._hashed[rank]
@@ -306,8 +320,20 @@ class Comparing:
         if not self._keeps:
             held.unpin(COMPARED)
             self._store.router.tidy()
-        report = Digests(order.round, snapshot.step, order.number, (made,), seconds)
-        self._store.link.send(report)
+        self._made.setdefault(snapshot.step, []).append((made, seconds))
+        self._hashing.discard(rank)
+        if not self._hashing:  # ranks that are hashed together are reported together
+            self._report(order)
+
+    def _report(self, order: CompareReplicas) -> None:
+        made, self._made = self._made, {}
+        size = 1 if order.last else RANKS_AT_ONCE
+        for step, answers in made.items():
+            seconds = sum(spent for _, spent in answers)
+            for at in range(0, len(answers), size):
+                ranks = tuple(one for one, _ in answers[at : at + size])
+                report = Digests(order.round, step, order.number, ranks, seconds)
+                self._store.link.send(report)
 
     def _unpin(self, reason: str) -> None:
         for held in self._store.segments.held:
