@@ -340,7 +340,7 @@ def test_a_command_reads_each_event_and_is_tried_again(tmp_path: Path) -> None:
     told.put("incident", incident=msgspec.to_builtins(ROW))
     told._queue.put(None)
     told._thread.join(20.0)
-    first, second = re.findall(r'\{"event".*?\}\}(?=\{"event"|$)', (tmp_path / "told").read_text())
+    first, second = (tmp_path / "told").read_text().splitlines()
     assert first == second, "it had failed the first time"
     event = json.loads(first)
     assert (event["event"], event["job"], event["incident"]["number"]) == ("incident", "run17", 7)

@@ -1,4 +1,4 @@
-"""Sends the job's events to another program: one JSON object on its stdin, or by POST.
+"""Sends the job's events to another program: one JSON object as a line on its stdin, or by POST.
 
     {"event": "incident", "job": "run17", "name": "run17", "time": 1767225600.0, "incident": {...}}
     {"event": "hang", "job": ..., "name": ..., "time": ..., "over": false, "verdict": {...}}
@@ -112,7 +112,7 @@ def _run(command: str, data: bytes) -> str:
     except OSError as wrong:
         return str(wrong)
     try:
-        _, errors = process.communicate(data, LIMIT)
+        _, errors = process.communicate(data + b"\n", LIMIT)
     except subprocess.TimeoutExpired:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
