@@ -381,7 +381,7 @@ async def _first(context: Any, awaited: str) -> m.Report:
         return protobuf.report_from_wire(data)
     except protobuf.ProtocolMismatch as other:
         raise Denied(
-            f"this agent is elasticrun {other.version or '(unknown)'} with protocol "
+            f"the caller is elasticrun {other.version or '(unknown)'} with protocol "
             f"{other.protocol}, the master is elasticrun {__version__} with protocol "
             f"{m.PROTOCOL_VERSION}: install one version on all nodes"
         ) from None

@@ -21,7 +21,7 @@ from elasticrun.host.system.processes import ProcessId
 from elasticrun.jobs import local
 from elasticrun.jobs.backend import RequestFailed, Submission, make_token, write_submission
 from tests import needs
-from tests.harness import LIMIT, World, await_true, ran, ran_here, until_file
+from tests.harness import ELASTICRUN, LIMIT, World, await_true, ran, ran_here, until_file
 from tests.host.accelerators.standins import gpu, nvml
 from tests.snapshots.conftest import ENDLESS, TRAIN, checkpoints, starts, told, until_printed
 
@@ -87,6 +87,27 @@ def on_a_terminal(person: Person, words: Sequence[str]) -> str:
     said = str(shell.before)
     shell.close(force=True)
     return said
+
+
+@pytest.mark.slow
+def test_top_ends_with_its_job(person: Person) -> None:
+    """Its master may be gone before it has told that the job is over."""
+    script = person.world.scratch / "ends.py"
+    gate = person.world.scratch / "gate"
+    waits = f"while not os.path.exists({str(gate)!r}): time.sleep(0.05)"
+    script.write_text(f"import os, time\nprint('begun', flush=True)\n{waits}\n")
+    person.world.launch(ELASTICRUN, str(script)).until_text("begun", stream="stdout")
+    top = pexpect.spawn(
+        sys.executable, ["-m", "elasticrun", "top"], env=person.environ, encoding="utf-8",
+        timeout=LIMIT,
+    )  # fmt: skip
+    top.expect("1 rank")
+    gate.touch()
+    top.expect("ended")
+    top.expect(pexpect.EOF)
+    top.close()
+    assert top.exitstatus == 0
+    assert "no answer" not in str(top.before)
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ def _word(value: Any, where: str) -> str:
     if isinstance(value, bool):
         return str(int(value))
     if not isinstance(value, str | int | float):
-        raise _wrong(f"{where} has a value of the wrong type: write a text or a number")
+        raise _wrong(f"{where} has a value of the wrong type: write a string or a number")
     return str(value)
 
 

@@ -16,7 +16,7 @@ from elasticrun.core.sight.picture import Picture, RankRow
 from elasticrun.core.words import plural
 from elasticrun.jobs.connection import JobConnection, NotAnswered
 from elasticrun.jobs.rows import as_json, state_of
-from elasticrun.jobs.running.master_lookup import parser, run
+from elasticrun.jobs.running.master_lookup import end_sentence, parser, run
 from elasticrun.jobs.running.status import name_of
 from elasticrun.wire.types import write_ranges
 
@@ -87,8 +87,11 @@ def _refresh(line: JobConnection, picture: Picture) -> None:
             line.sleep(EVERY)
             try:
                 picture = line.picture(live=True)
-            except NotAnswered as why:
-                live.update(drawn(f"no answer: {why}"), refresh=True)
+            except NotAnswered as why:  # a master that ends may stop answering before it has told
+                end = "" if line.run is None else end_sentence(line.run)
+                live.update(drawn(end or f"no answer: {why}"), refresh=True)
+                if end:
+                    return
                 raise
             live.update(drawn(), refresh=True)
 

@@ -12,6 +12,7 @@ import contextlib
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import textwrap
 import time
@@ -212,6 +213,7 @@ def _end_on_signals(cleanup: contextlib.ExitStack) -> None:
     def end(number: int, _frame: object) -> None:
         for each in numbers:
             signal.signal(each, signal.SIG_IGN)
+        print("\nelasticrun: the demo stops, and removes what it has started", file=sys.stderr)
         raise SystemExit(128 + number)
 
     for number in numbers:

@@ -179,7 +179,9 @@ class MemoryRestore:
         try:
             self._restore(order, same)
             if not same:
-                self._state.resize(ranks, f"the job had {ranks} ranks before", self._own_of)
+                self._state.resize(
+                    ranks, f"the job had {ranks} rank{'s' * (ranks != 1)} before", self._own_of
+                )
             own = self._shards.get(self._state.rank)
             if same and own is not None and own.rank == self._state.rank:
                 self.kept = own.mapped
