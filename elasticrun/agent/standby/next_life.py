@@ -109,6 +109,7 @@ class NextLife:
             return
         for order in orders:
             self._children[self._spawners.start(order, self)] = order.rank.local_rank
+            self._why_none = ""
         self._report()
 
     def _variables(self, local_rank: int) -> dict[str, str]:
@@ -127,8 +128,8 @@ class NextLife:
         if self._children:
             wanted = self._node.launch.nproc_per_node
             self._health.standby(f"{len(self._ready)} of {wanted} ready")
-        elif self._why_none:
-            self._health.standby(f"none: {self._why_none}")
+        else:  # without a reason: all of them have become ranks
+            self._health.standby(f"none: {self._why_none}" if self._why_none else "")
 
     def ranks_stopping(self) -> None:
         """Start no more: what is there may become the next life."""

@@ -218,9 +218,11 @@ class AgentBackend(CheckpointBackend):
             super().remark(text)
 
     def close(self) -> None:
-        self._taker.close()
-        self._departure.close()
-        self._connection.close()
+        try:
+            self._taker.close()
+        finally:
+            self._departure.close()
+            self._connection.close()
 
 
 class _AllRanksPlanner(DefaultSavePlanner):

@@ -41,6 +41,8 @@ from elasticrun.wire.types import RoundName
 LEAST_ROOM: Final = 64 * 1024
 """Minimum bytes reserved for opaque values."""
 
+INLINE_BYTES: Final = 8 * 1024 * 1024
+"""Segments up to this size are allocated within a step; that takes a few milliseconds."""
 
 COPY_LIMIT: Final = 60.0
 """Seconds to wait for copies in progress before their memory is given up."""
@@ -67,10 +69,6 @@ class _Request:
     def size(self) -> int:
         """Bytes of the segment."""
         return segment_bytes(self.need.layout_length, self.need.slot_bytes, self.need.slots)
-
-
-INLINE_BYTES: Final = 8 * 1024 * 1024
-"""Segments up to this size are allocated within a step; that takes a few milliseconds."""
 
 
 @dataclass(slots=True)
