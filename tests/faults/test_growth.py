@@ -18,9 +18,10 @@ pytestmark = pytest.mark.slow
 def test_nodes_that_start_together_make_one_world(counting: Counting) -> None:
     """2 agents of 1:4: nobody waits for nodes that do not exist, and nobody begins alone, unless a
     busy machine has held the other one up until then."""
-    job = counting.start("1:4", nodes=2, together=True)
+    job = counting.start("1:4", nodes=2, together=True, env={"LOGLEVEL": "DEBUG"})
     counting.first(2)
     assert len(counting.finish()) == 1
+    assert said_at(counting.said(), "round 1 begins")
     for early in job.worlds()[:-1]:
         (late,) = {0, 1} - set(early.nodes.values())
         assert said_at(job.output(late), "the job's page") > said_at(
@@ -29,7 +30,8 @@ def test_nodes_that_start_together_make_one_world(counting: Counting) -> None:
 
 
 def said_at(words: str, text: str) -> str:
-    """The date and time of the first line with this text; later ones sort after it."""
+    """The date and time of the first line with this text; later ones sort after it. Lines have a
+    time where LOGLEVEL is DEBUG."""
     found = re.search(rf"[IW](\d{{4}} \d\d:[\d:.]+) .*{text}", words)
     assert found, words
     return found[1]
