@@ -406,7 +406,8 @@ def _switch_default(parser: Parser, flag: Flag, environ: Mapping[str, str]) -> b
 
 def _help(flag: Flag) -> str:
     remarks = []
-    if flag.kind is not None and flag.dest not in SPECIAL and flag.default not in (None, "", ()):
+    is_value = flag.kind is not None and flag.dest not in SPECIAL and "Default:" not in flag.help
+    if is_value and flag.default not in (None, "", ()):
         remarks.append(f"default {flag.default}")
     if flag.variable and flag.dest not in SPECIAL:
         remarks.append(f"${flag.variable}")

@@ -239,8 +239,8 @@ _ROWS: Final[Mapping[str, tuple[Flag, ...]]] = {
             "grow_cooldown, probe_timeout, straggler_time; is_host=0|1; node_unit=N."),
         _flag("--master-addr", _TEXT, "HOST", "127.0.0.1", "Address of the node with rank 0 "
             "(static only)."),
-        _flag("--master-port", _WHOLE, "PORT", None, "Its port; the ranks see it as MASTER_PORT "
-            "(static only; 29500)."),
+        _flag("--master-port", _WHOLE, "PORT", None, "Port of --master-addr; the ranks see it as "
+            "MASTER_PORT (static only; 29500)."),
         _flag("--master-store", _TEXT, "URL", "", "Keep the job's record and leadership in etcd "
             "(etcd://HOST:PORT,...), so that another node takes over if the master's host fails. "
             "Needs --rdzv-id.", OURS),
@@ -289,10 +289,10 @@ _ROWS: Final[Mapping[str, tuple[Flag, ...]]] = {
             choices=("auto", "fork", "exec")),
         _flag("--preload", _TEXT, "MODULE,...", "", "Modules to import besides torch before the "
             "fork; ranks then share the side effects of these imports (docs/warm.md).", OURS),
-        _flag("--standby", _TEXT, "auto|off|SECONDS", "off", "Start the next life of each rank "
-            "ahead of time, up to its first effect, so that a restart does not wait for the "
-            "script's imports (auto: 10 s after the ranks; docs/standby.md).", OURS),
-        _switch("--warm", "Leave a process behind that has imported torch, from which later jobs "
+        _flag("--standby", _TEXT, "auto|off|SECONDS", "off", "Start a replacement of each rank "
+            "ahead of time and run it up to its first effect, so that a restart does not wait for "
+            "the script's imports (auto: 10 s after the ranks; docs/standby.md).", OURS),
+        _switch("--warm", "Leave a process running that has imported torch, from which later jobs "
             "are forked (elasticrun warm).", OURS),
     ),
     "restart": (

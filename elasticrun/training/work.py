@@ -104,8 +104,8 @@ def shards(
     `shuffle` is the seed of the order of the shards, None for ascending. All ranks must pass the
     same values, after `Checkpointer.restore()` if they have one, in the thread that calls the
     Checkpointer. The loop ends when nothing is left; another pass needs another name, or `epochs`.
-    After a failure the ranks get exactly what was not used by the restored step; without a
-    Checkpointer, what no rank has finished.
+    After a failure the ranks get exactly the samples that were not used by the restored step;
+    without a Checkpointer, the shards that no rank has finished.
 
     Without elasticrun a single process gets all shards. Raises ValueError for invalid values, and
     RuntimeError if no work can be had here."""

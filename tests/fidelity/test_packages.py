@@ -1,5 +1,5 @@
 """The packages that training scripts use most: their imports do in a forked rank what they do under
-torchrun. What is not installed is skipped (docs/testing.md has the environment with all)."""
+torchrun. What is not installed is skipped (CONTRIBUTING.md has the environment with all)."""
 
 from __future__ import annotations
 

@@ -39,9 +39,9 @@ def add_flags(made: Parser) -> None:
     made.add_argument("--since", metavar="AGE", default="", help=text)
     text = "lines of this rank; with several per node, lines with its number (--tee, --run-dir)"
     made.add_argument("--rank", metavar="R", type=int, default=-1, help=text)
-    text = "of this node: its index, or the name of its pod or of the cluster's node"
+    text = "only this node: its index, or the name of its pod or of the cluster's node"
     made.add_argument("-i", "--node", "--instance", metavar="X", default="", help=text)
-    made.add_argument("--all", action="store_true", help="of all pods, including earlier ones")
+    made.add_argument("--all", action="store_true", help="all pods, including earlier ones")
     text = "only lines that match this regular expression"
     made.add_argument("--grep", metavar="RE", default="", help=text)
 

@@ -72,7 +72,7 @@ def main(verb: str, words: Sequence[str]) -> int:
 def _parser(verb: str) -> Parser:
     made = Parser(prog=f"{PROG} {verb}", description=DOES[verb])
     if verb == "top":
-        made.add_argument("what", choices=("nodes",), help="of the cluster")
+        made.add_argument("what", choices=("nodes",), help="the nodes of the cluster")
     elif verb != "list":
         reads = verb in ("status", "logs")
         text = "its name or a unique prefix" + "; optional if there is only one" * bool(reads)
@@ -84,7 +84,7 @@ def _parser(verb: str) -> Parser:
     if verb == "stop":
         made.add_argument("--wait", action="store_true", help="always the case in a cluster")
     if verb == "list":
-        text = "of all namespaces"
+        text = "jobs of all namespaces"
         made.add_argument("-A", "--all", action="store_true", help=text)
     if verb == "delete":
         text = "keep the run folder on this host"

@@ -186,10 +186,10 @@ def _parse_query(argv: Sequence[str]) -> LogQuery:
     made.add_argument("-f", "--follow", action="store_true", help=text)
     text = f"the last N lines of each file, 0 for all [{TAIL}; with --all: 0]"
     made.add_argument("-t", "--tail", metavar="N", type=int, default=None, help=text)
-    made.add_argument("--rank", metavar="R", type=int, default=None, help="only of this rank")
-    text = "of all attempts, in order, instead of the newest"
+    made.add_argument("--rank", metavar="R", type=int, default=None, help="only this rank")
+    text = "output of all attempts, in order, instead of the newest"
     made.add_argument("--all", action="store_true", help=text)
-    text = "only of ranks on this node: its name, its host's name, or its index"
+    text = "only ranks on this node: its name, its host's name, or its index"
     made.add_argument("-i", "--node", "--instance", metavar="X", default="", help=text)
     text = "only files written to within this time: 90s, 5m, 12h, 7d"
     made.add_argument("--since", metavar="AGE", default="", help=text)

@@ -98,7 +98,7 @@ def render(argv: Sequence[str], notify: Callable[[str], None]) -> int:
     made.add_argument("--image", default="", metavar="IMAGE", help=words)
     words = "Number of operators; one leads. [default 1]"
     made.add_argument("--replicas", type=int, choices=(1, 2), default=1, help=words)
-    made.add_argument("-o", "--output", choices=("yaml", "json"), default="yaml", help="Form.")
+    made.add_argument("-o", "--output", choices=("yaml", "json"), default="yaml", help="Format.")
     ns = made.parse_args(argv)
     if ns.namespace:
         checks.label(ns.namespace, "--namespace")

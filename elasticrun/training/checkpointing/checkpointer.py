@@ -131,23 +131,29 @@ class Checkpointer:
     writes the checkpoints: under torchrun in the background, with a separate process group for its
     collectives; in plain python without a process group, synchronously.
 
-    `folder`: a path or a URL; default: `checkpoints` in the job's run folder (`--run-dir`).
-    `every_steps` or `every_seconds`: the interval of snapshots; with neither, snapshots take at
-    most 1 % of the time. `persist_every_steps` or `persist_every_seconds`: the interval of
-    checkpoints; None for both: only after failures and by `save_now`. `slots`: number of snapshots
-    that fit in memory (2 to 4), or "auto": 3 with checkpoints or replicas, if there is enough
-    memory, so that snapshots continue while one is being written or copied; else 2. `on_busy`: skip
-    a snapshot while its slot is in use, or wait for it, at most one minute. `verify`: compare a
-    checkpoint with its hashes before loading it; the ranks share that work. `replicas`: 1 keeps
-    every part of the state in the memory of two nodes, so that the loss of one is survivable; parts
-    that two nodes hold anyway (DDP) are not copied. It needs two more slots on each node. With
-    `slots=2` the next snapshot has to wait until the last one is copied; with 3 it does not. `rng`:
-    include the random states in a snapshot. `weights_only`: snapshots and checkpoints are only
-    unpickled to plain values, tensors and types registered by
-    torch.serialization.add_safe_globals. `overlap`: CUDA devices copy a snapshot while training
-    goes on, and an optimizer's next `step` waits for that on the device. Only for state that
-    nothing but the `step` of these optimizers changes, or buffers and other tensors, which are
-    cloned on the device."""
+    Args:
+        folder: A path or a URL; default: `checkpoints` in the job's run folder (`--run-dir`).
+        every_steps: Interval of snapshots. Without it and `every_seconds`, snapshots take at most
+            1 % of the time.
+        every_seconds: The same in seconds.
+        persist_every_steps: Interval of checkpoints. If it and `persist_every_seconds` are None,
+            checkpoints are written only after failures and by `save_now`.
+        persist_every_seconds: The same in seconds.
+        slots: Number of snapshots that fit in memory (2 to 4), or "auto": 3 with checkpoints or
+            replicas, if there is enough memory, so that snapshots continue while one is being
+            written or copied; else 2.
+        on_busy: Skip a snapshot while its slot is in use, or wait for it, at most one minute.
+        verify: Compare a checkpoint with its hashes before loading it; the ranks share that work.
+        replicas: 1 keeps every part of the state in the memory of two nodes, so that one of them
+            may be lost. Parts that two nodes hold anyway (DDP) are not copied. It needs two more
+            slots on each node. With `slots=2` the next snapshot waits until the last one is copied.
+        rng: Include the random states in a snapshot.
+        weights_only: Snapshots and checkpoints are only unpickled to plain values, tensors and
+            types registered by torch.serialization.add_safe_globals.
+        overlap: CUDA devices copy a snapshot while training continues, and an optimizer's next
+            `step` waits for that on the device. Use it only if the state is changed by nothing but
+            the `step` of these optimizers; buffers and other tensors are cloned on the device.
+    """
 
     def __init__(
         self,
