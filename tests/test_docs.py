@@ -113,19 +113,28 @@ def test_what_is_to_be_touched_has_the_names_of_its_row() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_tests_of_what_survives_what_exist() -> None:
+def test_each_row_of_what_survives_what_has_tests() -> None:
     """`FILE: TEST`; a name alone is of a file that stands before it, or is one."""
     folders = [ROOT / "tests", ROOT / "tests/faults", ROOT / "tests/health"]
     known = {path.stem: path for folder in folders[1:] for path in folder.glob("test_*.py")}
     anywhere = "".join(path.read_text() for path in known.values())
-    text = prose(ROOT / "docs/what-survives.md")
-    cells = [line.rstrip(" |").rpartition("|")[2] for line in text.splitlines() if line[:1] == "|"]
-    named = [re.findall(r"`(?:([\w/]+): )?(test_\w+)[^`]*`", cell) for cell in cells]
+    listed = dict(rows(ROOT / "tests/faults/README.md"))
+    faults = [first for first, _ in rows(ROOT / "docs/what-survives.md")]
+    assert {*faults} == {*listed}
+    named = [re.findall(r"`(?:([\w/]+): )?(test_\w+)[^`]*`", tests) for tests in listed.values()]
     assert sum(map(bool, named)) > 50
     for file, name in (one for found in named for one in found):
         paths = [folder / f"{file}.py" for folder in folders if (folder / f"{file}.py").exists()]
         source = paths[0].read_text() if paths else "" if file else anywhere
         assert name in known or f"def {name}(" in source, f"{file or 'no file'} has no {name}"
+
+
+def rows(page: Path) -> list[tuple[str, str]]:
+    """The first and the last cell of each row of its tables, without links."""
+    text = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", prose(page))
+    lines = [line[2:-2].split(" | ") for line in text.splitlines() if line[:2] == "| "]
+    heads = {"fault", "event", "row"}
+    return [(cells[0], cells[-1]) for cells in lines if cells[0] not in heads]
 
 
 def test_the_page_of_flags_has_each_of_ours_with_its_default() -> None:

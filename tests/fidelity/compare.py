@@ -127,7 +127,7 @@ INTENDED = (
     ),
     Intended(
         "state/*/process: tasks",
-        "the monitor's thread (docs/sight.md); OpenBLAS stops its threads at a fork",
+        "the monitor's thread (docs/hangs.md); OpenBLAS stops its threads at a fork",
         lambda theirs, ours: 1 <= ours <= theirs + 1,
     ),
     Intended(
@@ -140,7 +140,7 @@ INTENDED = (
         lambda theirs, ours: (theirs, ours) == ("False", "True"),
     ),
     *(
-        Intended(f"state/{when}/library: environ/{name}", "asked of NCCL (docs/sight.md)", _is_new)
+        Intended(f"state/{when}/library: environ/{name}", "asked of NCCL (docs/hangs.md)", _is_new)
         for when in ("imports", "checkpointer")  # a Checkpointer's module sets them
         for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_ENABLE_TIMING")
     ),

@@ -74,7 +74,13 @@ departing_unsaved_then_the_rest_between_rounds, departing_between_rounds_the_dis
 departing_between_rounds_with_what_is_not_copied_yet, departing_between_rounds_from_poison, \
 departing_between_rounds_after_a_loss |
 | a save fails in the script | \
-training/checkpointing/test_checkpointer.py::test_a_failed_save_is_told_and_training_goes_on |
+training/checkpointing/test_checkpointer.py::test_a_failed_save_is_told_and_training_goes_on, \
+agent/snapshots/test_snapshots.py::\
+test_a_step_that_one_rank_could_not_save_is_told_without_it, \
+agent/snapshots/test_snapshots.py::test_a_rank_that_is_not_heard_any_more_holds_nobody_up |
+| the state of a replica is silently corrupted | test_a_majority_names_the_rank |
+| the master is killed while a checkpoint is written | \
+snapshots_master_dies_while_a_checkpoint_is_written |
 | no room for snapshots | test_shared_memory_that_is_too_small, \
 agent/snapshots/test_segments.py::test_a_folder_without_room_is_done_without, \
 agent/snapshots/test_segments.py::test_a_tmpfs_that_is_full_is_told_and_nothing_is_left_in_it |
@@ -110,7 +116,13 @@ snapshots/dcp/test_metadata.py::test_every_kind_of_tensor_is_read_bit_by_bit |
 | steps of nodes that left count for ever | \
 core/snapshots/test_ledger.py::test_what_is_of_another_round_does_not_count |
 | a failed save ends training | \
-training/checkpointing/test_checkpointer.py::test_a_failed_save_is_told_and_training_goes_on |
+training/checkpointing/test_checkpointer.py::test_a_failed_save_is_told_and_training_goes_on, \
+agent/snapshots/test_snapshots.py::\
+test_a_step_that_one_rank_could_not_save_is_told_without_it, \
+agent/snapshots/test_snapshots.py::test_a_rank_that_is_not_heard_any_more_holds_nobody_up |
+| the state of a replica is silently corrupted | test_a_majority_names_the_rank |
+| the master is killed while a checkpoint is written | \
+snapshots_master_dies_while_a_checkpoint_is_written |
 | a step is noted before it is committed, the newest folder is taken incomplete | \
 snapshots/storage/test_folder.py::test_what_has_a_marker_counts |
 """

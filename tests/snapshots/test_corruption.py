@@ -1,5 +1,4 @@
-"""Silent corruption: a replica gets a flipped bit in a real job, and is found (docs/node-health.md,
-"Replicas that differ")."""
+"""Silent corruption: a replica gets a flipped bit in a real job (docs/corruption.md)."""
 
 from __future__ import annotations
 

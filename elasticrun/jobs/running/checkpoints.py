@@ -78,7 +78,7 @@ def _parser() -> Parser:
         verb.set_defaults(does=does)
         text = "a folder's path or URL, or the name of a job with checkpoints in its run folder"
         verb.add_argument("folder", metavar="DIR", help=text)
-        text = "json: for programs (docs/snapshots.md)"
+        text = "json: for programs (docs/checkpoints.md)"
         verb.add_argument("-o", "--output", choices=("text", "json"), default="text", help=text)
         return verb
 

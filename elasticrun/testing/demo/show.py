@@ -1,9 +1,9 @@
 """`elasticrun demo`: two agents on this machine train a small model; a rank is killed, a node is
 killed, a node is added, and a mistake in the script makes the ranks hang.
 
-Every figure is measured in this run, except those of torchrun, which docs/figures.md and
-docs/sight.md have. The exit code is 1 if the job does not recover. All files are in a temporary
-folder, which is removed unless the demo fails.
+Every figure is measured in this run, except those of torchrun, which docs/figures.md has.
+The exit code is 1 if the job does not recover. All files are in a temporary folder, which is
+removed unless the demo fails.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ TORCHRUN: Final = {
     "join": "torchrun takes 6.2 s and repeats all steps since the last checkpoint on disk",
     "hang": "torchrun prints nothing; torch itself ends the job after 30 min (gloo)",
 }
-"""What torchrun does; the figures are measured (docs/figures.md, docs/sight.md)."""
+"""What torchrun does; the figures are measured (docs/figures.md)."""
 
 NEXT: Final = f"""
 What to type next, for your own script:
