@@ -50,7 +50,7 @@ READ_LATER: Final = (
     *("CUDA_PATH", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "MKL_THREADING_LAYER"),
     *("TORCHDYNAMO_", "TORCHELASTIC_", "TORCHINDUCTOR_", "TORCH_CUDA_ARCH_LIST", "TORCH_DIST_INIT"),
     *("TORCH_ELASTIC_", "TORCH_EXTENSIONS_DIR", "TORCH_FR_", "TORCH_GLOO_", "TORCH_HOME"),
-    *("TORCH_NCCL_", "TORCH_SHOW_DISPATCH_TRACE"),
+    *("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCH_NCCL_", "TORCH_SHOW_DISPATCH_TRACE"),
 )
 """Name prefixes within a family that C code does not read before the library is used, as observed.
 If Python code reads one of them at import, that is recorded.

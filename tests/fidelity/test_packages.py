@@ -29,3 +29,10 @@ def test_a_package(runs: Runs, name: str) -> None:
     if importlib.util.find_spec(name.partition(".")[0]) is None:
         needs.lacking(f"not installed: {name.partition('.')[0]}")
     alike(runs, Case(("packages.py", name), ranks=1), "fork", "warm")
+
+
+@further("fidelity/test_imports::test_imports")
+def test_lightning_before_torch(runs: Runs) -> None:
+    """It sets PYTORCH_NVML_BASED_CUDA_CHECK, which only Python code reads, and imports torch."""
+    needs.packages("lightning")
+    alike(runs, Case(("packages.py", "lightning", "torch"), ranks=1), "fork")

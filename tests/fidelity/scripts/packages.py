@@ -1,4 +1,5 @@
-"""Imports packages one after the other and looks at the process after each."""
+"""Imports packages one after the other and looks at the process after each. torch is imported
+first, unless it is one of them."""
 
 import importlib
 import sys
@@ -6,15 +7,18 @@ import sys
 import witness
 
 witness.look("before")
-import torch
+SEEDED = () if "torch" in sys.argv else ("torch", "torch seed")
+if SEEDED:
+    import torch
 
-torch.manual_seed(1)
+    torch.manual_seed(1)
 for name in sys.argv[1:]:
     try:
         importlib.import_module(name)
     except Exception as error:  # to be the same under torchrun
         witness.say(f"{name} failed", f"{type(error).__name__}: {error}")
     witness.look(name)
-    witness.generators(f"{name}: imported", "torch", "torch seed")
+    if "torch" in sys.modules:
+        witness.generators(f"{name}: imported", *SEEDED)
 witness.identities()
 witness.end()
