@@ -98,3 +98,16 @@ def test_nothing_is_left_of_a_kill(world: World, whom: str) -> None:
         second = summing(world, 2, restart=1)  # forked by another server
         finish(second, launched)
     world.nothing_left()
+
+
+def test_each_node_has_standbys(elastic_job: Any, tmp_path: Path) -> None:
+    """They know the store of the next round, which listens on another node."""
+    script = tmp_path / "reduces.py"
+    script.write_text(REDUCES)
+    how = {"nnodes": 2, "max_restarts": 1, "options": ("--standby=0",), "env": LOUD}
+    job = elastic_job(script, **how)
+    for node in range(2):
+        job.wait_for_output(node, "standby of local rank 0: ready (connect)")
+    job.kill_rank(1)
+    for node in range(2):
+        job.wait_for_output(node, "standby of local rank 0: active")

@@ -16,7 +16,7 @@ from elasticrun.agent.context import NodeContext
 from elasticrun.agent.health.reports import HealthReporter
 from elasticrun.agent.runtime import Tasks, Timer, in_thread
 from elasticrun.agent.workers.spawner import Child, Spawners
-from elasticrun.agent.workers.stores import Stores
+from elasticrun.agent.workers.stores import Stores, next_store
 from elasticrun.host.log import logger
 from elasticrun.snapshots.shm.memory import available_memory
 from elasticrun.wire import env, spawning
@@ -83,10 +83,9 @@ class NextLife:
 
     async def _prepare(self, start: Start) -> None:
         launch = self._node.launch
-        if not start.host_store:
-            self._say("another node has the store of the next round")
-            return
-        store = await self._stores.prepared(start.store)
+        store = next_store(start.store)
+        if start.host_store:
+            store = await self._stores.prepared(start.store)
         room, bound = await in_thread(available_memory, name="memory")
         if room < NEEDED * launch.nproc_per_node:
             self._say(f"{bound} has too little memory")

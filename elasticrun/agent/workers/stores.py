@@ -11,6 +11,7 @@ import socket
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 from elasticrun.agent.context import NodeContext
@@ -39,29 +40,53 @@ MAX_TRIES: Final = 30
 """Number of failed starts in a row that ends the node."""
 
 
-def bind_port() -> socket.socket:
-    """A TCP socket bound to a free port on all addresses, not listening.
+PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_EVERYWHERE: Final = ((socket.AF_INET6, "::"), (socket.AF_INET, ""))
+
+
+def bind_port(wanted: int = 0) -> socket.socket:
+    """A TCP socket bound to a free port on all addresses, not listening: to this port, if it is
+    free. Raises OSError.
 
     SO_REUSEPORT lets the store host of the same user listen on the port; connections go only to
     listening sockets."""
-    try:
-        return _bound(socket.AF_INET6, "::")
-    except OSError:  # no IPv6 on this host
-        return _bound(socket.AF_INET, "")
+    error = OSError("no address")
+    for family, host in _EVERYWHERE:  # some hosts have no IPv6
+        for port in dict.fromkeys((wanted, 0)):
+            try:
+                return _bound(family, host, port)
+            except OSError as failed:
+                error = failed
+    raise error
 
 
-def _bound(family: socket.AddressFamily, host: str) -> socket.socket:
+def _bound(family: socket.AddressFamily, host: str, port: int) -> socket.socket:
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         if family == socket.AF_INET6:
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        bound.bind((host, port))
+        # not before: the port may belong to another agent of this user
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        bound.bind((host, 0))
     except OSError:
         bound.close()
         raise
     return bound
+
+
+def next_store(current: Endpoint) -> Endpoint:
+    """Where the host of this store will probably have the store of the next round."""
+    return Endpoint(current.host, _after(current.port) or current.port)
+
+
+def _after(port: int) -> int:
+    """The next port of those that the kernel chooses from; 0 if there is none."""
+    try:
+        last = int(PORTS.read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        last = 0
+    return port + 1 if 0 < port < last else 0
 
 
 @dataclass
@@ -92,12 +117,14 @@ class Stores:
         self._stores: dict[Child, _Store] = {}
         self._held: deque[socket.socket] = deque()
         self._retry = Timer()
+        self._last_port = 0
         self._is_requested = False  # one was requested before our address was known
         self._once = Once()
         self._listening = asyncio.Event()
 
     def prepare(self) -> None:
-        """Start a store host on its own port; StoreReady follows when it listens. A failed start is
+        """Start a store host on its own port, the one after the last if that is free, so that other
+        nodes can foresee it (`next_store`); StoreReady follows when it listens. A failed start is
         retried; MAX_TRIES failures in a row end the node. The endpoint
         contains our address, so this waits until the address is known (`on_address`)."""
         self._retry.cancel()  # otherwise there would be two
@@ -105,11 +132,11 @@ class Stores:
         if self._is_requested:
             return
         try:
-            held = bind_port()
+            held = bind_port(_after(self._last_port))
         except OSError as error:
             self._retry_later(f"no port for a store: {error.strerror}")
             return
-        port = int(held.getsockname()[1])
+        self._last_port = port = int(held.getsockname()[1])
         child = self._spawners.start(spawning.SpawnStore(0, port), self)
         self._stores[child] = _Store(Endpoint(self._node.address, port), held)
 

@@ -10,9 +10,10 @@ import pytest
 
 from elasticrun.agent.workers import stores
 from elasticrun.agent.workers.spawner import Child
-from elasticrun.agent.workers.stores import Stores
+from elasticrun.agent.workers.stores import Stores, next_store
 from elasticrun.core.events import AgentEvent, StoreReady
 from elasticrun.wire.spawning import Exited, FromSpawner, SpawnFailed
+from elasticrun.wire.types import Endpoint
 from tests.agent.configs import launched, node_context, reaping, spawners
 from tests.agent.snapshots.played import Spawners
 from tests.harness import LIMIT
@@ -126,3 +127,24 @@ async def test_one_that_is_asked_for_before_its_next_try_is_started_once(monkeyp
         await asyncio.sleep(0)  # the next try is due
     made.close()
     assert len(played.children) == 2
+
+
+async def test_the_next_store_has_the_next_port_if_that_is_free(monkeypatch, tmp_path) -> None:
+    """Other nodes foresee it. What another agent of the same user has bound is not free."""
+    monkeypatch.setattr(stores, "PORTS", tmp_path / "range")
+    stores.PORTS.write_text("1024\t65535\n")
+    played = Spawners()
+    made = Stores(node_context(), played)
+
+    def prepared() -> int:
+        made.prepare()
+        return played.orders.get_nowait().port
+
+    first = prepared()
+    with stores.bind_port(first + 2) as other:
+        taken = other.getsockname()[1]
+        assert prepared() == next_store(Endpoint("127.0.0.1", first)).port
+        assert prepared() != taken
+    stores.PORTS.write_text("1024\t1025\n")
+    assert prepared() > 0
+    made.close()
