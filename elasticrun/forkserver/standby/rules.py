@@ -8,6 +8,7 @@ about the process through `Tracee`.
 from __future__ import annotations
 
 import os
+import platform
 import stat
 import struct
 import time
@@ -152,7 +153,7 @@ class Tracee(Protocol):
 AT_FDCWD: Final = -100
 _NOFOLLOW: Final = 0x100  # AT_SYMLINK_NOFOLLOW
 _O_NOFOLLOW: Final = os.O_NOFOLLOW
-_LARGE: Final = 0o100000  # O_LARGEFILE, which the kernel adds on some machines
+_LARGE: Final = 0o400000 if platform.machine() == "aarch64" else 0o100000  # O_LARGEFILE
 _PROBES: Final = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 """How `tempfile` opens files."""
 _TEMPORARY: Final = os.O_TMPFILE & ~os.O_DIRECTORY

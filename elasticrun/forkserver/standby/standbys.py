@@ -4,6 +4,7 @@ an order to start its rank."""
 from __future__ import annotations
 
 import os
+import platform
 import select
 import signal
 import socket
@@ -15,6 +16,7 @@ from typing import Final, NoReturn, Protocol
 
 from elasticrun.forkserver.child import Page
 from elasticrun.forkserver.standby import tracer
+from elasticrun.forkserver.standby.rules import names_of
 from elasticrun.forkserver.standby.tracer import (
     CheckStandby,
     FromTracer,
@@ -75,6 +77,10 @@ class StandbyPool:
 
     def start(self, order: SpawnStandby) -> None:
         """Start a standby in place of the one that its local rank has."""
+        if names_of(machine := platform.machine()) is None:
+            why = f"the system calls of {machine} are not known; of x86_64 and aarch64 they are"
+            self._report(StandbyIs(order.key, StandbyState.REFUSED, why))
+            return
         for pid in [p for p in self._standbys if self._is_for(p, order.rank.local_rank)]:
             self._gone(pid, StandbyState.DIFFERENT)
         page = Page()

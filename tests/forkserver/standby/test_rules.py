@@ -4,10 +4,12 @@ read."""
 from __future__ import annotations
 
 import os
+import platform
 import stat
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -15,6 +17,9 @@ from elasticrun.forkserver.standby import rules
 from elasticrun.forkserver.standby.reads import MAX_READS, RACY_NS, Reads, is_racy, look
 from elasticrun.forkserver.standby.rehearsal import MAIN, is_for_script
 from elasticrun.forkserver.standby.rules import AT_FDCWD, Parked, Read, Seen, Verdict, judge
+from elasticrun.forkserver.standby.standbys import Forks, StandbyPool
+from elasticrun.wire.spawning import FromSpawner, SpawnRank, SpawnStandby, StandbyIs, StandbyState
+from elasticrun.wire.types import EntryKind, Entrypoint
 
 FOLDER = stat.S_IFDIR | 0o755
 FILE = stat.S_IFREG | 0o644
@@ -83,7 +88,15 @@ def test_numbers_are_given_once(machine: str) -> None:
     found = rules.names_of(machine)
     assert found is not None
     assert len(found[1]) == len(numbers)
-    assert rules.names_of("riscv64") is None
+
+
+def test_another_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    said: list[FromSpawner] = []
+    rank = SpawnRank(0, 0, Entrypoint(EntryKind.SCRIPT, "none.py"), {}, (), "", "", "")
+    StandbyPool(cast("Forks", None), said.append).start(SpawnStandby(1, rank, "", ""))
+    why = "the system calls of riscv64 are not known; of x86_64 and aarch64 they are"
+    assert said == [StandbyIs(1, StandbyState.REFUSED, why)]
 
 
 @pytest.mark.parametrize(

@@ -259,10 +259,14 @@ def test_a_signal_to_a_standby_is_not_for_the_rank(server: Driver, tmp_path: Pat
     assert StandbyState.ACTIVE not in life.states()
 
 
-def test_a_dropped_standby_is_gone(server: Driver, tmp_path: Path) -> None:
+def test_a_standby_uses_no_cpu_and_is_gone_when_it_is_dropped(
+    server: Driver, tmp_path: Path
+) -> None:
     life = Life(server, tmp_path, "print('here')")
     assert life.parked() == "write"
     standby, _ = _processes(server)
+    assert psutil.Process(standby).status() == psutil.STATUS_TRACING_STOP
+    assert psutil.Process(standby).num_threads() == 1
     server.tell(DropStandby(life.key))
     assert not gone([standby])
 
