@@ -1,10 +1,10 @@
 """From the death of a rank to the first step of all: torchrun, and three ways to start ranks.
 
-    python benchmarks/standby.py [--samples N] [--only WORD] [--json FILE]
+    NANOGPT=FOLDER python benchmarks/standby.py [--samples N] [--only WORD] [--json FILE]
 
 Each script trains with two ranks; one of them is killed, once the standbys are ready where there
 are any. Standbys have the priority of ranks here (`--standby=0`): how long they take is not
-measured.
+measured. nanoGPT needs a clone of it, see scripts/nanogpt.py.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ from pathlib import Path
 
 from report import begin, write
 from rows import NO_BACKOFF, last
-from stage import ELASTICRUN, TORCHRUN, job
+from stage import ELASTICRUN, SCRIPTS as FOLDER, TORCHRUN, job
 
-START_LIMIT, READY_LIMIT = 180.0, 300.0
+LOUD = {"LOGLEVEL": "DEBUG"}
+START_LIMIT, READY_LIMIT = 300.0, 600.0
 """Seconds for ranks to complete their first step, and for standbys to be ready."""
 
 SCRIPTS = (
-    ("DDP with nn.Transformer", "torch", "ddp_transformer.py"),
-    ("HF Trainer", "transformers", "hf_trainer.py"),
-    ("Lightning", "lightning", "lightning_fit.py"),
+    ("DDP with nn.Transformer", "torch", ("ddp_transformer.py",)),
+    ("DDP, torch._dynamo first", "torch", ("dynamo_first.py", f"{FOLDER}/ddp_transformer.py")),
+    ("HF Trainer", "transformers", ("hf_trainer.py",)),
+    ("Lightning", "lightning", ("lightning_fit.py",)),
+    ("nanoGPT", "numpy", ("nanogpt.py",)),
+    ("nanoGPT, torch._dynamo first", "numpy", ("dynamo_first.py", f"{FOLDER}/nanogpt.py")),
 )
 WAYS = {
     "torchrun": (TORCHRUN, ()),
@@ -37,13 +41,13 @@ WAYS = {
 }
 
 
-def restart(way: str, script: str) -> list[float]:
+def restart(way: str, script: str, *arguments: str) -> list[float]:
     """Seconds from the death to the first step of both ranks of the next life."""
     launcher, flags = WAYS[way]
     own = NO_BACKOFF if launcher == ELASTICRUN else ()
     with job(launcher) as run:
         words = ("--nproc-per-node=2", "--max-restarts=1", *own, *flags)
-        run.start(*words, script=script, arguments=("100000",), more={"LOGLEVEL": "DEBUG"})
+        run.start(*words, script=script, arguments=(*arguments, "100000"), more=LOUD)
         run.until(lambda: len(run.of("allreduce", 0)) == 2, START_LIMIT)
         until = time.monotonic() + READY_LIMIT
         console = run.folder / "console-0"
@@ -67,13 +71,15 @@ def main() -> None:
     about = begin()
     found: dict[str, dict[str, list[float]]] = {}
     print(f"| script | {' | '.join(WAYS)} |\n|---|{'--:|' * len(WAYS)}")
-    for name, package, script in SCRIPTS:
+    for name, package, words in SCRIPTS:
         if options.only.lower() not in name.lower() or importlib.util.find_spec(package) is None:
+            continue
+        if name.startswith("nanoGPT") and "NANOGPT" not in os.environ:
             continue
         samples: dict[str, list[float]] = {way: [] for way in WAYS}
         for _ in range(options.samples):
             for way in WAYS:
-                samples[way] += restart(way, script)
+                samples[way] += restart(way, *words)
         found[name] = samples
         cells = [f"{statistics.median(s):.2f} s" if s else "-" for s in samples.values()]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
