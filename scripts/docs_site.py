@@ -3,6 +3,8 @@
 - The list of decision records in the navigation is read from the folder.
 - Links to files of the repository outside docs/ lead to the repository's page.
 - `<!-- every flag -->` becomes a table of all flags, made from the table that parses them.
+- Search finds decision records after all other pages, and short code does not break.
+- No page asks another host: the theme would ask GitHub about the repository.
 - GitHub's Markdown differs from Python-Markdown: list items are indented by two spaces, a list may
   follow a line of text, and `|` is escaped in the code of a table.
 """
@@ -22,6 +24,7 @@ EVERY_FLAG = "<!-- every flag -->"
 LINK = re.compile(r"(\]\()(?!https?://|mailto:|#)([^)\s#]+)(#[^)\s]*)?(\))")
 LIST = re.compile(r"^(?![-*] |[|#>\s]|\d+\. )(.+)\n(?=[-*] )", re.M)
 """A line of text and a list that follows it."""
+SHORT = re.compile(r"<code>([^<\s]{1,32})</code>")
 CODE = re.compile(r"(^```.*?^```|^ *```.*?^ *```|`[^`\n]*`)", re.M | re.S)
 
 
@@ -46,6 +49,8 @@ def on_config(config: Any) -> Any:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """Fill in generated tables, and point links outside docs/ to the repository."""
+    if page.file.src_uri.startswith(DECISIONS):
+        page.meta.setdefault("search", {"boost": 0.2})
     if EVERY_FLAG in markdown:
         markdown = markdown.replace(EVERY_FLAG, every_flag())
     folder = (DOCS / page.file.src_uri).parent
@@ -56,6 +61,16 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     ]
     parts[1::2] = [part.replace("\\|", "|") for part in parts[1::2]]
     return "".join(parts)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Keep short code such as a flag on one line."""
+    return SHORT.sub(r'<code class="whole">\1</code>', html)
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Take the mark off the link to the repository that makes the theme ask GitHub."""
+    return output.replace(' data-md-component="source"', "")
 
 
 def _link(found: re.Match[str], folder: Path, repository: str) -> str:

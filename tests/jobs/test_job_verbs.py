@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from msgspec import structs
 
 from elasticrun.cli.main import main
 from elasticrun.core.events import JobOver
@@ -312,5 +314,7 @@ def test_events_go_on_where_they_were_also_with_a_new_master() -> None:
     assert listing.new_events(rows, 3) == []
     assert listing.new_events(rows, 900) == rows
     assert listing.event_lines(rows[:1], 1e9 + 10.0)[0].endswith("  info     line 1")
+    day = listing.event_lines([structs.replace(rows[0], age=2 * 86400.0)], 1e9)[0]
+    assert re.match(r"2001-09-0\d \d\d:\d\d:\d\d  info", day)
     red = EventRow(4, 10.0, "", "ValueError: \x1b[31mred", "error")
     assert "\x1b" not in listing.event_lines([red], 1e9)[0]

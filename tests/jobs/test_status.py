@@ -103,6 +103,21 @@ def test_it_fits_80_columns_and_breaks_no_name(host: str) -> None:
     assert "1234567" in "".join(verb.nodes_table(page(nodes=(node,)), 200))
 
 
+def test_a_fact_breaks_between_words_and_only_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = ["last failure: no key in /mnt/shared/pre-training/config.yaml of rank 1", ""]
+    assert columns.wrapped_on_terminal(lines) == lines
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert columns.wrapped_on_terminal(lines) == [
+        "last failure: no key in",
+        "  /mnt/shared/pre-training/config.yaml",
+        "  of rank 1",
+        "",
+    ]
+
+
 def test_a_static_job_is_named_by_its_address(capsys: pytest.CaptureFixture[str]) -> None:
     verb._show([("10.0.0.5:29500", page(job_id="none"))])
     assert "\nof 10.0.0.5:29500  running" in capsys.readouterr().out

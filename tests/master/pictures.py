@@ -6,6 +6,7 @@ has its page at URL, and of a made one with 1,024 ranks."""
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,11 +14,13 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from elasticrun.core.sight.curves import Curves
 from elasticrun.core.sight.picture import (
     EventRow,
     Goodput,
     IncidentRow,
     LedgerRow,
+    PaceRow,
     PhaseRow,
     Picture,
     RankRow,
@@ -62,7 +65,7 @@ def stepping(number: int, ranks: int) -> tuple[RankRow, ...]:
     return tuple(
         RankRow(
             k, f"node{k // ranks:03}", "stepping", step=4110,
-            step_seconds=0.61 if k // ranks == 5 else 0.42 + 0.001 * (k % 9),
+            step_seconds=6.1 + 0.01 * (k % 9),
             quiet=0.3, cpu=0.97, io=2e6, rss=18_432, gpu=96, gpu_mib=71_000,
         )
         for k in range(number * ranks)
@@ -115,7 +118,12 @@ def healthy(number: int = 8, ranks: int = 8) -> Picture:
     )
     return Picture(
         page, looked=2.0, ranks=stepping(number, ranks), goodput=GOODPUT, incidents=INCIDENTS,
-        events=events, slow=("node005 takes 0.61 s a step where the others take 0.42 s",),
+        events=events,
+        paces=tuple(
+            PaceRow(node.node, 6.1, 5.9 if k == 5 else 4.2 + 0.01 * (k % 9), slow=k == 5)
+            for k, node in enumerate(page.nodes)
+        ),
+        slow=("node005 takes 6.1 s a step where the others take 4.2 s",),
         settings=(SettingRow("heartbeat_timeout", "30.0", "--rdzv-conf"),
                   SettingRow("on_hang", '"tell"')),
     )  # fmt: skip
@@ -153,6 +161,15 @@ def hung(number: int = 8, ranks: int = 8) -> Picture:
     return replace(well, verdict=verdict, ranks=tuple(rows), stacks=groups, said=said)
 
 
+def _train(curves: Curves, now: float, newest: int) -> None:
+    """Seven hours of a training: 10 steps in 64 s, and a pause of five minutes."""
+    for k in range(400):
+        step, at = newest - 10 * (399 - k), now - 64 * (400 - k) - 300 * (k < 260)
+        loss = 2 + 40 / (k / 10 + 4) + 0.05 * math.sin(k * k)
+        values = {"loss": f"{loss:.4f}", "lr": f"{3e-4 * min(1, k / 40):.3e}", "total": "10000"}
+        curves.add(at, ROUND.number + (k >= 260), step, values)
+
+
 @asynccontextmanager
 async def served(picture: Picture, port: int = 0) -> AsyncIterator[tuple[Recorder, str]]:
     """The page that shows this picture: who makes it, and the page's address."""
@@ -160,12 +177,10 @@ async def served(picture: Picture, port: int = 0) -> AsyncIterator[tuple[Recorde
     brain.page, brain.whole = picture.status, picture
     readers = Readers()
     loop = Loop(brain)
-    loop.figures._on_step(ROUND, picture.status.step)
     loop.figures.began -= picture.status.age
-    now = loop._clock()
-    for step in range(400):
-        loss = {"loss": f"{2 + 400 / (step + 40):.4f}", "total": "500"}
-        loop.figures.curves.add(now - 60 * (400 - step), ROUND.number, step, loss)
+    if picture.status.step >= 0:
+        loop.figures._on_step(ROUND, picture.status.step)
+        _train(loop.figures.curves, loop._clock(), picture.status.step)
     page = StatusPage(loop, readers)
     page.listen("127.0.0.1", port)
     try:

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from elasticrun.core.sight.picture import EventRow, PaceRow, Picture, SettingRow
 from elasticrun.master.page import stream
+from elasticrun.wire import messages as m
 from tests import aio, needs
 from tests.master.people import LIMIT, Recorder
 from tests.master.pictures import OPTIONS, healthy, hung, served
@@ -102,7 +103,7 @@ async def test_a_hang_is_read_from_top_to_bottom(browser: Any) -> None:
         groups = tab.locator("#verdict summary")
         assert await groups.all_inner_texts() == [
             "1 rank (42), main thread",
-            "63 ranks (0-41,43-63), main thread",
+            "63 ranks (0-41, 43-63), main thread",
         ]
         assert "train.py:88 load_shard" in await tab.locator("#verdict pre").first.inner_text()
         assert await tab.locator(".node").count() == 8
@@ -111,8 +112,10 @@ async def test_a_hang_is_read_from_top_to_bottom(browser: Any) -> None:
         assert "odd one" in await seen.text("#legend")
         assert "goodput 94 %" in await seen.text("#good")
         assert await tab.locator("#bar div").count() == 7
-        assert await tab.locator("#curves polyline").count() == 2
-        assert "80 % of 500 steps; ends in about 1 h 4" in await seen.text("#curves")
+        assert await tab.locator("#curves svg").count() == 3
+        curves = await seen.text("#curves")
+        assert "41 % of 10,000 steps" in curves
+        assert "ends in" not in curves
         assert await tab.locator("#line .bad").count() == 3  # the hang is one, though not over
         assert await tab.locator("#line .open").count() == 1
         await tab.get_by_text("#2,").click()
@@ -125,12 +128,42 @@ async def test_a_hang_is_read_from_top_to_bottom(browser: Any) -> None:
         assert made.verdict is not None
         older = replace(made.verdict, sentence=made.verdict.sentence.replace("71 s", "74 s"))
         seen.brain.whole = replace(made, verdict=older)
-        await tab.locator("#sentence").get_by_text("74 s").wait_for()
+        later = re.compile(r"for (7[2-9]|[89]\d|\d{3,}) s")
+        await tab.locator("#sentence").get_by_text(later).wait_for()
         assert await seen.text("#said") == aloud
         seen.brain.whole = replace(made, verdict=replace(older, says="evaluation"))
         await tab.get_by_text("What the others wait for").wait_for()  # which its script has said
         assert await tab.title() == "waits: run17"
         assert await tab.locator("#line .open").count() == 0
+
+
+async def test_a_training_has_axes_an_end_and_whole_times(browser: Any) -> None:
+    """Who is excluded and until when; a job that has ended says how, and promises no end."""
+    made = healthy()
+    out = m.ExcludedNode("node003", "gpu-003", "failed", "its network check failed", 1.0, 3600.0)
+    made = replace(made, status=replace(made.status, excluded=(out,)))
+    zone = {"timezone_id": "Asia/Kathmandu"}
+    async with shown(browser, made, **zone) as seen:
+        assert re.search(
+            r"of 10,000 steps; ends in about 10 h \d+ min, at ", await seen.text("#curves")
+        )
+        axes = await seen.tab.locator("#curves .plot div").all_inner_texts()
+        assert axes[0].split() == ["6.4", "s", "0"]
+        assert re.match(r"1[12]", axes[1])
+        assert re.search(r"\d\d:\d\d:\d\d$", (await seen.text("#curves .times")).strip())
+        assert await seen.text("#zone") in ("times in Asia/Kathmandu", "times in Asia/Katmandu")
+        assert await seen.tab.locator(".node", has_text="node003 excluded").count() == 1
+        assert re.search(r"node003 is excluded until .*: its network", await seen.text("#slow"))
+        started = tuple(replace(node, activity="starting") for node in made.status.nodes)
+        seen.brain.page = replace(made.status, nodes=started)
+        sentence = seen.tab.locator("#sentence")
+        await sentence.get_by_text("Ranks are starting: 64 ranks on 8 nodes.").wait_for()
+        seen.brain.page = replace(
+            made.status, phase="ended", outcome="rank 1 failed", ended=m.ReasonCode("unfit", "{}")
+        )
+        await sentence.get_by_text("Failed: rank 1 failed").wait_for()
+        assert await seen.tab.title() == "failed: run17"
+        assert "ends in" not in await seen.text("#curves")
 
 
 async def test_what_scripts_and_hosts_say_stays_text(browser: Any) -> None:

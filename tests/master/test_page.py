@@ -334,7 +334,11 @@ async def test_events_bring_the_picture_and_then_what_changes_and_the_end() -> N
         assert len(first["ranks"]) == 64
         assert first.keys() == json.loads((await get(port, "/picture"))[2]).keys()
         brain.page = structs.replace(brain.page, snapshot="step 4200 is whole", quiet=9.0)
-        assert (await event(reader)).keys() == {"looked", "status"}
+        change = await event(reader)
+        assert change.keys() == {"looked", "status"}
+        assert "nodes" not in change["status"]  # they are the same
+        brain.page = structs.replace(brain.page, nodes=brain.page.nodes[:3])
+        assert len((await event(reader))["status"]["nodes"]) == 3
         brain.page = structs.replace(brain.page, phase="ended")
         closing = asyncio.ensure_future(page.close())
         assert (await event(reader))["status"]["phase"] == "ended"

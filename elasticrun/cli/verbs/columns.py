@@ -6,8 +6,9 @@ A name is never truncated: a name too wide for its column gets its own line, as 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -44,6 +45,24 @@ def lines(titles: Row, rows: Sequence[Row], columns: int) -> list[str]:
         rest = (word.ljust(width) for word, width in zip(row[1:], most, strict=True))
         drawn.append("  ".join((name.ljust(wide), *rest)).rstrip())
     return drawn
+
+
+def wrapped(line: str, columns: int, indent: str = "  ") -> list[str]:
+    """The line, broken between words only, so that a name or path can be copied."""
+    import textwrap
+
+    return textwrap.wrap(
+        line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def wrapped_on_terminal(lines: Iterable[str], indent: str = "  ") -> list[str]:
+    """The lines as they fit on the terminal; unchanged for a pipe or a file, whose reader may count
+    them."""
+    if not sys.stdout.isatty():
+        return list(lines)
+    columns = shutil.get_terminal_size().columns
+    return [part for line in lines for part in wrapped(line, columns, indent) or [""]]
 
 
 def width() -> int | None:

@@ -48,7 +48,7 @@ class _Bucket:
             self.counts[name] = self.counts.get(name, 0) + later.counts[name]
 
     def mean(self, name: str) -> float | None:
-        return self.sums[name] / self.counts[name] if name in self.sums else None
+        return _short(self.sums[name] / self.counts[name]) if name in self.sums else None
 
 
 class Curves:
@@ -126,7 +126,9 @@ class Curves:
         recent = [one for one in shown[-RECENT:] if one.steps]
         steps = sum(one.steps for one in recent)
         each = sum(one.seconds for one in recent) / steps if steps else -1.0
-        curves = [CurveRow("step", tuple(b.seconds / b.steps if b.steps else None for b in shown))]
+        curves = [
+            CurveRow("step", tuple(_short(b.seconds / b.steps) if b.steps else None for b in shown))
+        ]
         for name in self._names:
             curves.append(CurveRow(name, tuple(bucket.mean(name) for bucket in shown)))
         newest = self._last[1] if self._last is not None else -1
@@ -139,6 +141,11 @@ class Curves:
             total=self._total,
             left=left,
         )
+
+
+def _short(value: float) -> float:
+    """Five digits: more cannot be seen, and every second is sent."""
+    return float(f"{value:.5g}")
 
 
 def _number(text: str) -> float:

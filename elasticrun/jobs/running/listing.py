@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from elasticrun.cli.verbs.columns import wrapped_on_terminal
 from elasticrun.core.sight.picture import EventRow, Picture, StackRow
 from elasticrun.core.words import plain, plural
 from elasticrun.jobs.connection import JobConnection, NotAnswered
@@ -157,8 +158,8 @@ def _print(rows: list[EventRow], ns: argparse.Namespace) -> None:
         for row in rows:
             print(msgspec.json.encode(row).decode())
     else:
-        for text in event_lines(rows, time.time()):
-            print(text)
+        for text in wrapped_on_terminal(event_lines(rows, time.time()), " " * 19):
+            print(text, flush=ns.follow)
 
 
 def older_events(left: Sequence[EventRow], reported: Sequence[EventRow]) -> list[EventRow]:
@@ -183,11 +184,12 @@ def new_events(rows: Sequence[EventRow], last: int) -> list[EventRow]:
 
 
 def event_lines(rows: Sequence[EventRow], now: float) -> list[str]:
-    """Lines like `12:04:31  warning  node b is excluded ...`. `now`: this host's time in seconds
-    since 1970."""
-    lines = []
+    """Lines like `12:04:31  warning  node b is excluded ...`, with the date if that is not today.
+    `now`: this host's time in seconds since 1970."""
+    lines, today = [], time.localtime(now)[:3]
     for row in rows:
-        at = time.strftime("%H:%M:%S", time.localtime(now - row.age))
+        when = time.localtime(now - row.age)
+        at = time.strftime("%H:%M:%S" if when[:3] == today else "%Y-%m-%d %H:%M:%S", when)
         node = f"{row.node}: " if row.node else ""
         lines.append(f"{at}  {row.level:<7}  {node}{plain(' '.join(row.text.split()))}")
     return lines

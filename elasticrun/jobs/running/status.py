@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from elasticrun.cli.verbs.columns import Row, duration, lines, width
+from elasticrun.cli.verbs.columns import Row, duration, lines, width, wrapped_on_terminal
 from elasticrun.cli.verbs.masters import (
     NO_JOBS,
     MasterQuery,
@@ -219,7 +219,9 @@ def _show(pages: Sequence[tuple[str, JobStatus]], runs: Mapping[str, str] = {}) 
 
 def _page(page: JobStatus, columns: int) -> list[str]:
     table = nodes_table(page, columns) if page.nodes else []
-    return ["", *_lines(page), *table, *_excluded(page)]
+    rows = len(page.nodes) + 1
+    facts, remarks = map(plain, _lines(page)), map(plain, [*table[rows:], *_excluded(page)])
+    return ["", *wrapped_on_terminal(facts), *table[:rows], *wrapped_on_terminal(remarks)]
 
 
 def _brief(pages: Sequence[tuple[str, JobStatus]]) -> list[str]:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from elasticrun.cli.verbs.columns import duration, width
+from elasticrun.cli.verbs.columns import duration, width, wrapped
 from elasticrun.core.sight.picture import Picture, RankRow
 from elasticrun.core.words import plural
 from elasticrun.jobs.connection import JobConnection, NotAnswered
@@ -101,7 +101,7 @@ def _refresh(line: JobConnection, picture: Picture) -> None:
 
 def page(picture: Picture, columns: int) -> list[str]:
     """The lines of the whole page, no wider than `columns` unless a single name is."""
-    lines = [part for line in head(picture) for part in _wrapped(line, columns)]
+    lines = [part for line in head(picture) for part in wrapped(line, columns)]
     if picture.ranks:
         lines += ["", *table(picture.ranks, columns)]
     elif not picture.status.outcome:
@@ -116,14 +116,6 @@ def page(picture: Picture, columns: int) -> list[str]:
 def is_hang_watch_off(picture: Picture) -> bool:
     """Whether the job was started with --on-hang=off."""
     return any((one.name, one.value) == ("on_hang", '"off"') for one in picture.settings)
-
-
-def _wrapped(line: str, columns: int) -> list[str]:
-    import textwrap
-
-    return textwrap.wrap(
-        line, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-    )
 
 
 def head(picture: Picture) -> list[str]:

@@ -94,12 +94,15 @@ class Feed:
         if not now and self.wait() > 0.0:
             return
         picture = self._loop.picture()
-        parts = parts_of(picture if self._whole else for_strangers(picture))
+        shown = picture if self._whole else for_strangers(picture)
+        parts = parts_of(shown)
         fresh = {
             name: data
             for name, (still, data) in parts.items()
             if name not in self._parts or self._parts[name][0] != still
         }
+        if "status" in fresh and _have_same_nodes(self._parts, parts):
+            fresh["status"] = _without_nodes(shown.status)
         if fresh:
             self._change = _object({"looked": parts["looked"][1], **fresh})
             self.number += 1
@@ -211,6 +214,23 @@ def parts_of(picture: Picture) -> Parts:
         for name, value in fields.items()
         if name != "looked"
     } | {"looked": (0, msgspec.json.encode(picture.looked))}
+
+
+def _have_same_nodes(before: Parts, after: Parts) -> bool:
+    return bool(before) and _nodes(before) == _nodes(after)
+
+
+def _nodes(parts: Parts) -> object:
+    status: Any = parts["status"][0]
+    return status["nodes"]
+
+
+def _without_nodes(status: JobStatus) -> bytes:
+    """The JSON of a status for a browser that has these nodes: the step changes each second, and
+    the nodes of a large job are most of its status."""
+    fields = msgspec.to_builtins(replace(status, nodes=()))
+    del fields["nodes"]
+    return msgspec.json.encode(fields)
 
 
 def _still(value: Any) -> Any:
