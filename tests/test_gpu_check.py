@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import check
+from tests.further import further
 from tests.harness import LIMIT, await_true
 
 ROOT = Path(__file__).parent.parent
@@ -68,6 +69,9 @@ def test_two_parts_run_to_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@further(
+    "test_two_parts_run_to_the_end", "snapshots/test_corruption::test_a_majority_names_the_rank"
+)
 def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     done = checked("--parts", "corruption", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.further import further
 from tests.harness import LIMIT
 
 SCRIPT = Path(__file__).parent.parent / "scripts/install.sh"
@@ -41,6 +42,7 @@ def _install(python: Path, wheels: Path, *requirements: str) -> subprocess.Compl
 
 
 @pytest.mark.slow
+@further(why="each run of CI installs by this script")
 def test_each_fallback_says_so_and_installs(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
     python = tmp_path / "venv/bin/python"

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.further import further
+
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("elasticrun", "tests", "pyproject.toml", "examples", "docs", "README.md")
 LIMIT = 600.0
@@ -59,6 +61,7 @@ def test_it_says_what_is_missing(place: Path, words: tuple[str, ...]) -> None:
     )
 
 
+@further("test_it_runs_a_script", "test_it_says_what_is_missing")
 def test_it_passes_its_quick_tests(place: Path) -> None:
     quick = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not soak")
     done = python(place, *quick, "tests/cli", "tests/cli/detection")

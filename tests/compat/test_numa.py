@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.further import cases
+from tests.further import cases, further
 from tests.harness import ELASTICRUN, TORCHRUN, World, world_in
 
 pytestmark = pytest.mark.slow
@@ -92,7 +92,11 @@ def test_ranks_have_the_cores_that_torchrun_gives_them(mode: str, tmp_path: Path
         assert theirs[1][1] != theirs[1][3].replace("rank 1", "rank 0"), "each has its own core"
 
 
-@pytest.mark.parametrize("launch", cases(["fork", "exec"], kept=["fork"]))
+@further(
+    "test_ranks_of_numa_affinity_run_unbound_without_a_gpu",
+    "forkserver/test_ranks::test_ranks_whose_cores_are_not_found_cannot_be_started",
+)
+@pytest.mark.parametrize("launch", ["fork", "exec"])
 def test_without_a_gpu_both_fail_and_say_what_torch_says(launch: str, tmp_path: Path) -> None:
     env = {**numactl(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     flag = "--numa-binding=node"

@@ -32,6 +32,10 @@ Job = Callable[..., ElasticJob]
 
 
 @pytest.mark.slow
+@further(
+    "testing/test_plugin::test_the_ten_lines_of_the_readme",
+    "e2e/test_example_manifests::test_a_file_trains_to_its_end",
+)
 def test_the_users_test_passes() -> None:
     """Which pretrains, and loses a node."""
     words = ("-q", "-p", "no:cacheprovider", "-p", "no:randomly", "test_pretrain.py")
@@ -43,7 +47,10 @@ def test_the_users_test_passes() -> None:
     assert "1 passed" in done.stdout
 
 
-@further("test_the_users_test_passes", why="the same on other libraries")
+@further(
+    "e2e/test_example_manifests::test_a_file_trains_to_its_end",
+    "training/data/test_jobs::test_trainers_of_frameworks_use_each_sample_once",
+)
 @pytest.mark.parametrize("script", ["finetune_hf.py", "lightning_fit.py"])
 def test_frameworks_resume(script: str, elastic_job: Job, tmp_path: Path) -> None:
     """A rank dies; the others restart with it, from the last step in memory."""
@@ -63,6 +70,10 @@ def test_frameworks_resume(script: str, elastic_job: Job, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@further(
+    "training/checkpointing/test_ranks::test_sharded_state_from_memory_at_another_number_of_ranks",
+    "snapshots/test_departure::test_one_node_leaves_and_the_other_goes_on",
+)
 def test_shards_are_spread_over_more_ranks(
     elastic_job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,8 @@ SEEDS = 240
 CHECKED_SEEDS = 80
 FRESH_SEEDS = 1500
 BATCH = 20
+CHECKED = 10
+"""Worlds of one test: without and with the network check."""
 
 
 @cache
@@ -30,7 +32,7 @@ def in_words(findings: Findings) -> str:
     return f"seed {findings.seed}: {findings.faults[:5]}\n{tail}"
 
 
-@pytest.mark.parametrize("first", cases(range(0, SEEDS, BATCH), kept=[0, BATCH]))
+@pytest.mark.parametrize("first", cases(range(0, SEEDS, BATCH), kept=[0]))
 def test_invariants_hold(first: int) -> None:
     events = rounds = 0
     for seed in range(first, first + BATCH):
@@ -42,16 +44,16 @@ def test_invariants_hold(first: int) -> None:
     assert rounds > BATCH * 2
 
 
-@pytest.mark.parametrize("first", cases(range(0, CHECKED_SEEDS, BATCH), kept=[0]))
+@pytest.mark.parametrize("first", cases(range(0, CHECKED_SEEDS, CHECKED), kept=[0]))
 def test_invariants_hold_with_the_network_check(first: int) -> None:
     excluded = rounds = 0
-    for seed in range(first, first + BATCH):
+    for seed in range(first, first + CHECKED):
         findings = Chaos(seed, checks=True).run()
         assert not findings.faults, in_words(findings)
         rounds += findings.rounds
         excluded += sum("is excluded for" in line for line in findings.lines)
-    assert rounds > BATCH
-    assert excluded > BATCH // 4, "many machines must turn bad"
+    assert rounds > CHECKED
+    assert excluded > CHECKED // 4, "many machines must turn bad"
 
 
 @further("test_invariants_hold_with_the_network_check")
@@ -73,10 +75,10 @@ def test_invariants_hold_for_fresh_seeds(first: int) -> None:
 def test_masters_die_in_the_middle_of_what_they_do() -> None:
     """The worlds above are not tame: most masters die at an act, and most are succeeded by one with
     a record."""
-    lines = [line for seed in range(2 * BATCH) for line in world(seed).lines]
-    assert sum("the master dies" in line for line in lines) > 20
-    assert sum("the record says" in line for line in lines) > 20
-    assert sum(", which is already running" in line for line in lines) > 5
+    lines = [line for seed in range(BATCH) for line in world(seed).lines]
+    assert sum("the master dies" in line for line in lines) > 10
+    assert sum("the record says" in line for line in lines) > 10
+    assert sum(", which is already running" in line for line in lines) > 2
 
 
 def test_a_seed_is_one_world() -> None:

@@ -23,7 +23,7 @@ from tests.simulator.world import World
 
 SEEDS = 30
 FRESH_SEEDS = 500
-BATCH = 10
+BATCH = 5
 TURN = 0.2
 """Seconds in which a rank uses up to five samples."""
 

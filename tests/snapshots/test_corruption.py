@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from elasticrun.testing.job import ElasticJob
+from tests.further import cases, further
 from tests.snapshots.conftest import Training, told
 
 pytestmark = pytest.mark.slow
@@ -63,10 +64,11 @@ def test_a_majority_names_the_rank(training: Training) -> None:
 
 @pytest.mark.parametrize(
     ("flipped", "sides"),
-    [
-        ((1,), "rank 0 and rank 1"),
-        ((1, 3), "ranks 0,2 and ranks 1,3"),
-    ],
+    cases(
+        [((1,), "rank 0 and rank 1"), ((1, 3), "ranks 0,2 and ranks 1,3")],
+        kept=[((1,), "rank 0 and rank 1")],
+        several=True,
+    ),
     ids=["one of two", "two of four"],
 )
 def test_without_a_majority_both_sides_are_named(
@@ -81,6 +83,7 @@ def test_without_a_majority_both_sides_are_named(
     assert len(re.findall("no majority", training.job.output(0))) == 1
 
 
+@further("core/scripts/corruption_by_design.txt", "test_a_majority_names_the_rank")
 def test_what_differs_from_the_start_is_by_design(training: Training) -> None:
     """A parameter that each rank has for itself is said once; statistics of a BatchNorm, which are
     buffers, are not even that."""
@@ -94,6 +97,7 @@ def test_what_differs_from_the_start_is_by_design(training: Training) -> None:
     assert said == ["1 tensor (model.adapter)"]
 
 
+@further("core/scripts/corruption_of_a_shard.txt", "test_a_majority_names_the_rank")
 def test_replicas_of_a_shard(training: Training) -> None:
     """HSDP: each shard is on two ranks, and only these two are compared with each other."""
     begin(training, 4, "--mode", "hsdp")

@@ -58,15 +58,11 @@ def follow(page: Path, world: World, folder: Path) -> None:
             terminal.close()
 
 
-def test_the_first_job_of_the_readme(world: World, tmp_path: Path) -> None:
-    follow(ROOT / "README.md", world, tmp_path / "work")
+README = ROOT / "README.md"
+"""Its job is a first job. Crashes, lost and joining nodes, jobs by name and hangs have tests of
+their own in snapshots, faults, jobs and sight."""
 
 
-KEPT = [page for page in PAGES if page.stem == "survive-a-crash"]
-"""The README's job is a first job. Lost and joining nodes, jobs by name and hangs have tests of
-their own in faults, jobs and sight."""
-
-
-@pytest.mark.parametrize("page", cases(PAGES, kept=KEPT), ids=lambda page: page.stem)
-def test_the_tutorial_works_as_it_stands(page: Path, world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", cases([README, *PAGES], kept=[README]), ids=lambda page: page.stem)
+def test_the_page_works_as_it_stands(page: Path, world: World, tmp_path: Path) -> None:
     follow(page, world, tmp_path / "work")

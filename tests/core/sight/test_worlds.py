@@ -13,7 +13,7 @@ from tests.core.sight import worlds
 from tests.core.sight.worlds import FOR_EVER, Training, healthy
 from tests.further import further
 
-SEEDS = 20
+SEEDS = 10
 HOUR = 3600.0
 
 

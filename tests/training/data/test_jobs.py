@@ -63,6 +63,10 @@ def test_each_sample_is_used_once_over_kills_and_resizes(elastic_job: Any, tmp_p
         assert sorted(chain(*(found[step] for step in steps))) == list(range(SAMPLES))
 
 
+@further(
+    "test_each_sample_is_used_once_over_kills_and_resizes",
+    "training/data/test_work_jobs::test_the_example_counts_each_sample_once",
+)
 def test_the_example_ends_with_the_same_weights_after_a_failure(
     elastic_job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,14 +84,22 @@ def test_the_example_ends_with_the_same_weights_after_a_failure(
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("name", cases(["with_hf.py", "with_lightning.py"], kept=["with_hf.py"]))
+@pytest.mark.parametrize(
+    ("name", "lives"),
+    cases(
+        [("with_hf.py", (7,)), ("with_hf.py", (-1, 7)), ("with_lightning.py", (-1, 7))],
+        kept=[("with_hf.py", (7,))],
+        several=True,
+    ),
+)
 def test_trainers_of_frameworks_use_each_sample_once(
-    name: str, elastic_job: Any, tmp_path: Path
+    name: str, lives: tuple[int, ...], elastic_job: Any, tmp_path: Path
 ) -> None:
-    """A rank is killed in the middle of the second epoch and in the middle of a step."""
+    """A rank is killed in the middle of the second epoch and in the middle of a step; the weights
+    are those of a run without a kill."""
     needs.packages("lightning", "transformers")
     weights = []
-    for dies_after in (-1, 7):
+    for dies_after in lives:
         out = tmp_path / str(dies_after)
         out.mkdir()
         words = (out, out / "ckpt", dies_after)
@@ -104,7 +116,7 @@ def test_trainers_of_frameworks_use_each_sample_once(
         assert sorted(found) == list(range(14))
         for step, used in found.items():
             assert Counter(used) == Counter(sampler.global_indices(step)), step
-    assert len(weights) == 4
+    assert len(weights) == 2 * len(lives)
     assert len(set(weights)) == 1
 
 

@@ -136,6 +136,7 @@ def test_the_failure_of_a_rank_that_was_kept_is_named(elastic_job: Any, tmp_path
     assert "rank 0: ValueError: its own; no restarts left" in run.job.output(0)
 
 
+@further("test_survivors_keep_their_process_and_the_weights_are_the_same")
 def test_the_example_ends_with_the_same_weights_after_a_failure(
     elastic_job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
