@@ -38,19 +38,8 @@ def test_each_fault_is_shown_and_nothing_is_left(world: World) -> None:
     assert not left(world)
 
 
-def test_ctrl_c_leaves_nothing(world: World) -> None:
-    shown = demo(world)
-    shown.until_text("2 ranks train", stream="stdout")
-    below = shown.below()
-    assert len(below) > 4
-    shown.signal_group(signal.SIGINT)
-    assert shown.wait() == 130
-    assert "Traceback" not in shown.stderr
-    assert not await_exit([process.pid for process in below], 1.0)
-    assert not left(world)
-
-
-def test_a_killed_demo_leaves_no_process_and_the_next_one_removes_its_files(world: World) -> None:
+def test_a_killed_demo_leaves_no_process_and_the_next_one_nothing_at_ctrl_c(world: World) -> None:
+    """Not even the files of the one before it."""
     shown = demo(world)
     shown.until_text("run this command", stream="stdout")
     await_true(lambda: len(shown.below()) > 1, "agent")
@@ -61,9 +50,13 @@ def test_a_killed_demo_leaves_no_process_and_the_next_one_removes_its_files(worl
     folders = left(world)
     assert len(folders) == 2
     following = demo(world)
-    following.until_text("run this command", stream="stdout")
-    following.signal(signal.SIGTERM)
-    assert following.wait() == 128 + signal.SIGTERM
+    following.until_text("2 ranks train", stream="stdout")
+    below = following.below()
+    assert len(below) > 4
+    following.signal_group(signal.SIGINT)
+    assert following.wait() == 128 + signal.SIGINT
+    assert "Traceback" not in following.stderr
+    assert not await_exit([process.pid for process in below], 1.0)
     assert not left(world)
 
 

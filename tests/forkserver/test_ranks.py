@@ -45,6 +45,7 @@ from tests.forkserver.driver import (
     started,
     tells,
 )
+from tests.further import further
 from tests.harness import program
 
 pytestmark = pytest.mark.slow
@@ -309,6 +310,7 @@ order.append(str(numpy.random.get_bit_generator().seed_seq is not None))
 """
 
 
+@further("fidelity/test_imports::test_imports")
 def test_what_is_imported_late_changes_no_state(tmp_path: Path) -> None:
     """Seeds, threads and filters stay; and functions of atexit are called in their order."""
     path = tmp_path / "s.py"

@@ -105,10 +105,7 @@ print(torch.randperm(8).tolist())
 """
 
 
-@further(
-    "fidelity/test_imports::test_imports",
-    "forkserver/test_ranks::test_what_is_imported_late_changes_no_state",
-)
+@further("fidelity/test_imports::test_imports")
 def test_a_seed_stays(place: Path, tmp_path: Path) -> None:
     """Whatever the script imports after it, in a first life and in later ones."""
     entry = script(tmp_path / "s.py", LATE)

@@ -21,6 +21,7 @@ from elasticrun.host.system.processes import ProcessId
 from elasticrun.jobs import local
 from elasticrun.jobs.backend import RequestFailed, Submission, make_token, write_submission
 from tests import needs
+from tests.further import cases
 from tests.harness import ELASTICRUN, LIMIT, World, await_true, ran, ran_here, until_file
 from tests.host.accelerators.standins import gpu, nvml
 from tests.snapshots.conftest import ENDLESS, TRAIN, checkpoints, starts, told, until_printed
@@ -304,7 +305,8 @@ signal.pause()
 
 
 @pytest.mark.slow
-def test_nodes_on_one_host_share_out_its_gpus(person: Person) -> None:
+@pytest.mark.parametrize("lives", cases([1, 2], kept=[1]))
+def test_nodes_on_one_host_share_out_its_gpus(person: Person, lives: int) -> None:
     """And do so again when the job is resumed."""
     script = person.world.scratch / "shows.py"
     script.write_text(SHOWS)
@@ -314,14 +316,14 @@ def test_nodes_on_one_host_share_out_its_gpus(person: Person) -> None:
     words = ("submit", "--name", "four", "--nodes", "4", "--", str(script))
     assert "nodes on one host share its GPUs, and it has 3" in person.hears(*words)[1]
     person.types("submit", "--name", "two", "--nodes", "2", *LAST_CALL, "--", str(script))
-    for again in ("suspend", "scale"):
+    for life in range(lives):
+        if life:
+            person.types("suspend", "two")
+            person.types("resume", "two")
         person.until("two", state="running", nodes=2)
         await_true(lambda: person.types("logs", "two").count("has") == 2, "two ranks")
         seen = {line[4:] for line in person.types("logs", "two").splitlines()}
         assert seen == {"has 4,0", "has 1"}
-        if again == "suspend":
-            person.types("suspend", "two")
-            person.types("resume", "two")
     assert "none is free for another node" in person.hears("scale", "two", "3")[1]
     person.types("delete", "two")
 

@@ -23,7 +23,7 @@ dist.init_process_group("gloo")
 for step in range(20):
     if step == 10 and dist.get_rank() == 1:
         with training.quiet("judge", minutes=20):
-            time.sleep(30)
+            time.sleep(70)
     dist.all_reduce(torch.ones(8))
     training.progress(step)
 """
@@ -35,7 +35,7 @@ def test_it_is_told_as_what_it_is(world: World, tmp_path: Path) -> None:
     script.write_text(JUDGES)
     words = ("--standalone", "--nproc-per-node=2", "--max-restarts=0", "--on-hang=restart")
     job = world.launch(
-        ELASTICRUN, *words, "--hang-limit=12", f"--log-dir={tmp_path}/logs", str(script)
+        ELASTICRUN, *words, "--hang-limit=30", f"--log-dir={tmp_path}/logs", str(script)
     )
     job.until_text("no hang: rank 1 ")
     assert job.wait() == 0, job.stderr
@@ -45,5 +45,5 @@ def test_it_is_told_as_what_it_is(world: World, tmp_path: Path) -> None:
     (place,) = (world.scratch / "runs").rglob("result.json")
     rows = json.loads(place.read_text())["goodput"]["rows"]
     (waited,) = (row["seconds"] for row in rows if row["category"] == "wait")
-    assert waited > 2 * 25.0
+    assert waited > 2 * 60.0
     assert {row["cause"] for row in rows if row["category"] == "wait"} == {"judge"}

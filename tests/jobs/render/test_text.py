@@ -35,7 +35,7 @@ VALUES = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.dictionaries(KEYS, VALUES, min_size=1, max_size=4), min_size=1, max_size=3))
 def test_what_is_written_is_read_back(documents: list[dict[str, Any]]) -> None:
     assert list(yaml.safe_load_all(as_yaml(documents))) == documents

@@ -13,6 +13,7 @@ import yaml
 from elasticrun.cli.settings import UsageError
 from elasticrun.testing.hosts import Lab
 from tests.compat.live import PUPPET, allreduce, finish
+from tests.further import further
 from tests.harness import MARK, SOCKET, Peer, World
 from tests.jobs.render import kubeflow
 from tests.jobs.render.rendered import Printed, check, render
@@ -154,6 +155,10 @@ def trained(lab: Lab, world: World, tmp_path: Path) -> Iterator[Trained]:
 
 
 @pytest.mark.slow
+@further(
+    "test_a_train_job_with_a_command_of_its_own",
+    "pods/test_pods::test_pods_come_and_go_and_come_back",
+)
 def test_a_train_job_goes_on_without_a_pod_and_with_its_replacement(trained: Trained) -> None:
     printed = runtime("--nnodes", "1:4", "--grow=now", "--max-restarts=0")
     trained.create(printed.documents[0], train_job(numNodes=2, args=[PUPPET]))

@@ -477,14 +477,15 @@ def train_until_killed(folder: str) -> None:
         ckpt.step(step)
 
 
-def test_a_death_at_any_moment_leaves_the_step_before_whole(tmp_path: Path) -> None:
-    """Twelve times, and on until one was in the middle of a copy; each life goes on from the one
+@pytest.mark.parametrize("times", cases([4, 40], kept=[4]))
+def test_a_death_at_any_moment_leaves_the_step_before_whole(tmp_path: Path, times: int) -> None:
+    """So many times, and on until one was in the middle of a copy; each life goes on from the one
     before."""
     moments = random.Random(5)
     torn = 0
     with playing() as agent:
         for number in count(1):
-            if number > 12 and torn:
+            if number > times and torn:
                 break
             seen = len(agent.of(Committed))
             ranks = Ranks(train_until_killed, str(tmp_path), world=1, places=[agent.place(0)])
