@@ -110,6 +110,7 @@ bench: $(VENV)/.frameworks
 	$(BIN)/python benchmarks/netcheck_faults.py
 
 soak: export ELASTICRUN_TORCHRUN = live
+soak: export ELASTICRUN_TEST_EXAMPLES = 10
 soak: $(VENV)/.frameworks
 	$(BIN)/python -m pytest $(TOGETHER) -m "not soak"
 	$(BIN)/python -m pytest -m soak --timeout 3600

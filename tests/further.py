@@ -8,6 +8,7 @@ tests of the same rule that `make test` has. `test_further.py` looks whether the
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -29,6 +30,12 @@ def fresh_seeds(count: int, batch: int) -> range:
     seeds at a time find what many at once would. A test names the seed that fails."""
     first = datetime.now(UTC).toordinal() * count
     return range(first, first + count, batch)
+
+
+def examples(count: int) -> int:
+    """How many examples of hypothesis a test draws: so many in `make test`, each time others, and
+    ten times as many in `make soak`."""
+    return count * int(os.environ.get("ELASTICRUN_TEST_EXAMPLES", "1"))
 
 
 def cases(

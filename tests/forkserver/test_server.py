@@ -38,7 +38,7 @@ from tests.forkserver.driver import (
     script,
     started,
 )
-from tests.further import cases, further
+from tests.further import cases, examples, further
 from tests.harness import await_true, program
 
 pytestmark = pytest.mark.slow
@@ -461,7 +461,7 @@ def test_rubbish_ends_it_in_a_sentence(capfd, tmp_path: Path, seed: int, configu
 
 
 @given(st.binary(max_size=300))
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_the_frame_buffer_knows_only_messages_and_refusal(data: bytes) -> None:
     buffer = FrameBuffer(sp.ToSpawner)
     with pytest.raises(FrameError) as refused:
@@ -477,7 +477,7 @@ def test_the_frame_buffer_knows_only_messages_and_refusal(data: bytes) -> None:
     | st.builds(sp.SpawnStore, st.integers(0, 2**40), st.integers(1, 65535)),
     st.integers(1, 7),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_what_is_encoded_is_decoded_in_any_pieces(message: object, size: int) -> None:
     data = encode(message) * 2
     buffer = FrameBuffer(sp.ToSpawner)

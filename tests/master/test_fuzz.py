@@ -17,6 +17,7 @@ from elasticrun.core.job.job import Job
 from elasticrun.wire import messages as m
 from elasticrun.wire.rpc.channel import LinkError, attend, open_channel
 from tests import aio
+from tests.further import examples
 from tests.harness import await_true
 from tests.master import raw
 from tests.master.people import LIMIT, ROUND, SPEC, enter, hear, hello, serving
@@ -83,7 +84,7 @@ talk = st.lists(draw.later_reports, max_size=12)
 
 
 @given(first=draw.hellos("job"), second=draw.hellos("job"), said=talk, answered=talk)
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=list(HealthCheck))
 def test_whatever_agents_say_the_brain_and_its_shell_go_on(
     first: m.Hello, second: m.Hello, said: list[m.Report], answered: list[m.Report]
 ) -> None:

@@ -36,6 +36,7 @@ from elasticrun.wire import messages as m
 from elasticrun.wire.auth import PAGE_KEY_LIFE, operator_token, page_key
 from elasticrun.wire.types import Endpoint
 from tests import aio
+from tests.further import examples
 from tests.master.people import LIMIT, ROUND, Recorder, status
 from tests.master.pictures import hung
 
@@ -205,7 +206,7 @@ async def test_a_request_without_end_is_refused() -> None:
 
 @pytest.mark.slow
 @given(noise=st.binary(min_size=1, max_size=400))
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(15), deadline=None, suppress_health_check=list(HealthCheck))
 def test_noise_is_answered_or_cut(noise: bytes) -> None:
     async def run() -> None:
         async with paged() as (_, port):

@@ -27,6 +27,7 @@ from elasticrun.wire.types import (
     WireError,
 )
 from tests import starts
+from tests.further import examples
 from tests.wire import strategies as draw
 
 ROUND = RoundName(7, 3, "0badcafe")
@@ -44,7 +45,7 @@ FAILURE = m.Failure("h", 1, 1, 9, -9, 0, m.FailureKind.SIGNAL, "killed", "", "")
 
 
 @given(draw.reports)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_reports_survive(report: m.Report) -> None:
     data = protobuf.report_to_wire(report)
     assert len(data) <= m.MAX_MESSAGE_BYTES
@@ -52,13 +53,13 @@ def test_reports_survive(report: m.Report) -> None:
 
 
 @given(draw.orders)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_orders_survive(order: m.Order) -> None:
     assert protobuf.order_from_wire(protobuf.order_to_wire(order)) == order
 
 
 @given(draw.answers)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_answers_to_readers_survive(answer: m.StatusAnswer) -> None:
     assert protobuf.answer_from_wire(protobuf.answer_to_wire(answer)) == answer
 
@@ -66,7 +67,7 @@ def test_answers_to_readers_survive(answer: m.StatusAnswer) -> None:
 @given(st.binary(max_size=300))
 @example(b"")
 @example(b"\xff" * 20)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_any_bytes_are_a_message_or_a_sentence(data: bytes) -> None:
     for decode in (protobuf.report_from_wire, protobuf.order_from_wire, protobuf.answer_from_wire):
         with contextlib.suppress(WireError):
@@ -75,7 +76,7 @@ def test_any_bytes_are_a_message_or_a_sentence(data: bytes) -> None:
 
 @pytest.mark.slow
 @given(draw.reports, st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_damaged_message_is_a_message_or_a_sentence(report: m.Report, data: Any) -> None:
     wire = bytearray(protobuf.report_to_wire(report))
     wire[data.draw(st.integers(0, len(wire) - 1))] = data.draw(st.integers(0, 255))

@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 from msgspec import structs
 
 from elasticrun.wire import auth, messages as m
+from tests.further import examples
 from tests.wire import strategies as draw
 from tests.wire.test_codec import HELLO
 
@@ -221,7 +222,7 @@ def test_another_job_is_named_where_there_is_no_secret_and_only_there() -> None:
 
 @pytest.mark.slow
 @given(st.lists(draw.reports, max_size=6), st.sampled_from(["", TOKEN]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_no_conversation_gets_in_without_the_token(said: list[m.Report], token: str) -> None:
     """Whatever comes in whatever order; and once refused, nothing helps any more."""
     door = keeper(TOKEN)

@@ -17,6 +17,7 @@ from elasticrun.agent.workers import exits
 from elasticrun.agent.workers.exits import NEAR_US, KillLog, OomKills, count_files
 from elasticrun.wire.messages import Failure, FailureKind
 from elasticrun.wire.types import MAX_TEXT
+from tests.further import examples
 
 LATER_US = 1_795_229_860_000_000
 """When a rank is reaped whose error file is of 1795229851 or the second after."""
@@ -145,7 +146,7 @@ json_values = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(data=json_values | st.dictionaries(st.just("message"), json_values, min_size=1))
 def test_any_json_is_described(tmp_path_factory, data: Any) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzzed.json"

@@ -37,6 +37,7 @@ from elasticrun.core.health.netcheck import MAX_PASSES, NetCheck
 from elasticrun.core.health.words import cut
 from elasticrun.wire.messages import CheckSpec, Probed, ProbePhase, Transfer
 from elasticrun.wire.types import MAX_TEXT
+from tests.further import examples
 
 SPEC = CheckSpec(network=True)
 
@@ -135,7 +136,7 @@ faults_of = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(30))
 @given(st.integers(1, 12), faults_of)
 def test_it_ends_and_repeats_no_group(count: int, planted: list[tuple[str, int, int]]) -> None:
     """However many faults there are at once."""

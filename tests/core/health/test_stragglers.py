@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 from elasticrun.core.health.speed import PATIENCE, WARM, Slowness, Stragglers
 from elasticrun.wire.messages import CheckSpec, Steps
 from elasticrun.wire.types import RoundName
+from tests.further import examples
 
 ROUND = RoundName(1, 1, "n")
 SPEC = CheckSpec(slow_for=30.0)
@@ -259,7 +260,7 @@ Noise = st.floats(min_value=0.8, max_value=1.2)
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.integers(2, 8), st.data())
 def test_noise_of_a_fifth_convicts_nobody(count: int, data: st.DataObject) -> None:
     training = Training((f"n{number}" for number in range(count)), CheckSpec(slow_for=5.0))
@@ -271,7 +272,7 @@ def test_noise_of_a_fifth_convicts_nobody(count: int, data: st.DataObject) -> No
     assert training.found == []
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     st.lists(
         st.tuples(

@@ -12,6 +12,7 @@ from elasticrun.core.snapshots.checkpoints import divide, format_size
 from elasticrun.core.snapshots.ledger import Ledger, in_spans
 from elasticrun.wire.messages import Holding
 from elasticrun.wire.types import RoundName
+from tests.further import examples
 
 NAME = RoundName(1, 3, "n")
 WORLD = 6
@@ -88,7 +89,7 @@ def stories(draw: Any) -> list[tuple[str, list[Holding]]]:
 
 @pytest.mark.slow
 @given(stories())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_who_has_what_is_what_was_said_last(story: list[tuple[str, list[Holding]]]) -> None:
     ledger, truth = Ledger(NAME, WORLD), Definition()
     for node, said in story:

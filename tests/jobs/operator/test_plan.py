@@ -16,6 +16,7 @@ from elasticrun.host.runs.layout import RunResult
 from elasticrun.jobs.operator import objects, plan
 from elasticrun.jobs.operator.plan import LONGEST_WAIT, RUN_ENDS, SETTLE
 from elasticrun.jobs.operator.view import GAVE_UP, PAUSE, ObservedState
+from tests.further import examples
 from tests.jobs.operator.world import Cluster, excluded, page, placed
 
 
@@ -495,7 +496,7 @@ def test_what_the_server_refuses_is_a_condition() -> None:
 CODES = st.sampled_from([0, 1, 2, 75, 93, 99, 137, 139, 143, None])
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_whatever_happens(data: st.DataObject) -> None:
     """Never two living pods of an index, never more than nodes and spares; a terminal state stays;

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from elasticrun.cli.flags import get_args_parser
-from tests.further import further
+from tests.further import examples
 from tests.jobs.render.rendered import check, expanded, render
 
 NAMES = st.from_regex(r"[a-z]([-a-z0-9]{0,20}[a-z0-9])?", fullmatch=True)
@@ -21,14 +21,11 @@ VARIABLES = st.from_regex(r"[B-Z][A-Z0-9_]{0,10}", fullmatch=True)
 TEXTS = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=20)
 VERSIONS = st.sampled_from(("1.29", "1.31", "1.34", "1.36", "1.37"))
 POD = {"HOME": "oops", "JOB_COMPLETION_INDEX": "1", "ELASTICRUN_JOB_UID": "u"}
-TARGETS = st.sampled_from(("k8s", "jobset"))
 SOURCES = ("pvc:c", "csi:d.io,a=b,,c", "host:/x", "empty:1Gi", "secret:s", "configmap:m")
-
-Wish = tuple[list[str], str, dict[str, str], list[str]]
 
 
 @st.composite
-def wishes(draw: st.DrawFn) -> Wish:
+def wishes(draw: st.DrawFn) -> tuple[list[str], str, dict[str, str], list[str]]:
     """Words of the verb, the version they are for, variables, and the program."""
     version = draw(VERSIONS)
     low, more = draw(st.integers(1, 50)), draw(st.integers(0, 60))
@@ -70,22 +67,11 @@ def wishes(draw: st.DrawFn) -> Wish:
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None)
-@given(wishes(), TARGETS)
-def test_any_wish_is_a_valid_manifest(wish: Wish, target: str) -> None:
-    has_all(wish, target)
-
-
-@pytest.mark.slow
-@further("test_any_wish_is_a_valid_manifest")
-@settings(max_examples=300, deadline=None)
-@given(wishes(), TARGETS)
-def test_any_of_many_wishes_is_a_valid_manifest(wish: Wish, target: str) -> None:
-    has_all(wish, target)
-
-
-def has_all(wish: Wish, target: str) -> None:
-    """The manifest is valid, and has all of the wish."""
+@settings(max_examples=examples(20), deadline=None)
+@given(wishes(), st.sampled_from(("k8s", "jobset")))
+def test_any_wish_is_a_valid_manifest(
+    wish: tuple[list[str], str, dict[str, str], list[str]], target: str
+) -> None:
     words, version, env, program = wish
     printed = render(target, *words, "--", *program)
     documents: list[dict[str, Any]] = printed.documents

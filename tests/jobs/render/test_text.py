@@ -13,6 +13,7 @@ import yaml
 from hypothesis import given, settings, strategies as st
 
 from elasticrun.jobs.render.text import as_json, as_yaml
+from tests.further import examples
 
 TRAPS = (
     "", "y", "N", "yes", "No", "on", "OFF", "true", "null", "~", "1e3", "12e45", "0o17", "017",
@@ -35,7 +36,7 @@ VALUES = st.recursive(
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.dictionaries(KEYS, VALUES, min_size=1, max_size=4), min_size=1, max_size=3))
 def test_what_is_written_is_read_back(documents: list[dict[str, Any]]) -> None:
     assert list(yaml.safe_load_all(as_yaml(documents))) == documents

@@ -13,6 +13,7 @@ from elasticrun.snapshots.dcp.image import arrange
 from elasticrun.snapshots.dcp.items import Piece
 from elasticrun.snapshots.dcp.restoring import Cover, RestoreError, copy, overlap
 from elasticrun.snapshots.shm.layout import Item, ItemKind, Layout
+from tests.further import examples
 
 Place = tuple[int, ...]
 
@@ -53,7 +54,7 @@ def part(whole: torch.Tensor, chunk: Item) -> torch.Tensor:
 CUTS = st.lists(st.integers(0, 5), max_size=4)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(CUTS, CUTS, st.booleans())
 def test_any_cut_into_any_other(old: list[int], new: list[int], turned: bool) -> None:
     """Empty chunks among them, as of ranks beyond a tensor's end."""

@@ -24,6 +24,7 @@ from elasticrun.snapshots.shm.segment import (
     segment_bytes,
 )
 from elasticrun.wire.types import RoundName
+from tests.further import examples
 
 ROUND = RoundName(1, 3, "abcd1234")
 LATER = RoundName(1, 4, "abcd1235")
@@ -164,7 +165,7 @@ def test_what_is_no_segment_is_refused() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 255)), min_size=1, max_size=8))
-@settings(max_examples=200)
+@settings(max_examples=examples(50))
 def test_a_spoilt_control_page_is_refused_or_bounded(spoilt: list[tuple[int, int]]) -> None:
     memory, segment = fresh()
     for at, flip in spoilt:
