@@ -93,6 +93,7 @@ def test_the_invariant_of_one_world_can_fail(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_invariant_of_rest_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wait that never ends is found."""
+    """A wait that never ends is found, in one world of many: in that of 22 today."""
     monkeypatch.setattr(takeover, "REATTACH_GRACE", 1e6)
-    assert any("at rest" in fault for seed in range(40) for fault in Chaos(seed).run().faults)
+    seeds = (22, *range(40))
+    assert any("at rest" in fault for seed in seeds for fault in Chaos(seed).run().faults)
