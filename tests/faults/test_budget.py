@@ -19,6 +19,7 @@ LATER = {"COUNTS_FAILS_LATER": "1"}
 """Where it matters that all nodes are there before the first rank fails: `let_fail` begins it."""
 
 
+@further("core/rounds/test_failures", "compat/test_defects::test_restarts_again_and_again")
 def test_a_rank_that_dies_at_once_again_and_again(counting: Counting) -> None:
     """The first restart is immediate; then it waits 1, 2 and 4 s. The budget is the job's: four
     restarts in all, whichever of the two nodes the failing rank is on."""
@@ -54,9 +55,7 @@ def test_a_budget_that_is_a_rate(counting: Counting) -> None:
     assert len(counting.check()) == 3
 
 
-@further(
-    "core/scripts/poison_node_is_left_out.txt", "test_a_rank_that_dies_at_once_again_and_again"
-)
+@further("core/scripts/poison_node_is_left_out.txt", "core/rounds/test_failures")
 def test_a_node_whose_ranks_keep_dying_is_left_out(counting: Counting) -> None:
     """The same script works on the others: so it is the node, and the job goes on without it and
     says so."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.counting import times
+from tests.further import further
 from tests.harness import await_exit, await_true, processes_of
 from tests.health.conftest import EXCLUDED, Health
 
@@ -72,6 +73,10 @@ def test_the_only_node_ends_the_job_and_says_why(health: Health, tmp_path: Path)
     assert not await_exit(left), processes_of(left)
 
 
+@further(
+    "test_a_node_turns_bad_while_it_trains",
+    "faults/test_in_a_row::test_one_job_of_three_bears_one_harm_after_another",
+)
 def test_the_node_of_the_master_turns_bad(health: Health, tmp_path: Path) -> None:
     """Its agent started the master; the other node trains on with the next one."""
     mark, pids = tmp_path / "mark", tmp_path / "pids"

@@ -21,7 +21,7 @@ from elasticrun.host.system.processes import ProcessId
 from elasticrun.jobs import local
 from elasticrun.jobs.backend import RequestFailed, Submission, make_token, write_submission
 from tests import needs
-from tests.further import cases
+from tests.further import cases, further
 from tests.harness import ELASTICRUN, LIMIT, World, await_true, ran, ran_here, until_file
 from tests.host.accelerators.standins import gpu, nvml
 from tests.snapshots.conftest import ENDLESS, TRAIN, checkpoints, starts, told, until_printed
@@ -233,6 +233,7 @@ def test_logs_of_a_job_by_name_while_it_runs_and_when_it_has_ended(person: Perso
 
 
 @pytest.mark.slow
+@further("test_a_job_from_submit_to_delete", "jobs/test_hosts")
 def test_hosts_that_are_this_one_need_no_sshd(person: Person) -> None:
     work = person.world.scratch / "work"
     work.mkdir()

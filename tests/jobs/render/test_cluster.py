@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.further import further
 from tests.jobs.render.rendered import render
 from tests.kubernetes.cluster import Client, StandIn
 from tests.kubernetes.real import IMAGE, KUBECONFIG, AnyCluster, RealCluster
@@ -54,6 +55,7 @@ def test_the_server_takes_it(kubectl: Client, name: str) -> None:
     kubectl("apply", "--dry-run=server", "--validate=strict", "-f", "-", given=manifest)
 
 
+@further("test_the_server_takes_it", "pods/test_pods::test_pods_come_and_go_and_come_back")
 def test_it_runs_there(kubectl: Client, name: str) -> None:
     manifest = _manifest(name, "--nnodes", "2", "--nproc-per-node", "2")
     kubectl("apply", "-f", "-", given=manifest)

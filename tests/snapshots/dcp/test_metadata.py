@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from elasticrun.snapshots.dcp.metadata import MetadataError, PartFile, build
 from elasticrun.snapshots.shm.layout import Layout, items_of
 from elasticrun.snapshots.storage.folder import Folder
+from tests.further import further
 from tests.harness import program
 from tests.snapshots.dcp.checkpoints import bits, load, same, save
 from tests.snapshots.dcp.slots import HandMade, renamed
@@ -105,6 +106,7 @@ def test_at_three_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@further("test_at_one_rank", "test_at_three_ranks")
 def test_torchs_own_command_makes_one_file_of_it(tmp_path: Path) -> None:
     folder, out = Folder(str(tmp_path / "run")), tmp_path / "out.pt"
     save(folder, two_ranks())
