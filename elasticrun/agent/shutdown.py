@@ -27,7 +27,7 @@ from elasticrun.agent.workers.events import EventLog
 from elasticrun.agent.workers.exits import signal_name, write_own, write_own_words
 from elasticrun.config import EXIT_FAILED, EXIT_FINAL, EXIT_OK, EXIT_SAVED
 from elasticrun.core.events import Exit
-from elasticrun.core.reasons import code as code_of_reason, unreachable_side
+from elasticrun.core.reasons import Saved, code as code_of_reason, is_by_operator, unreachable_side
 from elasticrun.core.rounds.failures import ended_before, is_alike, what_happened
 from elasticrun.host.log import NOTICE, log_last_word, logger
 from elasticrun.host.runs.last_word import LastWord, write
@@ -45,6 +45,8 @@ HEADLINE: Final = "torch.distributed.elastic.multiprocessing.errors.ChildFailedE
 
 HOW_TO_RESTART: Final = "0 is the default, as under torchrun; --max-restarts=3 allows 3 restarts"
 """The last line of a failed job whose user did not set --max-restarts."""
+
+HOW_TO_CONTINUE: Final = "run the same command again to continue from it"
 
 NO_OTHERS: Final = "  <NO_OTHER_FAILURES>"
 MAX_WIDTH: Final = 60
@@ -215,15 +217,17 @@ async def print_outcome(
 def outcome_sentence(outcome: Exit, folder: str = "") -> str:
     """The reason in one sentence, for an end that no rank caused; `folder`: where checkpoints
     are."""
+    where = f" in {folder}" if folder else ""
     if outcome.signum:
         name = signal.Signals(outcome.signum).name
         ended = f"ended by {name} ({outcome.signum}); the ranks have been shut down"
         if outcome.code != EXIT_SAVED:
             return ended
         step = f"step {outcome.saved}" if outcome.saved >= 0 else "the last step"
-        where = f" in {folder}" if folder else ""
-        return f"{ended}; {step} is saved{where}: run the same command again to continue from it"
+        return f"{ended}; {step} is saved{where}: {HOW_TO_CONTINUE}"
     reason = directed(outcome.reason, unreachable_side(outcome.why))
+    if isinstance(outcome.why, Saved) and is_by_operator(outcome.why):
+        return f"{reason}{where}: {HOW_TO_CONTINUE}"
     return reason or f"ended with exit code {outcome.code}"
 
 

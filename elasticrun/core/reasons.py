@@ -700,12 +700,17 @@ def _first_to_fail(it: FirstToFail) -> str:
     return f"its ranks were the first to fail in {row} in a row, and {alone}: {text(it.first)}"
 
 
+def how_to_include(node: str) -> str:
+    """The clause that says how an operator admits an excluded node before its time."""
+    return f"`elasticrun include {node or 'NODE'}` admits it sooner"
+
+
 def _banned(it: Banned) -> str:
     verdict = it.how.verdict
     if not it.node:
-        return f"this node is excluded for {it.seconds:g} s: {verdict}"
-    where = it.host or "its host"
-    return f"node {it.node} on {where} is excluded for {it.seconds:.0f} s more: {verdict}"
+        return f"this node is excluded for {it.seconds:g} s: {verdict}; {how_to_include(it.node)}"
+    where = f"node {it.node} on {it.host or 'its host'}"
+    return f"{where} is excluded for {it.seconds:.0f} s more: {verdict}; {how_to_include(it.node)}"
 
 
 def _ranks_stopped(it: RanksStopped) -> str:

@@ -6,10 +6,16 @@ import json
 import os
 import pty
 import re
+import subprocess
 import termios
+from pathlib import Path
 
 import pytest
 
+from elasticrun.agent.logs.log_index import LoggedRun
+from elasticrun.host.runs.layout import JobRecord, RunFolder, RunResult
+from elasticrun.host.system.processes import ProcessId
+from elasticrun.jobs.running.logs import _is_to_begin
 from tests.agent.logs.test_terminal import Seen
 from tests.harness import ELASTICRUN, SCRIPTS, World, await_true, ran
 
@@ -30,7 +36,9 @@ signal.pause()
 
 def shown(world: World, *words: str) -> list[str]:
     done = ran("logs", *words, env=world.environment())
-    assert (done.returncode, done.stderr) == (0, "")
+    named = "json" in words or (words and not words[0].startswith("-"))
+    assert done.returncode == 0
+    assert re.fullmatch("" if named else r"== job \S+ \(failed\) ==\n", done.stderr)
     return done.stdout.splitlines()
 
 
@@ -62,6 +70,29 @@ def test_a_job_that_failed_twice(world: World) -> None:
     grep = shown(world, "--rank=0", "--all", "--grep=step 2$")
     assert grep[1::3][:1] == ["[0] rank 0 life 0 step 2"]
     assert grep[-1] == "[0] rank 0 life 1 step 2"
+
+
+def test_after_a_resume_the_earlier_start_is_not_followed(tmp_path: Path) -> None:
+    """Until a rank of the new start has a file, only the agents of the earlier one are known."""
+    with subprocess.Popen(["true"]) as process:
+        gone = ProcessId.of(process.pid)
+    folder, own = RunFolder(tmp_path), ProcessId.own()
+    folder.write_job(
+        JobRecord(
+            name="tr",
+            host=own.host,
+            pid=own.pid,
+            started=own.started,
+            boot_id=own.boot,
+            pid_namespace=own.namespace,
+        )
+    )
+    before, now = (LoggedRun("tr", "", agent, 1.0) for agent in (gone, own))
+    assert _is_to_begin(folder, [before])
+    assert _is_to_begin(folder, [])
+    assert not _is_to_begin(folder, [now])
+    folder.write_result(RunResult(state="failed"))
+    assert not _is_to_begin(folder, [before])
 
 
 ENDS = """

@@ -38,6 +38,15 @@ def test_each_fault_is_shown_and_nothing_is_left(world: World) -> None:
     assert not left(world)
 
 
+def test_the_figures_of_torchrun_are_those_of_the_pages() -> None:
+    read = {name: (ROOT / name).read_text() for name in ("README.md", "docs/figures.md")}
+    pages = {"rank": "README.md", "node": "README.md", "join": "docs/figures.md"}
+    for fault, page in pages.items():
+        (figure,) = re.findall(r"[\d.]+ s\b", TORCHRUN[fault])
+        assert f"| {figure} |" in read[page], (fault, figure)
+        assert f"{figure} " in (ROOT / "docs/demo.md").read_text()
+
+
 def test_a_killed_demo_leaves_no_process_and_the_next_one_nothing_at_ctrl_c(world: World) -> None:
     """Not even the files of the one before it."""
     shown = demo(world)

@@ -205,7 +205,10 @@ def test_a_name_of_several_jobs_changes_none_of_them(
         assert main(words) == 1
         said = capsys.readouterr()
         assert said.out == ""
-        assert "2 jobs are called train: 00000001 (failed since " in said.err, (words, said.err)
+        assert "2 jobs are called train, and none of them runs: 00000001 (failed" in said.err, (
+            words,
+            said.err,
+        )
         assert all(run.job() and run.result() for run in runs)
     assert main(["status", "train"]) == 0
     assert "outcome: why 1" in capsys.readouterr().out  # the newest

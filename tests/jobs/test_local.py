@@ -103,6 +103,14 @@ def test_top_ends_with_its_job(person: Person) -> None:
         timeout=LIMIT,
     )  # fmt: skip
     top.expect("1 rank")
+    quits = pexpect.spawn(
+        sys.executable, ["-m", "elasticrun", "top"], env=person.environ, timeout=LIMIT
+    )
+    quits.expect("1 rank")
+    quits.send("q")
+    quits.expect(pexpect.EOF)
+    quits.close()
+    assert quits.exitstatus == 0
     gate.touch()
     top.expect("ended")
     top.expect(pexpect.EOF)
@@ -164,10 +172,12 @@ def test_a_job_from_submit_to_delete(person: Person) -> None:
     heads = [line for line in person.types("logs", "tr", "--all").splitlines() if "==" in line]
     assert sum("attempt_0," in head for head in heads) == 2  # of each start
     saved = checkpoints(folder / "ckpt")[-1]
-    assert "the job ends: stopped by" in person.types("stop", "tr", "--wait")
+    said = person.types("stop", "tr", "--wait")
+    assert "is written to storage first" in said.splitlines()[0]
+    (step,) = re.findall(r"the job has ended: stopped by \S+; step (\d+) is saved", said)
     assert reader.wait() == 0
     person.world.nothing_left()
-    assert checkpoints(folder / "ckpt")[-1] > saved  # it has saved first
+    assert checkpoints(folder / "ckpt")[-1] == int(step) > saved  # it has saved first
 
     assert person.row("tr")["state"] == "stopped"
     said = person.types("status", "tr")
@@ -215,6 +225,8 @@ def test_logs_of_a_job_by_name_while_it_runs_and_when_it_has_ended(person: Perso
     assert "already (suspended)" in person.hears("submit", "--name", "prints", "--", script)[1]
     assert "job prints is stopped" in person.types("stop", "prints")
     assert person.row("prints")["state"] == "stopped"
+    for words in (("logs",), ("logs", "pri")):
+        assert ran(*words, env=person.environ).stderr == "== job prints (stopped) ==\n"
     (line,) = person.types("logs", "pri", "--rank=1", "-o", "json").splitlines()
     said = json.loads(line)
     assert (said["rank"], said["stream"], said["line"]) == (1, "stdout", "rank 1 is here")

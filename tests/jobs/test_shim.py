@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from elasticrun.cli.main import main
+from elasticrun.config import EXIT_USAGE
 from elasticrun.jobs.verbs import shim
 from tests import needs
 from tests.further import cases
@@ -170,20 +171,34 @@ def test_exit_codes_and_signals_are_those_of_the_command(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("words", "sentence", "code"),
     [
-        ([], "nothing to run: write `elasticrun shim -- CMD [ARGS ...]`"),
-        (["--"], "nothing to run: write `elasticrun shim -- CMD [ARGS ...]`"),
-        (["--", "no-such-program"], "shim: no-such-program cannot be started: No such file"),
+        ([], "nothing to run: write `elasticrun shim -- CMD [ARGS ...]`", EXIT_USAGE),
+        (["--"], "nothing to run: write `elasticrun shim -- CMD [ARGS ...]`", EXIT_USAGE),
+        (["--", "no-such-program"], "shim: no-such-program cannot be started: No such file", 127),
+        (["--", "/dev/null"], "shim: /dev/null cannot be started: Permission denied", 126),
     ],
 )
 def test_bad_commands_are_one_sentence(
-    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], sentence: str, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["shim", *words]) != 0
+    assert main(["shim", *words]) == code
     said = capsys.readouterr().err
     assert said.startswith(f"elasticrun: error: {sentence}")
     assert said.count("\n") == 1
+
+
+def test_accelerate_launch_of_one_process_gets_a_hint(world: World, tmp_path: Path) -> None:
+    accelerate = tmp_path / "accelerate"
+    accelerate.write_text("#!/bin/sh\n")
+    accelerate.chmod(0o700)
+    for flags, hint in (
+        ([], "could see: accelerate launch calls torchrun only with --multi_gpu, or if"),
+        (["--multi_gpu"], "started no torchrun that the shim could see\n"),
+    ):
+        launched = world.command([*SHIM, str(accelerate), "launch", *flags, "train.py"])
+        assert launched.wait() == 0
+        assert hint in launched.stderr
 
 
 # ---------------------------------------------------------------- which processes are launchers

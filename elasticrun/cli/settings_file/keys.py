@@ -6,9 +6,10 @@ Every key and value of the file is checked, also those of profiles that are not 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
+from elasticrun.cli import settings
 from elasticrun.cli.flags import OTHER_TOOLS_FLAGS, SPECIAL
 from elasticrun.cli.settings import UsageError
 from elasticrun.cli.table import FLAGS, Flag, comma_separated
@@ -23,6 +24,20 @@ _COMMAND_LINE_ONLY: Final = (
     *("config", "profile", "no_config", "dry_run", "verbose", *SPECIAL),
     *("fresh", "restore_step"),  # for one start
 )
+
+_CHECKS: Final[Mapping[str, Callable[[str], object]]] = {
+    "nnodes": settings.nodes,
+    "rdzv_conf": settings.pairs,
+    "redirects": lambda text: settings.streams(text, "--redirects"),
+    "tee": lambda text: settings.streams(text, "--tee"),
+    "local_ranks_filter": lambda text: settings.ranks(text, "--local-ranks-filter"),
+    "signals_to_handle": settings.signals,
+    "preload": settings.modules,
+    "standby": settings.standby,
+    "data": settings.data,
+    "name": lambda text: settings.job_name(text, ""),
+}
+"""What `resolve` requires of values that are texts to the parser."""
 
 _PASSWORD: Final = re.compile(r"://[^/\s@]*:[^/\s@]*@")
 
@@ -97,6 +112,13 @@ def _words(flag: Flag, value: Any, where: str) -> tuple[str, ...]:
         raise _wrong(f"{where}: {text!r} is not {flag.expects}") from None
     if flag.choices and converted not in flag.choices:
         raise _wrong(f"{where}: {text!r} is not one of {', '.join(flag.choices)}")
+    try:
+        if flag.metavar == "SECONDS":
+            settings.seconds(text, flag.name, zero=True)
+        elif check := _CHECKS.get(flag.dest):
+            check(text)
+    except UsageError as error:
+        raise _wrong(f"{where}: {error}") from None
     return (f"{flag.name}={text}",)
 
 

@@ -29,7 +29,6 @@ from elasticrun.core.persisted import Facts
 from elasticrun.core.reasons import (
     AllLeft,
     BackedOff,
-    ByOperator,
     FirstToFail,
     HasLeft,
     Leaves,
@@ -41,6 +40,7 @@ from elasticrun.core.reasons import (
     Spare,
     Spares,
     Suspect,
+    is_by_operator,
     text,
     text_and_code,
 )
@@ -257,7 +257,7 @@ class Job:
         self._saving = SnapshotPolicy(ctx, self._snapshots, self._recorder)
         recorded_term = 0 if facts is None else facts.term
         self._streams = Streams(ctx, self._recorder, self._saving, recorded_term)
-        self._requests = OperatorRequests(ctx, self._streams)
+        self._requests = OperatorRequests(ctx, self._streams, self._saving)
         self._parts = (self._streams.health, self._saving, self._sight)
         self._recorder.record()
         return facts is None or not isinstance(event, fx.Overslept)  # a new master was not away
@@ -636,25 +636,30 @@ class Job:
         ctx = self._ctx
         if self._conclusion is None:
             self._conclusion = (exit_code, reason)
-            if self._saving.is_to_be_saved(exit_code) and ctx.rdzv.phase is Phase.RUNNING:
+            to_save = self._saving.is_to_be_saved(exit_code, reason)
+            if to_save and ctx.rdzv.phase is Phase.RUNNING:
                 self._reopen(reason)
-        held = self._saving.hold(exit_code)
+        held = self._saving.hold(exit_code, reason)
         if held is not None:
             self._wait(held, None)
             return
+        stopped = is_by_operator(reason)
         if owed := self._snapshots.checkpoints.why_missing:
             ctx.note(owed, "error")
-            if exit_code == EXIT_OK:
-                exit_code, reason = code_of(Ending.UNSAVED), NotSaved(reason, owed)
+            if exit_code == EXIT_OK or stopped:
+                exit_code = exit_code or code_of(Ending.UNSAVED)
+                reason = NotSaved(reason, owed)
+        elif exit_code == EXIT_OK and (lost := self._saving.lost_with_memory()):
+            ctx.note(lost, "warning", on_nodes=True)
         failures = () if exit_code == EXIT_OK else ctx.restarts.window.failures
         written = self._snapshots.checkpoints.written
         saved = -1 if written is None else written.step
-        if exit_code == EXIT_SAVED:
+        if exit_code == EXIT_SAVED or (stopped and saved >= 0 and not owed):
             reason = Saved(reason, saved)
         why, code = text_and_code(reason)
         ctx.outcome = m.End(exit_code, why, failures, saved=saved, code=code)
         self._until = None
-        fine = exit_code in (EXIT_OK, EXIT_SAVED) or isinstance(reason, ByOperator)
+        fine = exit_code in (EXIT_OK, EXIT_SAVED) or stopped
         ctx.note(f"the job is over: {why}", "info" if fine else "error", on_nodes=True)
         self._recorder.record()
         end = replace(ctx.outcome, goodput=self._sight.last_line())

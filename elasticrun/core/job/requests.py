@@ -9,9 +9,10 @@ from __future__ import annotations
 from elasticrun.core.context import JobContext
 from elasticrun.core.job.streams import Streams
 from elasticrun.core.nodes.admission import ASKED
-from elasticrun.core.reasons import ByOperator, Excluded, text
+from elasticrun.core.reasons import ByOperator, Excluded, how_to_include, text
 from elasticrun.core.rounds.failures import Ending
 from elasticrun.core.rounds.rendezvous import Phase
+from elasticrun.core.snapshots.policy import SnapshotPolicy
 from elasticrun.core.wishes import EndJob, RecordSoon, Reopen, Wish
 from elasticrun.core.words import names, plural
 from elasticrun.wire import messages as m
@@ -28,9 +29,10 @@ _Done = tuple[str] | tuple[str, Wish]
 class OperatorRequests:
     """Carries out the requests of operators."""
 
-    def __init__(self, ctx: JobContext, streams: Streams) -> None:
+    def __init__(self, ctx: JobContext, streams: Streams, saving: SnapshotPolicy) -> None:
         self._ctx = ctx
         self._streams = streams
+        self._saving = saving
         self._stop_reason: ByOperator | None = None
 
     def handle(self, request: m.Request) -> tuple[m.Reply, tuple[Wish, ...]]:
@@ -62,7 +64,9 @@ class OperatorRequests:
     def _stop(self, request: m.Request) -> _Done:
         self._stop_reason = why = _operator_reason(request, "stopped")
         self._ctx.note(f"the job is {text(why)}", "warning")
-        return f"the job ends: {text(why)}", EndJob(Ending.LEFT, why)
+        step = self._saving.only_in_memory()
+        first = f"; step {step} is written to storage first" if step >= 0 else ""
+        return f"the job ends: {text(why)}{first}", EndJob(Ending.LEFT, why)
 
     def _restart(self, request: m.Request) -> _Done:
         ctx = self._ctx
@@ -111,7 +115,8 @@ class OperatorRequests:
         self._streams.exclude([(node, Excluded(ASKED, text(_operator_reason(request, "asked"))))])
         low, left = ctx.spec.min_nodes, len(present) - 1
         waits = f"; {left} of {low} nodes are left, so the job waits for more" if left < low else ""
-        return (f"node {node} is excluded for {ctx.spec.checks.exclude_for:g} s{waits}",)
+        seconds = f"{ctx.spec.checks.exclude_for:g} s"
+        return (f"node {node} is excluded for {seconds}; {how_to_include(node)}{waits}",)
 
     def _include(self, request: m.Request) -> _Done:
         ctx, now = self._ctx, self._ctx.now

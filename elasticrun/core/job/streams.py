@@ -27,6 +27,7 @@ from elasticrun.core.reasons import (
     Reason,
     Replaced,
     code,
+    how_to_include,
     text,
 )
 from elasticrun.core.rounds.failures import Ending, code_of
@@ -274,7 +275,8 @@ class Streams:
         ctx, now, seconds = self._ctx, self._ctx.now, self._ctx.spec.checks.exclude_for
         for node, how in verdicts:
             ctx.exclusions.add(node, self._nodes[node].host, how, seconds=seconds, now=now)
-            ctx.note(f"node {node} is excluded for {seconds:g} s: {how.verdict}", "warning")
+            said = f"node {node} is excluded for {seconds:g} s: {how.verdict}"
+            ctx.note(f"{said}; {how_to_include(node)}", "warning")
         self._saving.nodes_leave(node for node, _ in verdicts)
         sessions = [(self._nodes[node].session, how) for node, how in verdicts]
         for node, how in verdicts:

@@ -2,9 +2,10 @@
 orders.
 
 It has only two rules of its own. A round whose snapshot turns out to be unusable is reopened,
-without charging a restart. A job that ends waits until its last snapshot is written. With
---save-at-breakpoint, after a failure, that is the newest whole one, once the nodes have stopped;
-otherwise it is what was being written or was requested, so a script's last checkpoint is not lost.
+without charging a restart. A job that ends waits until its last snapshot is written. If an operator
+stops the job, and with --save-at-breakpoint after a failure, that is the newest whole one, once the
+nodes have stopped; otherwise it is what was being written or was requested, so a script's last
+checkpoint is not lost.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from elasticrun.core.reasons import (
     ReplicasDiffer,
     SnapshotUnusable,
     WorkUnknown,
+    is_by_operator,
     text,
 )
 from elasticrun.core.rounds.rendezvous import SURVIVOR_SLACK, Decision, Phase, Verb
@@ -285,13 +287,31 @@ class SnapshotPolicy:
 
     # ------------------------------------------------------------ the end
 
-    def is_to_be_saved(self, exit_code: int) -> bool:
-        """Whether the newest whole snapshot must be written before the job ends with this exit
-        code."""
-        if exit_code == EXIT_OK or not self._ctx.spec.saves.at_breakpoint:
-            return False
+    def only_in_memory(self) -> int:
+        """The newest whole step, if it is in memory and not in storage; else -1."""
         newest = self._snapshots.points.choose().restore
-        return newest is not None and newest != self._snapshots.checkpoints.written
+        if newest is None or self._snapshots.checkpoints.is_in_storage(key_of(newest)):
+            return -1
+        return newest.step
+
+    def is_to_be_saved(self, exit_code: int, reason: Reason) -> bool:
+        """Whether the newest whole snapshot must be written before the job ends with this exit
+        code, for this reason."""
+        if exit_code == EXIT_OK:
+            return False
+        saves = self._ctx.spec.saves.at_breakpoint or is_by_operator(reason)
+        return saves and self.only_in_memory() >= 0
+
+    def lost_with_memory(self) -> str:
+        """A sentence about the step that is lost because the job ends; "" if none is."""
+        step, written = self.only_in_memory(), self._snapshots.checkpoints.written
+        if step < 0:
+            return ""
+        has = "no checkpoint" if written is None else f"step {written.step}"
+        return (
+            f"step {step} was only in memory, which is freed now; storage has {has} "
+            "(save_now at the end of a script writes its last step)"
+        )
 
     def note_left_behind(self) -> None:
         """A node leaves: remember what the next round would restore if the node stayed."""
@@ -312,7 +332,7 @@ class SnapshotPolicy:
         left = self._left_behind
         return left is not None and self._snapshots.checkpoints.is_in_storage(left)
 
-    def hold(self, exit_code: int) -> Decision | None:
+    def hold(self, exit_code: int, reason: Reason) -> Decision | None:
         """The job is ending: start the last write if there is one. Return what to wait for; None if
         the job can end now, after abandoning an unfinished write."""
         checkpoints, now = self._snapshots.checkpoints, self._ctx.now
@@ -321,7 +341,7 @@ class SnapshotPolicy:
             checkpoints.retry_now(now)
             self._send()
         stopped = self._ends_since + self._ctx.spec.restart_grace + SURVIVOR_SLACK
-        if self.is_to_be_saved(exit_code) and not self._is_last_saved:
+        if self.is_to_be_saved(exit_code, reason) and not self._is_last_saved:
             if self._rdzv.awaits_survivors and now < stopped:
                 return Decision(Verb.WAIT, LastSave(), stopped)
             self._is_last_saved = True

@@ -164,7 +164,8 @@ def pick(
         return meant[0].job
     labels = [one.label for one in (live if live and not whole else meant)]
     shown = ", ".join(labels[:MAX_LISTED]) + (", ..." if len(labels) > MAX_LISTED else "")
-    raise SeveralRuns(f"{len(labels)} jobs are called {wanted}: {shown}; give the id of one")
+    state = "" if live else ", and none of them runs"
+    raise SeveralRuns(f"{len(labels)} jobs are called {wanted}{state}: {shown}; give the id of one")
 
 
 def prune(root: Path, since: float, only: Collection[Path] | None = None) -> dict[str, Path | None]:

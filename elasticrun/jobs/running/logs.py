@@ -116,18 +116,21 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
     try:
         found = _runs(variables, query, folder)
         tries = 0
-        while query.follow and not found and folder is not None and folder.state() not in ENDED:
+        while query.follow and folder is not None and _is_to_begin(folder, found):
             threading.Event().wait(POLL_EVERY)  # until a rank writes
             tries += 1
             if tries == LONG_WAIT:
-                note = f"elasticrun logs: waiting for the first rank of job {query.job} to start"
+                note = f"elasticrun logs: waiting for a rank of job {query.job} to start"
                 print(note, file=sys.stderr)
             found = _runs(variables, query, folder)
     except OSError as wrong:
         print(f"elasticrun logs: the user's folder cannot be read: {wrong}", file=sys.stderr)
         return 1
+    if found and folder is None:
+        folder, _ = _folder(variables, found[0].job_id)
     console = folder.path / CONSOLE if folder is not None else None
     if not found and console is not None and console.exists() and console.stat().st_size:
+        _name_job(query, folder)
         query.write(-1, console, _read(console, query)[1])
         return 0
     if not found:
@@ -153,13 +156,29 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         words = f"no rank {query.rank} has log files here; ranks with files: {there}"
         print(f"elasticrun logs: {words}", file=sys.stderr)
         return 1
-    offsets = _show(found, query, folder or _folder(variables, found[0].job_id)[0])
+    _name_job(query, folder)
+    offsets = _show(found, query, folder)
     if offsets and not query.follow and all(path.stat().st_mtime < query.since for path in offsets):
         print("elasticrun logs: no rank has written in that time", file=sys.stderr)
         return 1
     if query.follow:
         _follow(found, query, offsets, partial(_runs, variables, query, folder), folder)
     return 0
+
+
+def _is_to_begin(folder: RunFolder, found: Sequence[LoggedRun]) -> bool:
+    """Whether the job runs or waits, and no agent in `found` is of its current start: after a
+    resume these are the agents of an earlier start, which have exited."""
+    return folder.state() not in ENDED and not any(run.is_alive for run in found)
+
+
+def _name_job(query: LogQuery, folder: RunFolder | None) -> None:
+    """Say on standard error whose output this is, unless the user typed the job's whole name."""
+    job = folder.job() if folder is not None else None
+    if folder is None or job is None or query.as_json:
+        return
+    if query.job not in folder.names and os.sep not in query.job:
+        print(f"== job {job.name} ({folder.state()}) ==", file=sys.stderr, flush=True)
 
 
 def _folder(environ: Mapping[str, str], job: str) -> tuple[RunFolder | None, str]:

@@ -42,10 +42,8 @@ class VerbHelp:
 
 ORDERS: Final[Mapping[str, VerbHelp]] = {
     "stop": VerbHelp(
-        "End a running job on all of its nodes. With --save-at-breakpoint its last snapshot is "
-        "written to storage first. Its launchers exit with 1, so that no scheduler restarts "
-        "it as "
-        "preempted."
+        "End a running job on all of its nodes. Its newest snapshot is written to storage first. "
+        "Its launchers exit with 1, so that no scheduler restarts it as preempted."
     ),
     "restart": VerbHelp(
         "Restart the ranks of a running job on all its nodes. Does not count against "
@@ -87,7 +85,7 @@ def main(verb: str, argv: Sequence[str]) -> int:
     text = "the reason, shown in the job's events"
     made.add_argument("--reason", default="", metavar="TEXT", help=text)
     if verb == "stop":
-        text = "wait until the job has ended, however long its last snapshot takes"
+        text = "wait until the job has ended and its newest snapshot is written; then say how"
         made.add_argument("--wait", action="store_true", help=text)
     flags = parse_flags(made, argv)
     if verb == "scale":
@@ -118,7 +116,9 @@ def _send_order(verb: str, order: VerbHelp, line: JobConnection, ns: argparse.Na
         done = line.reply(request).reason
     _print_done(ns, done, line.run)
     if verb == "stop" and ns.wait:
-        _wait_until_over(line)
+        over = _wait_until_over(line)
+        if ns.output == "text" and over:
+            print(f"the job has ended: {over}")
     return EXIT_OK
 
 
@@ -177,10 +177,13 @@ def _fall_back_to_backend(
     return None
 
 
-def _wait_until_over(line: JobConnection) -> None:
-    """Wait until the job's master reports an outcome or no longer answers: it exits soon after."""
+def _wait_until_over(line: JobConnection) -> str:
+    """Wait until the job's master reports an outcome or no longer answers: it exits soon after.
+    Returns the outcome; "" if it is unknown."""
     try:
-        while not line.picture().status.outcome:
+        while not (outcome := line.picture().status.outcome):
             line.sleep(POLL)
     except NotAnswered:
-        return
+        result = line.run.result() if line.run is not None else None
+        return result.reason if result is not None else ""
+    return outcome

@@ -6,9 +6,14 @@ because ranks in the same state share a line.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+import termios
+import tty
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from elasticrun.cli.verbs.columns import duration, width, wrapped
@@ -46,8 +51,8 @@ def main(argv: Sequence[str]) -> int:
         from elasticrun.jobs.manage import nodes
 
         return nodes.main(argv[1:])
-    does = "Show what a running job's ranks are doing, every two seconds; `top nodes`: your jobs' "
-    made = parser("top", does + "usage of each host.")
+    does = "Show what a running job's ranks are doing, every two seconds, until q or Ctrl-C; "
+    made = parser("top", does + "`top nodes`: your jobs' usage of each host.")
     made.add_argument("--once", action="store_true", help="print it once, as if to a pipe")
 
     def show(line: JobConnection, ns: argparse.Namespace) -> int:
@@ -82,9 +87,13 @@ def _refresh(line: JobConnection, picture: Picture) -> None:
             lines = [*lines[: room - 1], f"... {len(lines) - room + 1} more lines (use --once)"]
         return Text("\n".join([*lines, *([rest] if rest else [])]), no_wrap=True, overflow="crop")
 
-    with Live(drawn(), console=console, auto_refresh=False, screen=False) as live:
+    with (
+        _single_keys() as keys,
+        Live(drawn(), console=console, auto_refresh=False, screen=False) as live,
+    ):
         while not picture.status.outcome:
-            line.sleep(EVERY)
+            if _quits_within(EVERY, keys):
+                return
             try:
                 picture = line.picture(live=True)
             except NotAnswered as why:  # a master that ends may stop answering before it has told
@@ -94,6 +103,28 @@ def _refresh(line: JobConnection, picture: Picture) -> None:
                     return
                 raise
             live.update(drawn(), refresh=True)
+
+
+@contextlib.contextmanager
+def _single_keys() -> Iterator[list[int]]:
+    """The descriptor from which keys are read without Enter; none if standard input is no
+    terminal."""
+    if not sys.stdin.isatty():
+        yield []
+        return
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+    tty.setcbreak(fd, termios.TCSANOW)
+    try:
+        yield [fd]
+    finally:
+        termios.tcsetattr(fd, termios.TCSANOW, before)
+
+
+def _quits_within(seconds: float, keys: Sequence[int]) -> bool:
+    """Wait, for less if a key is pressed. Returns whether it was q, or the terminal is gone."""
+    ready, _, _ = select.select(keys, [], [], seconds)
+    return any(not (read := os.read(fd, 64)) or b"q" in read.lower() for fd in ready)
 
 
 # ---------------------------------------------------------------- the page

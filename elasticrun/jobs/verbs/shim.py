@@ -33,9 +33,13 @@ Settings of elasticrun come from the settings file (docs/settings.md) or from EL
 
 FORWARDED: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
+NOT_EXECUTABLE: Final = 126
+MISSING: Final = 127
+"""Exit codes of a command that cannot be started, as a shell reports them."""
+
 
 def main(words: Sequence[str], notify: Callable[[str], None]) -> int:
-    """Run the command. Returns its exit code, 128 + N if signal N ended it. Raises UsageError."""
+    """Run the command. Returns its exit code, as a shell reports it. Raises UsageError."""
     made = Parser(prog=f"{PROG} shim", usage=f"{PROG} shim -- CMD [ARGS ...]", description=ABOUT)
     made.add_argument("command", nargs=argparse.REMAINDER, metavar="CMD", help="the command")
     command = made.parse_args(words).command
@@ -47,10 +51,21 @@ def main(words: Sequence[str], notify: Callable[[str], None]) -> int:
     try:
         code = _run(command, folder)
         if not (folder / SHIM_USED).exists():
-            notify(f"shim: {shlex.join(command)[:200]} started no torchrun that the shim could see")
+            saw = f"shim: {shlex.join(command)[:200]} started no torchrun that the shim could see"
+            notify(saw + _hint(command))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return code
+
+
+def _hint(command: Sequence[str]) -> str:
+    """Why this command may have started no torchrun, and what to do, as a clause; or ""."""
+    words = [os.path.basename(word) for word in command]
+    if {"accelerate", "accelerate.commands.launch"}.isdisjoint(words) or "--multi_gpu" in words:
+        return ""
+    return (
+        ": accelerate launch calls torchrun only with --multi_gpu, or if its configuration says so"
+    )
 
 
 def _make() -> Path:
@@ -84,7 +99,8 @@ def _run(command: Sequence[str], folder: Path) -> int:
             command, env=environ, preexec_fn=lambda: die_with_parent(signal.SIGTERM)
         )
     except OSError as error:
-        raise NoProgram(f"shim: {command[0]} cannot be started: {error.strerror}") from None
+        code = MISSING if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
+        raise NoProgram(f"shim: {command[0]} cannot be started: {error.strerror}", code) from None
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to the command too
     for number in FORWARDED:
         if signal.getsignal(number) != signal.SIG_IGN:

@@ -35,7 +35,7 @@ from elasticrun.wire.env import SHM_DIR
 
 SCRIPT: Final = "elasticrun.testing.demo.train"
 
-HANG_LIMIT: Final = 13
+HANG_LIMIT: Final = 11
 """--hang-limit: seconds after which hanging ranks are restarted. By default a certain hang ends
 after 30 s; it is reported after 10 s."""
 
@@ -46,7 +46,7 @@ OPTIONS: Final = (
 """The modules that the script needs besides torch are imported once on each node, not in each start
 of a rank."""
 
-STEPS: Final = 60
+STEPS: Final = 40
 """Steps that are trained before the first fault and after each recovery."""
 
 LIMIT: Final = 60.0
@@ -64,12 +64,13 @@ LEARNED: Final = 0.9
 """Accuracy that shows that the training was not lost; guessing gives a third."""
 
 TORCHRUN: Final = {
-    "rank": "torchrun takes 1.47 s and repeats all steps since the last checkpoint on disk",
+    "rank": "torchrun takes 2.06 s and repeats all steps since the last checkpoint on disk",
     "node": "torchrun takes 42.4 s and repeats all steps since the last checkpoint on disk",
     "join": "torchrun takes 6.2 s and repeats all steps since the last checkpoint on disk",
     "hang": "torchrun prints nothing; torch itself ends the job after 30 min (gloo)",
 }
-"""What torchrun does; the figures are measured (docs/figures.md)."""
+"""What torchrun does. The figures are those of README.md and docs/figures.md, which
+tests/e2e/test_demo.py compares."""
 
 NEXT: Final = f"""
 What to type next, for your own script:

@@ -129,7 +129,7 @@ def of(*nodes: str, kind: str = FAILED, now: float = 0.0, seconds: float = 60.0)
 def test_a_node_is_refused_on_its_host_until_its_time_is_over() -> None:
     exclusions = of("a", now=100.0)
     assert text(exclusions.refusal("a", "h1", 110.0)) == (
-        "node a on h1 is excluded for 50 s more: it is bad"
+        "node a on h1 is excluded for 50 s more: it is bad; `elasticrun include a` admits it sooner"
     )
     assert exclusions.refusal("a", "h2", 110.0) is None, "another machine under the same id"
     assert exclusions.refusal("b", "h1", 110.0) is None

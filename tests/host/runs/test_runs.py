@@ -193,11 +193,12 @@ def test_a_name_that_several_jobs_have(tmp_path: Path) -> None:
     old = _run(tmp_path, "train", began=1.0, result="failed")
     new = _run(tmp_path, "train", began=2.0, result="succeeded")
     for wanted in ("train", "tr"):
+        none = f"2 jobs are called {wanted}, and none of them runs"
         with pytest.raises(SeveralRuns) as several:
             find(tmp_path, wanted)
         for one, state in ((old, "failed"), (new, "succeeded")):
             assert f"{one.id} ({state} since 1970-01-01 " in str(several.value)
-        assert str(several.value).startswith(f"2 jobs are called {wanted}: {new.id} (succ")
+        assert str(several.value).startswith(f"{none}: {new.id} (succ")
         assert str(several.value).endswith("; give the id of one")
         assert find(tmp_path, wanted, newest=True).path == new.path
     live = _run(tmp_path, "train", began=0.5)

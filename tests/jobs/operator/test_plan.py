@@ -292,7 +292,10 @@ def test_a_node_that_a_person_wants_out_is_avoided_until_he_lets_it_in(lift: str
     world.run("tr-1-1", node="next")
     again = Banned(how, 3599.0, "tr-1-ab-0", "tr-1.tr")
     refused = text(again)
-    assert refused == "node tr-1-ab-0 on tr-1.tr is excluded for 3599 s more: asked by me: loud"
+    assert refused == (
+        "node tr-1-ab-0 on tr-1.tr is excluded for 3599 s more: asked by me: loud; "
+        "`elasticrun include tr-1-ab-0` admits it sooner"
+    )
     world.end("tr-1-1", 75, message=excluded_word(again))
     world.look()
     found = [(one.node, one.reason) for one in world.status.excluded_nodes]
