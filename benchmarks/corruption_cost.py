@@ -1,10 +1,18 @@
 """Measures what comparing replicas costs a step, as a table.
 
-    python benchmarks/corruption_cost.py [--pairs N] [--seconds S] [--mib N]
+    python benchmarks/corruption_cost.py [--hashing N] [--pairs N] [--seconds S] [--mib N]
 
-Two ranks with equal state take a snapshot every ten steps. Two such jobs run side by side, one with
---on-corruption=tell and one with off, so that both have the same machine. Shown are the medians and
-means of all steps of rank 0, their ratios, and the CPU seconds of the saver, which hashes.
+First, N times for each size, alternating, the CPU time of one comparison (the thread's own clock):
+hashing the snapshot as the saver does, and encoding and decoding the reports. Per rank it is
+
+    share = comparison / (interval * cores),  interval = max(10 s, 100 * hashing on the node)
+
+of the CPU time of the steps between two comparisons, if each of the rank's cores computes all the
+time. Shown are the shares for one core per rank and 1 and 8 ranks per node: the worst case.
+
+Then two ranks with equal state take a snapshot every ten steps. Two such jobs run side by side, one
+with --on-corruption=tell and one with off, so that both have the same machine. Shown are the
+medians and means of all steps of rank 0, their ratios, and the CPU seconds of the saver.
 """
 
 from __future__ import annotations
@@ -12,13 +20,30 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import mmap
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from elasticrun.core.snapshots.agreement import APART, SHARE
+from elasticrun.snapshots.dcp.image import arrange
+from elasticrun.snapshots.saver.hashing import OpenSegment, TensorDigests
+from elasticrun.snapshots.shm.layout import PAGE
+from elasticrun.snapshots.shm.segment import Segment, initialize, segment_bytes
+from elasticrun.training.checkpointing.state import TrainingState
+from elasticrun.wire import messages as m
+from elasticrun.wire.rpc import protobuf
+from elasticrun.wire.types import RoundName
+
+SIZES = (64, 256, 1024)
+"""MiB of a rank's state, in 64 tensors."""
 
 RANK = """
 import json, os, sys, time
@@ -88,12 +113,72 @@ def pair(seconds: float, mib: int, first: str) -> dict[str, dict[str, Any]]:
     return found
 
 
+def segment_of(mib: int) -> OpenSegment:
+    """A snapshot of so many MiB in shared memory, opened as the saver does."""
+    tensors = {f"layer{n}": torch.zeros(mib << 12) for n in range(64)}
+    layout = arrange(TrainingState({"state": tensors}, 0).take().pieces, PAGE)
+    encoded = layout.encode()
+    nbytes = segment_bytes(len(encoded), layout.slot_bytes, 2)
+    fd = os.memfd_create("corruption-cost")
+    os.ftruncate(fd, nbytes)
+    memory = memoryview(mmap.mmap(fd, nbytes))
+    initialize(memory, layout_length=len(encoded), slot_bytes=layout.slot_bytes, slots=2)
+    memory[PAGE : PAGE + len(encoded)] = encoded
+    segment = Segment(memory)
+    segment.payload(0)[:] = os.urandom(1 << 16) * (layout.slot_bytes >> 16) + bytes(
+        layout.slot_bytes % (1 << 16)
+    )
+    name = RoundName(1, 1, "n")
+    segment.commit(0, round=name, sequence=1, step=10, layout=layout.key, values=0)
+    return OpenSegment(fd, 0)
+
+
+def comparison(opened: OpenSegment) -> tuple[float, float]:
+    """CPU seconds of hashing one snapshot, and of the messages of one comparison."""
+    began = time.thread_time()
+    digests = TensorDigests(opened, 0, 1).of_parts([(0, 64)], frozenset())
+    hashed = time.thread_time()
+    name = RoundName(1, 1, "n")
+    one = m.RankDigests(0, 64, digests, (), "cuda:0")
+    order, report = m.CompareReplicas(name, 10, 1), m.Digests(name, 10, 1, (one,), 0.1)
+    protobuf.order_from_wire(protobuf.order_to_wire(order))
+    protobuf.report_from_wire(protobuf.report_to_wire(report))
+    return hashed - began, time.thread_time() - hashed
+
+
+def print_hashing(samples: int) -> None:
+    """Measure the CPU time of comparisons, and print the share of the steps'."""
+    opened = {mib: segment_of(mib) for mib in SIZES}
+    found: dict[int, list[tuple[float, float]]] = {mib: [] for mib in SIZES}
+    for _ in range(samples):
+        for mib, one in opened.items():
+            found[mib].append(comparison(one))
+    print(f"load {os.getloadavg()[0]:.1f}, {samples} comparisons each: medians (the largest)")
+    print("| MiB per rank | hashing | messages | share of a step, 1 and 8 ranks per node |")
+    print("|---|---|---|---|")
+    for mib, pairs in found.items():
+        hashing, messages = ([pair[at] for pair in pairs] for at in range(2))
+        one, sent = statistics.median(hashing), statistics.median(messages)
+        shares = [
+            f"{100 * (one + sent) / max(APART, SHARE * ranks * one):.2f} %" for ranks in (1, 8)
+        ]
+        print(
+            f"| {mib} | {1e3 * one:.1f} ms ({1e3 * max(hashing):.1f}) "
+            f"| {1e3 * sent:.2f} ms ({1e3 * max(messages):.2f}) | {' and '.join(shares)} |"
+        )
+
+
 def main() -> None:
     options = argparse.ArgumentParser()
+    options.add_argument("--hashing", type=int, default=9)
     options.add_argument("--pairs", type=int, default=3)
     options.add_argument("--seconds", type=float, default=35.0)
     options.add_argument("--mib", type=int, default=256)
     args = options.parse_args()
+    if args.hashing:
+        print_hashing(args.hashing)
+    if not args.pairs:
+        return
     steps: dict[str, list[float]] = {"off": [], "tell": []}
     savers: dict[str, list[float]] = {"off": [], "tell": []}
     for number in range(args.pairs):

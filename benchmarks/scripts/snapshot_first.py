@@ -1,8 +1,9 @@
 """Measures how the memory for snapshots, prepared while training goes on, affects the steps.
 
-argv: GiB of state per rank. First come steps without a Checkpointer, then steps with one: those
-until the first snapshot, that of the first snapshot, and later ones. The seconds of each step of
-rank 0 go to $BENCH_STEPS/figures. The ranks wait for each other in every step.
+argv: GiB of state per rank. Steps without a Checkpointer come first and last. Between them are
+steps with one: those until the first snapshot, that of the first snapshot, and later ones. The
+seconds of each step of rank 0 go to $BENCH_STEPS/figures. The ranks wait for each other in every
+step.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ TENSORS = 64
 WORK = 20
 """Products of matrices per step: about 50 ms of one core."""
 
-ALONE = 40
-LATER = 10
-"""Steps without a Checkpointer, and with snapshots after the first one."""
+ALONE = 20
+LATER = 4
+"""Steps without a Checkpointer on either side, and with snapshots after the first one."""
 
 
 def main() -> None:
@@ -34,22 +35,24 @@ def main() -> None:
     place = Path(os.environ["BENCH_STEPS"])
     state = {str(n): torch.ones(int(gib * (1 << 30) / 4 / TENSORS)) for n in range(TENSORS)}
     matrix = torch.rand(512, 512)
+    figures = []
 
     def train() -> None:
         for _ in range(WORK):
             torch.mm(matrix, matrix)
         dist.barrier()
 
-    figures = []
-
     def add(name: str, began: float) -> None:
         seconds = time.perf_counter() - began
         figures.append({"name": name, "life": 0, "seconds": seconds})
 
-    for _ in range(ALONE):
-        began = time.perf_counter()
-        train()
-        add("alone", began)
+    def alone() -> None:
+        for _ in range(ALONE):
+            began = time.perf_counter()
+            train()
+            add("alone", began)
+
+    alone()
     folder = str(place / "checkpoints")
     ckpt = Checkpointer(folder, state=state, every_steps=1, persist_every_seconds=None)
     step = ckpt.restore()
@@ -57,6 +60,8 @@ def main() -> None:
     while most < LATER:
         before, began = ckpt.stats.snapshots, time.perf_counter()
         train()
+        if not before:
+            add("train", began)
         step += 1
         ckpt.step(step)
         taken = ckpt.stats.snapshots > before
@@ -65,6 +70,7 @@ def main() -> None:
         dist.all_reduce(count, dist.ReduceOp.MIN)
         most = int(count)
     ckpt.close()
+    alone()
     if dist.get_rank() == 0:
         with (place / "figures").open("a") as file:
             file.writelines(json.dumps(line) + "\n" for line in figures)

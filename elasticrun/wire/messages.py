@@ -732,13 +732,22 @@ class WentOn(Struct, frozen=True):
     step: int
 
 
+class KeepStep(Struct, frozen=True):
+    """Order: keep the snapshots of this step, the newest at which all replicas were equal, until
+    the next such order. Sent only if the job may return to it (--on-corruption)."""
+
+    round: RoundName
+    step: int
+
+
 class Holdings(Struct, frozen=True):
     """Report: every complete snapshot on this node, replacing the previous report. `saver`: where
     other nodes fetch from it; None: it has none yet. `replicas`: its ranks want every part of the
     state in the memory of two nodes. `last`: None if no rank ever ran here. `went_on`: None if no
     rank of the newest round has trained here after restoring. `skipped`: snapshots of that round
     skipped for lack of a free slot, by the local rank with the most. `worked`: ranks have taken
-    work that is handed out, now or in a round whose snapshots are here."""
+    work that is handed out, now or in a round whose snapshots are here. `kept`: the last such order
+    to this node; None: there was none."""
 
     saver: Endpoint | None
     held: Annotated[tuple[Holding, ...], AtMost(MAX_HOLDINGS)]
@@ -747,6 +756,7 @@ class Holdings(Struct, frozen=True):
     went_on: WentOn | None = None
     skipped: Count = 0
     worked: bool = False
+    kept: KeepStep | None = None
 
     def validate(self, where: str) -> None:
         if (listed := sum(len(holding.contents) for holding in self.held)) > MAX_CONTENTS:
@@ -1054,14 +1064,6 @@ class CompareReplicas(Struct, frozen=True):
     first: Count = 0
     last: Count = 0
     left_out: Annotated[tuple[Digest, ...], AtMost(MAX_LEFT_OUT)] = ()
-
-
-class KeepStep(Struct, frozen=True):
-    """Order: keep the snapshots of this step, the newest at which all replicas were equal, until
-    the next such order. Sent only if the job may return to it (--on-corruption)."""
-
-    round: RoundName
-    step: int
 
 
 class SaveAt(Struct, frozen=True):

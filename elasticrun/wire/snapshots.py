@@ -127,6 +127,12 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
+class AwaitSegment:
+    """The rank waits for the segment that it has requested: allocate it at full speed. No
+    answer."""
+
+
+@dataclass(frozen=True, slots=True)
 class AwaitRoom:
     """No slot is free: request a notification when one is, or when step `whole` is complete.
     Answer: RoomThere, unless the ranks are restarted first. A rank that has stopped waiting ignores
@@ -216,7 +222,15 @@ RankRequest = RankHere | NeedSegment | AwaitRoom | WantShard | IsWhole
 """Messages of a rank that are answered."""
 
 RankNotice = (
-    Committed | SaveFailed | Restored | CannotRestore | PutsOff | StepMissed | Skipped | Remark
+    AwaitSegment
+    | Committed
+    | SaveFailed
+    | Restored
+    | CannotRestore
+    | PutsOff
+    | StepMissed
+    | Skipped
+    | Remark
 )
 FromRank = RankRequest | RankNotice
 

@@ -143,6 +143,7 @@ class Memory:
         self.current = -1  # the step that ranks of this life are at
         self._asked: m.SaveAt | None = None
         self._watermark: Key | None = None
+        self._kept: m.KeepStep | None = None
         self._then_whole: Key | None = None  # when the agent was first signalled
         self._given_up = -1
         self._start: m.Start | None = None
@@ -283,7 +284,7 @@ class Memory:
             held = [self._told(one) for one in self.kept] + self.replicas.told()
             replicas, went_on = self._shelves.replicas, self._went_on()
             told = (self._saver, tuple(held), replicas, self.last, went_on)
-            self._node.say(m.Holdings(*told, worked=self._worked()))
+            self._node.say(m.Holdings(*told, worked=self._worked(), kept=self._kept))
 
     def _worked(self) -> bool:
         """Whether ranks of a round that is here have taken work."""
@@ -310,6 +311,7 @@ class Memory:
             case m.CompareReplicas():
                 self.digests.obey(order)
             case m.KeepStep():
+                self._kept = order
                 for one in self.kept:
                     one.agreed = one.key == (order.round, order.step)
             case m.WorkGrant() if self.work is not None:

@@ -132,6 +132,19 @@ def test_training_returns_and_then_the_node_is_excluded(training: Training) -> N
     assert told(training.out, 0)[-1]["equal"]
 
 
+def test_a_new_master_knows_to_which_step_training_returns(training: Training) -> None:
+    """The nodes tell it. The first step that it compares itself differs already."""
+    job = begin(training, 3, options=["--on-corruption=restart"])
+    flip(training, 1)
+    job.kill_master()
+    text = heard(training, r"round 1 is over: rank 1 .* differs from ranks 0,2")
+    (agreed,) = re.findall(r"all were equal at step (\d+); training returns", text)
+    job.wait_for(round=2, phase="running")
+    training.until(lambda: all(len(told(training.out, rank)) == 2 for rank in range(3)), "start")
+    assert [told(training.out, rank)[1]["start"] for rank in range(3)] == [int(agreed)] * 3
+    end(training)
+
+
 def test_a_loss_that_is_not_finite(training: Training) -> None:
     """The ranks that had it first are in the report of the failure that follows."""
     job = training.start(script=FLIPS, nproc=2, max_restarts=1)

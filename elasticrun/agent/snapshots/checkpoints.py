@@ -259,6 +259,7 @@ class Comparing:
         self._store = store
         self._keeps = keeps
         self._tasks = Tasks(logger.error)
+        self.kept: KeepStep | None = None  # for a master that does not know it
         self._order: CompareReplicas | None = None  # for snapshots that ranks will take
         self._hashed: dict[int, Found] = {}  # by rank: what was hashed last
         self._hashing: set[int] = set()  # ranks whose hash is awaited
@@ -267,6 +268,7 @@ class Comparing:
     def obey(self, order: CompareReplicas | KeepStep) -> None:
         """Carry out an order of the master."""
         if isinstance(order, KeepStep):
+            self.kept = order
             self._unpin(AGREED)
             for held, snapshot, _ in self._store.inventory.all_of(order.round, order.step):
                 held.pin(snapshot.slot, AGREED)

@@ -23,6 +23,7 @@ from elasticrun.agent.snapshots.segments import Held
 from elasticrun.config import Launch
 from elasticrun.core.events import Signalled
 from elasticrun.snapshots.shm.segment import NONE, VERSION, Snapshot
+from elasticrun.snapshots.shm.throttle import Throttle
 from elasticrun.wire import env, messages as m, snapshots as s
 from elasticrun.wire.messages import MAX_MARGIN, Start
 
@@ -97,6 +98,7 @@ class LocalRank:
     process: SnapshotProcess | None = None
     held: Held | None = None  # its segment in this generation
     awaiting_segment: Peer | None = None  # the peer that waits for NeedSegment's answer
+    allocation: Throttle = field(default_factory=Throttle)  # of that segment
     waiting_for: tuple[Peer, Held, int] | None = None  # a free slot (NONE), or a step to be whole
     step: int | None = None  # last committed
     skipped: int = 0  # snapshots

@@ -45,6 +45,7 @@ from elasticrun.snapshots.shm.segment import (
     initialize,
     segment_bytes,
 )
+from elasticrun.snapshots.shm.throttle import Throttle
 from elasticrun.wire import env
 
 OPEN_LIMIT: Final = 5.0
@@ -254,7 +255,7 @@ class Segments:
         return next(self._keys)
 
     async def segment_for(
-        self, local_rank: int, sizes: Sizes, content: int, least: int = 0
+        self, local_rank: int, sizes: Sizes, content: int, throttle: Throttle, least: int = 0
     ) -> Held:
         """The segment of this local rank for this layout: its previous one, or a new one. If memory
         is short, one with `least` slots (0: no fewer). Raises NoMemory."""
@@ -268,7 +269,7 @@ class Segments:
                 return held
         try:
             self._announce(sizes)
-            held = await self._make(local_rank, sizes, content, sizes.nbytes)
+            held = await self._make(local_rank, sizes, content, sizes.nbytes, throttle)
         except NoMemory as error:
             if fewer == sizes or self._closed:
                 raise
@@ -276,8 +277,8 @@ class Segments:
                 f"there is memory for only {least} snapshots of a rank: some are skipped while a "
                 f"checkpoint is written ({error})"
             )
-            held = await self._make(local_rank, fewer, content, fewer.nbytes)
-        self._tasks.start(self._populate(held), "keeping segments")
+            held = await self._make(local_rank, fewer, content, fewer.nbytes, throttle)
+        self._tasks.start(self._populate(held, throttle), "keeping segments")
         return held
 
     async def copy_of(self, layout_length: int, slot_bytes: int) -> Held:
@@ -286,7 +287,7 @@ class Segments:
         if wrong := sizes.why_invalid():
             raise NoMemory(wrong)
         one = sizes.nbytes - (PAGE + slot_bytes)
-        return await self._make(-1, sizes, 0, one)
+        return await self._make(-1, sizes, 0, one, Throttle(throttled=False))
 
     async def replica_of(self, rank: int, sizes: Sizes, content: int) -> Held:
         """The segment that replicates this rank of another node: its previous one for this layout,
@@ -300,7 +301,7 @@ class Segments:
         slots = f"{sizes.slots} x {size_text(sizes.slot_bytes)}"
         words = f"replicas take {slots} of shared memory for each rank of another node"
         self._once.log(words, logging.INFO)
-        return await self._make(-1, sizes, content, sizes.nbytes, rank)
+        return await self._make(-1, sizes, content, sizes.nbytes, Throttle(), rank)
 
     def drop(self, held: Held) -> None:
         """Release a segment; a process that has mapped it keeps its view."""
@@ -360,18 +361,33 @@ class Segments:
         self._no_folder = f"there is no folder for snapshots ({why})"
 
     async def _make(
-        self, local_rank: int, sizes: Sizes, content: int, filled: int, replica: int = -1
+        self,
+        local_rank: int,
+        sizes: Sizes,
+        content: int,
+        filled: int,
+        throttle: Throttle,
+        replica: int = -1,
     ) -> Held:
         named = await self._fits_in_folder(filled)
         self._allocating += filled
         try:
-            return await self._allocate(named, local_rank, sizes, content, filled, replica)
+            return await self._allocate(
+                named, local_rank, sizes, content, filled, throttle, replica
+            )
         finally:
             self._allocating -= filled
             self._allocated.set()
 
     async def _allocate(
-        self, named: bool, local_rank: int, sizes: Sizes, content: int, filled: int, replica: int
+        self,
+        named: bool,
+        local_rank: int,
+        sizes: Sizes,
+        content: int,
+        filled: int,
+        throttle: Throttle,
+        replica: int,
     ) -> Held:
         folder = self._folder if named else None
         path = ""
@@ -383,9 +399,11 @@ class Segments:
         def work() -> tuple[int, mmap.mmap]:
             os.nice(BACKGROUND)
             if path:
-                fd = memory.allocate_file(path, sizes.nbytes, filled, small.append)
+                fd = memory.allocate_file(path, sizes.nbytes, filled, throttle, small.append)
             else:
-                fd = memory.allocate_anonymous("elasticrun", sizes.nbytes, filled, small.append)
+                fd = memory.allocate_anonymous(
+                    "elasticrun", sizes.nbytes, filled, throttle, small.append
+                )
             return fd, memory.map_allocated(fd, sizes.nbytes, path)
 
         def late(taken: tuple[int, mmap.mmap]) -> None:
@@ -454,7 +472,7 @@ class Segments:
                 room = memory.available_in(self._base)
         return room, memory.available_memory()
 
-    async def _populate(self, held: Held) -> None:
+    async def _populate(self, held: Held, throttle: Throttle) -> None:
         """Populate the pages, in parallel with the rank, which populates its own mapping: whichever
         touches a page first has to wait until it is zeroed."""
         fd = os.dup(held.fd)
@@ -462,7 +480,7 @@ class Segments:
         def work() -> bool:
             os.nice(BACKGROUND)
             with os.fdopen(fd, "rb"):  # closed in the thread, which may outlive the caller
-                return memory.populate(fd, held.sizes.nbytes)
+                return memory.populate(fd, held.sizes.nbytes, throttle)
 
         try:
             warm = await in_thread(work, name="warm")

@@ -42,6 +42,7 @@ from elasticrun.agent.workers.spawner import Spawners
 from elasticrun.host.log import logger
 from elasticrun.snapshots.shm.memory import NoMemory
 from elasticrun.snapshots.shm.segment import NONE, round_key
+from elasticrun.snapshots.shm.throttle import Throttle
 from elasticrun.wire import messages as m, snapshots as s
 from elasticrun.wire.messages import Start
 from elasticrun.wire.progress import place
@@ -344,8 +345,10 @@ class LocalSnapshots:
         if isinstance(message, s.NeedSegment) and rank.awaiting_segment is peer:
             peer.break_off("it requests a second segment before it got the first one")
         elif isinstance(message, s.NeedSegment):
-            rank.awaiting_segment = peer
+            rank.awaiting_segment, rank.allocation = peer, Throttle()
             self._tasks.start(self._give(peer, local_rank, message), "giving a segment")
+        elif isinstance(message, s.AwaitSegment):
+            rank.allocation.hurry()
         elif isinstance(message, s.Committed):
             self._committed(local_rank, message)
         elif isinstance(message, s.SaveFailed):
@@ -401,8 +404,9 @@ class LocalSnapshots:
         self.tidy()
 
     async def _lend(self, peer: Peer, local_rank: int, need: s.NeedSegment) -> None:
+        throttle = self._generation.ranks[local_rank].allocation
         held = await self._segments.segment_for(
-            local_rank, sizes_of(need), need.content, need.least
+            local_rank, sizes_of(need), need.content, throttle, need.least
         )
         if not peer.closed:  # immediately, so that nobody prunes it meanwhile
             self._generation.ranks[local_rank].held = held
@@ -514,8 +518,8 @@ class LocalSnapshots:
         saver = Endpoint(self._node.address, self.savers.port) if self.savers.port else None
         last, went_on = self._inventory.last(), generation.went_on()
         skipped = max((rank.skipped for rank in generation.ranks), default=0)
-        worked = self._inventory.worked
-        return m.Holdings(saver, held, self._replicas.enabled, last, went_on, skipped, worked)
+        worked, kept = self._inventory.worked, self._comparing.kept
+        return m.Holdings(saver, held, self._replicas.enabled, last, went_on, skipped, worked, kept)
 
     def nodes(self) -> int:
         """Number of nodes in the round."""

@@ -29,7 +29,7 @@ from msgspec.structs import replace
 
 from elasticrun.core.persisted import AgreementFacts
 from elasticrun.core.snapshots.ledger import Ledger, in_spans
-from elasticrun.core.snapshots.types import Outbox
+from elasticrun.core.snapshots.types import Outbox, sort_key
 from elasticrun.core.words import plural
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import MAX_PARTS, RoundName, key_of_name, parts_of
@@ -124,8 +124,7 @@ class Agreement:
         self._ahead = 0  # steps from the newest one known to the one after which ranks hash
         self._settled: set[int] = set()  # ranks that differ without a majority; not compared again
         self._learning = 0  # comparisons that found what differs by design
-        self.agreed = -1
-        """The newest step of the current round at which all replicas were equal; -1: none."""
+        self._kept: m.KeepStep | None = None  # the newest step at which all replicas were equal
         self.first = -1
         """The first step of the current round that could be compared; -1: none."""
         self._has_agreed = False  # in this job
@@ -151,6 +150,18 @@ class Agreement:
         self.is_used = facts != AgreementFacts()
         self._accused, self.returns = facts.accused, facts.returns
 
+    @property
+    def agreed(self) -> int:
+        """The newest step of the current round at which all replicas were equal; -1: none."""
+        kept = self._kept
+        return kept.step if kept is not None and kept.round == self._round else -1
+
+    def remember(self, kept: m.KeepStep) -> None:
+        """A node was ordered to keep this step, perhaps by the previous master."""
+        before = self._kept
+        if before is None or _age(kept) > _age(before):
+            self._kept = kept
+
     def accuse(self, node: str) -> bool:
         """A rank of this node differs from the majority; return whether one has before."""
         others = [one for one in self._accused if one != node]
@@ -165,7 +176,7 @@ class Agreement:
         `here`: the connected nodes. Return what differs."""
         if ledger.name != self._round:
             self._round, self.running = ledger.name, None
-            self._ahead, self.agreed = 0, -1
+            self._ahead = 0
             self._settled.clear()
             self.first = max(ledger.steps(), default=-1)
             self._patience = now + LIMIT
@@ -303,10 +314,10 @@ class Agreement:
             self._outbox.record()
             ranks = in_spans(sorted(run.group_of))
             self._outbox.log(f"the replicas on {ranks} are equal at step {run.step}")
-        self.agreed = run.step
+        self._kept = m.KeepStep(run.round, run.step)
         if self._keeps:
             nodes = {node: None for one in run.groups for node in one.places.values()}
-            self._outbox.send(m.KeepStep(run.round, run.step), *nodes)
+            self._outbox.send(self._kept, *nodes)
 
     # ------------------------------------------------------------ what differs
 
@@ -350,6 +361,11 @@ class Agreement:
             tuple(group.places[one.rank] for one in wrong),
             tuple(one.device for one in wrong),
         )
+
+
+def _age(kept: m.KeepStep) -> tuple[int, int, int]:
+    """Sort key: the newest is the last."""
+    return sort_key((kept.round, kept.step))
 
 
 def _divide(run: Comparison) -> list[ReplicaGroup]:

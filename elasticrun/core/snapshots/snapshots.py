@@ -64,6 +64,8 @@ class Snapshots:
         self.points.on_holdings(node, report)
         self._replicas.on_holdings(node, report)
         self.checkpoints.on_holdings(node, report)
+        if report.kept is not None:
+            self.agreement.remember(report.kept)
         self.points.answer()
         self.proceed(now)
 

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from elasticrun.host.system.processes import memory_file
+from elasticrun.snapshots.shm.throttle import Throttle
 
 LARGE: Final = 2 * 1024 * 1024
 """Bytes of a huge page on x86 and most ARM machines. On machines with another size there are no
@@ -97,7 +98,7 @@ milliseconds per stretch to find that out.
 """
 
 
-def allocate_huge_pages(fd: int, nbytes: int) -> str:
+def allocate_huge_pages(fd: int, nbytes: int, throttle: Throttle) -> str:
     """Back the first `nbytes` of a file of shared memory with zeroed huge pages, as far as
     possible. Returns "" if at least one was available, or none was needed; else a clause that says
     why not. The other stretches have at most one page of 4 KiB each; the caller allocates them with
@@ -111,7 +112,7 @@ def allocate_huge_pages(fd: int, nbytes: int) -> str:
         return str(error.strerror)
     libc, begin = c_library(), ctypes.addressof(mapped)
     failed, made, why = 0, 0, ""
-    for at in range(0, size, LARGE):
+    for at in throttle.spread(range(0, size, LARGE)):
         try:
             os.pwrite(fd, b"\0", at)
         except OSError as error:  # no memory: posix_fallocate reports it
@@ -130,8 +131,9 @@ Report = Callable[[str], None]
 
 POPULATE_WRITE: Final = 23  # <linux/mman.h> MADV_POPULATE_WRITE, Linux 5.14
 
-CHUNK: Final = 64 * 1024 * 1024
-"""Bytes that `populate` maps and prefaults at a time."""
+CHUNK: Final = 4 * 1024 * 1024
+"""Bytes that are allocated, mapped or prefaulted at a time: a millisecond, or 20 where a hypervisor
+provides the memory."""
 
 RESERVE: Final = 64 * 1024 * 1024
 """Bytes of the machine's memory that are left to other processes."""
@@ -229,7 +231,9 @@ def _ignore(clause: str) -> None:
     """Ignore why there are no huge pages."""
 
 
-def allocate_file(path: str, nbytes: int, filled: int, report: Report = _ignore) -> int:
+def allocate_file(
+    path: str, nbytes: int, filled: int, throttle: Throttle, report: Report = _ignore
+) -> int:
     """Create a file of `nbytes` whose first `filled` bytes are allocated; returns its descriptor.
     `report` is called with a clause if no huge page was available. Raises NoMemory, also if the
     file exists; leaves no new file then."""
@@ -239,7 +243,7 @@ def allocate_file(path: str, nbytes: int, filled: int, report: Report = _ignore)
     except OSError as error:
         raise NoMemory(f"{path} cannot be created ({error.strerror})") from None
     try:
-        _fill(fd, nbytes, filled, report)
+        _fill(fd, nbytes, filled, throttle, report)
     except BaseException:
         os.close(fd)
         with contextlib.suppress(OSError):
@@ -248,14 +252,16 @@ def allocate_file(path: str, nbytes: int, filled: int, report: Report = _ignore)
     return fd
 
 
-def allocate_anonymous(name: str, nbytes: int, filled: int, report: Report = _ignore) -> int:
+def allocate_anonymous(
+    name: str, nbytes: int, filled: int, throttle: Throttle, report: Report = _ignore
+) -> int:
     """The same as `allocate_file`, for an anonymous file that cannot be shrunk. Raises NoMemory."""
     try:
         fd = memory_file(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
         raise NoMemory(f"the kernel refuses an anonymous file ({error.strerror})") from None
     try:
-        _fill(fd, nbytes, filled, report)
+        _fill(fd, nbytes, filled, throttle, report)
     except BaseException:
         os.close(fd)
         raise
@@ -264,12 +270,13 @@ def allocate_anonymous(name: str, nbytes: int, filled: int, report: Report = _ig
     return fd
 
 
-def _fill(fd: int, nbytes: int, filled: int, report: Report) -> None:
+def _fill(fd: int, nbytes: int, filled: int, throttle: Throttle, report: Report) -> None:
     try:
         os.ftruncate(fd, nbytes)
-        if why := allocate_huge_pages(fd, filled):
+        if why := allocate_huge_pages(fd, filled, throttle):
             report(why)
-        os.posix_fallocate(fd, 0, filled)
+        for at in throttle.spread(range(0, filled, CHUNK)):
+            os.posix_fallocate(fd, at, min(CHUNK, filled - at))
     except OSError as error:
         raise NoMemory(f"{size_text(filled)} could not be allocated ({error.strerror})") from None
 
@@ -291,12 +298,12 @@ def map_allocated(fd: int, nbytes: int, path: str) -> mmap.mmap:
 # ---------------------------------------------------------------- prefaulting
 
 
-def populate(fd: int, nbytes: int) -> bool:
+def populate(fd: int, nbytes: int, throttle: Throttle) -> bool:
     """Touch every page, so that it is allocated, without the interpreter lock; False if that fails,
     as on older kernels. Removes its mappings again, because page tables are per process."""
     libc = c_library()
     protection = mmap.PROT_READ | mmap.PROT_WRITE
-    for at in range(0, nbytes, CHUNK):
+    for at in throttle.spread(range(0, nbytes, CHUNK)):
         length = min(CHUNK, nbytes - at)
         try:
             address = _checked(libc.mmap(None, length, protection, mmap.MAP_SHARED, fd, at))

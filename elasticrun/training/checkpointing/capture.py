@@ -35,7 +35,7 @@ from elasticrun.training.checkpointing.memory.devices import (
 from elasticrun.training.checkpointing.memory.mapped import MappedSegment
 from elasticrun.training.checkpointing.parts import StateError
 from elasticrun.training.checkpointing.state import SnapshotPlan, TrainingState
-from elasticrun.wire.snapshots import Committed, NeedSegment, SegmentHere
+from elasticrun.wire.snapshots import AwaitSegment, Committed, NeedSegment, SegmentHere
 from elasticrun.wire.types import RoundName
 
 LEAST_ROOM: Final = 64 * 1024
@@ -360,6 +360,8 @@ class SnapshotTaker:
     def _answer(self, request: _Request, *, wait: bool) -> tuple[SegmentHere, int | None] | None:
         """The agent's answer, with the segment's descriptor; None if it is not there yet and must
         not be waited for."""
+        if wait:
+            self._connection.send(AwaitSegment())
         answer = self._connection.answer_to(
             request.need, SegmentHere, deadline=request.deadline, wait=wait
         )

@@ -808,6 +808,7 @@ class Holdings(_message.Message):
     WENT_ON_FIELD_NUMBER: _builtins.int
     SKIPPED_FIELD_NUMBER: _builtins.int
     WORKED_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
     replicas: _builtins.bool
     skipped: _builtins.int
     worked: _builtins.bool
@@ -819,6 +820,8 @@ class Holdings(_message.Message):
     def last(self) -> Global___RoundInfo: ...
     @_builtins.property
     def went_on(self) -> Global___WentOn: ...
+    @_builtins.property
+    def kept(self) -> Global___KeepStep: ...
     def __init__(
         self,
         *,
@@ -829,10 +832,11 @@ class Holdings(_message.Message):
         went_on: Global___WentOn | None = ...,
         skipped: _builtins.int = ...,
         worked: _builtins.bool = ...,
+        kept: Global___KeepStep | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["last", b"last", "saver", b"saver", "went_on", b"went_on"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept", "last", b"last", "saver", b"saver", "went_on", b"went_on"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "last", b"last", "replicas", b"replicas", "saver", b"saver", "skipped", b"skipped", "went_on", b"went_on", "worked", b"worked"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "kept", b"kept", "last", b"last", "replicas", b"replicas", "saver", b"saver", "skipped", b"skipped", "went_on", b"went_on", "worked", b"worked"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from elasticrun.agent.snapshots.inventory import Inventory, WantedSnapshots
+from elasticrun.snapshots.shm.throttle import Throttle
 from tests.agent.snapshots.played import BOTH, CONTENT, LAYOUT, LIMIT
 from tests.agent.snapshots.test_segments import LIFE, SIZES, using, write
 
@@ -36,7 +37,7 @@ async def test_what_the_agent_before_held_is_told(shm: Path, case: str, may_writ
         inventory = Inventory(segments, WantedSnapshots(segments, LIMIT, router), 2)
         inventory.adopt([LIFE])
         for local_rank, committed in enumerate(steps):
-            held = await segments.segment_for(local_rank, SIZES, LAYOUT.content)
+            held = await segments.segment_for(local_rank, SIZES, LAYOUT.content, Throttle())
             for step in committed:
                 write(held, step)
         rows = inventory.holdings(may_write=may_write)

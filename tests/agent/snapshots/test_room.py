@@ -11,9 +11,10 @@ import pytest
 
 from elasticrun.agent.snapshots.peers import Peer
 from elasticrun.agent.snapshots.segments import Segments, Sizes
-from elasticrun.snapshots.shm import memory
-from elasticrun.snapshots.shm.memory import LARGE, NoMemory
+from elasticrun.snapshots.shm import memory, throttle as throttling
+from elasticrun.snapshots.shm.memory import CHUNK, LARGE, NoMemory
 from elasticrun.snapshots.shm.segment import NONE
+from elasticrun.snapshots.shm.throttle import Throttle
 from elasticrun.wire import messages as m, snapshots as s
 from tests.agent.snapshots.played import LAYOUT, ONE, Node
 from tests.harness import LIMIT
@@ -84,6 +85,20 @@ async def test_who_has_no_segment_cannot_wait_for_its_slots(node: Node) -> None:
     assert await rank.hangs_up()
 
 
+async def test_a_rank_that_waits_for_its_segment_gets_it_at_full_speed(
+    node: Node, monkeypatch
+) -> None:
+    """Without AwaitSegment this allocation would take an hour."""
+    monkeypatch.setattr(throttling, "are_cores_busy", lambda: True)
+    monkeypatch.setattr(throttling, "LEAST", 0.0)
+    monkeypatch.setattr(throttling, "SHARE", 1e-9)
+    monkeypatch.setattr(throttling, "LONGEST", 600.0)
+    node.begin(1)
+    rank = await node.rank(0)
+    rank.say(s.NeedSegment(LAYOUT.key, LAYOUT.content, len(LAYOUT.encode()), 16 * CHUNK, 2))
+    assert (await rank.asks(s.AwaitSegment(), s.SegmentHere)).ok
+
+
 # ---------------------------------------------------------------- how many
 
 
@@ -93,11 +108,13 @@ async def test_fewer_slots_do_where_there_is_no_more_room(shm: Path, monkeypatch
     segments = Segments("a-job", 2, {"ELASTICRUN_SHM_DIR": str(shm)})
     await segments.open("node-a")
     with pytest.raises(NoMemory):
-        await segments.segment_for(0, SIZES, 1)
-    held = await segments.segment_for(0, SIZES, 1, least=2)
+        await segments.segment_for(0, SIZES, 1, Throttle())
+    held = await segments.segment_for(0, SIZES, 1, Throttle(), least=2)
     assert held.segment.slots == 2
     assert "there is memory for only 2 snapshots of a rank" in caplog.text
-    assert await segments.segment_for(0, SIZES, 1, least=2) is held  # and another life is given it
+    assert (
+        await segments.segment_for(0, SIZES, 1, Throttle(), least=2) is held
+    )  # and another life is given it
     await segments.close(job_over=True)
 
 
@@ -108,9 +125,8 @@ def test_large_pages_are_all_zero_and_all_there() -> None:
     fd = os.memfd_create("test")
     try:
         os.ftruncate(fd, 3 * LARGE + 4096)
-        memory.allocate_huge_pages(
-            fd, 3 * LARGE + 4096
-        )  # whether there are any is the machine's affair
+        # whether there are any depends on the machine
+        memory.allocate_huge_pages(fd, 3 * LARGE + 4096, Throttle())
         os.posix_fallocate(fd, 0, 3 * LARGE + 4096)
         assert os.fstat(fd).st_blocks * 512 >= 3 * LARGE + 4096
         assert os.pread(fd, LARGE, 2 * LARGE) == bytes(LARGE)
@@ -122,7 +138,7 @@ def test_large_pages_are_all_zero_and_all_there() -> None:
 def test_why_there_are_no_large_pages_is_told(nbytes: int, why: list[str], monkeypatch) -> None:
     monkeypatch.setattr(memory, "MADV_COLLAPSE", 9999)  # as a kernel before 6.1 takes it
     told: list[str] = []
-    fd = memory.allocate_anonymous("test", nbytes, nbytes, told.append)
+    fd = memory.allocate_anonymous("test", nbytes, nbytes, Throttle(), told.append)
     try:
         assert os.fstat(fd).st_blocks * 512 >= nbytes
     finally:

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from inotify_simple import INotify, flags
@@ -25,6 +26,7 @@ from elasticrun.snapshots.shm import memory
 from elasticrun.snapshots.shm.layout import PAGE
 from elasticrun.snapshots.shm.memory import NoMemory
 from elasticrun.snapshots.shm.segment import NONE
+from elasticrun.snapshots.shm.throttle import Throttle
 from elasticrun.wire import snapshots as s
 from elasticrun.wire.messages import RoundInfo
 from elasticrun.wire.types import RoundName
@@ -75,7 +77,7 @@ def killed(shm: Path, job: str = "a-job", node: str = "node-a") -> Path:
 
 async def be_killed(shm: str, job: str, node: str) -> None:
     async with using(Path(shm), job, node) as segments:
-        held = await segments.segment_for(0, SIZES, LAYOUT.content)
+        held = await segments.segment_for(0, SIZES, LAYOUT.content, Throttle())
         await segments.note([LIFE])
         write(held, 1)
         held.pin(1, "something")
@@ -88,12 +90,12 @@ async def be_killed(shm: str, job: str, node: str) -> None:
 async def test_a_folder_is_made_when_it_is_needed_and_is_this_users_alone(shm: Path) -> None:
     async with using(shm) as segments:
         assert not list(shm.iterdir())
-        held = await segments.segment_for(1, SIZES, LAYOUT.content)
+        held = await segments.segment_for(1, SIZES, LAYOUT.content, Throttle())
         (folder,) = shm.iterdir()
         assert folder.stat().st_mode & 0o777 == 0o700
         assert Path(held.path).stat().st_mode & 0o777 == 0o600
         assert Path(held.path).stat().st_blocks * 512 >= SIZES.nbytes  # its pages are there
-        assert await segments.segment_for(1, SIZES, LAYOUT.content) is held
+        assert await segments.segment_for(1, SIZES, LAYOUT.content, Throttle()) is held
     assert not list(shm.iterdir())
 
 
@@ -107,7 +109,7 @@ async def test_the_next_agent_of_the_node_adopts_what_a_killed_one_had(shm: Path
         assert snapshot.step == 1
         assert (held.local_rank, held.content, held.written) == (0, LAYOUT.content, True)
         assert not held.segment.pinned(snapshot.slot)
-        assert await segments.segment_for(0, SIZES, LAYOUT.content) is held
+        assert await segments.segment_for(0, SIZES, LAYOUT.content, Throttle()) is held
     assert not list(shm.iterdir())
 
 
@@ -123,7 +125,7 @@ async def test_replicas_are_adopted_too(shm: Path) -> None:
         assert await segments.replica_of(70, SIZES, LAYOUT.content) is held
         other = await segments.replica_of(71, SIZES, LAYOUT.content)
         assert Path(other.path).name.startswith("r71-")
-        assert await segments.segment_for(0, SIZES, LAYOUT.content) is not held
+        assert await segments.segment_for(0, SIZES, LAYOUT.content, Throttle()) is not held
     assert not list(shm.iterdir())
 
 
@@ -245,7 +247,7 @@ async def test_a_job_without_room_does_not_wait_for_it(shm: Path, monkeypatch, c
     folder = killed(shm, job="gone")
     monkeypatch.setattr(memory, "available_in", lambda _: 0 if folder.exists() else 2**40)
     async with using(shm) as segments:
-        held = await segments.segment_for(0, SIZES, LAYOUT.content)
+        held = await segments.segment_for(0, SIZES, LAYOUT.content, Throttle())
         assert held.path
     assert not folder.exists()
     assert "removed snapshots of 1 killed agents of other jobs" in caplog.text
@@ -281,7 +283,7 @@ async def test_folders_of_killed_agents_of_others_are_removed(shm: Path, tmp_pat
         shm
     ) as segments:  # when this job is over, its node-b will not come back either
         assert {path.name for path in shm.iterdir()} == {*staying, ours.name}
-        await segments.segment_for(0, SIZES, LAYOUT.content)
+        await segments.segment_for(0, SIZES, LAYOUT.content, Throttle())
     assert {path.name for path in shm.iterdir()} == staying
     living.remove(job_over=False)
 
@@ -297,7 +299,7 @@ def test_an_agent_that_calls_itself_the_same_has_a_folder_of_its_own(shm: Path) 
 
 async def test_a_segment_that_is_dropped_is_no_file_any_more(shm: Path) -> None:
     async with using(shm) as segments:
-        held = await segments.segment_for(0, SIZES, LAYOUT.content)
+        held = await segments.segment_for(0, SIZES, LAYOUT.content, Throttle())
         segments.drop(held)
         assert held.is_lost
         assert held.snapshots() == []
@@ -319,7 +321,7 @@ async def test_sizes_that_no_segment_has_are_refused(shm: Path) -> None:
             Sizes(1, 100, -PAGE, 2),
         ):
             with pytest.raises(NoMemory, match=r"slots|is invalid"):
-                await segments.segment_for(0, sizes, 1)
+                await segments.segment_for(0, sizes, 1, Throttle())
 
 
 async def test_more_than_the_machine_has_is_refused_before_it_is_taken(shm: Path, caplog) -> None:
@@ -327,14 +329,14 @@ async def test_more_than_the_machine_has_is_refused_before_it_is_taken(shm: Path
         with pytest.raises(
             NoMemory, match=r"are needed, but the (machine|cgroup .*) has only .* left"
         ):
-            await segments.segment_for(0, Sizes(1, 100, 2**46, 2), 1)
+            await segments.segment_for(0, Sizes(1, 100, 2**46, 2), 1, Throttle())
         assert "snapshots take 2 x 64 TiB of shared memory for each of 2 local ranks" in caplog.text
 
 
 async def test_a_folder_without_room_is_done_without(shm: Path, caplog, monkeypatch) -> None:
     monkeypatch.setattr(memory, "available_in", lambda folder: PAGE)
     async with using(shm) as segments:
-        held = await segments.segment_for(0, SIZES, LAYOUT.content)
+        held = await segments.segment_for(0, SIZES, LAYOUT.content, Throttle())
         write(held, 1)
         assert (held.path, held.find_newest() is not None) == ("", True)
         assert "has space for 4 KiB: snapshots are kept in anonymous memory" in caplog.text
@@ -344,15 +346,15 @@ async def test_two_ranks_at_once_do_not_take_more_than_there_is(shm: Path, monke
     """The second waits until it is known what the first has taken."""
     room = [SIZES.nbytes + 100]
 
-    def take_file(path: str, nbytes: int, filled: int, report: memory.Report) -> int:
+    def take_file(path: str, nbytes: int, *more: Any) -> int:
         room[0] -= nbytes
-        return taking(path, nbytes, filled, report)
+        return taking(path, nbytes, *more)
 
     taking = memory.allocate_file
     monkeypatch.setattr(memory, "allocate_file", take_file)
     monkeypatch.setattr(memory, "available_memory", lambda: (room[0], "the machine"))
     async with using(shm) as segments:
-        both = [segments.segment_for(rank, SIZES, LAYOUT.content) for rank in range(2)]
+        both = [segments.segment_for(rank, SIZES, LAYOUT.content, Throttle()) for rank in range(2)]
         found = await asyncio.gather(*both, return_exceptions=True)
         assert {type(one) for one in found} == {Held, NoMemory}  # either may be first
 
@@ -368,9 +370,9 @@ def test_a_cgroup_has_what_its_page_cache_could_give_back(tmp_path: Path) -> Non
 
 
 def test_pages_are_made_warm_without_stopping_others() -> None:
-    fd = memory.allocate_anonymous("test", 3 * PAGE, PAGE)
+    fd = memory.allocate_anonymous("test", 3 * PAGE, PAGE, Throttle())
     try:
-        assert memory.populate(fd, 3 * PAGE)
+        assert memory.populate(fd, 3 * PAGE, Throttle())
         assert os.fstat(fd).st_blocks * 512 >= 3 * PAGE
         assert os.pread(fd, PAGE, 0) == bytes(PAGE)
     finally:
@@ -380,13 +382,14 @@ def test_pages_are_made_warm_without_stopping_others() -> None:
 SMALL_TMPFS = """
 import asyncio, sys
 from pathlib import Path
-from tests.agent.snapshots.test_segments import NoMemory, Sizes, memory, using
+from typing import Any
+from tests.agent.snapshots.test_segments import NoMemory, Sizes, Throttle, memory, using
 
 async def main(shm):
     memory.available_in = lambda folder: 1 << 40  # as if others had taken it since we looked
     async with using(shm) as segments:
         try:
-            await segments.segment_for(0, Sizes(1, 100, 1 << 20, 2), 1)
+            await segments.segment_for(0, Sizes(1, 100, 1 << 20, 2), 1, Throttle())
         except NoMemory as error:
             print(error)
         print("left", [p.name for p in shm.rglob("?-*")])
@@ -452,7 +455,7 @@ async def test_a_truncated_segment_does_not_end_the_agent(node: Node, shm: Path,
 
 
 async def test_memory_without_a_name_cannot_be_truncated() -> None:
-    fd = memory.allocate_anonymous("test", PAGE, PAGE)
+    fd = memory.allocate_anonymous("test", PAGE, PAGE, Throttle())
     try:
         with pytest.raises(PermissionError):
             os.ftruncate(fd, 0)

@@ -406,6 +406,14 @@ STATIC = node_context(launched(node_rank=1), place=Place("static", "head", 29612
          AS_RANK_0 | {"CUDA_VISIBLE_DEVICES": "7", "HIP_VISIBLE_DEVICES": "7"}),
         (VIRTUAL, {"CUDA_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": ""},
          AS_RANK_0 | {"CUDA_VISIBLE_DEVICES": "5", "HIP_VISIBLE_DEVICES": None}),
+        # HIP's numbers count within ROCR's devices
+        (VIRTUAL, {"ROCR_VISIBLE_DEVICES": "4,5"},
+         AS_RANK_0 | {"CUDA_VISIBLE_DEVICES": "1", "ROCR_VISIBLE_DEVICES": None}),
+        (VIRTUAL, {"ROCR_VISIBLE_DEVICES": "4,5", "HIP_VISIBLE_DEVICES": "1,0"},
+         AS_RANK_0 | {"HIP_VISIBLE_DEVICES": "0", "ROCR_VISIBLE_DEVICES": None}),
+        # names and MIG instances do not depend on the order of devices
+        (VIRTUAL, {"CUDA_DEVICE_ORDER": "FASTEST_FIRST", "CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"},
+         AS_RANK_0 | {"CUDA_VISIBLE_DEVICES": "MIG-b", "CUDA_DEVICE_ORDER": None}),
     ],
 )  # fmt: skip
 def test_what_changes_a_variable(

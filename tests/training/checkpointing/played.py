@@ -62,6 +62,7 @@ class PlayedAgent:
         self.held: dict[tuple[str, int, int], tuple[Memory, s.Committed]] = {}  # round, step, rank
         self.said: list[tuple[int, Any]] = []
         self._news = threading.Condition()
+        self._gone = 0  # ranks that have closed their connection
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(address(self.name))
         self._listener.listen()
@@ -83,6 +84,11 @@ class PlayedAgent:
         with self._news:
             assert self._news.wait_for(lambda: len(self.of(kind)) >= count, 240), self.said
         return self.of(kind)
+
+    def until_gone(self) -> None:
+        """Wait until a rank has closed its connection."""
+        with self._news:
+            assert self._news.wait_for(lambda: self._gone, 240)
 
     def next_life(
         self,
@@ -124,6 +130,9 @@ class PlayedAgent:
                     elif not self._read(self._peers[key.fd]):
                         selector.unregister(key.fileobj)
                         self._peers.pop(key.fd).sock.close()
+                        with self._news:
+                            self._gone += 1
+                            self._news.notify_all()
 
     def _read(self, peer: Peer) -> bool:
         try:

@@ -119,6 +119,7 @@ def test_training_goes_on_while_memory_for_the_first_snapshot_is_prepared(
         ckpt.step(step)
     assert (ckpt.stats.snapshots, ckpt.stats.skipped, ckpt.stats.failed) == (0, 0, 0)
     assert len(agent.until(s.NeedSegment)) == 1
+    assert not agent.of(s.AwaitSegment)
     agent.may_give.set()
     step = 10
     while not ckpt.stats.snapshots:  # the pages are mapped between two due steps, too
@@ -141,7 +142,7 @@ def test_what_must_be_saved_waits_for_the_memory(agent: PlayedAgent, new: New) -
     thread.start()
     assert ckpt.save_now(2)
     thread.join(240)
-    assert len(agent.of(s.NeedSegment)) == 1
+    assert len(agent.of(s.NeedSegment)) == len(agent.of(s.AwaitSegment)) == 1
     assert [(one.step, one.persist) for one in agent.until(s.Committed)] == [(2, True)]
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from elasticrun.snapshots.shm.layout import PAGE
 from elasticrun.snapshots.shm.segment import VERSION
+from elasticrun.training import Checkpointer
 from elasticrun.training.checkpointing.agent_connection import AgentConnection
 from elasticrun.training.checkpointing.capture import INLINE_BYTES, SaveOutcome, SnapshotTaker
 from elasticrun.training.checkpointing.memory import devices
@@ -316,6 +317,21 @@ def test_a_device_that_fails_leaves_the_previous_snapshot(
     assert train.steps() == [1]
     with pytest.raises(StateError, match=r"step 2 could not be copied.*device-side assert"):
         train.take(3)
+
+
+def test_close_after_a_copy_that_failed_closes_the_connection(
+    agent: PlayedAgent, device: PlayedDevice, new: Callable[..., Checkpointer], monkeypatch, capfd
+) -> None:
+    monkeypatch.setenv("ELASTICRUN_SNAPSHOTS", agent.place(0))
+    state = {"weights": torch.zeros(64)}
+    ckpt = new(state=state, every_steps=1, persist_every_seconds=None, overlap=True)
+    ckpt.step(1)
+    device.is_broken = True
+    device.events[-1].run()
+    ckpt.close()
+    agent.until_gone()
+    assert agent.of(Committed) == []
+    assert "step 1 could not be copied" in capfd.readouterr().err
 
 
 def test_a_device_without_memory_for_clones(

@@ -14,6 +14,7 @@ from elasticrun.snapshots.dcp.image import views
 from elasticrun.snapshots.shm.layout import PAGE, Layout
 from elasticrun.snapshots.shm.memory import CHUNK, map_pages, map_shared
 from elasticrun.snapshots.shm.segment import Segment
+from elasticrun.snapshots.shm.throttle import Throttle
 from elasticrun.training.checkpointing.memory.devices import PageLocks
 
 
@@ -38,6 +39,7 @@ class MappedSegment:
         self._tensors: dict[int, list[torch.Tensor]] = {}
         self._is_mapped = threading.Event()
         self._is_mapped.set()
+        self._throttle = Throttle()  # of the thread that maps the slots
         self._locks = PageLocks()
         weakref.finalize(array, self._locks.release).atexit = False  # before it is unmapped
 
@@ -57,9 +59,10 @@ class MappedSegment:
         """Map all pages of a slot, if the agent did not get huge pages, and page-lock them for a
         device."""
         pages = self._pages_of(slot)
-        self._map(pages, None)
+        self._map(pages, None, Throttle(throttled=False))
         if device is not None:
-            thread = threading.Thread(target=self._map, args=(pages, device))
+            args = (pages, device, Throttle(throttled=False))
+            thread = threading.Thread(target=self._map, args=args)
             with contextlib.suppress(RuntimeError):  # no thread to be had
                 thread.start()
                 thread.join()
@@ -81,22 +84,25 @@ class MappedSegment:
     def _prefault(self, slots: list[tuple[int, int]], device: torch.device | None) -> None:
         """The thread. Its reference to this object keeps the memory mapped until it ends."""
         for pages in slots:
-            self._map(pages, device)
+            self._map(pages, device, self._throttle)
             self._is_mapped.set()
 
     def _pages_of(self, slot: int) -> tuple[int, int]:
         at = self._address + self.segment.slot_at(slot)
         return at, at + self.segment.slot_bytes + PAGE
 
-    def _map(self, pages: tuple[int, int], device: torch.device | None) -> None:
+    def _map(self, pages: tuple[int, int], device: torch.device | None, throttle: Throttle) -> None:
         at, end = pages
-        for begin in range(at, end, CHUNK):  # page faults of other threads wait for one piece only
+        # page faults of other threads wait for one piece only
+        for begin in throttle.spread(range(at, end, CHUNK)):
             map_pages(begin, min(end, begin + CHUNK))
         if device is not None:
             self._locks.add(at, end - at, device)
 
     def is_mapped(self, *, wait: bool) -> bool:
         """Whether the pages of the next slot are mapped. `wait`: until they are."""
+        if wait:
+            self._throttle.hurry()
         return self._is_mapped.wait(None if wait else 0)
 
     def close(self) -> None:

@@ -1,0 +1,96 @@
+"""A thread in the background leaves the cores to those that train."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from elasticrun.snapshots.shm import throttle as throttling
+from elasticrun.snapshots.shm.throttle import LONGEST, PATIENCE, Throttle
+
+
+class Clock:
+    """In the place of `time`, and of the event that ends pauses: notes them instead of waiting."""
+
+    def __init__(self) -> None:
+        self.now = self.used = 0.0
+        self.pauses: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def thread_time(self) -> float:
+        return self.used
+
+    def is_set(self) -> bool:
+        return False
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.pauses.append(round(seconds, 6))
+
+
+def pauses(monkeypatch: pytest.MonkeyPatch, pieces: list[float], *, busy: bool) -> list[float]:
+    """The pauses of a thread whose pieces take these seconds of CPU."""
+    clock = Clock()
+    monkeypatch.setattr(throttling, "time", clock)
+    monkeypatch.setattr(throttling, "are_cores_busy", lambda: busy)
+    throttle = Throttle()
+    throttle._hurry = clock  # type: ignore[assignment]
+    for seconds in throttle.spread(pieces):
+        clock.used += seconds
+    return clock.pauses
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        pytest.param([0.02, 0.01], [0.18, 0.09], id="nine times as long as what was computed"),
+        pytest.param([0.0006] * 4, [0.0108] * 2, id="short pieces share a pause"),
+        pytest.param([0.2], [LONGEST], id="bounded"),
+        pytest.param([0.2] * 400, [LONGEST] * int(PATIENCE), id="none after a while"),
+    ],
+)
+def test_pauses_while_all_cores_are_busy(monkeypatch, pieces, expected) -> None:
+    assert pauses(monkeypatch, pieces, busy=True) == expected
+
+
+def test_idle_cores_are_used(monkeypatch) -> None:
+    assert pauses(monkeypatch, [0.01] * 3, busy=False) == []
+
+
+def test_who_waits_ends_a_pause_and_all_later_ones(monkeypatch) -> None:
+    monkeypatch.setattr(throttling, "are_cores_busy", lambda: True)
+    monkeypatch.setattr(throttling, "LONGEST", 300.0)
+    monkeypatch.setattr(throttling, "SHARE", 1e-9)
+    monkeypatch.setattr(throttling, "LEAST", 0.0)
+    throttle, begun = Throttle(), threading.Event()
+
+    def work() -> None:
+        for _ in throttle.spread(range(10)):
+            begun.set()
+
+    thread = threading.Thread(target=work)
+    began = time.monotonic()
+    thread.start()
+    assert begun.wait(60)
+    throttle.hurry()
+    thread.join(200)
+    assert not thread.is_alive(), time.monotonic() - began
+
+
+@pytest.mark.parametrize(("ready", "busy"), [(0, False), (1, False), (2, True)])
+def test_busy_is_more_threads_than_cores(tmp_path: Path, ready: int, busy: bool) -> None:
+    """`ready`: how many more threads than cores, less one."""
+    count = len(os.sched_getaffinity(0)) - 1 + ready
+    loads = tmp_path / "loadavg"
+    loads.write_text(f"0.50 0.40 0.30 {count}/400 12345\n")
+    assert throttling.are_cores_busy(loads) == busy
+
+
+def test_who_does_not_know_leaves_the_cores_to_others(tmp_path: Path) -> None:
+    assert throttling.are_cores_busy(tmp_path / "none")
