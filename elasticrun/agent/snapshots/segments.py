@@ -59,6 +59,11 @@ BACKGROUND: Final = 10
 Linux the value belongs to the thread, and each allocation has a new one."""
 
 
+REPLICA_PATIENCE: Final = 30.0
+"""Seconds after which the memory of a replica is allocated at full speed; less than REPLICA_LIMIT,
+within which the replica must be complete."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """The layout and sizes of a segment."""
@@ -287,7 +292,7 @@ class Segments:
         if wrong := sizes.why_invalid():
             raise NoMemory(wrong)
         one = sizes.nbytes - (PAGE + slot_bytes)
-        return await self._make(-1, sizes, 0, one, Throttle(throttled=False))
+        return await self._make(-1, sizes, 0, one, Throttle(0))
 
     async def replica_of(self, rank: int, sizes: Sizes, content: int) -> Held:
         """The segment that replicates this rank of another node: its previous one for this layout,
@@ -301,7 +306,8 @@ class Segments:
         slots = f"{sizes.slots} x {size_text(sizes.slot_bytes)}"
         words = f"replicas take {slots} of shared memory for each rank of another node"
         self._once.log(words, logging.INFO)
-        return await self._make(-1, sizes, content, sizes.nbytes, Throttle(), rank)
+        throttle = Throttle(REPLICA_PATIENCE)
+        return await self._make(-1, sizes, content, sizes.nbytes, throttle, rank)
 
     def drop(self, held: Held) -> None:
         """Release a segment; a process that has mapped it keeps its view."""

@@ -33,11 +33,10 @@ class Throttle:
     """Limits the share of a core that some work uses. The work consists of pieces that take
     milliseconds, and may continue in another thread."""
 
-    def __init__(self, *, throttled: bool = True) -> None:
+    def __init__(self, patience: float = PATIENCE) -> None:
+        """`patience`: seconds from now on; 0: at full speed."""
         self._hurry = threading.Event()
-        self._until = time.monotonic() + PATIENCE
-        if not throttled:
-            self._hurry.set()
+        self._until = time.monotonic() + patience
 
     def hurry(self) -> None:
         """Someone waits for the work: do the rest at full speed."""

@@ -59,9 +59,9 @@ class MappedSegment:
         """Map all pages of a slot, if the agent did not get huge pages, and page-lock them for a
         device."""
         pages = self._pages_of(slot)
-        self._map(pages, None, Throttle(throttled=False))
+        self._map(pages, None, Throttle(0))
         if device is not None:
-            args = (pages, device, Throttle(throttled=False))
+            args = (pages, device, Throttle(0))
             thread = threading.Thread(target=self._map, args=args)
             with contextlib.suppress(RuntimeError):  # no thread to be had
                 thread.start()
