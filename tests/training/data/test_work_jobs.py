@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from elasticrun.testing.job import ElasticJob, JobError
 from elasticrun.wire import env
 from tests.further import cases, fresh_seeds, further
+from tests.harness import await_true
 from tests.training.data.handed_out import EPOCHS, SIZE, TOTAL
 from tests.training.data.record import surviving
 
@@ -144,6 +146,7 @@ def _random_kills(seed: int, elastic_job: Any, out: Path, tmp_path: Path) -> Non
             case "rank":
                 job.kill_rank(rng.randrange(2))
             case "master":
+                await_true(lambda: _answers(job), "a master, after the last one was killed")
                 job.kill_master()
             case "agent":
                 job.kill_agent(1)
@@ -154,6 +157,14 @@ def _random_kills(seed: int, elastic_job: Any, out: Path, tmp_path: Path) -> Non
     let_go_to(out, LAST)
     assert job.result(180).ok
     assert Counter(chain(*surviving(out).values())) == EVERYTHING
+
+
+def _answers(job: ElasticJob) -> bool:
+    try:
+        job.status()
+    except JobError:
+        return False
+    return True
 
 
 def _samples(text: str) -> list[int]:
