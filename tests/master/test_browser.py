@@ -36,6 +36,9 @@ for step in range(100_000):
     time.sleep(0.2)
 """
 
+STREAM_ENDED = ("ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED_ENCODING")
+"""What the browser notes when the master is gone, or so busy that a stream ends by its limit."""
+
 LOADED = "performance.getEntriesByType('navigation')[0].loadEventEnd > 0"
 
 NARROW = {"width": 400, "height": 800}
@@ -79,7 +82,7 @@ async def visited(browser: Any, url: str, **context: Any) -> AsyncIterator[Any]:
     await tab.wait_for_function(LOADED)
     yield tab
     await tab.close()
-    assert not [one for one in wrong if "ERR_CONNECTION_REFUSED" not in one]
+    assert not [one for one in wrong if not one.endswith(STREAM_ENDED)]
     assert {urlsplit(one).netloc for one in asked} - {""} == {urlsplit(url).netloc}
 
 
