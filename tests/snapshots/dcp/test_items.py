@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from elasticrun.snapshots.dcp.image import arrange
 from elasticrun.snapshots.dcp.items import flatten, in_order, is_array, pieces, serialise
 from elasticrun.snapshots.dcp.loading import deserialise
 from elasticrun.snapshots.shm.layout import ItemKind
+from elasticrun.training.checkpointing.state import TrainingState
 
 
 def many() -> dict[str, Any]:
@@ -87,3 +90,17 @@ def test_what_has_no_elements_is_refused_in_a_sentence() -> None:
 def test_two_values_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match=r"a\.b"):
         flatten({"a": {"b": 1}, "a.b": 2})
+
+
+def test_ranks_that_share_an_optimizer_among_them_are_no_replicas() -> None:
+    """As ZeRO does beside DDP: each rank has the optimizer's state of some of the parameters."""
+
+    def content(layer: int) -> int:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        optimizer = torch.optim.Adam(model[layer].parameters())
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        parts = {"model": model, "optim": optimizer}
+        return arrange(TrainingState(parts, 0).take().pieces, 1 << 16).content
+
+    assert content(0) == content(0) != content(1)
