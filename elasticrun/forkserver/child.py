@@ -405,7 +405,7 @@ class FreshStart:
                 self._guard()
         elif event == "open":
             self._opened(*args[:3])
-        elif event.startswith(_OUTSIDE) and not self._seen and not _is_compiled(args):
+        elif event.startswith(_OUTSIDE) and not self._seen and not _is_no_effect(args):
             self._seen = f"called {event}"
 
     def _guard(self) -> None:
@@ -449,6 +449,12 @@ _COUNTS = "/proc/self/io"
 def _is_compiled(args: Iterable[Any]) -> bool:
     """Whether the event concerns a .pyc file, which an import may write."""
     return any(isinstance(each, str) and _COMPILED in each for each in args)
+
+
+def _is_no_effect(args: tuple[Any, ...]) -> bool:
+    """Whether the script has nothing to do with the event: an import writes a .pyc file, or the
+    monitor answers the agent, which asks every few seconds."""
+    return _is_compiled(args) or isinstance(next(iter(args), None), monitor.Listener)
 
 
 def _remove_hook(hook: Callable[..., object]) -> None:

@@ -47,11 +47,15 @@ _EXTENDED, _SMALL_INT = opcode.opmap["EXTENDED_ARG"], opcode.opmap.get("LOAD_SMA
 _OPTIMIZED: Final = 1
 """Flag of the code objects of functions; class and module bodies do not have it."""
 
+_MAIN_ALIAS: Final = "__mp_main__"
+"""Another name of the main module. The import of multiprocessing adds it, and so does that of
+multiprocess, its copy that Hugging Face's datasets use."""
+
 STAYS = ("threading", "_weakrefset")
 """Modules that stay in sys.modules: the interpreter looks up there which threads it must wait
 for."""
 
-_OWN_CALLS: Final = ("showwarning", "formatwarning", "excepthook")
+_OWN_CALLS: Final = ("showwarning", "formatwarning", "excepthook", "_logRecordFactory")
 """Functions that scripts may replace: they are looked up at each call."""
 
 
@@ -324,7 +328,7 @@ class HiddenModules:
     def _index(self) -> None:
         """Compute which modules exist, which are restored together, and which depend on which.
         Modules that only the server itself needs are left out."""
-        skip = (*self.baseline.modules, *STAYS)
+        skip = (*self.baseline.modules, *STAYS, _MAIN_ALIAS)
         self.modules = {
             name: module
             for name, module in sys.modules.items()
@@ -429,6 +433,8 @@ class HiddenModules:
             if each not in sys.modules or not _is_blank(found):
                 sys.modules[each] = found
             self._restored_modules[each] = sys.modules[each]
+        if "multiprocessing" in names:
+            sys.modules[_MAIN_ALIAS] = sys.modules["__main__"]
         for root in self.roots:
             if root.name in names and root.name not in self._applied:
                 self._applied.add(root.name)

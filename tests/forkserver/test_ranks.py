@@ -23,6 +23,15 @@ import typing_extensions
 from elasticrun.forkserver import child
 from elasticrun.forkserver.helpers import numa
 from elasticrun.testing import processes
+from elasticrun.wire.progress import (
+    ANSWER_BYTES,
+    RankQuestion,
+    address,
+    bound_socket,
+    encode_question,
+    mint_name,
+    read_answer,
+)
 from elasticrun.wire.spawning import (
     Configure,
     Execed,
@@ -169,8 +178,16 @@ def test_a_variable_set_too_late_makes_a_rank_execute_itself(tmp_path: Path) -> 
         "import torch.nn, numpy\nsys.exit(0 if torch.get_num_threads() == n else 1)\n",
         "import sys, numpy, json\nassert 'torch' not in sys.modules\nassert numpy.ones(2).sum()\n"
         "import torch.nn.functional as F\nassert 'torch' in sys.modules\n",
+        "import sys, multiprocessing\n"
+        "assert sys.modules['__mp_main__'] is sys.modules['__main__']\n",
+        "import sys, torch\nassert sys.modules['__mp_main__'] is sys.modules['__main__']\n",
     ],
-    ids=["an environment set after import torch changes nothing", "numpy alone brings no torch"],
+    ids=[
+        "an environment set after import torch changes nothing",
+        "numpy alone brings no torch",
+        "the other name of the main module comes with multiprocessing",
+        "the other name of the main module comes with torch",
+    ],
 )
 def test_what_holds_within_a_rank(server: Driver, tmp_path: Path, text: str) -> None:
     assert server.run(script(tmp_path / "s.py", text)).code == 0
@@ -200,10 +217,16 @@ ALIKE = {
     "the path": "import sys\nsys.path.insert(0, '/nowhere')\nsys.path.append(sys.argv[3])\n",
     "variables": "import os\nos.environ.update(WANDB_MODE='off', CUDA_VISIBLE_DEVICES='0')\n",
     "logging": "import logging\nlogging.basicConfig(level=10)\n",
+    "a factory of log records, with ray": (
+        "import logging\nlogging.setLogRecordFactory(type('R', (logging.LogRecord,), {}))\n"
+    ),
     "a finder behind": "import sys\nsys.meta_path.append(type('F', (), {'find_spec': print}))\n",
     "filters": "import warnings\nwarnings.filterwarnings('ignore')\n",
     "numpy": "import numpy\nimport sys\nassert 'torch' not in sys.modules\n",
     "tqdm": "from tqdm import tqdm\nimport typing_extensions\n",
+    "multiprocess, with datasets": (
+        "import sys\nsys.modules['__mp_main__'] = sys.modules['__main__']\n"
+    ),
 }
 
 EXECED = """
@@ -234,6 +257,25 @@ def test_what_torch_would_meet_decides_where_it_comes_from(tmp_path: Path) -> No
             if execed is not (what in DIFFERS):
                 wrong.append(f"{what}: {execed}")
         assert not wrong, f"{wrong}: {driver.all_of(Notice)}"
+
+
+def test_an_answer_of_the_monitor_is_no_effect_of_the_script(tmp_path: Path) -> None:
+    """The agent asks every few seconds, also a script that takes long to import torch."""
+    text = f"{EXECED}open(sys.argv[2]).read()\n{DIFFERS['a replaced module']}{AND_TORCH}"
+    with (
+        forking(script(tmp_path / "s.py", "")) as driver,
+        fifo(tmp_path / "answered") as answered,
+        bound_socket(mint_name()) as asking,
+    ):
+        asking.settimeout(LIMIT)
+        name, out = mint_name(), tmp_path / "out"
+        key = driver.start(script(tmp_path / "s.py", text, str(out), str(answered)), monitor=name)
+        driver.spawned(key)
+        with answered.open("w"):  # the script is at its first lines
+            asking.sendto(encode_question(RankQuestion(1, full=False, stacks=False)), address(name))
+            assert read_answer(asking.recv(ANSWER_BYTES)) is not None
+        assert driver.exited(key).code == 0
+        assert [said.key for said in driver.all_of(Execed)] == [key], driver.all_of(Notice)
 
 
 AT_ONCE = """

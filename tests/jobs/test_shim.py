@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
 
 from elasticrun.cli.main import main
@@ -18,7 +19,7 @@ from elasticrun.config import EXIT_USAGE
 from elasticrun.jobs.verbs import shim
 from tests import needs
 from tests.further import cases
-from tests.harness import Launched, World
+from tests.harness import Launched, World, await_true
 
 SHIM = [sys.executable, "-m", "elasticrun", "shim", "--"]
 
@@ -167,6 +168,34 @@ def test_exit_codes_and_signals_are_those_of_the_command(world: World) -> None:
     running.until_text("ready", stream="stdout")
     running.signal(signal.SIGTERM)
     assert running.wait() == 9
+    assert not list(world.tmp.glob("elasticrun-shim-*"))
+
+
+CALLER = """
+import subprocess, sys
+subprocess.run(["torchrun", "--nproc-per-node=2", *sys.argv[1:]], check=True)
+"""
+STUBBORN = """
+import os, signal, time
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+print(f"rank at {os.getpid()} ready", flush=True)
+while True:
+    time.sleep(60)
+"""
+
+
+def test_ctrl_c_at_a_caller_that_then_kills_torchrun(world: World, tmp_path: Path) -> None:
+    """llamafactory-cli calls subprocess.run, which kills torchrun 0.25 s after Ctrl-C."""
+    for name, text in (("call.py", CALLER), ("rank.py", STUBBORN)):
+        (tmp_path / name).write_text(text)
+    words = [sys.executable, str(tmp_path / "call.py"), str(tmp_path / "rank.py")]
+    running = world.command([*SHIM, *words], cwd=tmp_path)
+    await_true(lambda: running.stdout.count(" ready\n") == 2, "both ranks")
+    found = [psutil.Process(int(pid)) for pid in re.findall(r"rank at (\d+)", running.stdout)]
+    running.signal_group(signal.SIGINT)
+    assert running.wait() == 128 + signal.SIGINT
+    assert psutil.wait_procs(found, timeout=60)[1] == []
     assert not list(world.tmp.glob("elasticrun-shim-*"))
 
 
