@@ -17,6 +17,7 @@ import pytest
 from elasticrun.cli.main import main
 from elasticrun.config import EXIT_USAGE
 from elasticrun.jobs.verbs import shim
+from elasticrun.wire import env
 from tests import needs
 from tests.further import cases
 from tests.harness import Launched, World, await_true
@@ -190,7 +191,9 @@ def test_ctrl_c_at_a_caller_that_then_kills_torchrun(world: World, tmp_path: Pat
     for name, text in (("call.py", CALLER), ("rank.py", STUBBORN)):
         (tmp_path / name).write_text(text)
     words = [sys.executable, str(tmp_path / "call.py"), str(tmp_path / "rank.py")]
-    running = world.command([*SHIM, *words], cwd=tmp_path)
+    shm = tmp_path / "shm"  # a killed launcher leaves files there
+    shm.mkdir()
+    running = world.command([*SHIM, *words], cwd=tmp_path, env={env.SHM_DIR: str(shm)})
     await_true(lambda: running.stdout.count(" ready\n") == 2, "both ranks")
     found = [psutil.Process(int(pid)) for pid in re.findall(r"rank at (\d+)", running.stdout)]
     running.signal_group(signal.SIGINT)
