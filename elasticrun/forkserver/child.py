@@ -454,7 +454,7 @@ def _is_compiled(args: Iterable[Any]) -> bool:
 def _is_no_effect(args: tuple[Any, ...]) -> bool:
     """Whether the script has nothing to do with the event: an import writes a .pyc file, or the
     monitor answers the agent, which asks every few seconds."""
-    return _is_compiled(args) or isinstance(next(iter(args), None), monitor.Listener)
+    return _is_compiled(args) or isinstance(next(iter(args), None), monitor.MonitorSocket)
 
 
 def _remove_hook(hook: Callable[..., object]) -> None:

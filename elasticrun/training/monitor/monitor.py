@@ -61,7 +61,7 @@ COUNTED_LATE: Final = (3, 13) <= sys.version_info < (3, 13, 10) or sys.version_i
 """Whether this Python counts threads only after the last fork hook has returned (gh-137109)."""
 
 
-class Listener(socket.socket):
+class MonitorSocket(socket.socket):
     """The monitor's socket. An audit hook tells it from the sockets of the script by its class."""
 
 
@@ -87,7 +87,7 @@ def _listen(name: str) -> socket.socket:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         floor = HIGH if most in (resource.RLIM_INFINITY, -1) else min(HIGH, most - 1)
         high = fcntl.fcntl(low.fileno(), fcntl.F_DUPFD_CLOEXEC, floor)
-    listener = Listener(socket.AF_UNIX, socket.SOCK_DGRAM, fileno=high)
+    listener = MonitorSocket(socket.AF_UNIX, socket.SOCK_DGRAM, fileno=high)
     try:
         listener.setblocking(True)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, SEND_LIMIT)
