@@ -19,6 +19,7 @@ import yaml
 
 from tests import needs
 from tests.harness import LIMIT
+from tests.tutorials.pages import blocks_of
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPOSE = ROOT / "deploy/containers/compose.yaml"
@@ -137,6 +138,14 @@ def test_workflows_are_not_open_to_attack() -> None:
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cuda"])
 def test_container_files_are_clean(name: str) -> None:
     _run(_tool("hadolint"), f"deploy/containers/{name}")
+
+
+def test_the_dockerfile_of_the_tutorial_is_clean(tmp_path: Path) -> None:
+    tutorial = ROOT / "docs/tutorials/gpu-image.md"
+    (block,) = (block for block in blocks_of(tutorial) if block.path == "Dockerfile")
+    path = tmp_path / "Dockerfile"
+    path.write_text(block.text, encoding="utf-8")
+    _run(_tool("hadolint"), str(path))
 
 
 def test_a_wheel_can_be_built_from_what_the_image_copies() -> None:

@@ -7,13 +7,13 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pexpect
 
 from tests.harness import LIMIT
-from tests.tutorials.pages import CTRL_C, pattern_of
+from tests.tutorials.pages import CTRL_C, blocks_of, pattern_of
 
 PROMPT = re.compile("\x1e(\\d+)\x1e")
 """What this bash prints in the place of a prompt: the exit code of the last command."""
@@ -24,11 +24,15 @@ CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 class Terminal:
     """One terminal, and all that it has shown."""
 
-    def __init__(self, name: str, folder: Path, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, name: str, folder: Path, environ: Mapping[str, str], prefix: Sequence[str] = ()
+    ) -> None:
+        """`prefix`: the words before a command that runs it on another host of a lab."""
         self.name = name
+        words = [*prefix, "/bin/bash", "--noprofile", "--norc", "--noediting", "-i"]
         self._shell = pexpect.spawn(
-            "/bin/bash",
-            ["--noprofile", "--norc", "--noediting", "-i"],
+            words[0],
+            words[1:],
             cwd=str(folder),
             env={
                 **environ,
@@ -128,3 +132,43 @@ def home(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
         "NO_COLOR": "1",
         "OMP_NUM_THREADS": "1",
     }
+
+
+JOIN = "elasticrun join "
+
+
+def joined(words: str, first: Terminal) -> str:
+    """With the line that the first terminal has printed, where the page has HOST:PORT CODE."""
+    return first.typed_line(JOIN) if words == f"{JOIN}HOST:PORT CODE" else words
+
+
+def follow(
+    page: Path, folder: Path, environ: Mapping[str, str], prefix: Sequence[str] = ()
+) -> None:
+    """Write the files of the page into this folder, then do what it says, in its order."""
+    terminals: dict[str, Terminal] = {}
+    codes: dict[str, int] = {}
+    blocks = blocks_of(page)
+    for block in blocks:
+        if block.path:
+            (folder / block.path).write_text(block.text, encoding="utf-8")
+    try:
+        for block in blocks:
+            if block.terminal not in terminals:
+                terminals[block.terminal] = Terminal(block.terminal, folder, environ, prefix)
+            terminal = terminals[block.terminal]
+            for typed in block.commands:
+                if typed.words:
+                    if block.terminal in codes and typed.words != CTRL_C:
+                        terminal.finish(codes[block.terminal])
+                    terminal.type(joined(typed.words, terminals["1"]))
+                codes[block.terminal] = block.code
+                terminal.expect(typed.expected)
+                if not typed.expected:
+                    terminal.finish(block.code)
+        for name, terminal in terminals.items():
+            terminal.finish(codes[name])
+    finally:
+        for name, terminal in terminals.items():
+            print(f"--- terminal {name}:\n{terminal.shown()[-4000:]}")  # for a failing test
+            terminal.close()
