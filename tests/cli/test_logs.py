@@ -85,6 +85,7 @@ def test_after_a_resume_the_earlier_start_is_not_followed(tmp_path: Path) -> Non
             started=own.started,
             boot_id=own.boot,
             pid_namespace=own.namespace,
+            formed=1.0,
         )
     )
     before, now = (LoggedRun("tr", "", agent, 1.0) for agent in (gone, own))
@@ -93,6 +94,8 @@ def test_after_a_resume_the_earlier_start_is_not_followed(tmp_path: Path) -> Non
     assert not _is_to_begin(folder, [now])
     folder.write_result(RunResult(state="failed"))
     assert not _is_to_begin(folder, [before])
+    folder.write_result(RunResult(state="saved"))
+    assert _is_to_begin(folder, [now])
 
 
 ENDS = """

@@ -167,9 +167,12 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
 
 
 def _is_to_begin(folder: RunFolder, found: Sequence[LoggedRun]) -> bool:
-    """Whether the job runs or waits, and no agent in `found` is of its current start: after a
-    resume these are the agents of an earlier start, which have exited."""
-    return folder.state() not in ENDED and not any(run.is_alive for run in found)
+    """Whether no rank of the current start, or of the one to come, has begun: then the agents in
+    `found` are of an earlier start. On other hosts it is unknown whether they have exited."""
+    state = folder.state()
+    if state in ("saved", "submitted", "waiting"):
+        return True
+    return state not in ENDED and not any(run.is_alive for run in found)
 
 
 def _name_job(query: LogQuery, folder: RunFolder | None) -> None:
