@@ -28,13 +28,10 @@ TRACER = "elasticrun: tracer of standbys"
 
 def standbys(run: Job) -> list[psutil.Process]:
     """The tracer, and what it traces."""
-    found = [one for one in run.processes() if one.cmdline() == [TRACER]]
-    pids = {one.pid for one in found}
-    for one in run.processes():
-        lines = Path(f"/proc/{one.pid}/status").read_text().splitlines()
-        if any(line.split() == ["TracerPid:", str(pid)] for line in lines for pid in pids):
-            found.append(one)
-    return found
+    below = psutil.Process(run.agents[0].pid).children(recursive=True)
+    (tracer,) = (one for one in below if " ".join(one.cmdline()) == TRACER)
+    status = {one: Path(f"/proc/{one.pid}/status").read_text() for one in below}
+    return [tracer, *(one for one in below if f"TracerPid:\t{tracer.pid}\n" in status[one])]
 
 
 def cpu(processes: list[psutil.Process]) -> float:
