@@ -47,8 +47,19 @@ def test_the_figures_of_torchrun_are_those_of_the_pages() -> None:
         assert f"{figure} " in (ROOT / "docs/demo.md").read_text()
 
 
-def test_a_killed_demo_leaves_no_process_and_the_next_one_nothing_at_ctrl_c(world: World) -> None:
-    """Not even the files of the one before it."""
+def test_ctrl_c_leaves_nothing(world: World) -> None:
+    shown = demo(world)
+    shown.until_text("2 ranks train", stream="stdout")
+    below = shown.below()
+    assert len(below) > 4
+    shown.signal_group(signal.SIGINT)
+    assert shown.wait() == 130
+    assert "Traceback" not in shown.stderr
+    assert not await_exit([process.pid for process in below], 1.0)
+    assert not left(world)
+
+
+def test_a_killed_demo_leaves_no_process_and_the_next_one_removes_its_files(world: World) -> None:
     shown = demo(world)
     shown.until_text("run this command", stream="stdout")
     await_true(lambda: len(shown.below()) > 1, "agent")
@@ -59,13 +70,9 @@ def test_a_killed_demo_leaves_no_process_and_the_next_one_nothing_at_ctrl_c(worl
     folders = left(world)
     assert len(folders) == 2
     following = demo(world)
-    following.until_text("2 ranks train", stream="stdout")
-    below = following.below()
-    assert len(below) > 4
-    following.signal_group(signal.SIGINT)
-    assert following.wait() == 128 + signal.SIGINT
-    assert "Traceback" not in following.stderr
-    assert not await_exit([process.pid for process in below], 1.0)
+    following.until_text("run this command", stream="stdout")
+    following.signal(signal.SIGTERM)
+    assert following.wait() == 128 + signal.SIGTERM
     assert not left(world)
 
 
