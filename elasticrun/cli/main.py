@@ -243,9 +243,10 @@ def _run(words: Sequence[str], ns: argparse.Namespace) -> int:
         from elasticrun.cli.place import become_srun
 
         return _run_printing(lambda: become_srun(words, ns.dry_run, environ, notify))
-    if ns.hosts or ns.hostfile:
+    flags = FlagValues(ns, environ)
+    if flags.is_given("hosts") or flags.is_given("hostfile"):  # perhaps as an empty text
         launching = _module("jobs.hosts.launching")
-        launched: int = launching.launch(words, FlagValues(ns, environ), environ, notify)
+        launched: int = launching.launch(words, flags, environ, notify)
         return launched
     machine = this_machine(notify=notify)._replace(
         facts=lambda: facts(environ), debugged=debugger.is_following()

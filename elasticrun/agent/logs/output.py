@@ -283,7 +283,9 @@ class RankOutput:
             self._run_dir = tempfile.mkdtemp(prefix=f"{name}_", dir=base)
         except OSError as error:
             where = f"no folder can be created in {base or 'the folder for temporary files'}"
-            raise LogsUnusable(f"--log-dir: {where}: {error.strerror}") from error
+            raise LogsUnusable(
+                f"{where} for logs: {error.strerror}; choose another with --log-dir or --run-dir"
+            ) from error
         logger.info("log directory set to: %s", self._run_dir)
 
     def open_attempt(self, attempt: int, envs: Mapping[int, dict[str, str]]) -> dict[int, RankLogs]:

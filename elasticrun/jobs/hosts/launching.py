@@ -107,7 +107,7 @@ def _hosts(flags: FlagValues) -> tuple[hostfile.NamedHost, ...]:
     if text and path:
         raise UsageError("--hosts and --hostfile exclude each other: leave one out", EXIT_USAGE)
     try:
-        if text:
+        if not path:
             found = hostfile.parse_hosts(text)
         else:
             with open(path, encoding="utf-8") as file:

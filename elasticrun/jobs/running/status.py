@@ -348,7 +348,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
         if _show_run_folder(found.run, as_json=ns.json, no_reply=True):
             return 0
         if not ours:
-            silent = [f"{no_job(ns.endpoint)}; {no_reply[0].sentence}"]
+            silent = [no_job(ns.endpoint)]
     for sentence in silent:
         print(f"elasticrun status: {sentence}", file=sys.stderr)
     if silent and found.run is not None and not ns.json:

@@ -209,7 +209,7 @@ def test_earlier_attempts_stay(tmp_path: Path, pipes: Pipes) -> None:
     ("plan", "why"),
     [
         ({"log_dir": "file"}, "is a file"),
-        ({"log_dir": "file/logs"}, "^--log-dir: no folder can be created in "),
+        ({"log_dir": "file/logs"}, "^no folder can be created in .* for logs: "),
         (
             {"log_dir": None, "logs_specs": "nowhere"},
             "--logs-specs nowhere cannot be used: no entry point",
