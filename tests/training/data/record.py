@@ -6,7 +6,9 @@ import json
 import os
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,14 +24,14 @@ class Record:
         self._began = began.item()
         self._file = open(out / f"{os.getpid()}.jsonl", "a", buffering=1)  # noqa: SIM115
 
-    def used(self, step: int, samples: list[int]) -> None:
+    def used(self, step: int, samples: Sequence[object]) -> None:
         line = {"began": self._began, "step": step, "used": samples}
         self._file.write(json.dumps(line) + "\n")
 
 
-def surviving(out: Path) -> dict[int, list[int]]:
+def surviving(out: Path) -> dict[int, list[Any]]:
     """The samples of each step, as the last world that completed it has used them."""
-    found: dict[int, dict[float, list[int]]] = defaultdict(lambda: defaultdict(list))
+    found: dict[int, dict[float, list[Any]]] = defaultdict(lambda: defaultdict(list))
     for path in out.glob("*.jsonl"):
         for text in path.read_text().splitlines():
             if text.endswith("}"):  # a rank that is killed may leave half a line

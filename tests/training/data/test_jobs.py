@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections import Counter
 from itertools import chain
@@ -25,32 +26,33 @@ TOTAL = 60
 """Twelve epochs."""
 
 
+def let_go_to(out: Path, step: int) -> None:
+    """Let the training go on up to a step."""
+    (out / "new").write_text(str(step))
+    (out / "new").rename(out / "until")
+
+
 def test_each_sample_is_used_once_over_kills_and_resizes(elastic_job: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-
-    def let_go_to(step: int) -> None:
-        (out / "new").write_text(str(step))
-        (out / "new").rename(out / "until")
-
-    let_go_to(9)
+    let_go_to(out, 9)
     words = (out, tmp_path / "ckpt", TOTAL)
     job = elastic_job(SCRIPT, *words, nnodes="1:3", nodes=1, nproc_per_node=2, max_restarts=9)
     job.wait_for(step=8)
     killed = job.kill_rank(1)
-    let_go_to(14)
+    let_go_to(out, 14)
     job.wait_for(step=13, since=killed)
     job.add_node(nproc_per_node=1)
     job.wait_for(world_size=3)
-    let_go_to(22)
+    let_go_to(out, 22)
     job.wait_for(step=20, world_size=3)
     job.kill_node(1)
     job.wait_for(world_size=2)
-    let_go_to(29)
+    let_go_to(out, 29)
     job.wait_for(step=28, world_size=2)
     job.add_node(nproc_per_node=2)
     job.wait_for(world_size=4)
-    let_go_to(TOTAL)
+    let_go_to(out, TOTAL)
     assert job.result().ok
     found = surviving(out)
     sampler = ElasticBatchSampler(SAMPLES, global_batch=GLOBAL_BATCH, seed=SEED, place=(0, 1))
@@ -82,6 +84,32 @@ def test_the_example_ends_with_the_same_weights_after_a_failure(
         found += re.findall(r"weights=\w+", job.output(0))
     assert len(found) == 2
     assert found[0] == found[1]
+
+
+@further("test_each_sample_is_used_once_over_kills_and_resizes")
+def test_losses_are_bitwise_those_without_failures(elastic_job: Any, tmp_path: Path) -> None:
+    """Ranks of DDP are killed at random steps, and in the middle of steps."""
+    chance = random.Random(30)
+    losses = []
+    for kills in (0, 6):
+        out = tmp_path / str(kills)
+        out.mkdir()
+        words = (SCRIPT.with_name("ddp_losses.py"), out, out / "ckpt", TOTAL)
+        how = {"nproc_per_node": 2, "max_restarts": 6, "options": ["--restart-backoff=0"]}
+        let_go_to(out, 0)
+        job = elastic_job(*words, **how)
+        killed, step = None, 0
+        for _ in range(kills):
+            step += chance.randint(2, 8)
+            let_go_to(out, step)
+            job.wait_for(step=step - chance.choice((1, 2)), since=killed)
+            killed = job.kill_rank(chance.randrange(2))
+        let_go_to(out, TOTAL)
+        assert job.result(600).ok
+        assert len(re.findall(r": restart \d of 6 \(", job.output(0))) == kills
+        losses.append({step: sorted(used) for step, used in surviving(out).items()})
+    assert sorted(losses[0]) == list(range(TOTAL))
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize(
