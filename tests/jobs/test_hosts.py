@@ -109,7 +109,8 @@ def test_what_was_said_is_kept() -> None:
     [
         (["--hosts=a", "--hostfile=f"], "exclude each other"),
         (["--hosts=,"], "contains no host"),
-        (["--hosts="], "contains no host"),
+        (["--hosts="], "--hosts contains no host"),
+        (["--hostfile="], "--hostfile contains no host"),
         (["--hostfile=nosuch"], "--hostfile=nosuch cannot be read: No such file"),
         (["--hostfile=/dev/zero"], "/dev/zero has more than 1048576 characters"),
         (["--hosts=a,b", "--nnodes=3"], "needs more hosts than the 2 given"),

@@ -118,5 +118,6 @@ def _hosts(flags: FlagValues) -> tuple[hostfile.NamedHost, ...]:
         why = wrong.strerror if isinstance(wrong, OSError) else "it is not text"
         raise NotHere(f"--hostfile={path} cannot be read: {why}") from None
     if not found:
-        raise UsageError(f"{path or '--hosts'} contains no host", EXIT_USAGE)
+        given = "--hosts" if flags.is_given("hosts") else "--hostfile"
+        raise UsageError(f"{path or given} contains no host", EXIT_USAGE)
     return found
