@@ -64,7 +64,7 @@ LEARNED: Final = 0.9
 """Accuracy that shows that the training was not lost; guessing gives a third."""
 
 TORCHRUN: Final = {
-    "rank": "torchrun takes 2.06 s and repeats all steps since the last checkpoint on disk",
+    "rank": "torchrun takes 1.47 s and repeats all steps since the last checkpoint on disk",
     "node": "torchrun takes 42.4 s and repeats all steps since the last checkpoint on disk",
     "join": "torchrun takes 6.2 s and repeats all steps since the last checkpoint on disk",
     "hang": "torchrun prints nothing; torch itself ends the job after 30 min (gloo)",
