@@ -135,7 +135,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture
 def world(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[World]:
-    """Processes of this test; at the end none may live and /dev/shm must be unchanged."""
+    """Processes of this test; at the end none may live and shared memory must be empty."""
     created = World(tmp_path)
     yield created
     created.close(strict=passed(request))
@@ -163,7 +163,7 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
 def counting(
     elastic_job: Any, tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[Counting]:
-    """One job that counts its steps; at the end nothing of it is left, also in /dev/shm."""
+    """One job that counts its steps; at the end nothing of it is left, also in shared memory."""
     created = Counting(elastic_job, tmp_path)
     yield created
     if passed(request):

@@ -13,7 +13,7 @@ from typing import Any
 
 from elasticrun.testing.job import ElasticJob
 from elasticrun.testing.steps import World, describe_worlds
-from tests.harness import SCRIPTS, await_true, shm_entries, shm_since
+from tests.harness import SCRIPTS, await_true
 
 
 def times(**seconds: float) -> str:
@@ -37,7 +37,6 @@ class Counting:
         self._start = elastic_job
         self._folder = folder
         self._first: World | None = None
-        self._shm = shm_entries()
 
     def start(self, nnodes: str, *options: str, **more: Any) -> ElasticJob:
         """Start the job; `more` as for `elastic_job`. Its times are those of `times` where no
@@ -110,10 +109,11 @@ class Counting:
 
     def close(self) -> None:
         """End the job before the fixture does, so that what it left can be seen."""
+        ended = all(node.exit_code == 0 for node in self.job.nodes)
+        left = [*self.job.memory.iterdir()] if ended else []
         complaint = self.job.close()
         assert not complaint, complaint
-        left = shm_since(self._shm)
-        assert not left, f"left in /dev/shm: {left}"
+        assert not left, f"left in shared memory: {left}"
 
 
 def rank_on(world: World, number: int) -> int:

@@ -14,7 +14,6 @@ import contextlib
 import io
 import json
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -35,6 +34,7 @@ from inotify_simple import INotify, flags
 from elasticrun.cli.main import main
 from elasticrun.testing import node, processes
 from elasticrun.testing.hosts import Lab
+from elasticrun.wire.env import SHM_DIR
 
 LIMIT = 240.0
 """Seconds for any awaited event before the test fails; generous, because the machine is shared."""
@@ -42,8 +42,7 @@ LIMIT = 240.0
 MARK = "ELASTICRUN_TEST_MARK"
 SOCKET = "ELASTICRUN_TEST_SOCKET"
 SCRIPTS = Path(__file__).parent / "scripts"
-SHM = Path("/dev/shm")
-OF_AN_AGENT = re.compile(rf"elasticrun-{os.getuid()}-[0-9a-f]{{12}}-[0-9a-f]{{12}}\.\d")
+SHM = "/dev/shm"
 
 TORCHRUN = "torchrun"
 ELASTICRUN = "elasticrun"
@@ -409,7 +408,8 @@ class World:
         self.tmp = scratch / "tmp"
         for folder in (self.tmp, scratch / "run"):
             folder.mkdir(parents=True, exist_ok=True)
-        self._shm = shm_entries()
+        self.memory = processes.new_folder(SHM, "world")
+        """The folder of the snapshots of its jobs."""
 
     def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
         """The environment of a launcher in this world."""
@@ -420,6 +420,7 @@ class World:
             "TMPDIR": str(self.tmp),
             "XDG_RUNTIME_DIR": str(self.scratch / "run"),
             "ELASTICRUN_RUNS": str(self.scratch / "runs"),
+            SHM_DIR: str(self.memory),
             **(more or {}),
         }
         return {**environ, **processes.warm_process(environ)}
@@ -500,10 +501,11 @@ class World:
                     job.process.wait()
             if strict:
                 self.nothing_left()
-                left = shm_since(self._shm)
-                assert not left, f"left in /dev/shm: {left}"
+                left = left_in(self.memory)
+                assert not left, f"left in shared memory: {left}"
         finally:
             self.kill_all()
+            shutil.rmtree(self.memory, ignore_errors=True)
             self.hub.close()
 
 
@@ -523,54 +525,17 @@ def describe(process: psutil.Process) -> str:
     return f"{process.pid} (gone)"
 
 
-def shm_entries() -> set[str]:
-    return set(os.listdir(SHM)) if SHM.is_dir() else set()
-
-
-LOOK_AGAIN = 0.5
-"""Seconds after which /dev/shm is checked again."""
-
-
-def shm_since(before: set[str], limit: float = LIMIT) -> list[str]:
-    """Agents' folders in /dev/shm that did not exist `before`, that no living agent holds and no
-    living process has mapped: those in use belong to a concurrent job. Folders that are being
-    removed have `limit` seconds."""
-    left = {name for name in shm_entries() - before if OF_AN_AGENT.fullmatch(name)}
+def left_in(folder: Path, limit: float = LIMIT) -> list[str]:
+    """What is in a folder of snapshots. What is being removed has `limit` seconds."""
     end = time.monotonic() + limit
     with INotify() as watcher:
-        if left:
-            watcher.add_watch(SHM, flags.DELETE | flags.MOVED_FROM)
-        while left:
-            left = {name for name in left & shm_entries() if not _has_agent(name)} - _shm_in_use()
+        watcher.add_watch(folder, flags.DELETE | flags.MOVED_FROM)
+        while left := sorted(os.listdir(folder)):
             rest = end - time.monotonic()
-            if not left or rest <= 0:
+            if rest <= 0:
                 break
-            # no event reports that a folder is mapped again, when another test's job restarts
-            watcher.read(timeout=int(min(rest, LOOK_AGAIN) * 1000) + 1)
-    return sorted(left)
-
-
-def _has_agent(name: str) -> bool:
-    """Whether a living agent holds this folder's lock. Only checked, not tried: otherwise an agent
-    that wants the lock at this moment would find it taken."""
-    try:
-        number = os.stat(SHM / name / "lock").st_ino
-    except OSError:
-        return False
-    rows = Path("/proc/locks").read_text().splitlines()
-    return any(row.split()[-3].endswith(f":{number}") for row in rows)
-
-
-def _shm_in_use() -> set[str]:
-    """Names under /dev/shm that a living process has mapped."""
-    used: set[str] = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            for line in maps.read_text(errors="replace").splitlines():
-                _, mark, name = line.partition("/dev/shm/")
-                if mark:
-                    used.add(name.removesuffix(" (deleted)").partition("/")[0])
-    return used
+            watcher.read(timeout=int(rest * 1000) + 1)
+    return left
 
 
 @contextlib.contextmanager

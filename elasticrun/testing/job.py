@@ -8,7 +8,9 @@ the clock of the step log), so that a test can wait for events `since` then and 
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +24,7 @@ from elasticrun.testing.hosts import Lab
 from elasticrun.testing.node import ELASTICRUN, JobNode, JobPlan, environment
 from elasticrun.testing.processes import Deadline, Waiter
 from elasticrun.testing.steps import STEP_LOG, STEP_NODE, Step, StepLog, World
+from elasticrun.wire.env import SHM_DIR
 from elasticrun.wire.messages import JobStatus
 
 KILL: Final = int(signal.SIGKILL)
@@ -31,6 +34,8 @@ TIMEOUT: Final = 60.0
 
 LEFTOVER_LIMIT: Final = 30.0
 """Seconds after an agent's end within which all processes that it started must exit."""
+
+SHARED_MEMORY: Final = "/dev/shm"
 
 Where = int | Literal["master"]
 
@@ -149,6 +154,12 @@ class ElasticJob:
         self._closed = False
         self.lab: Lab | None = Lab(scratch) if hosts else None
         """The hosts and their switch, if the job has hosts."""
+        shared = os.environ.get(SHM_DIR) or SHARED_MEMORY
+        self.memory = processes.new_folder(
+            shared if os.access(shared, os.W_OK) else str(scratch), "memory"
+        )
+        """The folder of the snapshots, unless `env` names another: so that agents that were killed
+        leave nothing behind."""
 
     # ------------------------------------------------------------ starting nodes
 
@@ -207,7 +218,8 @@ class ElasticJob:
 
     def _start(self, node: JobNode) -> None:
         own = self._scratch / (node.name if self.lab else "host")
-        variables = {**self._plan.env, **node.env, STEP_LOG: self._log.path}
+        memory = {SHM_DIR: str(self.memory)}
+        variables = {**memory, **self._plan.env, **node.env, STEP_LOG: self._log.path}
         if node in self.nodes:
             variables[STEP_NODE] = str(self.nodes.index(node))
         environ = environment(own, node.mark, variables)
@@ -659,6 +671,7 @@ class ElasticJob:
                 if node.group is not None:
                     node.group.close()
         finally:
+            shutil.rmtree(self.memory, ignore_errors=True)
             if self.lab is not None:
                 self.lab.close()
             self._log.close()

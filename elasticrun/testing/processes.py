@@ -63,6 +63,16 @@ def is_orphaned(name: str) -> bool:
     return maker.is_alive() is False
 
 
+def new_folder(where: str, what: str) -> Path:
+    """A new folder in `where`, named by `new_name`. Removes those of processes that have ended."""
+    for each in os.listdir(where):
+        if each.endswith(f"-{what}") and is_orphaned(each):
+            shutil.rmtree(os.path.join(where, each), ignore_errors=True)
+    folder = Path(where, new_name(what))
+    folder.mkdir(mode=0o700)
+    return folder
+
+
 def start_keeper(module: str, prefix: str) -> subprocess.Popen[bytes]:
     """Start a process that calls `keep(prefix)` of a module when this process ends, or when its
     stdin is closed."""

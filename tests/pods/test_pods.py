@@ -56,6 +56,7 @@ class IndexedJob:
             "ELASTICRUN_RDZV_CONF": "heartbeat_timeout=10",  # ranks that have been are counted
             "KUBERNETES_SERVICE_HOST": "192.0.2.250",  # as in every pod
             "JOB_COMPLETION_INDEX": str(index),
+            "ELASTICRUN_SHM_DIR": "",  # its own /dev/shm
             **own_folders(self._world.scratch / f"pod-{self._lives}"),
         }
         container = (*self._lab.prefix(_name(index)), "sh", "-c", first + OWN, "sh", *self._command)

@@ -28,8 +28,8 @@ from elasticrun.cli.settings import NotHere, UsageError
 from elasticrun.config import EXIT_OK
 from elasticrun.core.words import plural
 from elasticrun.testing.demo import ACCURACY, FINISH, MISTAKE
-from elasticrun.testing.job import ElasticJob, JobError, start
-from elasticrun.testing.processes import is_orphaned, new_name
+from elasticrun.testing.job import SHARED_MEMORY, ElasticJob, JobError, start
+from elasticrun.testing.processes import new_folder
 from elasticrun.testing.steps import Step
 from elasticrun.wire.env import SHM_DIR
 
@@ -57,8 +57,6 @@ FAILURE: Final = "failure.txt"
 
 DEMO: Final = "demo"
 """The last word of the names of the demo's folders."""
-
-SHARED_MEMORY: Final = "/dev/shm"
 
 LEARNED: Final = 0.9
 """Accuracy that shows that the training was not lost; guessing gives a third."""
@@ -225,26 +223,16 @@ def _end_on_signals(cleanup: contextlib.ExitStack) -> None:
 def _make_folders(cleanup: contextlib.ExitStack) -> tuple[Path, str]:
     """A temporary folder for files, which becomes the working folder, and one for snapshots; in
     memory if possible. Raises OSError."""
-    folder = _make_folder(tempfile.gettempdir())
+    folder = new_folder(tempfile.gettempdir(), DEMO)
     cleanup.callback(_remove, folder)
     memory = folder / "memory"
     if os.access(SHARED_MEMORY, os.W_OK):
-        memory = _make_folder(SHARED_MEMORY)
+        memory = new_folder(SHARED_MEMORY, DEMO)
         cleanup.callback(shutil.rmtree, memory, ignore_errors=True)
     memory.mkdir(mode=0o700, exist_ok=True)
     cleanup.callback(os.chdir, os.getcwd())
     os.chdir(folder)
     return folder, str(memory)
-
-
-def _make_folder(where: str) -> Path:
-    """A new folder. Removes those of demos that were killed."""
-    for each in os.listdir(where):
-        if each.endswith(f"-{DEMO}") and is_orphaned(each):
-            shutil.rmtree(os.path.join(where, each), ignore_errors=True)
-    folder = Path(where, new_name(DEMO))
-    folder.mkdir(mode=0o700)
-    return folder
 
 
 def _remove(folder: Path) -> None:
