@@ -57,7 +57,7 @@ def test_a_job_that_failed_twice(world: World) -> None:
     lives = [line for line in shown(world, "bad", "--all") if line.startswith("==")]
     assert [re.sub(", .* ==", " ==", line) for line in lives] == [
         "== attempt_0 ==",
-        "== rank 1 failed: ValueError: bad luck 0 (exit code 1) ==",
+        "== rank 1 failed (ValueError: bad luck 0) ==",
         "== attempt_1 ==",
         "== rank 1 failed (ValueError: bad luck 1) ==",
     ]

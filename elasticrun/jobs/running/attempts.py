@@ -121,7 +121,8 @@ def _end_of_row(row: IncidentRow) -> AttemptEnd:
         return AttemptEnd(row.sentence, row.rank)
     code = row.exitcode
     ended = f"signal {SIGNALS.get(-code, str(-code))}" if code < 0 else f"exit code {code}"
-    return AttemptEnd(row.sentence, row.rank, ended if code else "")
+    # 1 is Python's own code for an exception, which the sentence names
+    return AttemptEnd(row.sentence, row.rank, "" if code in (0, 1) else ended)
 
 
 def _is_peer_loss(why: str) -> bool:
