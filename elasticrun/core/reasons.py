@@ -362,7 +362,10 @@ class NoRestartsLeft(_Typed, frozen=True):
 
 
 class AllLeft(_Typed, frozen=True):
-    """Every node has left before the ranks were done."""
+    """Every node has left before the ranks were done. `signal`: one that a node has received; 0:
+    none."""
+
+    signal: int = 0
 
 
 class Unfit(_Typed, frozen=True):

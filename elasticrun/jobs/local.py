@@ -172,8 +172,8 @@ class LocalJobs:
         return f"job {_job_name(run)} has no responding master: its agents were sent SIGTERM"
 
     def terminate(self, run: RunFolder) -> None:
-        """Send SIGTERM, and SIGKILL after END_LIMIT seconds. A failure that this causes is recorded
-        as "stopped"."""
+        """Send SIGTERM, and SIGKILL after END_LIMIT seconds. The end that this causes is
+        recorded as "stopped"."""
         here = living_agents(run)
         _signal(here, signal.SIGTERM)
         left = _await_end(here, END_LIMIT)
@@ -181,7 +181,7 @@ class LocalJobs:
         if left := _await_end(left, END_LIMIT):
             raise RequestFailed(f"process {left[0].process.pid} cannot be ended")
         _await_master_exit(run)
-        if here and run.state() == "failed":
+        if here and run.state() in ("failed", "interrupted"):
             _record_end(run, "stopped", "ended by `elasticrun delete`")
 
     def execute(self, run: RunFolder, node: str, command: Sequence[str]) -> int:

@@ -24,6 +24,9 @@ OVER: Final = "ended"
 SUSPENDED: Final = "suspended"
 """The state of a suspended job, whether or not it saved a step."""
 
+SAVED: Final = "saved"
+"""The state of a job that has ended and resumes from a step in storage when it starts again."""
+
 _STATES: Final = {"gathering": "waiting", "stopping": "waiting", "running": "running"}
 """A job's state, by the phase of its round."""
 
@@ -43,6 +46,7 @@ class JobRow(Struct, frozen=True, kw_only=True):
     nodes: int = 0  # nodes in the current round
     max_nodes: int = 0
     step: int = -1  # the newest reported; -1: none
+    saved: int = -1  # the newest in storage when it ended; -1: none, or unknown
     restarts: int = 0
     age: float = 0.0  # seconds since it began, including suspensions
     reason: str = ""  # why it waits, or how it ended
@@ -84,6 +88,7 @@ def row_of(folder: RunFolder, job: JobRecord) -> JobRow:
         nodes=result.nodes if result else 0,
         max_nodes=int(job.nodes.rpartition(":")[2] or 0),
         step=folder.last_step(),
+        saved=result.saved if result else -1,
         restarts=result.restarts if result else 0,
         age=job.age(),
         reason=result.reason if result else folder.end_reason(job) if state in ENDED else "",

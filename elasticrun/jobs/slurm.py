@@ -106,7 +106,7 @@ class SlurmJobs:
         if queued.state == "PENDING":
             self._call("scontrol", "hold", known.number)
             return f"job {known.name} is held before its start; {again}"
-        if (state := run.state()) in ("succeeded", "failed", "stopped"):
+        if (state := run.state()) in ("succeeded", "failed", "interrupted", "stopped"):
             raise RequestFailed(f"job {known.name} has ended: {state}")
         self._call("scontrol", "requeuehold", known.number)
         if not self._wait_until(known.number, lambda now: now is None or now.is_held, LEAVE_LIMIT):
@@ -226,6 +226,6 @@ def _update_row(row: JobRow, queue: Mapping[str, QueueEntry]) -> JobRow:
     if queued.state == "PENDING":
         return replace(row, state="submitted", reason=f"waits in Slurm: {queued.reason}")
     begins = row.state in ("saved", "lost", "submitted")  # requeued, or started the first time
-    if row.state == "failed" and (result := RunFolder(Path(row.run)).result()):
+    if row.state in ("failed", "interrupted") and (result := RunFolder(Path(row.run)).result()):
         begins = queued.began > time.strftime("%FT%T", time.localtime(result.ended))
     return replace(row, state="waiting", reason="") if begins else row

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,16 @@ def test_a_failed_job_leaves_all_of_it(place: Path) -> None:
     assert (shown.returncode, len(shown.stdout.splitlines())) == (0, len(events))
     assert shown.stdout.splitlines()[-1].endswith(events[-1]["text"])
     assert "bad luck" in next((place / "r" / "logs").rglob("0/stderr.log")).read_text()
+
+
+def test_ctrl_c_before_anything_is_saved(place: Path) -> None:
+    begun = _begin("train.py", HOLD="1")
+    await_true((place / "held").exists, "the last step")
+    begun.send_signal(signal.SIGINT)
+    _, said = begun.communicate(timeout=120)
+    assert (begun.returncode, "ended by SIGINT (2)" in said) == (1, True), said
+    (row,) = json.loads(_run("list", "-o", "json").stdout)
+    assert (row["state"], row["step"], row["saved"]) == ("interrupted", 3, -1)
 
 
 def test_the_same_folder_again(place: Path) -> None:

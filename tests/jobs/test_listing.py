@@ -88,6 +88,33 @@ def test_ended_and_lost_jobs_are_listed(root: Path, capsys: pytest.CaptureFixtur
     assert list(first) == list(JobRow.__struct_fields__)
 
 
+def test_the_step_of_a_job_that_was_saved_is_the_one_in_storage(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _run(root, "train", 1, RunResult(state="saved", step=69, saved=67))
+    _run(root, "night", 2, RunResult(state="saved", step=69, saved=57, suspended=True))
+    _run(root, "eval", 3, RunResult(state="stopped", step=69, suspended=True))
+    _run(root, "begun", 4, RunResult(state="interrupted", step=3))
+    assert listing.main(["-o", "json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    found = {name: (row["state"], row["saved"], row["step"]) for name, row in rows.items()}
+    assert found == {
+        "train": ("saved", 67, 69),
+        "night": ("suspended", 57, 69),
+        "eval": ("suspended", -1, 69),
+        "begun": ("interrupted", -1, 3),
+    }
+    assert listing.main([]) == 0
+    told = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    cells = {line[0].strip(): [cell.strip() for cell in line if cell][2:5:2] for line in told[1:]}
+    assert cells == {
+        "train": ["saved at step 67", "67"],
+        "night": ["suspended at step 57", "57"],
+        "eval": ["suspended", "69"],
+        "begun": ["interrupted", "3"],
+    }
+
+
 def test_the_newest_ended_ones_where_not_all_are_asked_for(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,16 @@ from elasticrun import __version__
 from elasticrun.config import Identity, MasterConfig, MasterPlan, RunPlan
 from elasticrun.core.events import FoundSlow, JobOver, Note
 from elasticrun.core.job.views import nothing_yet
+from elasticrun.core.reasons import (
+    AllLeft,
+    ByOperator,
+    Completed,
+    Reason,
+    Said,
+    Saved,
+    code,
+    text,
+)
 from elasticrun.core.rounds.failures import what_happened
 from elasticrun.core.sight.picture import (
     Goodput,
@@ -135,6 +145,23 @@ def test_a_record_is_a_page_for_people_and_a_file_for_programs(tmp_path: Path) -
     ):
         assert part in text
     assert "\x1b" not in text
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "reason", "state"),
+    [
+        (0, Completed(), "succeeded"),
+        (99, Saved(AllLeft(2), 67), "saved"),
+        (1, AllLeft(2), "interrupted"),  # by SIGINT, and nothing was saved
+        (1, AllLeft(), "failed"),  # a node may leave because it is unfit
+        (1, Saved(ByOperator("stopped", "ada", ""), 67), "stopped"),
+        (93, Said("a rank failed"), "failed"),
+    ],
+    ids=str,
+)
+def test_the_state_of_a_job_at_its_end(exit_code: int, reason: Reason, state: str) -> None:
+    end = JobOver(exit_code, text(reason), code=code(reason))
+    assert result_of(end, Picture(nothing_yet(None))).state == state
 
 
 def test_people_are_told_in_a_line_of_each_once_the_ranks_run_again(

@@ -74,6 +74,11 @@ def width() -> int | None:
     return int(columns) if columns.isdecimal() and int(columns) >= 40 else 100
 
 
+def table_width() -> int:
+    """The width for `lines`: as `width`, but at least 80."""
+    return max(80, width() or shutil.get_terminal_size().columns)
+
+
 def print_table(console: Console, table: Table) -> None:
     """Print the table without the trailing blanks of its last column."""
     with console.capture() as drawn:

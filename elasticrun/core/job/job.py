@@ -459,8 +459,13 @@ class Job:
         if self._end_wish is not None:
             return (code_of(self._end_wish.ending), self._end_wish.reason)
         if self._all_left and self._is_deserted():
-            return (self._code_of_loss(), AllLeft())
+            return (self._code_of_loss(), self._all_have_left())
         return None
+
+    def _all_have_left(self) -> AllLeft:
+        reasons = [node.reason for node in self._ctx.nodes.values()]
+        signals = [one.signal for one in reasons if isinstance(one, Leaves) and one.signal]
+        return AllLeft(signals[-1] if signals else 0)
 
     def _is_deserted(self) -> bool:
         """Whether all nodes left before the ranks were done."""

@@ -75,7 +75,7 @@ MAX_BYTES: Final = 1024 * 1024
 LAST_BYTES: Final = 64 * 1024
 """Bytes at the end of a file that are searched for its last row."""
 
-ENDED: Final = ("succeeded", "failed", "saved", "stopped", "lost")
+ENDED: Final = ("succeeded", "failed", "saved", "stopped", "interrupted", "lost")
 """States of jobs that have ended. The other states: submitted, waiting (for its nodes), running."""
 
 NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -158,7 +158,8 @@ class RunResult(Struct, frozen=True, kw_only=True):
     """How a job has ended. Moments are seconds since 1970."""
 
     job: str = ""
-    state: str  # succeeded, failed, saved (will be started again), stopped (by a person)
+    state: str  # succeeded, failed, saved (a start resumes there), stopped (by a person),
+    # interrupted (by a signal, and nothing was saved)
     exit_code: int = 0
     reason: str = ""
     failure: str = ""  # first failed rank of the last failed round, with the cause; "": none

@@ -19,7 +19,7 @@ from msgspec.structs import asdict
 
 from elasticrun.cli.flags import PROG, Parser
 from elasticrun.cli.settings import UsageError
-from elasticrun.cli.verbs.columns import duration, lines
+from elasticrun.cli.verbs.columns import duration, lines, table_width
 from elasticrun.config import EXIT_OK, EXIT_USAGE
 from elasticrun.core.words import plain, plural
 from elasticrun.host.runs.index import prune
@@ -28,7 +28,7 @@ from elasticrun.jobs.backend import Forbidden, JobMissing, RequestFailed
 from elasticrun.jobs.cluster import inside, logs
 from elasticrun.jobs.cluster.arguments import add_cluster, known_run
 from elasticrun.jobs.manage.jobs import exit_code_of
-from elasticrun.jobs.manage.listing import COLUMNS, TITLES, add_output, list_cells
+from elasticrun.jobs.manage.listing import TITLES, add_output, list_cells
 from elasticrun.jobs.rows import DoneRow, as_json, page_of
 from elasticrun.jobs.running.orders import resolve_number
 
@@ -173,9 +173,9 @@ async def _list(api: KubeApi, ns: argparse.Namespace) -> int:
         print(f"no job is in {where}; `{PROG} submit --on k8s ... -- train.py` makes one")
     elif ns.all:
         table = [(row.id, *list_cells(row)[1:]) for _, row in rows]
-        print(*lines(("NAMESPACE/NAME", *TITLES[1:]), table, COLUMNS), sep="\n")
+        print(*lines(("NAMESPACE/NAME", *TITLES[1:]), table, table_width()), sep="\n")
     else:
-        print(*lines(TITLES, [list_cells(row) for _, row in rows], COLUMNS), sep="\n")
+        print(*lines(TITLES, [list_cells(row) for _, row in rows], table_width()), sep="\n")
     return EXIT_OK
 
 
@@ -211,7 +211,7 @@ async def _status(api: KubeApi, job: ClusterJob, ns: argparse.Namespace) -> int:
 
 def _page(job: ClusterJob, pods: Sequence[ObservedPod], now: float) -> list[str]:
     row = job.row(now)
-    found = lines(TITLES, [list_cells(row)], COLUMNS)
+    found = lines(TITLES, [list_cells(row)], table_width())
     found += ["", f"{job.body['kind']} in namespace {job.namespace}"]
     found += [f"why: {row.reason}"] if row.reason else []
     for one in job.conditions:
@@ -226,7 +226,7 @@ def _page(job: ClusterJob, pods: Sequence[ObservedPod], now: float) -> list[str]
              duration(max(0.0, now - pod.created)), pod.node or "-")
             for pod in pods
         ]  # fmt: skip
-        found += ["", *lines(titles, table, COLUMNS)]
+        found += ["", *lines(titles, table, table_width())]
         found += [f"{pod.name}: {pod.message}" for pod in pods if pod.message]
     return found
 
@@ -281,7 +281,7 @@ async def _top(api: KubeApi, ns: argparse.Namespace) -> int:
         for row in rows
     ]  # fmt: skip
     titles = ("NODE", "STATE", "GPUS", "CPUS", "USED", "MEMORY GiB", "USED")
-    print(*lines(titles, table, COLUMNS), sep="\n")
+    print(*lines(titles, table, table_width()), sep="\n")
     has, taken = sum(row.gpus for row in rows), sum(max(0, row.gpus_taken) for row in rows)
     if has:
         print(f"{plural(len(rows), 'node')}, {taken} of {has} GPUs taken")

@@ -21,7 +21,7 @@ from elasticrun.cli import trust
 from elasticrun.cli.flags import PROG, Parser, add_group
 from elasticrun.cli.settings import FlagValues, UsageError
 from elasticrun.cli.table import TRUST
-from elasticrun.cli.verbs.columns import duration, lines
+from elasticrun.cli.verbs.columns import duration, lines, table_width
 from elasticrun.cli.verbs.masters import (
     NO_JOBS,
     MasterQuery,
@@ -38,14 +38,12 @@ from elasticrun.jobs.backend import RequestFailed, command_line, submission, was
 from elasticrun.jobs.backends import updated_by_backends
 from elasticrun.jobs.connection import NotAnswered, master_of
 from elasticrun.jobs.kubernetes import record_end
-from elasticrun.jobs.rows import SUSPENDED, JobRow, as_json, live_row, row_of
+from elasticrun.jobs.rows import SAVED, SUSPENDED, JobRow, as_json, live_row, row_of
 
 TITLES: Final = ("NAME", "ID", "STATE", "NODES", "STEP", "RESTARTS", "AGE", "WHERE")
 
 MAX_ENDED: Final = 20
 """Number of newest ended jobs that are listed without --all."""
-
-COLUMNS: Final = 80
 
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -71,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     if ns.output == "json":
         print(as_json(rows))
     elif rows:
-        print(*lines(TITLES, [list_cells(row) for row in rows], COLUMNS), sep="\n")
+        print(*lines(TITLES, [list_cells(row) for row in rows], table_width()), sep="\n")
         for row in rows:
             if (row.where, row.state) == ("k8s", "submitted") and row.reason:
                 print(f"{row.name}: {plain(row.reason)}")
@@ -145,13 +143,15 @@ def has_ended(run: str) -> bool:
 
 
 def list_cells(row: JobRow) -> tuple[str, ...]:
-    """The cells of a table row."""
+    """The cells of a table row. For a job that was saved, the step is the one in storage."""
+    is_saved = row.state in (SAVED, SUSPENDED) and row.saved >= 0
+    step = row.saved if is_saved else row.step
     return (
         row.name,
         row.run_id or "-",
-        row.state,
+        f"{row.state} at step {row.saved}" if is_saved else row.state,
         f"{row.nodes}/{row.max_nodes}" if row.max_nodes else "-",
-        str(row.step) if row.step >= 0 else "-",
+        str(step) if step >= 0 else "-",
         str(row.restarts),
         duration(row.age),
         row.where,
@@ -174,7 +174,7 @@ def ended_job_lines(folder: RunFolder, job: JobRecord, row: JobRow) -> list[str]
         "run folder": row.run,
         "to resume": resume if again else "",
     }
-    found = [*lines(TITLES, [list_cells(row)], COLUMNS), ""]
+    found = [*lines(TITLES, [list_cells(row)], table_width()), ""]
     found += [f"{name}: {text}" for name, text in fields.items() if text]
     if row.state in ("failed", "saved", "lost") and (error := folder.error(since=job.began)):
         found += ["", *error.rstrip("\n").split("\n")]

@@ -15,7 +15,7 @@ import psutil
 from msgspec import Struct
 
 from elasticrun.cli.flags import PROG, Parser
-from elasticrun.cli.verbs.columns import lines
+from elasticrun.cli.verbs.columns import lines, table_width
 from elasticrun.cli.verbs.masters import NoStatus, published_here
 from elasticrun.core.sight.picture import Picture
 from elasticrun.host.accelerators.base import cores
@@ -24,7 +24,7 @@ from elasticrun.host.runs.index import all_runs, runs_root
 from elasticrun.host.runs.layout import ENDED, RunFolder
 from elasticrun.host.system.network import names_this_host_only
 from elasticrun.jobs.connection import JobConnection, JobMaster, NotAnswered, master_of
-from elasticrun.jobs.manage.listing import COLUMNS, add_output, has_ended
+from elasticrun.jobs.manage.listing import add_output, has_ended
 from elasticrun.jobs.rows import as_json
 
 TITLES: Final = ("NODE", "JOBS", "RANKS", "CPU", "MEMORY", "GPUS BUSY", "ALLOCATED")
@@ -57,7 +57,9 @@ def main(argv: Sequence[str]) -> int:
     rows = host_rows(pictures, _this_host())
     for sentence in silent:
         print(f"{made.prog}: {sentence}", file=sys.stderr)
-    drawn = [] if ns.output == "json" else lines(TITLES, [_cells(row) for row in rows], COLUMNS)
+    drawn = (
+        [] if ns.output == "json" else lines(TITLES, [_cells(row) for row in rows], table_width())
+    )
     print("\n".join(drawn) or as_json(rows))
     return 1 if silent else 0
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,7 +19,7 @@ from msgspec import Struct, structs
 
 from elasticrun.cli.flags import PROG, Parser
 from elasticrun.cli.settings import UsageError
-from elasticrun.cli.verbs.columns import lines
+from elasticrun.cli.verbs.columns import lines, table_width, wrapped_on_terminal
 from elasticrun.config import EXIT_USAGE
 from elasticrun.core.words import plain, plural
 from elasticrun.host.doctor.verdict import amount
@@ -34,8 +33,6 @@ from elasticrun.snapshots.storage.timeline import ListedCheckpoint, restorable_s
 from elasticrun.snapshots.storage.writing import StorageError
 
 TITLES: Final = ("STEP", "WHEN", "SIZE", "RANKS", "REASON", "STATE")
-COLUMNS: Final = 80
-
 NO_HASHES: Final = "was written by torch alone: there are no sizes and hashes to compare with"
 WRITTEN: Final = ": it is being written, or the write was interrupted"
 REST: Final = f": the next checkpoint of its job, or `{PROG} ckpt prune`, removes the rest"
@@ -197,9 +194,9 @@ def _ls(folder: Folder, ns: argparse.Namespace) -> int:
     if not rows:
         print(f"there is no checkpoint in {folder.url}")
         return 0
-    print(*lines(TITLES, [_cells(row) for row in rows], COLUMNS), sep="\n")
-    for text in (one for row in rows for one in _remarks(row)):
-        print(textwrap.fill(text, COLUMNS, subsequent_indent="  ", break_long_words=False))
+    print(*lines(TITLES, [_cells(row) for row in rows], table_width()), sep="\n")
+    for text in wrapped_on_terminal(one for row in rows for one in _remarks(row)):
+        print(text)
     taken = [row.step for row in rows if row.restart]
     print(f"a restart resumes from step {taken[0]}" if taken else "a restart starts from scratch")
     return 0

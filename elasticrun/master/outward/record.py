@@ -18,9 +18,9 @@ import msgspec
 from msgspec.structs import replace
 
 from elasticrun import __version__
-from elasticrun.config import EXIT_OK, EXIT_SAVED, MasterConfig
+from elasticrun.config import EXIT_FAILED, EXIT_OK, EXIT_SAVED, MasterConfig
 from elasticrun.core.events import JobOver
-from elasticrun.core.reasons import failure_in, is_by_operator, read
+from elasticrun.core.reasons import AllLeft, failure_in, is_by_operator, read
 from elasticrun.core.sight.picture import Picture
 from elasticrun.host import user_folder
 from elasticrun.host.runs.index import run_path, runs_root
@@ -178,10 +178,12 @@ _STATES = {EXIT_OK: "succeeded", EXIT_SAVED: "saved"}
 
 
 def state_of(end: JobOver) -> str:
-    """The job's state at its end: succeeded, failed, saved or stopped."""
-    if is_by_operator(read(end.reason, end.code)):
+    """The job's state at its end, one of `RunResult.state`."""
+    reason = read(end.reason, end.code)
+    if is_by_operator(reason):
         return "stopped"
-    return _STATES.get(end.exit_code, "failed")
+    is_interrupted = isinstance(reason, AllLeft) and reason.signal and end.exit_code == EXIT_FAILED
+    return _STATES.get(end.exit_code, "interrupted" if is_interrupted else "failed")
 
 
 def result_of(end: JobOver, found: Picture) -> RunResult:
