@@ -334,6 +334,7 @@ class RunPlan:
     folder: str = ""  # --run-dir, absolute; "": a fresh one below the user's own root
     name: str = ""  # for lists; "": the job's id
     unnamed: bool = False  # the user gave no name: `name` is the script's
+    launch: str = ""  # 8 hexadecimal digits with which the job's id ends, if it was minted
     fresh: bool = False  # restart a succeeded job from the beginning
     command: tuple[str, ...] = ()
     program: tuple[str, ...] = ()  # what each rank runs: `Entrypoint.words`

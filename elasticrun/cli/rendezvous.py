@@ -207,6 +207,7 @@ class RendezvousPlan(NamedTuple):
     delegate: str = ""  # the plug-in that torchrun must serve
     store: str = ""  # etcd's URL, for the master's record and leadership
     named: bool = False  # the user chose the job id
+    minted: str = ""  # the digits at the end of a job id that starts with the script's name
 
 
 def fresh_id() -> str:
@@ -293,7 +294,8 @@ class _Case:
         found = self.plan(place)
         if found.named:
             return found
-        return found._replace(job_id=f"{job_stem(self.flags)}-{fresh_id()[:8]}")
+        minted = fresh_id()[:8]
+        return found._replace(job_id=f"{job_stem(self.flags)}-{minted}", minted=minted)
 
     def is_elastic(self) -> bool:
         """Whether only `min:max` and an endpoint are given. torchrun's default, static, would use a

@@ -155,7 +155,7 @@ def resolve(
         sources=settings.sources(flags, conf),
         store=plan.store,
         to_join=None if program else _join_command(flags, plan, spec, command),
-        run=run_plan(flags, command, () if program else ranks.entry.words(), typed_in),
+        run=run_plan(flags, command, () if program else ranks.entry.words(), typed_in, plan.minted),
     )
     launch = _launch(flags, plan.node_rank, nproc, spec, ranks, master)
     node_id = _node_id(flags, plan)
@@ -237,9 +237,10 @@ def _tls(flags: FlagValues, typed_in: str) -> Tls | None:
 
 
 def run_plan(
-    flags: FlagValues, command: Sequence[str], program: Sequence[str], typed_in: str
+    flags: FlagValues, command: Sequence[str], program: Sequence[str], typed_in: str, minted: str
 ) -> RunPlan:
-    """The run folder, and what is known of the job when it begins. Raises `UsageError`."""
+    """The run folder, and what is known of the job when it begins. `minted`: as in RendezvousPlan.
+    Raises `UsageError`."""
     folder, fresh = flags.text("run_dir"), flags.switch("fresh")
     if fresh and not folder:
         raise UsageError("--fresh needs --run-dir")
@@ -253,6 +254,7 @@ def run_plan(
         folder=_path(folder, typed_in),
         name=settings.job_name(flags.text("name"), own or stem),
         unnamed=not (flags.text("name") or own),
+        launch=minted,
         fresh=fresh,
         command=tuple(command),
         program=tuple(program) if command else (),

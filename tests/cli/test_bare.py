@@ -15,7 +15,8 @@ from elasticrun.cli.rendezvous import join_command
 from elasticrun.cli.resolve import Resolved, resolve
 from elasticrun.cli.settings import FlagValues, UsageError
 from elasticrun.cli.verbs.dry_run import describe
-from elasticrun.config import JoinCommand, Place
+from elasticrun.config import Identity, JoinCommand, MasterConfig, Place
+from elasticrun.master.outward.record import name_of, run_folder_path
 
 LOCAL: Mapping[str, str] = {}
 
@@ -42,6 +43,28 @@ def test_a_range_and_nothing_else_begins_here_under_a_name_of_its_own() -> None:
     assert found.notes == (), "its token is made by the agent"
     assert made("--nnodes=1:10 --rdzv-id=j train.py").identity.job_id == "j"
     assert made("train.py", {"PET_NNODES": "1:10"}).place.kind == "open"
+
+
+@pytest.mark.parametrize("shared", ["", "NFS"])
+def test_a_job_that_nobody_has_named_has_one_name(
+    shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In lists and as the id by which nodes join; also the end of it is the id of its run."""
+    monkeypatch.setenv("ELASTICRUN_RUNS", "/runs")
+    found = made("--nnodes=1:10 my-train.py", shared=shared)
+    config = MasterConfig(found.identity, "", 0, None, found.launch.master)
+    assert name_of(config) == found.identity.job_id
+    ours = found.launch.master.run.launch
+    assert run_folder_path(config) == f"/runs/my-train-{ours}"
+    assert found.identity.job_id.endswith(f"-{ours}")
+    joined = Identity("my_train-0badcafe")  # of a job that this node has found, and joined
+    config = MasterConfig(joined, "", 0, None, found.launch.master)
+    assert name_of(config) == "my_train-0badcafe"
+    assert not run_folder_path(config).endswith(ours)
+    named = made("--nnodes=1:10 --name=n my-train.py", shared=shared)
+    config = MasterConfig(named.identity, "", 0, None, named.launch.master)
+    assert name_of(config) == "n"
+    assert run_folder_path(config) == f"/runs/n-{named.launch.master.run.launch}"
 
 
 @pytest.mark.parametrize("shared", ["", "NFS"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -18,7 +19,7 @@ from tests import needs
 from tests.certificates import Authority
 from tests.compat.live import PUPPET, allreduce, finish
 from tests.further import further
-from tests.harness import COMMANDS, ELASTICRUN, SCRIPTS, World, ran
+from tests.harness import COMMANDS, ELASTICRUN, SCRIPTS, World, ran, status_of
 
 pytestmark = pytest.mark.slow
 
@@ -46,6 +47,10 @@ def test_a_pasted_line_makes_this_machine_a_node(world: World) -> None:
     assert allreduce(world, sorted(pair, key=lambda p: p.rank)) == [2, 2]
     assert "used a join code and received the job's token" in first.until_text("used a join code")
     assert str(folder) in second.stderr
+    (row,) = json.loads(ran("list", "-o", "json", env=world.environment()).stdout)
+    assert f"joining job {row['name']} in " in second.stderr
+    assert row["id"] == row["name"] == f"train-{row['run_id']}"
+    assert status_of(env=world.environment()).splitlines()[1].startswith(row["name"])
     secrets = [path for path in world.scratch.rglob("token") if path.is_file()]
     for launched in (first, second):
         assert all(path.read_text() not in launched.stderr for path in secrets)

@@ -94,7 +94,8 @@ def main(argv: Sequence[str], notify: Callable[[str], None], launch: Callable[..
     _change_folder(answer, words)
     os.environ.pop(trust.TOKEN_FILE_VARIABLE, None)  # of another job; it would take precedence
     os.environ[trust.TOKEN_VARIABLE] = answer.token  # `withdraw` removes it again
-    notify(f"joining job {answer.job_id} in {os.getcwd()}: {PROG} {shlex.join(words)}")
+    name = get_args_parser().parse_args(words).name or answer.job_id
+    notify(f"joining job {name} in {os.getcwd()}: {PROG} {shlex.join(words)}")
     return launch(words)
 
 

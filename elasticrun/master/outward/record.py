@@ -122,11 +122,15 @@ def _record(config: MasterConfig, hosted: bool, launch: str) -> JobRecord:
 
 
 def name_of(config: MasterConfig, launch: str = "") -> str:
-    """The job's name for people. An unnamed job's has digits of its launch id, so that jobs of one
-    script get different names."""
-    if not config.launch.run.unnamed:
+    """The job's name for people. An unnamed job is named after its script, with digits that
+    distinguish jobs of one script: by its id, if that was minted so, because all nodes know it;
+    else by its launch id."""
+    run = config.launch.run
+    if run.unnamed and run.launch:
+        return config.identity.job_id
+    if not run.unnamed:
         return _stem(config)
-    return f"{config.launch.run.name}-{(launch or _launch(config))[:ID_DIGITS]}"
+    return f"{run.name}-{(launch or _launch(config))[:ID_DIGITS]}"
 
 
 def _stem(config: MasterConfig) -> str:
@@ -134,8 +138,11 @@ def _stem(config: MasterConfig) -> str:
 
 
 def _launch(config: MasterConfig) -> str:
-    """The launch id, which all masters with the same record folder share; without such a folder, a
-    number of this process."""
+    """The launch id: the digits of the job's id, if this launch minted it; else those of the record
+    folder, which all masters with the same folder share; without one, a number of this process."""
+    run = config.launch.run
+    if run.launch and config.identity.job_id.endswith(f"-{run.launch}"):
+        return run.launch
     record = Path(config.record_dir).name
     made = record.removeprefix(user_folder.PREFIX)
     return made[:8] if made != record and len(made) >= 8 else f"{os.getpid():08x}"
