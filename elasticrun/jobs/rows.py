@@ -47,6 +47,7 @@ class JobRow(Struct, frozen=True, kw_only=True):
     max_nodes: int = 0
     step: int = -1  # the newest reported; -1: none
     saved: int = -1  # the newest in storage when it ended; -1: none, or unknown
+    continued_by: str = ""  # `run_id` of the run in which the same command has continued it
     restarts: int = 0
     age: float = 0.0  # seconds since it began, including suspensions
     reason: str = ""  # why it waits, or how it ended
@@ -89,6 +90,7 @@ def row_of(folder: RunFolder, job: JobRecord) -> JobRow:
         max_nodes=int(job.nodes.rpartition(":")[2] or 0),
         step=folder.last_step(),
         saved=result.saved if result else -1,
+        continued_by=result.continued_by if result else "",
         restarts=result.restarts if result else 0,
         age=job.age(),
         reason=result.reason if result else folder.end_reason(job) if state in ENDED else "",

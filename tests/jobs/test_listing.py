@@ -95,6 +95,9 @@ def test_the_step_of_a_job_that_was_saved_is_the_one_in_storage(
     _run(root, "night", 2, RunResult(state="saved", step=69, saved=57, suspended=True))
     _run(root, "eval", 3, RunResult(state="stopped", step=69, suspended=True))
     _run(root, "begun", 4, RunResult(state="interrupted", step=3))
+    _run(root, "over", 6, RunResult(state="stopped", step=9, saved=8))
+    gone = {"state": "continued", "continued_by": "0badcafe"}
+    _run(root, "gone", 5, RunResult(**gone, step=9, saved=7))
     assert listing.main(["-o", "json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     found = {name: (row["state"], row["saved"], row["step"]) for name, row in rows.items()}
@@ -103,6 +106,8 @@ def test_the_step_of_a_job_that_was_saved_is_the_one_in_storage(
         "night": ("suspended", 57, 69),
         "eval": ("suspended", -1, 69),
         "begun": ("interrupted", -1, 3),
+        "over": ("stopped", 8, 9),
+        "gone": ("continued", 7, 9),
     }
     assert listing.main([]) == 0
     told = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
@@ -112,7 +117,13 @@ def test_the_step_of_a_job_that_was_saved_is_the_one_in_storage(
         "night": ["suspended at step 57", "57"],
         "eval": ["suspended", "69"],
         "begun": ["interrupted", "3"],
+        "over": ["stopped at step 8", "8"],
+        "gone": ["continued by 0badcafe", "7"],
     }
+    assert status.main(["gone"], {}) == 0
+    told_of_it = capsys.readouterr().out
+    assert "continued by: run 0badcafe; see elasticrun status 0badcafe\n" in told_of_it
+    assert "to resume" not in told_of_it
 
 
 def test_the_newest_ended_ones_where_not_all_are_asked_for(

@@ -15,6 +15,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Generic, NamedTuple, TypeVar
 
+from msgspec.structs import replace
+
 from elasticrun.core.words import did_you_mean
 from elasticrun.host.runs.layout import ENDED, JOB, RunFolder
 from elasticrun.host.system.processes import home
@@ -109,6 +111,24 @@ def all_runs(root: Path) -> list[RunFolder]:
         if (job := folder.job()) is not None
     ]
     return [folder for _, folder in sorted(began, key=lambda each: each[0], reverse=True)]
+
+
+def mark_continued(root: Path, run: RunFolder, step: int) -> None:
+    """Record in the results of saved and stopped jobs that `run` continues them: those of the same
+    program and working directory that had ended before, with a saved step that is not above `step`,
+    the first that `run` has reported. Raises OSError."""
+    job = run.job()
+    if job is None or not job.program:
+        return
+    for folder in all_runs(root):
+        other, result = folder.job(), folder.result()
+        if other is None or result is None or result.suspended:
+            continue
+        has_saved = result.state in ("saved", "stopped")
+        is_same = (other.program, other.workdir) == (job.program, job.workdir)
+        is_resumed = 0 <= result.saved <= step and result.ended <= job.began
+        if has_saved and is_same and is_resumed and not folder.is_locked():
+            folder.write_result(replace(result, state="continued", continued_by=run.id))
 
 
 def find(root: Path, wanted: str, *, whole: str = "", newest: bool = False) -> RunFolder:

@@ -75,7 +75,7 @@ MAX_BYTES: Final = 1024 * 1024
 LAST_BYTES: Final = 64 * 1024
 """Bytes at the end of a file that are searched for its last row."""
 
-ENDED: Final = ("succeeded", "failed", "saved", "stopped", "interrupted", "lost")
+ENDED: Final = ("succeeded", "failed", "saved", "stopped", "interrupted", "continued", "lost")
 """States of jobs that have ended. The other states: submitted, waiting (for its nodes), running."""
 
 NO_LOCKS: Final = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -159,7 +159,7 @@ class RunResult(Struct, frozen=True, kw_only=True):
 
     job: str = ""
     state: str  # succeeded, failed, saved (a start resumes there), stopped (by a person),
-    # interrupted (by a signal, and nothing was saved)
+    # interrupted (by a signal, and nothing was saved), continued (by `continued_by`)
     exit_code: int = 0
     reason: str = ""
     failure: str = ""  # first failed rank of the last failed round, with the cause; "": none
@@ -167,6 +167,7 @@ class RunResult(Struct, frozen=True, kw_only=True):
     failed_node: str = ""  # "" if the job has one node
     failed_how: str = ""
     suspended: bool = False  # by `elasticrun suspend`
+    continued_by: str = ""  # id of the run in which the same command has continued it
     started: float = 0.0
     ended: float = 0.0
     nodes: int = 0  # number of nodes in the last round

@@ -144,12 +144,13 @@ def has_ended(run: str) -> bool:
 
 def list_cells(row: JobRow) -> tuple[str, ...]:
     """The cells of a table row. For a job that was saved, the step is the one in storage."""
-    is_saved = row.state in (SAVED, SUSPENDED) and row.saved >= 0
-    step = row.saved if is_saved else row.step
+    has_saved = row.state in (SAVED, SUSPENDED, "stopped") and row.saved >= 0
+    step = row.saved if has_saved or row.continued_by else row.step
+    at = f" at step {row.saved}" if has_saved else ""
     return (
         row.name,
         row.run_id or "-",
-        f"{row.state} at step {row.saved}" if is_saved else row.state,
+        row.state + (f" by {row.continued_by}" if row.continued_by else at),
         f"{row.nodes}/{row.max_nodes}" if row.max_nodes else "-",
         str(step) if step >= 0 else "-",
         str(row.restarts),
@@ -160,7 +161,7 @@ def list_cells(row: JobRow) -> tuple[str, ...]:
 
 def ended_job_lines(folder: RunFolder, job: JobRecord, row: JobRow) -> list[str]:
     """Lines about a job without an answering master, from its run folder and its `row`."""
-    again = row.state in (*ENDED, SUSPENDED) and row.state != "succeeded"
+    again = row.state in (*ENDED, SUSPENDED) and row.state not in ("succeeded", "continued")
     resume = (
         f"{PROG} resume {job.name}"
         if was_submitted(folder)
@@ -173,6 +174,9 @@ def ended_job_lines(folder: RunFolder, job: JobRecord, row: JobRow) -> list[str]
         "commit": job.git_commit,
         "run folder": row.run,
         "to resume": resume if again else "",
+        "continued by": f"run {row.continued_by}; see {PROG} status {row.continued_by}"
+        if row.continued_by
+        else "",
     }
     found = [*lines(TITLES, [list_cells(row)], table_width()), ""]
     found += [f"{name}: {text}" for name, text in fields.items() if text]

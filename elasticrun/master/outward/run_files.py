@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import threading
 import time
@@ -25,6 +26,7 @@ from elasticrun.core.sight.causes import FAILURES
 from elasticrun.core.sight.picture import IncidentRow
 from elasticrun.host.log import NOTICE
 from elasticrun.host.runs import layout
+from elasticrun.host.runs.index import mark_continued, runs_root
 from elasticrun.host.runs.layout import KeptEvent, RunResult, replace_file
 from elasticrun.host.runs.opening import OpenRun
 from elasticrun.master.outward.appended import NUMBER, Appended, ProgressFile, ProgressRow
@@ -59,7 +61,7 @@ class RunFiles:
         self._held: ProgressRow | None = None  # dropped if rank 0's metrics follow
         self._metrics_round = -1  # the last round in which rank 0 reported metrics
         self._has_warned_of_drops = self._has_warned_of_columns = False
-        self._has_failed = False
+        self._has_failed = self._has_stepped = False
         self._closed = False
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_QUEUED)
         self._thread: threading.Thread | None = None
@@ -94,7 +96,11 @@ class RunFiles:
 
     def stepped(self, number: int, step: int) -> None:
         """Training has reached this step in round `number`: written as a row at the next step,
-        unless rank 0 reports metrics in this round."""
+        unless rank 0 reports metrics in this round. The first step shows which runs this one
+        continues."""
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._enqueue(partial(self._mark_continued, step))
         if number != self._metrics_round:
             self._write_held_row()
             self._held = ProgressRow(time.time(), number, step, {})
@@ -170,6 +176,10 @@ class RunFiles:
             self._events = Appended(self._open().folder.path / layout.EVENTS, MAX_EVENTS_BYTES)
         row = KeptEvent(note.number, now, note.level, note.text)
         self._events.add(msgspec.json.encode(row) + b"\n")
+
+    def _mark_continued(self, step: int) -> None:
+        with contextlib.suppress(OSError):  # without a home directory
+            mark_continued(runs_root(os.environ), self._open().folder, step)
 
     def _write_metrics(self, report: Metrics, now: float) -> None:
         rows = []

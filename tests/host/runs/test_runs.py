@@ -215,6 +215,36 @@ def test_a_name_that_several_jobs_have(tmp_path: Path) -> None:
             find(tmp_path, "train", newest=newest)
 
 
+@pytest.mark.parametrize(
+    ("before", "result", "step", "continued"),
+    [
+        ({}, {}, 68, True),
+        ({}, {}, 66, False),  # it has begun from an older step, or from the beginning
+        ({}, {"suspended": True}, 68, False),  # it is resumed by its name
+        ({}, {"state": "stopped"}, 68, True),
+        ({}, {"state": "failed"}, 68, False),
+        ({}, {"saved": -1}, 68, False),
+        ({}, {"ended": 1001.0}, 68, False),  # it ran at the same time
+        ({"program": ("script", "other.py")}, {}, 68, False),
+        ({"workdir": "/other"}, {}, 68, False),
+    ],
+)
+def test_a_saved_job_that_another_run_continues(
+    tmp_path: Path, before: dict[str, Any], result: dict[str, Any], step: int, continued: bool
+) -> None:
+    same = {"program": ("script", "train.py"), "workdir": "/work"}
+    old = _run(tmp_path, "train", **{**same, **before})
+    old.write_result(RunResult(**{"state": "saved", "saved": 67, "ended": 999.0, **result}))
+    new = _run(tmp_path, "train", **same)
+    index.mark_continued(tmp_path, new, step)
+    found = old.result()
+    assert found is not None
+    assert (found.state == "continued", found.continued_by) == (continued, new.id * continued)
+    assert [run.path for run in (old, new) if run.result()] == [old.path]
+    prune(tmp_path, 0.0)
+    assert old.path.exists() != (continued or result.get("state") == "failed")
+
+
 def test_jobs_that_nobody_has_named(tmp_path: Path) -> None:
     """Each is called after its script and its id, and found by its script too."""
     jobs = []
