@@ -80,8 +80,22 @@ def test_status_says_how_many_are_ready_and_why_there_is_none(
     job = elastic_job(script, nproc_per_node=2, max_restarts=1, options=("--standby=0",))
     job.wait_for(condition=lambda status: status.nodes[0].standby == "2 of 2 ready")
     job.kill_rank(1)
-    last = "none: this is the last life that --max-restarts allows"
+    last = "none: this is the last attempt that --max-restarts allows"
     job.wait_for(condition=lambda status: status.nodes[0].standby == last)
+
+
+def test_status_says_why_none_is_ready_yet(elastic_job: Any, tmp_path: Path) -> None:
+    """Its standbys wait for a core that is idle, or have not begun."""
+    script = tmp_path / "waits.py"
+    busy = 'if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":\n    while True: pass\n'
+    script.write_text(f"import os\n{busy}{WAITS}")
+    for after, said in (
+        ("600", "none: they start 600 s after the ranks"),
+        ("0.01", "0 of 2 ready: the rest do their imports, only while a core is idle"),
+    ):
+        job = elastic_job(script, nproc_per_node=2, max_restarts=1, options=(f"--standby={after}",))
+        job.wait_for(condition=lambda status, said=said: status.nodes[0].standby == said)
+        job.close()
 
 
 @pytest.mark.parametrize("whom", ["agent", "server"])

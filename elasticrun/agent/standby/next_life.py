@@ -21,6 +21,7 @@ from elasticrun.host.log import logger
 from elasticrun.snapshots.shm.memory import available_memory
 from elasticrun.wire import env, spawning
 from elasticrun.wire.messages import Start
+from elasticrun.wire.spawning import StandbyState
 from elasticrun.wire.types import RoundName
 
 if TYPE_CHECKING:
@@ -34,6 +35,18 @@ NEEDED: Final = 2 * 512 * 1024 * 1024
 
 MAX_WHY: Final = 200
 """Maximum characters of why there is no standby; it may contain a path."""
+
+WHY_NONE: Final = {
+    StandbyState.REFUSED: "processes cannot be traced here",
+    StandbyState.EXECED: "the ranks are not forked",
+    StandbyState.DIFFERENT: "the next ranks differ from those that were expected",
+    StandbyState.CHANGED: "a file that it had read has changed",
+    StandbyState.MEMORY: "it needs too much memory",
+    StandbyState.READS: "it reads too many files",
+    StandbyState.ENDED: "it has exited",
+    StandbyState.NO_ANSWER: "its tracer has exited, or does not answer",
+}
+"""Why a standby is lost, by its last state."""
 
 
 class NextLife:
@@ -71,11 +84,16 @@ class NextLife:
         self._begin_timer.cancel()
         self._running = start
         after = self._node.launch.standby
-        if after < 0 or self._spawners.is_caller:
+        if after < 0:
+            return
+        if self._spawners.is_caller:
+            self._say("the ranks run a function")
             return
         if start.info.restart_count >= self._node.launch.spec.max_restarts:
-            self._say("this is the last life that --max-restarts allows")
+            self._say("this is the last attempt that --max-restarts allows")
             return
+        if not self._children:
+            self._say(f"they start {after:g} s after the ranks")
         self._begin_timer.after(after, self._begin, start)
 
     def _begin(self, start: Start) -> None:
@@ -123,12 +141,15 @@ class NextLife:
         self._report()
 
     def _report(self) -> None:
-        """Report for `status` and `top` how many standbys are ready, or why there is none."""
-        if self._children:
-            wanted = self._node.launch.nproc_per_node
-            self._health.standby(f"{len(self._ready)} of {wanted} ready")
-        else:  # without a reason: all of them have become ranks
+        """Report for `status` and `top` how many standbys are ready, and why others are not."""
+        wanted, ready = self._node.launch.nproc_per_node, len(self._ready)
+        if not self._children:  # without a reason: all of them have become ranks
             self._health.standby(f"none: {self._why_none}" if self._why_none else "")
+            return
+        idle = ", only while a core is idle" if self._node.launch.standby > 0 else ""
+        imports = f"the rest do their imports{idle}" if ready < len(self._children) else ""
+        why = "; ".join(filter(None, (imports, self._why_none)))
+        self._health.standby(f"{ready} of {wanted} ready{why and f': {why}'}")
 
     def ranks_stopping(self) -> None:
         """Start no more: what is there may become the next life."""
@@ -161,11 +182,11 @@ class NextLife:
         local_rank = self._children.get(child, -1)
         detail = f" ({message.detail})" if message.detail else ""
         logger.debug("standby of local rank %d: %s%s", local_rank, message.state, detail)
-        if message.state is spawning.StandbyState.READY:
+        if message.state is StandbyState.READY:
             self._ready.add(child)
-        elif message.state is not spawning.StandbyState.REHEARSING:
-            if message.state is not spawning.StandbyState.ACTIVE:
-                self._why_none = f"{message.state}{detail}"[:MAX_WHY]
+        elif message.state is not StandbyState.REHEARSING:
+            if message.state is not StandbyState.ACTIVE:
+                self._why_none = f"{WHY_NONE[message.state]}{detail}"[:MAX_WHY]
             self.lost(child)
             self._spawners.forget(child)
         self._report()
