@@ -396,7 +396,8 @@ class LocalSnapshots:
         except Exception as error:  # also our own bugs: the rank waits for an answer
             why = str(error) if isinstance(error, NoMemory) else repr(error)
             reason = f"training continues without snapshots: {why}"
-            self.remark(f"local rank {local_rank}: {reason}")
+            # the master names the ranks, when a snapshot is due
+            self.remark(f"local rank {local_rank}: {reason}", level=logging.INFO)
             peer.send(s.SegmentHere(False, reason, False))
         finally:
             if rank.awaiting_segment is peer:

@@ -270,7 +270,8 @@ class Checkpoints:
         while len(self._refused) > MAX_REFUSED:
             del self._refused[next(iter(self._refused))]
         self._note_missing(key, why)
-        self._outbox.log(f"the checkpoint of step {step} is not written: {why}", "error")
+        if not self._points.failed_saves.give_up(step):
+            self._outbox.log(f"the checkpoint of step {step} is not written: {why}", "error")
 
     def persisted(self, node: str, report: m.Persisted, now: float) -> None:
         """A node has written its share, or the coordinator the marker; or failed to."""

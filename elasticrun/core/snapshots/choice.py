@@ -46,7 +46,7 @@ from dataclasses import dataclass
 from elasticrun.core.persisted import SnapshotFacts
 from elasticrun.core.snapshots.ledger import Ledger, in_spans
 from elasticrun.core.snapshots.replication import Replicas
-from elasticrun.core.snapshots.types import Key, Outbox, key_of
+from elasticrun.core.snapshots.types import FailedSaves, Key, Outbox, key_of
 from elasticrun.core.work.work import Work
 from elasticrun.wire import messages as m
 from elasticrun.wire.types import NO_SKIP, RoundName, Skip
@@ -56,9 +56,6 @@ MAX_WAITING = 65536
 
 MAX_REJECTED = 2
 """A snapshot is suspect after this many rounds failed by themselves soon after restoring it."""
-
-MAX_FAILURES = 64
-"""Maximum number of log lines per round about ranks that could not save."""
 
 NOT_KNOWN = "it is not known what was used by it of the work that is handed out"
 
@@ -103,7 +100,7 @@ class RestorePoints:
         self._dropped: dict[Key, None] = {}  # not to be restored again: spoiled
         self.rejected: dict[Key, int] = {}  # number of rounds that resumed from it and failed soon
         self._restored: m.Restore | None = None  # by the current round
-        self._failures: dict[tuple[int, str], None] = {}  # ranks that could not save, and why
+        self.failed_saves = FailedSaves(outbox)
         self._reached = -1  # newest step that ranks reached after they had restored `_restored`
 
     # ------------------------------------------------------------ what is known
@@ -155,7 +152,7 @@ class RestorePoints:
         self._dropped = {key: None for key in self._dropped if key[0] in known}
         self.rejected = {key: n for key, n in self.rejected.items() if key[0] in known}
         self._named.clear()
-        self._failures.clear()
+        self.failed_saves.clear()
         self._waiting.clear()
         for node in self.reports:
             self._update_ledgers(node)
@@ -419,19 +416,15 @@ class RestorePoints:
 
     def _note_failed_save(self, node: str, ledger: Ledger, report: m.ShardBad) -> bool:
         """Whether the report is from a rank of the running round that could not save a step: then
-        its node holds nothing of that rank at that step. Records that, and logs each reason of a
-        rank once."""
+        its node holds nothing of that rank at that step. Records that."""
         snap = ledger.snaps.get(report.step)
         if ledger.upto is not None or (snap and report.rank in snap.held.get(node, {})):
             return False
         if self._restored is not None and key_of(self._restored) == (report.round, report.step):
             return False
-        if ledger.save_failed(report.step, report.rank, report.reason):
-            failure = (report.rank, report.reason)
-            if failure not in self._failures and len(self._failures) < MAX_FAILURES:
-                self._failures[failure] = None
-                what = f"rank {report.rank} could not save step {report.step}"
-                self._outbox.log(f"{what}: {report.reason} (node {node})", "warning")
+        ledger.save_failed(report.step, report.rank, report.reason)
+        if report.rank < ledger.world_size:
+            self.failed_saves.add(report.step, report.rank, node, report.reason)
         return True
 
     def locate(self, node: str, question: m.WhereIs) -> None:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from elasticrun.core.snapshots.types import rank_names
 from elasticrun.wire.messages import Holding
 from elasticrun.wire.types import RoundName, spans_of
 
@@ -182,26 +183,26 @@ class Ledger:
         lacking = len({*self.failed.get(step, ()), *self.distrusted(step)})
         return snap is not None and snap.ranks + lacking >= self.world_size
 
-    def save_failed(self, step: int, rank: int, reason: str) -> bool:
-        """A rank of this round could not save a step that others may still save; return whether
-        that is news."""
+    def save_failed(self, step: int, rank: int, reason: str) -> None:
+        """A rank of this round could not save a step that others may still save."""
         if not self._is_open(step) or rank >= self.world_size or rank in self.failed.get(step, ()):
-            return False
+            return
         self.failed.setdefault(step, {})[rank] = reason
         while len(self.failed) > MAX_FAILED_STEPS:
             del self.failed[min(self.failed)]
-        return True
 
     def why_never(self, step: int) -> str:
         """Why a step can never be whole, as a clause: every rank with a certain content failed to
         save it. "" if the step may become whole, or is. O(ranks) if a rank failed to save it."""
         snap, failed = self.snaps.get(step), self.failed.get(step, {})
         able = {content for rank, content in self._last.items() if rank not in failed}
-        for rank, reason in failed.items():
-            content = self._last.get(rank, 0)
-            if content not in able and not (snap and snap.holders.get(content)):
-                return f"rank {rank} could not save it: {reason}"
-        return ""
+        held = snap.holders if snap is not None else {}
+        lost = [
+            rank
+            for rank in failed
+            if (content := self._last.get(rank, 0)) not in able and not held.get(content)
+        ]
+        return f"{rank_names(lost)} could not save it: {failed[lost[0]]}" if lost else ""
 
     def newest_never_whole(self, above: int) -> int:
         """The newest step above `above` that can never be whole; -1: none."""

@@ -339,6 +339,7 @@ class SnapshotPolicy:
         if self._ends_since is None:
             self._ends_since = now
             checkpoints.retry_now(now)
+            self._snapshots.points.failed_saves.flush()
             self._send()
         stopped = self._ends_since + self._ctx.spec.restart_grace + SURVIVOR_SLACK
         if self.is_to_be_saved(exit_code, reason) and not self._is_last_saved:

@@ -140,6 +140,8 @@ class Snapshots:
         self.checkpoints.release_failed()
         points.raise_watermark(self._replicas)
         self.checkpoints.proceed(now)
+        if points.ledgers:
+            points.failed_saves.proceed(now, points.ledgers[0].world_size)
 
     def compare(self, now: float) -> list[Difference]:
         """Compare replicas of the running round, if that is due; return what differs."""
@@ -147,7 +149,11 @@ class Snapshots:
 
     def next_deadline(self) -> float | None:
         """When `proceed` is due at the latest."""
-        return earliest(self._replicas.next_deadline(), self.checkpoints.next_deadline())
+        return earliest(
+            self._replicas.next_deadline(),
+            self.checkpoints.next_deadline(),
+            self.points.failed_saves.next_deadline(),
+        )
 
     def overslept(self, by: float) -> None:
         """The master was not listening for `by` seconds: every deadline moves by that much."""

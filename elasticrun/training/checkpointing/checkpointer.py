@@ -400,7 +400,7 @@ class Checkpointer:
             return backend.save(due.step, due.persist, wait)
 
         began = time.monotonic()
-        outcome = self._guarded(save)
+        outcome = self._guarded(save, is_reported=backend.snapshots)
         costs.add_save(time.monotonic() - began, taken=outcome is SaveOutcome.TAKEN)
         if outcome is not SaveOutcome.TAKEN:
             work.note_skipped(due.step)
@@ -419,7 +419,6 @@ class Checkpointer:
             self._guarded(lambda: backend.report_skipped(self.stats.skipped))
             if due.persist:
                 why = f"no slot was free for {wait:.0f} s"
-                self._remark_once(f"step {due.step} was not written to storage: {why}")
                 self._guarded(lambda: backend.report_failed(due.step, True, why))
             return False
         self.stats.stall = time.monotonic() - began
@@ -438,17 +437,20 @@ class Checkpointer:
                 )
         return True
 
-    def _guarded(self, act: Callable[[], T]) -> T | None:
+    def _guarded(self, act: Callable[[], T], *, is_reported: bool = False) -> T | None:
         """Return the result of `act`, or None if it raises: a failure does not end the training,
-        unless `strict_save` is set."""
+        unless `strict_save` is set. `is_reported`: the job's master names all ranks for which it
+        fails in one line."""
         try:
             return act()
         except Exception as error:  # a user's state_dict may raise anything
             self.stats.failed += 1
             self.stats.error = str(error) or repr(error)
-            what = "snapshot" if self._backend is None or self._backend.snapshots else "save"
-            self._remark_once(f"a {what} failed: {self.stats.error}")
-            if isinstance(error, AgentConnectionError | ExchangeError):
+            is_cut_off = isinstance(error, AgentConnectionError | ExchangeError)
+            if is_cut_off or not is_reported:
+                what = "snapshot" if self._backend is None or self._backend.snapshots else "save"
+                self._remark_once(f"a {what} failed: {self.stats.error}")
+            if is_cut_off:
                 # agreement and handover are no longer possible
                 self._remark_once("no more snapshots are taken until the ranks restart")
                 self._set_pace(Pace(NEVER, None, 0), 0)

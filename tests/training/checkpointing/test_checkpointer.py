@@ -240,8 +240,13 @@ def test_a_failed_save_is_told_and_training_goes_on(agent: PlayedAgent, new: New
     one.run(0, 3)
     assert one.ckpt.stats.failed == 3
     assert len(agent.of(s.NeedSegment)) == 1  # it is not asked again for what was refused
-    assert "3 GiB" in agent.until(s.Remark)[0].text
-    assert len(agent.of(s.Remark)) == 1
+    failed = agent.until(s.SaveFailed, 3)
+    assert [(one.step, "3 GiB" in one.reason) for one in failed] == [
+        (1, True),
+        (2, True),
+        (3, True),
+    ]
+    assert agent.of(s.Remark) == [], "the master names all ranks in one line"
 
 
 def test_strict_save_raises(agent: PlayedAgent, new: New) -> None:
