@@ -96,10 +96,26 @@ OTHER_TOOLS_FLAGS: Final = {
 """Flags of accelerate, DeepSpeed and mpirun, and their names here."""
 
 
+EXPECTED: Final[Mapping[Any, str]] = {int: "a whole number", float: "a number"}
+"""What the value of a flag must be, by its `type`; other types say so in their errors."""
+
+
+def spelled(action: argparse.Action) -> str:
+    """A flag as documentation spells it, or the name of a positional argument in help."""
+    names = [name for name in action.option_strings if "_" not in name]
+    long = [name for name in names if name.startswith("--")]
+    return (long or names or [str(action.metavar or action.dest)])[0]
+
+
+def _wrong(sentence: str) -> argparse.ArgumentError:
+    """An error that argparse passes to `Parser.error` as it is."""
+    return argparse.ArgumentError(None, sentence)
+
+
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser with one-sentence errors, in which only torchrun's flags may be
-    abbreviated, so that abbreviations mean the same as in torchrun, whatever flags are added
-    here."""
+    """An ArgumentParser whose errors are sentences: what is wrong, and what to do. Only torchrun's
+    flags may be abbreviated, so that abbreviations mean the same as in torchrun, whatever flags are
+    added here."""
 
     describes = False
     """Whether all parsers raise `Described` instead of parsing; `elasticrun completion` sets it to
@@ -121,7 +137,9 @@ class Parser(argparse.ArgumentParser):
             typed = extra[0].partition("=")[0].replace("_", "-")
             known = OTHER_TOOLS_FLAGS.get(typed, "")
             hint = f"; did you mean {known}?" if known in names else did_you_mean(typed, names)
-            self.error(f"unrecognized arguments: {' '.join(extra)}{hint}")
+            if extra[0].startswith("-"):
+                self.error(f"there is no flag {extra[0].partition('=')[0]}{hint}")
+            self.error(f"{extra[0]!r} is one argument too many{hint}")
         return found
 
     def parse_known_args(  # type: ignore[override]
@@ -131,11 +149,71 @@ class Parser(argparse.ArgumentParser):
             raise Described(self)
         for sentence in self.bad_switches:
             self.error(sentence)
-        return super().parse_known_args(args, Parsed() if namespace is None else namespace)
+        words = list(sys.argv[1:] if args is None else args)
+        needed = [action for action in self._actions if action.required]
+        for action in needed:
+            if action.option_strings and not {"-h", "--help"} & {*words}:
+                self._check_given(action, words)
+            action.required = bool(action.option_strings)  # argparse checks the flags again
+        try:
+            found = super().parse_known_args(words, Parsed() if namespace is None else namespace)
+        finally:
+            for action in needed:
+                action.required = True
+        for action in needed:
+            if getattr(found[0], action.dest, None) is None:
+                self.error(self.missing_sentence(action, words))
+        return found
+
+    def _check_given(self, action: argparse.Action, words: Sequence[str]) -> None:
+        """End with an error if a flag that must be given is not among the words."""
+        if not {word.partition("=")[0] for word in words} & {*action.option_strings}:
+            self.error(self.missing_sentence(action, words))
+
+    def missing_sentence(self, action: argparse.Action, words: Sequence[str]) -> str:
+        """The error about a required flag or argument that is not among the words."""
+        if action.choices:
+            return f"name one of {', '.join(map(str, action.choices))}"
+        more = (action.help or "").rstrip(".")
+        return f"{spelled(action)} is missing{more and f': {more}'}"
 
     def error(self, message: str) -> Any:
-        """Print argparse's message in one line, without the usage, and exit with code 2."""
+        """Print one line, and exit with code 2."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} {self.all_help})\n")
+
+    # ------------------------------------------------------------ argparse's own errors, reworded
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        known = [str(choice) for choice in action.choices]
+        given = f"{spelled(action)}={value}" if action.option_strings else repr(value)
+        raise _wrong(f"{given}: use one of {', '.join(known)}{did_you_mean(str(value), known)}")
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return self._registry_get("type", action.type, action.type)(arg_string)
+        except argparse.ArgumentTypeError as error:
+            raise _wrong(f"{spelled(action)}: {error}") from None
+        except (TypeError, ValueError):
+            expected = EXPECTED.get(action.type, "a valid value")
+            raise _wrong(f"{spelled(action)}: {arg_string!r} is not {expected}") from None
+
+    def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
+        try:
+            return super()._match_argument(action, arg_strings_pattern)
+        except argparse.ArgumentError:
+            what = action.metavar or "|".join(map(str, action.choices or [action.dest.upper()]))
+            name = spelled(action)
+            raise _wrong(f"{name} needs a value, as in {name}={what}") from None
+
+    def _parse_optional(self, arg_string: str) -> Any:
+        found: Any = super()._parse_optional(arg_string)
+        for action, *_, value in found if isinstance(found, list) else [found or (None, None)]:
+            if action is not None and action.nargs == 0 and value and arg_string.startswith("--"):
+                name = arg_string.partition("=")[0]
+                raise _wrong(f"{name} takes no value: write {name} without ={value}")
+        return found
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         found: list[Any] = super()._get_option_tuples(option_string)
@@ -147,7 +225,10 @@ class Parser(argparse.ArgumentParser):
             # torchrun rejects it too, because the two spellings are two flags to argparse.
             typed = option_string.partition("=")[0]
             whole = next(name for name in meant[0][0].option_strings if name.startswith("--"))
-            self.error(f"ambiguous option: {typed}; did you mean {whole}?")
+            self.error(f"{typed} is ambiguous; did you mean {whole}?")
+        if len(meant) > 1 and option_string.startswith("--"):
+            names = list(dict.fromkeys(spelled(match[0]) for match in meant))
+            self.error(f"{option_string.partition('=')[0]} may mean {', '.join(names)}: write one")
         return meant
 
 
@@ -165,6 +246,14 @@ class LaunchParser(Parser):
     def error(self, message: str) -> Any:
         write_last_word(message)
         super().error(message)
+
+    def missing_sentence(self, action: argparse.Action, words: Sequence[str]) -> str:
+        sentence = (
+            "there is no script to run: write it after the flags, as in `elasticrun train.py`"
+        )
+        if len(words) > 1 and self._is_flag(words[-2]) and self._takes_next_word(words[-2]):
+            return f"{sentence}; {words[-1]} is the value of {words[-2]} here"
+        return sentence
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None

@@ -225,7 +225,7 @@ def _launch(words: Sequence[str]) -> int:
         words, ns = for_launch(words, ns, notify)
         return _run(words, ns)
     except UsageError as error:
-        if ns.exit_codes == "scheduler" and error.exit_code == EXIT_FAILED:
+        if ns.exit_codes == "scheduler":
             error.exit_code = error.for_scheduler
         raise
 
@@ -301,7 +301,7 @@ def _already_succeeded(launch: Launch) -> str:
             RankProgram(launch.entry.words(), plan.workdir or os.getcwd()),
         )
     except RunRefused as other:
-        raise UsageError(str(other)) from None
+        raise UsageError(str(other), EXIT_FAILED) from None
 
 
 def _check_or_defer(launch: Launch) -> str:
@@ -333,7 +333,8 @@ def _exec_torchrun(plugin: str, words: Sequence[str], ns: argparse.Namespace) ->
     try:
         os.execv(command[0], command)
     except OSError as error:
-        raise UsageError(f"torchrun cannot be started: {error.strerror}") from None
+        why = f"torchrun cannot be started: {error.strerror}"
+        raise UsageError(why, EXIT_FAILED) from None
 
 
 def _master(words: Sequence[str]) -> int:
@@ -370,7 +371,8 @@ def _module(name: str) -> ModuleType:
     except ModuleNotFoundError as missing:
         if missing.name not in ("elasticrun.jobs", f"elasticrun.{name}"):
             raise
-        raise UsageError("this installation has no elasticrun.jobs: reinstall elasticrun") from None
+        why = "this installation has no elasticrun.jobs: reinstall elasticrun"
+        raise UsageError(why, EXIT_FAILED) from None
 
 
 def _function_of(verb: str) -> Callable[[Sequence[str]], int]:

@@ -37,21 +37,22 @@ _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*\Z")
 class UsageError(Exception):
     """One sentence for the user: what is impossible, and what to do instead.
 
-    `exit_code` is 1 where torchrun also fails only after parsing (with a ValueError), and 2 for
-    settings that torchrun lacks. With --exit-codes=scheduler, `for_scheduler` replaces 1, because
-    the same command fails on every try.
+    `exit_code` is 2, because the same command fails at every try, unless the cause is not the
+    command line. With --exit-codes=scheduler, `for_scheduler` replaces it.
     """
 
+    usual = config.EXIT_USAGE
     for_scheduler = config.EXIT_USAGE
 
-    def __init__(self, sentence: str, exit_code: int = config.EXIT_FAILED) -> None:
+    def __init__(self, sentence: str, exit_code: int | None = None) -> None:
         super().__init__(sentence)
-        self.exit_code = exit_code
+        self.exit_code = self.usual if exit_code is None else exit_code
 
 
 class NotHere(UsageError):
     """Something is missing on this machine; another machine, or a later try, may have it."""
 
+    usual = config.EXIT_FAILED
     for_scheduler = config.EXIT_FAILED
 
 

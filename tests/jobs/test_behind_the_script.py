@@ -158,4 +158,4 @@ def test_only_torchruns_flags_are_abbreviated(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         parser.parse_args(["--save-at", "train.py"])
     said = capsys.readouterr().err.splitlines()[-1]
-    assert "unrecognized arguments: --save-at; did you mean --save-at-breakpoint?" in said
+    assert "there is no flag --save-at; did you mean --save-at-breakpoint?" in said

@@ -403,7 +403,7 @@ def test_what_has_succeeded_is_said_for_programs_too(person: Person) -> None:
         (["submit", "--name", "a b", "--", "train.py"], 2, "a job's name may only contain letters"),
         (["submit", "--name=-x", "--", "train.py"], 2, "no - at the start"),
         (["sumbit", "--", "train.py"], 2, "did you mean submit?"),
-        (["submit", "--", "missing.py"], 1, "there is no script missing.py"),
+        (["submit", "--", "missing.py"], 2, "there is no script missing.py"),
         (["submit", "--rdzv-endpoint", "a:1", "--", "train.py"], 2, "already sets this"),
         (["submit", "--env", "ELASTICRUN_TOKEN=x", "--", "t.py"], 2, "put the secret into"),
         (["submit", "--on=slurm", "--array", "0-3", "--", "t.py"], 2, "submit creates one job"),
@@ -412,7 +412,7 @@ def test_what_has_succeeded_is_said_for_programs_too(person: Person) -> None:
         (["exec", "tr"], 2, "put the command after --"),
         (["exec", "tr", "--", "true"], 1, "no job tr"),
         (["scale", "tr", "x"], 2, "is not a number of nodes"),
-        (["delete", "tr", "-o", "yaml"], 2, "invalid choice"),
+        (["delete", "tr", "-o", "yaml"], 2, "--output=yaml: use one of text, json"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -25,6 +25,7 @@ from elasticrun.cli.table import FLAGS, TRUST
 from elasticrun.cli.verbs import masters
 from elasticrun.cli.verbs.columns import print_table, width
 from elasticrun.cli.verbs.masters import MasterQuery, NoStatus
+from elasticrun.config import EXIT_FAILED
 from elasticrun.host.doctor import checkup, disk, names
 from elasticrun.host.doctor.checkup import Subject
 from elasticrun.host.doctor.verdict import failed, failures, ok
@@ -184,7 +185,7 @@ async def _master_findings(master: MasterQuery) -> list[Finding]:
     except LinkError as wrong:
         return [await _no_answer(master, wrong)]
     except auth.TlsError as wrong:
-        raise UsageError(str(wrong)) from None
+        raise UsageError(str(wrong), EXIT_FAILED) from None
     except OSError as wrong:
         todo = "free some ports of this host, or raise ulimit -n"
         return [failed("ports", f"no port can be opened here: {wrong.strerror}", todo)]

@@ -62,7 +62,7 @@ def _seconds(minutes: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 < float(minutes) <= 7 * 24 * 60:
             return float(minutes) * 60
-    raise argparse.ArgumentTypeError(f"minutes, above 0 and at most a week, not {minutes!r}")
+    raise argparse.ArgumentTypeError(f"{minutes!r} is not a number of minutes up to a week")
 
 
 def _parser() -> Parser:

@@ -13,7 +13,7 @@ from elasticrun.cli import settings, trust
 from elasticrun.cli.detection.found import port_of_name
 from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.rendezvous import RENDEZVOUS_FLAGS, fresh_id, job_stem, without_flags
-from elasticrun.cli.settings import FlagValues, NotHere, UsageError
+from elasticrun.cli.settings import FlagValues, UsageError
 from elasticrun.config import EXIT_OK, EXIT_USAGE
 from elasticrun.jobs.hosts import fleet, hostfile, ssh
 
@@ -116,7 +116,7 @@ def _hosts(flags: FlagValues) -> tuple[hostfile.NamedHost, ...]:
         raise UsageError(str(wrong), EXIT_USAGE) from None
     except (OSError, UnicodeDecodeError) as wrong:
         why = wrong.strerror if isinstance(wrong, OSError) else "it is not text"
-        raise NotHere(f"--hostfile={path} cannot be read: {why}") from None
+        raise UsageError(f"--hostfile={path} cannot be read: {why}", EXIT_USAGE) from None
     if not found:
         given = "--hosts" if flags.is_given("hosts") else "--hostfile"
         raise UsageError(f"{path or given} contains no host", EXIT_USAGE)

@@ -23,7 +23,7 @@ from elasticrun.cli import settings
 from elasticrun.cli.devices import shared_folder, this_machine
 from elasticrun.cli.flags import PROG, Parser, add_group, get_args_parser
 from elasticrun.cli.resolve import entry_of, resolve
-from elasticrun.cli.settings import FlagValues, NoProgram, NotHere, UsageError
+from elasticrun.cli.settings import FlagValues, NotHere, UsageError
 from elasticrun.cli.settings_file.find import for_verb, use
 from elasticrun.cli.table import FLAGS
 from elasticrun.cli.trust import GIT_SECRETS, TOKEN_VARIABLE, withdraw
@@ -96,9 +96,9 @@ def main(words: Sequence[str], notify: Callable[[str], None]) -> int:
         submission = _SUBMISSIONS[where]
         return exit_code_of(lambda: _submit(where, ns, program, submission, notify))
     except RunRefused as other:
-        raise UsageError(str(other)) from None
+        raise UsageError(str(other), EXIT_FAILED) from None
     except (Invalid, UsageError, RequestFailed) as wrong:
-        code = EXIT_FAILED if isinstance(wrong, (NotHere, NoProgram)) else EXIT_USAGE
+        code = EXIT_FAILED if isinstance(wrong, NotHere) else EXIT_USAGE
         raise UsageError(str(wrong), code) from None
 
 

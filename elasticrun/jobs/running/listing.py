@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
 
@@ -27,9 +28,6 @@ from elasticrun.jobs.running.master_lookup import (
 from elasticrun.jobs.running.top import is_hang_watch_off
 from elasticrun.wire.messages import MAX_RANKS
 from elasticrun.wire.types import read_ranges
-
-if TYPE_CHECKING:
-    import argparse
 
 POLL: Final = 1.0
 """Seconds between two polls of `events -f`."""
@@ -69,9 +67,9 @@ def stacks(argv: Sequence[str]) -> int:
 
 
 def rank_number(text: str) -> int:
-    """A rank number as typed. Raises ValueError."""
+    """A rank number as typed. Raises ArgumentTypeError."""
     if not text.isdecimal():
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text!r} is not the number of a rank")
     return int(text)
 
 

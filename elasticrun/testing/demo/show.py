@@ -25,7 +25,7 @@ from rich.console import Console
 
 from elasticrun.cli.flags import PROG, Parser
 from elasticrun.cli.settings import NotHere, UsageError
-from elasticrun.config import EXIT_OK
+from elasticrun.config import EXIT_FAILED, EXIT_OK
 from elasticrun.core.words import plural
 from elasticrun.testing.demo import ACCURACY, FINISH, MISTAKE
 from elasticrun.testing.job import SHARED_MEMORY, ElasticJob, JobError, start
@@ -196,9 +196,9 @@ def main(words: Sequence[str]) -> int:
             folder, memory = _make_folders(cleanup)
             return _run(Console(highlight=False), folder, memory)
         except _Failed as failed:
-            raise UsageError(str(failed)) from None
+            raise UsageError(str(failed), EXIT_FAILED) from None
         except OSError as wrong:
-            raise UsageError(f"the demo cannot run here: {wrong}") from None
+            raise UsageError(f"the demo cannot run here: {wrong}", EXIT_FAILED) from None
 
 
 class _Failed(Exception):

@@ -150,12 +150,12 @@ def test_the_verb_itself(words: tuple[str, ...], why: str) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("--spares", "x"), "argument --spares: 'x' is not a whole number"),
+        (("--spares", "x"), "--spares: 'x' is not a whole number"),
         (
             ("--max-restarts", "x"),
-            "argument --max-restarts/--max_restarts: 'x' is not a whole number",
+            "--max-restarts: 'x' is not a whole number",
         ),
-        (("--qos",), "argument --qos: expected one argument"),
+        (("--qos",), "--qos needs a value, as in --qos="),
     ],
 )
 def test_what_is_no_value(
