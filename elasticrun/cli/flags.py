@@ -316,7 +316,17 @@ class FlagHelp(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=32, width=min(columns, 100))
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return text if "\n" in text else super()._fill_text(text, width, indent)
+        if "\n" in text:
+            return text
+        return "\n".join(indent + line for line in self._split_lines(text, width - len(indent)))
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        """Broken between words only, so that flags and paths stay whole."""
+        import textwrap
+
+        return textwrap.wrap(
+            " ".join(text.split()), width, break_long_words=False, break_on_hyphens=False
+        )
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:

@@ -16,11 +16,14 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from rich.text import Text
 
 from elasticrun import __version__
+from elasticrun.cli.flags import get_args_parser
 from elasticrun.cli.place import apply_scheduler
 from elasticrun.cli.settings import NOT_DETECTED, FlagValues
 from elasticrun.cli.verbs import doctor as own
+from elasticrun.cli.verbs.columns import print_table
 from elasticrun.cli.verbs.masters import MasterQuery, parse_endpoint
 from elasticrun.testing.hosts import NETNS, Lab
 from elasticrun.wire import auth
@@ -425,3 +428,30 @@ def test_a_firewall_that_lets_nobody_in(pair: Pair) -> None:
     assert "the master's host far cannot connect to port" in ports.seen
     assert "no answer within 2 s" in ports.seen
     assert code == 1
+
+
+@pytest.mark.parametrize("columns", ["40", "60", "200"])
+def test_a_table_breaks_no_word(
+    columns: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names and paths can be copied, however narrow the terminal is."""
+    monkeypatch.setenv("COLUMNS", columns)
+    cells = (
+        "/data/a-long/folder-with/no-blank/in-its-name",
+        "set --rdzv-endpoint=host-a:29400 on all",
+    )
+    print_table(("seen", "what to do"), [tuple(map(Text, cells))])
+    shown = capsys.readouterr().out.split()
+    for word in " ".join(cells).split():
+        assert word in shown
+
+
+def test_help_breaks_no_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    with pytest.raises(SystemExit):
+        get_args_parser().parse_args(["--help-all"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 200
+    assert [line for line in lines if re.search(r"\w[-/]$", line)] == []

@@ -9,11 +9,11 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+    from rich.text import Text
 
 Row = tuple[str, ...]
 
@@ -79,8 +79,32 @@ def table_width() -> int:
     return max(80, width() or shutil.get_terminal_size().columns)
 
 
-def print_table(console: Console, table: Table) -> None:
-    """Print the table without the trailing blanks of its last column."""
-    with console.capture() as drawn:
-        console.print(table)
-    print(*(line.rstrip() for line in drawn.get().splitlines()), sep="\n")
+def print_table(titles: Row, rows: Sequence[Sequence[Text]]) -> None:
+    """Print a table whose cells are broken between words only; it is wider than the terminal if the
+    longest words need more."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, width=width())
+    table = [[Text(title, "bold") for title in titles], *rows]
+    widths = _widths([[cell.plain for cell in row] for row in table], console.width)
+    for row in table:
+        parts = [wrapped(cell.plain, most, "") for cell, most in zip(row, widths, strict=True)]
+        for words in zip_longest(*parts, fillvalue=""):
+            found = zip(words, row, widths, strict=True)
+            line = Text("  ").join(Text(word.ljust(most), cell.style) for word, cell, most in found)
+            line.rstrip()
+            console.print(line, soft_wrap=True)
+
+
+def _widths(table: Sequence[Sequence[str]], room: int) -> list[int]:
+    """The widths of columns that together have `room`, but at least that of their longest words."""
+    columns = list(zip(*table, strict=True))
+    widths = [max(len(word) for cell in column for word in cell.split()) for column in columns]
+    spare = room - sum(widths) - 2 * (len(widths) - 1)
+    wants = {at: max(map(len, column)) - widths[at] for at, column in enumerate(columns)}
+    for left, at in enumerate(sorted(wants, key=wants.__getitem__)):
+        more = max(0, min(wants[at], spare // (len(wants) - left)))
+        widths[at] += more
+        spare -= more
+    return widths

@@ -23,7 +23,7 @@ from elasticrun.cli.place import PLACE_FLAGS, detect_place, explain
 from elasticrun.cli.settings import DetectedPlace, FlagValues, Setting, UsageError, setting
 from elasticrun.cli.table import FLAGS, TRUST
 from elasticrun.cli.verbs import masters
-from elasticrun.cli.verbs.columns import print_table, width
+from elasticrun.cli.verbs.columns import print_table
 from elasticrun.cli.verbs.masters import MasterQuery, NoStatus
 from elasticrun.config import EXIT_FAILED
 from elasticrun.host.doctor import checkup, disk, names
@@ -34,9 +34,6 @@ from elasticrun.wire.messages import MAX_RANKS
 from elasticrun.wire.types import Finding, Level
 
 if TYPE_CHECKING:
-    from rich.table import Table
-    from rich.text import Text
-
     from elasticrun.wire.rpc.channel import LinkError
 
 
@@ -219,10 +216,8 @@ async def _no_answer(master: MasterQuery, wrong: LinkError) -> Finding:
 
 
 def _show(findings: Sequence[Finding], settings: Sequence[Setting]) -> None:
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False, width=width())
     # Text, not markup: findings may contain square brackets.
     rows = [
         [
@@ -231,22 +226,10 @@ def _show(findings: Sequence[Finding], settings: Sequence[Setting]) -> None:
         ]
         for one in findings
     ]
-    print_table(console, _table(("state", "check", "seen", "what to do"), rows))
+    print_table(("state", "check", "seen", "what to do"), rows)
     if settings:
         print()
-        shown = [tuple(map(Text, one)) for one in settings]
-        print_table(console, _table(("setting", "value", "source"), shown))
+        print_table(("setting", "value", "source"), [tuple(map(Text, one)) for one in settings])
     counts = [(state, sum(f.state is state for f in findings)) for state in Level]
     words = ", ".join(f"{count} {state.value}" for state, count in counts)
     print(f"\n{socket.gethostname()}, elasticrun {__version__}: {words}")
-
-
-def _table(titles: Sequence[str], rows: Sequence[Sequence[Text]]) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in titles:
-        table.add_column(title, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
