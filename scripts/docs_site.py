@@ -3,6 +3,7 @@
 - The list of decision records in the navigation is read from the folder.
 - Links to files of the repository outside docs/ lead to the repository's page.
 - `<!-- every flag -->` becomes a table of all flags, made from the table that parses them.
+- `<!-- api: NAME -->` becomes the entry of mkdocstrings for this name. A forge hides the comment.
 - Search finds decision records after all other pages, and short code does not break.
 - No page asks another host: the theme would ask GitHub about the repository.
 - GitHub's Markdown differs from Python-Markdown: list items are indented by two spaces, a list may
@@ -21,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 DECISIONS = "decisions/"
 EVERY_FLAG = "<!-- every flag -->"
+API = re.compile(r"^<!-- api: ([\w.]+) -->$", re.M)
 LINK = re.compile(r"(\]\()(?!https?://|mailto:|#)([^)\s#]+)(#[^)\s]*)?(\))")
 LIST = re.compile(r"^(?![-*] |[|#>\s]|\d+\. )(.+)\n(?=[-*] )", re.M)
 """A line of text and a list that follows it."""
@@ -53,6 +55,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         page.meta.setdefault("search", {"boost": 0.2})
     if EVERY_FLAG in markdown:
         markdown = markdown.replace(EVERY_FLAG, every_flag())
+    markdown = API.sub(r"::: \1\n", markdown)
     folder = (DOCS / page.file.src_uri).parent
     parts = CODE.split(markdown)
     parts[::2] = [

@@ -174,6 +174,23 @@ def test_the_page_of_events_has_each_kind() -> None:
     assert kinds == set(re.findall(r'^\{"event": "(\w+)"', page, re.M))
 
 
+def test_the_page_of_the_api_describes_each_entry_that_the_site_adds() -> None:
+    """A forge does not show those entries: there the tables are all that is read."""
+    page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    added = re.findall(r"^<!-- api: (\S+) -->$", page, re.M)
+    described = [line for line in page.splitlines() if line.startswith("| ")]
+    for name in added:
+        path = ROOT / f"{name.replace('.', '/')}.py"
+        last = name.rpartition(".")[2]
+        if not path.is_file():
+            path = ROOT / f"{name.rpartition('.')[0].replace('.', '/')}.py"
+            assert re.search(rf"^(class|def) {last}\b", path.read_text(), re.M), name
+        link = f"](../{path.relative_to(ROOT)})"
+        assert any(link in line and re.search(rf"\b{last}\b", line) for line in described), name
+    assert len(added) >= 14
+    assert ":::" not in page
+
+
 def test_each_page_has_its_place_in_the_navigation_of_the_site() -> None:
     """`make docs` looks too; this costs nothing. The decisions are listed by the site itself."""
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
