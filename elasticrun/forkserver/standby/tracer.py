@@ -34,6 +34,7 @@ from elasticrun.forkserver.standby.rules import (
 )
 from elasticrun.host.system import processes
 from elasticrun.host.system.title import set_title
+from elasticrun.snapshots.shm.throttle import are_cores_busy
 from elasticrun.wire.frames import Connection, HungUp
 from elasticrun.wire.spawning import SHIELDED, FromSpawner, StandbyState
 from elasticrun.wire.types import resolve
@@ -43,8 +44,9 @@ MAX_RSS: Final = 2 * 1024**3
 
 SLICE: Final = 0.005
 SHARE: Final = 0.1
-"""Without the right to return from SCHED_IDLE, a standby runs for this share of the time, in slices
-of SLICE seconds."""
+"""While all cores are busy, or without the right to return from SCHED_IDLE, a standby runs for this
+share of the time, in slices of SLICE seconds. The priority alone is not enough: caches and the
+kernel's locks are shared (docs/figures.md)."""
 
 CLOCK: Final = "a read of the clock"
 """Where a standby is parked that is at no system call."""
@@ -144,7 +146,7 @@ class Standby:
     begun: bool = False  # the script runs
     is_held: bool = False  # its threads are stopped and stay so
     calls: int = 0
-    slice_end: float = 0.0
+    used: float = -1.0  # CPU seconds of it and its tracer at the end of the last pause
 
     def stands_still(self) -> bool:
         """Whether all of its threads are stopped, one that was just started too."""
@@ -414,14 +416,15 @@ class Tracer:
                     ptrace.interrupt(thread.tid)
 
     def _pace(self, standby: Standby) -> None:
-        """Let a standby run for a share of the time, where the scheduler cannot do that."""
-        if self._may_be_idle or not standby.idle:
+        """Let a standby run for a share of the time, where its ranks need the cores."""
+        if not standby.idle:
             return
-        now = time.monotonic()
-        if now > standby.slice_end:
-            if standby.slice_end:
-                time.sleep((SLICE + now - standby.slice_end) * (1 - SHARE) / SHARE)
-            standby.slice_end = time.monotonic() + SLICE
+        spent = _cpu_time(standby.pid) - standby.used
+        if standby.used >= 0 and spent < SLICE:
+            return
+        if standby.used >= 0 and (not self._may_be_idle or are_cores_busy()):
+            signal.sigtimedwait({signal.SIGUSR1}, spent * (1 - SHARE) / SHARE)  # or an order
+        standby.used = _cpu_time(standby.pid)
 
 
 def _has_signals(standby: Standby) -> bool:
@@ -443,6 +446,15 @@ def _process_of(tid: int) -> int:
             if line.startswith(b"Tgid:"):
                 return int(line.split()[1])
     return 0
+
+
+def _cpu_time(pid: int) -> float:
+    """CPU seconds of a process, 0 if it has ended, and of this one."""
+    own = time.process_time()
+    with suppress(OSError):
+        # the kernel's number for this process's clock: CPUCLOCK_SCHED in linux/posix-timers.h
+        own += time.clock_gettime(~pid << 3 | 2)
+    return own
 
 
 def _resident(pid: int) -> int:

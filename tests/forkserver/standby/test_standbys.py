@@ -14,10 +14,11 @@ import psutil
 import pytest
 
 from elasticrun.forkserver.standby.reads import RACY_NS
-from elasticrun.forkserver.standby.tracer import CLOCK
+from elasticrun.forkserver.standby.tracer import CLOCK, SHARE
 from elasticrun.wire.spawning import DropStandby, SpawnRank, SpawnStandby, StandbyIs, StandbyState
 from elasticrun.wire.types import EntryKind, Entrypoint
 from tests.forkserver.driver import Driver, forking, gone, script
+from tests.harness import await_true
 
 pytestmark = pytest.mark.slow
 
@@ -237,6 +238,42 @@ def test_a_standby_that_has_not_parked_becomes_the_rank(server: Driver, tmp_path
     life = Life(server, tmp_path, text)
     life.heard(StandbyState.REHEARSING)
     assert life.start() == "went on\n"
+
+
+def test_standbys_that_compete_with_ranks_use_a_tenth_of_a_core(
+    server: Driver, tmp_path: Path
+) -> None:
+    """A policy that it could not return to keeps a standby out of SCHED_IDLE, as busy cores do."""
+    os.sched_setscheduler(server.process.pid, os.SCHED_BATCH, os.sched_param(0))
+    text = "while not os.path.exists(OUTSIDE + '/flag'): pass\nprint('went on')"
+    life = Life(server, tmp_path, text, idle=True)
+    life.heard(StandbyState.REHEARSING)
+    pids = _processes(server)
+    began, before = time.monotonic(), _cpu_time(pids)
+    await_true(lambda: _cpu_time(pids) > before + 0.2, "some computation")
+    used = _cpu_time(pids) - before
+    assert used / (time.monotonic() - began) < 2.5 * SHARE
+
+
+def test_an_order_ends_the_pause_of_a_standby(server: Driver, tmp_path: Path) -> None:
+    """It would last nine times as long as the standby has computed."""
+    os.sched_setscheduler(server.process.pid, os.SCHED_BATCH, os.sched_param(0))
+    text = "sum(range(50_000_000))\nos.path.exists(OUTSIDE)\nprint('went on')"
+    life = Life(server, tmp_path, text, idle=True)
+    life.heard(StandbyState.REHEARSING)
+    pids = _processes(server)
+    stands = psutil.STATUS_TRACING_STOP
+
+    def is_paused() -> bool:
+        return _cpu_time(pids) > 0.3 and psutil.Process(pids[0]).status() == stands
+
+    await_true(is_paused, "pause after the computation")
+    assert life.start() == "went on\n"
+    assert life.states()[-1] is StandbyState.ACTIVE
+
+
+def _cpu_time(pids: tuple[int, int]) -> float:
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
 
 
 def test_it_ends_with_its_tracer_and_the_rank_is_forked(server: Driver, tmp_path: Path) -> None:
