@@ -7,6 +7,7 @@ Ranks kill themselves at the end of each life but the last, so that later lives 
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -165,7 +166,10 @@ class Runs:
         if mode == "warm":
             env |= self._warm(case)
         env["FIDELITY_PARKED"] = "1" if mode == "parked" else ""
+        # another process's mount would drop a standby that has read the table of mounts
+        own_mounts = ("unshare", "--mount") if mode == "parked" and os.geteuid() == 0 else ()
         launch = [
+            *own_mounts,
             *(self.python(case.customized), *FIRST_WORDS[how.launcher]),
             *("--standalone", f"--nproc-per-node={case.ranks}", f"--max-restarts={restarts}"),
             *(("--restart-backoff=0",) if restarts > LAST_LIFE else ()),
